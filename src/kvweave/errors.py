@@ -1,0 +1,225 @@
+"""Every exception kvweave raises on purpose.
+
+::
+
+    KVWeaveError                       .hint says what to do; .data is JSON-ready
+    |-- ChunkError
+    |   |-- ChunkNotFound              .name, .did_you_mean
+    |   |-- NameTaken                  .name, .id
+    |   |-- InvalidName                .name, .reason
+    |   |-- ChunkPinned                .name, .id
+    |   |-- ChunkInUse                 .name, .id, .contexts
+    |   `-- EmptyChunk                 .name
+    |-- WeaveError
+    |   |-- ModelMismatch              .field, .wanted, .found
+    |   |-- ModelUnusable              .path, .reason
+    |   |-- CannotMove                 .reason
+    |   |-- HoleNotFilled              .hole
+    |   |-- ContextTooLong             .n, .limit
+    |   |-- ContextNotFound            .name, .did_you_mean
+    |   `-- InvalidArgument            .argument, .reason
+    |-- StoreError
+    |   |-- OverBudget                 .needed, .budget, .evictable (bytes)
+    |   |-- CorruptChunk               .path, .checksum
+    |   `-- FormatTooNew               .path, .found, .supported
+    `-- ServerError
+        `-- Overloaded                 .retry_after (seconds)
+
+Bad input is refused before any state changes: after one of these, what was there is still there.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class KVWeaveError(Exception):
+    """Base of all errors; ``hint`` is a sentence that says what to do."""
+
+    def __init__(self, message: str, *, hint: str = "", **data: object) -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+        self.data = data
+
+    def __getattr__(self, key: str) -> object:
+        data: dict[str, object] = self.__dict__.get("data", {})
+        if key in data:
+            return data[key]
+        raise AttributeError(key)
+
+    def __str__(self) -> str:
+        return f"{self.message} ({self.hint})" if self.hint else self.message
+
+    def to_dict(self) -> dict[str, object]:
+        """Return a JSON-ready description: ``code``, ``message``, ``hint`` and the data."""
+        return {
+            "code": type(self).__name__,
+            "message": self.message,
+            "hint": self.hint,
+            **{key: list(v) if isinstance(v, tuple) else v for key, v in self.data.items()},
+        }
+
+
+class ChunkError(KVWeaveError):
+    """Something about one chunk or its name."""
+
+
+class WeaveError(KVWeaveError):
+    """A context or a model cannot do what was asked."""
+
+
+class StoreError(KVWeaveError):
+    """Bytes are missing, wrong, or too many."""
+
+
+class ServerError(KVWeaveError):
+    """The server cannot take the request now."""
+
+
+def nearest(name: str, known: Iterable[str], n: int = 3) -> tuple[str, ...]:
+    """Return up to ``n`` known names that look like ``name``."""
+    return tuple(difflib.get_close_matches(name, list(known), n=n, cutoff=0.6))
+
+
+class ChunkNotFound(ChunkError):
+    def __init__(self, name: str, did_you_mean: tuple[str, ...] = ()) -> None:
+        hint = f"did you mean {' or '.join(map(repr, did_you_mean))}?" if did_you_mean else ""
+        super().__init__(
+            f"no chunk {name!r}",
+            hint=hint or "`kvweave ls` lists what is there",
+            name=name,
+            did_you_mean=did_you_mean,
+        )
+
+
+class NameTaken(ChunkError):
+    def __init__(self, name: str, id: int) -> None:
+        hint = "remove it first, choose another name, or pass replace=True"
+        super().__init__(f"{name!r} already names #{id}", hint=hint, name=name, id=id)
+
+
+class InvalidName(ChunkError):
+    def __init__(self, name: str, reason: str) -> None:
+        hint = "a name is a path such as docs/faq or chat/42/u-007"
+        super().__init__(f"{name!r} is not a chunk name: {reason}", hint=hint, name=name, reason=reason)
+
+
+class ChunkPinned(ChunkError):
+    def __init__(self, name: str, id: int) -> None:
+        super().__init__(f"{name!r} (#{id}) is pinned", hint="unpin it first", name=name, id=id)
+
+
+class ChunkInUse(ChunkError):
+    def __init__(self, name: str, id: int, contexts: tuple[str, ...]) -> None:
+        where = ", ".join(contexts)
+        super().__init__(
+            f"{name!r} (#{id}) is in use by {where}",
+            hint="drop it from these contexts or close them first",
+            name=name,
+            id=id,
+            contexts=contexts,
+        )
+
+
+class EmptyChunk(ChunkError):
+    def __init__(self, name: str) -> None:
+        super().__init__(f"{name!r} has no tokens", hint="give it some text", name=name)
+
+
+class ModelMismatch(WeaveError):
+    def __init__(self, field: str, wanted: str, found: str) -> None:
+        super().__init__(
+            f"KV of another model: {field} is {found!r}, this engine has {wanted!r}",
+            hint="KV never crosses models; put the text again with this one",
+            field=field,
+            wanted=wanted,
+            found=found,
+        )
+
+
+class ModelUnusable(WeaveError):
+    def __init__(self, path: str, reason: str) -> None:
+        super().__init__(
+            f"cannot load a model from {path!r}: {reason}",
+            hint="give a directory with config.json, safetensors weights and a tokenizer",
+            path=path,
+            reason=reason,
+        )
+
+
+class CannotMove(WeaveError):
+    def __init__(self, reason: str) -> None:
+        super().__init__(
+            f"this model's KV cannot be moved: {reason}",
+            hint="engine.can('move') tells which layers and why; use plain transformers for it",
+            reason=reason,
+        )
+
+
+class HoleNotFilled(WeaveError):
+    def __init__(self, hole: str) -> None:
+        hint = f"pass {hole}=... or write {{{{{hole}}}}} for literal braces"
+        super().__init__(f"nothing fills the hole {{{hole}}}", hint=hint, hole=hole)
+
+
+class ContextTooLong(WeaveError):
+    def __init__(self, n: int, limit: int) -> None:
+        super().__init__(
+            f"{n} positions, the model's limit is {limit}",
+            hint="drop some chunks, or ask for fewer new tokens",
+            n=n,
+            limit=limit,
+        )
+
+
+class ContextNotFound(WeaveError):
+    def __init__(self, name: str, did_you_mean: tuple[str, ...] = ()) -> None:
+        hint = f"did you mean {' or '.join(map(repr, did_you_mean))}?" if did_you_mean else ""
+        super().__init__(f"no context {name!r}", hint=hint, name=name, did_you_mean=did_you_mean)
+
+
+class InvalidArgument(WeaveError):
+    def __init__(self, argument: str, reason: str, hint: str = "") -> None:
+        super().__init__(f"{argument}: {reason}", hint=hint, argument=argument, reason=reason)
+
+
+class OverBudget(StoreError):
+    def __init__(self, needed: int, budget: int, evictable: int) -> None:
+        super().__init__(
+            f"{needed:,} bytes of KV are needed, the budget is {budget:,} and "
+            f"{evictable:,} of what is held can be let go",
+            hint="raise budget=, close contexts, or unpin chunks",
+            needed=needed,
+            budget=budget,
+            evictable=evictable,
+        )
+
+
+class CorruptChunk(StoreError):
+    def __init__(self, path: str, checksum: str) -> None:
+        super().__init__(
+            f"wrong bytes in {path}: {checksum}",
+            hint="nothing of it was used; remove it and put the text again",
+            path=path,
+            checksum=checksum,
+        )
+
+
+class FormatTooNew(StoreError):
+    def __init__(self, path: str, found: int, supported: int) -> None:
+        super().__init__(
+            f"{path} has format {found}, this kvweave reads up to {supported}",
+            hint="upgrade kvweave",
+            path=path,
+            found=found,
+            supported=supported,
+        )
+
+
+class Overloaded(ServerError):
+    def __init__(self, retry_after: float) -> None:
+        super().__init__(
+            "too many requests are waiting", hint=f"try again in {retry_after:g} s", retry_after=retry_after
+        )
