@@ -1,0 +1,1 @@
+"""Chunks as objects: identity, cutting, the durable index, and the file verbs on it."""

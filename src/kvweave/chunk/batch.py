@@ -1,0 +1,40 @@
+"""From what a transaction changed to the rows that make the journal say the same."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from zlib import crc32
+
+from kvweave.chunk.changes import Changes
+from kvweave.chunk.identity import ChunkId
+from kvweave.chunk.journal import Batch
+from kvweave.chunk.record import to_row
+from kvweave.chunk.state import State
+
+
+def make_batch(state: State, changes: Changes, uses: Collection[ChunkId]) -> Batch:
+    """Return the rows to write so that the journal is as ``state`` is, where it changed.
+
+    ``uses`` are the chunks whose use statistics are written besides.
+    """
+    batch, records = Batch(), state.records
+    for id in changes.chunks:
+        record = records.get(id)
+        if record is None:
+            batch.drop_chunks.append((id,))
+        else:
+            batch.put_chunks.append(to_row(record))
+    for namespace, name in changes.names:
+        bound = state.names[namespace].get(name)
+        if bound is None:
+            batch.drop_names.append((namespace, name))
+        else:
+            batch.put_names.append((namespace, name, bound))
+    for id, data in changes.tokens.items():
+        if id in records:
+            batch.put_tokens.append((id, crc32(data), data))
+    for id in uses:
+        record = records.get(id)
+        if record is not None:
+            batch.uses.append((record.last_used, record.n_uses, id))
+    return batch

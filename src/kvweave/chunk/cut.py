@@ -1,0 +1,154 @@
+"""Cutting a token list into chunks: without overlap, without loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from itertools import pairwise
+from typing import NamedTuple, Protocol
+
+from kvweave.errors import InvalidArgument
+
+
+class Span(NamedTuple):
+    """Tokens ``start`` (included) to ``stop`` (not included)."""
+
+    start: int
+    stop: int
+
+
+class Cutter(Protocol):
+    """Say where to cut: spans that are not empty, in order, and cover all tokens once."""
+
+    def __call__(self, tokens: Sequence[int]) -> list[Span]: ...
+
+
+def cut(tokens: Sequence[int], cutter: Cutter) -> list[list[int]]:
+    """Return the pieces; raise InvalidArgument when the cutter loses or repeats a token."""
+    pieces: list[list[int]] = []
+    at = 0
+    for start, stop in cutter(tokens):
+        if start != at or stop <= start or stop > len(tokens):
+            raise InvalidArgument(
+                "cutter", f"span {start}:{stop} after token {at} of {len(tokens)} loses tokens"
+            )
+        pieces.append([int(token) for token in tokens[start:stop]])
+        at = stop
+    if at != len(tokens):
+        raise InvalidArgument("cutter", f"tokens {at}:{len(tokens)} are in no span")
+    return pieces
+
+
+def by_tokens(n: int) -> Cutter:
+    """Cut every ``n`` tokens; the last piece may be shorter."""
+    _at_least_one("n", n)
+
+    def cutter(tokens: Sequence[int]) -> list[Span]:
+        return [Span(at, min(at + n, len(tokens))) for at in range(0, len(tokens), n)]
+
+    return cutter
+
+
+def by_boundary(
+    is_end: Callable[[int], bool] | Collection[int], max_tokens: int, min_tokens: int = 1
+) -> Cutter:
+    """Cut after each token that ends something, in pieces of ``min_tokens`` to ``max_tokens``.
+
+    A piece with no end in it is cut at ``max_tokens``; the last piece may be under ``min_tokens``.
+    """
+    _at_least_one("max_tokens", max_tokens)
+    if not 1 <= min_tokens <= max_tokens:
+        raise InvalidArgument("min_tokens", f"{min_tokens} is not in 1..{max_tokens} (max_tokens)")
+    ends = is_end if callable(is_end) else frozenset(is_end).__contains__
+
+    def cutter(tokens: Sequence[int]) -> list[Span]:
+        cuts = _Cuts()
+        for at, token in enumerate(tokens, 1):
+            n = at - cuts.last
+            if n == max_tokens or (n >= min_tokens and ends(token)):
+                cuts.add(at)
+        return cuts.spans(len(tokens))
+
+    return cutter
+
+
+def by_paragraph(decode: Callable[[int], str], max_tokens: int) -> Cutter:
+    """Cut after blank lines, and at ``max_tokens`` where a paragraph is longer.
+
+    ``decode`` gives the text of one token. More blank lines stay with the paragraph they follow,
+    and no piece but the first and last is white space only, unless ``max_tokens`` forces it.
+    """
+    _at_least_one("max_tokens", max_tokens)
+
+    def cutter(tokens: Sequence[int]) -> list[Span]:
+        cuts = _Cuts()
+        lines = _Lines()
+        visible = False
+        for at, token in enumerate(tokens):
+            text = decode(token)
+            was_blank = lines.ended_blank
+            lines.read(text)
+            # Wait for the token that goes on after the blank line, so that a third newline
+            # does not become a piece of its own.
+            paragraph_over = was_blank and visible and not lines.ended_blank
+            if paragraph_over or at - cuts.last == max_tokens:
+                cuts.add(at)
+                visible = False
+            visible = visible or (not text.isspace() and text != "")
+        return cuts.spans(len(tokens))
+
+    return cutter
+
+
+def by_message(starts: Sequence[int]) -> Cutter:
+    """Cut before each of ``starts``; what stands before the first is a piece of its own."""
+    firsts = [int(start) for start in starts]
+    if any(b <= a for a, b in pairwise(firsts)) or min(firsts, default=0) < 0:
+        raise InvalidArgument("starts", "they must increase, from 0 on")
+
+    def cutter(tokens: Sequence[int]) -> list[Span]:
+        if firsts and firsts[-1] >= len(tokens):
+            raise InvalidArgument("starts", f"{firsts[-1]} is not before the end, {len(tokens)}")
+        cuts = _Cuts()
+        for start in firsts:
+            cuts.add(start)
+        return cuts.spans(len(tokens))
+
+    return cutter
+
+
+class _Cuts:
+    """Where it was cut so far."""
+
+    def __init__(self) -> None:
+        self.at = [0]
+
+    @property
+    def last(self) -> int:
+        return self.at[-1]
+
+    def add(self, at: int) -> None:
+        if at > self.at[-1]:
+            self.at.append(at)
+
+    def spans(self, n: int) -> list[Span]:
+        self.add(n)
+        return [Span(a, b) for a, b in pairwise(self.at)]
+
+
+class _Lines:
+    """Knows whether the text read so far ends in a blank line."""
+
+    def __init__(self) -> None:
+        self.ended_blank = False
+        self._line_is_blank = False  # the first line has no line before it to be set off from
+
+    def read(self, text: str) -> None:
+        for character in text:
+            newline = character == "\n"
+            self.ended_blank = newline and self._line_is_blank
+            self._line_is_blank = newline or (self._line_is_blank and character.isspace())
+
+
+def _at_least_one(argument: str, n: int) -> None:
+    if n < 1:
+        raise InvalidArgument(argument, f"{n} is less than 1")

@@ -1,0 +1,87 @@
+"""What the index holds in memory, and how it is read from the journal."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from kvweave.chunk.identity import ChunkId
+from kvweave.chunk.journal import Journal
+from kvweave.chunk.record import Record, from_row
+from kvweave.errors import CorruptChunk
+
+
+@dataclass(slots=True)
+class State:
+    """The maps of an index; ``holders`` alone is not in the journal."""
+
+    records: dict[ChunkId, Record] = field(default_factory=dict)
+    by_digest: dict[bytes, ChunkId] = field(default_factory=dict)
+    names: dict[str, dict[str, ChunkId]] = field(default_factory=dict)
+    """namespace -> name -> id"""
+    n_children: dict[ChunkId, int] = field(default_factory=dict)
+    """How many chunks have this one as base; no entry for none."""
+    holders: dict[ChunkId, dict[str, int]] = field(default_factory=dict)
+    """id -> context -> how often it holds it"""
+    next_id: int = 1
+    written_next_id: int = 1
+    """``next_id`` as the journal has it; it may lag while the newest chunk's row says the same."""
+
+
+def load(journal: Journal) -> State:
+    """Return the state the journal describes; raise CorruptChunk when it contradicts itself."""
+    state = State()
+    state.written_next_id = state.next_id = journal.next_id()
+    with _no_garbage_collection():
+        try:
+            _load_chunks(state, journal)
+        except ValueError as error:
+            raise CorruptChunk(str(journal.path), f"a chunk's row: {error}") from error
+        _load_names(state, journal)
+    for base in state.n_children:
+        if base not in state.records:
+            raise CorruptChunk(str(journal.path), f"#{base}, the base of others, is missing")
+    return state
+
+
+def _load_chunks(state: State, journal: Journal) -> None:
+    records, by_digest, n_children = state.records, state.by_digest, state.n_children
+    id = ChunkId(0)
+    for row in journal.chunks():
+        record = from_row(row)
+        id = record.id
+        records[id] = record
+        by_digest[record.digest] = id
+        base = record.base
+        if base is not None:
+            n_children[base] = n_children.get(base, 0) + 1
+    if len(by_digest) != len(records):
+        raise ValueError("two have the same digest")
+    state.next_id = max(state.next_id, id + 1)  # rows come by id
+
+
+def _load_names(state: State, journal: Journal) -> None:
+    records = state.records
+    for namespace, name, id in journal.names():
+        record = records.get(ChunkId(id))
+        if record is None or record.namespace != namespace:
+            raise CorruptChunk(str(journal.path), f"{name!r} names #{id}, which is not there")
+        names = state.names.get(namespace)
+        if names is None:
+            names = state.names[record.namespace] = {}
+        names[name] = record.id
+        record.link(name)
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """Stop the collector, which would walk a million new records again and again."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
