@@ -1,0 +1,363 @@
+"""The shape of the code: import rule, budgets, docstrings (DESIGN 3, 8).
+
+A rule is a function from a file to complaints. ``EXCUSED`` names what may break one, and why;
+an excuse that nothing needs any more is a failure too.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+SRC = ROOT / "src" / "kvweave"
+
+# Each may import from those before it and from itself; those in one row not from each other.
+ORDER = (
+    ("errors",),
+    ("config",),
+    ("chunk",),
+    ("store",),
+    ("keep",),
+    ("run",),
+    ("weave",),
+    ("engine",),
+    ("probe", "serve", "connect", "client"),
+    ("__init__",),  # the public names
+    ("demo",),
+    ("cli",),
+    ("__main__",),
+)
+RANK = {name: rank for rank, names in enumerate(ORDER) for name in names}
+TORCH_FREE = ("chunk/", "keep/", "weave/plan.py", "weave/template.py", "run/schedule.py")
+LOCAL_IMPORTS_FREE = ("demo/", "cli.py", "__main__.py")  # these start fast by importing late
+SPEAK_FOR_THEMSELVES = {"property", "cached_property", "setter", "overload", "override"}
+MAX_FILE, MAX_FUNCTION, MAX_PARAMETERS, MAX_DEPTH = 400, 60, 7, 2
+
+# (rule, path under src/kvweave, what the complaint is about) -> why it may.
+EXCUSED: dict[tuple[str, str, str], str] = {
+    ("transformers", "demo/world.py", "transformers"): "makes the bundled model's tokenizer",
+}
+
+
+@dataclass
+class File:
+    """One source file, and the rest of the source where a rule needs it."""
+
+    path: str  # under src/kvweave
+    text: str
+    others: dict[str, File] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.tree = ast.parse(self.text)
+
+    @property
+    def package(self) -> str:
+        return self.path.split("/")[0].removesuffix(".py")
+
+
+class Complaint(NamedTuple):
+    about: str
+    line: int
+    says: str
+
+
+FILES = {
+    path.relative_to(SRC).as_posix(): File(path.relative_to(SRC).as_posix(), path.read_text())
+    for path in sorted(SRC.rglob("*.py"))
+}
+for _file in FILES.values():
+    _file.others = FILES
+
+
+def imports(file: File) -> Iterator[tuple[str, ast.stmt]]:
+    """Every absolute module name a file imports, anywhere in it."""
+    here = ["kvweave", *file.path.removesuffix(".py").split("/")]
+    for node in ast.walk(file.tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield alias.name, node
+        elif isinstance(node, ast.ImportFrom):
+            base = here[: len(here) - node.level] if node.level else []
+            module = ".".join([*base, *([node.module] if node.module else [])])
+            if module == "kvweave":
+                for alias in node.names:
+                    inside = any(p.split("/")[0].removesuffix(".py") == alias.name for p in FILES)
+                    known = alias.name in RANK or inside
+                    yield (f"kvweave.{alias.name}" if known else "kvweave.__init__"), node
+            else:
+                yield module, node
+
+
+def functions(file: File) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    for node in ast.walk(file.tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node
+
+
+def import_order(file: File) -> Iterator[Complaint]:
+    if file.package not in RANK:
+        yield Complaint(file.package, 1, f"{file.package!r} has no place in ORDER")
+        return
+    for module, node in imports(file):
+        if module.split(".")[0] != "kvweave":
+            continue
+        other = (module.split(".") + ["__init__"])[1]
+        if other not in RANK:
+            yield Complaint(other, node.lineno, f"{other!r} has no place in ORDER")
+        elif other != file.package and RANK[other] >= RANK[file.package]:
+            says = f"{file.package!r} may not import {other!r}, which stands behind or beside it"
+            yield Complaint(other, node.lineno, says)
+
+
+def transformers(file: File) -> Iterator[Complaint]:
+    if file.path == "run/model.py":
+        return
+    for module, node in imports(file):
+        if module.split(".")[0] == "transformers":
+            yield Complaint("transformers", node.lineno, "only run/model.py imports transformers")
+
+
+def torch_free(file: File) -> Iterator[Complaint]:
+    if not file.path.startswith(TORCH_FREE):
+        return
+    for module, node in imports(file):
+        if module.split(".")[0] in {"torch", "transformers", "safetensors"}:
+            yield Complaint(module, node.lineno, f"{module} in a file that must run without torch")
+
+
+def file_size(file: File) -> Iterator[Complaint]:
+    n_lines = file.text.count("\n")
+    if n_lines > MAX_FILE:
+        yield Complaint("file", MAX_FILE, f"{n_lines} lines, the budget is {MAX_FILE}")
+
+
+def function_size(file: File) -> Iterator[Complaint]:
+    for node in functions(file):
+        n_lines = (node.end_lineno or node.lineno) - node.lineno + 1
+        if n_lines > MAX_FUNCTION:
+            says = f"{node.name}() has {n_lines} lines, the budget is {MAX_FUNCTION}"
+            yield Complaint(node.name, node.lineno, says)
+
+
+def parameters(file: File) -> Iterator[Complaint]:
+    for node in functions(file):
+        a = node.args
+        named = [*a.posonlyargs, *a.args, *a.kwonlyargs, *filter(None, [a.vararg, a.kwarg])]
+        n = sum(arg.arg not in {"self", "cls"} for arg in named)
+        if n > MAX_PARAMETERS:
+            says = f"{node.name}() has {n} parameters, the budget is {MAX_PARAMETERS}"
+            yield Complaint(node.name, node.lineno, says)
+
+
+def depth(name: str, classes: dict[str, list[str]], seen: frozenset[str] = frozenset()) -> int:
+    """Classes of ours on the longest way up from ``name``, itself included."""
+    if name not in classes or name in seen:
+        return 0
+    return 1 + max((depth(base, classes, seen | {name}) for base in classes[name]), default=0)
+
+
+def base_names(node: ast.ClassDef) -> list[str]:
+    bases = [base.value if isinstance(base, ast.Subscript) else base for base in node.bases]
+    return [ast.unparse(base).split(".")[-1] for base in bases]
+
+
+def inheritance(file: File) -> Iterator[Complaint]:
+    if file.path == "errors.py":
+        return
+    classes = {
+        node.name: base_names(node)
+        for each in [*file.others.values(), file]
+        for node in ast.walk(each.tree)
+        if isinstance(node, ast.ClassDef) and each.path != "errors.py"
+    }
+    for node in ast.walk(file.tree):
+        if isinstance(node, ast.ClassDef) and depth(node.name, classes) > MAX_DEPTH:
+            says = f"{node.name} inherits over more than {MAX_DEPTH} classes of ours"
+            yield Complaint(node.name, node.lineno, says)
+
+
+def local_imports(file: File) -> Iterator[Complaint]:
+    if file.path.startswith(LOCAL_IMPORTS_FREE):
+        return
+    optional = {
+        node
+        for guard in ast.walk(file.tree)
+        if isinstance(guard, ast.Try)
+        and any("ImportError" in ast.unparse(h.type) for h in guard.handlers if h.type)
+        for statement in guard.body
+        for node in ast.walk(statement)
+    }
+    for function in functions(file):
+        for node in ast.walk(function):
+            if isinstance(node, ast.Import | ast.ImportFrom) and node not in optional:
+                says = f"{ast.unparse(node)!r} in {function.name}(): only optional extras, in a try"
+                yield Complaint(function.name, node.lineno, says)
+
+
+def docstrings(file: File) -> Iterator[Complaint]:
+    if file.path != "__init__.py" and file.tree.body and not ast.get_docstring(file.tree):
+        yield Complaint("module", 1, "the module has no docstring")
+    contracts = {
+        member.name
+        for each in [*file.others.values(), file]
+        for node in ast.walk(each.tree)
+        if isinstance(node, ast.ClassDef) and "Protocol" in base_names(node)
+        for member in node.body
+        if isinstance(member, ast.FunctionDef) and ast.get_docstring(member)
+    }
+    for node in undocumented(file.tree):
+        if file.path == "errors.py" and isinstance(node, ast.ClassDef):
+            continue  # the tree in the module's docstring says it
+        if node.name not in contracts:
+            yield Complaint(node.name, node.lineno, f"{node.name} is public, without a docstring")
+
+
+Named = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+
+
+def undocumented(parent: ast.Module | ast.ClassDef) -> Iterator[Named]:
+    """Public classes, functions and methods without docstring; a property's name may do."""
+    for node in parent.body:
+        if not isinstance(node, Named) or node.name.startswith("_"):
+            continue
+        marks = {ast.unparse(mark).split("(")[0].split(".")[-1] for mark in node.decorator_list}
+        if not ast.get_docstring(node) and not marks & SPEAK_FOR_THEMSELVES:
+            yield node
+        if isinstance(node, ast.ClassDef):
+            yield from undocumented(node)
+
+
+RULES: dict[str, Callable[[File], Iterator[Complaint]]] = {
+    "import_order": import_order,
+    "transformers": transformers,
+    "torch_free": torch_free,
+    "file_size": file_size,
+    "function_size": function_size,
+    "parameters": parameters,
+    "inheritance": inheritance,
+    "local_imports": local_imports,
+    "docstrings": docstrings,
+}
+
+
+@pytest.mark.parametrize("path", FILES)
+@pytest.mark.parametrize("rule", RULES)
+def test_source_keeps_the_rule(rule, path):
+    complaints = [
+        f"src/kvweave/{path}:{complaint.line}: {complaint.says}"
+        for complaint in RULES[rule](FILES[path])
+        if (rule, path, complaint.about) not in EXCUSED
+    ]
+    assert not complaints, "\n".join(complaints)
+
+
+@pytest.mark.parametrize("excuse", EXCUSED, ids=" ".join)
+def test_excuse_is_still_needed(excuse):
+    rule, path, about = excuse
+    assert path in FILES, f"{path} is gone: delete its excuse"
+    assert about in {complaint.about for complaint in RULES[rule](FILES[path])}, (
+        f"nothing needs the excuse {excuse} any more: delete it"
+    )
+
+
+def body(n_lines: int) -> str:
+    return "def long():\n" + "    x = 1\n" * (n_lines - 1)
+
+
+BASES = "class A: ...\nclass B(A): ...\n"
+DOC = '"""Doc."""\n'
+
+BROKEN = [
+    ("import_order", "chunk/table.py", "from kvweave.engine import Engine"),
+    ("import_order", "chunk/table.py", "def f():\n    import kvweave.store.pool"),
+    ("import_order", "chunk/table.py", "from kvweave import store"),
+    ("import_order", "chunk/table.py", "from kvweave import Engine"),
+    ("import_order", "chunk/table.py", "from ..run import loop"),
+    ("import_order", "keep/lru.py", "if TYPE_CHECKING:\n    from kvweave.run import loop"),
+    ("import_order", "probe/replay.py", "from kvweave.serve import app"),
+    ("import_order", "errors.py", "import kvweave"),
+    ("import_order", "utils/misc.py", ""),
+    ("import_order", "cli.py", "from kvweave.utils import misc"),
+    ("transformers", "run/loop.py", "import transformers"),
+    ("transformers", "weave/context.py", "def f():\n    from transformers.cache_utils import X"),
+    ("torch_free", "chunk/table.py", "import torch"),
+    ("torch_free", "weave/plan.py", "from torch.nn import functional"),
+    ("torch_free", "run/schedule.py", "if TYPE_CHECKING:\n    from torch import Tensor"),
+    ("file_size", "cli.py", "x = 1\n" * (MAX_FILE + 1)),
+    ("function_size", "cli.py", body(MAX_FUNCTION + 1)),
+    (
+        "function_size",
+        "cli.py",
+        "class A:\n" + body(99).replace("\n", "\n  ").replace("def", "  def", 1),
+    ),
+    ("parameters", "cli.py", "def f(self, a, b, c, d, e, /, f, *g, h): ..."),
+    ("inheritance", "cli.py", BASES + "class C(B): ..."),
+    ("inheritance", "cli.py", BASES + "class C(Generic[T], base.B): ..."),
+    ("local_imports", "engine.py", "def f():\n    import json"),
+    (
+        "local_imports",
+        "engine.py",
+        "def f():\n    try:\n        import x\n    except KeyError: ...",
+    ),
+    ("docstrings", "cli.py", "x = 1"),
+    ("docstrings", "cli.py", DOC + "def f(): ..."),
+    ("docstrings", "cli.py", DOC + "class A: ..."),
+    ("docstrings", "cli.py", DOC + f"class A:\n    {DOC}    def f(self): ..."),
+    ("docstrings", "errors.py", DOC + "def f(): ..."),
+]
+
+KEPT = [
+    (
+        "import_order",
+        "engine.py",
+        "from kvweave.weave import plan\nimport kvweave.errors\nimport os",
+    ),
+    ("import_order", "weave/context.py", "from kvweave.weave.plan import Plan\nfrom . import plan"),
+    ("import_order", "cli.py", "from kvweave import Engine, demo"),
+    (
+        "import_order",
+        "__init__.py",
+        "from kvweave.engine import Engine\nfrom kvweave import errors",
+    ),
+    ("transformers", "run/model.py", "import transformers"),
+    ("torch_free", "weave/rotate.py", "import torch"),
+    ("file_size", "cli.py", "x = 1\n" * MAX_FILE),
+    ("function_size", "cli.py", body(MAX_FUNCTION)),
+    ("parameters", "cli.py", "def f(self, a, b, c, d, e, /, f, *g): ..."),
+    ("inheritance", "cli.py", BASES + "class C(A, nn.Module): ..."),
+    ("local_imports", "engine.py", "import json\nif TYPE_CHECKING:\n    import torch"),
+    (
+        "local_imports",
+        "engine.py",
+        "def f():\n try:\n  import x\n except (OSError, ImportError): ...",
+    ),
+    ("local_imports", "demo/chat.py", "def f():\n    import json"),
+    ("docstrings", "cli.py", DOC + "def _f(): ...\nclass _A:\n    def f(self): ..."),
+    ("docstrings", "errors.py", DOC + "class A(KVWeaveError): ..."),
+    (
+        "docstrings",
+        "cli.py",
+        DOC + f"class P(Protocol):\n    {DOC}    def f(self):\n        {DOC}"
+        f"class A:\n    {DOC}    def f(self): ...\n    def __len__(self): ...",
+    ),
+]
+
+
+@pytest.mark.parametrize(("rule", "path", "snippet"), BROKEN)
+def test_rule_can_fail(rule, path, snippet):
+    assert list(RULES[rule](File(path, snippet))), f"{rule} lets this pass:\n{snippet}"
+
+
+@pytest.mark.parametrize(("rule", "path", "snippet"), KEPT)
+def test_rule_lets_good_code_pass(rule, path, snippet):
+    assert not list(RULES[rule](File(path, snippet)))
+
+
+def test_every_rule_is_tested_both_ways():
+    assert {rule for rule, _, _ in BROKEN} == {rule for rule, _, _ in KEPT} == set(RULES)
