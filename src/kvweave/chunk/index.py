@@ -66,10 +66,7 @@ class Index:
         """Return the record ``#17`` or a name stands for; raise ChunkNotFound."""
         record = self.lookup(ref, namespace)
         if record is None:
-            close = (
-                () if ref.startswith("#") else suggest(ref, self._state.names.get(namespace, {}))
-            )
-            raise ChunkNotFound(ref, close)
+            raise ChunkNotFound(ref, self.similar_names(ref, namespace))
         return record
 
     def lookup(self, ref: str, namespace: str = "") -> Record | None:
@@ -94,6 +91,12 @@ class Index:
     def namespaces(self) -> list[str]:
         """Return the namespaces that have a chunk."""
         return sorted({record.namespace for record in self})
+
+    def similar_names(self, ref: str, namespace: str = "") -> tuple[str, ...]:
+        """Return a few names that ``ref`` may have meant."""
+        if ref.startswith("#"):
+            return ()
+        return suggest(ref, self._state.names.get(namespace, {}))
 
     def names_of(self, id: ChunkId) -> tuple[str, ...]:
         """Return the names of a chunk, sorted; raise ChunkNotFound."""

@@ -131,3 +131,16 @@ def _one_edit_away(name: str) -> Collection[str]:
             if tail:
                 edits[head + letter + tail[1:]] = None
     return edits
+
+
+def directory_of(name: str, pattern: str) -> str:
+    """Return the directory ``name`` is in, at most one part below the directory of ``pattern``.
+
+    "." is the top, and "#" stands for chunks without names.
+    """
+    if name.startswith("#"):
+        return "#"
+    prefix = literal_prefix(pattern)
+    top = prefix[: prefix.rfind("/") + 1]
+    part, slash, _ = name[len(top) :].partition("/")
+    return top + part + slash if slash else top or "."
