@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import itertools
 import math
 from collections import Counter
@@ -78,6 +79,17 @@ def test_what_may_be_drawn_and_how_likely(sampling, expected):
     ids, probabilities = candidates(logits(*P), Sampling(**({"temperature": 1.0} | sampling)))
     found = dict(zip(ids.tolist(), probabilities.tolist(), strict=True))
     assert found == pytest.approx(expected, rel=1e-5)
+
+
+def test_top_p_keeps_no_token_more_than_it_needs_and_the_lowest_of_equals():
+    ids, probabilities = candidates(torch.zeros(1024), Sampling(temperature=1.0, top_p=0.25))
+    assert ids.tolist() == list(range(256))
+    assert probabilities.tolist() == [1 / 256] * 256
+
+
+def test_huge_logits_over_a_small_temperature_do_not_overflow():
+    sampler = Sampler(Sampling(temperature=1e-5, seed=1))
+    assert sampler(torch.tensor([0.0, 3e35, 1.0])).token == 1
 
 
 def test_draws_follow_the_distribution():
@@ -279,6 +291,15 @@ def test_broken_bytes_do_not_hold_the_stream_up():
     pieces = stream(Bytes([b"\x80"]), [0] * 100)
     assert "".join(pieces) == "\ufffd" * 100
     assert len("".join(pieces[:50])) >= 40
+
+
+@pytest.mark.parametrize("n_broken", range(12))
+def test_a_decoder_with_a_mark_per_byte_loses_no_character_after_broken_bytes(n_broken):
+    codecs.register_error("each byte", lambda e: ("\ufffd" * (e.end - e.start), e.end))
+    tokens = list(b"\x80" * n_broken + "🙂".encode())
+    detokenizer = Detokenizer(lambda tokens: bytes(tokens).decode("utf-8", "each byte"))
+    text = "".join(detokenizer.feed(token) for token in tokens)
+    assert text == "\ufffd" * n_broken + "🙂"
 
 
 def test_a_space_that_only_context_shows_is_kept():

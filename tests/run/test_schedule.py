@@ -118,6 +118,13 @@ def test_a_turn_cut_by_the_budget_goes_on_in_the_next_step():
     ]
 
 
+def test_what_a_tenant_leaves_of_its_turn_goes_to_no_one():
+    schedule = filled(4, 8, Job(1, 0, 9), Job(2, 1, 0, "a"), Job(3, 90, 0, "b"), Job(4, 90, 0, "c"))
+    assert schedule.quantum == 2
+    decode = [(1, 1, True)]
+    assert run(schedule, 1) == [[*decode, (2, 1, False), (3, 4, False), (4, 2, False)]]
+
+
 def test_a_piece_done_short_is_planned_again():
     schedule = filled(4, 8, *jobs((1, 8, 2)))
     assert schedule.step() == [Turn(1, 8, False)]

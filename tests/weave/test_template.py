@@ -64,8 +64,8 @@ def test_a_wrong_brace_is_refused_with_its_position(text, position, says):
 
 
 def test_the_position_is_also_a_line_and_a_column():
-    with pytest.raises(InvalidArgument, match=r"at character 6 \(line 2, column 4\)"):
-        Template("ab\ncde}")
+    with pytest.raises(InvalidArgument, match=r"at character 7 \(line 3, column 4\)"):
+        Template("ab\n\ncde}")
 
 
 def test_a_list_is_chunks_and_a_string_is_text():

@@ -86,7 +86,6 @@ def candidates(logits: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
     if sampling.top_p < 1:
         before = probabilities.cumsum(-1) - probabilities
         kept = before < sampling.top_p
-        kept[0] = True
         ids, probabilities = ids[kept], probabilities[kept]
         probabilities = probabilities / probabilities.sum()
     return ids, probabilities
