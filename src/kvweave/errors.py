@@ -103,7 +103,9 @@ class NameTaken(ChunkError):
 class InvalidName(ChunkError):
     def __init__(self, name: str, reason: str) -> None:
         hint = "a name is a path such as docs/faq or chat/42/u-007"
-        super().__init__(f"{name!r} is not a chunk name: {reason}", hint=hint, name=name, reason=reason)
+        super().__init__(
+            f"{name!r} is not a chunk name: {reason}", hint=hint, name=name, reason=reason
+        )
 
 
 class ChunkPinned(ChunkError):
@@ -221,5 +223,7 @@ class FormatTooNew(StoreError):
 class Overloaded(ServerError):
     def __init__(self, retry_after: float) -> None:
         super().__init__(
-            "too many requests are waiting", hint=f"try again in {retry_after:g} s", retry_after=retry_after
+            "too many requests are waiting",
+            hint=f"try again in {retry_after:g} s",
+            retry_after=retry_after,
         )

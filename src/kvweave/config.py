@@ -1,0 +1,42 @@
+"""The settings of an engine, in one place."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+from kvweave.errors import InvalidArgument
+
+UNITS = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
+
+
+def n_bytes(size: int | str) -> int:
+    """Return bytes of ``512``, ``"512MiB"`` or ``"2 GB"``. Raises InvalidArgument."""
+    if isinstance(size, int) and size > 0:
+        return size
+    match = re.fullmatch(r"\s*([\d.]+)\s*([a-zA-Z]+)\s*", str(size))
+    if match is None or match[2].lower() not in UNITS or not re.fullmatch(r"\d+\.?\d*", match[1]):
+        raise InvalidArgument("budget", f"{size!r} is no size", "write 2GiB or 500MB")
+    return int(float(match[1]) * UNITS[match[2].lower()])
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """Defaults of every context; each field with its unit and the reason for its value."""
+
+    budget: int | str = "2GiB"  # KV memory: canonical rows and the rows of contexts
+    repair: str = "query"  # the strategy with the least KL per repaired row (docs/LOG.md)
+    share: float = 0.05  # part of the reused rows to repair, 0..1
+    policy: str = "lru"  # which chunk to let go of
+    denoise: Literal["after", "never"] = "after"  # canonical KV of new turns: after the answer
+    max_batch: int = 16  # contexts that decode together
+    max_rows: int = 512  # rows of one model pass; bounds the mask to max_rows x context
+    seed: int = 0  # of sampling without a seed of its own, and of `random` repair
+
+    def __post_init__(self) -> None:
+        n_bytes(self.budget)
+        if not 0 <= self.share <= 1:
+            raise InvalidArgument("share", f"{self.share} is not between 0 and 1")
+        if self.denoise not in ("after", "never"):
+            raise InvalidArgument("denoise", f"{self.denoise!r} is neither 'after' nor 'never'")

@@ -1,0 +1,333 @@
+"""The facade: wires model, index, shelf and contexts; the verbs of the shell and of HTTP."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import fields, replace
+from pathlib import Path
+from types import TracebackType
+
+from kvweave.chunk.files import Entry, Files
+from kvweave.chunk.identity import ChunkId, Kind, Tier
+from kvweave.chunk.record import Record
+from kvweave.chunk.table import Table
+from kvweave.config import Config, n_bytes
+from kvweave.errors import ChunkNotFound, ContextNotFound, InvalidArgument, NameTaken, nearest
+from kvweave.keep import POLICIES
+from kvweave.run.loop import Loop
+from kvweave.run.model import Capability, Runner
+from kvweave.store.disk import Disk
+from kvweave.store.shelf import Shelf
+from kvweave.weave.context import Context, Settings
+from kvweave.weave.generate import Answer, Turn, run_all, sampling_from
+from kvweave.weave.maker import Maker, Text
+from kvweave.weave.repair import strategy
+from kvweave.weave.template import Ref, Template
+from kvweave.weave.weaver import Weaver
+
+
+class Engine:
+    """One model, its chunks and its contexts.
+
+    Args:
+        model: a checkpoint directory, a hub id, or a `Runner`.
+        home: directory for the index and KV on disk; None keeps everything in memory.
+        base: text every chunk's canonical KV is computed after; by default the BOS token, if the
+            tokenizer has one. Chunks without any base each bring their own attention sink.
+        options: the fields of `Config`, and ``dtype``, ``device``, ``max_positions`` of the model.
+
+    Raises ModelUnusable, ModelMismatch (``home`` belongs to another model), InvalidArgument.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | Runner,
+        *,
+        home: str | Path | None = None,
+        base: str | None = None,
+        config: Config | None = None,
+        **options: object,
+    ) -> None:
+        known = {f.name for f in fields(Config)}
+        settings = {k: v for k, v in options.items() if k in known}
+        loading = {k: v for k, v in options.items() if k in ("dtype", "device", "max_positions")}
+        for key in options.keys() - settings.keys() - loading.keys():
+            near = nearest(key, [*known, "dtype", "device", "max_positions"])
+            raise InvalidArgument(key, "no such option", f"did you mean {near[0]}?" if near else "")
+        self.config = replace(config or Config(), **settings)  # type: ignore[arg-type]
+        if self.config.policy not in POLICIES:
+            raise InvalidArgument(
+                "policy", f"no policy {self.config.policy!r}", f"one of {', '.join(POLICIES)}"
+            )
+        strategy(self.config.repair)
+        self.runner = model if isinstance(model, Runner) else Runner.load(str(model), **loading)  # type: ignore[arg-type]
+        disk = None
+        if home is not None:
+            self._claim(Path(home))
+            disk = Disk(Path(home) / "kv", self.runner.fingerprint, self.runner.device)
+        self.table = Table(None if home is None else Path(home) / "index.sqlite")
+        policy = POLICIES[self.config.policy]()
+        self.shelf = Shelf(n_bytes(self.config.budget), policy, disk, self._is_pinned)
+        self.shelf.on_tier = self._note_tier
+        self.table.on_free = self.shelf.drop
+        self._mend()
+        self.loop = Loop(self.runner, self.config.max_batch, self.config.max_rows)
+        self.maker = Maker(self.runner, self.shelf, self.table)
+        self.weaver = Weaver(self.runner, self.shelf, self.table)
+        self.files = Files(self.table)
+        self.contexts: dict[str, Context] = {}
+        self._n_composed = 0
+        self._base = self._make_base(base) if self.runner.can_move else None
+
+    # ---- life
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close all contexts; with a home, write KV in memory to disk and close the index."""
+        for context in list(self.contexts.values()):
+            self.close_context(context.name)
+        if self.shelf.disk is not None:
+            for record in list(self.table):
+                if record.tier == "ram":
+                    self.shelf.place(record.id, "disk")
+        self.table.close()
+
+    def can(self, what: str) -> Capability:
+        """Tell whether the model can ``move`` (chunks at any position), and why not."""
+        if what != "move":
+            raise InvalidArgument("can", f"nothing is known about {what!r}", "ask for 'move'")
+        return self.runner.can_move
+
+    # ---- chunks
+
+    def put(
+        self,
+        name: str,
+        text: Text,
+        *,
+        kind: Kind = "document",
+        namespace: str = "",
+        replace: bool = False,
+        progress: Callable[[int], None] = lambda n: None,
+    ) -> Entry:
+        """Store a chunk with its canonical KV under ``name``.
+
+        ``progress`` is told tokens computed. Raises NameTaken, InvalidName, EmptyChunk,
+        ContextTooLong, OverBudget, CannotMove; then nothing is stored.
+        """
+        return self.put_many(
+            [(name, text)], kind=kind, namespace=namespace, replace=replace, progress=progress
+        )[0]
+
+    def put_many(
+        self,
+        items: Iterable[tuple[str, Text]],
+        *,
+        kind: Kind = "document",
+        namespace: str = "",
+        replace: bool = False,
+        progress: Callable[[int], None] = lambda n: None,
+    ) -> list[Entry]:
+        """Store several chunks; short ones are computed together. All of them or none."""
+        self.runner.require_move()
+        made: list[tuple[str, ChunkId]] = []
+        base = self._base
+        try:
+            with self.table.transaction():
+                for name, text in items:
+                    id = self.maker.add(
+                        self.maker.tokens(text),
+                        kind=kind,
+                        base=base,
+                        namespace=namespace,
+                        name=name,
+                    )
+                    made.append((name, id))
+                    self.table.bind(name, id, namespace=namespace, replace=replace)
+                self.maker.canonicalise((id for _, id in made), progress)
+        except BaseException:
+            alive = {record.id for record in self.table}
+            for _, id in made:
+                if id not in alive:  # the id may be given again: its KV must not be found then
+                    self.shelf.drop(id)
+            raise
+        return [Files(self.table, namespace).stat(name) for name, _ in made]
+
+    def place(
+        self, pattern: str, tier: Tier, *, namespace: str = "", dry_run: bool = False
+    ) -> list[Entry]:
+        """Move the canonical KV of matching chunks to ram, disk or none (tokens only)."""
+
+        def move(record: Record, where: Tier) -> int:
+            if where != "none":
+                self.maker.canonicalise([record.id])
+            return self.shelf.place(record.id, where)
+
+        return Files(self.table, namespace).place(pattern, tier, move, dry_run=dry_run)
+
+    def denoise(self) -> int:
+        """Compute canonical KV for every chunk that has none; return the tokens computed."""
+        return self.maker.canonicalise(
+            r.id for r in list(self.table) if self.shelf.tier(r.id) == "none"
+        )
+
+    # ---- contexts
+
+    def context(self, name: str, *, system: str | None = None, **options: object) -> Context:
+        """Open a conversation.
+
+        Args:
+            system: the first message; all other chunks' canonical KV is computed after it.
+            options: the fields of `kvweave.weave.context.Settings`.
+        """
+        self.runner.require_move()
+        if name in self.contexts:
+            raise NameTaken(name, 0)
+        context = Context(name, self.weaver, self.maker, self.loop, self._settings(options))
+        if system is not None:
+            context.message("system", system)
+            self.maker.canonicalise([context.parts[0].id])
+        elif self._base is not None:
+            context.set_base(self._base, "base")
+        self.contexts[name] = context
+        return context
+
+    def compose(
+        self,
+        template: str | Template,
+        *,
+        name: str | None = None,
+        repair: str | None = None,
+        share: float | None = None,
+        **values: object,
+    ) -> Context:
+        """Make a context from text with ``{holes}``.
+
+        A list fills a hole with stored chunks, a string with text; a hole that names a chunk needs
+        no value. Raises HoleNotFilled, ChunkNotFound, InvalidArgument.
+        """
+        made = template if isinstance(template, Template) else Template(template)
+        pieces = made.fill(values, self._exists)
+        self._n_composed += 1
+        options: dict[str, object] = {} if repair is None else {"repair": repair}
+        if share is not None:
+            options["share"] = share
+        context = self.context(name or f"compose-{self._n_composed}", **options)
+        try:
+            with context.edit():
+                for piece in pieces:
+                    if isinstance(piece, Ref):
+                        context.append_chunk(piece.name)
+                    else:
+                        context.append(piece.text)
+        except BaseException:
+            self.close_context(context.name)
+            raise
+        return context
+
+    def get_context(self, name: str) -> Context:
+        """Return an open context. Raises ContextNotFound."""
+        if name not in self.contexts:
+            raise ContextNotFound(name, nearest(name, self.contexts))
+        return self.contexts[name]
+
+    def fork(self, context: Context, name: str) -> Context:
+        """Return a copy of ``context`` under another name."""
+        if name in self.contexts:
+            raise NameTaken(name, 0)
+        self.contexts[name] = context.fork(name)
+        return self.contexts[name]
+
+    def close_context(self, name: str) -> None:
+        """Free a context's rows and let go of its chunks."""
+        self.get_context(name).close()
+        del self.contexts[name]
+
+    def generate_many(
+        self, contexts: Sequence[Context], max_tokens: int = 256, **options: object
+    ) -> list[Answer]:
+        """Continue several contexts together, one packed model pass a step."""
+        sampling = sampling_from(max_tokens, options)
+        turns: list[Turn] = []
+        try:
+            turns = [c.begin(sampling) for c in contexts]
+        except BaseException:
+            for turn in turns:
+                turn.cancel()
+            raise
+        return run_all(turns)
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError when index, shelf and contexts disagree."""
+        self.table.check_integrity()
+        self.shelf.check_integrity()
+        for context in self.contexts.values():
+            context.check_integrity()
+
+    # ---- inside
+
+    def _settings(self, options: dict[str, object]) -> Settings:
+        known = [f.name for f in fields(Settings)]
+        for key in options:
+            if key not in known:
+                near = nearest(key, known)
+                raise InvalidArgument(
+                    key, "no such option", f"did you mean {near[0]}?" if near else ""
+                )
+        defaults: dict[str, object] = {
+            "repair": self.config.repair,
+            "share": self.config.share,
+            "denoise": self.config.denoise == "after",
+        }
+        return Settings(**(defaults | options))  # type: ignore[arg-type]
+
+    def _make_base(self, text: str | None) -> ChunkId | None:
+        tokens = self.maker.bos() + (self.maker.tokens(text) if text else [])
+        if not tokens:
+            return None
+        id = self.maker.add(tokens, kind="system", name="base")
+        self.table.hold(id, "engine")
+        self.maker.canonicalise([id])
+        return id
+
+    def _exists(self, ref: str) -> bool:
+        try:
+            self.table.resolve(ref)
+        except ChunkNotFound:
+            return False
+        return True
+
+    def _is_pinned(self, id: int) -> bool:
+        return self.table.get(ChunkId(id)).pinned
+
+    def _note_tier(self, id: int, tier: str, size: int) -> None:
+        self.table.update(ChunkId(id), tier=tier, n_bytes=size)  # type: ignore[typeddict-item]
+
+    def _claim(self, home: Path) -> None:
+        """Write the model's fingerprint into a new home; raise ModelMismatch for another's."""
+        home.mkdir(parents=True, exist_ok=True)
+        file = home / "model.json"
+        mine = self.runner.fingerprint
+        if file.exists():
+            mine.require(type(mine).from_dict(json.loads(file.read_text())))
+        else:
+            file.write_text(json.dumps(mine.to_dict()))
+
+    def _mend(self) -> None:
+        """After a restart: what was only in memory has no KV now; unnamed chunks are gone."""
+        self.table.collect()
+        for record in list(self.table):
+            tier = self.shelf.tier(record.id)
+            if record.tier != tier:
+                self.table.update(record.id, tier=tier, n_bytes=0)  # type: ignore[typeddict-item]

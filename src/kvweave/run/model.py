@@ -1,0 +1,398 @@
+"""The model seam: the only file that imports transformers.
+
+Public hooks only (>= 5.17): a cache layer whose `update` writes rows where the current `Pass` says,
+and an attention function under our own name, which therefore gets no mask and masks by position.
+Every pass runs with ``position_ids = 0``, where a rotary module is the identity, so keys arrive
+unrotated; queries and keys are turned in our attention.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import (
+    AttentionInterface,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    Cache,
+    DynamicCache,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.cache_utils import CacheLayerMixin
+
+from kvweave.chunk.identity import ModelFingerprint
+from kvweave.errors import CannotMove, ContextTooLong, ModelUnusable
+from kvweave.run import attention
+from kvweave.run.attention import Pass, Segment, StopPass
+from kvweave.run.rotary import Rotation, identify
+from kvweave.run.rows import KVRows
+from kvweave.store.kv import KV, LayerShape
+
+ATTENTION = "kvweave"
+PROBES = (0, 1, 37, 611)  # positions; small ones separate frequencies, large ones confirm them
+TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3, torch.bfloat16: 6e-2, torch.float16: 2e-2}
+
+
+@dataclass(frozen=True, slots=True)
+class LayerInfo:
+    """What one layer caches and how it may be moved."""
+
+    shape: LayerShape
+    rotation: Rotation
+    window: int | None  # tokens a query sees, itself included; None sees all
+
+
+@dataclass(frozen=True, slots=True)
+class Capability:
+    """Whether the model can do something, and why not."""
+
+    ok: bool
+    reason: str
+
+    def __bool__(self) -> bool:
+        return self.ok
+
+
+class _SlotLayer(CacheLayerMixin):  # type: ignore[misc]
+    """Hands the rows of layer ``index`` to the current pass."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        self.index = index
+
+    def update(self, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        attention.current.get().write(
+            self.index, keys[0].transpose(0, 1), values[0].transpose(0, 1)
+        )
+        return keys, values
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.is_initialized = True
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return query_length, 0
+
+    def get_seq_length(self) -> int:
+        return 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+
+class _ProbeLayer(_SlotLayer):
+    """Keeps what one layer would cache."""
+
+    def update(self, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        self.keys, self.values = keys, values
+        return keys, values
+
+
+class _Refused(Exception):
+    """The model has something rows cannot express; the message says what."""
+
+
+_seen: dict[int, dict[str, Any]] = {}  # layer -> keyword arguments of the probing call
+
+
+def _attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kw: Any
+) -> tuple[Tensor, None]:
+    layer: int = module.layer_idx  # type: ignore[assignment]
+    if attention.current.get(None) is None:  # probing: one token attends only to itself
+        _seen[layer] = kw
+        return value.repeat_interleave(query.shape[1] // value.shape[1], 1).transpose(1, 2), None
+    out = attention.attend(
+        layer, query, kw.get("scaling"), kw.get("sliding_window"), kw.get("softcap")
+    )
+    return out, None
+
+
+AttentionInterface.register(ATTENTION, _attention)
+
+
+class Runner:
+    """A decoder-only model whose passes write rows into contexts.
+
+    Raises:
+        ModelUnusable: the directory or the weights cannot be loaded.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        *,
+        name: str = "model",
+        max_positions: int | None = None,
+    ) -> None:
+        self.model = model.eval()
+        self.tokenizer = tokenizer
+        self.config = model.config.get_text_config()
+        self.device, self.dtype = model.device, model.dtype
+        declared = getattr(self.config, "max_position_embeddings", None) or 1 << 20
+        self.limit = int(max_positions or _pinned_limit(self.config) or declared)
+        self.layers: list[LayerInfo] = []
+        self._wants_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
+        native = model.config._attn_implementation
+        try:
+            self._probe()
+            self.can_move = Capability(True, _summary(self.layers))
+        except _Refused as why:
+            self.can_move = Capability(False, str(why))
+            model.set_attn_implementation(native)
+        self.fingerprint = _fingerprint(model, tokenizer, name, self.layers)
+        if self.can_move:
+            self._verify(native)
+
+    @classmethod
+    def load(
+        cls,
+        path: str,
+        *,
+        dtype: str = "auto",
+        device: str = "auto",
+        max_positions: int | None = None,
+    ) -> Runner:
+        """Load a checkpoint directory or hub id. Raises ModelUnusable with the reason."""
+        where = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+        kind: Any = dtype
+        if dtype == "auto" and where == "cpu":
+            kind = torch.float32  # CPUs without bf16 units are about twice as slow in bf16
+        elif dtype != "auto":
+            kind = getattr(torch, dtype)
+        try:
+            model, info = AutoModelForCausalLM.from_pretrained(
+                path, dtype=kind, output_loading_info=True
+            )
+            tokenizer = AutoTokenizer.from_pretrained(path)
+        except Exception as error:
+            first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            raise ModelUnusable(path, first) from error
+        for problem in ("missing_keys", "mismatched_keys"):
+            if info.get(problem):
+                some = ", ".join(str(k) for k in sorted(info[problem], key=str)[:3])
+                raise ModelUnusable(path, f"{problem.replace('_', ' ')} in the weights: {some}")
+        return cls(model.to(where), tokenizer, name=path, max_positions=max_positions)
+
+    @property
+    def shapes(self) -> list[LayerShape]:
+        return [layer.shape for layer in self.layers]
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes one token's keys and values take in all layers."""
+        size = torch.empty(0, dtype=self.dtype).element_size()
+        return size * sum(s.k_heads * s.k_dim + s.v_heads * s.v_dim for s in self.shapes)
+
+    def require_move(self) -> None:
+        """Raise CannotMove unless chunks of this model can be placed anywhere."""
+        if not self.can_move:
+            raise CannotMove(self.can_move.reason)
+
+    def new_rows(self) -> KVRows:
+        """Return empty rows for one context."""
+        rotations = [layer.rotation for layer in self.layers]
+        return KVRows(self.shapes, rotations, self.dtype, self.device)
+
+    def new_kv(self, n: int) -> KV:
+        """Return uninitialised KV for ``n`` tokens."""
+        return KV.empty(self.shapes, n, self.dtype, self.device)
+
+    @torch.inference_mode()
+    def forward(
+        self, segments: Sequence[Segment], want: Tensor, stop_after: int | None = None
+    ) -> Tensor:
+        """Run the packed segments once, writing their rows.
+
+        Args:
+            want: [n] int64, packed offsets whose logits are returned; may be empty.
+            stop_after: last layer whose keys and values are computed; then no logits.
+
+        Returns logits [n, vocab], float32 or the model's dtype as the model gives them.
+        """
+        self.require_move()
+        last = max(int(s.positions[-1]) for s in segments)
+        if last >= self.limit:
+            raise ContextTooLong(last + 1, self.limit)
+        run = Pass(list(segments), [layer.rotation for layer in self.layers], stop_after)
+        token = attention.current.set(run)
+        try:
+            return self._call(torch.cat([s.tokens for s in segments])[None], want)
+        except StopPass:
+            return torch.empty(0, 0)
+        finally:
+            attention.current.reset(token)
+
+    def _call(self, ids: Tensor, want: Tensor) -> Tensor:
+        options: dict[str, Any] = {}
+        if self._wants_rows:
+            # an empty selection would mean "all" to some models: compute one row and drop it
+            options["logits_to_keep"] = want if want.numel() else torch.zeros(1, dtype=torch.int64)
+        logits: Tensor = self.model(
+            input_ids=ids,
+            position_ids=torch.zeros_like(ids),
+            past_key_values=Cache(layers=[_SlotLayer(i) for i in range(len(self.layers))]),
+            use_cache=True,
+            **options,
+        ).logits[0]
+        return logits[: want.numel()] if self._wants_rows else logits[want]
+
+    @torch.inference_mode()
+    def _probe(self) -> None:
+        """Find every layer's shapes, rotation and window from a few one-token calls."""
+        n_layers = int(self.config.num_hidden_layers)
+        kinds = set(getattr(self.config, "layer_types", None) or ["full_attention"])
+        odd = kinds - {"full_attention", "sliding_attention"}
+        if odd:
+            raise _Refused(f"{', '.join(sorted(odd))} layers keep a state, not rows of positions")
+        self.model.set_attn_implementation(ATTENTION)
+        if self.model.config._attn_implementation != ATTENTION:
+            raise _Refused("the model does not use transformers' attention interface")
+        _seen.clear()
+        positions = [p for p in PROBES if p < self.limit]
+        calls = {p: self._probe_at(p, n_layers) for p in positions}
+        self._frequencies = self._inv_freqs()
+        for layer in range(n_layers):
+            if layer not in _seen:
+                raise _Refused(f"layer {layer} does not use transformers' attention interface")
+            for option, what in (
+                ("s_aux", "attention sinks"),
+                ("position_bias", "position biases"),
+            ):
+                if _seen[layer].get(option) is not None:
+                    raise _Refused(f"layer {layer} has {what}, which are not supported yet")
+            cached = {p: call[layer] for p, call in calls.items()}
+            self.layers.append(self._layer(layer, cached))
+
+    def _probe_at(self, position: int, n_layers: int) -> list[tuple[Tensor, Tensor]]:
+        layers = [_ProbeLayer(i) for i in range(n_layers)]
+        ids = torch.full((1, 1), min(7, self.config.vocab_size - 1), device=self.device)
+        try:
+            self.model(
+                input_ids=ids,
+                position_ids=torch.full_like(ids, position),
+                past_key_values=Cache(layers=layers),
+                use_cache=True,
+            )
+        except Exception as error:
+            raise _Refused(f"its cache is not rows of keys and values: {error}") from error
+        for layer in layers:
+            if not isinstance(layer.keys, Tensor) or layer.keys.dim() != 4:
+                raise _Refused(f"layer {layer.index} caches no rows of its own")
+        return [(x.keys[0, :, 0].cpu(), x.values[0, :, 0].cpu()) for x in layers]
+
+    def _layer(self, layer: int, cached: dict[int, tuple[Tensor, Tensor]]) -> LayerInfo:
+        wide = torch.float64 if self.dtype == torch.float64 else torch.float32
+        keys = {p: k.to(wide) for p, (k, _) in cached.items()}
+        values = {p: v.to(wide) for p, (_, v) in cached.items()}
+        tolerance = TOLERANCE[self.dtype]
+        still = identify(values, [], tolerance)
+        if still is None:
+            raise _Refused(f"layer {layer} caches a latent whose rotary part is in the values")
+        found = identify(keys, self._frequencies, tolerance)
+        if found is None:
+            raise _Refused(
+                f"layer {layer}: keys change with their position in a way that is no rotation"
+                " (learned or absolute positions, or a norm after the rotation)"
+            )
+        for known in self.layers:  # share equal rotations: angles are computed once for each
+            if known.rotation.key == found.key:
+                found = known.rotation
+        shape = LayerShape(*keys[0].shape, *values[0].shape)
+        return LayerInfo(shape, found, _seen[layer].get("sliding_window"))
+
+    def _inv_freqs(self) -> list[Tensor]:
+        """Frequencies of the rotary modules, for the longest context this runner allows.
+
+        `dynamic` and `longrope` choose theirs by the largest position of a call; asking for the
+        limit first pins them.
+        """
+        for module in self.model.modules():
+            kind = getattr(module, "rope_type", None)
+            if kind in ("dynamic", "longrope"):
+                far = torch.tensor([[self.limit - 1]], device=self.device)
+                module(torch.zeros(1, device=self.device, dtype=self.dtype), far)
+        found: list[Tensor] = []
+        for name, buffer in self.model.named_buffers():
+            if name.endswith("inv_freq") and "original" not in name:
+                freq = buffer.detach().float().cpu()
+                if not any(torch.equal(freq, f) for f in found):
+                    found.append(freq)
+        return found
+
+    @torch.inference_mode()
+    def _verify(self, native: str) -> None:
+        """Compare with the model's own positions and attention; refuse what differs."""
+        n = min(12, self.limit // 2)
+        ids = (torch.arange(n, device=self.device) * 7919 + 13) % self.config.vocab_size
+        positions = torch.arange(n, device=self.device)
+        positions[n // 2 :] += min(50, self.limit - n - 1)  # a gap, as after a prune
+        pin = torch.tensor([self.limit - 1], device=self.device)
+        rows = self.new_rows()
+        rows.reserve(n)
+        segment = Segment(rows, ids, torch.arange(n), positions)
+        ours = self.forward([segment], torch.arange(n))
+        self.model.set_attn_implementation(native)
+        theirs = self.model(
+            input_ids=torch.cat([ids, ids[:1]])[None],
+            position_ids=torch.cat([positions, pin])[None],
+            attention_mask=torch.ones(1, n + 1, dtype=torch.int64, device=self.device),
+            past_key_values=DynamicCache(),
+            use_cache=True,
+        ).logits[0, :n]
+        self.model.set_attn_implementation(ATTENTION)
+        error = float((ours - theirs).abs().max() / theirs.abs().max().clamp_min(1e-9))
+        if not error <= 5 * TOLERANCE[self.dtype]:
+            self.can_move = Capability(
+                False, f"our pass differs from the model's own by {error:.1e} (relative logits)"
+            )
+
+
+def _pinned_limit(config: Any) -> int | None:
+    """Positions a model with length-dependent frequencies keeps its short ones for."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") in ("dynamic", "longrope"):
+        original = rope.get("original_max_position_embeddings")
+        return int(original or getattr(config, "original_max_position_embeddings", 0) or 0) or None
+    return None
+
+
+def _summary(layers: Sequence[LayerInfo]) -> str:
+    turned = sum(layer.rotation.width > 0 for layer in layers)
+    sliding = sum(layer.window is not None for layer in layers)
+    return f"{turned} rotary, {len(layers) - turned} position-free, {sliding} sliding layers"
+
+
+def _fingerprint(
+    model: PreTrainedModel, tokenizer: Any, name: str, layers: Sequence[LayerInfo]
+) -> ModelFingerprint:
+    """Identify the model by samples of every weight, its tokenizer, dtype and rotations."""
+    weights = hashlib.blake2b(digest_size=16)
+    for key, value in sorted(model.state_dict().items()):
+        flat = value.detach().reshape(-1)
+        sample = flat[:: max(1, flat.numel() // 4096)].cpu().contiguous().view(torch.uint8)
+        weights.update(f"{key}{tuple(value.shape)}".encode() + sample.numpy().tobytes())
+    words = hashlib.blake2b(digest_size=8)
+    if tokenizer is not None:
+        words.update(json.dumps(sorted(tokenizer.get_vocab().items())).encode())
+        words.update((tokenizer.chat_template or "").encode())
+    rope = hashlib.blake2b(repr([x.rotation.key for x in layers]).encode(), digest_size=8)
+    return ModelFingerprint(
+        model=f"{type(model).__name__}:{Path(name).name}",
+        weights=weights.hexdigest(),
+        tokenizer=words.hexdigest(),
+        dtype=str(model.dtype).removeprefix("torch."),
+        rope=rope.hexdigest(),
+    )
+
+
+Decoder = Callable[[list[int]], str]

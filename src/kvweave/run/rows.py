@@ -1,0 +1,106 @@
+"""The KV rows of one context, ready for attention.
+
+Rows are kept sorted by position, without holes, so that decoding reads one contiguous slice and
+needs no mask::
+
+    slot       0    1    2    3    4    5   ...  n-1 |  free up to capacity
+    position   0    1    2    7    8    9   ...      |  ("keep" leaves gaps in positions only)
+    k[layer]   rotated to its position               |
+    v[layer]   as computed                           |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from kvweave.run.rotary import Angles, Rotation
+from kvweave.store.kv import KV, LayerShape
+
+SLACK = 32  # rows added beyond what was asked for, so that decoding does not reallocate each token
+
+
+class KVRows:
+    """Rows of every layer; ``k[layer]`` and ``v[layer]`` are [capacity, kv_head, dim]."""
+
+    def __init__(
+        self,
+        shapes: Sequence[LayerShape],
+        rotations: Sequence[Rotation],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.shapes = list(shapes)
+        self.rotations = list(rotations)
+        self.n = 0
+        self.capacity = 0
+        self.positions = torch.empty(0, dtype=torch.int64, device=device)
+        empty = KV.empty(self.shapes, 0, dtype, device)
+        self.k, self.v = empty.k, empty.v
+        self.dtype, self.device = dtype, device
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes allocated, free slots included."""
+        return sum(t.numel() * t.element_size() for t in (*self.k, *self.v))
+
+    def reserve(self, n: int) -> None:
+        """Make room for ``n`` rows in all; keeps the rows there are."""
+        if n <= self.capacity:
+            return
+        capacity = n + SLACK
+        for tensors in (self.k, self.v):
+            for layer, old in enumerate(tensors):
+                new = old.new_empty(capacity, *old.shape[1:])
+                new[: self.n] = old[: self.n]
+                tensors[layer] = new  # one layer at a time: the peak is one layer, not a copy
+        positions = self.positions.new_empty(capacity)
+        positions[: self.n] = self.positions[: self.n]
+        self.positions, self.capacity = positions, capacity
+
+    def truncate(self, n: int) -> None:
+        """Forget rows ``[n, ...)``; they are overwritten by what comes next."""
+        self.n = min(self.n, n)
+
+    def angles(self, positions: Tensor) -> dict[int, Angles]:
+        """Return cos and sin per layer, computed once per distinct rotation."""
+        found: dict[object, Angles] = {}
+        by_layer: dict[int, Angles] = {}
+        for layer, rotation in enumerate(self.rotations):
+            key = id(rotation)
+            if key not in found:
+                found[key] = rotation.angles(positions)
+            by_layer[layer] = found[key]
+        return by_layer
+
+    def place(self, start: int, kv: KV, positions: Tensor, angles: dict[int, Angles]) -> None:
+        """Write a chunk at slots ``[start, start + kv.n_tokens)``, keys turned to ``positions``.
+
+        ``angles`` are those of ``positions``. The slots must have been reserved.
+        """
+        stop = start + kv.n_tokens
+        self.positions[start:stop] = positions
+        for layer, rotation in enumerate(self.rotations):
+            rotation.apply(kv.k[layer], angles[layer], out=self.k[layer][start:stop])
+            self.v[layer][start:stop] = kv.v[layer]
+        self.n = max(self.n, stop)
+
+    def clone(self, layers: int | None = None) -> KVRows:
+        """Copy the rows there are; with ``layers``, share all layers from that one on."""
+        twin = KVRows(self.shapes, self.rotations, self.dtype, self.device)
+        upto = len(self.k) if layers is None else layers
+        twin.n, twin.capacity = self.n, self.capacity
+        twin.positions = self.positions.clone()
+        twin.k = [t.clone() if i < upto else t for i, t in enumerate(self.k)]
+        twin.v = [t.clone() if i < upto else t for i, t in enumerate(self.v)]
+        return twin
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless positions increase strictly and sizes agree."""
+        assert self.n <= self.capacity, f"{self.n} rows in {self.capacity} slots"
+        used = self.positions[: self.n]
+        assert bool((used[1:] > used[:-1]).all()), "positions do not increase"
+        for tensor in (*self.k, *self.v):
+            assert tensor.shape[0] == self.capacity, "layers of different capacity"

@@ -1,0 +1,67 @@
+"""KV of one run of tokens, outside any context: keys unrotated, token-major."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class LayerShape:
+    """Widths of one layer's two cached tensors."""
+
+    k_heads: int
+    k_dim: int
+    v_heads: int
+    v_dim: int
+
+
+@dataclass(slots=True)
+class KV:
+    """Keys and values of one chunk for every layer; ``k[layer]`` is [token, kv_head, dim].
+
+    Keys carry no position: they are rotated when they are placed in a context, always from here.
+    """
+
+    k: list[Tensor]
+    v: list[Tensor]
+
+    @classmethod
+    def empty(
+        cls, shapes: Sequence[LayerShape], n: int, dtype: torch.dtype, device: torch.device
+    ) -> KV:
+        """Allocate uninitialised rows for ``n`` tokens."""
+        return cls(
+            [torch.empty(n, s.k_heads, s.k_dim, dtype=dtype, device=device) for s in shapes],
+            [torch.empty(n, s.v_heads, s.v_dim, dtype=dtype, device=device) for s in shapes],
+        )
+
+    @property
+    def n_tokens(self) -> int:
+        return self.k[0].shape[0]
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of the rows (views of a larger buffer count their own rows only)."""
+        return sum(t.numel() * t.element_size() for t in (*self.k, *self.v))
+
+    def rows(self, start: int, stop: int) -> KV:
+        """Return a view of rows ``[start, stop)``."""
+        return KV([t[start:stop] for t in self.k], [t[start:stop] for t in self.v])
+
+    def clone(self) -> KV:
+        """Return a copy that owns its memory."""
+        return KV([t.clone() for t in self.k], [t.clone() for t in self.v])
+
+    def copy_rows(self, start: int, other: KV) -> None:
+        """Write all rows of ``other`` at ``start``."""
+        stop = start + other.n_tokens
+        for mine, theirs in zip((*self.k, *self.v), (*other.k, *other.v), strict=True):
+            mine[start:stop] = theirs
+
+    def is_finite(self) -> bool:
+        """Tell whether no value is NaN or infinite."""
+        return all(bool(torch.isfinite(t).all()) for t in (*self.k, *self.v))

@@ -1,0 +1,392 @@
+"""A context: an ordered list of chunks with positions, edited in place, woven when it is read."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+
+from kvweave.chunk.identity import ChunkId, Kind
+from kvweave.errors import ChunkNotFound, ContextTooLong, InvalidArgument, nearest
+from kvweave.run.loop import Loop
+from kvweave.run.sample import Sampling
+from kvweave.weave.generate import Answer, Turn, sampling_from
+from kvweave.weave.maker import Maker, Text
+from kvweave.weave.oracle import Check, compare
+from kvweave.weave.parts import Mode, Part, Positions
+from kvweave.weave.plan import Plan
+from kvweave.weave.repair import Strategy, strategy
+from kvweave.weave.weaver import State, Weaver
+
+LETTERS = {"system": "s", "user": "u", "assistant": "a", "thinking": "th", "summary": "sum"}
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """How a context is woven."""
+
+    repair: str | Strategy = "none"
+    share: float = 0.0  # of the reused rows, 0..1
+    prune: Mode = "forget"  # what `drop` does to survivors by default
+    positions: Positions = "compact"
+    namespace: str = ""
+    denoise: bool = True  # compute canonical KV of new turns after each answer
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """The parts of a context at one moment, for `Context.restore`."""
+
+    parts: tuple[Part, ...]
+
+
+class Context:
+    """Named parts in order; every edit happens wholly or not at all.
+
+    A part is addressed by its name, its chunk's ``#id``, its index, or the `Part` itself.
+    """
+
+    def __init__(
+        self, name: str, weaver: Weaver, maker: Maker, loop: Loop, settings: Settings
+    ) -> None:
+        self.name = name
+        self.settings = settings
+        self._weaver, self._maker, self._loop = weaver, maker, loop
+        self._table = weaver.table
+        rows = weaver.runner.new_rows()
+        self._state = State(name, rows, settings.prune == "evict", settings.namespace)
+        self._strategy = strategy(settings.repair)
+        self._parts: tuple[Part, ...] = ()
+        self._base: ChunkId | None = None
+        self._next_uid = 0
+        self._counts: dict[str, int] = {}
+        self._editing = False
+        self._last: Plan | None = None
+        self._closed = False
+
+    # ---- reading
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """The parts in order."""
+        return self._parts
+
+    @property
+    def n_tokens(self) -> int:
+        """Tokens of all parts."""
+        return sum(p.n for p in self._parts)
+
+    @property
+    def plan(self) -> Plan:
+        """What the last weave did; what the next one would do when there was none."""
+        return self._last if self._last is not None else self.preview()
+
+    def preview(self) -> Plan:
+        """Say what a weave would do now, without doing it."""
+        return self._weaver.plan(self._state, self._parts, self._strategy, self.settings.share)
+
+    def tokens(self) -> list[int]:
+        """Return the token ids of the whole context."""
+        return [int(t) for p in self._parts for t in self._table.tokens(p.id)]
+
+    def index(self, ref: str | int | Part) -> int:
+        """Return the index of a part. Raises ChunkNotFound."""
+        if isinstance(ref, int):
+            if not -len(self._parts) <= ref < len(self._parts):
+                raise ChunkNotFound(f"part {ref} of {len(self._parts)}")
+            return ref % len(self._parts)
+        for i, part in enumerate(self._parts):
+            same = (
+                part.uid == ref.uid if isinstance(ref, Part) else ref in (part.name, f"#{part.id}")
+            )
+            if same:
+                return i
+        name = ref.name if isinstance(ref, Part) else ref
+        raise ChunkNotFound(name, nearest(name, [p.name for p in self._parts]))
+
+    def oldest(self) -> Part:
+        """Return the first part that may go: the one after the base. Raises ChunkNotFound."""
+        first = 1 if self._base is not None else 0
+        if len(self._parts) <= first:
+            raise ChunkNotFound(f"a part of {self.name} that can be dropped")
+        return self._parts[first]
+
+    # ---- editing
+
+    @contextmanager
+    def edit(self) -> Iterator[Context]:
+        """Batch edits: all of them happen, or none when an error leaves the block."""
+        if self._editing:
+            yield self
+            return
+        before, base, uid, counts = self._parts, self._base, self._next_uid, dict(self._counts)
+        self._editing = True
+        try:
+            with self._table.transaction():
+                yield self
+                self._check_length(self._parts)
+                self._sync_holds(before, self._parts)
+        except BaseException:
+            self._parts, self._base, self._next_uid, self._counts = before, base, uid, counts
+            raise
+        finally:
+            self._editing = False
+
+    def append(self, content: Text, *, kind: Kind = "document", name: str | None = None) -> Part:
+        """Add text, token ids, or a chunk by its name or ``#id`` (``chunk:`` is implied by
+        `append_chunk`) at the end."""
+        return self.insert(len(self._parts), content, kind=kind, name=name)
+
+    def append_chunk(self, ref: str) -> Part:
+        """Add a stored chunk at the end. Raises ChunkNotFound."""
+        return self.insert_chunk(len(self._parts), ref)
+
+    def insert(
+        self, index: int, content: Text, *, kind: Kind = "document", name: str | None = None
+    ) -> Part:
+        """Add text or token ids before the part at ``index``."""
+        with self.edit():
+            shown = name or f"text-{self._next_uid}"
+            tokens = self._maker.tokens(content)
+            base = self._base
+            id = self._maker.add(
+                tokens, kind=kind, base=base, namespace=self.settings.namespace, name=shown
+            )
+            if name is not None:
+                self._table.bind(name, id, namespace=self.settings.namespace)
+            return self._insert(index, id, len(tokens), shown)
+
+    def insert_chunk(self, index: int, ref: str) -> Part:
+        """Add a stored chunk before the part at ``index``. Raises ChunkNotFound."""
+        with self.edit():
+            record = self._table.resolve(ref, self.settings.namespace)
+            return self._insert(index, record.id, record.n_tokens, ref)
+
+    def message(self, role: Kind, content: str) -> Part:
+        """Add one chat message, wrapped by the model's chat template and named
+        ``CONTEXT/u-007`` by role and number."""
+        with self.edit():
+            text = self._maker.chat.message(role, content)
+            part = self.append(text, kind=role, name=self._next_name(role))
+            if role == "system" and len(self._parts) == 1:
+                self._base = part.id
+            return part
+
+    def answer_part(self, kind: Kind, tokens: Sequence[int]) -> Part:
+        """Add tokens the model wrote as the next ``CONTEXT/a-007``."""
+        with self.edit():
+            return self.append(tokens, kind=kind, name=self._next_name(kind))
+
+    def _next_name(self, kind: Kind) -> str:
+        number = self._counts.get(kind, 0)
+        self._counts[kind] = number + 1
+        return f"{self.name}/{LETTERS.get(kind, kind[0])}-{number:03d}"
+
+    def set_base(self, id: ChunkId, name: str) -> None:
+        """Begin an empty context with the base other chunks were computed after."""
+        with self.edit():
+            if self._parts:
+                raise InvalidArgument("base", "the context already has parts")
+            self._insert(0, id, self._table.get(id).n_tokens, name)
+            self._base = id
+
+    def drop(self, *refs: str | int | Part, mode: Mode | None = None) -> None:
+        """Remove parts.
+
+        ``forget``: what is left behaves as if they had never been there. ``evict``: only their
+        memory is freed; what stands behind keeps what it saw, which needs a context made with
+        ``prune="evict"``. Raises ChunkNotFound, InvalidArgument.
+        """
+        mode = mode or self.settings.prune
+        if mode not in ("forget", "evict"):
+            raise InvalidArgument("mode", f"{mode!r} is neither 'forget' nor 'evict'")
+        if mode == "evict" and not self._state.keeps:
+            raise InvalidArgument(
+                "mode", "this context does not keep what its parts saw", 'use prune="evict"'
+            )
+        with self.edit():
+            gone = {self.index(r) for r in refs}
+            if self._base is not None and 0 in gone and len(self._parts) > len(gone):
+                raise InvalidArgument("drop", "the base carries all other parts", "use replace")
+            if not gone:
+                return
+            parts = self._fixed()
+            self._parts = tuple(
+                replace(p, frozen=mode == "evict" or p.frozen) if i > min(gone) else p
+                for i, p in enumerate(parts)
+                if i not in gone
+            )
+            if mode == "forget":
+                self._parts = tuple(
+                    replace(p, frozen=False) if i >= min(gone) else p
+                    for i, p in enumerate(self._parts)
+                )
+
+    def replace(self, ref: str | int | Part, content: Text, *, kind: Kind = "document") -> Part:
+        """Put new text in the place of a part; what stands behind is woven anew."""
+        with self.edit():
+            index = self.index(ref)
+            old = self._parts[index]
+            self._no_gaps("replace")
+            is_base = self._base is not None and index == 0
+            self._parts = self._parts[:index] + self._parts[index + 1 :]
+            if is_base:
+                self._base = None
+            new = self.insert(index, content, kind=kind)
+            new = replace(new, name=old.name)
+            self._parts = (*self._parts[:index], new, *self._parts[index + 1 :])
+            if is_base:
+                self._base = new.id
+            return new
+
+    def reorder(self, order: Sequence[str | int | Part]) -> None:
+        """Put the parts in another order; ``order`` names each of them once."""
+        with self.edit():
+            self._no_gaps("reorder")
+            indices = [self.index(r) for r in order]
+            if sorted(indices) != list(range(len(self._parts))):
+                raise InvalidArgument("order", "it must name every part exactly once")
+            if self._base is not None and indices[0] != 0:
+                raise InvalidArgument("order", "the base stays in front")
+            first = next((i for i, j in enumerate(indices) if i != j), len(indices))
+            self._parts = tuple(
+                replace(self._parts[j], frozen=False) if i >= first else self._parts[j]
+                for i, j in enumerate(indices)
+            )
+
+    def snapshot(self) -> Snapshot:
+        """Return the parts as they are, to come back to."""
+        return Snapshot(self._parts)
+
+    def restore(self, snapshot: Snapshot) -> None:
+        """Bring back the parts of a snapshot. Raises ChunkNotFound if one was removed since."""
+        with self.edit():
+            for part in snapshot.parts:
+                self._table.get(part.id)
+            self._parts = snapshot.parts
+
+    def fork(self, name: str) -> Context:
+        """Return a new context with the same parts and rows; the two do not affect each other."""
+        twin = Context(name, self._weaver, self._maker, self._loop, self.settings)
+        twin._parts, twin._base, twin._next_uid = self._parts, self._base, self._next_uid
+        twin._counts = dict(self._counts)
+        twin._sync_holds((), twin._parts)
+        weaver, state = self._weaver, self._state
+        weaver.shelf.charge(name, state.rows.n * weaver.runner.row_bytes)
+        twin._state.rows = state.rows.clone()
+        twin._state.woven = list(state.woven)
+        twin._state.own, twin._state.patches = dict(state.own), dict(state.patches)
+        return twin
+
+    def close(self) -> None:
+        """Free the rows and let go of the chunks. Names stay; unnamed chunks go."""
+        if self._closed:
+            return
+        self._closed = True
+        self._sync_holds(self._parts, ())
+        self._parts = ()
+        self._state.woven = []
+        self._weaver.shelf.charge(self.name, 0)
+
+    # ---- weaving and answering
+
+    def weave(self, repair: str | Strategy | None = None, share: float | None = None) -> Plan:
+        """Bring all rows up to date and return the plan.
+
+        With ``repair``, parts that are not exact are woven again by that strategy.
+        """
+        if not self._parts:
+            raise InvalidArgument("context", "it is empty", "append something first")
+        if repair is not None:
+            self._strategy = strategy(repair)
+            exact = 0
+            while exact < len(self._state.woven) and self._state.woven[exact].exact:
+                exact += 1
+            del self._state.woven[exact:]
+        share = self.settings.share if share is None else share
+        woven = self._weaver.prepare(self._state, self._parts, self._strategy, share)
+        self._last = woven.plan
+        self._loop.add(woven.request)
+        self._loop.run(lambda: not woven.request.running)
+        self._weaver.commit(self._state, woven)
+        return woven.plan
+
+    def begin(self, sampling: Sampling, *, chat: bool = False) -> Turn:
+        """Queue an answer; the loop computes it while any context is driven."""
+        if not self._parts:
+            raise InvalidArgument("context", "it is empty", "append something first")
+        return Turn(self, sampling, chat)
+
+    def generate(self, max_tokens: int = 256, **options: object) -> Answer:
+        """Continue the context; the new text becomes its last part. Options: see Sampling."""
+        return self.begin(sampling_from(max_tokens, options)).run()
+
+    def stream(self, max_tokens: int = 256, **options: object) -> Iterator[str]:
+        """Yield pieces of the continuation as they come; closing the iterator cancels."""
+        return self.begin(sampling_from(max_tokens, options)).stream()
+
+    def ask(self, content: str, max_tokens: int = 256, **options: object) -> Answer:
+        """Add a user message and return the model's answer; both become chunks."""
+        sampling = sampling_from(max_tokens, options)
+        self.message("user", content)
+        return self.begin(sampling, chat=True).run()
+
+    def check(self) -> Check:
+        """Weave, then measure the distance to a full prefill (costs that full prefill)."""
+        if self._state.woven == [] or self.preview().prefilled:
+            self.weave()
+        tail = self._last.spans[-1].n_prefilled if self._last is not None else 1
+        tokens = torch.tensor(self.tokens(), device=self._weaver.runner.device)
+        return compare(self._weaver.runner, self._state.rows, tokens, max(1, min(tail, 64)))
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError when rows, parts and the index disagree."""
+        self._state.rows.check_integrity()
+        for part in self._parts:
+            assert self._table.get(part.id).n_tokens == part.n, f"{part.name} has another length"
+            assert self.name in self._table.contexts_of(part.id), f"{part.name} is not held"
+
+    # ---- inside
+
+    def _insert(self, index: int, id: ChunkId, n: int, name: str) -> Part:
+        if not 0 <= index <= len(self._parts):
+            raise InvalidArgument("index", f"{index} is not in 0..{len(self._parts)}")
+        if index < len(self._parts):
+            self._no_gaps("insert")
+        part = Part(self._next_uid, id, n, name)
+        self._next_uid += 1
+        behind = tuple(replace(p, frozen=False) for p in self._parts[index:])
+        self._parts = (*self._parts[:index], part, *behind)
+        return part
+
+    def _no_gaps(self, verb: str) -> None:
+        if self.settings.positions == "keep":
+            raise InvalidArgument(verb, 'positions="keep" cannot make room', 'use "compact"')
+
+    def _fixed(self) -> tuple[Part, ...]:
+        """Return the parts with their positions written down when these are kept."""
+        if self.settings.positions == "compact":
+            return self._parts
+        parts, position = [], 0
+        for part in self._parts:
+            position = position if part.position is None else part.position
+            parts.append(replace(part, position=position))
+            position += part.n
+        return tuple(parts)
+
+    def _check_length(self, parts: Sequence[Part]) -> None:
+        position = 0
+        for part in parts:
+            position = (position if part.position is None else part.position) + part.n
+        if position > self._weaver.runner.limit:
+            raise ContextTooLong(position, self._weaver.runner.limit)
+
+    def _sync_holds(self, before: Sequence[Part], after: Sequence[Part]) -> None:
+        old, new = Counter(p.id for p in before), Counter(p.id for p in after)
+        for id in (new - old).elements():
+            self._table.hold(id, self.name)
+        for id in (old - new).elements():
+            self._table.release(id, self.name)

@@ -1,0 +1,96 @@
+"""How far a woven context is from a full prefill of the same tokens at the same positions."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+import torch
+from torch import Tensor
+
+from kvweave.run.attention import Segment
+from kvweave.run.model import Runner
+from kvweave.run.rows import KVRows
+
+BLOCK = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """A woven context against the oracle, over its last ``n_compared`` tokens.
+
+    ``kl`` is KL(oracle || woven) of the next-token distributions in nats, averaged; ``logit_*``
+    are absolute; ``k_error`` and ``v_error`` are relative Frobenius errors per layer over all rows.
+    """
+
+    n_tokens: int
+    n_compared: int
+    kl: float
+    kl_max: float
+    top1: float
+    logit_max: float
+    logit_mean: float
+    k_error: tuple[float, ...]
+    v_error: tuple[float, ...]
+
+    def to_dict(self) -> dict[str, object]:
+        """Return a JSON-ready description."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        worst = max((*self.k_error, *self.v_error))
+        return (
+            f"vs full prefill of {self.n_tokens} tokens: top-1 agree {self.top1:.2f}, "
+            f"KL {self.kl:.2g} (max {self.kl_max:.2g}), |dlogit| max {self.logit_max:.2g} "
+            f"mean {self.logit_mean:.2g}, worst layer K/V error {worst:.2g}"
+        )
+
+
+def prefill(
+    runner: Runner, tokens: Tensor, positions: Tensor, n_logits: int
+) -> tuple[KVRows, Tensor]:
+    """Return rows and the last ``n_logits`` logits [n_logits, vocab] of a full prefill."""
+    n = tokens.numel()
+    rows = runner.new_rows()
+    rows.reserve(n)
+    found = []
+    for slots in torch.arange(n).split(BLOCK):
+        at = slots.to(tokens.device)
+        want = (slots >= n - n_logits).nonzero()[:, 0].to(tokens.device)
+        segment = Segment(rows, tokens[at], slots, positions[at])
+        logits = runner.forward([segment], want)
+        found.append(logits)
+    return rows, torch.cat(found)
+
+
+def compare(runner: Runner, rows: KVRows, tokens: Tensor, n_compared: int) -> Check:
+    """Compare woven ``rows`` of ``tokens`` with the oracle; changes nothing.
+
+    The logits of the last ``n_compared`` tokens are computed again over a copy of the rows.
+    """
+    n = tokens.numel()
+    positions = rows.positions[:n].clone()
+    true_rows, wanted = prefill(runner, tokens, positions, n_compared)
+    copy = rows.clone()
+    slots = torch.arange(n - n_compared, n)
+    at = slots.to(tokens.device)
+    segment = Segment(copy, tokens[at], slots, positions[at])
+    found = runner.forward([segment], torch.arange(n_compared, device=tokens.device))
+    wanted_log, found_log = wanted.double().log_softmax(-1), found.double().log_softmax(-1)
+    kl = (wanted_log.exp() * (wanted_log - found_log)).sum(-1).clamp_min(0)
+    difference = (wanted - found).double().abs()
+    return Check(
+        n_tokens=n,
+        n_compared=n_compared,
+        kl=float(kl.mean()),
+        kl_max=float(kl.max()),
+        top1=float((wanted.argmax(-1) == found.argmax(-1)).double().mean()),
+        logit_max=float(difference.max()),
+        logit_mean=float(difference.mean()),
+        k_error=tuple(_error(a[:n], b[:n]) for a, b in zip(rows.k, true_rows.k, strict=True)),
+        v_error=tuple(_error(a[:n], b[:n]) for a, b in zip(rows.v, true_rows.v, strict=True)),
+    )
+
+
+def _error(found: Tensor, wanted: Tensor) -> float:
+    found, wanted = found.double(), wanted.double()
+    return float((found - wanted).norm() / wanted.norm().clamp_min(1e-30))

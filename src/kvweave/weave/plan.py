@@ -1,0 +1,129 @@
+"""What a weave did or would do, span by span: a plain object, printable, without tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Literal
+
+How = Literal["prefix", "reuse", "repair", "prefill"]
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One part of a context in a plan; counts are tokens, positions are absolute."""
+
+    part: str
+    id: int
+    n_tokens: int
+    how: How
+    tier: str  # where the KV came from; "-" when it is computed
+    n_bytes: int  # KV bytes taken from that tier
+    position: int
+    moved: int  # positions moved since the last weave (0 for a part that was not there)
+    n_repaired: int = 0
+    n_prefilled: int = 0
+    exact: bool = False
+    placed: bool = False  # rows were written by this weave, not kept from the last one
+    saw: tuple[int, ...] = ()  # pruned chunks whose influence is still in it
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """All spans of a context, front to back.
+
+    ``drift`` is the predicted KL (nats) of the next token to a full prefill: 0.0 when everything
+    is exact, None when it is unknown.
+    """
+
+    spans: tuple[Span, ...]
+    strategy: str
+    drift: float | None = None
+
+    @property
+    def n_tokens(self) -> int:
+        return sum(s.n_tokens for s in self.spans)
+
+    @property
+    def exact(self) -> int:
+        """Tokens reused whose KV is that of a full prefill."""
+        return sum(s.n_tokens - s.n_prefilled for s in self.spans if s.exact and s.how == "prefix")
+
+    @property
+    def reused(self) -> int:
+        """Tokens reused approximately."""
+        return sum(s.n_tokens - s.n_repaired - s.n_prefilled for s in self.spans) - self.exact
+
+    @property
+    def moved(self) -> int:
+        """Tokens whose keys were placed anew by this weave."""
+        return sum(s.n_tokens - s.n_prefilled for s in self.spans if s.placed)
+
+    @property
+    def repaired(self) -> int:
+        """Tokens recomputed against the woven context."""
+        return sum(s.n_repaired for s in self.spans)
+
+    @property
+    def prefilled(self) -> int:
+        """Tokens that had no KV."""
+        return sum(s.n_prefilled for s in self.spans)
+
+    def counts(self) -> dict[str, int | float | None]:
+        """Return what ``usage.kv`` reports."""
+        return {
+            "exact": self.exact,
+            "reused": self.reused,
+            "repaired": self.repaired,
+            "prefilled": self.prefilled,
+            "drift": self.drift,
+        }
+
+    def to_dict(self) -> dict[str, object]:
+        """Return a JSON-ready description."""
+        return {
+            "strategy": self.strategy,
+            **self.counts(),
+            "moved": self.moved,
+            "n_tokens": self.n_tokens,
+            "spans": [asdict(s) for s in self.spans],
+        }
+
+    def explain(self) -> str:
+        """Return a table: one line a part, and a line of totals."""
+        rows = [("part", "tokens", "how", "from", "at", "moved", "repaired", "prefilled")]
+        for s in self.spans:
+            share = f"{s.n_repaired} ({100 * s.n_repaired / s.n_tokens:.0f} %)"
+            note = f" saw {' '.join(f'#{i}' for i in s.saw)}" if s.saw else ""
+            rows.append(
+                (
+                    s.part + note,
+                    str(s.n_tokens),
+                    s.how,
+                    s.tier,
+                    str(s.position),
+                    f"{s.moved:+d}" if s.moved else "-",
+                    share if s.n_repaired else "-",
+                    str(s.n_prefilled) if s.n_prefilled else "-",
+                )
+            )
+        lines = [
+            _line(r, [max(map(len, column)) for column in zip(*rows, strict=True)]) for r in rows
+        ]
+        return "\n".join([*lines, str(self)])
+
+    def __str__(self) -> str:
+        drift = "unknown" if self.drift is None else f"{self.drift:.2g}"
+        return (
+            f"exact {self.exact}, reused {self.reused}, repaired {self.repaired}, "
+            f"prefilled {self.prefilled}, moved {self.moved}, drift {drift}"
+        )
+
+
+def _line(row: Sequence[str], widths: Sequence[int]) -> str:
+    left = {0, 2, 3}
+    cells = [
+        c.ljust(w) if i in left else c.rjust(w)
+        for i, (c, w) in enumerate(zip(row, widths, strict=True))
+    ]
+    return "  ".join(cells).rstrip()

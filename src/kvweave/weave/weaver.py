@@ -1,0 +1,341 @@
+"""Turn a context's parts into rows ready for attention.
+
+`prepare` places what is placed and chooses what to recompute; the loop then computes the chosen
+rows together with the literal suffix; `commit` records what the rows hold. Until `commit`, the
+context counts as not woven, so an error leaves nothing half done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from kvweave.chunk.table import Table
+from kvweave.errors import ContextTooLong, CorruptChunk
+from kvweave.run.attention import Segment
+from kvweave.run.loop import Request
+from kvweave.run.model import Runner
+from kvweave.run.rows import KVRows
+from kvweave.run.sample import Sampling
+from kvweave.store.kv import KV
+from kvweave.store.shelf import Shelf
+from kvweave.weave.parts import Available, Part, Placement, Seen, first_change, resolve, still_seen
+from kvweave.weave.plan import How, Plan, Span
+from kvweave.weave.repair import Strategy, View
+
+BLOCK = 512  # rows of one model pass; bounds the mask to BLOCK x context
+
+
+@dataclass(slots=True)
+class State:
+    """What a context's rows hold."""
+
+    name: str
+    rows: KVRows
+    keeps: bool = False  # survivors of a prune keep what they saw: their raw KV is kept too
+    tenant: str = ""
+    woven: list[Placement] = field(default_factory=list)
+    own: dict[int, KV] = field(default_factory=dict)  # uid -> raw KV computed in this context
+    patches: dict[int, tuple[Tensor, KV]] = field(default_factory=dict)  # uid -> (rows, raw KV)
+
+
+@dataclass(slots=True)
+class Woven:
+    """A weave whose rows are placed and whose request waits to run."""
+
+    placed: list[Placement]
+    repaired: Tensor  # slots
+    plan: Plan
+    request: Request
+
+
+class Weaver:
+    """Weaves contexts of one model from one shelf."""
+
+    def __init__(self, runner: Runner, shelf: Shelf, table: Table) -> None:
+        self.runner, self.shelf, self.table = runner, shelf, table
+        self._next_key = 0
+
+    def plan(self, state: State, parts: Sequence[Part], strategy: Strategy, share: float) -> Plan:
+        """Say what a weave would do, without loading or computing anything.
+
+        Rows to repair are counted for the whole budget; a strategy may choose fewer.
+        """
+        placed = resolve(parts, state.woven, lambda part, seen: self._peek(part, seen))
+        counts = [0] * len(placed)
+        if strategy.name != "none":
+            share = 1.0 if strategy.name == "full" else share
+            counts = [
+                round(share * p.ready) if p.source != "kept" and not p.exact else 0 for p in placed
+            ]
+        return self._explain(placed, counts, strategy.name)
+
+    def prepare(
+        self,
+        state: State,
+        parts: Sequence[Part],
+        strategy: Strategy,
+        share: float,
+        sampling: Sampling | None = None,
+    ) -> Woven:
+        """Place rows and return the request that computes the rest.
+
+        Raises ContextTooLong, OverBudget or CorruptChunk before any row changes.
+        """
+        n_new = sampling.max_tokens if sampling is not None else 0
+        loaded: dict[int, KV] = {}
+        self.shelf.busy(int(p.id) for p in parts)
+        placed = resolve(parts, state.woven, lambda part, seen: self._load(part, seen, loaded))
+        n = placed[-1].slot + placed[-1].part.n
+        last = placed[-1].position + placed[-1].part.n + n_new
+        if last > self.runner.limit:
+            raise ContextTooLong(last, self.runner.limit)
+        self.shelf.charge(state.name, (n + n_new) * self.runner.row_bytes)
+        keep = first_change(placed)
+        state.woven = []
+        state.rows.truncate(keep)
+        state.rows.reserve(n + n_new)
+        self._place(state, placed, loaded)
+        return self._request(state, placed, strategy, share, sampling)
+
+    def _peek(self, part: Part, seen: Seen) -> Available:
+        exact = self.shelf.in_context(part.id, seen) is not None
+        return Available(self.shelf.tier(part.id) != "none", self._base_seen(part), exact)
+
+    def _load(self, part: Part, seen: Seen, loaded: dict[int, KV]) -> Available:
+        exact = self.shelf.in_context(part.id, seen)
+        if exact is not None:
+            loaded[part.uid] = exact
+            return Available(True, self._base_seen(part), True)
+        canonical = self.shelf.get(part.id)
+        if canonical is not None:
+            if canonical.n_tokens != part.n:
+                raise CorruptChunk(part.name, f"{canonical.n_tokens} rows for {part.n} tokens")
+            loaded[part.uid] = canonical
+        return Available(canonical is not None, self._base_seen(part), False)
+
+    def _base_seen(self, part: Part) -> Seen:
+        base = self.table.get(part.id).base
+        return () if base is None else ((int(base), -self.table.get(base).n_tokens),)
+
+    def _place(self, state: State, placed: list[Placement], loaded: dict[int, KV]) -> None:
+        """Write the rows of all parts that are not kept."""
+        moving = [p for p in placed if p.source not in ("kept", "none")]
+        if not moving:
+            return
+        begin = moving[0].slot
+        device = self.runner.device
+        positions = torch.cat([torch.arange(p.position, p.position + p.part.n) for p in placed]).to(
+            device
+        )
+        angles = state.rows.angles(positions[begin:])
+        for p in moving:
+            kv = state.own[p.part.uid] if p.source == "own" else loaded[p.part.uid]
+            stop = p.slot + p.ready
+            part_angles = {
+                layer: (cos[p.slot - begin : stop - begin], sin[p.slot - begin : stop - begin])
+                for layer, (cos, sin) in angles.items()
+            }
+            state.rows.place(p.slot, kv.rows(0, p.ready), positions[p.slot : stop], part_angles)
+            if p.part.frozen and p.part.uid in state.patches:
+                self._patch(state, p, positions)
+
+    def _patch(self, state: State, p: Placement, positions: Tensor) -> None:
+        offsets, kv = state.patches[p.part.uid]
+        slots = offsets + p.slot
+        angles = state.rows.angles(positions[slots.to(positions.device)])
+        where = slots.to(state.rows.device)
+        for layer, rotation in enumerate(state.rows.rotations):
+            state.rows.k[layer].index_copy_(0, where, rotation.apply(kv.k[layer], angles[layer]))
+            state.rows.v[layer].index_copy_(0, where, kv.v[layer])
+
+    def _request(
+        self,
+        state: State,
+        placed: list[Placement],
+        strategy: Strategy,
+        share: float,
+        sampling: Sampling | None,
+    ) -> Woven:
+        tokens = torch.cat(
+            [torch.from_numpy(self.table.tokens(p.part.id).astype("int64")) for p in placed]
+        )
+        tokens = tokens.to(self.runner.device)
+        positions = torch.cat([torch.arange(p.position, p.position + p.part.n) for p in placed]).to(
+            self.runner.device
+        )
+        missing = [torch.arange(p.slot + p.ready, p.slot + p.part.n) for p in placed]
+        unready = torch.cat(missing)
+        if unready.numel() == 0 and sampling is not None:
+            unready = torch.tensor([tokens.numel() - 1])  # its logits are wanted
+        chosen = self._choose(state, placed, strategy, share, (tokens, positions, unready))
+        todo = torch.cat([chosen, unready]).unique()
+        n_new = sampling.max_tokens if sampling is not None else 0
+        self._next_key += 1
+        request = Request(
+            key=self._next_key,
+            rows=state.rows,
+            tokens=tokens[todo.to(tokens.device)],
+            slots=todo,
+            positions=positions[todo.to(tokens.device)],
+            raw=self.runner.new_kv(todo.numel() + n_new),
+            sampling=sampling,
+            tenant=state.tenant,
+        )
+        counts = [int(((chosen >= p.slot) & (chosen < p.slot + p.part.n)).sum()) for p in placed]
+        return Woven(placed, chosen, self._explain(placed, counts, strategy.name), request)
+
+    def _choose(
+        self,
+        state: State,
+        placed: list[Placement],
+        strategy: Strategy,
+        share: float,
+        work: tuple[Tensor, Tensor, Tensor],
+    ) -> Tensor:
+        spans = [p for p in placed if p.source not in ("kept", "none") and not p.exact]
+        if not spans:
+            return torch.empty(0, dtype=torch.int64)
+        tokens, positions, unready = work
+        candidates = torch.cat([torch.arange(p.slot, p.slot + p.ready) for p in spans])
+        view = View(
+            spans=spans,
+            candidates=candidates,
+            budget=round(share * candidates.numel()),
+            deviation=lambda layer, what: self._deviation(
+                state.rows,
+                torch.cat([candidates, unready]).unique(),
+                candidates,
+                (tokens, positions),
+                (layer, what),
+            ),
+            attention=lambda: self._attention(state.rows, unready, (tokens, positions))[candidates],
+            generator=torch.Generator().manual_seed(0),
+        )
+        return strategy.choose(view)
+
+    def _deviation(
+        self,
+        rows: KVRows,
+        todo: Tensor,
+        candidates: Tensor,
+        work: tuple[Tensor, Tensor],
+        which: tuple[int, str],
+    ) -> Tensor:
+        """Squared distance of placed rows of one layer from recomputed ones, per candidate."""
+        layer, what = which
+        layer = min(layer, len(rows.k) - 1)
+        scratch = rows.clone(layers=layer + 1)
+        for slots in todo.split(BLOCK):
+            at = slots.to(rows.device)
+            segment = Segment(scratch, work[0][at], slots, work[1][at])
+            self.runner.forward([segment], torch.empty(0, dtype=torch.int64), stop_after=layer)
+        at = candidates.to(rows.device)
+        total = torch.zeros(candidates.numel(), device=rows.device)
+        for name, new, old in (("k", scratch.k, rows.k), ("v", scratch.v, rows.v)):
+            if name in what:
+                total += (new[layer][at] - old[layer][at]).float().square().sum((1, 2))
+        return total.cpu()
+
+    def _attention(self, rows: KVRows, unready: Tensor, work: tuple[Tensor, Tensor]) -> Tensor:
+        """Attention mass [slot] that the rows not yet computed pay, over layers and heads.
+
+        Computes these rows over the unrepaired context; the main pass computes them again.
+        """
+        mass = torch.zeros(work[0].numel(), device=rows.device)
+        for slots in unready.split(BLOCK):
+            at = slots.to(rows.device)
+            segment = Segment(rows, work[0][at], slots, work[1][at], mass=mass)
+            self.runner.forward([segment], torch.empty(0, dtype=torch.int64))
+        return mass.cpu()
+
+    def _explain(self, placed: list[Placement], counts: list[int], strategy: str) -> Plan:
+        spans = []
+        exact_before = True
+        for p, n_repaired, saw in zip(placed, counts, still_seen(placed), strict=True):
+            n_prefilled = p.part.n - p.ready
+            complete = p.exact or (strategy == "full" and p.source != "kept")
+            exact = exact_before and (complete or p.ready == 0)
+            how: How = "prefill" if p.ready == 0 else ("repair" if n_repaired else "reuse")
+            if p.exact and p.ready:
+                how = "prefix"
+            tier = "-" if p.ready == 0 else "ram"
+            if p.source == "canonical":
+                tier = self.shelf.tier(p.part.id)
+            n_bytes = 0 if p.source in ("kept", "none") else p.ready * self.runner.row_bytes
+            placed_now = p.source not in ("kept", "none")
+            spans.append(
+                Span(
+                    p.part.name, int(p.part.id), p.part.n, how, tier, n_bytes, p.position, p.moved,
+                    n_repaired, n_prefilled, exact, placed_now, saw,
+                )
+            )  # fmt: skip
+            exact_before = exact
+        return Plan(tuple(spans), strategy, 0.0 if exact_before else None)
+
+    def commit(self, state: State, woven: Woven) -> list[Placement]:
+        """Record what the rows hold after the request ran; return the placements."""
+        done: list[Placement] = []
+        slots, raw, exact_before = woven.request.slots, woven.request.raw, True
+        for p, span in zip(woven.placed, woven.plan.spans, strict=True):
+            inside = ((slots >= p.slot) & (slots < p.slot + p.part.n)).nonzero()[:, 0]
+            seen = tuple((int(q.part.id), q.position - p.position) for q in done)
+            exact_before = exact_before and span.exact
+            new = replace(p, ready=p.part.n, exact=exact_before)
+            computed = p.part.n if p.ready == 0 else span.n_prefilled
+            if computed and inside.numel():
+                first = int(inside[0])
+                kv = raw.rows(first, first + inside.numel())
+                new = replace(new, origin="own", seen=seen if p.ready == 0 else p.seen)
+                self._remember(state, p, kv, seen if exact_before else None)
+            elif span.n_repaired and state.keeps:
+                kv = KV([t[inside] for t in raw.k], [t[inside] for t in raw.v])
+                state.patches[p.part.uid] = (slots[inside] - p.slot, kv)
+            done.append(new)
+        state.woven = done
+        return done
+
+    def extend(
+        self, state: State, parts: Sequence[Part], sizes: tuple[int, int], request: Request
+    ) -> None:
+        """Record generated rows: ``parts`` begin where the header stood.
+
+        ``sizes`` are the header's tokens and the rows computed from there on; what is left (the
+        last token, the closing text) waits for the next weave.
+        """
+        n_head, n_rows = sizes
+        if n_head:
+            state.woven.pop()
+        slot = int(request.slots[-1]) + 1 - n_head
+        state.rows.truncate(slot + n_rows)
+        last = state.woven[-1] if state.woven else None
+        position = last.position + last.part.n if last is not None else 0
+        exact = last.exact if last is not None else True
+        at = request.tokens.numel() - n_head
+        for part in parts:
+            ready = min(part.n, n_rows)
+            seen = tuple((int(q.part.id), q.position - position) for q in state.woven)
+            state.woven.append(Placement(part, slot, position, "kept", ready, exact, seen, "own"))
+            if state.keeps and ready:
+                state.own[part.uid] = request.raw.rows(at, at + ready).clone()
+            at, n_rows = at + ready, n_rows - ready
+            slot, position = slot + part.n, position + part.n
+
+    def _remember(self, state: State, p: Placement, kv: KV, seen: Seen | None) -> None:
+        """Keep the raw KV of a part computed in this context where someone may ask for it."""
+        if state.keeps:
+            before = state.own.get(p.part.uid) if p.ready else None
+            whole = kv if before is None else _joined(before.rows(0, p.ready), kv)
+            state.own[p.part.uid] = whole
+        if seen is not None and kv.n_tokens == p.part.n:
+            self.shelf.put_in_context(int(p.part.id), seen, kv)
+
+
+def _joined(first: KV, second: KV) -> KV:
+    return KV(
+        [torch.cat(pair) for pair in zip(first.k, second.k, strict=True)],
+        [torch.cat(pair) for pair in zip(first.v, second.v, strict=True)],
+    )
