@@ -87,9 +87,9 @@ def measure(path: Path, n: int, n_calls: int) -> dict[str, object]:
     """Load the index at ``path`` and return every figure."""
     gc.collect()
     before = resident_bytes()
-    start = time.perf_counter()
+    start, cpu_start = time.perf_counter(), time.process_time()
     table = Table(path)
-    load_s = time.perf_counter() - start
+    load_s, load_cpu_s = time.perf_counter() - start, time.process_time() - cpu_start
     gc.collect()
     memory = resident_bytes() - before
     progress(f"  loaded in {load_s:.2f} s")
@@ -107,6 +107,7 @@ def measure(path: Path, n: int, n_calls: int) -> dict[str, object]:
 
         figures: dict[str, object] = {
             "load_s": round(load_s, 3),
+            "load_cpu_s": round(load_cpu_s, 3),
             "bytes_per_entry": round(memory / n),
             "stat_us": microseconds(lambda i: files.stat(name_of(i)), some),
             "tokens_us": microseconds(lambda i: table.tokens(ChunkId(i + 1)), some),
@@ -119,6 +120,7 @@ def measure(path: Path, n: int, n_calls: int) -> dict[str, object]:
             "ls_glob_s": seconds(lambda: files.ls("chat/42?/u-*1", limit=100)),
             "ls_prefix_s": seconds(lambda: files.ls("chat/421/")),
             "du_by_tier_s": seconds(files.du),
+            "du_below_s": seconds(lambda: files.du("chat/", by="dir")),
         }
     return figures
 
@@ -126,6 +128,7 @@ def measure(path: Path, n: int, n_calls: int) -> dict[str, object]:
 def machine() -> dict[str, object]:
     """Return what the figures were measured on."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
+    load = os.getloadavg()[0]
     models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     git = ["git", "rev-parse", "HEAD"]
     here = Path(__file__).parent
@@ -133,6 +136,7 @@ def machine() -> dict[str, object]:
     return {
         "cpu": models[0] if models else platform.processor(),
         "cores": os.cpu_count(),
+        "load_average": round(load, 2),
         "python": platform.python_version(),
         "commit": commit.stdout.strip(),
         "date": time.strftime("%Y-%m-%d"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from heapq import nlargest, nsmallest
 from typing import Any, Literal
@@ -18,6 +18,7 @@ from kvweave.chunk.identity import (
 )
 from kvweave.chunk.names import directory_of, has_glob, matching
 from kvweave.chunk.record import Record
+from kvweave.chunk.state import no_garbage_collection
 from kvweave.chunk.table import Table
 from kvweave.errors import (
     ChunkInUse,
@@ -167,8 +168,9 @@ class Files:
         spaces = self.table.namespaces() if all_namespaces else [self.namespace]
         totals: dict[str, list[int]] = {}
         for space in spaces:
-            for name, record in Files(self.table, space)._chunks(pattern, with_nameless=True):
-                key = directory_of(name, pattern) if by == "dir" else str(getattr(record, by))
+            files = Files(self.table, space)
+            for name, record in files._chunks(pattern) if pattern else files._everything():
+                key = directory_of(name, pattern) if by == "dir" else getattr(record, by)
                 total = totals.setdefault(key, [0, 0, 0])
                 total[0] += 1
                 total[1] += record.n_tokens
@@ -256,7 +258,7 @@ class Files:
     def _shown(self, ref: str, record: Record) -> str:
         if not ref.startswith("#"):
             return normal_name(ref)
-        return next(iter(record.names), f"#{record.id}")
+        return record.names[0] if record.linked else f"#{record.id}"
 
     def _match(self, pattern: str) -> list[tuple[str, Record]]:
         """Return the names a pattern stands for, with their records; ``#17`` for no name."""
@@ -267,22 +269,30 @@ class Files:
         pattern = normal_name(pattern)
         if pattern and not has_glob(pattern) and not pattern.endswith("/"):
             return [(pattern, table.resolve(pattern, self.namespace))]
+        return self._match_many(pattern)
+
+    @no_garbage_collection()
+    def _match_many(self, pattern: str) -> list[tuple[str, Record]]:
+        table = self.table
         names = matching(table.names(self.namespace), pattern)
         if not names and pattern and not has_glob(pattern):
             raise ChunkNotFound(pattern, table.similar_names(pattern.rstrip("/"), self.namespace))
         found = [(name, table.lookup(name, self.namespace)) for name in names]
         return [(name, record) for name, record in found if record is not None]
 
-    def _chunks(self, pattern: str, *, with_nameless: bool = False) -> list[tuple[str, Record]]:
+    def _chunks(self, pattern: str) -> list[tuple[str, Record]]:
         """Return each chunk once, under the first of its names that match."""
         found: dict[ChunkId, tuple[str, Record]] = {}
+        # the first of the names, so that who asks twice is told the same
         for name, record in sorted(self._match(pattern), key=_name):
             found.setdefault(record.id, (name, record))
-        if with_nameless and not pattern:
-            for record in self.table:
-                if record.namespace == self.namespace and not record.linked:
-                    found[record.id] = (f"#{record.id}", record)
         return list(found.values())
+
+    def _everything(self) -> Iterator[tuple[str, Record]]:
+        """Yield each chunk once, also those without names."""
+        for record in self.table:
+            if record.namespace == self.namespace:
+                yield self._shown("#", record), record
 
     def _refuse_last_names(self, leaving: Iterable[tuple[str, Record]], *, force: bool) -> None:
         """Raise ChunkPinned or ChunkInUse if a chunk that is needed would lose its last name."""

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from zlib import crc32
 
+from kvweave.chunk.identity import ChunkId
 from kvweave.chunk.record import Row
 from kvweave.errors import CorruptChunk, FormatTooNew, InvalidArgument, StoreError
 
@@ -134,10 +135,10 @@ class Journal:
         with self._explained():
             yield from self._db.execute("SELECT * FROM chunks ORDER BY id")
 
-    def names(self) -> Iterator[tuple[str, str, int]]:
-        """Yield every namespace, name and id."""
+    def names(self) -> Iterator[tuple[str, str, ChunkId]]:
+        """Yield every namespace, name and id, sorted."""
         with self._explained():
-            yield from self._db.execute("SELECT namespace, name, id FROM names")
+            yield from self._db.execute("SELECT namespace, name, id FROM names ORDER BY 1, 2")
 
     def next_id(self) -> int:
         """Return the number below which no id may be given again."""
@@ -170,19 +171,20 @@ class Journal:
     def write(self, batch: Batch) -> None:
         """Write all rows of the batch, or none and raise StoreError."""
         db = self._db
-        with self._explained():
+        try:
             db.execute("BEGIN IMMEDIATE")
-            try:
-                for statement, rows in batch.statements():
-                    if len(rows) == 1:
-                        db.execute(statement, rows[0])
-                    else:
-                        db.executemany(statement, rows)
-                db.execute("COMMIT")
-            except BaseException:
-                if db.in_transaction:  # a full disk has SQLite roll back by itself
-                    db.execute("ROLLBACK")
-                raise
+            for statement, rows in batch.statements():
+                if len(rows) == 1:
+                    db.execute(statement, rows[0])
+                else:
+                    db.executemany(statement, rows)
+            db.execute("COMMIT")
+        except BaseException as error:
+            if db.in_transaction:  # a full disk has SQLite roll back by itself
+                db.execute("ROLLBACK")
+            if isinstance(error, sqlite3.Error):
+                raise _explain(error, self.path) from error
+            raise
 
     def close(self) -> None:
         """Close the file and let the lock go; doing it twice does nothing."""

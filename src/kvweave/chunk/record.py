@@ -10,7 +10,7 @@ from typing import TypeAlias
 from kvweave.chunk.identity import DIGEST_BYTES, KINDS, TIERS, ChunkId, Kind, Tier
 
 Row: TypeAlias = tuple[
-    int, bytes, int, int, str, int | None, bytes | None, int, int, int, float, float, int
+    ChunkId, bytes, int, int, str, ChunkId | None, bytes | None, int, int, int, float, float, int
 ]
 """The columns of table ``chunks``; kind and tier as their number in KINDS and TIERS."""
 
@@ -95,23 +95,28 @@ def to_row(record: Record) -> Row:
 
 
 def from_row(row: Row) -> Record:
-    """Return the row's record, without names; raise ValueError when it cannot be one."""
-    id, digest, n_tokens, kind, namespace, base, deps, tier, n_bytes, pinned = row[:10]
-    try:
-        if len(digest) != DIGEST_BYTES or n_tokens < 1 or n_bytes < 0 or kind < 0 or tier < 0:
-            raise ValueError("a column is out of range")
-        return Record(
-            ChunkId(id),
-            digest,
-            n_tokens,
-            KINDS[kind],
-            intern(namespace),
-            None if base is None else ChunkId(base),
-            () if deps is None else struct.unpack(f"<{len(deps) // 8}q", deps),
-            TIERS[tier],
-            n_bytes,
-            pinned == 1,
-            *row[10:],
-        )
-    except (TypeError, IndexError, struct.error) as error:
-        raise ValueError(str(error)) from error
+    """Return the row's record, without names; raise an error of Python's when it cannot be one.
+
+    Called a million times at load, so it trusts what ``Journal`` wrote and checks only ranges.
+    """
+    (
+        id, digest, n_tokens, kind, namespace, base, deps, tier, n_bytes, pinned, created,
+        last_used, n_uses,
+    ) = row  # fmt: skip
+    if len(digest) != DIGEST_BYTES or n_tokens < 1 or n_bytes < 0 or kind < 0 or tier < 0:
+        raise ValueError(f"#{id} has a column out of range")
+    return Record(
+        id,
+        digest,
+        n_tokens,
+        KINDS[kind],
+        intern(namespace),
+        base,
+        () if deps is None else struct.unpack(f"<{len(deps) // 8}q", deps),
+        TIERS[tier],
+        n_bytes,
+        pinned == 1,
+        created,
+        last_used,
+        n_uses,
+    )

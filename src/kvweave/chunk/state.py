@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -34,10 +35,10 @@ def load(journal: Journal) -> State:
     """Return the state the journal describes; raise CorruptChunk when it contradicts itself."""
     state = State()
     state.written_next_id = state.next_id = journal.next_id()
-    with _no_garbage_collection():
+    with no_garbage_collection():
         try:
             _load_chunks(state, journal)
-        except ValueError as error:
+        except (ValueError, TypeError, IndexError, struct.error) as error:
             raise CorruptChunk(str(journal.path), f"a chunk's row: {error}") from error
         _load_names(state, journal)
     for base in state.n_children:
@@ -64,20 +65,23 @@ def _load_chunks(state: State, journal: Journal) -> None:
 
 def _load_names(state: State, journal: Journal) -> None:
     records = state.records
+    space, names = "", state.names.setdefault("", {})
     for namespace, name, id in journal.names():
-        record = records.get(ChunkId(id))
+        record = records.get(id)
         if record is None or record.namespace != namespace:
             raise CorruptChunk(str(journal.path), f"{name!r} names #{id}, which is not there")
-        names = state.names.get(namespace)
-        if names is None:
-            names = state.names[record.namespace] = {}
+        if namespace != space:  # they come sorted by namespace
+            space, names = record.namespace, state.names.setdefault(record.namespace, {})
         names[name] = record.id
-        record.link(name)
+        if record.linked is None:
+            record.linked = name
+        else:
+            record.link(name)
 
 
 @contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    """Stop the collector, which would walk a million new records again and again."""
+def no_garbage_collection() -> Iterator[None]:
+    """Stop the collector, which would walk a million records again and again while many are made."""
     was_on = gc.isenabled()
     gc.disable()
     try:
