@@ -1,0 +1,455 @@
+from __future__ import annotations
+
+import shutil
+import tempfile
+import threading
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from kvweave.chunk.files import Files
+from kvweave.chunk.table import Table
+from kvweave.errors import (
+    ChunkNotFound,
+    ChunkPinned,
+    CorruptChunk,
+    EmptyChunk,
+    InvalidArgument,
+    InvalidName,
+    NameTaken,
+)
+
+
+def digest_of(*tokens: int) -> bytes:
+    return bytes(tokens).rjust(16, b"\0")
+
+
+def add(table: Table, *tokens: int, **more) -> int:
+    return table.add(tokens, digest=digest_of(*tokens), **more)[0]
+
+
+@pytest.fixture(params=["memory", "disk"])
+def table(request, tmp_path):
+    with Table(None if request.param == "memory" else tmp_path / "index.sqlite") as made:
+        made.freed = []
+        made.on_free = made.freed.append
+        yield made
+        made.check_integrity()
+
+
+def test_equal_digest_is_the_same_chunk(table):
+    assert table.add([1, 2], digest=digest_of(1, 2), kind="tool") == (1, True)
+    assert table.add(np.array([1, 2]), digest=digest_of(1, 2)) == (1, False)
+    assert table.add([2], digest=digest_of(2)) == (2, True)
+    assert table.find_digest(digest_of(2)).id == 2
+    assert table.find_digest(digest_of(3)) is None
+    assert (len(table), [record.kind for record in table]) == (2, ["tool", "document"])
+    assert table.tokens(1).tolist() == [1, 2]
+    assert table.tokens(1).dtype == np.uint32
+    with pytest.raises(ValueError):
+        table.tokens(1)[0] = 5
+
+
+def test_add_refuses_and_changes_nothing(table):
+    add(table, 1)
+    for error, call in [
+        (EmptyChunk, lambda: table.add([], digest=b"x" * 16)),
+        (CorruptChunk, lambda: table.add([2], digest=digest_of(1))),
+        (InvalidArgument, lambda: table.add([2], digest=b"short")),
+        (InvalidArgument, lambda: table.add([-2], digest=b"x" * 16)),
+        (InvalidArgument, lambda: add(table, 2, kind="poem")),
+        (InvalidArgument, lambda: add(table, 2, tier="tape")),
+        (InvalidArgument, lambda: add(table, 2, n_bytes=-1)),
+        (InvalidArgument, lambda: add(table, 2, namespace="a/b")),
+        (ChunkNotFound, lambda: add(table, 2, base=9)),
+        (InvalidArgument, lambda: add(table, 1, namespace="other")),
+        (InvalidArgument, lambda: add(table, 1, base=1)),
+    ]:
+        with pytest.raises(error):
+            call()
+    assert [record.id for record in table] == [1]
+
+
+def test_names(table):
+    add(table, 1), add(table, 2)
+    table.bind("docs/faq", 1)
+    table.bind("docs/faq", 1)
+    table.bind("a", 1)
+    with pytest.raises(NameTaken) as taken:
+        table.bind("docs/faq", 2)
+    assert (taken.value.name, taken.value.id) == ("docs/faq", 1)
+    assert table.names_of(1) == ("a", "docs/faq")
+    assert [table.resolve(ref).id for ref in ("docs/faq", "a", "#1", "#2")] == [1, 1, 1, 2]
+    table.bind("docs/faq", 2, replace=True)
+    table.bind("a", 2, replace=True)
+    assert table.freed == [1]
+    with pytest.raises(InvalidName):
+        table.bind("a/", 2)
+    with pytest.raises(InvalidName):
+        table.unbind("#2")
+    with pytest.raises(ChunkNotFound):
+        table.bind("b", 1)
+
+
+@pytest.mark.parametrize("ref", ["docs/fap", "docs/fq", "docs/fafq", "dosc/faq", "docs/faqs"])
+def test_not_found_says_what_was_meant(table, ref):
+    table.bind("docs/faq", add(table, 1))
+    for i in range(1000):
+        table._state.names[""][f"zz/{i}"] = 1  # many newer names must not hide it
+    with pytest.raises(ChunkNotFound) as caught:
+        table.resolve(ref)
+    for i in range(1000):
+        del table._state.names[""][f"zz/{i}"]
+    assert caught.value.did_you_mean[0] == "docs/faq"
+    assert table.lookup(ref) is None
+
+
+@pytest.mark.parametrize("ref", ["#", "#x", "#-1", "#1 ", "#" + "9" * 5000])
+def test_malformed_refs(table, ref):
+    with pytest.raises(InvalidName):
+        table.resolve(ref)
+
+
+def test_namespaces_do_not_see_each_other(table):
+    one, two = add(table, 1), add(table, 2, namespace="b")
+    table.bind("x", one)
+    table.bind("x", two, namespace="b")
+    assert [table.resolve("x").id, table.resolve("x", "b").id] == [1, 2]
+    for ref, namespace in [("#1", "b"), ("#2", ""), ("x", "c")]:
+        with pytest.raises(ChunkNotFound) as caught:
+            table.resolve(ref, namespace)
+        assert caught.value.did_you_mean == ()
+    with pytest.raises(ChunkNotFound):
+        table.bind("y", two)
+    assert table.namespaces() == ["", "b"]
+
+
+def test_what_keeps_a_chunk_alive(table):
+    base, top = add(table, 1), add(table, 2, base=1)
+    assert table.collect([]) == []
+    table.bind("top", top)
+    table.bind("top2", top)
+    table.hold(top, "chat")
+    table.hold(top, "chat")
+    assert table.contexts_of(top) == ("chat",)
+    table.unbind("top")
+    table.unbind("top2")
+    table.release(top, "chat")
+    assert (table.freed, table.contexts_of(top)) == ([], ("chat",))
+    with pytest.raises(InvalidArgument):
+        table.release(top, "other")
+    table.release(top, "chat")
+    assert (table.freed, len(table)) == ([top, base], 0)
+    assert add(table, 1) == 3
+
+
+def test_a_pin_keeps_and_unpinning_frees_nothing(table):
+    id = add(table, 1)
+    table.bind("a", id)
+    table.update(id, pinned=True)
+    table.unbind("a")
+    table.update(id, pinned=False)
+    assert (table.freed, table.names_of(id)) == ([], ())
+    assert table.collect() == [id] == table.freed
+
+
+def test_update_and_touch(table):
+    id = add(table, 1, n_bytes=5, tier="gpu")
+    add(table, 2, n_bytes=7, tier="ram", kind="tool", namespace="b")
+    table.update(id, tier="disk", n_bytes=4, deps=(1, 2))
+    table.touch([id, id], now=99.0)
+    record = table.get(id)
+    assert (record.tier, record.n_bytes, record.deps) == ("disk", 4, (1, 2))
+    assert (record.last_used, record.n_uses) == (99.0, 2)
+    assert table.n_bytes_by("tier") == {"disk": 4, "ram": 7}
+    assert table.n_bytes_by("kind") == {"document": 4, "tool": 7}
+    assert table.n_bytes_by("namespace") == {"": 4, "b": 7}
+    for change in ({"tier": "tape"}, {"n_bytes": -1}, {"kind": "tool"}):
+        with pytest.raises(InvalidArgument):
+            table.update(id, **change)
+    with pytest.raises(ChunkNotFound):
+        table.touch([id, 7])
+    assert table.get(id).n_uses == 2
+
+
+def test_an_aborted_transaction_leaves_no_trace(table):
+    a, b = add(table, 1), add(table, 2, base=1)
+    table.bind("a", a), table.bind("b", b)
+    table.hold(b, "chat")
+    before = sorted(repr(record) for record in table)
+    with pytest.raises(ZeroDivisionError), table.transaction():
+        table.bind("c", add(table, 3))
+        assert table.tokens(3).tolist() == [3]
+        table.unbind("b"), table.release(b, "chat"), table.collect()
+        table.unbind("a"), table.update(a, pinned=True, n_bytes=9), table.touch([a])
+        raise ZeroDivisionError
+    assert sorted(repr(record) for record in table) == before
+    assert (table.contexts_of(b), table.freed) == (("chat",), [])
+    table.check_integrity()
+    assert add(table, 3) == 4
+
+
+def test_an_inner_transaction_can_fail_alone(table):
+    with table.transaction():
+        a = add(table, 1)
+        table.bind("a", a)
+        with pytest.raises(ZeroDivisionError), table.transaction():
+            table.unbind("a")
+            table.bind("b", add(table, 2))
+            raise ZeroDivisionError
+        table.bind("c", a)
+    assert (table.names_of(a), len(table), table.freed) == (("a", "c"), 1, [])
+
+
+def test_freeing_waits_for_the_end(table):
+    id = add(table, 1)
+    table.bind("a", id)
+    with table.transaction():
+        table.unbind("a")
+        assert table.get(id)
+        table.bind("b", id)
+    assert (table.freed, table.names_of(id)) == ([], ("b",))
+
+
+def test_every_owner_is_told_even_when_one_fails(table):
+    table.bind("a", add(table, 1)), table.bind("b", add(table, 2))
+    told = []
+
+    def tell(id):
+        told.append(id)
+        assert id not in [record.id for record in table]  # it is told after the change
+        raise OSError(f"cannot free #{id}")
+
+    table.on_free = tell
+    with pytest.raises(OSError, match="#1"), table.transaction():
+        table.unbind("a"), table.unbind("b")
+    assert (told, len(table)) == ([1, 2], 0)
+
+
+def test_a_closed_table_refuses(tmp_path):
+    table = Table(tmp_path / "i.sqlite")
+    with table.transaction(), pytest.raises(InvalidArgument, match="inside a transaction"):
+        table.close()
+    table.close()
+    table.close()
+    with pytest.raises(InvalidArgument, match="closed"):
+        add(table, 1)
+
+
+def test_threads_share_a_table(table):
+    def work(first: int) -> None:
+        for i in range(first, first + 40):
+            with table.transaction():
+                table.bind(f"n/{i}", add(table, i, 1))
+            if i % 2:
+                table.unbind(f"n/{i}")
+
+    threads = [threading.Thread(target=work, args=(first,)) for first in (0, 40, 80, 120)]
+    [thread.start() for thread in threads]
+    [thread.join() for thread in threads]
+    assert sorted(table.names()) == sorted(f"n/{i}" for i in range(0, 160, 2))
+    assert sorted(table.freed + [record.id for record in table]) == list(range(1, 161))
+
+
+def test_check_integrity_can_fail(table):
+    id = add(table, 1)
+    table.bind("a", id)
+    state = table._state
+    for break_it, mend, sentence in [
+        (lambda: state.names[""].update(b=id), lambda: state.names[""].pop("b"), "1 names, 2"),
+        (lambda: state.names[""].update(b=7), lambda: state.names[""].pop("b"), "which is gone"),
+        (lambda: state.holders.update({9: {"c": 1}}), state.holders.clear, "#9, held by"),
+        (lambda: state.n_children.update({1: 1}), state.n_children.clear, "counts of chunks"),
+        (lambda: state.by_digest.update({b"x": 1}), lambda: state.by_digest.pop(b"x"), "digests"),
+    ]:
+        break_it()
+        with pytest.raises(AssertionError, match=sentence):
+            table.check_integrity()
+        mend()
+    table.check_integrity()
+
+
+class Model(RuleBasedStateMachine):
+    """A Table on disk against plain dicts, with aborts and restarts."""
+
+    names = st.sampled_from(["a", "b", "d/a", "d/b", "d/e/a"])
+    tokens = st.integers(1, 6)
+    bases = st.none() | st.integers(1, 3)
+    picks = st.integers(0, 50)
+    contexts = st.sampled_from(["x", "y"])
+
+    def __init__(self):
+        super().__init__()
+        self.directory = Path(tempfile.mkdtemp())
+        self.bound: dict[str, int] = {}
+        self.chunks: dict[int, tuple[int, int | None]] = {}  # id -> token, base id
+        self.held: Counter[tuple[int, str]] = Counter()
+        self.pinned: set[int] = set()
+        self.given = 0
+        self.freed: set[int] = set()
+        self.open()
+
+    def open(self):
+        self.table = Table(self.directory / "index.sqlite")
+        self.table.on_free = self.freed.add
+        self.files = Files(self.table)
+
+    def teardown(self):
+        self.table.close()
+        shutil.rmtree(self.directory)
+
+    def pick(self, n):
+        return sorted(self.chunks)[n % len(self.chunks)]
+
+    def sweep(self, loose):
+        """Free, in the model, what nothing keeps."""
+        while loose:
+            id = loose.pop()
+            kept = (
+                id in self.bound.values()
+                or id in self.pinned
+                or any(holder == id for holder, _ in +self.held)
+                or any(base == id for _, base in self.chunks.values())
+            )
+            if id in self.chunks and not kept:
+                base = self.chunks.pop(id)[1]
+                if base is not None:
+                    loose.append(base)
+
+    def add(self, token, base):
+        digest = digest_of(base or 0, token)
+        known = {value: id for id, value in self.chunks.items()}
+        id, new = self.table.add([token], digest=digest, base=base)
+        assert new == ((token, base) not in known)
+        if new:
+            assert id == self.given + 1
+            self.given = id
+            self.chunks[id] = (token, base)
+        return id
+
+    @rule(token=tokens, name=names, base=bases, replace=st.booleans())
+    def put(self, token, name, base, replace):
+        base = base if base in self.chunks else None
+        old = self.bound.get(name)
+        n = self.given
+        try:
+            with self.table.transaction():
+                before = dict(self.chunks)
+                id = self.add(token, base)
+                self.table.bind(name, id, replace=replace)
+        except NameTaken:
+            assert old is not None and old != id and not replace
+            self.chunks = before
+            assert self.given in (n, n + 1)
+            return
+        assert old in (None, id) or replace
+        self.bound[name] = id
+        if old not in (None, id):
+            self.sweep([old])
+
+    @rule(token=tokens)
+    def put_nameless(self, token):
+        self.add(token, None)
+
+    @precondition(lambda self: self.bound)
+    @rule(pick=picks, to=names, replace=st.booleans(), move=st.booleans())
+    def copy_or_move(self, pick, to, replace, move):
+        name = sorted(self.bound)[pick % len(self.bound)]
+        id, old = self.bound[name], self.bound.get(to)
+        last = old not in (None, id) and list(self.bound.values()).count(old) == 1
+        try:
+            (self.files.mv if move else self.files.cp)(name, to, replace)
+        except NameTaken:
+            assert old not in (None, id) and not replace
+            return
+        except ChunkPinned:
+            assert last and old in self.pinned
+            return
+        assert old in (None, id) or replace
+        if move:
+            del self.bound[name]
+        self.bound[to] = id
+        if old not in (None, id):
+            self.sweep([old])
+
+    @precondition(lambda self: self.bound)
+    @rule(pick=picks)
+    def unbind(self, pick):
+        name = sorted(self.bound)[pick % len(self.bound)]
+        self.table.unbind(name)
+        self.sweep([self.bound.pop(name)])
+
+    @precondition(lambda self: self.chunks)
+    @rule(pick=picks, context=contexts)
+    def hold(self, pick, context):
+        self.table.hold(self.pick(pick), context)
+        self.held[self.pick(pick), context] += 1
+
+    @precondition(lambda self: +self.held)
+    @rule(pick=picks)
+    def release(self, pick):
+        id, context = sorted(+self.held)[pick % len(+self.held)]
+        self.table.release(id, context)
+        self.held[id, context] -= 1
+        if not self.held[id, context]:
+            self.sweep([id])
+
+    @precondition(lambda self: self.chunks)
+    @rule(pick=picks, pinned=st.booleans())
+    def pin(self, pick, pinned):
+        id = self.pick(pick)
+        self.table.update(id, pinned=pinned)
+        (self.pinned.add if pinned else self.pinned.discard)(id)
+
+    @precondition(lambda self: self.chunks)
+    @rule(pick=picks)
+    def touch(self, pick):
+        self.table.touch([self.pick(pick)])
+
+    @rule()
+    def collect(self):
+        before = set(self.chunks)
+        self.sweep(list(self.chunks))
+        assert set(self.table.collect()) == before - set(self.chunks)
+
+    @rule(pick=picks, token=tokens)
+    def abort(self, pick, token):
+        n_freed = len(self.freed)
+        with pytest.raises(ZeroDivisionError), self.table.transaction():
+            id, new = self.table.add([token, token], digest=digest_of(99, token))
+            self.given += new
+            self.table.bind("a", id, replace=True)
+            for name in self.table.names():
+                self.table.unbind(name)
+            self.table.collect()
+            raise ZeroDivisionError
+        assert len(self.freed) == n_freed
+
+    @rule()
+    def restart(self):
+        self.table.close()
+        self.held.clear()
+        self.open()
+
+    @invariant()
+    def agrees(self):
+        self.table.check_integrity()
+        found = {r.id: (int(self.table.tokens(r.id)[0]), r.base) for r in self.table}
+        assert found == self.chunks
+        assert {n: self.table.resolve(n).id for n in self.table.names()} == self.bound
+        assert {r.id for r in self.table if r.pinned} == self.pinned
+        for id in self.chunks:
+            assert set(self.table.contexts_of(id)) == {c for i, c in +self.held if i == id}
+        assert not self.freed & self.chunks.keys()
+
+
+TestModel = Model.TestCase
+TestModel.settings = settings(
+    max_examples=15, stateful_step_count=25, deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)  # fmt: skip
