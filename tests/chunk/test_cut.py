@@ -29,7 +29,9 @@ WORDS = ["a", "\n\n", "\n", " ", "b.\n\n", "\n\nc", "\r\n", "\n \t\n"]
 
 def paragraphs(text_of_tokens: list[str], max_tokens: int = 100) -> list[list[str]]:
     ids = [WORDS.index(text) for text in text_of_tokens]
-    return [[WORDS[i] for i in piece] for piece in cut(ids, by_paragraph(WORDS.__getitem__, max_tokens))]
+    return [
+        [WORDS[i] for i in piece] for piece in cut(ids, by_paragraph(WORDS.__getitem__, max_tokens))
+    ]
 
 
 @pytest.mark.parametrize(

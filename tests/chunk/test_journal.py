@@ -41,7 +41,9 @@ def filled(path: Path) -> None:
 def test_everything_survives_a_restart(path):
     with Table(path) as table:
         base = put(table, "base", 1)
-        id, _ = table.add([7, 8], digest=digest_of(7, 8), kind="tool", base=base, n_bytes=9, tier="ram")
+        id, _ = table.add(
+            [7, 8], digest=digest_of(7, 8), kind="tool", base=base, n_bytes=9, tier="ram"
+        )
         table.bind("docs/x", id)
         table.bind("docs/y", id)
         table.update(id, deps=(base, 99), pinned=True, tier="disk", n_bytes=11)
@@ -55,7 +57,12 @@ def test_everything_survives_a_restart(path):
         assert len(table) == 3
         record = table.resolve("docs/y")
         assert (record.id, record.base, record.deps) == (2, 1, (1, 99))
-        assert (record.kind, record.tier, record.n_bytes, record.pinned) == ("tool", "disk", 11, True)
+        assert (record.kind, record.tier, record.n_bytes, record.pinned) == (
+            "tool",
+            "disk",
+            11,
+            True,
+        )
         assert (record.last_used, record.n_uses) == (1234.5, 2)
         assert table.names_of(2) == ("docs/x", "docs/y")
         assert table.tokens(2).tolist() == [7, 8]
@@ -146,7 +153,10 @@ def changed(path: Path, *statements: str) -> None:
         ("UPDATE chunks SET kind=99 WHERE id=3", "a chunk's row"),
         ("UPDATE chunks SET digest=x'00' WHERE id=3", "a chunk's row"),
         ("UPDATE chunks SET n_tokens='many' WHERE id=3", "a chunk's row"),
-        ("UPDATE chunks SET digest=(SELECT digest FROM chunks WHERE id=4) WHERE id=3", "same digest"),
+        (
+            "UPDATE chunks SET digest=(SELECT digest FROM chunks WHERE id=4) WHERE id=3",
+            "same digest",
+        ),
         ("DELETE FROM chunks WHERE id=3", "'docs/003' names #3, which is not there"),
         ("UPDATE chunks SET base=77 WHERE id=3", "#77, the base of others, is missing"),
     ],
@@ -160,7 +170,11 @@ def test_rows_that_contradict_are_refused(path, statement, message):
 
 def test_changed_tokens_are_noticed_when_read(path):
     filled(path)
-    changed(path, "UPDATE tokens SET ids=x'0100000003000000' WHERE id=1", "DELETE FROM tokens WHERE id=2")
+    changed(
+        path,
+        "UPDATE tokens SET ids=x'0100000003000000' WHERE id=1",
+        "DELETE FROM tokens WHERE id=2",
+    )
     with Table(path) as table:
         with pytest.raises(CorruptChunk, match="crc32 of the tokens of #1"):
             table.tokens(1)
