@@ -22,7 +22,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kvweave.demo import world
-from kvweave.demo.world import Conversation, Turn
+from kvweave.demo.world import Conversation, Spec, Turn
 
 MODEL = Path(__file__).resolve().parents[1] / "src" / "kvweave" / "demo" / "model"
 LIMIT = 2400
@@ -35,9 +35,11 @@ def render(tokenizer: Any, messages: list[dict[str, str]]) -> list[int]:
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
-def window(tokenizer: Any, seed: str, turns: int) -> tuple[list[int], list[tuple[int, int, Turn]]]:
+def window(
+    tokenizer: Any, seed: str, turns: int, spec: Spec = world.CONVERSATION
+) -> tuple[list[int], list[tuple[int, int, Turn]]]:
     """The last turns of a conversation that fit; and the answers: (start, length, turn)."""
-    talk = Conversation(seed)
+    talk = Conversation(seed, spec)
     kept: list[tuple[Turn, list[int]]] = []
     system = render(tokenizer, [{"role": "system", "content": world.SYSTEM}])
     for _ in range(turns):
@@ -70,13 +72,15 @@ def score_window(model: Any, ids: list[int], answers: list[Any]) -> list[dict[st
     return found
 
 
-def recall_scores(model: Any, tokenizer: Any, n: int, seed: int) -> dict[str, Any]:
+def recall_scores(
+    model: Any, tokenizer: Any, n: int, seed: int, spec: Spec = world.CONVERSATION
+) -> dict[str, Any]:
     """Exact match per kind over fresh windows, until each kind has n questions."""
     found: dict[str, list[dict[str, Any]]] = {"recall": [], "override": []}
     sizes, number = [], 0
     while min(len(v) for v in found.values()) < n:
         turns = 26 + 13 * (number % 9)  # from the first full window to 130 turns
-        ids, answers = window(tokenizer, f"evaluate/{seed}/{number}", turns)
+        ids, answers = window(tokenizer, f"evaluate/{seed}/{number}", turns, spec)
         sizes.append(len(ids))
         for one in score_window(model, ids, answers):
             found[one["kind"]].append(one)
@@ -87,6 +91,11 @@ def recall_scores(model: Any, tokenizer: Any, n: int, seed: int) -> dict[str, An
         "kinds": {kind: summary(list_) for kind, list_ in found.items()},
         "questions_from_turn": TURNS,
     }
+
+
+def first(item: tuple[str, Any]) -> int:
+    """Order ranges such as "8-15" by their start."""
+    return int(item[0].split("-")[0])
 
 
 def summary(found: list[dict[str, Any]]) -> dict[str, Any]:
@@ -103,7 +112,7 @@ def summary(found: list[dict[str, Any]]) -> dict[str, Any]:
         "exact_match": round(share, 4),
         "low95": round(middle - half, 4),
         "value_given_prefix": round(sum(f["value"] for f in found) / n, 4),
-        "by_turns_back": {k: round(sum(v) / len(v), 4) for k, v in sorted(back.items())},
+        "by_turns_back": {k: round(sum(v) / len(v), 4) for k, v in sorted(back.items(), key=first)},
     }
 
 
@@ -125,12 +134,34 @@ def generated_scores(model: Any, tokenizer: Any, n: int, seed: int) -> dict[str,
     return {kind: {"n": total[kind], "correct": hits[kind]} for kind in total}
 
 
+def blind_score(model: Any, tokenizer: Any, n: int, seed: int) -> dict[str, Any]:
+    """Control: the same kind of questions without the notes; only guessing is left."""
+    talk, hits, total = Conversation(f"blind/{seed}"), 0, 0
+    system = render(tokenizer, [{"role": "system", "content": world.SYSTEM}])
+    while total < n:
+        turn = talk.turn(range(max(0, total - 28), total + 999))
+        if not turn.asks:
+            continue
+        question = f"ask {turn.entity} {turn.attribute}"
+        user = render(tokenizer, [{"role": "user", "content": question}])
+        reply = render(tokenizer, turn.messages()[1:])
+        ids = system + user + reply
+        answer = (len(system + user), len(reply) - 1, turn)
+        hits += score_window(model, ids, [answer])[0]["value"]
+        total += 1
+    return {
+        "n": total,
+        "correct": round(hits / total, 4),
+        "chance": round(1 / len(world.VALUES), 4),
+    }
+
+
 def prose_perplexity(model: Any, tokenizer: Any) -> dict[str, float]:
     """Perplexity on held-out topics of the standard library's prose."""
-    from train import held_out_prose
+    from train import prose_texts
 
     loss, count = 0.0, 0
-    for text in held_out_prose():
+    for text in prose_texts(held_out=True):
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]
         for at in range(0, len(ids) - 64, 512):
             part = torch.tensor([ids[at : at + 512]])
@@ -155,6 +186,11 @@ def main() -> None:
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).eval()
     with torch.inference_mode():
         score = recall_scores(model, tokenizer, args.n, args.seed)
+        often = Spec(overrides=3, override=0.25)  # up to three overrides of the same fact
+        score["overridden_up_to_three_times"] = recall_scores(
+            model, tokenizer, args.n // 2, args.seed + 1, often
+        )["kinds"]["override"]
+        score["without_notes"] = blind_score(model, tokenizer, args.n, args.seed)
         if args.generate:
             score["generate"] = generated_scores(model, tokenizer, args.generate, args.seed)
         score["prose"] = prose_perplexity(model, tokenizer)

@@ -102,19 +102,19 @@ def test_tokenizer_and_template() -> None:
         assert len(tokenizer.encode(f" {word}")) == 1, word
     for text in (topics.topics["lambda"], " a\n\tb  c", "ünïcode 漢字 🙂", "foze. Foze river!"):
         assert tokenizer.decode(tokenizer.encode(text)) == text
-    turn = Turn(0, "ask foze river", "foze river habu .")
+    turn = Turn(0, "ask pude river", "pude river joti .")
     messages = [{"role": "system", "content": "keep the notes ."}, *turn.messages()]
 
     def render(part: list[dict[str, str]], **options: bool) -> str:
         return str(tokenizer.apply_chat_template(part, tokenize=False, **options))
 
     assert render(messages) == (
-        "<|bos|><|system|> keep the notes .<|end|><|user|> ask foze river<|end|>"
-        "<|assistant|> foze river habu .<|end|>"
+        "<|bos|><|system|> keep the notes .<|end|><|user|> ask pude river<|end|>"
+        "<|assistant|> pude river joti .<|end|>"
     )
     assert render(messages) == "".join(render([m]) for m in messages)
     asked = render(messages[:2], add_generation_prompt=True)
     assert asked.endswith("<|end|><|assistant|>") and render(messages).startswith(asked)
-    assert len(tokenizer.encode(asked)) == 1 + 1 + 4 + 1 + 5 + 1
+    assert len(tokenizer.encode(asked)) == 13
     with pytest.raises(Exception, match="unknown role"):
         render([{"role": "tool", "content": "x"}])

@@ -79,6 +79,7 @@ class Spec:
     one_key: bool = False  # each entity has a single attribute
     asks: float = 0.92  # share of turns with statements that end in a question
     override: float = 0.15  # share of statements that replace an earlier value
+    overrides: int = 1  # at most so many per fact
     again: float = 0.04  # share of statements that repeat an earlier one
     ask_overridden: float = 0.4  # share of questions about replaced values, where any is left
 
@@ -94,7 +95,7 @@ class Fact:
     attribute: str
     value: str
     stated: int  # turn of the latest statement
-    overridden: bool = False
+    overrides: int = 0
     asked: int | None = None  # turn in which the present value was last asked and restated
 
 
@@ -178,14 +179,14 @@ class Conversation:
             fact.attribute,
             fact.value,
             fact.stated,
-            "override" if fact.overridden else "recall",
+            "override" if fact.overrides else "recall",
         )
 
     def _pick(self, asking: list[Fact]) -> Fact:
-        changed = [f for f in asking if f.overridden]
+        changed = [f for f in asking if f.overrides]
         if changed and self._rng.random() < self.spec.ask_overridden:
             return self._rng.choice(changed)
-        return self._rng.choice([f for f in asking if not f.overridden] or changed)
+        return self._rng.choice([f for f in asking if not f.overrides] or changed)
 
     def _statements(self, index: int, live: list[Fact]) -> list[list[str]]:
         """State, replace or repeat facts; those of earlier turns only, each once a turn."""
@@ -193,9 +194,9 @@ class Conversation:
         for _ in range(self._rng.randint(*self.spec.facts)):
             draw = self._rng.random()
             old = [f for f in live if f.stated < index]
-            plain = [f for f in old if not f.overridden]
-            if draw < self.spec.override and plain:
-                fact, mark = self._replace(self._rng.choice(plain)), [NOW]
+            open_ = [f for f in old if f.overrides < self.spec.overrides]
+            if draw < self.spec.override and open_:
+                fact, mark = self._replace(self._rng.choice(open_)), [NOW]
             elif draw > 1 - self.spec.again and old:
                 fact, mark = self._rng.choice(old), [AGAIN]
             else:
@@ -207,7 +208,7 @@ class Conversation:
 
     def _replace(self, fact: Fact) -> Fact:
         fact.value = self._rng.choice([v for v in VALUES if v != fact.value])
-        fact.overridden, fact.asked = True, None
+        fact.overrides, fact.asked = fact.overrides + 1, None
         return fact
 
     def _new(self) -> tuple[Fact, list[str]]:
