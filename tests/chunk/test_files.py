@@ -150,6 +150,18 @@ def test_mv(files):
     assert len(files.table) == len(files.ls()) == len(NAMES)
 
 
+def test_mv_onto_a_name_that_moves_away_too(files):
+    files.mv("docs/faq", "docs/docs/top")
+    moved = files.mv("docs/", "docs/docs/")
+    assert [(entry.name, entry.id) for entry in moved] == [
+        ("docs/docs/api/get", 2),
+        ("docs/docs/api/put", 3),
+        ("docs/docs/docs/top", 4),
+        ("docs/docs/top", 5),
+    ]
+    assert len(files.ls()) == len(NAMES)
+
+
 @pytest.mark.parametrize(
     ("src", "dst", "error"),
     [

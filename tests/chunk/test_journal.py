@@ -189,7 +189,7 @@ def test_check_integrity_sees_a_journal_that_says_something_else(path):
     filled(path)
     with Table(path) as table:
         changed(path, "UPDATE chunks SET pinned=1 WHERE id=3")
-        with pytest.raises(AssertionError, match="#3 is .* in memory and .* in the journal"):
+        with pytest.raises(AssertionError, match=r"#3 is .* in memory and .* in the journal"):
             table.check_integrity()
         changed(path, "UPDATE chunks SET pinned=0 WHERE id=3", "DELETE FROM names WHERE id=4")
         with pytest.raises(AssertionError, match="names in memory and journal differ"):

@@ -80,6 +80,12 @@ def check_tier(tier: str) -> Tier:
     raise InvalidArgument("tier", f"{tier!r} is none of {', '.join(TIERS)}")
 
 
+def check_n_bytes(n_bytes: int) -> None:
+    """Raise InvalidArgument when ``n_bytes`` is negative."""
+    if n_bytes < 0:
+        raise InvalidArgument("n_bytes", f"{n_bytes} is negative")
+
+
 def _why_invalid(name: str) -> str:
     """Return what is wrong with a name, or "" when nothing is."""
     if not name:

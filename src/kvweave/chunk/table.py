@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import AbstractContextManager
 from typing import TypedDict, Unpack
 
 from kvweave.chunk.batch import make_batch
-from kvweave.chunk.changes import Changes
+from kvweave.chunk.changes import Changes, Transaction
 from kvweave.chunk.identity import (
     DIGEST_BYTES,
     ChunkId,
     Kind,
     Tier,
     check_kind,
+    check_n_bytes,
     check_name,
     check_namespace,
     check_tier,
@@ -73,7 +74,7 @@ class Table(Index):
         with self._lock:
             if self._closed:
                 return
-            if self._changes.depth:
+            if self._changes.marks:
                 raise InvalidArgument("table", "close() inside a transaction")
             try:
                 if self._unwritten_uses or self._ids_were_lost:
@@ -300,36 +301,42 @@ class Table(Index):
 
     # --- transactions ---
 
-    @contextmanager
-    def transaction(self) -> Iterator[None]:
+    def transaction(self) -> AbstractContextManager[None]:
         """Make all changes inside happen together, or none when an exception leaves it.
 
         An inner transaction can fail alone; freeing and writing wait for the outermost to end. Ids
         given inside are final only then: a process killed before may give them again.
         """
-        with self._lock:
+        return Transaction(self._begin, self._end)
+
+    def _begin(self) -> None:
+        self._lock.acquire()
+        if self._closed:
+            self._lock.release()
             self._check_open()
-            changes = self._changes
-            mark = changes.mark()
-            changes.depth += 1
-            try:
-                yield
-                if changes.depth == 1:
-                    if changes.loose:
-                        self._sweep()
-                    self._commit()
-            except BaseException:
+        self._changes.marks.append(self._changes.mark())
+
+    def _end(self, failed: bool) -> None:
+        changes = self._changes
+        outermost = len(changes.marks) == 1
+        done = False
+        try:
+            if outermost and not failed:
+                if changes.loose:
+                    self._sweep()
+                self._commit()
+            done = not failed
+        finally:
+            mark = changes.marks.pop()
+            if not done:
                 changes.undo(mark)
-                if changes.depth == 1 and changes.given:
+                if outermost and changes.given:
                     self._ids_were_lost = True
-                raise
-            finally:
-                changes.depth -= 1
-                if changes.depth == 0:
-                    self._changes = Changes()
-            if changes.depth:
-                return
-        self._tell(changes.freed)
+            if outermost:
+                self._changes = Changes()
+            self._lock.release()
+        if outermost and done:
+            self._tell(changes.freed)
 
     def _commit(self) -> None:
         """Write what changed; then, nothing can fail any more, forget freed chunks' tokens."""
@@ -378,11 +385,5 @@ class Table(Index):
         """Raise AssertionError with a sentence when anything contradicts anything."""
         with self._lock:
             check_memory(self._state)
-            if self._journal is not None and not self._changes.depth:
+            if self._journal is not None and not self._changes.marks:
                 check_journal(self._state, self._journal, self._unwritten_uses)
-
-
-def check_n_bytes(n_bytes: int) -> None:
-    """Raise InvalidArgument when ``n_bytes`` is negative."""
-    if n_bytes < 0:
-        raise InvalidArgument("n_bytes", f"{n_bytes} is negative")
