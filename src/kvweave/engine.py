@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from kvweave.chunk.files import Entry, Files
 from kvweave.chunk.identity import ChunkId, Kind, Tier
@@ -220,7 +221,7 @@ class Engine:
         made = template if isinstance(template, Template) else Template(template)
         pieces = made.fill(values, self._exists)
         self._n_composed += 1
-        options: dict[str, object] = {} if repair is None else {"repair": repair}
+        options: dict[str, Any] = {} if repair is None else {"repair": repair}
         if share is not None:
             options["share"] = share
         context = self.context(name or f"compose-{self._n_composed}", **options)
@@ -312,7 +313,7 @@ class Engine:
         return self.table.get(ChunkId(id)).pinned
 
     def _note_tier(self, id: int, tier: str, size: int) -> None:
-        self.table.update(ChunkId(id), tier=tier, n_bytes=size)  # type: ignore[typeddict-item]
+        self.table.update(ChunkId(id), tier=tier, n_bytes=size)  # type: ignore[arg-type]
 
     def _claim(self, home: Path) -> None:
         """Write the model's fingerprint into a new home; raise ModelMismatch for another's."""
@@ -330,4 +331,4 @@ class Engine:
         for record in list(self.table):
             tier = self.shelf.tier(record.id)
             if record.tier != tier:
-                self.table.update(record.id, tier=tier, n_bytes=0)  # type: ignore[typeddict-item]
+                self.table.update(record.id, tier=tier, n_bytes=0)  # type: ignore[arg-type]

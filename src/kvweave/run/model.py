@@ -8,12 +8,9 @@ unrotated; queries and keys are turned in our attention.
 
 from __future__ import annotations
 
-import hashlib
 import inspect
-import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,10 +26,11 @@ from transformers import (
 )
 from transformers.cache_utils import CacheLayerMixin
 
-from kvweave.chunk.identity import ModelFingerprint
 from kvweave.errors import CannotMove, ContextTooLong, ModelUnusable
 from kvweave.run import attention
 from kvweave.run.attention import Pass, Segment, StopPass
+from kvweave.run.fingerprint import fingerprint
+from kvweave.run.pin import inv_freqs, pinned
 from kvweave.run.rotary import Rotation, identify
 from kvweave.run.rows import KVRows
 from kvweave.store.kv import KV, LayerShape
@@ -62,18 +60,19 @@ class Capability:
         return self.ok
 
 
-class _SlotLayer(CacheLayerMixin):  # type: ignore[misc]
+class _SlotLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     """Hands the rows of layer ``index`` to the current pass."""
 
     def __init__(self, index: int) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.index = index
 
-    def update(self, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        attention.current.get().write(
-            self.index, keys[0].transpose(0, 1), values[0].transpose(0, 1)
-        )
-        return keys, values
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        keys, values = key_states[0].transpose(0, 1), value_states[0].transpose(0, 1)
+        attention.current.get().write(self.index, keys, values)
+        return key_states, value_states
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.is_initialized = True
@@ -88,12 +87,14 @@ class _SlotLayer(CacheLayerMixin):  # type: ignore[misc]
         return -1
 
 
-class _ProbeLayer(_SlotLayer):
+class _ProbeLayer(_SlotLayer):  # type: ignore[no-untyped-call]
     """Keeps what one layer would cache."""
 
-    def update(self, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        self.keys, self.values = keys, values
-        return keys, values
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        self.keys, self.values = key_states, value_states
+        return key_states, value_states
 
 
 class _Refused(Exception):
@@ -134,7 +135,7 @@ class Runner:
         name: str = "model",
         max_positions: int | None = None,
     ) -> None:
-        self.model = model.eval()
+        self.model: Any = model.eval()  # type: ignore[no-untyped-call]
         self.tokenizer = tokenizer
         self.config = model.config.get_text_config()
         self.device, self.dtype = model.device, model.dtype
@@ -143,13 +144,15 @@ class Runner:
         self.layers: list[LayerInfo] = []
         self._wants_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
         native = model.config._attn_implementation
+        if native == ATTENTION:  # the model was in another runner before
+            native = "eager"
         try:
             self._probe()
             self.can_move = Capability(True, _summary(self.layers))
         except _Refused as why:
             self.can_move = Capability(False, str(why))
             model.set_attn_implementation(native)
-        self.fingerprint = _fingerprint(model, tokenizer, name, self.layers)
+        self.fingerprint = fingerprint(model, tokenizer, name, [x.rotation for x in self.layers])
         if self.can_move:
             self._verify(native)
 
@@ -170,10 +173,11 @@ class Runner:
         elif dtype != "auto":
             kind = getattr(torch, dtype)
         try:
-            model, info = AutoModelForCausalLM.from_pretrained(
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
                 path, dtype=kind, output_loading_info=True
             )
             tokenizer = AutoTokenizer.from_pretrained(path)
+            model, info = loaded
         except Exception as error:
             first = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise ModelUnusable(path, first) from error
@@ -259,8 +263,9 @@ class Runner:
             raise _Refused("the model does not use transformers' attention interface")
         _seen.clear()
         positions = [p for p in PROBES if p < self.limit]
-        calls = {p: self._probe_at(p, n_layers) for p in positions}
-        self._frequencies = self._inv_freqs()
+        with pinned(self.model, self.limit):
+            calls = {p: self._probe_at(p, n_layers) for p in positions}
+        self._frequencies = inv_freqs(self.model)
         for layer in range(n_layers):
             if layer not in _seen:
                 raise _Refused(f"layer {layer} does not use transformers' attention interface")
@@ -280,7 +285,7 @@ class Runner:
             self.model(
                 input_ids=ids,
                 position_ids=torch.full_like(ids, position),
-                past_key_values=Cache(layers=layers),
+                past_key_values=Cache(layers=list(layers)),
                 use_cache=True,
             )
         except Exception as error:
@@ -288,17 +293,17 @@ class Runner:
         for layer in layers:
             if not isinstance(layer.keys, Tensor) or layer.keys.dim() != 4:
                 raise _Refused(f"layer {layer.index} caches no rows of its own")
-        return [(x.keys[0, :, 0].cpu(), x.values[0, :, 0].cpu()) for x in layers]
+        cached: list[Any] = layers
+        return [(x.keys[0, :, 0].cpu(), x.values[0, :, 0].cpu()) for x in cached]
 
     def _layer(self, layer: int, cached: dict[int, tuple[Tensor, Tensor]]) -> LayerInfo:
         wide = torch.float64 if self.dtype == torch.float64 else torch.float32
         keys = {p: k.to(wide) for p, (k, _) in cached.items()}
         values = {p: v.to(wide) for p, (_, v) in cached.items()}
         tolerance = TOLERANCE[self.dtype]
-        still = identify(values, [], tolerance)
-        if still is None:
-            raise _Refused(f"layer {layer} caches a latent whose rotary part is in the values")
         found = identify(keys, self._frequencies, tolerance)
+        if found is not None and identify(values, [], tolerance) is None:
+            raise _Refused(f"layer {layer} caches a latent whose rotary part is in the values")
         if found is None:
             raise _Refused(
                 f"layer {layer}: keys change with their position in a way that is no rotation"
@@ -310,51 +315,46 @@ class Runner:
         shape = LayerShape(*keys[0].shape, *values[0].shape)
         return LayerInfo(shape, found, _seen[layer].get("sliding_window"))
 
-    def _inv_freqs(self) -> list[Tensor]:
-        """Frequencies of the rotary modules, for the longest context this runner allows.
-
-        `dynamic` and `longrope` choose theirs by the largest position of a call; asking for the
-        limit first pins them.
-        """
-        for module in self.model.modules():
-            kind = getattr(module, "rope_type", None)
-            if kind in ("dynamic", "longrope"):
-                far = torch.tensor([[self.limit - 1]], device=self.device)
-                module(torch.zeros(1, device=self.device, dtype=self.dtype), far)
-        found: list[Tensor] = []
-        for name, buffer in self.model.named_buffers():
-            if name.endswith("inv_freq") and "original" not in name:
-                freq = buffer.detach().float().cpu()
-                if not any(torch.equal(freq, f) for f in found):
-                    found.append(freq)
-        return found
-
     @torch.inference_mode()
     def _verify(self, native: str) -> None:
-        """Compare with the model's own positions and attention; refuse what differs."""
+        """Compare with the model's own positions and attention; refuse what differs.
+
+        Once at the start and once at the far end, where scalings by position would show. Positions
+        are contiguous, because transformers counts a sliding window in rows.
+        """
         n = min(12, self.limit // 2)
         ids = (torch.arange(n, device=self.device) * 7919 + 13) % self.config.vocab_size
-        positions = torch.arange(n, device=self.device)
-        positions[n // 2 :] += min(50, self.limit - n - 1)  # a gap, as after a prune
-        pin = torch.tensor([self.limit - 1], device=self.device)
-        rows = self.new_rows()
-        rows.reserve(n)
-        segment = Segment(rows, ids, torch.arange(n), positions)
-        ours = self.forward([segment], torch.arange(n))
+        for start in (0, self.limit - n):
+            positions = torch.arange(start, start + n, device=self.device)
+            rows = self.new_rows()
+            rows.reserve(n)
+            segment = Segment(rows, ids, torch.arange(n), positions)
+            ours = self.forward([segment], torch.arange(n, device=self.device))
+            theirs = self._native_logits(native, ids, positions)
+            error = float((ours - theirs).abs().max() / theirs.abs().max().clamp_min(1e-9))
+            if not error <= 5 * TOLERANCE[self.dtype]:
+                self.can_move = Capability(
+                    False,
+                    f"our pass differs from the model's own by {error:.1e} (relative logits)"
+                    f" at position {start}",
+                )
+                return
+
+    def _native_logits(self, native: str, ids: Tensor, positions: Tensor) -> Tensor:
+        """Logits of the model's own forward at these positions."""
         self.model.set_attn_implementation(native)
-        theirs = self.model(
-            input_ids=torch.cat([ids, ids[:1]])[None],
-            position_ids=torch.cat([positions, pin])[None],
-            attention_mask=torch.ones(1, n + 1, dtype=torch.int64, device=self.device),
-            past_key_values=DynamicCache(),
-            use_cache=True,
-        ).logits[0, :n]
-        self.model.set_attn_implementation(ATTENTION)
-        error = float((ours - theirs).abs().max() / theirs.abs().max().clamp_min(1e-9))
-        if not error <= 5 * TOLERANCE[self.dtype]:
-            self.can_move = Capability(
-                False, f"our pass differs from the model's own by {error:.1e} (relative logits)"
-            )
+        try:
+            with pinned(self.model, self.limit):
+                logits: Tensor = self.model(
+                    input_ids=ids[None],
+                    position_ids=positions[None],
+                    attention_mask=torch.ones_like(ids)[None],
+                    past_key_values=DynamicCache(),
+                    use_cache=True,
+                ).logits[0]
+        finally:
+            self.model.set_attn_implementation(ATTENTION)
+        return logits
 
 
 def _pinned_limit(config: Any) -> int | None:
@@ -370,29 +370,3 @@ def _summary(layers: Sequence[LayerInfo]) -> str:
     turned = sum(layer.rotation.width > 0 for layer in layers)
     sliding = sum(layer.window is not None for layer in layers)
     return f"{turned} rotary, {len(layers) - turned} position-free, {sliding} sliding layers"
-
-
-def _fingerprint(
-    model: PreTrainedModel, tokenizer: Any, name: str, layers: Sequence[LayerInfo]
-) -> ModelFingerprint:
-    """Identify the model by samples of every weight, its tokenizer, dtype and rotations."""
-    weights = hashlib.blake2b(digest_size=16)
-    for key, value in sorted(model.state_dict().items()):
-        flat = value.detach().reshape(-1)
-        sample = flat[:: max(1, flat.numel() // 4096)].cpu().contiguous().view(torch.uint8)
-        weights.update(f"{key}{tuple(value.shape)}".encode() + sample.numpy().tobytes())
-    words = hashlib.blake2b(digest_size=8)
-    if tokenizer is not None:
-        words.update(json.dumps(sorted(tokenizer.get_vocab().items())).encode())
-        words.update((tokenizer.chat_template or "").encode())
-    rope = hashlib.blake2b(repr([x.rotation.key for x in layers]).encode(), digest_size=8)
-    return ModelFingerprint(
-        model=f"{type(model).__name__}:{Path(name).name}",
-        weights=weights.hexdigest(),
-        tokenizer=words.hexdigest(),
-        dtype=str(model.dtype).removeprefix("torch."),
-        rope=rope.hexdigest(),
-    )
-
-
-Decoder = Callable[[list[int]], str]

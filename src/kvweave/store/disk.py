@@ -76,7 +76,7 @@ class Disk:
             self._sizes.pop(key, None)
             return None
         try:
-            with safe_open(path, "pt") as file:  # type: ignore[no-untyped-call]
+            with safe_open(path, "pt") as file:
                 meta = file.metadata() or {}
                 tensors = {name: file.get_tensor(name) for name in file.keys()}
         except (SafetensorError, OSError, ValueError) as error:
@@ -116,5 +116,5 @@ def _checksum(tensors: dict[str, torch.Tensor]) -> str:
     state = hashlib.blake2b(digest_size=16)
     for name in sorted(tensors):
         state.update(name.encode())
-        state.update(tensors[name].contiguous().reshape(-1).view(torch.uint8).numpy())
+        state.update(tensors[name].contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return state.hexdigest()

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
+from kvweave.chunk.identity import Kind
 from kvweave.errors import InvalidArgument, nearest
 from kvweave.run.sample import Choice, Sampling
 from kvweave.weave.parts import Part
@@ -184,7 +185,7 @@ class Turn:
                     parts.append(context.append(piece, kind="assistant"))
         context._weaver.extend(context._state, parts, (len(head), n_rows), request)
 
-    def _split(self, whole: list[int], n_text: int) -> list[tuple[str, list[int]]]:
+    def _split(self, whole: list[int], n_text: int) -> list[tuple[Kind, list[int]]]:
         """Cut a thinking block off the answer, so that it can be pruned on its own."""
         tokenizer = self.context._maker.runner.tokenizer
         mark = tokenizer.get_vocab().get(THINK_END) if tokenizer is not None else None

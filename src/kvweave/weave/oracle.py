@@ -53,7 +53,7 @@ def prefill(
     rows = runner.new_rows()
     rows.reserve(n)
     found = []
-    for slots in torch.arange(n).split(BLOCK):
+    for slots in torch.split(torch.arange(n), BLOCK):
         at = slots.to(tokens.device)
         want = (slots >= n - n_logits).nonzero()[:, 0].to(tokens.device)
         segment = Segment(rows, tokens[at], slots, positions[at])

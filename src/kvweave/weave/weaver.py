@@ -172,7 +172,7 @@ class Weaver:
         if unready.numel() == 0 and sampling is not None:
             unready = torch.tensor([tokens.numel() - 1])  # its logits are wanted
         chosen = self._choose(state, placed, strategy, share, (tokens, positions, unready))
-        todo = torch.cat([chosen, unready]).unique()
+        todo = torch.unique(torch.cat([chosen, unready]))
         n_new = sampling.max_tokens if sampling is not None else 0
         self._next_key += 1
         request = Request(
@@ -207,7 +207,7 @@ class Weaver:
             budget=round(share * candidates.numel()),
             deviation=lambda layer, what: self._deviation(
                 state.rows,
-                torch.cat([candidates, unready]).unique(),
+                torch.unique(torch.cat([candidates, unready])),
                 candidates,
                 (tokens, positions),
                 (layer, what),
@@ -229,7 +229,7 @@ class Weaver:
         layer, what = which
         layer = min(layer, len(rows.k) - 1)
         scratch = rows.clone(layers=layer + 1)
-        for slots in todo.split(BLOCK):
+        for slots in torch.split(todo, BLOCK):
             at = slots.to(rows.device)
             segment = Segment(scratch, work[0][at], slots, work[1][at])
             self.runner.forward([segment], torch.empty(0, dtype=torch.int64), stop_after=layer)
@@ -246,7 +246,7 @@ class Weaver:
         Computes these rows over the unrepaired context; the main pass computes them again.
         """
         mass = torch.zeros(work[0].numel(), device=rows.device)
-        for slots in unready.split(BLOCK):
+        for slots in torch.split(unready, BLOCK):
             at = slots.to(rows.device)
             segment = Segment(rows, work[0][at], slots, work[1][at], mass=mass)
             self.runner.forward([segment], torch.empty(0, dtype=torch.int64))

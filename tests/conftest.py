@@ -1,0 +1,52 @@
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import oracle
+import pytest
+import torch
+
+from kvweave import Engine
+from kvweave.run.model import Runner
+
+torch.set_num_threads(1)  # tiny tensors: more threads only wait for each other
+
+BUNDLED = Path(__file__).parents[1] / "src" / "kvweave" / "demo" / "model"
+
+
+@cache
+def tiny(name: str = "llama", dtype: torch.dtype = torch.float64) -> Runner:
+    """A tiny random model of a named architecture, built once per test run."""
+    kind, changes = oracle.MODELS[name]
+    return Runner(oracle.build(kind, changes, dtype), name=name)
+
+
+@pytest.fixture
+def runner() -> Runner:
+    return tiny()
+
+
+@pytest.fixture
+def engines() -> Iterator[Callable[..., Engine]]:
+    """Make engines over tiny models; afterwards each is checked and closed."""
+    made: list[Engine] = []
+
+    def make(name: str = "llama", dtype: torch.dtype = torch.float64, **options: object) -> Engine:
+        defaults: dict[str, object] = {"repair": "none"}
+        made.append(Engine(tiny(name, dtype), **(defaults | options)))
+        return made[-1]
+
+    yield make
+    for engine in made:
+        engine.check_integrity()
+        engine.close()
+
+
+@pytest.fixture(scope="session")
+def bundled() -> Path:
+    return BUNDLED

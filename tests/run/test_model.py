@@ -1,0 +1,220 @@
+"""The model seam against transformers itself: python -m pytest tests/run/test_model.py"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import oracle
+import pytest
+import torch
+from conftest import tiny
+
+from kvweave.errors import CannotMove, ContextTooLong, ModelMismatch, ModelUnusable
+from kvweave.run.attention import Segment
+from kvweave.run.model import Runner
+
+NAMES = sorted(oracle.MODELS)
+EXACT = 1e-9  # float64 on both sides; angles are float32 on both sides
+
+
+def ids(n: int, seed: int = 0) -> torch.Tensor:
+    return torch.randint(3, 101, (n,), generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_prefill_equals_transformers(name: str) -> None:
+    runner = tiny(name)
+    assert runner.can_move, runner.can_move.reason
+    _, logits = oracle.rows_of(runner, ids(30))
+    # transformers' softmax is float32 in eager attention: that is the error allowed here
+    assert oracle.relative(logits, oracle.full_prefill(runner, ids(30))) < 2e-6
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_scattered_recompute_equals_prefill(name: str) -> None:
+    """Poisoned rows, recomputed in any blocks, give the rows and logits of a prefill."""
+    runner = tiny(name)
+    tokens = ids(30)
+    wanted, logits = oracle.rows_of(runner, tokens)
+    rows = wanted.clone()
+    todo = torch.tensor([0, 3, 4, 5, 11, 12, 20, 28, 29])
+    for tensor in (*rows.k, *rows.v):
+        tensor[todo] = float("nan")
+    for slots in (todo[:4], todo[4:]):
+        found = runner.forward([Segment(rows, tokens[slots], slots, slots)], torch.tensor([0, 1]))
+        assert oracle.relative(found, logits[slots[:2]]) < EXACT
+    for new, old in zip((*rows.k, *rows.v), (*wanted.k, *wanted.v), strict=True):
+        assert oracle.relative(new[:30], old[:30]) < EXACT
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_moved_chunk_equals_recomputed_alone(name: str) -> None:
+    """Rows computed at 0.. and placed at 200.. are those computed at 200.., in every layer."""
+    runner = tiny(name)
+    tokens = ids(9)
+    kv = runner.new_kv(9)
+    start = runner.new_rows()
+    start.reserve(9)
+    here, there = torch.arange(9), torch.arange(200, 209)
+    runner.forward([Segment(start, tokens, here, here, raw=kv)], here)
+    wanted, _ = oracle.rows_of(runner, tokens, there)
+    placed = runner.new_rows()
+    placed.reserve(9)
+    placed.place(0, kv, there, placed.angles(there))
+    for layer in range(len(kv.k)):
+        # angles are float32 products: relative positions agree to ~1e-5 at 200
+        assert oracle.relative(placed.k[layer][:9], wanted.k[layer][:9]) < 3e-5
+        assert oracle.relative(placed.v[layer][:9], wanted.v[layer][:9]) < 3e-5
+    assert torch.equal(placed.k[0][:9], wanted.k[0][:9]), "layer 0 sees no context: bit-equal"
+
+
+def test_repaired_row_does_not_see_its_future() -> None:
+    """A mask aligned to the bottom right, right for a contiguous suffix, fails this case."""
+    runner = tiny("llama")
+    tokens = ids(12)
+    _, wanted = oracle.rows_of(runner, tokens)
+    rows, _ = oracle.rows_of(runner, tokens)
+    slots = torch.tensor([2, 5, 11])
+    found = runner.forward([Segment(rows, tokens[slots], slots, slots)], torch.arange(3))
+    assert oracle.relative(found, wanted[slots]) < EXACT
+
+    wrong, _ = oracle.rows_of(runner, tokens)
+    segment = Segment(wrong, tokens[slots], slots, slots)
+    segment.masks[None] = torch.ones(3, 12, dtype=torch.bool).tril(12 - 3)  # bottom right
+    leaked = runner.forward([segment], torch.arange(3))
+    assert oracle.relative(leaked[0], wanted[2]) > 1e-2, "the case does not tell the masks apart"
+    assert oracle.relative(leaked[2], wanted[11]) > 1e-3
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "gemma2"])
+def test_packed_contexts_do_not_see_each_other(name: str) -> None:
+    runner = tiny(name)
+    one, two = ids(13, 1), ids(20, 2)
+    segments, wants = [], []
+    for tokens in (one, two):
+        rows = runner.new_rows()
+        rows.reserve(tokens.numel())
+        slots = torch.arange(tokens.numel())
+        segments.append(Segment(rows, tokens, slots, slots))
+        wants.append(oracle.rows_of(runner, tokens)[1][-1])
+    found = runner.forward(segments, torch.tensor([12, 32]))
+    assert oracle.relative(found, torch.stack(wants)) < EXACT
+
+
+def test_attention_mass_is_that_of_eager_attention() -> None:
+    runner = tiny("llama")
+    tokens = ids(10)
+    rows, _ = oracle.rows_of(runner, tokens)
+    mass = torch.zeros(10)
+    slots = torch.tensor([8, 9])
+    runner.forward([Segment(rows, tokens[slots], slots, slots, mass=mass)], torch.arange(0))
+    runner.model.set_attn_implementation("eager")
+    with torch.no_grad():
+        weights = runner.model(tokens[None], output_attentions=True).attentions
+    runner.model.set_attn_implementation("kvweave")
+    wanted = sum(w[0, :, 8:, :].sum((0, 1)) for w in weights)
+    assert oracle.relative(mass.double(), wanted) < 1e-5
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+@pytest.mark.parametrize("long", [False, True])
+def test_length_dependent_rope_is_pinned(kind: str, long: bool) -> None:
+    """Within the original length the short frequencies hold; asked for more, the long ones do."""
+    rope: dict[str, object] = {"rope_type": kind, "rope_theta": 10000.0, "factor": 4.0}
+    if kind == "longrope":
+        rope |= {"original_max_position_embeddings": 64} | {
+            "short_factor": [1.0] * 8,
+            "long_factor": [2.0 + i for i in range(8)],
+        }
+    changes = {"rope_parameters": rope, "max_position_embeddings": 64 if kind == "dynamic" else 256}
+    model = oracle.build("llama", changes)
+    runner = Runner(model, max_positions=256 if long else None)
+    assert runner.can_move, runner.can_move.reason
+    assert runner.limit == (256 if long else 64)
+    tokens = ids(31)
+    _, found = oracle.rows_of(runner, tokens)
+    pinned = torch.cat([torch.arange(31), torch.tensor([runner.limit - 1])])
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        wanted = model(
+            torch.cat([tokens, tokens[:1]])[None],
+            position_ids=pinned[None],
+            attention_mask=torch.ones(1, 32, dtype=torch.int64),
+        ).logits[0, :31]
+    model.set_attn_implementation("kvweave")
+    assert oracle.relative(found, wanted) < 2e-6
+
+
+@pytest.mark.parametrize("name", sorted(oracle.REFUSED))
+def test_what_cannot_move_is_refused_with_the_reason(name: str) -> None:
+    kind, changes, word = oracle.REFUSED[name]
+    runner = Runner(oracle.build(kind, changes, torch.float32))
+    assert not runner.can_move
+    assert word in runner.can_move.reason
+    with pytest.raises(CannotMove, match=word):
+        runner.require_move()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_lower_precision_loads_and_stays_near(dtype: torch.dtype) -> None:
+    runner = tiny("llama", dtype)
+    assert runner.can_move, runner.can_move.reason
+    _, logits = oracle.rows_of(runner, ids(30))
+    wanted = oracle.full_prefill(runner, ids(30))
+    assert oracle.relative(logits.float(), wanted.float()) < {torch.float32: 1e-5}.get(dtype, 5e-2)
+
+
+def test_positions_over_the_limit_are_refused(runner: Runner) -> None:
+    rows = runner.new_rows()
+    rows.reserve(1)
+    segment = Segment(rows, ids(1), torch.tensor([0]), torch.tensor([runner.limit]))
+    with pytest.raises(ContextTooLong) as error:
+        runner.forward([segment], torch.tensor([0]))
+    assert (error.value.n, error.value.limit) == (1025, 1024)
+
+
+def test_fingerprint_tells_weights_apart(runner: Runner) -> None:
+    other = oracle.build("llama", {})
+    assert Runner(other, name="llama").fingerprint == runner.fingerprint
+    other.lm_head.weight.data[0, 0] += 1
+    with pytest.raises(ModelMismatch) as error:
+        runner.fingerprint.require(Runner(other, name="llama").fingerprint)
+    assert error.value.field == "weights"
+
+
+@pytest.fixture
+def saved(tmp_path: Path, bundled: Path) -> Path:
+    """A small real checkpoint directory."""
+    model = oracle.build("qwen3", {"vocab_size": 2048}, torch.float32)
+    model.save_pretrained(tmp_path / "model")
+    for file in bundled.glob("tokenizer*"):
+        shutil.copy(file, tmp_path / "model")
+    return tmp_path / "model"
+
+
+def test_a_saved_checkpoint_loads(saved: Path) -> None:
+    runner = Runner.load(str(saved))
+    assert runner.can_move and runner.tokenizer is not None
+    assert runner.dtype == torch.float32
+
+
+def test_broken_checkpoints_say_what_is_wrong(saved: Path, tmp_path: Path) -> None:
+    with pytest.raises(ModelUnusable):
+        Runner.load(str(tmp_path / "nothing-here"))
+    weights = saved / "model.safetensors"
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(ModelUnusable):
+        Runner.load(str(saved))
+    weights.write_bytes(whole)
+    config = json.loads((saved / "config.json").read_text())
+    (saved / "config.json").write_text(
+        json.dumps(config | {"num_hidden_layers": 5, "layer_types": ["full_attention"] * 5})
+    )
+    with pytest.raises(ModelUnusable, match="missing keys"):
+        Runner.load(str(saved))
+    (saved / "config.json").write_text("{")
+    with pytest.raises(ModelUnusable):
+        Runner.load(str(saved))
