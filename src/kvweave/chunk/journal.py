@@ -7,8 +7,9 @@
     index.sqlite-wal    what was written since the last checkpoint (SQLite's own)
     index.sqlite.lock   held with flock by the process that has it open; its text is that pid
 
-A write that returned survives the death of the process. After a power cut the newest writes may be
-missing, but what is there is consistent (WAL, synchronous=NORMAL).
+While it is open no other program can read it either. A write that returned survives the death of
+the process. After a power cut the newest writes may be missing, but what is there is consistent
+(WAL, synchronous=NORMAL).
 """
 
 from __future__ import annotations
@@ -117,6 +118,8 @@ class Journal:
     def _prepare(self) -> None:
         """Refuse what is not ours, before a byte of it is changed; make what is not there."""
         db = self._db
+        # Ours alone anyway; saying so spares the locks of each write, a tenth of its time.
+        db.execute("PRAGMA locking_mode=EXCLUSIVE")
         application = db.execute("PRAGMA application_id").fetchone()[0]
         version = db.execute("PRAGMA user_version").fetchone()[0]
         is_new = db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0] == 0
