@@ -22,8 +22,8 @@ ORDER = (
     ("errors",),
     ("config",),
     ("chunk",),
+    ("keep",),  # sees ids and sizes only, so the store can ask it who may go
     ("store",),
-    ("keep",),
     ("run",),
     ("weave",),
     ("engine",),

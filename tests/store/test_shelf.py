@@ -1,0 +1,185 @@
+"""Tiers, budget and eviction: python -m pytest tests/store"""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvweave.chunk.identity import ModelFingerprint
+from kvweave.errors import CorruptChunk, FormatTooNew, InvalidArgument, ModelMismatch, OverBudget
+from kvweave.keep import LRU
+from kvweave.store import disk as disk_module
+from kvweave.store.disk import Disk
+from kvweave.store.kv import KV, LayerShape
+from kvweave.store.shelf import Shelf
+
+SHAPES = [LayerShape(2, 4, 2, 4)] * 3
+ROW = 3 * 2 * 2 * 4 * 4  # bytes of one token: layers x (k, v) x heads x dim x float32
+PRINT = ModelFingerprint("tiny", "w", "t", "float32", "r")
+CPU = torch.device("cpu")
+
+
+def kv(n: int, seed: int = 0) -> KV:
+    torch.manual_seed(seed)
+    made = KV.empty(SHAPES, n, torch.float32, CPU)
+    for tensor in (*made.k, *made.v):
+        tensor.normal_()
+    return made
+
+
+def same(a: KV | None, b: KV | None) -> bool:
+    assert a is not None and b is not None
+    return all(torch.equal(x, y) for x, y in zip((*a.k, *a.v), (*b.k, *b.v), strict=True))
+
+
+def test_least_recently_used_goes_first() -> None:
+    shelf = Shelf(30 * ROW, LRU())
+    moves: list[tuple[int, str, int]] = []
+    for key in (1, 2, 3):
+        shelf.put(key, kv(10))
+    shelf.on_tier = lambda *args: moves.append(args)
+    shelf.get(1)
+    shelf.put(4, kv(5))
+    assert [shelf.tier(k) for k in (1, 2, 3, 4)] == ["ram", "none", "ram", "ram"]
+    assert moves == [(2, "none", 0), (4, "ram", 5 * ROW)]
+    assert shelf.n_bytes == 25 * ROW
+    shelf.check_integrity()
+
+
+def test_pinned_and_busy_chunks_stay_and_nothing_goes_in_vain() -> None:
+    shelf = Shelf(30 * ROW, LRU(), is_pinned=lambda key: key == 1)
+    for key in (1, 2, 3):
+        shelf.put(key, kv(10))
+    shelf.busy([2])
+    with pytest.raises(OverBudget) as error:
+        shelf.put(4, kv(11))
+    assert (error.value.needed, error.value.evictable) == (41 * ROW, 10 * ROW)
+    assert [shelf.tier(k) for k in (1, 2, 3)] == ["ram"] * 3
+    shelf.put(4, kv(10))
+    assert [shelf.tier(k) for k in (1, 2, 3, 4)] == ["ram", "ram", "none", "ram"]
+
+
+def test_in_context_kv_goes_before_canonical_kv() -> None:
+    shelf = Shelf(30 * ROW, LRU())
+    shelf.put(1, kv(10))
+    shelf.put_in_context(1, ((7, -3),), kv(10, 1))
+    assert same(shelf.in_context(1, ((7, -3),)), kv(10, 1))
+    assert shelf.in_context(1, ((7, -4),)) is None, "another place is another computation"
+    shelf.put(2, kv(15))
+    assert shelf.in_context(1, ((7, -3),)) is None and shelf.tier(1) == "ram"
+    shelf.put_in_context(2, (), kv(20))
+    assert shelf.in_context(2, ()) is None, "no room: not kept"
+
+
+def test_rows_of_contexts_count() -> None:
+    shelf = Shelf(30 * ROW, LRU())
+    shelf.put(1, kv(10))
+    shelf.charge("chat", 15 * ROW)
+    shelf.charge("chat", 20 * ROW)
+    assert shelf.n_bytes == 30 * ROW
+    shelf.charge("chat", 21 * ROW)
+    assert shelf.tier(1) == "none"
+    with pytest.raises(OverBudget):
+        shelf.charge("other", 10 * ROW)
+    shelf.charge("chat", 0)
+    assert shelf.n_bytes == 0
+
+
+def test_full_memory_spills_to_disk_and_comes_back(tmp_path: Path) -> None:
+    shelf = Shelf(20 * ROW, LRU(), Disk(tmp_path, PRINT, CPU))
+    for key in (1, 2, 3):
+        shelf.put(key, kv(10, key))
+    assert [shelf.tier(k) for k in (1, 2, 3)] == ["disk", "ram", "ram"]
+    assert same(shelf.get(1), kv(10, 1))
+    assert [shelf.tier(k) for k in (1, 2, 3)] == ["ram", "disk", "ram"]
+    shelf.place(3, "disk")
+    assert shelf.tier(3) == "disk" and same(Disk(tmp_path, PRINT, CPU).get(3), kv(10, 3))
+    shelf.place(3, "none")
+    assert shelf.tier(3) == "none" and not (tmp_path / "3.kv").exists()
+    with pytest.raises(InvalidArgument):
+        shelf.place(1, "moon")
+    shelf.check_integrity()
+
+
+def test_wrong_bytes_never_come_back(tmp_path: Path) -> None:
+    disk = Disk(tmp_path, PRINT, CPU)
+    disk.put(1, kv(6))
+    whole = disk.path(1).read_bytes()
+    for at in range(0, len(whole), 97):
+        broken = bytearray(whole)
+        broken[at] ^= 0x55
+        disk.path(1).write_bytes(bytes(broken))
+        try:
+            found = disk.get(1)
+        except (CorruptChunk, ModelMismatch, FormatTooNew):
+            continue
+        assert same(found, kv(6)), f"a flipped byte at {at} was not noticed"
+    for n in (0, 3, len(whole) // 2, len(whole) - 1):
+        disk.path(1).write_bytes(whole[:n])
+        with pytest.raises(CorruptChunk):
+            disk.get(1)
+
+
+def test_files_of_another_model_or_format_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Disk(tmp_path, PRINT, CPU).put(1, kv(6))
+    other = ModelFingerprint("other", "w", "t", "float32", "r")
+    with pytest.raises(ModelMismatch):
+        Disk(tmp_path, other, CPU).get(1)
+    monkeypatch.setattr(disk_module, "FORMAT", 2)
+    Disk(tmp_path, PRINT, CPU).put(1, kv(6))
+    monkeypatch.setattr(disk_module, "FORMAT", 1)
+    with pytest.raises(FormatTooNew):
+        Disk(tmp_path, PRINT, CPU).get(1)
+
+
+def test_a_full_disk_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shelf = Shelf(20 * ROW, LRU(), Disk(tmp_path, PRINT, CPU))
+    shelf.put(1, kv(10, 1))
+
+    def full(*args: Any) -> None:
+        raise OSError(errno.ENOSPC, "no space left")
+
+    monkeypatch.setattr(disk_module.os, "fsync", full)
+    with pytest.raises(OverBudget):
+        shelf.place(1, "disk")
+    assert shelf.tier(1) == "ram" and same(shelf.get(1), kv(10, 1))
+    assert list(tmp_path.iterdir()) == []
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["put", "get", "drop", "context", "charge"]),
+            st.integers(0, 5),
+            st.integers(1, 12),
+        ),
+        max_size=30,
+    )
+)
+def test_the_budget_always_holds(ops: list[tuple[str, int, int]]) -> None:
+    shelf = Shelf(25 * ROW, LRU(), is_pinned=lambda key: key == 0)
+    for op, key, n in ops:
+        before = shelf.n_bytes
+        try:
+            if op == "put":
+                shelf.put(key, kv(n, key))
+            elif op == "context":
+                shelf.put_in_context(key, (), kv(n, key))
+            elif op == "charge":
+                shelf.charge(f"c{key}", (n - 1) * ROW)
+            elif op == "drop":
+                shelf.drop(key)
+            elif (found := shelf.get(key)) is not None:
+                assert same(found, kv(found.n_tokens, key))
+        except OverBudget:
+            assert shelf.n_bytes == before, "refused, so nothing changed"
+        shelf.check_integrity()
