@@ -56,6 +56,7 @@ class Record:
         return 1 if isinstance(self.linked, str) else len(self.linked)
 
     def link(self, name: str) -> None:
+        """Add a name it does not have."""
         if self.linked is None:
             self.linked = name
         elif isinstance(self.linked, str):
@@ -64,6 +65,7 @@ class Record:
             self.linked[name] = None
 
     def unlink(self, name: str) -> None:
+        """Take a name away; raise KeyError when it does not have it."""
         if isinstance(self.linked, dict):
             del self.linked[name]
             if len(self.linked) == 1:
