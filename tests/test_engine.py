@@ -307,3 +307,15 @@ def test_any_edits_then_full_repair_equal_the_oracle(ops: list[tuple[str, int, i
     engine.check_integrity()
     assert len(engine.table) == 0, "closing frees what nobody names"
     engine.close()
+
+
+def test_deps_and_uses_are_recorded(engines: Make) -> None:
+    engine = engines()
+    context = engine.context("c")
+    for i in range(3):
+        context.append(text(5, i), name=f"c/{i}")
+    context.weave()
+    ids = [p.id for p in context.parts]
+    assert [engine.table.get(i).deps for i in ids] == [(), (ids[0],), (ids[0], ids[1])]
+    assert [engine.files.stat(f"c/{i}").n_uses for i in range(3)] == [1, 1, 1]
+    engine.shelf.drop(ids[2])

@@ -19,7 +19,7 @@ from kvweave.keep import POLICIES
 from kvweave.run.loop import Loop
 from kvweave.run.model import Capability, Runner
 from kvweave.store.disk import Disk
-from kvweave.store.shelf import Shelf
+from kvweave.store.shelf import Seen, Shelf
 from kvweave.weave.context import Context, Settings
 from kvweave.weave.generate import Answer, Turn, run_all, sampling_from
 from kvweave.weave.maker import Maker, Text
@@ -69,8 +69,12 @@ class Engine:
             disk = Disk(Path(home) / "kv", self.runner.fingerprint, self.runner.device)
         self.table = Table(None if home is None else Path(home) / "index.sqlite")
         policy = POLICIES[self.config.policy]()
-        self.shelf = Shelf(n_bytes(self.config.budget), policy, disk, self._is_pinned)
+        self.shelf = Shelf(
+            n_bytes(self.config.budget), policy, disk, self._is_pinned,
+            "gpu" if self.runner.device.type == "cuda" else "ram",
+        )  # fmt: skip
         self.shelf.on_tier = self._note_tier
+        self.shelf.on_in_context = self._note_deps
         self.table.on_free = self.shelf.drop
         self._mend()
         self.loop = Loop(self.runner, self.config.max_batch, self.config.max_rows)
@@ -100,7 +104,7 @@ class Engine:
             self.close_context(context.name)
         if self.shelf.disk is not None:
             for record in list(self.table):
-                if record.tier == "ram":
+                if record.tier == self.shelf.memory:
                     self.shelf.place(record.id, "disk")
         self.table.close()
 
@@ -315,6 +319,9 @@ class Engine:
     def _note_tier(self, id: int, tier: str, size: int) -> None:
         self.table.update(ChunkId(id), tier=tier, n_bytes=size)  # type: ignore[arg-type]
 
+    def _note_deps(self, id: int, seen: Seen) -> None:
+        self.table.update(ChunkId(id), deps=tuple(ChunkId(dep) for dep, _ in seen))
+
     def _claim(self, home: Path) -> None:
         """Write the model's fingerprint into a new home; raise ModelMismatch for another's."""
         home.mkdir(parents=True, exist_ok=True)
@@ -330,5 +337,6 @@ class Engine:
         self.table.collect()
         for record in list(self.table):
             tier = self.shelf.tier(record.id)
-            if record.tier != tier:
-                self.table.update(record.id, tier=tier, n_bytes=0)  # type: ignore[arg-type]
+            if record.tier != tier or record.deps:
+                size = record.n_bytes if record.tier == tier else 0
+                self.table.update(record.id, tier=tier, n_bytes=size, deps=())  # type: ignore[arg-type]

@@ -28,13 +28,16 @@ class Shelf:
         policy: Policy,
         disk: Disk | None = None,
         is_pinned: Callable[[int], bool] = lambda key: False,
+        memory: str = "ram",
     ) -> None:
         self.budget = budget
         self.policy = policy
         self.disk = disk
         self.ram = Ram()
         self.is_pinned = is_pinned
+        self.memory = memory  # "gpu" where the model's device is one
         self.on_tier: Callable[[int, str, int], None] = lambda key, tier, n_bytes: None
+        self.on_in_context: Callable[[int, Seen], None] = lambda key, seen: None
         self._in_context: dict[int, tuple[Seen, KV]] = {}
         self._charged: dict[str, int] = {}  # context name -> bytes of its rows
         self._busy: set[int] = set()  # chunks a weave is reading: not to be let go of now
@@ -46,9 +49,9 @@ class Shelf:
         return self.ram.n_bytes + in_context + sum(self._charged.values())
 
     def tier(self, key: int) -> str:
-        """Return where the canonical KV is: ram, disk or none."""
+        """Return where the canonical KV is: ram (gpu), disk or none."""
         if key in self.ram:
-            return "ram"
+            return self.memory
         return "disk" if self.disk is not None and key in self.disk else "none"
 
     def put(self, key: int, kv: KV) -> None:
@@ -56,7 +59,7 @@ class Shelf:
         self.reserve(kv.n_bytes)
         self.ram.put(key, kv)
         self.policy.used(key, kv.n_bytes)
-        self.on_tier(key, "ram", kv.n_bytes)
+        self.on_tier(key, self.memory, kv.n_bytes)
 
     def get(self, key: int) -> KV | None:
         """Return canonical KV, brought to memory from disk if need be; None if it is nowhere."""
@@ -84,22 +87,21 @@ class Shelf:
         kv = self.get(key)
         if kv is None:
             return 0
-        if tier == "ram":
+        if tier == self.memory:
             if self.disk is not None:
                 self.disk.delete(key)
-            self.on_tier(key, "ram", kv.n_bytes)
+            self.on_tier(key, self.memory, kv.n_bytes)
             return kv.n_bytes
         assert self.disk is not None
         return self._spill(key, kv, self.disk)
 
     def put_in_context(self, key: int, seen: Seen, kv: KV) -> None:
         """Keep exact in-context KV, the latest one per chunk; skipped when memory is short."""
-        old = self._in_context.pop(key, None)
+        old = self._in_context.get(key)
         freed = old[1].n_bytes if old else 0
-        if self.n_bytes + kv.n_bytes <= self.budget:
+        if self.n_bytes - freed + kv.n_bytes <= self.budget:
             self._in_context[key] = (seen, kv)
-        elif old is not None and self.n_bytes + freed <= self.budget:
-            self._in_context[key] = old
+            self.on_in_context(key, seen)
 
     def in_context(self, key: int, seen: Seen) -> KV | None:
         """Return exact in-context KV computed after exactly ``seen``."""
@@ -142,6 +144,7 @@ class Shelf:
             if short <= 0:
                 return
             short -= self._in_context.pop(key)[1].n_bytes
+            self.on_in_context(key, ())
         for key in victims:
             if short <= 0:
                 return

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
 from kvweave.chunk.identity import Kind
-from kvweave.errors import InvalidArgument, nearest
+from kvweave.errors import InvalidArgument, OverBudget, nearest
 from kvweave.run.sample import Choice, Sampling
 from kvweave.weave.parts import Part
 from kvweave.weave.plan import Plan
@@ -131,10 +131,7 @@ class Turn:
             tokens = self._kept_tokens()
             self._add_parts(tokens)
         started = time.perf_counter()
-        if context.settings.denoise:
-            new = [p.id for p in context.parts if p not in self._before.parts]
-            last_user = self._before.parts[-1:]
-            context._maker.canonicalise([*(p.id for p in last_user), *new])
+        self._denoise()
         usage: dict[str, object] = {
             "prompt_tokens": self._woven.plan.n_tokens,
             "completion_tokens": len(request.out),
@@ -149,6 +146,17 @@ class Turn:
             self._woven.plan, usage,
         )  # fmt: skip
         return self._answer
+
+    def _denoise(self) -> None:
+        """Compute canonical KV of this turn; without room the next prune prefills it instead."""
+        context = self.context
+        if not context.settings.denoise:
+            return
+        known = {p.uid for p in self._before.parts[:-1]}
+        try:
+            context._maker.canonicalise(p.id for p in context.parts if p.uid not in known)
+        except OverBudget:
+            return
 
     def _kept_tokens(self) -> list[int]:
         """Return the generated tokens that stay: no end token, nothing past a stop string."""

@@ -94,6 +94,7 @@ class Weaver:
         if last > self.runner.limit:
             raise ContextTooLong(last, self.runner.limit)
         self.shelf.charge(state.name, (n + n_new) * self.runner.row_bytes)
+        self.table.touch(p.part.id for p in placed if p.source != "kept")
         keep = first_change(placed)
         state.woven = []
         state.rows.truncate(keep)
