@@ -1,0 +1,305 @@
+"""The demonstration: one long conversation, pruned as it goes, answered in three ways.
+
+Every turn the oldest turn leaves the context and a new one with a question comes in. kvweave
+weaves the change, a full prefill computes the new context from its start, plain prefix caching
+computes what stands behind the shared prefix. Same weights, same tokens (compared every turn),
+greedy decoding; the ways take turns at going first. What stays in the context is the true reply,
+whatever a way answered, so that no way's mistake or luck is seen by another. kvweave's time begins
+with the edit and includes tokenising; the other two get ready-made token ids.
+
+``OUT/demo.json`` and ``--json``: ``machine``, ``model``, ``settings``, ``rows`` (one a turn,
+``phase`` "fill" until the context is full, then "prune"), ``summary`` (medians over "prune").
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from torch import Tensor
+
+from kvweave import Engine, Runner, Sampling
+from kvweave.demo import plot, world
+from kvweave.demo.baselines import FullPrefill, PrefixCache, Reply
+from kvweave.demo.report import WAYS, line, machine, show, summarise, table
+from kvweave.run.attention import Segment
+
+MODEL = Path(__file__).parent / "model"
+SEED = "demo"
+INSTRUCTION = (  # for models that were not trained on this world
+    "You keep notes. A note has three words and a full stop: an entity, an attribute, a value. "
+    'A note that begins with "now" replaces the value. Everything else is chatter. When a message '
+    'ends in "ask ENTITY ATTRIBUTE", reply only with the latest such note: '
+    '"ENTITY ATTRIBUTE VALUE ."'
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """How long the context is: pruning begins at ``turns`` and ``tokens``, or near ``cap``."""
+
+    turns: int = 24
+    tokens: int = 2_000
+    cap: int = 2_400  # tokens, the question and its answer included
+    answer: int = 8  # tokens to decode at most
+
+
+SIZE = Size()
+QUICK = Size(turns=6, tokens=600, cap=900)
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One change of the context: what leaves in front, what comes, and the right reply."""
+
+    turn: world.Turn
+    n_dropped: int  # turns
+    prompt: list[int]  # the whole context, up to where the answer begins
+    reply: list[int]  # the true assistant message
+
+
+class CountedRunner(Runner):
+    """Counts the rows it computes, so that what is reported is what was run."""
+
+    n_rows = 0
+
+    def forward(
+        self, segments: Sequence[Segment], want: Tensor, stop_after: int | None = None
+    ) -> Tensor:
+        """Run the segments, counted; see `Runner.forward`."""
+        self.n_rows += sum(s.n for s in segments)
+        return super().forward(segments, want, stop_after)
+
+
+class Script:
+    """The conversation and its window, as token ids, made without any of the three ways."""
+
+    def __init__(self, engine: Engine, head: list[int], size: Size) -> None:
+        self.maker, self.head, self.size = engine.maker, head, size
+        # a question at the end of every turn, so that every turn is measured
+        self.talk = world.Conversation(SEED, replace(world.CONVERSATION, asks=1.0))
+        self.kept: list[tuple[world.Turn, list[int]]] = []
+        self.header = self.maker.tokens(self.maker.chat.header())
+        self.full = False
+
+    @property
+    def n_tokens(self) -> int:
+        return len(self.head) + sum(len(tokens) for _, tokens in self.kept)
+
+    def step(self) -> Step:
+        """Drop one turn once the context is full (more only near the cap), and add one."""
+        n_dropped = 0
+        if self.full:
+            n_dropped += self._drop()
+        largest = max((len(tokens) for _, tokens in self.kept), default=0)
+        while len(self.kept) > 1 and self.n_tokens + largest * 5 // 4 > self.size.cap:
+            n_dropped += self._drop()
+        turn = self.talk.turn([turn.index for turn, _ in self.kept])
+        user = self.maker.tokens(self.maker.chat.message("user", turn.user))
+        reply = self.maker.tokens(self.maker.chat.message("assistant", turn.reply))
+        before = [t for _, tokens in self.kept for t in tokens]
+        prompt = [*self.head, *before, *user, *self.header]
+        self.kept.append((turn, user + reply))
+        long = len(self.kept) >= self.size.turns and self.n_tokens >= self.size.tokens
+        self.full = self.full or long or n_dropped > 0
+        return Step(turn, n_dropped, prompt, reply)
+
+    def _drop(self) -> int:
+        self.kept.pop(0)
+        return 1
+
+
+class Weaving:
+    """The kvweave way: one context of the engine, edited and asked."""
+
+    def __init__(self, engine: Engine, runner: CountedRunner, system: str) -> None:
+        self.engine, self.runner = engine, runner
+        self.chat = engine.context("demo", system=system)
+        self._late = False  # the last reply was corrected and has no canonical KV yet
+
+    def answer(self, step: Step, max_tokens: int) -> Reply:
+        """Edit, weave and decode; then, untimed, put the true reply into the context."""
+        chat, rows = self.chat, self.runner.n_rows
+        started = time.perf_counter()
+        with chat.edit():
+            for _ in range(2 * step.n_dropped):
+                chat.drop(chat.oldest())
+            chat.message("user", step.turn.user)
+        editing = time.perf_counter() - started
+        turn = chat.begin(Sampling(max_tokens), chat=True)
+        self.engine.loop.run(lambda: turn.done)
+        computed = self.runner.n_rows - rows
+        answer = turn.finish()
+        usage: Any = answer.usage
+        idle = usage["idle"] + self._catch_up()
+        details = {
+            "edit_ms": 1e3 * editing,
+            "weave_ms": 1e3 * usage["weave"],
+            "idle_ms": 1e3 * idle,
+            "idle_computed": self.runner.n_rows - rows - computed,
+            "moved": answer.plan.moved,
+            **answer.plan.counts(),
+        }
+        if chat.tokens()[: len(step.prompt)] != step.prompt:
+            raise AssertionError("kvweave's context is not the one the other ways were given")
+        self._correct(step)
+        n_decoded = len(answer.tokens) - 1
+        return Reply(
+            answer.tokens, editing + usage["ttft"], editing + usage["total"],
+            computed - n_decoded, details,
+        )  # fmt: skip
+
+    def _catch_up(self) -> float:
+        started = time.perf_counter()
+        if self._late:
+            self.engine.denoise()
+        return time.perf_counter() - started
+
+    def _correct(self, step: Step) -> None:
+        n_before = len(step.prompt) - len(self.engine.maker.tokens(self.engine.maker.chat.header()))
+        self._late = self.chat.tokens()[n_before:] != step.reply
+        if self._late:
+            self.chat.replace(-1, step.reply, kind="assistant")
+
+
+def run(
+    model: str | None,
+    turns: int = 100,
+    json_out: bool = False,
+    out: Path = Path("demo-out"),
+    quick: bool = False,
+    repair: str | None = None,
+) -> int:
+    """Hold the conversation, print it turn by turn, and write ``out/demo.json`` and ``demo.png``.
+
+    Args:
+        model: a checkpoint directory or hub id of a chat model; None is the bundled one.
+        turns: measured turns, each one out and one in.
+        json_out: print one JSON object on stdout and everything else on stderr.
+        quick: six turns of a short context.
+        repair: a repair strategy instead of the engine's default.
+
+    Returns the exit status. Raises ModelUnusable, CannotMove, InvalidArgument, ContextTooLong.
+    """
+    console = Console(stderr=json_out, highlight=False)
+    turns = 6 if quick else turns
+    report = measure(model, turns, QUICK if quick else SIZE, repair, console)
+    out.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(report, indent=1)
+    (out / "demo.json").write_text(text + "\n")
+    console.print(table(report))
+    console.print(line(report), soft_wrap=True)
+    drawn = plot.draw(report, out / "demo.png")
+    if not drawn:
+        console.print("no figure: matplotlib is missing, pip install 'kvweave[plot]'")
+    console.print(f"wrote {out / 'demo.json'}" + (f" and {out / 'demo.png'}" if drawn else ""))
+    if json_out:
+        print(text)
+    return 0
+
+
+def measure(
+    model: str | None, turns: int, size: Size, repair: str | None, console: Console
+) -> dict[str, Any]:
+    """Run the conversation through ``turns`` pruned turns and return the report."""
+    path = str(MODEL) if model is None else model
+    runner = CountedRunner.load(path)
+    assert isinstance(runner, CountedRunner)
+    engine = Engine(runner) if repair is None else Engine(runner, repair=repair)
+    if model is not None:  # its tokenizer cuts the made-up words into pieces
+        size = replace(size, cap=2 * size.cap, answer=3 * size.answer)
+    size = replace(size, cap=min(size.cap, runner.limit) - size.answer)
+    weaving = Weaving(engine, runner, world.SYSTEM if model is None else INSTRUCTION)
+    script = Script(engine, weaving.chat.tokens(), size)
+    plain, eos = Runner.load(path), engine.loop.eos
+    judge = Judge(engine, exact=model is None)
+    ways: dict[str, Any] = {
+        "kvweave": weaving,
+        "full": FullPrefill(plain, eos),
+        "prefix": PrefixCache(plain, eos),
+    }
+    rows = []
+    for row in _rows(ways, script, judge, turns):
+        rows.append(row)
+        show(rows, console)
+    settings = {"repair": engine.config.repair, "share": engine.config.share, "seed": SEED}
+    report: dict[str, Any] = {
+        "machine": machine(runner),
+        "model": {
+            "name": "the bundled model" if model is None else model,
+            "weights": runner.fingerprint.weights,
+            "dtype": runner.fingerprint.dtype,
+            "parameters": sum(p.numel() for p in runner.model.parameters()),
+            "bundled": model is None,
+        },
+        "settings": settings,
+        "rows": rows,
+    }
+    engine.close()
+    return report | {"summary": summarise(rows)}
+
+
+class Judge:
+    """Says whether an answer is right; other models may word it freely around the value."""
+
+    def __init__(self, engine: Engine, *, exact: bool) -> None:
+        self.decode, self.exact = engine.loop.decode(), exact
+
+    def text(self, reply: Reply) -> str:
+        """Return the answer's text."""
+        return "" if self.decode is None else self.decode(list(reply.tokens)).strip()
+
+    def right(self, turn: world.Turn, text: str) -> bool:
+        """Tell whether the expected value stands where it should."""
+        if self.exact:
+            return turn.correct(text)
+        words = text.replace(".", " ").replace(",", " ").replace('"', " ").lower().split()
+        return turn.value in words
+
+
+def _rows(
+    ways: dict[str, Any], script: Script, judge: Judge, turns: int
+) -> Iterator[dict[str, Any]]:
+    """Give each turn to the three ways, another one first each time."""
+    index = measured = 0
+    while measured < turns:
+        step = script.step()
+        order = [WAYS[(index + i) % len(WAYS)] for i in range(len(WAYS))]
+        n = script.size.answer
+        replies = {
+            way: ways[way].answer(step if way == "kvweave" else step.prompt, n) for way in order
+        }
+        row: dict[str, Any] = {
+            "turn": index,
+            "phase": "prune" if step.n_dropped else "fill",
+            "n_tokens": len(step.prompt),
+            "dropped": step.n_dropped,
+            "order": order,
+            "kind": step.turn.kind,
+            "expected": step.turn.reply,
+        }
+        for way in WAYS:
+            row[way] = _cells(replies[way], replies["full"], step.turn, judge)
+        yield row
+        index += 1
+        measured += step.n_dropped > 0
+
+
+def _cells(reply: Reply, full: Reply, turn: world.Turn, judge: Judge) -> dict[str, Any]:
+    text = judge.text(reply)
+    return {
+        "ttft_ms": 1e3 * reply.ttft,
+        "answer_ms": 1e3 * reply.total,
+        "idle_ms": 0.0,
+        "computed": reply.n_computed,
+        "text": text,
+        "right": judge.right(turn, text) if turn.asks else None,
+        "first_as_full": reply.tokens[0] == full.tokens[0],
+        "text_as_full": reply.tokens == full.tokens,
+        **reply.details,
+    }
