@@ -218,6 +218,17 @@ def test_wrong_bytes_on_disk_are_never_used(tmp_path: Path) -> None:
         assert context.weave().prefilled == 7, "a tier may lose a chunk: it is computed again"
 
 
+def test_files_of_a_put_that_never_ended_are_not_taken_for_the_next_chunk(tmp_path: Path) -> None:
+    with Engine(tiny(), home=tmp_path, repair="none") as engine:
+        first = engine.put("docs/a", text(7))
+        engine.place("docs/a", "disk")
+    orphan = tmp_path / "kv" / f"{first.id + 1}.kv"
+    orphan.write_bytes((tmp_path / "kv" / f"{first.id}.kv").read_bytes())
+    with Engine(tiny(), home=tmp_path, repair="none") as engine:
+        assert not orphan.exists()
+        assert engine.files.stat("docs/a").tier == "disk"
+
+
 def test_fork_and_snapshot(engines: Make) -> None:
     engine = engines()
     context = engine.context("c")

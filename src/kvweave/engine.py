@@ -333,8 +333,16 @@ class Engine:
             file.write_text(json.dumps(mine.to_dict()))
 
     def _mend(self) -> None:
-        """After a restart: what was only in memory has no KV now; unnamed chunks are gone."""
+        """After a restart: what was only in memory has no KV now; unnamed chunks are gone.
+
+        Files of ids the index does not know were written by a put that never ended: such an id may
+        be given again, so they go first.
+        """
         self.table.collect()
+        known = {record.id for record in self.table}
+        if self.shelf.disk is not None:
+            for key in self.shelf.disk.keys() - known:
+                self.shelf.disk.delete(key)
         for record in list(self.table):
             tier = self.shelf.tier(record.id)
             if record.tier != tier or record.deps:

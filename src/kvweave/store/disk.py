@@ -35,6 +35,10 @@ class Disk:
         directory.mkdir(parents=True, exist_ok=True)
         self._sizes = {int(p.stem): p.stat().st_size for p in directory.glob("*.kv")}
 
+    def keys(self) -> set[int]:
+        """Return the ids that have a file."""
+        return set(self._sizes)
+
     def path(self, key: int) -> Path:
         """Return the file of ``key``."""
         return self.directory / f"{key}.kv"
