@@ -1,0 +1,394 @@
+"""Time to first token after an edit: kvweave, full prefill, and prefix caching in one run.
+
+The context is a base and 24 turns of varied lengths, 4k tokens. Each round measures every case
+once: an edit of the turns, then a new message of 64 tokens behind them, whose answer's first token
+is waited for. Prefix caching is what vLLM does: the longest common prefix is kept, to the token.
+Chunks' canonical KV is there beforehand; what it took is reported as `idle`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from common import (
+    Pair,
+    compare,
+    forward_times,
+    machine,
+    make_engine,
+    median,
+    model_pair,
+    parser,
+    progress,
+    random_ids,
+    report,
+    seconds,
+    shape_of,
+    sync,
+    table,
+)
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+from transformers import DynamicCache
+
+from kvweave import Engine
+from kvweave.run.sample import Sampling
+from kvweave.weave.context import Context
+from kvweave.weave.generate import Turn
+
+N_TURNS, N_BASE, N_SUFFIX = 24, 64, 64
+REPAIRS = (("none", 0.0), ("random", 0.15), ("first_k", 0.15), ("query", 0.05))
+FIRST = Sampling(max_tokens=1, ignore_eos=True)
+
+
+def turn_sizes(n_tokens: int, n_turns: int) -> list[int]:
+    """Return lengths between half and one and a half of the mean, ``n_tokens`` in all."""
+    generator = torch.Generator().manual_seed(1)
+    weights = 0.5 + torch.rand(n_turns, generator=generator)
+    sizes = [max(2, int(n_tokens * float(w / weights.sum()))) for w in weights]
+    sizes[-1] += n_tokens - sum(sizes)
+    return sizes
+
+
+@dataclass
+class World:
+    """The turns there are, and one context for each way to weave."""
+
+    pair: Pair
+    engine: Engine
+    base: list[int]
+    turns: dict[str, list[int]] = field(default_factory=dict)
+    contexts: dict[str, Context] = field(default_factory=dict)
+    idle_tokens: int = 0
+    idle_s: float = 0.0
+    n_suffixes: int = 0
+
+    def put(self, name: str, n: int) -> str:
+        """Store a turn with its canonical KV."""
+        ids = random_ids(n, self.pair.shape.vocab, 100 + len(self.turns))
+        self.turns[name] = ids
+        self.idle_s += seconds(lambda: self.engine.put(name, ids), self.pair.device)
+        self.idle_tokens += n
+        return name
+
+    def suffix(self) -> list[int]:
+        """Return a new message."""
+        self.n_suffixes += 1
+        return random_ids(N_SUFFIX, self.pair.shape.vocab, 10_000 + self.n_suffixes)
+
+    def ids(self, names: list[str]) -> Tensor:
+        """Return base and turns [1, token]."""
+        whole = self.base + [t for name in names for t in self.turns[name]]
+        return torch.tensor([whole], device=self.pair.device)
+
+
+def make_world(pair: Pair, n_context: int) -> World:
+    """Put 24 turns and one to spare, and weave a context of each kind."""
+    base = random_ids(N_BASE, pair.shape.vocab, 99)
+    world = World(pair, make_engine(pair, base), base)
+    for i, n in enumerate(turn_sizes(n_context - N_BASE, N_TURNS)):
+        world.put(f"turn/{i}", n)
+    world.put("other", len(world.turns["turn/12"]))
+    for name, share in REPAIRS:
+        context = world.engine.context(name, repair=name, share=share, denoise=False)
+        with context.edit():
+            for i in range(N_TURNS):
+                context.append_chunk(f"turn/{i}")
+        world.contexts[name] = context
+    world.contexts["edits"] = world.engine.fork(world.contexts["none"], "edits")
+    for context in world.contexts.values():  # rows get their memory before anything is timed
+        first_token(world, context, lambda c: None, world.suffix())
+    return world
+
+
+# ---- kvweave
+
+
+def first_token(
+    world: World, context: Context, edit: Callable[[Context], object], suffix: list[int]
+) -> dict[str, float]:
+    """Edit, append, wait for the first token; return seconds by what they were spent on.
+
+    The context is left as after the edit, without the message and the token.
+    """
+    device = world.pair.device
+    with forward_times(world.pair.runner) as passes:
+        sync(device)
+        start = time.perf_counter()
+        edit(context)
+        after = context.snapshot()
+        context.append(suffix)
+        edited = time.perf_counter()
+        turn = Turn(context, FIRST, False)
+        sync(device)
+        prepared = time.perf_counter()
+        n_before = len(passes)
+        context._loop.run(lambda: turn.done)
+        sync(device)
+        end = time.perf_counter()
+        turn.finish()
+        sync(device)
+        committed = time.perf_counter()
+    context.restore(after)
+    main = sum(passes[n_before:])
+    return {
+        "total": end - start,
+        "edit": edited - start,
+        "prepare": prepared - edited,
+        "pass": main,
+        "loop": end - prepared - main,
+        "commit": committed - end,
+    }
+
+
+def swap(context: Context, i: int, j: int) -> None:
+    """Exchange two parts."""
+    order = list(range(len(context.parts)))
+    order[i], order[j] = order[j], order[i]
+    context.reorder(order)
+
+
+def exchange(context: Context, i: int, name: str) -> None:
+    """Put a stored chunk in the place of a part."""
+    with context.edit():
+        context.drop(i)
+        context.insert_chunk(i, name)
+
+
+# ---- the two baselines
+
+
+def full_prefill(pair: Pair, ids: Tensor) -> DynamicCache:
+    """Compute everything, plain transformers."""
+    cache = DynamicCache()
+    with torch.inference_mode():
+        out = pair.plain(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        int(out.logits[0, -1].argmax())
+    return cache
+
+
+def behind_prefix(pair: Pair, old: Tensor, cache: DynamicCache, new: Tensor) -> tuple[float, int]:
+    """Return seconds to the first token of ``new`` with ``old`` cached, and the tokens kept."""
+    n = min(old.shape[1], new.shape[1] - 1)
+    same = (old[0, :n] == new[0, :n]).long()
+    kept = int(same.cumprod(0).sum())
+    left = copy.deepcopy(cache)
+    if kept < old.shape[1]:
+        left.crop(kept - old.shape[1])
+
+    def run() -> None:
+        with torch.inference_mode():
+            out = pair.plain(new[:, kept:], past_key_values=left, use_cache=True, logits_to_keep=1)
+            int(out.logits[0, -1].argmax())
+
+    return seconds(run, pair.device), kept
+
+
+# ---- rounds
+
+
+@dataclass(frozen=True)
+class Edit:
+    """An edit of the 24 turns: how it is done, and what stands there afterwards."""
+
+    name: str
+    before: list[str]
+    after: list[str]
+    apply: Callable[[Context], object]
+
+
+def other_edits() -> list[Edit]:
+    """Return the edits besides minus one plus one; part 0 is the base."""
+    names = [f"turn/{i}" for i in range(N_TURNS)]
+    replaced = names[:12] + ["other"] + names[13:]
+    swapped = list(names)
+    swapped[8], swapped[16] = swapped[16], swapped[8]
+    short = names[:4] + names[5:]
+    return [
+        Edit("replace a middle turn", names, replaced, lambda c: exchange(c, 13, "other")),
+        Edit("reorder two turns", names, swapped, lambda c: swap(c, 9, 17)),
+        Edit("re-add a dropped turn", short, names, lambda c: c.insert_chunk(5, "turn/4")),
+    ]
+
+
+def run_rounds(world: World, rounds: int) -> dict[str, Any]:
+    """Measure every case once a round; return lists of seconds by case."""
+    edits = other_edits()
+    plain = world.pair
+    names = [f"turn/{i}" for i in range(N_TURNS)]
+    cache = full_prefill(plain, world.ids(names))  # also warms up
+    times: dict[str, list[float]] = {}
+    parts: dict[str, list[dict[str, float]]] = {}
+    kept: dict[str, int] = {}
+
+    def note(case: str, value: float) -> None:
+        times.setdefault(case, []).append(value)
+
+    with progress("prune", rounds * (3 + len(REPAIRS) + 3 * len(edits))) as step:
+        live = list(names)
+        for i in range(rounds):
+            spare = world.put(f"new/{i}", len(world.turns[live[0]]))
+            left = live[1:]
+            suffix = world.suffix()
+            new = torch.cat([world.ids(left), torch.tensor([suffix], device=plain.device)], 1)
+            for name, _ in REPAIRS:
+                context = world.contexts[name]
+                split = first_token(world, context, lambda c: c.drop(c.oldest()), suffix)
+                context.append_chunk(spare)  # the message, by now a whole turn
+                note(f"prune/{name}", split["total"])
+                parts.setdefault(name, []).append(split)
+                step(name)
+            note("prune/full", seconds(lambda x=new: full_prefill(plain, x), plain.device))
+            step("full prefill")
+            took, kept["prune"] = behind_prefix(plain, world.ids(names), cache, new)
+            note("prune/prefix", took)
+            step("prefix caching")
+            took, _ = behind_prefix(plain, world.ids(names), cache, torch.cat(
+                [world.ids(names), torch.tensor([suffix], device=plain.device)], 1
+            ))  # fmt: skip
+            note("suffix/plain", took)
+            step("suffix alone")
+            live = [*left, spare]
+            for edit in edits:
+                _one_edit(world, edit, cache, note, kept, step)
+    return {"times": times, "parts": parts, "kept": kept}
+
+
+def _one_edit(
+    world: World,
+    edit: Edit,
+    cache: DynamicCache,
+    note: Callable[[str, float], None],
+    kept: dict[str, int],
+    step: Callable[[str], None],
+) -> None:
+    """Measure one edit three ways, beginning from the turns as they were."""
+    context, pair = world.contexts["edits"], world.pair
+    names = [f"turn/{i}" for i in range(N_TURNS)]
+    start = context.snapshot()
+    if edit.before != names:
+        context.drop(5)
+    context.weave()
+    suffix = world.suffix()
+    note(f"{edit.name}/none", first_token(world, context, edit.apply, suffix)["total"])
+    step(edit.name)
+    context.restore(start)
+    old = world.ids(edit.before)
+    new = torch.cat([world.ids(edit.after), torch.tensor([suffix], device=pair.device)], 1)
+    # rows behind the common prefix are never looked at: those of the whole list will do
+    n = min(old.shape[1], cache.get_seq_length())
+    cut = copy.deepcopy(cache)
+    if n < cut.get_seq_length():
+        cut.crop(n - cut.get_seq_length())
+    took, kept[edit.name] = behind_prefix(pair, old, cut, new)
+    note(f"{edit.name}/prefix", took)
+    step("prefix caching")
+    note(f"{edit.name}/full", seconds(lambda: full_prefill(pair, new), pair.device))
+    step("full prefill")
+
+
+# ---- what came out
+
+
+def where_it_goes(world: World) -> list[dict[str, object]]:
+    """Profile one more minus-one-plus-one with `none`: the dearest operators."""
+    context = world.contexts["none"]
+    activities = [ProfilerActivity.CPU]
+    if world.pair.device.type == "cuda":
+        activities.append(ProfilerActivity.CUDA)
+    with profile(activities=activities) as seen:
+        first_token(world, context, lambda c: c.drop(c.oldest()), world.suffix())
+    events = sorted(seen.key_averages(), key=lambda e: -e.self_cpu_time_total)
+    return [
+        {"op": e.key, "calls": e.count, "self_ms": round(e.self_cpu_time_total / 1000, 2)}
+        for e in events[:12]
+    ]
+
+
+def summarise(measured: dict[str, Any]) -> dict[str, Any]:
+    """Turn lists of seconds into medians and ratios."""
+    times: dict[str, list[float]] = measured["times"]
+    rows = {}
+    for case, values in times.items():
+        edit, way = case.rsplit("/", 1)
+        if way in ("full", "prefix", "plain"):
+            continue
+        rows[case] = {
+            "seconds": median(values),
+            "over_full": compare(times[f"{edit}/full"], values),
+            "over_prefix": compare(times[f"{edit}/prefix"], values),
+        }
+    none = measured["parts"]["none"]
+    split = {key: median([p[key] for p in none]) for key in none[0]}
+    outside = [p["edit"] + p["prepare"] + p["loop"] + p["commit"] for p in none]
+    overhead = {
+        "seconds": split,
+        "outside_pass_s": median(outside),
+        "plain_suffix_pass_s": median(times["suffix/plain"]),
+        "share_of_pass": round(median(outside) / split["pass"], 3),
+        "share_of_plain_pass": round(median(outside) / median(times["suffix/plain"]), 3),
+    }
+    baselines = {c: median(v) for c, v in times.items() if c.endswith(("/full", "/prefix"))}
+    return {
+        "cases": rows,
+        "baselines_s": baselines,
+        "kept_by_prefix_caching": measured["kept"],
+        "overhead_none": overhead,
+        "repair_prepare_s": {
+            name: median([p["prepare"] for p in parts]) for name, parts in measured["parts"].items()
+        },
+    }
+
+
+def bench(pair: Pair, n_context: int, rounds: int) -> dict[str, Any]:
+    """Run everything; return the figures."""
+    world = make_world(pair, n_context)
+    measured = run_rounds(world, rounds)
+    result = summarise(measured)
+    result["profile_none"] = where_it_goes(world)
+    result["idle"] = {"tokens": world.idle_tokens, "seconds": round(world.idle_s, 3)}
+    result["raw_s"] = {k: [round(x, 4) for x in v] for k, v in measured["times"].items()}
+    return result
+
+
+def tables(result: dict[str, Any]) -> list[Any]:
+    """Return what is printed."""
+    rows = [
+        (case, r["seconds"], r["over_full"]["median"], r["over_prefix"]["median"])
+        for case, r in result["cases"].items()
+    ]
+    over = result["overhead_none"]
+    lines = [*over["seconds"].items(), ("plain suffix pass", over["plain_suffix_pass_s"])]
+    lines.append(("outside / pass", over["share_of_pass"]))
+    lines.append(("outside / plain pass", over["share_of_plain_pass"]))
+    columns = ("edit / repair", "first token s", "x full prefill", "x prefix caching")
+    profile_rows = [(e["op"], e["calls"], e["self_ms"]) for e in result["profile_none"]]
+    return [
+        table("time to first token", columns, rows),
+        table("minus one plus one, none", ("part", "s"), lines),
+        table("operators", ("op", "calls", "self ms"), profile_rows),
+    ]
+
+
+def main() -> None:
+    """Parse, measure, report."""
+    options: argparse.Namespace = parser(__doc__).parse_args()
+    torch.set_num_threads(options.threads)
+    device = torch.device(options.device)
+    about = machine(device)
+    pair = model_pair(shape_of(options), options.dtype, options.device, 4 * options.context)
+    result = bench(pair, options.context, options.rounds)
+    setup = {"dtype": options.dtype, "context": options.context, "rounds": options.rounds}
+    shape = vars(shape_of(options))
+    whole = {"setup": setup | {"model": shape}, **result, "machine": about}
+    report(whole, tables(result), options, "prune")
+
+
+if __name__ == "__main__":
+    main()
