@@ -1,0 +1,147 @@
+"""Each bench runs with a tiny model and gives figures that add up."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+BENCH = Path(__file__).resolve().parents[1] / "bench"
+
+
+@pytest.fixture(scope="module")
+def bench() -> Iterator[dict[str, ModuleType]]:
+    """The benches as modules; they import each other as scripts do."""
+    sys.path.insert(0, str(BENCH))
+    try:
+        import common
+        import decode
+        import gpu
+        import memory
+        import prune
+
+        yield {"common": common, "decode": decode, "gpu": gpu, "memory": memory, "prune": prune}
+    finally:
+        sys.path.remove(str(BENCH))
+
+
+@pytest.fixture(scope="module")
+def pair(bench: dict[str, ModuleType]) -> Any:
+    common = bench["common"]
+    return common.model_pair(common.Shape.tiny(), "float32", "cpu", 2048)
+
+
+def check_numbers(found: object, where: str = "") -> None:
+    """Every number is finite and not negative, and JSON can hold all of it."""
+    json.dumps(found)
+    if isinstance(found, dict):
+        for key, value in found.items():
+            check_numbers(value, f"{where}/{key}")
+    elif isinstance(found, list):
+        for i, value in enumerate(found):
+            check_numbers(value, f"{where}/{i}")
+    elif isinstance(found, float):
+        assert math.isfinite(found) and found >= 0, where
+
+
+def test_the_two_models_share_weights_and_agree(bench: dict[str, ModuleType], pair: Any) -> None:
+    mine, theirs = pair.runner.model.model, pair.plain.model
+    assert mine.layers[0].mlp.up_proj.weight is theirs.layers[0].mlp.up_proj.weight
+    common = bench["common"]
+    engine = common.make_engine(pair, [1, 2, 3])
+    context = engine.context("c", repair="none", denoise=False)
+    context.append(common.random_ids(40, pair.shape.vocab, 3))
+    ids = torch.tensor([context.tokens()])
+    answer = context.generate(max_tokens=5, ignore_eos=True)
+    whole = pair.plain.generate(ids, max_new_tokens=5, do_sample=False, pad_token_id=0)
+    assert list(answer.tokens) == whole[0, ids.shape[1] :].tolist()
+
+
+def test_prune(bench: dict[str, ModuleType], pair: Any) -> None:
+    found = bench["prune"].bench(pair, 512, 1)
+    check_numbers(found)
+    assert set(found["cases"]) == {
+        "prune/none", "prune/random", "prune/first_k", "prune/query",
+        "replace a middle turn/none", "reorder two turns/none", "re-add a dropped turn/none",
+    }  # fmt: skip
+    kept = found["kept_by_prefix_caching"]
+    n_base = bench["prune"].N_BASE
+    assert n_base <= kept["prune"] < n_base + 4  # a few first tokens may agree by chance
+    assert kept["prune"] < kept["re-add a dropped turn"] < kept["replace a middle turn"]
+    assert found["idle"]["tokens"] > 512 - 64 and found["idle"]["seconds"] > 0
+    assert bench["prune"].tables(found)
+
+
+def test_turn_sizes_vary_and_add_up(bench: dict[str, ModuleType]) -> None:
+    sizes = bench["prune"].turn_sizes(4032, 24)
+    assert sum(sizes) == 4032 and len(sizes) == 24
+    assert min(sizes) < 130 and max(sizes) > 200
+
+
+def test_full_repair_gives_the_token_of_a_full_prefill(
+    bench: dict[str, ModuleType], pair: Any
+) -> None:
+    prune = bench["prune"]
+    world = prune.make_world(pair, 512)
+    context = world.contexts["none"]
+    context._strategy = bench["gpu"].strategy("full")
+    suffix = world.suffix()
+    names = [f"turn/{i}" for i in range(1, prune.N_TURNS)]
+    whole = torch.cat([world.ids(names), torch.tensor([suffix])], 1)
+    seen: list[int] = []
+    inner = context._loop._take
+    context._loop._take = lambda request, choice: (
+        seen.append(choice.token),
+        inner(request, choice),
+    )
+    prune.first_token(world, context, lambda c: c.drop(c.oldest()), suffix)
+    with torch.inference_mode():
+        assert seen == [int(pair.plain(whole).logits[0, -1].argmax())]
+
+
+def test_decode(bench: dict[str, ModuleType], pair: Any) -> None:
+    found = bench["decode"].bench(pair, [64], 4, 3, 1)
+    check_numbers(found)
+    figures = found["lengths"]["64"]
+    assert figures["kvweave_tokens_per_s"] > 0
+    assert len(figures["raw_s"]["together"]) == 1
+    assert bench["decode"].roofline(pair, 64, 10.0) > 0
+
+
+def test_memory(bench: dict[str, ModuleType], pair: Any) -> None:
+    if not Path("/proc/self/clear_refs").exists():
+        pytest.skip("needs Linux")
+    found = bench["memory"].measure(pair, 512)
+    assert found["steps"][0]["step"] == "weave, first token"
+    for step in found["steps"]:
+        assert step["rows_bytes"] == step["tokens"] * pair.runner.row_bytes
+        assert step["allocated_bytes"] >= step["rows_bytes"]
+
+
+def test_gpu_smoke(bench: dict[str, ModuleType], pair: Any) -> None:
+    found = bench["gpu"].bench(pair, 256, 1)
+    check_numbers(found)
+    for name in ("full prefill", "none/total", "first 32 of every 512/pass", "place all rows"):
+        assert found[name] > 0
+    assert bench["gpu"].tables({"contexts": {"256": found}})
+
+
+def test_report_writes_and_prints(
+    bench: dict[str, ModuleType], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    common = bench["common"]
+    out = tmp_path / "deep" / "x.json"
+    options = common.parser("x").parse_args(["--json", "--out", str(out)])
+    result = {"a": 1.5, "machine": common.machine(torch.device("cpu"))}
+    common.report(result, [common.table("t", ("a",), [(1.5,)])], options, "x")
+    assert json.loads(out.read_text()) == json.loads(capsys.readouterr().out) == result
+    assert {"cpu", "cores", "torch", "transformers", "python", "commit", "date", "load_average"} <= set(
+        result["machine"]
+    )  # fmt: skip
