@@ -1,15 +1,19 @@
 """kvweave: a model's context as a list of named chunks whose KV is reused at any position."""
 
-from kvweave.config import Config
-from kvweave.engine import Engine
-from kvweave.errors import KVWeaveError
-from kvweave.run.model import Runner
-from kvweave.run.sample import Sampling
-from kvweave.weave.context import Context
-from kvweave.weave.generate import Answer
-from kvweave.weave.oracle import Check
-from kvweave.weave.plan import Plan
-from kvweave.weave.template import Template
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kvweave.config import Config
+    from kvweave.engine import Engine
+    from kvweave.errors import KVWeaveError
+    from kvweave.run.model import Runner
+    from kvweave.run.sample import Sampling
+    from kvweave.weave.context import Context
+    from kvweave.weave.generate import Answer
+    from kvweave.weave.oracle import Check
+    from kvweave.weave.plan import Plan
+    from kvweave.weave.template import Template
 
 __version__ = "0.1.0"
 
@@ -25,3 +29,29 @@ __all__ = [
     "Sampling",
     "Template",
 ]
+
+# Imported when first asked for: torch takes seconds, and `kvweave ls` needs none of it.
+_HOMES = {
+    "Answer": "kvweave.weave.generate",
+    "Check": "kvweave.weave.oracle",
+    "Config": "kvweave.config",
+    "Context": "kvweave.weave.context",
+    "Engine": "kvweave.engine",
+    "KVWeaveError": "kvweave.errors",
+    "Plan": "kvweave.weave.plan",
+    "Runner": "kvweave.run.model",
+    "Sampling": "kvweave.run.sample",
+    "Template": "kvweave.weave.template",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'kvweave' has no attribute {name!r}")
+    value: object = getattr(import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

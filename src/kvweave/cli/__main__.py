@@ -1,0 +1,5 @@
+"""``python -m kvweave.cli``."""
+
+from kvweave.cli.app import main
+
+raise SystemExit(main())

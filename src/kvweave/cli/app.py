@@ -1,0 +1,73 @@
+"""Parse, dispatch, and turn errors into one line and an exit status.
+
+::
+
+    0  done        1  an error, said in one line        2  wrong usage
+    130  Ctrl-C    141  the reader of a pipe went away
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+from kvweave.cli.parser import COMMANDS, UsageError, parse
+from kvweave.errors import KVWeaveError, StoreError
+
+INTERRUPTED, BROKEN_PIPE = 130, 141
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit status."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    as_json = "--json" in words
+    _log()
+    try:
+        args = parse(words)
+        module, function = COMMANDS[args.command].where.split(":")
+        # a verb's module is imported only now: most verbs need neither torch nor rich
+        status = int(getattr(import_module(module), function)(args) or 0)
+        sys.stdout.flush()
+        return status
+    except UsageError as error:
+        _complain({"code": "UsageError", "message": error.message, "hint": error.hint}, as_json)
+        return 2
+    except KVWeaveError as error:
+        return _fail(error, as_json)
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:
+        # Python flushes stdout once more at exit, which would complain
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return BROKEN_PIPE
+    except OSError as error:
+        where = f": {error.filename}" if error.filename else ""
+        return _fail(StoreError(f"{error.strerror or error}{where}"), as_json)
+
+
+def _fail(error: KVWeaveError, as_json: bool) -> int:
+    logging.getLogger("kvweave").debug("where it came from", exc_info=error)
+    _complain(error.to_dict(), as_json)
+    return 1
+
+
+def _complain(error: dict[str, object], as_json: bool) -> None:
+    if as_json:
+        print(json.dumps({"error": error}, default=str), file=sys.stderr)
+        return
+    print(f"error: {error['message']}", file=sys.stderr)
+    if error["hint"]:
+        print(f"hint: {error['hint']}", file=sys.stderr)
+
+
+def _log() -> None:
+    """Log to stderr at the level KVWEAVE_LOG names; ``debug`` shows where errors come from."""
+    level = os.environ.get("KVWEAVE_LOG", "").upper()
+    if level in logging.getLevelNamesMapping():
+        logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
+        logging.getLogger("kvweave").setLevel(level)

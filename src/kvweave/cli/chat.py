@@ -1,0 +1,196 @@
+"""``kvweave chat``: a conversation whose turns can be dropped one by one."""
+
+from __future__ import annotations
+
+import sys
+from argparse import Namespace
+from collections.abc import Callable, Generator, Iterator
+from importlib import import_module
+
+import kvweave
+from kvweave.chunk.files import Files
+from kvweave.cli.home import open_engine
+from kvweave.cli.show import Out, aligned
+from kvweave.cli.text import sampling_of
+from kvweave.errors import InvalidArgument, KVWeaveError, nearest
+from kvweave.weave.parts import Part
+
+HELP = """\
+/parts           what the context holds
+/drop NAME...    remove parts, by name, #id or number
+/add NAME        append a stored chunk
+/plan            how the last answer's KV came about
+/check           compare with a full prefill
+/quit            end (so does Ctrl-D)"""
+
+
+def chat(args: Namespace) -> int:
+    """Talk to the model until the input ends; 1 when it was a pipe and something failed."""
+    out = Out.of(args)
+    with open_engine(args) as engine:
+        sampling = sampling_of(args, stop=[])
+        options = {"repair": args.repair, "share": args.share}
+        context = engine.context(
+            _free_name(engine),
+            system=args.system,
+            **{key: value for key, value in options.items() if value is not None},
+        )
+        try:
+            n_failed = Chat(context, sampling, out, args.limit).talk()
+        finally:
+            engine.close_context(context.name)
+            if not args.keep:
+                _forget(engine, context.name)
+    return 1 if n_failed and not sys.stdin.isatty() else 0
+
+
+class Chat:
+    """One conversation at the prompt."""
+
+    def __init__(
+        self, context: kvweave.Context, sampling: kvweave.Sampling, out: Out, limit: int | None
+    ) -> None:
+        self.context, self.sampling, self.out, self.limit = context, sampling, out, limit
+        self.commands: dict[str, Callable[[list[str]], None]] = {
+            "/parts": self._parts,
+            "/drop": self._drop,
+            "/add": self._add,
+            "/plan": self._plan,
+            "/check": self._check,
+            "/help": self._help,
+        }
+
+    def talk(self) -> int:
+        """Answer line by line; return how many lines failed."""
+        n_failed = 0
+        for line in _lines():
+            words = line.split()
+            if not words:
+                continue
+            if words[0] in ("/quit", "/exit"):
+                break
+            try:
+                if words[0].startswith("/"):
+                    self._command(words)
+                else:
+                    self.answer(line)
+            except KVWeaveError as error:
+                n_failed += 1
+                self.out.error(error)
+        return n_failed
+
+    def answer(self, line: str) -> None:
+        """Print the answer to one message as it comes; Ctrl-C ends it early."""
+        context, before = self.context, self.context.snapshot()
+        stream = None
+        try:
+            context.message("user", line)
+            turn = context.begin(self.sampling, chat=True)
+            stream = turn.stream()
+            for piece in stream:
+                if not self.out.as_json:
+                    print(piece, end="", flush=True)
+        except BaseException as error:
+            if isinstance(stream, Generator):  # its close() stops the answer
+                stream.close()
+            context.restore(before)
+            if not isinstance(error, KeyboardInterrupt):
+                raise
+            self.out.note("\ninterrupted: neither message nor answer is in the context")
+            return
+        answer = turn.finish()
+        dropped = self._shrink()
+        if self.out.as_json:
+            found = {"text": answer.text, "finish": answer.finish, "usage": answer.usage}
+            self.out.data(found | {"dropped": [part.name for part in dropped]})
+            return
+        print(flush=True)
+        if dropped:
+            n_tokens = sum(part.n for part in dropped)
+            self.out.note(f"dropped {', '.join(p.name for p in dropped)} ({n_tokens} tokens)")
+
+    def _shrink(self) -> list[Part]:
+        """Drop the oldest turns while over the limit, never the latest; return their parts."""
+        context, dropped = self.context, list[Part]()
+        while self.limit is not None and context.n_tokens > self.limit:
+            first = context.index(context.oldest())
+            starts = [i for i, p in enumerate(context.parts) if "/u-" in p.name and i > first]
+            if not starts:
+                break
+            turn = context.parts[first : starts[0]]
+            context.drop(*turn)
+            dropped += turn
+        return dropped
+
+    def _command(self, words: list[str]) -> None:
+        name, *rest = words
+        if name not in self.commands:
+            near = nearest(name, [*self.commands, "/quit"], 1)
+            hint = f"did you mean {near[0]}?" if near else "/help lists the commands"
+            raise InvalidArgument("command", f"there is no {name}", hint)
+        self.commands[name](rest)
+
+    def _parts(self, _: list[str]) -> None:
+        parts = self.context.parts
+        if self.out.as_json:
+            self.out.data([{"name": p.name, "id": p.id, "n_tokens": p.n} for p in parts])
+            return
+        rows = [(str(i), p.name, f"#{p.id}", str(p.n)) for i, p in enumerate(parts)]
+        total = ("", "total", "", str(self.context.n_tokens))
+        print("\n".join(aligned([("", "part", "id", "tokens"), *rows, total], left=3)))
+
+    def _drop(self, refs: list[str]) -> None:
+        if not refs:
+            raise InvalidArgument("/drop", "which part?", "/parts lists them")
+        self.context.drop(*(int(ref) if ref.isdecimal() else ref for ref in refs))
+        self.out.note(f"dropped {', '.join(refs)}; {self.context.n_tokens} tokens are left")
+
+    def _add(self, refs: list[str]) -> None:
+        if len(refs) != 1:
+            raise InvalidArgument("/add", "give one name", "`kvweave ls` lists them")
+        part = self.context.append_chunk(refs[0])
+        self.out.note(f"added {part.name}, {part.n} tokens")
+
+    def _plan(self, _: list[str]) -> None:
+        plan = self.context.plan
+        if self.out.as_json:
+            self.out.data(plan.to_dict())
+        else:
+            print(plan.explain())
+
+    def _check(self, _: list[str]) -> None:
+        check = self.context.check()
+        if self.out.as_json:
+            self.out.data(check.to_dict())
+        else:
+            print(check)
+
+    def _help(self, _: list[str]) -> None:
+        self.out.note(HELP)
+
+
+def _lines() -> Iterator[str]:
+    """Yield the lines of stdin, with a prompt and line editing on a terminal."""
+    if not sys.stdin.isatty():
+        for line in sys.stdin:
+            yield line.rstrip("\n")
+        return
+    import_module("readline")  # gives input() its history and editing
+    while True:
+        try:
+            yield input("> ")
+        except EOFError:
+            print()
+            return
+
+
+def _free_name(engine: kvweave.Engine) -> str:
+    taken = {name.split("/")[1] for name in engine.table.names() if name.startswith("chat/")}
+    return next(f"chat/{i}" for i in range(1, len(taken) + 2) if str(i) not in taken)
+
+
+def _forget(engine: kvweave.Engine, name: str) -> None:
+    files = Files(engine.table)
+    for entry in files.ls(f"{name}/*"):
+        if not entry.pinned:
+            files.rm(entry.name)

@@ -1,0 +1,133 @@
+"""The home directory: which model it belongs to, and opening it with or without that model.
+
+::
+
+    ~/.kvweave/config.json      {"model": path or hub id}   what `put` was given, so that `run` finds it
+               model.json       the model's fingerprint     the engine's; KV of no other model enters
+               index.sqlite     names, ids, tokens
+               kv/17.kv         the KV of #17
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from argparse import Namespace
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import kvweave
+from kvweave.chunk.table import Table
+from kvweave.cli.show import Out
+from kvweave.errors import ChunkNotFound, ModelMismatch, ModelUnusable, StoreError
+
+BUNDLED = Path(kvweave.__file__).parent / "demo" / "model"
+
+
+def home_of(args: Namespace) -> Path:
+    """Return the home directory; it need not exist."""
+    return Path(args.home or os.environ.get("KVWEAVE_HOME") or "~/.kvweave").expanduser()
+
+
+@contextmanager
+def open_table(args: Namespace) -> Iterator[Table]:
+    """Open the index alone, which needs no model; a home that is not there is empty."""
+    home = home_of(args)
+    if not (home / "index.sqlite").exists():
+        Out.of(args).note(f"nothing is stored in {home} yet; `kvweave put NAME FILE` does")
+        yield Table()
+        return
+
+    def free(id: int) -> None:
+        (home / "kv" / f"{id}.kv").unlink(missing_ok=True)
+
+    with Table(home / "index.sqlite") as table:
+        table.on_free = free
+        try:
+            yield table
+        except ChunkNotFound as error:
+            below = f"{error.name}/"
+            if any(name.startswith(below) for name in table.names()):
+                error.hint = f"did you mean {below!r}, all below it?"
+            raise
+
+
+def model_of(args: Namespace) -> str:
+    """Return the model to load: the one given, the home's, or the bundled one.
+
+    Raises StoreError for an unreadable config, ModelUnusable for a directory that is not there.
+    """
+    home = home_of(args)
+    known = _read(home / "config.json").get("model") if (home / "config.json").exists() else None
+    model = str(args.model or known or BUNDLED)
+    if args.model is None and known is None:
+        Out.of(args).note(
+            "note: no --model given, using the tiny bundled one (it knows no English)"
+        )
+    path = Path(model).expanduser()
+    if path.exists():
+        return str(path.resolve())
+    if model.startswith(("/", ".", "~")) or model.count("/") > 1:
+        raise ModelUnusable(model, "there is no such directory")
+    return model
+
+
+@contextmanager
+def open_engine(args: Namespace, *, make: bool = False) -> Iterator[kvweave.Engine]:
+    """Load the model and open the home with it, if there is one; ``make`` makes one.
+
+    A home that is made here and gets no chunk is not bound to the model. Raises ModelMismatch.
+    """
+    home = home_of(args)
+    model = model_of(args)
+    _quieten(args)
+    bound = (home / "model.json").exists()
+    if bound:
+        _read(home / "model.json")
+    try:
+        engine = kvweave.Engine(model, home=home if bound or make else None)
+    except ModelMismatch as error:
+        error.hint = (
+            f"{home} was made with another model: pass that with --model, or another --home"
+        )
+        raise
+    try:
+        with engine:
+            yield engine
+            kept = bound or not make or bool(engine.table.names())
+    except BaseException:
+        kept = bound or not make
+        raise
+    finally:
+        if not kept:
+            (home / "model.json").unlink(missing_ok=True)
+    if make and kept:
+        _write(home / "config.json", {"model": model})
+
+
+def _read(file: Path) -> dict[str, object]:
+    try:
+        value = json.loads(file.read_text())
+        if not isinstance(value, dict):
+            raise ValueError("it is no JSON object")
+    except ValueError as error:
+        raise StoreError(
+            f"cannot read {file}: {error}",
+            hint="put it right, or use another --home; chunks can be put again from their text",
+            path=str(file),
+        ) from error
+    return value
+
+
+def _write(file: Path, value: dict[str, object]) -> None:
+    temporary = file.with_suffix(f".{os.getpid()}.tmp")
+    temporary.write_text(json.dumps(value) + "\n")
+    temporary.replace(file)
+
+
+def _quieten(args: Namespace) -> None:
+    """Keep the loaders' progress bars off a pipe; they read this when they are imported."""
+    if args.quiet or args.json or not sys.stderr.isatty():
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
