@@ -18,7 +18,7 @@ from rich.console import Console
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from kvweave import Config, Engine, Runner
-from kvweave.demo import job, plot, report, world
+from kvweave.demo import baselines, job, plot, report, world
 from kvweave.demo.baselines import FullPrefill, PrefixCache, Reply
 
 SMALL = job.Size(turns=4, tokens=300, cap=480, answer=6)
@@ -227,12 +227,13 @@ def test_rows_are_counted_before_the_first_token_only(scene):
     assert reply.n_computed == len(step.prompt) - len(script.head)  # the system message was there
 
 
-def test_script_stays_within_the_cap_and_asks_what_is_in_the_context(scene):
-    _, _, script = scene
-    for _ in range(40):
+@pytest.mark.parametrize("size", [SMALL, job.Size(turns=99, tokens=9_999, cap=330)])
+def test_script_stays_within_the_cap_and_asks_what_is_in_the_context(scene, size):
+    script = job.Script(scene[0], scene[2].head, size)
+    for _ in range(80):
         step = script.step()
         kept = [turn.index for turn, _ in script.kept]
-        assert len(step.prompt) + SMALL.answer <= SMALL.cap
+        assert len(step.prompt) <= size.cap and (kept[0] == 0 or len(step.prompt) > 160)
         assert step.turn.asks and step.turn.stated in kept
         assert kept == list(range(kept[0], kept[0] + len(kept)))
         assert step.prompt[: len(script.head)] == script.head
@@ -259,10 +260,15 @@ def test_judge(scene, exact, text, right):
 def prompts():
     """A context that grows, is pruned in front, and grows again."""
     ids = torch.randint(10, 2000, (90,), generator=torch.Generator().manual_seed(3)).tolist()
-    return [ids[:40], ids[:60], ids[:7] + ids[20:60], ids[:7] + ids[20:80]]
+    pruned = ids[:7] + ids[20:80]
+    return [ids[:40], ids[:60], ids[:7] + ids[20:60], pruned, pruned[:50] + ids[80:]]
 
 
-def test_prefix_cache_gives_the_logits_of_a_full_prefill(plain):
+# seven shared tokens are not worth a masked pass, unless one insists
+@pytest.mark.parametrize(("least", "shared"), [(None, [0, 40, 0, 47, 50]), (0, [0, 40, 7, 47, 50])])
+def test_prefix_cache_gives_the_logits_of_a_full_prefill(plain, monkeypatch, least, shared):
+    if least is not None:
+        monkeypatch.setattr(baselines, "WORTH_IT", least)
     cached, full = PrefixCache(plain, ()), FullPrefill(plain, ())
     reused = []
     for prompt in prompts():
@@ -271,8 +277,9 @@ def test_prefix_cache_gives_the_logits_of_a_full_prefill(plain):
         wanted, _ = full.forward(prompt, None)
         found, cached._cache = cached.forward(prompt[n:], cached._cache)
         cached._tokens = prompt
+        assert cached._cache.get_seq_length() == len(prompt)
         torch.testing.assert_close(found, wanted, rtol=0, atol=1e-9)
-    assert reused == [0, 40, 0, 47]  # seven shared tokens are not worth a masked pass
+    assert reused == shared
 
 
 def test_prefix_cache_takes_its_own_decoded_tokens_into_account(plain):

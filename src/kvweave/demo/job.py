@@ -44,8 +44,8 @@ class Size:
     """How long the context is: pruning begins at ``turns`` and ``tokens``, or near ``cap``."""
 
     turns: int = 24
-    tokens: int = 2_000
-    cap: int = 2_400  # tokens, the question and its answer included
+    tokens: int = 2_200  # leaves 2,000 at the least, whatever the sizes of turns
+    cap: int = 2_500  # tokens, the coming turn and its answer included
     answer: int = 8  # tokens to decode at most
 
 
@@ -97,7 +97,7 @@ class Script:
         if self.full:
             n_dropped += self._drop()
         largest = max((len(tokens) for _, tokens in self.kept), default=0)
-        while len(self.kept) > 1 and self.n_tokens + largest * 5 // 4 > self.size.cap:
+        while len(self.kept) > 1 and self.n_tokens + largest * 3 // 2 > self.size.cap:
             n_dropped += self._drop()
         turn = self.talk.turn([turn.index for turn, _ in self.kept])
         user = self.maker.tokens(self.maker.chat.message("user", turn.user))
