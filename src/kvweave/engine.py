@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Any
 
 from kvweave.chunk.files import Entry, Files
-from kvweave.chunk.identity import ChunkId, Kind, Tier
+from kvweave.chunk.identity import ChunkId, Kind, Tier, check_name
 from kvweave.chunk.record import Record
 from kvweave.chunk.table import Table
 from kvweave.config import Config, n_bytes
@@ -197,6 +197,7 @@ class Engine:
             options: the fields of `kvweave.weave.context.Settings`.
         """
         self.runner.require_move()
+        check_name(name)
         if name in self.contexts:
             raise NameTaken(name, 0)
         context = Context(name, self.weaver, self.maker, self.loop, self._settings(options))
@@ -249,6 +250,7 @@ class Engine:
 
     def fork(self, context: Context, name: str) -> Context:
         """Return a copy of ``context`` under another name."""
+        check_name(name)
         if name in self.contexts:
             raise NameTaken(name, 0)
         self.contexts[name] = context.fork(name)

@@ -155,15 +155,12 @@ def test_an_error_in_the_pass_leaves_the_context_usable(
     assert context.generate(4).tokens and max(context.check().k_error) < 1e-9
 
 
-def test_thinking_is_a_chunk_of_its_own(
-    engine: Engine, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_thinking_is_a_chunk_of_its_own(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     chat = engine.context("chat", system="s", prune="evict")
     chat.message("user", "hello")
     plain = engine.fork(chat, "plain").begin(_greedy(12), chat=True).run()
     mark = plain.tokens[5]  # as if the sixth token closed the thinking
-    vocabulary = tokenizer.get_vocab()
-    monkeypatch.setattr(type(tokenizer), "get_vocab", lambda self: vocabulary | {"</think>": mark})
+    monkeypatch.setattr(engine.maker.chat, "think_end", mark)
     answer = chat.begin(_greedy(12), chat=True).run()
     assert answer.tokens == plain.tokens
     cut = plain.tokens.index(mark)
@@ -191,6 +188,9 @@ class Fake:
 
     chat_template = TEMPLATE
 
+    def get_vocab(self) -> dict[str, int]:
+        return {"</think>": 7}
+
     def __init__(self, system: bool) -> None:
         self.system = system
 
@@ -208,7 +208,7 @@ def test_wraps_are_found_by_rendering(system: bool) -> None:
     chat = ChatFormat(Fake(system))
     assert chat.message("user", "x") == ("" if system else "<s>") + "<|user|>x<|end|>"
     assert chat.message("assistant", "y") == "<|assistant|>y<|end|>"
-    assert chat.header() == "<|assistant|><think>"
+    assert chat.header() == "<|assistant|><think>" and chat.think_end == 7
     assert chat.message("system", "z") == ("<s><|system|>z<|end|>" if system else "z\n\n")
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+THINK_END = "</think>"
 SENTINEL = "\u2039content\u203a"
 
 
@@ -15,6 +16,10 @@ class ChatTokenizer(Protocol):
     """The part of a tokenizer that is needed here."""
 
     chat_template: str | None
+
+    def get_vocab(self) -> dict[str, int]:
+        """Return token text -> id."""
+        ...
 
     def apply_chat_template(self, conversation: list[dict[str, str]], **options: Any) -> Any:
         """Render messages."""
@@ -34,6 +39,8 @@ class ChatFormat:
 
     def __init__(self, tokenizer: ChatTokenizer | None) -> None:
         self.tokenizer = tokenizer
+        vocabulary = tokenizer.get_vocab() if tokenizer is not None else {}
+        self.think_end = vocabulary.get(THINK_END)  # id of the token that ends thinking, if any
         self._wraps: dict[str, Wrap] = {}
         self._history = [{"role": "system", "content": "s"}]
         if self.has_template:

@@ -181,9 +181,13 @@ class Context:
             return self.append(tokens, kind=kind, name=self._next_name(kind))
 
     def _next_name(self, kind: Kind) -> str:
-        number = self._counts.get(kind, 0)
-        self._counts[kind] = number + 1
-        return f"{self.name}/{LETTERS.get(kind, kind[0])}-{number:03d}"
+        """Return the first free name; a context of this name may have been open before."""
+        while True:
+            number = self._counts.get(kind, 0)
+            self._counts[kind] = number + 1
+            name = f"{self.name}/{LETTERS.get(kind, kind[0])}-{number:03d}"
+            if self._table.lookup(name, self.settings.namespace) is None:
+                return name
 
     def set_base(self, id: ChunkId, name: str) -> None:
         """Begin an empty context with the base other chunks were computed after."""

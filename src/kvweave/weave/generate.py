@@ -16,8 +16,6 @@ from kvweave.weave.plan import Plan
 if TYPE_CHECKING:
     from kvweave.weave.context import Context
 
-THINK_END = "</think>"
-
 
 def sampling_from(max_tokens: int, options: Mapping[str, object]) -> Sampling:
     """Build a Sampling. Raises InvalidArgument for an unknown option, with what is near."""
@@ -195,8 +193,7 @@ class Turn:
 
     def _split(self, whole: list[int], n_text: int) -> list[tuple[Kind, list[int]]]:
         """Cut a thinking block off the answer, so that it can be pruned on its own."""
-        tokenizer = self.context._maker.runner.tokenizer
-        mark = tokenizer.get_vocab().get(THINK_END) if tokenizer is not None else None
+        mark = self.context._maker.chat.think_end
         if not self.chat or mark is None or mark not in whole[: n_text - 1]:
             return [("assistant", whole)]
         cut = whole.index(mark) + 1

@@ -83,18 +83,23 @@ def resolve(
     slot = position = 0
     for index, part in enumerate(wanted):
         position = position if part.position is None else part.position
-        seen = tuple((int(p.part.id), p.position - position) for p in placed)
         now = woven[index] if stable and index < len(woven) else None
         if now is not None and (now.part.id, now.slot, now.position) == (part.id, slot, position):
             placement = replace(now, part=part, source="kept", moved=0)
         else:
             stable = False
+            seen = seen_from(placed, position)
             before = previous.get(part.uid)
             placement = _choose(part, slot, position, seen, before, available(part, seen), exact)
         placed.append(placement)
         exact = exact and placement.exact
         slot, position = slot + part.n, position + part.n
     return placed
+
+
+def seen_from(before: Sequence[Placement], position: int) -> Seen:
+    """Return what KV computed at ``position`` after ``before`` has seen."""
+    return tuple((int(p.part.id), p.position - position) for p in before)
 
 
 def _choose(

@@ -22,7 +22,16 @@ from kvweave.run.rows import KVRows
 from kvweave.run.sample import Sampling
 from kvweave.store.kv import KV
 from kvweave.store.shelf import Shelf
-from kvweave.weave.parts import Available, Part, Placement, Seen, first_change, resolve, still_seen
+from kvweave.weave.parts import (
+    Available,
+    Part,
+    Placement,
+    Seen,
+    first_change,
+    resolve,
+    seen_from,
+    still_seen,
+)
 from kvweave.weave.plan import How, Plan, Span
 from kvweave.weave.repair import Strategy, View
 
@@ -186,7 +195,7 @@ class Weaver:
             sampling=sampling,
             tenant=state.tenant,
         )
-        counts = [int(((chosen >= p.slot) & (chosen < p.slot + p.part.n)).sum()) for p in placed]
+        counts = [stop - start for start, stop in _ranges(chosen, placed)]
         return Woven(placed, chosen, self._explain(placed, counts, strategy.name), request)
 
     def _choose(
@@ -281,20 +290,19 @@ class Weaver:
         """Record what the rows hold after the request ran; return the placements."""
         done: list[Placement] = []
         slots, raw, exact_before = woven.request.slots, woven.request.raw, True
-        for p, span in zip(woven.placed, woven.plan.spans, strict=True):
-            inside = ((slots >= p.slot) & (slots < p.slot + p.part.n)).nonzero()[:, 0]
-            seen = tuple((int(q.part.id), q.position - p.position) for q in done)
+        ranges = _ranges(slots, woven.placed)
+        for p, span, (start, stop) in zip(woven.placed, woven.plan.spans, ranges, strict=True):
             exact_before = exact_before and span.exact
             new = replace(p, ready=p.part.n, exact=exact_before)
             computed = p.part.n if p.ready == 0 else span.n_prefilled
-            if computed and inside.numel():
-                first = int(inside[0])
-                kv = raw.rows(first, first + inside.numel())
-                new = replace(new, origin="own", seen=seen if p.ready == 0 else p.seen)
+            if computed and start < stop:
+                seen = seen_from(done, p.position) if p.ready == 0 else p.seen
+                new = replace(new, origin="own", seen=seen)
+                kv = raw.rows(start, stop)
                 self._remember(state, p, kv, seen if exact_before else None)
             elif span.n_repaired and state.keeps:
-                kv = KV([t[inside] for t in raw.k], [t[inside] for t in raw.v])
-                state.patches[p.part.uid] = (slots[inside] - p.slot, kv)
+                patch = (slots[start:stop] - p.slot, raw.rows(start, stop).clone())
+                state.patches[p.part.uid] = patch
             done.append(new)
         state.woven = done
         return done
@@ -318,7 +326,7 @@ class Weaver:
         at = request.tokens.numel() - n_head
         for part in parts:
             ready = min(part.n, n_rows)
-            seen = tuple((int(q.part.id), q.position - position) for q in state.woven)
+            seen = seen_from(state.woven, position)
             state.woven.append(Placement(part, slot, position, "kept", ready, exact, seen, "own"))
             if state.keeps and ready:
                 state.own[part.uid] = request.raw.rows(at, at + ready).clone()
@@ -333,6 +341,19 @@ class Weaver:
             state.own[p.part.uid] = whole
         if seen is not None and kv.n_tokens == p.part.n:
             self.shelf.put_in_context(int(p.part.id), seen, kv)
+
+
+def _ranges(slots: Tensor, placed: Sequence[Placement]) -> list[tuple[int, int]]:
+    """Return, for each placement, which of the increasing ``slots`` are its own."""
+    starts = torch.tensor([p.slot for p in placed])
+    stops = torch.tensor([p.slot + p.part.n for p in placed])
+    return list(
+        zip(
+            torch.searchsorted(slots, starts).tolist(),
+            torch.searchsorted(slots, stops).tolist(),
+            strict=True,
+        )
+    )
 
 
 def _joined(first: KV, second: KV) -> KV:
