@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 import os
 import pty
 import re
+import shlex
+import shutil
 import subprocess
 import sys
 from functools import cache
@@ -30,8 +33,15 @@ B = "vabo metal zovo . so well .\n"
 load_once = cache(Runner.load)
 
 
+class Terminal(io.TextIOWrapper):
+    def isatty(self):
+        return True
+
+
 class Shell:
     """Runs commands in this process; the last one's output is kept."""
+
+    stdin_type = io.TextIOWrapper
 
     def __init__(self, capsys, monkeypatch, directory):
         self.capsys, self.monkeypatch, self.directory = capsys, monkeypatch, directory
@@ -40,7 +50,7 @@ class Shell:
 
     def __call__(self, *words, stdin="", status=0):
         data = stdin if isinstance(stdin, bytes) else stdin.encode()
-        self.monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(data), "utf-8"))
+        self.monkeypatch.setattr("sys.stdin", self.stdin_type(io.BytesIO(data), "utf-8"))
         self.capsys.readouterr()
         try:
             self.status = app.main(words)
@@ -62,6 +72,7 @@ class Shell:
 def sh(capsys, monkeypatch, tmp_path):
     monkeypatch.setenv("KVWEAVE_HOME", str(tmp_path / "home"))
     monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setenv("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # so that `main` leaves no trace
     monkeypatch.setattr(Runner, "load", load_once)
     monkeypatch.chdir(tmp_path)
     return Shell(capsys, monkeypatch, tmp_path)
@@ -100,8 +111,6 @@ def test_examples_of_help_parse(name):
 
 
 def show_words(line):
-    import shlex
-
     words = shlex.split(line.split("| ")[-1], comments=True)
     assert words[0] == "kvweave"
     return words[1:]
@@ -379,6 +388,20 @@ def test_a_home_belongs_to_one_model(stocked, monkeypatch):
     assert stocked("ls") == "docs/a\ndocs/b\n"
 
 
+def test_a_home_remembers_its_model(sh):
+    model = sh.directory / "model"
+    shutil.copytree(MODEL, model)
+    sh("put", "docs/a", "--model", "model", stdin=A)
+    assert json.loads((sh.home / "config.json").read_text()) == {"model": str(model)}
+    sh("run", "so {docs/a}", "--max-tokens", "1")
+    assert sh.err == ""
+    shutil.rmtree(model)
+    sh("run", "so {docs/a}", "--max-tokens", "1", status=1)
+    assert f"cannot load a model from '{model}': there is no such directory" in sh.err
+    assert sh("ls", "--home", str(sh.home)) == "docs/a\n"
+    assert sh("ls", "--home", str(sh.directory / "other")) == ""
+
+
 @pytest.mark.parametrize("name", ["model.json", "config.json"])
 @pytest.mark.parametrize("text", ["{not json", "[1]", "\0"])
 def test_an_unreadable_home_is_an_error_not_a_traceback(stocked, name, text):
@@ -475,7 +498,40 @@ def test_chat_interrupted_answer_leaves_no_trace(sh, monkeypatch):
     assert "u-000" not in sh.out and "s-000" in sh.out
 
 
+def test_chat_at_a_terminal_prompts_until_ctrl_d(sh, monkeypatch):
+    lines = iter(["so well", "/quti"])
+    prompts = []
+
+    def read(prompt):
+        prompts.append(prompt)
+        try:
+            return next(lines)
+        except StopIteration:
+            raise EOFError from None
+
+    monkeypatch.setattr("builtins.input", read)
+    sh.stdin_type = Terminal
+    sh("chat", "--max-tokens", "1")  # status 0: who sits there has seen the error
+    assert prompts == ["> "] * 3 and "did you mean /quit?" in sh.err
+
+
+def test_chat_keep_makes_a_home(sh):
+    sh("chat", "--keep", "--max-tokens", "1", stdin="so\n")
+    assert sh("ls") == "chat/1/a-000\nchat/1/u-000\n"
+
+
 # --- what the terminal sees
+
+
+def test_log_level_shows_where_errors_come_from(sh, monkeypatch, caplog):
+    logger = logging.getLogger("kvweave")
+    monkeypatch.setattr(logger, "level", logger.level)
+    sh("stat", "x", status=1)
+    assert caplog.text == ""
+    monkeypatch.setenv("KVWEAVE_LOG", "debug")
+    sh("stat", "x", status=1)
+    logger.setLevel(logging.NOTSET)
+    assert "where it came from" in caplog.text and "ChunkNotFound" in caplog.text
 
 
 def test_interrupt_and_broken_pipe(sh, monkeypatch):
@@ -521,7 +577,8 @@ def test_progress_bar_only_when_it_takes_long(monkeypatch, capsys):
 
 
 def test_kv_survives_from_process_to_process(stocked):
-    written = (stocked.home / "kv" / "1.kv").read_bytes()
+    kv = stocked.home / "kv" / "1.kv"
+    written = kv.read_bytes()[-14 * 4096 :]  # the tensors: 14 tokens, 4096 bytes each
     found = subprocess.run(
         [sys.executable, "-m", "kvweave.cli", "run", "so {docs/a} ask", "--json"],
         capture_output=True,
@@ -533,7 +590,7 @@ def test_kv_survives_from_process_to_process(stocked):
     plan = json.loads(found.stdout)["plan"]
     [span] = [s for s in plan["spans"] if s["part"] == "docs/a"]
     assert span["n_prefilled"] == 0 and span["n_bytes"] > 0, "not taken from the file"
-    assert (stocked.home / "kv" / "1.kv").read_bytes() == written
+    assert kv.read_bytes()[-14 * 4096 :] == written
 
 
 def test_file_verbs_load_neither_torch_nor_rich(tmp_path):

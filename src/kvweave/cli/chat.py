@@ -27,7 +27,7 @@ HELP = """\
 def chat(args: Namespace) -> int:
     """Talk to the model until the input ends; 1 when it was a pipe and something failed."""
     out = Out.of(args)
-    with open_engine(args) as engine:
+    with open_engine(args, make=args.keep) as engine:
         sampling = sampling_of(args, stop=[])
         options = {"repair": args.repair, "share": args.share}
         context = engine.context(
