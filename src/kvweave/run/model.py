@@ -11,6 +11,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 from transformers.cache_utils import CacheLayerMixin
+from transformers.utils import logging
 
 from kvweave.errors import CannotMove, ContextTooLong, ModelUnusable
 from kvweave.run import attention
@@ -36,6 +38,7 @@ from kvweave.run.rows import KVRows
 from kvweave.store.kv import KV, LayerShape
 
 ATTENTION = "kvweave"
+SMALL = 1 << 29  # bytes of weights that load without a progress bar
 PROBES = (0, 1, 37, 611)  # positions; small ones separate frequencies, large ones confirm them
 TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3, torch.bfloat16: 6e-2, torch.float16: 2e-2}
 
@@ -172,7 +175,11 @@ class Runner:
             kind = torch.float32  # CPUs without bf16 units are about twice as slow in bf16
         elif dtype != "auto":
             kind = getattr(torch, dtype)
+        small = sum(f.stat().st_size for f in Path(path).glob("*.safetensors")) < SMALL
+        shown = logging.is_progress_bar_enabled()
         try:
+            if small and Path(path).is_dir():
+                logging.disable_progress_bar()  # read in a moment
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 path, dtype=kind, output_loading_info=True
             )
@@ -181,6 +188,9 @@ class Runner:
         except Exception as error:
             first = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise ModelUnusable(path, first) from error
+        finally:
+            if shown:
+                logging.enable_progress_bar()
         for problem in ("missing_keys", "mismatched_keys"):
             if info.get(problem):
                 some = ", ".join(str(k) for k in sorted(info[problem], key=str)[:3])

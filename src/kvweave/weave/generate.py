@@ -71,6 +71,7 @@ class Turn:
             raise
         context._last = self._woven.plan
         self._weave_seconds = time.perf_counter() - self._started
+        self._woven.request.started = self._started
         context._loop.add(self._woven.request)
 
     @property
@@ -134,9 +135,9 @@ class Turn:
             "prompt_tokens": self._woven.plan.n_tokens,
             "completion_tokens": len(request.out),
             "kv": self._woven.plan.counts(),
-            "ttft": request.first_token and request.first_token + self._weave_seconds,
+            "ttft": request.first_token,
             "weave": self._weave_seconds,
-            "total": (request.ended or 0.0) + self._weave_seconds,
+            "total": request.ended,
             "idle": time.perf_counter() - started,
         }
         self._answer = Answer(
