@@ -448,6 +448,7 @@ def test_chat_drops_the_oldest_turns_over_the_limit(sh):
     *answers, parts = [json.loads(line) for line in sh.out.splitlines()]
     assert answers[0]["dropped"] == []
     assert answers[1]["dropped"] == ["chat/1/u-000", "chat/1/a-000"]
+    assert parts[1]["name"].startswith("chat/1/u-"), "half a turn was dropped"
     assert parts[0]["name"] == "chat/1/s-000" and sum(p["n_tokens"] for p in parts) <= 30
     assert answers[2]["usage"]["kv"]["exact"] > 0
     sh(*words, "--quiet", stdin=TALK)

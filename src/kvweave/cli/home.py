@@ -82,7 +82,7 @@ def open_engine(args: Namespace, *, make: bool = False) -> Iterator[kvweave.Engi
     """
     home = home_of(args)
     model = model_of(args)
-    _quieten(args)
+    quieten(args)
     bound = (home / "model.json").exists()
     if bound:
         _read(home / "model.json")
@@ -127,7 +127,7 @@ def _write(file: Path, value: dict[str, object]) -> None:
     temporary.replace(file)
 
 
-def _quieten(args: Namespace) -> None:
-    """Keep the loaders' progress bars off a pipe; they read this when they are imported."""
+def quieten(args: Namespace) -> None:
+    """Keep the loaders' progress bars off a pipe; they read the variable when imported."""
     if args.quiet or args.json or not sys.stderr.isatty():
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")

@@ -12,7 +12,7 @@ from pathlib import Path
 import kvweave
 from kvweave.chunk.files import Files
 from kvweave.chunk.names import has_glob
-from kvweave.cli.home import home_of, open_engine, open_table
+from kvweave.cli.home import home_of, open_engine, open_table, quieten
 from kvweave.cli.parser import UsageError
 from kvweave.cli.show import Out, aligned, size
 from kvweave.errors import ChunkNotFound, HoleNotFilled
@@ -99,6 +99,7 @@ def place(args: Namespace) -> None:
 
 def demo(args: Namespace) -> int:
     """Run the demonstration."""
+    quieten(args)
     job = import_module("kvweave.demo.job")
     return int(job.run(args.model, args.turns, args.json, Path(args.out), args.quick, args.repair))
 
