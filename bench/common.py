@@ -104,11 +104,20 @@ def sync(device: torch.device) -> None:
 
 def seconds(call: Callable[[], object], device: torch.device) -> float:
     """Return how long a call takes, device work included."""
+    return took(call, device)[0]
+
+
+def took(call: Callable[[], object], device: torch.device) -> tuple[float, float]:
+    """Return seconds of the clock and of all the process's CPUs.
+
+    With one thread the second is what the work takes when nothing else runs; waiting for another
+    process's turn is in the first only.
+    """
     sync(device)
-    start = time.perf_counter()
+    start, cpu = time.perf_counter(), time.process_time()
     call()
     sync(device)
-    return time.perf_counter() - start
+    return time.perf_counter() - start, time.process_time() - cpu
 
 
 def median(times: Sequence[float]) -> float:
@@ -124,18 +133,15 @@ def compare(slow: Sequence[float], fast: Sequence[float]) -> dict[str, float]:
 
 
 @contextlib.contextmanager
-def forward_times(runner: Runner) -> Iterator[list[float]]:
-    """Collect the seconds of each model pass of ``runner`` while inside."""
-    times: list[float] = []
+def forward_times(runner: Runner) -> Iterator[list[tuple[float, float]]]:
+    """Collect the seconds (of clock and CPUs) of each pass of ``runner`` while inside."""
+    times: list[tuple[float, float]] = []
     inner = runner.forward
 
     def timed(*args: Any, **kwargs: Any) -> Tensor:
-        sync(runner.device)
-        start = time.perf_counter()
-        out = inner(*args, **kwargs)
-        sync(runner.device)
-        times.append(time.perf_counter() - start)
-        return out
+        out: list[Tensor] = []
+        times.append(took(lambda: out.append(inner(*args, **kwargs)), runner.device))
+        return out[0]
 
     runner.forward = timed  # type: ignore[method-assign]
     try:

@@ -32,6 +32,7 @@ from common import (
     shape_of,
     sync,
     table,
+    took,
 )
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
@@ -44,6 +45,7 @@ from kvweave.weave.generate import Turn
 
 N_TURNS, N_BASE, N_SUFFIX = 24, 64, 64
 REPAIRS = (("none", 0.0), ("random", 0.15), ("first_k", 0.15), ("query", 0.05))
+Pace = tuple[float, float]  # seconds of the clock, seconds of all CPUs
 FIRST = Sampling(max_tokens=1, ignore_eos=True)
 
 
@@ -120,7 +122,7 @@ def first_token(
     device = world.pair.device
     with forward_times(world.pair.runner) as passes:
         sync(device)
-        start = time.perf_counter()
+        start, cpu = time.perf_counter(), time.process_time()
         edit(context)
         after = context.snapshot()
         context.append(suffix)
@@ -131,19 +133,23 @@ def first_token(
         n_before = len(passes)
         context._loop.run(lambda: turn.done)
         sync(device)
-        end = time.perf_counter()
+        end, cpu_end = time.perf_counter(), time.process_time()
         turn.finish()
         sync(device)
-        committed = time.perf_counter()
+        committed, cpu_committed = time.perf_counter(), time.process_time()
     context.restore(after)
-    main = sum(passes[n_before:])
+    main = sum(wall for wall, _ in passes[n_before:])
+    cpu_passes = sum(busy for _, busy in passes)
     return {
         "total": end - start,
+        "cpu": cpu_end - cpu,
         "edit": edited - start,
         "prepare": prepared - edited,
         "pass": main,
         "loop": end - prepared - main,
         "commit": committed - end,
+        "cpu_pass": cpu_passes,
+        "cpu_outside": cpu_committed - cpu - cpu_passes,
     }
 
 
@@ -173,7 +179,7 @@ def full_prefill(pair: Pair, ids: Tensor) -> DynamicCache:
     return cache
 
 
-def behind_prefix(pair: Pair, old: Tensor, cache: DynamicCache, new: Tensor) -> tuple[float, int]:
+def behind_prefix(pair: Pair, old: Tensor, cache: DynamicCache, new: Tensor) -> tuple[Pace, int]:
     """Return seconds to the first token of ``new`` with ``old`` cached, and the tokens kept."""
     n = min(old.shape[1], new.shape[1] - 1)
     same = (old[0, :n] == new[0, :n]).long()
@@ -187,7 +193,7 @@ def behind_prefix(pair: Pair, old: Tensor, cache: DynamicCache, new: Tensor) -> 
             out = pair.plain(new[:, kept:], past_key_values=left, use_cache=True, logits_to_keep=1)
             int(out.logits[0, -1].argmax())
 
-    return seconds(run, pair.device), kept
+    return took(run, pair.device), kept
 
 
 # ---- rounds
@@ -224,13 +230,15 @@ def run_rounds(world: World, rounds: int) -> dict[str, Any]:
     names = [f"turn/{i}" for i in range(N_TURNS)]
     cache = full_prefill(plain, world.ids(names))  # also warms up
     times: dict[str, list[float]] = {}
+    cpu: dict[str, list[float]] = {}
     parts: dict[str, list[dict[str, float]]] = {}
     kept: dict[str, int] = {}
 
-    def note(case: str, value: float) -> None:
-        times.setdefault(case, []).append(value)
+    def note(case: str, pace: Pace) -> None:
+        times.setdefault(case, []).append(pace[0])
+        cpu.setdefault(case, []).append(pace[1])
 
-    with progress("prune", rounds * (3 + len(REPAIRS) + 3 * len(edits))) as step:
+    with progress("prune", rounds * (3 + len(REPAIRS) + len(edits))) as step:
         live = list(names)
         for i in range(rounds):
             spare = world.put(f"new/{i}", len(world.turns[live[0]]))
@@ -241,34 +249,36 @@ def run_rounds(world: World, rounds: int) -> dict[str, Any]:
                 context = world.contexts[name]
                 split = first_token(world, context, lambda c: c.drop(c.oldest()), suffix)
                 context.append_chunk(spare)  # the message, by now a whole turn
-                note(f"prune/{name}", split["total"])
+                note(f"prune/{name}", (split["total"], split["cpu"]))
                 parts.setdefault(name, []).append(split)
                 step(name)
-            note("prune/full", seconds(lambda x=new: full_prefill(plain, x), plain.device))
+            whole = took(lambda x=new: full_prefill(plain, x), plain.device)
+            note("prune/full", whole)
             step("full prefill")
-            took, kept["prune"] = behind_prefix(plain, world.ids(names), cache, new)
-            note("prune/prefix", took)
+            pace, kept["prune"] = behind_prefix(plain, world.ids(names), cache, new)
+            note("prune/prefix", pace)
             step("prefix caching")
-            took, _ = behind_prefix(plain, world.ids(names), cache, torch.cat(
-                [world.ids(names), torch.tensor([suffix], device=plain.device)], 1
-            ))  # fmt: skip
-            note("suffix/plain", took)
+            old = world.ids(names)
+            grown = torch.cat([old, new[:, -N_SUFFIX:]], 1)
+            pace, _ = behind_prefix(plain, old, cache, grown)
+            note("suffix/plain", pace)
             step("suffix alone")
             live = [*left, spare]
             for edit in edits:
-                _one_edit(world, edit, cache, note, kept, step)
-    return {"times": times, "parts": parts, "kept": kept}
+                note(f"{edit.name}/full", whole)  # as many tokens as in this round's prune
+                _one_edit(world, edit, cache, note, kept)
+                step(edit.name)
+    return {"times": times, "cpu": cpu, "parts": parts, "kept": kept}
 
 
 def _one_edit(
     world: World,
     edit: Edit,
     cache: DynamicCache,
-    note: Callable[[str, float], None],
+    note: Callable[[str, Pace], None],
     kept: dict[str, int],
-    step: Callable[[str], None],
 ) -> None:
-    """Measure one edit three ways, beginning from the turns as they were."""
+    """Measure one edit woven and with prefix caching, beginning from the turns as they were."""
     context, pair = world.contexts["edits"], world.pair
     names = [f"turn/{i}" for i in range(N_TURNS)]
     start = context.snapshot()
@@ -276,21 +286,17 @@ def _one_edit(
         context.drop(5)
     context.weave()
     suffix = world.suffix()
-    note(f"{edit.name}/none", first_token(world, context, edit.apply, suffix)["total"])
-    step(edit.name)
+    split = first_token(world, context, edit.apply, suffix)
+    note(f"{edit.name}/none", (split["total"], split["cpu"]))
     context.restore(start)
     old = world.ids(edit.before)
     new = torch.cat([world.ids(edit.after), torch.tensor([suffix], device=pair.device)], 1)
     # rows behind the common prefix are never looked at: those of the whole list will do
-    n = min(old.shape[1], cache.get_seq_length())
     cut = copy.deepcopy(cache)
-    if n < cut.get_seq_length():
-        cut.crop(n - cut.get_seq_length())
-    took, kept[edit.name] = behind_prefix(pair, old, cut, new)
-    note(f"{edit.name}/prefix", took)
-    step("prefix caching")
-    note(f"{edit.name}/full", seconds(lambda: full_prefill(pair, new), pair.device))
-    step("full prefill")
+    if old.shape[1] < cut.get_seq_length():
+        cut.crop(old.shape[1] - cut.get_seq_length())
+    pace, kept[edit.name] = behind_prefix(pair, old, cut, new)
+    note(f"{edit.name}/prefix", pace)
 
 
 # ---- what came out
@@ -314,6 +320,7 @@ def where_it_goes(world: World) -> list[dict[str, object]]:
 def summarise(measured: dict[str, Any]) -> dict[str, Any]:
     """Turn lists of seconds into medians and ratios."""
     times: dict[str, list[float]] = measured["times"]
+    cpu: dict[str, list[float]] = measured["cpu"]
     rows = {}
     for case, values in times.items():
         edit, way = case.rsplit("/", 1)
@@ -323,7 +330,15 @@ def summarise(measured: dict[str, Any]) -> dict[str, Any]:
             "seconds": median(values),
             "over_full": compare(times[f"{edit}/full"], values),
             "over_prefix": compare(times[f"{edit}/prefix"], values),
+            "cpu_seconds": median(cpu[case]),
+            "cpu_over_full": compare(cpu[f"{edit}/full"], cpu[case]),
+            "cpu_over_prefix": compare(cpu[f"{edit}/prefix"], cpu[case]),
         }
+    baselines = {
+        c: {"seconds": median(v), "cpu_seconds": median(cpu[c])}
+        for c, v in times.items()
+        if c.endswith(("/full", "/prefix", "/plain"))
+    }
     none = measured["parts"]["none"]
     split = {key: median([p[key] for p in none]) for key in none[0]}
     outside = [p["edit"] + p["prepare"] + p["loop"] + p["commit"] for p in none]
@@ -332,12 +347,12 @@ def summarise(measured: dict[str, Any]) -> dict[str, Any]:
         "outside_pass_s": median(outside),
         "plain_suffix_pass_s": median(times["suffix/plain"]),
         "share_of_pass": round(median(outside) / split["pass"], 3),
+        "cpu_share_of_pass": round(split["cpu_outside"] / split["cpu_pass"], 3),
         "share_of_plain_pass": round(median(outside) / median(times["suffix/plain"]), 3),
     }
-    baselines = {c: median(v) for c, v in times.items() if c.endswith(("/full", "/prefix"))}
     return {
         "cases": rows,
-        "baselines_s": baselines,
+        "baselines": baselines,
         "kept_by_prefix_caching": measured["kept"],
         "overhead_none": overhead,
         "repair_prepare_s": {
@@ -353,21 +368,28 @@ def bench(pair: Pair, n_context: int, rounds: int) -> dict[str, Any]:
     result = summarise(measured)
     result["profile_none"] = where_it_goes(world)
     result["idle"] = {"tokens": world.idle_tokens, "seconds": round(world.idle_s, 3)}
-    result["raw_s"] = {k: [round(x, 4) for x in v] for k, v in measured["times"].items()}
+    for key in ("times", "cpu"):
+        result[f"raw_{key}_s"] = {k: [round(x, 4) for x in v] for k, v in measured[key].items()}
     return result
 
 
 def tables(result: dict[str, Any]) -> list[Any]:
     """Return what is printed."""
     rows = [
-        (case, r["seconds"], r["over_full"]["median"], r["over_prefix"]["median"])
+        (
+            case, r["seconds"], r["over_full"]["median"], r["over_prefix"]["median"],
+            r["cpu_seconds"], r["cpu_over_full"]["median"], r["cpu_over_prefix"]["median"],
+        )
         for case, r in result["cases"].items()
-    ]
+    ]  # fmt: skip
     over = result["overhead_none"]
     lines = [*over["seconds"].items(), ("plain suffix pass", over["plain_suffix_pass_s"])]
     lines.append(("outside / pass", over["share_of_pass"]))
+    lines.append(("outside / pass, cpu", over["cpu_share_of_pass"]))
     lines.append(("outside / plain pass", over["share_of_plain_pass"]))
-    columns = ("edit / repair", "first token s", "x full prefill", "x prefix caching")
+    columns = (
+        "edit / repair", "first token s", "x full", "x prefix", "cpu s", "x full", "x prefix",
+    )  # fmt: skip
     profile_rows = [(e["op"], e["calls"], e["self_ms"]) for e in result["profile_none"]]
     return [
         table("time to first token", columns, rows),

@@ -109,7 +109,7 @@ def test_full_repair_gives_the_token_of_a_full_prefill(
 def test_decode(bench: dict[str, ModuleType], pair: Any) -> None:
     found = bench["decode"].bench(pair, [64], 4, 3, 1)
     check_numbers(found)
-    figures = found["lengths"]["64"]
+    figures = found["lengths"]["64"]["clock"]
     assert figures["kvweave_tokens_per_s"] > 0
     assert len(figures["raw_s"]["together"]) == 1
     assert bench["decode"].roofline(pair, 64, 10.0) > 0
