@@ -40,6 +40,7 @@ class Segment:
     stop: int = 0  # one past the last slot; keys [0, stop) are visible
     contiguous: bool = False
     masks: dict[int | None, Tensor | None] = field(default_factory=dict)
+    biases: dict[tuple[int | None, int], Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.first, self.stop = int(self.slots[0]), int(self.slots[-1]) + 1
@@ -61,6 +62,17 @@ class Segment:
         if size not in self.masks:
             self.masks[size] = self._mask(begin, size)
         return begin, self.masks[size]
+
+    def bias(self, size: int | None, group: int, dtype: torch.dtype) -> Tensor | None:
+        """Return the mask as 0 and -inf [group * token, key], made once for all layers."""
+        _, mask = self.window(size)
+        if mask is None:
+            return None
+        if (size, group) not in self.biases:
+            unseen = torch.zeros(mask.shape, dtype=dtype, device=mask.device)
+            unseen.masked_fill_(~mask, float("-inf"))
+            self.biases[size, group] = unseen.repeat(group, 1)
+        return self.biases[size, group]
 
     def _mask(self, begin: int, size: int | None) -> Tensor | None:
         if self.n == 1:
@@ -144,13 +156,14 @@ def _segment(
     group = heads // kv_heads
     # the query heads that share a kv head are folded into the token axis: no copy of the keys
     folded = query.view(n, kv_heads, group, -1).permute(1, 2, 0, 3).reshape(kv_heads, group * n, -1)
-    if mask is not None and group > 1:
-        mask = mask.repeat(group, 1)
     if softcap is None and s.mass is None:
+        bias = s.bias(window, group, query.dtype)
         out = F.scaled_dot_product_attention(
-            folded[None], keys[None], values[None], attn_mask=mask, scale=scale
+            folded[None], keys[None], values[None], attn_mask=bias, scale=scale
         )[0]
     else:
+        if mask is not None and group > 1:
+            mask = mask.repeat(group, 1)
         out = _eager(s, folded, keys, values, mask, scale, softcap)
     return out.view(kv_heads, group, n, -1).permute(2, 0, 1, 3).reshape(n, heads, -1)
 

@@ -29,9 +29,16 @@ class Rotation:
         return (self.width, self.interleaved, tuple(self.inv_freq.tolist()))
 
     def angles(self, positions: Tensor) -> Angles:
-        """Return cos and sin, [token, width / 2] float32, of integer ``positions`` [token]."""
+        """Return cos and sin, [token, width] float32, of integer ``positions`` [token].
+
+        Both are as wide as what turns, and sin is negative where a pair's first dim takes from its
+        second, so that turning is one product and one sum over whole rows.
+        """
         freqs = positions.to(torch.float32)[:, None] * self.inv_freq.to(positions.device)
-        return freqs.cos(), freqs.sin()
+        cos, sin = freqs.cos(), freqs.sin()
+        if self.interleaved:
+            return cos.repeat_interleave(2, -1), torch.stack((-sin, sin), -1).flatten(-2)
+        return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
 
     def apply(self, x: Tensor, angles: Angles, out: Tensor | None = None) -> Tensor:
         """Turn position-free ``x`` [token, head, dim] by ``angles``; write to ``out`` if given.
@@ -43,25 +50,22 @@ class Rotation:
         if self.width == 0:
             return out.copy_(x)
         wide = x.dtype if x.dtype in (torch.float32, torch.float64) else torch.float32
-        cos, sin = (a[:, None].to(wide) for a in angles)  # [token, 1, width / 2]
-        first, second = self._pairs(x)
-        out_first, out_second = self._pairs(out)
+        cos, sin = (a[:, None].to(wide) for a in angles)  # [token, 1, width]
+        turning = x[..., : self.width].to(wide)
+        turned = out[..., : self.width]
         if wide == x.dtype:
-            torch.mul(first, cos, out=out_first).addcmul_(second, sin, value=-1)
-            torch.mul(second, cos, out=out_second).addcmul_(first, sin)
+            torch.mul(turning, cos, out=turned).addcmul_(self._partners(turning), sin)
         else:
-            first, second = first.to(wide), second.to(wide)
-            out_first.copy_((first * cos).addcmul_(second, sin, value=-1))
-            out_second.copy_((second * cos).addcmul_(first, sin))
+            turned.copy_((turning * cos).addcmul_(self._partners(turning), sin))
         if self.width < x.shape[-1]:
             out[..., self.width :] = x[..., self.width :]
         return out
 
-    def _pairs(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def _partners(self, x: Tensor) -> Tensor:
+        """Return each dim's other half of its pair."""
         if self.interleaved:
-            return x[..., 0 : self.width : 2], x[..., 1 : self.width : 2]
-        half = self.width // 2
-        return x[..., :half], x[..., half : self.width]
+            return x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+        return x.roll(self.width // 2, -1)
 
 
 STATIC = Rotation(0, False, torch.empty(0))

@@ -49,6 +49,7 @@ class State:
     woven: list[Placement] = field(default_factory=list)
     own: dict[int, KV] = field(default_factory=dict)  # uid -> raw KV computed in this context
     patches: dict[int, tuple[Tensor, KV]] = field(default_factory=dict)  # uid -> (rows, raw KV)
+    known: set[int] = field(default_factory=set)  # uids that were woven here before
 
 
 @dataclass(slots=True)
@@ -73,13 +74,11 @@ class Weaver:
 
         Rows to repair are counted for the whole budget; a strategy may choose fewer.
         """
-        placed = resolve(parts, state.woven, lambda part, seen: self._peek(part, seen))
+        placed = resolve(parts, state.woven, lambda part, seen: self._peek(state, part, seen))
         counts = [0] * len(placed)
         if strategy.name != "none":
             share = 1.0 if strategy.name == "full" else share
-            counts = [
-                round(share * p.ready) if p.source != "kept" and not p.exact else 0 for p in placed
-            ]
+            counts = [round(share * p.ready) if _repairable(p) else 0 for p in placed]
         return self._explain(placed, counts, strategy.name)
 
     def prepare(
@@ -97,7 +96,9 @@ class Weaver:
         n_new = sampling.max_tokens if sampling is not None else 0
         loaded: dict[int, KV] = {}
         self.shelf.busy(int(p.id) for p in parts)
-        placed = resolve(parts, state.woven, lambda part, seen: self._load(part, seen, loaded))
+        placed = resolve(
+            parts, state.woven, lambda part, seen: self._load(state, part, seen, loaded)
+        )
         n = placed[-1].slot + placed[-1].part.n
         last = placed[-1].position + placed[-1].part.n + n_new
         if last > self.runner.limit:
@@ -111,16 +112,17 @@ class Weaver:
         self._place(state, placed, loaded)
         return self._request(state, placed, strategy, share, sampling)
 
-    def _peek(self, part: Part, seen: Seen) -> Available:
+    def _peek(self, state: State, part: Part, seen: Seen) -> Available:
         exact = self.shelf.in_context(part.id, seen) is not None
-        return Available(self.shelf.tier(part.id) != "none", self._base_seen(part), exact)
+        canonical = _may_reuse(state, part) and self.shelf.tier(part.id) != "none"
+        return Available(canonical, self._base_seen(part), exact)
 
-    def _load(self, part: Part, seen: Seen, loaded: dict[int, KV]) -> Available:
+    def _load(self, state: State, part: Part, seen: Seen, loaded: dict[int, KV]) -> Available:
         exact = self.shelf.in_context(part.id, seen)
         if exact is not None:
             loaded[part.uid] = exact
-            return Available(True, self._base_seen(part), True)
-        canonical = self.shelf.get(part.id)
+            return Available(False, (), True)
+        canonical = self.shelf.get(part.id) if _may_reuse(state, part) else None
         if canonical is not None:
             if canonical.n_tokens != part.n:
                 raise CorruptChunk(part.name, f"{canonical.n_tokens} rows for {part.n} tokens")
@@ -206,7 +208,7 @@ class Weaver:
         share: float,
         work: tuple[Tensor, Tensor, Tensor],
     ) -> Tensor:
-        spans = [p for p in placed if p.source not in ("kept", "none") and not p.exact]
+        spans = [p for p in placed if _repairable(p)]
         if not spans:
             return torch.empty(0, dtype=torch.int64)
         tokens, positions, unready = work
@@ -305,6 +307,7 @@ class Weaver:
                 state.patches[p.part.uid] = patch
             done.append(new)
         state.woven = done
+        state.known.update(p.part.uid for p in done)
         return done
 
     def extend(
@@ -328,6 +331,7 @@ class Weaver:
             ready = min(part.n, n_rows)
             seen = seen_from(state.woven, position)
             state.woven.append(Placement(part, slot, position, "kept", ready, exact, seen, "own"))
+            state.known.add(part.uid)
             if state.keeps and ready:
                 state.own[part.uid] = request.raw.rows(at, at + ready).clone()
             at, n_rows = at + ready, n_rows - ready
@@ -341,6 +345,15 @@ class Weaver:
             state.own[p.part.uid] = whole
         if seen is not None and kv.n_tokens == p.part.n:
             self.shelf.put_in_context(int(p.part.id), seen, kv)
+
+
+def _may_reuse(state: State, part: Part) -> bool:
+    """New text is prefilled in its context even if its canonical KV happens to be known."""
+    return not part.literal or part.uid in state.known
+
+
+def _repairable(p: Placement) -> bool:
+    return p.source in ("canonical", "own") and not p.exact
 
 
 def _ranges(slots: Tensor, placed: Sequence[Placement]) -> list[tuple[int, int]]:
