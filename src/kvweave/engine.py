@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from types import TracebackType
@@ -14,16 +14,24 @@ from kvweave.chunk.identity import ChunkId, Kind, Tier, check_name
 from kvweave.chunk.record import Record
 from kvweave.chunk.table import Table
 from kvweave.config import Config, n_bytes
-from kvweave.errors import ChunkNotFound, ContextNotFound, InvalidArgument, NameTaken, nearest
+from kvweave.errors import (
+    ChunkNotFound,
+    ContextNotFound,
+    CorruptChunk,
+    InvalidArgument,
+    NameTaken,
+    nearest,
+)
 from kvweave.keep import POLICIES
 from kvweave.run.loop import Loop
 from kvweave.run.model import Capability, Runner
 from kvweave.store.disk import Disk
 from kvweave.store.shelf import Seen, Shelf
-from kvweave.weave.context import Context, Settings
+from kvweave.weave.context import Context
 from kvweave.weave.generate import Answer, Turn, run_all, sampling_from
 from kvweave.weave.maker import Maker, Text
 from kvweave.weave.repair import strategy
+from kvweave.weave.settings import Settings
 from kvweave.weave.template import Ref, Template
 from kvweave.weave.weaver import Weaver
 
@@ -64,10 +72,12 @@ class Engine:
         strategy(self.config.repair)
         self.runner = model if isinstance(model, Runner) else Runner.load(str(model), **loading)  # type: ignore[arg-type]
         disk = None
-        if home is not None:
-            self._claim(Path(home))
-            disk = Disk(Path(home) / "kv", self.runner.fingerprint, self.runner.device)
-        self.table = Table(None if home is None else Path(home) / "index.sqlite")
+        self._home = None if home is None else Path(home)
+        if self._home is not None:
+            self._check_home(self._home)
+            self._home.mkdir(parents=True, exist_ok=True)
+            disk = Disk(self._home / "kv", self.runner.fingerprint, self.runner.device)
+        self.table = Table(None if self._home is None else self._home / "index.sqlite")
         policy = POLICIES[self.config.policy]()
         self.shelf = Shelf(
             n_bytes(self.config.budget), policy, disk, self._is_pinned,
@@ -104,7 +114,7 @@ class Engine:
             self.close_context(context.name)
         if self.shelf.disk is not None:
             for record in list(self.table):
-                if record.tier == self.shelf.memory:
+                if record.tier == self.shelf.memory and record.names:
                     self.shelf.place(record.id, "disk")
         self.table.close()
 
@@ -146,6 +156,7 @@ class Engine:
     ) -> list[Entry]:
         """Store several chunks; short ones are computed together. All of them or none."""
         self.runner.require_move()
+        self._claim_home()
         made: list[tuple[str, ChunkId]] = []
         base = self._base
         try:
@@ -194,9 +205,10 @@ class Engine:
 
         Args:
             system: the first message; all other chunks' canonical KV is computed after it.
-            options: the fields of `kvweave.weave.context.Settings`.
+            options: the fields of `kvweave.weave.settings.Settings`.
         """
         self.runner.require_move()
+        self._claim_home()
         check_name(name)
         if name in self.contexts:
             raise NameTaken(name, 0)
@@ -212,19 +224,22 @@ class Engine:
     def compose(
         self,
         template: str | Template,
+        values: Mapping[str, object] | None = None,
         *,
         name: str | None = None,
         repair: str | None = None,
         share: float | None = None,
-        **values: object,
+        **holes: object,
     ) -> Context:
         """Make a context from text with ``{holes}``.
 
         A list fills a hole with stored chunks, a string with text; a hole that names a chunk needs
-        no value. Raises HoleNotFilled, ChunkNotFound, InvalidArgument.
+        no value. ``values`` is for holes whose names cannot be keywords. The text between chunks
+        is always prefilled here, also when the same text is stored. Raises HoleNotFilled,
+        ChunkNotFound, InvalidArgument.
         """
         made = template if isinstance(template, Template) else Template(template)
-        pieces = made.fill(values, self._exists)
+        pieces = made.fill({**(values or {}), **holes}, self._exists)
         self._n_composed += 1
         options: dict[str, Any] = {} if repair is None else {"repair": repair}
         if share is not None:
@@ -324,15 +339,22 @@ class Engine:
     def _note_deps(self, id: int, seen: Seen) -> None:
         self.table.update(ChunkId(id), deps=tuple(ChunkId(dep) for dep, _ in seen))
 
-    def _claim(self, home: Path) -> None:
-        """Write the model's fingerprint into a new home; raise ModelMismatch for another's."""
-        home.mkdir(parents=True, exist_ok=True)
-        file = home / "model.json"
-        mine = self.runner.fingerprint
-        if file.exists():
-            mine.require(type(mine).from_dict(json.loads(file.read_text())))
-        else:
-            file.write_text(json.dumps(mine.to_dict()))
+    def _check_home(self, home: Path) -> None:
+        """Raise ModelMismatch when a home holds KV of another model, CorruptChunk if unreadable."""
+        file, mine = home / "model.json", self.runner.fingerprint
+        if not file.exists():
+            return
+        try:
+            theirs = type(mine).from_dict(json.loads(file.read_text()))
+        except (ValueError, AttributeError, TypeError, KeyError) as error:
+            raise CorruptChunk(str(file), f"not a model's fingerprint: {error}") from error
+        mine.require(theirs)
+
+    def _claim_home(self) -> None:
+        """With the first chunk a home becomes this model's."""
+        file = self._home / "model.json" if self._home is not None else None
+        if file is not None and not file.exists():
+            file.write_text(json.dumps(self.runner.fingerprint.to_dict()))
 
     def _mend(self) -> None:
         """After a restart: what was only in memory has no KV now; unnamed chunks are gone.

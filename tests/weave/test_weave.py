@@ -23,13 +23,15 @@ def text(n: int, seed: int) -> list[int]:
 
 
 def chat(engine: Engine, name: str, sizes: list[int], first: int = 0, **options: object) -> Context:
-    """A context of a base and chunks whose canonical KV is known, named by their size and seed."""
+    """A context of a base and stored chunks ``name/0`` and so on, of these sizes."""
     context = engine.context(name, **options)
-    base = context.append(text(5, 1000), kind="system", name=f"{name}/base")
-    context._base = base.id
+    base = engine.maker.add(text(5, 1000), kind="system")
+    context.set_base(base, "base")
     for i, n in enumerate(sizes, first):
-        context.append(text(n, i), name=f"{name}/{i}")
-    engine.maker.canonicalise(p.id for p in context.parts)
+        id = engine.maker.add(text(n, i), base=base)
+        engine.table.bind(f"{name}/{i}", id)
+        engine.maker.canonicalise([base, id])
+        context.append_chunk(f"{name}/{i}")
     return context
 
 
@@ -133,8 +135,6 @@ def test_a_hundred_prunes_equal_one_fresh_weave(engines: Make) -> None:
         rolling.weave()
         engine.denoise()
     rolling.drop(rolling.oldest())
-    rolling.append(text(6, 999), name="rolling/last")
-    engine.denoise()
     rolling.weave()
     fresh = engine.context("fresh")
     fresh.set_base(rolling.parts[0].id, "base")
@@ -272,6 +272,45 @@ def test_composed_kv_never_enters_an_exact_cache(engines: Make) -> None:
         twin.append_chunk(f"#{part.id}")
     plan = twin.preview()
     assert plan.exact == 0
+
+
+def test_new_text_is_prefilled_even_if_it_is_stored(engines: Make) -> None:
+    """What a question sees must not depend on who asked the same before."""
+    engine = engines()
+    context = chat(engine, "c", [6, 9])
+    question = text(4, 60)
+    context.append(question)
+    context.weave()
+    engine.denoise()
+    context.append(text(5, 61))
+    context.append(question)
+    assert [s.how for s in context.weave().spans][-2:] == ["prefill", "prefill"]
+    context.drop("c/0")
+    assert [s.how for s in context.weave().spans] == [
+        "prefix",
+        "prefix",
+        "reuse",
+        "prefill",
+        "reuse",
+    ]
+
+
+def test_exact_rows_stay_exact_behind_approximate_ones(engines: Make) -> None:
+    """Exact in-context KV is right wherever the same tokens stand before it."""
+    engine = engines()
+    fresh = engine.context("fresh")
+    for i in range(3):
+        fresh.append(text(6, i), name=f"f/{i}")
+    fresh.weave()
+    last = fresh.parts[2].id
+    engine.denoise()
+    engine.shelf._in_context.pop(int(fresh.parts[1].id))
+    again = engine.context("again")
+    for i in range(3):
+        again.append_chunk(f"f/{i}")
+    plan = again.weave("random", share=1.0)
+    assert [s.n_repaired for s in plan.spans] == [0, 6, 0] and plan.drift is None
+    assert again._state.woven[2].part.id == last and again.check().v_error[-1] < 1e-9
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3", "gpt_neox"])

@@ -179,7 +179,7 @@ class Runner:
         shown = logging.is_progress_bar_enabled()
         try:
             if small and Path(path).is_dir():
-                logging.disable_progress_bar()  # read in a moment
+                logging.disable_progress_bar()  # type: ignore[no-untyped-call]
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 path, dtype=kind, output_loading_info=True
             )
@@ -190,7 +190,7 @@ class Runner:
             raise ModelUnusable(path, first) from error
         finally:
             if shown:
-                logging.enable_progress_bar()
+                logging.enable_progress_bar()  # type: ignore[no-untyped-call]
         for problem in ("missing_keys", "mismatched_keys"):
             if info.get(problem):
                 some = ", ".join(str(k) for k in sorted(info[problem], key=str)[:3])

@@ -39,6 +39,10 @@ class Disk:
         """Return the ids that have a file."""
         return set(self._sizes)
 
+    def size(self, key: int) -> int:
+        """Return the bytes of a file; 0 when there is none."""
+        return self._sizes.get(key, 0)
+
     def path(self, key: int) -> Path:
         """Return the file of ``key``."""
         return self.directory / f"{key}.kv"

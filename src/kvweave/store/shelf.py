@@ -157,15 +157,15 @@ class Shelf:
     def _let_go(self, key: int) -> None:
         kv = self.ram.get(key)
         assert kv is not None
-        if self.disk is not None and key not in self.disk:
+        if self.disk is not None:
             self._spill(key, kv, self.disk)
             return
         self.ram.delete(key)
         self.policy.dropped(key)
-        self.on_tier(key, self.tier(key), 0 if self.disk is None else kv.n_bytes)
+        self.on_tier(key, "none", 0)
 
     def _spill(self, key: int, kv: KV, disk: Disk) -> int:
-        n_bytes = disk.put(key, kv)
+        n_bytes = disk.size(key) or disk.put(key, kv)  # content never changes: write it once
         self.ram.delete(key)
         self.policy.dropped(key)
         self.on_tier(key, "disk", n_bytes)

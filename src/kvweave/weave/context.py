@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -16,24 +16,13 @@ from kvweave.run.sample import Sampling
 from kvweave.weave.generate import Answer, Turn, sampling_from
 from kvweave.weave.maker import Maker, Text
 from kvweave.weave.oracle import Check, compare
-from kvweave.weave.parts import Mode, Part, Positions
+from kvweave.weave.parts import Mode, Part
 from kvweave.weave.plan import Plan
 from kvweave.weave.repair import Strategy, strategy
+from kvweave.weave.settings import Settings
 from kvweave.weave.weaver import State, Weaver
 
 LETTERS = {"system": "s", "user": "u", "assistant": "a", "thinking": "th", "summary": "sum"}
-
-
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """How a context is woven."""
-
-    repair: str | Strategy = "none"
-    share: float = 0.0  # of the reused rows, 0..1
-    prune: Mode = "forget"  # what `drop` does to survivors by default
-    positions: Positions = "compact"
-    namespace: str = ""
-    denoise: bool = True  # compute canonical KV of new turns after each answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,8 +125,7 @@ class Context:
             self._editing = False
 
     def append(self, content: Text, *, kind: Kind = "document", name: str | None = None) -> Part:
-        """Add text, token ids, or a chunk by its name or ``#id`` (``chunk:`` is implied by
-        `append_chunk`) at the end."""
+        """Add text or token ids at the end."""
         return self.insert(len(self._parts), content, kind=kind, name=name)
 
     def append_chunk(self, ref: str) -> Part:
@@ -157,13 +145,13 @@ class Context:
             )
             if name is not None:
                 self._table.bind(name, id, namespace=self.settings.namespace)
-            return self._insert(index, id, len(tokens), shown)
+            return self._insert(index, Part(-1, id, len(tokens), shown, literal=True))
 
     def insert_chunk(self, index: int, ref: str) -> Part:
         """Add a stored chunk before the part at ``index``. Raises ChunkNotFound."""
         with self.edit():
             record = self._table.resolve(ref, self.settings.namespace)
-            return self._insert(index, record.id, record.n_tokens, ref)
+            return self._insert(index, Part(-1, record.id, record.n_tokens, ref))
 
     def message(self, role: Kind, content: str) -> Part:
         """Add one chat message, wrapped by the model's chat template and named
@@ -194,7 +182,7 @@ class Context:
         with self.edit():
             if self._parts:
                 raise InvalidArgument("base", "the context already has parts")
-            self._insert(0, id, self._table.get(id).n_tokens, name)
+            self._insert(0, Part(-1, id, self._table.get(id).n_tokens, name))
             self._base = id
 
     def drop(self, *refs: str | int | Part, mode: Mode | None = None) -> None:
@@ -283,6 +271,7 @@ class Context:
         twin._state.rows = state.rows.clone()
         twin._state.woven = list(state.woven)
         twin._state.own, twin._state.patches = dict(state.own), dict(state.patches)
+        twin._state.known = set(state.known)
         return twin
 
     def close(self) -> None:
@@ -328,15 +317,21 @@ class Context:
         """Continue the context; the new text becomes its last part. Options: see Sampling."""
         return self.begin(sampling_from(max_tokens, options)).run()
 
-    def stream(self, max_tokens: int = 256, **options: object) -> Iterator[str]:
+    def stream(self, max_tokens: int = 256, **options: object) -> Generator[str]:
         """Yield pieces of the continuation as they come; closing the iterator cancels."""
         return self.begin(sampling_from(max_tokens, options)).stream()
 
     def ask(self, content: str, max_tokens: int = 256, **options: object) -> Answer:
         """Add a user message and return the model's answer; both become chunks."""
         sampling = sampling_from(max_tokens, options)
-        self.message("user", content)
-        return self.begin(sampling, chat=True).run()
+        before = self.snapshot()
+        try:
+            self.message("user", content)
+            turn = self.begin(sampling, chat=True)
+        except BaseException:
+            self.restore(before)
+            raise
+        return turn.run()
 
     def check(self) -> Check:
         """Weave, then measure the distance to a full prefill (costs that full prefill)."""
@@ -355,12 +350,12 @@ class Context:
 
     # ---- inside
 
-    def _insert(self, index: int, id: ChunkId, n: int, name: str) -> Part:
+    def _insert(self, index: int, new: Part) -> Part:
         if not 0 <= index <= len(self._parts):
             raise InvalidArgument("index", f"{index} is not in 0..{len(self._parts)}")
         if index < len(self._parts):
             self._no_gaps("insert")
-        part = Part(self._next_uid, id, n, name)
+        part = replace(new, uid=self._next_uid)
         self._next_uid += 1
         behind = tuple(replace(p, frozen=False) for p in self._parts[index:])
         self._parts = (*self._parts[:index], part, *behind)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
@@ -57,6 +57,7 @@ class Turn:
         self._started = time.perf_counter()
         self._before = context.snapshot()
         self._answer: Answer | None = None
+        self._gone = False  # an error put the context back to before
         header = context._maker.chat.header() if chat else ""
         self._header: Part | None = None
         if header:
@@ -88,7 +89,7 @@ class Turn:
             raise
         return self.finish()
 
-    def stream(self) -> Iterator[str]:
+    def stream(self) -> Generator[str]:
         """Yield text as it comes; finishes, or cancels when the iterator is closed."""
         request = self._woven.request
         try:
@@ -116,19 +117,18 @@ class Turn:
         self.context._loop.cancel(self._woven.request.key)
         self.context._state.woven = []
         self.context.restore(self._before)
+        self._gone = True
 
     def finish(self) -> Answer:
         """Make the new text a chunk of the context and return the answer; the second call too."""
         if self._answer is not None:
             return self._answer
         context, request = self.context, self._woven.request
-        if request.n_done < request.tokens.numel():  # cancelled before its rows were complete
-            self._abandon()
-            tokens: list[int] = []
-        else:
+        if not self._gone and request.n_done < request.tokens.numel():
+            self._abandon()  # cancelled before its rows were complete
+        if not self._gone:
             context._weaver.commit(context._state, self._woven)
-            tokens = self._kept_tokens()
-            self._add_parts(tokens)
+            self._add_parts(self._kept_tokens())
         started = time.perf_counter()
         self._denoise()
         usage: dict[str, object] = {

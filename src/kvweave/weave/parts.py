@@ -29,7 +29,8 @@ Positions = Literal["compact", "keep"]
 class Part:
     """One entry of a context: a chunk, and whether it keeps what it saw.
 
-    ``uid`` tells apart two entries of the same chunk.
+    ``uid`` tells apart two entries of the same chunk. ``literal`` text was written into this
+    context and not named as a stored chunk.
     """
 
     uid: int
@@ -38,6 +39,7 @@ class Part:
     name: str
     frozen: bool = False
     position: int | None = None  # fixed by `keep`; None is right after the part before
+    literal: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,8 +120,8 @@ def _choose(
     if part.frozen and before is not None and before.ready and before.origin != "none":
         same = before.exact and before.seen == seen and exact_before
         return make(before.origin, before.ready, same, before.seen)
-    if available.exact and exact_before:
-        return make("exact", part.n, True)
+    if available.exact:  # its rows are right even where rows before it are not
+        return make("exact", part.n, exact_before)
     if available.canonical:
         exact = exact_before and available.canonical_seen == seen
         return make("canonical", part.n, exact, available.canonical_seen)

@@ -122,13 +122,15 @@ class Deviation:
 
 class Query:
     """Rows the question attends to, over all layers and heads, at their woven positions
-    (A3, arXiv 2511.17560; ProphetKV, arXiv 2602.02579). Costs one pass of the question."""
+    (A3, arXiv 2511.17560; ProphetKV, arXiv 2602.02579). Costs one pass of the question; without a
+    question it falls back to the first rows of every chunk."""
 
     name = "query"
 
     def choose(self, view: View) -> Tensor:
         """Return the ``budget`` rows that get most attention."""
-        return _best(view, view.attention())
+        mass = view.attention()
+        return _best(view, mass) if bool(mass.any()) else FirstK().choose(view)
 
 
 STRATEGIES: dict[str, Callable[[], Strategy]] = {

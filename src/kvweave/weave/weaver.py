@@ -114,7 +114,7 @@ class Weaver:
 
     def _peek(self, state: State, part: Part, seen: Seen) -> Available:
         exact = self.shelf.in_context(part.id, seen) is not None
-        canonical = _may_reuse(state, part) and self.shelf.tier(part.id) != "none"
+        canonical = self._may_reuse(state, part, seen) and self.shelf.tier(part.id) != "none"
         return Available(canonical, self._base_seen(part), exact)
 
     def _load(self, state: State, part: Part, seen: Seen, loaded: dict[int, KV]) -> Available:
@@ -122,12 +122,17 @@ class Weaver:
         if exact is not None:
             loaded[part.uid] = exact
             return Available(False, (), True)
-        canonical = self.shelf.get(part.id) if _may_reuse(state, part) else None
+        canonical = self.shelf.get(part.id) if self._may_reuse(state, part, seen) else None
         if canonical is not None:
             if canonical.n_tokens != part.n:
                 raise CorruptChunk(part.name, f"{canonical.n_tokens} rows for {part.n} tokens")
             loaded[part.uid] = canonical
         return Available(canonical is not None, self._base_seen(part), False)
+
+    def _may_reuse(self, state: State, part: Part, seen: Seen) -> bool:
+        """New text is prefilled in its context, even if canonical KV of the same text is known:
+        unless that is exact here, or the part was woven here before."""
+        return not part.literal or part.uid in state.known or self._base_seen(part) == seen
 
     def _base_seen(self, part: Part) -> Seen:
         base = self.table.get(part.id).base
@@ -258,6 +263,8 @@ class Weaver:
         Computes these rows over the unrepaired context; the main pass computes them again.
         """
         mass = torch.zeros(work[0].numel(), device=rows.device)
+        if unready.numel() == 0:  # nothing is asked; a split of nothing would give one empty piece
+            return mass.cpu()
         for slots in torch.split(unready, BLOCK):
             at = slots.to(rows.device)
             segment = Segment(rows, work[0][at], slots, work[1][at], mass=mass)
@@ -345,11 +352,6 @@ class Weaver:
             state.own[p.part.uid] = whole
         if seen is not None and kv.n_tokens == p.part.n:
             self.shelf.put_in_context(int(p.part.id), seen, kv)
-
-
-def _may_reuse(state: State, part: Part) -> bool:
-    """New text is prefilled in its context even if its canonical KV happens to be known."""
-    return not part.literal or part.uid in state.known
 
 
 def _repairable(p: Placement) -> bool:
