@@ -64,7 +64,7 @@ class Rotation:
     def _partners(self, x: Tensor) -> Tensor:
         """Return each dim's other half of its pair."""
         if self.interleaved:
-            return x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+            return x.view(*x.shape[:-1], -1, 2).flip(-1).flatten(-2)
         return x.roll(self.width // 2, -1)
 
 
