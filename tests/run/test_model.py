@@ -82,10 +82,26 @@ def test_repaired_row_does_not_see_its_future() -> None:
 
     wrong, _ = oracle.rows_of(runner, tokens)
     segment = Segment(wrong, tokens[slots], slots, slots)
-    segment.masks[None] = torch.ones(3, 12, dtype=torch.bool).tril(12 - 3)  # bottom right
+    segment.masks[None, 0] = torch.ones(3, 12, dtype=torch.bool).tril(12 - 3)  # bottom right
     leaked = runner.forward([segment], torch.arange(3))
     assert oracle.relative(leaked[0], wanted[2]) > 1e-2, "the case does not tell the masks apart"
     assert oracle.relative(leaked[2], wanted[11]) > 1e-3
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "gemma2", "mistral", "cohere2"])
+def test_many_scattered_rows_are_cut_into_pieces_that_change_nothing(name: str) -> None:
+    runner = tiny(name)
+    tokens = ids(400)
+    wanted, logits = oracle.rows_of(runner, tokens)
+    rows = wanted.clone()
+    slots = torch.randperm(400, generator=torch.Generator().manual_seed(1))[:200].sort().values
+    for tensor in (*rows.k, *rows.v):
+        tensor[slots] = float("nan")
+    segment = Segment(rows, tokens[slots], slots, slots)
+    found = runner.forward([segment], torch.arange(200))
+    assert segment.pieces == [(0, 64), (64, 128), (128, 192), (192, 200)]
+    assert oracle.relative(found, logits[slots]) < EXACT
+    assert oracle.relative(logits, oracle.full_prefill(runner, tokens)) < 2e-6
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "gemma2"])

@@ -20,6 +20,9 @@ from kvweave.run.rows import KVRows
 from kvweave.store.kv import KV
 
 
+PIECE, PIECES = 64, 8  # tokens of the smallest piece of attention, and how many pieces at most
+
+
 class StopPass(Exception):
     """Ends a pass early; the layers after the one asked for are not needed."""
 
@@ -39,48 +42,59 @@ class Segment:
     first: int = 0
     stop: int = 0  # one past the last slot; keys [0, stop) are visible
     contiguous: bool = False
-    masks: dict[int | None, Tensor | None] = field(default_factory=dict)
-    biases: dict[tuple[int | None, int], Tensor] = field(default_factory=dict)
+    pieces: list[tuple[int, int]] = field(default_factory=list)
+    masks: dict[tuple[int | None, int], Tensor] = field(default_factory=dict)
+    biases: dict[tuple[int | None, int, int], Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.first, self.stop = int(self.slots[0]), int(self.slots[-1]) + 1
         self.contiguous = self.stop - self.first == self.n
         self.rows.positions[self.slots] = self.positions
         self.rows.n = max(self.rows.n, self.stop)
+        # rows far apart see very different numbers of keys: cut them, so that the early ones do
+        # not pay for keys they may not see
+        spread = self.stop - self.first > self.stop // 4
+        size = max(PIECE, self.n // PIECES) if spread else self.n
+        self.pieces = [(i, min(i + size, self.n)) for i in range(0, self.n, size)]
 
     @property
     def n(self) -> int:
         return self.tokens.shape[0]
 
-    def window(self, size: int | None) -> tuple[int, Tensor | None]:
-        """Return the first visible slot and the mask [token, key], None when all is seen."""
-        begin = 0
-        if size is not None:
-            oldest = int(self.positions[0]) - size
-            used = self.rows.positions[: self.stop]
-            begin = int(torch.searchsorted(used, oldest, right=True))
-        if size not in self.masks:
-            self.masks[size] = self._mask(begin, size)
-        return begin, self.masks[size]
+    def keys(self, piece: tuple[int, int], window: int | None) -> slice:
+        """Return the slots of which tokens ``piece`` may see some."""
+        begin, stop = 0, int(self.slots[piece[1] - 1]) + 1
+        if window is not None:
+            oldest = int(self.positions[piece[0]]) - window
+            begin = int(torch.searchsorted(self.rows.positions[:stop], oldest, right=True))
+        return slice(begin, stop)
 
-    def bias(self, size: int | None, group: int, dtype: torch.dtype) -> Tensor | None:
+    def mask(self, piece: tuple[int, int], window: int | None) -> Tensor | None:
+        """Return which keys each token sees [token, key], None when it is all of them."""
+        if piece[1] - piece[0] == 1:
+            return None
+        found = self.masks.get((window, piece[0]))
+        if found is None:
+            keys = self.rows.positions[self.keys(piece, window)]
+            distance = self.positions[slice(*piece), None] - keys[None]
+            found = distance >= 0
+            if window is not None:
+                found &= distance < window
+            self.masks[window, piece[0]] = found
+        return found
+
+    def bias(
+        self, piece: tuple[int, int], window: int | None, group: int, dtype: torch.dtype
+    ) -> Tensor | None:
         """Return the mask as 0 and -inf [group * token, key], made once for all layers."""
-        _, mask = self.window(size)
+        mask = self.mask(piece, window)
         if mask is None:
             return None
-        if (size, group) not in self.biases:
+        if (window, piece[0], group) not in self.biases:
             unseen = torch.zeros(mask.shape, dtype=dtype, device=mask.device)
             unseen.masked_fill_(~mask, float("-inf"))
-            self.biases[size, group] = unseen.repeat(group, 1)
-        return self.biases[size, group]
-
-    def _mask(self, begin: int, size: int | None) -> Tensor | None:
-        if self.n == 1:
-            return None
-        keys = self.rows.positions[begin : self.stop]
-        distance = self.positions[:, None] - keys[None]
-        seen = distance >= 0
-        return seen if size is None else seen & (distance < size)
+            self.biases[window, piece[0], group] = unseen.repeat(group, 1)
+        return self.biases[window, piece[0], group]
 
 
 @dataclass(slots=True)
@@ -138,52 +152,54 @@ def attend(
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     turned = run.rotations[layer].apply(query[0].transpose(0, 1), run.angles(layer))
     outs = [
-        _segment(s, layer, turned[s.start : s.start + s.n], scale, window, softcap)
+        _piece(
+            s, piece, layer, turned[s.start + piece[0] : s.start + piece[1]], scale, window, softcap
+        )
         for s in run.segments
+        for piece in s.pieces
     ]
     return (outs[0] if len(outs) == 1 else torch.cat(outs))[None]
 
 
-def _segment(
-    s: Segment, layer: int, query: Tensor, scale: float, window: int | None, softcap: float | None
+def _piece(
+    s: Segment,
+    piece: tuple[int, int],
+    layer: int,
+    query: Tensor,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
 ) -> Tensor:
-    """Attention of one segment: ``query`` [token, head, dim] -> [token, head, v_dim]."""
-    begin, mask = s.window(window)
-    keys = s.rows.k[layer][begin : s.stop].transpose(0, 1)  # [kv_head, key, dim]
-    values = s.rows.v[layer][begin : s.stop].transpose(0, 1)
+    """Attention of some tokens of a segment: ``query`` [token, head, dim] -> [.., .., v_dim]."""
+    seen = s.keys(piece, window)
+    keys = s.rows.k[layer][seen].transpose(0, 1)  # [kv_head, key, dim]
+    values = s.rows.v[layer][seen].transpose(0, 1)
     n, heads, _ = query.shape
     kv_heads = keys.shape[0]
     group = heads // kv_heads
     # the query heads that share a kv head are folded into the token axis: no copy of the keys
     folded = query.view(n, kv_heads, group, -1).permute(1, 2, 0, 3).reshape(kv_heads, group * n, -1)
+    bias = s.bias(piece, window, group, query.dtype)
     if softcap is None and s.mass is None:
-        bias = s.bias(window, group, query.dtype)
         out = F.scaled_dot_product_attention(
             folded[None], keys[None], values[None], attn_mask=bias, scale=scale
         )[0]
     else:
-        if mask is not None and group > 1:
-            mask = mask.repeat(group, 1)
-        out = _eager(s, folded, keys, values, mask, scale, softcap)
+        weights = _weights(folded, keys, bias, scale, softcap)
+        if s.mass is not None:
+            s.mass[seen] += weights.sum((0, 1)).to(torch.float32)
+        out = weights.to(values.dtype) @ values
     return out.view(kv_heads, group, n, -1).permute(2, 0, 1, 3).reshape(n, heads, -1)
 
 
-def _eager(
-    s: Segment,
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    mask: Tensor | None,
-    scale: float,
-    softcap: float | None,
+def _weights(
+    query: Tensor, keys: Tensor, bias: Tensor | None, scale: float, softcap: float | None
 ) -> Tensor:
+    """Return attention weights [kv_head, group * token, key], in float32 at least."""
     scores = query @ keys.transpose(1, 2) * scale
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
-    if mask is not None:
-        scores = scores.masked_fill(~mask, float("-inf"))
-    wide = torch.float32 if scores.dtype in (torch.bfloat16, torch.float16) else scores.dtype
-    weights = scores.softmax(-1, dtype=wide)
-    if s.mass is not None:
-        s.mass[s.stop - keys.shape[1] : s.stop] += weights.sum((0, 1)).to(torch.float32)
-    return weights.to(values.dtype) @ values
+    if bias is not None:
+        scores += bias
+    half = scores.dtype in (torch.bfloat16, torch.float16)
+    return scores.softmax(-1, dtype=torch.float32 if half else scores.dtype)

@@ -36,6 +36,7 @@ from kvweave.weave.plan import How, Plan, Span
 from kvweave.weave.repair import Strategy, View
 
 BLOCK = 512  # rows of one model pass; bounds the mask to BLOCK x context
+QUESTION = 32  # rows whose attention tells what a question needs; it stands at the end
 
 
 @dataclass(slots=True)
@@ -258,13 +259,22 @@ class Weaver:
         return total.cpu()
 
     def _attention(self, rows: KVRows, unready: Tensor, work: tuple[Tensor, Tensor]) -> Tensor:
-        """Attention mass [slot] that the rows not yet computed pay, over layers and heads.
+        """Attention mass [slot] that the last `QUESTION` rows not yet computed pay, over heads and
+        all layers but the last.
 
-        Computes these rows over the unrepaired context; the main pass computes them again.
+        Computes the rows over the unrepaired context; the main pass computes them again.
         """
         mass = torch.zeros(work[0].numel(), device=rows.device)
-        if unready.numel() == 0:  # nothing is asked; a split of nothing would give one empty piece
-            return mass.cpu()
+        question = unready[-QUESTION:]
+        for slots in (*torch.split(unready[:-QUESTION], BLOCK), question):
+            if not slots.numel():
+                continue
+            at = slots.to(rows.device)
+            found = mass if slots is question else None
+            segment = Segment(rows, work[0][at], slots, work[1][at], mass=found)
+            last = len(rows.k) - 1  # its keys are the last thing anyone asks for
+            self.runner.forward([segment], torch.empty(0, dtype=torch.int64), stop_after=last)
+        return mass.cpu()
         for slots in torch.split(unready, BLOCK):
             at = slots.to(rows.device)
             segment = Segment(rows, work[0][at], slots, work[1][at], mass=mass)
