@@ -22,6 +22,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from torch import Tensor
+from transformers import DynamicCache
 
 from kvweave import Engine
 from kvweave.run.model import Runner
@@ -94,6 +95,24 @@ def random_ids(n: int, vocab: int, seed: int) -> list[int]:
     """Return ``n`` token ids, the same for the same seed."""
     made = torch.randint(0, vocab, (n,), generator=torch.Generator().manual_seed(seed))
     return [int(t) for t in made]
+
+
+def turn_sizes(n_tokens: int, n_turns: int) -> list[int]:
+    """Return lengths between half and one and a half of the mean, ``n_tokens`` in all."""
+    generator = torch.Generator().manual_seed(1)
+    weights = 0.5 + torch.rand(n_turns, generator=generator)
+    sizes = [max(2, int(n_tokens * float(w / weights.sum()))) for w in weights]
+    sizes[-1] += n_tokens - sum(sizes)
+    return sizes
+
+
+def full_prefill(pair: Pair, ids: Tensor) -> DynamicCache:
+    """Compute everything, plain transformers."""
+    cache = DynamicCache()
+    with torch.inference_mode():
+        out = pair.plain(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        int(out.logits[0, -1].argmax())
+    return cache
 
 
 def sync(device: torch.device) -> None:

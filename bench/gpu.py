@@ -16,6 +16,7 @@ import torch
 from common import (
     Pair,
     forward_times,
+    full_prefill,
     machine,
     make_engine,
     median,
@@ -29,7 +30,6 @@ from common import (
     sync,
     table,
 )
-from transformers import DynamicCache
 
 from kvweave.run.sample import Sampling
 from kvweave.weave.context import Context
@@ -44,13 +44,6 @@ WAYS: tuple[tuple[str, Callable[[], Strategy], float], ...] = (
     ("random 15 %", lambda: strategy("random"), 0.15),
     ("first 32 of every 512", lambda: FirstK(32), 0.0625),
 )
-
-
-def full_prefill(pair: Pair, ids: torch.Tensor) -> None:
-    """Compute everything and wait for the first token, plain transformers."""
-    with torch.inference_mode():
-        out = pair.plain(ids, past_key_values=DynamicCache(), use_cache=True, logits_to_keep=1)
-        int(out.logits[0, -1].argmax())
 
 
 def first_token(context: Context, suffix: list[int]) -> dict[str, float]:

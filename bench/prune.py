@@ -20,6 +20,7 @@ from common import (
     Pair,
     compare,
     forward_times,
+    full_prefill,
     machine,
     make_engine,
     median,
@@ -33,6 +34,7 @@ from common import (
     sync,
     table,
     took,
+    turn_sizes,
 )
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
@@ -47,15 +49,6 @@ N_TURNS, N_BASE, N_SUFFIX = 24, 64, 64
 REPAIRS = (("none", 0.0), ("random", 0.15), ("first_k", 0.15), ("query", 0.05))
 Pace = tuple[float, float]  # seconds of the clock, seconds of all CPUs
 FIRST = Sampling(max_tokens=1, ignore_eos=True)
-
-
-def turn_sizes(n_tokens: int, n_turns: int) -> list[int]:
-    """Return lengths between half and one and a half of the mean, ``n_tokens`` in all."""
-    generator = torch.Generator().manual_seed(1)
-    weights = 0.5 + torch.rand(n_turns, generator=generator)
-    sizes = [max(2, int(n_tokens * float(w / weights.sum()))) for w in weights]
-    sizes[-1] += n_tokens - sum(sizes)
-    return sizes
 
 
 @dataclass
@@ -168,15 +161,6 @@ def exchange(context: Context, i: int, name: str) -> None:
 
 
 # ---- the two baselines
-
-
-def full_prefill(pair: Pair, ids: Tensor) -> DynamicCache:
-    """Compute everything, plain transformers."""
-    cache = DynamicCache()
-    with torch.inference_mode():
-        out = pair.plain(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
-        int(out.logits[0, -1].argmax())
-    return cache
 
 
 def behind_prefix(pair: Pair, old: Tensor, cache: DynamicCache, new: Tensor) -> tuple[Pace, int]:

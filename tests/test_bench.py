@@ -80,7 +80,7 @@ def test_prune(bench: dict[str, ModuleType], pair: Any) -> None:
 
 
 def test_turn_sizes_vary_and_add_up(bench: dict[str, ModuleType]) -> None:
-    sizes = bench["prune"].turn_sizes(4032, 24)
+    sizes = bench["common"].turn_sizes(4032, 24)
     assert sum(sizes) == 4032 and len(sizes) == 24
     assert min(sizes) < 130 and max(sizes) > 200
 
