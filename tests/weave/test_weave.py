@@ -357,6 +357,16 @@ def test_generated_rows_are_those_of_a_prefill(engines: Make) -> None:
     assert max(*context.check().k_error, *context.check().v_error) < EXACT
 
 
+def test_a_context_without_a_question_can_be_repaired_and_continued(engines: Make) -> None:
+    """Nothing is left to prefill: `query` has no question, and the last row is computed again."""
+    context = chat(engines(), "c", [6, 9, 4], repair="query", share=0.2)
+    plan = context.weave()
+    assert plan.repaired == 2 and plan.prefilled == 0
+    plan = context.generate(3, ignore_eos=True).plan
+    assert plan.repaired == 1 and plan.prefilled == 0, "the last row, for its logits"
+    assert plan.exact + plan.reused + plan.repaired == plan.n_tokens == 24
+
+
 def test_plan_counts_add_up(engines: Make) -> None:
     context = chat(engines(), "c", [6, 9, 4], repair="first_k", share=0.3)
     context.append(text(3, 77))

@@ -19,7 +19,6 @@ from kvweave.run.rotary import Angles, Rotation
 from kvweave.run.rows import KVRows
 from kvweave.store.kv import KV
 
-
 PIECE, PIECES = 64, 8  # tokens of the smallest piece of attention, and how many pieces at most
 
 

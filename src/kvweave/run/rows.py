@@ -19,7 +19,7 @@ from torch import Tensor
 from kvweave.run.rotary import Angles, Rotation
 from kvweave.store.kv import KV, LayerShape
 
-SLACK = 32  # rows added beyond what was asked for, so that decoding does not reallocate each token
+SLACK = 32  # rows added beyond what was asked for, or a sixteenth: growing is not a copy each turn
 
 
 class KVRows:
@@ -54,7 +54,7 @@ class KVRows:
         """Make room for ``n`` rows in all; keeps the rows there are."""
         if n <= self.capacity:
             return
-        capacity = n + SLACK
+        capacity = n + max(SLACK, n // 16)
         for tensors in (self.k, self.v):
             for layer, old in enumerate(tensors):
                 heads, width = old.shape[1:]

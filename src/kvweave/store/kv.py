@@ -65,3 +65,14 @@ class KV:
     def is_finite(self) -> bool:
         """Tell whether no value is NaN or infinite."""
         return all(bool(torch.isfinite(t).all()) for t in (*self.k, *self.v))
+
+
+def joined(parts: Sequence[KV]) -> KV:
+    """Return the rows of ``parts`` one after the other; one part is returned as it is."""
+    if len(parts) == 1:
+        return parts[0]
+    layers = range(len(parts[0].k))
+    return KV(
+        [torch.cat([kv.k[layer] for kv in parts]) for layer in layers],
+        [torch.cat([kv.v[layer] for kv in parts]) for layer in layers],
+    )

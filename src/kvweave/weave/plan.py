@@ -47,7 +47,8 @@ class Plan:
     @property
     def exact(self) -> int:
         """Tokens reused whose KV is that of a full prefill."""
-        return sum(s.n_tokens - s.n_prefilled for s in self.spans if s.exact and s.how == "prefix")
+        exact = [s for s in self.spans if s.exact and s.how == "prefix"]
+        return sum(s.n_tokens - s.n_prefilled - s.n_repaired for s in exact)
 
     @property
     def reused(self) -> int:

@@ -20,7 +20,7 @@ from kvweave.run.loop import Request
 from kvweave.run.model import Runner
 from kvweave.run.rows import KVRows
 from kvweave.run.sample import Sampling
-from kvweave.store.kv import KV
+from kvweave.store.kv import KV, joined
 from kvweave.store.shelf import Shelf
 from kvweave.weave.parts import (
     Available,
@@ -36,6 +36,7 @@ from kvweave.weave.plan import How, Plan, Span
 from kvweave.weave.repair import Strategy, View
 
 BLOCK = 512  # rows of one model pass; bounds the mask to BLOCK x context
+SHORT = 1 << 17  # bytes of one layer's keys; chunks below are placed together
 QUESTION = 32  # rows whose attention tells what a question needs; it stands at the end
 
 
@@ -146,18 +147,17 @@ class Weaver:
             return
         begin = moving[0].slot
         device = self.runner.device
-        positions = torch.cat([torch.arange(p.position, p.position + p.part.n) for p in placed]).to(
-            device
-        )
+        positions = torch.cat([torch.arange(p.position, p.position + p.part.n) for p in placed])
+        positions = positions.to(device)
         angles = state.rows.angles(positions[begin:])
-        for p in moving:
-            kv = state.own[p.part.uid] if p.source == "own" else loaded[p.part.uid]
-            stop = p.slot + p.ready
-            part_angles = {
-                layer: (cos[p.slot - begin : stop - begin], sin[p.slot - begin : stop - begin])
+        for slot, kv in _runs(moving, state.own, loaded):
+            stop = slot + kv.n_tokens
+            run_angles = {
+                layer: (cos[slot - begin : stop - begin], sin[slot - begin : stop - begin])
                 for layer, (cos, sin) in angles.items()
             }
-            state.rows.place(p.slot, kv.rows(0, p.ready), positions[p.slot : stop], part_angles)
+            state.rows.place(slot, kv, positions[slot:stop], run_angles)
+        for p in moving:
             if p.part.frozen and p.part.uid in state.patches:
                 self._patch(state, p, positions)
 
@@ -187,9 +187,10 @@ class Weaver:
         )
         missing = [torch.arange(p.slot + p.ready, p.slot + p.part.n) for p in placed]
         unready = torch.cat(missing)
-        if unready.numel() == 0 and sampling is not None:
-            unready = torch.tensor([tokens.numel() - 1])  # its logits are wanted
         chosen = self._choose(state, placed, strategy, share, (tokens, positions, unready))
+        if unready.numel() == 0 and sampling is not None:  # the logits of the last row are wanted
+            last = torch.tensor([tokens.numel() - 1])
+            chosen = torch.unique(torch.cat([chosen, last]))
         todo = torch.unique(torch.cat([chosen, unready]))
         n_new = sampling.max_tokens if sampling is not None else 0
         self._next_key += 1
@@ -358,7 +359,7 @@ class Weaver:
         """Keep the raw KV of a part computed in this context where someone may ask for it."""
         if state.keeps:
             before = state.own.get(p.part.uid) if p.ready else None
-            whole = kv if before is None else _joined(before.rows(0, p.ready), kv)
+            whole = kv if before is None else joined([before.rows(0, p.ready), kv])
             state.own[p.part.uid] = whole
         if seen is not None and kv.n_tokens == p.part.n:
             self.shelf.put_in_context(int(p.part.id), seen, kv)
@@ -381,8 +382,18 @@ def _ranges(slots: Tensor, placed: Sequence[Placement]) -> list[tuple[int, int]]
     )
 
 
-def _joined(first: KV, second: KV) -> KV:
-    return KV(
-        [torch.cat(pair) for pair in zip(first.k, second.k, strict=True)],
-        [torch.cat(pair) for pair in zip(first.v, second.v, strict=True)],
-    )
+def _runs(
+    moving: Sequence[Placement], own: dict[int, KV], loaded: dict[int, KV]
+) -> list[tuple[int, KV]]:
+    """Return (slot, KV) to place; short neighbours are joined, since each placing has a price."""
+    runs: list[tuple[int, list[KV]]] = []
+    end, short = -1, False
+    for p in moving:
+        kv = (own if p.source == "own" else loaded)[p.part.uid].rows(0, p.ready)
+        was_short, short = short, kv.k[0].numel() * kv.k[0].element_size() < SHORT
+        if short and was_short and end == p.slot:
+            runs[-1][1].append(kv)
+        else:
+            runs.append((p.slot, [kv]))
+        end = p.slot + p.ready
+    return [(slot, joined(kvs)) for slot, kvs in runs]
