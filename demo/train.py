@@ -162,8 +162,8 @@ def look_back(model: Qwen3ForCausalLM, pairs: int = 7, sharpness: float = 2.5) -
 def match(model: Qwen3ForCausalLM, slow: int = 12) -> None:
     """Begin with second-layer heads that compare (before, here) with (two before, before).
 
-    The pairs of slow rotation compare content at any distance. In a reply "foze river" such a
-    head tends to the position after "foze river" in the notes, which holds the value.
+    The pairs of slow rotation compare content at any distance. In a reply "pude river" such a
+    head tends to the position after "pude river" in the notes, which holds the value.
     """
     config = model.config
     first, second = (model.model.layers[i].self_attn for i in (0, 1))

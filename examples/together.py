@@ -6,11 +6,11 @@ from importlib.resources import files
 from kvweave import Engine
 
 MODEL = sys.argv[1] if len(sys.argv) > 1 else str(files("kvweave") / "demo" / "model")
-QUESTIONS = ["foze river", "vabo metal"]
+QUESTIONS = ["pude river", "givu metal"]
 
 with Engine(MODEL) as engine:
-    engine.put("notes", "foze river habu . so well . vabo metal zovo .")
-    prompt = "keep the notes . {notes} ask {what}"
+    engine.put("notes", " pude river ludi . so well givu metal demu .")
+    prompt = "<|user|>{notes} ask {what}<|end|><|assistant|>"
 
     alone = []
     for question in QUESTIONS:

@@ -476,7 +476,13 @@ def test_chat_commands(stocked):
 
 
 def test_chat_goes_on_after_errors_and_says_so_at_the_end(sh):
-    sh("chat", "--max-tokens", "2", stdin="/drpo x\n/drop\n/drop x\nso\n" + "so " * 5000, status=1)
+    sh(
+        "chat",
+        "--max-tokens",
+        "2",
+        stdin="/drpo x\n/drop\n/drop x\npude river ludi .\n" + "so " * 5000,
+        status=1,
+    )
     assert "hint: did you mean /drop?" in sh.err and "which part?" in sh.err
     assert "no chunk 'x'" in sh.err and "the model's limit is 4096" in sh.err
     assert len(sh.out.splitlines()) == 1

@@ -35,7 +35,7 @@ ORDER = (
 )
 RANK = {name: rank for rank, names in enumerate(ORDER) for name in names}
 TORCH_FREE = ("chunk/", "keep/", "weave/plan.py", "weave/template.py", "run/schedule.py")
-LOCAL_IMPORTS_FREE = ("demo/", "cli.py", "__main__.py")  # these start fast by importing late
+LOCAL_IMPORTS_FREE = ("demo/", "cli/")  # these start fast by importing late
 SPEAK_FOR_THEMSELVES = {"property", "cached_property", "setter", "overload", "override"}
 MAX_FILE, MAX_FUNCTION, MAX_PARAMETERS, MAX_DEPTH = 400, 60, 7, 2
 

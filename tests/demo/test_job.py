@@ -192,11 +192,11 @@ def test_another_way_goes_first_each_turn():
     script = SimpleNamespace(step=iter(steps).__next__, size=SMALL)
     judge = SimpleNamespace(text=lambda reply: "a b c .", right=lambda turn, text: True)
     found = list(job._rows({name: way(name) for name in report.WAYS}, script, judge, 6))
-    k, f, p = report.WAYS
-    order = [k, f, p, f, p, k, p, k, f] * 2
+    k, r, f, p = report.WAYS
+    order = [k, r, f, p, r, f, p, k, f, p, k, r, p, k, r, f, k, r, f, p, r, f, p, k]
     assert [name for name, _ in calls] == order == [n for row in found for n in row["order"]]
-    given = [what if name == k else what[0] for name, what in calls]
-    assert given == [steps[i // 3] if order[i] == k else i // 3 for i in range(18)]
+    given = [what if name in (k, r) else what[0] for name, what in calls]
+    assert given == [steps[i // 4] if order[i] in (k, r) else i // 4 for i in range(24)]
 
 
 def test_the_true_reply_stays_whatever_was_answered(scene):
@@ -242,15 +242,15 @@ def test_script_stays_within_the_cap_and_asks_what_is_in_the_context(scene, size
 @pytest.mark.parametrize(
     ("exact", "text", "right"),
     [
-        (True, "a b vabo .", True),
-        (True, "the value is vabo .", False),
+        (True, "a b givu .", True),
+        (True, "the value is givu .", False),
         (True, "", False),
-        (False, 'The value is "Vabo".', True),
-        (False, "The value is zovo.", False),
+        (False, 'The value is "Givu".', True),
+        (False, "The value is demu.", False),
     ],
 )
 def test_judge(scene, exact, text, right):
-    turn = world.Turn(0, "u", "a b vabo .", "a", "b", "vabo", 0, "recall")
+    turn = world.Turn(0, "u", "a b givu .", "a", "b", "givu", 0, "recall")
     assert job.Judge(scene[0], exact=exact).right(turn, text) is right
 
 
@@ -310,7 +310,8 @@ def hand_made(phase, ttft, right, index):
     cell = {"computed": 10, "answer_ms": 2 * ttft, "idle_ms": 1.0, "right": right, "text": "x",
             "first_as_full": True, "text_as_full": right}  # fmt: skip
     ways = {
-        way: cell | {"ttft_ms": ttft * k} for way, k in (("kvweave", 1), ("full", 5), ("prefix", 4))
+        way: cell | {"ttft_ms": ttft * k}
+        for way, k in (("kvweave", 1), ("reuse", 0.5), ("full", 5), ("prefix", 4))
     }
     extra = {"exact": 7, "reused": 80, "repaired": 3, "prefilled": 10, "moved": 83}
     ways["kvweave"] |= extra
@@ -323,14 +324,14 @@ def test_summary_is_the_median_of_pruned_turns():
     found = report.summarise(rows)["ways"]
     assert found["kvweave"]["ttft_ms"] == 2 and found["full"]["ttft_ms"] == 10
     assert found["kvweave"]["speedup"] == 5 and found["prefix"]["speedup"] == 1.25
-    assert found["kvweave"]["total_ms"] == 5
+    assert found["kvweave"]["total_ms"] == 5 and found["reuse"]["speedup"] == 10
     assert (found["kvweave"]["right"], found["kvweave"]["asked"]) == (2, 3)
     assert found["kvweave"]["text_as_full"] == 2
 
 
 def test_filling_is_one_line_and_each_pruned_turn_one():
     stream = io.StringIO()
-    console = Console(file=stream, width=80)
+    console = Console(file=stream, width=100)
     rows: list[dict[str, object]] = []
     for index in range(30):
         rows.append(hand_made("fill" if index < 3 else "prune", 2.0, index % 2 == 0, index))

@@ -89,9 +89,9 @@ def test_one_key_gives_each_entity_one_attribute() -> None:
 
 
 def test_correct_needs_the_value() -> None:
-    turn = Turn(0, "ask foze river", "foze river habu .", "foze", "river", "habu", 0, "recall")
-    assert turn.correct("foze river habu .") and turn.correct(" foze river habu")
-    assert not turn.correct("foze river zovo .") and not turn.correct("habu")
+    turn = Turn(0, "ask pude river", "pude river ludi .", "pude", "river", "ludi", 0, "recall")
+    assert turn.correct("pude river ludi .") and turn.correct(" pude river ludi")
+    assert not turn.correct("pude river demu .") and not turn.correct("ludi")
     assert not Turn(0, "so", "ok").correct("ok")
 
 
@@ -100,7 +100,7 @@ def test_tokenizer_and_template() -> None:
     assert len(tokenizer) == world.VOCABULARY
     for word in world.WORDS:
         assert len(tokenizer.encode(f" {word}")) == 1, word
-    for text in (topics.topics["lambda"], " a\n\tb  c", "ünïcode 漢字 🙂", "foze. Foze river!"):
+    for text in (topics.topics["lambda"], " a\n\tb  c", "ünïcode 漢字 🙂", "pude. Foze river!"):
         assert tokenizer.decode(tokenizer.encode(text)) == text
     turn = Turn(0, "ask pude river", "pude river joti .")
     messages = [{"role": "system", "content": "keep the notes ."}, *turn.messages()]

@@ -1,11 +1,12 @@
-"""The demonstration: one long conversation, pruned as it goes, answered in three ways.
+"""The demonstration: one long conversation, pruned as it goes, answered in four ways.
 
 Every turn the oldest turn leaves the context and a new one with a question comes in. kvweave
-weaves the change, a full prefill computes the new context from its start, plain prefix caching
-computes what stands behind the shared prefix. Same weights, same tokens (compared every turn),
-greedy decoding; the ways take turns at going first. What stays in the context is the true reply,
-whatever a way answered, so that no way's mistake or luck is seen by another. kvweave's time begins
-with the edit and includes tokenising; the other two get ready-made token ids.
+weaves the change, with its default repair and without any; a full prefill computes the new context
+from its start; plain prefix caching computes what stands behind the shared prefix. Same weights,
+same tokens (compared every turn), greedy decoding; the ways take turns at going first. What stays
+in the context is the true reply, whatever a way answered, so that no way's mistake or luck is seen
+by another. kvweave's time begins with the edit and includes tokenising; the last two get ready-made
+token ids.
 
 ``OUT/demo.json`` and ``--json``: ``machine``, ``model``, ``settings``, ``rows`` (one a turn,
 ``phase`` "fill" until the context is full, then "prune"), ``summary`` (medians over "prune").
@@ -118,7 +119,7 @@ class Weaving:
     """The kvweave way: one context of the engine, edited and asked."""
 
     def __init__(self, engine: Engine, runner: CountedRunner, system: str) -> None:
-        self.engine, self.runner = engine, runner
+        self.engine, self.runner, self.system = engine, runner, system
         self.chat = engine.context("demo", system=system)
         self._late = False  # the last reply was corrected and has no canonical KV yet
 
@@ -211,6 +212,7 @@ def measure(
     runner = CountedRunner.load(path)
     assert isinstance(runner, CountedRunner)
     engine = Engine(runner) if repair is None else Engine(runner, repair=repair)
+    unrepaired = Engine(runner, repair="none")  # with a store of its own: no KV for free
     if model is not None:  # its tokenizer cuts the made-up words into pieces
         size = replace(size, cap=2 * size.cap, answer=3 * size.answer)
     size = replace(size, cap=min(size.cap, runner.limit) - size.answer)
@@ -220,6 +222,7 @@ def measure(
     judge = Judge(engine, exact=model is None)
     ways: dict[str, Any] = {
         "kvweave": weaving,
+        "reuse": Weaving(unrepaired, runner, weaving.system),
         "full": FullPrefill(plain, eos),
         "prefix": PrefixCache(plain, eos),
     }
@@ -241,6 +244,7 @@ def measure(
         "rows": rows,
     }
     engine.close()
+    unrepaired.close()
     return report | {"summary": summarise(rows)}
 
 
@@ -265,14 +269,15 @@ class Judge:
 def _rows(
     ways: dict[str, Any], script: Script, judge: Judge, turns: int
 ) -> Iterator[dict[str, Any]]:
-    """Give each turn to the three ways, another one first each time."""
+    """Give each turn to the ways, another one first each time."""
     index = measured = 0
     while measured < turns:
         step = script.step()
         order = [WAYS[(index + i) % len(WAYS)] for i in range(len(WAYS))]
         n = script.size.answer
         replies = {
-            way: ways[way].answer(step if way == "kvweave" else step.prompt, n) for way in order
+            way: ways[way].answer(step if way in ("kvweave", "reuse") else step.prompt, n)
+            for way in order
         }
         row: dict[str, Any] = {
             "turn": index,

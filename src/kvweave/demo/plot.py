@@ -9,6 +9,7 @@ from typing import Any
 LOOKS = {
     "full": ("full prefill", "#D55E00", "-"),
     "kvweave": ("kvweave", "#0072B2", "-"),
+    "reuse": ("kvweave, no repair", "#56B4E9", "-"),
     "prefix": ("prefix caching", "#000000", (0, (4, 2))),
 }
 
@@ -61,7 +62,7 @@ def _words(figure: Any, upper: Any, lower: Any, report: dict[str, Any]) -> None:
         fontsize=8, color="#555555",
     )  # fmt: skip
     handles, labels = upper.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False)
+    figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False)
     lower.set_xlabel("turn")
 
 

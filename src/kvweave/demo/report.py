@@ -17,11 +17,16 @@ from rich.table import Table
 
 from kvweave import Runner, __version__
 
-WAYS = ("kvweave", "full", "prefix")
-NAMES = {"kvweave": "kvweave", "full": "full prefill", "prefix": "prefix caching"}
+WAYS = ("kvweave", "reuse", "full", "prefix")
+NAMES = {
+    "kvweave": "kvweave",
+    "reuse": "no repair",
+    "full": "full prefill",
+    "prefix": "prefix caching",
+}
 HEAD = (
-    "         context          kvweave: tokens           first token, ms        right\n"
-    "turn   tokens   reused  moved repaired prefilled  kvweave   full prefix   k f p"
+    "      context  kvweave: tokens            first token, ms               right\n"
+    "turn   tokens  reused  moved  rep. new   kvweave  reuse   full prefix  k r f p"
 )
 
 
@@ -69,8 +74,8 @@ def show(rows: list[dict[str, Any]], console: Console) -> None:
     marks = " ".join({True: "✓", False: "✗", None: "-"}[row[w]["right"]] for w in WAYS)
     times = "".join(f"{row[w]['ttft_ms']:7.1f}" for w in WAYS)
     console.print(
-        f"{n:4}{row['n_tokens']:9,}{k['exact'] + k['reused']:9,}{k['moved']:7,}{k['repaired']:9,}"
-        f"{k['prefilled']:10,}  {times}   {marks}"
+        f"{n:4}{row['n_tokens']:9,}{k['exact'] + k['reused']:8,}{k['moved']:7,}{k['repaired']:6,}"
+        f"{k['prefilled']:5,}   {times}  {marks}"
     )
 
 
@@ -96,11 +101,12 @@ def table(report: dict[str, Any]) -> Table:
 def line(report: dict[str, Any]) -> str:
     """Return the summary in one line."""
     summary, repair = report["summary"], report["settings"]["repair"]
-    k, full, prefix = (summary["ways"][way] for way in WAYS)
+    k, reuse, full, prefix = (summary["ways"][way] for way in WAYS)
     return (
         f"summary: minus one turn, plus one: kvweave's first token comes {k['speedup']:.1f} times "
-        f"as fast as a full prefill's (prefix caching: {prefix['speedup']:.1f}), with repair "
-        f"{repair!r}; right {k['right']}/{k['asked']}, full prefill {full['right']}/{full['asked']}"
+        f"as fast as a full prefill's with repair {repair!r}, {reuse['speedup']:.1f} times without "
+        f"(prefix caching: {prefix['speedup']:.1f}); right {k['right']}/{k['asked']} and "
+        f"{reuse['right']}/{reuse['asked']}, full prefill {full['right']}/{full['asked']}"
     )
 
 

@@ -1,7 +1,7 @@
 """The little world of the bundled model: facts, overrides, questions, and its tokenizer.
 
-A conversation states facts ("foze river habu ."), replaces some of them ("now foze river
-gide ."), wraps them in filler and asks for one at the end of a turn ("ask foze river").
+A conversation states facts ("pude river ludi ."), replaces some of them ("now pude river
+kegu ."), wraps them in filler and asks for one at the end of a turn ("ask pude river").
 The expected reply restates the fact, so that answering is matching and copying.
 Training, evaluation and the demonstration all draw their text from here.
 """

@@ -16,7 +16,7 @@ from kvweave.run.sample import Sampling
 from kvweave.weave.generate import Answer, Turn, sampling_from
 from kvweave.weave.maker import Maker, Text
 from kvweave.weave.oracle import Check, compare
-from kvweave.weave.parts import Mode, Part
+from kvweave.weave.parts import Mode, Part, end, with_positions
 from kvweave.weave.plan import Plan
 from kvweave.weave.repair import Strategy, strategy
 from kvweave.weave.settings import Settings
@@ -54,6 +54,7 @@ class Context:
         self._counts: dict[str, int] = {}
         self._editing = False
         self._last: Plan | None = None
+        self._answered: tuple[tuple[Part, ...], int, int] = ((), 0, 0)  # rows of the last answer
         self._closed = False
 
     # ---- reading
@@ -116,7 +117,9 @@ class Context:
         try:
             with self._table.transaction():
                 yield self
-                self._check_length(self._parts)
+                n, limit = end(self._parts), self._weaver.runner.limit
+                if n > limit:
+                    raise ContextTooLong(n, limit)
                 self._sync_holds(before, self._parts)
         except BaseException:
             self._parts, self._base, self._next_uid, self._counts = before, base, uid, counts
@@ -124,20 +127,33 @@ class Context:
         finally:
             self._editing = False
 
-    def append(self, content: Text, *, kind: Kind = "document", name: str | None = None) -> Part:
-        """Add text or token ids at the end."""
-        return self.insert(len(self._parts), content, kind=kind, name=name)
+    def append(
+        self,
+        content: Text,
+        *,
+        kind: Kind = "document",
+        name: str | None = None,
+        label: str | None = None,
+    ) -> Part:
+        """Add text or token ids at the end; ``name`` stores it by that name, ``label`` only shows."""
+        return self.insert(len(self._parts), content, kind=kind, name=name, label=label)
 
     def append_chunk(self, ref: str) -> Part:
         """Add a stored chunk at the end. Raises ChunkNotFound."""
         return self.insert_chunk(len(self._parts), ref)
 
     def insert(
-        self, index: int, content: Text, *, kind: Kind = "document", name: str | None = None
+        self,
+        index: int,
+        content: Text,
+        *,
+        kind: Kind = "document",
+        name: str | None = None,
+        label: str | None = None,
     ) -> Part:
         """Add text or token ids before the part at ``index``."""
         with self.edit():
-            shown = name or f"text-{self._next_uid}"
+            shown = name or label or f"text-{self._next_uid}"
             tokens = self._maker.tokens(content)
             base = self._base
             id = self._maker.add(
@@ -205,7 +221,8 @@ class Context:
                 raise InvalidArgument("drop", "the base carries all other parts", "use replace")
             if not gone:
                 return
-            parts = self._fixed()
+            keep = self.settings.positions == "keep"
+            parts = with_positions(self._parts) if keep else self._parts
             self._parts = tuple(
                 replace(p, frozen=mode == "evict" or p.frozen) if i > min(gone) else p
                 for i, p in enumerate(parts)
@@ -334,12 +351,19 @@ class Context:
         return turn.run()
 
     def check(self) -> Check:
-        """Weave, then measure the distance to a full prefill (costs that full prefill)."""
+        """Weave, then measure the distance to a full prefill (costs that full prefill).
+
+        Compared are the predictions of the last answer's tokens, or, when the context was edited
+        since, of the next token.
+        """
         if self._state.woven == [] or self.preview().prefilled:
             self.weave()
-        tail = self._last.spans[-1].n_prefilled if self._last is not None else 1
         tokens = torch.tensor(self.tokens(), device=self._weaver.runner.device)
-        return compare(self._weaver.runner, self._state.rows, tokens, max(1, min(tail, 64)))
+        parts, start, stop = self._answered
+        if parts != self._parts:
+            start, stop = len(tokens) - 1, len(tokens)
+        span = slice(max(start, stop - 64), stop)
+        return compare(self._weaver.runner, self._state.rows, tokens, span)
 
     def check_integrity(self) -> None:
         """Raise AssertionError when rows, parts and the index disagree."""
@@ -364,24 +388,6 @@ class Context:
     def _no_gaps(self, verb: str) -> None:
         if self.settings.positions == "keep":
             raise InvalidArgument(verb, 'positions="keep" cannot make room', 'use "compact"')
-
-    def _fixed(self) -> tuple[Part, ...]:
-        """Return the parts with their positions written down when these are kept."""
-        if self.settings.positions == "compact":
-            return self._parts
-        parts, position = [], 0
-        for part in self._parts:
-            position = position if part.position is None else part.position
-            parts.append(replace(part, position=position))
-            position += part.n
-        return tuple(parts)
-
-    def _check_length(self, parts: Sequence[Part]) -> None:
-        position = 0
-        for part in parts:
-            position = (position if part.position is None else part.position) + part.n
-        if position > self._weaver.runner.limit:
-            raise ContextTooLong(position, self._weaver.runner.limit)
 
     def _sync_holds(self, before: Sequence[Part], after: Sequence[Part]) -> None:
         old, new = Counter(p.id for p in before), Counter(p.id for p in after)

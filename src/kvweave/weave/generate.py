@@ -61,7 +61,7 @@ class Turn:
         header = context._maker.chat.header() if chat else ""
         self._header: Part | None = None
         if header:
-            self._header = context.append(header, kind="assistant")
+            self._header = context.append(header, kind="assistant", label="answer")
         settings = context.settings
         try:
             self._woven = context._weaver.prepare(
@@ -191,6 +191,8 @@ class Turn:
                 else:
                     parts.append(context.append(piece, kind="assistant"))
         context._weaver.extend(context._state, parts, (len(head), n_rows), request)
+        first = int(request.slots[-1])  # this row predicted the first token
+        context._answered = (context.parts, first, first + max(1, len(tokens)))
 
     def _split(self, whole: list[int], n_text: int) -> list[tuple[Kind, list[int]]]:
         """Cut a thinking block off the answer, so that it can be pruned on its own."""

@@ -16,7 +16,7 @@ BLOCK = 512
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """A woven context against the oracle, over its last ``n_compared`` tokens.
+    """A woven context against the oracle, over ``n_compared`` next-token predictions.
 
     ``kl`` is KL(oracle || woven) of the next-token distributions in nats, averaged; ``logit_*``
     are absolute; ``k_error`` and ``v_error`` are relative Frobenius errors per layer over all rows.
@@ -46,32 +46,31 @@ class Check:
 
 
 def prefill(
-    runner: Runner, tokens: Tensor, positions: Tensor, n_logits: int
+    runner: Runner, tokens: Tensor, positions: Tensor, span: slice
 ) -> tuple[KVRows, Tensor]:
-    """Return rows and the last ``n_logits`` logits [n_logits, vocab] of a full prefill."""
+    """Return rows and the logits [span, vocab] of a full prefill."""
     n = tokens.numel()
     rows = runner.new_rows()
     rows.reserve(n)
     found = []
     for slots in torch.split(torch.arange(n), BLOCK):
         at = slots.to(tokens.device)
-        want = (slots >= n - n_logits).nonzero()[:, 0].to(tokens.device)
+        wanted = (slots >= span.start) & (slots < span.stop)
         segment = Segment(rows, tokens[at], slots, positions[at])
-        logits = runner.forward([segment], want)
-        found.append(logits)
+        found.append(runner.forward([segment], wanted.nonzero()[:, 0].to(tokens.device)))
     return rows, torch.cat(found)
 
 
-def compare(runner: Runner, rows: KVRows, tokens: Tensor, n_compared: int) -> Check:
+def compare(runner: Runner, rows: KVRows, tokens: Tensor, span: slice) -> Check:
     """Compare woven ``rows`` of ``tokens`` with the oracle; changes nothing.
 
-    The logits of the last ``n_compared`` tokens are computed again over a copy of the rows.
+    The logits after the tokens of ``span`` are computed again over a copy of the rows.
     """
-    n = tokens.numel()
+    n, n_compared = tokens.numel(), span.stop - span.start
     positions = rows.positions[:n].clone()
-    true_rows, wanted = prefill(runner, tokens, positions, n_compared)
+    true_rows, wanted = prefill(runner, tokens, positions, span)
     copy = rows.clone()
-    slots = torch.arange(n - n_compared, n)
+    slots = torch.arange(span.start, span.stop)
     at = slots.to(tokens.device)
     segment = Segment(copy, tokens[at], slots, positions[at])
     found = runner.forward([segment], torch.arange(n_compared, device=tokens.device))

@@ -128,6 +128,25 @@ def _choose(
     return make("none", 0, exact_before)
 
 
+def with_positions(parts: Sequence[Part]) -> tuple[Part, ...]:
+    """Return the parts with their positions written down, so that they stay where they are."""
+    fixed: list[Part] = []
+    position = 0
+    for part in parts:
+        position = position if part.position is None else part.position
+        fixed.append(replace(part, position=position))
+        position += part.n
+    return tuple(fixed)
+
+
+def end(parts: Sequence[Part]) -> int:
+    """Return the first position behind all parts."""
+    position = 0
+    for part in parts:
+        position = (position if part.position is None else part.position) + part.n
+    return position
+
+
 def first_change(placed: Sequence[Placement]) -> int:
     """Return the slot up to which rows stay as they are."""
     for p in placed:
