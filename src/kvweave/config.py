@@ -26,13 +26,12 @@ class Config:
     """Defaults of every context; each field with its unit and the reason for its value."""
 
     budget: int | str = "2GiB"  # KV memory: canonical rows and the rows of contexts
-    repair: str = "query"  # the strategy with the least KL per repaired row (docs/LOG.md)
+    repair: str = "query"  # best where chunks refer to each other (docs/LOG.md)
     share: float = 0.05  # part of the reused rows to repair, 0..1
     policy: str = "lru"  # which chunk to let go of
     denoise: Literal["after", "never"] = "after"  # canonical KV of new turns: after the answer
     max_batch: int = 16  # contexts that decode together
     max_rows: int = 512  # rows of one model pass; bounds the mask to max_rows x context
-    seed: int = 0  # of sampling without a seed of its own, and of `random` repair
 
     def __post_init__(self) -> None:
         n_bytes(self.budget)

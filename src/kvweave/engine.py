@@ -86,14 +86,18 @@ class Engine:
         self.shelf.on_tier = self._note_tier
         self.shelf.on_in_context = self._note_deps
         self.table.on_free = self.shelf.drop
-        self._mend()
         self.loop = Loop(self.runner, self.config.max_batch, self.config.max_rows)
         self.maker = Maker(self.runner, self.shelf, self.table)
         self.weaver = Weaver(self.runner, self.shelf, self.table)
         self.files = Files(self.table)
         self.contexts: dict[str, Context] = {}
         self._n_composed = 0
-        self._base = self._make_base(base) if self.runner.can_move else None
+        try:
+            self._mend()
+            self._base = self._make_base(base) if self.runner.can_move else None
+        except BaseException:
+            self.table.close()
+            raise
 
     # ---- life
 
@@ -213,11 +217,15 @@ class Engine:
         if name in self.contexts:
             raise NameTaken(name, 0)
         context = Context(name, self.weaver, self.maker, self.loop, self._settings(options))
-        if system is not None:
-            context.message("system", system)
-            self.maker.canonicalise([context.parts[0].id])
-        elif self._base is not None:
-            context.set_base(self._base, "base")
+        try:
+            if system is not None:
+                context.message("system", system)
+                self.maker.canonicalise([context.parts[0].id])
+            elif self._base is not None:
+                context.set_base(self._base, "base")
+        except BaseException:
+            context.close()
+            raise
         self.contexts[name] = context
         return context
 

@@ -115,6 +115,21 @@ def test_stop_strings_end_the_text_and_the_chunk(engine: Engine, tokenizer: Any)
     assert max(stopped.check().k_error) < 1e-9
 
 
+def test_a_context_is_not_edited_while_it_answers(engine: Engine) -> None:
+    chat = engine.context("chat", system="be brief")
+    chat.message("user", "hello")
+    turn = chat.begin(_greedy(9), chat=True)
+    engine.loop.step()
+    for change in (lambda: chat.append("x"), lambda: chat.drop(-1), lambda: chat.ask("y", 3)):
+        with pytest.raises(InvalidArgument, match="under way"):
+            change()
+    with pytest.raises(InvalidArgument, match="under way"):
+        chat.begin(_greedy(3))
+    answer = turn.cancel()
+    assert answer.finish == "cancelled" and chat.parts[-1].name == "chat/a-000"
+    assert chat.ask("y", 3).tokens
+
+
 def test_same_seed_same_text_whatever_runs_beside_it(engine: Engine) -> None:
     texts = []
     for company in (0, 3):

@@ -19,7 +19,7 @@ from torch import Tensor
 from kvweave.run.rotary import Angles, Rotation
 from kvweave.store.kv import KV, LayerShape
 
-SLACK = 32  # rows added beyond what was asked for, or a sixteenth: growing is not a copy each turn
+SLACK = 16  # one row more for so many asked for: growing is not a copy each turn
 
 
 class KVRows:
@@ -50,11 +50,15 @@ class KVRows:
         """Bytes allocated, free slots included."""
         return sum(t.numel() * t.element_size() for t in (*self.k, *self.v))
 
+    def capacity_for(self, n: int) -> int:
+        """Return the rows that will be allocated once ``n`` are reserved."""
+        return self.capacity if n <= self.capacity else n + n // SLACK
+
     def reserve(self, n: int) -> None:
         """Make room for ``n`` rows in all; keeps the rows there are."""
         if n <= self.capacity:
             return
-        capacity = n + max(SLACK, n // 16)
+        capacity = self.capacity_for(n)
         for tensors in (self.k, self.v):
             for layer, old in enumerate(tensors):
                 heads, width = old.shape[1:]

@@ -53,6 +53,7 @@ class Context:
         self._next_uid = 0
         self._counts: dict[str, int] = {}
         self._editing = False
+        self._answering = False  # a Turn is between its beginning and its end
         self._last: Plan | None = None
         self._answered: tuple[tuple[Part, ...], int, int] = ((), 0, 0)  # rows of the last answer
         self._closed = False
@@ -109,6 +110,8 @@ class Context:
     @contextmanager
     def edit(self) -> Iterator[Context]:
         """Batch edits: all of them happen, or none when an error leaves the block."""
+        if self._answering:
+            raise InvalidArgument("edit", "an answer is under way", "finish or cancel it first")
         if self._editing:
             yield self
             return
@@ -224,15 +227,10 @@ class Context:
             keep = self.settings.positions == "keep"
             parts = with_positions(self._parts) if keep else self._parts
             self._parts = tuple(
-                replace(p, frozen=mode == "evict" or p.frozen) if i > min(gone) else p
+                replace(p, frozen=mode == "evict") if i > min(gone) else p
                 for i, p in enumerate(parts)
                 if i not in gone
             )
-            if mode == "forget":
-                self._parts = tuple(
-                    replace(p, frozen=False) if i >= min(gone) else p
-                    for i, p in enumerate(self._parts)
-                )
 
     def replace(self, ref: str | int | Part, content: Text, *, kind: Kind = "document") -> Part:
         """Put new text in the place of a part; what stands behind is woven anew."""
@@ -284,7 +282,7 @@ class Context:
         twin._counts = dict(self._counts)
         twin._sync_holds((), twin._parts)
         weaver, state = self._weaver, self._state
-        weaver.shelf.charge(name, state.rows.n * weaver.runner.row_bytes)
+        weaver.shelf.charge(name, state.rows.n_bytes)
         twin._state.rows = state.rows.clone()
         twin._state.woven = list(state.woven)
         twin._state.own, twin._state.patches = dict(state.own), dict(state.patches)
@@ -308,8 +306,7 @@ class Context:
 
         With ``repair``, parts that are not exact are woven again by that strategy.
         """
-        if not self._parts:
-            raise InvalidArgument("context", "it is empty", "append something first")
+        self._not_empty()
         if repair is not None:
             self._strategy = strategy(repair)
             exact = 0
@@ -326,8 +323,9 @@ class Context:
 
     def begin(self, sampling: Sampling, *, chat: bool = False) -> Turn:
         """Queue an answer; the loop computes it while any context is driven."""
-        if not self._parts:
-            raise InvalidArgument("context", "it is empty", "append something first")
+        self._not_empty()
+        if self._answering:
+            raise InvalidArgument("begin", "an answer is under way", "finish or cancel it first")
         return Turn(self, sampling, chat)
 
     def generate(self, max_tokens: int = 256, **options: object) -> Answer:
@@ -384,6 +382,10 @@ class Context:
         behind = tuple(replace(p, frozen=False) for p in self._parts[index:])
         self._parts = (*self._parts[:index], part, *behind)
         return part
+
+    def _not_empty(self) -> None:
+        if not self._parts:
+            raise InvalidArgument("context", "it is empty", "append something first")
 
     def _no_gaps(self, verb: str) -> None:
         if self.settings.positions == "keep":

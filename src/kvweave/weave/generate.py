@@ -74,6 +74,7 @@ class Turn:
         self._weave_seconds = time.perf_counter() - self._started
         self._woven.request.started = self._started
         context._loop.add(self._woven.request)
+        context._answering = True
 
     @property
     def done(self) -> bool:
@@ -115,6 +116,7 @@ class Turn:
 
     def _abandon(self) -> None:
         self.context._loop.cancel(self._woven.request.key)
+        self.context._answering = False
         self.context._state.woven = []
         self.context.restore(self._before)
         self._gone = True
@@ -124,6 +126,7 @@ class Turn:
         if self._answer is not None:
             return self._answer
         context, request = self.context, self._woven.request
+        context._answering = False
         if not self._gone and request.n_done < request.tokens.numel():
             self._abandon()  # cancelled before its rows were complete
         if not self._gone:

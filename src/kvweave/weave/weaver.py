@@ -105,7 +105,10 @@ class Weaver:
         last = placed[-1].position + placed[-1].part.n + n_new
         if last > self.runner.limit:
             raise ContextTooLong(last, self.runner.limit)
-        self.shelf.charge(state.name, (n + n_new) * self.runner.row_bytes)
+        own = sum(kv.n_bytes for kv in state.own.values())
+        self.shelf.charge(
+            state.name, state.rows.capacity_for(n + n_new) * self.runner.row_bytes + own
+        )
         self.table.touch(p.part.id for p in placed if p.source != "kept")
         keep = first_change(placed)
         state.woven = []
@@ -276,11 +279,6 @@ class Weaver:
             last = len(rows.k) - 1  # its keys are the last thing anyone asks for
             self.runner.forward([segment], torch.empty(0, dtype=torch.int64), stop_after=last)
         return mass.cpu()
-        for slots in torch.split(unready, BLOCK):
-            at = slots.to(rows.device)
-            segment = Segment(rows, work[0][at], slots, work[1][at], mass=mass)
-            self.runner.forward([segment], torch.empty(0, dtype=torch.int64))
-        return mass.cpu()
 
     def _explain(self, placed: list[Placement], counts: list[int], strategy: str) -> Plan:
         spans = []
@@ -292,7 +290,7 @@ class Weaver:
             how: How = "prefill" if p.ready == 0 else ("repair" if n_repaired else "reuse")
             if p.exact and p.ready:
                 how = "prefix"
-            tier = "-" if p.ready == 0 else "ram"
+            tier = "-" if p.ready == 0 else self.shelf.memory
             if p.source == "canonical":
                 tier = self.shelf.tier(p.part.id)
             n_bytes = 0 if p.source in ("kept", "none") else p.ready * self.runner.row_bytes
@@ -325,7 +323,10 @@ class Weaver:
                 state.patches[p.part.uid] = patch
             done.append(new)
         state.woven = done
-        state.known.update(p.part.uid for p in done)
+        uids = {p.part.uid for p in done}
+        state.known |= uids
+        state.own = {uid: kv for uid, kv in state.own.items() if uid in uids}
+        state.patches = {uid: patch for uid, patch in state.patches.items() if uid in uids}
         return done
 
     def extend(

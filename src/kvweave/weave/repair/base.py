@@ -1,0 +1,46 @@
+"""The contract of a repair strategy: look at a placed context, choose rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from kvweave.weave.parts import Placement
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """What a strategy may look at. Slots and rows are indices into the context's rows.
+
+    ``deviation(layer, what)`` returns, per candidate row, how far the placed "k", "v" or "kv" rows
+    of ``layer`` are from rows recomputed in this context (squared L2, float32). ``attention()``
+    returns the attention mass the rows not yet computed (the question) pay to each candidate.
+    Both cost a pass.
+    """
+
+    spans: Sequence[Placement]  # placed parts that are not exact
+    candidates: Tensor  # [n] int64, their slots, increasing
+    budget: int  # rows to choose
+    deviation: Callable[[int, str], Tensor]
+    attention: Callable[[], Tensor]
+    generator: torch.Generator
+
+
+class Strategy(Protocol):
+    """Chooses rows; does not change anything."""
+
+    name: str
+
+    def choose(self, view: View) -> Tensor:
+        """Return slots to recompute, a subset of ``view.candidates``, in increasing order."""
+        ...
+
+
+def best(view: View, scores: Tensor) -> Tensor:
+    """Return the slots of the ``budget`` highest ``scores`` [candidate], increasing."""
+    top = torch.topk(scores, min(view.budget, scores.numel())).indices
+    return view.candidates[top.sort().values]

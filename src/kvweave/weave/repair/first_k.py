@@ -1,0 +1,27 @@
+"""Chunk starts."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvweave.weave.repair.base import View
+
+
+class FirstK:
+    """The first rows of every chunk (EPIC / LegoLink, arXiv 2410.15332, section 4).
+
+    They act as attention sinks when a chunk is computed alone. With ``k`` None the budget is
+    shared evenly among the chunks.
+    """
+
+    name = "first_k"
+
+    def __init__(self, k: int | None = None) -> None:
+        self.k = k
+
+    def choose(self, view: View) -> Tensor:
+        """Return the first ``k`` slots of each span."""
+        k = self.k if self.k is not None else view.budget // max(1, len(view.spans))
+        slots = [torch.arange(p.slot, p.slot + min(k, p.ready)) for p in view.spans]
+        return torch.cat(slots) if slots else view.candidates[:0]

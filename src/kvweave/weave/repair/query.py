@@ -1,0 +1,21 @@
+"""Rows the question looks at."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from kvweave.weave.repair.base import View, best
+from kvweave.weave.repair.first_k import FirstK
+
+
+class Query:
+    """Rows the question attends to, over all layers and heads, at their woven positions
+    (A3, arXiv 2511.17560; ProphetKV, arXiv 2602.02579). Costs one pass of the question; without a
+    question it falls back to the first rows of every chunk."""
+
+    name = "query"
+
+    def choose(self, view: View) -> Tensor:
+        """Return the ``budget`` rows that get most attention."""
+        mass = view.attention()
+        return best(view, mass) if bool(mass.any()) else FirstK().choose(view)
