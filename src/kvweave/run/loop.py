@@ -25,7 +25,8 @@ from kvweave.store.kv import KV
 class Request:
     """Rows to compute for one context, then tokens to generate.
 
-    ``raw`` receives the unrotated KV of the computed rows in order, then of generated tokens.
+    ``raw``, if given, receives the unrotated KV of the computed rows in order, then of generated
+    tokens.
     """
 
     key: int
@@ -33,7 +34,7 @@ class Request:
     tokens: Tensor  # [n] int64, on the model's device
     slots: Tensor  # [n] int64, CPU, increasing
     positions: Tensor  # [n] int64
-    raw: KV
+    raw: KV | None
     sampling: Sampling | None  # None only computes the rows
     tenant: str = ""
     n_done: int = 0  # rows computed

@@ -19,7 +19,7 @@ from torch import Tensor
 from kvweave.run.rotary import Angles, Rotation
 from kvweave.store.kv import KV, LayerShape
 
-SLACK = 16  # one row more for so many asked for: growing is not a copy each turn
+SLACK = 32  # one row more for so many asked for: growing is not a copy each turn
 
 
 class KVRows:

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from kvweave.chunk.table import Table
 from kvweave.errors import ContextTooLong, CorruptChunk
-from kvweave.run.attention import Segment
 from kvweave.run.loop import Request
 from kvweave.run.model import Runner
 from kvweave.run.rows import KVRows
@@ -33,11 +32,10 @@ from kvweave.weave.parts import (
     still_seen,
 )
 from kvweave.weave.plan import How, Plan, Span
-from kvweave.weave.repair import Strategy, View
+from kvweave.weave.repair import Strategy
+from kvweave.weave.scores import Scores
 
-BLOCK = 512  # rows of one model pass; bounds the mask to BLOCK x context
 SHORT = 1 << 17  # bytes of one layer's keys; chunks below are placed together
-QUESTION = 32  # rows whose attention tells what a question needs; it stands at the end
 
 
 @dataclass(slots=True)
@@ -59,7 +57,6 @@ class Woven:
     """A weave whose rows are placed and whose request waits to run."""
 
     placed: list[Placement]
-    repaired: Tensor  # slots
     plan: Plan
     request: Request
 
@@ -190,95 +187,29 @@ class Weaver:
         )
         missing = [torch.arange(p.slot + p.ready, p.slot + p.part.n) for p in placed]
         unready = torch.cat(missing)
-        chosen = self._choose(state, placed, strategy, share, (tokens, positions, unready))
+        spans = [p for p in placed if _repairable(p)]
+        scores = Scores(self.runner, state.rows, tokens, positions, unready)
+        chosen = scores.choose(spans, strategy, share)
         if unready.numel() == 0 and sampling is not None:  # the logits of the last row are wanted
             last = torch.tensor([tokens.numel() - 1])
             chosen = torch.unique(torch.cat([chosen, last]))
         todo = torch.unique(torch.cat([chosen, unready]))
         n_new = sampling.max_tokens if sampling is not None else 0
         self._next_key += 1
+        counts = [stop - start for start, stop in _ranges(chosen, placed)]
+        plan = self._explain(placed, counts, strategy.name)
+        wanted = state.keeps or any(s.exact and s.n_prefilled for s in plan.spans)
         request = Request(
             key=self._next_key,
             rows=state.rows,
             tokens=tokens[todo.to(tokens.device)],
             slots=todo,
             positions=positions[todo.to(tokens.device)],
-            raw=self.runner.new_kv(todo.numel() + n_new),
+            raw=self.runner.new_kv(todo.numel() + n_new) if wanted else None,
             sampling=sampling,
             tenant=state.tenant,
         )
-        counts = [stop - start for start, stop in _ranges(chosen, placed)]
-        return Woven(placed, chosen, self._explain(placed, counts, strategy.name), request)
-
-    def _choose(
-        self,
-        state: State,
-        placed: list[Placement],
-        strategy: Strategy,
-        share: float,
-        work: tuple[Tensor, Tensor, Tensor],
-    ) -> Tensor:
-        spans = [p for p in placed if _repairable(p)]
-        if not spans:
-            return torch.empty(0, dtype=torch.int64)
-        tokens, positions, unready = work
-        candidates = torch.cat([torch.arange(p.slot, p.slot + p.ready) for p in spans])
-        view = View(
-            spans=spans,
-            candidates=candidates,
-            budget=round(share * candidates.numel()),
-            deviation=lambda layer, what: self._deviation(
-                state.rows,
-                torch.unique(torch.cat([candidates, unready])),
-                candidates,
-                (tokens, positions),
-                (layer, what),
-            ),
-            attention=lambda: self._attention(state.rows, unready, (tokens, positions))[candidates],
-            generator=torch.Generator().manual_seed(0),
-        )
-        return strategy.choose(view)
-
-    def _deviation(
-        self,
-        rows: KVRows,
-        todo: Tensor,
-        candidates: Tensor,
-        work: tuple[Tensor, Tensor],
-        which: tuple[int, str],
-    ) -> Tensor:
-        """Squared distance of placed rows of one layer from recomputed ones, per candidate."""
-        layer, what = which
-        layer = min(layer, len(rows.k) - 1)
-        scratch = rows.clone(layers=layer + 1)
-        for slots in torch.split(todo, BLOCK):
-            at = slots.to(rows.device)
-            segment = Segment(scratch, work[0][at], slots, work[1][at])
-            self.runner.forward([segment], torch.empty(0, dtype=torch.int64), stop_after=layer)
-        at = candidates.to(rows.device)
-        total = torch.zeros(candidates.numel(), device=rows.device)
-        for name, new, old in (("k", scratch.k, rows.k), ("v", scratch.v, rows.v)):
-            if name in what:
-                total += (new[layer][at] - old[layer][at]).float().square().sum((1, 2))
-        return total.cpu()
-
-    def _attention(self, rows: KVRows, unready: Tensor, work: tuple[Tensor, Tensor]) -> Tensor:
-        """Attention mass [slot] that the last `QUESTION` rows not yet computed pay, over heads and
-        all layers but the last.
-
-        Computes the rows over the unrepaired context; the main pass computes them again.
-        """
-        mass = torch.zeros(work[0].numel(), device=rows.device)
-        question = unready[-QUESTION:]
-        for slots in (*torch.split(unready[:-QUESTION], BLOCK), question):
-            if not slots.numel():
-                continue
-            at = slots.to(rows.device)
-            found = mass if slots is question else None
-            segment = Segment(rows, work[0][at], slots, work[1][at], mass=found)
-            last = len(rows.k) - 1  # its keys are the last thing anyone asks for
-            self.runner.forward([segment], torch.empty(0, dtype=torch.int64), stop_after=last)
-        return mass.cpu()
+        return Woven(placed, plan, request)
 
     def _explain(self, placed: list[Placement], counts: list[int], strategy: str) -> Plan:
         spans = []
@@ -316,9 +247,10 @@ class Weaver:
             if computed and start < stop:
                 seen = seen_from(done, p.position) if p.ready == 0 else p.seen
                 new = replace(new, origin="own", seen=seen)
-                kv = raw.rows(start, stop)
-                self._remember(state, p, kv, seen if exact_before else None)
-            elif span.n_repaired and state.keeps:
+                if raw is not None:
+                    kv = raw.rows(start, stop)
+                    self._remember(state, p, kv, seen if exact_before else None)
+            elif span.n_repaired and state.keeps and raw is not None:
                 patch = (slots[start:stop] - p.slot, raw.rows(start, stop).clone())
                 state.patches[p.part.uid] = patch
             done.append(new)
@@ -351,7 +283,7 @@ class Weaver:
             seen = seen_from(state.woven, position)
             state.woven.append(Placement(part, slot, position, "kept", ready, exact, seen, "own"))
             state.known.add(part.uid)
-            if state.keeps and ready:
+            if state.keeps and ready and request.raw is not None:
                 state.own[part.uid] = request.raw.rows(at, at + ready).clone()
             at, n_rows = at + ready, n_rows - ready
             slot, position = slot + part.n, position + part.n

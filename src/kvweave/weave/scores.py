@@ -1,0 +1,82 @@
+"""What repair strategies rank rows by: deviation and attention, measured in passes of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvweave.run.attention import Segment
+from kvweave.run.model import Runner
+from kvweave.run.rows import KVRows
+from kvweave.weave.parts import Placement
+from kvweave.weave.repair import Strategy, View
+
+BLOCK = 512  # rows of one model pass; bounds the mask to BLOCK x context
+QUESTION = 32  # rows whose attention tells what a question needs; it stands at the end
+NOTHING = torch.empty(0, dtype=torch.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """A placed context before its repair: ``tokens`` and ``positions`` [slot], ``unready`` slots."""
+
+    runner: Runner
+    rows: KVRows
+    tokens: Tensor
+    positions: Tensor
+    unready: Tensor
+
+    def choose(self, spans: Sequence[Placement], strategy: Strategy, share: float) -> Tensor:
+        """Return the slots of ``spans`` that ``strategy`` would recompute, increasing."""
+        if not spans:
+            return NOTHING
+        candidates = torch.cat([torch.arange(p.slot, p.slot + p.ready) for p in spans])
+        view = View(
+            spans=spans,
+            candidates=candidates,
+            budget=round(share * candidates.numel()),
+            deviation=lambda layer, what: self.deviation(candidates, layer, what),
+            attention=lambda: self.attention()[candidates],
+            generator=torch.Generator().manual_seed(0),
+        )
+        return strategy.choose(view)
+
+    def deviation(self, candidates: Tensor, layer: int, what: str) -> Tensor:
+        """Return the squared distance of placed rows of one layer from recomputed ones.
+
+        Layers up to ``layer`` are computed for all rows on a copy.
+        """
+        layer = min(layer, len(self.rows.k) - 1)
+        scratch = self.rows.clone(layers=layer + 1)
+        todo = torch.unique(torch.cat([candidates, self.unready]))
+        for slots in torch.split(todo, BLOCK):
+            self._run(scratch, slots, layer, None)
+        at = candidates.to(self.rows.device)
+        total = torch.zeros(candidates.numel(), device=self.rows.device)
+        for name, new, old in (("k", scratch.k, self.rows.k), ("v", scratch.v, self.rows.v)):
+            if name in what:
+                total += (new[layer][at] - old[layer][at]).float().square().sum((1, 2))
+        return total.cpu()
+
+    def attention(self) -> Tensor:
+        """Return the attention mass [slot] that the last `QUESTION` unready rows pay, over heads
+        and all layers but the last.
+
+        Computes the unready rows over the unrepaired context; the main pass computes them again.
+        """
+        mass = torch.zeros(self.tokens.numel(), device=self.rows.device)
+        last = len(self.rows.k) - 1  # its keys are the last thing anyone asks for
+        question = self.unready[-QUESTION:]
+        for slots in torch.split(self.unready[:-QUESTION], BLOCK):
+            self._run(self.rows, slots, last, None)
+        self._run(self.rows, question, last, mass)
+        return mass.cpu()
+
+    def _run(self, rows: KVRows, slots: Tensor, last: int, mass: Tensor | None) -> None:
+        if slots.numel():
+            at = slots.to(rows.device)
+            segment = Segment(rows, self.tokens[at], slots, self.positions[at], mass=mass)
+            self.runner.forward([segment], NOTHING, stop_after=last)
