@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
 from importlib import import_module
 
 import kvweave
@@ -82,17 +82,16 @@ class Chat:
     def answer(self, line: str) -> None:
         """Print the answer to one message as it comes; Ctrl-C ends it early."""
         context, before = self.context, self.context.snapshot()
-        stream = None
+        turn = None
         try:
             context.message("user", line)
             turn = context.begin(self.sampling, chat=True)
-            stream = turn.stream()
-            for piece in stream:
+            for piece in turn.stream():
                 if not self.out.as_json:
                     print(piece, end="", flush=True)
         except BaseException as error:
-            if isinstance(stream, Generator):  # its close() stops the answer
-                stream.close()
+            if turn is not None:
+                turn.cancel()
             context.restore(before)
             if not isinstance(error, KeyboardInterrupt):
                 raise
