@@ -11,7 +11,13 @@ import pytest
 import torch
 from conftest import tiny
 
-from kvweave.errors import CannotMove, ContextTooLong, ModelMismatch, ModelUnusable
+from kvweave.errors import (
+    CannotMove,
+    ContextTooLong,
+    InvalidArgument,
+    ModelMismatch,
+    ModelUnusable,
+)
 from kvweave.run.attention import Segment
 from kvweave.run.model import Runner
 
@@ -189,6 +195,16 @@ def test_positions_over_the_limit_are_refused(runner: Runner) -> None:
     with pytest.raises(ContextTooLong) as error:
         runner.forward([segment], torch.tensor([0]))
     assert (error.value.n, error.value.limit) == (1025, 1024)
+
+
+def test_limits_and_dtypes_that_make_no_sense_are_refused(bundled: Path) -> None:
+    model = oracle.build("llama", {})
+    for limit in (0, -3, 1025):
+        with pytest.raises(InvalidArgument, match="1024"):
+            Runner(model, max_positions=limit)
+    assert Runner(model, max_positions=100).limit == 100
+    with pytest.raises(InvalidArgument, match="bfloat16"):
+        Runner.load(str(bundled), dtype="float3")
 
 
 def test_fingerprint_tells_weights_apart(runner: Runner) -> None:

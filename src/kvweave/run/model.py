@@ -28,7 +28,7 @@ from transformers import (
 from transformers.cache_utils import CacheLayerMixin
 from transformers.utils import logging
 
-from kvweave.errors import CannotMove, ContextTooLong, ModelUnusable
+from kvweave.errors import CannotMove, ContextTooLong, InvalidArgument, ModelUnusable
 from kvweave.run import attention
 from kvweave.run.attention import Pass, Segment, StopPass
 from kvweave.run.fingerprint import fingerprint
@@ -40,6 +40,7 @@ from kvweave.store.kv import KV, LayerShape
 ATTENTION = "kvweave"
 SMALL = 1 << 29  # bytes of weights that load without a progress bar
 PROBES = (0, 1, 37, 611)  # positions; small ones separate frequencies, large ones confirm them
+DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3, torch.bfloat16: 6e-2, torch.float16: 2e-2}
 
 
@@ -143,6 +144,11 @@ class Runner:
         self.config = model.config.get_text_config()
         self.device, self.dtype = model.device, model.dtype
         declared = getattr(self.config, "max_position_embeddings", None) or 1 << 20
+        stretches = _rope(self.config).get("rope_type") == "dynamic"
+        if max_positions is not None and not (0 < max_positions <= declared or stretches):
+            raise InvalidArgument(
+                "max_positions", f"{max_positions} is not in 1..{declared}, the model's own limit"
+            )
         self.limit = int(max_positions or _pinned_limit(self.config) or declared)
         self.layers: list[LayerInfo] = []
         self._wants_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
@@ -168,12 +174,14 @@ class Runner:
         device: str = "auto",
         max_positions: int | None = None,
     ) -> Runner:
-        """Load a checkpoint directory or hub id. Raises ModelUnusable with the reason."""
+        """Load a checkpoint directory or hub id. Raises ModelUnusable, InvalidArgument."""
         where = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
         kind: Any = dtype
         if dtype == "auto" and where == "cpu":
             kind = torch.float32  # CPUs without bf16 units are about twice as slow in bf16
         elif dtype != "auto":
+            if dtype not in DTYPES:
+                raise InvalidArgument("dtype", f"{dtype!r}", f"one of {', '.join(DTYPES)}")
             kind = getattr(torch, dtype)
         small = sum(f.stat().st_size for f in Path(path).glob("*.safetensors")) < SMALL
         shown = logging.is_progress_bar_enabled()
@@ -367,9 +375,14 @@ class Runner:
         return logits
 
 
+def _rope(config: Any) -> dict[str, Any]:
+    rope: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
+    return rope
+
+
 def _pinned_limit(config: Any) -> int | None:
     """Positions a model with length-dependent frequencies keeps its short ones for."""
-    rope = getattr(config, "rope_parameters", None) or {}
+    rope = _rope(config)
     if rope.get("rope_type") in ("dynamic", "longrope"):
         original = rope.get("original_max_position_embeddings")
         return int(original or getattr(config, "original_max_position_embeddings", 0) or 0) or None

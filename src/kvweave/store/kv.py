@@ -56,12 +56,6 @@ class KV:
         """Return a copy that owns its memory."""
         return KV([t.clone() for t in self.k], [t.clone() for t in self.v])
 
-    def copy_rows(self, start: int, other: KV) -> None:
-        """Write all rows of ``other`` at ``start``."""
-        stop = start + other.n_tokens
-        for mine, theirs in zip((*self.k, *self.v), (*other.k, *other.v), strict=True):
-            mine[start:stop] = theirs
-
     def is_finite(self) -> bool:
         """Tell whether no value is NaN or infinite."""
         return all(bool(torch.isfinite(t).all()) for t in (*self.k, *self.v))
