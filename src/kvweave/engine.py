@@ -15,11 +15,11 @@ from kvweave.chunk.record import Record
 from kvweave.chunk.table import Table
 from kvweave.config import Config, n_bytes
 from kvweave.errors import (
-    ChunkNotFound,
     ContextNotFound,
     CorruptChunk,
     InvalidArgument,
     NameTaken,
+    check_options,
     nearest,
 )
 from kvweave.keep import POLICIES
@@ -34,6 +34,8 @@ from kvweave.weave.repair import strategy
 from kvweave.weave.settings import Settings
 from kvweave.weave.template import Ref, Template
 from kvweave.weave.weaver import Weaver
+
+LOADING = ("dtype", "device", "max_positions")  # options of Runner.load
 
 
 class Engine:
@@ -58,12 +60,10 @@ class Engine:
         config: Config | None = None,
         **options: object,
     ) -> None:
-        known = {f.name for f in fields(Config)}
+        known = [f.name for f in fields(Config)]
+        check_options(options, [*known, *LOADING])
         settings = {k: v for k, v in options.items() if k in known}
-        loading = {k: v for k, v in options.items() if k in ("dtype", "device", "max_positions")}
-        for key in options.keys() - settings.keys() - loading.keys():
-            near = nearest(key, [*known, "dtype", "device", "max_positions"])
-            raise InvalidArgument(key, "no such option", f"did you mean {near[0]}?" if near else "")
+        loading = {k: v for k, v in options.items() if k in LOADING}
         self.config = replace(config or Config(), **settings)  # type: ignore[arg-type]
         if self.config.policy not in POLICIES:
             raise InvalidArgument(
@@ -291,7 +291,8 @@ class Engine:
         sampling = sampling_from(max_tokens, options)
         turns: list[Turn] = []
         try:
-            turns = [c.begin(sampling) for c in contexts]
+            for context in contexts:
+                turns.append(context.begin(sampling))
         except BaseException:
             for turn in turns:
                 turn.cancel()
@@ -308,13 +309,7 @@ class Engine:
     # ---- inside
 
     def _settings(self, options: dict[str, object]) -> Settings:
-        known = [f.name for f in fields(Settings)]
-        for key in options:
-            if key not in known:
-                near = nearest(key, known)
-                raise InvalidArgument(
-                    key, "no such option", f"did you mean {near[0]}?" if near else ""
-                )
+        check_options(options, (f.name for f in fields(Settings)))
         defaults: dict[str, object] = {
             "repair": self.config.repair,
             "share": self.config.share,
@@ -332,11 +327,7 @@ class Engine:
         return id
 
     def _exists(self, ref: str) -> bool:
-        try:
-            self.table.resolve(ref)
-        except ChunkNotFound:
-            return False
-        return True
+        return self.table.lookup(ref) is not None
 
     def _is_pinned(self, id: int) -> bool:
         return self.table.get(ChunkId(id)).pinned

@@ -83,6 +83,16 @@ def nearest(name: str, known: Iterable[str], n: int = 3) -> tuple[str, ...]:
     return tuple(difflib.get_close_matches(name, list(known), n=n, cutoff=0.6))
 
 
+def check_options(options: Iterable[str], known: Iterable[str]) -> None:
+    """Raise InvalidArgument for an option that is not known, with what is near."""
+    known = list(known)
+    for option in options:
+        if option not in known:
+            near = nearest(option, known)
+            hint = f"did you mean {near[0]}?" if near else ""
+            raise InvalidArgument(option, "no such option", hint)
+
+
 class ChunkNotFound(ChunkError):
     def __init__(self, name: str, did_you_mean: tuple[str, ...] = ()) -> None:
         hint = f"did you mean {' or '.join(map(repr, did_you_mean))}?" if did_you_mean else ""

@@ -107,6 +107,15 @@ def test_full_memory_spills_to_disk_and_comes_back(tmp_path: Path) -> None:
     shelf.check_integrity()
 
 
+def test_memory_is_named_after_the_device(tmp_path: Path) -> None:
+    shelf = Shelf(20 * ROW, LRU(), Disk(tmp_path, PRINT, CPU), memory="gpu")
+    shelf.put(1, kv(10, 1))
+    assert shelf.tier(1) == "gpu" and shelf.place(1, "disk") and shelf.tier(1) == "disk"
+    assert shelf.place(1, "gpu") == 10 * ROW and shelf.tier(1) == "gpu"
+    with pytest.raises(InvalidArgument, match="gpu, disk or none"):
+        shelf.place(1, "ram")
+
+
 def test_wrong_bytes_never_come_back(tmp_path: Path) -> None:
     disk = Disk(tmp_path, PRINT, CPU)
     disk.put(1, kv(6))

@@ -123,8 +123,9 @@ def test_a_context_is_not_edited_while_it_answers(engine: Engine) -> None:
     for change in (lambda: chat.append("x"), lambda: chat.drop(-1), lambda: chat.ask("y", 3)):
         with pytest.raises(InvalidArgument, match="under way"):
             change()
-    with pytest.raises(InvalidArgument, match="under way"):
-        chat.begin(_greedy(3))
+    for read in (chat.weave, chat.check, lambda: chat.begin(_greedy(3))):
+        with pytest.raises(InvalidArgument, match="under way"):
+            read()
     answer = turn.cancel()
     assert answer.finish == "cancelled" and chat.parts[-1].name == "chat/a-000"
     assert chat.ask("y", 3).tokens
@@ -138,6 +139,14 @@ def test_same_seed_same_text_whatever_runs_beside_it(engine: Engine) -> None:
             context.append("pude river ludi ." if i == 0 else f"givu metal {i} .")
         texts.append(engine.generate_many(contexts, 12, temperature=1.0, seed=5)[0].text)
     assert texts[0] == texts[1]
+
+
+def test_a_context_that_cannot_begin_cancels_those_that_did(engine: Engine) -> None:
+    good, empty = engine.context("good"), engine.context("empty")
+    good.append("pude river ludi .")
+    with pytest.raises(InvalidArgument, match="empty"):
+        engine.generate_many([good, empty], 3)
+    assert len(engine.loop.schedule) == 0 and good.generate(3).tokens
 
 
 def test_logprobs_are_those_of_the_model(engine: Engine) -> None:

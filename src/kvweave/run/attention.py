@@ -19,6 +19,7 @@ from kvweave.run.rotary import Angles, Rotation
 from kvweave.run.rows import KVRows
 from kvweave.store.kv import KV
 
+BLOCK = 512  # rows of one model pass outside the loop; bounds the mask to BLOCK x context
 PIECE, PIECES = 64, 8  # tokens of the smallest piece of attention, and how many pieces at most
 
 

@@ -76,10 +76,9 @@ class Shelf:
         """Move canonical KV to ``tier`` and return its bytes there; 0 when there is none yet."""
         if tier == "disk" and self.disk is None:
             raise InvalidArgument("tier", "this engine has no home directory", "pass home=")
-        if tier not in ("ram", "disk", "none"):
-            raise InvalidArgument(
-                "tier", f"{tier!r} is not available here", "use ram, disk or none"
-            )
+        if tier not in (self.memory, "disk", "none"):
+            hint = f"use {self.memory}, disk or none"
+            raise InvalidArgument("tier", f"{tier!r} is not available here", hint)
         if tier == "none":
             self.drop(key)
             self.on_tier(key, "none", 0)

@@ -110,8 +110,7 @@ class Context:
     @contextmanager
     def edit(self) -> Iterator[Context]:
         """Batch edits: all of them happen, or none when an error leaves the block."""
-        if self._answering:
-            raise InvalidArgument("edit", "an answer is under way", "finish or cancel it first")
+        self._idle("edit")
         if self._editing:
             yield self
             return
@@ -215,9 +214,8 @@ class Context:
         if mode not in ("forget", "evict"):
             raise InvalidArgument("mode", f"{mode!r} is neither 'forget' nor 'evict'")
         if mode == "evict" and not self._state.keeps:
-            raise InvalidArgument(
-                "mode", "this context does not keep what its parts saw", 'use prune="evict"'
-            )
+            reason = "this context does not keep what its parts saw"
+            raise InvalidArgument("mode", reason, 'use prune="evict"')
         with self.edit():
             gone = {self.index(r) for r in refs}
             if self._base is not None and 0 in gone and len(self._parts) > len(gone):
@@ -306,7 +304,7 @@ class Context:
 
         With ``repair``, parts that are not exact are woven again by that strategy.
         """
-        self._not_empty()
+        self._readable()
         if repair is not None:
             self._strategy = strategy(repair)
             exact = 0
@@ -323,9 +321,7 @@ class Context:
 
     def begin(self, sampling: Sampling, *, chat: bool = False) -> Turn:
         """Queue an answer; the loop computes it while any context is driven."""
-        self._not_empty()
-        if self._answering:
-            raise InvalidArgument("begin", "an answer is under way", "finish or cancel it first")
+        self._readable()
         return Turn(self, sampling, chat)
 
     def generate(self, max_tokens: int = 256, **options: object) -> Answer:
@@ -383,7 +379,12 @@ class Context:
         self._parts = (*self._parts[:index], part, *behind)
         return part
 
-    def _not_empty(self) -> None:
+    def _idle(self, verb: str) -> None:
+        if self._answering:
+            raise InvalidArgument(verb, "an answer is under way", "finish or cancel it first")
+
+    def _readable(self) -> None:
+        self._idle("weave")
         if not self._parts:
             raise InvalidArgument("context", "it is empty", "append something first")
 

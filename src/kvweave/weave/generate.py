@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
 from kvweave.chunk.identity import Kind
-from kvweave.errors import InvalidArgument, OverBudget, nearest
+from kvweave.errors import OverBudget, check_options
 from kvweave.run.sample import Choice, Sampling
 from kvweave.weave.parts import Part
 from kvweave.weave.plan import Plan
@@ -19,11 +19,7 @@ if TYPE_CHECKING:
 
 def sampling_from(max_tokens: int, options: Mapping[str, object]) -> Sampling:
     """Build a Sampling. Raises InvalidArgument for an unknown option, with what is near."""
-    known = [f.name for f in fields(Sampling)]
-    for key in options:
-        if key not in known:
-            near = nearest(key, known)
-            raise InvalidArgument(key, "no such option", f"did you mean {near[0]}?" if near else "")
+    check_options(options, (f.name for f in fields(Sampling)))
     stop = options.get("stop", ())
     clean = dict(options) | {"stop": (stop,) if isinstance(stop, str) else tuple(stop)}  # type: ignore[arg-type]
     return Sampling(max_tokens=max_tokens, **clean)  # type: ignore[arg-type]

@@ -9,14 +9,12 @@ import torch
 from kvweave.chunk.identity import ChunkId, Kind, chunk_digest
 from kvweave.chunk.table import Table
 from kvweave.errors import ContextTooLong, CorruptChunk, EmptyChunk, InvalidArgument
-from kvweave.run.attention import Segment
+from kvweave.run.attention import BLOCK, Segment
 from kvweave.run.model import Runner
 from kvweave.run.rows import KVRows
 from kvweave.store.kv import KV
 from kvweave.store.shelf import Shelf
 from kvweave.weave.chat import ChatFormat
-
-BLOCK = 512  # rows of one packed pass
 
 Text = str | Sequence[int]  # text, or token ids
 

@@ -7,11 +7,9 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import Tensor
 
-from kvweave.run.attention import Segment
+from kvweave.run.attention import BLOCK, Segment
 from kvweave.run.model import Runner
 from kvweave.run.rows import KVRows
-
-BLOCK = 512
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,13 +8,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvweave.run.attention import Segment
+from kvweave.run.attention import BLOCK, Segment
 from kvweave.run.model import Runner
 from kvweave.run.rows import KVRows
 from kvweave.weave.parts import Placement
 from kvweave.weave.repair import Strategy, View
 
-BLOCK = 512  # rows of one model pass; bounds the mask to BLOCK x context
 QUESTION = 32  # rows whose attention tells what a question needs; it stands at the end
 NOTHING = torch.empty(0, dtype=torch.int64)
 
