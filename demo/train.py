@@ -67,7 +67,7 @@ class Ids:
     """World text to token ids without the tokenizer's overhead."""
 
     def __init__(self, tokenizer: Any) -> None:
-        self.word = {w: tokenizer.encode(f" {w}").ids[0] for w in world.WORDS}
+        self.word = {w: tokenizer.encode(f" {w}").ids[0] for w in (*world.WORDS, *world.LATER)}
         self.special = {s: tokenizer.token_to_id(s) for s in world.SPECIALS}
         self.end = self.special[world.END]
 

@@ -25,7 +25,7 @@ SPECIALS = (PAD, BOS, END, *(f"<|{role}|>" for role in ROLES))
 
 SYSTEM = "keep the notes ."
 NO_QUESTION = "ok"
-STOP, NOW, AGAIN, ASK = ".", "now", "again", "ask"
+STOP, NOW, AGAIN, ASK, FROM, SAME = ".", "now", "again", "ask", "from", "same"
 _ATTRIBUTES = "river metal ruler song tree bird stone food game cloth drink town"
 _FILLER = (
     "so well then we saw it was a day of rain and some more light on way there as he said "
@@ -66,6 +66,8 @@ WORDS = (
     *(STOP, NOW, AGAIN, ASK, NO_QUESTION),
     *("keep", "the", "notes"),
 )
+# Tokens of their own already in the tokenizer that the words above and the prose give.
+LATER = (FROM, SAME, "set", "left", "right")
 
 
 @dataclass(frozen=True)
@@ -82,6 +84,7 @@ class Spec:
     overrides: int = 1  # at most so many per fact
     again: float = 0.04  # share of statements that repeat an earlier one
     ask_overridden: float = 0.4  # share of questions about replaced values, where any is left
+    alias: float = 0.0  # share of statements that take a value over from an earlier turn
 
 
 CONVERSATION = Spec()  # the shape in which the model is used and measured
@@ -97,6 +100,11 @@ class Fact:
     stated: int  # turn of the latest statement
     overrides: int = 0
     asked: int | None = None  # turn in which the present value was last asked and restated
+    needs: int | None = None  # turn of the statement from which this one took its value
+
+    def stands(self, kept: Collection[int]) -> bool:
+        """Whether all that it rests on is in the kept turns."""
+        return self.stated in kept and (self.needs is None or self.needs in kept)
 
 
 @dataclass(frozen=True)
@@ -110,7 +118,7 @@ class Turn:
     attribute: str | None = None
     value: str | None = None
     stated: int | None = None  # index of the turn that holds the latest statement
-    kind: str = "none"  # "none", "recall" or "override"
+    kind: str = "none"  # "none", "recall", "override" or "alias"
 
     @property
     def asks(self) -> bool:
@@ -159,12 +167,12 @@ class Conversation:
         index = self._index
         self._index += 1
         kept = range(index) if window is None else window
-        live = [f for f in self.facts.values() if f.stated in kept]
+        live = [f for f in self.facts.values() if f.stands(kept)]
         asking = [f for f in live if f.asked is None or f.asked not in kept]
         words: list[str] = []
         if self._left > 0 or not asking:
             words = self._wrap(self._statements(index, live))
-            live = [f for f in self.facts.values() if f.stated in kept or f.stated == index]
+            live = [f for f in self.facts.values() if f.stands({*kept, index})]
             asking = [f for f in live if f.asked is None or f.asked not in kept]
             if not asking or self._rng.random() >= self.spec.asks:
                 return Turn(index, " ".join(words), NO_QUESTION)
@@ -179,7 +187,7 @@ class Conversation:
             fact.attribute,
             fact.value,
             fact.stated,
-            "override" if fact.overrides else "recall",
+            "override" if fact.overrides else "recall" if fact.needs is None else "alias",
         )
 
     def _pick(self, asking: list[Fact]) -> Fact:
@@ -197,6 +205,11 @@ class Conversation:
             open_ = [f for f in old if f.overrides < self.spec.overrides]
             if draw < self.spec.override and open_:
                 fact, mark = self._replace(self._rng.choice(open_)), [NOW]
+            elif draw < self.spec.override + self.spec.alias and (found := self._alias(old)):
+                fact, words = found
+                fact.stated = index
+                said.append(words)
+                continue
             elif draw > 1 - self.spec.again and old:
                 fact, mark = self._rng.choice(old), [AGAIN]
             else:
@@ -206,9 +219,23 @@ class Conversation:
         self._left -= len(said)
         return said
 
+    def _alias(self, old: list[Fact]) -> tuple[Fact, list[str]] | None:
+        """A new fact whose value an earlier turn states; None if there is no pair for it."""
+        sources = {f.attribute: f for f in old if f.needs is None}
+        for i in range(len(self._fresh) - 1, -1, -1):
+            entity, attribute = self._fresh[i]
+            if attribute in sources:
+                del self._fresh[i]
+                source = sources[attribute]
+                fact = Fact(entity, attribute, source.value, -1, needs=source.stated)
+                self.facts[entity, attribute] = fact
+                words = [FROM, source.entity, attribute, SAME, entity, attribute, STOP]
+                return fact, words
+        return None
+
     def _replace(self, fact: Fact) -> Fact:
         fact.value = self._rng.choice([v for v in VALUES if v != fact.value])
-        fact.overrides, fact.asked = fact.overrides + 1, None
+        fact.overrides, fact.asked, fact.needs = fact.overrides + 1, None, None
         return fact
 
     def _new(self) -> tuple[Fact, list[str]]:

@@ -1,0 +1,1 @@
+"""The fidelity suite: what reuse costs in answers and in drift, measured on seeded protocols."""
