@@ -85,7 +85,7 @@ class Engine:
         )  # fmt: skip
         self.shelf.on_tier = self._note_tier
         self.shelf.on_in_context = self._note_deps
-        self.table.on_free = self.shelf.drop
+        self.table.on_free = self._let_go
         self.loop = Loop(self.runner, self.config.max_batch, self.config.max_rows)
         self.maker = Maker(self.runner, self.shelf, self.table)
         self.weaver = Weaver(self.runner, self.shelf, self.table)
@@ -334,6 +334,10 @@ class Engine:
 
     def _note_tier(self, id: int, tier: str, size: int) -> None:
         self.table.update(ChunkId(id), tier=tier, n_bytes=size)  # type: ignore[arg-type]
+
+    def _let_go(self, id: int) -> None:
+        self.shelf.drop(id)
+        self.weaver.dependence.drop(id)
 
     def _note_deps(self, id: int, seen: Seen) -> None:
         self.table.update(ChunkId(id), deps=tuple(ChunkId(dep) for dep, _ in seen))

@@ -28,6 +28,14 @@ class StopPass(Exception):
 
 
 @dataclass(slots=True)
+class Reads:
+    """Attention that computed rows pay to each part of their context, mean over heads and layers."""
+
+    owner: Tensor  # [slot] int64: the part a slot belongs to
+    mass: Tensor  # [row, part] float32; rows count as those of `raw`
+
+
+@dataclass(slots=True)
 class Segment:
     """The tokens of one context in this pass, sorted by position."""
 
@@ -36,8 +44,9 @@ class Segment:
     slots: Tensor  # [token] int64 on CPU, strictly increasing
     positions: Tensor  # [token] int64
     raw: KV | None = None  # unrotated keys and values of these tokens are written here if given
-    raw_at: int = 0  # first row of `raw` to write
+    raw_at: int = 0  # first row of `raw` and `reads` to write
     mass: Tensor | None = None  # [n_keys] float32: attention each key got, summed over all else
+    reads: Reads | None = None
     start: int = 0  # offset in the packed sequence, set by Pass
     first: int = 0
     stop: int = 0  # one past the last slot; keys [0, stop) are visible
@@ -180,7 +189,7 @@ def _piece(
     # the query heads that share a kv head are folded into the token axis: no copy of the keys
     folded = query.view(n, kv_heads, group, -1).permute(1, 2, 0, 3).reshape(kv_heads, group * n, -1)
     bias = s.bias(piece, window, group, query.dtype)
-    if softcap is None and s.mass is None:
+    if softcap is None and s.mass is None and s.reads is None:
         out = F.scaled_dot_product_attention(
             folded[None], keys[None], values[None], attn_mask=bias, scale=scale
         )[0]
@@ -188,6 +197,10 @@ def _piece(
         weights = _weights(folded, keys, bias, scale, softcap)
         if s.mass is not None:
             s.mass[seen] += weights.sum((0, 1)).to(torch.float32)
+        if s.reads is not None:
+            paid = weights.view(heads, n, -1).mean(0) / len(s.rows.k)  # [token, key]
+            mine = s.reads.mass[s.raw_at + piece[0] : s.raw_at + piece[1]]
+            mine.index_add_(1, s.reads.owner[seen], paid.to(torch.float32))
         out = weights.to(values.dtype) @ values
     return out.view(kv_heads, group, n, -1).permute(2, 0, 1, 3).reshape(n, heads, -1)
 

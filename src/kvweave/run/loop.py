@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from kvweave.run.attention import Segment
+from kvweave.run.attention import Reads, Segment
 from kvweave.run.model import Runner
 from kvweave.run.rows import KVRows
 from kvweave.run.sample import Choice, Detokenizer, Sampler, Sampling, StopScanner
@@ -26,7 +26,7 @@ class Request:
     """Rows to compute for one context, then tokens to generate.
 
     ``raw``, if given, receives the unrotated KV of the computed rows in order, then of generated
-    tokens.
+    tokens; ``reads`` what they attend to.
     """
 
     key: int
@@ -37,6 +37,7 @@ class Request:
     raw: KV | None
     sampling: Sampling | None  # None only computes the rows
     tenant: str = ""
+    reads: Reads | None = None
     n_done: int = 0  # rows computed
     out: list[int] = field(default_factory=list)
     choices: list[Choice] = field(default_factory=list)
@@ -157,6 +158,7 @@ class Loop:
                 torch.tensor([position], device=device),
                 request.raw,
                 at,
+                reads=request.reads,
             )
         span = slice(request.n_done, request.n_done + turn.n_rows)
         return Segment(
@@ -166,6 +168,7 @@ class Loop:
             request.positions[span],
             request.raw,
             request.n_done,
+            reads=request.reads,
         )
 
     def _take(self, request: Request, choice: Choice) -> None:

@@ -1,9 +1,9 @@
 """Where the KV of chunks is: canonical KV on tiers, exact in-context KV beside it, one budget.
 
-The budget counts memory: canonical rows, in-context rows, and the rows of woven contexts. When it
-is reached, in-context KV goes first (the canonical rows can stand for it), then canonical KV of
-unpinned chunks in the policy's order: to disk when there is one, else only the tokens stay and the
-chunk is prefilled again when it is needed.
+The budget counts memory: canonical rows, in-context rows, patches, and the rows of woven contexts.
+When it is reached, patches and in-context KV go first (the canonical rows can stand for them), then
+canonical KV of unpinned chunks in the policy's order: to disk when there is one, else only the
+tokens stay and the chunk is prefilled again when it is needed.
 """
 
 from __future__ import annotations
@@ -14,7 +14,10 @@ from kvweave.errors import InvalidArgument, OverBudget
 from kvweave.keep.base import Policy
 from kvweave.store.disk import Disk
 from kvweave.store.kv import KV
+from kvweave.store.patches import Key, Patch, Patches
 from kvweave.store.ram import Ram
+
+PATCHES = 8  # the part of the budget that patches may take is one in so many
 
 Seen = tuple[tuple[int, int], ...]  # what KV was computed after: (id, its position minus ours)
 
@@ -34,6 +37,7 @@ class Shelf:
         self.policy = policy
         self.disk = disk
         self.ram = Ram()
+        self.patches = Patches(budget // PATCHES)
         self.is_pinned = is_pinned
         self.memory = memory  # "gpu" where the model's device is one
         self.on_tier: Callable[[int, str, int], None] = lambda key, tier, n_bytes: None
@@ -46,7 +50,8 @@ class Shelf:
     def n_bytes(self) -> int:
         """Bytes of memory in use."""
         in_context = sum(kv.n_bytes for _, kv in self._in_context.values())
-        return self.ram.n_bytes + in_context + sum(self._charged.values())
+        charged = sum(self._charged.values())
+        return self.ram.n_bytes + in_context + self.patches.n_bytes + charged
 
     def tier(self, key: int) -> str:
         """Return where the canonical KV is: ram (gpu), disk or none."""
@@ -107,9 +112,14 @@ class Shelf:
         found = self._in_context.get(key)
         return found[1] if found is not None and found[0] == seen else None
 
+    def put_patch(self, key: Key, patch: Patch) -> None:
+        """Keep a patch; older ones make room, nothing else does."""
+        self.patches.put(key, patch, self.budget - self.n_bytes)
+
     def drop(self, key: int) -> None:
         """Let go of all KV of a chunk."""
         self.ram.delete(key)
+        self.patches.drop(key)
         if self.disk is not None:
             self.disk.delete(key)
         self._in_context.pop(key, None)
@@ -133,12 +143,13 @@ class Shelf:
         short = self.n_bytes + n_bytes - self.budget
         if short <= 0:
             return
-        loose = sum(kv.n_bytes for _, kv in self._in_context.values())
+        loose = sum(kv.n_bytes for _, kv in self._in_context.values()) + self.patches.n_bytes
         victims = [k for k in self.policy.victims() if k in self.ram and self._may_go(k)]
         sizes = {k: kv.n_bytes for k in victims if (kv := self.ram.get(k)) is not None}
         evictable = loose + sum(sizes.values())
         if short > evictable:
             raise OverBudget(self.n_bytes + n_bytes, self.budget, evictable)
+        short -= self.patches.shrink(short)
         for key in list(self._in_context):
             if short <= 0:
                 return
@@ -173,6 +184,7 @@ class Shelf:
     def check_integrity(self) -> None:
         """Raise AssertionError when accounting and content differ."""
         self.ram.check_integrity()
+        self.patches.check_integrity()
         if self.disk is not None:
             self.disk.check_integrity()
         assert self.n_bytes <= self.budget, f"{self.n_bytes} bytes over {self.budget}"

@@ -47,7 +47,9 @@ class Placement:
     """One part in its slots.
 
     ``ready`` rows have KV from ``source``; the rest is prefilled. ``exact`` says that a full
-    prefill would give the same rows. ``seen`` is what the KV was computed after.
+    prefill would give the same rows. ``seen`` is what the KV was computed after. ``right`` says
+    that these rows are those of a full prefill even if rows before them are not, but for the error
+    of ``patched`` ones: canonical KV with a stored difference added.
     """
 
     part: Part
@@ -59,6 +61,8 @@ class Placement:
     seen: Seen
     origin: Source = "none"  # where kept rows once came from
     moved: int = 0  # positions moved since the last weave
+    right: bool = False
+    patched: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,11 +119,13 @@ def _choose(
 ) -> Placement:
     def make(source: Source, ready: int, exact: bool, after: Seen = seen) -> Placement:
         moved = 0 if before is None else position - before.position
-        return Placement(part, slot, position, source, ready, exact, after, source, moved)
+        right = exact or source == "exact"
+        return Placement(part, slot, position, source, ready, exact, after, source, moved, right)
 
     if part.frozen and before is not None and before.ready and before.origin != "none":
         same = before.exact and before.seen == seen and exact_before
-        return make(before.origin, before.ready, same, before.seen)
+        kept = make(before.origin, before.ready, same, before.seen)
+        return replace(kept, patched=before.patched)
     if available.exact:  # its rows are right even where rows before it are not
         return make("exact", part.n, exact_before)
     if available.canonical:

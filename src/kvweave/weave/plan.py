@@ -26,6 +26,7 @@ class Span:
     exact: bool = False
     placed: bool = False  # rows were written by this weave, not kept from the last one
     saw: tuple[int, ...] = ()  # pruned chunks whose influence is still in it
+    patched: bool = False  # a stored difference to its in-context KV was added: approximate
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +57,12 @@ class Plan:
         return sum(s.n_tokens - s.n_repaired - s.n_prefilled for s in self.spans) - self.exact
 
     @property
+    def patched(self) -> int:
+        """Of the tokens reused approximately, those brought near by a stored patch."""
+        patched = [s for s in self.spans if s.patched]
+        return sum(s.n_tokens - s.n_repaired - s.n_prefilled for s in patched)
+
+    @property
     def moved(self) -> int:
         """Tokens whose keys were placed anew by this weave."""
         return sum(s.n_tokens - s.n_prefilled for s in self.spans if s.placed)
@@ -75,6 +82,7 @@ class Plan:
         return {
             "exact": self.exact,
             "reused": self.reused,
+            "patched": self.patched,
             "repaired": self.repaired,
             "prefilled": self.prefilled,
             "drift": self.drift,
@@ -100,7 +108,7 @@ class Plan:
                 (
                     s.part + note,
                     str(s.n_tokens),
-                    s.how,
+                    f"{s.how} patched" if s.patched else s.how,
                     s.tier,
                     str(s.position),
                     f"{s.moved:+d}" if s.moved else "-",
@@ -114,9 +122,10 @@ class Plan:
         return "\n".join([*lines, str(self)])
 
     def __str__(self) -> str:
+        patched = f" (patched {self.patched})" if self.patched else ""
         drift = "unknown" if self.drift is None else f"{self.drift:.2g}"
         return (
-            f"exact {self.exact}, reused {self.reused}, repaired {self.repaired}, "
+            f"exact {self.exact}, reused {self.reused}{patched}, repaired {self.repaired}, "
             f"prefilled {self.prefilled}, moved {self.moved}, drift {drift}"
         )
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from kvweave.run.attention import BLOCK, Segment
 from kvweave.run.model import Runner
 from kvweave.run.rows import KVRows
+from kvweave.weave.deps import Dependence
 from kvweave.weave.parts import Placement
 from kvweave.weave.repair import Strategy, View
 
@@ -27,6 +28,8 @@ class Scores:
     tokens: Tensor
     positions: Tensor
     unready: Tensor
+    placed: Sequence[Placement]
+    dependence: Dependence
 
     def choose(self, spans: Sequence[Placement], strategy: Strategy, share: float) -> Tensor:
         """Return the slots of ``spans`` that ``strategy`` would recompute, increasing."""
@@ -34,11 +37,13 @@ class Scores:
             return NOTHING
         candidates = torch.cat([torch.arange(p.slot, p.slot + p.ready) for p in spans])
         view = View(
+            placed=self.placed,
             spans=spans,
             candidates=candidates,
             budget=round(share * candidates.numel()),
             deviation=lambda layer, what: self.deviation(candidates, layer, what),
             attention=lambda: self.attention()[candidates],
+            dependence=lambda: self.dependence.of(spans),
             generator=torch.Generator().manual_seed(0),
         )
         return strategy.choose(view)

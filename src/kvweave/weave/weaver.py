@@ -21,6 +21,7 @@ from kvweave.run.rows import KVRows
 from kvweave.run.sample import Sampling
 from kvweave.store.kv import KV, joined
 from kvweave.store.shelf import Shelf
+from kvweave.weave.deps import Dependence, new_reads
 from kvweave.weave.parts import (
     Available,
     Part,
@@ -31,8 +32,9 @@ from kvweave.weave.parts import (
     seen_from,
     still_seen,
 )
+from kvweave.weave.patching import Patcher, fits
 from kvweave.weave.plan import How, Plan, Span
-from kvweave.weave.repair import Strategy
+from kvweave.weave.repair import Strategy, rank_of
 from kvweave.weave.scores import Scores
 
 SHORT = 1 << 17  # bytes of one layer's keys; chunks below are placed together
@@ -59,6 +61,7 @@ class Woven:
     placed: list[Placement]
     plan: Plan
     request: Request
+    strategy: Strategy
 
 
 class Weaver:
@@ -66,6 +69,7 @@ class Weaver:
 
     def __init__(self, runner: Runner, shelf: Shelf, table: Table) -> None:
         self.runner, self.shelf, self.table = runner, shelf, table
+        self.dependence, self.patcher = Dependence(table), Patcher(shelf, table)
         self._next_key = 0
 
     def plan(self, state: State, parts: Sequence[Part], strategy: Strategy, share: float) -> Plan:
@@ -74,10 +78,11 @@ class Weaver:
         Rows to repair are counted for the whole budget; a strategy may choose fewer.
         """
         placed = resolve(parts, state.woven, lambda part, seen: self._peek(state, part, seen))
+        placed = self.patcher.patched(placed, strategy)
         counts = [0] * len(placed)
         if strategy.name != "none":
             share = 1.0 if strategy.name == "full" else share
-            counts = [round(share * p.ready) if _repairable(p) else 0 for p in placed]
+            counts = [round(share * p.ready) * (_repairable(p) and not p.patched) for p in placed]
         return self._explain(placed, counts, strategy.name)
 
     def prepare(
@@ -98,6 +103,7 @@ class Weaver:
         placed = resolve(
             parts, state.woven, lambda part, seen: self._load(state, part, seen, loaded)
         )
+        placed = self.patcher.patched(placed, strategy, loaded)
         n = placed[-1].slot + placed[-1].part.n
         last = placed[-1].position + placed[-1].part.n + n_new
         if last > self.runner.limit:
@@ -112,6 +118,8 @@ class Weaver:
         state.rows.truncate(keep)
         state.rows.reserve(n + n_new)
         self._place(state, placed, loaded)
+        if state.keeps:
+            state.own |= {p.part.uid: loaded[p.part.uid] for p in placed if p.patched and fits(p)}
         return self._request(state, placed, strategy, share, sampling)
 
     def _peek(self, state: State, part: Part, seen: Seen) -> Available:
@@ -188,7 +196,9 @@ class Weaver:
         missing = [torch.arange(p.slot + p.ready, p.slot + p.part.n) for p in placed]
         unready = torch.cat(missing)
         spans = [p for p in placed if _repairable(p)]
-        scores = Scores(self.runner, state.rows, tokens, positions, unready)
+        scores = Scores(
+            self.runner, state.rows, tokens, positions, unready, placed, self.dependence
+        )
         chosen = scores.choose(spans, strategy, share)
         if unready.numel() == 0 and sampling is not None:  # the logits of the last row are wanted
             last = torch.tensor([tokens.numel() - 1])
@@ -198,7 +208,8 @@ class Weaver:
         self._next_key += 1
         counts = [stop - start for start, stop in _ranges(chosen, placed)]
         plan = self._explain(placed, counts, strategy.name)
-        wanted = state.keeps or any(s.exact and s.n_prefilled for s in plan.spans)
+        wanted = state.keeps or (rank_of(strategy) > 0 and chosen.numel() > 0)
+        wanted = wanted or any(s.exact and s.n_prefilled for s in plan.spans)
         request = Request(
             key=self._next_key,
             rows=state.rows,
@@ -209,7 +220,9 @@ class Weaver:
             sampling=sampling,
             tenant=state.tenant,
         )
-        return Woven(placed, plan, request)
+        if getattr(strategy, "records", False):
+            request.reads = new_reads(placed, todo.numel(), n_new, self.runner.device)
+        return Woven(placed, plan, request, strategy)
 
     def _explain(self, placed: list[Placement], counts: list[int], strategy: str) -> Plan:
         spans = []
@@ -229,7 +242,7 @@ class Weaver:
             spans.append(
                 Span(
                     p.part.name, int(p.part.id), p.part.n, how, tier, n_bytes, p.position, p.moved,
-                    n_repaired, n_prefilled, exact, placed_now, saw,
+                    n_repaired, n_prefilled, exact, placed_now, saw, p.patched,
                 )
             )  # fmt: skip
             exact_before = exact
@@ -242,7 +255,17 @@ class Weaver:
         ranges = _ranges(slots, woven.placed)
         for p, span, (start, stop) in zip(woven.placed, woven.plan.spans, ranges, strict=True):
             exact_before = exact_before and span.exact
-            new = replace(p, ready=p.part.n, exact=exact_before)
+            right = (p.right or stop - start == p.part.n) and (
+                start == stop or all(b.right for b in done)
+            )
+            new = replace(p, ready=p.part.n, exact=exact_before, right=right)
+            if state.keeps and p.patched:
+                new = replace(new, origin="own")
+            if p.source != "kept" and not p.part.frozen:
+                state.patches.pop(p.part.uid, None)
+            self.dependence.computed(woven.request.reads, done, p, (start, stop))
+            if raw is not None and right:
+                self.patcher.keep(p, done, woven.strategy, raw.rows(start, stop))
             computed = p.part.n if p.ready == 0 else span.n_prefilled
             if computed and start < stop:
                 seen = seen_from(done, p.position) if p.ready == 0 else p.seen
@@ -278,10 +301,14 @@ class Weaver:
         position = last.position + last.part.n if last is not None else 0
         exact = last.exact if last is not None else True
         at = request.tokens.numel() - n_head
+        before, right = list(state.woven), all(p.right for p in state.woven)
         for part in parts:
             ready = min(part.n, n_rows)
             seen = seen_from(state.woven, position)
-            state.woven.append(Placement(part, slot, position, "kept", ready, exact, seen, "own"))
+            new = Placement(part, slot, position, "kept", ready, exact, seen, "own", right=right)
+            state.woven.append(new)
+            if request.reads is not None:
+                self.dependence.note(part, 0, request.reads.mass[at : at + ready], before)
             state.known.add(part.uid)
             if state.keeps and ready and request.raw is not None:
                 state.own[part.uid] = request.raw.rows(at, at + ready).clone()

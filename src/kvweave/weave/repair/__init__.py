@@ -7,38 +7,49 @@ the baseline that any other has to beat.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from kvweave.errors import InvalidArgument
-from kvweave.weave.repair.base import Strategy, View
+from kvweave.weave.repair.base import Strategy, View, rank_of
 from kvweave.weave.repair.baseline import Full, NoRepair, Random
+from kvweave.weave.repair.boundary import Boundary
+from kvweave.weave.repair.deps import Deps
 from kvweave.weave.repair.deviation import Deviation
 from kvweave.weave.repair.first_k import FirstK
+from kvweave.weave.repair.options import made
+from kvweave.weave.repair.patch import Patch
 from kvweave.weave.repair.query import Query
 
-STRATEGIES: dict[str, Callable[[], Strategy]] = {
-    s.name: s for s in (NoRepair, FirstK, Deviation, Query, Random, Full)
+STRATEGIES: dict[str, type[Strategy]] = {
+    s.name: s for s in (NoRepair, FirstK, Boundary, Deviation, Query, Deps, Patch, Random, Full)
 }
 
 
 def strategy(which: str | Strategy) -> Strategy:
-    """Return a strategy by name, or as given. Raises InvalidArgument for an unknown name."""
+    """Return a strategy by name, or as given.
+
+    Options stand behind the name: ``first_k:16``, ``patch:8``, ``deviation:k@2``, ``full:records``.
+    Raises InvalidArgument for an unknown name or option.
+    """
     if not isinstance(which, str):
         return which
-    if which not in STRATEGIES:
-        raise InvalidArgument("repair", f"no strategy {which!r}", f"one of {', '.join(STRATEGIES)}")
-    return STRATEGIES[which]()
+    name, colon, options = which.partition(":")
+    if name not in STRATEGIES:
+        raise InvalidArgument("repair", f"no strategy {name!r}", f"one of {', '.join(STRATEGIES)}")
+    return made(STRATEGIES[name], options.split("@") if colon else [])
 
 
 __all__ = [
     "STRATEGIES",
+    "Boundary",
+    "Deps",
     "Deviation",
     "FirstK",
     "Full",
     "NoRepair",
+    "Patch",
     "Query",
     "Random",
     "Strategy",
     "View",
+    "rank_of",
     "strategy",
 ]

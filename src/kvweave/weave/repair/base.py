@@ -19,25 +19,37 @@ class View:
     ``deviation(layer, what)`` returns, per candidate row, how far the placed "k", "v" or "kv" rows
     of ``layer`` are from rows recomputed in this context (squared L2, float32). ``attention()``
     returns the attention mass the rows not yet computed (the question) pay to each candidate.
-    Both cost a pass.
+    Both cost a pass. ``dependence()`` returns the attention mass each candidate paid to other chunks
+    when it was last computed among them (mean over heads and layers), 0 where nothing is recorded.
     """
 
-    spans: Sequence[Placement]  # placed parts that are not exact
+    placed: Sequence[Placement]  # all parts, front to back
+    spans: Sequence[Placement]  # those of them that are placed and not exact
     candidates: Tensor  # [n] int64, their slots, increasing
     budget: int  # rows to choose
     deviation: Callable[[int, str], Tensor]
     attention: Callable[[], Tensor]
+    dependence: Callable[[], Tensor]
     generator: torch.Generator
 
 
 class Strategy(Protocol):
-    """Chooses rows; does not change anything."""
+    """Chooses rows; does not change anything.
+
+    Two optional attributes: ``records`` True has a context record what its rows read of other
+    chunks; ``rank`` > 0 has it store and use patches of that rank.
+    """
 
     name: str
 
     def choose(self, view: View) -> Tensor:
         """Return slots to recompute, a subset of ``view.candidates``, in increasing order."""
         ...
+
+
+def rank_of(strategy: Strategy) -> int:
+    """Return the rank of the patches a strategy stores and uses; 0 for none."""
+    return int(getattr(strategy, "rank", 0))
 
 
 def best(view: View, scores: Tensor) -> Tensor:

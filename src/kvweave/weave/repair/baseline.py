@@ -19,9 +19,13 @@ class NoRepair:
 
 
 class Full:
-    """Recompute every row: equals a full prefill."""
+    """Recompute every row: equals a full prefill. With ``records`` it also records what the rows
+    read of other chunks, for `deps`."""
 
     name = "full"
+
+    def __init__(self, records: bool = False) -> None:
+        self.records = records
 
     def choose(self, view: View) -> Tensor:
         """Return all candidates."""

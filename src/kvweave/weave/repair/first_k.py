@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kvweave.errors import InvalidArgument
 from kvweave.weave.repair.base import View
 
 
@@ -18,6 +19,8 @@ class FirstK:
     name = "first_k"
 
     def __init__(self, k: int | None = None) -> None:
+        if k is not None and k < 1:
+            raise InvalidArgument("k", f"{k} is below 1")
         self.k = k
 
     def choose(self, view: View) -> Tensor:

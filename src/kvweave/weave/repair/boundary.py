@@ -1,0 +1,41 @@
+"""Rows around the seams."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvweave.weave.parts import Placement
+from kvweave.weave.repair.base import View
+
+
+class Boundary:
+    """Rows nearest to a seam: where two parts meet that were not computed one behind the other,
+    chunk and chunk or chunk and the text around a template's hole (the deviation near boundaries of
+    SemPIC, arXiv 2607.28069; the carve-out of Irminsul, arXiv 2605.05696).
+
+    All seams get equally many rows, on both sides where both are placed; a chunk shorter than its
+    share leaves the rest to the others.
+    """
+
+    name = "boundary"
+
+    def choose(self, view: View) -> Tensor:
+        """Return the ``budget`` rows nearest to a seam."""
+        far = sum(p.part.n for p in view.placed)
+        seams = [_is_seam(a, b) for a, b in zip(view.placed, view.placed[1:], strict=False)]
+        before = dict(zip([p.slot for p in view.placed[1:]], seams, strict=True))
+        distances = []
+        for p in view.spans:
+            rows = torch.arange(p.ready)
+            first = rows if before.get(p.slot) else torch.full_like(rows, far)
+            last = p.part.n - 1 - rows if before.get(p.slot + p.part.n) else first
+            distances.append(torch.minimum(first, last))
+        distance = torch.cat(distances) if distances else view.candidates[:0]
+        nearest = torch.argsort(distance, stable=True)  # of equal ones, the earlier
+        return view.candidates[nearest[: view.budget].sort().values]
+
+
+def _is_seam(a: Placement, b: Placement) -> bool:
+    """Tell whether ``b`` was computed without ``a`` right where it stands."""
+    return (int(a.part.id), a.position - b.position) not in b.seen or b.ready == 0

@@ -1,0 +1,38 @@
+"""A strategy's options in its name, read off its constructor."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import get_args, get_type_hints
+
+from kvweave.errors import InvalidArgument
+from kvweave.weave.repair.base import Strategy
+
+
+def made(kind: type[Strategy], words: Sequence[str]) -> Strategy:
+    """Return a strategy with options given as words, in any order.
+
+    A number goes to the parameter that takes an int, a flag's name to that flag, another word to
+    the one that takes a str. Raises InvalidArgument for a word that fits none.
+    """
+    takes = {n: t for n, t in get_type_hints(kind.__init__).items() if n != "return"}
+    given: dict[str, int | str | bool] = {}
+    for word in words:
+        value: int | str | bool = int(word) if word.isascii() and word.isdigit() else word
+        if takes.get(word) is bool:
+            fits, value = [word], True
+        else:
+            fits = [n for n, t in takes.items() if type(value) in (t, *get_args(t))]
+        if not word or not fits or fits[0] in given:
+            raise InvalidArgument(
+                "repair", f"{kind.name} has no option {word!r}", _hint(kind, takes)
+            )
+        given[fits[0]] = value
+    return kind(**given)
+
+
+def _hint(kind: type[Strategy], takes: dict[str, object]) -> str:
+    words = [f"its flag {n}" if t is bool else f"its {n}" for n, t in takes.items()]
+    if not words:
+        return f"{kind.name} takes no options"
+    return f"behind '{kind.name}:' may stand {' @ '.join(words)}"
