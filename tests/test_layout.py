@@ -30,6 +30,7 @@ ORDER = (
     ("probe", "serve", "connect", "client"),
     ("__init__",),  # the public names
     ("demo",),
+    ("suite",),
     ("cli",),
     ("__main__",),
 )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -10,6 +12,9 @@ from torch import Tensor
 from kvweave.run.attention import BLOCK, Segment
 from kvweave.run.model import Runner
 from kvweave.run.rows import KVRows
+
+if TYPE_CHECKING:
+    from kvweave.weave.context import Context
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +91,26 @@ def compare(runner: Runner, rows: KVRows, tokens: Tensor, span: slice) -> Check:
         k_error=tuple(_error(a[:n], b[:n]) for a, b in zip(rows.k, true_rows.k, strict=True)),
         v_error=tuple(_error(a[:n], b[:n]) for a, b in zip(rows.v, true_rows.v, strict=True)),
     )
+
+
+def forced(runs: Sequence[tuple[Context, int, Sequence[int]]]) -> list[Tensor]:
+    """Return, for each (woven context, slot, tokens), the logits [token, vocab] after every token.
+
+    The tokens are run from that slot on, over copies of the rows, all in one pass; this is what
+    greedy decoding sees as long as it agrees with them. Changes nothing.
+    """
+    runner = runs[0][0]._weaver.runner
+    segments = []
+    for context, start, tokens in runs:
+        rows, stop = context._state.rows.clone(), start + len(tokens)
+        rows.reserve(stop)
+        last = rows.positions[start - 1] if start else -1
+        positions = last + torch.arange(1, len(tokens) + 1, device=runner.device)
+        ids = torch.tensor(tokens, device=runner.device)
+        segments.append(Segment(rows, ids, torch.arange(start, stop), positions))
+    sizes = [s.n for s in segments]
+    logits = runner.forward(segments, torch.arange(sum(sizes), device=runner.device))
+    return list(torch.split(logits, sizes))
 
 
 def _error(found: Tensor, wanted: Tensor) -> float:

@@ -1,0 +1,249 @@
+"""Run one case through the engine under many methods, and compare every reply with the oracle's.
+
+::
+
+    [system][note/0][note/1] ... [note/9]  [question + header]   reply + end
+    `base-' `--- stored chunks, woven ---' `--- prefilled ----'  `- forced -'
+
+The reply is not decoded token by token: the expected one is run in one pass over a copy of the
+rows. All its tokens are the likeliest ones exactly when greedy decoding would write it. What to
+repair is chosen before that, with the question as the only rows not yet computed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvweave.engine import Engine
+from kvweave.run.attention import Segment
+from kvweave.run.model import Runner
+from kvweave.suite.method import FULL, Method, Mode
+from kvweave.suite.words import Paper, Question, Words
+from kvweave.weave.context import Context
+from kvweave.weave.maker import Maker
+from kvweave.weave.oracle import forced, prefill
+from kvweave.weave.plan import Plan
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How one method did on one question.
+
+    ``right`` is 1 when the whole reply is the expected one (of leak questions: when it names the
+    removed value); of prose it is the share of tokens predicted. ``kl`` is KL(oracle || woven) in
+    nats, the mean over the reply. ``candidates`` are the rows reused approximately before repair.
+    """
+
+    protocol: str
+    case: int
+    item: int
+    kind: str
+    mode: str  # of a prune: forget, evict, or never (it had not been there); else ""
+    method: str
+    right: float
+    kl: float
+    nll: float  # nats a token of the expected reply
+    candidates: int = 0
+    repaired: int = 0
+    prefilled: int = 0
+    drift: float | None = None  # what the plan predicted
+    evidence: Any = None
+    prunes: int = 0  # before this question, of a stream
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return a JSON-ready description."""
+        return dataclasses.asdict(self)
+
+
+class Exam:
+    """Engines of one model for all methods, and the protocols in its tokens.
+
+    ``system`` is the text of the base instead of the system message.
+    """
+
+    def __init__(self, runner: Runner, system: str | None = None) -> None:
+        self.runner = runner
+        self._engines: dict[tuple[bool, bool], Engine] = {}
+        self._n = count()
+        blank = Engine(runner, base="")
+        self.words = Words(Maker(runner, blank.shelf, blank.table), system)
+        blank.close()
+
+    def close(self) -> None:
+        """Close the engines."""
+        for engine in self._engines.values():
+            engine.close()
+
+    def sit(self, paper: Paper, methods: Sequence[Method]) -> list[Outcome]:
+        """Return the outcome of every method for every question, the oracle's own first."""
+        truth = self._truth(paper)
+        found = [
+            outcome(paper, i, truth[i], truth[i], method=FULL) for i in range(len(paper.questions))
+        ]
+        for method in methods:
+            modes: tuple[Mode | str, ...] = method.modes if paper.dropped is not None else ("",)
+            for mode in modes:
+                found += self._under(paper, method, mode, truth)
+        for engine in self._engines.values():
+            clear(engine)
+        return found
+
+    def engine(self, base: bool, evict: bool = False) -> Engine:
+        """Return the engine of methods with or without a base.
+
+        Contexts that evict have one of their own: exact KV of their prefilled notes must not be
+        found by the others.
+        """
+        if (base, evict) not in self._engines:
+            text = self.words.system if base else ""
+            self._engines[base, evict] = Engine(
+                self.runner, base=text, repair="none", share=0.0, denoise="never"
+            )
+        return self._engines[base, evict]
+
+    def context(self, engine: Engine, method: Method, evict: bool = False) -> Context:
+        """Open a context that begins with the system message, the same tokens for every method."""
+        context = engine.context(
+            f"exam-{next(self._n)}",
+            repair=method.build(),
+            share=method.share,
+            prune="evict" if evict else "forget",
+            denoise=False,
+            **dict(method.settings),
+        )
+        rest = self.words.head[context.n_tokens :]
+        if rest:
+            if engine.table.lookup("system") is None:
+                engine.put("system", rest, kind="system")
+            context.append_chunk("system")
+        return context
+
+    def _truth(self, paper: Paper) -> list[Tensor]:
+        """Return the oracle's logits for every reply."""
+        notes = [t for _, tokens in paper.left() for t in tokens]
+        return oracle(self.runner, [*self.words.head, *notes], paper.questions)
+
+    def _under(
+        self, paper: Paper, method: Method, mode: str, truth: list[Tensor]
+    ) -> Iterator[Outcome]:
+        """Weave the notes under one method and ask every question."""
+        evict = mode == "evict"
+        engine = self.engine(method.base, evict)
+        context = self.context(engine, method, evict)
+        n_head = len(context.parts)
+        with context.edit():
+            for i, (name, tokens) in enumerate(paper.notes):
+                if evict:
+                    context.append(tokens)  # prefilled here: what stands behind a note has read it
+                elif mode != "never" or i != paper.dropped:
+                    if engine.table.lookup(name) is None:
+                        engine.put_many(dict(paper.notes).items())
+                    context.append_chunk(name)
+        kept = 0  # rows in front of the dropped note, repaired before it went
+        if paper.dropped is not None and mode != "never":
+            spans = context.weave().spans[: n_head + paper.dropped]
+            kept = sum(s.n_repaired for s in spans)
+            context.drop(n_head + paper.dropped)
+        asked = self._ask_blind if method.is_blind else self._ask
+        for i, (plan, logits) in enumerate(asked(engine, context, paper.questions)):
+            made = outcome(paper, i, truth[i], logits, method=method.label, mode=mode)
+            yield dataclasses.replace(made, **counts(plan, kept))
+        engine.close_context(context.name)
+
+    def _ask(
+        self, engine: Engine, context: Context, questions: Sequence[Question]
+    ) -> Iterator[tuple[Plan, Tensor]]:
+        """Weave anew for every question, in copies of the context."""
+        runs, plans = [], []
+        for question in questions:
+            twin = engine.fork(context, f"exam-{next(self._n)}")
+            twin.append(question.asked)
+            plans.append(twin.weave())
+            tokens = (question.asked[-1], *question.expected[:-1])
+            runs.append((twin, twin.n_tokens - 1, tokens))
+        yield from zip(plans, forced(runs), strict=True)
+        for twin, _, _ in runs:
+            engine.close_context(twin.name)
+
+    def _ask_blind(
+        self, engine: Engine, context: Context, questions: Sequence[Question]
+    ) -> Iterator[tuple[Plan, Tensor]]:
+        """Weave once, then run every question with its reply: the choice would be the same."""
+        plan = context.weave()
+        n = context.n_tokens
+        runs = [(context, n, (*q.asked, *q.expected[:-1])) for q in questions]
+        for question, logits in zip(questions, forced(runs), strict=True):
+            yield plan, logits[len(question.asked) - 1 :]
+
+
+def oracle(runner: Runner, tokens: Sequence[int], questions: Sequence[Question]) -> list[Tensor]:
+    """Return the logits of a full prefill at every reply token; the shared part is run once."""
+    device, n = runner.device, len(tokens)
+    longest = max(len(q.asked) + len(q.expected) for q in questions)
+    positions = torch.arange(n + longest, device=device)
+    shared = torch.tensor(tokens, device=device)
+    rows, _ = prefill(runner, shared, positions[:n], slice(0, 0))
+    rows.reserve(n + longest)
+    found = []
+    for question in questions:
+        ids = [*question.asked, *question.expected[:-1]]
+        stop = n + len(ids)
+        slots = torch.arange(n, stop)
+        segment = Segment(rows, torch.tensor(ids, device=device), slots, positions[n:stop])
+        want = torch.arange(len(question.asked) - 1, len(ids), device=device)
+        found.append(runner.forward([segment], want))
+        rows.truncate(n)
+    return found
+
+
+def outcome(
+    paper: Paper, item: int, truth: Tensor, logits: Tensor, *, method: str, mode: str = ""
+) -> Outcome:
+    """Judge a reply by its logits [token, vocab]."""
+    question = paper.questions[item]
+    right, kl, nll = judge(question, truth, logits)
+    return Outcome(paper.protocol, paper.index, item, question.kind, mode, method, right, kl, nll)
+
+
+def judge(question: Question, truth: Tensor, logits: Tensor) -> tuple[float, float, float]:
+    """Return whether the reply is right, KL(oracle || woven) and nats a token."""
+    expected = torch.tensor(question.expected, device=logits.device)
+    found = logits.double().log_softmax(-1)
+    wanted = truth.double().log_softmax(-1)
+    kl = (wanted.exp() * (wanted - found)).sum(-1).clamp_min(0).mean()
+    nll = -found.gather(1, expected[:, None]).mean()
+    hits = logits.argmax(-1) == expected
+    if question.kind == "prose":
+        right = float(hits.double().mean())
+    else:
+        right = float(hits[-1] if question.is_leak else hits.all())
+    return right, float(kl), float(nll)
+
+
+def counts(plan: Plan, kept: int = 0) -> dict[str, Any]:
+    """Return what a plan says about rows, for an `Outcome`; ``kept`` were repaired before."""
+    reused = [s for s in plan.spans if s.how in ("reuse", "repair")]
+    evidence: Any = getattr(plan, "evidence", None)
+    if dataclasses.is_dataclass(evidence):
+        evidence = dataclasses.asdict(evidence)  # type: ignore[arg-type]
+    return {
+        "candidates": sum(s.n_tokens - s.n_prefilled for s in reused),
+        "repaired": plan.repaired + kept,
+        "prefilled": plan.prefilled,
+        "drift": plan.drift,
+        "evidence": evidence,
+    }
+
+
+def clear(engine: Engine) -> None:
+    """Remove all chunks but the base and the system message; their KV goes with them."""
+    for name in engine.table.names():
+        if name != "system":
+            engine.files.rm(name)
