@@ -30,6 +30,7 @@ from kvweave.weave.context import Context
 from kvweave.weave.maker import Maker
 from kvweave.weave.oracle import forced, prefill
 from kvweave.weave.plan import Plan
+from kvweave.weave.repair import rank_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +73,7 @@ class Exam:
         self.runner = runner
         self._engines: dict[tuple[bool, bool], Engine] = {}
         self._n = count()
+        self._seen: set[tuple[bool, str]] = set()  # (base, strategy) the notes were woven by before
         blank = Engine(runner, base="")
         self.words = Words(Maker(runner, blank.shelf, blank.table), system)
         blank.close()
@@ -91,9 +93,13 @@ class Exam:
             modes: tuple[Mode | str, ...] = method.modes if paper.dropped is not None else ("",)
             for mode in modes:
                 found += self._under(paper, method, mode, truth)
+        self._clear()
+        return found
+
+    def _clear(self) -> None:
+        self._seen.clear()
         for engine in self._engines.values():
             clear(engine)
-        return found
 
     def engine(self, base: bool, evict: bool = False) -> Engine:
         """Return the engine of methods with or without a base.
@@ -136,6 +142,13 @@ class Exam:
         """Weave the notes under one method and ask every question."""
         evict = mode == "evict"
         engine = self.engine(method.base, evict)
+        stores = rank_of(method.build()) > 0
+        if stores:  # patches of one method must not help another
+            self._clear()
+        if not evict and engine.table.lookup(paper.notes[0][0]) is None:
+            engine.put_many(dict(paper.notes).items())
+        if method.before and (method.base, method.before) not in self._seen:
+            self._weave_before(engine, method, paper)
         context = self.context(engine, method, evict)
         n_head = len(context.parts)
         with context.edit():
@@ -143,8 +156,6 @@ class Exam:
                 if evict:
                     context.append(tokens)  # prefilled here: what stands behind a note has read it
                 elif mode != "never" or i != paper.dropped:
-                    if engine.table.lookup(name) is None:
-                        engine.put_many(dict(paper.notes).items())
                     context.append_chunk(name)
         kept = 0  # rows in front of the dropped note, repaired before it went
         if paper.dropped is not None and mode != "never":
@@ -156,6 +167,19 @@ class Exam:
             made = outcome(paper, i, truth[i], logits, method=method.label, mode=mode)
             yield dataclasses.replace(made, **counts(plan, kept))
         engine.close_context(context.name)
+        if stores:
+            self._clear()
+
+    def _weave_before(self, engine: Engine, method: Method, paper: Paper) -> None:
+        """Weave the notes once, wholly repaired, and let go of the context."""
+        first = Method(method.before, 1.0, method.base)
+        context = self.context(engine, first)
+        with context.edit():
+            for name, _ in paper.notes:
+                context.append_chunk(name)
+        context.weave()
+        engine.close_context(context.name)
+        self._seen.add((method.base, method.before))
 
     def _ask(
         self, engine: Engine, context: Context, questions: Sequence[Question]
