@@ -7,41 +7,13 @@ from collections.abc import Callable
 import oracle
 import pytest
 import torch
+from weaving import EXACT, chat, rows, same_rows, text
 
 from kvweave import Context, Engine
 from kvweave.run.attention import Segment
-from kvweave.run.rows import KVRows
 from kvweave.weave.repair import Deviation, Query
 
-EXACT = 1e-9
 Make = Callable[..., Engine]
-
-
-def text(n: int, seed: int) -> list[int]:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(3, 101, (n,), generator=generator).tolist()
-
-
-def chat(engine: Engine, name: str, sizes: list[int], first: int = 0, **options: object) -> Context:
-    """A context of a base and stored chunks ``name/0`` and so on, of these sizes."""
-    context = engine.context(name, **options)
-    base = engine.maker.add(text(5, 1000), kind="system")
-    context.set_base(base, "base")
-    for i, n in enumerate(sizes, first):
-        id = engine.maker.add(text(n, i), base=base)
-        engine.table.bind(f"{name}/{i}", id)
-        engine.maker.canonicalise([base, id])
-        context.append_chunk(f"{name}/{i}")
-    return context
-
-
-def rows(context: Context) -> KVRows:
-    return context._state.rows
-
-
-def same_rows(a: KVRows, b: KVRows) -> bool:
-    pairs = zip((*a.k, *a.v, a.positions), (*b.k, *b.v, b.positions), strict=True)
-    return a.n == b.n and all(torch.equal(x[: a.n], y[: a.n]) for x, y in pairs)
 
 
 def next_logits(engine: Engine, context: Context) -> torch.Tensor:
@@ -179,6 +151,19 @@ def test_evict_with_kept_positions_does_no_work(engines: Make) -> None:
     assert after.positions[:11].tolist() == [*range(5), *range(13, 19)]
     for layer in range(len(after.v)):
         assert torch.equal(after.k[layer][5:11], before.k[layer][13:19])
+
+
+def test_evict_keeps_the_rows_of_the_last_weave_only(engines: Make) -> None:
+    """What an earlier weave had repaired was given up by the one that placed them anew."""
+    engine = engines()
+    context = chat(engine, "c", [6, 9, 4], prune="evict")
+    context.weave("random", share=1.0)
+    context.weave("none")
+    before = rows(context).clone()
+    context.drop("c/0")
+    context.weave()
+    for layer in range(len(before.v)):
+        assert torch.equal(rows(context).v[layer][5:18], before.v[layer][11:24])
 
 
 def test_forget_with_kept_positions_leaves_a_gap(engines: Make) -> None:

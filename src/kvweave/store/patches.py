@@ -87,7 +87,7 @@ class Patches:
         leave do not suffice."""
         if patch.n_bytes > min(self.limit, room + self.n_bytes):
             return
-        self._remove(key)
+        room += self._remove(key)
         self.shrink(patch.n_bytes - min(room, self.limit - self.n_bytes))
         self._patches[key] = patch
         self.n_bytes += patch.n_bytes

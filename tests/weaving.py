@@ -1,0 +1,46 @@
+"""Contexts of random tokens for the tests of weaving."""
+
+from __future__ import annotations
+
+import torch
+
+from kvweave import Context, Engine
+from kvweave.run.rows import KVRows
+
+EXACT = 1e-9  # relative error of float64 rows that went another way round
+
+
+def text(n: int, seed: int) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(3, 101, (n,), generator=generator).tolist()
+
+
+def chat(engine: Engine, name: str, sizes: list[int], first: int = 0, **options: object) -> Context:
+    """A context of a base and stored chunks ``name/0`` and so on, of these sizes."""
+    context = engine.context(name, **options)
+    base = engine.maker.add(text(5, 1000), kind="system")
+    context.set_base(base, "base")
+    for i, n in enumerate(sizes, first):
+        id = engine.maker.add(text(n, i), base=base)
+        engine.table.bind(f"{name}/{i}", id)
+        engine.maker.canonicalise([base, id])
+        context.append_chunk(f"{name}/{i}")
+    return context
+
+
+def again(engine: Engine, name: str, like: Context, **options: object) -> Context:
+    """Another context of the same base and stored chunks as ``like``."""
+    context = engine.context(name, **options)
+    context.set_base(like.parts[0].id, "base")
+    for part in like.parts[1:]:
+        context.append_chunk(f"#{part.id}")
+    return context
+
+
+def rows(context: Context) -> KVRows:
+    return context._state.rows
+
+
+def same_rows(a: KVRows, b: KVRows) -> bool:
+    pairs = zip((*a.k, *a.v, a.positions), (*b.k, *b.v, b.positions), strict=True)
+    return a.n == b.n and all(torch.equal(x[: a.n], y[: a.n]) for x, y in pairs)
