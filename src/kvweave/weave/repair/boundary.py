@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 
@@ -22,17 +24,18 @@ class Boundary:
 
     def choose(self, view: View) -> Tensor:
         """Return the ``budget`` rows nearest to a seam."""
-        far = sum(p.part.n for p in view.placed)
-        seams = [_is_seam(a, b) for a, b in zip(view.placed, view.placed[1:], strict=False)]
-        before = dict(zip([p.slot for p in view.placed[1:]], seams, strict=True))
-        distances = []
+        n = sum(p.part.n for p in view.placed)
+        seams = [b.slot for a, b in pairwise(view.placed) if _is_seam(a, b)]
+        distance = torch.full((n,), n)
         for p in view.spans:
-            rows = torch.arange(p.ready)
-            first = rows if before.get(p.slot) else torch.full_like(rows, far)
-            last = p.part.n - 1 - rows if before.get(p.slot + p.part.n) else first
-            distances.append(torch.minimum(first, last))
-        distance = torch.cat(distances) if distances else view.candidates[:0]
-        nearest = torch.argsort(distance, stable=True)  # of equal ones, the earlier
+            rows = torch.arange(p.part.n)
+            for at, away in ((p.slot, rows), (p.slot + p.part.n, rows.flip(0))):
+                if at in seams:
+                    mine = distance[p.slot : p.slot + p.part.n]
+                    torch.minimum(mine, away, out=mine)
+        nearest = torch.argsort(
+            distance[view.candidates], stable=True
+        )  # of equal ones, the earlier
         return view.candidates[nearest[: view.budget].sort().values]
 
 

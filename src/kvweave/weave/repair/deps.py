@@ -22,5 +22,7 @@ class Deps:
     def choose(self, view: View) -> Tensor:
         """Return the ``budget`` rows that read most of others."""
         mass = view.dependence()
-        offsets = torch.cat([torch.arange(p.ready) for p in view.spans])
+        starts = torch.tensor([p.slot for p in view.spans])
+        part = torch.searchsorted(starts, view.candidates, right=True) - 1
+        offsets = view.candidates - starts[part]
         return best(view, torch.where(mass > 0, mass, -offsets.to(mass.dtype)))
