@@ -33,9 +33,7 @@ class Boundary:
                 if at in seams:
                     mine = distance[p.slot : p.slot + p.part.n]
                     torch.minimum(mine, away, out=mine)
-        nearest = torch.argsort(
-            distance[view.candidates], stable=True
-        )  # of equal ones, the earlier
+        nearest = torch.argsort(distance[view.candidates], stable=True)  # equal ones: the earlier
         return view.candidates[nearest[: view.budget].sort().values]
 
 
