@@ -47,7 +47,12 @@ def run(args: Namespace) -> None:
 
 
 def check(args: Namespace) -> None:
-    """Weave a context and compare it with a full prefill."""
+    """Weave a context and compare it with a full prefill; or measure the model on the suite."""
+    if args.suite:
+        import_module("kvweave.cli.suite").check(args)
+        return
+    if args.template is None:
+        raise UsageError("no TEMPLATE", "write one, or --suite to measure the model")
     out = Out.of(args)
     with composed(args) as context:
         found = context.check()

@@ -1,0 +1,225 @@
+"""The arguments of every command: names, values and their help. No logic."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser, ArgumentTypeError, BooleanOptionalAction
+
+from kvweave.chunk.files import GROUPS, SORT_KEYS
+from kvweave.chunk.identity import KINDS
+
+PATTERN = "a name, '#17', a glob such as 'chat/*/u-00[1-3]' or '**', or 'docs/' for all below"
+TEMPLATE = "text; {docs/faq} or {#17} is a stored chunk, {hole} is filled by --set or --docs; - reads stdin"
+STRATEGIES = (
+    "none", "first_k", "boundary", "deviation", "query", "deps", "patch", "random", "full",
+)  # fmt: skip
+PLACES = ("ram", "disk", "none")
+CUTS = ("none", "paragraph", "tokens")
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise ArgumentTypeError(f"{text!r} is not a whole number from 1 up")
+    return int(text)
+
+
+def _share(text: str) -> float:
+    try:
+        if 0 <= float(text) <= 1:
+            return float(text)
+    except ValueError:
+        pass
+    raise ArgumentTypeError(f"{text!r} is not a number from 0 to 1")
+
+
+def _list(text: str) -> list[str]:
+    return [word.strip() for word in text.split(",") if word.strip()]
+
+
+def _shares(text: str) -> list[float]:
+    return [_share(word) for word in _list(text)]
+
+
+def _age(text: str) -> float:
+    """Return seconds of ``90s``, ``15m``, ``2h``, ``7d``."""
+    seconds = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+    number, unit = text[:-1], text[-1:]
+    if unit not in seconds or not number.isdecimal():
+        raise ArgumentTypeError(f"{text!r} is no age: write 90s, 15m, 2h or 7d")
+    return float(int(number) * seconds[unit])
+
+
+def put(p: ArgumentParser) -> None:
+    """Add what `kvweave put` takes."""
+    p.add_argument(
+        "name", metavar="NAME", help="such as docs/faq; docs/ takes each file's own name"
+    )
+    p.add_argument("files", metavar="FILE", nargs="*", help="UTF-8 text; - or none reads stdin")
+    p.add_argument("--kind", choices=KINDS, default="document", help="what it is (document)")
+    p.add_argument("--replace", action="store_true", help="take the name from what has it now")
+    p.add_argument(
+        "--cut", choices=CUTS, default="none", help="store pieces NAME/000, NAME/001, ..."
+    )
+    p.add_argument("--max-tokens", type=_positive, metavar="N", help="longest piece (256)")
+
+
+def ls(p: ArgumentParser) -> None:
+    """Add what `kvweave ls` takes."""
+    p.add_argument("pattern", metavar="PATTERN", nargs="?", default="", help=PATTERN)
+    p.add_argument("-l", "--long", action="store_true", help="id, kind, tokens, bytes, tier, ...")
+    p.add_argument("--sort", choices=SORT_KEYS, default="name", help="the field to sort by (name)")
+    p.add_argument("-r", "--reverse", action="store_true", help="largest or latest first")
+    p.add_argument("--limit", type=_positive, metavar="N", help="list only so many")
+
+
+def stat(p: ArgumentParser) -> None:
+    """Add what `kvweave stat` takes."""
+    p.add_argument("ref", metavar="REF", help="a name or '#17'")
+
+
+def rm(p: ArgumentParser) -> None:
+    """Add what `kvweave rm` takes."""
+    p.add_argument("pattern", metavar="PATTERN", help=PATTERN)
+    p.add_argument("-n", "--dry-run", action="store_true", help="only say what would go")
+    p.add_argument("--force", action="store_true", help="also what a context still uses")
+
+
+def rename(p: ArgumentParser) -> None:
+    """Add what `kvweave mv` and `cp` take."""
+    p.add_argument("src", metavar="SRC", help=PATTERN)
+    p.add_argument("dst", metavar="DST", help="the new name; docs/ to take several into docs/")
+    p.add_argument("--replace", action="store_true", help="take names from what has them now")
+    p.add_argument("-n", "--dry-run", action="store_true", help="only say what would happen")
+
+
+def one_pattern(p: ArgumentParser) -> None:
+    """Add what `kvweave pin` and `unpin` take."""
+    p.add_argument("pattern", metavar="PATTERN", help=PATTERN)
+    p.add_argument("-n", "--dry-run", action="store_true", help="only say which")
+
+
+def place(p: ArgumentParser) -> None:
+    """Add what `kvweave place` takes."""
+    p.add_argument("pattern", metavar="PATTERN", help=PATTERN)
+    p.add_argument("tier", metavar="TIER", choices=PLACES, help=f"one of {', '.join(PLACES)}")
+    p.add_argument("-n", "--dry-run", action="store_true", help="only say which")
+
+
+def du(p: ArgumentParser) -> None:
+    """Add what `kvweave du` takes."""
+    p.add_argument("pattern", metavar="PATTERN", nargs="?", default="", help=PATTERN)
+    p.add_argument("--by", choices=GROUPS, default="tier", help="what to add up by (tier)")
+
+
+def find(p: ArgumentParser) -> None:
+    """Add what `kvweave find` takes."""
+    p.add_argument("pattern", metavar="PATTERN", nargs="?", default="**", help=PATTERN)
+    p.add_argument("-l", "--long", action="store_true", help="id, kind, tokens, bytes, tier, ...")
+    p.add_argument("--kind", choices=KINDS, help="only of this kind")
+    p.add_argument("--tier", choices=PLACES, help="only what rests there")
+    p.add_argument("--pinned", action=BooleanOptionalAction, help="only (un)pinned ones")
+    p.add_argument("--min-tokens", type=_positive, metavar="N", help="only from this length on")
+    p.add_argument("--unused-for", type=_age, metavar="AGE", help="not used for 90s, 15m, 2h, 7d")
+
+
+def weave(p: ArgumentParser) -> None:
+    """Add what `kvweave weave` takes."""
+    p.add_argument("template", metavar="TEMPLATE", help=TEMPLATE)
+    _holes(p)
+
+
+def check(p: ArgumentParser) -> None:
+    """Add what `kvweave check` takes."""
+    p.add_argument("template", metavar="TEMPLATE", nargs="?", help=TEMPLATE)
+    _holes(p)
+    for_suite = p.add_argument_group("the fidelity suite")
+    add = for_suite.add_argument
+    add("--suite", action="store_true", help="measure the model on the suite instead")
+    add("--protocols", type=_list, metavar="P1,P2", help="P1 to P9 and prose (all)")
+    add("--n", type=_positive, default=100, metavar="N", help="questions a protocol, about (100)")
+    add(
+        "--strategies",
+        type=_list,
+        metavar="NAME,NAME",
+        default=["none", "random", "first_k", "query"],
+        help="such as deviation:k@2 (none,random,first_k,query)",
+    )
+    add(
+        "--shares",
+        type=_shares,
+        default=[0.05, 0.15],
+        metavar="X,X",
+        help="parts of the reused rows to repair, 0..1 (0.05,0.15)",
+    )
+
+
+def _holes(p: ArgumentParser) -> None:
+    p.add_argument(
+        "--set", action="append", default=[], metavar="HOLE=TEXT", help="fill a hole with text"
+    )
+    p.add_argument(
+        "--docs",
+        action="append",
+        default=[],
+        metavar="HOLE=NAME,NAME",
+        help="fill a hole with stored chunks; globs are welcome",
+    )
+    _repair(p)
+
+
+def _repair(p: ArgumentParser) -> None:
+    p.add_argument("--repair", choices=STRATEGIES, help="which reused rows to recompute (query)")
+    p.add_argument(
+        "--share", type=_share, metavar="X", help="part of them to recompute, 0..1 (0.05)"
+    )
+
+
+def _sampling(p: ArgumentParser) -> None:
+    p.add_argument(
+        "--max-tokens", type=_positive, default=256, metavar="N", help="of an answer (256)"
+    )
+    p.add_argument(
+        "--temperature",
+        type=float,
+        default=0.0,
+        metavar="T",
+        help="0 takes the likeliest token (0)",
+    )
+    p.add_argument("--top-p", type=float, default=1.0, metavar="P", help="draw from this mass (1)")
+    p.add_argument("--top-k", type=int, default=0, metavar="K", help="draw from the K likeliest")
+    p.add_argument("--seed", type=int, metavar="N", help="of the draws")
+
+
+def run(p: ArgumentParser) -> None:
+    """Add what `kvweave run` takes."""
+    weave(p)
+    _sampling(p)
+    p.add_argument(
+        "--stop", action="append", default=[], metavar="TEXT", help="end before this text"
+    )
+    p.add_argument("--explain", action="store_true", help="print the plan on stderr")
+    p.add_argument("--check", action="store_true", help="compare with a full prefill, on stderr")
+
+
+def chat(p: ArgumentParser) -> None:
+    """Add what `kvweave chat` takes."""
+    p.add_argument("--system", metavar="TEXT", help="the first message, never dropped")
+    p.add_argument(
+        "--limit", type=_positive, metavar="TOKENS", help="drop the oldest turns over this"
+    )
+    p.add_argument(
+        "--keep", action="store_true", help="keep the turns' chunks in the home at the end"
+    )
+    _repair(p)
+    _sampling(p)
+
+
+def demo(p: ArgumentParser) -> None:
+    """Add what `kvweave demo` takes."""
+    p.add_argument("--turns", type=_positive, default=100, metavar="N", help="to measure (100)")
+    p.add_argument("--out", default="demo-out", metavar="DIR", help="for results (demo-out)")
+    p.add_argument("--quick", action="store_true", help="a few turns of a short conversation")
+    p.add_argument("--repair", choices=STRATEGIES, help="which reused rows to recompute")
+
+
+def nothing(p: ArgumentParser) -> None:
+    """Add nothing."""
