@@ -18,7 +18,7 @@ FLOOR = 1e-7  # nats; below it a KL is rounding
 def draw(rows: Sequence[Row], strategies: Sequence[str], path: Path, subtitle: str = "") -> bool:
     """Write the figure to ``path``; return False when matplotlib is not installed.
 
-    ``strategies`` are the lines, in the order of the legend. ``none`` is the point without repair
+    ``strategies`` are the lines, in the order of the legend (without "seen"). ``none`` is the point without repair
     where all lines begin.
     """
     try:
@@ -28,12 +28,17 @@ def draw(rows: Sequence[Row], strategies: Sequence[str], path: Path, subtitle: s
         return False
     shown = [r for r in rows if r["base"] and r["mode"] in ("", "forget")]
     names = [t for t in dict.fromkeys(title(r) for r in shown) if t not in SKIPPED]
-    figure = Figure(figsize=(2.1 * len(names) + 1.2, 6.2), layout="constrained")
+    columns = -(-len(names) // 2) if len(names) > 5 else len(names)
+    bands = -(-len(names) // columns)
+    figure = Figure(figsize=(2.2 * columns + 1, 4.8 * bands + 0.8), layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.subplots(2, len(names), sharex=True, sharey="row", squeeze=False)
-    for column, name in enumerate(names):
+    axes = figure.subplots(2 * bands, columns, sharex=True, squeeze=False)
+    for unused in axes[-2:, columns - (bands * columns - len(names)) :].flat:
+        unused.set_visible(False)
+    for at, name in enumerate(names):
         mine = [r for r in shown if title(r) == name]
-        upper, lower = axes[0][column], axes[1][column]
+        band, column = divmod(at, columns)
+        upper, lower = axes[2 * band][column], axes[2 * band + 1][column]
         for i, strategy in enumerate(strategies):
             _line(upper, lower, _points(mine, strategy), strategy, i)
         upper.axhline(1.0, color="#777777", linewidth=0.8, linestyle=":")
@@ -48,8 +53,9 @@ def draw(rows: Sequence[Row], strategies: Sequence[str], path: Path, subtitle: s
             a.set_axisbelow(True)
             a.spines[["top", "right"]].set_visible(False)
             a.tick_params(labelsize=8)
-    axes[0][0].set_ylabel("accuracy / full prefill")
-    axes[1][0].set_ylabel("KL to full prefill (nats)")
+    for band in range(bands):
+        axes[2 * band][0].set_ylabel("accuracy / full prefill")
+        axes[2 * band + 1][0].set_ylabel("KL to full prefill (nats)")
     figure.suptitle(f"Quality per repaired token{subtitle}", fontsize=11)
     handles, labels = axes[0][0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=min(10, len(labels) or 1), frameon=False, fontsize=8)  # fmt: skip
@@ -59,7 +65,7 @@ def draw(rows: Sequence[Row], strategies: Sequence[str], path: Path, subtitle: s
 
 def _points(rows: Sequence[Row], strategy: str) -> list[Row]:
     """Return a strategy's rows by share, from the point without repair on."""
-    own = [r for r in rows if r["strategy"] == strategy]
+    own = [r for r in rows if r["strategy"].removesuffix(" seen") == strategy]
     if not any(r["share"] == 0 for r in own):
         own += [r for r in rows if r["strategy"] == "none"]
     return sorted(own, key=lambda r: float(r["repaired"]))

@@ -1,0 +1,257 @@
+"""Fidelity: how right replies stay, and how far from a full prefill, under every way of reuse.
+
+Seeded protocols (`kvweave.suite`), on the bundled model or any other. Outcomes are kept per
+protocol, method and part in ``--cache``, so that a run that was stopped goes on where it was.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import RESULTS, machine, progress, table
+from rich.console import Console
+
+from kvweave.demo import world
+from kvweave.errors import InvalidArgument
+from kvweave.run.model import Runner
+from kvweave.suite import plot, prose, protocols, report, stream
+from kvweave.suite.exam import Outcome
+from kvweave.suite.method import Method
+from kvweave.suite.run import NAMES, SEED, Suite
+
+HERE = Path(__file__).parent
+MODEL = HERE.parent / "src" / "kvweave" / "demo" / "model"
+SHARES = (0.05, 0.10, 0.15, 0.30)
+CHECKS = ("deviation:k@1", "deviation:v@1", "deviation:kv@1")
+LAYERS = ("deviation:v@0", "deviation:v@2", "deviation:v@3")
+PLAIN = ("random", "first_k", *CHECKS, "query", "boundary")
+DRAWN = ("random", "first_k", "deviation:v@1", "query", "boundary", "deps", "patch:4", "auto")  # fmt: skip
+PARTS = 4  # of a protocol's cases: what one worker does at a time
+P6 = ("none", "random", "first_k", "deviation:v@1", "query", "boundary", "deps", "auto")
+
+
+def all_methods() -> list[Method]:
+    """Return every row of the table whose strategy exists."""
+    wide = ("forget", "never", "evict")
+    made = [Method("none", modes=wide)]  # type: ignore[arg-type]
+    made += [Method(s, share) for s in PLAIN for share in SHARES]
+    made += [Method(s, 0.15) for s in LAYERS]
+    made += [Method("deps", share, before="full:records") for share in SHARES]
+    made += [Method("patch", share) for share in (0.15, 0.30)]
+    made += [Method(f"patch:{m}", 0.0, before=f"patch:{m}") for m in (1, 4, 16)]
+    made += [Method("auto", share) for share in (0.0, *SHARES)]
+    no_base = [Method("none"), *(Method(s, 0.15) for s in ("first_k", "query", "deviation:v@1"))]
+    made += [replace(m, base=False) for m in no_base]
+    both = [
+        replace(m, modes=wide) if m.base and m.share == 0.15 and not m.before else m  # type: ignore[arg-type]
+        for m in made
+    ]
+    return [m for m in both if exists(m)]
+
+
+def exists(method: Method) -> bool:
+    """Whether the method's strategy is there; says so when it is not."""
+    try:
+        method.build()
+    except InvalidArgument as error:
+        print(f"skipped: {method.label}: {error}")
+        return False
+    return True
+
+
+def quick_methods() -> list[Method]:
+    """Return a few, for a smoke test."""
+    return [Method("none"), Method("query", 0.15), Method("none", base=False)]
+
+
+def wanted(protocol: str, methods: Sequence[Method]) -> list[Method]:
+    """Return the methods that are run on a protocol: streams take long, prose has no base."""
+    if protocol == "P6":
+        names = [m for m in methods if str(m.strategy) in P6 and m.share in (0.0, 0.05, 0.15)]
+        # in a stream deps learns from the turns themselves; only none shows what evict keeps
+        return [
+            replace(m, before="", modes=("forget", "evict") if m.name == "none" and m.base else ("forget",))
+            for m in names
+        ]  # fmt: skip
+    if protocol == "prose":
+        return [m for m in methods if m.share != 0.10]
+    return list(methods)
+
+
+class Cache:
+    """Outcomes on disk, a file for each protocol, method and part."""
+
+    def __init__(self, folder: Path, key: str) -> None:
+        self.folder = folder / key
+        self.folder.mkdir(parents=True, exist_ok=True)
+
+    def path(self, protocol: str, label: str, part: int) -> Path:
+        """Return the file of a cell's part."""
+        name = hashlib.blake2b(label.encode(), digest_size=8).hexdigest()
+        return self.folder / f"{protocol}-{name}-{part}.json"
+
+    def put(self, protocol: str, label: str, part: int, outcomes: Sequence[Outcome]) -> None:
+        """Write a part, whole or not at all."""
+        path = self.path(protocol, label, part)
+        found = {"method": label, "outcomes": [o.to_dict() for o in outcomes]}
+        temporary = path.with_suffix(f".{os.getpid()}")
+        temporary.write_text(json.dumps(found))
+        temporary.replace(path)
+
+    def get(self, protocol: str, label: str, part: int) -> list[Outcome]:
+        """Read a part."""
+        found = json.loads(self.path(protocol, label, part).read_text())
+        return [Outcome(**o) for o in found["outcomes"]]
+
+
+Task = tuple[str, int, list[Method]]  # protocol, part, methods still missing
+_suite: Suite | None = None
+_cache: Cache | None = None
+
+
+def begin(model: str, n: int, prunes: int, cache: Cache) -> None:
+    """Load the model in a worker."""
+    global _suite, _cache
+    torch.set_num_threads(1)
+    _suite, _cache = Suite(Runner.load(model, device="cpu"), n, prunes), cache
+
+
+def work(task: Task) -> tuple[str, int, int, float]:
+    """Run one part of a protocol and store its outcomes; return how many and seconds."""
+    assert _suite is not None and _cache is not None
+    protocol, part, methods = task
+    started = time.process_time()
+    found: dict[str, list[Outcome]] = {m.label: [] for m in methods}
+    found[report.FULL] = []
+    for outcomes in _suite.run(protocol, methods, range(part, _suite.units(protocol), PARTS)):
+        for o in outcomes:
+            found[o.method].append(o)
+    for label, mine in found.items():
+        _cache.put(protocol, label, part, mine)
+    return protocol, part, sum(map(len, found.values())), time.process_time() - started
+
+
+def run(tasks: Sequence[Task], options: argparse.Namespace, cache: Cache) -> list[dict[str, Any]]:
+    """Do all tasks in worker processes, the longest first; return what each took."""
+    taken = []
+    start = (str(options.model), options.n, options.prunes, cache)
+    with progress("fidelity", len(tasks)) as step:
+        for protocol, part, n, seconds in _results(tasks, options.workers, start):
+            step(f"{protocol}/{part}")
+            taken.append({"protocol": protocol, "outcomes": n, "seconds": round(seconds, 1)})
+    return taken
+
+
+def _results(
+    tasks: Sequence[Task], workers: int, start: tuple[str, int, int, Cache]
+) -> Iterator[tuple[str, int, int, float]]:
+    if workers == 1:
+        begin(*start)
+        yield from map(work, tasks)
+        return
+    with get_context("spawn").Pool(workers, begin, start) as pool:
+        yield from pool.imap_unordered(work, tasks)
+
+
+def key_of(model: Path, n: int, prunes: int) -> str:
+    """Return what outcomes depend on besides protocol and method: weights, questions, size, seed.
+
+    The code of strategies is not among it: after a change there, ``--again NAME``.
+    """
+    made = hashlib.blake2b(digest_size=8)
+    for module in (protocols, stream, prose, world):
+        made.update(Path(str(module.__file__)).read_bytes())
+    for file in sorted(model.glob("*.safetensors")) if model.is_dir() else []:
+        made.update(file.read_bytes())
+    made.update(f"{model.name}/{n}/{prunes}/{SEED}".encode())
+    return made.hexdigest()
+
+
+def collect(
+    names: Sequence[str], methods: Sequence[Method], options: argparse.Namespace
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Run what is missing; return the rows of the table and what the parts took."""
+    cache = Cache(options.cache, key_of(options.model, options.n, options.prunes))
+    tasks: list[Task] = []
+    again = tuple(filter(None, options.again.split(",")))
+    for protocol in names:
+        mine = wanted(protocol, methods)
+        for part in range(PARTS):
+            missing = [
+                m
+                for m in mine
+                if (again and m.name.startswith(again))
+                or not cache.path(protocol, m.label, part).exists()
+            ]
+            if missing:
+                tasks.append((protocol, part, missing))
+    tasks.sort(key=lambda task: {"P6": 0, "prose": 1, "P5": 2}.get(task[0], 3))
+    taken = run(tasks, options, cache)
+    rows = []
+    for protocol in names:
+        mine = wanted(protocol, methods)
+        labels = [report.FULL, *(m.label for m in mine)]
+        outcomes = [
+            o for x in labels for part in range(PARTS) for o in cache.get(protocol, x, part)
+        ]
+        rows += report.summarise(outcomes, mine)
+    return rows, taken
+
+
+def main() -> None:
+    """Parse, run, write, print, draw."""
+    made = argparse.ArgumentParser(description=__doc__)
+    made.add_argument("--model", type=Path, default=MODEL)
+    made.add_argument("--n", type=int, default=500, help="questions a protocol")
+    made.add_argument("--prunes", type=int, default=100, help="of a stream")
+    made.add_argument("--protocols", default=",".join(NAMES))
+    made.add_argument("--strategies", default="", help="only methods whose name begins so")
+    made.add_argument("--again", default="", help="run methods again whose name begins so")
+    made.add_argument("--workers", type=int, default=2, help="processes of one thread")
+    made.add_argument("--quick", action="store_true", help="a smoke test: 8 questions, 3 methods")
+    made.add_argument("--cache", type=Path, default=HERE / ".cache" / "fidelity")
+    made.add_argument("--out", type=Path, help="where to write the result")
+    made.add_argument("--figure", type=Path, help="where to draw (docs/fidelity.png)")
+    options = made.parse_args()
+    if options.quick:
+        options.n, options.prunes = 8, 3
+    methods = quick_methods() if options.quick else all_methods()
+    if options.strategies:
+        begins = tuple(options.strategies.split(","))
+        methods = [m for m in methods if m.name.startswith(begins)]
+    found = {"machine": machine(torch.device("cpu"))}  # the load is of before
+    rows, taken = collect(options.protocols.split(","), methods, options)
+    setup = {"model": options.model.name, "n": options.n, "prunes": options.prunes, "seed": SEED}
+    result = found | {"setup": setup, "taken": taken, "rows": rows}
+    whole = not (options.quick or options.strategies) and options.protocols == ",".join(NAMES)
+    name = "fidelity" if whole else "fidelity-part"
+    out = options.out or (RESULTS / f"{name}.json" if whole else options.cache / f"{name}.json")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(result, indent=1) + "\n")
+    show(rows)
+    figure = options.figure or (HERE.parent / "docs" / "fidelity.png" if whole else out.with_suffix(".png"))  # fmt: skip
+    drawn = plot.draw(rows, DRAWN, figure, f": {options.model.name}, n = {options.n}")
+    print(f"wrote {out}" + (f" and {figure}" if drawn else "; no matplotlib, no figure"))
+
+
+def show(rows: Sequence[dict[str, Any]]) -> None:
+    """Print a table a protocol."""
+    console = Console(width=None if Console().is_terminal else 140)
+    for title, part in report.tables(rows).items():
+        note = report.warning(part)
+        made = table(f"{title}: {note}" if note else title, report.head(part[0]), [report.cells(r) for r in part])  # fmt: skip
+        console.print(made)
+
+
+if __name__ == "__main__":
+    main()
