@@ -9,6 +9,7 @@ import torch
 from weaving import EXACT, again, chat, rows, text
 
 from kvweave import Engine
+from kvweave.cli import arguments, parser
 from kvweave.errors import InvalidArgument
 from kvweave.weave.repair import STRATEGIES, Boundary, Deviation, FirstK, Full, Patch, strategy
 
@@ -64,6 +65,14 @@ def test_options_that_make_no_sense_are_refused(which: str, message: str, hint: 
     with pytest.raises(InvalidArgument, match=message) as error:
         strategy(which)
     assert hint in str(error.value.hint)
+
+
+def test_the_shell_knows_the_same_names() -> None:
+    assert set(arguments.STRATEGIES) == set(STRATEGIES)
+    words = ["run", "so", "--repair"]
+    assert parser.parse([*words, "deviation:k@2"]).repair == "deviation:k@2"
+    with pytest.raises(parser.UsageError, match="no strategy 'magic:2': one of"):
+        parser.parse([*words, "magic:2"])
 
 
 def test_options_reach_a_context(engines: Make) -> None:

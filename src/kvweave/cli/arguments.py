@@ -12,6 +12,7 @@ TEMPLATE = "text; {docs/faq} or {#17} is a stored chunk, {hole} is filled by --s
 STRATEGIES = (
     "none", "first_k", "boundary", "deviation", "query", "deps", "patch", "random", "full",
 )  # fmt: skip
+CHOICE = f"{', '.join(STRATEGIES)}; options behind it, as in deviation:k@2"
 PLACES = ("ram", "disk", "none")
 CUTS = ("none", "paragraph", "tokens")
 
@@ -29,6 +30,12 @@ def _share(text: str) -> float:
     except ValueError:
         pass
     raise ArgumentTypeError(f"{text!r} is not a number from 0 to 1")
+
+
+def _strategy(text: str) -> str:
+    if text.split(":")[0] not in STRATEGIES:
+        raise ArgumentTypeError(f"no strategy {text!r}: one of {', '.join(STRATEGIES)}")
+    return text
 
 
 def _list(text: str) -> list[str]:
@@ -167,7 +174,12 @@ def _holes(p: ArgumentParser) -> None:
 
 
 def _repair(p: ArgumentParser) -> None:
-    p.add_argument("--repair", choices=STRATEGIES, help="which reused rows to recompute (query)")
+    p.add_argument(
+        "--repair",
+        type=_strategy,
+        metavar="STRATEGY",
+        help=f"which reused rows to recompute (query): {CHOICE}",
+    )
     p.add_argument(
         "--share", type=_share, metavar="X", help="part of them to recompute, 0..1 (0.05)"
     )
@@ -218,7 +230,12 @@ def demo(p: ArgumentParser) -> None:
     p.add_argument("--turns", type=_positive, default=100, metavar="N", help="to measure (100)")
     p.add_argument("--out", default="demo-out", metavar="DIR", help="for results (demo-out)")
     p.add_argument("--quick", action="store_true", help="a few turns of a short conversation")
-    p.add_argument("--repair", choices=STRATEGIES, help="which reused rows to recompute")
+    p.add_argument(
+        "--repair",
+        type=_strategy,
+        metavar="STRATEGY",
+        help=f"which reused rows to recompute: {CHOICE}",
+    )
 
 
 def nothing(p: ArgumentParser) -> None:
