@@ -142,6 +142,41 @@ def test_evict_keeps_the_patched_rows(engines: Make) -> None:
         assert torch.equal(after.v[layer][11:18], before.v[layer][20:27])
 
 
+def test_survivors_of_an_evict_get_no_patch(engines: Make) -> None:
+    """There is one for where they stand now, but they keep the rows they have."""
+    engine = engines()
+    first = met(engine, [6, 9])
+    context = chat(engine, "d", [], repair=ALL, share=0.0, prune="evict")
+    stored = engine.maker.add(text(7, 50), base=first.parts[0].id)
+    engine.table.bind("between", stored)
+    engine.maker.canonicalise([stored])
+    for name in ("c/0", "between", "c/1"):
+        context.append_chunk(name)
+    context.weave()
+    before = rows(context).clone()
+    context.drop("between")
+    assert context.weave().patched == 0
+    assert torch.equal(rows(context).v[2][11:20], before.v[2][18:27])
+    other = chat(engine, "e", [], repair=ALL, share=0.0)
+    other.append_chunk("c/0")
+    other.append_chunk("c/1")
+    assert other.weave().patched == 9
+
+
+def test_the_oldest_patches_make_room(engines: Make) -> None:
+    engine = engines()
+    engine.shelf.patches.limit = (
+        9_000  # one of rank 9 takes 4 * 9 * (9 + 32) * 2 * 8 bytes = 23 616
+    )
+    met(engine, [6, 9, 4])
+    assert len(engine.shelf.patches) == 0
+    engine.shelf.patches.limit = 24_000
+    again(engine, "d", engine.contexts["c"], repair=ALL, share=1.0).weave()
+    assert len(engine.shelf.patches) == 1, "the second took the place of the first"
+    last = again(engine, "e", engine.contexts["c"], repair=ALL, share=0.0)
+    assert [s.patched for s in last.preview().spans] == [False, False, False, True, False]
+
+
 def test_a_small_budget_repairs_whole_chunks_front_to_back(engines: Make) -> None:
     engine = engines()
     first = chat(engine, "c", [6, 9, 4, 5], repair=ALL, share=0.6)

@@ -69,5 +69,6 @@ class Patcher:
 
 
 def fits(p: Placement) -> bool:
-    """Tell whether a part is placed from canonical KV that is not exact where it stands."""
-    return p.source == "canonical" and not p.exact
+    """Tell whether a part is placed from canonical KV that is not exact where it stands; survivors
+    of an `evict` keep the rows they have."""
+    return p.source == "canonical" and not p.exact and not p.part.frozen
