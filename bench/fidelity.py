@@ -37,12 +37,12 @@ LAYERS = ("deviation:v@0", "deviation:v@2", "deviation:v@3")
 PLAIN = ("random", "first_k", *CHECKS, "query", "boundary")
 DRAWN = ("random", "first_k", "deviation:v@1", "query", "boundary", "deps", "patch:4", "auto")  # fmt: skip
 PARTS = 4  # of a protocol's cases: what one worker does at a time
-P6 = ("none", "random", "first_k", "deviation:v@1", "query", "boundary", "deps", "auto")
+SLOW = ("none", "random", "first_k", "deviation:v@1", "query", "boundary", "deps", "auto")
 
 
 def all_methods() -> list[Method]:
     """Return every row of the table whose strategy exists."""
-    wide = ("forget", "never", "evict")
+    wide, few = ("forget", "never", "evict"), ("forget",)
     made = [Method("none", modes=wide)]  # type: ignore[arg-type]
     made += [Method(s, share) for s in PLAIN for share in SHARES]
     made += [Method(s, 0.15) for s in LAYERS]
@@ -52,11 +52,12 @@ def all_methods() -> list[Method]:
     made += [Method("auto", share) for share in (0.0, *SHARES)]
     no_base = [Method("none"), *(Method(s, 0.15) for s in ("first_k", "query", "deviation:v@1"))]
     made += [replace(m, base=False) for m in no_base]
-    both = [
+    made = [replace(m, modes=few) if m.share in (0.10, 0.30) else m for m in made]  # type: ignore[arg-type]
+    made = [
         replace(m, modes=wide) if m.base and m.share == 0.15 and not m.before else m  # type: ignore[arg-type]
         for m in made
     ]
-    return [m for m in both if exists(m)]
+    return [m for m in made if exists(m)]
 
 
 def exists(method: Method) -> bool:
@@ -75,16 +76,16 @@ def quick_methods() -> list[Method]:
 
 
 def wanted(protocol: str, methods: Sequence[Method]) -> list[Method]:
-    """Return the methods that are run on a protocol: streams take long, prose has no base."""
+    """Return the methods that are run on a protocol: fewer where a question takes long."""
+    if protocol == "prose":
+        return [m for m in methods if str(m.strategy) in SLOW and m.share != 0.10]
     if protocol == "P6":
-        names = [m for m in methods if str(m.strategy) in P6 and m.share in (0.0, 0.05, 0.15)]
+        names = [m for m in methods if str(m.strategy) in SLOW and m.share in (0.0, 0.05, 0.15)]
         # in a stream deps learns from the turns themselves; only none shows what evict keeps
         return [
             replace(m, before="", modes=("forget", "evict") if m.name == "none" and m.base else ("forget",))
             for m in names
         ]  # fmt: skip
-    if protocol == "prose":
-        return [m for m in methods if m.share != 0.10]
     return list(methods)
 
 
@@ -196,7 +197,7 @@ def collect(
             if missing:
                 tasks.append((protocol, part, missing))
     tasks.sort(key=lambda task: {"P6": 0, "prose": 1, "P5": 2}.get(task[0], 3))
-    taken = run(tasks, options, cache)
+    taken = run(tasks, options, cache) if tasks else []
     rows = []
     for protocol in names:
         mine = wanted(protocol, methods)

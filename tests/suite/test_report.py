@@ -1,0 +1,141 @@
+"""Rows, tables, the figure, the command and the bench."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvweave.cli.app import main
+from kvweave.suite import plot, report
+from kvweave.suite.exam import Outcome
+from kvweave.suite.method import FULL, Method
+
+BENCH = Path(__file__).parents[2] / "bench"
+NONE, QUERY = Method(), Method("query", 0.15)
+
+
+def outcomes(right, method=FULL, mode="", protocol="P1", kind="recall", **more):
+    """One case for each list in `right`."""
+    return [
+        Outcome(protocol, c, i, kind, mode, method, float(r), 0.1 * (method != FULL), 1.0, **more)
+        for c, case in enumerate(right)
+        for i, r in enumerate(case)
+    ]
+
+
+def test_a_row():
+    full = outcomes([[1, 1], [1, 1]])
+    none = outcomes([[1, 0], [1, 1]], NONE.label, candidates=100, repaired=15)
+    first, row = report.summarise([*none, *full], [NONE])
+    assert first["method"] == FULL and first["accuracy"] == [1, 1, 1] and first["counts"]
+    assert row["method"] == "none 0%" and row["strategy"] == "none" and row["base"] is True
+    assert row["accuracy"] == [0.75, 0.5, 1.0] and row["relative"] == [0.75, 0.5, 1.0]
+    assert (row["n"], row["cases"], row["repaired"], row["candidates"]) == (4, 2, 0.15, 100.0)
+    assert row["kl"] == [0.1, 0.1, 0.1] and row["kl_p95"] == 0.1
+    assert report.cells(row) == (
+        "none 0%", "-", "15.0%", "0.75 [0.5, 1]", "0.75 [0.5, 1]", "0.1 [0.1, 0.1]", "0.1",
+    )  # fmt: skip
+    assert len(report.cells(row)) == len(report.head(row))
+
+
+def test_a_protocol_the_model_cannot_do_does_not_count():
+    rows = report.summarise(outcomes([[1], [0]]), [])
+    assert report.warning(rows) == "does not count: full prefill scores 50.0%"
+    assert report.warning(report.summarise(outcomes([[1], [1]]), [])) == ""
+
+
+def test_leaks_are_told_apart_and_compared_with_never():
+    found = []
+    for kind in ("retained", "leak-fact", "leak-alias"):
+        leaked = [[kind == "leak-fact"], [0]]
+        for method, mode in ((FULL, ""), (NONE.label, "forget"), (NONE.label, "never")):
+            right = [[0], [0]] if mode == "never" else leaked
+            found += outcomes(right, method, mode, "P5", kind)
+    tables = report.tables(report.summarise(found, [NONE]))
+    assert list(tables) == ["P5 leak", "P5 leak-alias", "P5 leak-fact", "P5 retained"]
+    _, forget, never = tables["P5 leak-fact"]
+    assert forget["mode"] == "forget" and forget["accuracy"][0] == 0.5
+    assert forget["over_never"][0] == 0.5 and never["over_never"] == [0, 0, 0]
+    assert forget["relative"] is None and report.head(forget)[3:5] == ("leaked", "over never")
+    assert tables["P5 leak-alias"][1]["over_never"] == [0, 0, 0]
+
+
+def test_streams_have_a_slope_and_prose_a_perplexity():
+    made = [Outcome("P6", s, i, "recall", m, n, 1, 0.01 * i, 1, prunes=i) for s in (0, 1)
+            for i in range(1, 9) for n, m in ((FULL, ""), (NONE.label, "forget"))]  # fmt: skip
+    row = report.summarise(made, [NONE])[1]
+    assert row["kl_per_prune"] == [0.01, 0.01, 0.01] and "KL a prune" in report.head(row)
+    prose = report.summarise(outcomes([[0.5]], protocol="prose", kind="prose"), [])[0]
+    assert prose["perplexity"] == pytest.approx([2.71828] * 3, rel=1e-4) and prose["counts"]
+
+
+def test_the_figure_is_drawn(tmp_path):
+    full = [
+        o for p in ("P1", "P2", "P3", "P4", "P8", "P9") for o in outcomes([[1], [1]], protocol=p)
+    ]
+    none = [o for p in ("P1", "P2", "P9") for o in outcomes([[1], [0]], NONE.label, protocol=p)]
+    query = outcomes([[1], [1]], QUERY.label, candidates=100, repaired=15)
+    rows = report.summarise([*full, *none, *query], [NONE, QUERY])
+    assert plot.draw(rows, ["query", "random"], tmp_path / "x.png", ": test")
+    assert (tmp_path / "x.png").stat().st_size > 10_000
+
+
+def test_the_command(capsys):
+    words = ["check", "--suite", "--protocols", "P1,P5", "--n", "4", "--shares", "0.1", "-q"]
+    assert main([*words, "--strategies", "none,first_k"]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("P1\nmethod") and "first_k 10%" in text and "P5 leak-fact" in text
+    assert main([*words[:3], "P1", "--n", "4", "--strategies", "none", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [r["method"] for r in found["rows"]] == [FULL, "none 0%"]
+    assert found["rows"][0]["accuracy"][0] == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["check"], "no TEMPLATE"),
+        (["check", "x", "--suite"], "takes no TEMPLATE"),
+        (["check", "--suite", "--protocols", "P11"], "no protocol 'P11'"),
+        (["check", "--suite", "--shares", "0.1,2"], "not a number from 0 to 1"),
+        (["check", "--suite", "--n", "0"], "not a whole number"),
+    ],
+)
+def test_wrong_usage(words, says, capsys):
+    assert main(words) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_an_unknown_strategy_is_refused_before_the_model_loads(capsys):
+    assert main(["check", "--suite", "--strategies", "quer", "--model", "/nowhere"]) == 1
+    assert "quer" in capsys.readouterr().err
+
+
+def test_the_bench_resumes(tmp_path, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(str(BENCH))
+    import fidelity
+
+    words = [
+        "fidelity",
+        "--quick",
+        "--workers",
+        "1",
+        "--protocols",
+        "P1,P6",
+        "--cache",
+        str(tmp_path),
+    ]
+    results = []
+    for _ in range(2):
+        monkeypatch.setattr(sys, "argv", [*words, "--out", str(tmp_path / "x.json")])
+        fidelity.main()
+        results.append(json.loads((tmp_path / "x.json").read_text()))
+    first, second = results
+    assert first["rows"] == second["rows"] and "commit" in first["machine"]
+    assert len(first["taken"]) == 8 and second["taken"] == []
+    assert (tmp_path / "x.png").exists() and "no-base" in capsys.readouterr().out
+    labels = [m.label for m in fidelity.all_methods()]
+    assert len(labels) == len(set(labels)) > 40
