@@ -12,6 +12,7 @@ import json
 import os
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
@@ -160,8 +161,10 @@ def _results(
         begin(*start)
         yield from map(work, tasks)
         return
-    with get_context("spawn").Pool(workers, begin, start) as pool:
-        yield from pool.imap_unordered(work, tasks)
+    # not multiprocessing.Pool, which starts workers for ever when the model cannot be loaded
+    with ProcessPoolExecutor(workers, get_context("spawn"), begin, start) as pool:
+        for done in as_completed([pool.submit(work, task) for task in tasks]):
+            yield done.result()
 
 
 def key_of(model: Path, n: int, prunes: int) -> str:
