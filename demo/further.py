@@ -1,4 +1,4 @@
-"""Deepen the bundled model and train it on the protocols of the fidelity suite.
+"""Grow the bundled model and train it on the protocols of the fidelity suite.
 
 python demo/further.py --minutes 80            # resumes; starts from the exported model
 python demo/further.py --export-only
@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from train import MODEL, RUN, Ids, new_model, prose_loss, prose_texts, tokenizer
 from transformers import GenerationConfig, Qwen3ForCausalLM
 
 from kvweave.demo import world
-from kvweave.demo.world import Conversation, Spec
+from kvweave.demo.world import Spec
 from kvweave.suite import protocols
 from kvweave.suite.protocols import Case, Size
 
@@ -65,15 +66,95 @@ class State:
     curve: list[dict[str, Any]] = field(default_factory=list)
 
 
-def deepen(model: Qwen3ForCausalLM) -> Qwen3ForCausalLM:
-    """The model with more layers on top that do nothing yet."""
-    deep = new_model(LAYERS)
-    deep.load_state_dict(model.state_dict(), strict=False)
+def grown(model: Qwen3ForCausalLM) -> Qwen3ForCausalLM:
+    """The model with one more group of heads in every layer and two more layers on top.
+
+    What is new does nothing yet, but in the second layer, where words are still legible: there a
+    new pair of heads looks for the word before (the word here) in front of others, and copies what
+    stood behind it. Without that the next step of a path is not found in 500 steps (docs/LOG.md).
+    """
+    old, big = model.config, new_model(LAYERS, groups=3)
+    dim, n = old.head_dim, old.num_hidden_layers
     with torch.no_grad():
-        for layer in deep.model.layers[len(model.model.layers) :]:
+        mine = dict(model.named_parameters())
+        for name, weight in big.named_parameters():
+            known = mine.get(name)
+            if known is not None:
+                weight[tuple(slice(0, size) for size in known.shape)] = known
+        for layer in big.model.layers:
+            layer.self_attn.o_proj.weight[:, old.num_attention_heads * dim :] = 0
+        for layer in big.model.layers[n:]:
             layer.self_attn.o_proj.weight.zero_()
             layer.mlp.down_proj.weight.zero_()
-    return deep
+        follow(big, old.num_attention_heads, old.num_key_value_heads)
+        attend_modes(big, old.num_attention_heads, old.num_key_value_heads)
+    return big
+
+
+def follow(model: Qwen3ForCausalLM, head: int, kv: int, slow: int = 12) -> None:
+    """Set the new heads of the second layer; the pairs of slow rotation compare at any distance.
+
+    Attributes get more attention than other words, or a word would find itself.
+    """
+    first, layer = (model.model.layers[i].self_attn for i in (0, 1))
+    dim, half, width = model.config.head_dim, model.config.head_dim // 2, model.config.hidden_size
+    before = first.o_proj.weight[:, :dim] @ first.v_proj.weight[:dim]
+    before = before / before.norm() * width**0.5
+    rows = torch.tensor([*range(half - slow, half), *range(dim - slow, dim)])
+    word = torch.randn(len(rows), width) * 0.1
+    word[:, 0] = 0.0  # every word has the same share of it
+    layer.k_proj.weight[kv * dim : (kv + 1) * dim] *= 0.1
+    layer.k_proj.weight[rows + kv * dim] = word @ before.T
+    layer.v_proj.weight[kv * dim : (kv + 1) * dim] = layer.v_proj.weight[:dim]
+    any_word, attributes = directions(model, 1, "P3", world.ATTRIBUTES)
+    for new, query in ((head, word @ before.T), (head + 1, word)):
+        layer.q_proj.weight[new * dim : (new + 1) * dim] *= 0.1
+        layer.q_proj.weight[rows + new * dim] = query
+        layer.q_proj.weight[new * dim + half - slow - 1] = 6 * any_word
+        copied = layer.o_proj.weight[:, (new - head) * dim : (new - head + 1) * dim]
+        layer.o_proj.weight[:, new * dim : (new + 1) * dim] = 0.3 * copied
+    layer.k_proj.weight[kv * dim + half - slow - 1] = 6 * attributes
+
+
+def attend_modes(model: Qwen3ForCausalLM, head: int, kv: int, index: int = 2) -> None:
+    """Set the new heads of the third layer to look at the last "left" or "right".
+
+    A pair whose wave is longer than most documents prefers what is near.
+    """
+    layer, dim = model.model.layers[index].self_attn, model.config.head_dim
+    theta = model.config.rope_parameters["rope_theta"]
+    near = round(dim / 2 * math.log(380) / math.log(theta))  # a wave of 380 * 2 pi positions
+    any_word, modes = directions(model, index, "P4", protocols.MODES)
+    layer.k_proj.weight[kv * dim : (kv + 1) * dim] *= 0.1
+    layer.k_proj.weight[kv * dim + dim // 2 - 1] = 8 * modes - 4 * any_word
+    layer.k_proj.weight[kv * dim + near] = 3 * any_word
+    for new in (head, head + 1):
+        layer.q_proj.weight[new * dim : (new + 1) * dim] *= 0.1
+        layer.q_proj.weight[new * dim + dim // 2 - 1] = 6 * any_word
+        layer.q_proj.weight[new * dim + near] = 3 * any_word
+        torch.nn.init.normal_(layer.o_proj.weight[:, new * dim : (new + 1) * dim], std=0.05)
+    torch.nn.init.normal_(layer.v_proj.weight[kv * dim : (kv + 1) * dim], std=0.05)
+
+
+def directions(
+    model: Qwen3ForCausalLM, index: int, kind: str, words: Sequence[str]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Two rows [hidden] for a layer's input: 1 for any word; 1 for one of `words`, else 0 (by
+    ridge regression over some documents)."""
+    ids = Ids(tokenizer_object())
+    texts = [lesson(ids, kind, 2, f"directions/{n}")[0] for n in range(24)]
+    normed = []
+    for text in texts:
+        hidden = model.model(torch.tensor([text]), output_hidden_states=True).hidden_states[index]
+        normed.append(model.model.layers[index].input_layernorm(hidden[0]))
+    seen, known = torch.cat(normed), {ids.word[w] for w in words}
+    mine = torch.tensor([i in known for text in texts for i in text])
+    weight = torch.where(mine, (~mine).sum() / mine.sum(), 1.0)[:, None]
+    gram = (weight * seen).T @ seen
+    gram += 0.01 * gram.trace() / len(gram) * torch.eye(len(gram))
+    wanted = torch.stack([torch.ones(len(mine)), mine.float()], 1)
+    found = torch.linalg.solve(gram, (weight * seen).T @ wanted)
+    return found[:, 0], found[:, 1]
 
 
 def said(ids: Ids, case: Case) -> tuple[list[int], list[Mark]]:
@@ -252,10 +333,10 @@ def main() -> None:
     state, checkpoint = State(), args.run / "further.pt"
     if checkpoint.exists():
         parts = torch.load(checkpoint, weights_only=False)
-        model, state = new_model(LAYERS), parts["state"]
+        model, state = new_model(LAYERS, groups=3), parts["state"]
         model.load_state_dict(parts["model"])
     else:
-        model = deepen(Qwen3ForCausalLM.from_pretrained(MODEL, dtype=torch.float32))
+        model = grown(Qwen3ForCausalLM.from_pretrained(MODEL, dtype=torch.float32))
     optimizer = torch.optim.AdamW(groups(model), betas=(0.9, 0.98), weight_decay=0.01, fused=True)
     if checkpoint.exists():
         optimizer.load_state_dict(parts["optimizer"])

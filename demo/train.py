@@ -109,15 +109,15 @@ class Answer:
     turn: Turn
 
 
-def new_model(layers: int = 4) -> Qwen3ForCausalLM:
+def new_model(layers: int = 4, groups: int = 2) -> Qwen3ForCausalLM:
     """A Qwen3 of two million parameters; slow rotary pairs match at any distance."""
     config = Qwen3Config(
         vocab_size=world.VOCABULARY,
         hidden_size=192,
         intermediate_size=512,
         num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
+        num_attention_heads=2 * groups,
+        num_key_value_heads=groups,
         head_dim=64,
         max_position_embeddings=world.MAX_POSITIONS,
         tie_word_embeddings=True,

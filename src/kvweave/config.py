@@ -26,8 +26,10 @@ class Config:
     """Defaults of every context; each field with its unit and the reason for its value."""
 
     budget: int | str = "2GiB"  # KV memory: canonical rows and the rows of contexts
-    repair: str = "query"  # best where chunks refer to each other (docs/LOG.md)
+    repair: str = "auto"  # best by the fidelity suite (docs/LOG.md); the others are for study
     share: float = 0.05  # part of the reused rows to repair, 0..1
+    max_drift: float | None = None  # nats: over this predicted bound `auto` repairs more
+    calibration: str | None = None  # file; None: calibration.json of the home or the checkpoint
     policy: str = "lru"  # which chunk to let go of
     denoise: Literal["after", "never"] = "after"  # canonical KV of new turns: after the answer
     max_batch: int = 16  # contexts that decode together

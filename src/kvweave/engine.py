@@ -27,8 +27,9 @@ from kvweave.run.loop import Loop
 from kvweave.run.model import Capability, Runner
 from kvweave.store.disk import Disk
 from kvweave.store.shelf import Seen, Shelf
+from kvweave.weave import gate
 from kvweave.weave.context import Context
-from kvweave.weave.generate import Answer, Turn, run_all, sampling_from
+from kvweave.weave.generate import Answer, Turn, request_from, run_all
 from kvweave.weave.maker import Maker, Text
 from kvweave.weave.repair import strategy
 from kvweave.weave.settings import Settings
@@ -45,7 +46,8 @@ class Engine:
         model: a checkpoint directory, a hub id, or a `Runner`.
         home: directory for the index and KV on disk; None keeps everything in memory.
         base: text every chunk's canonical KV is computed after; by default the BOS token, if the
-            tokenizer has one. Chunks without any base each bring their own attention sink.
+            tokenizer has one. Chunks without any base (``base=""``) each bring their own attention
+            sink.
         options: the fields of `Config`, and ``dtype``, ``device``, ``max_positions`` of the model.
 
     Raises ModelUnusable, ModelMismatch (``home`` belongs to another model), InvalidArgument.
@@ -89,6 +91,7 @@ class Engine:
         self.loop = Loop(self.runner, self.config.max_batch, self.config.max_rows)
         self.maker = Maker(self.runner, self.shelf, self.table)
         self.weaver = Weaver(self.runner, self.shelf, self.table)
+        self.weaver.calibration = self._calibration(model)
         self.files = Files(self.table)
         self.contexts: dict[str, Context] = {}
         self._n_composed = 0
@@ -288,11 +291,11 @@ class Engine:
         self, contexts: Sequence[Context], max_tokens: int = 256, **options: object
     ) -> list[Answer]:
         """Continue several contexts together, one packed model pass a step."""
-        sampling = sampling_from(max_tokens, options)
+        request = request_from(max_tokens, options)
         turns: list[Turn] = []
         try:
             for context in contexts:
-                turns.append(context.begin(sampling))
+                turns.append(context.begin(*request))
         except BaseException:
             for turn in turns:
                 turn.cancel()
@@ -313,13 +316,27 @@ class Engine:
         defaults: dict[str, object] = {
             "repair": self.config.repair,
             "share": self.config.share,
+            "max_drift": self.config.max_drift,
             "denoise": self.config.denoise == "after",
         }
         return Settings(**(defaults | options))  # type: ignore[arg-type]
 
+    def _calibration(self, model: str | Path | Runner) -> gate.Calibration | None:
+        """Load what is known of the model's drift. Raises ModelMismatch for another model's file."""
+        config, mine = self.config, self.runner.fingerprint
+        found: gate.Calibration | None
+        if config.calibration is not None:
+            found = gate.Calibration.load(Path(config.calibration))
+            mine.require(found.fingerprint)
+        else:
+            where = [self._home, None if isinstance(model, Runner) else Path(model)]
+            found = gate.find(mine, [path / gate.FILE for path in where if path is not None])
+        gate.check_bound(config.max_drift, found, config.repair, config.share)
+        return found
+
     def _make_base(self, text: str | None) -> ChunkId | None:
         tokens = self.maker.bos() + (self.maker.tokens(text) if text else [])
-        if not tokens:
+        if not tokens or text == "":
             return None
         id = self.maker.add(tokens, kind="system", name="base")
         self.table.hold(id, "engine")

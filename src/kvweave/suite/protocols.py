@@ -6,8 +6,7 @@ Statements, all in the words of the little world (`kvweave.demo.world`):
     now pude river kegu .                replaces it
     pude ruler givu .                    a link: the value is an entity
     from pude river same givu river .    givu has the river that pude has, as stated before
-    set right .                          which of two values holds from here on
-    ludi demu pude river .               pude's river: ludi if left, demu if right
+    set right .                          from here on values stand for their mirror (`MIRROR`)
 
 A question names an entity and a path of attributes; the reply restates every step:
 "ask pude ruler river" -> "pude ruler givu river kegu .".
@@ -32,6 +31,7 @@ from kvweave.demo.world import (
 )
 
 SET, MODES = "set", ("left", "right")
+MIRROR = {v: VALUES[i ^ 1] for i, v in enumerate(VALUES)}  # what a value means after "set right"
 Pair = tuple[str, str]  # entity, attribute
 
 
@@ -192,7 +192,8 @@ def _path(draft: Draft, hops: int, kind: str, backwards: bool) -> Item:
         range(len(draft.notes)), k=hops
     )  # fmt: skip
     here = draft.pairs.pop()
-    first, steps, used = here[0], [], {here[1]}
+    first, used = here[0], {here[1]}
+    steps: list[Pair] = []
     for i, note in enumerate(where):
         entity, attribute = here
         if i == hops - 1:
@@ -216,19 +217,18 @@ def late(rng: random.Random, size: Size) -> Case:
 
 
 def mode(rng: random.Random, size: Size, headers: int = 1) -> Case:
-    """P4: the first note says which of the two values of every later fact holds."""
+    """P4: the first note says whether the values of all later facts stand for their mirrors."""
     draft = Draft(rng, size)
     last = len(draft.notes)
     starts = [0, *sorted(rng.sample(range(1, last), min(headers, last) - 1))]
     modes = {start: rng.choice(MODES) for start in starts}
     items = []
-    for i in range(max(size.questions, len(draft.notes) * size.facts[0])):
+    for _ in range(size.questions):
         note = rng.randrange(1, last)
-        (entity, attribute), options = draft.pairs.pop(), rng.sample(VALUES, 2)
-        draft.add(note, *options, entity, attribute)
-        if i < size.questions:
-            now = modes[max(s for s in starts if s <= note)]
-            items.append(ask("mode", entity, [(attribute, options[MODES.index(now)])]))
+        entity, attribute, value = draft.fact(note)
+        mirrored = modes[max(s for s in starts if s <= note)] == MODES[1]
+        items.append(ask("mode", entity, [(attribute, MIRROR[value] if mirrored else value)]))
+    draft.fill()
     for start, word in modes.items():
         draft.notes[start].insert(0, [SET, word, STOP])
     return draft.case("P4", items)

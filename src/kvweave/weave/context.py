@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
@@ -13,23 +13,15 @@ from kvweave.chunk.identity import ChunkId, Kind
 from kvweave.errors import ChunkNotFound, ContextTooLong, InvalidArgument, nearest
 from kvweave.run.loop import Loop
 from kvweave.run.sample import Sampling
-from kvweave.weave.generate import Answer, Turn, sampling_from
+from kvweave.weave.generate import Answer, Turn, request_from
 from kvweave.weave.maker import Maker, Text
+from kvweave.weave.naming import Names
 from kvweave.weave.oracle import Check, compare
-from kvweave.weave.parts import Mode, Part, end, with_positions
+from kvweave.weave.parts import Mode, Part, Snapshot, end, exact_prefix, with_positions
 from kvweave.weave.plan import Plan
 from kvweave.weave.repair import Strategy, strategy
 from kvweave.weave.settings import Settings
 from kvweave.weave.weaver import State, Weaver
-
-LETTERS = {"system": "s", "user": "u", "assistant": "a", "thinking": "th", "summary": "sum"}
-
-
-@dataclass(frozen=True, slots=True)
-class Snapshot:
-    """The parts of a context at one moment, for `Context.restore`."""
-
-    parts: tuple[Part, ...]
 
 
 class Context:
@@ -51,7 +43,7 @@ class Context:
         self._parts: tuple[Part, ...] = ()
         self._base: ChunkId | None = None
         self._next_uid = 0
-        self._counts: dict[str, int] = {}
+        self._names = Names(name, lambda n: weaver.table.lookup(n, settings.namespace) is None)
         self._editing = False
         self._answering = False  # a Turn is between its beginning and its end
         self._last: Plan | None = None
@@ -114,7 +106,7 @@ class Context:
         if self._editing:
             yield self
             return
-        before, base, uid, counts = self._parts, self._base, self._next_uid, dict(self._counts)
+        before, base, uid, counts = self._parts, self._base, self._next_uid, self._names.counts()
         self._editing = True
         try:
             with self._table.transaction():
@@ -124,7 +116,8 @@ class Context:
                     raise ContextTooLong(n, limit)
                 self._sync_holds(before, self._parts)
         except BaseException:
-            self._parts, self._base, self._next_uid, self._counts = before, base, uid, counts
+            self._parts, self._base, self._next_uid = before, base, uid
+            self._names.reset(counts)
             raise
         finally:
             self._editing = False
@@ -176,7 +169,7 @@ class Context:
         ``CONTEXT/u-007`` by role and number."""
         with self.edit():
             text = self._maker.chat.message(role, content)
-            part = self.append(text, kind=role, name=self._next_name(role))
+            part = self.append(text, kind=role, name=self._names.next(role))
             if role == "system" and len(self._parts) == 1:
                 self._base = part.id
             return part
@@ -184,16 +177,7 @@ class Context:
     def answer_part(self, kind: Kind, tokens: Sequence[int]) -> Part:
         """Add tokens the model wrote as the next ``CONTEXT/a-007``."""
         with self.edit():
-            return self.append(tokens, kind=kind, name=self._next_name(kind))
-
-    def _next_name(self, kind: Kind) -> str:
-        """Return the first free name; a context of this name may have been open before."""
-        while True:
-            number = self._counts.get(kind, 0)
-            self._counts[kind] = number + 1
-            name = f"{self.name}/{LETTERS.get(kind, kind[0])}-{number:03d}"
-            if self._table.lookup(name, self.settings.namespace) is None:
-                return name
+            return self.append(tokens, kind=kind, name=self._names.next(kind))
 
     def set_base(self, id: ChunkId, name: str) -> None:
         """Begin an empty context with the base other chunks were computed after."""
@@ -277,7 +261,7 @@ class Context:
         """Return a new context with the same parts and rows; the two do not affect each other."""
         twin = Context(name, self._weaver, self._maker, self._loop, self.settings)
         twin._parts, twin._base, twin._next_uid = self._parts, self._base, self._next_uid
-        twin._counts = dict(self._counts)
+        twin._names.reset(self._names.counts())
         twin._sync_holds((), twin._parts)
         weaver, state = self._weaver, self._state
         weaver.shelf.charge(name, state.rows.n_bytes)
@@ -299,19 +283,23 @@ class Context:
 
     # ---- weaving and answering
 
-    def weave(self, repair: str | Strategy | None = None, share: float | None = None) -> Plan:
+    def weave(
+        self,
+        repair: str | Strategy | None = None,
+        share: float | None = None,
+        max_drift: float | None = None,
+    ) -> Plan:
         """Bring all rows up to date and return the plan.
 
-        With ``repair``, parts that are not exact are woven again by that strategy.
+        With ``repair``, parts that are not exact are woven again by that strategy. ``max_drift``:
+        see `begin`.
         """
         self._readable()
         if repair is not None:
             self._strategy = strategy(repair)
-            exact = 0
-            while exact < len(self._state.woven) and self._state.woven[exact].exact:
-                exact += 1
-            del self._state.woven[exact:]
+            del self._state.woven[exact_prefix(self._state.woven) :]
         share = self.settings.share if share is None else share
+        self._bound(max_drift)
         woven = self._weaver.prepare(self._state, self._parts, self._strategy, share)
         self._last = woven.plan
         self._loop.add(woven.request)
@@ -319,26 +307,33 @@ class Context:
         self._weaver.commit(self._state, woven)
         return woven.plan
 
-    def begin(self, sampling: Sampling, *, chat: bool = False) -> Turn:
-        """Queue an answer; the loop computes it while any context is driven."""
+    def begin(
+        self, sampling: Sampling, max_drift: float | None = None, *, chat: bool = False
+    ) -> Turn:
+        """Queue an answer; the loop computes it while any context is driven.
+
+        Over ``max_drift`` (nats; default: the context's) `auto` repairs more. Raises
+        InvalidArgument for a bound that cannot be kept.
+        """
         self._readable()
+        self._bound(max_drift)
         return Turn(self, sampling, chat)
 
     def generate(self, max_tokens: int = 256, **options: object) -> Answer:
-        """Continue the context; the new text becomes its last part. Options: see Sampling."""
-        return self.begin(sampling_from(max_tokens, options)).run()
+        """Continue the context; the new text becomes its last part. Options: see Sampling, begin."""
+        return self.begin(*request_from(max_tokens, options)).run()
 
     def stream(self, max_tokens: int = 256, **options: object) -> Generator[str]:
         """Yield pieces of the continuation as they come; closing the iterator cancels."""
-        return self.begin(sampling_from(max_tokens, options)).stream()
+        return self.begin(*request_from(max_tokens, options)).stream()
 
     def ask(self, content: str, max_tokens: int = 256, **options: object) -> Answer:
         """Add a user message and return the model's answer; both become chunks."""
-        sampling = sampling_from(max_tokens, options)
+        request = request_from(max_tokens, options)
         before = self.snapshot()
         try:
             self.message("user", content)
-            turn = self.begin(sampling, chat=True)
+            turn = self.begin(*request, chat=True)
         except BaseException:
             self.restore(before)
             raise
@@ -387,6 +382,10 @@ class Context:
         self._idle("weave")
         if not self._parts:
             raise InvalidArgument("context", "it is empty", "append something first")
+
+    def _bound(self, max_drift: float | None) -> None:
+        wanted = self.settings.max_drift if max_drift is None else max_drift
+        self._weaver.bound(self._state, self._strategy, self.settings.share, wanted)
 
     def _no_gaps(self, verb: str) -> None:
         if self.settings.positions == "keep":

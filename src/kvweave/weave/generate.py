@@ -17,12 +17,15 @@ if TYPE_CHECKING:
     from kvweave.weave.context import Context
 
 
-def sampling_from(max_tokens: int, options: Mapping[str, object]) -> Sampling:
-    """Build a Sampling. Raises InvalidArgument for an unknown option, with what is near."""
-    check_options(options, (f.name for f in fields(Sampling)))
-    stop = options.get("stop", ())
-    clean = dict(options) | {"stop": (stop,) if isinstance(stop, str) else tuple(stop)}  # type: ignore[arg-type]
-    return Sampling(max_tokens=max_tokens, **clean)  # type: ignore[arg-type]
+def request_from(max_tokens: int, options: Mapping[str, object]) -> tuple[Sampling, float | None]:
+    """Build a Sampling, and take out ``max_drift``. Raises InvalidArgument for an unknown option,
+    with what is near."""
+    check_options(options, ["max_drift", *(f.name for f in fields(Sampling))])
+    clean, stop = dict(options), options.get("stop", ())
+    max_drift = clean.pop("max_drift", None)
+    clean["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)  # type: ignore[arg-type]
+    sampling = Sampling(max_tokens=max_tokens, **clean)  # type: ignore[arg-type]
+    return sampling, None if max_drift is None else float(max_drift)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, slots=True)

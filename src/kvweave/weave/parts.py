@@ -43,6 +43,13 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
+class Snapshot:
+    """The parts of a context at one moment, for `Context.restore`."""
+
+    parts: tuple[Part, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Placement:
     """One part in its slots.
 
@@ -151,6 +158,11 @@ def end(parts: Sequence[Part]) -> int:
     for part in parts:
         position = (position if part.position is None else part.position) + part.n
     return position
+
+
+def exact_prefix(placed: Sequence[Placement]) -> int:
+    """Return how many parts at the front are exact."""
+    return next((i for i, p in enumerate(placed) if not p.exact), len(placed))
 
 
 def first_change(placed: Sequence[Placement]) -> int:

@@ -33,13 +33,15 @@ class Span:
 class Plan:
     """All spans of a context, front to back.
 
-    ``drift`` is the predicted KL (nats) of the next token to a full prefill: 0.0 when everything
-    is exact, None when it is unknown.
+    ``drift`` bounds the mean KL (nats) of the next tokens to a full prefill, as the model's
+    calibration predicts it from ``evidence`` (see `kvweave.weave.gate`): 0.0 when everything is
+    exact, None when it is unknown.
     """
 
     spans: tuple[Span, ...]
     strategy: str
     drift: float | None = None
+    evidence: dict[str, float] | None = None
 
     @property
     def n_tokens(self) -> int:
@@ -95,6 +97,7 @@ class Plan:
             **self.counts(),
             "moved": self.moved,
             "n_tokens": self.n_tokens,
+            "evidence": self.evidence,
             "spans": [asdict(s) for s in self.spans],
         }
 
@@ -123,7 +126,9 @@ class Plan:
 
     def __str__(self) -> str:
         patched = f" (patched {self.patched})" if self.patched else ""
-        drift = "unknown" if self.drift is None else f"{self.drift:.2g}"
+        drift = (
+            "unknown" if self.drift is None else f"at most {self.drift:.2g}" if self.drift else "0"
+        )
         return (
             f"exact {self.exact}, reused {self.reused}{patched}, repaired {self.repaired}, "
             f"prefilled {self.prefilled}, moved {self.moved}, drift {drift}"

@@ -1,9 +1,10 @@
-"""What repair strategies rank rows by: deviation and attention, measured in passes of their own."""
+"""What repair strategies rank rows by: deviation and attention, measured in passes of their own;
+and the passes of the gate, which look at the question before and after a repair."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -20,8 +21,19 @@ NOTHING = torch.empty(0, dtype=torch.int64)
 
 
 @dataclass(frozen=True, slots=True)
+class Look:
+    """What the question sees: attention ``mass`` [slot] and its rows' ``logits`` [row, vocab]."""
+
+    mass: Tensor
+    logits: Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class Scores:
-    """A placed context before its repair: ``tokens`` and ``positions`` [slot], ``unready`` slots."""
+    """A placed context before its repair: ``tokens`` and ``positions`` [slot], ``unready`` slots.
+
+    ``repaired`` [slot] marks rows that an earlier weave recomputed behind what still stands there.
+    """
 
     runner: Runner
     rows: KVRows
@@ -30,12 +42,24 @@ class Scores:
     unready: Tensor
     placed: Sequence[Placement]
     dependence: Dependence
+    repaired: Tensor
+    looks: list[Look] = field(default_factory=list)  # the last one counts
+
+    def slots(self, spans: Sequence[Placement]) -> Tensor:
+        """Return the slots of ``spans`` that have rows, increasing."""
+        found = [torch.arange(p.slot, p.slot + p.ready) for p in spans]
+        return torch.cat(found) if found else NOTHING
+
+    def candidates(self, spans: Sequence[Placement]) -> Tensor:
+        """Return those of them that a repair may recompute."""
+        slots = self.slots(spans)
+        return slots[~self.repaired[slots]]
 
     def choose(self, spans: Sequence[Placement], strategy: Strategy, share: float) -> Tensor:
         """Return the slots of ``spans`` that ``strategy`` would recompute, increasing."""
-        if not spans:
+        candidates = self.candidates(spans)
+        if not candidates.numel():
             return NOTHING
-        candidates = torch.cat([torch.arange(p.slot, p.slot + p.ready) for p in spans])
         view = View(
             placed=self.placed,
             spans=spans,
@@ -43,10 +67,11 @@ class Scores:
             budget=round(share * candidates.numel()),
             deviation=lambda layer, what: self.deviation(candidates, layer, what),
             attention=lambda: self.attention()[candidates],
-            dependence=lambda: self.dependence.of(spans),
+            dependence=lambda: self.dependence.of(spans)[torch.isin(self.slots(spans), candidates)],
             generator=torch.Generator().manual_seed(0),
         )
-        return strategy.choose(view)
+        chosen = strategy.choose(view)
+        return chosen[torch.isin(chosen, candidates)]
 
     def deviation(self, candidates: Tensor, layer: int, what: str) -> Tensor:
         """Return the squared distance of placed rows of one layer from recomputed ones.
@@ -71,6 +96,8 @@ class Scores:
 
         Computes the unready rows over the unrepaired context; the main pass computes them again.
         """
+        if self.looks:
+            return self.looks[-1].mass
         mass = torch.zeros(self.tokens.numel(), device=self.rows.device)
         last = len(self.rows.k) - 1  # its keys are the last thing anyone asks for
         question = self.unready[-QUESTION:]
@@ -78,6 +105,31 @@ class Scores:
             self._run(self.rows, slots, last, None)
         self._run(self.rows, question, last, mass)
         return mass.cpu()
+
+    def look(self) -> Look:
+        """Return what the last `QUESTION` unready rows see, over the rows as they are."""
+        mass = torch.zeros(self.tokens.numel(), device=self.rows.device)
+        question = self.unready[-QUESTION:]
+        last = len(self.rows.k) - 1
+        for slots in torch.split(self.unready[:-QUESTION], BLOCK):
+            self._run(self.rows, slots, last, None)
+        at = question.to(self.rows.device)
+        segment = Segment(self.rows, self.tokens[at], question, self.positions[at], mass=mass)
+        logits = self.runner.forward([segment], torch.arange(question.numel(), device=at.device))
+        self.looks.append(Look(mass.cpu(), logits))
+        return self.looks[-1]
+
+    def repair(self, chosen: Tensor) -> Tensor:
+        """Recompute ``chosen`` and all unready rows in place; return the question's logits."""
+        todo = torch.unique(torch.cat([chosen, self.unready]))
+        question = self.unready[-QUESTION:]
+        found = []
+        for slots in torch.split(todo, BLOCK):
+            at = slots.to(self.rows.device)
+            segment = Segment(self.rows, self.tokens[at], slots, self.positions[at])
+            wanted = torch.isin(slots, question).nonzero()[:, 0].to(at.device)
+            found.append(self.runner.forward([segment], wanted))
+        return torch.cat(found)
 
     def _run(self, rows: KVRows, slots: Tensor, last: int, mass: Tensor | None) -> None:
         if slots.numel():

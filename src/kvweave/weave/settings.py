@@ -17,4 +17,5 @@ class Settings:
     prune: Mode = "forget"  # what `drop` does to survivors by default
     positions: Positions = "compact"
     namespace: str = ""
+    max_drift: float | None = None  # nats: over this predicted bound `auto` repairs more
     denoise: bool = True  # compute canonical KV of new turns after each answer

@@ -8,20 +8,22 @@ context counts as not woven, so an error leaves nothing half done.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from kvweave.chunk.table import Table
-from kvweave.errors import ContextTooLong, CorruptChunk
+from kvweave.errors import ContextTooLong, CorruptChunk, InvalidArgument
 from kvweave.run.loop import Request
 from kvweave.run.model import Runner
 from kvweave.run.rows import KVRows
 from kvweave.run.sample import Sampling
 from kvweave.store.kv import KV, joined
 from kvweave.store.shelf import Shelf
+from kvweave.weave import gate
 from kvweave.weave.deps import Dependence, new_reads
+from kvweave.weave.gate import Calibration, Verdict
 from kvweave.weave.parts import (
     Available,
     Part,
@@ -36,8 +38,9 @@ from kvweave.weave.patching import Patcher, fits
 from kvweave.weave.plan import How, Plan, Span
 from kvweave.weave.repair import Strategy, rank_of
 from kvweave.weave.scores import Scores
+from kvweave.weave.slots import padded, ranges, runs
 
-SHORT = 1 << 17  # bytes of one layer's keys; chunks below are placed together
+UNKNOWN = Verdict(torch.empty(0, dtype=torch.int64))
 
 
 @dataclass(slots=True)
@@ -52,6 +55,8 @@ class State:
     own: dict[int, KV] = field(default_factory=dict)  # uid -> raw KV computed in this context
     patches: dict[int, tuple[Tensor, KV]] = field(default_factory=dict)  # uid -> (rows, raw KV)
     known: set[int] = field(default_factory=set)  # uids that were woven here before
+    repaired: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.bool))  # [slot]
+    max_drift: float | None = None  # nats; over it the gate repairs more
 
 
 @dataclass(slots=True)
@@ -62,6 +67,7 @@ class Woven:
     plan: Plan
     request: Request
     strategy: Strategy
+    slots: Tensor  # all computed rows: the request's, and those the gate computed before it
 
 
 class Weaver:
@@ -70,7 +76,17 @@ class Weaver:
     def __init__(self, runner: Runner, shelf: Shelf, table: Table) -> None:
         self.runner, self.shelf, self.table = runner, shelf, table
         self.dependence, self.patcher = Dependence(table), Patcher(shelf, table)
+        self.calibration: Calibration | None = None
         self._next_key = 0
+
+    def bound(
+        self, state: State, strategy: Strategy, share: float, max_drift: float | None
+    ) -> None:
+        """Set the bound of a context's next weaves. Raises InvalidArgument if nothing can keep it."""
+        gate.check_bound(max_drift, self.calibration, strategy.name, share)
+        if max_drift is not None and state.keeps:
+            raise InvalidArgument("max_drift", "evict keeps what pruned chunks left", "use forget")
+        state.max_drift = max_drift
 
     def plan(self, state: State, parts: Sequence[Part], strategy: Strategy, share: float) -> Plan:
         """Say what a weave would do, without loading or computing anything.
@@ -158,7 +174,7 @@ class Weaver:
         positions = torch.cat([torch.arange(p.position, p.position + p.part.n) for p in placed])
         positions = positions.to(device)
         angles = state.rows.angles(positions[begin:])
-        for slot, kv in _runs(moving, state.own, loaded):
+        for slot, kv in runs(moving, state.own, loaded):
             stop = slot + kv.n_tokens
             run_angles = {
                 layer: (cos[slot - begin : stop - begin], sin[slot - begin : stop - begin])
@@ -195,41 +211,74 @@ class Weaver:
         )
         missing = [torch.arange(p.slot + p.ready, p.slot + p.part.n) for p in placed]
         unready = torch.cat(missing)
-        spans = [p for p in placed if _repairable(p)]
         scores = Scores(
-            self.runner, state.rows, tokens, positions, unready, placed, self.dependence
-        )
-        chosen = scores.choose(spans, strategy, share)
+            self.runner, state.rows, tokens, positions, unready, placed, self.dependence,
+            padded(state.repaired[: first_change(placed)], tokens.numel()),
+        )  # fmt: skip
+        verdict = self._choose(state, scores, strategy, share)
+        chosen = verdict.chosen
         if unready.numel() == 0 and sampling is not None:  # the logits of the last row are wanted
-            last = torch.tensor([tokens.numel() - 1])
-            chosen = torch.unique(torch.cat([chosen, last]))
+            chosen = torch.unique(torch.cat([chosen, torch.tensor([tokens.numel() - 1])]))
         todo = torch.unique(torch.cat([chosen, unready]))
+        counts = [stop - start for start, stop in ranges(chosen, placed)]
+        plan = self._explain(placed, counts, strategy.name, verdict)
+        return Woven(
+            placed,
+            plan,
+            self._compute(state, scores, todo, (plan, strategy), sampling),
+            strategy,
+            todo,
+        )
+
+    def _choose(self, state: State, scores: Scores, strategy: Strategy, share: float) -> Verdict:
+        if not getattr(strategy, "gated", False):
+            spans = [p for p in scores.placed if _repairable(p)]
+            return Verdict(scores.choose(spans, strategy, share))
+        spans = [p for p in scores.placed if p.ready and not p.exact and not p.patched]
+        calibration = None if state.keeps else self.calibration
+        return gate.run(scores, spans, strategy, share, calibration, state.max_drift)
+
+    def _compute(
+        self,
+        state: State,
+        scores: Scores,
+        todo: Tensor,
+        how: tuple[Plan, Strategy],
+        sampling: Sampling | None,
+    ) -> Request:
+        """Return the request for the rows ``todo``, or, where the gate computed them already and
+        nobody wants their raw KV, for the last one, whose logits begin the answer."""
+        plan, strategy = how
+        wanted = state.keeps or (rank_of(strategy) > 0 and plan.repaired > 0)
+        wanted = wanted or any(s.exact and s.n_prefilled for s in plan.spans)
+        records = getattr(strategy, "records", False)
+        if scores.looks and not wanted and not records:
+            todo = todo[-1:] if sampling is not None else todo[:0]
         n_new = sampling.max_tokens if sampling is not None else 0
         self._next_key += 1
-        counts = [stop - start for start, stop in _ranges(chosen, placed)]
-        plan = self._explain(placed, counts, strategy.name)
-        wanted = state.keeps or (rank_of(strategy) > 0 and chosen.numel() > 0)
-        wanted = wanted or any(s.exact and s.n_prefilled for s in plan.spans)
+        at = todo.to(scores.tokens.device)
         request = Request(
             key=self._next_key,
             rows=state.rows,
-            tokens=tokens[todo.to(tokens.device)],
+            tokens=scores.tokens[at],
             slots=todo,
-            positions=positions[todo.to(tokens.device)],
+            positions=scores.positions[at],
             raw=self.runner.new_kv(todo.numel() + n_new) if wanted else None,
             sampling=sampling,
             tenant=state.tenant,
         )
-        if getattr(strategy, "records", False):
-            request.reads = new_reads(placed, todo.numel(), n_new, self.runner.device)
-        return Woven(placed, plan, request, strategy)
+        if records:
+            request.reads = new_reads(scores.placed, todo.numel(), n_new, self.runner.device)
+        return request
 
-    def _explain(self, placed: list[Placement], counts: list[int], strategy: str) -> Plan:
+    def _explain(
+        self, placed: list[Placement], counts: list[int], strategy: str, verdict: Verdict = UNKNOWN
+    ) -> Plan:
         spans = []
         exact_before = True
         for p, n_repaired, saw in zip(placed, counts, still_seen(placed), strict=True):
             n_prefilled = p.part.n - p.ready
-            complete = p.exact or (strategy == "full" and p.source != "kept")
+            complete = p.exact or verdict.complete or (strategy == "full" and p.source != "kept")
             exact = exact_before and (complete or p.ready == 0)
             how: How = "prefill" if p.ready == 0 else ("repair" if n_repaired else "reuse")
             if p.exact and p.ready:
@@ -246,14 +295,18 @@ class Weaver:
                 )
             )  # fmt: skip
             exact_before = exact
-        return Plan(tuple(spans), strategy, 0.0 if exact_before else None)
+        drift = 0.0 if exact_before else verdict.drift
+        evidence = verdict.evidence
+        return Plan(tuple(spans), strategy, drift, None if evidence is None else asdict(evidence))
 
     def commit(self, state: State, woven: Woven) -> list[Placement]:
         """Record what the rows hold after the request ran; return the placements."""
         done: list[Placement] = []
-        slots, raw, exact_before = woven.request.slots, woven.request.raw, True
-        ranges = _ranges(slots, woven.placed)
-        for p, span, (start, stop) in zip(woven.placed, woven.plan.spans, ranges, strict=True):
+        slots, raw, exact_before = woven.slots, woven.request.raw, True
+        state.repaired = padded(state.repaired[: first_change(woven.placed)], state.rows.n)
+        state.repaired[slots] = True
+        spans = ranges(slots, woven.placed)
+        for p, span, (start, stop) in zip(woven.placed, woven.plan.spans, spans, strict=True):
             exact_before = exact_before and span.exact
             right = (p.right or stop - start == p.part.n) and (
                 start == stop or all(b.right for b in done)
@@ -327,33 +380,3 @@ class Weaver:
 
 def _repairable(p: Placement) -> bool:
     return p.source in ("canonical", "own") and not p.exact
-
-
-def _ranges(slots: Tensor, placed: Sequence[Placement]) -> list[tuple[int, int]]:
-    """Return, for each placement, which of the increasing ``slots`` are its own."""
-    starts = torch.tensor([p.slot for p in placed])
-    stops = torch.tensor([p.slot + p.part.n for p in placed])
-    return list(
-        zip(
-            torch.searchsorted(slots, starts).tolist(),
-            torch.searchsorted(slots, stops).tolist(),
-            strict=True,
-        )
-    )
-
-
-def _runs(
-    moving: Sequence[Placement], own: dict[int, KV], loaded: dict[int, KV]
-) -> list[tuple[int, KV]]:
-    """Return (slot, KV) to place; short neighbours are joined, since each placing has a price."""
-    runs: list[tuple[int, list[KV]]] = []
-    end, short = -1, False
-    for p in moving:
-        kv = (own if p.source == "own" else loaded)[p.part.uid].rows(0, p.ready)
-        was_short, short = short, kv.k[0].numel() * kv.k[0].element_size() < SHORT
-        if short and was_short and end == p.slot:
-            runs[-1][1].append(kv)
-        else:
-            runs.append((p.slot, [kv]))
-        end = p.slot + p.ready
-    return [(slot, joined(kvs)) for slot, kvs in runs]

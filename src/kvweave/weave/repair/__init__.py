@@ -8,6 +8,7 @@ the baseline that any other has to beat.
 from __future__ import annotations
 
 from kvweave.errors import InvalidArgument
+from kvweave.weave.repair.auto import Auto
 from kvweave.weave.repair.base import Strategy, View, rank_of
 from kvweave.weave.repair.baseline import Full, NoRepair, Random
 from kvweave.weave.repair.boundary import Boundary
@@ -19,7 +20,8 @@ from kvweave.weave.repair.patch import Patch
 from kvweave.weave.repair.query import Query
 
 STRATEGIES: dict[str, type[Strategy]] = {
-    s.name: s for s in (NoRepair, FirstK, Boundary, Deviation, Query, Deps, Patch, Random, Full)
+    s.name: s
+    for s in (Auto, NoRepair, FirstK, Boundary, Deviation, Query, Deps, Patch, Random, Full)
 }
 
 
@@ -39,6 +41,7 @@ def strategy(which: str | Strategy) -> Strategy:
 
 __all__ = [
     "STRATEGIES",
+    "Auto",
     "Boundary",
     "Deps",
     "Deviation",

@@ -36,8 +36,9 @@ class View:
 class Strategy(Protocol):
     """Chooses rows; does not change anything.
 
-    Two optional attributes: ``records`` True has a context record what its rows read of other
-    chunks; ``rank`` > 0 has it store and use patches of that rank.
+    Three optional attributes: ``records`` True has a context record what its rows read of other
+    chunks; ``rank`` > 0 has it store and use patches of that rank; ``gated`` True has the gate
+    bound the drift, and lets rows be repaired that an earlier weave left approximate.
     """
 
     name: str
