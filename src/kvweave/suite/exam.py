@@ -39,7 +39,8 @@ class Outcome:
 
     ``right`` is 1 when the whole reply is the expected one (of leak questions: when it names the
     removed value); of prose it is the share of tokens predicted. ``kl`` is KL(oracle || woven) in
-    nats, the mean over the reply. ``candidates`` are the rows reused approximately before repair.
+    nats, the mean over the reply. ``candidates`` are the rows reused approximately, ``repaired`` those
+    recomputed, in P5 by the weaves before and after the prune.
     """
 
     protocol: str
