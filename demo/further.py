@@ -239,7 +239,7 @@ def groups(model: Qwen3ForCausalLM) -> list[dict[str, Any]]:
     """What is known already learns more slowly than the new layers."""
     old, new = [], []
     for name, weight in model.named_parameters():
-        fresh = any(f"layers.{i}." in name for i in range(4, LAYERS))
+        fresh = any(f"layers.{i}." in name for i in (1, 2, 3, 5))
         (new if fresh else old).append(weight)
     return [{"params": old, "factor": 0.4}, {"params": new, "factor": 1.0}]
 

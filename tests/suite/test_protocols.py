@@ -34,7 +34,7 @@ def read(notes):
                 case ["now", entity, attribute, value]:
                     assert (entity, attribute) in known or value in VALUES
                     known[entity, attribute] = value
-                case ["from", entity, attribute, "same", other, of]:
+                case ["from", entity, attribute, "same", other, of, "also"]:
                     assert attribute == of
                     known[other, of] = known.get((entity, attribute), "unknown")
                 case [entity, attribute, value]:
@@ -85,7 +85,7 @@ def test_p2_needs_an_earlier_note():
     for case in islice(cases("P2", "check"), N):
         for item in case.items:
             _, entity, attribute = item.question.split()
-            own = [t for _, t in case.notes if f"same {entity} {attribute} {STOP}" in t]
+            own = [t for _, t in case.notes if f"{entity} {attribute} also {STOP}" in t]
             assert len(own) == 1
             assert f"{entity} {attribute} {item.value}" not in " ".join(t for _, t in case.notes)
 

@@ -48,7 +48,7 @@ def test_options_stand_behind_the_name() -> None:
 @pytest.mark.parametrize(
     ("which", "message", "hint"),
     [
-        ("magic:2", "no strategy 'magic'", "one of none"),
+        ("magic:2", "no strategy 'magic'", "one of auto"),
         ("query:3", "query has no option '3'", "query takes no options"),
         ("patch:x", "patch has no option 'x'", "behind 'patch:' may stand its rank"),
         ("patch:", "patch has no option ''", "its rank"),

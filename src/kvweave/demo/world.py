@@ -25,7 +25,8 @@ SPECIALS = (PAD, BOS, END, *(f"<|{role}|>" for role in ROLES))
 
 SYSTEM = "keep the notes ."
 NO_QUESTION = "ok"
-STOP, NOW, AGAIN, ASK, FROM, SAME = ".", "now", "again", "ask", "from", "same"
+STOP, NOW, AGAIN, ASK = ".", "now", "again", "ask"
+FROM, ALSO, SAME = "from", "also", "same"
 _ATTRIBUTES = "river metal ruler song tree bird stone food game cloth drink town"
 _FILLER = (
     "so well then we saw it was a day of rain and some more light on way there as he said "
@@ -67,7 +68,7 @@ WORDS = (
     *("keep", "the", "notes"),
 )
 # Tokens of their own already in the tokenizer that the words above and the prose give.
-LATER = (FROM, SAME, "set", "left", "right")
+LATER = (FROM, ALSO, SAME, "set", "left", "right")
 
 
 @dataclass(frozen=True)
@@ -229,7 +230,7 @@ class Conversation:
                 source = sources[attribute]
                 fact = Fact(entity, attribute, source.value, -1, needs=source.stated)
                 self.facts[entity, attribute] = fact
-                words = [FROM, source.entity, attribute, SAME, entity, attribute, STOP]
+                words = [FROM, source.entity, attribute, SAME, entity, attribute, ALSO, STOP]
                 return fact, words
         return None
 

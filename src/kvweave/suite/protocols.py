@@ -5,7 +5,8 @@ Statements, all in the words of the little world (`kvweave.demo.world`):
     pude river ludi .                    a fact
     now pude river kegu .                replaces it
     pude ruler givu .                    a link: the value is an entity
-    from pude river same givu river .    givu has the river that pude has, as stated before
+    from pude river same givu river also .   givu has the river that pude has,
+                                             as stated before
     set right .                          from here on values stand for their mirror (`MIRROR`)
 
 A question names an entity and a path of attributes; the reply restates every step:
@@ -19,6 +20,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from kvweave.demo.world import (
+    ALSO,
     ASK,
     ATTRIBUTES,
     ENTITIES,
@@ -124,7 +126,7 @@ class Draft:
         """State a fact in one note and, in a later one, that another entity has the same."""
         entity, attribute, value = self.fact(first)
         other = self.take(lambda p: p[1] == attribute and p[0] != entity)
-        self.add(second, FROM, entity, attribute, SAME, *other)
+        self.add(second, FROM, entity, attribute, SAME, *other, ALSO)
         return (entity, attribute), other, value
 
     def take(self, wanted: Callable[[Pair], bool]) -> Pair:

@@ -11,7 +11,7 @@ from kvweave.weave.maker import Maker
 
 INSTRUCTION = (  # for models that were not trained on this world
     "You keep notes. A note is several statements between chatter. 'E A V .' says that entity E has "
-    "attribute A with value V. 'now E A V .' replaces an earlier value. 'from E A same F A .' says "
+    "attribute A with value V. 'now E A V .' replaces an earlier value. 'from E A same F A also .' says "
     "that F has the same A as E had when this was said. A value may be an entity with attributes of "
     "its own. 'ask E A' asks for the latest value: reply 'E A V .'; 'ask E A B' asks for the B of "
     "that value: reply 'E A V B W .', and so on. Reply with nothing else."

@@ -30,7 +30,7 @@ from kvweave.weave.repair import Strategy
 from kvweave.weave.scores import Look, Scores
 
 FILE = "calibration.json"  # in a home or beside a checkpoint
-PROBES = 8  # random rows recomputed besides the chosen ones: an unbiased sample of what is stale
+PROBES = 4  # of the rows repaired, drawn at random: an unbiased sample of how stale the rest is
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +177,9 @@ def run(
             return Verdict(scores.choose(spans, strategy, share))
         return _everything(scores, spans, None)
     before = scores.look()
-    chosen, probes = scores.choose(spans, strategy, share), _probes(candidates)
+    budget = round(share * candidates.numel())
+    probes = _probes(candidates, min(PROBES, budget // 4))
+    chosen = scores.choose(spans, strategy, (budget - probes.numel()) / candidates.numel())
     evidence, chosen = _measure(scores, before, candidates, (chosen, probes), share)
     bounds = {} if calibration is None else calibration.bounds(evidence)
     if max_drift is None:
@@ -197,9 +199,9 @@ def _everything(scores: Scores, spans: Sequence[Placement], evidence: Evidence |
     return Verdict(slots, 0.0, evidence, complete=True)
 
 
-def _probes(candidates: Tensor) -> Tensor:
+def _probes(candidates: Tensor, n: int) -> Tensor:
     generator = torch.Generator().manual_seed(candidates.numel())
-    order = torch.randperm(candidates.numel(), generator=generator)[:PROBES]
+    order = torch.randperm(candidates.numel(), generator=generator)[:n]
     return candidates[order.sort().values]
 
 
@@ -230,7 +232,7 @@ def _measure(
         share=share,
         moved=float(kl.mean()),
         moved_max=float(kl.max()),
-        stale=float(changes[torch.isin(todo, probes)].mean()),
+        stale=float(changes[torch.isin(todo, probes)].mean()) if probes.numel() else 0.0,
         left=float(stays / mass.sum().clamp_min(1e-30)),
         changed=float((changes * paid).sum() / mass.sum().clamp_min(1e-30)),
     )

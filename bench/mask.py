@@ -1,0 +1,95 @@
+"""The wrong mask: scattered rows repaired under a causal mask aligned to the bottom right.
+
+Reference implementations gather the rows to repair and let the i-th of n see keys up to N - n + i,
+which is right for a contiguous suffix only: a row then sees its own future. Here both masks repair
+the same rows of the same contexts; this is the only place where the wrong one exists.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from unittest.mock import patch
+
+import torch
+from common import RESULTS, machine, progress, table
+from fidelity import MODEL
+from rich.console import Console
+from torch import Tensor
+
+from kvweave.run.attention import Segment
+from kvweave.run.model import Runner
+from kvweave.suite import report
+from kvweave.suite.method import Method
+from kvweave.suite.run import Suite
+
+PROTOCOLS = ("P1", "P2", "P4", "P7", "prose")
+STRATEGIES = ("random", "first_k", "deviation:v@1", "query")
+SHARES = (0.15, 0.30)
+
+
+@contextmanager
+def bottom_right() -> Iterator[None]:
+    """Let scattered rows see keys by their rank among the rows of the pass."""
+    right_keys, right_mask = Segment.keys, Segment.mask
+
+    def first_unseen(s: Segment, token: int) -> int:
+        return s.rows.n - s.n + token + 1
+
+    def keys(s: Segment, piece: tuple[int, int], window: int | None) -> slice:
+        return (
+            right_keys(s, piece, window)
+            if s.contiguous
+            else slice(0, first_unseen(s, piece[1] - 1))
+        )
+
+    def mask(s: Segment, piece: tuple[int, int], window: int | None) -> Tensor | None:
+        if s.contiguous:
+            return right_mask(s, piece, window)
+        last = torch.arange(*piece)[:, None] + first_unseen(s, 0)
+        return torch.arange(first_unseen(s, piece[1] - 1))[None] < last
+
+    with patch.object(Segment, "keys", keys), patch.object(Segment, "mask", mask):
+        yield
+
+
+def rows_of(model: str, n: int) -> list[report.Row]:
+    """Return a row for every protocol, method and mask."""
+    methods = [Method("none"), *(Method(s, share) for s in STRATEGIES for share in SHARES)]
+    suite, found = Suite(Runner.load(model, device="cpu"), n), []
+    with progress("masks", 2 * len(PROTOCOLS)) as step:
+        for protocol in PROTOCOLS:
+            for name in ("exact", "bottom-right"):
+                step(f"{protocol} {name}")
+                units = range(suite.units(protocol))
+                if name == "exact":
+                    outcomes = [o for unit in suite.run(protocol, methods, units) for o in unit]
+                else:
+                    with bottom_right():
+                        outcomes = [o for unit in suite.run(protocol, methods, units) for o in unit]
+                found += [row | {"mask": name} for row in report.summarise(outcomes, methods)]
+    suite.close()
+    return found
+
+
+def main() -> None:
+    """Parse, run, write, print."""
+    made = argparse.ArgumentParser(description=__doc__)
+    made.add_argument("--model", default=str(MODEL))
+    made.add_argument("--n", type=int, default=300, help="questions a protocol")
+    made.add_argument("--out", type=Path, default=RESULTS / "mask.json")
+    options = made.parse_args()
+    torch.set_num_threads(1)
+    found = {"machine": machine(torch.device("cpu")), "setup": {"n": options.n}}
+    rows = rows_of(options.model, options.n)
+    options.out.write_text(json.dumps(found | {"rows": rows}, indent=1) + "\n")
+    for title, part in report.tables(rows).items():
+        cells = [(r["mask"], *report.cells(r)) for r in part]
+        Console(width=140).print(table(title, ("mask", *report.head(part[0])), cells))
+
+
+if __name__ == "__main__":
+    main()

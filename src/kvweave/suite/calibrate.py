@@ -1,0 +1,143 @@
+"""Calibrate the gate from outcomes of `auto`, and measure what the calibration is worth.
+
+Every outcome of `auto` holds the evidence of its repair and the true KL. For evidence at one share
+a regression makes a score of the drift at that and every wider share; along the score, the upper
+quantile of the KL in bins of like score, never decreasing, is the bound.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvweave.chunk.identity import ModelFingerprint
+from kvweave.suite.exam import Outcome
+from kvweave.weave.gate import Calibration, Curve, Evidence
+
+Array = NDArray[np.float64]
+Item = tuple[str, int, int, str, int]  # protocol, case, item, mode, prunes
+SHARES = (0.05, 0.15, 0.30)  # where a repair may begin, and where it may go on to
+COVERAGE = 0.95
+QUANTILE = 0.98  # of a bin: above COVERAGE, since the next context is of no protocol seen here
+BINS = 16
+FLOOR = 1e-6  # nats; below that all KL is alike
+RIDGE = 1e-2
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """One question: the evidence and the true KL (nats) of `auto` at every share."""
+
+    item: Item
+    evidence: dict[float, Evidence]
+    kl: dict[float, float]
+    right: dict[float, float]
+    repaired: dict[float, float]  # part of the candidates
+
+
+def gather(outcomes: Iterable[Outcome], shares: Sequence[float] = SHARES) -> list[Seen]:
+    """Return the questions that `auto` answered at all ``shares``."""
+    found: dict[Item, Seen] = {}
+    labels = {f"auto {share:.0%}": share for share in shares}
+    for o in outcomes:
+        share = labels.get(o.method)
+        if share is None or o.evidence is None or not o.candidates:
+            continue
+        item = (o.protocol, o.case, o.item, o.mode, o.prunes)
+        seen = found.setdefault(item, Seen(item, {}, {}, {}, {}))
+        seen.evidence[share] = Evidence(**o.evidence)
+        seen.kl[share], seen.right[share] = o.kl, o.right
+        seen.repaired[share] = o.repaired / o.candidates
+    return [s for s in found.values() if len(s.kl) == len(shares)]
+
+
+def fit(
+    seen: Sequence[Seen], fingerprint: ModelFingerprint, shares: Sequence[float] = SHARES
+) -> Calibration:
+    """Return the calibration that ``seen`` gives. Raises ValueError when there is too little."""
+    if len(seen) < 10 * BINS:
+        raise ValueError(f"{len(seen)} questions are too few to calibrate on; {10 * BINS} at least")
+    curves = []
+    for start in shares:
+        features = np.array([s.evidence[start].features() for s in seen])
+        for share in shares:
+            if share >= start:
+                kl = np.array([s.kl[share] for s in seen])
+                curves.append(_curve(start, share, features, kl))
+    return Calibration(fingerprint, COVERAGE, len(seen), tuple(curves))
+
+
+def _curve(start: float, share: float, features: Array, kl: Array) -> Curve:
+    x = np.hstack([features, np.ones((len(features), 1))])
+    y = np.log10(kl + FLOOR)
+    gram = x.T @ x + RIDGE * len(x) * np.diag([*np.ones(features.shape[1]), 0.0])
+    weights = np.linalg.solve(gram, x.T @ y)
+    score = x @ weights
+    order = np.argsort(score, kind="stable")
+    edges, bounds = [], []
+    for part in np.array_split(order, BINS):
+        edges.append(float(score[part[-1]]))
+        bounds.append(float(np.quantile(kl[part], QUANTILE, method="higher")))
+    rising = np.maximum.accumulate(bounds)
+    return Curve(start, share, _floats(weights), _floats(edges), _floats(rising))
+
+
+def _floats(values: Iterable[float]) -> tuple[float, ...]:
+    return tuple(float(f"{v:.6g}") for v in values)
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What a bound costs and keeps on questions: ``under`` is the part whose KL is at most the
+    bound given for it, ``within`` the part at most ``max_drift``, ``right`` the accuracy."""
+
+    max_drift: float | None
+    n: int
+    under: float
+    within: float | None
+    repaired: float
+    full: float  # part repaired wholly
+    right: float
+    share_right: float  # accuracy without a bound
+
+    @classmethod
+    def of(
+        cls, calibration: Calibration, seen: Sequence[Seen], max_drift: float | None, start: float
+    ) -> Kept:
+        """Let the gate decide on every question as `kvweave.weave.gate.run` would."""
+        chosen = [_decide(calibration, s, max_drift, start) for s in seen]
+        kl = np.array([0.0 if c is None else s.kl[c] for s, c in zip(seen, chosen, strict=True)])
+        bound = np.array(
+            [
+                0.0 if c is None else calibration.bounds(s.evidence[start])[c]
+                for s, c in zip(seen, chosen, strict=True)
+            ]
+        )
+        return cls(
+            max_drift=max_drift,
+            n=len(seen),
+            under=float(np.mean(kl <= bound)),
+            within=None if max_drift is None else float(np.mean(kl <= max_drift)),
+            repaired=_mean(1.0 if c is None else s.repaired[c] for s, c in zip(seen, chosen, strict=True)),
+            full=_mean(float(c is None) for c in chosen),
+            right=_mean(1.0 if c is None else s.right[c] for s, c in zip(seen, chosen, strict=True)),
+            share_right=_mean(s.right[start] for s in seen),
+        )  # fmt: skip
+
+
+def _decide(
+    calibration: Calibration, seen: Seen, max_drift: float | None, start: float
+) -> float | None:
+    """Return the share the gate stops at; None for all rows."""
+    if max_drift is None:
+        return start
+    bounds = calibration.bounds(seen.evidence[start])
+    return next((share for share, bound in bounds.items() if bound <= max_drift), None)
+
+
+def _mean(values: Iterable[float]) -> float:
+    found = list(values)
+    return sum(found) / len(found) if found else 0.0

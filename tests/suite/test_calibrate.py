@@ -1,0 +1,57 @@
+"""Calibrations from outcomes with a known law."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kvweave.chunk.identity import ModelFingerprint
+from kvweave.suite.calibrate import SHARES, Kept, fit, gather
+from kvweave.suite.exam import Outcome
+
+MINE = ModelFingerprint("m", "w", "t", "float32", "r")
+
+
+def outcomes(n, seed=0):
+    """The KL is ten times what the repair moved, times noise; wider repairs leave a tenth."""
+    rng, found = np.random.default_rng(seed), []
+    for i in range(n):
+        moved = 10 ** rng.uniform(-5, 0)
+        for share in SHARES:
+            kl = 10 * moved * 10 ** rng.normal(0, 0.1) * (0.1 if share > 0.05 else 1)
+            evidence = {"share": share, "moved": moved, "moved_max": moved, "stale": 0.1}
+            evidence |= {"left": 0.2, "changed": 0.1}
+            found.append(
+                Outcome("P1", i, 0, "recall", "", f"auto {share:.0%}", float(kl < 0.1), kl, 0.0,
+                        candidates=100, repaired=round(100 * share), evidence=evidence)
+            )  # fmt: skip
+    return found
+
+
+def test_only_questions_with_evidence_at_every_share_are_taken():
+    found = outcomes(3)
+    assert [len(s.kl) for s in gather(found)] == [3, 3, 3]
+    assert len(gather(found[1:])) == 2
+    assert gather([o for o in found if o.method == "auto 5%"]) == []
+
+
+def test_a_bound_covers_and_is_not_far_off():
+    made = fit(gather(outcomes(2000)), MINE)
+    fresh = gather(outcomes(2000, seed=1))
+    kept = Kept.of(made, fresh, None, 0.05)
+    assert kept.under > 0.96 and kept.repaired == pytest.approx(0.05) and kept.full == 0
+    ratio = [made.bounds(s.evidence[0.05])[0.05] / s.kl[0.05] for s in fresh]
+    assert 1 < np.median(ratio) < 5
+
+
+def test_a_tighter_bound_repairs_more_and_is_kept():
+    made = fit(gather(outcomes(2000)), MINE)
+    fresh = gather(outcomes(2000, seed=1))
+    loose, tight = (Kept.of(made, fresh, bound, 0.05) for bound in (1.0, 0.01))
+    assert 0.05 < loose.repaired < tight.repaired < 1 and loose.full < tight.full
+    assert loose.within > 0.96 and tight.within > 0.96 and tight.right >= loose.right
+
+
+def test_too_few_questions_are_refused():
+    with pytest.raises(ValueError, match="too few"):
+        fit(gather(outcomes(20)), MINE)
