@@ -33,12 +33,11 @@ from kvweave.suite.run import NAMES, SEED, Suite
 HERE = Path(__file__).parent
 MODEL = HERE.parent / "src" / "kvweave" / "demo" / "model"
 SHARES = (0.05, 0.10, 0.15, 0.30)
-CHECKS = ("deviation:k@1", "deviation:v@1", "deviation:kv@1")
-LAYERS = ("deviation:v@0", "deviation:v@2", "deviation:v@3")
-PLAIN = ("random", "first_k", *CHECKS, "query", "boundary")
-DRAWN = ("random", "first_k", "deviation:v@1", "query", "boundary", "deps", "patch:4", "auto")  # fmt: skip
+PLAIN = ("random", "first_k", "deviation:v@1", "query", "rollout", "boundary")
+CHECKS = ("deviation:k@1", "deviation:kv@1", "deviation:v@0", "deviation:v@2", "deviation:v@3")
+DRAWN = ("random", "first_k", "deviation:v@1", "query", "rollout", "boundary", "deps", "auto")  # fmt: skip
 PARTS = 4  # of a protocol's cases: what one worker does at a time
-SLOW = ("none", "random", "first_k", "deviation:v@1", "query", "boundary", "deps", "auto")
+SLOW = ("none", "random", "first_k", "deviation:v@1", "query", "rollout", "boundary", "deps", "auto")
 
 
 def all_methods() -> list[Method]:
@@ -46,9 +45,9 @@ def all_methods() -> list[Method]:
     wide, few = ("forget", "never", "evict"), ("forget",)
     made = [Method("none", modes=wide)]  # type: ignore[arg-type]
     made += [Method(s, share) for s in PLAIN for share in SHARES]
-    made += [Method(s, 0.15) for s in LAYERS]
+    made += [Method(s, 0.15) for s in CHECKS]
     made += [Method("deps", share, before="full:records") for share in SHARES]
-    made += [Method("patch", share) for share in (0.15, 0.30)]
+    made += [Method("patch", 0.15)]
     made += [Method(f"patch:{m}", 0.0, before=f"patch:{m}") for m in (1, 4, 16)]
     made += [Method("auto", share) for share in (0.0, *SHARES)]
     no_base = [Method("none"), *(Method(s, 0.15) for s in ("first_k", "query", "deviation:v@1"))]
@@ -81,7 +80,12 @@ def wanted(protocol: str, methods: Sequence[Method]) -> list[Method]:
     if protocol == "prose":
         return [m for m in methods if str(m.strategy) in SLOW and m.share != 0.10]
     if protocol == "P6":
-        names = [m for m in methods if str(m.strategy) in SLOW and m.share in (0.0, 0.05, 0.15)]
+        names = [
+            m
+            for m in methods
+            if str(m.strategy) in SLOW
+            and m.share in ((0.05, 0.15, 0.30) if m.name == "auto" else (0.0, 0.05, 0.15))
+        ]
         # in a stream deps learns from the turns themselves; only none shows what evict keeps
         return [
             replace(m, before="", modes=("forget", "evict") if m.name == "none" and m.base else ("forget",))

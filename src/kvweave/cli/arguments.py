@@ -10,7 +10,7 @@ from kvweave.chunk.identity import KINDS
 PATTERN = "a name, '#17', a glob such as 'chat/*/u-00[1-3]' or '**', or 'docs/' for all below"
 TEMPLATE = "text; {docs/faq} or {#17} is a stored chunk, {hole} is filled by --set or --docs; - reads stdin"
 STRATEGIES = (
-    "auto", "none", "first_k", "boundary", "deviation", "query", "deps", "patch", "random", "full",
+    "auto", "none", "first_k", "boundary", "deviation", "query", "rollout", "deps", "patch", "random", "full",
 )  # fmt: skip
 CHOICE = f"{', '.join(STRATEGIES)}; options behind it, as in deviation:k@2"
 PLACES = ("ram", "disk", "none")

@@ -46,6 +46,8 @@ class Segment:
     raw: KV | None = None  # unrotated keys and values of these tokens are written here if given
     raw_at: int = 0  # first row of `raw` and `reads` to write
     mass: Tensor | None = None  # [n_keys] float32: attention each key got, summed over all else
+    mass_from: int = 0  # first layer that counts in it
+    mass_of: Tensor | None = None  # [token] what each token's attention counts; None: 1
     reads: Reads | None = None
     start: int = 0  # offset in the packed sequence, set by Pass
     first: int = 0
@@ -195,8 +197,10 @@ def _piece(
         )[0]
     else:
         weights = _weights(folded, keys, bias, scale, softcap)
-        if s.mass is not None:
-            s.mass[seen] += weights.sum((0, 1)).to(torch.float32)
+        if s.mass is not None and layer >= s.mass_from:
+            paid = weights.view(kv_heads, group, n, -1).sum((0, 1)).to(torch.float32)  # [n, key]
+            mine = None if s.mass_of is None else s.mass_of[slice(*piece)]
+            s.mass[seen] += paid.sum(0) if mine is None else mine @ paid
         if s.reads is not None:
             paid = weights.view(heads, n, -1).mean(0) / len(s.rows.k)  # [token, key]
             mine = s.reads.mass[s.raw_at + piece[0] : s.raw_at + piece[1]]

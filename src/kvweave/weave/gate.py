@@ -123,12 +123,13 @@ def _curve(data: Mapping[str, object]) -> Curve:
 @dataclass(frozen=True, slots=True)
 class Verdict:
     """What was chosen: ``drift`` is the bound (None: unknown), ``complete`` says that every row
-    that was not exact is recomputed."""
+    that was not exact is recomputed, ``in_place`` that these and the question's rows are there."""
 
     chosen: Tensor
     drift: float | None = None
     evidence: Evidence | None = None
     complete: bool = False
+    in_place: bool = False
 
 
 def find(fingerprint: ModelFingerprint, paths: Sequence[Path]) -> Calibration | None:
@@ -183,20 +184,20 @@ def run(
     evidence, chosen = _measure(scores, before, candidates, (chosen, probes), share)
     bounds = {} if calibration is None else calibration.bounds(evidence)
     if max_drift is None:
-        return Verdict(chosen, bounds.get(share), evidence)
+        return Verdict(chosen, bounds.get(share), evidence, in_place=True)
     for wider, bound in bounds.items():
         if bound <= max_drift:
             if wider > share:
                 chosen = torch.unique(torch.cat([chosen, scores.choose(spans, strategy, wider)]))
                 scores.repair(chosen)
-            return Verdict(chosen, bound, evidence)
+            return Verdict(chosen, bound, evidence, in_place=True)
     return _everything(scores, spans, evidence)
 
 
 def _everything(scores: Scores, spans: Sequence[Placement], evidence: Evidence | None) -> Verdict:
     slots = scores.slots(spans)
     scores.repair(slots)
-    return Verdict(slots, 0.0, evidence, complete=True)
+    return Verdict(slots, 0.0, evidence, complete=True, in_place=True)
 
 
 def _probes(candidates: Tensor, n: int) -> Tensor:
@@ -215,7 +216,7 @@ def _measure(
     """Recompute the chosen and the random rows; return what that showed, and all of them."""
     chosen, probes = rows
     todo = torch.unique(torch.cat([chosen, probes]))
-    old = [v[todo.to(v.device)].clone() for v in scores.rows.v]
+    old = scores.placed_values(todo)
     logits = scores.repair(todo)
     after, was = logits.double().log_softmax(-1), before.logits.double().log_softmax(-1)
     kl = (after.exp() * (after - was)).sum(-1).clamp_min(0)

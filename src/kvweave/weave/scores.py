@@ -43,7 +43,8 @@ class Scores:
     placed: Sequence[Placement]
     dependence: Dependence
     repaired: Tensor
-    looks: list[Look] = field(default_factory=list)  # the last one counts
+    looks: list[Look] = field(default_factory=list)  # at most one
+    replaced: list[tuple[Tensor, list[Tensor]]] = field(default_factory=list)  # slots, old values
 
     def slots(self, spans: Sequence[Placement]) -> Tensor:
         """Return the slots of ``spans`` that have rows, increasing."""
@@ -68,6 +69,8 @@ class Scores:
             deviation=lambda layer, what: self.deviation(candidates, layer, what),
             attention=lambda: self.attention()[candidates],
             dependence=lambda: self.dependence.of(spans)[torch.isin(self.slots(spans), candidates)],
+            needs=lambda: self.needs()[candidates],
+            reads=lambda slots, weights: self.reads(slots, weights)[candidates],
             generator=torch.Generator().manual_seed(0),
         )
         chosen = strategy.choose(view)
@@ -96,8 +99,6 @@ class Scores:
 
         Computes the unready rows over the unrepaired context; the main pass computes them again.
         """
-        if self.looks:
-            return self.looks[-1].mass
         mass = torch.zeros(self.tokens.numel(), device=self.rows.device)
         last = len(self.rows.k) - 1  # its keys are the last thing anyone asks for
         question = self.unready[-QUESTION:]
@@ -107,17 +108,56 @@ class Scores:
         return mass.cpu()
 
     def look(self) -> Look:
-        """Return what the last `QUESTION` unready rows see, over the rows as they are."""
+        """Return what the last `QUESTION` unready rows see, over the rows as they were placed.
+
+        The first layer does not count: its keys and values are right wherever a row stands.
+        """
+        if not self.looks:
+            mass = torch.zeros(self.tokens.numel(), device=self.rows.device)
+            last, question = len(self.rows.k) - 1, self.unready[-QUESTION:]
+            for slots in torch.split(self.unready[:-QUESTION], BLOCK):
+                self._run(self.rows, slots, last, None)
+            at = question.to(self.rows.device)
+            segment = Segment(
+                self.rows, self.tokens[at], question, self.positions[at], mass=mass,
+                mass_from=min(1, last),
+            )  # fmt: skip
+            want = torch.arange(question.numel(), device=at.device)
+            self.looks.append(Look(mass.cpu(), self.runner.forward([segment], want)))
+        return self.looks[0]
+
+    def needs(self) -> Tensor:
+        """Return the attention mass [slot] of `look`; zeros when there is no question."""
+        if not self.unready.numel():
+            return torch.zeros(self.tokens.numel())
+        return self.look().mass
+
+    def reads(self, slots: Tensor, weights: Tensor) -> Tensor:
+        """Return the attention mass [slot] that ``slots`` pay when they are recomputed in place,
+        each times its weight, the first layer not counted."""
         mass = torch.zeros(self.tokens.numel(), device=self.rows.device)
-        question = self.unready[-QUESTION:]
         last = len(self.rows.k) - 1
-        for slots in torch.split(self.unready[:-QUESTION], BLOCK):
-            self._run(self.rows, slots, last, None)
-        at = question.to(self.rows.device)
-        segment = Segment(self.rows, self.tokens[at], question, self.positions[at], mass=mass)
-        logits = self.runner.forward([segment], torch.arange(question.numel(), device=at.device))
-        self.looks.append(Look(mass.cpu(), logits))
-        return self.looks[-1]
+        for part, weight in zip(
+            torch.split(slots, BLOCK), torch.split(weights, BLOCK), strict=True
+        ):
+            at = part.to(self.rows.device)
+            self.replaced.append((part, [v[at].clone() for v in self.rows.v]))
+            segment = Segment(
+                self.rows, self.tokens[at], part, self.positions[at], mass=mass,
+                mass_from=min(1, last), mass_of=weight.to(mass),
+            )  # fmt: skip
+            self.runner.forward([segment], NOTHING)
+        return mass.cpu()
+
+    def placed_values(self, slots: Tensor) -> list[Tensor]:
+        """Return the values [row, head, dim] of ``slots`` in each layer as they were placed."""
+        found = [v[slots.to(v.device)].clone() for v in self.rows.v]
+        for part, old in reversed(self.replaced):
+            here = torch.isin(slots, part)
+            there = torch.isin(part, slots)
+            for layer, values in enumerate(old):
+                found[layer][here.to(values.device)] = values[there.to(values.device)]
+        return found
 
     def repair(self, chosen: Tensor) -> Tensor:
         """Recompute ``chosen`` and all unready rows in place; return the question's logits."""

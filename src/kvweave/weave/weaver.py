@@ -225,7 +225,7 @@ class Weaver:
         return Woven(
             placed,
             plan,
-            self._compute(state, scores, todo, (plan, strategy), sampling),
+            self._compute(state, scores, todo, (plan, strategy, verdict), sampling),
             strategy,
             todo,
         )
@@ -243,16 +243,16 @@ class Weaver:
         state: State,
         scores: Scores,
         todo: Tensor,
-        how: tuple[Plan, Strategy],
+        how: tuple[Plan, Strategy, Verdict],
         sampling: Sampling | None,
     ) -> Request:
         """Return the request for the rows ``todo``, or, where the gate computed them already and
         nobody wants their raw KV, for the last one, whose logits begin the answer."""
-        plan, strategy = how
+        plan, strategy, verdict = how
         wanted = state.keeps or (rank_of(strategy) > 0 and plan.repaired > 0)
         wanted = wanted or any(s.exact and s.n_prefilled for s in plan.spans)
         records = getattr(strategy, "records", False)
-        if scores.looks and not wanted and not records:
+        if verdict.in_place and not wanted and not records:
             todo = todo[-1:] if sampling is not None else todo[:0]
         n_new = sampling.max_tokens if sampling is not None else 0
         self._next_key += 1

@@ -18,10 +18,23 @@ from kvweave.weave.repair.first_k import FirstK
 from kvweave.weave.repair.options import made
 from kvweave.weave.repair.patch import Patch
 from kvweave.weave.repair.query import Query
+from kvweave.weave.repair.rollout import Rollout
 
 STRATEGIES: dict[str, type[Strategy]] = {
     s.name: s
-    for s in (Auto, NoRepair, FirstK, Boundary, Deviation, Query, Deps, Patch, Random, Full)
+    for s in (
+        Auto,
+        NoRepair,
+        FirstK,
+        Boundary,
+        Deviation,
+        Query,
+        Rollout,
+        Deps,
+        Patch,
+        Random,
+        Full,
+    )
 }
 
 
@@ -51,6 +64,7 @@ __all__ = [
     "Patch",
     "Query",
     "Random",
+    "Rollout",
     "Strategy",
     "View",
     "rank_of",

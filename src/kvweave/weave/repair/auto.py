@@ -6,10 +6,13 @@ from torch import Tensor
 
 from kvweave.weave.repair.base import View, best
 from kvweave.weave.repair.first_k import FirstK
+from kvweave.weave.repair.rollout import follow
+
+ROUNDS = 2
 
 
 class Auto:
-    """Rows the question attends to; without a question those that read most of other chunks when
+    """Rows the question needs and those they need (`rollout`); without a question those that read most of other chunks when
     they were made; where that was not recorded, the first rows of every chunk.
 
     The gate (`kvweave.weave.gate`) measures what its repair changed, bounds the drift, and repairs
@@ -21,8 +24,8 @@ class Auto:
 
     def choose(self, view: View) -> Tensor:
         """Return ``budget`` rows."""
-        for scores in (view.attention, view.dependence):
-            found = scores()
-            if bool(found.any()):
-                return best(view, found)
-        return FirstK().choose(view)
+        needed = view.needs()
+        if bool(needed.any()):
+            return follow(view, needed, ROUNDS)
+        read = view.dependence()
+        return best(view, read) if bool(read.any()) else FirstK().choose(view)

@@ -21,6 +21,9 @@ class View:
     returns the attention mass the rows not yet computed (the question) pay to each candidate.
     Both cost a pass. ``dependence()`` returns the attention mass each candidate paid to other chunks
     when it was last computed among them (mean over heads and layers), 0 where nothing is recorded.
+    ``needs()`` is ``attention()`` without the first layer, whose rows depend on nothing but their
+    token; ``reads(slots, weights)`` recomputes rows [slot] in this context and returns what they
+    attend to in the same way, each counting its weight.
     """
 
     placed: Sequence[Placement]  # all parts, front to back
@@ -30,6 +33,8 @@ class View:
     deviation: Callable[[int, str], Tensor]
     attention: Callable[[], Tensor]
     dependence: Callable[[], Tensor]
+    needs: Callable[[], Tensor]
+    reads: Callable[[Tensor, Tensor], Tensor]
     generator: torch.Generator
 
 

@@ -1,0 +1,53 @@
+"""Rows the question needs, and the rows those need in turn."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvweave.errors import InvalidArgument
+from kvweave.weave.repair.base import View
+from kvweave.weave.repair.first_k import FirstK
+
+
+class Rollout:
+    """Rows the question attends to; then those that these attend to once they are recomputed,
+    weighted by the attention that they got (attention rollout, arXiv 2005.00928, section 3.2, over
+    the rows that count); and so on.
+
+    A value that a chunk took over from another one may take several rows to arrive: the one the
+    question finds read it from its neighbour, which had looked it up. `query` repairs the first and
+    leaves the second. The first layer does not count, since its rows are right anywhere. Every round
+    takes half of what is left of the budget, the last one all. Costs a pass of the question and one
+    of the rows found so far for each round but the last; without a question, see `FirstK`.
+    """
+
+    name = "rollout"
+
+    def __init__(self, rounds: int = 2) -> None:
+        if rounds < 1:
+            raise InvalidArgument("rounds", f"{rounds} is below 1")
+        self.rounds = rounds
+
+    def choose(self, view: View) -> Tensor:
+        """Return ``budget`` rows."""
+        mass = view.needs()
+        if not bool(mass.any()):
+            return FirstK().choose(view)
+        return follow(view, mass, self.rounds)
+
+
+def follow(view: View, mass: Tensor, rounds: int) -> Tensor:
+    """Return ``budget`` slots, from those with most ``mass`` [candidate] on."""
+    mass, chosen = mass.clone(), torch.zeros(mass.numel(), dtype=torch.bool)
+    budget = min(view.budget, mass.numel())
+    for left in range(rounds, 0, -1):
+        n = budget - int(chosen.sum())
+        take = n if left == 1 else (n + 1) // 2
+        top = torch.topk(mass.masked_fill(chosen, -1.0), take).indices
+        new = top[mass[top] > 0] if left > 1 else top
+        chosen[new] = True
+        if left > 1 and new.numel():
+            new = new.sort().values
+            mass += view.reads(view.candidates[new], mass[new] / mass[new].sum() * mass.sum())
+    return view.candidates[chosen]
