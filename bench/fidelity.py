@@ -33,30 +33,28 @@ from kvweave.suite.run import NAMES, SEED, Suite
 HERE = Path(__file__).parent
 MODEL = HERE.parent / "src" / "kvweave" / "demo" / "model"
 SHARES = (0.05, 0.10, 0.15, 0.30)
-PLAIN = ("random", "first_k", "deviation:v@1", "query", "rollout", "boundary")
+PLAIN = ("random", "first_k", "deviation:v@1", "query", "rollout", "auto")
 CHECKS = ("deviation:k@1", "deviation:kv@1", "deviation:v@0", "deviation:v@2", "deviation:v@3")
 DRAWN = ("random", "first_k", "deviation:v@1", "query", "rollout", "boundary", "deps", "auto")  # fmt: skip
-PARTS = 4  # of a protocol's cases: what one worker does at a time
-SLOW = ("none", "random", "first_k", "deviation:v@1", "query", "rollout", "boundary", "deps", "auto")
+PARTS = 2  # of a protocol's cases: what one worker does at a time
+SLOW = ("none", "random", "first_k", "deviation:v@1", "query", "rollout", "auto")
 
 
 def all_methods() -> list[Method]:
     """Return every row of the table whose strategy exists."""
-    wide, few = ("forget", "never", "evict"), ("forget",)
+    wide, both, few = ("forget", "never", "evict"), ("forget", "never"), ("forget",)
     made = [Method("none", modes=wide)]  # type: ignore[arg-type]
     made += [Method(s, share) for s in PLAIN for share in SHARES]
     made += [Method(s, 0.15) for s in CHECKS]
-    made += [Method("deps", share, before="full:records") for share in SHARES]
-    made += [Method("patch", 0.15)]
+    made += [Method("boundary", share) for share in (0.05, 0.15)]
+    made += [Method("deps", share, before="full:records") for share in (0.05, 0.15)]
     made += [Method(f"patch:{m}", 0.0, before=f"patch:{m}") for m in (1, 4, 16)]
-    made += [Method("auto", share) for share in (0.0, *SHARES)]
-    no_base = [Method("none"), *(Method(s, 0.15) for s in ("first_k", "query", "deviation:v@1"))]
-    made += [replace(m, base=False) for m in no_base]
-    made = [replace(m, modes=few) if m.share in (0.10, 0.30) else m for m in made]  # type: ignore[arg-type]
-    made = [
-        replace(m, modes=wide) if m.base and m.share == 0.15 and not m.before else m  # type: ignore[arg-type]
-        for m in made
-    ]
+    made = [replace(m, modes=few) if m.name not in ("none", "auto") else m for m in made]  # type: ignore[arg-type]
+    made = [replace(m, modes=wide) if m.label in ("query 15%", "auto 15%") else m for m in made]  # type: ignore[arg-type]
+    made = [replace(m, modes=both) if m.label == "auto 5%" else m for m in made]  # type: ignore[arg-type]
+    made = [replace(m, modes=few) if m.label in ("auto 10%", "auto 30%") else m for m in made]  # type: ignore[arg-type]
+    no_base = [Method("none"), *(Method(s, 0.15) for s in ("first_k", "query", "auto"))]
+    made += [replace(m, base=False, modes=few) for m in no_base]  # type: ignore[arg-type]
     return [m for m in made if exists(m)]
 
 
@@ -77,21 +75,16 @@ def quick_methods() -> list[Method]:
 
 def wanted(protocol: str, methods: Sequence[Method]) -> list[Method]:
     """Return the methods that are run on a protocol: fewer where a question takes long."""
+    if protocol not in ("P6", "prose"):
+        return list(methods)
+    some = [m for m in methods if m.base and str(m.strategy) in SLOW]
+    some = [m for m in some if m.share in ((0.05, 0.15, 0.30) if m.name == "auto" else (0.0, 0.15))]
     if protocol == "prose":
-        return [m for m in methods if str(m.strategy) in SLOW and m.share != 0.10]
-    if protocol == "P6":
-        names = [
-            m
-            for m in methods
-            if str(m.strategy) in SLOW
-            and m.share in ((0.05, 0.15, 0.30) if m.name == "auto" else (0.0, 0.05, 0.15))
-        ]
-        # in a stream deps learns from the turns themselves; only none shows what evict keeps
-        return [
-            replace(m, before="", modes=("forget", "evict") if m.name == "none" and m.base else ("forget",))
-            for m in names
-        ]  # fmt: skip
-    return list(methods)
+        return some
+    few = [m for m in some if m.name in ("none", "random", "query", "auto")]
+    # in a stream deps learns from the turns themselves; only none shows what evict keeps
+    modes = {True: ("forget", "evict"), False: ("forget",)}
+    return [replace(m, before="", modes=modes[m.name == "none"]) for m in few]  # type: ignore[arg-type]
 
 
 class Cache:
@@ -148,7 +141,7 @@ def work(task: Task) -> tuple[str, int, int, float]:
 
 
 def run(tasks: Sequence[Task], options: argparse.Namespace, cache: Cache) -> list[dict[str, Any]]:
-    """Do all tasks in worker processes, the longest first; return what each took."""
+    """Do all tasks in worker processes; return what each took."""
     taken = []
     start = (str(options.model), options.n, options.prunes, cache)
     with progress("fidelity", len(tasks)) as step:
@@ -203,7 +196,7 @@ def collect(
             ]
             if missing:
                 tasks.append((protocol, part, missing))
-    tasks.sort(key=lambda task: {"P6": 0, "prose": 1, "P5": 2}.get(task[0], 3))
+    tasks.sort(key=lambda task: {"P5": 0, "prose": 2, "P6": 3}.get(task[0], 1))
     taken = run(tasks, options, cache) if tasks else []
     rows = []
     for protocol in names:
