@@ -25,10 +25,11 @@ from rich.console import Console
 from kvweave.demo import world
 from kvweave.errors import InvalidArgument
 from kvweave.run.model import Runner
-from kvweave.suite import plot, prose, protocols, report, stream
+from kvweave.suite import calibrate, plot, prose, protocols, report, stream
 from kvweave.suite.exam import Outcome
 from kvweave.suite.method import Method
 from kvweave.suite.run import NAMES, SEED, Suite
+from kvweave.weave import gate
 
 HERE = Path(__file__).parent
 MODEL = HERE.parent / "src" / "kvweave" / "demo" / "model"
@@ -36,6 +37,7 @@ SHARES = (0.05, 0.10, 0.15, 0.30)
 PLAIN = ("random", "first_k", "deviation:v@1", "query", "rollout", "auto")
 CHECKS = ("deviation:k@1", "deviation:kv@1", "deviation:v@0", "deviation:v@2", "deviation:v@3")
 DRAWN = ("random", "first_k", "deviation:v@1", "query", "rollout", "boundary", "deps", "auto")  # fmt: skip
+BOUNDS = (0.01, 0.03, 0.1, 0.3)  # nats
 PARTS = 2  # of a protocol's cases: what one worker does at a time
 SLOW = ("none", "random", "first_k", "deviation:v@1", "query", "rollout", "auto")
 
@@ -209,6 +211,24 @@ def collect(
     return rows, taken
 
 
+def gate_of(names: Sequence[str], options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Calibrate the gate on what `auto` did, beside the bundled model; return what it is worth."""
+    cache = Cache(options.cache, key_of(options.model, options.n, options.prunes))
+    shares = [Method("auto", share).label for share in calibrate.SHARES]
+    found = [
+        o
+        for protocol in names
+        for label in shares
+        for part in range(PARTS)
+        for o in cache.get(protocol, label, part)
+        if o.mode in ("", "forget")
+    ]
+    seen = calibrate.gather(found)
+    mine = Runner.load(str(options.model), device="cpu").fingerprint
+    calibrate.fit(seen, mine).save(options.model / gate.FILE)
+    return calibrate.halves(seen, mine, (None, *BOUNDS))
+
+
 def main() -> None:
     """Parse, run, write, print, draw."""
     made = argparse.ArgumentParser(description=__doc__)
@@ -235,6 +255,8 @@ def main() -> None:
     setup = {"model": options.model.name, "n": options.n, "prunes": options.prunes, "seed": SEED}
     result = found | {"setup": setup, "taken": taken, "rows": rows}
     whole = not (options.quick or options.strategies) and options.protocols == ",".join(NAMES)
+    if whole:
+        result["gate"] = gate_of(NAMES, options)
     name = "fidelity" if whole else "fidelity-part"
     out = options.out or (RESULTS / f"{name}.json" if whole else options.cache / f"{name}.json")
     out.parent.mkdir(parents=True, exist_ok=True)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from kvweave.chunk.identity import ModelFingerprint
-from kvweave.suite.calibrate import SHARES, Kept, fit, gather
+from kvweave.suite.calibrate import SHARES, Kept, fit, gather, halves
 from kvweave.suite.exam import Outcome
 
 MINE = ModelFingerprint("m", "w", "t", "float32", "r")
@@ -55,3 +57,14 @@ def test_a_tighter_bound_repairs_more_and_is_kept():
 def test_too_few_questions_are_refused():
     with pytest.raises(ValueError, match="too few"):
         fit(gather(outcomes(20)), MINE)
+
+
+def test_each_half_is_tested_by_the_other():
+    found = [replace(o, protocol=f"P{i}") for i in (1, 2, 3) for o in outcomes(300, seed=i)]
+    made = halves(gather(found), MINE, [None, 0.1])
+    assert [(m["fit_on"], m["tested_on"], m["max_drift"]) for m in made] == [
+        (["P1", "P3"], ["P2"], None), (["P1", "P3"], ["P2"], 0.1),
+        (["P2"], ["P1", "P3"], None), (["P2"], ["P1", "P3"], 0.1),
+    ]  # fmt: skip
+    assert [m["n"] for m in made] == [300, 300, 600, 600]
+    assert all(m["under"] > 0.95 for m in made)
