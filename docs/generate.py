@@ -75,6 +75,7 @@ def _word(action: argparse.Action) -> str:
 def _row(action: argparse.Action) -> str:
     if action.option_strings:
         value = "" if action.nargs == 0 else f" {action.metavar or _choices(action)}"
+        value = f" [{value.strip()}]" if action.nargs == "?" else value
         name = ", ".join(f"`{option}{value}`" for option in action.option_strings)
     else:
         name = f"`{action.metavar}`"

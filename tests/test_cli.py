@@ -25,6 +25,7 @@ import kvweave
 from kvweave.chunk.table import Table
 from kvweave.cli import app, chat, home, parser, show
 from kvweave.run.model import Runner
+from kvweave.weave.gate import Calibration, Curve
 
 MODEL = home.BUNDLED
 A = "foze river habu . so well then we saw it .\n"
@@ -340,6 +341,24 @@ def test_full_repair_equals_the_oracle(stocked):
     some = stocked.json(*words, "--repair", "none")["check"]
     assert max(some["k_error"]) > 1e-3, "nothing was approximate: the test shows nothing"
     assert "vs full prefill of" in stocked(*words, "--share", "0.5")
+
+
+def test_a_bound_on_the_drift_is_handed_on_and_kept(stocked):
+    shares = (0.05, 0.15)
+    curves = [Curve(s, w, (0.0,) * 6, (0.0,), (0.5,)) for s in shares for w in shares if w >= s]
+    made = Calibration(load_once(str(MODEL)).fingerprint, 0.95, 100, tuple(curves))
+    made.save(stocked.home / "calibration.json")
+    words = ["keep the notes .{docs/a}{docs/b} ask vabo metal", "--max-drift"]
+    plan = stocked.json("run", *words, "0.6", "--max-tokens", "1")["plan"]
+    assert plan["drift"] == 0.5 and plan["reused"]
+    plan = stocked.json("check", *words, "0.1")["plan"]
+    assert plan["drift"] == 0 and plan["reused"] == 0
+    lines = "/add docs/a\n/add docs/b\nask vabo metal\n/plan\n"
+    last = stocked("chat", "--max-drift", "0.6", "--max-tokens", "1", stdin=lines).splitlines()[-1]
+    assert "drift at most 0.5" in last
+    assert stocked("check", *words, "-1", status=2) == "" and "nats from 0 up" in stocked.err
+    stocked("check", *words, "1", "--repair", "query", status=1)
+    assert "'query' repairs a fixed share" in stocked.err
 
 
 @pytest.mark.parametrize(

@@ -240,6 +240,7 @@ class Engine:
         name: str | None = None,
         repair: str | None = None,
         share: float | None = None,
+        max_drift: float | None = None,
         **holes: object,
     ) -> Context:
         """Make a context from text with ``{holes}``.
@@ -252,9 +253,8 @@ class Engine:
         made = template if isinstance(template, Template) else Template(template)
         pieces = made.fill({**(values or {}), **holes}, self._exists)
         self._n_composed += 1
-        options: dict[str, Any] = {} if repair is None else {"repair": repair}
-        if share is not None:
-            options["share"] = share
+        given = {"repair": repair, "share": share, "max_drift": max_drift}
+        options: dict[str, Any] = {k: v for k, v in given.items() if v is not None}
         context = self.context(name or f"compose-{self._n_composed}", **options)
         try:
             with context.edit():

@@ -68,3 +68,5 @@ def test_each_half_is_tested_by_the_other():
     ]  # fmt: skip
     assert [m["n"] for m in made] == [300, 300, 600, 600]
     assert all(m["under"] > 0.95 for m in made)
+    with pytest.raises(ValueError, match="too few"):
+        halves(gather(found[:900]), MINE, [None])  # of one protocol: no other half

@@ -8,10 +8,14 @@ from pathlib import Path
 
 import pytest
 
+from kvweave.cli import suite
 from kvweave.cli.app import main
-from kvweave.suite import plot, report
+from kvweave.cli.parser import parse
+from kvweave.cli.show import Out
+from kvweave.suite import calibrate, plot, report
 from kvweave.suite.exam import Outcome
 from kvweave.suite.method import FULL, Method
+from kvweave.weave import gate
 
 BENCH = Path(__file__).parents[2] / "bench"
 NONE, QUERY = Method(), Method("query", 0.15)
@@ -94,6 +98,46 @@ def test_the_command(capsys):
     assert found["rows"][0]["accuracy"][0] == 1
 
 
+def test_the_command_calibrates(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(calibrate, "BINS", 1)
+    file = tmp_path / "c.json"
+    words = ["check", "--suite", "--n", "12", "--protocols", "P1,P2", "--strategies", "none", "-q"]
+    assert main([*words, "--calibrate", str(file), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert {r["method"] for r in found["rows"]} >= {"none 0%", "auto 5%", "auto 15%", "auto 30%"}
+    about = found["calibration"]
+    assert about["file"] == str(file) and about["questions"] == 24
+    halves = [(h["fit_on"], h["tested_on"], h["max_drift"]) for h in about["held_out"]]
+    assert halves == [
+        (a, b, d) for a, b in ((["P1"], ["P2"]), (["P2"], ["P1"])) for d in (None, 0.1)
+    ]
+    assert all(0 <= h["under"] <= 1 and h["n"] == 12 for h in about["held_out"])
+    made = gate.Calibration.load(file)
+    assert made.starts() == list(calibrate.SHARES) and made.n == 24
+
+
+def test_a_calibration_is_shown_and_goes_beside_the_checkpoint(capsys, monkeypatch, tmp_path):
+    monkeypatch.delenv("KVWEAVE_HOME", raising=False)
+    args = parse(["check", "--suite", "--calibrate"])
+    assert suite._file(args, str(tmp_path)) == tmp_path / gate.FILE
+    at_home = parse(["check", "--suite", "--calibrate", "--home", str(tmp_path / "home")])
+    assert suite._file(at_home, str(tmp_path)) == tmp_path / "home" / gate.FILE
+    half = {"tested_on": ["P1", "P3"], "max_drift": 0.1, "under": 0.97, "within": 0.99,
+            "repaired": 0.2, "full": 0.01, "right": 1.0}  # fmt: skip
+    shown = {
+        "file": "c.json",
+        "questions": 500,
+        "held_out": [half, half | {"max_drift": None, "within": None}],
+    }
+    suite._print_calibration(shown, Out())
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[2].split() == ["P1,P3", "0.1", "97.0%", "99.0%", "20.0%", "1.0%", "100.0%"]
+    assert lines[3].split()[1:4] == ["-", "97.0%", "-"]
+    assert lines[4] == "wrote c.json: calibrated on 500 questions"
+    suite._print_calibration(shown | {"held_out": None}, Out())
+    assert capsys.readouterr().out.startswith("held out: unknown")
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [
@@ -102,6 +146,10 @@ def test_the_command(capsys):
         (["check", "--suite", "--protocols", "P11"], "no protocol 'P11'"),
         (["check", "--suite", "--shares", "0.1,2"], "not a number from 0 to 1"),
         (["check", "--suite", "--n", "0"], "not a whole number"),
+        (["check", "--suite", "--max-drift", "0.1"], "--suite takes no --max-drift"),
+        (["check", "x", "--calibrate", "c.json"], "--calibrate belongs to --suite"),
+        (["check", "--suite", "--calibrate", "--n", "10"], "160 are the least; raise --n"),
+        (["check", "--suite", "--calibrate", "/nowhere/c.json"], "cannot write /nowhere/c.json"),
     ],
 )
 def test_wrong_usage(words, says, capsys):

@@ -32,6 +32,15 @@ def _share(text: str) -> float:
     raise ArgumentTypeError(f"{text!r} is not a number from 0 to 1")
 
 
+def _nats(text: str) -> float:
+    try:
+        if 0 <= float(text) < float("inf"):
+            return float(text)
+    except ValueError:
+        pass
+    raise ArgumentTypeError(f"{text!r} is not a number of nats from 0 up")
+
+
 def _strategy(text: str) -> str:
     if text.split(":")[0] not in STRATEGIES:
         raise ArgumentTypeError(f"no strategy {text!r}: one of {', '.join(STRATEGIES)}")
@@ -157,6 +166,14 @@ def check(p: ArgumentParser) -> None:
         metavar="X,X",
         help="parts of the reused rows to repair, 0..1 (0.05,0.15)",
     )
+    add(
+        "--calibrate",
+        nargs="?",
+        const="",
+        metavar="FILE",
+        help="also run auto at 0.05, 0.15 and 0.3, and write what bounds of the drift it gives "
+        "(calibration.json of the home, if one is given, else of the checkpoint)",
+    )
 
 
 def _holes(p: ArgumentParser) -> None:
@@ -178,10 +195,17 @@ def _repair(p: ArgumentParser) -> None:
         "--repair",
         type=_strategy,
         metavar="STRATEGY",
-        help=f"which reused rows to recompute (query): {CHOICE}",
+        help=f"which reused rows to recompute (auto): {CHOICE}",
     )
     p.add_argument(
         "--share", type=_share, metavar="X", help="part of them to recompute, 0..1 (0.05)"
+    )
+    p.add_argument(
+        "--max-drift",
+        type=_nats,
+        metavar="NATS",
+        help="recompute more while the predicted bound of the KL to a full prefill is over this; "
+        "takes auto and a calibrated model (no bound)",
     )
 
 

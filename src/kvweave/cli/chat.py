@@ -29,7 +29,7 @@ def chat(args: Namespace) -> int:
     out = Out.of(args)
     with open_engine(args, make=args.keep) as engine:
         sampling = sampling_of(args, stop=[])
-        options = {"repair": args.repair, "share": args.share}
+        options = {"repair": args.repair, "share": args.share, "max_drift": args.max_drift}
         context = engine.context(
             _free_name(engine),
             system=args.system,

@@ -17,6 +17,7 @@ from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import kvweave
 from kvweave.chunk.table import Table
@@ -60,7 +61,7 @@ def model_of(args: Namespace) -> str:
     Raises StoreError for an unreadable config, ModelUnusable for a directory that is not there.
     """
     home = home_of(args)
-    known = _read(home / "config.json").get("model") if (home / "config.json").exists() else None
+    known = read(home / "config.json").get("model") if (home / "config.json").exists() else None
     model = str(args.model or known or BUNDLED)
     if args.model is None and known is None:
         Out.of(args).note(
@@ -85,7 +86,7 @@ def open_engine(args: Namespace, *, make: bool = False) -> Iterator[kvweave.Engi
     quieten(args)
     bound = (home / "model.json").exists()
     if bound:
-        _read(home / "model.json")
+        read(home / "model.json")
     try:
         engine = kvweave.Engine(model, home=home if bound or make else None)
     except ModelMismatch as error:
@@ -107,7 +108,8 @@ def open_engine(args: Namespace, *, make: bool = False) -> Iterator[kvweave.Engi
         _write(home / "config.json", {"model": model})
 
 
-def _read(file: Path) -> dict[str, object]:
+def read(file: Path) -> dict[str, Any]:
+    """Return the JSON object in a file of the home. Raises StoreError when there is none."""
     try:
         value = json.loads(file.read_text())
         if not isinstance(value, dict):

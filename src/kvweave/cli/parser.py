@@ -229,10 +229,13 @@ COMMANDS = {
             "Weave a context and compare it with a full prefill.",
             arguments.check,
             "With --suite, ask seeded questions over woven notes under several methods, and say how\n"
-            "many replies are right and how far their predictions are from a full prefill's.",
+            "many replies are right and how far their predictions are from a full prefill's.\n"
+            "--calibrate writes the bounds --max-drift needs, and tells what they are worth: fitted on\n"
+            "every other protocol, tested on the rest, and the other way round.",
             (
                 "kvweave check 'Use {docs/faq}. Q: how do I reset?' --share 0.2",
                 "kvweave check --suite --protocols P1,P8 --strategies none,query,deviation:k@2",
+                "kvweave check --suite --calibrate",
             ),
         ),
         Command(

@@ -18,7 +18,8 @@ from kvweave.cli.show import Out, aligned, size
 from kvweave.errors import ChunkNotFound, HoleNotFilled
 from kvweave.weave.template import Template
 
-RESERVED = ("self", "template", "name", "repair", "share")  # arguments of Engine.compose
+# arguments of Engine.compose
+RESERVED = ("self", "template", "name", "repair", "share", "max_drift")
 
 
 def run(args: Namespace) -> None:
@@ -51,6 +52,8 @@ def check(args: Namespace) -> None:
     if args.suite:
         import_module("kvweave.cli.suite").check(args)
         return
+    if args.calibrate is not None:
+        raise UsageError("--calibrate belongs to --suite", "write both")
     if args.template is None:
         raise UsageError("no TEMPLATE", "write one, or --suite to measure the model")
     out = Out.of(args)
@@ -119,7 +122,8 @@ def composed(args: Namespace) -> Iterator[kvweave.Context]:
             if isinstance(value, list):
                 filled[hole] = [name for ref in value for name in _names(engine, ref)]
         try:
-            yield engine.compose(template, repair=args.repair, share=args.share, **filled)  # type: ignore[arg-type]
+            options = {"repair": args.repair, "share": args.share, "max_drift": args.max_drift}
+            yield engine.compose(template, **options, **filled)  # type: ignore[arg-type]
         except HoleNotFilled as error:
             raise _explained(engine, error) from error
 

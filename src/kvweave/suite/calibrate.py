@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -129,45 +128,24 @@ class Kept:
         )  # fmt: skip
 
 
-def held_out(
-    seen: Sequence[Seen],
-    protocols: Sequence[str],
-    fingerprint: ModelFingerprint,
-    bounds: Sequence[float | None] = (None, 0.1),
-    start: float = SHARES[0],
-) -> list[dict[str, Any]]:
-    """Fit on every other protocol and test on the rest, then the other way round.
-
-    Return `Kept` of each half and bound (nats), with ``fit_on`` and ``tested_on``. Raises
-    ValueError when a half has too few questions.
-    """
-    halves, found = (list(protocols[::2]), list(protocols[1::2])), []
-    for mine, other in (halves, halves[::-1]):
-        made = fit([s for s in seen if s.item[0] in mine], fingerprint)
-        rest = [s for s in seen if s.item[0] in other]
-        for bound in bounds:
-            kept = {k: _rounded(v) for k, v in asdict(Kept.of(made, rest, bound, start)).items()}
-            found.append({"fit_on": mine, "tested_on": other} | kept)
-    return found
-
-
-def _rounded(value: float | None) -> float | None:
-    return round(value, 4) if isinstance(value, float) else value
-
-
 def halves(
     seen: Sequence[Seen], fingerprint: ModelFingerprint, bounds: Sequence[float | None]
 ) -> list[dict[str, object]]:
-    """Calibrate on every other protocol and let the gate decide on the rest, both ways round."""
+    """Calibrate on every other protocol and let the gate decide on the rest, both ways round.
+
+    Raises ValueError when one half is too little to calibrate on.
+    """
     names = sorted({s.item[0] for s in seen})
+    parts = (names[::2], names[1::2])
+    questions = [[s for s in seen if s.item[0] in part] for part in parts]
+    fitted = [fit(half, fingerprint) for half in questions]  # both, before any is tested
     made: list[dict[str, object]] = []
-    for mine in (set(names[::2]), set(names[1::2])):
-        rest = [s for s in seen if s.item[0] not in mine]
-        calibration = fit([s for s in seen if s.item[0] in mine], fingerprint)
+    for calibration, rest, mine, other in zip(
+        fitted, questions[::-1], parts, parts[::-1], strict=True
+    ):
         for bound in bounds:
             kept = Kept.of(calibration, rest, bound, min(SHARES))
-            about = {"fit_on": sorted(mine), "tested_on": sorted(set(names) - mine)}
-            made.append(about | asdict(kept))
+            made.append({"fit_on": mine, "tested_on": other} | asdict(kept))
     return made
 
 
