@@ -40,4 +40,4 @@ bench: $(READY)
 
 docs: $(READY)
 	$(PY) docs/generate.py
-	$(PY) docs/numbers.py
+	$(PY) docs/measured.py
