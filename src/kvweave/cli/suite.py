@@ -100,7 +100,8 @@ def _check_home(home: Path, mine: ModelFingerprint) -> None:
 
 def _calibrate(outcomes: Sequence[Outcome], mine: ModelFingerprint, file: Path) -> dict[str, Any]:
     """Fit, write, and test each half on the other; None where a half has too few questions."""
-    seen = calibrate.gather(outcomes)
+    # contexts that never had a chunk would count twice, with those that forgot it
+    seen = calibrate.gather(o for o in outcomes if o.mode in ("", "forget"))
     try:
         made = calibrate.fit(seen, mine)
     except ValueError as error:
