@@ -17,8 +17,9 @@ $(READY): pyproject.toml constraints.txt
 demo: $(READY)  # MODEL=path/or/hf-id for another model than the bundled one
 	.venv/bin/kvweave demo $(if $(MODEL),--model $(MODEL))
 
-demo-model: $(READY)  # trains the bundled model again, about 90 minutes on two cores
+demo-model: $(READY)  # trains the bundled model again, about two hours on two cores
 	$(PY) demo/train.py
+	$(PY) demo/further.py
 
 test: $(READY)  # PYTEST_ARGS="-k template" for some of them
 	$(PY) -m pytest $(PYTEST_ARGS)

@@ -45,10 +45,16 @@ def test_the_second_round_takes_what_the_first_one_reads() -> None:
     asked: list[list[int]] = []
     mass = torch.tensor([0.0, 0.0, 0.0, 0.9, 0.1, 0.3, 0.0, 0.0])
     reads = {13: [0, 0.9, 0, 0, 0, 0, 0, 0], 15: [0, 0, 0, 0, 0, 0, 0.9, 0]}
-    chosen = follow(view(4, reads, asked), mass, 2)
-    assert asked == [[13, 15]]  # half of the budget
-    assert chosen.tolist() == [11, 13, 15, 16]  # what the row with more weight reads comes first
-    assert follow(view(3, reads, asked), mass, 2).tolist() == [11, 13, 15]
+    chosen = follow(view(5, reads, asked), mass, 2)
+    assert asked == [[13, 15]]  # a third of the budget
+    assert chosen.tolist() == [
+        11,
+        13,
+        14,
+        15,
+        16,
+    ]  # what the row with more weight reads comes first
+    assert follow(view(4, reads, asked), mass, 2).tolist() == [11, 13, 15, 16]
 
 
 def test_one_round_is_the_question_alone() -> None:

@@ -30,7 +30,7 @@ from kvweave.weave.repair import Strategy
 from kvweave.weave.scores import Look, Scores
 
 FILE = "calibration.json"  # in a home or beside a checkpoint
-PROBES = 4  # of the rows repaired, drawn at random: an unbiased sample of how stale the rest is
+PROBES = 2  # of the rows repaired, drawn at random: an unbiased sample of how stale the rest is
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +179,7 @@ def run(
         return _everything(scores, spans, None)
     before = scores.look()
     budget = round(share * candidates.numel())
-    probes = _probes(candidates, min(PROBES, budget // 4))
+    probes = _probes(candidates, min(PROBES, budget // 8))
     chosen = scores.choose(spans, strategy, (budget - probes.numel()) / candidates.numel())
     evidence, chosen = _measure(scores, before, candidates, (chosen, probes), share)
     bounds = {} if calibration is None else calibration.bounds(evidence)
