@@ -38,7 +38,7 @@ PLAIN = ("random", "first_k", "deviation:v@1", "query")
 DRAWN = ("random", "first_k", "deviation:v@1", "query", "rollout", "boundary", "deps", "auto")  # fmt: skip
 BOUNDS = (0.01, 0.03, 0.1, 0.3)  # nats
 PARTS = 2  # of a protocol's cases: what one worker does at a time
-SLOW = ("none", "random", "deviation:v@1", "query", "auto")
+FEW = ("none", "random", "deviation:v@1", "query", "auto")
 
 
 def all_methods() -> list[Method]:
@@ -75,17 +75,18 @@ def quick_methods() -> list[Method]:
 
 
 def wanted(protocol: str, methods: Sequence[Method]) -> list[Method]:
-    """Return the methods that are run on a protocol: fewer where a question takes long."""
-    if protocol not in ("P6", "prose"):
+    """Return the methods that are run on a protocol: fewer where a question takes long, or where
+    nothing crosses a note."""
+    if protocol in ("P1", "P2", "P4", "P5", "P7"):
         return list(methods)
-    some = [m for m in methods if m.base and str(m.strategy) in SLOW]
-    some = [m for m in some if m.share in ((0.05, 0.15, 0.30) if m.name == "auto" else (0.0, 0.15))]
-    if protocol == "prose":
+    some = [m for m in methods if m.base and str(m.strategy) in FEW]
+    some = [m for m in some if m.name == "auto" or m.share in (0.0, 0.15)]
+    if protocol not in ("P6", "prose"):
         return some
-    few = [m for m in some if m.name in ("none", "random", "query", "auto")]
+    some = [m for m in some if m.share != 0.10]
     # in a stream deps learns from the turns themselves; only none shows what evict keeps
     modes = {True: ("forget", "evict"), False: ("forget",)}
-    return [replace(m, before="", modes=modes[m.name == "none"]) for m in few]  # type: ignore[arg-type]
+    return [replace(m, before="", modes=modes[m.name == "none"]) for m in some]  # type: ignore[arg-type]
 
 
 class Cache:
