@@ -175,7 +175,8 @@ def run(
     candidates = scores.candidates(spans)
     if scores.unready.numel() == 0 or candidates.numel() == 0:
         if max_drift is None or not spans:
-            return Verdict(scores.choose(spans, strategy, share))
+            placed = [p for p in spans if p.source != "kept"]  # what was, was chosen before
+            return Verdict(scores.choose(placed, strategy, share))
         return _everything(scores, spans, None)
     before = scores.look()
     budget = round(share * candidates.numel())
