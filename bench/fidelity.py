@@ -37,6 +37,7 @@ SHARES = (0.05, 0.10, 0.15, 0.30)
 PLAIN = ("random", "first_k", "deviation:v@1", "query")
 DRAWN = ("random", "first_k", "deviation:v@1", "query", "rollout", "boundary", "deps", "auto")  # fmt: skip
 BOUNDS = (0.01, 0.03, 0.1, 0.3)  # nats
+ENOUGH = 1000  # questions, for a calibration
 PARTS = 2  # of a protocol's cases: what one worker does at a time
 FEW = ("none", "random", "deviation:v@1", "query", "auto")
 
@@ -224,6 +225,8 @@ def gate_of(names: Sequence[str], options: argparse.Namespace) -> list[dict[str,
         if o.mode in ("", "forget")
     ]
     seen = calibrate.gather(found)
+    if len(seen) < ENOUGH:
+        return []
     mine = Runner.load(str(options.model), device="cpu").fingerprint
     calibrate.fit(seen, mine).save(options.model / gate.FILE)
     return calibrate.halves(seen, mine, (None, *BOUNDS))
@@ -255,8 +258,8 @@ def main() -> None:
     setup = {"model": options.model.name, "n": options.n, "prunes": options.prunes, "seed": SEED}
     result = found | {"setup": setup, "taken": taken, "rows": rows}
     whole = not (options.quick or options.strategies) and options.protocols == ",".join(NAMES)
-    if whole:
-        result["gate"] = gate_of(NAMES, options)
+    if not (options.quick or options.strategies):
+        result["gate"] = gate_of(options.protocols.split(","), options)
     name = "fidelity" if whole else "fidelity-part"
     out = options.out or (RESULTS / f"{name}.json" if whole else options.cache / f"{name}.json")
     out.parent.mkdir(parents=True, exist_ok=True)
