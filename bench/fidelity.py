@@ -222,7 +222,7 @@ def gate_of(names: Sequence[str], options: argparse.Namespace) -> list[dict[str,
         for label in shares
         for part in range(PARTS)
         for o in cache.get(protocol, label, part)
-        if o.mode in ("", "forget")
+        if o.mode in ("", "forget") and not o.kind.startswith("leak")
     ]
     seen = calibrate.gather(found)
     if len(seen) < ENOUGH:
