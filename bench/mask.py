@@ -26,7 +26,7 @@ from kvweave.suite import report
 from kvweave.suite.method import Method
 from kvweave.suite.run import Suite
 
-PROTOCOLS = ("P1", "P2", "P4", "P7", "prose")
+PROTOCOLS = ("P2", "P4", "P7")
 STRATEGIES = ("random", "first_k", "deviation:v@1", "query")
 SHARES = (0.15, 0.30)
 
@@ -79,7 +79,7 @@ def main() -> None:
     """Parse, run, write, print."""
     made = argparse.ArgumentParser(description=__doc__)
     made.add_argument("--model", default=str(MODEL))
-    made.add_argument("--n", type=int, default=300, help="questions a protocol")
+    made.add_argument("--n", type=int, default=100, help="questions a protocol")
     made.add_argument("--out", type=Path, default=RESULTS / "mask.json")
     options = made.parse_args()
     torch.set_num_threads(1)
