@@ -81,7 +81,7 @@ def render() -> str:
         f"- In bfloat16 (one round): {half['prune/none']['over_full']['median']:.1f}x a full prefill without "
         f"repair, {half['prune/first_k']['over_full']['median']:.1f}x with `first_k` 15 %.",
         f"- `make demo`, {demo['summary']['turns']} pruned turns of {demo['summary']['n_tokens']:,} tokens "
-        f"with the bundled model of {demo['model']['parameters'] / 1e6:.1f} M parameters: right "
+        f"with the former bundled model of {demo['model']['parameters'] / 1e6:.1f} M parameters: right "
         f"{ways['kvweave']['right']}/{ways['kvweave']['asked']} (full prefill "
         f"{ways['full']['right']}/{ways['full']['asked']}), first token "
         f"{ways['kvweave']['speedup']:.1f}x as fast, {ways['reuse']['speedup']:.1f}x without repair.",
