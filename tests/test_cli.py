@@ -382,7 +382,7 @@ def test_run_says_what_is_wrong(stocked, words, message, hint):
 def test_can(sh):
     about = sh.json("can")
     assert about["move"]["ok"] is True and about["max_positions"] == 4096
-    assert about["bytes_per_token"] == 4096
+    assert about["bytes_per_token"] == 9216
     assert sh("can").startswith("move             yes: ") and not sh.home.exists()
 
 
@@ -604,7 +604,7 @@ def test_progress_bar_only_when_it_takes_long(monkeypatch, capsys):
 
 def test_kv_survives_from_process_to_process(stocked):
     kv = stocked.home / "kv" / "1.kv"
-    written = kv.read_bytes()[-14 * 4096 :]  # the tensors: 14 tokens, 4096 bytes each
+    written = kv.read_bytes()[-14 * 9216 :]  # the tensors: 14 tokens, 9216 bytes each
     found = subprocess.run(
         [sys.executable, "-m", "kvweave.cli", "run", "so {docs/a} ask", "--json"],
         capture_output=True,
@@ -616,7 +616,7 @@ def test_kv_survives_from_process_to_process(stocked):
     plan = json.loads(found.stdout)["plan"]
     [span] = [s for s in plan["spans"] if s["part"] == "docs/a"]
     assert span["n_prefilled"] == 0 and span["n_bytes"] > 0, "not taken from the file"
-    assert kv.read_bytes()[-14 * 4096 :] == written
+    assert kv.read_bytes()[-14 * 9216 :] == written
 
 
 def test_file_verbs_load_neither_torch_nor_rich(tmp_path):

@@ -180,7 +180,8 @@ def run(
         return _everything(scores, spans, None)
     before = scores.look()
     budget = round(share * candidates.numel())
-    probes = _probes(candidates, min(PROBES, budget // 8))
+    n_probes = min(PROBES, budget // 8) if budget < candidates.numel() else 0
+    probes = _probes(candidates, n_probes)
     chosen = scores.choose(spans, strategy, (budget - probes.numel()) / candidates.numel())
     evidence, chosen = _measure(scores, before, candidates, (chosen, probes), share)
     bounds = {} if calibration is None else calibration.bounds(evidence)
