@@ -27,36 +27,35 @@ from kvweave.errors import InvalidArgument
 from kvweave.run.model import Runner
 from kvweave.suite import calibrate, plot, prose, protocols, report, stream
 from kvweave.suite.exam import Outcome
-from kvweave.suite.method import Method
+from kvweave.suite.method import Method, Mode
 from kvweave.suite.run import NAMES, SEED, Suite
 from kvweave.weave import gate
 
 HERE = Path(__file__).parent
 MODEL = HERE.parent / "src" / "kvweave" / "demo" / "model"
 SHARES = (0.05, 0.10, 0.15, 0.30)
-PLAIN = ("random", "first_k", "deviation:v@1", "query")
+PLAIN = ("random", "first_k", "deviation:v@1", "boundary")
 DRAWN = ("random", "first_k", "deviation:v@1", "query", "rollout", "boundary", "deps", "auto")  # fmt: skip
 BOUNDS = (0.01, 0.03, 0.1, 0.3)  # nats
 ENOUGH = 1000  # questions, for a calibration
 PARTS = 2  # of a protocol's cases: what one worker does at a time
+WIDE: tuple[Mode, ...] = ("forget", "never", "evict")  # of a prune
 FEW = ("none", "random", "deviation:v@1", "query", "auto")
 
 
 def all_methods() -> list[Method]:
     """Return every row of the table whose strategy exists."""
-    wide, both, few = ("forget", "never", "evict"), ("forget", "never"), ("forget",)
-    made = [Method("none", modes=wide)]  # type: ignore[arg-type]
-    made += [Method(s, share) for s in PLAIN for share in (0.05, 0.15, 0.30)]
-    made += [Method("auto", share) for share in SHARES]
-    made += [Method("rollout", 0.15), Method("boundary", 0.15), Method("deviation:k@1", 0.15)]
-    made += [Method("deps", 0.15, before="full:records")]
-    made += [Method("patch:4", 0.0, before="patch:4")]
-    made = [replace(m, modes=few) if m.name not in ("none", "auto") else m for m in made]  # type: ignore[arg-type]
-    made = [replace(m, modes=wide) if m.label in ("query 15%", "auto 15%") else m for m in made]  # type: ignore[arg-type]
-    made = [replace(m, modes=both) if m.label == "auto 5%" else m for m in made]  # type: ignore[arg-type]
-    made = [replace(m, modes=few) if m.label in ("auto 10%", "auto 30%") else m for m in made]  # type: ignore[arg-type]
-    no_base = [Method("none"), *(Method(s, 0.15) for s in ("query", "auto"))]
-    made += [replace(m, base=False, modes=few) for m in no_base]  # type: ignore[arg-type]
+    made = [Method("none", modes=WIDE)]
+    for share in SHARES:
+        made += [Method(s, share, modes=("forget",)) for s in (*PLAIN, "query")]
+        made += [Method("deps", share, before="full:records", modes=("forget",))]
+        made += [Method("auto", share, modes=WIDE if share == 0.15 else ("forget",))]
+    one: dict[str, Any] = {"modes": ("forget",)}  # of a prune
+    made += [Method(s, 0.15, **one) for s in ("deviation:k@1", "deviation:kv@1", "deviation:v@3")]
+    made += [Method(s, share, **one) for s in ("rollout", "rollout:2@0") for share in (0.05, 0.15)]
+    made += [Method("patch:4", 0.0, before="patch:4", **one)]
+    made += [Method("none", base=False, **one)]
+    made += [Method(s, 0.15, base=False, **one) for s in ("random", "query", "auto")]
     return [m for m in made if exists(m)]
 
 
@@ -80,14 +79,12 @@ def wanted(protocol: str, methods: Sequence[Method]) -> list[Method]:
     nothing crosses a note."""
     if protocol in ("P1", "P2", "P4", "P5", "P7"):
         return list(methods)
-    some = [m for m in methods if m.base and str(m.strategy) in FEW]
-    some = [m for m in some if m.name == "auto" or m.share in (0.0, 0.15)]
+    some = [m for m in methods if m.base and str(m.strategy) in FEW and m.share != 0.10]
     if protocol not in ("P6", "prose"):
         return some
-    some = [m for m in some if m.share != 0.10]
-    # in a stream deps learns from the turns themselves; only none shows what evict keeps
+    # a stream has no context without what left; only none shows what evict keeps
     modes = {True: ("forget", "evict"), False: ("forget",)}
-    return [replace(m, before="", modes=modes[m.name == "none"]) for m in some]  # type: ignore[arg-type]
+    return [replace(m, modes=modes[m.name == "none"]) for m in some]  # type: ignore[arg-type]
 
 
 class Cache:

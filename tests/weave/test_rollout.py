@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
-from weaving import chat, text
+from weaving import chat, rows, same_rows, text
 
 from kvweave import Engine
 from kvweave.errors import InvalidArgument
@@ -19,7 +19,7 @@ from kvweave.suite.method import Method
 from kvweave.suite.protocols import cases
 from kvweave.weave.repair import Rollout, View
 from kvweave.weave.repair.rollout import follow
-from kvweave.weave.scores import Scores
+from kvweave.weave.scores import ASKS, Scores
 from kvweave.weave.weaver import Weaver
 
 Make = Callable[..., Engine]
@@ -66,6 +66,27 @@ def test_one_round_is_the_question_alone() -> None:
         Rollout(0)
 
 
+def woven(
+    engine: Engine,
+    monkeypatch: pytest.MonkeyPatch,
+    repair: str = "rollout:2@0",
+    name: str = "c",
+) -> Scores:
+    """What a weave of 5 + 6 + 6 rows and a question of 4 looked at."""
+    kept: list[Scores] = []
+    choose = Weaver._choose
+
+    def keep(self, state, scores, strategy, share):  # type: ignore[no-untyped-def]
+        kept.append(scores)
+        return choose(self, state, scores, strategy, share)
+
+    monkeypatch.setattr(Weaver, "_choose", keep)
+    context = chat(engine, name, [6, 6], repair=repair, share=0.0)
+    context.append(text(4, 99))
+    context.weave()
+    return kept[-1]
+
+
 @pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 1.0])
 def test_the_budget_is_kept(engines: Make, share: float) -> None:
     engine = engines()
@@ -79,21 +100,10 @@ def test_attention_is_a_distribution_and_weights_count(
     engines: Make, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each row pays 1 in every head of every layer but the first, times its weight."""
-    kept: list[Scores] = []
-    choose = Weaver._choose
-
-    def keep(self, state, scores, strategy, share):  # type: ignore[no-untyped-def]
-        kept.append(scores)
-        return choose(self, state, scores, strategy, share)
-
-    monkeypatch.setattr(Weaver, "_choose", keep)
     engine = engines(name)
-    context = chat(engine, "c", [6, 6])
-    context.append(text(4, 99))
-    context.weave()
-    scores = kept[-1]
+    scores = woven(engine, monkeypatch)
     heads = engine.runner.config.num_attention_heads * (len(engine.runner.layers) - 1)
-    assert float(scores.needs().sum()) == pytest.approx(4 * heads, rel=1e-5)
+    assert float(scores.needs().sum()) == pytest.approx(4 * ASKS * heads, rel=1e-5)
     before = [v[:17].clone() for v in scores.rows.v]
     slots = torch.tensor([12, 14])
     mass = scores.reads(slots, torch.tensor([1.0, 0.25]))
@@ -102,6 +112,48 @@ def test_attention_is_a_distribution_and_weights_count(
     found = scores.placed_values(torch.arange(17))
     assert all(torch.equal(a, b) for a, b in zip(found, before, strict=True))
     assert not torch.equal(scores.rows.v[1][14], before[1][14])
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "qwen3"])
+def test_the_draft_is_what_the_unrepaired_context_would_write(
+    engines: Make, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = engines(name)
+    scores = woven(engine, monkeypatch, "rollout:2@3")
+    look = scores.look()
+    plain = chat(engine, "plain", [6, 6], repair="none")
+    plain.append(text(4, 99))
+    assert tuple(look.draft.tolist()) == plain.generate(max_tokens=3, ignore_eos=True).tokens
+    heads = engine.runner.config.num_attention_heads * (len(engine.runner.layers) - 1)
+    mass = look.mass.sum() / heads
+    assert 4 * ASKS < float(mass) < 4 * ASKS + 3  # what the draft pays to itself is left out
+    assert look.mass.shape == (21,) and look.logits.shape[0] == 4 + 3
+
+
+def test_a_draft_leaves_no_trace(engines: Make) -> None:
+    engine = engines()
+    with_draft, without = (
+        chat(engine, name, [20, 20], repair=f"rollout:1@{n}", share=1.0)
+        for name, n in (("a", 4), ("b", 0))
+    )
+    for context in (with_draft, without):
+        context.append(text(4, 99))
+        context.weave()
+    assert same_rows(rows(with_draft), rows(without))
+
+
+def test_a_draft_ends_where_the_reply_or_the_positions_do(
+    engines: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = engines()
+    first = int(woven(engine, monkeypatch, "rollout:2@3").look().draft[0])
+    monkeypatch.setattr(engine.runner, "ends", frozenset({first}))
+    assert woven(engine, monkeypatch, "rollout:2@3", "d").look().draft.tolist() == []
+    monkeypatch.setattr(engine.runner, "ends", frozenset())
+    monkeypatch.setattr(engine.runner, "limit", 23)
+    assert woven(engine, monkeypatch, "rollout:2@3", "e").look().draft.numel() == 2
+    with pytest.raises(InvalidArgument, match="below 0"):
+        Rollout(lookahead=-1)
 
 
 def test_a_value_that_came_over_two_rows_is_mended(bundled: Path) -> None:

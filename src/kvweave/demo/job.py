@@ -218,7 +218,7 @@ def measure(
     size = replace(size, cap=min(size.cap, runner.limit) - size.answer)
     weaving = Weaving(engine, runner, world.SYSTEM if model is None else INSTRUCTION)
     script = Script(engine, weaving.chat.tokens(), size)
-    plain, eos = Runner.load(path), engine.loop.eos
+    plain, eos = Runner.load(path), engine.loop.runner.ends
     judge = Judge(engine, exact=model is None)
     ways: dict[str, Any] = {
         "kvweave": weaving,

@@ -67,9 +67,6 @@ class Loop:
         self.runner = runner
         self.schedule = Schedule(max_batch, max_rows)
         self.requests: dict[int, Request] = {}
-        config = runner.model.generation_config
-        eos = config.eos_token_id if config is not None else None
-        self.eos = set(eos) if isinstance(eos, list) else ({eos} if eos is not None else set())
 
     def add(self, request: Request) -> None:
         """Queue a request; a request with nothing to do is finished at once."""
@@ -180,7 +177,7 @@ class Loop:
         sampling = request.sampling
         assert sampling is not None
         ended = choice.token in sampling.stop_tokens
-        if ended or (choice.token in self.eos and not sampling.ignore_eos):
+        if ended or (choice.token in self.runner.ends and not sampling.ignore_eos):
             self._finish(request, "stop")
             return
         if request.detokenizer is not None and request.scanner is not None:

@@ -35,6 +35,7 @@ from kvweave.run.fingerprint import fingerprint
 from kvweave.run.pin import inv_freqs, pinned
 from kvweave.run.rotary import Rotation, identify
 from kvweave.run.rows import KVRows
+from kvweave.run.sample import end_tokens
 from kvweave.store.kv import KV, LayerShape
 
 ATTENTION = "kvweave"
@@ -149,6 +150,7 @@ class Runner:
             raise InvalidArgument(
                 "max_positions", f"{max_positions} is not in 1..{declared}, the model's own limit"
             )
+        self.ends = end_tokens(model)
         self.limit = int(max_positions or _pinned_limit(self.config) or declared)
         self.layers: list[LayerInfo] = []
         self._wants_rows = "logits_to_keep" in inspect.signature(model.forward).parameters

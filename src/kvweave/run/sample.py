@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from kvweave.errors import InvalidArgument
 
@@ -233,3 +234,10 @@ class Detokenizer:
         self._n_context = _CONTEXT - _PARTIAL
         self._n_emitted = len(self._decode(self._window)) - n_open
         return piece
+
+
+def end_tokens(model: PreTrainedModel) -> frozenset[int]:
+    """Return the tokens that end a reply of this model."""
+    config = model.generation_config
+    found = config.eos_token_id if config is not None else None
+    return frozenset(found if isinstance(found, list) else () if found is None else (found,))

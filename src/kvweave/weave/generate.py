@@ -164,7 +164,7 @@ class Turn:
         request, context = self._woven.request, self.context
         assert request.sampling is not None
         out = list(request.out)
-        ends = context._loop.eos | set(request.sampling.stop_tokens)
+        ends = context._loop.runner.ends | set(request.sampling.stop_tokens)
         if request.finish == "stop" and out and out[-1] in ends:
             return out[:-1]
         decode = context._loop.decode()

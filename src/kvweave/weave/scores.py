@@ -17,15 +17,18 @@ from kvweave.weave.parts import Placement
 from kvweave.weave.repair import Strategy, View
 
 QUESTION = 32  # rows whose attention tells what a question needs; it stands at the end
+ASKS = 0.2  # what a row of the question counts beside one of a drafted reply
 NOTHING = torch.empty(0, dtype=torch.int64)
 
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """What the question sees: attention ``mass`` [slot] and its rows' ``logits`` [row, vocab]."""
+    """What the question sees: attention ``mass`` [slot], its rows' and the draft's ``logits`` [row,
+    vocab], and the ``draft`` of the reply's first tokens."""
 
     mass: Tensor
     logits: Tensor
+    draft: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +46,7 @@ class Scores:
     placed: Sequence[Placement]
     dependence: Dependence
     repaired: Tensor
+    lookahead: int = 0  # tokens of the reply to draft; the rows have room for them
     looks: list[Look] = field(default_factory=list)  # at most one
     replaced: list[tuple[Tensor, list[Tensor]]] = field(default_factory=list)  # slots, old values
 
@@ -108,23 +112,49 @@ class Scores:
         return mass.cpu()
 
     def look(self) -> Look:
-        """Return what the last `QUESTION` unready rows see, over the rows as they were placed.
+        """Return what the last `QUESTION` unready rows see, over the rows as they were placed, and
+        what the drafted reply behind them sees.
 
         The first layer does not count: its keys and values are right wherever a row stands.
         """
         if not self.looks:
-            mass = torch.zeros(self.tokens.numel(), device=self.rows.device)
-            last, question = len(self.rows.k) - 1, self.unready[-QUESTION:]
+            n, last = self.tokens.numel(), len(self.rows.k) - 1
+            mass = torch.zeros(n + self.lookahead, device=self.rows.device)
+            question = self.unready[-QUESTION:]
             for slots in torch.split(self.unready[:-QUESTION], BLOCK):
                 self._run(self.rows, slots, last, None)
             at = question.to(self.rows.device)
-            segment = Segment(
-                self.rows, self.tokens[at], question, self.positions[at], mass=mass,
-                mass_from=min(1, last),
-            )  # fmt: skip
-            want = torch.arange(question.numel(), device=at.device)
-            self.looks.append(Look(mass.cpu(), self.runner.forward([segment], want)))
+            logits = self._see(self.tokens[at], question, mass, ASKS)
+            draft = self.tokens[:0]
+            while self._goes_on(draft, token := logits[-1].argmax().view(1)):
+                slot = torch.tensor([n + draft.numel()])
+                logits = torch.cat([logits, self._see(token, slot, mass, 1.0)])
+                draft = torch.cat([draft, token])
+            self.rows.truncate(n)
+            self.looks.append(Look(mass[:n].cpu(), logits, draft))
         return self.looks[0]
+
+    def _goes_on(self, draft: Tensor, token: Tensor) -> bool:
+        """Whether ``token`` may be drafted: it ends nothing, and there is a position for it."""
+        n = draft.numel()
+        if n == self.lookahead or int(self.unready[-1]) < self.tokens.numel() - 1:
+            return False
+        free = self.runner.limit - 1 - int(self.positions[-1])
+        return n < free and int(token) not in self.runner.ends
+
+    def _see(
+        self, tokens: Tensor, slots: Tensor, mass: Tensor | None = None, weight: float = 1.0
+    ) -> Tensor:
+        """Run ``tokens`` at ``slots``, which may lie behind the context; add ``weight`` times the
+        attention they pay to ``mass``, return their logits."""
+        at, last = slots.to(self.rows.device), self.tokens.numel() - 1
+        beyond = (at - last).clamp_min(0)
+        segment = Segment(
+            self.rows, tokens, slots, self.positions[at.clamp_max(last)] + beyond, mass=mass,
+            mass_from=min(1, len(self.rows.k) - 1),
+            mass_of=torch.full((at.numel(),), weight, device=at.device),
+        )  # fmt: skip
+        return self.runner.forward([segment], torch.arange(at.numel(), device=at.device))
 
     def needs(self) -> Tensor:
         """Return the attention mass [slot] of `look`; zeros when there is no question."""
@@ -160,7 +190,8 @@ class Scores:
         return found
 
     def repair(self, chosen: Tensor) -> Tensor:
-        """Recompute ``chosen`` and all unready rows in place; return the question's logits."""
+        """Recompute ``chosen`` and all unready rows in place; return the logits of the question and
+        of the reply that was drafted behind it."""
         todo = torch.unique(torch.cat([chosen, self.unready]))
         question = self.unready[-QUESTION:]
         found = []
@@ -169,6 +200,11 @@ class Scores:
             segment = Segment(self.rows, self.tokens[at], slots, self.positions[at])
             wanted = torch.isin(slots, question).nonzero()[:, 0].to(at.device)
             found.append(self.runner.forward([segment], wanted))
+        n = self.tokens.numel()
+        for look in self.looks:
+            if look.draft.numel():
+                found.append(self._see(look.draft, torch.arange(n, n + look.draft.numel())))
+        self.rows.truncate(n)
         return torch.cat(found)
 
     def _run(self, rows: KVRows, slots: Tensor, last: int, mass: Tensor | None) -> None:

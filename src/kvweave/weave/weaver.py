@@ -36,7 +36,7 @@ from kvweave.weave.parts import (
 )
 from kvweave.weave.patching import Patcher, fits
 from kvweave.weave.plan import How, Plan, Span
-from kvweave.weave.repair import Strategy, rank_of
+from kvweave.weave.repair import Strategy, lookahead_of, rank_of
 from kvweave.weave.scores import Scores
 from kvweave.weave.slots import padded, ranges, runs
 
@@ -124,15 +124,14 @@ class Weaver:
         last = placed[-1].position + placed[-1].part.n + n_new
         if last > self.runner.limit:
             raise ContextTooLong(last, self.runner.limit)
+        n_rows = n + max(n_new, lookahead_of(strategy))
         own = sum(kv.n_bytes for kv in state.own.values())
-        self.shelf.charge(
-            state.name, state.rows.capacity_for(n + n_new) * self.runner.row_bytes + own
-        )
+        self.shelf.charge(state.name, state.rows.capacity_for(n_rows) * self.runner.row_bytes + own)
         self.table.touch(p.part.id for p in placed if p.source != "kept")
         keep = first_change(placed)
         state.woven = []
         state.rows.truncate(keep)
-        state.rows.reserve(n + n_new)
+        state.rows.reserve(n_rows)
         self._place(state, placed, loaded)
         if state.keeps:
             state.own |= {p.part.uid: loaded[p.part.uid] for p in placed if p.patched and fits(p)}
@@ -213,7 +212,7 @@ class Weaver:
         unready = torch.cat(missing)
         scores = Scores(
             self.runner, state.rows, tokens, positions, unready, placed, self.dependence,
-            padded(state.repaired[: first_change(placed)], tokens.numel()),
+            padded(state.repaired[: first_change(placed)], tokens.numel()), lookahead_of(strategy),
         )  # fmt: skip
         verdict = self._choose(state, scores, strategy, share)
         chosen = verdict.chosen

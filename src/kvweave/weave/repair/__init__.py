@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from kvweave.errors import InvalidArgument
 from kvweave.weave.repair.auto import Auto
-from kvweave.weave.repair.base import Strategy, View, rank_of
+from kvweave.weave.repair.base import Strategy, View, lookahead_of, rank_of
 from kvweave.weave.repair.baseline import Full, NoRepair, Random
 from kvweave.weave.repair.boundary import Boundary
 from kvweave.weave.repair.deps import Deps
@@ -41,7 +41,7 @@ STRATEGIES: dict[str, type[Strategy]] = {
 def strategy(which: str | Strategy) -> Strategy:
     """Return a strategy by name, or as given.
 
-    Options stand behind the name: ``first_k:16``, ``patch:8``, ``deviation:k@2``, ``full:records``.
+    Options stand behind the name: ``first_k:16``, ``patch:8``, ``deviation:k@2``, ``rollout:2@0``.
     Raises InvalidArgument for an unknown name or option.
     """
     if not isinstance(which, str):
@@ -67,6 +67,7 @@ __all__ = [
     "Rollout",
     "Strategy",
     "View",
+    "lookahead_of",
     "rank_of",
     "strategy",
 ]

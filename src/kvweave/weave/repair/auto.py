@@ -6,14 +6,13 @@ from torch import Tensor
 
 from kvweave.weave.repair.base import View, best
 from kvweave.weave.repair.first_k import FirstK
-from kvweave.weave.repair.rollout import follow
-
-ROUNDS = 2
+from kvweave.weave.repair.rollout import LOOKAHEAD, Rollout
 
 
 class Auto:
-    """Rows the question needs and those they need (`rollout`); without a question those that read most of other chunks when
-    they were made; where that was not recorded, the first rows of every chunk.
+    """Rows that the question and a drafted reply need, and those they need (`rollout`); without a
+    question those that read most of other chunks when they were made; where that was not recorded,
+    the first rows of every chunk.
 
     The gate (`kvweave.weave.gate`) measures what its repair changed, bounds the drift, and repairs
     more where a bound is asked for.
@@ -22,10 +21,13 @@ class Auto:
     name = "auto"
     gated = True
 
+    def __init__(self, lookahead: int = LOOKAHEAD) -> None:
+        self._needed = Rollout(lookahead=lookahead)
+        self.lookahead = lookahead
+
     def choose(self, view: View) -> Tensor:
         """Return ``budget`` rows."""
-        needed = view.needs()
-        if bool(needed.any()):
-            return follow(view, needed, ROUNDS)
+        if bool(view.needs().any()):
+            return self._needed.choose(view)
         read = view.dependence()
         return best(view, read) if bool(read.any()) else FirstK().choose(view)

@@ -22,7 +22,7 @@ class View:
     Both cost a pass. ``dependence()`` returns the attention mass each candidate paid to other chunks
     when it was last computed among them (mean over heads and layers), 0 where nothing is recorded.
     ``needs()`` is ``attention()`` without the first layer, whose rows depend on nothing but their
-    token; ``reads(slots, weights)`` recomputes rows [slot] in this context and returns what they
+    token, and with a drafted reply; ``reads(slots, weights)`` recomputes rows [slot] in this context and returns what they
     attend to in the same way, each counting its weight.
     """
 
@@ -41,9 +41,10 @@ class View:
 class Strategy(Protocol):
     """Chooses rows; does not change anything.
 
-    Three optional attributes: ``records`` True has a context record what its rows read of other
-    chunks; ``rank`` > 0 has it store and use patches of that rank; ``gated`` True has the gate
-    bound the drift, and lets rows be repaired that an earlier weave left approximate.
+    Optional attributes: ``records`` True has a context record what its rows read of other chunks;
+    ``rank`` > 0 has it store and use patches of that rank; ``gated`` True has the gate bound the
+    drift, and lets rows be repaired that an earlier weave left approximate; ``lookahead`` is how
+    many tokens of the reply are drafted for ``needs()``.
     """
 
     name: str
@@ -56,6 +57,11 @@ class Strategy(Protocol):
 def rank_of(strategy: Strategy) -> int:
     """Return the rank of the patches a strategy stores and uses; 0 for none."""
     return int(getattr(strategy, "rank", 0))
+
+
+def lookahead_of(strategy: Strategy) -> int:
+    """Return how many tokens of the reply a strategy drafts."""
+    return int(getattr(strategy, "lookahead", 0))
 
 
 def best(view: View, scores: Tensor) -> Tensor:

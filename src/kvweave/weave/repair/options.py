@@ -12,8 +12,8 @@ from kvweave.weave.repair.base import Strategy
 def made(kind: type[Strategy], words: Sequence[str]) -> Strategy:
     """Return a strategy with options given as words, in any order.
 
-    A number goes to the parameter that takes an int, a flag's name to that flag, another word to
-    the one that takes a str. Raises InvalidArgument for a word that fits none.
+    A number goes to the next parameter that takes an int, a flag's name to that flag, another word
+    to the next one that takes a str. Raises InvalidArgument for a word that fits none.
     """
     takes = {n: t for n, t in get_type_hints(kind.__init__).items() if n != "return"}
     given: dict[str, int | str | bool] = {}
@@ -22,13 +22,17 @@ def made(kind: type[Strategy], words: Sequence[str]) -> Strategy:
         if takes.get(word) is bool:
             fits, value = [word], True
         else:
-            fits = [n for n, t in takes.items() if type(value) in (t, *get_args(t))]
-        if not word or not fits or fits[0] in given:
+            fits = [n for n in takes if n not in given and _takes(takes[n], value)]
+        if not word or not fits or fits[0] in given:  # the last: a flag twice
             raise InvalidArgument(
                 "repair", f"{kind.name} has no option {word!r}", _hint(kind, takes)
             )
         given[fits[0]] = value
     return kind(**given)
+
+
+def _takes(parameter: object, value: int | str | bool) -> bool:
+    return type(value) in (parameter, *get_args(parameter))
 
 
 def _hint(kind: type[Strategy], takes: dict[str, object]) -> str:

@@ -9,9 +9,11 @@ from kvweave.errors import InvalidArgument
 from kvweave.weave.repair.base import View
 from kvweave.weave.repair.first_k import FirstK
 
+LOOKAHEAD = 4
+
 
 class Rollout:
-    """Rows the question attends to; then those that these attend to once they are recomputed,
+    """Rows the question and the first tokens of a drafted reply attend to; then those that these attend to once they are recomputed,
     weighted by the attention that they got (attention rollout, arXiv 2005.00928, section 3.2, over
     the rows that count); and so on.
 
@@ -19,16 +21,24 @@ class Rollout:
     question finds read it from its neighbour, which had looked it up. `query` repairs the first and
     leaves the second. The first layer does not count, since its rows are right anywhere. Every round
     takes a third of what is left of the budget, the last one all (a half, a quarter and a tenth kept
-    less on P2 and P7). Costs a pass of the question and one
-    of the rows found so far for each round but the last; without a question, see `FirstK`.
+    less on P2 and P7).
+
+    The draft (``lookahead`` tokens, greedy, over the unrepaired context; for the eviction of KV:
+    Lookahead Q-Cache, arXiv 2505.20334) shows where the reply will look: a question that ends in a
+    header does not yet look up the value, the token in front of it does, right or wrong.
+
+    Costs a pass of the question, one a drafted token, and one of the rows found so far for each
+    round but the last; without a question, see `FirstK`.
     """
 
     name = "rollout"
 
-    def __init__(self, rounds: int = 2) -> None:
+    def __init__(self, rounds: int = 2, lookahead: int = LOOKAHEAD) -> None:
         if rounds < 1:
             raise InvalidArgument("rounds", f"{rounds} is below 1")
-        self.rounds = rounds
+        if lookahead < 0:
+            raise InvalidArgument("lookahead", f"{lookahead} is below 0")
+        self.rounds, self.lookahead = rounds, lookahead
 
     def choose(self, view: View) -> Tensor:
         """Return ``budget`` rows."""
