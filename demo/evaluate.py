@@ -158,7 +158,7 @@ def blind_score(model: Any, tokenizer: Any, n: int, seed: int) -> dict[str, Any]
 
 def prose_perplexity(model: Any, tokenizer: Any) -> dict[str, float]:
     """Perplexity on held-out topics of the standard library's prose."""
-    from train import prose_texts
+    from kvweave.suite.prose import texts as prose_texts
 
     loss, count = 0.0, 0
     for text in prose_texts(held_out=True):

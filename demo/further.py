@@ -21,12 +21,13 @@ import torch
 from relay import Relay, ridge
 from torch.nn import functional
 from tqdm import tqdm
-from train import MODEL, RUN, Ids, new_model, prose_loss, prose_texts, tokenizer_object
+from train import MODEL, RUN, Ids, new_model, prose_loss, settle, tokenizer_object
 from transformers import GenerationConfig, Qwen3ForCausalLM
 
 from kvweave.demo import world
 from kvweave.demo.world import Spec
 from kvweave.suite import protocols
+from kvweave.suite.prose import texts as prose_texts
 from kvweave.suite.protocols import Case, Size
 
 LAYERS = 6
@@ -305,9 +306,7 @@ def main() -> None:
     parser.add_argument("--float32", action="store_true", help="multiply in float32 (slower)")
     parser.add_argument("--export-only", action="store_true")
     args = parser.parse_args()
-    torch.set_num_threads(args.threads)
-    torch.set_num_interop_threads(1)
-    torch.manual_seed(args.seed)
+    settle(args.threads, args.seed)
     state, checkpoint = State(), args.run / "further.pt"
     if checkpoint.exists():
         parts = torch.load(checkpoint, weights_only=False)

@@ -23,6 +23,7 @@ from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 
 from kvweave.demo import world
 from kvweave.demo.world import Conversation, Spec, Turn
+from kvweave.suite.prose import texts as prose_texts
 
 ROOT = Path(__file__).resolve().parents[1]
 MODEL = ROOT / "src" / "kvweave" / "demo" / "model"
@@ -236,14 +237,6 @@ def prose_loss(model: Any, prose: list[int], seed: str) -> tuple[torch.Tensor, d
     return loss, {"tokens": inputs.numel(), "hits": {}, "prose": loss.item()}
 
 
-def prose_texts(held_out: bool) -> list[str]:
-    """Every tenth topic of the standard library's help is held out for perplexity."""
-    from pydoc_data import topics
-
-    texts = [topics.topics[name] for name in sorted(topics.topics)]
-    return [text for i, text in enumerate(texts) if (i % 10 == 5) == held_out]
-
-
 def pick_stage(state: State, rng: random.Random) -> int:
     """Mostly the present stage, at times the one before or any earlier one.
 
@@ -355,6 +348,13 @@ def report(state: State, losses: dict[str, float], bar: Any) -> None:
     bar.write(json.dumps(point))
 
 
+def settle(threads: int, seed: int) -> None:
+    """Fix what a run depends on besides its data."""
+    torch.set_num_threads(threads)
+    torch.set_num_interop_threads(1)
+    torch.manual_seed(seed)
+
+
 def main() -> None:
     """Parse, resume, train, export."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -366,9 +366,7 @@ def main() -> None:
     parser.add_argument("--bfloat16", action="store_true", help="multiply in bfloat16 (1.3 x)")
     parser.add_argument("--export-only", action="store_true")
     args = parser.parse_args()
-    torch.set_num_threads(args.threads)
-    torch.set_num_interop_threads(1)
-    torch.manual_seed(args.seed)
+    settle(args.threads, args.seed)
     model, state = new_model(args.layers), State()
     optimizer = torch.optim.AdamW(groups(model), betas=(0.9, 0.98), weight_decay=0.01, fused=True)
     if (RUN / "checkpoint.pt").exists():
