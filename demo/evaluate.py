@@ -23,6 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kvweave.demo import world
 from kvweave.demo.world import Conversation, Spec, Turn
+from kvweave.suite.prose import texts as prose_texts
 
 MODEL = Path(__file__).resolve().parents[1] / "src" / "kvweave" / "demo" / "model"
 LIMIT = 2400
@@ -158,8 +159,6 @@ def blind_score(model: Any, tokenizer: Any, n: int, seed: int) -> dict[str, Any]
 
 def prose_perplexity(model: Any, tokenizer: Any) -> dict[str, float]:
     """Perplexity on held-out topics of the standard library's prose."""
-    from kvweave.suite.prose import texts as prose_texts
-
     loss, count = 0.0, 0
     for text in prose_texts(held_out=True):
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]
