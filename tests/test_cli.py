@@ -345,7 +345,10 @@ def test_full_repair_equals_the_oracle(stocked):
 
 def test_a_bound_on_the_drift_is_handed_on_and_kept(stocked):
     shares = (0.05, 0.15)
-    curves = [Curve(s, w, (0.0,) * 6, (0.0,), (0.5,)) for s in shares for w in shares if w >= s]
+    wide = ((-9.0,) * 5, (9.0,) * 5)
+    curves = [
+        Curve(s, w, (0.0,) * 6, (0.0,), (0.5,), *wide) for s in shares for w in shares if w >= s
+    ]
     made = Calibration(load_once(str(MODEL)).fingerprint, 0.95, 100, tuple(curves))
     made.save(stocked.home / "calibration.json")
     words = ["keep the notes .{docs/a}{docs/b} ask vabo metal", "--max-drift"]

@@ -70,3 +70,11 @@ def test_each_half_is_tested_by_the_other():
     assert all(m["under"] > 0.95 for m in made)
     with pytest.raises(ValueError, match="too few"):
         halves(gather(found[:900]), MINE, [None])  # of one protocol: no other half
+
+
+def test_of_evidence_outside_what_was_seen_nothing_is_known():
+    seen = gather(outcomes(400))
+    made = fit(seen, MINE)
+    assert all(b < float("inf") for s in seen for b in made.bounds(s.evidence[0.05]).values())
+    strange = replace(seen[0].evidence[0.05], stale=0.0)  # no random row was looked at
+    assert set(made.bounds(strange).values()) == {float("inf")}

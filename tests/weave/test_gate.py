@@ -18,13 +18,14 @@ from kvweave.weave.gate import PROBES, Calibration, Curve, Evidence
 
 Make = Callable[..., Engine]
 ZERO = (0.0,) * 6  # weights: every evidence scores 0
+WIDE = ((-9.0,) * 5, (9.0,) * 5)  # of the features, which are logarithms
 SEEN = Evidence(0.25, 0.1, 0.2, 0.3, 0.4, 0.5)
 
 
 def flat(**bounds: float) -> Calibration:
     """A calibration that gives every evidence at share .25 the same bounds."""
     curves = [
-        Curve(0.25, float(share[1:]) / 100, ZERO, (0.0,), (bound,))
+        Curve(0.25, float(share[1:]) / 100, ZERO, (0.0,), (bound,), *WIDE)
         for share, bound in bounds.items()
     ]
     return Calibration(tiny().fingerprint, 0.95, 100, tuple(curves))
@@ -40,9 +41,21 @@ def gated(make: Make, calibration: Calibration | None = None, **options: object)
 
 def test_a_bound_is_that_of_the_first_edge_not_below_the_score() -> None:
     weights = (1.0, 0.0, 0.0, 0.0, 0.0, 2.0)  # the logarithm of `moved`, plus 2
-    curve = Curve(0.05, 0.15, weights, (0.5, 1.5), (0.01, 0.2))
+    curve = Curve(0.05, 0.15, weights, (0.5, 1.5), (0.01, 0.2), *WIDE)
     moved = [replace(SEEN, moved=m) for m in (0.01, 0.1, 1.0)]
     assert [curve.bound(e) for e in moved] == [0.01, 0.2, float("inf")]
+
+
+def test_of_evidence_unlike_what_was_calibrated_nothing_is_known(engines: Make) -> None:
+    curve = Curve(0.25, 0.25, ZERO, (0.0,), (0.01,), (-9.0,) * 5, (9.0, 9.0, -3.0, 9.0, 9.0))
+    assert curve.bound(replace(SEEN, stale=1e-4)) == 0.01
+    assert curve.bound(SEEN) == float("inf")
+    strange = replace(flat(), curves=(curve,))
+    context = gated(engines, strange)
+    plan = context.weave()
+    assert plan.evidence is not None and plan.evidence["stale"] > 1e-3
+    assert plan.drift is None and plan.repaired == 10
+    assert gated(engines, strange, max_drift=0.1).weave().repaired == 40
 
 
 def test_without_a_calibration_the_drift_is_unknown_but_the_evidence_is_there(

@@ -25,6 +25,7 @@ QUANTILE = 0.98  # of a bin: above COVERAGE, since the next context is of no pro
 BINS = 16
 FLOOR = 1e-6  # nats; below that all KL is alike
 RIDGE = 1e-2
+MARGIN = 0.3  # decades that a feature may lie outside what was seen
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +83,9 @@ def _curve(start: float, share: float, features: Array, kl: Array) -> Curve:
         edges.append(float(score[part[-1]]))
         bounds.append(float(np.quantile(kl[part], QUANTILE, method="higher")))
     rising = np.maximum.accumulate(bounds)
-    return Curve(start, share, _floats(weights), _floats(edges), _floats(rising))
+    low, high = features.min(0) - MARGIN, features.max(0) + MARGIN
+    found = (weights, edges, rising, low, high)
+    return Curve(start, share, *(_floats(x) for x in found))
 
 
 def _floats(values: Iterable[float]) -> tuple[float, ...]:

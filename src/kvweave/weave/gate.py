@@ -18,6 +18,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from math import inf
 from pathlib import Path
 
 import torch
@@ -62,7 +63,8 @@ class Curve:
     """Upper bounds of the drift after repairing ``share``, by the evidence at ``start``.
 
     ``weights`` (one a feature, then a constant) make a score; the bound is that of the first of
-    ``edges`` (increasing) not below the score, infinite beyond the last.
+    ``edges`` (increasing) not below the score, infinite beyond the last. Evidence with a feature
+    outside ``low`` to ``high`` is unlike what was measured: nothing is known of it then.
     """
 
     start: float
@@ -70,15 +72,21 @@ class Curve:
     weights: tuple[float, ...]
     edges: tuple[float, ...]
     bounds: tuple[float, ...]
+    low: tuple[float, ...]
+    high: tuple[float, ...]
 
     def bound(self, evidence: Evidence) -> float:
-        """Return the upper bound (nats)."""
+        """Return the upper bound (nats); infinite where nothing is known."""
         *weights, constant = self.weights
-        score = constant + sum(w * f for w, f in zip(weights, evidence.features(), strict=True))
+        features = evidence.features()
+        within = zip(self.low, features, self.high, strict=True)
+        if not all(low <= f <= high for low, f, high in within):
+            return inf
+        score = constant + sum(w * f for w, f in zip(weights, features, strict=True))
         for edge, bound in zip(self.edges, self.bounds, strict=True):
             if score <= edge:
                 return bound
-        return float("inf")
+        return inf
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +124,8 @@ class Calibration:
 
 
 def _curve(data: Mapping[str, object]) -> Curve:
-    lists = {k: tuple(map(float, data[k])) for k in ("weights", "edges", "bounds")}  # type: ignore[call-overload]
+    names = ("weights", "edges", "bounds", "low", "high")
+    lists = {k: tuple(map(float, data[k])) for k in names}  # type: ignore[call-overload]
     return Curve(float(data["start"]), float(data["share"]), **lists)  # type: ignore[arg-type]
 
 
@@ -186,7 +195,8 @@ def run(
     evidence, chosen = _measure(scores, before, candidates, (chosen, probes), share)
     bounds = {} if calibration is None else calibration.bounds(evidence)
     if max_drift is None:
-        return Verdict(chosen, bounds.get(share), evidence, in_place=True)
+        bound = bounds.get(share, inf)
+        return Verdict(chosen, bound if bound < inf else None, evidence, in_place=True)
     for wider, bound in bounds.items():
         if bound <= max_drift:
             if wider > share:
