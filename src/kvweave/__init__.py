@@ -8,10 +8,10 @@ if TYPE_CHECKING:
     from kvweave.engine import Engine
     from kvweave.errors import KVWeaveError
     from kvweave.run.model import Runner
-    from kvweave.run.sample import Sampling
+    from kvweave.run.sampling import Sampling
+    from kvweave.weave.check import Check
     from kvweave.weave.context import Context
     from kvweave.weave.generate import Answer
-    from kvweave.weave.oracle import Check
     from kvweave.weave.plan import Plan
     from kvweave.weave.template import Template
 
@@ -33,14 +33,14 @@ __all__ = [
 # Imported when first asked for: torch takes seconds, and `kvweave ls` needs none of it.
 _HOMES = {
     "Answer": "kvweave.weave.generate",
-    "Check": "kvweave.weave.oracle",
+    "Check": "kvweave.weave.check",
     "Config": "kvweave.config",
     "Context": "kvweave.weave.context",
     "Engine": "kvweave.engine",
     "KVWeaveError": "kvweave.errors",
     "Plan": "kvweave.weave.plan",
     "Runner": "kvweave.run.model",
-    "Sampling": "kvweave.run.sample",
+    "Sampling": "kvweave.run.sampling",
     "Template": "kvweave.weave.template",
 }
 

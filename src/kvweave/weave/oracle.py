@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,40 +11,10 @@ from torch import Tensor
 from kvweave.run.attention import BLOCK, Segment
 from kvweave.run.model import Runner
 from kvweave.run.rows import KVRows
+from kvweave.weave.check import Check as Check
 
 if TYPE_CHECKING:
     from kvweave.weave.context import Context
-
-
-@dataclass(frozen=True, slots=True)
-class Check:
-    """A woven context against the oracle, over ``n_compared`` next-token predictions.
-
-    ``kl`` is KL(oracle || woven) of the next-token distributions in nats, averaged; ``logit_*``
-    are absolute; ``k_error`` and ``v_error`` are relative Frobenius errors per layer over all rows.
-    """
-
-    n_tokens: int
-    n_compared: int
-    kl: float
-    kl_max: float
-    top1: float
-    logit_max: float
-    logit_mean: float
-    k_error: tuple[float, ...]
-    v_error: tuple[float, ...]
-
-    def to_dict(self) -> dict[str, object]:
-        """Return a JSON-ready description."""
-        return asdict(self)
-
-    def __str__(self) -> str:
-        worst = max((*self.k_error, *self.v_error))
-        return (
-            f"vs full prefill of {self.n_tokens} tokens: top-1 agree {self.top1:.2f}, "
-            f"KL {self.kl:.2g} (max {self.kl_max:.2g}), |dlogit| max {self.logit_max:.2g} "
-            f"mean {self.logit_mean:.2g}, worst layer K/V error {worst:.2g}"
-        )
 
 
 def prefill(
