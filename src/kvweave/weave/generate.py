@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from kvweave.chunk.identity import Kind
 from kvweave.errors import OverBudget, check_options
-from kvweave.run.sample import Choice, Sampling
+from kvweave.run.sampling import Choice, Sampling
 from kvweave.weave.parts import Part
 from kvweave.weave.plan import Plan
 
@@ -57,6 +57,7 @@ class Turn:
         self._before = context.snapshot()
         self._answer: Answer | None = None
         self._gone = False  # an error put the context back to before
+        self._n_taken = 0  # choices that `take` has handed out
         header = context._maker.chat.header() if chat else ""
         self._header: Part | None = None
         if header:
@@ -80,12 +81,27 @@ class Turn:
         """Whether the last token was sampled."""
         return not self._woven.request.running
 
+    @property
+    def failed(self) -> bool:
+        """Whether the model pass raised; only `abandon` makes sense then."""
+        return self._woven.request.finish == "error"
+
+    def take(self) -> tuple[str, list[Choice]]:
+        """Return the text and the choices that are new since the last call, for who drives the
+        loop himself; a choice may come before its text."""
+        request = self._woven.request
+        text = "".join(request.fresh)
+        request.fresh.clear()
+        choices = request.choices[self._n_taken :]
+        self._n_taken += len(choices)
+        return text, choices
+
     def run(self) -> Answer:
         """Drive the loop until this answer is complete; other turns progress with it."""
         try:
             self.context._loop.run(lambda: self.done)
         except BaseException:
-            self._abandon()
+            self.abandon()
             raise
         return self.finish()
 
@@ -104,7 +120,7 @@ class Turn:
             self.cancel()
             raise
         except BaseException:
-            self._abandon()
+            self.abandon()
             raise
         self.finish()
 
@@ -113,7 +129,8 @@ class Turn:
         self.context._loop.cancel(self._woven.request.key)
         return self.finish()
 
-    def _abandon(self) -> None:
+    def abandon(self) -> None:
+        """Stop here and put the context back to what it was before the answer."""
         self.context._loop.cancel(self._woven.request.key)
         self.context._answering = False
         self.context._state.woven = []
@@ -127,7 +144,7 @@ class Turn:
         context, request = self.context, self._woven.request
         context._answering = False
         if not self._gone and request.n_done < request.tokens.numel():
-            self._abandon()  # cancelled before its rows were complete
+            self.abandon()  # cancelled before its rows were complete
         if not self._gone:
             context._weaver.commit(context._state, self._woven)
             self._add_parts(self._kept_tokens())
@@ -214,6 +231,6 @@ def run_all(turns: list[Turn]) -> list[Answer]:
         loop.run(lambda: all(t.done for t in turns))
     except BaseException:
         for turn in turns:
-            turn._abandon()
+            turn.abandon()
         raise
     return [t.finish() for t in turns]

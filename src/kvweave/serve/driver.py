@@ -1,0 +1,341 @@
+"""The one thread that owns the engine; everything else hands it work and gets events back.
+
+::
+
+    asyncio                                     the driver's thread
+    call(work)    -> calls   (fair over tenants) -> work(engine) between two steps
+    answer(begin) -> waiting (fair over tenants) -> begin(engine) when there is room
+                     active                      -> engine.loop.step(), Delta ..., Finished
+    later(ids)                                   -> canonical KV, when nothing waits
+
+An answer that is closed by its reader frees its rows wherever it is: it is taken out of the queue,
+or cancelled between two steps.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Iterable
+from typing import TypeVar
+
+from kvweave.chunk.identity import ChunkId
+from kvweave.engine import Engine
+from kvweave.errors import ChunkNotFound, KVWeaveError, Overloaded
+from kvweave.serve.fair import FairQueue
+from kvweave.serve.work import Begin, Call, Delta, Done, Event, Finished, Job, Sink, nothing
+from kvweave.weave.generate import Answer, Turn
+
+__all__ = ["Begin", "Delta", "Done", "Driver", "Event", "Finished"]
+
+T = TypeVar("T")
+log = logging.getLogger("kvweave.serve")
+
+LATER_TOKENS = 256  # of one batch of idle work: what a request may have to wait for
+LATER_STEPS = 16  # steps between two such batches while answers run
+CALL_SECONDS = 0.02  # calls between two steps; at least one is run
+
+
+class Driver:
+    """Runs calls and answers of many asyncio tasks on one engine, in one thread.
+
+    ``max_waiting`` bounds the answers, and apart from them the calls, one tenant may have in the
+    queue; ``max_active`` the answers that run together.
+    """
+
+    def __init__(
+        self, engine: Engine, *, max_waiting: int = 64, max_active: int | None = None
+    ) -> None:
+        self.engine = engine  # touched only in the driver's thread, once that has started
+        self.max_waiting = max_waiting
+        self.max_active = max_active or engine.config.max_batch
+        self.on_answer: Callable[[str, Answer], None] = lambda tenant, answer: None
+        self._wake = threading.Condition()  # guards everything below that both sides touch
+        self._calls: FairQueue[Call] = FairQueue()
+        self._waiting: FairQueue[Job] = FairQueue()
+        self._active: list[Job] = []
+        self._later: deque[ChunkId] = deque()
+        self._deadline: float | None = None  # time.monotonic(); set: no new work
+        self._thread: threading.Thread | None = None
+        self._steps = self._tokens = self._cancelled = 0
+        self._seconds = 1.0  # an answer takes about so long
+
+    # ---- life
+
+    @property
+    def stopping(self) -> bool:
+        """Whether new work is refused for good."""
+        return self._deadline is not None
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread = threading.Thread(target=self._run, name="kvweave-driver", daemon=True)
+        self._thread.start()
+
+    def refuse(self, grace: float = 10.0) -> None:
+        """Take no new work; what waits gets Overloaded, what runs may go on for ``grace`` seconds.
+
+        Returns at once; `stop` waits for the end.
+        """
+        with self._wake:
+            if self._deadline is None:
+                self._deadline = time.monotonic() + grace
+            self._wake.notify()
+
+    def stop(self, grace: float = 10.0) -> None:
+        """As `refuse`, and wait until the thread has ended; the engine may be closed then."""
+        self.refuse(grace)
+        if self._thread is not None:
+            self._thread.join()
+
+    # ---- from asyncio
+
+    async def call(self, work: Callable[[Engine], T], *, tenant: str = "") -> T:
+        """Run ``work`` between two steps and return or raise what it does.
+
+        Raises Overloaded at once when too many of the tenant's calls wait. A cancelled call that
+        has not begun never does.
+        """
+        call = Call(work, asyncio.get_running_loop().create_future())
+        with self._wake:
+            self._admit(self._calls.count(tenant))
+            self._calls.put(tenant, call)
+            self._wake.notify()
+        try:
+            result: T = await call.future
+            return result
+        finally:
+            with self._wake:
+                self._calls.remove(tenant, call)
+
+    async def answer(
+        self, tenant: str, begin: Begin, done: Done = nothing
+    ) -> AsyncGenerator[Event, None]:
+        """Queue an answer with the first ``anext`` and yield what comes of its turns.
+
+        ``begin`` runs in the driver's thread when it is the tenant's turn; ``done``, if ``begin``
+        returned, when all its turns have ended, also when they failed or were cancelled (then with
+        those answers there are). Closing the generator cancels. Raises Overloaded at once when too
+        many of the tenant's answers wait, and what ``begin`` or the model raises.
+        """
+        job = Job(tenant, begin, done, Sink())
+        with self._wake:
+            self._admit(self._waiting.count(tenant))
+            self._waiting.put(tenant, job)
+            self._wake.notify()
+        try:
+            while (event := await job.sink.queue.get()) is not None:
+                if isinstance(event, BaseException):
+                    raise event
+                yield event
+        finally:
+            with self._wake:
+                job.cancelled = True
+                if self._waiting.remove(tenant, job):
+                    self._cancelled += 1
+                self._wake.notify()
+
+    def later(self, ids: Iterable[ChunkId]) -> None:
+        """Compute canonical KV of these chunks when there is nothing better to do."""
+        with self._wake:
+            self._later.extend(ids)
+            self._wake.notify()
+
+    def stats(self) -> dict[str, float]:
+        """Return counts since the start and what there is now; from any thread."""
+        with self._wake:
+            return {
+                "waiting": len(self._waiting),
+                "active": len(self._active),
+                "calls": len(self._calls),
+                "later": len(self._later),
+                "steps": self._steps,
+                "tokens": self._tokens,
+                "cancelled": self._cancelled,
+            }
+
+    def _admit(self, n_waiting: int) -> None:
+        assert self._thread is not None, "start() the driver first"
+        if self._deadline is not None:
+            raise Overloaded(10)
+        if n_waiting >= self.max_waiting:
+            rounds = 1 + len(self._waiting) // self.max_active
+            raise Overloaded(min(60, max(1, round(self._seconds * rounds))))
+
+    # ---- the thread
+
+    def _run(self) -> None:
+        while True:
+            with self._wake:
+                while not self._has_work():
+                    if self._deadline is not None:
+                        return
+                    self._wake.wait()
+            try:
+                self._turn()
+            except Exception as error:  # not one request's fault: nobody may wait for ever
+                log.exception("the driver failed")
+                self._fail(self._active, error)
+
+    def _has_work(self) -> bool:
+        return bool(self._calls or self._waiting or self._active or self._later)
+
+    def _turn(self) -> None:
+        """Do one round: cancel, call, admit, step, hand out, or idle work."""
+        if self._deadline is not None:
+            self._close(self._deadline)
+        for job in [job for job in self._active if job.cancelled]:
+            self._end(job, cancelled=True)
+        self._run_calls()
+        self._begin_waiting()
+        if self._active:
+            self._step()
+        if not self._waiting and (not self._active or self._steps % LATER_STEPS == 0):
+            self._canonicalise()
+
+    def _close(self, deadline: float) -> None:
+        """Turn away what waits; past the deadline end what runs."""
+        with self._wake:
+            left = [*self._waiting.clear()]
+            calls = self._calls.clear()
+            self._later.clear()
+        for job in left:
+            job.sink.put(Overloaded(10))
+        for call in calls:
+            call.tell(Overloaded(10))
+        if time.monotonic() >= deadline:
+            for job in list(self._active):
+                self._end(job, cancelled=True)
+
+    def _run_calls(self) -> None:
+        until = time.monotonic() + CALL_SECONDS
+        while True:
+            with self._wake:
+                if not self._calls:
+                    return
+                call = self._calls.take()
+            call.run(self.engine)
+            if time.monotonic() >= until:
+                return
+
+    def _begin_waiting(self) -> None:
+        while True:
+            with self._wake:
+                if not self._waiting or len(self._active) >= self.max_active:
+                    return
+                job = self._waiting.take()
+                self._active.append(job)
+            try:
+                job.turns = list(job.begin(self.engine))
+            except Exception as error:
+                self._remove(job)
+                job.sink.put(error)
+                continue
+            if not job.turns:
+                self._end(job)
+
+    def _step(self) -> None:
+        ran = True
+        try:
+            ran = self.engine.loop.step()
+        except Exception as error:
+            hit = [job for job in self._active if any(turn.failed for turn in job.turns)]
+            log.error("a model pass failed: %s", error)
+            self._fail(hit or self._active, error)
+        self._steps += 1
+        for job in list(self._active):
+            self._hand_out(job)
+        if not ran and self._active:
+            self._fail(self._active, RuntimeError("an answer has nothing to run"))
+
+    def _hand_out(self, job: Job) -> None:
+        for index, turn in enumerate(job.turns):
+            if index in job.answers:
+                continue
+            text, choices = turn.take()
+            self._tokens += len(choices)
+            if text or choices:
+                job.sink.put(Delta(index, text, choices))
+            if turn.done:
+                try:
+                    answer = turn.finish()
+                except Exception as error:
+                    self._fail([job], error)
+                    return
+                self._finished(job, index, answer)
+        if len(job.answers) == len(job.turns):
+            self._end(job)
+
+    def _finished(self, job: Job, index: int, answer: Answer) -> None:
+        job.answers[index] = answer
+        total = answer.usage.get("total")
+        if isinstance(total, float):
+            self._seconds += 0.1 * (total - self._seconds)
+        job.sink.put(Finished(index, answer))
+        try:
+            self.on_answer(job.tenant, answer)
+        except Exception:
+            log.exception("an answer could not be counted")
+
+    def _fail(self, jobs: Iterable[Job], error: Exception) -> None:
+        for job in list(jobs):
+            job.sink.put(error)
+            for index, turn in enumerate(job.turns):
+                if index not in job.answers:
+                    self._abandon(turn)
+            self._leave(job)
+
+    def _end(self, job: Job, cancelled: bool = False) -> None:
+        """Let a job go whose turns are done, or cancel them."""
+        for index, turn in enumerate(job.turns):
+            if index in job.answers:
+                continue
+            try:
+                self._finished(job, index, turn.cancel())
+            except Exception:
+                log.exception("a cancelled answer could not be kept")
+                self._abandon(turn)
+        self._cancelled += cancelled
+        self._leave(job)
+        job.sink.put(None)
+
+    def _abandon(self, turn: Turn) -> None:
+        try:
+            turn.abandon()
+        except Exception:
+            log.exception("a context could not be put back")
+
+    def _leave(self, job: Job) -> None:
+        self._remove(job)
+        try:
+            job.done(self.engine, [job.answers[i] for i in sorted(job.answers)])
+        except Exception:
+            log.exception("what follows an answer failed")
+
+    def _remove(self, job: Job) -> None:
+        with self._wake:
+            if job in self._active:
+                self._active.remove(job)
+
+    def _canonicalise(self) -> None:
+        """Compute one small batch; chunks that are gone or do not fit are left as they are."""
+        table, batch, n_tokens = self.engine.table, [], 0
+        while n_tokens < LATER_TOKENS:
+            with self._wake:
+                if not self._later:
+                    break
+                id = self._later.popleft()
+            try:
+                n_tokens += table.get(id).n_tokens
+                batch.append(id)
+            except ChunkNotFound:
+                continue
+        if not batch:
+            return
+        try:
+            self.engine.maker.canonicalise(batch)
+        except KVWeaveError as error:
+            log.info("no canonical KV for %s chunks: %s", len(batch), error)

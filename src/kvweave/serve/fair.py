@@ -1,0 +1,54 @@
+"""A queue in which tenants take turns, so that one with many requests does not hold up others."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+
+class FairQueue(Generic[T]):
+    """First in, first out within a tenant; round robin over tenants that have something."""
+
+    def __init__(self) -> None:
+        self._queues: dict[str, deque[T]] = {}  # in order of whose turn is next
+
+    def __len__(self) -> int:
+        return sum(map(len, self._queues.values()))
+
+    def count(self, tenant: str) -> int:
+        """Return how many items of a tenant wait."""
+        return len(self._queues.get(tenant, ()))
+
+    def put(self, tenant: str, item: T) -> None:
+        """Queue behind the tenant's others; a tenant with none so far is last to take a turn."""
+        self._queues.setdefault(tenant, deque()).append(item)
+
+    def take(self) -> T:
+        """Return the next item. Raises IndexError when there is none."""
+        if not self._queues:
+            raise IndexError("nothing waits")
+        tenant = next(iter(self._queues))
+        queue = self._queues.pop(tenant)
+        item = queue.popleft()
+        if queue:
+            self._queues[tenant] = queue
+        return item
+
+    def remove(self, tenant: str, item: T) -> bool:
+        """Take an item out; False when it is not here."""
+        queue = self._queues.get(tenant)
+        if queue is None or item not in queue:
+            return False
+        queue.remove(item)
+        if not queue:
+            del self._queues[tenant]
+        return True
+
+    def clear(self) -> list[T]:
+        """Empty the queue and return what was in it, in the order it would have been taken."""
+        left = []
+        while self._queues:
+            left.append(self.take())
+        return left

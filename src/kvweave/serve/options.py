@@ -1,0 +1,77 @@
+"""What a server is told at its start, in one place."""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Literal, get_args
+
+from kvweave.chunk.identity import MAX_NAME, check_namespace
+from kvweave.errors import InvalidArgument
+
+Reuse = Literal["all", "prefix", "off"]
+MIN_KEY = 8  # characters; shorter keys can be guessed
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """Settings of one server; each field with its unit. Raises InvalidArgument."""
+
+    host: str = "127.0.0.1"
+    port: int = 8700  # 0 takes a free one
+    keys: Mapping[str, str] = field(default_factory=dict, repr=False)  # API key -> namespace
+    max_waiting: int = 64  # answers of one namespace, and as many other calls, that may wait
+    max_active: int | None = None  # answers that run together; None: the engine's max_batch
+    max_body: int = 8 * 2**20  # bytes of a request
+    max_prompt: int | None = None  # tokens; None: the model's limit
+    max_name: int = MAX_NAME  # characters of a chunk's or context's name
+    quota: int | None = None  # bytes of KV a namespace may store under names
+    quota_chunks: int | None = None  # chunks a namespace may store
+    body_timeout: float = 30.0  # seconds a client has to send its request
+    min_match: int = 32  # tokens; a shorter run of known text is not looked for
+    max_sessions: int = 32  # idle contexts kept for the next request of a conversation
+    reuse: Reuse = "all"  # what the OpenAI endpoints reuse; the others are for measuring
+    model_name: str = "kvweave"  # what /v1/models calls it
+
+    def __post_init__(self) -> None:
+        if self.reuse not in get_args(Reuse):
+            raise InvalidArgument(
+                "reuse", f"{self.reuse!r} is none of {', '.join(get_args(Reuse))}"
+            )
+        if not 0 <= self.port <= 65535:
+            raise InvalidArgument("port", f"{self.port} is not in 0..65535")
+        positive = ("max_waiting", "max_active", "max_body", "max_prompt", "max_name", "min_match")
+        for name in (*positive, "quota", "quota_chunks", "body_timeout"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise InvalidArgument(name, f"{value} is not above 0")
+        if self.max_sessions < 0:
+            raise InvalidArgument("max_sessions", f"{self.max_sessions} is below 0")
+        for key, namespace in self.keys.items():
+            check_namespace(namespace)
+            if len(key) < MIN_KEY or not key.isascii() or not key.isprintable() or " " in key:
+                reason = (
+                    f"a key of namespace {namespace!r} is not {MIN_KEY} or more plain characters"
+                )
+                raise InvalidArgument("keys", reason, "take letters, digits and signs, no spaces")
+        if not self.keys and not is_loopback(self.host):
+            raise InvalidArgument(
+                "host",
+                f"{self.host} can be reached from elsewhere, and no key is asked for",
+                "give --key KEY, --keys FILE or KVWEAVE_KEYS, or stay on 127.0.0.1",
+            )
+
+    def to_dict(self) -> dict[str, object]:
+        """Return the fields without the keys, JSON-ready."""
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "keys"}
+
+
+def is_loopback(host: str) -> bool:
+    """Tell whether only this machine can reach ``host``."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

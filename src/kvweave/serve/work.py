@@ -1,0 +1,102 @@
+"""What crosses between asyncio and the driver's thread: events one way, calls and jobs the other."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvweave.engine import Engine
+from kvweave.run.sample import Choice
+from kvweave.weave.generate import Answer, Turn
+
+log = logging.getLogger("kvweave.serve")
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What one step added to an answer."""
+
+    index: int  # of the turn
+    text: str  # may be empty: a token can be part of a character
+    choices: list[Choice]
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """A turn ended; no more deltas of it come."""
+
+    index: int
+    answer: Answer
+
+
+Event = Delta | Finished
+Begin = Callable[[Engine], Sequence[Turn]]
+Done = Callable[[Engine, list[Answer]], None]
+
+
+def nothing(engine: Engine, answers: list[Answer]) -> None:
+    """Do nothing when an answer ends."""
+
+
+class Sink:
+    """Hands objects to the event loop that waits for them."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self.queue: asyncio.Queue[Event | BaseException | None] = asyncio.Queue()
+
+    def put(self, item: Event | BaseException | None) -> None:
+        """Hand over an event, an error to raise, or None for the end."""
+        try:
+            self._loop.call_soon_threadsafe(self.queue.put_nowait, item)
+        except RuntimeError:
+            log.debug("an event loop ended before its answer")
+
+
+@dataclass(eq=False, slots=True)
+class Call:
+    """Work to be run once between two steps, and who waits for its result."""
+
+    work: Callable[[Engine], Any]
+    future: asyncio.Future[Any]
+
+    def run(self, engine: Engine) -> None:
+        """Do the work and tell what came of it."""
+        try:
+            result = self.work(engine)
+        except Exception as error:
+            self.tell(error)
+        else:
+            self.tell(None, result)
+
+    def tell(self, error: Exception | None, result: object = None) -> None:
+        """Settle the future, unless nobody waits for it any more."""
+
+        def settle() -> None:
+            if self.future.done():
+                return
+            if error is not None:
+                self.future.set_exception(error)
+            else:
+                self.future.set_result(result)
+
+        try:
+            self.future.get_loop().call_soon_threadsafe(settle)
+        except RuntimeError:
+            log.debug("an event loop ended before its call")
+
+
+@dataclass(eq=False, slots=True)
+class Job:
+    """One answer of one or more turns."""
+
+    tenant: str
+    begin: Begin
+    done: Done
+    sink: Sink
+    cancelled: bool = False
+    turns: list[Turn] = field(default_factory=list)
+    answers: dict[int, Answer] = field(default_factory=dict)
