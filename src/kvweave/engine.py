@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
@@ -10,25 +10,20 @@ from types import TracebackType
 from typing import Any
 
 from kvweave.chunk.files import Entry, Files
-from kvweave.chunk.identity import ChunkId, Kind, Tier, check_name
+from kvweave.chunk.identity import ChunkId, Kind, Tier, check_name, check_namespace
 from kvweave.chunk.record import Record
 from kvweave.chunk.table import Table
 from kvweave.config import Config, n_bytes
-from kvweave.errors import (
-    ContextNotFound,
-    CorruptChunk,
-    InvalidArgument,
-    NameTaken,
-    check_options,
-    nearest,
-)
+from kvweave.errors import InvalidArgument, check_options
 from kvweave.keep import POLICIES
 from kvweave.run.loop import Loop
 from kvweave.run.model import Capability, Runner
 from kvweave.store.disk import Disk
+from kvweave.store.home import Home
 from kvweave.store.shelf import Seen, Shelf
 from kvweave.weave import gate
 from kvweave.weave.context import Context
+from kvweave.weave.contexts import Contexts
 from kvweave.weave.generate import Answer, Turn, request_from, run_all
 from kvweave.weave.maker import Maker, Text
 from kvweave.weave.repair import strategy
@@ -73,13 +68,11 @@ class Engine:
             )
         strategy(self.config.repair)
         self.runner = model if isinstance(model, Runner) else Runner.load(str(model), **loading)  # type: ignore[arg-type]
-        disk = None
-        self._home = None if home is None else Path(home)
+        mine, disk = self.runner.fingerprint, None
+        self._home = None if home is None else Home(Path(home), mine)
         if self._home is not None:
-            self._check_home(self._home)
-            self._home.mkdir(parents=True, exist_ok=True)
-            disk = Disk(self._home / "kv", self.runner.fingerprint, self.runner.device)
-        self.table = Table(None if self._home is None else self._home / "index.sqlite")
+            disk = Disk(self._home.kv, mine, self.runner.device)
+        self.table = Table(None if self._home is None else self._home.index)
         policy = POLICIES[self.config.policy]()
         self.shelf = Shelf(
             n_bytes(self.config.budget), policy, disk, self._is_pinned,
@@ -93,8 +86,8 @@ class Engine:
         self.weaver = Weaver(self.runner, self.shelf, self.table)
         self.weaver.calibration = self._calibration(model)
         self.files = Files(self.table)
-        self.contexts: dict[str, Context] = {}
-        self._n_composed = 0
+        self._contexts = Contexts()
+        self._n_composed: Counter[str] = Counter()  # by namespace
         try:
             self._mend()
             self._base = self._make_base(base) if self.runner.can_move else None
@@ -117,8 +110,8 @@ class Engine:
 
     def close(self) -> None:
         """Close all contexts; with a home, write KV in memory to disk and close the index."""
-        for context in list(self.contexts.values()):
-            self.close_context(context.name)
+        for context in self._contexts:
+            self.close_context(context.name, context.namespace)
         if self.shelf.disk is not None:
             for record in list(self.table):
                 if record.tier == self.shelf.memory and record.names:
@@ -163,7 +156,8 @@ class Engine:
     ) -> list[Entry]:
         """Store several chunks; short ones are computed together. All of them or none."""
         self.runner.require_move()
-        self._claim_home()
+        if self._home is not None:
+            self._home.claim()
         made: list[tuple[str, ChunkId]] = []
         base = self._base
         try:
@@ -207,19 +201,32 @@ class Engine:
 
     # ---- contexts
 
+    @property
+    def contexts(self) -> dict[str, Context]:
+        """The open contexts of the default namespace by name."""
+        return self._contexts.of("")
+
+    def contexts_of(self, namespace: str) -> dict[str, Context]:
+        """Return the open contexts of one namespace by name."""
+        return self._contexts.of(namespace)
+
     def context(self, name: str, *, system: str | None = None, **options: object) -> Context:
         """Open a conversation.
 
         Args:
             system: the first message; all other chunks' canonical KV is computed after it.
-            options: the fields of `kvweave.weave.settings.Settings`.
+            options: the fields of `kvweave.weave.settings.Settings`; of another ``namespace`` are
+                its name and all its chunks.
+
+        Raises NameTaken, InvalidName, InvalidArgument.
         """
         self.runner.require_move()
-        self._claim_home()
+        if self._home is not None:
+            self._home.claim()
         check_name(name)
-        if name in self.contexts:
-            raise NameTaken(name, 0)
-        context = Context(name, self.weaver, self.maker, self.loop, self._settings(options))
+        settings = self._settings(options)
+        self._contexts.require_free(name, settings.namespace)
+        context = Context(name, self.weaver, self.maker, self.loop, settings)
         try:
             if system is not None:
                 context.message("system", system)
@@ -229,7 +236,7 @@ class Engine:
         except BaseException:
             context.close()
             raise
-        self.contexts[name] = context
+        self._contexts.add(context)
         return context
 
     def compose(
@@ -238,6 +245,7 @@ class Engine:
         values: Mapping[str, object] | None = None,
         *,
         name: str | None = None,
+        namespace: str = "",
         repair: str | None = None,
         share: float | None = None,
         max_drift: float | None = None,
@@ -246,16 +254,21 @@ class Engine:
         """Make a context from text with ``{holes}``.
 
         A list fills a hole with stored chunks, a string with text; a hole that names a chunk needs
-        no value. ``values`` is for holes whose names cannot be keywords. The text between chunks
+        no value. ``values`` is for holes whose names cannot be keywords. All chunks are those of
+        ``namespace``. The text between chunks
         is always prefilled here, also when the same text is stored. Raises HoleNotFilled,
         ChunkNotFound, InvalidArgument.
         """
         made = template if isinstance(template, Template) else Template(template)
-        pieces = made.fill({**(values or {}), **holes}, self._exists)
-        self._n_composed += 1
+        namespace = check_namespace(namespace)
+        pieces = made.fill(
+            {**(values or {}), **holes}, lambda ref: self.table.lookup(ref, namespace) is not None
+        )
+        self._n_composed[namespace] += 1
+        name = name or f"compose-{self._n_composed[namespace]}"
         given = {"repair": repair, "share": share, "max_drift": max_drift}
         options: dict[str, Any] = {k: v for k, v in given.items() if v is not None}
-        context = self.context(name or f"compose-{self._n_composed}", **options)
+        context = self.context(name, namespace=namespace, **options)
         try:
             with context.edit():
                 for piece in pieces:
@@ -264,28 +277,27 @@ class Engine:
                     else:
                         context.append(piece.text)
         except BaseException:
-            self.close_context(context.name)
+            self.close_context(context.name, namespace)
             raise
         return context
 
-    def get_context(self, name: str) -> Context:
+    def get_context(self, name: str, namespace: str = "") -> Context:
         """Return an open context. Raises ContextNotFound."""
-        if name not in self.contexts:
-            raise ContextNotFound(name, nearest(name, self.contexts))
-        return self.contexts[name]
+        return self._contexts.get(name, namespace)
 
     def fork(self, context: Context, name: str) -> Context:
-        """Return a copy of ``context`` under another name."""
+        """Return a copy of ``context`` under another name, in the same namespace."""
         check_name(name)
-        if name in self.contexts:
-            raise NameTaken(name, 0)
-        self.contexts[name] = context.fork(name)
-        return self.contexts[name]
+        self._contexts.require_free(name, context.namespace)
+        twin = context.fork(name)
+        self._contexts.add(twin)
+        return twin
 
-    def close_context(self, name: str) -> None:
-        """Free a context's rows and let go of its chunks."""
-        self.get_context(name).close()
-        del self.contexts[name]
+    def close_context(self, name: str, namespace: str = "") -> None:
+        """Free a context's rows and let go of its chunks. Raises ContextNotFound."""
+        context = self._contexts.get(name, namespace)
+        context.close()
+        self._contexts.remove(context)
 
     def generate_many(
         self, contexts: Sequence[Context], max_tokens: int = 256, **options: object
@@ -306,7 +318,7 @@ class Engine:
         """Raise AssertionError when index, shelf and contexts disagree."""
         self.table.check_integrity()
         self.shelf.check_integrity()
-        for context in self.contexts.values():
+        for context in self._contexts:
             context.check_integrity()
 
     # ---- inside
@@ -319,6 +331,8 @@ class Engine:
             "max_drift": self.config.max_drift,
             "denoise": self.config.denoise == "after",
         }
+        if "namespace" in options:
+            defaults["namespace"] = check_namespace(str(options.pop("namespace")))
         return Settings(**(defaults | options))  # type: ignore[arg-type]
 
     def _calibration(self, model: str | Path | Runner) -> gate.Calibration | None:
@@ -329,7 +343,8 @@ class Engine:
             found = gate.Calibration.load(Path(config.calibration))
             mine.require(found.fingerprint)
         else:
-            where = [self._home, None if isinstance(model, Runner) else Path(model)]
+            home = None if self._home is None else self._home.path
+            where = [home, None if isinstance(model, Runner) else Path(model)]
             found = gate.find(mine, [path / gate.FILE for path in where if path is not None])
         gate.check_bound(config.max_drift, found, config.repair, config.share)
         return found
@@ -343,9 +358,6 @@ class Engine:
         self.maker.canonicalise([id])
         return id
 
-    def _exists(self, ref: str) -> bool:
-        return self.table.lookup(ref) is not None
-
     def _is_pinned(self, id: int) -> bool:
         return self.table.get(ChunkId(id)).pinned
 
@@ -357,24 +369,8 @@ class Engine:
         self.weaver.dependence.drop(id)
 
     def _note_deps(self, id: int, seen: Seen) -> None:
-        self.table.update(ChunkId(id), deps=tuple(ChunkId(dep) for dep, _ in seen))
-
-    def _check_home(self, home: Path) -> None:
-        """Raise ModelMismatch when a home holds KV of another model, CorruptChunk if unreadable."""
-        file, mine = home / "model.json", self.runner.fingerprint
-        if not file.exists():
-            return
-        try:
-            theirs = type(mine).from_dict(json.loads(file.read_text()))
-        except (ValueError, AttributeError, TypeError, KeyError) as error:
-            raise CorruptChunk(str(file), f"not a model's fingerprint: {error}") from error
-        mine.require(theirs)
-
-    def _claim_home(self) -> None:
-        """With the first chunk a home becomes this model's."""
-        file = self._home / "model.json" if self._home is not None else None
-        if file is not None and not file.exists():
-            file.write_text(json.dumps(self.runner.fingerprint.to_dict()))
+        deps = dict.fromkeys(ChunkId(dep) for dep, *_ in seen)
+        self.table.update(ChunkId(id), deps=tuple(deps))
 
     def _mend(self) -> None:
         """After a restart: what was only in memory has no KV now; unnamed chunks are gone.

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from kvweave.store.kv import KV
 
-Neighbours = tuple[tuple[bytes, int], ...]  # all that stands before: (digest, position minus ours)
+# All that stands before: (digest, position minus ours, first token of its chunk, tokens)
+Neighbours = tuple[tuple[bytes, int, int, int], ...]
 Key = tuple[int, Neighbours, int]  # chunk id, its neighbours, rank asked for
 Factors = tuple[Tensor, Tensor]  # [token, rank], [rank, head * dim]
 

@@ -19,7 +19,8 @@ from kvweave.store.ram import Ram
 
 PATCHES = 8  # the part of the budget that patches may take is one in so many
 
-Seen = tuple[tuple[int, int], ...]  # what KV was computed after: (id, its position minus ours)
+# What KV was computed after: (id, its position minus ours, and, of chunks, which tokens)
+Seen = tuple[tuple[int, ...], ...]
 
 
 class Shelf:

@@ -10,17 +10,19 @@ from dataclasses import replace
 import torch
 
 from kvweave.chunk.identity import ChunkId, Kind
-from kvweave.errors import ChunkNotFound, ContextTooLong, InvalidArgument, nearest
+from kvweave.errors import ChunkNotFound, ContextTooLong, InvalidArgument
 from kvweave.run.loop import Loop
 from kvweave.run.sample import Sampling
+from kvweave.weave.edits import dropped, find, inserted, part_of, renamed, reordered
 from kvweave.weave.generate import Answer, Turn, request_from
 from kvweave.weave.maker import Maker, Text
-from kvweave.weave.naming import Names
+from kvweave.weave.naming import Names, holder
 from kvweave.weave.oracle import Check, compare
-from kvweave.weave.parts import Mode, Part, Snapshot, end, exact_prefix, with_positions
+from kvweave.weave.parts import Mode, Part, Snapshot, end, exact_prefix
 from kvweave.weave.plan import Plan
 from kvweave.weave.repair import Strategy, strategy
 from kvweave.weave.settings import Settings
+from kvweave.weave.sources import tokens_of
 from kvweave.weave.weaver import State, Weaver
 
 
@@ -38,7 +40,8 @@ class Context:
         self._weaver, self._maker, self._loop = weaver, maker, loop
         self._table = weaver.table
         rows = weaver.runner.new_rows()
-        self._state = State(name, rows, settings.prune == "evict", settings.namespace)
+        self._key = holder(name, settings.namespace)
+        self._state = State(self._key, rows, settings.prune == "evict", settings.namespace)
         self._strategy = strategy(settings.repair)
         self._parts: tuple[Part, ...] = ()
         self._base: ChunkId | None = None
@@ -51,6 +54,11 @@ class Context:
         self._closed = False
 
     # ---- reading
+
+    @property
+    def namespace(self) -> str:
+        """The namespace of its name and of all its chunks."""
+        return self.settings.namespace
 
     @property
     def parts(self) -> tuple[Part, ...]:
@@ -73,22 +81,11 @@ class Context:
 
     def tokens(self) -> list[int]:
         """Return the token ids of the whole context."""
-        return [int(t) for p in self._parts for t in self._table.tokens(p.id)]
+        return [int(t) for p in self._parts for t in tokens_of(self._table, p)]
 
     def index(self, ref: str | int | Part) -> int:
         """Return the index of a part. Raises ChunkNotFound."""
-        if isinstance(ref, int):
-            if not -len(self._parts) <= ref < len(self._parts):
-                raise ChunkNotFound(f"part {ref} of {len(self._parts)}")
-            return ref % len(self._parts)
-        for i, part in enumerate(self._parts):
-            same = (
-                part.uid == ref.uid if isinstance(ref, Part) else ref in (part.name, f"#{part.id}")
-            )
-            if same:
-                return i
-        name = ref.name if isinstance(ref, Part) else ref
-        raise ChunkNotFound(name, nearest(name, [p.name for p in self._parts]))
+        return find(self._parts, ref)
 
     def oldest(self) -> Part:
         """Return the first part that may go: the one after the base. Raises ChunkNotFound."""
@@ -137,6 +134,10 @@ class Context:
         """Add a stored chunk at the end. Raises ChunkNotFound."""
         return self.insert_chunk(len(self._parts), ref)
 
+    def append_slice(self, ref: str, start: int, stop: int) -> Part:
+        """Add tokens ``[start, stop)`` of a stored chunk at the end. Raises as `insert_slice`."""
+        return self.insert_slice(len(self._parts), ref, start, stop)
+
     def insert(
         self,
         index: int,
@@ -150,19 +151,27 @@ class Context:
         with self.edit():
             shown = name or label or f"text-{self._next_uid}"
             tokens = self._maker.tokens(content)
-            base = self._base
             id = self._maker.add(
-                tokens, kind=kind, base=base, namespace=self.settings.namespace, name=shown
+                tokens, kind=kind, base=self._base, namespace=self.namespace, name=shown
             )
             if name is not None:
-                self._table.bind(name, id, namespace=self.settings.namespace)
+                self._table.bind(name, id, namespace=self.namespace)
             return self._insert(index, Part(-1, id, len(tokens), shown, literal=True))
 
     def insert_chunk(self, index: int, ref: str) -> Part:
         """Add a stored chunk before the part at ``index``. Raises ChunkNotFound."""
         with self.edit():
-            record = self._table.resolve(ref, self.settings.namespace)
-            return self._insert(index, Part(-1, record.id, record.n_tokens, ref))
+            return self._insert(index, part_of(self._table.resolve(ref, self.namespace), ref))
+
+    def insert_slice(self, index: int, ref: str, start: int, stop: int) -> Part:
+        """Add tokens ``[start, stop)`` of a stored chunk before the part at ``index``.
+
+        Its KV is the chunk's, which saw the chunk's tokens before ``start`` too: exact only behind
+        these. Raises ChunkNotFound, or InvalidArgument for a range not inside the chunk.
+        """
+        with self.edit():
+            record = self._table.resolve(ref, self.namespace)
+            return self._insert(index, part_of(record, ref, start, stop))
 
     def message(self, role: Kind, content: str) -> Part:
         """Add one chat message, wrapped by the model's chat template and named
@@ -184,7 +193,10 @@ class Context:
         with self.edit():
             if self._parts:
                 raise InvalidArgument("base", "the context already has parts")
-            self._insert(0, Part(-1, id, self._table.get(id).n_tokens, name))
+            record = self._table.get(id)
+            if record.namespace not in ("", self.namespace):  # an engine's base carries all of them
+                raise ChunkNotFound(f"#{id}")
+            self._insert(0, part_of(record, name))
             self._base = id
 
     def drop(self, *refs: str | int | Part, mode: Mode | None = None) -> None:
@@ -204,15 +216,8 @@ class Context:
             gone = {self.index(r) for r in refs}
             if self._base is not None and 0 in gone and len(self._parts) > len(gone):
                 raise InvalidArgument("drop", "the base carries all other parts", "use replace")
-            if not gone:
-                return
-            keep = self.settings.positions == "keep"
-            parts = with_positions(self._parts) if keep else self._parts
-            self._parts = tuple(
-                replace(p, frozen=mode == "evict") if i > min(gone) else p
-                for i, p in enumerate(parts)
-                if i not in gone
-            )
+            gaps = self.settings.positions == "keep"
+            self._parts = dropped(self._parts, gone, frozen=mode == "evict", gaps=gaps)
 
     def replace(self, ref: str | int | Part, content: Text, *, kind: Kind = "document") -> Part:
         """Put new text in the place of a part; what stands behind is woven anew."""
@@ -224,8 +229,7 @@ class Context:
             self._parts = self._parts[:index] + self._parts[index + 1 :]
             if is_base:
                 self._base = None
-            new = self.insert(index, content, kind=kind)
-            new = replace(new, name=old.name)
+            new = renamed(self.insert(index, content, kind=kind), old)
             self._parts = (*self._parts[:index], new, *self._parts[index + 1 :])
             if is_base:
                 self._base = new.id
@@ -236,37 +240,33 @@ class Context:
         with self.edit():
             self._no_gaps("reorder")
             indices = [self.index(r) for r in order]
-            if sorted(indices) != list(range(len(self._parts))):
-                raise InvalidArgument("order", "it must name every part exactly once")
+            self._parts = reordered(self._parts, indices)
             if self._base is not None and indices[0] != 0:
                 raise InvalidArgument("order", "the base stays in front")
-            first = next((i for i, j in enumerate(indices) if i != j), len(indices))
-            self._parts = tuple(
-                replace(self._parts[j], frozen=False) if i >= first else self._parts[j]
-                for i, j in enumerate(indices)
-            )
 
     def snapshot(self) -> Snapshot:
         """Return the parts as they are, to come back to."""
-        return Snapshot(self._parts)
+        return Snapshot(self._parts, self._base, self.namespace)
 
     def restore(self, snapshot: Snapshot) -> None:
-        """Bring back the parts of a snapshot. Raises ChunkNotFound if one was removed since."""
+        """Bring back the parts of a snapshot. Raises ChunkNotFound if one was removed since, or is
+        of another namespace."""
         with self.edit():
             for part in snapshot.parts:
                 self._table.get(part.id)
-            self._parts = snapshot.parts
+                if snapshot.namespace != self.namespace:
+                    raise ChunkNotFound(part.name)
+            self._parts, self._base = snapshot.parts, snapshot.base
 
     def fork(self, name: str) -> Context:
         """Return a new context with the same parts and rows; the two do not affect each other."""
         twin = Context(name, self._weaver, self._maker, self._loop, self.settings)
         twin._parts, twin._base, twin._next_uid = self._parts, self._base, self._next_uid
         twin._names.reset(self._names.counts())
+        state = self._state
+        self._weaver.shelf.charge(twin._key, state.rows.n_bytes)
         twin._sync_holds((), twin._parts)
-        weaver, state = self._weaver, self._state
-        weaver.shelf.charge(name, state.rows.n_bytes)
-        twin._state.rows = state.rows.clone()
-        twin._state.woven = list(state.woven)
+        twin._state.rows, twin._state.woven = state.rows.clone(), list(state.woven)
         twin._state.own, twin._state.patches = dict(state.own), dict(state.patches)
         twin._state.known = set(state.known)
         return twin
@@ -279,7 +279,7 @@ class Context:
         self._sync_holds(self._parts, ())
         self._parts = ()
         self._state.woven = []
-        self._weaver.shelf.charge(self.name, 0)
+        self._weaver.shelf.charge(self._key, 0)
 
     # ---- weaving and answering
 
@@ -358,8 +358,9 @@ class Context:
         """Raise AssertionError when rows, parts and the index disagree."""
         self._state.rows.check_integrity()
         for part in self._parts:
-            assert self._table.get(part.id).n_tokens == part.n, f"{part.name} has another length"
-            assert self.name in self._table.contexts_of(part.id), f"{part.name} is not held"
+            n = self._table.get(part.id).n_tokens
+            assert 0 <= part.start < part.stop <= n, f"{part.name} has another length"
+            assert self._key in self._table.contexts_of(part.id), f"{part.name} is not held"
 
     # ---- inside
 
@@ -370,8 +371,7 @@ class Context:
             self._no_gaps("insert")
         part = replace(new, uid=self._next_uid)
         self._next_uid += 1
-        behind = tuple(replace(p, frozen=False) for p in self._parts[index:])
-        self._parts = (*self._parts[:index], part, *behind)
+        self._parts = inserted(self._parts, index, part)
         return part
 
     def _idle(self, verb: str) -> None:
@@ -394,6 +394,6 @@ class Context:
     def _sync_holds(self, before: Sequence[Part], after: Sequence[Part]) -> None:
         old, new = Counter(p.id for p in before), Counter(p.id for p in after)
         for id in (new - old).elements():
-            self._table.hold(id, self.name)
+            self._table.hold(id, self._key)
         for id in (old - new).elements():
-            self._table.release(id, self.name)
+            self._table.release(id, self._key)

@@ -3,6 +3,7 @@
 Recorded are texts prefilled behind other parts, generated answers, and stored chunks all of whose
 rows are recomputed; only when the context's strategy asks for it (``records``), since the weights
 of attention have to be written out then. An answer and the thinking block before it count as one.
+Of a slice of a chunk nothing is recorded; it finds its rows in the record of the whole chunk.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ class Dependence:
         found = []
         for p in spans:
             rows = self.rows(int(p.part.id))
-            found.append(torch.zeros(p.ready) if rows is None else rows[: p.ready])
+            found.append(torch.zeros(p.ready) if rows is None else rows[p.part.start :][: p.ready])
             if rows is not None:
                 self._records.move_to_end(int(p.part.id))
         return torch.cat(found) if found else torch.empty(0)
@@ -73,7 +74,7 @@ class Dependence:
         """Record what the computed ``rows`` [start, stop) of a part read, if they are all of it or
         all that were missing; of a chunk repaired in part the last record stays."""
         n_rows, missing = rows[1] - rows[0], p.part.n - p.ready
-        if reads is None:
+        if reads is None or p.part.n < self.table.get(p.part.id).n_tokens:
             return
         if n_rows == p.part.n:
             self.note(p.part, 0, reads.mass[slice(*rows)], before)

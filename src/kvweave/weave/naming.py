@@ -9,6 +9,11 @@ from kvweave.chunk.identity import Kind
 LETTERS = {"system": "s", "user": "u", "assistant": "a", "thinking": "th", "summary": "sum"}
 
 
+def holder(name: str, namespace: str) -> str:
+    """Return what tells a context from those of all namespaces; ``|`` is in no name."""
+    return f"{namespace}|{name}" if namespace else name
+
+
 class Names:
     """Numbers the messages of one context, each role by itself."""
 

@@ -9,37 +9,64 @@
 A part stays `kept` while it and all before it are as they were. From the first change on, `forget`
 (the default) chooses afresh for every part, as if the context had always been like this; a part
 that an `evict` froze keeps the KV it has, with all it saw.
+
+A part may be a slice of a chunk. KV of token 16 was computed after the chunk's tokens 0 to 15 too::
+
+    chunk 7    [0......16......32]    canonical KV of rows 16 to 31 saw: base, 7[0:16]
+    context    [base][7[16:32]]       it stands elsewhere: approximate, saw #7
+    context    [base][7[0:16]][7[16:32]]     neighbours make up the stretch it saw: exact
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from kvweave.chunk.identity import ChunkId
 
-Seen = tuple[tuple[int, int], ...]
 Source = Literal["kept", "exact", "canonical", "own", "none"]
 Mode = Literal["forget", "evict"]
 Positions = Literal["compact", "keep"]
 
 
+class Stretch(NamedTuple):
+    """``n`` tokens of a chunk from token ``start`` on, ``distance`` positions away (below 0: before).
+
+    Neighbouring slices of one chunk count as one stretch, so that it does not matter how a run of
+    tokens was cut.
+    """
+
+    id: int
+    distance: int
+    start: int
+    n: int
+
+
+Seen = tuple[Stretch, ...]  # what KV was computed after
+
+
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One entry of a context: a chunk, and whether it keeps what it saw.
+    """One entry of a context: a chunk or a slice of one, and whether it keeps what it saw.
 
     ``uid`` tells apart two entries of the same chunk. ``literal`` text was written into this
-    context and not named as a stored chunk.
+    context and not named as a stored chunk. A slice's name ends in its range: ``docs/faq[16:80]``.
     """
 
     uid: int
     id: ChunkId
-    n: int  # tokens
+    n: int  # tokens, from `start` on
     name: str
     frozen: bool = False
     position: int | None = None  # fixed by `keep`; None is right after the part before
     literal: bool = False
+    start: int = 0  # token of the chunk it begins with
+
+    @property
+    def stop(self) -> int:
+        """The token of the chunk it ends before."""
+        return self.start + self.n
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +74,8 @@ class Snapshot:
     """The parts of a context at one moment, for `Context.restore`."""
 
     parts: tuple[Part, ...]
+    base: ChunkId | None = None
+    namespace: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,10 +103,10 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class Available:
-    """What KV of one chunk could be placed now."""
+    """What KV of one part could be placed now."""
 
     canonical: bool
-    canonical_seen: Seen  # its base
+    canonical_seen: Seen  # its base, and the tokens of its chunk before it
     exact: bool  # in-context KV computed after exactly what stands before it now
 
 
@@ -97,7 +126,9 @@ def resolve(
     for index, part in enumerate(wanted):
         position = position if part.position is None else part.position
         now = woven[index] if stable and index < len(woven) else None
-        if now is not None and (now.part.id, now.slot, now.position) == (part.id, slot, position):
+        if now is not None and _rows_of(now.part, now.slot, now.position) == _rows_of(
+            part, slot, position
+        ):
             placement = replace(now, part=part, source="kept", moved=0)
         else:
             stable = False
@@ -112,7 +143,53 @@ def resolve(
 
 def seen_from(before: Sequence[Placement], position: int) -> Seen:
     """Return what KV computed at ``position`` after ``before`` has seen."""
-    return tuple((int(p.part.id), p.position - position) for p in before)
+    seen: list[Stretch] = []
+    for p in before:
+        here = Stretch(int(p.part.id), p.position - position, p.part.start, p.part.n)
+        if here.start and seen and _touch(seen[-1], here):
+            seen[-1] = seen[-1]._replace(n=seen[-1].n + here.n)
+        else:
+            seen.append(here)
+    return tuple(seen)
+
+
+def slice_seen(part: Part, whole: Seen) -> Seen:
+    """Return what rows of ``part`` saw in KV of its chunk that was computed after ``whole``."""
+    if part.start == 0:
+        return whole
+    moved = (s._replace(distance=s.distance - part.start) for s in whole)
+    return (*moved, Stretch(int(part.id), -part.start, 0, part.start))
+
+
+def chunk_seen(part: Part, seen: Seen) -> Seen | None:
+    """Return what KV of the whole chunk must have been computed after for its rows of ``part`` to
+    have seen exactly ``seen``; None when no KV of the chunk did."""
+    if part.start == 0:
+        return seen
+    if not seen or seen[-1] != (part.id, -part.start, 0, part.start):
+        return None
+    return tuple(s._replace(distance=s.distance + part.start) for s in seen[:-1])
+
+
+def is_seam(a: Placement, b: Placement) -> bool:
+    """Tell whether ``b`` was computed without ``a`` right where it stands."""
+    away = a.position - b.position - a.part.start  # of token 0 of a's chunk
+    return b.ready == 0 or not any(
+        s.id == a.part.id
+        and s.distance - s.start == away
+        and s.start <= a.part.start
+        and a.part.stop <= s.start + s.n
+        for s in b.seen
+    )
+
+
+def _touch(a: Stretch, b: Stretch) -> bool:
+    """Tell whether ``b`` goes on where ``a`` ends, in the chunk and in the context."""
+    return (a.id, a.start + a.n, a.distance + a.n) == (b.id, b.start, b.distance)
+
+
+def _rows_of(part: Part, slot: int, position: int) -> tuple[int, ...]:
+    return part.id, part.start, part.n, slot, position
 
 
 def _choose(
@@ -129,7 +206,10 @@ def _choose(
         right = exact or source == "exact"
         return Placement(part, slot, position, source, ready, exact, after, source, moved, right)
 
-    if part.frozen and before is not None and before.ready and before.origin != "none":
+    kept_there = before is not None and (
+        before.origin == "own" or (before.origin == "canonical" and available.canonical)
+    )
+    if part.frozen and before is not None and before.ready and kept_there:
         same = before.exact and before.seen == seen and exact_before
         kept = make(before.origin, before.ready, same, before.seen)
         return replace(kept, patched=before.patched)
@@ -176,10 +256,19 @@ def first_change(placed: Sequence[Placement]) -> int:
 
 
 def still_seen(placed: Sequence[Placement]) -> list[tuple[int, ...]]:
-    """Return, for each placement, the ids it was computed after that no longer stand before it."""
-    before: set[int] = set()
+    """Return, for each placement, the ids of which it saw tokens that do not stand before it now."""
+    before: dict[int, list[tuple[int, int]]] = {}
     left: list[tuple[int, ...]] = []
     for p in placed:
-        left.append(tuple(id for id, _ in p.seen if id not in before))
-        before.add(int(p.part.id))
+        gone = (s.id for s in p.seen if not _covers(before.get(s.id, ()), s.start, s.start + s.n))
+        left.append(tuple(dict.fromkeys(gone)))
+        before.setdefault(int(p.part.id), []).append((p.part.start, p.part.stop))
     return left
+
+
+def _covers(ranges: Sequence[tuple[int, int]], start: int, stop: int) -> bool:
+    """Tell whether half-open ``ranges`` together hold ``[start, stop)``."""
+    for first, last in sorted(ranges):
+        if first <= start:
+            start = max(start, last)
+    return start >= stop

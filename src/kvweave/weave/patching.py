@@ -4,6 +4,8 @@ Neighbours are everything before a chunk, the base included, by content and dist
 that is written anew has another id, but the same digest. What a `forget` removed is in no such
 list, so a patch made behind it does not fit any more.
 
+Slices of a chunk get none: a patch is of whole chunks.
+
 A patch is made from rows computed behind neighbours that were all `right`: exact, recomputed as a
 whole, or patched themselves; behind patched ones it takes on their error.
 """
@@ -13,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from kvweave.chunk.identity import ChunkId
 from kvweave.chunk.table import Table
 from kvweave.store.kv import KV
 from kvweave.store.patches import Key, Patch
@@ -40,7 +43,7 @@ class Patcher:
         rank = rank_of(strategy)
         done: list[Placement] = []
         for p in placed:
-            if rank and fits(p) and (key := self._key(p, done, rank)) in self.shelf.patches:
+            if rank and self._fits(p) and (key := self._key(p, done, rank)) in self.shelf.patches:
                 patch = self.shelf.patches.get(key) if loaded is not None else None
                 if loaded is not None and patch is not None:
                     loaded[p.part.uid] = patch.applied(loaded[p.part.uid])
@@ -54,21 +57,20 @@ class Patcher:
         """Store what the recomputed rows ``found`` differ by from a part's canonical KV, if these are
         all its rows, the strategy uses patches, and the canonical KV is still in memory."""
         rank = rank_of(strategy)
-        canonical = self.shelf.ram.get(int(p.part.id)) if rank and fits(p) else None
+        canonical = self.shelf.ram.get(int(p.part.id)) if rank and self._fits(p) else None
         if canonical is not None and found.n_tokens == canonical.n_tokens:
             patch = Patch.between(canonical, found, rank)
             self.shelf.put_patch(self._key(p, before, rank), patch)
 
     def _key(self, p: Placement, before: Sequence[Placement], rank: int) -> Key:
-        seen = seen_from(before, p.position)
         neighbours = tuple(
-            (self.table.get(b.part.id).digest, distance)
-            for b, (_, distance) in zip(before, seen, strict=True)
+            (self.table.get(ChunkId(s.id)).digest, s.distance, s.start, s.n)
+            for s in seen_from(before, p.position)
         )
         return int(p.part.id), neighbours, rank
 
-
-def fits(p: Placement) -> bool:
-    """Tell whether a part is placed from canonical KV that is not exact where it stands; survivors
-    of an `evict` keep the rows they have."""
-    return p.source == "canonical" and not p.exact and not p.part.frozen
+    def _fits(self, p: Placement) -> bool:
+        """Tell whether a part is a whole chunk placed from canonical KV that is not exact where it
+        stands; survivors of an `evict` keep the rows they have."""
+        approximate = p.source == "canonical" and not p.exact and not p.part.frozen
+        return approximate and p.part.n == self.table.get(p.part.id).n_tokens

@@ -11,7 +11,10 @@ How = Literal["prefix", "reuse", "repair", "prefill"]
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One part of a context in a plan; counts are tokens, positions are absolute."""
+    """One part of a context in a plan; counts are tokens, positions are absolute.
+
+    ``part`` is its name; a slice of a chunk shows its range, as in ``docs/faq[16:80]``.
+    """
 
     part: str
     id: int
@@ -25,8 +28,9 @@ class Span:
     n_prefilled: int = 0
     exact: bool = False
     placed: bool = False  # rows were written by this weave, not kept from the last one
-    saw: tuple[int, ...] = ()  # pruned chunks whose influence is still in it
+    saw: tuple[int, ...] = ()  # chunks whose influence is in it, all or part of which is not before
     patched: bool = False  # a stored difference to its in-context KV was added: approximate
+    start: int = 0  # token of the chunk it begins with
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kvweave.chunk.table import Table
-from kvweave.errors import ContextTooLong, CorruptChunk, InvalidArgument
+from kvweave.errors import ContextTooLong, InvalidArgument
 from kvweave.run.loop import Request
 from kvweave.run.model import Runner
 from kvweave.run.rows import KVRows
@@ -25,7 +25,6 @@ from kvweave.weave import gate
 from kvweave.weave.deps import Dependence, new_reads
 from kvweave.weave.gate import Calibration, Verdict
 from kvweave.weave.parts import (
-    Available,
     Part,
     Placement,
     Seen,
@@ -34,11 +33,12 @@ from kvweave.weave.parts import (
     seen_from,
     still_seen,
 )
-from kvweave.weave.patching import Patcher, fits
+from kvweave.weave.patching import Patcher
 from kvweave.weave.plan import How, Plan, Span
 from kvweave.weave.repair import Strategy, lookahead_of, rank_of
 from kvweave.weave.scores import Scores
 from kvweave.weave.slots import padded, ranges, runs
+from kvweave.weave.sources import Sources, tokens_of
 
 UNKNOWN = Verdict(torch.empty(0, dtype=torch.int64))
 
@@ -47,7 +47,7 @@ UNKNOWN = Verdict(torch.empty(0, dtype=torch.int64))
 class State:
     """What a context's rows hold."""
 
-    name: str
+    name: str  # unique among the contexts of all namespaces
     rows: KVRows
     keeps: bool = False  # survivors of a prune keep what they saw: their raw KV is kept too
     tenant: str = ""
@@ -76,6 +76,7 @@ class Weaver:
     def __init__(self, runner: Runner, shelf: Shelf, table: Table) -> None:
         self.runner, self.shelf, self.table = runner, shelf, table
         self.dependence, self.patcher = Dependence(table), Patcher(shelf, table)
+        self.sources = Sources(shelf, table)
         self.calibration: Calibration | None = None
         self._next_key = 0
 
@@ -93,7 +94,8 @@ class Weaver:
 
         Rows to repair are counted for the whole budget; a strategy may choose fewer.
         """
-        placed = resolve(parts, state.woven, lambda part, seen: self._peek(state, part, seen))
+        known, peek = state.known, self.sources.peek
+        placed = resolve(parts, state.woven, lambda part, seen: peek(part, seen, known))
         placed = self.patcher.patched(placed, strategy)
         counts = [0] * len(placed)
         if strategy.name != "none":
@@ -116,9 +118,8 @@ class Weaver:
         n_new = sampling.max_tokens if sampling is not None else 0
         loaded: dict[int, KV] = {}
         self.shelf.busy(int(p.id) for p in parts)
-        placed = resolve(
-            parts, state.woven, lambda part, seen: self._load(state, part, seen, loaded)
-        )
+        known, load = state.known, self.sources.load
+        placed = resolve(parts, state.woven, lambda part, seen: load(part, seen, known, loaded))
         placed = self.patcher.patched(placed, strategy, loaded)
         n = placed[-1].slot + placed[-1].part.n
         last = placed[-1].position + placed[-1].part.n + n_new
@@ -134,34 +135,8 @@ class Weaver:
         state.rows.reserve(n_rows)
         self._place(state, placed, loaded)
         if state.keeps:
-            state.own |= {p.part.uid: loaded[p.part.uid] for p in placed if p.patched and fits(p)}
+            state.own |= {p.part.uid: loaded[p.part.uid] for p in placed if _only_here(p)}
         return self._request(state, placed, strategy, share, sampling)
-
-    def _peek(self, state: State, part: Part, seen: Seen) -> Available:
-        exact = self.shelf.in_context(part.id, seen) is not None
-        canonical = self._may_reuse(state, part, seen) and self.shelf.tier(part.id) != "none"
-        return Available(canonical, self._base_seen(part), exact)
-
-    def _load(self, state: State, part: Part, seen: Seen, loaded: dict[int, KV]) -> Available:
-        exact = self.shelf.in_context(part.id, seen)
-        if exact is not None:
-            loaded[part.uid] = exact
-            return Available(False, (), True)
-        canonical = self.shelf.get(part.id) if self._may_reuse(state, part, seen) else None
-        if canonical is not None:
-            if canonical.n_tokens != part.n:
-                raise CorruptChunk(part.name, f"{canonical.n_tokens} rows for {part.n} tokens")
-            loaded[part.uid] = canonical
-        return Available(canonical is not None, self._base_seen(part), False)
-
-    def _may_reuse(self, state: State, part: Part, seen: Seen) -> bool:
-        """New text is prefilled in its context, even if canonical KV of the same text is known:
-        unless that is exact here, or the part was woven here before."""
-        return not part.literal or part.uid in state.known or self._base_seen(part) == seen
-
-    def _base_seen(self, part: Part) -> Seen:
-        base = self.table.get(part.id).base
-        return () if base is None else ((int(base), -self.table.get(base).n_tokens),)
 
     def _place(self, state: State, placed: list[Placement], loaded: dict[int, KV]) -> None:
         """Write the rows of all parts that are not kept."""
@@ -202,7 +177,7 @@ class Weaver:
         sampling: Sampling | None,
     ) -> Woven:
         tokens = torch.cat(
-            [torch.from_numpy(self.table.tokens(p.part.id).astype("int64")) for p in placed]
+            [torch.from_numpy(tokens_of(self.table, p.part).astype("int64")) for p in placed]
         )
         tokens = tokens.to(self.runner.device)
         positions = torch.cat([torch.arange(p.position, p.position + p.part.n) for p in placed]).to(
@@ -290,7 +265,7 @@ class Weaver:
             spans.append(
                 Span(
                     p.part.name, int(p.part.id), p.part.n, how, tier, n_bytes, p.position, p.moved,
-                    n_repaired, n_prefilled, exact, placed_now, saw, p.patched,
+                    n_repaired, n_prefilled, exact, placed_now, saw, p.patched, p.part.start,
                 )
             )  # fmt: skip
             exact_before = exact
@@ -311,7 +286,7 @@ class Weaver:
                 start == stop or all(b.right for b in done)
             )
             new = replace(p, ready=p.part.n, exact=exact_before, right=right)
-            if state.keeps and p.patched:
+            if state.keeps and (p.patched or _only_here(p)):
                 new = replace(new, origin="own")
             if p.source != "kept" and not p.part.frozen:
                 state.patches.pop(p.part.uid, None)
@@ -373,8 +348,14 @@ class Weaver:
             before = state.own.get(p.part.uid) if p.ready else None
             whole = kv if before is None else joined([before.rows(0, p.ready), kv])
             state.own[p.part.uid] = whole
-        if seen is not None and kv.n_tokens == p.part.n:
+        if seen is not None and kv.n_tokens == p.part.n and self.sources.is_whole(p.part):
             self.shelf.put_in_context(int(p.part.id), seen, kv)
+
+
+def _only_here(p: Placement) -> bool:
+    """Tell whether the KV a part is placed from may not be found again once other parts stand
+    before it."""
+    return p.source == "exact" or (p.patched and p.source == "canonical")
 
 
 def _repairable(p: Placement) -> bool:

@@ -7,7 +7,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from kvweave.weave.parts import Placement
+from kvweave.weave.parts import is_seam
 from kvweave.weave.repair.base import View
 
 
@@ -25,7 +25,7 @@ class Boundary:
     def choose(self, view: View) -> Tensor:
         """Return the ``budget`` rows nearest to a seam."""
         n = sum(p.part.n for p in view.placed)
-        seams = [b.slot for a, b in pairwise(view.placed) if _is_seam(a, b)]
+        seams = [b.slot for a, b in pairwise(view.placed) if is_seam(a, b)]
         distance = torch.full((n,), n)
         for p in view.spans:
             rows = torch.arange(p.part.n)
@@ -35,8 +35,3 @@ class Boundary:
                     torch.minimum(mine, away, out=mine)
         nearest = torch.argsort(distance[view.candidates], stable=True)  # equal ones: the earlier
         return view.candidates[nearest[: view.budget].sort().values]
-
-
-def _is_seam(a: Placement, b: Placement) -> bool:
-    """Tell whether ``b`` was computed without ``a`` right where it stands."""
-    return (int(a.part.id), a.position - b.position) not in b.seen or b.ready == 0

@@ -1,0 +1,75 @@
+"""Edits of a list of parts: what comes out of each, without weaving."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+
+from kvweave.chunk.record import Record
+from kvweave.errors import ChunkNotFound, InvalidArgument, nearest
+from kvweave.weave.parts import Part, with_positions
+
+
+def find(parts: Sequence[Part], ref: str | int | Part) -> int:
+    """Return the index of the part that a name, ``#id``, index or `Part` means: the first of
+    several. Raises ChunkNotFound."""
+    if isinstance(ref, int):
+        if not -len(parts) <= ref < len(parts):
+            raise ChunkNotFound(f"part {ref} of {len(parts)}")
+        return ref % len(parts)
+    for i, part in enumerate(parts):
+        if part.uid == ref.uid if isinstance(ref, Part) else ref in (part.name, f"#{part.id}"):
+            return i
+    name = ref.name if isinstance(ref, Part) else ref
+    raise ChunkNotFound(name, nearest(name, [p.name for p in parts]))
+
+
+def part_of(record: Record, ref: str, start: int = 0, stop: int | None = None) -> Part:
+    """Return a part for tokens ``[start, stop)`` of a stored chunk, all by default.
+
+    Raises InvalidArgument for a range that is empty or not inside the chunk.
+    """
+    n = record.n_tokens
+    stop = n if stop is None else stop
+    if not 0 <= start < stop <= n:
+        reason = f"[{start}:{stop}] is no range of the {n} tokens of {ref}"
+        raise InvalidArgument("slice", reason, f"0 <= start < stop <= {n}")
+    name = ref if stop - start == n else f"{ref}[{start}:{stop}]"
+    return Part(-1, record.id, stop - start, name, start=start)
+
+
+def renamed(new: Part, old: Part) -> Part:
+    """Return ``new`` with the name ``old`` went by, without the range of a slice."""
+    return replace(new, name=old.name.removesuffix(f"[{old.start}:{old.stop}]"))
+
+
+def inserted(parts: Sequence[Part], index: int, part: Part) -> tuple[Part, ...]:
+    """Return the parts with one more before the one at ``index``; what stands behind thaws."""
+    behind = (replace(p, frozen=False) for p in parts[index:])
+    return (*parts[:index], part, *behind)
+
+
+def dropped(
+    parts: Sequence[Part], gone: Collection[int], *, frozen: bool, gaps: bool
+) -> tuple[Part, ...]:
+    """Return the parts without those at ``gone``; what stands behind the first of them is frozen or
+    not, and with ``gaps`` all keep their positions."""
+    first = min(gone, default=len(parts))
+    return tuple(
+        replace(p, frozen=frozen) if i > first else p
+        for i, p in enumerate(with_positions(parts) if gaps and gone else parts)
+        if i not in gone
+    )
+
+
+def reordered(parts: Sequence[Part], order: Sequence[int]) -> tuple[Part, ...]:
+    """Return the parts in the given order of their indices; from the first moved one on they thaw.
+
+    Raises InvalidArgument unless ``order`` names each once.
+    """
+    if sorted(order) != list(range(len(parts))):
+        raise InvalidArgument("order", "it must name every part exactly once")
+    first = next((i for i, j in enumerate(order) if i != j), len(order))
+    return tuple(
+        replace(parts[j], frozen=False) if i >= first else parts[j] for i, j in enumerate(order)
+    )

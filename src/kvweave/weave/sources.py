@@ -1,0 +1,72 @@
+"""Where the KV of a part could come from: in-context KV that is exact here, else canonical KV."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvweave.chunk.table import Table
+from kvweave.errors import CorruptChunk
+from kvweave.store.kv import KV
+from kvweave.store.shelf import Shelf
+from kvweave.weave.parts import Available, Part, Seen, Stretch, chunk_seen, slice_seen
+
+
+def tokens_of(table: Table, part: Part) -> NDArray[np.uint32]:
+    """Return the token ids of a part, not writable."""
+    return table.tokens(part.id)[part.start : part.stop]
+
+
+class Sources:
+    """What the shelf has for a part that would stand behind ``seen``; the KV is a view.
+
+    ``known`` are the uids that were woven in this context before.
+    """
+
+    def __init__(self, shelf: Shelf, table: Table) -> None:
+        self.shelf, self.table = shelf, table
+
+    def peek(self, part: Part, seen: Seen, known: Collection[int]) -> Available:
+        """Say what could be placed, without loading anything."""
+        exact = self._exact(part, seen) is not None
+        canonical = self._may_reuse(part, seen, known) and self.shelf.tier(part.id) != "none"
+        return Available(canonical and not exact, self._canonical_seen(part), exact)
+
+    def load(
+        self, part: Part, seen: Seen, known: Collection[int], loaded: dict[int, KV]
+    ) -> Available:
+        """Put what could be placed into ``loaded`` by uid. Raises CorruptChunk, OverBudget."""
+        exact = self._exact(part, seen)
+        if exact is not None:
+            loaded[part.uid] = exact.rows(part.start, part.stop)
+            return Available(False, (), True)
+        may = self._may_reuse(part, seen, known)
+        canonical = self.shelf.get(part.id) if may else None
+        if canonical is not None:
+            wanted = self.table.get(part.id).n_tokens
+            if canonical.n_tokens != wanted:
+                raise CorruptChunk(part.name, f"{canonical.n_tokens} rows for {wanted} tokens")
+            loaded[part.uid] = canonical.rows(part.start, part.stop)
+        return Available(canonical is not None, self._canonical_seen(part), False)
+
+    def is_whole(self, part: Part) -> bool:
+        """Tell whether a part is all of its chunk, so that its KV is the chunk's."""
+        return part.n == self.table.get(part.id).n_tokens
+
+    def _exact(self, part: Part, seen: Seen) -> KV | None:
+        whole = chunk_seen(part, seen)
+        return None if whole is None else self.shelf.in_context(part.id, whole)
+
+    def _may_reuse(self, part: Part, seen: Seen, known: Collection[int]) -> bool:
+        """New text is prefilled in its context, even if canonical KV of the same text is known:
+        unless that is exact here, or the part was woven here before."""
+        return not part.literal or part.uid in known or self._canonical_seen(part) == seen
+
+    def _canonical_seen(self, part: Part) -> Seen:
+        base = self.table.get(part.id).base
+        if base is None:
+            return slice_seen(part, ())
+        n = self.table.get(base).n_tokens
+        return slice_seen(part, (Stretch(int(base), -n, 0, n),))
