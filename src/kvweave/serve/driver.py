@@ -52,7 +52,7 @@ class Driver:
         self.engine = engine  # touched only in the driver's thread, once that has started
         self.max_waiting = max_waiting
         self.max_active = max_active or engine.config.max_batch
-        self.on_answer: Callable[[str, Answer], None] = lambda tenant, answer: None
+        self.on_answer: Callable[[str, Answer, float], None] = lambda tenant, answer, waited: None
         self._wake = threading.Condition()  # guards everything below that both sides touch
         self._calls: FairQueue[Call] = FairQueue()
         self._waiting: FairQueue[Job] = FairQueue()
@@ -228,6 +228,7 @@ class Driver:
                     return
                 job = self._waiting.take()
                 self._active.append(job)
+            job.waited = time.monotonic() - job.asked
             try:
                 job.turns = list(job.begin(self.engine))
             except Exception as error:
@@ -276,7 +277,7 @@ class Driver:
             self._seconds += 0.1 * (total - self._seconds)
         job.sink.put(Finished(index, answer))
         try:
-            self.on_answer(job.tenant, answer)
+            self.on_answer(job.tenant, answer, job.waited)
         except Exception:
             log.exception("an answer could not be counted")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -98,5 +99,7 @@ class Job:
     done: Done
     sink: Sink
     cancelled: bool = False
+    asked: float = field(default_factory=time.monotonic)
+    waited: float = 0.0  # seconds in the queue
     turns: list[Turn] = field(default_factory=list)
     answers: dict[int, Answer] = field(default_factory=dict)

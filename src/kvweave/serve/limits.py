@@ -1,0 +1,194 @@
+"""What a request may be: its size, how long it takes to arrive, and that it is sound JSON.
+
+The body is read here in full, within the limits, and then played to the app. From then on the
+connection is watched: when the client goes away, what answers it is cancelled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import re
+from urllib.parse import unquote_to_bytes
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from kvweave.serve.problems import Problem, make, problem_of
+
+MAX_DEPTH = 100  # of nested lists and objects
+MAX_URL = 8_192  # bytes of path and query
+CLOSE = {"Connection": "close"}  # what is left of the request is not read
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
+
+
+class Gone(Exception):
+    """The client went away."""
+
+
+class Limits:
+    """ASGI middleware in front of all routes; also answers what they fail to."""
+
+    def __init__(self, app: ASGIApp, max_body: int, body_timeout: float) -> None:
+        self.app, self.max_body, self.body_timeout = app, max_body, body_timeout
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        try:
+            body = check_path(scope) or await self._body(scope, receive)
+        except Gone:
+            return
+        if not isinstance(body, Problem):
+            body = check_json(body) if _is_json(scope) and body else body
+        if isinstance(body, Problem):
+            await body.response(scope, receive, send)
+            return
+        await _Exchange(scope, receive, send, body).run(self.app)
+
+    async def _body(self, scope: Scope, receive: Receive) -> bytes | Problem:
+        """Return the whole body, or why it is refused. Raises Gone."""
+        length = Headers(scope=scope).get("content-length", "0")
+        too_large = make(
+            413, f"the request has more than {self.max_body:,} bytes",
+            code="request_too_large", headers=CLOSE,
+        )  # fmt: skip
+        if not length.isdecimal() or int(length) > self.max_body:
+            return too_large
+        body = bytearray()
+        try:
+            async with asyncio.timeout(self.body_timeout):
+                while True:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        raise Gone
+                    body += message.get("body", b"")
+                    if len(body) > self.max_body:
+                        return too_large
+                    if not message.get("more_body", False):
+                        return bytes(body)
+        except TimeoutError:
+            return make(
+                408, f"the request did not arrive within {self.body_timeout:g} s", headers=CLOSE
+            )
+
+
+class _Exchange:
+    """One request that is played to the app while its client is watched."""
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send, body: bytes) -> None:
+        self.scope, self.body = scope, body
+        self._receive, self._send = receive, send
+        self._played = self._started = self._ended = False
+        self._gone = asyncio.Event()
+
+    async def run(self, app: ASGIApp) -> None:
+        """Run the app to its end, or until the client is gone."""
+        answer = asyncio.ensure_future(self._answer(app))
+        watch = asyncio.ensure_future(self._watch())
+        try:
+            await asyncio.wait((answer, watch), return_when=asyncio.FIRST_COMPLETED)
+            if not answer.done() and not self._ended:
+                answer.cancel()
+            await asyncio.wait((answer,))
+        finally:
+            watch.cancel()
+            answer.cancel()
+        if not answer.cancelled():
+            answer.result()
+
+    async def _answer(self, app: ASGIApp) -> None:
+        try:
+            await app(self.scope, self._play, self._say)
+        except Exception as error:
+            if self._gone.is_set():
+                return
+            problem = problem_of(error)
+            if not self._started:  # else the server cuts the connection: what was sent is not whole
+                await problem.response(self.scope, self._play, self._say)
+
+    async def _watch(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        self._gone.set()
+
+    async def _play(self) -> Message:
+        if not self._played:
+            self._played = True
+            return {"type": "http.request", "body": self.body, "more_body": False}
+        await self._gone.wait()
+        return {"type": "http.disconnect"}
+
+    async def _say(self, message: Message) -> None:
+        self._started = True
+        if message["type"] == "http.response.body" and not message.get("more_body", False):
+            self._ended = True
+        await self._send(message)
+
+
+def check_path(scope: Scope) -> Problem | None:
+    """Return why a path is refused: it is too long, no UTF-8, or has control characters."""
+    raw = scope.get("raw_path") or scope["path"].encode()
+    if len(raw) + len(scope.get("query_string", b"")) > MAX_URL:
+        return make(414, f"the address has more than {MAX_URL:,} bytes", code="uri_too_long")
+    try:
+        path = unquote_to_bytes(raw).decode()
+        unquote_to_bytes(scope.get("query_string", b"")).decode()
+    except UnicodeDecodeError:
+        return make(400, "the address is not UTF-8", code="invalid_request")
+    if _CONTROL.search(path):
+        return make(400, "the address has control characters", code="invalid_request")
+    return None
+
+
+def check_json(body: bytes) -> bytes | Problem:
+    """Return ``body`` if it is JSON as its RFC has it, without NaN and without half characters."""
+
+    def refuse(text: str) -> float:
+        raise ValueError(f"{text} is no number of JSON")
+
+    def number(text: str) -> float:
+        value = float(text)
+        return value if math.isfinite(value) else refuse(text)
+
+    try:
+        value = json.loads(body.decode(), parse_constant=refuse, parse_float=number)
+        if _SURROGATE.search(body):
+            json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return make(400, "the JSON has half a surrogate pair", code="invalid_json")
+    except UnicodeDecodeError:
+        return make(400, "the request is not UTF-8", code="invalid_json")
+    except RecursionError:
+        return _too_deep()
+    except ValueError as error:
+        return make(400, f"the request is not JSON: {error}", code="invalid_json")
+    return _too_deep() if _is_deep(value) else body
+
+
+def _is_deep(value: object) -> bool:
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        level = [inner for outer in level for inner in _inside(outer)]
+        if not level:
+            return False
+    return True
+
+
+def _inside(value: object) -> list[object]:
+    """Return the lists and objects directly in a JSON value."""
+    within = value.values() if isinstance(value, dict) else value
+    if not isinstance(value, dict | list):
+        return []
+    return [inner for inner in within if isinstance(inner, dict | list)]  # type: ignore[attr-defined]
+
+
+def _too_deep() -> Problem:
+    return make(400, f"the JSON is nested deeper than {MAX_DEPTH} levels", code="invalid_json")
+
+
+def _is_json(scope: Scope) -> bool:
+    return "json" in Headers(scope=scope).get("content-type", "")

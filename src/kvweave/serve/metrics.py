@@ -1,0 +1,165 @@
+"""What is counted: a Prometheus registry of one app, and the last answers of each namespace.
+
+Labels are route templates, statuses and kinds; nothing that a client chose.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from kvweave.engine import Engine
+from kvweave.weave.generate import Answer
+from kvweave.weave.plan import Plan
+
+RECENT = 200  # answers kept for the page, per namespace
+SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+METHODS = ("GET", "HEAD", "PUT", "POST", "DELETE", "OPTIONS")
+KINDS = ("exact", "reused", "repaired", "prefilled")
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """What an engine holds; taken in its thread."""
+
+    bytes: dict[str, int]  # by tier
+    budget: int  # bytes of memory
+    n_chunks: int
+    n_contexts: int
+
+    @classmethod
+    def of(cls, engine: Engine) -> Snapshot:
+        """Measure an engine, all namespaces together."""
+        shelf = engine.shelf
+        held = {shelf.memory: shelf.n_bytes}
+        if shelf.disk is not None:
+            held["disk"] = shelf.disk.n_bytes
+        spaces = {"", *engine.table.namespaces()}
+        n_contexts = sum(len(engine.contexts_of(space)) for space in spaces)
+        return cls(held, shelf.budget, len(engine.table), n_contexts)
+
+
+class Metrics:
+    """Counters of one server."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(f"kvweave_{name}", text, labels, registry=self.registry)
+
+        def gauge(name: str, text: str, *labels: str) -> Gauge:
+            return Gauge(f"kvweave_{name}", text, labels, registry=self.registry)
+
+        def seconds(name: str, text: str) -> Histogram:
+            name = f"kvweave_{name}_seconds"
+            return Histogram(name, text, buckets=SECONDS, registry=self.registry)
+
+        self.requests = counter("requests", "HTTP requests", "route", "method", "status")
+        self.tokens = counter("tokens", "Tokens of answered contexts, by how they came", "kind")
+        self.answers = counter("answers", "Answers that ended", "finish")
+        self.cancelled = gauge("cancelled", "Answers whose client went away, since the start")
+        self.steps = gauge("steps", "Model passes since the start")
+        self.waited = seconds("wait", "An answer's time in the queue")
+        self.ttft = seconds("ttft", "From an answer's weave to its first token")
+        self.total = seconds("answer", "From an answer's weave to its end")
+        self.waiting = gauge("waiting", "Answers in the queue")
+        self.active = gauge("active", "Answers under way")
+        self.kv_bytes = gauge("kv_bytes", "KV held, with the rows of contexts", "tier")
+        self.budget = gauge("kv_budget_bytes", "KV that memory may hold")
+        self.chunks = gauge("chunks", "Chunks in the index")
+        self.contexts = gauge("contexts", "Open contexts")
+
+    def answered(self, answer: Answer, waited: float) -> None:
+        """Count an answer that ended, ``waited`` seconds after it was asked for."""
+        counts = answer.plan.counts()
+        for kind in KINDS:
+            self.tokens.labels(kind).inc(counts[kind] or 0)
+        self.tokens.labels("generated").inc(len(answer.tokens))
+        self.answers.labels(answer.finish).inc()
+        self.waited.observe(waited)
+        for histogram, key in ((self.ttft, "ttft"), (self.total, "total")):
+            value = answer.usage.get(key)
+            if isinstance(value, float):
+                histogram.observe(value)
+
+    def text(self, stats: dict[str, float], held: Snapshot | None) -> bytes:
+        """Return the exposition; without ``held`` the last known bytes and counts stay."""
+        self.waiting.set(stats["waiting"])
+        self.active.set(stats["active"])
+        self.steps.set(stats["steps"])
+        self.cancelled.set(stats["cancelled"])
+        if held is not None:
+            for tier, n_bytes in held.bytes.items():
+                self.kv_bytes.labels(tier).set(n_bytes)
+            self.budget.set(held.budget)
+            self.chunks.set(held.n_chunks)
+            self.contexts.set(held.n_contexts)
+        return generate_latest(self.registry)
+
+
+class History:
+    """The last answers of each namespace, for the page. Any thread may ask."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._answers: dict[str, deque[dict[str, Any]]] = {}
+        self._plans: dict[str, Plan] = {}
+
+    def add(self, tenant: str, answer: Answer, waited: float) -> None:
+        """Note an answer that ended."""
+        entry = {
+            "time": time.time(),
+            "ttft": answer.usage["ttft"],
+            "total": answer.usage["total"],
+            "waited": waited,
+            "finish": answer.finish,
+            "prompt_tokens": answer.usage["prompt_tokens"],
+            "completion_tokens": answer.usage["completion_tokens"],
+            "kv": answer.plan.counts(),
+        }
+        with self._lock:
+            self._answers.setdefault(tenant, deque(maxlen=RECENT)).append(entry)
+            self._plans[tenant] = answer.plan
+
+    def answers(self, tenant: str) -> list[dict[str, Any]]:
+        """Return a namespace's answers, oldest first."""
+        with self._lock:
+            return list(self._answers.get(tenant, ()))
+
+    def plan(self, tenant: str) -> Plan | None:
+        """Return the plan of a namespace's last answer."""
+        with self._lock:
+            return self._plans.get(tenant)
+
+
+class Requests:
+    """ASGI middleware that counts requests by route template, method and status."""
+
+    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
+        self.app, self.metrics = app, metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        status = 499  # the client went away before there was one
+
+        async def count(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            await self.app(scope, receive, count)
+        finally:
+            route = getattr(scope.get("route"), "path", "none")
+            method = scope["method"] if scope["method"] in METHODS else "other"
+            self.metrics.requests.labels(route, method, str(status)).inc()

@@ -1,0 +1,135 @@
+"""Errors as OpenAI's clients expect them: ``{"error": {message, type, param, code, hint, ...}}``."""
+
+from __future__ import annotations
+
+import logging
+import re
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from http import HTTPStatus
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
+from kvweave import errors
+from kvweave.errors import KVWeaveError
+
+log = logging.getLogger("kvweave.serve")
+
+STATUS: Sequence[tuple[type[KVWeaveError], int]] = (
+    (errors.ChunkNotFound, 404),
+    (errors.ContextNotFound, 404),
+    (errors.NameTaken, 409),
+    (errors.ChunkPinned, 409),
+    (errors.ChunkInUse, 409),
+    (errors.CannotMove, 409),
+    (errors.ModelMismatch, 409),
+    (errors.ChunkError, 400),
+    (errors.WeaveError, 400),
+    (errors.OverBudget, 503),
+    (errors.Overloaded, 429),
+    (errors.OverQuota, 429),
+)
+TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+# Their messages name files of the server, which are not the client's business.
+INTERNAL = (errors.CorruptChunk, errors.FormatTooNew, errors.ModelUnusable)
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One error as HTTP says it."""
+
+    status: int
+    error: dict[str, Any]
+    headers: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def body(self) -> dict[str, Any]:
+        return {"error": self.error}
+
+    @property
+    def response(self) -> JSONResponse:
+        return JSONResponse(self.body, self.status, self.headers)
+
+
+def make(
+    status: int, message: str, *, code: str = "", param: str | None = None, hint: str = "",
+    headers: Mapping[str, str] | None = None, **data: object,
+) -> Problem:  # fmt: skip
+    """Return a problem that is no KVWeaveError; ``code`` is by default the status in words."""
+    kind = TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
+    code = code or HTTPStatus(status).name.lower()
+    error = {"message": message, "type": kind, "param": param, "code": code, "hint": hint}
+    return Problem(status, error | data, dict(headers or {}))
+
+
+def problem_of(error: BaseException, *, stopping: bool = False) -> Problem:
+    """Return what a client is told of ``error``; the unexpected is logged under an id.
+
+    ``stopping``: an overloaded server that will not come back is not there (503).
+    """
+    if isinstance(error, RequestValidationError):
+        return _malformed(error)
+    if isinstance(error, HTTPException):
+        return make(error.status_code, str(error.detail), headers=error.headers)
+    known = [status for kind, status in STATUS if isinstance(error, kind)]
+    if not isinstance(error, KVWeaveError) or not known or isinstance(error, INTERNAL):
+        return _unexpected(error)
+    status = 503 if stopping and isinstance(error, errors.Overloaded) else known[0]
+    told = error.to_dict()
+    told["param"] = told.pop("argument", None)
+    told["code"] = snake_case(str(told["code"]))
+    told["type"] = TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
+    if isinstance(error, errors.ContextTooLong):
+        told["code"] = "context_length_exceeded"
+    if isinstance(error, errors.OverQuota):
+        told["code"] = told["type"] = "insufficient_quota"
+        return Problem(status, told)
+    if status not in (429, 503):
+        return Problem(status, told)
+    seconds = error.data.get("retry_after", 10)
+    return Problem(status, told, {"Retry-After": f"{float(str(seconds)):.0f}"})
+
+
+def snake_case(name: str) -> str:
+    """Return ``chunk_not_found`` for ``ChunkNotFound``."""
+    return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower()
+
+
+def _malformed(error: RequestValidationError) -> Problem:
+    first, *more = error.errors()
+    message = _where(first) + str(first["msg"])
+    if more:
+        message += f" (and {len(more)} more)"
+    param = ".".join(str(part) for part in first["loc"][1:]) or None
+    return make(400, message, code="invalid_request", param=param)
+
+
+def _where(found: Mapping[str, Any]) -> str:
+    place = ".".join(str(part) for part in found["loc"][1:])
+    return f"{place}: " if place else ""
+
+
+def _unexpected(error: BaseException) -> Problem:
+    """Log the error with its trace; the client gets the id to ask about, and no insight."""
+    id = uuid.uuid4().hex[:12]
+    log.error("error %s", id, exc_info=error)
+    if isinstance(error, errors.CorruptChunk):
+        message, hint = "a stored chunk is damaged", "remove it and put its text again"
+        return make(500, message, code="corrupt_chunk", hint=hint, id=id)
+    return make(500, "the server failed", code="internal_error", hint=f"its log has {id}", id=id)
+
+
+def install(app: FastAPI) -> None:
+    """Let the app answer every error that leaves a route in this shape."""
+
+    def answer(request: Request, error: Exception) -> JSONResponse:
+        driver = getattr(request.app.state, "driver", None)
+        return problem_of(error, stopping=bool(driver and driver.stopping)).response
+
+    for kind in (KVWeaveError, RequestValidationError, HTTPException):
+        app.add_exception_handler(kind, answer)
