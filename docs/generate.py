@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import argparse
 import re
+from collections.abc import Callable
 from pathlib import Path
 
-from kvweave.cli.parser import COMMANDS, Command, add_common, command_parser
+from kvweave.cli.parser import COMMANDS, Command, add_common, add_remote, command_parser
 
 FILE = Path(__file__).parent / "cli.md"
 
@@ -23,7 +24,8 @@ so that the next process finds them. A home belongs to one model: the one of the
 Results go to stdout, notes and errors to stderr. With `--json`, stdout is JSON and nothing else, and
 an error is an object `{"error": {"code", "message", "hint", ...}}` on stderr. Exit status: 0 done,
 1 an error, 2 wrong usage, 130 Ctrl-C, 141 the reader of a pipe went away. `KVWEAVE_LOG=debug` shows
-where an error came from. One process at a time may have a home open.
+where an error came from. One process at a time may have a home open: the others talk to its server
+(`kvweave serve`, then `--url` or `$KVWEAVE_URL`) with the same commands, which then need no model.
 
 A `PATTERN` is a name, `#17`, a glob (`*` within a part, `**` across parts, `?`, `[a-z]`, `{a,b}`), or
 `docs/` for everything below.
@@ -33,22 +35,29 @@ A `PATTERN` is a name, `#17`, a glob (`*` within a part, `**` across parts, `?`,
 def page() -> str:
     """Return the text of docs/cli.md."""
     rows = [f"| [`{c.name}`](#{c.name}) | {c.summary} |" for c in COMMANDS.values()]
-    common = argparse.ArgumentParser(add_help=False)
-    add_common(common)
+    here = ", ".join(f"`{c.name}`" for c in COMMANDS.values() if not c.remote)
     parts = [
         HEAD,
         "\n".join(["| command | |", "|---|---|", *rows]) + "\n",
-        "## Common options\n\n" + _options(common),
+        "## Common options\n\n" + _options(_parser(add_common)),
+        f"## Options of a server\n\nOf all commands but {here}.\n\n"
+        + _options(_parser(add_remote)),
         *(_section(command) for command in COMMANDS.values()),
     ]
     return "\n".join(parts)
 
 
+def _parser(add: Callable[[argparse.ArgumentParser], None]) -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(add_help=False)
+    add(made)
+    return made
+
+
 def _section(command: Command) -> str:
     parser = command_parser(command)
-    common = argparse.ArgumentParser(add_help=False)
-    add_common(common)
-    shared = set(common._option_string_actions)
+    shared = set(_parser(add_common)._option_string_actions)
+    if command.remote:
+        shared |= set(_parser(add_remote)._option_string_actions)
     own = [a for a in parser._actions if not shared.intersection(a.option_strings)]
     words = ["kvweave", command.name, *(_word(a) for a in own if not a.option_strings), "[OPTIONS]"]
     text = f"## {command.name}\n\n{command.summary}"

@@ -4,6 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from kvweave.client import Client
     from kvweave.config import Config
     from kvweave.engine import Engine
     from kvweave.errors import KVWeaveError
@@ -20,6 +21,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Answer",
     "Check",
+    "Client",
     "Config",
     "Context",
     "Engine",
@@ -34,6 +36,7 @@ __all__ = [
 _HOMES = {
     "Answer": "kvweave.weave.generate",
     "Check": "kvweave.weave.check",
+    "Client": "kvweave.client",
     "Config": "kvweave.config",
     "Context": "kvweave.weave.context",
     "Engine": "kvweave.engine",

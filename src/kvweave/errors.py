@@ -23,7 +23,10 @@
     |   |-- CorruptChunk               .path, .checksum
     |   `-- FormatTooNew               .path, .found, .supported
     `-- ServerError
-        `-- Overloaded                 .retry_after (seconds)
+        |-- Overloaded                 .retry_after (seconds)
+        |-- OverQuota                  .what, .needed, .used, .quota
+        |-- Unreachable                .url, .reason
+        `-- KeyRefused                 .url, .reason
 
 Bad input is refused before any state changes: after one of these, what was there is still there.
 """
@@ -236,4 +239,36 @@ class Overloaded(ServerError):
             "too many requests are waiting",
             hint=f"try again in {retry_after:g} s",
             retry_after=retry_after,
+        )
+
+
+class OverQuota(ServerError):
+    def __init__(self, what: str, needed: int, used: int, quota: int) -> None:
+        super().__init__(
+            f"{needed:,} {what} more than the {used:,} stored would be over the quota of {quota:,}",
+            hint="remove chunks or close contexts first",
+            what=what,
+            needed=needed,
+            used=used,
+            quota=quota,
+        )
+
+
+class Unreachable(ServerError):
+    def __init__(self, url: str, reason: str) -> None:
+        super().__init__(
+            f"no answer from {url}: {reason}",
+            hint="is the server running, and the address right? `kvweave serve` starts one",
+            url=url,
+            reason=reason,
+        )
+
+
+class KeyRefused(ServerError):
+    def __init__(self, url: str, reason: str) -> None:
+        super().__init__(
+            f"{url} refuses the API key: {reason}",
+            hint="give one of its keys: key=, --key or KVWEAVE_KEY",
+            url=url,
+            reason=reason,
         )

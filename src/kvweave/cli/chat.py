@@ -6,14 +6,17 @@ import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from importlib import import_module
+from typing import TYPE_CHECKING
 
 import kvweave
-from kvweave.chunk.files import Files
-from kvweave.cli.home import open_engine
 from kvweave.cli.show import Out, aligned
+from kvweave.cli.target import target
 from kvweave.cli.text import sampling_of
 from kvweave.errors import InvalidArgument, KVWeaveError, nearest
 from kvweave.weave.parts import Part
+
+if TYPE_CHECKING:
+    from kvweave.client import RemoteContext
 
 HELP = """\
 /parts           what the context holds
@@ -27,20 +30,20 @@ HELP = """\
 def chat(args: Namespace) -> int:
     """Talk to the model until the input ends; 1 when it was a pipe and something failed."""
     out = Out.of(args)
-    with open_engine(args, make=args.keep) as engine:
+    with target(args).weaver(make=args.keep) as weaver:
         sampling = sampling_of(args, stop=[])
         options = {"repair": args.repair, "share": args.share, "max_drift": args.max_drift}
-        context = engine.context(
-            _free_name(engine),
+        context = weaver.context(
+            _free_name(weaver),
             system=args.system,
             **{key: value for key, value in options.items() if value is not None},
         )
         try:
             n_failed = Chat(context, sampling, out, args.limit).talk()
         finally:
-            engine.close_context(context.name)
+            weaver.close_context(context.name)
             if not args.keep:
-                _forget(engine, context.name)
+                _forget(weaver, context.name)
     return 1 if n_failed and not sys.stdin.isatty() else 0
 
 
@@ -48,7 +51,11 @@ class Chat:
     """One conversation at the prompt."""
 
     def __init__(
-        self, context: kvweave.Context, sampling: kvweave.Sampling, out: Out, limit: int | None
+        self,
+        context: kvweave.Context | RemoteContext,
+        sampling: kvweave.Sampling,
+        out: Out,
+        limit: int | None,
     ) -> None:
         self.context, self.sampling, self.out, self.limit = context, sampling, out, limit
         self.commands: dict[str, Callable[[list[str]], None]] = {
@@ -183,13 +190,13 @@ def _lines() -> Iterator[str]:
             return
 
 
-def _free_name(engine: kvweave.Engine) -> str:
-    taken = {name.split("/")[1] for name in engine.table.names() if name.startswith("chat/")}
+def _free_name(weaver: kvweave.Engine | kvweave.Client) -> str:
+    known = [*weaver.contexts, *(entry.name for entry in weaver.files.ls("chat/**"))]
+    taken = {name.split("/")[1] for name in known if name.startswith("chat/")}
     return next(f"chat/{i}" for i in range(1, len(taken) + 2) if str(i) not in taken)
 
 
-def _forget(engine: kvweave.Engine, name: str) -> None:
-    files = Files(engine.table)
-    for entry in files.ls(f"{name}/*"):
+def _forget(weaver: kvweave.Engine | kvweave.Client, name: str) -> None:
+    for entry in weaver.files.ls(f"{name}/*"):
         if not entry.pinned:
-            files.rm(entry.name)
+            weaver.files.rm(entry.name)

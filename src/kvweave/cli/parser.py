@@ -47,6 +47,7 @@ class Command:
     add: Callable[[Parser], None]
     more: str = ""  # further help, after the summary
     examples: tuple[str, ...] = ()
+    remote: bool = True  # can talk to a server, so it takes --url and --key
 
 
 def command_parser(command: Command) -> Parser:
@@ -62,6 +63,8 @@ def command_parser(command: Command) -> Parser:
     )
     command.add(parser)
     add_common(parser)
+    if command.remote:
+        add_remote(parser)
     return parser
 
 
@@ -82,6 +85,17 @@ def add_common(parser: argparse.ArgumentParser) -> None:
     group.add_argument("-q", "--quiet", action="store_true", help="no notes and no progress")
 
 
+def add_remote(parser: argparse.ArgumentParser) -> None:
+    """Add the options of commands that can talk to a server."""
+    group = parser.add_argument_group("options of a server")
+    group.add_argument(
+        "--url",
+        metavar="URL",
+        help="a server whose chunks to work on (default: $KVWEAVE_URL, or a home)",
+    )
+    group.add_argument("--key", metavar="KEY", help="its API key (default: $KVWEAVE_KEY)")
+
+
 def top_parser() -> Parser:
     """Return the parser of ``kvweave`` without a command; its help lists the commands."""
     width = max(map(len, COMMANDS))
@@ -98,6 +112,7 @@ def top_parser() -> Parser:
     )
     parser.add_argument("--version", action="version", version=f"kvweave {kvweave.__version__}")
     add_common(parser)
+    add_remote(parser)
     return parser
 
 
@@ -112,6 +127,8 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
         near = nearest(name, COMMANDS, 1)
         hint = f"did you mean {near[0]}?" if near else "`kvweave --help` lists the commands"
         raise UsageError(f"no command {name!r}", hint)
+    if not COMMANDS[name].remote and any(word.split("=")[0] == "--url" for word in words):
+        raise UsageError(f"{name} works on this machine only", "leave --url away")
     parser = command_parser(COMMANDS[name])
     args = parser.parse_intermixed_args([*words[:at], *words[at + 1 :]])
     args.command = name
@@ -122,7 +139,7 @@ def _command_at(words: Sequence[str]) -> int | None:
     """Return the index of the first word that is no common option."""
     at = 0
     while at < len(words):
-        if words[at] in ("--home", "--model"):
+        if words[at] in ("--home", "--model", "--url", "--key"):
             at += 1
         elif not words[at].startswith("-"):
             return at
@@ -239,13 +256,18 @@ COMMANDS = {
             ),
         ),
         Command(
-            "can", f"{TEXT}:can", "Tell what the model can do, and why not.", arguments.nothing
+            "can",
+            f"{TEXT}:can",
+            "Tell what the model can do, and why not.",
+            arguments.nothing,
+            remote=False,
         ),
         Command(
             "demo",
             f"{TEXT}:demo",
             "Hold a long conversation, pruned, and measure it.",
             arguments.demo,
+            remote=False,
         ),
     )
 }

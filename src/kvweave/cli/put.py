@@ -6,15 +6,10 @@ import sys
 from argparse import Namespace
 from pathlib import Path
 
-import kvweave
-from kvweave.chunk.cut import by_paragraph, by_tokens, cut
-from kvweave.chunk.files import Files
-from kvweave.cli.home import open_engine, open_table
 from kvweave.cli.parser import UsageError
 from kvweave.cli.show import Out
+from kvweave.cli.target import target
 from kvweave.errors import ContextTooLong, EmptyChunk, InvalidArgument, NameTaken
-
-LONGEST_PIECE = 256  # tokens; a few paragraphs
 
 
 def put(args: Namespace) -> None:
@@ -23,25 +18,17 @@ def put(args: Namespace) -> None:
     if args.max_tokens and args.cut == "none":
         raise UsageError("--max-tokens without --cut", "add --cut paragraph or --cut tokens")
     texts = read_texts(args)
-    with open_engine(args, make=True) as engine:
-        items: list[tuple[str, list[int]]] = []
-        for name, text in texts:
-            items += _pieces(engine, args, name, engine.maker.tokens(text))
-        try:
-            with out.progress("tokens", sum(len(tokens) for _, tokens in items)) as progress:
-                engine.put_many(items, kind=args.kind, replace=args.replace, progress=progress)
-        except NameTaken as error:
-            error.hint = "remove it first, choose another name, or pass --replace"
-            raise
-        except ContextTooLong as error:
-            error.hint = "cut it: --cut paragraph --max-tokens 256"
-            raise
-        if args.cut != "none" and args.replace:
-            new = {name for name, _ in items}
-            for name, _ in texts:
-                _remove_old_pieces(engine, name, new)
-    with open_table(args) as table:  # again, since closing the engine moved the KV to disk
-        entries = [Files(table).stat(name) for name, _ in items]
+    where = target(args)
+    try:
+        names = where.store(texts)
+    except NameTaken as error:
+        error.hint = "remove it first, choose another name, or pass --replace"
+        raise
+    except ContextTooLong as error:
+        error.hint = "cut it: --cut paragraph --max-tokens 256"
+        raise
+    with where.files() as files:  # only now: closing a home moved the KV to disk
+        entries = [files.stat(name) for name in names]
     out.done("stored", entries, dry_run=False)
 
 
@@ -72,25 +59,3 @@ def _read(file: str) -> str:
         return data.decode()
     except UnicodeDecodeError as error:
         raise InvalidArgument(file, f"it is not UTF-8 text: {error.reason}") from error
-
-
-def _pieces(
-    engine: kvweave.Engine, args: Namespace, name: str, tokens: list[int]
-) -> list[tuple[str, list[int]]]:
-    if args.cut == "none":
-        return [(name, tokens)]
-    longest = args.max_tokens or LONGEST_PIECE
-    tokenizer = engine.runner.tokenizer
-    if args.cut == "tokens" or tokenizer is None:
-        cutter = by_tokens(longest)
-    else:
-        cutter = by_paragraph(lambda token: str(tokenizer.decode([token])), longest)
-    pieces = cut(tokens, cutter)
-    width = max(3, len(str(len(pieces) - 1)))
-    return [(f"{name}/{i:0{width}d}", piece) for i, piece in enumerate(pieces)]
-
-
-def _remove_old_pieces(engine: kvweave.Engine, name: str, new: set[str]) -> None:
-    for entry in engine.files.ls(f"{name}/*"):
-        if entry.name not in new and entry.name.rpartition("/")[2].isdecimal():
-            engine.files.rm(entry.name)

@@ -8,15 +8,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import kvweave
-from kvweave.chunk.files import Files
 from kvweave.chunk.names import has_glob
-from kvweave.cli.home import home_of, open_engine, open_table, quieten
+from kvweave.cli.home import open_engine, quieten
 from kvweave.cli.parser import UsageError
 from kvweave.cli.show import Out, aligned, size
+from kvweave.cli.target import require_here, target
 from kvweave.errors import ChunkNotFound, HoleNotFilled
 from kvweave.weave.template import Template
+
+if TYPE_CHECKING:
+    from kvweave.client import RemoteContext
 
 # arguments of Engine.compose
 RESERVED = ("self", "template", "name", "repair", "share", "max_drift")
@@ -27,14 +31,14 @@ def run(args: Namespace) -> None:
     out = Out.of(args)
     with composed(args) as context:
         sampling = sampling_of(args, stop=args.stop)
-        check = context.check() if args.check else None
-        woven = context.plan  # with --check it is woven by now, and the answer finds all in place
+        # with --check it is woven by now, and the answer finds all in place
+        check, woven = (context.check(), context.plan) if args.check else (None, None)
         turn = context.begin(sampling)
-        plan = woven if check is not None else context.plan
         for piece in turn.stream():
             if not out.as_json:
                 print(piece, end="", flush=True)
         answer = turn.finish()
+        plan = woven or answer.plan
     if out.as_json:
         found = {"text": answer.text, "finish": answer.finish, "usage": answer.usage}
         checked = None if check is None else check.to_dict()
@@ -50,6 +54,7 @@ def run(args: Namespace) -> None:
 def check(args: Namespace) -> None:
     """Weave a context and compare it with a full prefill; or measure the model on the suite."""
     if args.suite:
+        require_here(args, "the suite")
         import_module("kvweave.cli.suite").check(args)
         return
     if args.calibrate is not None:
@@ -92,17 +97,7 @@ def can(args: Namespace) -> None:
 
 def place(args: Namespace) -> None:
     """Move KV to a tier."""
-    out = Out.of(args)
-    if args.tier == "ram":
-        out.note("note: ram lasts as long as this process, then the KV goes to disk")
-    if not (home_of(args) / "model.json").exists():
-        with open_table(args) as table:  # says that nothing is there, or what is not found
-            Files(table).ls(args.pattern)
-        out.done("placed", [], dry_run=args.dry_run)
-        return
-    with open_engine(args) as engine:
-        moved = engine.place(args.pattern, args.tier, dry_run=args.dry_run)
-    out.done("placed", moved, dry_run=args.dry_run)
+    Out.of(args).done("placed", target(args).place(), dry_run=args.dry_run)
 
 
 def demo(args: Namespace) -> int:
@@ -113,19 +108,23 @@ def demo(args: Namespace) -> int:
 
 
 @contextmanager
-def composed(args: Namespace) -> Iterator[kvweave.Context]:
-    """Open the engine and yield the context TEMPLATE describes."""
+def composed(args: Namespace) -> Iterator[kvweave.Context | RemoteContext]:
+    """Yield the context TEMPLATE describes, and close it."""
     template, values = Template(_template_text(args)), _hole_values(args)
-    with open_engine(args) as engine:
+    with target(args).weaver() as weaver:
         filled: dict[str, object] = dict(values)
         for hole, value in values.items():
             if isinstance(value, list):
-                filled[hole] = [name for ref in value for name in _names(engine, ref)]
+                filled[hole] = [name for ref in value for name in _names(weaver, ref)]
         try:
             options = {"repair": args.repair, "share": args.share, "max_drift": args.max_drift}
-            yield engine.compose(template, **options, **filled)  # type: ignore[arg-type]
+            context = weaver.compose(template, **options, **filled)  # type: ignore[arg-type]
         except HoleNotFilled as error:
-            raise _explained(engine, error) from error
+            raise _explained(weaver, error) from error
+        try:
+            yield context
+        finally:
+            weaver.close_context(context.name)
 
 
 def sampling_of(args: Namespace, stop: list[str]) -> kvweave.Sampling:
@@ -162,21 +161,25 @@ def _hole_values(args: Namespace) -> dict[str, str | list[str]]:
     return values
 
 
-def _names(engine: kvweave.Engine, ref: str) -> list[str]:
+def _names(weaver: kvweave.Engine | kvweave.Client, ref: str) -> list[str]:
     """Return the names a glob or ``docs/`` stands for, in order; any other name as it is."""
     if not has_glob(ref) and not ref.endswith("/"):
         return [ref]
-    names = [entry.name for entry in engine.files.ls(ref)]
+    names = [entry.name for entry in weaver.files.ls(ref)]
     if not names:
         raise ChunkNotFound(ref)
     return names
 
 
-def _explained(engine: kvweave.Engine, error: HoleNotFilled) -> ChunkNotFound | HoleNotFilled:
+def _explained(
+    weaver: kvweave.Engine | kvweave.Client, error: HoleNotFilled
+) -> ChunkNotFound | HoleNotFilled:
     """Return the error in the words of the shell: a path is a missing chunk, not a hole."""
     hole = str(error.hole)
-    near = engine.table.similar_names(hole)
-    if near or "/" in hole or hole.startswith("#"):
-        return ChunkNotFound(hole, near)
+    try:
+        weaver.files.stat(hole)
+    except ChunkNotFound as missing:
+        if missing.did_you_mean or "/" in hole or hole.startswith("#"):
+            return missing
     error.hint = f"pass --set {hole}=TEXT or --docs {hole}=NAME, or write {{{{{hole}}}}} for braces"
     return error

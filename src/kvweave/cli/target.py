@@ -1,0 +1,158 @@
+"""Whose chunks a command works on: a home on this machine, or a server (``--url``).
+
+The one place that knows the difference. Both targets have the same verbs, and what they open has
+those of `Files` and of `Engine`.
+"""
+
+from __future__ import annotations
+
+import os
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from kvweave.chunk.cut import by_paragraph, by_tokens, cut
+from kvweave.chunk.files import Entry, Files
+from kvweave.cli.home import home_of, open_engine, open_table
+from kvweave.cli.parser import UsageError
+from kvweave.cli.show import Out
+
+if TYPE_CHECKING:
+    import kvweave
+    from kvweave.client import Client, RemoteFiles
+
+LONGEST_PIECE = 256  # tokens; a few paragraphs
+Named = tuple[str, str]  # a name and a text
+
+
+def target(args: Namespace) -> Here | There:
+    """Return what --url or KVWEAVE_URL says; a --home or --model beats the variable.
+
+    Raises UsageError for both on the command line.
+    """
+    local = [f"--{name}" for name in ("home", "model") if getattr(args, name) is not None]
+    if args.url and local:
+        raise UsageError(f"--url takes no {local[0]}: both are the server's", "leave one away")
+    url = args.url or ("" if local else os.environ.get("KVWEAVE_URL", ""))
+    return There(args, url) if url else Here(args)
+
+
+def require_here(args: Namespace, what: str) -> None:
+    """Raise UsageError if a server was asked for what only works on this machine."""
+    if args.url:
+        raise UsageError(f"{what} works on this machine only", "leave --url away")
+
+
+class LocalFiles(Files):
+    """The file verbs, and what the shell's `stat` tells besides."""
+
+    def about(self, ref: str) -> dict[str, Any]:
+        """Return the entry as a dict, with all names, the base's id and the digest."""
+        entry = self.stat(ref)
+        record = self.table.get(entry.id)
+        more = {"names": list(record.names), "base": record.base, "digest": record.digest.hex()}
+        return entry.to_dict() | more
+
+
+class Here:
+    """A home on this machine."""
+
+    def __init__(self, args: Namespace) -> None:
+        self.args, self.out = args, Out.of(args)
+
+    @contextmanager
+    def files(self) -> Iterator[LocalFiles]:
+        """Open the file verbs; they need no model."""
+        with open_table(self.args) as table:
+            yield LocalFiles(table)
+
+    @contextmanager
+    def weaver(self, *, make: bool = False) -> Iterator[kvweave.Engine]:
+        """Load the model and open the home with it; ``make`` makes one."""
+        with open_engine(self.args, make=make) as engine:
+            yield engine
+
+    def place(self) -> list[Entry]:
+        """Move KV to a tier; return the entries."""
+        args = self.args
+        if args.tier == "ram":
+            self.out.note("note: ram lasts as long as this process, then the KV goes to disk")
+        if not (home_of(args) / "model.json").exists():
+            with self.files() as files:  # says that nothing is there, or what is not found
+                files.ls(args.pattern)
+            return []
+        with self.weaver() as engine:
+            return engine.place(args.pattern, args.tier, dry_run=args.dry_run)
+
+    def store(self, texts: Sequence[Named]) -> list[str]:
+        """Store texts as chunks, cut as asked; return the names."""
+        args = self.args
+        with self.weaver(make=True) as engine:
+            items: list[tuple[str, list[int]]] = []
+            for name, text in texts:
+                items += self._pieces(engine, name, engine.maker.tokens(text))
+            with self.out.progress("tokens", sum(len(tokens) for _, tokens in items)) as progress:
+                engine.put_many(items, kind=args.kind, replace=args.replace, progress=progress)
+            new = {name for name, _ in items}
+            for name, _ in texts if args.cut != "none" and args.replace else ():
+                for entry in engine.files.ls(f"{name}/*"):
+                    if entry.name not in new and entry.name.rpartition("/")[2].isdecimal():
+                        engine.files.rm(entry.name)
+        return [name for name, _ in items]
+
+    def _pieces(
+        self, engine: kvweave.Engine, name: str, tokens: list[int]
+    ) -> list[tuple[str, list[int]]]:
+        if self.args.cut == "none":
+            return [(name, tokens)]
+        longest = self.args.max_tokens or LONGEST_PIECE
+        tokenizer = engine.runner.tokenizer
+        if self.args.cut == "tokens" or tokenizer is None:
+            cutter = by_tokens(longest)
+        else:
+            cutter = by_paragraph(lambda token: str(tokenizer.decode([token])), longest)
+        pieces = cut(tokens, cutter)
+        width = max(3, len(str(len(pieces) - 1)))
+        return [(f"{name}/{i:0{width}d}", piece) for i, piece in enumerate(pieces)]
+
+
+class There:
+    """A server."""
+
+    def __init__(self, args: Namespace, url: str) -> None:
+        self.args, self.url, self.out = args, url, Out.of(args)
+
+    @contextmanager
+    def files(self) -> Iterator[RemoteFiles]:
+        """Open the file verbs."""
+        with self.weaver() as client:
+            yield client.files
+
+    @contextmanager
+    def weaver(self, *, make: bool = False) -> Iterator[Client]:
+        """Open a client; ``make`` has no meaning here."""
+        from kvweave.client import Client
+
+        with Client(self.url, self.args.key) as client:
+            yield client
+
+    def place(self) -> list[Entry]:
+        """Move KV to a tier; return the entries."""
+        args = self.args
+        with self.weaver() as client:
+            return client.place(args.pattern, args.tier, dry_run=args.dry_run)
+
+    def store(self, texts: Sequence[Named]) -> list[str]:
+        """Store texts as chunks; return the names. Raises UsageError for --cut."""
+        args = self.args
+        if args.cut != "none":
+            raise UsageError(
+                "--cut needs the tokenizer, and that is with the server",
+                "cut the text into files, and put them with NAME/",
+            )
+        with self.weaver() as client, self.out.progress("texts", len(texts)) as progress:
+            client.put_many(
+                texts, kind=args.kind, replace=args.replace, progress=lambda n: progress(1)
+            )
+        return [name for name, _ in texts]

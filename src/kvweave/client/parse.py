@@ -1,0 +1,69 @@
+"""From a server's JSON to the same plain objects the engine gives."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any, TypeVar
+
+from kvweave.chunk.files import Entry, Usage
+from kvweave.chunk.identity import ChunkId
+from kvweave.run.sampling import Choice
+from kvweave.weave.check import Check
+from kvweave.weave.generate import Answer
+from kvweave.weave.parts import Part
+from kvweave.weave.plan import Plan, Span
+
+Json = Mapping[str, Any]
+T = TypeVar("T")
+
+
+def entry(found: Json) -> Entry:
+    """Return an entry of a listing."""
+    return _make(Entry, found)
+
+
+def usage(found: Json) -> Usage:
+    """Return one group of `du`."""
+    return _make(Usage, found)
+
+
+def plan(found: Json) -> Plan:
+    """Return what `Plan.to_dict` made a dict of."""
+    spans = tuple(_make(Span, span) for span in found["spans"])
+    return Plan(spans, found["strategy"], found.get("drift"), found.get("evidence"))
+
+
+def check(found: Json) -> Check:
+    """Return what `Check.to_dict` made a dict of."""
+    return _make(Check, found)
+
+
+def part(found: Json) -> Part:
+    """Return one part of a context."""
+    start, n = found.get("start", 0), found["n_tokens"]
+    return Part(found["uid"], ChunkId(found["id"]), n, found["name"], start=start)
+
+
+def answer(found: Json) -> Answer:
+    """Return a finished answer."""
+    choices = (
+        Choice(c["token"], c["logprob"], tuple((t, p) for t, p in c["top"]))
+        for c in found.get("choices", ())
+    )
+    return Answer(
+        found["text"],
+        tuple(found["tokens"]),
+        found["finish"],
+        tuple(choices),
+        plan(found["plan"]),
+        dict(found["usage"]),
+    )
+
+
+def _make(kind: type[T], found: Json) -> T:
+    """Return a dataclass from the fields it knows, so that a newer server may tell more."""
+    known = {f.name for f in fields(kind)}  # type: ignore[arg-type]
+    return kind(
+        **{k: tuple(v) if isinstance(v, list) else v for k, v in found.items() if k in known}
+    )
