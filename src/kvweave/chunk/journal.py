@@ -189,6 +189,21 @@ class Journal:
                 raise _explain(error, self.path) from error
             raise
 
+    def sync(self) -> None:
+        """Wait until what was written would survive a power cut too."""
+        wal = self.path.with_name(self.path.name + "-wal")
+        try:
+            for path in (wal, self.path.parent):  # the directory: the file may be new in it
+                file = os.open(path, os.O_RDONLY)
+                try:
+                    os.fsync(file)
+                finally:
+                    os.close(file)
+        except FileNotFoundError:
+            return  # nothing was written since SQLite put all into the file itself, synced
+        except OSError as error:
+            raise StoreError(f"cannot sync {wal}: {error}", path=str(wal)) from error
+
     def close(self) -> None:
         """Close the file and let the lock go; doing it twice does nothing."""
         if self._lock < 0:

@@ -187,6 +187,11 @@ class Table(Index):
         with self.transaction():
             self._changes.write_uses = True
 
+    def sync(self) -> None:
+        """Wait until all that was written would survive a power cut. Raises StoreError."""
+        if self._journal is not None:
+            self._journal.sync()
+
     # --- names ---
 
     def bind(self, name: str, id: ChunkId, *, namespace: str = "", replace: bool = False) -> None:

@@ -64,6 +64,7 @@ class Disk:
                 file.flush()
                 os.fsync(file.fileno())
             temporary.replace(self.path(key))
+            _sync_directory(self.directory)
         except OSError as error:
             temporary.unlink(missing_ok=True)
             free = os.statvfs(self.directory)
@@ -118,6 +119,15 @@ class Disk:
         """Raise AssertionError when files and accounting differ."""
         found = {int(p.stem): p.stat().st_size for p in self.directory.glob("*.kv")}
         assert found == self._sizes, f"files {found}, counted {self._sizes}"
+
+
+def _sync_directory(directory: Path) -> None:
+    """Make a rename in it survive a power cut."""
+    opened = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(opened)
+    finally:
+        os.close(opened)
 
 
 def _checksum(tensors: dict[str, torch.Tensor]) -> str:

@@ -1,0 +1,294 @@
+"""``/v1/chunks``: the file verbs, each on the chunks of the caller's namespace."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Query
+from pydantic import BaseModel
+
+from kvweave.chunk.files import Entry, Files
+from kvweave.chunk.identity import ChunkId, Kind, Tier
+from kvweave.engine import Engine
+from kvweave.errors import InvalidArgument
+from kvweave.serve.access import Tenant
+from kvweave.serve.common import (
+    ERRORS,
+    Body,
+    Content,
+    PathPattern,
+    PathRef,
+    Ref,
+    Serving,
+    The,
+    check_pattern,
+)
+
+router = APIRouter(prefix="/v1/chunks", tags=["chunks"], responses=ERRORS)
+
+Pattern = Annotated[str, Query(max_length=256, description="a name, glob or `docs/`")]
+Limit = Annotated[int | None, Query(ge=0, le=2**31)]
+Sort = Literal[
+    "name", "id", "n_tokens", "n_bytes", "kind", "tier", "pinned", "created", "last_used", "n_uses"
+]  # fmt: skip
+
+
+class ChunkEntry(BaseModel):
+    """One name and what stands behind it; a chunk without names is listed as ``#17``."""
+
+    name: str
+    id: int
+    n_tokens: int
+    n_bytes: int
+    kind: Kind
+    tier: Tier
+    pinned: bool
+    refs: int
+    created: float
+    last_used: float
+    n_uses: int
+
+
+class ChunkStat(ChunkEntry):
+    """All about one chunk."""
+
+    names: list[str]
+    base: int | None
+    digest: str
+    text: str | None = None
+    tokens: list[int] | None = None
+
+
+class ChunkList(BaseModel):
+    """Entries in the order asked for."""
+
+    object: Literal["list"] = "list"
+    data: list[ChunkEntry]
+
+
+class Group(BaseModel):
+    """What the chunks of one group take."""
+
+    key: str
+    n_chunks: int
+    n_tokens: int
+    n_bytes: int
+
+
+class GroupList(BaseModel):
+    """Groups, the largest first."""
+
+    object: Literal["list"] = "list"
+    data: list[Group]
+
+
+class Put(Content):
+    """A chunk to store. ``durable``: its KV too is on disk before the answer."""
+
+    kind: Kind = "document"
+    replace: bool = False
+    durable: bool = False
+
+
+class DryRun(Body):
+    """Whether only to say what would happen."""
+
+    dry_run: bool = False
+
+
+class Place(DryRun):
+    """Where the KV shall rest."""
+
+    tier: Tier
+
+
+class Rename(DryRun):
+    """The new name, or ``docs/`` for several."""
+
+    to: Ref
+    replace: bool = False
+
+
+def listing(entries: Sequence[Entry]) -> dict[str, Any]:
+    """Return entries as a list object."""
+    return {"object": "list", "data": [entry.to_dict() for entry in entries]}
+
+
+@router.get("", response_model=ChunkList)
+async def ls(
+    tenant: Tenant, the: The, pattern: Pattern = "", sort: Sort = "name",
+    reverse: bool = False, limit: Limit = None,
+) -> dict[str, Any]:  # fmt: skip
+    """List names."""
+    check_pattern(pattern)
+
+    def work(engine: Engine) -> dict[str, Any]:
+        found = Files(engine.table, tenant).ls(pattern, sort=sort, reverse=reverse, limit=limit)
+        return listing(found)
+
+    return await the.call(tenant, work)
+
+
+class Wanted(Body):
+    """What to find."""
+
+    pattern: Pattern = "**"
+    kind: Kind | None = None
+    tier: Tier | None = None
+    pinned: bool | None = None
+    min_tokens: int | None = None
+    unused_since: float | None = None
+
+
+# The routes with a verb stand before those whose name could swallow it.
+
+
+@router.get(":find", response_model=ChunkList, name="find")
+async def find(tenant: Tenant, the: The, wanted: Annotated[Wanted, Query()]) -> dict[str, Any]:
+    """List names by what stands behind them."""
+    check_pattern(wanted.pattern)
+    given = wanted.model_dump()
+    return await the.call(tenant, lambda e: listing(Files(e.table, tenant).find(**given)))
+
+
+@router.get(":du", response_model=GroupList, name="du")
+async def du(
+    tenant: Tenant, the: The, pattern: Pattern = "", by: Literal["tier", "kind", "dir"] = "tier"
+) -> dict[str, Any]:
+    """Add up tokens and bytes."""
+    check_pattern(pattern)
+
+    def work(engine: Engine) -> dict[str, Any]:
+        groups = Files(engine.table, tenant).du(pattern, by)
+        return {"object": "list", "data": [group.to_dict() for group in groups]}
+
+    return await the.call(tenant, work)
+
+
+@router.post("/{pattern:path}:pin", response_model=ChunkList)
+async def pin(
+    tenant: Tenant, the: The, pattern: PathPattern, body: DryRun | None = None
+) -> dict[str, Any]:
+    """Keep chunks from being removed or evicted."""
+    dry = body is not None and body.dry_run
+    check_pattern(pattern)
+    return await the.call(
+        tenant, lambda e: listing(Files(e.table, tenant).pin(pattern, dry_run=dry))
+    )
+
+
+@router.post("/{pattern:path}:unpin", response_model=ChunkList)
+async def unpin(
+    tenant: Tenant, the: The, pattern: PathPattern, body: DryRun | None = None
+) -> dict[str, Any]:
+    """Take back pin; nothing is freed by it."""
+    dry = body is not None and body.dry_run
+    check_pattern(pattern)
+    return await the.call(
+        tenant, lambda e: listing(Files(e.table, tenant).unpin(pattern, dry_run=dry))
+    )
+
+
+@router.post("/{pattern:path}:place", response_model=ChunkList)
+async def place(tenant: Tenant, the: The, pattern: PathPattern, body: Place) -> dict[str, Any]:
+    """Move KV to a tier; ``none`` keeps only the tokens."""
+    check_pattern(pattern)
+
+    def work(engine: Engine) -> dict[str, Any]:
+        return listing(engine.place(pattern, body.tier, namespace=tenant, dry_run=body.dry_run))
+
+    return await the.call(tenant, work)
+
+
+@router.post("/{pattern:path}:cp", response_model=ChunkList)
+async def cp(tenant: Tenant, the: The, pattern: PathPattern, body: Rename) -> dict[str, Any]:
+    """Give chunks another name; no KV is copied."""
+    return await the.call(tenant, lambda e: _rename(e, the, tenant, pattern, body, keep=True))
+
+
+@router.post("/{pattern:path}:mv", response_model=ChunkList)
+async def mv(tenant: Tenant, the: The, pattern: PathPattern, body: Rename) -> dict[str, Any]:
+    """Rename; the KV stays where it is."""
+    return await the.call(tenant, lambda e: _rename(e, the, tenant, pattern, body, keep=False))
+
+
+def _rename(
+    engine: Engine, the: Serving, tenant: str, pattern: str, body: Rename, *, keep: bool
+) -> dict[str, Any]:
+    check_pattern(pattern)
+    if not body.to.endswith("/"):
+        the.new_name(body.to)
+    files = Files(engine.table, tenant)
+    verb = files.cp if keep else files.mv
+    return listing(verb(pattern, body.to, body.replace, dry_run=body.dry_run))
+
+
+@router.put("/{name:path}", response_model=ChunkEntry, status_code=201)
+async def put(tenant: Tenant, the: The, name: PathRef, body: Put) -> dict[str, object]:
+    """Store a chunk with its KV under a name."""
+    name = the.new_name(name)
+    return await the.call(tenant, lambda engine: store(engine, the, tenant, name, body))
+
+
+def store(engine: Engine, the: Serving, tenant: str, name: str, body: Put) -> dict[str, object]:
+    """Put a chunk, durably if asked to; on an error nothing is stored."""
+    if body.durable and engine.shelf.disk is None:
+        raise InvalidArgument(
+            "durable", "this server has no home directory", "start it with --home"
+        )
+    tokens = engine.maker.tokens(body.content)
+    the.quota.check(engine, tenant, [len(tokens)], name if body.replace else "")
+    made: ChunkId | None = None
+    try:
+        with engine.table.transaction():
+            entry = engine.put(name, tokens, kind=body.kind, namespace=tenant, replace=body.replace)
+            made = entry.id
+            if body.durable:
+                keep(engine, made)
+    except BaseException:
+        if made is not None and engine.table.lookup(f"#{made}", tenant) is None:
+            engine.shelf.drop(made)
+        raise
+    if body.durable:
+        engine.table.sync()
+    the.on_stored(tenant, entry.id)
+    return entry.to_dict()
+
+
+def keep(engine: Engine, id: ChunkId) -> None:
+    """Write the canonical KV of a chunk to disk, synced; it stays in memory too."""
+    disk, kv = engine.shelf.disk, engine.shelf.get(id)
+    assert disk is not None and kv is not None
+    if id not in disk:
+        disk.put(id, kv)
+
+
+@router.get("/{name:path}", response_model=ChunkStat, response_model_exclude_none=False)
+async def stat(tenant: Tenant, the: The, name: PathRef, text: bool = False) -> dict[str, object]:
+    """Tell all about one chunk; with ``text`` also what it says."""
+
+    def work(engine: Engine) -> dict[str, object]:
+        record = engine.table.resolve(name, tenant)
+        told = Files(engine.table, tenant).stat(name).to_dict()
+        told |= {"names": list(record.names), "base": record.base, "digest": record.digest.hex()}
+        if text:
+            tokens = [int(token) for token in engine.table.tokens(record.id)]
+            decode = engine.loop.decode()
+            told |= {"tokens": tokens, "text": decode(tokens) if decode is not None else None}
+        return told
+
+    return await the.call(tenant, work)
+
+
+@router.delete("/{pattern:path}", response_model=ChunkList)
+async def rm(
+    tenant: Tenant, the: The, pattern: PathPattern, force: bool = False, dry_run: bool = False
+) -> dict[str, Any]:
+    """Remove names and return them as they were; a chunk that nothing else keeps is freed."""
+    check_pattern(pattern)
+
+    def work(engine: Engine) -> dict[str, Any]:
+        return listing(Files(engine.table, tenant).rm(pattern, dry_run=dry_run, force=force))
+
+    return await the.call(tenant, work)

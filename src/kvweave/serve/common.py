@@ -1,0 +1,141 @@
+"""What the routers share: the running server, checked names and patterns, documented errors."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Annotated, Any, TypeVar
+
+from fastapi import Depends, Path, Request
+from pydantic import BaseModel, ConfigDict, StrictInt, StringConstraints, model_validator
+
+from kvweave.chunk.identity import ChunkId, check_name
+from kvweave.engine import Engine
+from kvweave.errors import InvalidArgument, InvalidName
+from kvweave.serve.driver import Driver
+from kvweave.serve.metrics import History, Metrics
+from kvweave.serve.options import Options
+from kvweave.serve.quota import Quota
+
+T = TypeVar("T")
+
+MAX_REF = 256  # characters of a name, ``#id`` or part, with a slice behind it
+MAX_STARS, MAX_BRACES = 3, 2  # of a pattern: what they cost multiplies
+
+Ref = Annotated[str, StringConstraints(min_length=1, max_length=MAX_REF)]
+PathRef = Annotated[str, Path(min_length=1, max_length=MAX_REF, description="a name or `#17`")]
+PathPattern = Annotated[
+    str,
+    Path(min_length=1, max_length=MAX_REF, description="a name, `#17`, a glob, or `docs/`"),
+]
+
+
+@dataclass(slots=True)
+class Serving:
+    """One running server."""
+
+    driver: Driver
+    options: Options
+    metrics: Metrics = field(default_factory=Metrics)
+    history: History = field(default_factory=History)
+    started: float = field(default_factory=time.time)
+    on_stored: Callable[[str, ChunkId], None] = lambda namespace, id: None
+    """Told, in the driver's thread, of each chunk a client stores."""
+
+    @property
+    def quota(self) -> Quota:
+        return Quota(self.options.quota, self.options.quota_chunks)
+
+    async def call(self, tenant: str, work: Callable[[Engine], T]) -> T:
+        """Run ``work`` in the engine's thread; see `Driver.call`."""
+        return await self.driver.call(work, tenant=tenant)
+
+    def new_name(self, name: str) -> str:
+        """Return the normal form of a name to be given. Raises InvalidName."""
+        name = check_name(name)
+        if len(name) > self.options.max_name:
+            raise InvalidName(name, f"it has {len(name)} characters, not {self.options.max_name}")
+        return name
+
+
+def _serving(request: Request) -> Serving:
+    serving: Serving = request.app.state.serving
+    return serving
+
+
+The = Annotated[Serving, Depends(_serving)]
+"""A route's parameter of this type is the running server."""
+
+
+class Body(BaseModel):
+    """A request; fields that are not known are refused."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+class Content(Body):
+    """Text, or token ids."""
+
+    text: str | None = None
+    tokens: list[StrictInt] | None = None
+
+    @model_validator(mode="after")
+    def _one_of_them(self) -> Content:
+        if not self._is_complete():
+            raise ValueError("give either text or tokens")
+        return self
+
+    def _is_complete(self) -> bool:
+        return (self.text is None) != (self.tokens is None)
+
+    @property
+    def content(self) -> str | list[int]:
+        return self.text if self.text is not None else self.tokens or []
+
+
+def check_pattern(pattern: str) -> str:
+    """Return a pattern that is cheap to match. Raises InvalidArgument."""
+    stars = len(re.findall(r"\*+", pattern.removesuffix("*").removesuffix("*")))
+    if stars > MAX_STARS or pattern.count("{") > MAX_BRACES or len(pattern) > MAX_REF:
+        raise InvalidArgument(
+            "pattern", "it has too many wildcards", f"{MAX_STARS} stars and {MAX_BRACES} {{a,b}}"
+        )
+    return pattern
+
+
+class ErrorBody(BaseModel):
+    """What went wrong; more fields tell which name, id, limit."""
+
+    model_config = ConfigDict(extra="allow")
+
+    message: str
+    type: str
+    code: str
+    param: str | None = None
+    hint: str = ""
+
+
+class ErrorResponse(BaseModel):
+    """Every error has this shape."""
+
+    error: ErrorBody
+
+
+ERRORS: dict[int | str, dict[str, Any]] = {
+    status: {"model": ErrorResponse, "description": text}
+    for status, text in {
+        400: "the request makes no sense",
+        401: "no API key, or an unknown one",
+        403: "sent by a page of another origin, or to another host name",
+        404: "there is no such thing in this namespace",
+        408: "the request did not arrive in time",
+        409: "what there is forbids it",
+        413: "the request is too large",
+        414: "the address is too long",
+        429: "too much waits (see Retry-After), or the namespace is over its quota",
+        500: "the server failed",
+        503: "the engine's memory is full, or the server is stopping",
+    }.items()
+}
