@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from kvweave.chunk.identity import ModelFingerprint
-from kvweave.errors import CorruptChunk
+from kvweave.errors import CorruptChunk, InvalidArgument
 
 
 class Home:
@@ -33,6 +33,6 @@ class Home:
             return
         try:
             theirs = ModelFingerprint.from_dict(json.loads(self._file.read_text()))
-        except (ValueError, AttributeError, TypeError, KeyError) as error:
+        except (ValueError, TypeError, InvalidArgument) as error:
             raise CorruptChunk(str(self._file), f"not a model's fingerprint: {error}") from error
         self.mine.require(theirs)

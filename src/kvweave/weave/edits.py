@@ -18,7 +18,11 @@ def find(parts: Sequence[Part], ref: str | int | Part) -> int:
             raise ChunkNotFound(f"part {ref} of {len(parts)}")
         return ref % len(parts)
     for i, part in enumerate(parts):
-        if part.uid == ref.uid if isinstance(ref, Part) else ref in (part.name, f"#{part.id}"):
+        if isinstance(ref, Part):
+            same = (part.uid, part.id) == (ref.uid, ref.id)
+        else:
+            same = ref in (part.name, f"#{part.id}")
+        if same:
             return i
     name = ref.name if isinstance(ref, Part) else ref
     raise ChunkNotFound(name, nearest(name, [p.name for p in parts]))

@@ -1,0 +1,132 @@
+"""Where the KV of a part comes from, without tensors: python -m pytest tests/weave/test_parts.py"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvweave.chunk.identity import ChunkId
+from kvweave.weave.parts import (
+    Available,
+    Part,
+    Placement,
+    Seen,
+    Stretch,
+    chunk_seen,
+    is_seam,
+    resolve,
+    seen_from,
+    slice_seen,
+    still_seen,
+)
+
+BASE = (Stretch(1, -5, 0, 5),)  # chunk 1, 5 tokens, carries all others
+
+
+def part(uid: int, id: int, n: int, start: int = 0, **more: object) -> Part:
+    return Part(uid, ChunkId(id), n, f"p{uid}", start=start, **more)  # type: ignore[arg-type]
+
+
+def canonical(part: Part, seen: Seen) -> Available:
+    return Available(True, slice_seen(part, () if part.id == 1 else BASE), False)
+
+
+def placed(*parts: Part) -> list[Placement]:
+    return resolve(parts, [], canonical)
+
+
+def test_slices_that_touch_are_one_stretch() -> None:
+    whole = placed(part(0, 1, 5), part(1, 7, 32), part(2, 8, 4))
+    cut = placed(part(0, 1, 5), part(1, 7, 16), part(2, 7, 10, 16), part(3, 7, 6, 26))
+    assert (
+        seen_from(whole[:2], 37)
+        == seen_from(cut, 37)
+        == (
+            Stretch(1, -37, 0, 5),
+            Stretch(7, -32, 0, 32),
+        )
+    )
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        [part(1, 7, 16), part(2, 7, 16)],  # the same tokens twice
+        [part(1, 7, 16), part(2, 7, 15, 17)],  # a token is left out
+        [part(1, 7, 16, 16), part(2, 7, 16)],  # the wrong way round
+        [part(1, 7, 16), part(2, 8, 16, 16)],  # of another chunk
+        [part(1, 7, 16), part(2, 7, 16, 16, position=30)],  # a gap between them
+    ],
+)
+def test_slices_that_do_not_touch_are_two(parts: list[Part]) -> None:
+    assert len(seen_from(placed(*parts), 100)) == 2
+
+
+def test_which_slices_are_exact() -> None:
+    head, tail = part(1, 7, 16), part(2, 7, 16, 16)
+    base = part(0, 1, 5)
+    both = placed(base, head, tail)
+    assert [p.exact for p in both] == [True, True, True]
+    assert both[2].seen == (Stretch(1, -21, 0, 5), Stretch(7, -16, 0, 16))
+    assert [p.exact for p in placed(base, tail)] == [True, False]
+    assert [p.exact for p in placed(base, tail, head)] == [True, False, False]
+    assert [p.exact for p in placed(base, part(3, 8, 4), head, tail)] == [True, True, False, False]
+    assert [p.exact for p in placed(base, part(3, 7, 8, 8), tail)] == [True, False, False], (
+        "the tokens before it stand there, but they are approximate"
+    )
+    assert [p.exact for p in placed(head)] == [False], "no base"
+
+
+def test_what_a_slice_saw() -> None:
+    base, head, tail = part(0, 1, 5), part(1, 7, 16), part(2, 7, 16, 16)
+    assert still_seen(placed(base, tail)) == [(), (7,)]
+    assert still_seen(placed(base, head, part(3, 8, 4), tail)) == [(), (), (), ()]
+    assert still_seen(placed(base, part(1, 7, 15), tail)) == [(), (), (7,)], "token 15 is missing"
+    assert still_seen(placed(base, part(3, 7, 6, 10), part(4, 7, 10), tail)) == [(), (7,), (), ()]
+    assert still_seen(placed(tail)) == [(1, 7)]
+
+
+def test_rows_are_kept_only_for_the_same_slice() -> None:
+    base, first = part(0, 1, 5), part(1, 7, 8, 8)
+    woven = placed(base, first)
+
+    def sources(*parts: Part) -> list[str]:
+        return [p.source for p in resolve(parts, woven, canonical)]
+
+    assert sources(base, part(9, 7, 8, 8)) == ["kept", "kept"]
+    assert sources(base, part(9, 7, 8)) == ["kept", "canonical"]
+    assert sources(base, part(9, 7, 9, 8)) == ["kept", "canonical"]
+    assert sources(base, part(9, 8, 8, 8)) == ["kept", "canonical"]
+
+
+def test_seams_between_slices() -> None:
+    base, head, tail = part(0, 1, 5), part(1, 7, 16), part(2, 7, 16, 16)
+
+    def seams(*parts: Part) -> list[bool]:
+        found = placed(*parts)
+        return [is_seam(a, b) for a, b in pairwise(found)]
+
+    assert seams(base, head, tail) == [False, False]
+    assert seams(base, tail, head) == [True, True]
+    assert seams(base, part(1, 7, 4), part(2, 7, 4, 4), part(3, 7, 8, 8)) == [False] * 3
+    assert seams(base, head, part(3, 7, 15, 17)) == [False, True]
+
+
+@given(start=st.integers(0, 9), before=st.integers(0, 9), n=st.integers(1, 9))
+def test_a_chunk_and_its_slice_saw_the_same(start: int, before: int, n: int) -> None:
+    whole = (Stretch(3, -before - 1, 0, before + 1),)
+    piece = part(1, 7, n, start)
+    assert chunk_seen(piece, slice_seen(piece, whole)) == whole
+    elsewhere = chunk_seen(piece, whole)
+    assert elsewhere == (None if start else whole)
+
+
+def test_in_context_kv_is_asked_for_as_of_the_whole_chunk() -> None:
+    tail = part(2, 7, 4, 16)
+    seen = seen_from(placed(part(0, 1, 5), part(1, 7, 10), part(3, 7, 6, 10)), 21)
+    assert chunk_seen(tail, seen) == BASE
+    late = seen_from(placed(part(0, 1, 5), part(1, 7, 8, 8)), 13)
+    assert chunk_seen(tail, late) is None, "the chunk's first tokens are not there"
