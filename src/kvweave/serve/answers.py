@@ -1,0 +1,207 @@
+"""One request of the OpenAI endpoints, from its prompts to the contexts that answer it.
+
+Everything that touches the engine runs in the driver's thread: `Asked.begin` when it is this
+request's turn, `Asked.done` when all its answers have ended.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from kvweave.engine import Engine
+from kvweave.errors import ContextTooLong, InvalidArgument
+from kvweave.run.sample import Sampling
+from kvweave.serve.assemble import Assembler, Piece, Wanted
+from kvweave.serve.driver import Driver
+from kvweave.serve.library import Library
+from kvweave.serve.options import Options
+from kvweave.serve.render import Prompt, Renderer
+from kvweave.serve.sessions import How, Session, Sessions
+from kvweave.serve.work import Event
+from kvweave.weave.generate import Answer, Turn
+from kvweave.weave.plan import Plan
+
+NEW_TOKENS = 1024  # at most so many when a chat request does not say
+
+Counts = dict[str, int | float | None]
+MakePrompt = Callable[["Service"], Prompt]
+
+
+class Service:
+    """What the OpenAI endpoints share. Make it before the driver starts."""
+
+    def __init__(self, driver: Driver, options: Options) -> None:
+        engine = driver.engine
+        self.driver, self.options = driver, options
+        self.renderer = Renderer(engine.maker.chat)
+        self.library = Library(engine.table)
+        self.assembler = Assembler(engine, self.library, min_match=options.min_match)
+        self.sessions = Sessions(
+            engine, self.library, max_sessions=options.max_sessions, later=driver.later
+        )
+        self.fingerprint = f"fp_{engine.runner.fingerprint.digest().hex()[:12]}"
+        self.limit = engine.runner.limit
+
+    def answer(self, asked: Asked) -> AsyncGenerator[Event, None]:
+        """Queue a request; see `Driver.answer`."""
+        return self.driver.answer(asked.tenant, asked.begin, asked.done)
+
+
+@dataclass(slots=True)
+class Opened:
+    """One prompt whose answers run."""
+
+    prompt: Prompt
+    wanted: Wanted
+    context: str
+    n_tokens: int
+    counts: Counts
+    plan: Plan
+    seconds: float  # from the request's arrival to here: waiting, weaving
+
+
+@dataclass(slots=True)
+class Asked:
+    """A request: prompts, and ``n`` answers to each."""
+
+    service: Service
+    tenant: str
+    prompts: Sequence[MakePrompt]
+    sampling: Sampling
+    max_tokens: int | None
+    how: How
+    n: int = 1
+    chat: bool = True
+    arrived: float = field(default_factory=time.perf_counter)
+    opened: list[Opened] = field(default_factory=list)
+    _sessions: list[Session] = field(default_factory=list)
+
+    def begin(self, engine: Engine) -> list[Turn]:
+        """Open the contexts and begin all answers: ``n`` of the first prompt, of the second ..."""
+        turns: list[Turn] = []
+        try:
+            for make in self.prompts:
+                turns += self._begin(make(self.service), engine)
+        except BaseException:
+            for turn in turns:
+                turn.abandon()
+            self.service.sessions.give_back(self._sessions)
+            raise
+        return turns
+
+    def done(self, engine: Engine, answers: list[Answer]) -> None:
+        """Give the contexts back, and remember the answers by their text."""
+        for session in self._sessions:
+            if self.chat and session.reuse == "all":
+                self._remember(session)
+        self.service.sessions.give_back(self._sessions)
+
+    def _begin(self, prompt: Prompt, engine: Engine) -> list[Turn]:
+        service, sessions, reuse = self.service, self.service.sessions, self.service.options.reuse
+        base = sessions.engine_base
+        wanted = service.assembler.assemble(prompt.segments, self.tenant, base, reuse)
+        # the turn adds the usual header itself, and makes it one chunk with the answer
+        chat = self.chat and prompt.header == engine.maker.chat.header()
+        header = engine.maker.tokens(prompt.header)
+        if header and not chat:
+            tokens = np.asarray(header, dtype=np.uint32)
+            wanted.pieces.append(Piece("assistant", tokens, "header"))
+        n_base = 0 if base is None else engine.table.get(base).n_tokens
+        n = (n_base if wanted.base is None else wanted.base.n) + len(wanted.tokens())
+        n += len(header) if chat else 0
+        if n == 0:
+            raise InvalidArgument("prompt", "it is empty")
+        sampling = replace(self.sampling, max_tokens=self._n_new(n))
+        session = sessions.open(wanted, self.how, reuse)
+        self._sessions.append(session)
+        if self.n > 1:  # the rows of the prompt are computed once
+            plan = sessions.weave(session)
+        turns = self._turns(session, sampling, chat)
+        if self.n == 1:
+            plan = session.context.plan
+        counts = plan.counts()
+        # with several answers the header is computed after the weave; the base is always exact, but
+        # it may have had to be computed
+        late = n - plan.n_tokens
+        counts["exact"] = plan.exact - session.n_computed
+        counts["prefilled"] = plan.prefilled + session.n_computed + late
+        seconds = time.perf_counter() - self.arrived
+        name = session.context.name
+        self.opened.append(Opened(prompt, wanted, name, n, counts, plan, seconds))
+        return turns
+
+    def _turns(self, session: Session, sampling: Sampling, chat: bool) -> list[Turn]:
+        sessions, own = self.service.sessions, [session]
+        for _ in range(self.n - 1):
+            own.append(sessions.twin(session))
+            self._sessions.append(own[-1])
+        turns: list[Turn] = []
+        try:
+            for i, each in enumerate(own):
+                seed = None if sampling.seed is None else (sampling.seed + i) % 2**63
+                turns.append(sessions.begin(each, replace(sampling, seed=seed), chat=chat))
+        except BaseException:
+            for turn in turns:
+                turn.abandon()
+            raise
+        return turns
+
+    def _n_new(self, n_prompt: int) -> int:
+        """Return how many tokens may come. Raises ContextTooLong."""
+        limit, most = self.service.limit, self.service.options.max_prompt
+        if most is not None and n_prompt > most:
+            raise ContextTooLong(n_prompt, most)
+        left = limit - n_prompt
+        wanted = min(left, NEW_TOKENS) if self.max_tokens is None else self.max_tokens
+        if left < 1 or wanted > left:
+            raise ContextTooLong(n_prompt + max(1, wanted), limit)
+        return wanted
+
+    def _remember(self, session: Session) -> None:
+        parts = session.context.parts[session.n_asked :]
+        ids = tuple(part.id for part in parts)
+        if not ids:
+            return
+        assembler, table = self.service.assembler, self.service.driver.engine.table
+        text = "".join(assembler.text(table.tokens(id)) for id in ids)
+        self.service.library.note_answer(self.tenant, text, ids)
+
+    # ---- what is told of it
+
+    def usage(self, n_completion: int) -> dict[str, object]:
+        """Return the usage; what was found counts as cached."""
+        kv: dict[str, int | float | None] = {}
+        for opened in self.opened:
+            for key, value in opened.counts.items():
+                if key != "drift":
+                    kv[key] = int(kv.get(key) or 0) + int(value or 0)
+        drifts = [opened.counts["drift"] for opened in self.opened]
+        known = [drift for drift in drifts if drift is not None]
+        kv["drift"] = max(known) if known and len(known) == len(drifts) else None
+        n_prompt = sum(opened.n_tokens for opened in self.opened)
+        cached = int(kv.get("exact") or 0) + int(kv.get("reused") or 0)
+        return {
+            "prompt_tokens": n_prompt,
+            "completion_tokens": n_completion,
+            "total_tokens": n_prompt + n_completion,
+            "prompt_tokens_details": {"cached_tokens": cached},
+            "kv": kv,
+        }
+
+    def report(self, ttft: float | None) -> dict[str, object]:
+        """Return the extension of the response: one context's, or for several prompts a list."""
+        told = [
+            {
+                "context": opened.context,
+                "plan": opened.plan.to_dict(),
+                "reasons": opened.wanted.reasons,
+                "weave": opened.seconds,
+            }
+            for opened in self.opened
+        ]
+        first: dict[str, object] = {**told[0]} if len(told) == 1 else {"prompts": told}
+        return {**first, "ttft": ttft}

@@ -1,0 +1,243 @@
+"""From segments of a prompt to pieces: whole chunks, slices of chunks, and new text.
+
+::
+
+    segment   user: Use these. <page about Oslo> <page about Bergen> Which is rainier?
+    pieces    [new 6][docs/oslo 0:212][new 2][docs/bergen 31:180][new 7]
+
+Messages of the history are whole chunks where they are known; everything else is looked for by
+runs of tokens. New input is prefilled, and so exact, wherever it is not a long known run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from kvweave.chunk.cut import by_content
+from kvweave.chunk.identity import ChunkId, Kind, chunk_digest
+from kvweave.chunk.match import Match
+from kvweave.engine import Engine
+from kvweave.serve.library import Library, Tokens
+from kvweave.serve.options import Reuse
+from kvweave.serve.render import Segment
+
+SEAM = 4  # tokens on both sides of a gap that are looked at to say why it is one
+LONGEST_SEAM = 64  # tokens; a longer gap is new text
+
+NEW, SEAM_WHY, MEASURED = "new text", "tokenised differently at the seam", "reuse is limited"
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Tokens of a prompt: ``id`` from token ``start`` on, or new text where ``id`` is None."""
+
+    kind: Kind
+    tokens: Tokens  # [n]
+    label: str
+    id: ChunkId | None = None
+    start: int = 0
+
+    @property
+    def n(self) -> int:
+        return len(self.tokens)
+
+    def behind(self, n: int) -> Piece:
+        """Return what is left without the first ``n`` tokens."""
+        return replace(self, tokens=self.tokens[n:], start=self.start + n if self.id else 0)
+
+
+@dataclass(slots=True)
+class Wanted:
+    """What a context must hold. ``base`` None: what the engine begins every context with."""
+
+    namespace: str
+    base: Piece | None
+    pieces: list[Piece] = field(default_factory=list)
+    reasons: list[dict[str, object]] = field(default_factory=list)
+
+    def tokens(self) -> Tokens:
+        """Return the tokens of all pieces, without the base."""
+        return np.concatenate([np.zeros(0, np.uint32), *(p.tokens for p in self.pieces)])
+
+
+class Assembler:
+    """Finds the known parts of prompts. Used in the driver's thread only."""
+
+    def __init__(self, engine: Engine, library: Library, *, min_match: int = 32) -> None:
+        """``min_match``: tokens of the shortest run that is reused inside a message."""
+        self.engine, self.library, self.min_match = engine, library, min_match
+        self.cutter = by_content(64, 256, 1024)
+
+    def assemble(
+        self,
+        segments: Sequence[Segment],
+        namespace: str,
+        engine_base: ChunkId | None,
+        reuse: Reuse = "all",
+    ) -> Wanted:
+        """Return the pieces of a prompt; ``engine_base`` is what a context without system message
+        begins with. Raises ChunkNotFound for a chunk that is named and not there.
+        """
+        table = self.engine.table
+        begin = [] if engine_base is None else [int(t) for t in table.tokens(engine_base)]
+        base, rest = self._base(segments, begin)
+        wanted = Wanted(namespace, base)
+        if base is not None:
+            wanted.reasons.append(_reason(base.label, 0, base.n, ""))
+        below, base_id = self._below(base, engine_base, namespace)
+        for segment in rest:
+            finder = _Finder(self, namespace, below, base_id, reuse)
+            wanted.pieces += finder.pieces(segment)
+            wanted.reasons.append(finder.reason)
+        return wanted
+
+    def _base(
+        self, segments: Sequence[Segment], begin: list[int]
+    ) -> tuple[Piece | None, Sequence[Segment]]:
+        """Split off the system message; None where it is what the engine begins with anyway."""
+        first = segments[0] if segments else None
+        if first is None or first.kind != "system" or first.chunk is not None:
+            return None, segments
+        tokens = self.tokens(first)
+        if not len(tokens) or tokens.tolist() == begin:
+            return None, segments[1:]
+        return Piece("system", tokens, first.label), segments[1:]
+
+    def _below(
+        self, base: Piece | None, engine_base: ChunkId | None, namespace: str
+    ) -> tuple[bytes, ChunkId | None]:
+        """Return digest and id (None: not there yet) of what chunks here are computed after."""
+        table = self.engine.table
+        if base is None:
+            return (
+                (b"", None) if engine_base is None else (table.get(engine_base).digest, engine_base)
+            )
+        digest = chunk_digest(self.engine.runner.fingerprint, b"", base.tokens.tolist(), namespace)
+        known = table.find_digest(digest)
+        return digest, None if known is None else known.id
+
+    def tokens(self, segment: Segment) -> Tokens:
+        """Return the token ids of a segment's text."""
+        text = segment.text if segment.tokens is None else segment.tokens
+        return np.asarray(self.engine.maker.tokens(text), dtype=np.uint32)
+
+    def text(self, tokens: Sequence[int] | Tokens) -> str:
+        """Return tokens as text, special ones included."""
+        tokenizer = self.engine.runner.tokenizer
+        if tokenizer is None:
+            return ""
+        ids = [int(token) for token in tokens]
+        return str(tokenizer.decode(ids, clean_up_tokenization_spaces=False))
+
+
+class _Finder:
+    """Finds one segment, and says what came of it."""
+
+    def __init__(
+        self,
+        assembler: Assembler,
+        namespace: str,
+        below: bytes,
+        base: ChunkId | None,
+        reuse: Reuse,
+    ) -> None:
+        self.assembler, self.namespace, self.reuse = assembler, namespace, reuse
+        self.below, self.base = below, base
+        self.table, self.library = assembler.engine.table, assembler.library
+        self.reason: dict[str, object] = {}
+
+    def pieces(self, segment: Segment) -> list[Piece]:
+        """Return the pieces of a segment, in order."""
+        found = list(self._find(segment))
+        n_new = sum(p.n for p in found if p.id is None)
+        why = self._why(found) if n_new else ""
+        self.reason = _reason(segment.label, sum(p.n for p in found) - n_new, n_new, why)
+        return found
+
+    def _find(self, segment: Segment) -> Iterator[Piece]:
+        if segment.chunk is not None:
+            yield self._named(segment, segment.chunk)
+            return
+        tokens = self.assembler.tokens(segment)
+        if self.reuse != "all":
+            if len(tokens):
+                yield Piece(segment.kind, tokens, segment.label)
+            return
+        if not segment.is_new:
+            known = self.library.find_answer(self.namespace, self.base, segment.text)
+            if not known and (stored := self._stored(tokens)) is not None:
+                known = (stored,)
+            for id in known:
+                yield Piece(segment.kind, self.table.tokens(id), segment.label, id)
+            if known:
+                return
+        at = 0
+        for match in self.library.find(self.namespace, tokens):
+            if not self._counts(match, segment.is_new):
+                continue
+            yield from self._gap(segment, tokens[at : match.start])
+            run = tokens[match.start : match.stop]
+            yield Piece(segment.kind, run, segment.label, match.id, match.offset)
+            at = match.stop
+        yield from self._gap(segment, tokens[at:])
+
+    def _named(self, segment: Segment, ref: str) -> Piece:
+        """Return the chunk a content part names; as text where nothing may be reused."""
+        record = self.table.resolve(ref, self.namespace)
+        tokens = self.table.tokens(record.id)
+        return Piece(segment.kind, tokens, ref, record.id if self.reuse == "all" else None)
+
+    def _counts(self, match: Match, is_new: bool) -> bool:
+        """Tell whether a run is taken. Short chunks in new input are prefilled: that is exact."""
+        n = match.stop - match.start
+        whole = n == self.table.get(match.id).n_tokens
+        shortest = self.library.width if is_new else 1
+        return n >= self.assembler.min_match or (whole and n >= shortest)
+
+    def _gap(self, segment: Segment, tokens: Tokens) -> Iterator[Piece]:
+        """Yield what stands between runs; long text is cut, so that its pieces can be pruned."""
+        for start, stop in self.assembler.cutter(tokens.tolist()):
+            piece = tokens[start:stop]
+            known = None if segment.is_new else self._stored(piece)
+            yield Piece(segment.kind, piece, segment.label, known)
+
+    def _stored(self, tokens: Tokens) -> ChunkId | None:
+        """Return the chunk of exactly these tokens after this base."""
+        if not len(tokens):
+            return None
+        fingerprint = self.assembler.engine.runner.fingerprint
+        digest = chunk_digest(fingerprint, self.below, tokens.tolist(), self.namespace)
+        record = self.table.find_digest(digest)
+        return None if record is None else record.id
+
+    def _why(self, found: list[Piece]) -> str:
+        """Say why some of a segment is new."""
+        if self.reuse != "all":
+            return MEASURED
+        for i, piece in enumerate(found):
+            if piece.id is None and piece.n <= LONGEST_SEAM and self._is_seam(found, i):
+                return SEAM_WHY
+        return NEW
+
+    def _is_seam(self, found: list[Piece], i: int) -> bool:
+        """Tell whether a gap's text, with what stands around it, is in a chunk found beside it."""
+        before = found[i - 1] if i else None
+        after = found[i + 1] if i + 1 < len(found) else None
+        around = [
+            before.tokens[-SEAM:] if before is not None else found[i].tokens[:0],
+            found[i].tokens,
+            after.tokens[:SEAM] if after is not None else found[i].tokens[:0],
+        ]
+        text = self.assembler.text(np.concatenate(around))
+        for beside in (before, after):
+            if beside is not None and beside.id is not None:
+                if text in self.assembler.text(self.table.tokens(beside.id)):
+                    return True
+        return False
+
+
+def _reason(label: str, found: int, new: int, why: str) -> dict[str, object]:
+    return {"segment": label, "found": found, "new": new, "why": why}

@@ -1,0 +1,428 @@
+"""The OpenAI endpoints through the unchanged openai client. python -m pytest tests/serve/test_openai.py"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import httpx
+import openai
+import pytest
+import torch
+import uvicorn
+from fastapi import FastAPI
+from oracle import full_prefill
+
+from kvweave import Engine
+from kvweave.demo.world import FILLER
+from kvweave.serve import problems
+from kvweave.serve.access import Access
+from kvweave.serve.answers import Service
+from kvweave.serve.driver import Driver
+from kvweave.serve.openai import make_router
+from kvweave.serve.options import Options
+
+SYSTEM = {"role": "system", "content": "keep the notes ."}
+LINES = (
+    "pude river ludi . so well then we saw it was a day of rain . ask pude river",
+    "ziga metal demu . and some more light on way there . ask pude river",
+    "now pude river kegu . she went home with them . ask ziga metal",
+    "nobody came back until very late . ask pude river",
+)
+KEYS = {"key-of-anna": "anna", "key-of-berta": "berta"}
+
+
+@dataclass
+class Server:
+    """A running server, and what its engine says."""
+
+    url: str
+    service: Service
+
+    def client(self, key: str = "key-of-anna") -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0)
+
+    def settle(self) -> None:
+        """Wait until the idle work is done."""
+        driver = self.service.driver
+        while driver.stats()["later"] or driver.stats()["active"]:
+            time.sleep(0.01)
+        asyncio.run(driver.call(lambda engine: None))
+
+    def on_engine(self, work: Callable[[Engine], Any]) -> Any:
+        """Return what ``work`` does in the driver's thread."""
+        return asyncio.run(self.service.driver.call(work))
+
+    def ask(self, messages: list[dict[str, Any]], key: str = "key-of-anna", **more: Any) -> Any:
+        """Answer a chat, greedily, and wait for the idle work behind it."""
+        options = {"temperature": 0, "max_tokens": 20, **more}
+        with self.client(key) as client:
+            reply = client.chat.completions.create(model="demo", messages=messages, **options)
+        self.settle()
+        return reply
+
+
+@contextmanager
+def serving(engine: Engine, **options: Any) -> Iterator[Server]:
+    """Serve an engine on a free port of this machine."""
+    settings = Options(model_name="demo", keys=KEYS, **options)
+    driver = Driver(engine)
+    service = Service(driver, settings)
+    app = FastAPI()
+    problems.install(app)
+    app.include_router(make_router(service))
+    app.add_middleware(Access, keys=KEYS)
+    config = uvicorn.Config(app, port=0, log_level="error", ws="none", lifespan="off")
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run)
+    driver.start()
+    thread.start()
+    while not server.started:
+        time.sleep(0.01)
+    port = server.servers[0].sockets[0].getsockname()[1]
+    try:
+        yield Server(f"http://127.0.0.1:{port}", service)
+    finally:
+        server.should_exit = True
+        thread.join()
+        driver.stop(0)
+
+
+@pytest.fixture
+def engine(bundled: Any) -> Iterator[Engine]:
+    with Engine(bundled, repair="none") as made:
+        yield made
+        made.check_integrity()
+
+
+@pytest.fixture
+def server(engine: Engine) -> Iterator[Server]:
+    with serving(engine) as made:
+        yield made
+
+
+def text_of(reply: Any) -> str:
+    return str(reply.choices[0].message.content)
+
+
+def talk(server: Server, lines: tuple[str, ...] = LINES, **more: Any) -> tuple[list[Any], list]:
+    """Say line after line, sending back all that was said; return the messages and the replies."""
+    messages, replies = [SYSTEM], []
+    for line in lines:
+        messages.append({"role": "user", "content": line})
+        replies.append(server.ask(messages, **more))
+        messages.append({"role": "assistant", "content": text_of(replies[-1])})
+    return messages, replies
+
+
+def n_tokens(engine: Engine, role: str, content: str) -> int:
+    """Tokens of one message in the demo's template."""
+    return len(engine.maker.tokens(engine.maker.chat.message(role, content)))
+
+
+HEADER = 1  # <|assistant|>
+
+
+def test_a_chat_without_pruning_is_exact_all_along(server: Server, engine: Engine) -> None:
+    _, replies = talk(server)
+    assert text_of(replies[0]) == "pude river ludi ."
+    n_before = 0
+    for line, reply in zip(LINES, replies, strict=True):
+        kv, usage = reply.usage.kv, reply.usage
+        new = n_tokens(engine, "user", line) + HEADER
+        assert kv["reused"] == kv["repaired"] == 0 and kv["drift"] == 0
+        assert kv["exact"] + kv["prefilled"] == usage.prompt_tokens
+        # of the answer before, the last sampled token has no row yet
+        assert kv["prefilled"] == (usage.prompt_tokens if not n_before else new + 1)
+        assert usage.prompt_tokens_details.cached_tokens == kv["exact"]
+        assert usage.total_tokens == usage.prompt_tokens + usage.completion_tokens
+        n_before = usage.prompt_tokens
+    contexts = {reply.kvweave["context"] for reply in replies}
+    assert len(contexts) == 1
+
+
+def test_dropping_the_oldest_turns_prefills_only_the_new_one(
+    server: Server, engine: Engine
+) -> None:
+    messages, _ = talk(server)
+    line = "as he said . ask ziga metal"
+    pruned = [SYSTEM, *messages[3:], {"role": "user", "content": line}]
+    reply = server.ask(pruned)
+    kv = reply.usage.kv
+    assert kv["prefilled"] == n_tokens(engine, "user", line) + HEADER
+    assert kv["repaired"] == 0
+    first = n_tokens(engine, "user", LINES[1])
+    assert kv["exact"] == n_tokens(engine, "system", SYSTEM["content"]) + first
+    assert kv["exact"] + kv["reused"] + kv["prefilled"] == reply.usage.prompt_tokens
+    names = [span["part"] for span in reply.kvweave["plan"]["spans"]]
+    assert names[1].endswith("/u-001") and names[-1] == "answer"
+
+
+def test_the_same_request_again_keeps_all_rows(server: Server) -> None:
+    messages = [SYSTEM, {"role": "user", "content": LINES[0]}]
+    first, second = server.ask(messages), server.ask(messages)
+    assert text_of(first) == text_of(second)
+    assert second.usage.kv["prefilled"] == HEADER
+    assert second.usage.kv["exact"] == second.usage.prompt_tokens - HEADER
+
+
+def words(seed: int, n: int) -> str:
+    """Text of ``n`` words that comes from ``seed``."""
+    generator = torch.Generator().manual_seed(seed)
+    picked = torch.randint(len(FILLER), (n,), generator=generator)
+    return " ".join(FILLER[i] for i in picked)
+
+
+def test_text_inserted_in_the_middle_of_known_text(server: Server, engine: Engine) -> None:
+    before, after = words(1, 31), words(2, 31)  # with role and end just two runs of min_match
+    server.ask([SYSTEM, {"role": "user", "content": f"{before} {after}"}])
+    inserted = "now pude river kegu ."
+    reply = server.ask([SYSTEM, {"role": "user", "content": f"{before} {inserted} {after}"}])
+    kv, n_new = reply.usage.kv, len(engine.maker.tokens(" " + inserted))
+    assert kv["prefilled"] == n_new + HEADER
+    (reason,) = [r for r in reply.kvweave["reasons"] if r["segment"] == "user 0"]
+    assert reason["new"] == n_new and reason["why"] == "new text"
+    assert reason["found"] == n_tokens(engine, "user", f"{before} {after}")
+
+
+def test_documents_shuffled_in_one_prompt(server: Server, engine: Engine) -> None:
+    docs = [words(seed, 100) for seed in (3, 4, 5)]
+
+    def prompt(order: tuple[int, ...]) -> list[dict[str, str]]:
+        return [SYSTEM, {"role": "user", "content": " . ".join(docs[i] for i in order)}]
+
+    first = server.ask(prompt((0, 1, 2)))
+    assert first.usage.kv["exact"] == first.usage.kv["reused"] == 0
+    second = server.ask(prompt((2, 0, 1)))
+    kv = second.usage.kv
+    found = kv["exact"] + kv["reused"]
+    assert found > second.usage.prompt_tokens - 20 and kv["prefilled"] < 20
+    assert kv["drift"] is None or kv["drift"] > 0
+
+
+def test_a_named_chunk_in_a_message(server: Server, engine: Engine) -> None:
+    text = words(6, 60)
+    server.on_engine(lambda engine: engine.put("docs/a", text, namespace="anna"))
+    parts = [
+        {"type": "text", "text": "so "},
+        {"type": "chunk", "name": "docs/a"},
+        {"type": "text", "text": " ask pude river"},
+    ]
+    reply = server.ask([SYSTEM, {"role": "user", "content": parts}])
+    spans = {span["part"]: span for span in reply.kvweave["plan"]["spans"]}
+    assert spans["docs/a"]["n_prefilled"] == 0
+    assert reply.usage.kv["reused"] == len(engine.maker.tokens(text))
+    with pytest.raises(openai.NotFoundError) as caught:
+        server.ask([SYSTEM, {"role": "user", "content": parts}], key="key-of-berta")
+    assert caught.value.code == "chunk_not_found"
+
+
+def test_another_namespace_finds_nothing(server: Server) -> None:
+    messages, _ = talk(server)
+    first = server.ask(messages)
+    other = server.ask(messages, key="key-of-berta")
+    n = other.usage.prompt_tokens
+    assert n == first.usage.prompt_tokens
+    assert other.usage.kv == {
+        "exact": 0, "reused": 0, "patched": 0, "repaired": 0, "prefilled": n, "drift": 0.0,
+    }  # fmt: skip
+    assert first.usage.kv["exact"] > 0
+    assert [r["found"] for r in other.kvweave["reasons"]] == [0] * len(messages)
+
+
+def test_streaming_gives_the_text_of_the_whole_answer(server: Server) -> None:
+    messages = [SYSTEM, {"role": "user", "content": LINES[0]}]
+    whole = server.ask(messages)
+    with server.client() as client:
+        pieces = list(
+            client.chat.completions.create(
+                model="demo", messages=messages, temperature=0, max_tokens=20, stream=True,
+                stream_options={"include_usage": True},
+            )
+        )  # fmt: skip
+    assert pieces[0].choices[0].delta.role == "assistant"
+    text = "".join(p.choices[0].delta.content or "" for p in pieces if p.choices)
+    assert text == text_of(whole)
+    assert [p.choices[0].finish_reason for p in pieces if p.choices][-1] == "stop"
+    assert pieces[-1].choices == [] and pieces[-1].usage.prompt_tokens == whole.usage.prompt_tokens
+    assert pieces[-1].kvweave["context"] == whole.kvweave["context"]
+    assert {p.id for p in pieces} == {pieces[0].id}
+
+
+def test_several_choices_share_the_prompt(server: Server) -> None:
+    messages = [SYSTEM, {"role": "user", "content": LINES[0]}]
+    greedy = server.ask(messages, n=3)
+    assert [c.index for c in greedy.choices] == [0, 1, 2]
+    assert {c.message.content for c in greedy.choices} == {"pude river ludi ."}
+    kv = greedy.usage.kv
+    assert kv["prefilled"] == greedy.usage.prompt_tokens, "counted once"
+    assert greedy.usage.completion_tokens == 3 * 5
+    drawn = server.ask(messages, n=3, temperature=5.0, seed=1)
+    assert len({c.message.content for c in drawn.choices}) == 3
+    again = server.ask(messages, n=3, temperature=5.0, seed=1)
+    assert [c.message.content for c in again.choices] == [c.message.content for c in drawn.choices]
+
+
+def test_a_seed_gives_the_same_again(server: Server) -> None:
+    messages = [SYSTEM, {"role": "user", "content": LINES[0]}]
+    texts = [text_of(server.ask(messages, temperature=3.0, seed=s)) for s in (7, 7, 8)]
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_stop_strings_end_the_answer(server: Server) -> None:
+    messages = [SYSTEM, {"role": "user", "content": LINES[0]}]
+    reply = server.ask(messages, stop=[" ludi", "nothing"])
+    assert text_of(reply) == "pude river" and reply.choices[0].finish_reason == "stop"
+    assert text_of(server.ask(messages, stop="river")) == "pude "
+    cut = server.ask(messages, max_tokens=None, max_completion_tokens=2)
+    assert text_of(cut) == "pude river" and cut.choices[0].finish_reason == "length"
+
+
+def test_logprobs(server: Server) -> None:
+    messages = [SYSTEM, {"role": "user", "content": LINES[0]}]
+    reply = server.ask(messages, logprobs=True, top_logprobs=2)
+    content = reply.choices[0].logprobs.content
+    assert "".join(t.token for t in content).strip() == text_of(reply)
+    for token in content:
+        assert token.logprob <= 0 and token.bytes == list(token.token.encode())
+        assert len(token.top_logprobs) == 2 and token.top_logprobs[0].token == token.token
+    assert server.ask(messages).choices[0].logprobs is None
+
+
+def test_completions(server: Server, engine: Engine) -> None:
+    prompt = "<|system|> keep the notes .<|end|><|user|> pude river ludi . ask pude river<|end|><|assistant|>"
+    with server.client() as client:
+
+        def complete(**options: Any) -> Any:
+            return client.completions.create(model="demo", temperature=0, **options)
+
+        reply = complete(prompt=prompt, logprobs=2)
+        assert reply.choices[0].text == " pude river ludi ."
+        assert reply.choices[0].logprobs.tokens == [" pude", " river", " ludi", " ."]
+        assert reply.choices[0].logprobs.text_offset == [0, 5, 11, 16]
+        tokens = engine.maker.tokens(prompt)
+        assert reply.usage.prompt_tokens == len(tokens)
+        same = complete(prompt=tokens)
+        assert same.choices[0].text == reply.choices[0].text
+        assert same.usage.prompt_tokens == reply.usage.prompt_tokens
+        several = complete(prompt=[prompt, "so well"], n=2, max_tokens=3, echo=True)
+        assert [c.index for c in several.choices] == [0, 1, 2, 3]
+        assert several.choices[1].text == prompt + " pude river ludi"
+        assert several.choices[2].text.startswith("so well")
+        streamed = list(complete(prompt=prompt, stream=True))
+        assert "".join(p.choices[0].text for p in streamed if p.choices) == " pude river ludi ."
+        for wrong in ({"suffix": "x"}, {"best_of": 2}, {"echo": True, "logprobs": 1}):
+            with pytest.raises(openai.BadRequestError):
+                complete(prompt=prompt, **wrong)
+
+
+def test_models(server: Server) -> None:
+    with server.client() as client:
+        assert [m.id for m in client.models.list()] == ["demo"]
+        assert client.models.retrieve("demo").owned_by == "kvweave"
+        with pytest.raises(openai.NotFoundError):
+            client.models.retrieve("other/model")
+
+
+@pytest.mark.parametrize(
+    ("changes", "param"),
+    [
+        ({"temperature": -1}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"frequency_penalty": 0.5}, "frequency_penalty"),
+        ({"logit_bias": {"5": 1}}, "logit_bias"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"n": 0}, "n"),
+        ({"extra_body": {"min_p": 0.1}}, "min_p"),
+        ({"extra_body": {"kvweave": {"repair": "magic"}}}, "repair"),
+        ({"extra_body": {"kvweave": {"magic": 1}}}, "kvweave.magic"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "tool", "content": "x", "tool_call_id": "1"}]}, "messages"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, None),
+    ],
+)
+def test_what_is_refused(server: Server, changes: dict[str, Any], param: str | None) -> None:
+    options: dict[str, Any] = {"messages": [SYSTEM, {"role": "user", "content": "so"}]}
+    with server.client() as client, pytest.raises(openai.BadRequestError) as caught:
+        client.chat.completions.create(model="demo", **(options | changes))
+    assert caught.value.type == "invalid_request_error"
+    assert param is None or caught.value.param == param
+
+
+def test_too_long_and_unknown_model(server: Server) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        server.ask([SYSTEM, {"role": "user", "content": "so " * 5000}])
+    assert caught.value.code == "context_length_exceeded"
+    with server.client() as client, pytest.raises(openai.NotFoundError) as missing:
+        client.chat.completions.create(model="gpt", messages=[SYSTEM])
+    assert missing.value.code == "model_not_found" and missing.value.param == "model"
+    with server.client("wrong") as client, pytest.raises(openai.AuthenticationError):
+        client.models.list()
+
+
+def test_harmless_fields_are_taken(server: Server) -> None:
+    messages = [SYSTEM, {"role": "user", "content": LINES[0]}]
+    reply = server.ask(messages, user="u", metadata={"a": "b"}, store=True, seed=1)
+    assert text_of(reply) == "pude river ludi ."
+    assert reply.system_fingerprint == server.service.fingerprint
+
+
+def test_closing_a_stream_frees_its_rows(server: Server) -> None:
+    messages = [SYSTEM, {"role": "user", "content": "so well"}]
+    body = {
+        "model": "demo", "messages": messages, "stream": True, "max_tokens": 3000,
+        "temperature": 9.0, "logit_bias": None,
+    }  # fmt: skip
+    headers = {"Authorization": "Bearer key-of-anna"}
+    url = f"{server.url}/v1/chat/completions"
+    with httpx.Client() as client, client.stream("POST", url, json=body, headers=headers) as reply:
+        assert reply.status_code == 200
+        next(reply.iter_lines())
+    server.settle()
+    assert server.service.driver.stats()["cancelled"] in (0, 1)
+    again = server.ask([SYSTEM, {"role": "user", "content": LINES[0]}])
+    assert text_of(again) == "pude river ludi ."
+
+
+def test_nothing_is_reused_when_reuse_is_off(engine: Engine) -> None:
+    with serving(engine, reuse="off") as server:
+        _, replies = talk(server)
+        for reply in replies:
+            kv, n = reply.usage.kv, reply.usage.prompt_tokens
+            assert (kv["prefilled"], kv["exact"], kv["reused"]) == (n, 0, 0)
+        assert len(server.service.sessions) == 0
+    assert [record for record in engine.table if record.namespace] == []
+
+
+@pytest.mark.parametrize("reuse", ["all", "off", "prefix"])
+def test_answers_are_those_of_a_full_prefill(engine: Engine, reuse: str) -> None:
+    with serving(engine, reuse=reuse) as server:
+        messages, replies = talk(server, logprobs=True)
+        runner, chat = engine.runner, engine.maker.chat
+        for i, reply in enumerate(replies):
+            said = messages[: 2 * i + 2]
+            text = "".join(chat.message(m["role"], m["content"]) for m in said) + chat.header()
+            logits = full_prefill(runner, torch.tensor(engine.maker.tokens(text)))
+            wanted = logits[-1].log_softmax(-1).max()
+            found = reply.choices[0].logprobs.content[0].logprob
+            assert found == pytest.approx(float(wanted), abs=1e-3)
+
+
+def test_a_prefix_cache_keeps_rows_up_to_the_first_change(engine: Engine) -> None:
+    with serving(engine, reuse="prefix") as server:
+        first, second = words(1, 80), words(2, 60)
+        server.ask([SYSTEM, {"role": "user", "content": f"{first} {second}"}])
+        reply = server.ask([SYSTEM, {"role": "user", "content": f"{first} ask {second}"}])
+        system = n_tokens(engine, "system", SYSTEM["content"])
+        user = n_tokens(engine, "user", first) - 1  # without the end
+        kv = reply.usage.kv
+        assert kv["exact"] == system + user and kv["reused"] == 0 and kv["drift"] == 0
+        assert kv["prefilled"] == reply.usage.prompt_tokens - system - user
