@@ -81,7 +81,8 @@ class Http:
                         method, path, json=_given(body), params=_query(params)
                     )
             except Unreachable as error:
-                if left and method == "GET" and isinstance(error.__cause__, httpx.ReadError):
+                broke_off = (httpx.ReadError, httpx.RemoteProtocolError)
+                if left and method == "GET" and isinstance(error.__cause__, broke_off):
                     continue
                 raise
             if found.is_success:
@@ -108,7 +109,10 @@ class Http:
                 text, data = "\n".join(data), []
                 if text == "[DONE]":
                     return
-                event = json.loads(text)
+                try:
+                    event = json.loads(text)
+                except ValueError as error:
+                    raise Unreachable(self.url, "the stream is not of a kvweave server") from error
                 if event.get("error"):
                     raise error_of(event, found.status_code)
                 yield event
@@ -179,8 +183,9 @@ def _classes(root: type[errors.KVWeaveError]) -> dict[str, type[errors.KVWeaveEr
     return found
 
 
-# By code without underscores; two have the codes OpenAI's clients know.
+# By code without underscores; some have the codes OpenAI's clients know.
 _CLASSES = _classes(errors.KVWeaveError) | {
+    "invalidrequest": errors.InvalidArgument,
     "contextlengthexceeded": errors.ContextTooLong,
     "insufficientquota": errors.OverQuota,
 }
