@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query
-from pydantic import BaseModel
+from pydantic import BaseModel, StringConstraints
 
 from kvweave.chunk.files import Entry, Files
 from kvweave.chunk.identity import ChunkId, Kind, Tier
@@ -133,7 +133,7 @@ async def ls(
 class Wanted(Body):
     """What to find."""
 
-    pattern: Pattern = "**"
+    pattern: Annotated[str, StringConstraints(max_length=256)] = "**"
     kind: Kind | None = None
     tier: Tier | None = None
     pinned: bool | None = None

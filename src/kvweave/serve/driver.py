@@ -27,6 +27,7 @@ from kvweave.engine import Engine
 from kvweave.errors import ChunkNotFound, KVWeaveError, Overloaded
 from kvweave.serve.fair import FairQueue
 from kvweave.serve.work import Begin, Call, Delta, Done, Event, Finished, Job, Sink, nothing
+from kvweave.weave.context import Context
 from kvweave.weave.generate import Answer, Turn
 
 __all__ = ["Begin", "Delta", "Done", "Driver", "Event", "Finished"]
@@ -157,6 +158,10 @@ class Driver:
                 "cancelled": self._cancelled,
             }
 
+    def is_busy(self, context: Context) -> bool:
+        """Tell whether an answer of a context is under way; in the driver's thread."""
+        return any(turn.context is context for job in self._active for turn in job.turns)
+
     def _admit(self, n_waiting: int) -> None:
         assert self._thread is not None, "start() the driver first"
         if self._deadline is not None:
@@ -256,6 +261,9 @@ class Driver:
         for index, turn in enumerate(job.turns):
             if index in job.answers:
                 continue
+            if turn.failed:  # in a pass that a call drove
+                self._fail([job], RuntimeError("a model pass failed"))
+                return
             text, choices = turn.take()
             self._tokens += len(choices)
             if text or choices:

@@ -114,6 +114,7 @@ class History:
 
     def add(self, tenant: str, answer: Answer, waited: float) -> None:
         """Note an answer that ended."""
+        counts, n = answer.plan.counts(), answer.plan.n_tokens
         entry = {
             "time": time.time(),
             "ttft": answer.usage["ttft"],
@@ -122,7 +123,8 @@ class History:
             "finish": answer.finish,
             "prompt_tokens": answer.usage["prompt_tokens"],
             "completion_tokens": answer.usage["completion_tokens"],
-            "kv": answer.plan.counts(),
+            "kv": counts,
+            "hit_rate": ((counts["exact"] or 0) + (counts["reused"] or 0)) / n if n else 0.0,
         }
         with self._lock:
             self._answers.setdefault(tenant, deque(maxlen=RECENT)).append(entry)

@@ -1,0 +1,82 @@
+"""The application: routers, limits, keys, metrics, and the driver's life.
+
+::
+
+    Requests (count) -> Access (key -> namespace) -> Limits (body, JSON, hang-ups) -> routes
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+
+from fastapi import FastAPI
+from fastapi.routing import APIRoute
+
+import kvweave
+from kvweave.engine import Engine
+from kvweave.serve import chunks, contexts, openai, page, problems, system, turns
+from kvweave.serve.access import Access
+from kvweave.serve.answers import Service
+from kvweave.serve.common import ERRORS, Serving
+from kvweave.serve.driver import Driver
+from kvweave.serve.limits import Limits
+from kvweave.serve.metrics import Requests
+from kvweave.serve.options import Options
+from kvweave.weave.generate import Answer
+
+GRACE = 10.0  # seconds that running answers get at the end
+
+
+def create_app(engine: Engine, options: Options | None = None) -> FastAPI:
+    """Return the app of one engine. Its lifespan starts and stops the driver; the engine stays open.
+
+    ``app.state.serving`` has the driver, the options and what is counted.
+    """
+    options = options or Options()
+    driver = Driver(engine, max_waiting=options.max_waiting, max_active=options.max_active)
+    serving = Serving(driver, options)
+    service = Service(driver, options)
+    serving.on_stored = service.library.note
+
+    def count(tenant: str, answer: Answer, waited: float) -> None:
+        serving.metrics.answered(answer, waited)
+        serving.history.add(tenant, answer, waited)
+
+    driver.on_answer = count
+
+    @asynccontextmanager
+    async def life(app: FastAPI) -> AsyncGenerator[None, None]:
+        driver.start()
+        try:
+            yield
+        finally:
+            await asyncio.to_thread(driver.stop, GRACE)
+
+    app = FastAPI(
+        title="kvweave",
+        version=kvweave.__version__,
+        summary=kvweave.__doc__,
+        lifespan=life,
+        docs_url=None,  # they would load scripts from another host
+        redoc_url=None,
+        redirect_slashes=False,
+        generate_unique_id_function=_operation,
+    )
+    app.state.serving, app.state.driver = serving, driver
+    problems.install(app)
+    for router in (turns.router, contexts.router, chunks.router, system.router):
+        app.include_router(router)
+    app.include_router(openai.make_router(service), responses=ERRORS)
+    app.include_router(page.make_router())
+    # the last one added is the first to see a request
+    app.add_middleware(Limits, max_body=options.max_body, body_timeout=options.body_timeout)
+    app.add_middleware(Access, keys=options.keys)
+    app.add_middleware(Requests, metrics=serving.metrics)
+    return app
+
+
+def _operation(route: APIRoute) -> str:
+    group = str(route.tags[0]) if route.tags else "page"
+    return f"{group}_{route.name}"

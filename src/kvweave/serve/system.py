@@ -1,0 +1,126 @@
+"""``/health``, ``/metrics`` and ``/v1/status``: how the server is doing."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from fastapi import APIRouter
+from prometheus_client import CONTENT_TYPE_LATEST
+from pydantic import BaseModel
+from starlette.responses import Response
+
+from kvweave.chunk.files import Files
+from kvweave.engine import Engine
+from kvweave.errors import Overloaded
+from kvweave.serve.access import Tenant
+from kvweave.serve.common import ERRORS, The
+from kvweave.serve.metrics import Snapshot
+
+router = APIRouter(tags=["server"], responses={k: v for k, v in ERRORS.items() if k in (401, 500)})
+
+OURS = "|"  # no namespace: what the server asks itself waits behind no tenant's calls
+
+
+class Health(BaseModel):
+    """Whether requests are taken."""
+
+    status: str
+    model: str
+    uptime: float
+    waiting: int
+    active: int
+
+
+class Budget(BaseModel):
+    """Bytes of KV in one tier; no budget where nothing bounds it."""
+
+    tier: str
+    used: int
+    budget: int | None
+
+
+class Status(BaseModel):
+    """What the page shows: all of it is the caller's namespace's, but for the queue's lengths."""
+
+    model: str
+    namespace: str
+    uptime: float
+    waiting: int
+    active: int
+    chunks: int
+    contexts: int
+    can_move: bool
+    budgets: list[Budget]
+    history: list[dict[str, Any]]
+    hit_rate: float | None
+    last_plan: dict[str, Any] | None
+
+
+@router.get("/health", response_model=Health, responses={503: {"model": Health}})
+async def health(the: The) -> Any:
+    """Tell whether requests are taken: 200, or 503 while the server stops. Needs no key."""
+    stats = the.driver.stats()
+    told = Health(
+        status="stopping" if the.driver.stopping else "ok",
+        model=the.options.model_name,
+        uptime=time.time() - the.started,
+        waiting=int(stats["waiting"]),
+        active=int(stats["active"]),
+    )
+    if the.driver.stopping:
+        return Response(told.model_dump_json(), 503, media_type="application/json")
+    return told
+
+
+@router.get("/metrics", response_class=Response)
+async def metrics(tenant: Tenant, the: The) -> Response:
+    """Return all counters in the text format of Prometheus."""
+    try:
+        held = await the.call(OURS, Snapshot.of)
+    except Overloaded:  # stopping: the last known will do
+        held = None
+    text = the.metrics.text(the.driver.stats(), held)
+    return Response(text, media_type=CONTENT_TYPE_LATEST)
+
+
+@router.get("/v1/status", response_model=Status)
+async def status(tenant: Tenant, the: The) -> dict[str, Any]:
+    """Tell what the page shows."""
+    stats, history = the.driver.stats(), the.history.answers(tenant)
+    plan = the.history.plan(tenant)
+    prompt = sum(each["prompt_tokens"] for each in history)
+    reused = sum(each["hit_rate"] * each["prompt_tokens"] for each in history)
+
+    def work(engine: Engine) -> dict[str, Any]:
+        groups = Files(engine.table, tenant).du()
+        return {
+            "chunks": sum(group.n_chunks for group in groups),
+            "contexts": len(engine.contexts_of(tenant)),
+            "can_move": bool(engine.can("move")),
+            "budgets": _budgets(engine, {group.key: group.n_bytes for group in groups}, the),
+        }
+
+    return await the.call(tenant, work) | {
+        "model": the.options.model_name,
+        "namespace": tenant,
+        "uptime": time.time() - the.started,
+        "waiting": stats["waiting"],
+        "active": stats["active"],
+        "history": history,
+        "hit_rate": reused / prompt if prompt else None,
+        "last_plan": None if plan is None else plan.to_dict(),
+    }
+
+
+def _budgets(engine: Engine, used: dict[str, int], the: The) -> list[dict[str, Any]]:
+    """Return bytes by tier. Who shares the server sees what he stored himself, of his quota; who
+    has it alone all that is in memory, with the rows of contexts."""
+    shelf, quota = engine.shelf, the.quota.n_bytes
+    if not the.options.keys:
+        used = used | {shelf.memory: shelf.n_bytes}
+    bound = quota if the.options.keys else shelf.budget
+    told = [{"tier": shelf.memory, "used": used.get(shelf.memory, 0), "budget": bound}]
+    if shelf.disk is not None:
+        told.append({"tier": "disk", "used": used.get("disk", 0), "budget": None})
+    return told
