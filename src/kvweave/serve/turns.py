@@ -66,7 +66,7 @@ class _Asked:
         options = body.model_dump(exclude={"max_tokens", "stream", "content"})
         options["stop_tokens"] = tuple(body.stop_tokens)
         self.sampling, self.max_drift = request_from(body.max_tokens, options)
-        self.known: set[int] = set()  # uids of parts that were there before
+        self.known: set[int] = set()  # uids of parts before the one that is answered
 
     def events(self) -> AsyncGenerator[Event, None]:
         return self.the.driver.answer(self.tenant, self.begin, self.done)
@@ -79,10 +79,10 @@ class _Asked:
             sizes.append(len(engine.maker.tokens(self.body.content)))
         self.the.quota.check(engine, self.tenant, sizes)
         before = context.snapshot()
-        self.known = {part.uid for part in before.parts}
         try:
             if self.body.content is not None:
                 context.message("user", self.body.content)
+            self.known = {part.uid for part in context.parts[:-1]}
             return [context.begin(self.sampling, self.max_drift, chat=self.chat)]
         except BaseException:
             context.restore(before)
