@@ -6,6 +6,8 @@ from argparse import ArgumentParser, ArgumentTypeError, BooleanOptionalAction
 
 from kvweave.chunk.files import GROUPS, SORT_KEYS
 from kvweave.chunk.identity import KINDS
+from kvweave.config import n_bytes
+from kvweave.errors import InvalidArgument
 
 PATTERN = "a name, '#17', a glob such as 'chat/*/u-00[1-3]' or '**', or 'docs/' for all below"
 TEMPLATE = "text; {docs/faq} or {#17} is a stored chunk, {hole} is filled by --set or --docs; - reads stdin"
@@ -14,6 +16,7 @@ STRATEGIES = (
 )  # fmt: skip
 CHOICE = f"{', '.join(STRATEGIES)}; options behind it, as in deviation:k@2"
 PLACES = ("ram", "disk", "none")
+REUSE = ("all", "prefix", "off")
 CUTS = ("none", "paragraph", "tokens")
 
 
@@ -62,6 +65,13 @@ def _age(text: str) -> float:
     if unit not in seconds or not number.isdecimal():
         raise ArgumentTypeError(f"{text!r} is no age: write 90s, 15m, 2h or 7d")
     return float(int(number) * seconds[unit])
+
+
+def _size(text: str) -> int:
+    try:
+        return n_bytes(int(text) if text.isdecimal() else text)
+    except InvalidArgument as error:
+        raise ArgumentTypeError(f"{text!r} is no size: write 2GiB or 500MB") from error
 
 
 def put(p: ArgumentParser) -> None:
@@ -260,6 +270,44 @@ def demo(p: ArgumentParser) -> None:
         metavar="STRATEGY",
         help=f"which reused rows to recompute: {CHOICE}",
     )
+
+
+def serve(p: ArgumentParser) -> None:
+    """Add what `kvweave serve` takes."""
+    add = p.add_argument
+    add("checkpoint", metavar="MODEL", nargs="?", help="checkpoint directory or hub id; as --model")
+    add("--host", default="127.0.0.1", help="the address to listen at (127.0.0.1)")
+    add("--port", type=int, default=8700, metavar="N", help="0 takes a free one (8700)")
+    add("--name", metavar="NAME", help="what /v1/models calls it (the end of MODEL)")
+    add("--budget", type=_size, metavar="SIZE", help="memory for KV (2GiB)")
+    _repair(p)
+    keys = p.add_argument_group("API keys").add_argument
+    keys(
+        "--key",
+        action="append",
+        default=[],
+        metavar="KEY[:NAMESPACE]",
+        help="ask for a key; each namespace sees its own chunks only",
+    )
+    keys("--keys", metavar="FILE", help="keys, one a line; also those in $KVWEAVE_KEYS are taken")
+    limits = p.add_argument_group("limits").add_argument
+    limits("--max-waiting", type=_positive, metavar="N", help="answers that may wait, a key (64)")
+    limits("--max-active", type=_positive, metavar="N", help="answers that run together (16)")
+    limits("--max-body", type=_size, metavar="SIZE", help="of a request (8MiB)")
+    limits("--max-prompt", type=_positive, metavar="N", help="tokens (the model's limit)")
+    limits("--max-sessions", type=int, metavar="N", help="idle conversations kept (32)")
+    limits("--quota", type=_size, metavar="SIZE", help="KV a namespace may store (no limit)")
+    limits("--quota-chunks", type=_positive, metavar="N", help="chunks a namespace may store")
+    limits(
+        "--grace", type=float, default=10.0, metavar="SECONDS", help="for answers at the end (10)"
+    )
+    add(
+        "--min-match",
+        type=_positive,
+        metavar="N",
+        help="shortest run that is found again, tokens (32)",
+    )
+    add("--reuse", choices=REUSE, help="what the OpenAI endpoints reuse (all)")
 
 
 def nothing(p: ArgumentParser) -> None:

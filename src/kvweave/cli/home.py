@@ -76,10 +76,12 @@ def model_of(args: Namespace) -> str:
 
 
 @contextmanager
-def open_engine(args: Namespace, *, make: bool = False) -> Iterator[kvweave.Engine]:
+def open_engine(
+    args: Namespace, *, make: bool = False, **options: Any
+) -> Iterator[kvweave.Engine]:
     """Load the model and open the home with it, if there is one; ``make`` makes one.
 
-    A home that is made here and gets no chunk is not bound to the model. Raises ModelMismatch.
+    ``options`` are the engine's. A home that is made here and gets no chunk is not bound to the model. Raises ModelMismatch.
     """
     home = home_of(args)
     model = model_of(args)
@@ -88,7 +90,7 @@ def open_engine(args: Namespace, *, make: bool = False) -> Iterator[kvweave.Engi
     if bound:
         read(home / "model.json")
     try:
-        engine = kvweave.Engine(model, home=home if bound or make else None)
+        engine = kvweave.Engine(model, home=home if bound or make else None, **options)
     except ModelMismatch as error:
         error.hint = (
             f"{home} was made with another model: pass that with --model, or another --home"

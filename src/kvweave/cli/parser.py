@@ -263,6 +263,21 @@ COMMANDS = {
             remote=False,
         ),
         Command(
+            "serve",
+            "kvweave.cli.serve:serve",
+            "Serve chunks, contexts and OpenAI's endpoints over HTTP.",
+            arguments.serve,
+            "One line on stdout says when and where. SIGINT or SIGTERM ends it when the running answers\n"
+            "have ended. Without a key it answers this machine only. Takes what `pip install\n"
+            "'kvweave[serve]'` brings.",
+            (
+                "kvweave serve",
+                "kvweave serve path/to/model --port 0 --json",
+                "kvweave serve path/to/model --host 0.0.0.0 --keys keys.txt --quota 1GiB",
+            ),
+            remote=False,
+        ),
+        Command(
             "demo",
             f"{TEXT}:demo",
             "Hold a long conversation, pruned, and measure it.",
