@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
 import runpy
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from served import served
+
+from kvweave import Engine
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
@@ -48,6 +55,101 @@ def test_undo_leaves_the_rows_and_fork_shares_them(run):
 
 def test_together_is_as_alone(run):
     assert len(re.findall(r"^\w+ \w+: '.*', alone '.*'$", run("together.py"), re.M)) == 2
+
+
+# --- over HTTP
+
+FACT = r"'(\w+ \w+ \w+) \.'"
+
+
+@pytest.fixture(scope="module")
+def server(bundled):
+    with Engine(bundled) as engine, served(engine, model_name="demo") as server:
+        yield server
+
+
+def run_against(url, name, *args):
+    """Run an example as a user does; return what it prints."""
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLES / name), *args],
+        env=os.environ | {"KVWEAVE_URL": f"{url}/v1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, ""), done.stderr
+    return done.stdout
+
+
+def test_openai_chat_computes_only_the_new_turn(server):
+    text = run_against(server.url, "openai_chat.py")
+    source = (EXAMPLES / "openai_chat.py").read_text()
+    counts = r" +of +(\d+) tokens: prefilled +(\d+), exact +(\d+), reused +(\d+), repaired (\d+)"
+    found = re.findall(FACT + counts, text)
+    assert len(found) == 10
+    assert all(fact in source for fact, *_ in found), "an answer restates its fact"
+    turns = [[int(n) for n in numbers] for _, *numbers in found]
+    assert all(n == sum(parts) for n, *parts in turns)
+    assert all(prefilled < 36 for _, prefilled, *_ in turns[1:]), "a turn"
+    grows, pruned = turns[1:5], turns[5:]
+    assert all(exact > n - 36 for n, _, exact, *_ in grows)
+    assert all(n > 160 and reused > 90 for n, _, _, reused, _ in pruned)
+
+
+def test_openai_rag_finds_pasted_text_and_named_chunks(server):
+    text = run_against(server.url, "openai_rag.py")
+    found = re.findall(rf"(pasted|named ): {FACT} +known +(\d+), prefilled +(\d+)", text)
+    answers = ["pude river ludi", "givu town zeja", "joti stone ruve"]
+    assert [how for how, *_ in found] == ["pasted"] * 3 + ["named "] * 3
+    assert [fact for _, fact, _, _ in found] == answers * 2
+    known, prefilled = ([int(row[i]) for row in found] for i in (2, 3))
+    assert prefilled[0] > 100 > 2 * max(prefilled[1:3]), "the first time all of it is new"
+    assert min(known[1:3]) > 80
+    assert max(prefilled[3:]) < 10 and min(known[3:]) > 130
+
+
+def check_agent(text):
+    found = re.findall(
+        rf"(\w+ \w+): {FACT} +of +(\d+) tokens: prefilled +(\d+), repaired (\d+), known +(\d+)",
+        text,
+    )
+    source = (EXAMPLES / "openai_agent.py").read_text()
+    assert len(found) == 6
+    for question, fact, *_ in found:
+        assert fact.startswith(question) and f"{fact} ." in source
+    for _, _, *counts in found[2:]:  # from here on an old result is left out
+        n, prefilled, repaired, known = map(int, counts)
+        assert prefilled + repaired + known == n
+        assert prefilled < 70 and repaired < 12 and known > 70
+
+
+def test_openai_agent_drops_old_results(server):
+    check_agent(run_against(server.url, "openai_agent.py"))
+
+
+def test_openai_agent_with_the_role_tool(bundled, tmp_path):
+    """A template that knows the role: the bundled one, with results in place of what users say."""
+    model = tmp_path / "model"
+    shutil.copytree(bundled, model)
+    config = json.loads((model / "tokenizer_config.json").read_text())
+    template = config["chat_template"].replace("['system', ", "['system', 'tool', ")
+    said = "'<|' + message['role'] + '|> '"
+    assert said in template and "'tool'" in template
+    role = "('user' if message['role'] == 'tool' else message['role'])"
+    config["chat_template"] = template.replace(said, f"'<|' + {role} + '|> '")
+    (model / "tokenizer_config.json").write_text(json.dumps(config))
+    with Engine(model) as engine, served(engine, model_name="demo") as server:
+        check_agent(run_against(server.url, "openai_agent.py", "tool"))
+
+
+def test_langchain_chat_reuses_what_it_sends_again(server):
+    text = run_against(server.url, "langchain_chat.py")
+    found = re.findall(rf"{FACT} +cached +(\d+) of +(\d+) tokens", text)
+    source = (EXAMPLES / "langchain_chat.py").read_text()
+    assert len(found) == 6 and all(fact in source for fact, _, _ in found)
+    assert all(int(n) - int(cached) < 36 for _, cached, n in found)
+    assert all(int(cached) > 65 for _, cached, _ in found[2:])
 
 
 def test_every_example_is_tested():
