@@ -271,7 +271,7 @@ def test_replace_and_reorder(engines: Make) -> None:
 OPS = st.lists(
     st.tuples(
         st.sampled_from(
-            ["append", "drop", "insert", "replace", "swap", "weave", "denoise", "fork"]
+            ["append", "slice", "drop", "insert", "replace", "swap", "weave", "denoise", "fork"]
         ),
         st.integers(0, 5),
         st.integers(1, 6),
@@ -290,6 +290,10 @@ def test_any_edits_then_full_repair_equal_the_oracle(ops: list[tuple[str, int, i
         size = len(context.parts)
         if op == "append":
             context.append(text(n, step))
+        elif op == "slice":
+            part = context.parts[at % size]
+            n_chunk = engine.table.get(part.id).n_tokens
+            context.append_slice(f"#{part.id}", (n - 1) % n_chunk, n_chunk)
         elif op == "insert":
             context.insert(at % (size + 1), text(n, step))
         elif op == "drop" and size > 1:

@@ -100,6 +100,13 @@ def test_rows_are_kept_only_for_the_same_slice() -> None:
     assert sources(base, part(9, 7, 8)) == ["kept", "canonical"]
     assert sources(base, part(9, 7, 9, 8)) == ["kept", "canonical"]
     assert sources(base, part(9, 8, 8, 8)) == ["kept", "canonical"]
+    assert sources(base, part(9, 7, 5, 8)) == ["kept", "kept"], "its front has its rows"
+    shorter = resolve([base, part(9, 7, 5, 8), part(2, 7, 3, 13)], woven, canonical)
+    assert [(p.source, p.ready, p.slot) for p in shorter] == [
+        ("kept", 5, 0),
+        ("kept", 5, 5),
+        ("canonical", 3, 10),
+    ]
 
 
 def test_seams_between_slices() -> None:

@@ -220,6 +220,18 @@ def test_a_slice_finds_its_rows_in_the_record_of_its_chunk(engines: Make) -> Non
     assert torch.equal(engine.weaver.dependence.of(placed), whole[3:9])
 
 
+def test_a_slice_never_takes_the_patch_of_its_chunk(engines: Make) -> None:
+    engine = engines()
+    first = chat(engine, "c", [8, 9], repair="patch:64", share=1.0)
+    first.weave()
+    assert len(engine.shelf.patches) == 1
+    context = sliced(
+        engine, "s", ("c/0", 0, 8), ("c/1", 0, 4), ("c/1", 6, 9), repair="patch:64", share=0.0
+    )
+    assert context.weave().patched == 0
+    assert again(engine, "whole", first, repair="patch:64", share=0.0).weave().patched == 9
+
+
 def test_a_chunk_behind_slices_is_patched_only_behind_the_same(engines: Make) -> None:
     engine = engines()
     first = chat(engine, "c", [12, 9])
@@ -357,6 +369,27 @@ def test_evict_keeps_parts_that_were_exact_where_they_stood(engines: Make) -> No
         assert torch.equal(rows(context).v[layer][:6], before.v[layer][6:12])
 
 
+@pytest.mark.parametrize("share", [0.0, 0.5])
+def test_kept_rows_of_another_part_are_its_own_to_keep(engines: Make, share: float) -> None:
+    """The front of a part that was cut, and a chunk that was taken out and put back."""
+    engine = engines()
+    context = chat(engine, "c", [6, 9, 8], prune="evict", share=0.0)
+    context.append(text(7, 9), name="c/own")
+    context.weave("random", share=share)
+    before = rows(context).clone()
+    context.drop("c/2", "c/own", mode="forget")
+    context.append_slice("c/2", 0, 8)
+    context.append_slice("c/own", 0, 4)
+    assert context.weave().moved == 0
+    context.drop("c/0")
+    assert context.weave().prefilled == 0
+    for layer in range(len(before.v)):
+        assert torch.equal(rows(context).v[layer][5:26], before.v[layer][11:32])
+        turn = before.rotations[layer]
+        turned = turn.apply(before.k[layer][11:32], turn.angles(torch.full((21,), -6)))
+        assert oracle.relative(rows(context).k[layer][5:26], turned) < ANGLES
+
+
 def test_survivors_whose_kv_was_let_go_of_are_prefilled(engines: Make) -> None:
     engine = engines()
     context = chat(engine, "c", [6, 9, 8], prune="evict")
@@ -383,7 +416,7 @@ OPS = st.lists(
     st.tuples(
         st.sampled_from(
             ["text", "slice", "slice", "slice", "drop", "swap", "weave", "repair", "denoise",
-             "restore", "fork", "none"]
+             "restore", "fork", "none", "cut"]
         ),
         st.integers(0, 5),
         st.integers(0, 9),
@@ -414,6 +447,11 @@ def test_any_edits_of_slices_are_told_honestly(
             context.insert_slice(1 + at % size, ref, first, min(n_chunk, first + n))
         elif op == "drop" and size > 1:
             context.drop(1 + at % (size - 1))
+        elif op == "cut" and size > 1:
+            last = context.parts[-1]
+            with context.edit():  # it lives on
+                context.drop(last, mode="forget")
+                context.append_slice(f"#{last.id}", last.start, last.start + min(last.n, n))
         elif op == "swap" and size > 2:
             order = list(range(size))
             i = 1 + at % (size - 1)

@@ -126,10 +126,10 @@ def resolve(
     for index, part in enumerate(wanted):
         position = position if part.position is None else part.position
         now = woven[index] if stable and index < len(woven) else None
-        if now is not None and _rows_of(now.part, now.slot, now.position) == _rows_of(
-            part, slot, position
-        ):
-            placement = replace(now, part=part, source="kept", moved=0)
+        if now is not None and _is_front(part, slot, position, now):
+            stable = part.n == now.part.n
+            ready = min(now.ready, part.n)
+            placement = replace(now, part=part, source="kept", moved=0, ready=ready)
         else:
             stable = False
             seen = seen_from(placed, position)
@@ -188,8 +188,15 @@ def _touch(a: Stretch, b: Stretch) -> bool:
     return (a.id, a.start + a.n, a.distance + a.n) == (b.id, b.start, b.distance)
 
 
-def _rows_of(part: Part, slot: int, position: int) -> tuple[int, ...]:
-    return part.id, part.start, part.n, slot, position
+def _is_front(part: Part, slot: int, position: int, now: Placement) -> bool:
+    """Tell whether the rows of ``part`` are where ``now`` has them: all of these or the first."""
+    same = (part.id, part.start, slot, position) == (
+        now.part.id,
+        now.part.start,
+        now.slot,
+        now.position,
+    )
+    return same and part.n <= now.part.n
 
 
 def _choose(

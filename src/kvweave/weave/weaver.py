@@ -130,6 +130,8 @@ class Weaver:
         self.shelf.charge(state.name, state.rows.capacity_for(n_rows) * self.runner.row_bytes + own)
         self.table.touch(p.part.id for p in placed if p.source != "kept")
         keep = first_change(placed)
+        if state.keeps:
+            _inherit(state, placed)
         state.woven = []
         state.rows.truncate(keep)
         state.rows.reserve(n_rows)
@@ -350,6 +352,19 @@ class Weaver:
             state.own[p.part.uid] = whole
         if seen is not None and kv.n_tokens == p.part.n and self.sources.is_whole(p.part):
             self.shelf.put_in_context(int(p.part.id), seen, kv)
+
+
+def _inherit(state: State, placed: Sequence[Placement]) -> None:
+    """Give the raw KV of kept rows to the parts that stand there now."""
+    for old, p in zip(state.woven, placed, strict=False):
+        if p.source != "kept":
+            return
+        if old.part.uid in state.own:
+            state.own[p.part.uid] = state.own[old.part.uid].rows(0, p.ready)
+        if old.part.uid in state.patches:
+            offsets, kv = state.patches[old.part.uid]
+            n = int((offsets < p.part.n).sum())  # they increase
+            state.patches[p.part.uid] = (offsets[:n], kv.rows(0, n))
 
 
 def _only_here(p: Placement) -> bool:
