@@ -72,7 +72,9 @@ class Fake:
     def parts(self, name: str) -> list[dict]:
         start, result = 0, []
         for index, each in enumerate(self.contexts[name]):
-            result.append({"index": index, "start": start, **each})
+            result.append(
+                {"index": index, "uid": each["id"], "start": 0, "position": start, **each}
+            )
             start += each["n_tokens"]
         return result
 
@@ -88,7 +90,7 @@ class Fake:
             "exact",
             "saw",
         )
-        spans = [{"part": p["name"], "position": p["start"], **{k: p[k] for k in keys}} for p in self.parts(name)]  # fmt: skip
+        spans = [{"part": p["name"], "position": p["position"], **{k: p[k] for k in keys}} for p in self.parts(name)]  # fmt: skip
         count = {"exact": 0, "reused": 0, "patched": 0, "repaired": 0, "prefilled": 0}
         for s in spans:
             count["repaired"] += s["n_repaired"]
@@ -173,7 +175,7 @@ def app_of(fake: Fake) -> FastAPI:
             p for ps in fake.contexts.values() for p in ps if p["kind"] in ("document", "memory")
         ]
         rows = [{**p, "n_bytes": p["n_tokens"] * 147456, "n_uses": p["id"] % 9, "last_used": 0, "created": 0} for p in docs]  # fmt: skip
-        return {"data": [r for r in rows if pattern.rstrip("*/") in r["name"]]}
+        return {"data": [r for r in rows if pattern.strip("*/") in r["name"]]}
 
     @app.get("/v1/chunks/{id}")
     def stat(id: str) -> dict:

@@ -6,7 +6,6 @@ import re
 import shutil
 from collections.abc import Callable, Iterator
 from importlib.resources import files
-from urllib.parse import urlsplit
 
 import pytest
 
@@ -14,8 +13,12 @@ pytest.importorskip("fastapi", reason="the extra `serve` is not installed")
 
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
-from serve.page_server import XSS, Fake, app_of, serving
+from serve.page_browser import boxes, chunks_of, opening, say, until
+from serve.page_server import XSS, Fake, app_of
 
+from kvweave import Engine
+from kvweave.serve.app import create_app
+from kvweave.serve.options import Options
 from kvweave.serve.page import TYPES, Asset, make_router, read_assets
 
 WEB = {file.name: file.read_text() for file in files("kvweave.serve").joinpath("web").iterdir()}
@@ -107,56 +110,8 @@ def fake() -> Fake:
 
 @pytest.fixture
 def visit(browser, fake) -> Iterator[Callable[..., object]]:
-    """Open the page over ``fake``; fails on a console error or a request to another host."""
-    wrong: list[str] = []
-    opened = []
-    with serving(app_of(fake)) as url:
-
-        def gate(route) -> None:
-            if urlsplit(route.request.url).netloc == urlsplit(url).netloc:
-                route.continue_()
-            else:
-                wrong.append(f"asked {route.request.url}")
-                route.abort()
-
-        def open_page(width: int = 1440, scheme: str = "light", expect_errors: bool = False):
-            context = browser.new_context(
-                viewport={"width": width, "height": 900}, color_scheme=scheme
-            )
-            opened.append(context)
-            context.route("**/*", gate)
-            page = context.new_page()
-            if not expect_errors:
-                page.on(
-                    "console", lambda m: m.type in ("error", "warning") and wrong.append(m.text)
-                )
-            page.on("pageerror", lambda error: wrong.append(str(error)))
-            page.goto(url)
-            page.wait_for_selector("#live[data-state='on'], #live[data-state='off']")
-            return page
-
+    with opening(browser, app_of(fake)) as open_page:
         yield open_page
-        for context in opened:
-            context.close()
-    assert not wrong
-
-
-def chunks_of(page, name: str):
-    return page.locator(f'article[data-name="{name}"] .chunk')
-
-
-def boxes(page, name: str) -> list[float]:
-    chunks_of(page, name).first.wait_for()
-    return [box.bounding_box()["width"] for box in chunks_of(page, name).all()]
-
-
-def until(page, expression: str) -> None:
-    """Wait until it is true; playwright's own waiting evaluates strings, which the policy forbids."""
-    for _ in range(200):
-        if page.evaluate(expression):
-            return
-        page.wait_for_timeout(25)
-    raise AssertionError(f"never true: {expression}")
 
 
 slow = pytest.mark.slow
@@ -378,3 +333,36 @@ def test_theme_is_switched_and_kept(visit):
     page.reload()
     assert page.evaluate("document.documentElement.dataset.theme") == "light"
     assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(243, 245, 246)"
+
+
+@slow
+def test_over_the_real_server_a_drop_is_repaired_not_prefilled(browser, bundled):
+    with (
+        Engine(bundled, repair="first_k", share=0.5) as engine,
+        opening(browser, create_app(engine, Options(model_name="<b>ours</b>"))) as visit,
+    ):
+        page = visit()
+        page.locator("#new-system").fill("keep the notes .")
+        page.locator("#max-tokens").fill("8")
+        say(page, "so well givu metal demu .")
+        say(page, "pude river ludi .")
+        assert "ludi" in say(page, "ask pude river")
+        names = [part.name for part in engine.contexts["chat/1"].parts]
+        labels = [each.get_attribute("aria-label") for each in chunks_of(page, "chat/1").all()]
+        assert [label.split(",")[0] for label in labels] == names and len(names) == 7
+        assert "exact" in labels[0] and "prefilled" in labels[5]  # what the last answer did
+        page.locator('article[data-name="chat/1"] .chunk').nth(1).click()
+        page.get_by_role("menuitem", name="Drop forget").click()
+        cost = page.locator('article[data-name="chat/1"] .cost')
+        cost.get_by_text("Dropped chat/1/u-000 (forget).").wait_for()
+        plan = engine.contexts["chat/1"].preview()
+        assert plan.repaired > 0 and plan.prefilled <= 1 and len(plan.spans) == 6
+        assert f"{plan.repaired} repaired" in cost.inner_text()
+        assert f"{plan.reused} reused" in cost.inner_text()
+        drawn = page.locator('article[data-name="chat/1"] .chunk[data-how="repaired"]').count()
+        assert drawn == sum(span.n_repaired > 0 for span in plan.spans)
+        assert page.locator("#log .gone").count() == 1
+        assert "ludi" in say(page, "ask pude river")
+        assert "repaired" in page.locator("#log .foot").last.inner_text()
+        assert cost.is_hidden()  # it was paid
+        assert page.locator("#model").inner_text() == "<b>ours</b>"

@@ -9,6 +9,7 @@ import { legend } from "./strip.js";
 
 const ROUND = 2000; // ms
 const LONGEST = 15000;
+const SAYS = { 0: "no answer, trying again", 429: "busy, trying again", 503: "stopping" };
 
 let timer = 0;
 let pause = ROUND;
@@ -22,16 +23,6 @@ function live(state, says) {
   if (find("live").textContent !== says) find("live").textContent = says;
 }
 
-/** What the page needs of /v1/status. */
-function read(status) {
-  return {
-    ...status,
-    budgets: status.budgets ?? [],
-    history: status.history ?? [],
-    plan: status.last_plan ?? null,
-  };
-}
-
 async function ask() {
   round?.abort();
   round = new AbortController();
@@ -41,12 +32,12 @@ async function ask() {
     call("GET", "v1/contexts", undefined, signal),
     panels.chunks(signal),
   ]);
-  const { budgets, history: points, plan, ...server } = read(status);
-  history = points;
-  panels.server(server);
-  panels.budgets(budgets);
-  panels.charts(points);
-  panels.plan(plan, JSON.stringify(plan) === mine.plan ? mine.name : "");
+  const plan = status.last_plan;
+  history = status.history;
+  panels.server(status);
+  panels.budgets(status.budgets);
+  panels.charts(history);
+  panels.plan(plan, plan && JSON.stringify(plan) === mine.plan ? mine.name : "");
   contexts.update(list.data);
   chat.offer(list.data.map(({ name }) => name));
   await contexts.refresh(signal);
@@ -66,8 +57,8 @@ async function poll() {
       live("off", getKey() ? "this key is not known" : "needs an API key");
       find("key-form").classList.add("wanted");
     } else {
-      live("off", error.code === "offline" ? "no answer, trying again" : "error, trying again");
-      if (error.code !== "offline") failed(error);
+      live("off", SAYS[error.status] ?? "error, trying again");
+      if (![0, 429, 503].includes(error.status)) failed(error);
     }
   }
   timer = setTimeout(poll, pause);
@@ -111,7 +102,9 @@ async function answered(name, plan) {
     panels.plan(plan, name);
   }
   contexts.update((await call("GET", "v1/contexts")).data);
-  const detail = await contexts.cardOf(name)?.refresh();
+  const card = contexts.cardOf(name);
+  card?.settle();
+  const detail = await card?.refresh();
   return detail?.parts;
 }
 

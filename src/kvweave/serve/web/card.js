@@ -4,7 +4,8 @@ import { call, path } from "./api.js";
 import { bytes, count, el, find } from "./dom.js";
 import { HOWS, shares, tierOf } from "./strip.js";
 
-const stats = new Map(); // chunk id -> promise of its stat with text
+const FRESH = 10000; // ms; the text stays what it is, the bytes may not
+const stats = new Map(); // chunk id -> its stat with text, as a promise, and when it was asked for
 let peeking = 0;
 let anchor = null;
 let menu = null;
@@ -12,23 +13,25 @@ let menu = null;
 export const forgetStats = () => stats.clear();
 
 export function statOf(id) {
-  if (!stats.has(id)) {
-    const asked = call("GET", `v1/chunks/${path(`#${id}`)}?text=true`);
-    asked.catch(() => stats.delete(id));
-    stats.set(id, asked);
-    if (stats.size > 500) stats.delete(stats.keys().next().value);
-  }
-  return stats.get(id);
+  const known = stats.get(id);
+  if (known && Date.now() - known.at < FRESH) return known.asked;
+  const asked = call("GET", `v1/chunks/${path(`#${id}`)}?text=true`);
+  asked.catch(() => stats.delete(id));
+  stats.delete(id);
+  stats.set(id, { asked, at: Date.now() });
+  if (stats.size > 500) stats.delete(stats.keys().next().value);
+  return asked;
 }
 
 function rows(part) {
   const all = shares(part);
   const how = HOWS.filter(({ how: each }) => all[each])
     .map(({ how: each, sign }) => `${sign} ${count(all[each])} ${each}`).join("  ");
-  const end = part.start + part.n_tokens;
+  const end = part.position + part.n_tokens;
+  const slice = part.start ? `, from its token ${count(part.start)}` : "";
   return [
     ["chunk", `#${part.id}, ${part.kind}`],
-    ["tokens", `${count(part.n_tokens)}, at ${count(part.start)} to ${count(end)}`],
+    ["tokens", `${count(part.n_tokens)}, at ${count(part.position)} to ${count(end)}${slice}`],
     ["how", how],
     ["moved", part.moved ? `by ${part.moved > 0 ? "+" : ""}${count(part.moved)}` : "no"],
     ["saw", part.saw?.length ? `${part.saw.map((id) => `#${id}`).join(" ")}, not before it now` : "only what stands before it"],

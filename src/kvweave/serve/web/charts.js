@@ -3,7 +3,7 @@
 import { el, svg } from "./dom.js";
 
 const HEIGHT = 84;
-const EDGE = { left: 40, right: 8, top: 8, bottom: 18 };
+const EDGE = { left: 48, right: 8, top: 8, bottom: 18 };
 
 /** A round number at or above n: 1, 2 or 5 times a power of ten. */
 export function ceiling(n) {

@@ -9,16 +9,16 @@ const NEW = ""; // the value of the choice "new context"
 const HISTORY = 40; // messages read back from a context
 
 let running = null; // AbortController of the answer under way
-let known = [];
+let known = null; // names offered; null before the first round
 let after = async () => {};
 let onChosen = () => {};
 
 const where = () => find("where").value;
 
-function bubble(role, text, id = null) {
+function bubble(role, text, uid = null) {
   const body = el("div", { class: "text" }, text);
   const foot = el("div", { class: "foot" });
-  const box = el("article", { class: `message ${role}`, data: id === null ? {} : { id } },
+  const box = el("article", { class: `message ${role}`, data: uid === null ? {} : { uid } },
     el("p", { class: "role" }, role), body, foot);
   const log = find("log");
   log.querySelector(".guide")?.remove();
@@ -35,7 +35,7 @@ function guide(text) {
 export function offer(names) {
   if (JSON.stringify(names) === JSON.stringify(known)) return;
   const select = find("where");
-  const had = known.length || select.options.length ? select.value : names[0] ?? NEW;
+  const had = known ? select.value : names[0] ?? NEW;
   known = names;
   select.replaceChildren(el("option", { value: NEW }, "New context"), ...names.map((name) => el("option", { value: name }, name)));
   select.value = names.includes(had) ? had : NEW;
@@ -46,8 +46,8 @@ export function offer(names) {
 function showFields() {
   find("new-context").hidden = where() !== NEW;
   if (where() === NEW && !find("new-name").value) {
-    let n = known.length + 1;
-    while (known.includes(`chat/${n}`)) n += 1;
+    let n = 1;
+    while (known?.includes(`chat/${n}`)) n += 1;
     find("new-name").value = `chat/${n}`;
   }
 }
@@ -55,7 +55,7 @@ function showFields() {
 /** Go on in a context: show what was said in it. */
 export async function turnTo(name) {
   if (running) return;
-  if (name !== NEW && !known.includes(name)) offer([...known, name]);
+  if (name !== NEW && !known?.includes(name)) offer([...(known ?? []), name]);
   find("where").value = name;
   showFields();
   onChosen(name);
@@ -69,22 +69,22 @@ export async function turnTo(name) {
     if (where() !== name || running) return;
     if (!said.length) return guide("Nothing in this context yet.");
     find("log").replaceChildren();
-    said.forEach((part, i) => bubble(part.kind, (stats[i]?.text ?? `#${part.id}`).trim(), part.id));
+    said.forEach((part, i) => bubble(part.kind, (stats[i]?.text ?? `#${part.id}`).trim(), part.uid));
   } catch (error) { failed(error); }
 }
 
 /** Show which messages are not in the context any more. */
 export function mark(name, parts) {
   if (name !== where()) return;
-  const ids = new Set(parts.map((part) => String(part.id)));
-  for (const box of find("log").querySelectorAll("[data-id]")) box.classList.toggle("gone", !ids.has(box.dataset.id));
+  const left = new Set(parts.map((part) => String(part.uid)));
+  for (const box of find("log").querySelectorAll("[data-uid]")) box.classList.toggle("gone", !left.has(box.dataset.uid));
 }
 
 function receipt(foot, answer, measured) {
   const plan = answer.plan ?? answer.usage?.kv;
   const ttft = answer.usage?.ttft ?? measured;
-  foot.replaceChildren(el("span", { class: "soft" }, `TTFT ${seconds(ttft)}`));
-  if (plan) foot.append(split(plan), ...tally(plan), el("span", { class: "soft" }, driftOf(plan)));
+  foot.replaceChildren(...(plan ? [split(plan)] : []), el("span", { class: "soft" }, `TTFT ${seconds(ttft)}`));
+  if (plan) foot.append(...tally(plan), el("span", { class: "soft" }, driftOf(plan)));
   if (answer.finish === "length") foot.append(el("span", { class: "soft" }, "cut at the token limit"));
 }
 
@@ -94,7 +94,7 @@ async function target() {
   const system = find("new-system").value.trim();
   await call("POST", "v1/contexts", system ? { name, system } : { name });
   find("new-name").value = "";
-  known = [...known, name];
+  known = [...(known ?? []), name];
   find("where").append(el("option", { value: name }, name));
   find("where").value = name;
   showFields();
@@ -118,7 +118,7 @@ async function answer(name, content) {
       const text = event.delta ?? (event.usage ? "" : event.text) ?? "";
       if (!text) continue;
       measured ??= (performance.now() - started) / 1000;
-      body.append(text);
+      body.append(body.textContent ? text : text.trimStart());
       find("log").scrollTop = find("log").scrollHeight;
     }
     receipt(foot, final, measured);
@@ -136,8 +136,8 @@ async function answer(name, content) {
 function label(parts, asked, answered) {
   if (!parts) return;
   const last = (kind) => parts.findLast((part) => part.kind === kind);
-  if (last("user")) asked.dataset.id = last("user").id;
-  if (last("assistant")) answered.dataset.id = last("assistant").id;
+  if (last("user")) asked.dataset.uid = last("user").uid;
+  if (last("assistant")) answered.dataset.uid = last("assistant").uid;
 }
 
 async function submit(event) {

@@ -18,12 +18,30 @@ let chosen = "";
 let onChoose = () => {};
 let onGone = () => {};
 
+const short = (n) => Number(n.toPrecision(2));
 const of = (name, verb = "") => `v1/contexts/${path(name)}${verb ? `:${verb}` : ""}`;
 
 /** Tell a part to the server: by id while that is clear, else by index. */
 function refOf(part, parts) {
   const twins = parts.filter((other) => other.id === part.id);
   return twins.length === 1 ? `#${part.id}` : part.index;
+}
+
+/**
+ * The parts as they are drawn: what the last weave made of them, and, from the first part on that was
+ * edited since, what the next one would.
+ */
+export function drawn({ parts, plan }) {
+  let same = true;
+  return parts.map((part, index) => {
+    const span = plan?.spans[index];
+    same = same && Boolean(span) && span.id === part.id && span.position === part.position
+      && span.n_tokens === part.n_tokens && !part.n_prefilled;
+    if (!same) return part;
+    const { how, exact, n_repaired, n_prefilled, moved, saw, patched } = span;
+    const tier = span.tier === "-" ? part.tier : span.tier;
+    return { ...part, how, exact, n_repaired, n_prefilled, moved, saw, patched, tier };
+  });
 }
 
 class Card {
@@ -54,10 +72,15 @@ class Card {
     return detail;
   }
 
+  /** An answer was given: what an edit would have cost is no more. */
+  settle() {
+    this.cost.hidden = true;
+  }
+
   show(detail) {
     this.parts = detail.parts;
     const focused = [...this.body.querySelectorAll(".chunk")].indexOf(document.activeElement);
-    redraw(this.body, detail.parts, (parts) => {
+    redraw(this.body, drawn(detail), (parts) => {
       if (!parts.length) return el("p", { class: "empty" }, "No chunks yet. Write to it in the chat.");
       const { list, items } = strip(this.name, parts, { onopen: (part, at) => this.open(part, at), onpeek: peek, onleave: unpeek });
       if (focused >= 0) queueMicrotask(() => items[Math.min(focused, items.length - 1)].focus());
@@ -127,9 +150,9 @@ class Card {
     const started = performance.now();
     try {
       const found = await call("POST", of(this.name, "check"), {});
-      const says = Object.entries(found).filter(([, value]) => typeof value === "number")
-        .map(([key, value]) => `${key.replaceAll("_", " ")} ${Number(value.toPrecision(3))}`).join(", ");
-      toast(`${this.name} against a full prefill: ${says}`, { hint: `measured in ${seconds((performance.now() - started) / 1000)}` });
+      const says = `KL ${short(found.kl)} nats (largest ${short(found.kl_max)}), same first choice ${Math.round(100 * found.top1)} %`;
+      const over = `over ${plural(found.n_compared, "prediction")}, measured in ${seconds((performance.now() - started) / 1000)}`;
+      toast(`${this.name} against a full prefill: ${says}`, { hint: over });
     } catch (error) { failed(error); }
   }
 
@@ -151,11 +174,11 @@ class Card {
     const grew = before ? plan.prefilled + plan.repaired - before.prefilled - before.repaired : 0;
     const than = before && grew > 0 ? `, ${count(grew)} more than before` : "";
     this.cost.hidden = false;
-    this.cost.replaceChildren(
+    this.cost.replaceChildren(el("div", { class: "facts" },
       el("span", { class: "what" }, `${what}.`),
       el("span", { class: "soft" }, before ? `The next weave computes ${plural(plan.prefilled + plan.repaired, "token")} of ${count(plan.n_tokens)}${than}:` : "This weave:"),
-      split(plan), ...tally(plan), el("span", { class: "soft" }, driftOf(plan)),
-      el("button", { type: "button", class: "quiet", "aria-label": "Close", onclick: () => { this.cost.hidden = true; } }, "×"));
+      split(plan), ...tally(plan), el("span", { class: "soft" }, driftOf(plan))),
+    el("button", { type: "button", class: "quiet", "aria-label": "Close", onclick: () => { this.cost.hidden = true; } }, "×"));
   }
 }
 
@@ -170,8 +193,8 @@ function remove(name) {
 
 function guide() {
   return el("div", { class: "guide" },
-    el("p", {}, "No contexts yet. Write a message in the chat, or from a shell:"),
-    el("pre", {}, "kvweave put docs/faq faq.md\nkvweave run 'Use {docs/faq}. How do I reset it?'"));
+    el("p", {}, "No contexts yet. Write a message in the chat, or point an OpenAI client at"),
+    el("pre", {}, `${location.origin}/v1`));
 }
 
 /** Draw the list; `choose` is told which context the chat should go to, `gone` what an edit left. */

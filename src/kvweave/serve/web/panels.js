@@ -16,13 +16,13 @@ export function server(status) {
   find("namespace").hidden = !status.namespace;
   find("namespace").textContent = status.namespace ? `namespace ${status.namespace}` : "";
   const facts = [["active", status.active], ["waiting", status.waiting], ["contexts", status.contexts], ["chunks", status.chunks]];
-  redraw(find("counters"), facts, () => facts.filter(([, n]) => n !== undefined).map(([term, n]) =>
-    el("div", { data: { hot: term === "waiting" && n > 0 } }, el("dt", {}, term), el("dd", {}, count(n)))));
+  redraw(find("counters"), facts, () => facts.map(([term, n]) => el("div", { data: { hot: term === "waiting" && n > 0 } },
+    el("dt", {}, n === 1 ? term.replace(/s$/, "") : term), el("dd", {}, count(n)))));
 }
 
 export function budgets(rows) {
   redraw(find("budgets").querySelector(".bars"), rows, () => {
-    if (!rows.some((row) => row.used || row.budget)) return el("p", { class: "empty" }, "Nothing stored. kvweave put docs/faq faq.md");
+    if (!rows.some((row) => row.used || row.budget)) return el("p", { class: "empty" }, "Nothing stored yet.");
     return rows.map(({ tier, used, budget }) => {
       const fill = el("i");
       fill.style.width = `${budget ? Math.min(100, (100 * used) / budget) : 0}%`;
@@ -102,13 +102,19 @@ function row(entry) {
 function noChunks(pattern) {
   if (pattern) return el("p", { class: "empty" }, `No name matches ${pattern}`);
   return el("div", { class: "guide" }, el("p", {}, "No chunks in store. Put one here, or from a shell:"),
-    el("pre", {}, "kvweave put docs/faq faq.md"));
+    el("pre", {}, `kvweave put docs/faq faq.md --url ${location.origin}`));
+}
+
+/** A word finds all names with it; a glob, `docs/` and `#17` are taken as they are. */
+function patternOf(typed) {
+  if (!typed || /[*?[\]{}]/.test(typed) || typed.startsWith("#")) return typed;
+  return typed.endsWith("/") ? `${typed}**` : `**${typed}**`;
 }
 
 /** Ask for the stored chunks that match the pattern, the largest first. */
 export async function chunks(signal) {
   const pattern = find("pattern").value.trim();
-  const query = new URLSearchParams({ sort: "n_tokens", reverse: "true", limit: String(LISTED), pattern });
+  const query = new URLSearchParams({ sort: "n_tokens", reverse: "true", limit: String(LISTED), pattern: patternOf(pattern) });
   let found = [];
   try {
     found = (await call("GET", `v1/chunks?${query}`, undefined, signal)).data;
