@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import httpx
@@ -15,16 +15,12 @@ import openai
 import pytest
 import torch
 import uvicorn
-from fastapi import FastAPI
 from oracle import full_prefill
 
 from kvweave import Engine
 from kvweave.demo.world import FILLER
-from kvweave.serve import problems
-from kvweave.serve.access import Access
 from kvweave.serve.answers import Service
-from kvweave.serve.driver import Driver
-from kvweave.serve.openai import make_router
+from kvweave.serve.app import create_app
 from kvweave.serve.options import Options
 
 SYSTEM = {"role": "system", "content": "keep the notes ."}
@@ -70,27 +66,18 @@ class Server:
 @contextmanager
 def serving(engine: Engine, **options: Any) -> Iterator[Server]:
     """Serve an engine on a free port of this machine."""
-    settings = Options(model_name="demo", keys=KEYS, **options)
-    driver = Driver(engine)
-    service = Service(driver, settings)
-    app = FastAPI()
-    problems.install(app)
-    app.include_router(make_router(service))
-    app.add_middleware(Access, keys=KEYS)
-    config = uvicorn.Config(app, port=0, log_level="error", ws="none", lifespan="off")
-    server = uvicorn.Server(config)
+    app = create_app(engine, Options(model_name="demo", keys=KEYS, **options))
+    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error", ws="none"))
     thread = threading.Thread(target=server.run)
-    driver.start()
     thread.start()
     while not server.started:
         time.sleep(0.01)
     port = server.servers[0].sockets[0].getsockname()[1]
     try:
-        yield Server(f"http://127.0.0.1:{port}", service)
+        yield Server(f"http://127.0.0.1:{port}", app.state.service)
     finally:
         server.should_exit = True
         thread.join()
-        driver.stop(0)
 
 
 @pytest.fixture

@@ -19,8 +19,10 @@ from kvweave.serve.assemble import Assembler, Piece, Wanted
 from kvweave.serve.driver import Driver
 from kvweave.serve.library import Library
 from kvweave.serve.options import Options
+from kvweave.serve.quota import Quota
 from kvweave.serve.render import Prompt, Renderer
-from kvweave.serve.sessions import How, Session, Sessions
+from kvweave.serve.session import How, Session
+from kvweave.serve.sessions import Sessions
 from kvweave.serve.work import Event
 from kvweave.weave.generate import Answer, Turn
 from kvweave.weave.plan import Plan
@@ -41,7 +43,12 @@ class Service:
         self.library = Library(engine.table)
         self.assembler = Assembler(engine, self.library, min_match=options.min_match)
         self.sessions = Sessions(
-            engine, self.library, max_sessions=options.max_sessions, later=driver.later
+            engine,
+            self.library,
+            max_sessions=options.max_sessions,
+            later=driver.later,
+            quota=Quota(options.quota, options.quota_chunks),
+            is_busy=driver.is_busy,
         )
         self.fingerprint = f"fp_{engine.runner.fingerprint.digest().hex()[:12]}"
         self.limit = engine.runner.limit
@@ -116,7 +123,7 @@ class Asked:
         if n == 0:
             raise InvalidArgument("prompt", "it is empty")
         sampling = replace(self.sampling, max_tokens=self._n_new(n))
-        session = sessions.open(wanted, self.how, reuse)
+        session = sessions.open(wanted, self.how, reuse, [sampling.max_tokens] * self.n)
         self._sessions.append(session)
         if self.n > 1:  # the rows of the prompt are computed once
             plan = sessions.weave(session)

@@ -65,6 +65,7 @@ def create_app(engine: Engine, options: Options | None = None) -> FastAPI:
         generate_unique_id_function=_operation,
     )
     app.state.serving, app.state.driver = serving, driver
+    app.state.service = service
     problems.install(app)
     for router in (turns.router, contexts.router, chunks.router, system.router):
         app.include_router(router)

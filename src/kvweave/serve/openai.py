@@ -6,15 +6,14 @@ tools are not parsed out of it. Messages may have parts ``{"type": "chunk", "nam
 
 from __future__ import annotations
 
-import asyncio
 import json
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from kvweave.run.sample import BROKEN, Choice
@@ -22,12 +21,8 @@ from kvweave.serve.access import Tenant
 from kvweave.serve.answers import Asked, MakePrompt, Service
 from kvweave.serve.problems import make, problem_of
 from kvweave.serve.render import Prompt, Segment
-from kvweave.serve.schemas import ChatRequest, CompletionRequest
-from kvweave.serve.schemas import Request as AnyRequest
+from kvweave.serve.schemas import ChatRequest, CompletionRequest, Request
 from kvweave.serve.work import Delta, Event, Finished
-
-T = TypeVar("T")
-CLIENT_GONE = 499  # nobody reads it; proxies log it like this
 
 
 @dataclass(slots=True)
@@ -54,7 +49,7 @@ class Written:
 class Reply:
     """Builds the bodies of one request's response."""
 
-    def __init__(self, service: Service, asked: Asked, body: AnyRequest) -> None:
+    def __init__(self, service: Service, asked: Asked, body: Request) -> None:
         self.service, self.asked, self.body = service, asked, body
         self.is_chat = isinstance(body, ChatRequest)
         prefix = "chatcmpl" if self.is_chat else "cmpl"
@@ -200,7 +195,7 @@ def make_router(service: Service) -> APIRouter:
         return model if wanted == name else _no_model(wanted, name)
 
     @router.post("/v1/chat/completions", response_model=None)
-    async def chat(body: ChatRequest, tenant: Tenant, request: Request) -> Response:
+    async def chat(body: ChatRequest, tenant: Tenant) -> Response:
         """Answer a conversation; what of it is known is found again, at any position.
 
         Tools are shown to the model by its chat template; the answer is text, calls are not parsed.
@@ -213,10 +208,10 @@ def make_router(service: Service) -> APIRouter:
         how, n = body.how, body.n_choices
         prompts = [lambda service: service.renderer.render(messages, tools)]
         asked = Asked(service, tenant, prompts, sampling, body.limit, how, n)
-        return await _respond(Reply(service, asked, body), request)
+        return await _respond(Reply(service, asked, body))
 
     @router.post("/v1/completions", response_model=None)
-    async def completions(body: CompletionRequest, tenant: Tenant, request: Request) -> Response:
+    async def completions(body: CompletionRequest, tenant: Tenant) -> Response:
         """Continue text or tokens."""
         if body.model != name:
             return _no_model(body.model, name)
@@ -225,7 +220,7 @@ def make_router(service: Service) -> APIRouter:
         prompts = [_completion_prompt(prompt) for prompt in body.prompts()]
         how, n = body.how, body.n_choices
         asked = Asked(service, tenant, prompts, sampling, limit, how, n, chat=False)
-        return await _respond(Reply(service, asked, body), request)
+        return await _respond(Reply(service, asked, body))
 
     return router
 
@@ -252,17 +247,18 @@ def _completion_prompt(given: str | list[int]) -> MakePrompt:
     return prompt
 
 
-async def _respond(reply: Reply, request: Request) -> Response:
-    """Answer whole or as a stream; errors before the first token have their status."""
+async def _respond(reply: Reply) -> Response:
+    """Answer whole or as a stream; errors before the first token have their status.
+
+    A client that goes away cancels this; closing the events cancels the answer.
+    """
     events = reply.service.answer(reply.asked)
     try:
         if not reply.body.stream:
-            await _unless_gone(request, _collect(reply, events))
+            async for event in events:
+                reply.take(event)
             return JSONResponse(reply.whole())
-        first = await _unless_gone(request, anext(events))
-    except _Gone:
-        await events.aclose()
-        return Response(status_code=CLIENT_GONE)
+        first = await anext(events)
     except BaseException:
         await events.aclose()
         raise
@@ -273,12 +269,9 @@ async def _respond(reply: Reply, request: Request) -> Response:
     )
 
 
-async def _collect(reply: Reply, events: AsyncIterator[Event]) -> None:
-    async for event in events:
-        reply.take(event)
-
-
-async def _stream(reply: Reply, first: Event, events: Any) -> AsyncIterator[str]:
+async def _stream(
+    reply: Reply, first: Event, events: AsyncGenerator[Event, None]
+) -> AsyncIterator[str]:
     """Yield server-sent events; the answer is cancelled when nobody reads them any more."""
     begun: set[int] = set()
     try:
@@ -313,27 +306,3 @@ def _pieces(reply: Reply, event: Delta | Finished, begun: set[int]) -> list[dict
 
 def _sse(data: dict[str, Any]) -> str:
     return f"data: {json.dumps(data, ensure_ascii=False)}\n\n"
-
-
-class _Gone(Exception):
-    """The client closed the connection."""
-
-
-async def _unless_gone(request: Request, work: Awaitable[T]) -> T:
-    """Return what ``work`` does; cancel it and raise _Gone when the client goes away first."""
-    task = asyncio.ensure_future(work)
-    watch = asyncio.ensure_future(_disconnected(request))
-    try:
-        await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise _Gone
-        return task.result()
-    finally:
-        for each in (task, watch):
-            each.cancel()
-        await asyncio.gather(task, watch, return_exceptions=True)
-
-
-async def _disconnected(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass

@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from kvweave.errors import InvalidArgument
 from kvweave.run.sample import Sampling
-from kvweave.serve.sessions import How
+from kvweave.serve.session import How
 
 # Fields that say nothing about the answer's text.
 HARMLESS = frozenset(

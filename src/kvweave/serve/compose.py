@@ -1,0 +1,110 @@
+"""Making contexts hold what a request wants: the base first, then in one edit the rest."""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import replace
+from typing import Any
+
+from kvweave.chunk.identity import ChunkId
+from kvweave.engine import Engine
+from kvweave.serve.assemble import Piece, Wanted
+from kvweave.serve.autonames import AutoNames, new_context_name
+from kvweave.serve.options import Reuse
+from kvweave.serve.session import Common, How, Session
+from kvweave.weave.context import Context
+
+
+class Composer:
+    """Opens and edits contexts. Used in the driver's thread only."""
+
+    def __init__(self, engine: Engine, names: AutoNames) -> None:
+        self.engine, self.table, self.names = engine, engine.table, names
+        probe = engine.context(new_context_name())
+        self.engine_base = probe.parts[0].id if probe.parts else None
+        engine.close_context(probe.name)
+
+    def fresh(self, wanted: Wanted, how: How, reuse: Reuse) -> Session:
+        """Return a session that holds the base only. Raises OverBudget, InvalidArgument."""
+        # in a namespace of its own nothing can be found, not even by a request at the same time
+        namespace = wanted.namespace if reuse != "off" else f"off-{secrets.token_hex(8)}"
+        options: dict[str, Any] = how.options() | {"namespace": namespace, "denoise": False}
+        context = self.engine.context(new_context_name(), **options)
+        names = self.names.counter(context.name, context.namespace)
+        session = Session(context, how, reuse, names, len(context.parts), self.engine_base)
+        try:
+            if reuse != "all":
+                self._drop_base(context)
+                session.n_base, session.base = 0, None
+            elif wanted.base is not None:
+                self._set_base(session, wanted.base)
+        except BaseException:
+            self.engine.close_context(context.name, namespace)
+            raise
+        return session
+
+    def _drop_base(self, context: Context) -> None:
+        if context.parts:
+            context.drop(0)
+
+    def _set_base(self, session: Session, base: Piece) -> None:
+        engine, context = self.engine, session.context
+        tokens = base.tokens.tolist()
+        id = engine.maker.add(tokens, kind="system", namespace=context.namespace, name=base.label)
+        self._drop_base(context)
+        context.set_base(id, base.label)
+        if engine.shelf.tier(id) == "none":
+            engine.maker.canonicalise([id])
+            session.n_computed = base.n
+        session.n_base, session.base = 1, id
+
+    def edit(self, session: Session, common: Common, wanted: Wanted) -> None:
+        """Bring the context from what is common to what is wanted, in one edit."""
+        context = session.context
+        with context.edit():
+            if common.n_parts < len(context.parts):
+                context.drop(*range(common.n_parts, len(context.parts)), mode="forget")
+            if common.cut is not None:
+                part, n = common.cut
+                context.append_slice(self._ref(part.id), part.start, part.start + n)
+            at = 0
+            for piece in wanted.pieces:
+                left = piece.behind(min(piece.n, max(0, common.n_tokens - at)))
+                at += piece.n
+                if left.n:
+                    self._append(session, left)
+
+    def _append(self, session: Session, piece: Piece) -> None:
+        context = session.context
+        if piece.id is not None:
+            whole = self.table.get(piece.id).n_tokens
+            if piece.n == whole:
+                context.append_chunk(self._ref(piece.id))
+            else:
+                context.append_slice(self._ref(piece.id), piece.start, piece.start + piece.n)
+            return
+        tokens, kind = piece.tokens.tolist(), piece.kind
+        if session.reuse != "all":
+            context.append(tokens, kind=kind, label=piece.label)
+            return
+        id = self.engine.maker.add(
+            tokens, kind=kind, base=session.base, namespace=context.namespace, name=piece.label
+        )
+        if self.table.get(id).linked:
+            context.append(tokens, kind=kind, label=self._ref(id))
+            return
+        name = session.names.next(kind)
+        context.append(tokens, kind=kind, name=name)
+        self.names.note(name, context.namespace)
+
+    def _ref(self, id: ChunkId) -> str:
+        names = self.table.names_of(id)
+        return names[0] if names else f"#{id}"
+
+    def without_base(self, wanted: Wanted) -> Wanted:
+        """Return the same prompt with its base as an ordinary piece, to be prefilled."""
+        base = wanted.base
+        if base is None and self.engine_base is not None:
+            base = Piece("system", self.table.tokens(self.engine_base), "base")
+        pieces = [*([] if base is None else [base]), *wanted.pieces]
+        return replace(wanted, base=None, pieces=pieces)

@@ -1,0 +1,48 @@
+"""A context that answers one request after another, and what it may be used for again."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvweave.chunk.identity import ChunkId
+from kvweave.serve.options import Reuse
+from kvweave.weave.context import Context
+from kvweave.weave.naming import Names
+from kvweave.weave.parts import Part
+
+
+@dataclass(frozen=True, slots=True)
+class How:
+    """How a request wants to be woven; None leaves it to the engine."""
+
+    repair: str | None = None
+    share: float | None = None
+    max_drift: float | None = None
+
+    def options(self) -> dict[str, object]:
+        """Return what was asked for, as options of `Engine.context`."""
+        given = {"repair": self.repair, "share": self.share, "max_drift": self.max_drift}
+        return {key: value for key, value in given.items() if value is not None}
+
+
+@dataclass(eq=False, slots=True)
+class Session:
+    """A context of the pool, and what it may be used for again."""
+
+    context: Context
+    how: How
+    reuse: Reuse
+    names: Names
+    n_base: int  # parts in front that stay: 1 where there is a base
+    base: ChunkId | None
+    n_computed: int = 0  # tokens of the base computed for the present request
+    n_asked: int = 0  # parts in front of the present answer
+
+
+@dataclass(frozen=True, slots=True)
+class Common:
+    """What a context and a prompt have in common at the front, the base left out."""
+
+    n_parts: int  # whole parts, the base with them
+    n_tokens: int  # of these and of the beginning of the next
+    cut: tuple[Part, int] | None  # the next part, and how many of its tokens
