@@ -1,15 +1,20 @@
-"""Drivers of tiny engines for the tests of the server."""
+"""Drivers of tiny engines, and apps over the bundled model, for the tests of the server."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
 from collections.abc import Awaitable, Callable
+from functools import cache
+from pathlib import Path
 from typing import Any
 
+from fastapi import FastAPI
+from starlette.testclient import TestClient
 from weaving import text
 
 from kvweave import Engine, Sampling
+from kvweave.run.model import Runner
 from kvweave.serve.driver import Driver, Finished
 from kvweave.weave.generate import Answer
 
@@ -89,3 +94,68 @@ def run(main: Awaitable[None]) -> None:
             await main
 
     asyncio.run(bounded())
+
+
+KEYS = {"key-of-anna": "anna", "key-of-berta": "berta"}
+BUNDLED = Path(__file__).parents[1] / "src" / "kvweave" / "demo" / "model"
+
+
+@cache
+def bundled_runner() -> Runner:
+    """The bundled model, loaded once."""
+    return Runner.load(str(BUNDLED))
+
+
+class Caller:
+    """Requests with one key."""
+
+    def __init__(self, client: TestClient, key: str | None) -> None:
+        self.client = client
+        self.headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+
+    def __call__(
+        self, method: str, path: str, body: Any = None, status: int = 200, **more: Any
+    ) -> Any:
+        """Return the JSON of an answer that has this status."""
+        content = more | ({} if body is None else {"json": body})
+        found = self.client.request(method, path, headers=self.headers, **content)
+        assert found.status_code == status, f"{method} {path}: {found.status_code} {found.text}"
+        return found.json()
+
+    def error(
+        self, method: str, path: str, body: Any = None, status: int = 400, **more: Any
+    ) -> Any:
+        """Return the error of an answer that has this status."""
+        return self(method, path, body, status, **more)["error"]
+
+    def put(self, name: str, text: str, **more: Any) -> Any:
+        return self("PUT", f"/v1/chunks/{name}", {"text": text, **more}, 201)
+
+    def names(self, pattern: str = "") -> list[str]:
+        return [e["name"] for e in self("GET", "/v1/chunks", params={"pattern": pattern})["data"]]
+
+
+class Served:
+    """A running app and its callers."""
+
+    def __init__(self, engine: Engine, app: FastAPI) -> None:
+        self.engine, self.app, self.closed = engine, app, False
+        self.client = TestClient(app, raise_server_exceptions=True)
+        self.driver: Driver = app.state.serving.driver
+        self.anna, self.berta = (Caller(self.client, key) for key in KEYS)
+        self.nobody = Caller(self.client, None)
+
+    def start(self) -> None:
+        self.client.__enter__()
+
+    def close(self) -> None:
+        """Stop the app, check and close the engine; doing it twice does nothing."""
+        if not self.closed:
+            self.closed = True
+            self.client.__exit__(None, None, None)
+            self.engine.check_integrity()
+            self.engine.close()
+
+    def on_engine(self, work: Callable[[Engine], Any]) -> Any:
+        """Return what ``work`` does in the driver's thread."""
+        return self.client.portal.call(self.driver.call, work)  # type: ignore[union-attr]

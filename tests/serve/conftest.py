@@ -4,9 +4,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from serving import Driven
+from serving import KEYS, Driven, Served, bundled_runner
 
 from kvweave import Engine
+from kvweave.serve.app import create_app
+from kvweave.serve.options import Options
 
 
 @pytest.fixture
@@ -22,3 +24,25 @@ def drive(engines: Callable[..., Engine]) -> Iterator[Callable[..., Driven]]:
     for each in made:
         each.steps.open.set()
         each.driver.stop(grace=0)
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[..., Served]]:
+    """Make apps over the bundled model that anna and berta have keys of; afterwards each is
+    stopped, its engine checked and closed."""
+    made: list[Served] = []
+
+    def make(
+        home: Any = None, engine_options: dict[str, Any] | None = None, **options: Any
+    ) -> Served:
+        engine = Engine(
+            bundled_runner(), home=home, **({"repair": "none"} | (engine_options or {}))
+        )
+        served = Served(engine, create_app(engine, Options(**({"keys": KEYS} | options))))
+        made.append(served)
+        served.start()
+        return served
+
+    yield make
+    for each in made:
+        each.close()

@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvweave.errors import InvalidArgument
 from kvweave.serve.options import is_loopback
-from kvweave.serve.problems import Problem, make
+from kvweave.serve.problems import CLOSE, Problem, make
 
 OPEN = ("/", "/health", "/openapi.json", "/favicon.ico")  # without a key
 OPEN_BELOW = "/web/"
@@ -100,7 +100,7 @@ class Access:
                 "this server needs an API key" if not key else "the API key is not known",
                 code="invalid_api_key",
                 hint="send it as `Authorization: Bearer KEY`",
-                headers={"WWW-Authenticate": "Bearer"},
+                headers={"WWW-Authenticate": "Bearer"} | CLOSE,
             )
         state["tenant"] = namespace
         return None
@@ -111,11 +111,11 @@ def _from_elsewhere(method: str, headers: Headers) -> Problem | None:
     name = urlsplit(f"//{host}").hostname or ""
     if "." in name.rstrip(".") and not is_loopback(name):
         hint = "start it with --key to serve other names"
-        return make(403, "this server answers under local names only", hint=hint)
+        return make(403, "this server answers under local names only", hint=hint, headers=CLOSE)
     origin = headers.get("origin")
     if origin is None or method in SAFE_METHODS or urlsplit(origin).netloc == host:
         return None
-    return make(403, "a page of another origin may not change anything here")
+    return make(403, "a page of another origin may not change anything here", headers=CLOSE)
 
 
 def tenant_of(request: Request) -> str:

@@ -15,11 +15,10 @@ from urllib.parse import unquote_to_bytes
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from kvweave.serve.problems import Problem, make, problem_of
+from kvweave.serve.problems import CLOSE, Problem, make, problem_of
 
 MAX_DEPTH = 100  # of nested lists and objects
 MAX_URL = 8_192  # bytes of path and query
-CLOSE = {"Connection": "close"}  # what is left of the request is not read
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
