@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from kvweave.errors import InvalidArgument
+
 THINK_END = "</think>"
 SENTINEL = "\u2039content\u203a"
 
@@ -54,7 +56,7 @@ class ChatFormat:
         return self.tokenizer is not None and bool(self.tokenizer.chat_template)
 
     def message(self, role: str, content: str) -> str:
-        """Return the text of one message."""
+        """Return the text of one message. Raises InvalidArgument for a role the template refuses."""
         wrap = self.wrap(role)
         return wrap.before + content + wrap.after
 
@@ -66,9 +68,13 @@ class ChatFormat:
         return self._delta(before, before, add_generation_prompt=True)
 
     def wrap(self, role: str) -> Wrap:
-        """Return what stands around a message of ``role``."""
+        """Return what stands around a message of ``role``. Raises InvalidArgument."""
         if role not in self._wraps:
-            self._wraps[role] = self._find(role)
+            try:
+                self._wraps[role] = self._find(role)
+            except Exception as error:  # whatever a template raises
+                reason = f"the model's chat template: {error}"
+                raise InvalidArgument("role", reason, "take another role") from error
         return self._wraps[role]
 
     def _find(self, role: str) -> Wrap:
