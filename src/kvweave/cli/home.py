@@ -49,10 +49,14 @@ def open_table(args: Namespace) -> Iterator[Table]:
         try:
             yield table
         except ChunkNotFound as error:
-            below = f"{error.name}/"
-            if any(name.startswith(below) for name in table.names()):
-                error.hint = f"did you mean {below!r}, all below it?"
+            if any(name.startswith(f"{error.name}/") for name in table.names()):
+                error.hint = below(str(error.name))
             raise
+
+
+def below(name: str) -> str:
+    """Return the hint for who took a directory for a name."""
+    return f"did you mean {name + '/'!r}, all below it?"
 
 
 def model_of(args: Namespace) -> str:
@@ -76,9 +80,7 @@ def model_of(args: Namespace) -> str:
 
 
 @contextmanager
-def open_engine(
-    args: Namespace, *, make: bool = False, **options: Any
-) -> Iterator[kvweave.Engine]:
+def open_engine(args: Namespace, *, make: bool = False, **options: Any) -> Iterator[kvweave.Engine]:
     """Load the model and open the home with it, if there is one; ``make`` makes one.
 
     ``options`` are the engine's. A home that is made here and gets no chunk is not bound to the model. Raises ModelMismatch.

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 from kvweave.chunk.cut import by_paragraph, by_tokens, cut
 from kvweave.chunk.files import Entry, Files
-from kvweave.cli.home import home_of, open_engine, open_table
+from kvweave.cli.home import below, home_of, open_engine, open_table
 from kvweave.cli.parser import UsageError
 from kvweave.cli.show import Out
+from kvweave.errors import ChunkNotFound
 
 if TYPE_CHECKING:
     import kvweave
@@ -127,7 +128,17 @@ class There:
     def files(self) -> Iterator[RemoteFiles]:
         """Open the file verbs."""
         with self.weaver() as client:
-            yield client.files
+            try:
+                yield client.files
+            except ChunkNotFound as error:
+                name = str(error.name)
+                if (
+                    not name.startswith("#")
+                    and not name.endswith("/")
+                    and client.files.ls(f"{name}/**", limit=1)
+                ):
+                    error.hint = below(name)
+                raise
 
     @contextmanager
     def weaver(self, *, make: bool = False) -> Iterator[Client]:

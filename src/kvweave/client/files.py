@@ -40,7 +40,8 @@ class RemoteFiles:
 
     def about(self, ref: str) -> dict[str, Any]:
         """Return the entry as a dict, with all names, the base's id and the digest."""
-        return dict(self._http.get(f"{CHUNKS}/{part_of_path(ref)}"))
+        found = self._http.get(f"{CHUNKS}/{part_of_path(ref)}")
+        return {k: v for k, v in found.items() if k not in ("text", "tokens")}
 
     def find(
         self,

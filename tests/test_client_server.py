@@ -1,0 +1,284 @@
+"""The client against a real server: what it gives is what the engine gives."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+
+import pytest
+from served import served
+
+from kvweave import Client, Engine, errors
+from kvweave.run.model import Runner
+from kvweave.run.sampling import Sampling
+from kvweave.weave.parts import Part
+from kvweave.weave.template import Ref, Template
+
+A = "foze river habu . so well then we saw it .\n"
+B = "vabo metal zovo . so well .\n"
+SYSTEM = "keep the notes ."
+KEYS = {"key-of-anna": "anna", "key-of-berta": "berta"}
+
+
+@pytest.fixture(scope="module")
+def runner(bundled):
+    return Runner.load(str(bundled))
+
+
+@pytest.fixture
+def engine(runner):
+    with Engine(runner, repair="none") as engine:
+        yield engine
+        engine.check_integrity()
+
+
+@pytest.fixture
+def server(engine):
+    with served(engine) as server:
+        yield server
+
+
+@pytest.fixture
+def client(server):
+    with Client(server.url) as client:
+        yield client
+
+
+# --- the same script
+
+
+def plain(value, about=lambda number: number):
+    """Return what must be equal: no times, and of parts no inner states of the context; ``about``
+    is put around floats."""
+    if isinstance(value, Part):
+        return (value.uid, value.id, value.name, value.start, value.stop)
+    if dataclasses.is_dataclass(value):
+        value = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
+    if isinstance(value, dict):
+        gone = ("created", "last_used", "ttft", "weave", "total", "idle")
+        return {k: plain(v, about) for k, v in value.items() if k not in gone}
+    if isinstance(value, list | tuple):
+        return [plain(each, about) for each in value]
+    return about(value) if isinstance(value, float) else value
+
+
+def near(number):
+    return pytest.approx(number, rel=1e-3, abs=1e-6)
+
+
+def failure(call, *args, **options):
+    with pytest.raises(errors.KVWeaveError) as caught:
+        call(*args, **options)
+    return type(caught.value).__name__, caught.value.message, caught.value.hint, caught.value.data
+
+
+def file_script(weaver):
+    """All the file verbs; yields what each gave."""
+    files = weaver.files
+    yield weaver.put("docs/a", A)
+    yield weaver.put_many([("docs/b", B), ("docs/c", [5, 6, 7])], kind="memory")
+    yield weaver.put("docs/c", "late rain .", replace=True)
+    yield files.ls(), files.ls("docs/*", sort="n_tokens", reverse=True, limit=2), files.ls("no*")
+    yield files.stat("docs/b"), files.stat("#2")
+    yield files.cp("docs/a", "faq", dry_run=True), files.cp("docs/a", "faq")
+    yield files.mv("docs/", "old/"), files.ls()
+    yield files.pin("old/*"), files.find(pinned=True), files.find(kind="memory", min_tokens=9)
+    yield failure(files.rm, "**")
+    yield files.unpin(""), files.find("**", pinned=False, tier="none", unused_since=4e9)
+    yield weaver.place("old/b", "none"), weaver.place("old/*", "none", dry_run=True)
+    yield files.du(by="kind"), files.du("old/", by="dir"), files.du()
+    yield files.rm("faq", dry_run=True), files.rm("old/b"), files.ls()
+    yield failure(files.stat, "old/aa"), failure(files.stat, "#99"), failure(files.ls, "nothing/")
+    yield failure(weaver.put, "old/a", B), failure(weaver.put, "x*", B)
+    yield failure(weaver.put, "x", ""), failure(files.cp, "old/a", "old/c")
+    yield failure(weaver.put, "x", "so " * 5000), failure(files.rm, "")
+
+
+def context_script(weaver, settle):
+    """Everything a context can do; yields what each verb gave."""
+    weaver.put("docs/a", A)
+    weaver.put("docs/b", B)
+    template = "keep the notes .{docs}{docs/b} ask {q}"
+    ctx = weaver.compose(template, docs=["docs/a"], q="vabo metal", repair="random", share=0.3)
+    yield ctx.name, ctx.parts, ctx.n_tokens, ctx.preview(), ctx.plan
+    yield ctx.generate(8, ignore_eos=True, logprobs=2), ctx.check()
+    settle()
+    ctx.drop("docs/a")
+    yield ctx.parts, ctx.preview(), ctx.weave(), ctx.check()
+    yield "".join(ctx.stream(5, temperature=0.7, seed=3)), ctx.weave(repair="full")
+    settle()
+    twin = weaver.fork(ctx, "twin")
+    yield twin.append_slice("docs/a", 2, 9), twin.append_chunk("#1"), twin.append("so well .")
+    yield twin.insert(1, [5, 6], name="five-six"), twin.insert_chunk(0, "docs/b")
+    yield twin.replace(0, "then we saw it"), twin.parts, ctx.parts
+    twin.reorder([2, 1, 0, *range(3, len(twin.parts))])
+    twin.drop(twin.parts[0], "docs/a[2:9]", -1)
+    yield twin.parts, twin.index("docs/b"), twin.weave()
+    yield failure(twin.drop, "nothing"), failure(twin.drop, 99), failure(twin.reorder, [0])
+    yield failure(twin.drop, 0, mode="evict"), failure(twin.append_slice, "docs/a", 5, 5)
+    yield failure(twin.append_chunk, "docs/aa"), failure(twin.append, "x", name="docs/a")
+    yield failure(twin.generate, 5000), failure(weaver.files.rm, "docs/*")
+    yield sorted(weaver.contexts), weaver.get_context("twin").name
+    weaver.close_context("twin")
+    yield sorted(weaver.contexts), failure(weaver.get_context, "twin")
+    yield failure(weaver.close_context, "nothing"), failure(weaver.compose, "{hole}")
+    yield failure(weaver.compose, "x", values={"y": "z"}), failure(weaver.context, "a*")
+    yield failure(weaver.compose, "{x}", x=3), weaver.files.du()
+
+
+def chat_script(weaver, settle):
+    """A conversation that is pruned."""
+    chat = weaver.context("chat/1", system=SYSTEM, share=0.5, prune="evict")
+    for line in (A, "ask foze river .", B):
+        yield chat.ask(line, 4, ignore_eos=True)
+        settle()
+    yield chat.oldest(), chat.n_tokens
+    chat.drop(chat.oldest())
+    chat.drop(chat.oldest(), mode="forget")
+    yield chat.parts, chat.preview(), chat.message("user", "lefa river habu .")
+    before = chat.snapshot()
+    yield chat.begin(Sampling(max_tokens=3), chat=True).run()
+    settle()
+    chat.restore(before)
+    yield chat.parts, chat.weave(), failure(chat.drop, 0), failure(weaver.context, "chat/1")
+    chat.close()
+    empty = weaver.context("empty", max_drift=None)
+    yield failure(empty.weave), failure(empty.oldest), weaver.files.ls(), empty.n_tokens
+
+
+def same(runner, server_of, script):
+    with Engine(runner, repair="none") as engine:
+        wanted = [plain(each, near) for each in script(engine, lambda: None)]
+    server, client = server_of
+    found = [plain(each) for each in script(client, server.settle)]
+    for i, (a, b) in enumerate(zip(found, wanted, strict=True)):
+        assert a == b, f"step {i} of {script.__name__}"
+
+
+def test_file_verbs_give_what_the_engines_give(runner, server, client):
+    same(runner, (server, client), lambda weaver, _: file_script(weaver))
+
+
+def test_contexts_give_what_the_engines_give(runner, server, client):
+    same(runner, (server, client), context_script)
+
+
+def test_a_pruned_chat_goes_as_the_engines(runner, server, client):
+    same(runner, (server, client), chat_script)
+
+
+def test_templates_and_references_go_through(client):
+    client.put("docs/a", A)
+    ctx = client.compose(Template("so {one} {two}"), one=Ref("docs/a"), two=(Ref("#1"), "docs/a"))
+    id = client.files.stat("docs/a").id
+    assert [p.name for p in ctx.parts if p.id == id] == ["docs/a", "#1", "docs/a"]
+    with pytest.raises(errors.InvalidArgument, match="cannot be int"):
+        client.compose("{n}", n=3)
+
+
+# --- what only a server has
+
+
+def test_answers_come_piece_by_piece_and_hanging_up_stops_them(server, client):
+    ctx = client.compose(f"{SYSTEM} {A}")
+    pieces = ctx.stream(2000, ignore_eos=True)
+    assert next(pieces)
+    assert server.driver.stats()["active"] == 1
+    pieces.close()
+    server.settle()
+    assert server.driver.stats()["cancelled"] == 1
+    assert client.compose("so well").generate(1).finish in ("stop", "length")
+
+
+def test_an_interrupted_message_is_taken_back(server, client):
+    chat = client.context("chat/1", system=SYSTEM)
+    before = chat.snapshot()
+    chat.message("user", A)
+    turn = chat.begin(Sampling(max_tokens=2000, ignore_eos=True), chat=True)
+    next(turn.stream())
+    with pytest.raises(errors.InvalidArgument, match="did not end"):
+        turn.finish()
+    turn.cancel()
+    chat.restore(before)
+    assert chat.parts == before.parts
+    chat.drop(0)
+    with pytest.raises(errors.InvalidArgument, match="not all of its parts"):
+        chat.restore(before)
+
+
+def test_a_context_is_busy_while_it_answers(client):
+    ctx = client.compose(f"{SYSTEM} {A}")
+    pieces = ctx.stream(2000, ignore_eos=True)
+    next(pieces)
+    for edit in (lambda: ctx.drop(-1), lambda: ctx.generate(1), ctx.close):
+        with pytest.raises(errors.InvalidArgument, match="under way"):
+            edit()
+    pieces.close()
+
+
+def test_two_threads_share_a_client(client):
+    client.put("docs/a", A)
+    texts = {}
+
+    def work(n):
+        texts[n] = client.compose("so {docs/a} ask", name=f"c{n}").generate(6).text
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(texts) == 4 and len(set(texts.values())) == 1
+
+
+def test_status_and_health(client):
+    client.put("docs/a", A)
+    client.context("chat/1")
+    assert client.health()["status"] == "ok"
+    status = client.status()
+    assert (status["chunks"], status["contexts"], status["namespace"]) == (1, 1, "")
+    assert client.files.about("docs/a")["names"] == ["docs/a"]
+
+
+def test_keys_see_their_own_chunks_only(engine):
+    with served(engine, keys=KEYS) as server:
+        with Client(server.url) as nobody:
+            assert nobody.health()["status"] == "ok"
+            with pytest.raises(errors.KeyRefused, match="needs an API key"):
+                nobody.files.ls()
+        with Client(server.url, "key-of-eve") as eve, pytest.raises(errors.KeyRefused):
+            eve.put("docs/a", A)
+        with Client(server.url, "key-of-anna") as anna, Client(server.url, "key-of-berta") as berta:
+            assert anna.put("docs/a", A).id and berta.files.ls() == []
+            anna.context("chat/1")
+            assert berta.contexts == {} and list(anna.contexts) == ["chat/1"]
+            with pytest.raises(errors.ChunkNotFound):
+                berta.compose("{docs}", docs=["docs/a"])
+            with pytest.raises(errors.ContextNotFound):
+                berta.close_context("chat/1")
+
+
+def test_a_quota_is_told(engine):
+    with served(engine, quota_chunks=1) as server, Client(server.url) as client:
+        client.put("docs/a", A)
+        with pytest.raises(errors.OverQuota) as caught:
+            client.put("docs/b", B)
+        assert caught.value.quota == 1 and [e.name for e in client.files.ls()] == ["docs/a"]
+
+
+def test_durable_needs_a_home(runner, client, tmp_path):
+    with pytest.raises(errors.InvalidArgument, match="no home directory"):
+        client.put("docs/a", A, durable=True)
+    assert client.files.ls() == []
+    with Engine(runner, home=tmp_path / "home") as engine, served(engine) as server:
+        with Client(server.url) as other:
+            id = other.put("docs/a", A, durable=True).id
+            assert (tmp_path / "home" / "kv" / f"{id}.kv").exists()
+
+
+def test_a_stopped_server_is_unreachable(engine):
+    with served(engine) as server:
+        client = Client(server.url)
+        client.put("docs/a", A)
+    with client, pytest.raises(errors.Unreachable, match=server.url):
+        client.files.ls()
