@@ -46,7 +46,7 @@ from kvweave.weave.context import Context
 from kvweave.weave.generate import Turn
 
 N_TURNS, N_BASE, N_SUFFIX = 24, 64, 64
-REPAIRS = (("none", 0.0), ("random", 0.15), ("first_k", 0.15), ("query", 0.05))
+REPAIRS = (("none", 0.0), ("random", 0.15), ("first_k", 0.15), ("auto", 0.05))
 Pace = tuple[float, float]  # seconds of the clock, seconds of all CPUs
 FIRST = Sampling(max_tokens=1, ignore_eos=True)
 

@@ -9,7 +9,7 @@ from typing import Any
 from kvweave.suite.report import Row, title
 
 # Okabe and Ito's palette, told apart by markers too
-COLOURS = ("#D55E00", "#0072B2", "#009E73", "#E69F00", "#CC79A7", "#56B4E9", "#000000", "#999999")
+COLOURS = ("#999999", "#0072B2", "#009E73", "#E69F00", "#CC79A7", "#56B4E9", "#D55E00", "#000000")
 MARKERS = "osD^vPX*"
 SKIPPED = ("P5 leak", "P5 leak-fact", "P5 leak-alias")
 FLOOR = 1e-7  # nats; below it a KL is rounding
@@ -52,7 +52,7 @@ def draw(rows: Sequence[Row], strategies: Sequence[str], path: Path, subtitle: s
             a.grid(True, which="major", color="#dddddd", linewidth=0.6)
             a.set_axisbelow(True)
             a.spines[["top", "right"]].set_visible(False)
-            a.tick_params(labelsize=8)
+            a.tick_params(which="both", labelsize=8)
     for band in range(bands):
         axes[2 * band][0].set_ylabel("accuracy / full prefill")
         axes[2 * band + 1][0].set_ylabel("KL to full prefill (nats)")

@@ -179,7 +179,8 @@ def run(
 ) -> Verdict:
     """Repair ``share`` of the rows of ``spans``, or as many as ``max_drift`` takes.
 
-    Without a question nothing tells what matters: a bound then takes all rows.
+    Without a question nothing tells what matters: a bound then takes all rows. So does a context
+    of which most is new: looking at it would compute the new rows once more, which costs more.
     """
     candidates = scores.candidates(spans)
     if scores.unready.numel() == 0 or candidates.numel() == 0:
@@ -187,6 +188,8 @@ def run(
             placed = [p for p in spans if p.source != "kept"]  # what was, was chosen before
             return Verdict(scores.choose(placed, strategy, share))
         return _everything(scores, spans, None)
+    if candidates.numel() <= scores.unready.numel():  # a look would cost as much
+        return Verdict(scores.slots(spans), 0.0, complete=True)
     before = scores.look()
     budget = round(share * candidates.numel())
     n_probes = min(PROBES, budget // 8) if budget < candidates.numel() else 0

@@ -17,6 +17,7 @@ from kvweave.weave.parts import Placement
 from kvweave.weave.repair import Strategy, View
 
 QUESTION = 32  # rows whose attention tells what a question needs; it stands at the end
+TOGETHER = 96  # unready rows before these that run with them: one pass, but the slower attention
 ASKS = 0.2  # what a row of the question counts beside one of a drafted reply
 NOTHING = torch.empty(0, dtype=torch.int64)
 
@@ -118,43 +119,49 @@ class Scores:
         The first layer does not count: its keys and values are right wherever a row stands.
         """
         if not self.looks:
-            n, last = self.tokens.numel(), len(self.rows.k) - 1
+            n = self.tokens.numel()
             mass = torch.zeros(n + self.lookahead, device=self.rows.device)
-            question = self.unready[-QUESTION:]
-            for slots in torch.split(self.unready[:-QUESTION], BLOCK):
-                self._run(self.rows, slots, last, None)
-            at = question.to(self.rows.device)
-            logits = self._see(self.tokens[at], question, mass, ASKS)
-            draft = self.tokens[:0]
-            while self._goes_on(draft, token := logits[-1].argmax().view(1)):
-                slot = torch.tensor([n + draft.numel()])
-                logits = torch.cat([logits, self._see(token, slot, mass, 1.0)])
-                draft = torch.cat([draft, token])
+            early, question = self.unready[:-QUESTION], self.unready[-QUESTION:]
+            if early.numel() > TOGETHER:
+                for slots in torch.split(early, BLOCK):
+                    self._run(self.rows, slots, len(self.rows.k) - 1, None)
+                early = NOTHING
+            weights = torch.cat([torch.zeros(early.numel()), torch.full(question.shape, ASKS)])
+            slots = torch.cat([early, question])
+            logits = self._see(slots, self.tokens, question.numel(), mass, weights)
+            tokens = self.tokens
+            while self._goes_on(tokens.numel() - n, token := logits[-1].argmax().view(1)):
+                slots, tokens = torch.tensor([tokens.numel()]), torch.cat([tokens, token])
+                logits = torch.cat([logits, self._see(slots, tokens, 1, mass, torch.ones(1))])
             self.rows.truncate(n)
-            self.looks.append(Look(mass[:n].cpu(), logits, draft))
+            self.looks.append(Look(mass[:n].cpu(), logits, tokens[n:]))
         return self.looks[0]
 
-    def _goes_on(self, draft: Tensor, token: Tensor) -> bool:
-        """Whether ``token`` may be drafted: it ends nothing, and there is a position for it."""
-        n = draft.numel()
-        if n == self.lookahead or int(self.unready[-1]) < self.tokens.numel() - 1:
+    def _goes_on(self, n: int, token: Tensor) -> bool:
+        """Whether ``token`` may be the draft's next behind ``n``: there is a position for it, and it
+        ends nothing."""
+        if n >= self.lookahead or int(self.unready[-1]) < self.tokens.numel() - 1:
             return False
         free = self.runner.limit - 1 - int(self.positions[-1])
         return n < free and int(token) not in self.runner.ends
 
     def _see(
-        self, tokens: Tensor, slots: Tensor, mass: Tensor | None = None, weight: float = 1.0
+        self, slots: Tensor, tokens: Tensor, n_want: int, mass: Tensor, weights: Tensor
     ) -> Tensor:
-        """Run ``tokens`` at ``slots``, which may lie behind the context; add ``weight`` times the
-        attention they pay to ``mass``, return their logits."""
-        at, last = slots.to(self.rows.device), self.tokens.numel() - 1
-        beyond = (at - last).clamp_min(0)
+        """Run ``slots`` of ``tokens`` [slot], the draft's included; add the attention they pay, each
+        times its weight, to ``mass``, and return the last ``n_want`` rows' logits."""
+        at = slots.to(self.rows.device)
         segment = Segment(
-            self.rows, tokens, slots, self.positions[at.clamp_max(last)] + beyond, mass=mass,
-            mass_from=min(1, len(self.rows.k) - 1),
-            mass_of=torch.full((at.numel(),), weight, device=at.device),
+            self.rows, tokens[at], slots, self._positions(at), mass=mass,
+            mass_from=min(1, len(self.rows.k) - 1), mass_of=weights.to(mass),
         )  # fmt: skip
-        return self.runner.forward([segment], torch.arange(at.numel(), device=at.device))
+        want = torch.arange(at.numel() - n_want, at.numel(), device=at.device)
+        return self.runner.forward([segment], want)
+
+    def _positions(self, slots: Tensor) -> Tensor:
+        """Return the positions of slots; those behind the context follow on."""
+        last = self.tokens.numel() - 1
+        return self.positions[slots.clamp_max(last)] + (slots - last).clamp_min(0)
 
     def needs(self) -> Tensor:
         """Return the attention mass [slot] of `look`; zeros when there is no question."""
@@ -192,18 +199,17 @@ class Scores:
     def repair(self, chosen: Tensor) -> Tensor:
         """Recompute ``chosen`` and all unready rows in place; return the logits of the question and
         of the reply that was drafted behind it."""
-        todo = torch.unique(torch.cat([chosen, self.unready]))
-        question = self.unready[-QUESTION:]
-        found = []
+        n = self.tokens.numel()
+        draft = self.looks[0].draft if self.looks else self.tokens[:0]
+        behind = torch.arange(n, n + draft.numel())
+        question = torch.cat([self.unready[-QUESTION:], behind])
+        todo = torch.cat([torch.unique(torch.cat([chosen, self.unready])), behind])
+        tokens, found = torch.cat([self.tokens, draft]), []
         for slots in torch.split(todo, BLOCK):
             at = slots.to(self.rows.device)
-            segment = Segment(self.rows, self.tokens[at], slots, self.positions[at])
+            segment = Segment(self.rows, tokens[at], slots, self._positions(at))
             wanted = torch.isin(slots, question).nonzero()[:, 0].to(at.device)
             found.append(self.runner.forward([segment], wanted))
-        n = self.tokens.numel()
-        for look in self.looks:
-            if look.draft.numel():
-                found.append(self._see(look.draft, torch.arange(n, n + look.draft.numel())))
         self.rows.truncate(n)
         return torch.cat(found)
 
