@@ -139,20 +139,23 @@ class Served:
     """A running app and its callers."""
 
     def __init__(self, engine: Engine, app: FastAPI) -> None:
-        self.engine, self.app, self.closed = engine, app, False
+        self.engine, self.app = engine, app
+        self.started = self.closed = False
         self.client = TestClient(app, raise_server_exceptions=True)
         self.driver: Driver = app.state.serving.driver
         self.anna, self.berta = (Caller(self.client, key) for key in KEYS)
         self.nobody = Caller(self.client, None)
 
     def start(self) -> None:
+        self.started = True
         self.client.__enter__()
 
     def close(self) -> None:
         """Stop the app, check and close the engine; doing it twice does nothing."""
         if not self.closed:
             self.closed = True
-            self.client.__exit__(None, None, None)
+            if self.started:
+                self.client.__exit__(None, None, None)
             self.engine.check_integrity()
             self.engine.close()
 

@@ -33,14 +33,19 @@ def serve() -> Iterator[Callable[..., Served]]:
     made: list[Served] = []
 
     def make(
-        home: Any = None, engine_options: dict[str, Any] | None = None, **options: Any
+        home: Any = None,
+        engine_options: dict[str, Any] | None = None,
+        *,
+        start: bool = True,
+        **options: Any,
     ) -> Served:
         engine = Engine(
             bundled_runner(), home=home, **({"repair": "none"} | (engine_options or {}))
         )
         served = Served(engine, create_app(engine, Options(**({"keys": KEYS} | options))))
         made.append(served)
-        served.start()
+        if start:
+            served.start()
         return served
 
     yield make

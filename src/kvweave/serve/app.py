@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
+from typing import Any
 
 from fastapi import FastAPI
 from fastapi.routing import APIRoute
@@ -54,7 +55,7 @@ def create_app(engine: Engine, options: Options | None = None) -> FastAPI:
         finally:
             await asyncio.to_thread(driver.stop, GRACE)
 
-    app = FastAPI(
+    app = _App(
         title="kvweave",
         version=kvweave.__version__,
         summary=kvweave.__doc__,
@@ -76,6 +77,20 @@ def create_app(engine: Engine, options: Options | None = None) -> FastAPI:
     app.add_middleware(Access, keys=options.keys)
     app.add_middleware(Requests, metrics=serving.metrics)
     return app
+
+
+class _App(FastAPI):
+    """Describes what it really answers: what cannot be read is 400 here, not 422."""
+
+    def openapi(self) -> dict[str, Any]:
+        """Return the description in OpenAPI's form."""
+        described = super().openapi()
+        for ways in described["paths"].values():
+            for way in ways.values():
+                way["responses"].pop("422", None)
+        for name in ("HTTPValidationError", "ValidationError"):
+            described["components"]["schemas"].pop(name, None)
+        return described
 
 
 def _operation(route: APIRoute) -> str:
