@@ -45,6 +45,7 @@ def candidates(logits: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
     if sampling.top_p < 1:
         before = probabilities.cumsum(-1) - probabilities
         kept = before < sampling.top_p
+        kept[0] = True  # a smaller top_p than float32 has still leaves the likeliest
         ids, probabilities = ids[kept], probabilities[kept]
         probabilities = probabilities / probabilities.sum()
     return ids, probabilities
