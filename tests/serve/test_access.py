@@ -206,6 +206,9 @@ def test_a_key_is_long_and_plain_and_not_in_the_error(key):
         ("POST", {"Host": "127.0.0.1:8700", "Origin": "http://127.0.0.1:9999"}, 403),
         ("GET", {"Host": "evil.example"}, 403),  # a name that was rebound to this machine
         ("GET", {"Host": "10.0.0.7:8700"}, 403),
+        ("GET", {"Host": "[::1"}, 403),  # no address at all
+        ("GET", {"Host": "a]b"}, 403),
+        ("POST", {"Host": "localhost", "Origin": "http://[x"}, 403),
     ],
 )
 def test_an_open_server_answers_no_page_of_another_origin(method, headers, status):
@@ -230,6 +233,14 @@ JSON = {"Content-Type": "application/json"}
 def test_a_body_arrives_whole():
     found = played(limits(), method="POST", parts=(b"a" * 60, b"b" * 40))
     assert told(found)["n"] == 100
+
+
+@pytest.mark.parametrize(
+    "type", ["application/json", "Application/JSON", "application/x+json; a=b"]
+)
+def test_every_spelling_of_json_is_checked(type):
+    found = played(limits(), method="POST", headers={"Content-Type": type}, parts=(b'"\\ud800"',))
+    assert found.status == 400 and found.error["code"] == "invalid_json"
 
 
 def test_a_body_that_says_it_is_too_large_is_not_read():

@@ -107,13 +107,15 @@ class Access:
 
 
 def _from_elsewhere(method: str, headers: Headers) -> Problem | None:
-    host = headers.get("host", "")
-    name = urlsplit(f"//{host}").hostname or ""
+    host, origin = headers.get("host", ""), headers.get("origin")
+    try:
+        name, theirs = urlsplit(f"//{host}").hostname or "", urlsplit(origin or "").netloc
+    except ValueError:
+        return make(403, "Host or Origin names no place", headers=CLOSE)
     if "." in name.rstrip(".") and not is_loopback(name):
         hint = "start it with --key to serve other names"
         return make(403, "this server answers under local names only", hint=hint, headers=CLOSE)
-    origin = headers.get("origin")
-    if origin is None or method in SAFE_METHODS or urlsplit(origin).netloc == host:
+    if origin is None or method in SAFE_METHODS or theirs == host:
         return None
     return make(403, "a page of another origin may not change anything here", headers=CLOSE)
 

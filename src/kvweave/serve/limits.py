@@ -190,4 +190,4 @@ def _too_deep() -> Problem:
 
 
 def _is_json(scope: Scope) -> bool:
-    return "json" in Headers(scope=scope).get("content-type", "")
+    return "json" in Headers(scope=scope).get("content-type", "").lower()

@@ -55,7 +55,7 @@ class Extension(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
     repair: str | None = None
-    share: float | None = None
+    share: Annotated[float, Field(ge=0, le=1)] | None = None
     max_drift: float | None = None
 
 
