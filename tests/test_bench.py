@@ -26,8 +26,12 @@ def bench() -> Iterator[dict[str, ModuleType]]:
         import gpu
         import memory
         import prune
+        import serve
 
-        yield {"common": common, "decode": decode, "gpu": gpu, "memory": memory, "prune": prune}
+        yield {
+            "common": common, "decode": decode, "gpu": gpu, "memory": memory, "prune": prune,
+            "serve": serve,
+        }  # fmt: skip
     finally:
         sys.path.remove(str(BENCH))
 
@@ -68,7 +72,7 @@ def test_prune(bench: dict[str, ModuleType], pair: Any) -> None:
     found = bench["prune"].bench(pair, 512, 1)
     check_numbers(found)
     assert set(found["cases"]) == {
-        "prune/none", "prune/random", "prune/first_k", "prune/query",
+        "prune/none", "prune/random", "prune/first_k", "prune/auto",
         "replace a middle turn/none", "reorder two turns/none", "re-add a dropped turn/none",
     }  # fmt: skip
     kept = found["kept_by_prefix_caching"]
@@ -131,6 +135,49 @@ def test_gpu_smoke(bench: dict[str, ModuleType], pair: Any) -> None:
     for name in ("full prefill", "none/total", "first 32 of every 512/pass", "place all rows"):
         assert found[name] > 0
     assert bench["gpu"].tables({"contexts": {"256": found}})
+
+
+def test_serve(bench: dict[str, ModuleType], tmp_path: Path) -> None:
+    """Starts real servers of a tiny model."""
+    out = tmp_path / "serve.json"
+    bench["serve"].main(["--quick", "--threads", "1", "--json", "--out", str(out)])
+    found = json.loads(out.read_text())
+    check_numbers({key: found[key] for key in ("fill_s", "clients")})
+    assert set(found["clients"]) == {"1", "2"}
+    for figures in found["clients"].values():
+        ways, times = figures["ways"], figures["times_as_fast"]
+        assert {name: each["requests"] for name, each in ways.items()} == {
+            "all": 2, "all, no repair": 2, "prefix": 2, "off": 2,
+        }  # fmt: skip
+        for each in ways.values():
+            assert each["prompt_tokens"] > 200 and each["tokens_per_s"] > 0
+            assert 0 < each["server_ttft_p50_s"] <= each["ttft_p99_s"]
+            kinds = sum(each["kv_tokens"].values())
+            assert kinds == pytest.approx(each["prompt_tokens"], rel=0.2), "medians and means"
+        prefilled = {name: each["kv_tokens"]["prefilled"] for name, each in ways.items()}
+        assert prefilled["off"] > prefilled["prefix"] > 2 * prefilled["all"] > 0
+        assert prefilled["all"] == prefilled["all, no repair"]
+        assert (
+            ways["all"]["kv_tokens"]["repaired"]
+            > 0
+            == ways["all, no repair"]["kv_tokens"]["repaired"]
+        )
+        ratio = ways["prefix"]["ttft_p50_by_round_s"][0] / ways["all"]["ttft_p50_by_round_s"][0]
+        assert times["all"]["prefix"]["median"] == pytest.approx(ratio, abs=0.01)
+    assert bench["serve"].tables(found)
+
+
+def test_a_chat_drops_its_oldest_turn(bench: dict[str, ModuleType]) -> None:
+    serve = bench["serve"]
+    setup = serve.Setup(turns=3, context=150, answer=4)
+    chat = serve.Chat(0, setup)
+    first = [dict(message) for message in chat.next()]
+    chat.said.append({"role": "assistant", "content": "ok"})
+    second = chat.next()
+    assert [m["role"] for m in first] == ["system", *["user", "assistant"] * 2, "user"]
+    assert second == [first[0], *first[3:], {"role": "assistant", "content": "ok"}, second[-1]]
+    assert [serve.Chat(0, setup).next()[-1], serve.Chat(1, setup).next()[-1]] != [first[-1]] * 2
+    assert serve.Chat(0, setup).next() == first
 
 
 def test_report_writes_and_prints(

@@ -60,9 +60,9 @@ FOUND = {
 
 def test_the_summary_is_short_and_says_what_does_not_count():
     lines = MEASURED["summary"](FOUND, "docs/fidelity.png")
-    assert "|  | P1 | P4 * | P5 | P6 |" in lines
-    assert "| `query` | 0.987 | 0.910 | 0.910 | 0.910 |" in lines
-    assert "| `none` | 0.910 | - | - | - |" in lines
+    assert "|  | repaired | P1 | P4 * | P5 | P6 |" in lines
+    assert "| `query` | 15% | 0.987 | 0.910 | 0.910 | 0.910 |" in lines
+    assert "| `none` | 0% | 0.910 | - | - | - |" in lines
     assert "\\* does not count, a full prefill itself is under 95 %: P4 80.0%." in lines
     text = "".join(lines)
     assert "on P2, prose, 97.5% of the questions under the predicted bound, 99.0% within" in text
