@@ -191,6 +191,7 @@ def test_url_and_key_come_from_arguments_then_variables(monkeypatch):
         assert fake.requests[0].headers["authorization"] == f"Bearer {wanted}"
         assert wanted not in repr(client)
     assert Client("http://h:1").url == "http://h:1"
+    assert Client("http://h:1/v1/").url == "http://h:1", "as OpenAI's clients want it"
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 The ``python`` blocks of a file run in order in one namespace, in an empty directory, with the
 bundled model for "path/or/hf-id" (and as ``MODEL``). A file's first block imports what it uses.
 ``console`` blocks show commands after ``$``: those of kvweave must parse, those of make must exist.
+docs/http.md has a server at ``$KVWEAVE_URL``, which must answer its curl commands, in order.
 """
 
 from __future__ import annotations
@@ -12,13 +13,17 @@ import re
 import shlex
 from pathlib import Path
 
+import httpx
 import pytest
+from served import served
 
+from kvweave import Engine
 from kvweave.cli import home
 from kvweave.cli.parser import UsageError, parse
 
 ROOT = Path(__file__).parents[1]
 MODEL = str(home.BUNDLED)
+HTTP = "docs/http.md"
 PLACEHOLDER = '"path/or/hf-id"'
 PAGES = {
     path.relative_to(ROOT).as_posix(): path.read_text()
@@ -58,9 +63,19 @@ def execute(text, name, namespace):
         exec(compile(source, name, "exec"), namespace)
 
 
+@pytest.fixture
+def url(monkeypatch):
+    """The address of a server, which is in KVWEAVE_URL too."""
+    with Engine(MODEL) as engine, served(engine, model_name="demo") as server:
+        monkeypatch.setenv("KVWEAVE_URL", server.url)
+        yield server.url
+
+
 @pytest.mark.parametrize("name", WITH_PYTHON)
-def test_python_blocks_run(name, tmp_path, monkeypatch):
+def test_python_blocks_run(name, tmp_path, monkeypatch, request):
     monkeypatch.chdir(tmp_path)
+    if name == HTTP:
+        request.getfixturevalue("url")
     execute(PAGES[name], str(ROOT / name), {"__name__": "docs", "MODEL": MODEL})
 
 
@@ -81,6 +96,41 @@ def test_commands_exist(name):
             check_command(words)
         except UsageError as error:
             pytest.fail(f"{name}: {shlex.join(words)}: {error.message}")
+
+
+def send(words, url):
+    """Send what a curl command would, and return the answer."""
+    method, body, target, words = "GET", None, "", words[1:]
+    while words:
+        word = words.pop(0)
+        if word == "-X":
+            method = words.pop(0)
+        elif word == "--json":
+            body, method = words.pop(0), "POST" if method == "GET" else method
+        elif not word.startswith("-"):
+            target = word.replace("$KVWEAVE_URL", url)
+    headers = {} if body is None else {"content-type": "application/json"}
+    return httpx.request(method, target, content=body, headers=headers, timeout=60)
+
+
+def test_curl_commands_are_answered(url):
+    found = [words for words in commands(PAGES[HTTP]) if words[0] == "curl"]
+    assert len(found) > 9
+    for words in found:
+        answer = send(words, url)
+        assert answer.is_success, f"{shlex.join(words)}: {answer.text}"
+        assert '"error"' not in answer.text
+    assert not send(["curl", f"{url}/v1/chunks/docs/nothing"], url).is_success
+
+
+def test_the_page_of_routes_has_all_of_them(url):
+    def plain(route):
+        return re.sub(r"\{\w+\}", "{}", route)
+
+    listed = re.findall(r"^\| `([A-Z]+ /\S+)` \|", PAGES[HTTP], re.M)
+    paths = httpx.get(f"{url}/openapi.json").json()["paths"]
+    there = [f"{method.upper()} {path}" for path, methods in paths.items() for method in methods]
+    assert sorted(map(plain, listed)) == sorted(map(plain, there))
 
 
 @pytest.mark.parametrize("name", PAGES)

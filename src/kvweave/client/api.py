@@ -46,9 +46,10 @@ class Client:
         retries: int = 2,
         transport: httpx.BaseTransport | None = None,
     ) -> None:
-        self.url = (url or os.environ.get("KVWEAVE_URL") or URL).rstrip("/")
+        url = url or os.environ.get("KVWEAVE_URL") or URL
         key = key or os.environ.get("KVWEAVE_KEY")
-        self._http = Http(self.url, key, timeout, retries, transport)
+        self._http = Http(url, key, timeout, retries, transport)
+        self.url = self._http.url
         self.files = RemoteFiles(self._http)
 
     # ---- life

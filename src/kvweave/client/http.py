@@ -207,7 +207,7 @@ def _checked(url: str) -> str:
         raise InvalidArgument("url", f"{url!r} is no http address", hint)
     if parts.username or parts.password:
         raise InvalidArgument("url", "it has a user or password in it", "give the key apart")
-    return url.rstrip("/")
+    return url.rstrip("/").removesuffix("/v1")  # as OpenAI's clients want it
 
 
 def _is_local(url: str) -> bool:
