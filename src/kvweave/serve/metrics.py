@@ -71,6 +71,7 @@ class Metrics:
         self.total = seconds("answer", "From an answer's weave to its end")
         self.waiting = gauge("waiting", "Answers in the queue")
         self.active = gauge("active", "Answers under way")
+        self.later = gauge("later", "Chunks that get canonical KV when there is time")
         self.kv_bytes = gauge("kv_bytes", "KV held, with the rows of contexts", "tier")
         self.budget = gauge("kv_budget_bytes", "KV that memory may hold")
         self.chunks = gauge("chunks", "Chunks in the index")
@@ -93,6 +94,7 @@ class Metrics:
         """Return the exposition; without ``held`` the last known bytes and counts stay."""
         self.waiting.set(stats["waiting"])
         self.active.set(stats["active"])
+        self.later.set(stats["later"])
         self.steps.set(stats["steps"])
         self.cancelled.set(stats["cancelled"])
         if held is not None:
