@@ -10,6 +10,7 @@ const HISTORY = 40; // messages read back from a context
 
 let running = null; // AbortController of the answer under way
 let known = null; // names offered; null before the first round
+let loading = Promise.resolve(); // of what was said before
 let after = async () => {};
 let onChosen = () => {};
 
@@ -53,8 +54,12 @@ function showFields() {
 }
 
 /** Go on in a context: show what was said in it. */
-export async function turnTo(name) {
-  if (running) return;
+export function turnTo(name) {
+  if (!running) loading = load(name);
+  return loading;
+}
+
+async function load(name) {
   if (name !== NEW && !known?.includes(name)) offer([...(known ?? []), name]);
   find("where").value = name;
   showFields();
@@ -66,7 +71,7 @@ export async function turnTo(name) {
     if (where() !== name) return;
     const said = parts.slice(-HISTORY);
     const stats = await Promise.all(said.map((part) => statOf(part.id).catch(() => null)));
-    if (where() !== name || running) return;
+    if (where() !== name) return;
     if (!said.length) return guide("Nothing in this context yet.");
     find("log").replaceChildren();
     said.forEach((part, i) => bubble(part.kind, (stats[i]?.text ?? `#${part.id}`).trim(), part.uid));
@@ -147,6 +152,7 @@ async function submit(event) {
   running = new AbortController();
   busy(true);
   try {
+    await loading;
     const name = await target();
     find("say").value = "";
     await answer(name, content);
