@@ -8,17 +8,22 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
+import oracle
 import pytest
 import torch
 import uvicorn
 from oracle import full_prefill
+from transformers import AutoTokenizer
 
-from kvweave import Engine
+from kvweave import Engine, Runner
 from kvweave.demo.world import FILLER
+from kvweave.run import loop
+from kvweave.run.sample import Choice
 from kvweave.serve.answers import Service
 from kvweave.serve.app import create_app
 from kvweave.serve.options import Options
@@ -239,6 +244,13 @@ def test_streaming_gives_the_text_of_the_whole_answer(server: Server) -> None:
     assert pieces[-1].choices == [] and pieces[-1].usage.prompt_tokens == whole.usage.prompt_tokens
     assert pieces[-1].kvweave["context"] == whole.kvweave["context"]
     assert {p.id for p in pieces} == {pieces[0].id}
+    with server.client() as client:
+        stream = client.chat.completions.create(
+            model="demo", messages=messages, temperature=0, stream=True
+        )
+        pieces = list(stream)
+    assert all(len(p.choices) == 1 for p in pieces), "clients that ask for no usage look there"
+    assert pieces[-1].kvweave["context"] == whole.kvweave["context"]
 
 
 def test_several_choices_share_the_prompt(server: Server) -> None:
@@ -362,21 +374,82 @@ def test_harmless_fields_are_taken(server: Server) -> None:
     assert reply.system_fingerprint == server.service.fingerprint
 
 
-def test_closing_a_stream_frees_its_rows(server: Server) -> None:
-    messages = [SYSTEM, {"role": "user", "content": "so well"}]
+def endless(bundled: Path, template: str | None = None) -> tuple[Engine, Any]:
+    """A tiny random model that never ends an answer, with a tokenizer that knows thinking."""
+    tokenizer = AutoTokenizer.from_pretrained(bundled)
+    tokenizer.add_tokens(["<think>", "</think>"])
+    if template is not None:
+        tokenizer.chat_template = template
+    model = oracle.build("qwen3", {"vocab_size": len(tokenizer), "eos_token_id": None})
+    model.generation_config.eos_token_id = None
+    return Engine(Runner(model, tokenizer), repair="none"), tokenizer
+
+
+def test_closing_a_stream_cancels_the_answer(bundled: Path) -> None:
+    engine, _ = endless(bundled)
     body = {
-        "model": "demo", "messages": messages, "stream": True, "max_tokens": 3000,
-        "temperature": 9.0, "logit_bias": None,
+        "model": "demo", "messages": [SYSTEM, {"role": "user", "content": "so well"}],
+        "stream": True, "max_tokens": 900, "temperature": 0,
     }  # fmt: skip
     headers = {"Authorization": "Bearer key-of-anna"}
-    url = f"{server.url}/v1/chat/completions"
-    with httpx.Client() as client, client.stream("POST", url, json=body, headers=headers) as reply:
-        assert reply.status_code == 200
-        next(reply.iter_lines())
-    server.settle()
-    assert server.service.driver.stats()["cancelled"] in (0, 1)
-    again = server.ask([SYSTEM, {"role": "user", "content": LINES[0]}])
-    assert text_of(again) == "pude river ludi ."
+    with engine, serving(engine) as server:
+        url = f"{server.url}/v1/chat/completions"
+        with httpx.Client() as client:
+            with client.stream("POST", url, json=body, headers=headers) as reply:
+                assert reply.status_code == 200
+                next(reply.iter_lines())
+        server.settle()
+        stats = server.service.driver.stats()
+        assert stats["cancelled"] == 1 and stats["tokens"] < 900
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(url, json=body | {"stream": False}, headers=headers, timeout=0.3)
+        server.settle()
+        assert server.service.driver.stats()["cancelled"] == 2
+        server.on_engine(lambda engine: engine.check_integrity())
+
+
+FORGETS_THINKING = (
+    "{% for m in messages %}{% set text = m['content'] %}"
+    "{% if m['role'] == 'assistant' and not loop.last and '</think>' in text %}"
+    "{% set text = text.split('</think>')[-1] | trim %}{% endif %}"
+    "{{ '<|' + m['role'] + '|> ' + text + '<|end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+
+
+def test_an_answer_is_found_again_without_its_thinking(
+    bundled: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, tokenizer = endless(bundled, FORGETS_THINKING)
+    said = words(9, 40)
+    script = tokenizer.encode(f" <think> so well then </think> {said}", add_special_tokens=False)
+
+    class Scripted:
+        """Writes the script instead of what the model says."""
+
+        def __init__(self, *_: object) -> None:
+            self.left = [*script, tokenizer.convert_tokens_to_ids("<|end|>")]
+
+        def __call__(self, logits: Any) -> Choice:
+            return Choice(self.left.pop(0), 0.0, ())
+
+    monkeypatch.setattr(loop, "Sampler", Scripted)
+    with engine, serving(engine) as server:
+        messages = [SYSTEM, {"role": "user", "content": LINES[0]}]
+        first = server.ask(messages, max_tokens=len(script))
+        assert text_of(first) == f"<think> so well then </think> {said}"
+        messages += [{"role": "assistant", "content": text_of(first)}]
+        messages += [{"role": "user", "content": LINES[1]}]
+        second = server.ask(messages, max_tokens=2)
+        (reason,) = [r for r in second.kvweave["reasons"] if r["segment"] == "assistant 0"]
+        n_said = len(tokenizer.encode(" " + said, add_special_tokens=False))
+        assert reason["found"] == n_said + 1 and reason["new"] == HEADER, "its end is known too"
+        spans = [span["part"].split("/")[-1] for span in second.kvweave["plan"]["spans"]]
+        assert not [part for part in spans if part.startswith("th")]
+        new = n_tokens(engine, "user", LINES[1]) + 2 * HEADER
+        assert second.usage.kv["prefilled"] == new
+        kinds = {record.kind for record in engine.table}
+        assert "thinking" in kinds, "it is a chunk of its own"
 
 
 def test_nothing_is_reused_when_reuse_is_off(engine: Engine) -> None:

@@ -81,11 +81,26 @@ class Reply:
             self.written[index] = Written(lead)
         return self.written[index]
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether all choices have ended."""
+        n_ended = sum(written.finish is not None for written in self.written.values())
+        return n_ended == self.asked.n * len(self.asked.prompts)
+
+    @property
+    def usage(self) -> dict[str, object]:
+        """What is charged, for all choices."""
+        return self.asked.usage(sum(written.n_tokens for written in self.written.values()))
+
+    @property
+    def extension(self) -> dict[str, object]:
+        """What only this server tells."""
+        return {"kvweave": self.asked.report(self.ttft)}
+
     # ---- bodies
 
     def whole(self) -> dict[str, Any]:
         """Return the body of a response that is not streamed."""
-        n_completion = sum(written.n_tokens for written in self.written.values())
         choices = []
         for index, written in sorted(self.written.items()):
             choice: dict[str, Any] = {"index": index, "finish_reason": written.finish}
@@ -96,8 +111,7 @@ class Reply:
             choice["logprobs"] = self.logprobs(written.choices)
             choices.append(choice)
         kind = "chat.completion" if self.is_chat else "text_completion"
-        ends = {"usage": self.asked.usage(n_completion), "kvweave": self.asked.report(self.ttft)}
-        return self._frame(kind, choices) | ends
+        return self._frame(kind, choices) | {"usage": self.usage} | self.extension
 
     def piece(
         self, index: int, text: str | None, choices: list[Choice], finish: str | None = None
@@ -119,12 +133,8 @@ class Reply:
         )
 
     def last(self) -> dict[str, Any]:
-        """Return the last chunk of a stream, with the usage if it was asked for."""
-        n_completion = sum(written.n_tokens for written in self.written.values())
-        made = self._piece([]) | {"kvweave": self.asked.report(self.ttft)}
-        if self.body.include_usage:
-            made["usage"] = self.asked.usage(n_completion)
-        return made
+        """Return the last chunk of a stream, if the usage was asked for; it has no choices."""
+        return self._piece([]) | {"usage": self.usage} | self.extension
 
     def echo(self, index: int) -> str:
         """Return the prompt in front of a completion, where the client wants it."""
@@ -280,7 +290,8 @@ async def _stream(
             for piece in _pieces(reply, event, begun):
                 yield _sse(piece)
             event = await anext(events, None)
-        yield _sse(reply.last())
+        if reply.body.include_usage:
+            yield _sse(reply.last())
         yield "data: [DONE]\n\n"
     except Exception as error:  # the status is sent: it can only be said here
         yield _sse(problem_of(error).body)
@@ -298,7 +309,8 @@ def _pieces(reply: Reply, event: Delta | Finished, begun: set[int]) -> list[dict
         elif reply.echo(index):
             pieces.append(reply.piece(index, reply.echo(index), []))
     if isinstance(event, Finished):
-        pieces.append(reply.piece(index, None, [], reply.of(index).finish))
+        piece = reply.piece(index, None, [], reply.of(index).finish)
+        pieces.append(piece | (reply.extension if reply.is_complete else {}))
     elif text or (choices and reply.logprobs(choices)):
         pieces.append(reply.piece(index, text, choices))
     return pieces

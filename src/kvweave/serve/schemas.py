@@ -17,6 +17,8 @@ HARMLESS = frozenset(
 )
 MAX_CHOICES = 16
 MAX_TOP = 20
+MAX_STOPS = 64
+MAX_ANSWERS = 64  # of one request
 
 
 class TextPart(BaseModel):
@@ -67,7 +69,7 @@ class Request(BaseModel):
     stream: bool = False
     stream_options: StreamOptions | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = 1
-    stop: str | list[str] | None = None
+    stop: str | Annotated[list[str], Field(max_length=MAX_STOPS)] | None = None
     seed: int | None = None
     temperature: float | None = None
     top_p: float | None = None
@@ -187,4 +189,6 @@ class CompletionRequest(Request):
         made = [prompt for prompt in given if not isinstance(prompt, int)]
         if not made:
             raise InvalidArgument("prompt", "there is none")
+        if len(made) * self.n_choices > MAX_ANSWERS:
+            raise InvalidArgument("prompt", f"more than {MAX_ANSWERS} answers are asked for")
         return made

@@ -1,0 +1,281 @@
+"""Idle contexts that are used again. python -m pytest tests/serve/test_sessions.py"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from conftest import tiny
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from oracle import full_prefill
+from weaving import text
+
+from kvweave import Engine, Sampling
+from kvweave.chunk.identity import ChunkId
+from kvweave.errors import OverBudget, OverQuota
+from kvweave.serve.assemble import Assembler
+from kvweave.serve.autonames import AutoNames
+from kvweave.serve.library import Library
+from kvweave.serve.quota import Quota
+from kvweave.serve.render import Segment
+from kvweave.serve.session import How, Session
+from kvweave.serve.sessions import Sessions
+from kvweave.weave.generate import Answer
+
+Make = Callable[..., Engine]
+SYSTEM = text(6, 100)
+
+
+class Pool:
+    """Sessions of one engine, and requests of token lists."""
+
+    def __init__(self, engine: Engine, **options: Any) -> None:
+        self.engine = engine
+        self.library = Library(engine.table)
+        self.assembler = Assembler(engine, self.library)
+        self.late: list[ChunkId] = []
+        self.sessions = Sessions(engine, self.library, later=self.late.extend, **options)
+
+    def open(
+        self, *messages: list[int], namespace: str = "", how: How | None = None, reuse: Any = "all"
+    ) -> Session:
+        """Open a session for a system message and these; the last one is new."""
+        last = len(messages) - 1
+        segments = [Segment("system", "", "system 0", False, tokens=tuple(SYSTEM))]
+        for i, message in enumerate(messages):
+            kind: Any = "assistant" if i % 2 else "user"
+            segments.append(Segment(kind, "", f"{kind} {i}", i == last, tokens=tuple(message)))
+        base = self.sessions.engine_base
+        wanted = self.assembler.assemble(segments, namespace, base, reuse)
+        session = self.sessions.open(wanted, how or How(), reuse)
+        assert session.context.tokens() == [*SYSTEM, *(t for m in messages for t in m)]
+        return session
+
+    def answer(self, session: Session, n: int = 3) -> Answer:
+        sampling = Sampling(max_tokens=n, logprobs=1, ignore_eos=True)
+        return self.sessions.begin(session, sampling, chat=False).run()
+
+    def ask(self, *messages: list[int], **options: Any) -> Answer:
+        """Answer and give back; the idle work is done too."""
+        session = self.open(*messages, **options)
+        answer = self.answer(session)
+        self.sessions.give_back([session])
+        self.idle()
+        return answer
+
+    def idle(self) -> None:
+        alive = [id for id in self.late if self.library.table.lookup(f"#{id}") is not None]
+        self.engine.maker.canonicalise(alive)
+        self.late.clear()
+
+    def talk(self, n: int, first: int = 0, **options: Any) -> list[list[int]]:
+        """Say ``n`` messages of 12 tokens, each with its answer; return all of it."""
+        said: list[list[int]] = []
+        for i in range(n):
+            said.append(text(12, first + i))
+            said.append(list(self.ask(*said, **options).tokens))
+        return said
+
+
+def counts(answer: Answer) -> tuple[int, int, int]:
+    """Return tokens exact, reused and prefilled."""
+    plan = answer.plan
+    return plan.exact, plan.reused, plan.prefilled
+
+
+def test_the_next_request_of_a_conversation_keeps_its_rows(engines: Make) -> None:
+    pool = Pool(engines())
+    said = pool.talk(3)
+    answer = pool.ask(*said, text(9, 9))
+    assert counts(answer) == (6 + 3 * 15 - 1, 0, 9 + 1), "the last sampled token had no row"
+    assert len(pool.sessions) == 1
+
+
+def test_a_dropped_turn_leaves_the_rest_placed(engines: Make) -> None:
+    pool = Pool(engines())
+    said = pool.talk(4)
+    answer = pool.ask(*said[2:], text(9, 9))
+    assert counts(answer) == (6 + 12, 3 * 15 - 12, 9)
+    names = [span.part for span in answer.plan.spans]
+    assert [name.split("/")[-1] for name in names[1:3]] == ["u-001", "a-001"]
+
+
+def test_a_regenerated_answer_takes_the_session_a_branch_copies_it(engines: Make) -> None:
+    pool = Pool(engines())
+    said = pool.talk(4)
+    again = pool.ask(*said[:-1])
+    assert list(again.tokens) == said[-1] and len(pool.sessions) == 1
+    branch = pool.ask(*said[:3], text(9, 9))
+    assert counts(branch) == (6 + 15 + 12, 0, 9)
+    assert len(pool.sessions) == 2, "the long conversation is still there"
+    assert counts(pool.ask(*said, text(9, 8)))[2] == 9 + 1
+
+
+def test_a_conversation_with_little_in_common_gets_a_context_of_its_own(engines: Make) -> None:
+    pool = Pool(engines())
+    said = pool.talk(3)
+    pool.talk(1, first=50)
+    assert len(pool.sessions) == 2
+    assert counts(pool.ask(*said, text(9, 9)))[1] == 0
+
+
+def test_sessions_in_use_are_not_shared(engines: Make) -> None:
+    pool = Pool(engines())
+    said = pool.talk(2)
+    first, second = pool.open(*said, text(9, 9)), pool.open(*said, text(9, 8))
+    assert first.context is not second.context
+    one, two = pool.answer(first), pool.answer(second)
+    assert counts(one)[2] == 10
+    assert counts(two) == (6 + 12, 18, 9), "it places the chunks"
+    pool.sessions.give_back([first, second])
+    assert len(pool.sessions) == 2
+
+
+def test_how_a_request_is_woven_parts_sessions(engines: Make) -> None:
+    pool = Pool(engines())
+    said = pool.talk(2)
+    other = pool.open(*said, text(9, 9), how=How(repair="full"))
+    assert other.context.settings.repair == "full"
+    pool.sessions.give_back([other])
+    assert len(pool.sessions) == 2
+
+
+def test_namespaces_share_nothing(engines: Make) -> None:
+    pool = Pool(engines())
+    said = pool.talk(2, namespace="anna")
+    n = len(SYSTEM) + sum(map(len, said)) + 9
+    session = pool.open(*said, text(9, 9), namespace="berta")
+    answer = pool.answer(session)
+    assert session.n_computed == 6 and counts(answer) == (6, 0, n - 6)
+    pool.sessions.give_back([session])
+
+
+def test_no_more_than_so_many_are_kept_the_oldest_go(engines: Make) -> None:
+    engine = engines()
+    pool = Pool(engine, max_sessions=2)
+    talks = [pool.talk(1, first=10 * i) for i in range(3)]
+    assert len(pool.sessions) == len(engine.contexts) == 2
+    assert counts(pool.ask(*talks[0], text(9, 9)))[1] > 0, "its chunks are still known"
+    assert counts(pool.ask(*talks[2], text(9, 8)))[1] == 0, "its rows were kept"
+
+
+def test_memory_is_made_by_closing_idle_contexts(engines: Make) -> None:
+    row = tiny().row_bytes
+    engine = engines(budget=150 * row)
+    pool = Pool(engine)
+    for i in range(12):
+        pool.talk(1, first=10 * i)
+    assert 0 < len(pool.sessions) < 12
+    with pytest.raises(OverBudget):
+        pool.answer(pool.open(text(160, 6)))
+    assert len(pool.sessions) == 0
+
+
+def test_a_quota_takes_the_servers_own_names_first(engines: Make) -> None:
+    engine = engines()
+    pool = Pool(engine, quota=Quota(n_chunks=12))
+    engine.put("docs/a", text(20, 3))
+    for i in range(6):
+        pool.talk(1, first=10 * i)
+    assert len(list(engine.table)) <= 12 and engine.files.stat("docs/a")
+    full = Pool(engine, quota=Quota(n_chunks=1))
+    with pytest.raises(OverQuota):
+        full.ask(text(9, 9))
+
+
+def test_the_oldest_of_its_names_go_never_a_clients(engines: Make) -> None:
+    engine = engines()
+    pool = Pool(engine, max_sessions=1)
+    pool.sessions.names.most = 4
+    engine.put("auto/mine", text(20, 3))
+    talks = [pool.talk(1, first=10 * i) for i in range(3)]
+    names = engine.table.names()
+    assert len(pool.sessions.names) == 4 and "auto/mine" in names and len(names) == 5
+    assert pool.library.find("", talks[0][0]) == [], "what nothing keeps is gone"
+    assert len(pool.library.find("", talks[1][0])) == 1
+    assert len(AutoNames(engine.table)) == 4, "a new server finds them"
+
+
+def test_contexts_that_their_owner_closed_or_changed_are_left_alone(engines: Make) -> None:
+    engine = engines()
+    pool = Pool(engine)
+    said = pool.talk(2)
+    (context,) = engine.contexts.values()
+    context.replace(0, text(6, 77))
+    assert counts(pool.ask(*said, text(9, 9)))[1] > 0
+    for each in list(engine.contexts.values()):
+        engine.close_context(each.name)
+    assert counts(pool.ask(*said, text(9, 9)))[1] > 0
+    busy = Pool(engine, is_busy=lambda context: True)
+    busy.ask(*said, text(9, 9))
+    assert not busy.sessions.close_oldest()
+
+
+def test_several_answers_share_the_rows(engines: Make) -> None:
+    pool = Pool(engines())
+    session = pool.open(text(12, 1))
+    plan = pool.sessions.weave(session)
+    assert plan.prefilled == 12
+    twin = pool.sessions.twin(session)
+    first, second = pool.answer(session), pool.answer(twin)
+    assert first.tokens == second.tokens
+    assert first.plan.prefilled == second.plan.prefilled == 0
+    pool.sessions.give_back([session, twin])
+
+
+def test_off_computes_everything_and_leaves_nothing(engines: Make) -> None:
+    engine = engines()
+    pool = Pool(engine)
+    before = len(list(engine.table))
+    for _ in range(2):
+        first, second = (pool.open(text(12, 1), reuse="off") for _ in range(2))
+        answers = [pool.answer(first), pool.answer(second)]
+        assert [counts(answer) for answer in answers] == [(0, 0, 18)] * 2
+        pool.sessions.give_back([first, second])
+    assert len(pool.sessions) == len(engine.contexts) == 0
+    assert len(list(engine.table)) == before
+
+
+def test_prefix_keeps_rows_up_to_the_first_changed_token(engines: Make) -> None:
+    pool = Pool(engines())
+    long = text(60, 1)
+    assert counts(pool.ask(long, reuse="prefix")) == (0, 0, 66)
+    changed = [*long[:41], 5 + long[41] % 90, *long[42:]]
+    answer = pool.ask(changed, reuse="prefix")
+    assert counts(answer) == (6 + 41, 0, 19) and answer.plan.drift == 0
+    assert pool.late == []
+
+
+messages = st.lists(st.integers(0, 4), min_size=1, max_size=5)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    requests=st.lists(
+        st.tuples(messages, st.sampled_from(["", "anna"]), st.sampled_from(["all", "prefix"])),
+        min_size=2,
+        max_size=7,
+    )
+)
+def test_any_requests_get_what_they_want_and_exact_ones_are_exact(
+    requests: list[tuple[Sequence[int], str, str]],
+) -> None:
+    sizes = (20, 5, 40, 80, 11)
+    with Engine(tiny(), repair="none") as engine:
+        pools = {reuse: Pool(engine, max_sessions=3) for reuse in ("all", "prefix")}
+        for picked, namespace, reuse in requests:
+            said = [text(sizes[i], i) for i in picked]
+            session = pools[reuse].open(*said, namespace=namespace, reuse=reuse)
+            answer = pools[reuse].answer(session)
+            if answer.plan.drift == 0:
+                prompt = [*SYSTEM, *(t for message in said for t in message)]
+                logits = full_prefill(engine.runner, torch.tensor(prompt))[-1]
+                wanted = float(logits.log_softmax(-1).max())
+                assert answer.choices[0].logprob == pytest.approx(wanted, abs=1e-6)
+            elif reuse == "prefix":
+                raise AssertionError("a prefix is exact")
+            pools[reuse].sessions.give_back([session])
+            engine.check_integrity()
