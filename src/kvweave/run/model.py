@@ -150,7 +150,7 @@ class Runner:
             raise InvalidArgument(
                 "max_positions", f"{max_positions} is not in 1..{declared}, the model's own limit"
             )
-        self.ends = end_tokens(model)
+        self.ends = end_tokens(model.generation_config)
         self.limit = int(max_positions or _pinned_limit(self.config) or declared)
         self.layers: list[LayerInfo] = []
         self._wants_rows = "logits_to_keep" in inspect.signature(model.forward).parameters

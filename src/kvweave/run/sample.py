@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from kvweave.errors import InvalidArgument
 from kvweave.run.sampling import Choice as Choice
@@ -195,8 +195,7 @@ class Detokenizer:
         return piece
 
 
-def end_tokens(model: PreTrainedModel) -> frozenset[int]:
-    """Return the tokens that end a reply of this model."""
-    config = model.generation_config
-    found = config.eos_token_id if config is not None else None
+def end_tokens(generation_config: Any) -> frozenset[int]:
+    """Return the tokens that end a reply, by a model's generation config; none without one."""
+    found = getattr(generation_config, "eos_token_id", None)
     return frozenset(found if isinstance(found, list) else () if found is None else (found,))
