@@ -127,8 +127,7 @@ def resolve(
         position = position if part.position is None else part.position
         now = woven[index] if stable and index < len(woven) else None
         if now is not None and _is_front(part, slot, position, now):
-            stable = part.n == now.part.n
-            ready = min(now.ready, part.n)
+            ready = min(now.ready, part.n)  # behind a shorter part no slot is as it was
             placement = replace(now, part=part, source="kept", moved=0, ready=ready)
         else:
             stable = False
