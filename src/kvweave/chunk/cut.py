@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Collection, Sequence
 from itertools import pairwise
 from typing import NamedTuple, Protocol
 
+import numpy as np
+
+from kvweave.chunk.rolling import as_tokens, rolling
 from kvweave.errors import InvalidArgument
+
+_CONTENT = 0xD6E8FEB86659FD93
+"""What by_content hashes with. Stored chunks were cut by it, so it stays as it is."""
 
 
 class Span(NamedTuple):
@@ -112,6 +119,41 @@ def by_message(starts: Sequence[int]) -> Cutter:
         for start in firsts:
             cuts.add(start)
         return cuts.spans(len(tokens))
+
+    return cutter
+
+
+def by_content(
+    min_tokens: int = 64, avg_tokens: int = 512, max_tokens: int = 2048, window: int = 8
+) -> Cutter:
+    """Cut where the last ``window`` tokens say so, wherever they stand: the same text, the same cuts.
+
+    An insertion moves the cuts near it; soon behind it they are those of the text without it.
+    Pieces are of ``min_tokens`` to ``max_tokens``, about ``avg_tokens``; the last may be shorter. Where
+    nothing says so for ``max_tokens``, the cut is where the hash is least.
+    """
+    _at_least_one("window", window)
+    if not window <= min_tokens < avg_tokens < max_tokens:
+        reason = f"{window} (window) <= {min_tokens} < {avg_tokens} < {max_tokens} does not hold"
+        raise InvalidArgument("min_tokens", reason)
+    limit = np.uint64((1 << 64) // (avg_tokens - min_tokens) - 1)
+
+    def cutter(tokens: Sequence[int]) -> list[Span]:
+        n = len(tokens)
+        hashes = rolling(as_tokens(tokens), window, _CONTENT)
+        places = (np.flatnonzero(hashes <= limit) + window).tolist()
+        cuts = _Cuts()
+        while n - cuts.last > min_tokens:
+            low, high = cuts.last + min_tokens, cuts.last + max_tokens
+            i = bisect_left(places, low)
+            if i < len(places) and places[i] <= high:
+                cuts.add(places[i])
+            elif n > high:
+                # Of equal ones the last: padding gives few pieces.
+                cuts.add(high - int(hashes[low - window : high - window + 1][::-1].argmin()))
+            else:
+                break
+        return cuts.spans(n)
 
     return cutter
 

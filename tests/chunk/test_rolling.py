@@ -1,0 +1,49 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvweave.chunk.rolling import as_tokens, mixed, rolling
+from kvweave.errors import InvalidArgument
+
+ODD = 0x2545F4914F6CDD1D
+
+
+def polynomial(tokens: list[int], multiplier: int) -> int:
+    """The same, one token after the other."""
+    total = 0
+    for token in tokens:
+        spread = (token + 1) * multiplier % 2**64
+        total = (total * multiplier + (spread ^ (spread >> 32))) % 2**64
+    return total
+
+
+@given(st.lists(st.integers(0, 2**32 - 1), max_size=40), st.integers(1, 33))
+def test_it_is_the_polynomial_of_every_run(tokens, width):
+    runs = [tokens[i : i + width] for i in range(len(tokens) - width + 1)]
+    found = rolling(as_tokens(tokens), width, ODD)
+    assert found.dtype == np.uint64
+    assert found.tolist() == [polynomial(run, ODD) for run in runs]
+
+
+def test_zeros_of_every_length_have_hashes_of_their_own():
+    zeros = as_tokens([0] * 64)
+    hashes = {int(rolling(zeros, width, ODD)[0]) for width in range(1, 65)}
+    assert len(hashes) == 64 and 0 not in hashes
+
+
+def test_mixed_is_not_linear():
+    a, b, c = mixed(as_tokens([1, 2, 3]), ODD).tolist()
+    assert (a + c - 2 * b) % 2**64 != 0
+
+
+def test_as_tokens_copies_and_refuses_what_is_no_id():
+    given = np.array([1, 2, 2**32 - 1])
+    made = as_tokens(given)
+    given[0] = 7
+    assert made.tolist() == [1, 2, 2**32 - 1] and made.dtype == np.uint32
+    for bad in ([-1], [2**32], [1.5], [[1]]):
+        with pytest.raises(InvalidArgument, match="tokens"):
+            as_tokens(bad)
