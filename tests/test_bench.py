@@ -10,6 +10,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -24,13 +25,14 @@ def bench() -> Iterator[dict[str, ModuleType]]:
         import common
         import decode
         import gpu
+        import hit_rate
         import memory
         import prune
         import serve
 
         yield {
-            "common": common, "decode": decode, "gpu": gpu, "memory": memory, "prune": prune,
-            "serve": serve,
+            "common": common, "decode": decode, "gpu": gpu, "hit_rate": hit_rate, "memory": memory,
+            "prune": prune, "serve": serve,
         }  # fmt: skip
     finally:
         sys.path.remove(str(BENCH))
@@ -178,6 +180,51 @@ def test_a_chat_drops_its_oldest_turn(bench: dict[str, ModuleType]) -> None:
     assert second == [first[0], *first[3:], {"role": "assistant", "content": "ok"}, second[-1]]
     assert [serve.Chat(0, setup).next()[-1], serve.Chat(1, setup).next()[-1]] != [first[-1]] * 2
     assert serve.Chat(0, setup).next() == first
+
+
+def test_hit_rate(bench: dict[str, ModuleType], tmp_path: Path) -> None:
+    out = tmp_path / "hit_rate.json"
+    bench["hit_rate"].main(["--quick", "--json", "--out", str(out)])
+    found = json.loads(out.read_text())
+    check_numbers({key: found[key] for key in ("hit_rate", "speed", "worst")})
+    for stream, cases in found["hit_rate"].items():
+        assert len(cases) == 6
+        for name, methods in cases.items():
+            share = {method: values["share"][0] for method, values in methods.items()}
+            of_ceiling = {method: values["of_ceiling"][0] for method, values in methods.items()}
+            if stream == "random tokens":
+                assert max(share.values()) == share["ceiling"], name
+            assert of_ceiling["ceiling"] == 1
+            assert of_ceiling["names + find"] > 0.99, (stream, name)
+            assert of_ceiling["undeclared"] > (0.85 if name[0] == "e" else 0.95), (stream, name)
+            assert share["undeclared"] > share["fixed-256"] > 0, (stream, name)
+            assert share["prefix-16"] < 0.4, (stream, name)
+    for figures in found["speed"].values():
+        times = figures["times"]["all of it known, shuffled"]["cpu"]
+        assert set(times) == {"hash", "look up", "find", "compare", "short chunks"}
+        assert times["find"] > times["hash"] > 0
+        assert figures["matches"]["all of it known, shuffled"] > 4
+    assert found["speed"]["random tokens"]["matches"]["all of it new"] == 0
+
+
+def test_each_way_to_find_covers_what_it_should(bench: dict[str, ModuleType]) -> None:
+    hit_rate = bench["hit_rate"]
+    parts = [np.arange(first, first + n) for first, n in ((0, 100), (1000, 400), (2000, 300))]
+    new = np.arange(9000, 9040)
+    case = hit_rate.Case([[part] for part in parts], [[parts[0]], [parts[2]], [new]])
+    store = hit_rate.Store()
+    covered = {
+        "prefix": hit_rate.by_prefix(case),
+        "blocks": hit_rate.by_blocks(case),
+        "found": store.find([*hit_rate.as_served(case)], case.prompt),
+        "names": hit_rate.named_parts(case)[1],
+        "both": hit_rate.by_names_and_find(case, store),
+        "ceiling": hit_rate.ceiling(case),
+    }
+    assert {name: mask.sum() for name, mask in covered.items()} == {
+        "prefix": 96, "blocks": 256, "found": 400, "names": 400, "both": 400, "ceiling": 400,
+    }  # fmt: skip
+    assert len(store.matcher) == 0
 
 
 def test_report_writes_and_prints(
