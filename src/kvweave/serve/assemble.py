@@ -11,6 +11,7 @@ runs of tokens. New input is prefilled, and so exact, wherever it is not a long 
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -25,6 +26,7 @@ from kvweave.serve.options import Reuse
 from kvweave.serve.render import Segment
 
 SEAM = 4  # tokens on both sides of a gap that are looked at to say why it is one
+MAX_CACHED = 1 << 20  # tokens of texts that are remembered
 LONGEST_SEAM = 64  # tokens; a longer gap is new text
 
 NEW, SEAM_WHY, MEASURED = "new text", "tokenised differently at the seam", "reuse is limited"
@@ -70,6 +72,8 @@ class Assembler:
         """``min_match``: tokens of the shortest run that is reused inside a message."""
         self.engine, self.library, self.min_match = engine, library, min_match
         self.cutter = by_content(64, 256, 1024)
+        self._tokens: OrderedDict[tuple[str, str], Tokens] = OrderedDict()
+        self._n_cached = 0
 
     def assemble(
         self,
@@ -83,7 +87,7 @@ class Assembler:
         """
         table = self.engine.table
         begin = [] if engine_base is None else [int(t) for t in table.tokens(engine_base)]
-        base, rest = self._base(segments, begin)
+        base, rest = self._base(segments, begin, namespace)
         wanted = Wanted(namespace, base)
         if base is not None:
             wanted.reasons.append(_reason(base.label, 0, base.n, ""))
@@ -95,13 +99,13 @@ class Assembler:
         return wanted
 
     def _base(
-        self, segments: Sequence[Segment], begin: list[int]
+        self, segments: Sequence[Segment], begin: list[int], namespace: str
     ) -> tuple[Piece | None, Sequence[Segment]]:
         """Split off the system message; None where it is what the engine begins with anyway."""
         first = segments[0] if segments else None
         if first is None or first.kind != "system" or first.chunk is not None:
             return None, segments
-        tokens = self.tokens(first)
+        tokens = self.tokens(first, namespace)
         if not len(tokens) or tokens.tolist() == begin:
             return None, segments[1:]
         return Piece("system", tokens, first.label), segments[1:]
@@ -119,10 +123,26 @@ class Assembler:
         known = table.find_digest(digest)
         return digest, None if known is None else known.id
 
-    def tokens(self, segment: Segment) -> Tokens:
-        """Return the token ids of a segment's text."""
-        text = segment.text if segment.tokens is None else segment.tokens
-        return np.asarray(self.engine.maker.tokens(text), dtype=np.uint32)
+    def tokens(self, segment: Segment, namespace: str) -> Tokens:
+        """Return the token ids of a segment's text.
+
+        A conversation comes again and again, so they are remembered: for each namespace by itself,
+        or the time would tell what others said.
+        """
+        if segment.tokens is not None:
+            return np.asarray(self.engine.maker.tokens(segment.tokens), dtype=np.uint32)
+        key = (namespace, segment.text)
+        known = self._tokens.get(key)
+        if known is not None:
+            self._tokens.move_to_end(key)
+            return known
+        known = np.asarray(self.engine.maker.tokens(segment.text), dtype=np.uint32)
+        known.flags.writeable = False
+        self._tokens[key] = known
+        self._n_cached += len(known)
+        while self._n_cached > MAX_CACHED:
+            self._n_cached -= len(self._tokens.popitem(last=False)[1])
+        return known
 
     def text(self, tokens: Sequence[int] | Tokens) -> str:
         """Return tokens as text, special ones included."""
@@ -161,7 +181,7 @@ class _Finder:
         if segment.chunk is not None:
             yield self._named(segment, segment.chunk)
             return
-        tokens = self.assembler.tokens(segment)
+        tokens = self.assembler.tokens(segment, self.namespace)
         if self.reuse != "all":
             if len(tokens):
                 yield Piece(segment.kind, tokens, segment.label)
