@@ -10,12 +10,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
+from importlib.metadata import version
 from typing import Any
 
 from fastapi import FastAPI
 from fastapi.routing import APIRoute
 
-import kvweave
 from kvweave.engine import Engine
 from kvweave.serve import chunks, contexts, openai, page, problems, system, turns
 from kvweave.serve.access import Access
@@ -57,8 +57,8 @@ def create_app(engine: Engine, options: Options | None = None) -> FastAPI:
 
     app = _App(
         title="kvweave",
-        version=kvweave.__version__,
-        summary=kvweave.__doc__,
+        version=version("kvweave"),
+        summary="A language model's context as a list of named chunks whose KV is reused.",
         lifespan=life,
         docs_url=None,  # they would load scripts from another host
         redoc_url=None,

@@ -15,7 +15,7 @@ from kvweave.errors import InvalidArgument
 from kvweave.serve.access import Tenant
 from kvweave.serve.common import (
     ERRORS,
-    Body,
+    STRICT,
     Content,
     PathPattern,
     PathRef,
@@ -24,6 +24,7 @@ from kvweave.serve.common import (
     The,
     check_pattern,
 )
+from kvweave.serve.text import tokens_of
 
 router = APIRouter(prefix="/v1/chunks", tags=["chunks"], responses=ERRORS)
 
@@ -91,8 +92,10 @@ class Put(Content):
     durable: bool = False
 
 
-class DryRun(Body):
+class DryRun(BaseModel):
     """Whether only to say what would happen."""
+
+    model_config = STRICT
 
     dry_run: bool = False
 
@@ -130,8 +133,10 @@ async def ls(
     return await the.call(tenant, work)
 
 
-class Wanted(Body):
+class Wanted(BaseModel):
     """What to find."""
+
+    model_config = STRICT
 
     pattern: Annotated[str, StringConstraints(max_length=256)] = "**"
     kind: Kind | None = None
@@ -237,7 +242,7 @@ def store(engine: Engine, the: Serving, tenant: str, name: str, body: Put) -> di
         raise InvalidArgument(
             "durable", "this server has no home directory", "start it with --home"
         )
-    tokens = engine.maker.tokens(body.content)
+    tokens = tokens_of(engine, body.content)
     the.quota.check(engine, tenant, [len(tokens)], name if body.replace else "")
     made: ChunkId | None = None
     try:

@@ -69,14 +69,13 @@ The = Annotated[Serving, Depends(_serving)]
 """A route's parameter of this type is the running server."""
 
 
-class Body(BaseModel):
-    """A request; fields that are not known are refused."""
-
-    model_config = ConfigDict(extra="forbid")
+STRICT = ConfigDict(extra="forbid")  # of requests: fields that are not known are refused
 
 
-class Content(Body):
+class Content(BaseModel):
     """Text, or token ids."""
+
+    model_config = STRICT
 
     text: str | None = None
     tokens: list[StrictInt] | None = None

@@ -13,7 +13,8 @@ from kvweave.chunk.identity import Kind, Tier
 from kvweave.engine import Engine
 from kvweave.errors import InvalidArgument
 from kvweave.serve.access import Tenant
-from kvweave.serve.common import ERRORS, Body, Content, PathRef, Ref, Serving, The
+from kvweave.serve.common import ERRORS, STRICT, Content, PathRef, Ref, Serving, The
+from kvweave.serve.text import tokens_of
 from kvweave.weave.context import Context
 from kvweave.weave.parts import Mode, Part, Positions
 
@@ -26,8 +27,10 @@ PartRef = StrictInt | Ref
 Json = dict[str, Any]
 
 
-class Weave(Body):
+class Weave(BaseModel):
     """How to weave; null leaves it to the context."""
+
+    model_config = STRICT
 
     repair: Ref | None = None
     share: Share | None = None
@@ -67,15 +70,19 @@ class Append(Content):
         return n_given == 1 and not (is_slice and self.chunk is None)
 
 
-class Message(Body):
+class Message(BaseModel):
     """A chat message."""
+
+    model_config = STRICT
 
     role: Literal["system", "user", "assistant", "tool"]
     content: str
 
 
-class Drop(Body):
+class Drop(BaseModel):
     """Parts to remove, by name, ``#id`` or index."""
+
+    model_config = STRICT
 
     parts: list[PartRef]
     mode: Mode | None = None
@@ -88,14 +95,18 @@ class Replace(Content):
     kind: Kind = "document"
 
 
-class Reorder(Body):
+class Reorder(BaseModel):
     """All parts, in the new order."""
+
+    model_config = STRICT
 
     order: list[PartRef]
 
 
-class Fork(Body):
+class Fork(BaseModel):
     """The name of the copy."""
+
+    model_config = STRICT
 
     to: Ref
 
@@ -226,7 +237,7 @@ async def create(tenant: Tenant, the: The, body: New) -> Json:
 
     def work(engine: Engine) -> Json:
         if body.system is not None:
-            the.quota.check(engine, tenant, [len(engine.maker.tokens(body.system))])
+            the.quota.check(engine, tenant, [len(tokens_of(engine, body.system))])
         context = engine.context(name, system=body.system, **options)
         return view_of(engine, the, context)
 
@@ -239,7 +250,9 @@ async def compose(tenant: Tenant, the: The, body: Compose) -> Json:
     name = None if body.name is None else the.new_name(body.name)
 
     def work(engine: Engine) -> Json:
-        the.quota.check(engine, tenant, [len(engine.maker.tokens(body.template))])
+        given_text = (value for value in body.values.values() if isinstance(value, str))
+        sizes = [len(tokens_of(engine, text)) for text in (body.template, *given_text)]
+        the.quota.check(engine, tenant, sizes)
         context = engine.compose(
             body.template, body.values, name=name, namespace=tenant, **given(body)
         )
@@ -259,7 +272,7 @@ async def append(tenant: Tenant, the: The, name: PathRef, body: Append) -> Json:
     def work(engine: Engine, context: Context) -> Json:
         at = len(context.parts) if body.at is None else body.at
         if body.chunk is None:
-            tokens = engine.maker.tokens(body.content)
+            tokens = tokens_of(engine, body.content)
             the.quota.check(engine, tenant, [len(tokens)])
             chosen = None if body.name is None else the.new_name(body.name)
             part = context.insert(at, tokens, kind=body.kind, name=chosen)
@@ -281,7 +294,7 @@ async def message(tenant: Tenant, the: The, name: PathRef, body: Message) -> Jso
     """Add one chat message, wrapped by the model's chat template."""
 
     def work(engine: Engine, context: Context) -> Json:
-        the.quota.check(engine, tenant, [len(engine.maker.tokens(body.content))])
+        the.quota.check(engine, tenant, [len(tokens_of(engine, body.content))])
         part = context.message(body.role, body.content)
         the.on_stored(tenant, part.id)
         return _one(engine, context, part)
@@ -305,7 +318,7 @@ async def replace_part(tenant: Tenant, the: The, name: PathRef, body: Replace) -
     """Put new text in the place of a part; what stands behind is woven anew."""
 
     def work(engine: Engine, context: Context) -> Json:
-        tokens = engine.maker.tokens(body.content)
+        tokens = tokens_of(engine, body.content)
         the.quota.check(engine, tenant, [len(tokens)])
         return _one(engine, context, context.replace(body.part, tokens, kind=body.kind))
 

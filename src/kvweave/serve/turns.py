@@ -10,15 +10,16 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter
 from fastapi.responses import JSONResponse, StreamingResponse
-from pydantic import Field, StrictInt
+from pydantic import BaseModel, Field, StrictInt
 from starlette.responses import Response
 
 from kvweave.engine import Engine
 from kvweave.errors import InvalidArgument
 from kvweave.serve.access import Tenant
-from kvweave.serve.common import ERRORS, Body, PathRef, Serving, The
+from kvweave.serve.common import ERRORS, STRICT, PathRef, Serving, The
 from kvweave.serve.contexts import Nats, require_idle
 from kvweave.serve.problems import problem_of
+from kvweave.serve.text import tokens_of
 from kvweave.serve.work import Delta, Event, Finished
 from kvweave.weave.generate import Answer, Turn, request_from
 
@@ -27,8 +28,10 @@ router = APIRouter(prefix="/v1/contexts", tags=["contexts"], responses=ERRORS)
 Count = Annotated[int, Field(ge=0, le=2**31)]
 
 
-class Sampled(Body):
+class Sampled(BaseModel):
     """How to choose tokens, and when to stop; see `kvweave.Sampling`."""
+
+    model_config = STRICT
 
     max_tokens: Annotated[int, Field(ge=1, le=2**31)] = 256
     temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
@@ -76,7 +79,7 @@ class _Asked:
         require_idle(self.the, context)
         sizes = [self.body.max_tokens]
         if self.body.content is not None:
-            sizes.append(len(engine.maker.tokens(self.body.content)))
+            sizes.append(len(tokens_of(engine, self.body.content)))
         self.the.quota.check(engine, self.tenant, sizes)
         before = context.snapshot()
         try:

@@ -1,0 +1,59 @@
+"""What clients send is tokenised at a bounded cost."""
+
+from __future__ import annotations
+
+import pytest
+from serving import bundled_runner
+
+from kvweave import Engine
+from kvweave.errors import ContextTooLong
+from kvweave.serve.text import PROBE, tokens_of
+
+A = "foze river habu . so well then we saw it . "
+
+
+@pytest.fixture
+def counted(monkeypatch):
+    """An engine, and the characters its tokenizer was given."""
+    engine = Engine(bundled_runner())
+    real, given = engine.maker.tokens, []
+
+    def tokens(text):
+        given.append(len(text))
+        return real(text)
+
+    monkeypatch.setattr(engine.maker, "tokens", tokens)
+    yield engine, given
+    engine.close()
+
+
+@pytest.mark.parametrize("text", ["", A, A * 500, [5, 6, 7], " " * 40_000])
+def test_tokens_are_those_of_the_whole_text(counted, text):
+    engine, given = counted
+    found = tokens_of(engine, text)
+    assert found == engine.maker.tokens(text)
+    assert sum(given[:-1]) <= 2.4 * len(text) or len(text) < PROBE * engine.runner.limit
+
+
+@pytest.mark.parametrize("text", ["x" * 2**20, A * 30_000, "\u4e16" * 2**19])
+def test_what_is_far_too_long_is_not_tokenised_to_its_end(counted, text):
+    engine, given = counted
+    with pytest.raises(ContextTooLong) as refused:
+        tokens_of(engine, text)
+    assert sum(given) <= PROBE * engine.runner.limit
+    assert refused.value.n > 5 * refused.value.limit
+
+
+def test_routes_refuse_it_too(serve):
+    anna = serve().anna
+    anna("POST", "/v1/contexts", {"name": "c"}, 201)
+    for method, path, body in (
+        ("PUT", "/v1/chunks/a", {"text": "x" * 2**20}),
+        ("POST", "/v1/contexts", {"name": "d", "system": "x" * 2**20}),
+        ("POST", "/v1/contexts/c:append", {"text": "x" * 2**20}),
+        ("POST", "/v1/contexts/c:message", {"role": "user", "content": "x" * 2**20}),
+        ("POST", "/v1/contexts/c:ask", {"content": "x" * 2**20}),
+        ("POST", "/v1/compose", {"template": "{q}", "values": {"q": "x" * 2**20}}),
+    ):
+        assert anna.error(method, path, body)["code"] == "context_length_exceeded"
+    assert anna.names() == [] and anna("GET", "/v1/contexts/c")["n_parts"] == 0
