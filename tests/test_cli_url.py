@@ -6,6 +6,7 @@ import io
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 
@@ -193,6 +194,25 @@ def test_an_interrupted_answer_leaves_no_trace(sh, server, monkeypatch):
     words = ["chat", "--system", "keep .", "--max-tokens", "2000", "--url", server.url]
     sh(*words, stdin="so\n/parts\n")
     assert "interrupted" in sh.err and "u-000" not in sh.out and "s-000" in sh.out
+
+
+@pytest.mark.parametrize("n_signals", [1, 2])
+def test_an_interrupted_run_ends_and_frees_its_context(server, tmp_path, n_signals):
+    words = ["run", "so well then", "--max-tokens", "4000", "--temperature", "1", "--url"]
+    code = "import sys; from kvweave.cli import main; sys.exit(main(sys.argv[1:]))"
+    with subprocess.Popen(
+        [sys.executable, "-u", "-c", code, *words, server.url],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+    ) as process:
+        assert process.stdout.read(1)  # it has begun
+        for _ in range(n_signals):  # as `timeout` does: to the process, and to its group
+            process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=30)
+    assert (process.returncode, err.strip()) == (130, b"")
+    with Client(server.url) as client:
+        assert client.contexts == {}
 
 
 # --- where to

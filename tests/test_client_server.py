@@ -216,6 +216,17 @@ def test_a_context_is_busy_while_it_answers(client):
     pieces.close()
 
 
+@pytest.mark.parametrize("verb", ["drop", "generate", "close", "fork", "stream", "append"])
+def test_after_hanging_up_a_context_is_free_at_once(client, verb):
+    ctx = client.compose(f"{SYSTEM} {A}")
+    pieces = ctx.stream(2000, ignore_eos=True)
+    next(pieces)
+    pieces.close()
+    arguments = {"drop": [0], "generate": [1], "fork": ["twin"], "stream": [1], "append": ["so"]}
+    found = getattr(client.get_context(ctx.name), verb)(*arguments.get(verb, []))
+    assert verb != "stream" or list(found)
+
+
 def test_two_threads_share_a_client(client):
     client.put("docs/a", A)
     texts = {}

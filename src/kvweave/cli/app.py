@@ -11,14 +11,19 @@ from __future__ import annotations
 import json
 import logging
 import os
+import signal
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib import import_module
+from types import FrameType
 
 from kvweave.cli.parser import COMMANDS, UsageError, parse
 from kvweave.errors import KVWeaveError, StoreError
 
 INTERRUPTED, BROKEN_PIPE = 130, 141
+TOGETHER = 0.2  # seconds; nobody presses Ctrl-C twice in so short a time
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -29,8 +34,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         args = parse(words)
         module, function = COMMANDS[args.command].where.split(":")
-        # a verb's module is imported only now: most verbs need neither torch nor rich
-        status = int(getattr(import_module(module), function)(args) or 0)
+        with _one_interrupt():
+            # a verb's module is imported only now: most verbs need neither torch nor rich
+            status = int(getattr(import_module(module), function)(args) or 0)
         sys.stdout.flush()
         return status
     except UsageError as error:
@@ -48,6 +54,35 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         where = f": {error.filename}" if error.filename else ""
         return _fail(StoreError(f"{error.strerror or error}{where}"), as_json)
+
+
+@contextmanager
+def _one_interrupt() -> Iterator[None]:
+    """Take SIGINTs that come together as one.
+
+    Who signals a process and its group sends two; the second would break off the cleaning up after
+    the first, and can leave a lock taken that is then waited for.
+    """
+    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield
+        return
+    last = -TOGETHER
+
+    def interrupt(sig: int, frame: FrameType | None) -> None:
+        nonlocal last
+        before, last = last, time.monotonic()
+        if last - before >= TOGETHER:
+            raise KeyboardInterrupt
+
+    try:
+        signal.signal(signal.SIGINT, interrupt)
+    except ValueError:  # not in the main thread, so no signal comes here
+        yield
+        return
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _fail(error: KVWeaveError, as_json: bool) -> int:

@@ -24,6 +24,7 @@ from kvweave.weave.parts import Mode, Part, Snapshot
 from kvweave.weave.plan import Plan
 
 CONTEXTS = "/v1/contexts"
+SETTLE_SECONDS = 5.0  # a server ends an answer between two steps of the model
 Text = str | Sequence[int]
 Ref = str | int | Part
 
@@ -121,15 +122,12 @@ class RemoteContext:
         """Return the parts as they are, to come back to."""
         return Snapshot(self.parts)
 
-    def restore(self, snapshot: Snapshot, seconds: float = 5.0) -> None:
+    def restore(self, snapshot: Snapshot) -> None:
         """Drop what was added behind the parts of a snapshot.
 
-        An answer that was hung up on may take the server a moment to end; up to ``seconds`` are
-        waited. Raises InvalidArgument when parts of the snapshot are gone or moved.
+        Raises InvalidArgument when parts of the snapshot are gone or moved.
         """
-        until = time.monotonic() + seconds
-        while self.describe().get("busy") and time.monotonic() < until:
-            time.sleep(0.05)
+        self._settle()
         now, n = self.parts, len(snapshot.parts)
         if [p.uid for p in now[:n]] != [p.uid for p in snapshot.parts]:
             raise InvalidArgument("snapshot", "not all of its parts are in the context any more")
@@ -143,6 +141,7 @@ class RemoteContext:
 
     def close(self) -> None:
         """Free the rows and let go of the chunks. Names stay; unnamed chunks go."""
+        self._settle()
         self._http.call("DELETE", self._path)
 
     # ---- weaving and answering
@@ -181,7 +180,17 @@ class RemoteContext:
 
     # ---- inside
 
+    def _settle(self) -> None:
+        """Wait until the server has ended an answer that was hung up on, so that edits can follow."""
+        if self._path not in self._http.left:
+            return
+        self._http.left.discard(self._path)
+        until = time.monotonic() + SETTLE_SECONDS
+        while self.describe()["busy"] and time.monotonic() < until:
+            time.sleep(0.02)
+
     def _do(self, verb: str, **body: object) -> Any:
+        self._settle()
         return self._http.call("POST", f"{self._path}:{verb}", body)
 
     def _append(self, body: dict[str, object]) -> Part:
@@ -191,7 +200,8 @@ class RemoteContext:
         self, sampling: Sampling, max_drift: float | None, verb: str, content: str | None
     ) -> RemoteTurn:
         body = asdict(sampling) | {"max_drift": max_drift, "content": content}
-        return RemoteTurn(self._http, f"{self._path}:{verb}", body)
+        self._settle()
+        return RemoteTurn(self._http, self._path, verb, body)
 
     def _refs(self, refs: Sequence[Ref]) -> list[str | int]:
         """Return what the server understands: a `Part` becomes its index now."""

@@ -45,6 +45,7 @@ class Http:
             raise ServerError("httpx is not installed", hint="pip install 'kvweave[client]'")
         self.url = _checked(url)
         self.retries = retries
+        self.left: set[str] = set()  # paths of contexts with an answer that was hung up on
         headers = {"accept": "application/json"}
         if key:
             if not (key.isascii() and key.isprintable()):

@@ -15,8 +15,8 @@ class RemoteTurn:
     """An answer that begins when it is read. `run` waits for all of it, `stream` yields pieces,
     `cancel` hangs up, which stops it in the server."""
 
-    def __init__(self, http: Http, path: str, body: Mapping[str, object]) -> None:
-        self._http, self._path, self._body = http, path, body
+    def __init__(self, http: Http, context: str, verb: str, body: Mapping[str, object]) -> None:
+        self._http, self._context, self._verb, self._body = http, context, verb, body
         self._events: Generator[dict[str, Any]] | None = None
         self._answer: Answer | None = None
 
@@ -28,7 +28,8 @@ class RemoteTurn:
 
     def stream(self) -> Generator[str]:
         """Yield text as it comes; closing the iterator cancels."""
-        self._events = self._http.events(self._path, {**self._body, "stream": True})
+        path = f"{self._context}:{self._verb}"
+        self._events = self._http.events(path, {**self._body, "stream": True})
         try:
             for event in self._events:
                 if "answer" in event:
@@ -36,15 +37,21 @@ class RemoteTurn:
                 elif event.get("text"):
                     yield str(event["text"])
         finally:
-            self._events.close()
+            self._hang_up()
 
     def cancel(self) -> None:
         """Hang up; the server stops, and what it had written stays as a chunk."""
         if self._events is not None:
-            self._events.close()
+            self._hang_up()
 
     def finish(self) -> Answer:
         """Return the answer once it was read to its end. Raises InvalidArgument before."""
         if self._answer is None:
             raise InvalidArgument("finish", "the answer did not end", "read all of stream() first")
         return self._answer
+
+    def _hang_up(self) -> None:
+        assert self._events is not None
+        if self._answer is None:  # no request here: this may run when garbage is collected
+            self._http.left.add(self._context)
+        self._events.close()
