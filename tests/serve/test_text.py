@@ -57,3 +57,17 @@ def test_routes_refuse_it_too(serve):
     ):
         assert anna.error(method, path, body)["code"] == "context_length_exceeded"
     assert anna.names() == [] and anna("GET", "/v1/contexts/c")["n_parts"] == 0
+
+
+def test_a_chat_that_is_far_too_long_is_refused_early(serve, monkeypatch):
+    served, given = serve(), []
+    maker = served.engine.maker
+    real = maker.tokens
+    monkeypatch.setattr(maker, "tokens", lambda text: (given.append(len(text)), real(text))[1])
+    for said in (["x" * 2**20], [f"{i} {A * 200}" for i in range(100)]):
+        given.clear()
+        messages = [{"role": "user", "content": text} for text in said]
+        body = {"model": "kvweave", "messages": messages}
+        refused = served.anna.error("POST", "/v1/chat/completions", body)
+        assert refused["code"] == "context_length_exceeded"
+        assert sum(given) <= 2 * PROBE * served.engine.runner.limit

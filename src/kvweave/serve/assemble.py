@@ -21,9 +21,11 @@ from kvweave.chunk.cut import by_content
 from kvweave.chunk.identity import ChunkId, Kind, chunk_digest
 from kvweave.chunk.match import Match
 from kvweave.engine import Engine
+from kvweave.errors import ContextTooLong
 from kvweave.serve.library import Library, Tokens
 from kvweave.serve.options import Reuse
 from kvweave.serve.render import Segment
+from kvweave.serve.text import tokens_of
 
 SEAM = 4  # tokens on both sides of a gap that are looked at to say why it is one
 MAX_CACHED = 1 << 20  # tokens of texts that are remembered
@@ -83,7 +85,7 @@ class Assembler:
         reuse: Reuse = "all",
     ) -> Wanted:
         """Return the pieces of a prompt; ``engine_base`` is what a context without system message
-        begins with. Raises ChunkNotFound for a chunk that is named and not there.
+        begins with. Raises ChunkNotFound for a chunk that is named and not there, ContextTooLong.
         """
         table = self.engine.table
         begin = [] if engine_base is None else [int(t) for t in table.tokens(engine_base)]
@@ -92,10 +94,15 @@ class Assembler:
         if base is not None:
             wanted.reasons.append(_reason(base.label, 0, base.n, ""))
         below, base_id = self._below(base, engine_base, namespace)
+        n, limit = 0, self.engine.runner.limit
         for segment in rest:
             finder = _Finder(self, namespace, below, base_id, reuse)
-            wanted.pieces += finder.pieces(segment)
+            pieces = finder.pieces(segment)
+            wanted.pieces += pieces
             wanted.reasons.append(finder.reason)
+            n += sum(piece.n for piece in pieces)
+            if n > limit:  # what follows would take long, and change nothing
+                raise ContextTooLong(n, limit)
         return wanted
 
     def _base(
@@ -136,7 +143,7 @@ class Assembler:
         if known is not None:
             self._tokens.move_to_end(key)
             return known
-        known = np.asarray(self.engine.maker.tokens(segment.text), dtype=np.uint32)
+        known = np.asarray(tokens_of(self.engine, segment.text), dtype=np.uint32)
         known.flags.writeable = False
         self._tokens[key] = known
         self._n_cached += len(known)

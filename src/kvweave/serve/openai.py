@@ -22,6 +22,7 @@ from kvweave.serve.answers import Asked, MakePrompt, Service
 from kvweave.serve.problems import make, problem_of
 from kvweave.serve.render import Prompt, Segment
 from kvweave.serve.schemas import ChatRequest, CompletionRequest, Request
+from kvweave.serve.text import tokens_of
 from kvweave.serve.work import Delta, Event, Finished
 
 
@@ -246,7 +247,7 @@ def _completion_prompt(given: str | list[int]) -> MakePrompt:
 
     def prompt(service: Service) -> Prompt:
         engine, base = service.driver.engine, service.sessions.engine_base
-        tokens = engine.maker.tokens(given)
+        tokens = tokens_of(engine, given)
         begin = [] if base is None else [int(t) for t in engine.table.tokens(base)]
         text = given if isinstance(given, str) else service.assembler.text(tokens)
         if begin and tokens[: len(begin)] == begin:
