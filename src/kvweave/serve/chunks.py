@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query
-from pydantic import BaseModel, StringConstraints
+from pydantic import BaseModel, FiniteFloat, StringConstraints
 
 from kvweave.chunk.files import Entry, Files
 from kvweave.chunk.identity import ChunkId, Kind, Tier
@@ -143,7 +143,7 @@ class Wanted(BaseModel):
     tier: Tier | None = None
     pinned: bool | None = None
     min_tokens: int | None = None
-    unused_since: float | None = None
+    unused_since: FiniteFloat | None = None
 
 
 # The routes with a verb stand before those whose name could swallow it.
