@@ -248,6 +248,31 @@ def test_fork_and_snapshot(engines: Make) -> None:
     assert engine.get_context("c") is context
 
 
+def test_restore_brings_back_the_base(engines: Make) -> None:
+    engine = engines()
+    base = engine.put("system", text(5, 1)).id
+    context = engine.context("c")
+    context.set_base(base, "system")
+    before = context.snapshot()
+    context.replace("system", text(4, 2))
+    context.restore(before)
+    part = context.append(text(3, 3))
+    assert engine.table.get(part.id).base == base
+    assert context.weave().drift == 0 and max(context.check().k_error) < 1e-9
+
+
+def test_a_fork_without_room_changes_nothing(engines: Make) -> None:
+    engine = engines(budget=30 * tiny().row_bytes)
+    context = engine.context("c", denoise=False)
+    context.append(text(20), name="c/0")
+    context.weave()
+    before = state(engine)
+    with pytest.raises(OverBudget):
+        engine.fork(context, "twin")
+    assert state(engine) == before
+    assert engine.table.contexts_of(context.parts[0].id) == ("c",)
+
+
 def test_replace_and_reorder(engines: Make) -> None:
     engine = engines()
     context = engine.context("c")
