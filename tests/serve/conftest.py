@@ -12,8 +12,12 @@ from kvweave.serve.options import Options
 
 
 @pytest.fixture
-def drive(engines: Callable[..., Engine]) -> Iterator[Callable[..., Driven]]:
+def drive(
+    engines: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[..., Driven]]:
     """Make driven tiny engines; afterwards each is stopped, then checked."""
+    # however slow the machine is: what may begin does before the next step
+    monkeypatch.setattr("kvweave.serve.driver.BEGIN_SECONDS", 60.0)
     made: list[Driven] = []
 
     def make(engine_options: dict[str, Any] | None = None, **options: Any) -> Driven:

@@ -109,6 +109,25 @@ def test_at_most_max_active_answers_run_together(drive):
     run(main())
 
 
+def test_answers_that_take_long_to_begin_take_turns_with_steps(drive, monkeypatch):
+    monkeypatch.setattr("kvweave.serve.driver.BEGIN_SECONDS", 0.0)
+    driven = drive()
+
+    async def main():
+        tasks = [asyncio.create_task(driven.finishes("x0", n=9))]
+        await driven.until(lambda: driven.begun == ["x0"])
+        tasks += [asyncio.create_task(driven.finishes(f"x{i}", n=9)) for i in (1, 2)]
+        await driven.until(lambda: driven.driver.stats()["waiting"] == 2)
+        for begun in (["x0", "x1"], ["x0", "x1", "x2"]):
+            driven.steps.allow()
+            await driven.until(lambda begun=begun: driven.begun == begun)
+        assert driven.driver.stats()["tokens"] == 1 + 2
+        driven.steps.open.set()
+        await asyncio.gather(*tasks)
+
+    run(main())
+
+
 def test_turns_of_one_answer_are_told_apart(drive):
     driven = drive()
     driven.steps.open.set()

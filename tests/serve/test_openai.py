@@ -155,6 +155,33 @@ def test_dropping_the_oldest_turns_prefills_only_the_new_one(
     assert names[1].endswith("/u-001") and names[-1] == "answer"
 
 
+def test_usage_counts_what_had_to_be_computed_first_as_prefilled(
+    server: Server, engine: Engine
+) -> None:
+    server.service.sessions.later = lambda ids: None  # a server without idle time
+    messages, _ = talk(server)
+    line = "as he said . ask ziga metal"
+    reply = server.ask([SYSTEM, *messages[3:], {"role": "user", "content": line}])
+    kv, n_system = reply.usage.kv, n_tokens(engine, "system", SYSTEM["content"])
+    assert kv["prefilled"] == reply.usage.prompt_tokens - n_system
+    assert (kv["exact"], kv["reused"], kv["repaired"]) == (n_system, 0, 0)
+    full = server.ask(
+        [SYSTEM, *messages[3:], {"role": "user", "content": "ask pude river"}],
+        extra_body={"kvweave": {"repair": "full"}},
+    )
+    kinds = ("exact", "reused", "repaired", "prefilled")
+    assert min(full.usage.kv[kind] for kind in kinds) >= 0
+    assert sum(full.usage.kv[kind] for kind in kinds) == full.usage.prompt_tokens
+    again = [*messages[5:], {"role": "user", "content": line}]
+    again += [{"role": "assistant", "content": text_of(reply)}, {"role": "user", "content": line}]
+    kv = server.ask([SYSTEM, *again]).usage.kv
+    new = [n_tokens(engine, "user", line), n_tokens(engine, "assistant", text_of(reply))]
+    assert kv["prefilled"] == 2 * new[0] + new[1] + HEADER
+    assert kv["exact"] + kv["reused"] == n_system + sum(
+        n_tokens(engine, m["role"], m["content"]) for m in messages[5:]
+    )
+
+
 def test_the_same_request_again_keeps_all_rows(server: Server) -> None:
     messages = [SYSTEM, {"role": "user", "content": LINES[0]}]
     first, second = server.ask(messages), server.ask(messages)

@@ -58,12 +58,13 @@ class Pool:
         sampling = Sampling(max_tokens=n, logprobs=1, ignore_eos=True)
         return self.sessions.begin(session, sampling, chat=False).run()
 
-    def ask(self, *messages: list[int], **options: Any) -> Answer:
-        """Answer and give back; the idle work is done too."""
+    def ask(self, *messages: list[int], idle: bool = True, **options: Any) -> Answer:
+        """Answer and give back; the idle work is done too, if there is time for it."""
         session = self.open(*messages, **options)
         answer = self.answer(session)
         self.sessions.give_back([session])
-        self.idle()
+        if idle:
+            self.idle()
         return answer
 
     def idle(self) -> None:
@@ -101,6 +102,37 @@ def test_a_dropped_turn_leaves_the_rest_placed(engines: Make) -> None:
     assert counts(answer) == (6 + 12, 3 * 15 - 12, 9)
     names = [span.part for span in answer.plan.spans]
     assert [name.split("/")[-1] for name in names[1:3]] == ["u-001", "a-001"]
+
+
+def test_without_idle_time_canonical_kv_is_computed_once_when_it_is_needed(engines: Make) -> None:
+    calm, busy = Pool(engines()), Pool(engines())
+    said = calm.talk(4)
+    assert busy.talk(4, idle=False) == said, "while nothing is dropped all rows are kept"
+    assert all(busy.engine.shelf.tier(id) == "none" for id in busy.late)
+    expected = calm.ask(*said[2:], text(9, 9))
+    session = busy.open(*said[2:], text(9, 9))
+    answer = busy.answer(session)
+    assert counts(answer) == counts(expected) == (6 + 12, 3 * 15 - 12, 9)
+    assert answer.tokens == expected.tokens
+    assert [c.logprob for c in answer.choices] == pytest.approx(
+        [c.logprob for c in expected.choices]
+    )
+    assert session.n_completed == 3 * 15
+    busy.sessions.give_back([session])
+    said = [*said[4:], text(9, 9), list(answer.tokens), text(9, 10)]
+    session = busy.open(*said)
+    assert session.n_completed == 9 + 3, "the last turn only"
+    assert counts(busy.answer(session)) == (6 + 12, 2 * 15 - 12 + 9 + 3, 9)
+    busy.sessions.give_back([session])
+
+
+def test_what_is_computed_so_is_bounded_by_a_pass_the_rest_is_prefilled(engines: Make) -> None:
+    pool = Pool(engines(max_rows=16))
+    said = pool.talk(4, idle=False)
+    session = pool.open(*said[2:], text(9, 9))
+    assert session.n_completed == 12 + 3
+    assert counts(pool.answer(session)) == (6 + 12, 3, 2 * 15 + 9)
+    pool.sessions.give_back([session])
 
 
 def test_a_regenerated_answer_takes_the_session_a_branch_copies_it(engines: Make) -> None:

@@ -71,6 +71,18 @@ class Opened:
     seconds: float  # from the request's arrival to here: waiting, weaving
 
 
+def _counts(plan: Plan, session: Session, n_prompt: int) -> Counts:
+    """Return ``usage.kv``: a plan's counts, less what had KV only because it was computed for this."""
+    counts = plan.counts()
+    n_exact, n_reused = plan.exact - session.n_computed, plan.reused
+    gone_reused = min(session.n_completed, n_reused)
+    gone_exact = min(session.n_completed - gone_reused, n_exact)  # the rest is repaired: computed
+    late = n_prompt - plan.n_tokens  # with several answers the header comes after the weave
+    counts["exact"], counts["reused"] = n_exact - gone_exact, n_reused - gone_reused
+    counts["prefilled"] = plan.prefilled + session.n_computed + gone_reused + gone_exact + late
+    return counts
+
+
 @dataclass(slots=True)
 class Asked:
     """A request: prompts, and ``n`` answers to each."""
@@ -130,12 +142,7 @@ class Asked:
         turns = self._turns(session, sampling, chat)
         if self.n == 1:
             plan = session.context.plan
-        counts = plan.counts()
-        # with several answers the header is computed after the weave; the base is always exact, but
-        # it may have had to be computed
-        late = n - plan.n_tokens
-        counts["exact"] = plan.exact - session.n_computed
-        counts["prefilled"] = plan.prefilled + session.n_computed + late
+        counts = _counts(plan, session, n)
         seconds = time.perf_counter() - self.arrived
         name = session.context.name
         self.opened.append(Opened(prompt, wanted, name, n, counts, plan, seconds))

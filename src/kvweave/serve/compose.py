@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
 from dataclasses import replace
 from typing import Any
 
 from kvweave.chunk.identity import ChunkId
 from kvweave.engine import Engine
+from kvweave.errors import KVWeaveError
 from kvweave.serve.assemble import Piece, Wanted
 from kvweave.serve.autonames import AutoNames, new_context_name
 from kvweave.serve.options import Reuse
 from kvweave.serve.session import Common, How, Session
 from kvweave.weave.context import Context
+
+log = logging.getLogger("kvweave.serve")
 
 
 class Composer:
@@ -73,6 +77,35 @@ class Composer:
                 at += piece.n
                 if left.n:
                     self._append(session, left)
+
+    def complete(self, session: Session, wanted: Wanted) -> None:
+        """Compute canonical KV that known chunks still lack, as there was no idle time for it.
+
+        Prefilled, they would have to be again in the next request, and a busy server would compute
+        more of every conversation each time. At most as many tokens as one model pass has rows, so
+        that nobody waits for long; what is left is prefilled.
+        """
+        engine, session.n_completed = self.engine, 0
+        known = {piece.id for piece in wanted.pieces if piece.id is not None}
+        missing = {int(id) for id in known if engine.shelf.tier(id) == "none"}
+        if not missing:
+            return
+        ids, n_here, left = [], 0, engine.config.max_rows
+        for span in session.context.preview().spans:
+            if span.how != "prefill" or span.id not in missing:
+                continue
+            left -= self.table.get(ChunkId(span.id)).n_tokens
+            if left < 0:
+                break
+            missing.remove(span.id)
+            ids.append(ChunkId(span.id))
+            n_here += span.n_tokens
+        try:
+            engine.maker.canonicalise(ids)
+        except KVWeaveError as error:  # no room, or rows that are not finite
+            log.info("no canonical KV for %s chunks: %s", len(ids), error)
+        else:
+            session.n_completed = n_here
 
     def _append(self, session: Session, piece: Piece) -> None:
         context = session.context

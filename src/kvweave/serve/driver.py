@@ -38,6 +38,7 @@ log = logging.getLogger("kvweave.serve")
 LATER_TOKENS = 256  # of one batch of idle work: what a request may have to wait for
 LATER_STEPS = 16  # steps between two such batches while answers run
 CALL_SECONDS = 0.02  # calls between two steps; at least one is run
+BEGIN_SECONDS = 0.02  # answers begun between two steps; at least one is
 
 
 class Driver:
@@ -227,21 +228,28 @@ class Driver:
                 return
 
     def _begin_waiting(self) -> None:
+        """Begin answers. A gate may run passes for each: those that run must not wait for all."""
+        until = time.monotonic() + BEGIN_SECONDS
         while True:
             with self._wake:
                 if not self._waiting or len(self._active) >= self.max_active:
                     return
                 job = self._waiting.take()
                 self._active.append(job)
-            job.waited = time.monotonic() - job.asked
-            try:
-                job.turns = list(job.begin(self.engine))
-            except Exception as error:
-                self._remove(job)
-                job.sink.put(error)
-                continue
-            if not job.turns:
-                self._end(job)
+            self._begin(job)
+            if self._active and time.monotonic() >= until:
+                return
+
+    def _begin(self, job: Job) -> None:
+        job.waited = time.monotonic() - job.asked
+        try:
+            job.turns = list(job.begin(self.engine))
+        except Exception as error:
+            self._remove(job)
+            job.sink.put(error)
+            return
+        if not job.turns:
+            self._end(job)
 
     def _step(self) -> None:
         ran = True

@@ -36,6 +36,7 @@ class Session:
     n_base: int  # parts in front that stay: 1 where there is a base
     base: ChunkId | None
     n_computed: int = 0  # tokens of the base computed for the present request
+    n_completed: int = 0  # tokens of other chunks, whose canonical KV was computed for it
     n_asked: int = 0  # parts in front of the present answer
 
 

@@ -92,6 +92,8 @@ class Sessions:
                 self._idle.remove(taken)
             try:
                 self.composer.edit(taken, common, wanted)
+                if reuse == "all":
+                    self.composer.complete(taken, wanted)
             except BaseException:
                 self.close(taken)
                 raise
