@@ -1,0 +1,217 @@
+"""A server that is killed at any moment has, when it is back, all that it had acknowledged."""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+import pytest
+import torch
+from hostile import CHAT, USER
+from launching import Launched, launch
+
+from kvweave import Engine
+from kvweave.demo.world import WORDS
+from kvweave.run.model import Runner
+from kvweave.store.disk import Disk
+from kvweave.store.kv import KV
+
+ROUNDS = int(os.environ.get("KVWEAVE_CRASHES", "8"))
+SEED = int(os.environ.get("KVWEAVE_SEED", "2026"))
+WRITERS = 3
+NAMES = 12  # of each writer; few, so that replacing and removing happen
+LIFE = 40  # acknowledged writes before the kill, at most
+PAUSE = 0.2  # seconds from there to the kill, at most
+QUESTION = "ask pude river"
+
+State = tuple[int, ...] | None  # the tokens under a name; None: there is no such name
+
+
+@dataclass
+class Ledger:
+    """What one writer was told, and what he had asked for when the server died."""
+
+    prefix: str
+    rng: random.Random
+    told: dict[str, State] = field(default_factory=dict)
+    asked: dict[str, State] = field(default_factory=dict)
+    n_told: int = 0
+
+    def write(self, client: httpx.Client) -> None:
+        """Change one name at random."""
+        name = f"{self.prefix}/{self.rng.randrange(NAMES)}"
+        path = f"/v1/chunks/{name}"
+        if self.told.get(name) is not None and self.rng.random() < 0.4:
+            self.asked[name] = None
+            self.settle(name, client.delete(path), 200)
+            return
+        tokens = [self.rng.randrange(50, 400) for _ in range(self.rng.randrange(4, 60))]
+        body = {"tokens": tokens, "durable": True, "replace": name in self.told}
+        self.asked[name] = tuple(tokens)
+        self.settle(name, client.put(path, json=body), 201)
+
+    def settle(self, name: str, reply: httpx.Response, status: int) -> None:
+        assert reply.status_code == status, reply.text
+        self.told[name] = self.asked.pop(name)
+        self.n_told += 1
+
+    def check(self, client: httpx.Client) -> dict[str, int]:
+        """Compare with a server that is back, and take over what became of the last request.
+
+        Returns the ids by name.
+        """
+        listed = client.get("/v1/chunks", params={"pattern": f"{self.prefix}/**"}).json()["data"]
+        found: dict[str, State] = {}
+        for entry in listed:
+            told = client.get(f"/v1/chunks/{entry['name']}", params={"text": True})
+            assert told.status_code == 200, told.text
+            assert told.json()["tier"] == "disk", "durable KV was lost"
+            found[entry["name"]] = tuple(told.json()["tokens"])
+            assert len(told.json()["tokens"]) == entry["n_tokens"] > 0
+        for name in {*found, *self.told, *self.asked}:
+            now, may = found.get(name), [self.told.get(name)]
+            if name in self.asked:
+                may.append(self.asked[name])
+            assert now in may, f"{name} is {now}, may be one of {may}"
+        self.told, self.asked = dict(found), {}
+        return {entry["name"]: entry["id"] for entry in listed}
+
+
+@contextmanager
+def under_load(server: Launched, ledgers: list[Ledger]) -> Iterator[list[BaseException]]:
+    """Write and chat in threads until the server is gone; yields what else went wrong."""
+    wrong: list[BaseException] = []
+    stop = threading.Event()
+
+    def run(work) -> None:  # type: ignore[no-untyped-def]
+        try:
+            with server.client() as client:
+                while not stop.is_set():
+                    work(client)
+        except httpx.TransportError:
+            pass  # it was killed
+        except BaseException as error:
+            wrong.append(error)
+
+    def chat(client: httpx.Client) -> None:
+        text = " ".join(random.choices(WORDS, k=20))
+        messages = [USER | {"content": f"{text} . {QUESTION}"}]
+        body = {"model": "demo", "messages": messages, "max_tokens": 20, "stream": True}
+        with client.stream("POST", CHAT, json=body) as reply:
+            assert reply.status_code == 200, reply.read()
+            for _ in reply.iter_lines():
+                pass
+
+    works = [ledger.write for ledger in ledgers] + [chat, chat]
+    threads = [threading.Thread(target=run, args=(work,)) for work in works]
+    for thread in threads:
+        thread.start()
+    try:
+        yield wrong
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join(60)
+            assert not thread.is_alive()
+
+
+def files_of(home: Path, model: Runner) -> dict[int, KV]:
+    """Read every KV file, which checks its checksum; none may be half there."""
+    disk = Disk(home / "kv", model.fingerprint, torch.device("cpu"))
+    found = {key: disk.get(key) for key in disk.keys()}
+    assert all(kv is not None for kv in found.values())
+    return {key: kv for key, kv in found.items() if kv is not None}
+
+
+def start(directory: Path) -> Launched:
+    return launch(directory, "--repair", "none", "--max-sessions", "4")
+
+
+def until_told(ledgers: list[Ledger], n: int) -> None:
+    """Wait until that many more writes were acknowledged."""
+    n += sum(ledger.n_told for ledger in ledgers)
+    until = time.monotonic() + 120
+    while sum(ledger.n_told for ledger in ledgers) < n:
+        assert time.monotonic() < until, "nothing is acknowledged"
+        time.sleep(0.002)
+
+
+@pytest.mark.slow
+def test_what_was_acknowledged_survives_kills(tmp_path: Path, bundled: Path) -> None:
+    rng, model = random.Random(SEED), Runner.load(str(bundled))
+    ledgers = [Ledger(f"w{i}", random.Random(SEED + i)) for i in range(WRITERS)]
+    home, n_open = tmp_path / "it" / "home", 0
+    server = start(tmp_path / "it")
+    try:
+        for _ in range(ROUNDS):
+            with under_load(server, ledgers) as wrong:
+                until_told(ledgers, rng.randint(1, LIFE))
+                time.sleep(rng.uniform(0, PAUSE))
+                server.kill()
+            assert not wrong, wrong
+            n_open += sum(len(ledger.asked) for ledger in ledgers)
+            files_of(home, model)
+            server = start(tmp_path / "it")
+            with server.client() as client:
+                ids = {k: v for ledger in ledgers for k, v in ledger.check(client).items()}
+                n_all = len(client.get("/v1/chunks").json()["data"])
+            assert not list((home / "kv").glob("*.tmp")), "half a file is left"
+            assert set(ids.values()) <= set(files_of(home, model))
+        told = {
+            name: tokens for ledger in ledgers for name, tokens in ledger.told.items() if tokens
+        }
+        n_told = sum(ledger.n_told for ledger in ledgers)
+        print(f"\n{ROUNDS} kills, {n_told} acknowledged, {n_open} open, {n_all} names at the end")
+        assert n_told >= ROUNDS and told
+        compare(server, told, ids, files_of(home, model), model)
+        server.stop()
+    finally:
+        if server.process.poll() is None:
+            server.kill()
+
+
+def compare(
+    server: Launched, told: dict[str, tuple[int, ...]], ids: dict[str, int], files: dict[int, KV],
+    model: Runner,
+) -> None:  # fmt: skip
+    """Check KV and answers of some chunks against an engine that never died."""
+    some = sorted(told)[::5]
+    with Engine(model, repair="none") as fresh, server.client() as client:
+        for name in some:
+            entry = fresh.put(name, list(told[name]))
+            whole, mine = fresh.shelf.get(entry.id), files[ids[name]]
+            assert whole is not None
+            for a, b in zip((*whole.k, *whole.v), (*mine.k, *mine.v), strict=True):
+                torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+        template, values = "{docs} " + QUESTION, {"docs": some}
+        wanted = fresh.compose(template, values).generate(max_tokens=12)
+        body = {"template": template, "values": values, "name": "after"}
+        made = client.post("/v1/compose", json=body)
+        assert made.status_code == 201, made.text
+        reply = client.post("/v1/contexts/after:generate", json={"max_tokens": 12}).json()
+        assert tuple(reply["tokens"]) == tuple(wanted.tokens)
+        assert client.get("/health").json()["status"] == "ok"
+
+
+@pytest.mark.slow
+def test_a_server_that_stops_has_written_what_it_had(tmp_path: Path) -> None:
+    """SIGTERM, unlike a kill, also keeps what was not asked to be durable."""
+    server = start(tmp_path / "it")
+    with server.client() as client:
+        put = client.put("/v1/chunks/docs/a", json={"text": "pude river ludi ."})
+        assert put.status_code == 201 and put.json()["tier"] == "ram"
+    server.stop()
+    server = start(tmp_path / "it")
+    try:
+        with server.client() as client:
+            told = client.get("/v1/chunks/docs/a").json()
+            assert (told["tier"], told["id"]) == ("disk", put.json()["id"])
+    finally:
+        server.kill()
