@@ -39,6 +39,7 @@ def test_padding_gives_few_pieces():
     assert ends([0] * 9000, by_content()) == [2048, 4096, 6144, 8192, 9000]
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 3), max_size=120))
 def test_all_tokens_once_and_sizes_in_bounds(tokens):
     pieces = cut(tokens, small)  # raises when a token is lost
@@ -47,7 +48,7 @@ def test_all_tokens_once_and_sizes_in_bounds(tokens):
     assert not sizes or 1 <= sizes[-1] <= 16
 
 
-@settings(max_examples=30)
+@settings(max_examples=30, deadline=None)
 @given(
     st.integers(0, 10_000),
     st.integers(0, 3000),

@@ -218,7 +218,7 @@ def test_padding_costs_little(monkeypatch):
     matches = found.find([0] * 20_000)
     assert sum(m.stop - m.start for m in matches) == 20_000
     assert len(matches) < 25  # of nearly the longest chunk each
-    assert counted.n < 25 * 2 * (TRIED + 1)
+    assert counted.n < 25 * 2 * 2
 
 
 def test_boilerplate_costs_little(monkeypatch):
@@ -226,11 +226,11 @@ def test_boilerplate_costs_little(monkeypatch):
     header, lines = new(64), [new(100) for _ in range(500)]
     found = matcher(*([*header, *line] for line in lines))
     assert len(found.find(header * 20)) == 20
-    assert counted.n <= 20 * 2 * 2 * (TRIED + 1)
+    assert counted.n <= 20 * 2
     counted.n = 0
     prompt = [token for line in lines for token in (*header, *line)]
     assert [m.id for m in found.find(prompt)] == [*range(1, 501)]
-    assert counted.n <= 500 * 2 * (TRIED + 2) + 4
+    assert counted.n <= 500 * 3
 
 
 def test_overlapping_copies_cost_little(monkeypatch):
@@ -239,7 +239,7 @@ def test_overlapping_copies_cost_little(monkeypatch):
     found = matcher(*([0, *text[at : at + 1000]] for at in range(0, 19_000, 16)))
     matches = found.find(text)
     assert sum(m.stop - m.start for m in matches) >= 19_900
-    assert len(matches) < 30 and counted.n < 30 * 2 * (TRIED + 1)
+    assert len(matches) < 30 and counted.n < 30 * 2 * TRIED
 
 
 def verify(
@@ -276,7 +276,7 @@ few = st.lists(st.integers(0, 1), max_size=24)
 pieces = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 24), st.integers(0, 24)), max_size=8)
 
 
-@settings(max_examples=300)
+@settings(max_examples=300, deadline=None)
 @given(st.lists(few, max_size=10), pieces, few, st.integers(4, 9))
 def test_what_is_found_is_right_and_nothing_is_passed_over(chunks, pieces, noise, width):
     prompt = [*noise]
@@ -290,6 +290,7 @@ def test_what_is_found_is_right_and_nothing_is_passed_over(chunks, pieces, noise
     assert matcher(*chunks, width=width).find(prompt) == matches  # whatever the secret
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(31, 80), min_size=1, max_size=5), pieces, st.booleans())
 def test_every_run_of_twice_the_width_is_found(sizes, pieces, glue):
     chunks = [new(n) for n in sizes]
@@ -307,6 +308,7 @@ def test_every_run_of_twice_the_width_is_found(sizes, pieces, glue):
 steps = st.lists(st.tuples(st.integers(1, 6), few), max_size=12)
 
 
+@settings(deadline=None)
 @given(steps, few)
 def test_after_adding_and_removing_it_is_as_if_it_never_had_more(steps, prompt):
     found, left = Matcher(4), {}

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import numpy as np
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvweave.chunk.postings import TRIED, Postings
@@ -16,16 +16,16 @@ def test_get_gives_the_two_oldest_and_the_two_newest():
     for id in range(1, 9):
         table.add(id, {7: 10 * id})
     assert TRIED == 4
-    assert table.get(7, None) == [(1, 10), (2, 20), (8, 80), (7, 70)]
-    assert table.get(7, 5) == [(1, 10), (2, 20), (8, 80), (7, 70), (5, 50)]
-    assert table.get(7, 99) == table.get(7, None)
+    assert table.get(7) == [(1, 10), (2, 20), (8, 80), (7, 70)]
+    assert table.get(7, 5) == [(5, 50), (1, 10), (2, 20), (8, 80), (7, 70)]
+    assert table.get(7, 1) == table.get(7, 99) == table.get(7)
     table.remove(1, [7])
     table.remove(8, [7])
-    assert table.get(7, None) == [(2, 20), (3, 30), (7, 70), (6, 60)]
+    assert table.get(7) == [(2, 20), (3, 30), (7, 70), (6, 60)]
     for id in range(2, 6):
         table.remove(id, [7])
-    assert table.get(7, None) == [(6, 60), (7, 70)]
-    assert table.get(8, None) == []
+    assert table.get(7) == [(6, 60), (7, 70)]
+    assert table.get(8) == []
     assert len(table) == 1
     table.check_integrity({7: {6: 60, 7: 70}})
 
@@ -80,6 +80,7 @@ steps = st.lists(
 )
 
 
+@settings(deadline=None)
 @given(steps)
 def test_it_is_a_dict_of_dicts(steps):
     table, model = Postings(), {}

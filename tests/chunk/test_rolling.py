@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvweave.chunk.rolling import as_tokens, mixed, rolling
@@ -20,6 +20,7 @@ def polynomial(tokens: list[int], multiplier: int) -> int:
     return total
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 2**32 - 1), max_size=40), st.integers(1, 33))
 def test_it_is_the_polynomial_of_every_run(tokens, width):
     runs = [tokens[i : i + width] for i in range(len(tokens) - width + 1)]

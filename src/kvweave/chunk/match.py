@@ -158,44 +158,54 @@ class Matcher:
         runs: list[_Run] = []
         at = reached = 0
         while at < len(starts):
-            found = self._over(prompt, starts[at], keys[at], runs[-1].id if runs else None)
+            last = runs[-1].id if runs else None
+            run = self._best(prompt, starts[at], self._windows.get(keys[at], last), reached)
             at += 1
-            if found:
-                run = max(found, key=lambda run: (run.stop - max(run.start, reached), run.n))
-                if _settle(runs, run, self.width):
-                    reached = run.stop
-                    at = bisect_left(starts, reached - overlap, at)
-                else:
-                    at = bisect_left(starts, reached, at)
+            if run is None:
+                continue
+            if _settle(runs, run, self.width):
+                reached = run.stop
+                at = bisect_left(starts, reached - overlap, at)
+            else:
+                at = bisect_left(starts, reached, at)
         return runs
 
-    def _over(self, prompt: Tokens, start: int, key: int, last: ChunkId | None) -> list[_Run]:
-        """Return the runs over the window at ``start`` with this hash, one of chunk ``last`` first."""
-        found: list[_Run] = []
-        for id, offset in self._windows.get(key, last):
-            chunk = self._tokens[id]
+    def _best(
+        self, prompt: Tokens, start: int, places: list[tuple[ChunkId, int]], reached: int
+    ) -> _Run | None:
+        """Return the best run over the window at ``start``, of the chunks and offsets ``places``.
+
+        That is what adds most behind ``reached``; among equal ones the longest, and then the first.
+        """
+        best: _Run | None = None
+        most = (0, 0)
+        for id, offset in places:
+            chunk, shift = self._tokens[id], start - offset
+            if best is not None and not any(
+                _same(prompt, chunk, shift, at) for at in (best.stop, best.start - 1)
+            ):
+                continue  # no longer to either side
             behind = _n_equal(prompt[start:], chunk[offset:])
             if behind < self.width:
                 continue  # another window with the same hash
             before = 0
             if start and offset:
                 before = _n_equal(prompt[start - 1 :: -1], chunk[offset - 1 :: -1])
-            run = _Run(start - before, start + behind, id, start - offset, len(chunk))
-            found.insert(0 if id == last else len(found), run)
-        return found
+            run = _Run(start - before, start + behind, id, shift, len(chunk))
+            found = (run.stop - max(run.start, reached), run.n)
+            if found > most:
+                best, most = run, found
+        return best
 
     def _short_runs(self, prompt: Tokens, runs: list[_Run]) -> list[_Run]:
         """Return the short chunks that stand between ``runs``, longer ones first."""
         if not self._wholes:
             return []
-        free = np.ones(len(prompt), bool)
-        for run in runs:
-            free[run.start : run.stop] = False
-        at, room = _free_places(free, SHORTEST)
-        hashes = rolling(prompt, SHORTEST, self._multiplier)[at]
-        known = self._heads.passing(hashes)
-        at, room, hashes = at[known], room[known], hashes[known]
-        spread, multiplier = mixed(prompt, self._multiplier), np.uint64(self._multiplier)
+        hashes = rolling(prompt, SHORTEST, self._multiplier)
+        at = self._heads.passing(hashes)
+        room = _room(at, runs, len(prompt))
+        at, room = at[room >= SHORTEST], room[room >= SHORTEST]
+        hashes = hashes[at]
         seen: list[tuple[int, NDArray[np.intp], Hashes]] = []
         for n in range(SHORTEST, self.width):
             keys = _of_length(hashes, n)
@@ -203,7 +213,9 @@ class Matcher:
             seen.append((n, at[known], keys[known]))
             fits = room > n
             at, room, hashes = at[fits], room[fits], hashes[fits]
-            hashes = hashes * multiplier + spread[at + n]
+            hashes = hashes * np.uint64(self._multiplier)
+            hashes += mixed(prompt[at + n], self._multiplier)
+        free = np.ones(len(prompt), bool)
         found: list[_Run] = []
         for n, starts, keys in reversed(seen):
             found += self._wholes_at(prompt, free, n, starts, keys)
@@ -221,7 +233,7 @@ class Matcher:
         while i < len(starts):
             start = starts[i]
             here = prompt[start : start + n].tobytes()
-            ids = [id for id, _ in self._wholes.get(hashes[i], None)]
+            ids = [id for id, _ in self._wholes.get(hashes[i])]
             i += 1
             for id in ids:
                 if self._tokens[id].tobytes() == here:
@@ -272,10 +284,14 @@ def _of_length(hashes: Hashes, n: int) -> Hashes:
     return hashes + np.uint64(n * 0x9E3779B97F4A7C15 & (1 << 64) - 1)
 
 
-def _free_places(free: NDArray[np.bool_], n: int) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
-    """Return the places from which ``n`` or more are free, and how many are from each on."""
-    edges = np.flatnonzero(np.diff(free, prepend=False, append=False))
-    starts, stops = edges[::2], edges[1::2]
-    at = np.flatnonzero(free)
-    room = np.repeat(stops, stops - starts) - at
-    return at[room >= n], room[room >= n]
+def _same(prompt: Tokens, chunk: Tokens, shift: int, at: int) -> bool:
+    """Tell whether both have a token there, and the same."""
+    inside = 0 <= at < len(prompt) and 0 <= at - shift < len(chunk)
+    return inside and bool(prompt[at] == chunk[at - shift])
+
+
+def _room(at: NDArray[np.intp], runs: list[_Run], n: int) -> NDArray[np.intp]:
+    """Return how many tokens from each place on are in no run; 0 or less inside a run."""
+    stops = np.array([run.stop for run in runs], np.intp)
+    starts = np.array([*(run.start for run in runs), n], np.intp)
+    return starts[np.searchsorted(stops, at, side="right")] - at

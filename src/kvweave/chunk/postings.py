@@ -70,8 +70,8 @@ class Postings:
         slots = (hashes[some] & np.uint64(len(self._counts) - 1)).view(np.int64)
         return some[np.flatnonzero(self._view.take(slots))]
 
-    def get(self, key: int, also: ChunkId | None) -> list[tuple[ChunkId, int]]:
-        """Return (id, offset) of TRIED chunks with this hash, and of ``also`` if it has it."""
+    def get(self, key: int, also: ChunkId | None = None) -> list[tuple[ChunkId, int]]:
+        """Return (id, offset) of up to TRIED chunks with this hash; of ``also`` first if it has it."""
         first = self._first.get(key)
         if first is None:
             return []
@@ -80,11 +80,12 @@ class Postings:
         if more is None:
             return found
         if len(more) < TRIED:
-            return [*found, *more.items()]
-        found += islice(more.items(), TRIED // 2 - 1)
-        found += islice(reversed(more.items()), TRIED // 2)
-        if also is not None and also in more:
-            found.append((also, more[also]))
+            found += more.items()
+        else:
+            found += islice(more.items(), TRIED // 2 - 1)
+            found += islice(reversed(more.items()), TRIED // 2)
+        if also in more:
+            found.insert(0, (also, more[also]))
         return found
 
     def check_integrity(self, entered: dict[int, dict[ChunkId, int]]) -> None:
