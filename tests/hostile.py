@@ -143,6 +143,29 @@ def wrong_value(rng: random.Random) -> Probe:
     return Probe("wrong value", (request(*endpoint, dumps(body)),), fine=True)
 
 
+def wrong_messages(rng: random.Random) -> Probe:
+    """A conversation that is none, or the odd thing within a message or a tool."""
+    odd = rng.choice(
+        (7, "x", [], [7], {}, [{}], [[]], None, [{"function": 3}], [None], True, {"a": 1})
+    )
+    body = dict(GOOD["POST", CHAT])
+    match rng.randrange(4):
+        case 0:
+            body["messages"] = rng.choice(MESSAGES)
+        case 1:
+            key = rng.choice(
+                ("tool_calls", "name", "content", "tool_call_id", "function_call", "refusal")
+            )
+            role = rng.choice(("user", "assistant", "tool", "system", "developer", "function"))
+            body["messages"] = [USER, {"role": role, "content": "x", key: odd}, USER]
+        case 2:
+            body |= {"tools": odd, "tool_choice": rng.choice(("auto", "none", "required", odd))}
+        case _:
+            function = {"name": odd, "parameters": odd, "description": odd}
+            body |= {"tools": [{"type": "function", "function": function}], "tool_choice": "auto"}
+    return Probe("wrong messages", (request("POST", CHAT, dumps(body)),), fine=True)
+
+
 def wrong_fields(rng: random.Random) -> Probe:
     """A field is missing, misspelled or too many; or the body is no object."""
     endpoint = rng.choice(ENDPOINTS)
@@ -401,7 +424,7 @@ def old_or_many(rng: random.Random) -> Probe:
 
 
 KINDS: dict[Callable[[random.Random], Probe], int] = {
-    wrong_value: 30, wrong_fields: 10, bad_json: 16, bad_type: 6, bad_path: 14, bad_method: 4,
+    wrong_value: 26, wrong_messages: 6, wrong_fields: 8, bad_json: 16, bad_type: 6, bad_path: 14, bad_method: 4,
     bad_header: 7, bad_line: 4, bad_body: 5, bad_key: 5, cut_off: 4, old_or_many: 4,
 }  # fmt: skip
 

@@ -38,12 +38,20 @@ class ChunkPart(BaseModel):
 Part = Annotated[TextPart | ChunkPart, Field(discriminator="type")]
 
 
+class ToolCall(BaseModel):
+    """A call of a tool in an answer that is sent back."""
+
+    model_config = ConfigDict(extra="allow")
+    function: dict[str, Any] | None = None
+
+
 class Message(BaseModel):
-    """One message; what else it has (name, tool_calls ...) is the chat template's business."""
+    """One message; what else it has (name ...) is the chat template's business."""
 
     model_config = ConfigDict(extra="allow")
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | list[Part] | None = None
+    tool_calls: list[ToolCall] | None = None
 
 
 class StreamOptions(BaseModel):
