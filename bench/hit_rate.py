@@ -208,7 +208,7 @@ def summary(times: dict[str, list[tuple[float, float]]]) -> dict[str, dict[str, 
     ):
         ms = {step: 1e3 * middle(t[clock] for t in all) for step, all in times.items()}
         ms["compare"] = max(0.0, ms["runs"] - ms["hash"] - ms["look up"])
-        ms["short chunks"] = max(0.0, ms["find"] - ms.pop("runs"))
+        ms["short, rest"] = max(0.0, ms["find"] - ms.pop("runs"))
         found[which] = {step: round(t, 3) for step, t in ms.items()}
     return found
 

@@ -149,7 +149,7 @@ def test_serve(bench: dict[str, ModuleType], tmp_path: Path) -> None:
     for figures in found["clients"].values():
         ways, times = figures["ways"], figures["times_as_fast"]
         assert {name: each["requests"] for name, each in ways.items()} == {
-            "all": 2, "all, no repair": 2, "prefix": 2, "off": 2,
+            "all": 2, "all, no repair": 2, "prefix": 2, "prefix, two at once": 2, "off": 2,
         }  # fmt: skip
         for each in ways.values():
             assert each["prompt_tokens"] > 200 and each["tokens_per_s"] > 0
@@ -201,7 +201,7 @@ def test_hit_rate(bench: dict[str, ModuleType], tmp_path: Path) -> None:
             assert share["prefix-16"] < 0.4, (stream, name)
     for figures in found["speed"].values():
         times = figures["times"]["all of it known, shuffled"]["cpu"]
-        assert set(times) == {"hash", "look up", "find", "compare", "short chunks"}
+        assert set(times) == {"hash", "look up", "find", "compare", "short, rest"}
         assert times["find"] > times["hash"] > 0
         assert figures["matches"]["all of it known, shuffled"] > 4
     assert found["speed"]["random tokens"]["matches"]["all of it new"] == 0

@@ -158,8 +158,8 @@ class Matcher:
         runs: list[_Run] = []
         at = reached = 0
         while at < len(starts):
-            last = runs[-1].id if runs else None
-            run = self._best(prompt, starts[at], self._windows.get(keys[at], last), reached)
+            places = self._windows.get(keys[at], runs[-1].id if runs else None)
+            run = self._best(prompt, starts[at], places, reached) if places else None
             at += 1
             if run is None:
                 continue
