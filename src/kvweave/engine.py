@@ -73,7 +73,7 @@ class Engine:
         if self._home is not None:
             disk = Disk(self._home.kv, mine, self.runner.device)
         self.table = Table(None if self._home is None else self._home.index)
-        policy = POLICIES[self.config.policy]()
+        policy = POLICIES[self.config.policy](n_bytes(self.config.budget))
         self.shelf = Shelf(
             n_bytes(self.config.budget), policy, disk, self._is_pinned,
             "gpu" if self.runner.device.type == "cuda" else "ram",

@@ -1,12 +1,31 @@
-"""Policies: one file each, found by name here."""
+"""Policies: one file each, found by name here and made from the bytes they are to fill.
+
+`Belady` is not among them: it needs the future.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from kvweave.keep.base import Policy
+from kvweave.keep.arc import ARC
+from kvweave.keep.base import UNKNOWN, Facts, Policy
+from kvweave.keep.belady import Belady, Future
+from kvweave.keep.declared import Declared
+from kvweave.keep.gdsf import GDSF
+from kvweave.keep.lfu import LFU
 from kvweave.keep.lru import LRU
+from kvweave.keep.s3fifo import S3FIFO
 
-POLICIES: dict[str, Callable[[], Policy]] = {"lru": LRU}
+POLICIES: dict[str, Callable[[int], Policy]] = {
+    "lru": LRU,
+    "lfu": LFU,
+    "gdsf": GDSF,
+    "arc": ARC,
+    "s3fifo": S3FIFO,
+    "declared": Declared,
+}
 
-__all__ = ["LRU", "POLICIES", "Policy"]
+__all__ = [
+    "ARC", "GDSF", "LFU", "LRU", "POLICIES", "S3FIFO", "UNKNOWN", "Belady", "Declared", "Facts",
+    "Future", "Policy",
+]  # fmt: skip

@@ -62,6 +62,8 @@ class Shelf:
 
     def put(self, key: int, kv: KV) -> None:
         """Keep canonical KV in memory. Raises OverBudget, with nothing changed."""
+        if key not in self.ram:
+            self.policy.missed(key, kv.n_bytes)
         self.reserve(kv.n_bytes)
         self.ram.put(key, kv)
         self.policy.used(key, kv.n_bytes)
@@ -74,7 +76,7 @@ class Shelf:
             kv = self.disk.get(key)
             if kv is not None:
                 self.put(key, kv)
-        if kv is not None:
+        elif kv is not None:
             self.policy.used(key, kv.n_bytes)
         return kv
 
@@ -172,13 +174,13 @@ class Shelf:
             self._spill(key, kv, self.disk)
             return
         self.ram.delete(key)
-        self.policy.dropped(key)
+        self.policy.evicted(key)
         self.on_tier(key, "none", 0)
 
     def _spill(self, key: int, kv: KV, disk: Disk) -> int:
         n_bytes = disk.size(key) or disk.put(key, kv)  # content never changes: write it once
         self.ram.delete(key)
-        self.policy.dropped(key)
+        self.policy.evicted(key)
         self.on_tier(key, "disk", n_bytes)
         return n_bytes
 
