@@ -21,6 +21,7 @@ BENCH = Path(__file__).resolve().parents[1] / "bench"
 def bench() -> Iterator[dict[str, ModuleType]]:
     """The benches as modules; they import each other as scripts do."""
     sys.path.insert(0, str(BENCH))
+    folder = sys.modules.pop("serve", None)  # pytest calls tests/serve so
     try:
         import common
         import decode
@@ -36,6 +37,8 @@ def bench() -> Iterator[dict[str, ModuleType]]:
         }  # fmt: skip
     finally:
         sys.path.remove(str(BENCH))
+        if folder is not None:
+            sys.modules["serve"] = folder
 
 
 @pytest.fixture(scope="module")

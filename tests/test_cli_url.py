@@ -199,7 +199,10 @@ def test_an_interrupted_answer_leaves_no_trace(sh, server, monkeypatch):
 @pytest.mark.parametrize("n_signals", [1, 2])
 def test_an_interrupted_run_ends_and_frees_its_context(server, tmp_path, n_signals):
     words = ["run", "so well then", "--max-tokens", "4000", "--temperature", "1", "--url"]
-    code = "import sys; from kvweave.cli import main; sys.exit(main(sys.argv[1:]))"
+    code = (  # what starts the tests may have it ignored
+        "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler);"
+        "from kvweave.cli import main; sys.exit(main(sys.argv[1:]))"
+    )
     with subprocess.Popen(
         [sys.executable, "-u", "-c", code, *words, server.url],
         stdout=subprocess.PIPE,
