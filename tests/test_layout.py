@@ -33,6 +33,7 @@ ORDER = (
     ("__init__",),  # the public names
     ("demo",),
     ("suite",),
+    ("simulate",),
     ("cli",),
     ("__main__",),
 )

@@ -278,6 +278,21 @@ COMMANDS = {
             remote=False,
         ),
         Command(
+            "simulate",
+            "kvweave.cli.simulate:simulate",
+            "Replay a trace against tiers and eviction policies.",
+            arguments.simulate,
+            "Needs no model. Times to the first token follow from costs: prefill grows with the position,\n"
+            "loads take bytes over bandwidth, nothing overlaps and nobody waits. With --sizes, a star\n"
+            "marks what nothing else beats in both price and mean time.",
+            (
+                "kvweave simulate trace.jsonl --policy lru,gdsf,belady --tiers ram:10%,disk:50%",
+                "kvweave simulate trace.jsonl --policy all --hits prefix --tiers ram:64GiB",
+                "kvweave simulate trace.jsonl --tiers ram:1%,disk:1% --sizes 1%,3%,10% --plot front.png",
+            ),
+            remote=False,
+        ),
+        Command(
             "demo",
             f"{TEXT}:demo",
             "Hold a long conversation, pruned, and measure it.",
