@@ -14,7 +14,7 @@ from kvweave.chunk.identity import ChunkId, Kind, Tier, check_name, check_namesp
 from kvweave.chunk.record import Record
 from kvweave.chunk.table import Table
 from kvweave.config import Config, n_bytes
-from kvweave.errors import InvalidArgument, check_options
+from kvweave.errors import ContextTooLong, InvalidArgument, check_options
 from kvweave.keep import POLICIES
 from kvweave.run.loop import Loop
 from kvweave.run.model import Capability, Runner
@@ -257,13 +257,15 @@ class Engine:
         no value. ``values`` is for holes whose names cannot be keywords. All chunks are those of
         ``namespace``. The text between chunks
         is always prefilled here, also when the same text is stored. Raises HoleNotFilled,
-        ChunkNotFound, InvalidArgument.
+        ChunkNotFound, ContextTooLong, InvalidArgument.
         """
         made = template if isinstance(template, Template) else Template(template)
         namespace = check_namespace(namespace)
         pieces = made.fill(
             {**(values or {}), **holes}, lambda ref: self.table.lookup(ref, namespace) is not None
         )
+        if len(pieces) > self.runner.limit:  # each has a token at least
+            raise ContextTooLong(len(pieces), self.runner.limit)
         self._n_composed[namespace] += 1
         name = name or f"compose-{self._n_composed[namespace]}"
         given = {"repair": repair, "share": share, "max_drift": max_drift}

@@ -8,7 +8,7 @@ from functools import lru_cache
 from itertools import islice
 from string import ascii_lowercase, digits
 
-from kvweave.chunk.identity import ChunkId
+from kvweave.chunk.identity import MAX_NAME, ChunkId
 from kvweave.errors import InvalidArgument, nearest
 
 _GLOB = re.compile(r"[*?\[\]{}]")
@@ -112,6 +112,8 @@ def suggest(name: str, known: dict[str, ChunkId]) -> tuple[str, ...]:
     The work is bounded however many names there are: names one edit away are looked up, and only
     the newest few are compared.
     """
+    if len(name) > MAX_NAME + 1:
+        return ()
     close = [edit for edit in _one_edit_away(name) if edit in known]
     recent = list(islice(reversed(known), _RECENT))
     return nearest(name, dict.fromkeys(close + recent))

@@ -138,3 +138,10 @@ ERRORS: dict[int | str, dict[str, Any]] = {
         503: "the engine's memory is full, or the server is stopping",
     }.items()
 }
+
+STREAMED: dict[int | str, dict[str, Any]] = {
+    200: {
+        "description": "the answer, or its events when `stream` is true",
+        "content": {"application/json": {}, "text/event-stream": {}},
+    }
+}

@@ -18,8 +18,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from kvweave.serve.problems import CLOSE, Problem, make, problem_of
 
 MAX_DEPTH = 100  # of nested lists and objects
+MAX_INNER = 100_000  # lists and objects in one request; parsing them holds up everybody
 MAX_URL = 8_192  # bytes of path and query
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+_STRING = re.compile(rb'"(?:[^"\\]|\\.)*+"', re.DOTALL)
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
 
@@ -153,6 +155,9 @@ def check_json(body: bytes) -> bytes | Problem:
         value = float(text)
         return value if math.isfinite(value) else refuse(text)
 
+    if _n_inner(body) > MAX_INNER and _n_inner(_STRING.sub(b"", body)) > MAX_INNER:
+        message = f"the JSON has more than {MAX_INNER:,} lists and objects"
+        return make(400, message, code="invalid_json")
     try:
         value = json.loads(body.decode(), parse_constant=refuse, parse_float=number)
         if _SURROGATE.search(body):
@@ -166,6 +171,10 @@ def check_json(body: bytes) -> bytes | Problem:
     except ValueError as error:
         return make(400, f"the request is not JSON: {error}", code="invalid_json")
     return _too_deep() if _is_deep(value) else body
+
+
+def _n_inner(body: bytes) -> int:
+    return body.count(b"[") + body.count(b"{")
 
 
 def _is_deep(value: object) -> bool:

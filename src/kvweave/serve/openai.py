@@ -19,6 +19,7 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from kvweave.run.sample import BROKEN, Choice
 from kvweave.serve.access import Tenant
 from kvweave.serve.answers import Asked, MakePrompt, Service
+from kvweave.serve.common import STREAMED
 from kvweave.serve.problems import make, problem_of
 from kvweave.serve.render import Prompt, Segment
 from kvweave.serve.schemas import ChatRequest, CompletionRequest, Request
@@ -205,7 +206,7 @@ def make_router(service: Service) -> APIRouter:
         """Describe the model."""
         return model if wanted == name else _no_model(wanted, name)
 
-    @router.post("/v1/chat/completions", response_model=None)
+    @router.post("/v1/chat/completions", response_model=None, responses=STREAMED)
     async def chat(body: ChatRequest, tenant: Tenant) -> Response:
         """Answer a conversation; what of it is known is found again, at any position.
 
@@ -221,7 +222,7 @@ def make_router(service: Service) -> APIRouter:
         asked = Asked(service, tenant, prompts, sampling, body.limit, how, n)
         return await _respond(Reply(service, asked, body))
 
-    @router.post("/v1/completions", response_model=None)
+    @router.post("/v1/completions", response_model=None, responses=STREAMED)
     async def completions(body: CompletionRequest, tenant: Tenant) -> Response:
         """Continue text or tokens."""
         if body.model != name:

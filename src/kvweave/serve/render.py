@@ -12,6 +12,7 @@ two segments one. Content may name stored chunks, which become segments of their
 from __future__ import annotations
 
 import json
+import re
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -29,6 +30,8 @@ KIND_OF: dict[str, Kind] = {
     "tool": "tool",
     "function": "tool",
 }
+MARK = "\u2039chunk {}\u203a"
+_MARK = re.compile(f"({MARK.format('[0-9a-f]{24}')})")
 MAX_PREFIXES = 64  # renderings of growing prefixes for one prompt; each costs its whole length
 
 
@@ -163,6 +166,7 @@ class Renderer:
             return len(text) if body.startswith(text) else None
 
         starts = self._starts(body, messages, prefix)
+        stops = _next_known([*starts[1:], len(body)])
         last = max((i for i, m in enumerate(messages) if m["role"] == "assistant"), default=-1)
         segments = []
         if starts[0]:
@@ -173,10 +177,9 @@ class Renderer:
             label = f"{role} {numbers.get(role, 0)}"
             numbers[role] = numbers.get(role, 0) + 1
             start = starts[i]
-            stop = next((s for s in starts[i + 1 :] if s is not None), len(body))
-            if start is not None and start < stop:
+            if start is not None and start < stops[i]:
                 kind = KIND_OF.get(role, "user")
-                segments.append(Segment(kind, body[start:stop], label, i > last))
+                segments.append(Segment(kind, body[start : stops[i]], label, i > last))
         return segments
 
     def _starts(
@@ -241,7 +244,7 @@ def _text(content: Any, refs: dict[str, str]) -> str:
     pieces = []
     for part in content:
         if part["type"] == "chunk":
-            mark = f"\u2039chunk {secrets.token_hex(12)}\u203a"  # nobody can write it beforehand
+            mark = MARK.format(secrets.token_hex(12))  # nobody can write it beforehand
             refs[mark] = part["name"]
             pieces.append(mark)
         else:
@@ -261,13 +264,25 @@ def _with_arguments(call: Mapping[str, Any]) -> dict[str, Any]:
     return {**call, "function": function}
 
 
+def _next_known(places: list[int | None]) -> list[int]:
+    """Return for each place the first known one from there on; the last is known."""
+    found: list[int] = []
+    for place in reversed(places):
+        found.append(found[-1] if place is None else place)
+    return found[::-1]
+
+
 def _split(segment: Segment, refs: Mapping[str, str]) -> list[Segment]:
     """Cut a segment at the marks of its chunks."""
-    rest, pieces = segment.text, []
-    marks = [mark for mark in refs if mark in rest]  # in the order they were made
-    for mark in sorted(marks, key=rest.find):
-        before, _, rest = rest.partition(mark)
-        if before:
-            pieces.append(replace(segment, text=before))
-        pieces.append(replace(segment, text="", chunk=refs[mark]))
-    return [*pieces, replace(segment, text=rest)] if rest or not pieces else pieces
+    if not refs:
+        return [segment]
+    text, pieces = "", []
+    for piece in _MARK.split(segment.text):
+        if piece not in refs:
+            text += piece
+            continue
+        if text:
+            pieces.append(replace(segment, text=text))
+        pieces.append(replace(segment, text="", chunk=refs[piece]))
+        text = ""
+    return [*pieces, replace(segment, text=text)] if text or not pieces else pieces

@@ -8,6 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from kvweave.errors import InvalidArgument
 from kvweave.run.sample import Sampling
+from kvweave.serve.common import Ref
 from kvweave.serve.session import How
 
 # Fields that say nothing about the answer's text.
@@ -32,7 +33,7 @@ class ChunkPart(BaseModel):
     """A stored chunk by name or ``#id``, in the place where it stands in the message."""
 
     type: Literal["chunk"]
-    name: str
+    name: Ref
 
 
 Part = Annotated[TextPart | ChunkPart, Field(discriminator="type")]

@@ -16,7 +16,7 @@ from starlette.responses import Response
 from kvweave.engine import Engine
 from kvweave.errors import InvalidArgument
 from kvweave.serve.access import Tenant
-from kvweave.serve.common import ERRORS, STRICT, PathRef, Serving, The
+from kvweave.serve.common import ERRORS, STREAMED, STRICT, PathRef, Serving, The
 from kvweave.serve.contexts import Nats, require_idle
 from kvweave.serve.problems import problem_of
 from kvweave.serve.text import tokens_of
@@ -47,7 +47,7 @@ class Sampled(BaseModel):
     content: str | None = None  # `ask`: the user's message; null answers what is there
 
 
-@router.post("/{name:path}:generate", response_model=None)
+@router.post("/{name:path}:generate", response_model=None, responses=STREAMED)
 async def generate(tenant: Tenant, the: The, name: PathRef, body: Sampled) -> Response:
     """Continue a context; the new text becomes its last part."""
     if body.content is not None:
@@ -55,7 +55,7 @@ async def generate(tenant: Tenant, the: The, name: PathRef, body: Sampled) -> Re
     return await _respond(body, _Asked(the, tenant, name, body, chat=False).events())
 
 
-@router.post("/{name:path}:ask", response_model=None)
+@router.post("/{name:path}:ask", response_model=None, responses=STREAMED)
 async def ask(tenant: Tenant, the: The, name: PathRef, body: Sampled) -> Response:
     """Add a user's message and the model's answer; both become chunks."""
     return await _respond(body, _Asked(the, tenant, name, body, chat=True).events())

@@ -29,8 +29,8 @@ class Maker:
     def tokens(self, text: Text) -> list[int]:
         """Return token ids without special tokens added. Raises InvalidArgument."""
         if not isinstance(text, str):
-            ids = [int(t) for t in text]
-            if any(not 0 <= t < self.runner.config.vocab_size for t in ids):
+            ids, n_vocab = [int(t) for t in text], self.runner.config.vocab_size
+            if any(not 0 <= t < n_vocab for t in ids):
                 raise InvalidArgument("tokens", "an id is outside the model's vocabulary")
             return ids
         if self.runner.tokenizer is None:
