@@ -5,6 +5,7 @@ import threading
 import numpy as np
 import pytest
 
+from kvweave.chunk.identity import MAX_NAME
 from kvweave.chunk.table import Table
 from kvweave.errors import (
     ChunkNotFound,
@@ -98,6 +99,15 @@ def test_not_found_says_what_was_meant(table, ref):
         del table._state.names[""][f"zz/{i}"]
     assert caught.value.did_you_mean[0] == "docs/faq"
     assert table.lookup(ref) is None
+
+
+def test_nothing_is_near_a_name_that_is_too_long_for_one(table):
+    """Looking for it would take memory by the square of its length."""
+    table.bind("x" * MAX_NAME, add(table, 1))
+    for n, meant in ((MAX_NAME + 1, ("x" * MAX_NAME,)), (MAX_NAME + 2, ())):
+        with pytest.raises(ChunkNotFound) as caught:
+            table.resolve("x" * n)
+        assert caught.value.did_you_mean == meant
 
 
 @pytest.mark.parametrize("ref", ["#", "#x", "#-1", "#1 ", "#" + "9" * 5000])

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from kvweave.errors import InvalidArgument
-from kvweave.serve.render import Renderer
+from kvweave.serve.render import MARK, Renderer
 from kvweave.weave.chat import ChatFormat
 
 ROLE = "{{ '<|im_start|>' + m['role'] + '\n' }}"
@@ -165,6 +165,18 @@ def test_chunks_split_their_message(bundled_tokenizer: Any) -> None:
     assert found == [
         ("user 0", "<|user|> use "), ("user 0", "docs/a"), ("user 0", "#7"), ("user 0", " now<|end|>"),
     ]  # fmt: skip
+
+
+def test_a_mark_somebody_wrote_is_text(bundled_tokenizer: Any) -> None:
+    renderer, fake = Renderer(ChatFormat(bundled_tokenizer)), MARK.format("0" * 24)
+    content = [
+        {"type": "text", "text": f"a {fake}"},
+        {"type": "chunk", "name": "docs/a"},
+        {"type": "text", "text": f"{fake}{fake} b"},
+    ]
+    prompt = renderer.render([TALK[0], {"role": "user", "content": content}])
+    found = [s.chunk or s.text for s in prompt.segments[1:]]
+    assert found == [f"<|user|> a {fake}", "docs/a", f"{fake}{fake} b<|end|>"]
 
 
 def test_what_a_template_refuses(bundled_tokenizer: Any) -> None:
