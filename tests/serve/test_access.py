@@ -13,7 +13,7 @@ from serving import run
 from kvweave import errors
 from kvweave.errors import InvalidArgument
 from kvweave.serve.access import Access, Keys, parse_keys, tenant_of
-from kvweave.serve.limits import MAX_DEPTH, MAX_URL, Limits, check_json
+from kvweave.serve.limits import MAX_DEPTH, MAX_INNER, MAX_URL, Limits, check_json
 from kvweave.serve.options import Options, is_loopback
 from kvweave.serve.problems import Problem, problem_of, snake_case
 
@@ -357,6 +357,8 @@ def test_a_bug_is_an_error_with_an_id_and_no_trace(caplog):
         b'{"a":' * (MAX_DEPTH + 1) + b"1" + b"}" * (MAX_DEPTH + 1),
         b"[" * 100_000,
         b"[" * 100_000 + b"]" * 100_000,
+        b"[" + b"[]," * MAX_INNER + b"[]]",
+        b'[{"a\\"": "b"}' + b', {"[": 1}' * MAX_INNER + b"]",
     ],
 )
 def test_what_is_not_sound_json_is_refused(body):
@@ -371,6 +373,7 @@ def test_what_is_not_sound_json_is_refused(body):
         b"{}",
         b"[" * MAX_DEPTH + b"]" * MAX_DEPTH,
         b"[" + b"[]," * 5000 + b"[]]",
+        b'["' + b'[{\\"' * MAX_INNER + b'"]',  # in a string they are text
         b'{"a": "\\ud83d\\ude00", "b": "\\\\ud800", "c": 1e300}',
         '{"ü": "\u4e16"}'.encode(),
     ],
