@@ -1,0 +1,67 @@
+"""Codecs: how KV is stored in fewer bytes. One file each, found by name here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvweave.errors import InvalidArgument, check_options, nearest
+from kvweave.store.codec.base import BLOCK, Codec, Make, Part, Place
+from kvweave.store.codec.choice import Choice, Layers, Named, split
+from kvweave.store.codec.raw import Raw
+
+
+def _raw(place: Place, options: Sequence[str]) -> Codec:
+    check_options(options, ())
+    return Raw()
+
+
+CODECS: dict[str, Make] = {
+    "raw": _raw,
+}
+
+
+def parse(spec: str) -> Choice:
+    """Return the codecs a spec names; `choice` shows the grammar. Raises InvalidArgument."""
+    layers: list[Layers] = []
+    covered = 0
+    texts = [text.strip() for text in spec.split(",")]
+    for i, text in enumerate(texts):
+        first, last, rest = split(text)
+        if first is None and len(texts) > 1:
+            raise _refused(
+                spec, f"{text!r} does not say for which layers", "write 0-3:int8,4-:int4"
+            )
+        if (first or 0) != covered:
+            raise _refused(
+                spec,
+                f"layers from {covered} on have no codec or two",
+                f"begin {text!r} at {covered}",
+            )
+        if last is not None and last < covered:
+            raise _refused(spec, f"{text!r} ends before it begins", "write the smaller layer first")
+        if (last is None) != (i == len(texts) - 1):
+            hint = "end the last range, and only that, with a dash: 0-3:int8,4-:int4"
+            raise _refused(spec, "the last range has no end, the others have one", hint)
+        covered = 0 if last is None else last + 1
+        k, _, v = rest.partition("/")
+        layers.append(Layers(last, _named(spec, k), _named(spec, v or k)))
+    return Choice(spec, tuple(layers))
+
+
+def _named(spec: str, text: str) -> Named:
+    name, *options = text.strip().split(":")
+    if name not in CODECS:
+        near = nearest(name, CODECS)
+        known = ", ".join(CODECS)
+        raise _refused(
+            spec, f"no codec {name!r}", f"did you mean {near[0]}?" if near else f"one of {known}"
+        )
+    CODECS[name](Place(0, 1, "k"), options)  # refuses options it does not know
+    return Named(name, CODECS[name], tuple(options))
+
+
+def _refused(spec: str, reason: str, hint: str) -> InvalidArgument:
+    return InvalidArgument("codec", f"{reason} in {spec!r}", hint)
+
+
+__all__ = ["BLOCK", "CODECS", "Choice", "Codec", "Make", "Part", "Place", "parse"]

@@ -1,0 +1,322 @@
+"""The bytes of a chunk's KV, as every tier keeps them.
+
+::
+
+    0      magic, version, sizes, xxh3 of the head | JSON | table of sections | zeros to 4 KiB
+    4096.. layer 0: keys, blocks of 256 tokens | values, blocks of 256 tokens | zeros to 4 KiB
+           layer 1: ...
+
+A section is one block of one layer's keys or values, coded alone. Sections begin at multiples of 64
+bytes, layers at multiples of 4096. The zeros behind a section belong to it: its xxh3 covers them,
+so that sections tile the record and any run of them can be read and verified in one request. Raw
+blocks are full but the last, so those of a layer are one tensor. Everything is little-endian.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import xxhash
+from torch import Tensor
+
+from kvweave.errors import CorruptChunk, FormatTooNew, InvalidArgument
+from kvweave.store.base import PAGE, Get
+from kvweave.store.codec import BLOCK, Choice, Codec, Part, parse
+from kvweave.store.kv import KV, LayerShape
+
+MAGIC = b"kvweave\n"
+FORMAT = 1
+ALIGN = 64  # bytes: a cache line, and what vector loads want
+FIXED = struct.Struct("<8s4IQ")  # magic, version, bytes of head and JSON, sections, bytes in all
+SUM = struct.Struct("<Q")  # xxh3_64 of all else of the head
+SECTION = np.dtype([("offset", "<u8"), ("length", "<u8"), ("sum", "<u8")])
+DTYPES = {str(t).removeprefix("torch."): t
+          for t in (torch.float64, torch.float32, torch.float16, torch.bfloat16)}  # fmt: skip
+PARTS: tuple[Part, Part] = ("k", "v")
+START = FIXED.size + SUM.size  # of the JSON
+
+
+class Span(NamedTuple):
+    """A byte range of a record: whole sections, one after the other."""
+
+    offset: int
+    lengths: tuple[int, ...]
+    sums: tuple[int, ...]  # xxh3_64 of each
+
+    @property
+    def n_bytes(self) -> int:
+        return sum(self.lengths)
+
+    def get(self, key: str, buffer: memoryview) -> Get:
+        """Return the request that fills ``buffer``, of this many bytes, and verifies it."""
+        cuts = [0]
+        for length in self.lengths:
+            cuts.append(cuts[-1] + length)
+        into = [buffer[a:b] for a, b in pairwise(cuts)]
+        return Get(key, self.offset, into, self.sums)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Head:
+    """What a record holds, and where."""
+
+    model: str  # digest of the model's fingerprint, hex
+    n_tokens: int
+    dtype: torch.dtype
+    shapes: tuple[LayerShape, ...]
+    choice: Choice
+    n_head: int  # bytes of the head itself
+    n_bytes: int  # of the whole record
+    table: np.ndarray[Any, Any]  # SECTION
+
+    @staticmethod
+    def needs(data: bytes | memoryview, path: str = "a record") -> int:
+        """Return the bytes of the head that begins with ``data``, `START` bytes at least.
+
+        Raises CorruptChunk, FormatTooNew.
+        """
+        if len(data) < START:
+            raise CorruptChunk(path, f"{len(data)} bytes are no head")
+        magic, version, n_head, _, _, _ = FIXED.unpack_from(data)
+        if magic != MAGIC:
+            raise CorruptChunk(path, "it does not begin as a record does")
+        if version > FORMAT:
+            raise FormatTooNew(path, version, FORMAT)
+        if n_head % PAGE or n_head == 0:
+            raise CorruptChunk(path, "the head's length")
+        return int(n_head)
+
+    @classmethod
+    def parse(cls, data: bytes | memoryview, path: str = "a record") -> Head:
+        """Read and verify the head that ``data`` begins with; there may be more behind it.
+
+        Raises:
+            CorruptChunk: too short, or a wrong checksum.
+            FormatTooNew: written by a newer kvweave.
+        """
+        n_head = cls.needs(data, path)
+        data = memoryview(data)[:n_head]
+        _, _, _, n_json, n_sections, n_bytes = FIXED.unpack_from(data)
+        if len(data) < n_head:
+            raise CorruptChunk(path, f"{len(data)} of the {n_head} bytes of its head")
+        if SUM.unpack_from(data, FIXED.size)[0] != _head_sum(data):
+            raise CorruptChunk(path, "the checksum of its head differs")
+        try:
+            table = np.frombuffer(data, SECTION, n_sections, _table_at(n_json)).copy()
+            said = json.loads(bytes(data[START : START + n_json]))
+            if said["block"] != BLOCK:
+                raise ValueError(f"blocks of {said['block']} tokens")
+            head = cls(
+                str(said["model"]),
+                int(said["n_tokens"]),
+                DTYPES[said["dtype"]],
+                tuple(LayerShape(*(int(n) for n in widths)) for widths in said["layers"]),
+                parse(said["codec"]),
+                n_head,
+                n_bytes,
+                table,
+            )
+            head._check()
+        except (ValueError, KeyError, TypeError, InvalidArgument) as error:
+            raise CorruptChunk(path, f"its head says what cannot be: {error}") from error
+        return head
+
+    @property
+    def n_layers(self) -> int:
+        return len(self.shapes)
+
+    @property
+    def n_blocks(self) -> int:
+        """Blocks of one layer's keys, or values."""
+        return -(-self.n_tokens // BLOCK)
+
+    def layers(self, start: int, stop: int) -> Span:
+        """Return where layers ``[start, stop)`` are; both ends are multiples of 4096."""
+        return self._span(2 * self.n_blocks * start, 2 * self.n_blocks * stop)
+
+    def tokens(self, start: int, stop: int, layer: int) -> tuple[Span, Span]:
+        """Return where the blocks with tokens ``[start, stop)`` of a layer are: keys, values."""
+        first, last = start // BLOCK, -(-stop // BLOCK)
+        k, v = (self._index(layer, part, 0) for part in PARTS)
+        return self._span(k + first, k + last), self._span(v + first, v + last)
+
+    def decode(self, buffer: memoryview, start: int = 0, stop: int | None = None) -> KV:
+        """Return layers ``[start, stop)``, all by default; ``buffer`` is their `layers`.
+
+        Raw ones are views of it, if it can be written.
+        """
+        kv = KV([], [])
+        begin = int(self.table["offset"][self._index(start, "k", 0)]) if self.n_blocks else 0
+        for layer in range(start, self.n_layers if stop is None else stop):
+            span = self.layers(layer, layer + 1)
+            k, v = self.decode_layer(layer, buffer[span.offset - begin :][: span.n_bytes])
+            kv.k.append(k)
+            kv.v.append(v)
+        return kv
+
+    def decode_layer(
+        self, layer: int, buffer: memoryview, into: tuple[Tensor, Tensor] | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Return keys and values of a layer; ``buffer`` is its `layers`.
+
+        They are written to ``into`` [token, head, dim], if given; else raw ones are views of the
+        buffer, if it can be written, which must not change as long as they are used.
+        """
+        k, v = self.tokens(0, self.n_tokens, layer)
+        return self.decode_tokens(
+            0, self.n_tokens, layer, (buffer[: k.n_bytes], buffer[k.n_bytes :][: v.n_bytes]), into
+        )
+
+    def decode_tokens(
+        self,
+        start: int,
+        stop: int,
+        layer: int,
+        buffers: tuple[memoryview, memoryview],
+        into: tuple[Tensor, Tensor] | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Return keys and values of tokens ``[start, stop)``; the buffers are their `tokens`."""
+        s = self.shapes[layer]
+        widths = {"k": (s.k_heads, s.k_dim), "v": (s.v_heads, s.v_dim)}
+        first, last = start // BLOCK, min(-(-stop // BLOCK) * BLOCK, self.n_tokens)
+        begin = first * BLOCK
+        made = []
+        for i, part in enumerate(PARTS):
+            shape = (last - begin, *widths[part])
+            target = None if into is None else into[i]
+            exact = target is not None and tuple(target.shape) == shape
+            rows = self._rows(layer, part, first, shape, buffers[i], target if exact else None)
+            if target is None:
+                made.append(rows[start - begin : stop - begin])
+            else:
+                made.append(target)
+                if not exact:
+                    target.copy_(rows[start - begin : stop - begin])
+        return made[0], made[1]
+
+    def _rows(
+        self,
+        layer: int,
+        part: Part,
+        first: int,
+        shape: tuple[int, int, int],
+        data: memoryview,
+        out: Tensor | None,
+    ) -> Tensor:
+        """Decode blocks from ``first`` on as rows of ``shape``, into ``out`` or where they are."""
+        if self.choice.is_raw(layer, part):
+            rows = _view(data, shape, self.dtype)
+            return rows if out is None else out.copy_(rows)
+        out = torch.empty(shape, dtype=self.dtype) if out is None else out
+        codec = self.choice.codec(layer, self.n_layers, part)
+        index = self._index(layer, part, first)
+        begin = int(self.table["offset"][index]) if len(self.table) else 0
+        for i, row in enumerate(range(0, shape[0], BLOCK)):
+            offset, length, _ = self.table[index + i].tolist()
+            codec.decode(data[offset - begin :][:length], out[row : row + BLOCK])
+        return out
+
+    def _index(self, layer: int, part: Part, block: int) -> int:
+        return (2 * layer + PARTS.index(part)) * self.n_blocks + block
+
+    def _span(self, start: int, stop: int) -> Span:
+        ends = [*self.table["offset"][start : stop + 1].tolist()]
+        if stop == len(self.table):
+            ends.append(self.n_bytes)
+        lengths = tuple(b - a for a, b in pairwise(ends))
+        return Span(ends[0], lengths, tuple(self.table["sum"][start:stop].tolist()))
+
+    def _check(self) -> None:
+        """Raise ValueError unless the sections tile the record."""
+        if len(self.table) != 2 * self.n_layers * self.n_blocks or self.n_tokens < 0:
+            raise ValueError(f"{len(self.table)} sections")
+        ends = np.append(self.table["offset"], np.uint64(self.n_bytes))
+        widths = np.diff(ends.astype(np.int64))
+        starts = ends[:: max(1, 2 * self.n_blocks)]
+        gaps = widths - self.table["length"].astype(np.int64)
+        if ends[0] != self.n_head or (ends % ALIGN).any() or (starts % PAGE).any():
+            raise ValueError("sections that are not aligned")
+        if (gaps < 0).any() or (gaps >= PAGE).any():
+            raise ValueError("sections that overlap or leave holes")
+
+
+def encode(kv: KV, choice: Choice, model: str) -> list[memoryview]:
+    """Return the bytes of a record, in pieces; raw tensors on the CPU are not copied.
+
+    They must not change until the pieces are written. ``model`` is the hex digest of the
+    fingerprint. Raises InvalidArgument for a dtype that has no name here, CorruptChunk for values
+    that are not finite, unless they are raw.
+    """
+    dtypes = {str(t.dtype).removeprefix("torch.") for t in (*kv.k, *kv.v)}
+    if len(dtypes) != 1 or not dtypes <= DTYPES.keys():
+        found = ", ".join(sorted(dtypes))
+        raise InvalidArgument("kv", f"{found} in one record", f"one of {', '.join(DTYPES)}")
+    shapes = [(*k.shape[1:], *v.shape[1:]) for k, v in zip(kv.k, kv.v, strict=True)]
+    said = {"model": model, "n_tokens": kv.n_tokens, "dtype": dtypes.pop(), "layers": shapes,
+            "codec": choice.spec, "block": BLOCK}  # fmt: skip
+    text = json.dumps(said, separators=(",", ":")).encode()
+    n_sections = 2 * len(shapes) * -(-kv.n_tokens // BLOCK)
+    n_head = _up(_table_at(len(text)) + n_sections * SECTION.itemsize, PAGE)
+    sections: list[tuple[int, int, int]] = []
+    pieces: list[memoryview] = []
+    at = n_head
+    for section, align in _sections(kv, choice):
+        length = sum(len(piece) for piece in section)
+        padding = memoryview(bytes(_up(at + length, align) - at - length))
+        section = [piece for piece in (*section, padding) if len(piece)]
+        state = xxhash.xxh3_64()
+        for piece in section:
+            state.update(piece)
+        sections.append((at, length, state.intdigest()))
+        pieces += section
+        at += length + len(padding)
+    head = bytearray(n_head)
+    FIXED.pack_into(head, 0, MAGIC, FORMAT, n_head, len(text), n_sections, at)
+    head[START : START + len(text)] = text
+    table = np.array(sections, SECTION).tobytes()
+    head[_table_at(len(text)) : _table_at(len(text)) + len(table)] = table
+    SUM.pack_into(head, FIXED.size, _head_sum(memoryview(head)))
+    return [memoryview(head), *pieces]
+
+
+def _sections(kv: KV, choice: Choice) -> Iterator[tuple[Sequence[memoryview], int]]:
+    """Yield the bytes of every section, and what the end of it is aligned to."""
+    for layer, (k, v) in enumerate(zip(kv.k, kv.v, strict=True)):
+        for part, tensor in zip(PARTS, (k, v), strict=True):
+            codec: Codec = choice.codec(layer, len(kv.k), part)
+            there = tensor.cpu()
+            for row in range(0, kv.n_tokens, BLOCK):
+                last = part == "v" and row + BLOCK >= kv.n_tokens
+                yield codec.encode(there[row : row + BLOCK]), PAGE if last else ALIGN
+
+
+def _head_sum(head: memoryview) -> int:
+    state = xxhash.xxh3_64(head[: FIXED.size])
+    state.update(head[START:])
+    return state.intdigest()
+
+
+def _table_at(n_json: int) -> int:
+    return _up(START + n_json, 8)
+
+
+def _up(n: int, multiple: int) -> int:
+    return -(-n // multiple) * multiple
+
+
+def _view(data: memoryview, shape: tuple[int, int, int], dtype: torch.dtype) -> Tensor:
+    """Return raw rows: the memory of ``data`` itself if it can be written, else a copy."""
+    count = shape[0] * shape[1] * shape[2]
+    if count == 0:
+        return torch.empty(shape, dtype=dtype)
+    if len(data) < count * dtype.itemsize:
+        raise CorruptChunk("a record", f"{len(data)} bytes for {shape} of {dtype}")
+    source = bytearray(data) if data.readonly else data
+    return torch.frombuffer(source, dtype=dtype, count=count).view(shape)

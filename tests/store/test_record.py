@@ -1,0 +1,290 @@
+"""A record gives back what was stored, by layer and by token, or says that it cannot."""
+
+from __future__ import annotations
+
+import json
+import struct
+
+import pytest
+import torch
+import xxhash
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvweave.errors import CorruptChunk, FormatTooNew, InvalidArgument, ModelMismatch
+from kvweave.store.base import PAGE, Outcome, checked
+from kvweave.store.codec import CODECS, parse
+from kvweave.store.kv import KV, LayerShape
+from kvweave.store.record import FIXED, START, Head, encode
+from kvweave.store.transfer import load_head, load_kv, store_kv
+
+MODEL = "ab" * 16
+PLAIN = (LayerShape(2, 8, 2, 8),) * 3
+LATENT = (LayerShape(1, 5, 1, 3), LayerShape(2, 4, 3, 2))  # like MLA: two tensors of their own
+
+
+class Held:
+    """The least tier: a dictionary that counts what is read."""
+
+    name = "held"
+
+    def __init__(self):
+        self.values = {}
+        self.read = 0
+        self.answer = None  # given instead of the truth
+
+    def put(self, puts, *, durable=False, deadline=None):
+        for put in puts:
+            self.values[put.key] = bytearray(b"".join(put.data))
+        return [Outcome("done")] * len(puts)
+
+    def get(self, gets, *, deadline=None):
+        return [self.answer or self._one(get) for get in gets]
+
+    def _one(self, get):
+        value = self.values.get(get.key)
+        if value is None:
+            return Outcome("missing")
+        at = get.offset
+        for into in get.into:
+            if at + len(into) > len(value):
+                return Outcome("wrong", "beyond the end")
+            into[:] = value[at : at + len(into)]
+            at += len(into)
+        self.read += at - get.offset
+        return checked(get)
+
+    def size(self, key):
+        return len(self.values[key]) if key in self.values else None
+
+
+def make_kv(n, shapes=PLAIN, dtype=torch.float32, seed=0):
+    made = KV.empty(shapes, n, dtype, torch.device("cpu"))
+    generator = torch.Generator().manual_seed(seed)
+    for tensor in (*made.k, *made.v):
+        tensor.copy_(torch.randn(tensor.shape, generator=generator))
+    return made
+
+
+def record(kv, spec="raw"):
+    return bytearray(b"".join(encode(kv, parse(spec), MODEL)))
+
+
+def body(data):
+    """The bytes behind the head."""
+    return memoryview(data)[Head.parse(data).n_head :]
+
+
+def same(a, b):
+    return all(torch.equal(x, y) for x, y in zip((*a.k, *a.v), (*b.k, *b.v), strict=True))
+
+
+def test_the_layout_is_what_the_docstring_says():
+    data = record(make_kv(300))
+    magic, version, n_head, n_json, n_sections, n_bytes = struct.unpack_from("<8s4IQ", data)
+    assert (magic, version, n_head, n_sections) == (b"kvweave\n", 1, 4096, 3 * 2 * 2)
+    assert n_bytes == len(data) == 4096 + 3 * 40960  # 2 * 19200 bytes of rows, up to 10 pages
+    assert json.loads(data[40 : 40 + n_json]) == {
+        "model": MODEL, "n_tokens": 300, "dtype": "float32", "layers": [[2, 8, 2, 8]] * 3,
+        "codec": "raw", "block": 256,
+    }  # fmt: skip
+    at = -(-(40 + n_json) // 8) * 8
+    offsets, lengths, sums = zip(
+        *(struct.unpack_from("<QQQ", data, at + 24 * i) for i in range(4)), strict=True
+    )
+    assert offsets == (4096, 4096 + 16384, 4096 + 19200, 4096 + 19200 + 16384)
+    assert lengths == (16384, 2816, 16384, 2816)
+    ends = (*offsets[1:], 4096 + 40960)
+    assert sums == tuple(
+        xxhash.xxh3_64_intdigest(bytes(data[a:b])) for a, b in zip(offsets, ends, strict=True)
+    )
+
+
+@pytest.mark.parametrize("shapes", [PLAIN, LATENT, (LayerShape(1, 4, 1, 0),)])
+@pytest.mark.parametrize("n", [1, 256, 257, 700])
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str
+)
+def test_raw_is_bit_equal(n, shapes, dtype):
+    kv = make_kv(n, shapes, dtype)
+    data = record(kv)
+    head = Head.parse(data)
+    assert (head.n_tokens, head.shapes, head.dtype) == (n, tuple(shapes), dtype)
+    assert (head.model, head.n_bytes, head.choice.spec) == (MODEL, len(data), "raw")
+    assert same(head.decode(body(data)), kv)
+    assert len(data) % PAGE == 0
+
+
+def test_raw_is_not_copied_on_the_way_in_or_out():
+    kv = make_kv(600)
+    pieces = encode(kv, parse("raw"), MODEL)
+    kv.k[1][299] += 1
+    data = bytearray(b"".join(pieces))
+    back = Head.parse(data).decode(body(data))
+    assert torch.equal(back.k[1], kv.k[1]), "a piece is the tensor's own memory"
+    data[-PAGE * 30 :] = bytes(PAGE * 30)
+    assert not back.v[2][200:].any() and back.k[0].any(), "a tensor is the buffer's own memory"
+    again = Head.parse(bytes(data)).decode(body(bytes(data)))
+    assert torch.equal(again.v[2], back.v[2]), "what cannot be written is copied"
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_any_layers_and_tokens_are_read_alone(draw):
+    shapes = draw.draw(st.sampled_from([PLAIN, LATENT]))
+    spec = draw.draw(st.sampled_from(["raw", *(["0:raw,1-:int8"] if "int8" in CODECS else [])]))
+    n = draw.draw(st.integers(1, 800))
+    kv, tier = make_kv(n, shapes), Held()
+    assert store_kv(tier, "a", kv, parse(spec), MODEL).ok
+    whole = load_kv(tier, "a", MODEL).kv
+    first = draw.draw(st.integers(0, len(shapes) - 1))
+    last = draw.draw(st.integers(first + 1, len(shapes)))
+    start = draw.draw(st.integers(0, n - 1))
+    stop = draw.draw(st.integers(start + 1, n))
+    found = load_kv(tier, "a", MODEL, layers=(first, last), tokens=(start, stop))
+    part = whole.rows(start, stop)
+    assert found.outcome.ok and same(found.kv, KV(part.k[first:last], part.v[first:last]))
+
+
+def test_only_what_is_asked_for_is_read():
+    kv, tier = make_kv(2048), Held()
+    store_kv(tier, "a", kv, parse("raw"), MODEL)
+    head = load_kv(tier, "a", MODEL).head
+    tier.read = 0
+    assert load_kv(tier, "a", MODEL, layers=(1, 2), tokens=(300, 500), head=head).kv.n_tokens == 200
+    assert tier.read == 2 * 256 * 16 * 4, "one block of keys, one of values"
+    assert head.layers(1, 3).offset % PAGE == 0 == head.layers(1, 3).n_bytes % PAGE
+
+
+def test_rows_can_be_written_to_tensors_there_are():
+    kv = make_kv(300, dtype=torch.bfloat16)
+    data = record(kv)
+    head = Head.parse(data)
+    mine = (torch.empty(300, 2, 8), torch.empty(300, 2, 8))
+    span = head.layers(1, 2)
+    found = head.decode_layer(1, memoryview(data)[span.offset :][: span.n_bytes], mine)
+    assert found[0] is mine[0] and torch.equal(mine[0], kv.k[1].float())
+    assert found[1] is mine[1] and torch.equal(mine[1], kv.v[1].float())
+    k, v = head.tokens(10, 20, 1)
+    buffers = tuple(memoryview(data)[s.offset :][: s.n_bytes] for s in (k, v))
+    some = (torch.empty(10, 2, 8), torch.empty(10, 2, 8))
+    head.decode_tokens(10, 20, 1, buffers, some)
+    assert torch.equal(some[1], kv.v[1][10:20].float())
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_no_changed_byte_goes_unnoticed(draw):
+    tier = Held()
+    store_kv(tier, "a", make_kv(270, LATENT), parse("raw"), MODEL)
+    value = tier.values["a"]
+    value[draw.draw(st.integers(0, len(value) - 1))] ^= draw.draw(st.integers(1, 255))
+    found = load_kv(tier, "a", MODEL)
+    assert found.kv is None and found.outcome.state == "wrong" and found.outcome.why
+
+
+def test_a_shortened_or_foreign_value_is_wrong():
+    tier = Held()
+    store_kv(tier, "a", make_kv(270), parse("raw"), MODEL)
+    whole = tier.values["a"]
+    for n in (0, 10, START, 4095, 4096, len(whole) - 1):
+        tier.values["a"] = whole[:n]
+        assert load_kv(tier, "a", MODEL).outcome.state == "wrong", n
+    tier.values["a"] = bytearray(b"something else") * 1000
+    assert load_kv(tier, "a", MODEL).outcome.state == "wrong"
+    with pytest.raises(CorruptChunk):
+        Head.parse(bytes(5000))
+
+
+def test_what_cannot_be_had_is_said():
+    tier = Held()
+    assert load_kv(tier, "a", MODEL)[:2] == (None, Outcome("missing", "a"))
+    kv = make_kv(20)
+    store_kv(tier, "a", kv, parse("raw"), MODEL)
+    tier.answer = Outcome("late", "slow")
+    assert load_kv(tier, "a", MODEL).outcome.state == "late"
+    tier.answer = None
+    head = load_kv(tier, "a", MODEL).head
+    tier.values.clear()
+    assert load_kv(tier, "a", MODEL, head=head).outcome.state == "missing"
+
+
+def test_kv_of_another_model_is_refused():
+    tier = Held()
+    store_kv(tier, "a", make_kv(20), parse("raw"), MODEL)
+    head = load_kv(tier, "a", MODEL).head
+    for known in (None, head):
+        with pytest.raises(ModelMismatch) as caught:
+            load_kv(tier, "a", "cd" * 16, head=known)
+        assert caught.value.data["found"] == MODEL
+
+
+def test_a_newer_format_is_told_apart():
+    data = record(make_kv(3))
+    struct.pack_into("<I", data, 8, 2)
+    with pytest.raises(FormatTooNew) as caught:
+        Head.parse(data, "here")
+    assert (caught.value.data["found"], caught.value.data["supported"]) == (2, 1)
+
+
+def resigned(data, change):
+    """A head that is changed and has the right checksum."""
+    n_json = FIXED.unpack_from(data)[3]
+    said = change(data[START : START + n_json])
+    data[START : START + n_json] = said
+    state = xxhash.xxh3_64(data[: FIXED.size])
+    state.update(data[START:4096])
+    struct.pack_into("<Q", data, FIXED.size, state.intdigest())
+    return data
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (b'"n_tokens":300', b'"n_tokens":900'),
+        (b'"codec":"raw"', b'"codec":"row"'),
+        (b'"dtype":"float32"', b'"dtype":"float31"'),
+        (b'"block":256', b'"block":128'),
+        (b'"model"', b'"nodel"'),
+        (b"{", b"["),
+    ],
+)
+def test_a_head_that_says_what_cannot_be_is_refused(old, new):
+    data = record(make_kv(300))
+    Head.parse(resigned(data, lambda said: said))
+    with pytest.raises(CorruptChunk, match="cannot be"):
+        Head.parse(resigned(data, lambda said: said.replace(old, new)))
+
+
+def test_long_heads_are_read_in_two_steps():
+    kv, tier = make_kv(256 * 200, (LayerShape(1, 1, 1, 1),) * 3, torch.float16), Held()
+    store_kv(tier, "a", kv, parse("raw"), MODEL)
+    head, outcome = load_head(tier, "a", MODEL)
+    assert outcome.ok and head.n_head == 32768 > 16384
+    assert same(load_kv(tier, "a", MODEL).kv, kv)
+
+
+def test_ranges_that_are_not_there_are_refused():
+    tier = Held()
+    store_kv(tier, "a", make_kv(20), parse("raw"), MODEL)
+    for wanted in ({"layers": (0, 4)}, {"tokens": (5, 21)}, {"tokens": (5, 5)}):
+        with pytest.raises(InvalidArgument):
+            load_kv(tier, "a", MODEL, **wanted)
+
+
+def test_one_record_has_one_dtype_with_a_name():
+    kv = make_kv(3)
+    for k in (kv.k[0].to(torch.float16), kv.k[0].to(torch.complex64)):
+        with pytest.raises(InvalidArgument):
+            encode(KV([k, *kv.k[1:]], kv.v), parse("raw"), MODEL)
+
+
+def test_no_tokens_are_a_record_too():
+    data = record(make_kv(0))
+    assert Head.parse(data).decode(body(data)).n_tokens == 0
+
+
+def test_strided_tensors_are_stored_by_value():
+    kv = make_kv(300)
+    turned = KV([k.transpose(0, 1).contiguous().transpose(0, 1) for k in kv.k], kv.v)
+    assert record(turned) == record(kv)
