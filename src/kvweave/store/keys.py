@@ -1,0 +1,31 @@
+"""What every tier checks before it does anything: keys and ranges."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from kvweave.errors import InvalidArgument
+from kvweave.store.base import Get, Outcome
+
+_KEY = re.compile(r"[a-z0-9._-]{1,200}")
+
+
+def check_key(key: str) -> None:
+    """Raise InvalidArgument unless ``key`` is 1 to 200 characters of ``a-z 0-9 . - _``."""
+    if _KEY.fullmatch(key) is None:
+        hint = "a key is 1 to 200 characters of a-z 0-9 . - _"
+        raise InvalidArgument("key", f"{key[:80]!r} is not a key", hint)
+
+
+def n_bytes_of(buffers: Sequence[memoryview]) -> int:
+    """Return the bytes of all buffers together."""
+    return sum(buffer.nbytes for buffer in buffers)
+
+
+def outside(get: Get, size: int) -> Outcome | None:
+    """Return ``wrong`` if the range of ``get`` leaves a value of ``size`` bytes, else None."""
+    end = get.offset + n_bytes_of(get.into)
+    if 0 <= get.offset and end <= size:
+        return None
+    return Outcome("wrong", f"{get.key}: bytes {get.offset} to {end} of a value of {size} bytes")
