@@ -128,6 +128,10 @@ class Extents:
         """Say whether nothing of the region at ``start`` is taken, as far as merged."""
         return self._holes.get(start) == self._regions[start]
 
+    def taken(self) -> dict[int, int]:
+        """Return the units of every extent that is taken, by start."""
+        return dict(self._taken)
+
     @property
     def taken_units(self) -> int:
         return self.n_units - self.free_units
