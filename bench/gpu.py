@@ -97,7 +97,7 @@ def place_all(context: Context) -> float:
     def run() -> None:
         for at, kv in work:
             where = positions[at : at + kv.n_tokens]
-            rows.place(at, kv, where, rows.angles(where))
+            rows.place(at, [kv], where, rows.angles(where))
 
     return seconds(run, rows.device)
 

@@ -68,7 +68,7 @@ def test_moved_chunk_equals_recomputed_alone(name: str) -> None:
     wanted, _ = oracle.rows_of(runner, tokens, there)
     placed = runner.new_rows()
     placed.reserve(9)
-    placed.place(0, kv, there, placed.angles(there))
+    placed.place(0, [kv], there, placed.angles(there))
     for layer in range(len(kv.k)):
         # angles are float32 products: relative positions agree to ~1e-5 at 200
         assert oracle.relative(placed.k[layer][:9], wanted.k[layer][:9]) < 3e-5

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -54,6 +55,7 @@ class Segment:
     stop: int = 0  # one past the last slot; keys [0, stop) are visible
     contiguous: bool = False
     pieces: list[tuple[int, int]] = field(default_factory=list)
+    counted: int = 0  # first token that counts in `mass`
     masks: dict[tuple[int | None, int], Tensor] = field(default_factory=dict)
     biases: dict[tuple[int | None, int, int], Tensor] = field(default_factory=dict)
 
@@ -66,7 +68,20 @@ class Segment:
         # not pay for keys they may not see
         spread = self.stop - self.first > self.stop // 4
         size = max(PIECE, self.n // PIECES) if spread else self.n
-        self.pieces = [(i, min(i + size, self.n)) for i in range(0, self.n, size)]
+        self.counted = self._first_counted()
+        self.pieces = list(pairwise(sorted({*range(0, self.n, size), self.counted, self.n})))
+
+    def _first_counted(self) -> int:
+        """Return the first token whose attention counts in `mass`; those before it are spared the
+        slower way that tells it."""
+        if self.mass is None:
+            return self.n
+        counted = None if self.mass_of is None else self.mass_of.nonzero()
+        return 0 if counted is None else int(counted[0]) if counted.numel() else self.n
+
+    def counts(self, piece: tuple[int, int], layer: int) -> bool:
+        """Whether the attention of a piece counts in `mass`."""
+        return self.mass is not None and layer >= self.mass_from and piece[0] >= self.counted
 
     @property
     def n(self) -> int:
@@ -191,16 +206,18 @@ def _piece(
     # the query heads that share a kv head are folded into the token axis: no copy of the keys
     folded = query.view(n, kv_heads, group, -1).permute(1, 2, 0, 3).reshape(kv_heads, group * n, -1)
     bias = s.bias(piece, window, group, query.dtype)
-    if softcap is None and s.mass is None and s.reads is None:
+    counts = s.counts(piece, layer)
+    if softcap is None and not counts and s.reads is None:
         out = F.scaled_dot_product_attention(
             folded[None], keys[None], values[None], attn_mask=bias, scale=scale
         )[0]
     else:
         weights = _weights(folded, keys, bias, scale, softcap)
-        if s.mass is not None and layer >= s.mass_from:
-            paid = weights.view(kv_heads, group, n, -1).sum((0, 1)).to(torch.float32)  # [n, key]
-            mine = None if s.mass_of is None else s.mass_of[slice(*piece)]
-            s.mass[seen] += paid.sum(0) if mine is None else mine @ paid
+        if counts:
+            assert s.mass is not None
+            mine = weights.new_ones(n) if s.mass_of is None else s.mass_of[slice(*piece)]
+            every = mine.to(weights).repeat(heads)  # [kv_head, group, token]
+            s.mass[seen] += (every @ weights.view(heads * n, -1)).to(torch.float32)
         if s.reads is not None:
             paid = weights.view(heads, n, -1).mean(0) / len(s.rows.k)  # [token, key]
             mine = s.reads.mass[s.raw_at + piece[0] : s.raw_at + piece[1]]
@@ -213,10 +230,14 @@ def _weights(
     query: Tensor, keys: Tensor, bias: Tensor | None, scale: float, softcap: float | None
 ) -> Tensor:
     """Return attention weights [kv_head, group * token, key], in float32 at least."""
-    scores = query @ keys.transpose(1, 2) * scale
     if softcap is not None:
-        scores = torch.tanh(scores / softcap) * softcap
-    if bias is not None:
-        scores += bias
+        scores = torch.tanh(query @ keys.transpose(1, 2) * (scale / softcap)) * softcap
+        scores = scores if bias is None else scores + bias
+    elif bias is not None:
+        scores = torch.baddbmm(
+            bias.expand(keys.shape[0], -1, -1), query, keys.transpose(1, 2), alpha=scale
+        )
+    else:
+        scores = (query * scale) @ keys.transpose(1, 2)
     half = scores.dtype in (torch.bfloat16, torch.float16)
     return scores.softmax(-1, dtype=torch.float32 if half else scores.dtype)

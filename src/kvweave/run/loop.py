@@ -38,6 +38,7 @@ class Request:
     sampling: Sampling | None  # None only computes the rows
     tenant: str = ""
     reads: Reads | None = None
+    first: Tensor | None = None  # [vocab] logits of the last row, where it is computed already
     n_done: int = 0  # rows computed
     out: list[int] = field(default_factory=list)
     choices: list[Choice] = field(default_factory=list)
@@ -72,7 +73,7 @@ class Loop:
         """Queue a request; a request with nothing to do is finished at once."""
         n = request.tokens.numel() - request.n_done
         n_new = request.sampling.max_tokens if request.sampling is not None else 0
-        if n == 0:
+        if n == 0 and request.first is None:
             self._finish(request, "length")
             return
         decode = self.decode()
@@ -81,8 +82,13 @@ class Loop:
         if request.sampling is not None and decode is not None:
             request.detokenizer = Detokenizer(decode)
             request.scanner = StopScanner(request.sampling.stop)
-        self.schedule.add(Job(request.key, n, n_new, request.tenant))
-        self.requests[request.key] = request
+        if request.first is not None:
+            assert request.sampler is not None
+            self._take(request, request.sampler(request.first))
+            n, n_new = 0, n_new - 1
+        if request.running:
+            self.schedule.add(Job(request.key, n, n_new, request.tenant))
+            self.requests[request.key] = request
 
     def cancel(self, key: int) -> None:
         """Stop a request; its rows up to now stay valid."""

@@ -54,18 +54,22 @@ class Rotation:
         turning = x[..., : self.width].to(wide)
         turned = out[..., : self.width]
         if wide == x.dtype:
-            torch.mul(turning, cos, out=turned).addcmul_(self._partners(turning), sin)
+            self._add_partners(torch.mul(turning, cos, out=turned), turning, sin)
         else:
-            turned.copy_((turning * cos).addcmul_(self._partners(turning), sin))
+            turned.copy_(self._add_partners(turning * cos, turning, sin))
         if self.width < x.shape[-1]:
             out[..., self.width :] = x[..., self.width :]
         return out
 
-    def _partners(self, x: Tensor) -> Tensor:
-        """Return each dim's other half of its pair."""
+    def _add_partners(self, turned: Tensor, x: Tensor, sin: Tensor) -> Tensor:
+        """Add each dim's other half of its pair, times ``sin``, to ``turned``; return that."""
         if self.interleaved:
-            return x.view(*x.shape[:-1], -1, 2).flip(-1).flatten(-2)
-        return x.roll(self.width // 2, -1)
+            partners = x.view(*x.shape[:-1], -1, 2).flip(-1).flatten(-2)
+            return turned.addcmul_(partners, sin)
+        half = self.width // 2  # by halves: a roll of the whole would be a copy
+        turned[..., :half].addcmul_(x[..., half:], sin[..., :half])
+        turned[..., half:].addcmul_(x[..., :half], sin[..., half:])
+        return turned
 
 
 STATIC = Rotation(0, False, torch.empty(0))

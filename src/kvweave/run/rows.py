@@ -84,16 +84,19 @@ class KVRows:
             by_layer[layer] = found[key]
         return by_layer
 
-    def place(self, start: int, kv: KV, positions: Tensor, angles: dict[int, Angles]) -> None:
-        """Write a chunk at slots ``[start, start + kv.n_tokens)``, keys turned to ``positions``.
+    def place(
+        self, start: int, kvs: Sequence[KV], positions: Tensor, angles: dict[int, Angles]
+    ) -> None:
+        """Write chunks from slot ``start`` on, one after the other, keys turned to ``positions``.
 
         ``angles`` are those of ``positions``. The slots must have been reserved.
         """
-        stop = start + kv.n_tokens
+        stop = start + positions.numel()
         self.positions[start:stop] = positions
         for layer, rotation in enumerate(self.rotations):
-            rotation.apply(kv.k[layer], angles[layer], out=self.k[layer][start:stop])
-            self.v[layer][start:stop] = kv.v[layer]
+            keys = _joined([kv.k[layer] for kv in kvs])
+            rotation.apply(keys, angles[layer], out=self.k[layer][start:stop])
+            self.v[layer][start:stop] = _joined([kv.v[layer] for kv in kvs])
         self.n = max(self.n, stop)
 
     def clone(self, layers: int | None = None) -> KVRows:
@@ -113,3 +116,7 @@ class KVRows:
         assert bool((used[1:] > used[:-1]).all()), "positions do not increase"
         for tensor in (*self.k, *self.v):
             assert tensor.shape[0] == self.capacity, "layers of different capacity"
+
+
+def _joined(tensors: list[Tensor]) -> Tensor:
+    return tensors[0] if len(tensors) == 1 else torch.cat(tensors)

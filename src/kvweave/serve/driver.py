@@ -248,8 +248,7 @@ class Driver:
             self._remove(job)
             job.sink.put(error)
             return
-        if not job.turns:
-            self._end(job)
+        self._hand_out(job)  # a gate may have computed the first token
 
     def _step(self) -> None:
         ran = True

@@ -49,7 +49,9 @@ class KV:
         return sum(t.numel() * t.element_size() for t in (*self.k, *self.v))
 
     def rows(self, start: int, stop: int) -> KV:
-        """Return a view of rows ``[start, stop)``."""
+        """Return a view of rows ``[start, stop)``; of all of them, this."""
+        if start == 0 and stop == self.n_tokens:
+            return self
         return KV([t[start:stop] for t in self.k], [t[start:stop] for t in self.v])
 
     def clone(self) -> KV:

@@ -126,7 +126,7 @@ class Maker:
             raise ContextTooLong(n_base + n, self.runner.limit)
         rows.reserve(n_base + n)
         positions = torch.arange(n_base, device=self.runner.device)
-        rows.place(0, kv, positions, rows.angles(positions))
+        rows.place(0, [kv], positions, rows.angles(positions))
         return rows
 
     def _segment(self, id: ChunkId, rows: KVRows, kv: KV, start: int) -> Segment:

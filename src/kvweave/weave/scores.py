@@ -50,6 +50,7 @@ class Scores:
     lookahead: int = 0  # tokens of the reply to draft; the rows have room for them
     looks: list[Look] = field(default_factory=list)  # at most one
     replaced: list[tuple[Tensor, list[Tensor]]] = field(default_factory=list)  # slots, old values
+    ends: list[Tensor] = field(default_factory=list)  # the last row's logits after each `repair`
 
     def slots(self, spans: Sequence[Placement]) -> Tensor:
         """Return the slots of ``spans`` that have rows, increasing."""
@@ -211,7 +212,10 @@ class Scores:
             wanted = torch.isin(slots, question).nonzero()[:, 0].to(at.device)
             found.append(self.runner.forward([segment], wanted))
         self.rows.truncate(n)
-        return torch.cat(found)
+        logits = torch.cat(found)
+        if n - 1 in self.unready[-1:]:
+            self.ends.append(logits[-1 - draft.numel()])
+        return logits
 
     def _run(self, rows: KVRows, slots: Tensor, last: int, mass: Tensor | None) -> None:
         if slots.numel():

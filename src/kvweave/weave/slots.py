@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kvweave.store.kv import KV, joined
+from kvweave.store.kv import KV
 from kvweave.weave.parts import Placement
 
 SHORT = 1 << 17  # bytes of one layer's keys; chunks below are placed together
@@ -33,8 +33,8 @@ def ranges(slots: Tensor, placed: Sequence[Placement]) -> list[tuple[int, int]]:
 
 def runs(
     moving: Sequence[Placement], own: dict[int, KV], loaded: dict[int, KV]
-) -> list[tuple[int, KV]]:
-    """Return (slot, KV) to place; short neighbours are joined, since each placing has a price."""
+) -> list[tuple[int, list[KV]]]:
+    """Return (slot, KV) to place; short neighbours go together, since each placing has a price."""
     found: list[tuple[int, list[KV]]] = []
     end, short = -1, False
     for p in moving:
@@ -45,4 +45,4 @@ def runs(
         else:
             found.append((p.slot, [kv]))
         end = p.slot + p.ready
-    return [(slot, joined(kvs)) for slot, kvs in found]
+    return found

@@ -150,13 +150,13 @@ class Weaver:
         positions = torch.cat([torch.arange(p.position, p.position + p.part.n) for p in placed])
         positions = positions.to(device)
         angles = state.rows.angles(positions[begin:])
-        for slot, kv in runs(moving, state.own, loaded):
-            stop = slot + kv.n_tokens
+        for slot, kvs in runs(moving, state.own, loaded):
+            stop = slot + sum(kv.n_tokens for kv in kvs)
             run_angles = {
                 layer: (cos[slot - begin : stop - begin], sin[slot - begin : stop - begin])
                 for layer, (cos, sin) in angles.items()
             }
-            state.rows.place(slot, kv, positions[slot:stop], run_angles)
+            state.rows.place(slot, kvs, positions[slot:stop], run_angles)
         for p in moving:
             if p.part.frozen and p.part.uid in state.patches:
                 self._patch(state, p, positions)
@@ -228,8 +228,10 @@ class Weaver:
         wanted = state.keeps or (rank_of(strategy) > 0 and plan.repaired > 0)
         wanted = wanted or any(s.exact and s.n_prefilled for s in plan.spans)
         records = getattr(strategy, "records", False)
+        first = None
         if verdict.in_place and not wanted and not records:
             todo = todo[-1:] if sampling is not None else todo[:0]
+            first = scores.ends[-1] if sampling is not None and scores.ends else None
         n_new = sampling.max_tokens if sampling is not None else 0
         self._next_key += 1
         at = todo.to(scores.tokens.device)
@@ -242,6 +244,7 @@ class Weaver:
             raw=self.runner.new_kv(todo.numel() + n_new) if wanted else None,
             sampling=sampling,
             tenant=state.tenant,
+            first=first,
         )
         if records:
             request.reads = new_reads(scores.placed, todo.numel(), n_new, self.runner.device)
