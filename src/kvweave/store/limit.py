@@ -1,0 +1,44 @@
+"""How long a call to a remote tier may take: to its deadline, and never without end."""
+
+from __future__ import annotations
+
+import time
+
+from kvweave.store.base import Outcome
+
+SLOWEST = 1 << 23  # bytes per second below which a link counts as broken
+
+
+class TimeUp(Exception):
+    """Nothing more may be done for this call."""
+
+
+class Limit:
+    """The end of one call: its deadline, or what is patient enough for its bytes if that is sooner.
+
+    ``deadline`` is of `time.monotonic`, ``patience`` in seconds, for calls without bytes.
+    """
+
+    def __init__(self, deadline: float | None, patience: float, n_bytes: int = 0) -> None:
+        self.patience = patience + n_bytes / SLOWEST
+        self.ends = time.monotonic() + self.patience
+        self.is_deadline = deadline is not None and deadline <= self.ends
+        if deadline is not None:
+            self.ends = min(self.ends, deadline)
+
+    def left(self) -> float:
+        """Return the seconds that are left; raise TimeUp when there are none."""
+        left = self.ends - time.monotonic()
+        if left <= 0:
+            raise TimeUp
+        return left
+
+    @property
+    def is_over(self) -> bool:
+        return time.monotonic() >= self.ends
+
+    def outcome(self) -> Outcome:
+        """Return what a call is told that reached the end: ``late``, or ``failed`` without one."""
+        if self.is_deadline:
+            return Outcome("late", "the deadline has passed")
+        return Outcome("failed", f"no answer within {self.patience:.1f} s")

@@ -1,0 +1,95 @@
+"""Connections to one server, shared by threads; a lost server is left alone for a while."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterator
+
+from kvweave.store.limit import Limit, TimeUp
+from kvweave.store.wire import LostConnection, Refused, Server, Wire
+
+PAUSES = (0.05, 5.0)  # seconds before the next try: after the first failure, and at most
+
+
+class Pool:
+    """At most ``n`` connections, made when needed and kept."""
+
+    def __init__(self, server: Server, n: int) -> None:
+        self.server = server
+        self._free = threading.BoundedSemaphore(n)
+        self._lock = threading.Lock()
+        self._idle: list[Wire] = []
+        self._pause = 0.0
+        self._not_before = 0.0
+        self._closed = False
+
+    @contextlib.contextmanager
+    def take(self, limit: Limit) -> Iterator[Wire]:
+        """Lend a connection; it is kept unless an exception passes.
+
+        Raises LostConnection, Refused and TimeUp. While a lost server is left alone this fails at once.
+        """
+        if not self._free.acquire(timeout=limit.left()):
+            raise TimeUp
+        try:
+            wire = self._idle_one() or self._new(limit)
+            try:
+                yield wire
+            except BaseException:
+                wire.close()
+                raise
+            with self._lock:
+                if not self._closed:
+                    self._idle.append(wire)
+                    return
+            wire.close()
+        finally:
+            self._free.release()
+
+    def leave_alone(self) -> None:
+        """Note that the server does not answer: drop what is open, and wait before the next try."""
+        with self._lock:
+            if time.monotonic() >= self._not_before:
+                self._pause = min(max(PAUSES[0], 2 * self._pause), PAUSES[1])
+                self._not_before = time.monotonic() + self._pause
+        self.drop_idle()
+
+    def drop_idle(self) -> None:
+        """Close the connections that nobody uses now."""
+        with self._lock:
+            idle, self._idle = self._idle, []
+        for wire in idle:
+            wire.close()
+
+    def close(self) -> None:
+        """Close what is idle now, and what is lent when it comes back."""
+        with self._lock:
+            self._closed = True
+        self.drop_idle()
+
+    def _idle_one(self) -> Wire | None:
+        with self._lock:
+            while self._idle:
+                wire = self._idle.pop()
+                if wire.is_idle():
+                    return wire
+                wire.close()
+        return None
+
+    def _new(self, limit: Limit) -> Wire:
+        with self._lock:
+            wait = self._not_before - time.monotonic()
+            if self._closed:
+                raise LostConnection("the tier is closed")
+        if wait > 0:
+            raise LostConnection(f"{self.server} is lost; next try in {wait:.2f} s")
+        try:
+            made = Wire(self.server, limit)
+        except (LostConnection, Refused):
+            self.leave_alone()
+            raise
+        with self._lock:
+            self._pause = 0.0
+        return made

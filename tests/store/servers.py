@@ -1,0 +1,126 @@
+"""Real servers for the tests of remote tiers: on loopback, on free ports, stopped by their pid."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+START = 30.0  # seconds a server may take until it answers
+
+REDIS = shutil.which("redis-server") or shutil.which("valkey-server")
+MASTER = Path(sys.executable).with_name("mooncake_master")
+needs_redis = pytest.mark.skipif(REDIS is None, reason="no redis-server or valkey-server here")
+needs_mooncake = pytest.mark.skipif(
+    importlib.util.find_spec("mooncake") is None or not MASTER.exists(),
+    reason="mooncake-transfer-engine-non-cuda is not installed",
+)
+needs_moto = pytest.mark.skipif(
+    importlib.util.find_spec("moto") is None, reason="moto[server] is not installed"
+)
+
+
+def free_port() -> int:
+    """Return a port of loopback that nobody listens on now."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+class Server:
+    """A process of ours; ``port`` is where it answers."""
+
+    def __init__(
+        self, words: Sequence[str], port: int, log: Path, answers: Callable[[], bool] | None = None
+    ) -> None:
+        self.port = port
+        self.log = log
+        with log.open("wb") as out:
+            self.process = subprocess.Popen(
+                words, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT
+            )
+        try:
+            self._wait(answers or self._listens)
+        except BaseException:
+            self.kill()
+            raise
+
+    def _wait(self, answers: Callable[[], bool]) -> None:
+        end = time.monotonic() + START
+        while not answers():
+            assert self.process.poll() is None, self.log.read_text(errors="replace")[-2000:]
+            assert time.monotonic() < end, f"{self.process.args!r} does not answer"
+            time.sleep(0.02)
+
+    def _listens(self) -> bool:
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.port), 1):
+            return True
+        return False
+
+    def kill(self) -> None:
+        """SIGKILL, if it still runs."""
+        if self.process.poll() is None:
+            os.kill(self.process.pid, signal.SIGCONT)
+            os.kill(self.process.pid, signal.SIGKILL)
+        self.process.wait(10)
+
+    def stop(self) -> None:
+        """Let it go properly; kill it if that takes too long."""
+        if self.process.poll() is None:
+            os.kill(self.process.pid, signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(5)
+        self.kill()
+
+    @contextlib.contextmanager
+    def frozen(self, seconds: float | None = None) -> Iterator[None]:
+        """Do not let it run while inside, or for ``seconds``."""
+        os.kill(self.process.pid, signal.SIGSTOP)
+        thaw = threading.Timer(seconds or START, self._thaw)
+        thaw.start()
+        try:
+            yield
+        finally:
+            if seconds is None:
+                self._thaw()
+                thaw.cancel()
+            thaw.join()
+
+    def _thaw(self) -> None:
+        if self.process.poll() is None:
+            os.kill(self.process.pid, signal.SIGCONT)
+
+
+def redis(folder: Path, *options: str, port: int | None = None) -> Server:
+    """Start a Redis that writes nothing to disk, unless ``options`` say otherwise."""
+    assert REDIS is not None
+    port = free_port() if port is None else port
+    words = [REDIS, "--bind", "127.0.0.1", "--port", str(port), "--dir", str(folder)]
+    words += ["--save", "", "--appendonly", "no", "--daemonize", "no", *options]
+    return Server(words, port, folder / f"redis-{port}.log")
+
+
+def mooncake_master(folder: Path, *options: str) -> tuple[Server, int]:
+    """Start a Mooncake master whose ports are on loopback; return it and its metrics port."""
+    port, metrics = free_port(), free_port()
+    words = [str(MASTER), f"--rpc_port={port}", "--rpc_address=127.0.0.1", *options]
+    words += [f"--metrics_port={metrics}", "--metrics_host=127.0.0.1"]
+    return Server(words, port, folder / f"mooncake-{port}.log"), metrics
+
+
+def moto(folder: Path) -> Server:
+    """Start a server that speaks S3 and keeps everything in memory."""
+    port = free_port()
+    words = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+    return Server(words, port, folder / f"moto-{port}.log")
