@@ -305,6 +305,38 @@ def test_every_run_of_twice_the_width_is_found(sizes, pieces, glue):
     assert matcher(*chunks).find(prompt) == wanted
 
 
+@settings(deadline=None)
+@given(st.lists(few, max_size=10), pieces, few, st.integers(4, 9), st.integers(9, 40))
+def test_it_does_not_matter_where_a_block_ends(chunks, pieces, noise, width, n):
+    prompt = [*noise]
+    for i, first, last in pieces:
+        if i < len(chunks):
+            prompt += chunks[i][min(first, last) : max(first, last)] * 3
+        prompt += noise[first:last]
+    found = matcher(*chunks, width=width)
+    wanted, block = found.find(prompt), match.BLOCK
+    try:
+        match.BLOCK = n
+        assert found.find(prompt) == wanted
+    finally:
+        match.BLOCK = block
+
+
+def test_what_lies_in_a_long_run_is_not_hashed(monkeypatch):
+    a, short = new(100_000), new(7)
+    found = matcher(a, short)
+    hashed = []
+    inner = match.rolling
+
+    def counted(tokens, width, multiplier):
+        hashed.append(len(tokens))
+        return inner(tokens, width, multiplier)
+
+    monkeypatch.setattr(match, "rolling", counted)
+    assert found.find([*a, *short]) == [Match(0, 100_000, 1, 0), Match(100_000, 100_007, 2, 0)]
+    assert sum(hashed) < 2 * match.BLOCK
+
+
 steps = st.lists(st.tuples(st.integers(1, 6), few), max_size=12)
 
 

@@ -46,6 +46,20 @@ def test_passing_lets_all_known_hashes_through_and_few_others():
     table.check_integrity({})
 
 
+def test_flags_say_what_passes_and_known_what_is_in():
+    rng = np.random.default_rng(1)
+    keys = rng.integers(0, 2**64, 3000, dtype=np.uint64)
+    table = Postings()
+    assert table.flags(keys[:3]) == bytes(3) and not table.known(keys[:3]).any()
+    for id, key in enumerate(keys[:1000].tolist()):
+        table.add(id, {key: 0})
+    flags = table.flags(keys)
+    assert [i for i, flag in enumerate(flags) if flag == 1] == table.passing(keys).tolist()
+    assert set(flags) == {0, 1} and flags[:1000] == b"\1" * 1000
+    assert table.known(keys).tolist() == [True] * 1000 + [False] * 2000
+    assert table.known(keys[:0]).tolist() == []
+
+
 def test_a_slot_that_overflows_never_loses_a_hash():
     table = Postings()
     keys = [j << 20 for j in range(300)]  # the same first and last bits: the same two slots

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvweave.chunk.rolling import as_tokens, mixed, rolling
+from kvweave.chunk.rolling import as_tokens, mixed, rolling, widened
 from kvweave.errors import InvalidArgument
 
 ODD = 0x2545F4914F6CDD1D
@@ -33,6 +33,22 @@ def test_zeros_of_every_length_have_hashes_of_their_own():
     zeros = as_tokens([0] * 64)
     hashes = {int(rolling(zeros, width, ODD)[0]) for width in range(1, 65)}
     assert len(hashes) == 64 and 0 not in hashes
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(0, 2**32 - 1), max_size=40), st.integers(1, 5), st.integers(0, 20))
+def test_widened_hashes_are_of_these_tokens_only(tokens, n, more):
+    width = n + more
+    found = widened(rolling(as_tokens(tokens), n, ODD), n, width, ODD).tolist()
+    runs = [tokens[i : i + width] for i in range(len(tokens) - width + 1)]
+    last = width // n * n - 1  # of the runs of n side by side
+    wanted = [polynomial(run[: last + 1], ODD) for run in runs]
+    if width % n:
+        wanted = [
+            (a * ODD**n + polynomial(run[-n:], ODD)) % 2**64
+            for a, run in zip(wanted, runs, strict=True)
+        ]
+    assert found == wanted
 
 
 def test_mixed_is_not_linear():

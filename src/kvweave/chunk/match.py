@@ -7,7 +7,7 @@ holds one such window (every run of 2 * width - 1 tokens does, and from width to
 chunk's start or end), and then to the token.
 
 What bounds the work: of the chunks that share a window, ``TRIED`` are compared; where a run was found
-the search goes on behind it, not at the next token.
+the search goes on behind it, not at the next token; and what lies in a long run is not even hashed.
 """
 
 from __future__ import annotations
@@ -16,21 +16,24 @@ import secrets
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvweave.chunk.identity import ChunkId
 from kvweave.chunk.postings import Postings
-from kvweave.chunk.rolling import Hashes, Tokens, as_tokens, mixed, rolling
+from kvweave.chunk.rolling import Hashes, Tokens, as_tokens, mixed, rolling, widened
 from kvweave.errors import InvalidArgument
 
 SHORTEST = 4
 """Tokens of the shortest chunk that is found; it is one or two words."""
 
+BLOCK = 12_288
+"""Tokens hashed together: rows of 8 bytes each fit a core's cache, and memory malloc keeps."""
 
-@dataclass(frozen=True, slots=True)
-class Match:
+
+class Match(NamedTuple):
     """``prompt[start:stop]`` are the tokens ``offset : offset + stop - start`` of chunk ``id``."""
 
     start: int
@@ -116,8 +119,8 @@ class Matcher:
         chunk may be found several times.
         """
         prompt = as_tokens(tokens)
-        runs = self._runs(prompt)
-        runs += self._short_runs(prompt, runs)
+        runs, heads = self._runs(prompt)
+        runs += self._short_runs(prompt, runs, heads)
         runs.sort(key=lambda run: run.start)
         return [Match(run.start, run.stop, run.id, run.start - run.shift) for run in runs]
 
@@ -142,7 +145,7 @@ class Matcher:
             head = int(rolling(tokens, SHORTEST, self._multiplier)[0])
             whole = int(_of_length(rolling(tokens, n, self._multiplier), n)[0])
             return [(self._heads, {head: 0}), (self._wholes, {whole: 0})]
-        hashes = rolling(tokens, self.width, self._multiplier)
+        hashes = self._wide(rolling(tokens, SHORTEST, self._multiplier))
         offsets = [*range(0, len(hashes), self.width)]
         if offsets[-1] != len(hashes) - 1:
             offsets.append(len(hashes) - 1)
@@ -150,25 +153,38 @@ class Matcher:
         offsets.reverse()
         return [(self._windows, dict(zip(hashes[offsets].tolist(), offsets, strict=True)))]
 
-    def _runs(self, prompt: Tokens) -> list[_Run]:
-        hashes = rolling(prompt, self.width, self._multiplier)
-        hits = self._windows.passing(hashes)
-        starts, keys = hits.tolist(), hashes[hits].tolist()
-        overlap = self.width - SHORTEST  # a chunk of ``width`` may begin inside the run before it
+    def _wide(self, hashes: Hashes) -> Hashes:
+        """Return the hashes of windows from those of SHORTEST tokens."""
+        return widened(hashes, SHORTEST, self.width, self._multiplier)
+
+    def _runs(self, prompt: Tokens) -> tuple[list[_Run], list[tuple[int, Hashes]]]:
+        """Return the runs, and the hashes of every SHORTEST tokens between them, in pieces."""
         runs: list[_Run] = []
-        at = reached = 0
-        while at < len(starts):
-            places = self._windows.get(keys[at], runs[-1].id if runs else None)
-            run = self._best(prompt, starts[at], places, reached) if places else None
-            at += 1
-            if run is None:
-                continue
-            if _settle(runs, run, self.width):
-                reached = run.stop
-                at = bisect_left(starts, reached - overlap, at)
-            else:
-                at = bisect_left(starts, reached, at)
-        return runs
+        heads: list[tuple[int, Hashes]] = []
+        overlap = self.width - SHORTEST  # a chunk of ``width`` may begin inside the run before it
+        at = reached = 0  # the first window not looked up; where the last run ends
+        while self._windows and at + self.width <= len(prompt):
+            start = at
+            short = rolling(prompt[at : at + BLOCK], SHORTEST, self._multiplier)
+            hashes = self._wide(short)
+            heads.append((start, short[: len(hashes)]))
+            flags = self._windows.flags(hashes)
+            while (i := flags.find(1, at - start)) >= 0:
+                at = start + i
+                places = self._windows.get(hashes.item(i), runs[-1].id if runs else None)
+                run = self._best(prompt, at, places, reached) if places else None
+                at += 1
+                if run is None:
+                    continue
+                behind = reached
+                if _settle(runs, run, self.width):
+                    reached = run.stop
+                    behind = reached - overlap
+                if behind > at:
+                    at = behind
+            at = max(at, start + len(hashes))
+        heads.append((at, rolling(prompt[at:], SHORTEST, self._multiplier)))
+        return runs, heads
 
     def _best(
         self, prompt: Tokens, start: int, places: list[tuple[ChunkId, int]], reached: int
@@ -178,36 +194,38 @@ class Matcher:
         That is what adds most behind ``reached``; among equal ones the longest, and then the first.
         """
         best: _Run | None = None
-        most = (0, 0)
+        most, sides = (0, 0), None
         for id, offset in places:
             chunk, shift = self._tokens[id], start - offset
-            if best is not None and not any(
-                _same(prompt, chunk, shift, at) for at in (best.stop, best.start - 1)
-            ):
-                continue  # no longer to either side
-            behind = _n_equal(prompt[start:], chunk[offset:])
-            if behind < self.width:
+            if best is not None:
+                sides = sides or _sides(prompt, best)
+                if not _goes_on(chunk, shift, best, sides):
+                    continue  # no longer to either side
+            ahead = prompt[start : start + len(chunk) - offset]
+            stop = start + _n_equal(ahead, chunk[offset : offset + len(ahead)])
+            if stop - start < self.width:
                 continue  # another window with the same hash
-            before = 0
-            if start and offset:
-                before = _n_equal(prompt[start - 1 :: -1], chunk[offset - 1 :: -1])
-            run = _Run(start - before, start + behind, id, shift, len(chunk))
-            found = (run.stop - max(run.start, reached), run.n)
+            first = start
+            if start and offset and prompt.item(start - 1) == chunk.item(offset - 1):
+                past = prompt[max(0, shift) : start][::-1]
+                first -= _n_equal(past, chunk[offset - len(past) : offset][::-1])
+            found = (stop - (first if first > reached else reached), stop - first)
             if found > most:
-                best, most = run, found
+                best, most, sides = _Run(first, stop, id, shift, len(chunk)), found, None
         return best
 
-    def _short_runs(self, prompt: Tokens, runs: list[_Run]) -> list[_Run]:
+    def _short_runs(
+        self, prompt: Tokens, runs: list[_Run], heads: list[tuple[int, Hashes]]
+    ) -> list[_Run]:
         """Return the short chunks that stand between ``runs``, longer ones first."""
-        if not self._wholes:
+        gaps = _gaps(runs, len(prompt)) if self._wholes else []
+        if not gaps:
             return []
-        hashes = rolling(prompt, SHORTEST, self._multiplier)
-        at = self._heads.passing(hashes)
-        room = _room(at, runs, len(prompt))
-        at, room = at[room >= SHORTEST], room[room >= SHORTEST]
-        hashes = hashes[at]
+        at, room, hashes = self._beginnings(gaps, heads)
         seen: list[tuple[int, NDArray[np.intp], Hashes]] = []
         for n in range(SHORTEST, self.width):
+            if not len(at):
+                break
             keys = _of_length(hashes, n)
             known = self._wholes.passing(keys)
             seen.append((n, at[known], keys[known]))
@@ -215,11 +233,32 @@ class Matcher:
             at, room, hashes = at[fits], room[fits], hashes[fits]
             hashes = hashes * np.uint64(self._multiplier)
             hashes += mixed(prompt[at + n], self._multiplier)
-        free = np.ones(len(prompt), bool)
+        free = np.ones(len(prompt) if seen else 0, bool)
         found: list[_Run] = []
         for n, starts, keys in reversed(seen):
             found += self._wholes_at(prompt, free, n, starts, keys)
         return found
+
+    def _beginnings(
+        self, gaps: list[tuple[int, int]], heads: list[tuple[int, Hashes]]
+    ) -> tuple[NDArray[np.intp], NDArray[np.intp], Hashes]:
+        """Return where short chunks may begin, the tokens from there to the gap's end, and hashes."""
+        starts, stops = np.array(gaps, np.intp).T
+        places, keys = [np.empty(0, np.intp)], [np.empty(0, np.uint64)]
+        for start, hashes in heads:
+            low = int(stops.searchsorted(start, side="right"))
+            high = int(starts.searchsorted(start + len(hashes))) - 1
+            if low > high:
+                continue  # all of it is in runs
+            first = max(start, int(starts[low]))
+            wanted = hashes[first - start : int(stops[high]) - start]
+            here = self._heads.passing(wanted)
+            places.append(here + first)
+            keys.append(wanted[here])
+        at, hashes = np.concatenate(places), np.concatenate(keys)
+        room = stops[starts.searchsorted(at, side="right") - 1] - at
+        fits = np.flatnonzero((room >= SHORTEST) & self._heads.known(hashes))
+        return at[fits], room[fits], hashes[fits]
 
     def _wholes_at(
         self, prompt: Tokens, free: NDArray[np.bool_], n: int, at: NDArray[np.intp], keys: Hashes
@@ -266,16 +305,15 @@ def _settle(runs: list[_Run], new: _Run, width: int) -> bool:
 
 
 def _n_equal(a: Tokens, b: Tokens) -> int:
-    """Return how many first tokens are equal; looks at few more than these."""
-    n = min(len(a), len(b))
+    """Return how many first tokens of two equally long rows are equal; looks at few more than these."""
+    n = len(a)
     at, step = 0, 1024
     while at < n:
-        stop = min(at + step, n)
-        differ = a[at:stop] != b[at:stop]
-        first = int(differ.argmax())
-        if differ[first]:
+        differ = a[at : at + step] != b[at : at + step] if n > step else a != b
+        first: int = differ.tobytes().find(1)  # half the time of argmax for few tokens
+        if first >= 0:
             return at + first
-        at, step = stop, 4 * step
+        at, step = at + step, 4 * step
     return n
 
 
@@ -284,14 +322,22 @@ def _of_length(hashes: Hashes, n: int) -> Hashes:
     return hashes + np.uint64(n * 0x9E3779B97F4A7C15 & (1 << 64) - 1)
 
 
-def _same(prompt: Tokens, chunk: Tokens, shift: int, at: int) -> bool:
-    """Tell whether both have a token there, and the same."""
-    inside = 0 <= at < len(prompt) and 0 <= at - shift < len(chunk)
-    return inside and bool(prompt[at] == chunk[at - shift])
+def _sides(prompt: Tokens, run: _Run) -> tuple[int, int]:
+    """Return the tokens before and behind a run, -1 for none."""
+    before = prompt.item(run.start - 1) if run.start else -1
+    return before, prompt.item(run.stop) if run.stop < len(prompt) else -1
 
 
-def _room(at: NDArray[np.intp], runs: list[_Run], n: int) -> NDArray[np.intp]:
-    """Return how many tokens from each place on are in no run; 0 or less inside a run."""
-    stops = np.array([run.stop for run in runs], np.intp)
-    starts = np.array([*(run.start for run in runs), n], np.intp)
-    return starts[np.searchsorted(stops, at, side="right")] - at
+def _goes_on(chunk: Tokens, shift: int, run: _Run, sides: tuple[int, int]) -> bool:
+    """Tell whether a chunk that has part of the run also has the token before or behind it."""
+    before, behind = run.start - 1 - shift, run.stop - shift
+    if behind < len(chunk) and chunk.item(behind) == sides[1]:
+        return True
+    return before >= 0 and chunk.item(before) == sides[0]
+
+
+def _gaps(runs: list[_Run], n: int) -> list[tuple[int, int]]:
+    """Return where no run is, for a short chunk at least."""
+    starts = [0, *(run.stop for run in runs)]
+    stops = [*(run.start for run in runs), n]
+    return [gap for gap in zip(starts, stops, strict=True) if gap[1] - gap[0] >= SHORTEST]

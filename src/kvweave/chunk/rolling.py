@@ -39,21 +39,34 @@ def rolling(tokens: Tokens, width: int, multiplier: int) -> Hashes:
     """
     if len(tokens) < width:
         return np.empty(0, np.uint64)
-    power, n_power, factor = mixed(tokens, multiplier), 1, multiplier
-    joined, n_joined = power, 0
+    return widened(mixed(tokens, multiplier), 1, width, multiplier)
+
+
+def widened(hashes: Hashes, n: int, width: int, multiplier: int) -> Hashes:
+    """Return the hashes of runs of ``width`` tokens from those of ``n <= width``; (+ n - width,).
+
+    If n divides ``width`` they are those of `rolling`; else the last n tokens of each count twice.
+    """
+    if len(hashes) < width - n + 1:
+        return np.empty(0, np.uint64)
+    n_runs = width // n
+    factor = pow(multiplier, n, _MASK + 1)
+    power, n_power, power_factor = hashes, 1, factor
+    joined, n_joined = hashes, 0
     while True:
-        if width & n_power:
-            joined = _join(joined, n_joined, power, factor) if n_joined else power
+        if n_runs & n_power:
+            joined = _join(joined, n_joined * n, power, power_factor) if n_joined else power
             n_joined += n_power
-        if n_joined == width:
-            return joined
-        power = _join(power, n_power, power, factor)
-        factor = factor * factor & _MASK
+        if n_joined == n_runs:
+            break
+        power = _join(power, n_power * n, power, power_factor)
+        power_factor = power_factor * power_factor & _MASK
         n_power *= 2
+    return _join(joined, width - n, hashes, factor) if width % n else joined
 
 
 def _join(left: Hashes, n_left: int, right: Hashes, factor: int) -> Hashes:
-    """Return the hashes of ``n_left`` tokens and those behind them; ``factor`` is m**n_right."""
+    """Return ``left`` times ``factor`` plus what stands ``n_left`` places further in ``right``."""
     n = len(right) - n_left
     both = left[:n] * np.uint64(factor)
     both += right[n_left:]
