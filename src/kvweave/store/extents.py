@@ -72,7 +72,7 @@ class Extents:
 
     def retire(self, start: int) -> None:
         """Take away a region that is wholly free. Raises ValueError if it is not."""
-        self._merge()
+        self.merge()
         n = self._regions[start]
         if self._holes.get(start) != n:
             raise ValueError(f"the region at {start} is in use")
@@ -89,7 +89,7 @@ class Extents:
         if offset is None:
             offset = self._from_holes(n, align)
         if offset is None and self._n_kept:
-            self._merge()
+            self.merge()
             offset = self._from_holes(n, align)
         if offset is not None:
             self._taken[offset] = n
@@ -109,7 +109,7 @@ class Extents:
             kept.append(offset)
         self._n_kept += 1
         if self._n_kept > MAX_KEPT:
-            self._merge()
+            self.merge()
 
     def claim(self, start: int) -> int:
         """Take the whole hole at ``start`` and return its units; KeyError if there is none."""
@@ -121,11 +121,11 @@ class Extents:
 
     def holes(self) -> Iterator[tuple[int, int]]:
         """Return (start, units) of every hole, merged, in any order."""
-        self._merge()
+        self.merge()
         return iter(list(self._holes.items()))
 
     def is_free(self, start: int) -> bool:
-        """Say whether nothing of the region at ``start`` is taken, as far as merged."""
+        """Say whether nothing of the region at ``start`` is taken, as far as `merge` knows."""
         return self._holes.get(start) == self._regions[start]
 
     def taken(self) -> dict[int, int]:
@@ -139,7 +139,7 @@ class Extents:
     @property
     def largest_hole(self) -> int:
         """Units of the largest hole; 0 if there is none."""
-        self._merge()
+        self.merge()
         top = self._bins[self._mask.bit_length() - 1] if self._mask else ()
         return max((self._holes[start] for start in top), default=0)
 
@@ -205,7 +205,7 @@ class Extents:
                     return start
         return None
 
-    def _merge(self) -> None:
+    def merge(self) -> None:
         """Make holes of what was freed."""
         for n, starts in self._kept.items():
             for start in starts:

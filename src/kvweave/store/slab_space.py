@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import itertools
+import os
 import threading
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -20,6 +21,7 @@ from kvweave.store.slab_segments import Segment
 
 PUNCH_FROM = 1 << 20  # bytes of the smallest hole worth a system call of 3 ms
 PUNCH_ABOVE = 0.5  # share of a segment that is free
+RESERVE = 16 << 20  # bytes of the disk that are left to the index: without room nothing is freed
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -72,12 +74,17 @@ class Space:
             offset = self._extents.allocate(n_pages)
             if offset is None:
                 return None
-            start = self._starts[bisect_right(self._starts, offset) - 1]
-            return self._segments[start], offset - start
+            segment = self._segment_of(offset)
+            return segment, offset - segment.start
+
+    def _segment_of(self, offset: int) -> Segment:
+        return self._segments[self._starts[bisect_right(self._starts, offset) - 1]]
 
     def _grow(self, n_pages: int) -> bool:
         """Add a segment, a smaller one if the disk is nearly full."""
-        left = self._capacity - self._extents.n_units
+        disk = os.statvfs(self.directory)
+        on_disk = (disk.f_bavail * disk.f_frsize - RESERVE) // PAGE
+        left = min(self._capacity - self._extents.n_units, on_disk)
         size = min(max(self._segment, n_pages), left)
         while size >= n_pages:
             number = next(self._numbers)
@@ -114,8 +121,8 @@ class Space:
             assert self._extents.n_units <= self._capacity
             found = {}
             for offset, n in self._extents.taken().items():
-                start = self._starts[bisect_right(self._starts, offset) - 1]
-                found[self._segments[start].number, offset - start] = n
+                segment = self._segment_of(offset)
+                found[segment.number, offset - segment.start] = n
             return found
 
     def stats(self) -> dict[str, float]:
@@ -135,17 +142,15 @@ class Space:
     def trim(self, keep: int = 0) -> None:
         """Unlink segments that are wholly free, but ``keep``; punch holes into half-empty ones."""
         with self._lock:
-            holes = sorted(self._extents.holes())
+            self._extents.merge()
             free = [s for s in self._segments.values() if self._extents.is_free(s.start)][keep:]
             for segment in free:
                 self._extents.retire(segment.start)
                 del self._segments[segment.start]
                 self._starts.remove(segment.start)
             inside: dict[Segment, dict[int, int]] = {s: {} for s in self._segments.values()}
-            for start, n in holes:
-                segment = self._segments.get(self._starts[bisect_right(self._starts, start) - 1])
-                if segment is not None and start < segment.start + segment.n_pages:
-                    inside[segment][start] = n
+            for start, n in self._extents.holes():
+                inside[self._segment_of(start)][start] = n
         for segment in free:
             segment.close()
             segment.path.unlink(missing_ok=True)
