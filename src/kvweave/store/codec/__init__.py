@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from kvweave.errors import InvalidArgument, check_options, nearest
+from kvweave.errors import InvalidArgument, nearest
 from kvweave.store.codec.base import BLOCK, Codec, Make, Part, Place
+from kvweave.store.codec.cachegen import cachegen
 from kvweave.store.codec.choice import Choice, Layers, Named, split
-from kvweave.store.codec.raw import Raw
-
-
-def _raw(place: Place, options: Sequence[str]) -> Codec:
-    check_options(options, ())
-    return Raw()
-
+from kvweave.store.codec.fp8 import fp8
+from kvweave.store.codec.integer import integer
+from kvweave.store.codec.raw import packed, raw
+from kvweave.store.codec.step import step
 
 CODECS: dict[str, Make] = {
-    "raw": _raw,
+    "raw": raw,
+    "raw+zstd": packed,
+    "fp8": fp8(entropy=False),
+    "fp8+zstd": fp8(entropy=True),
+    "int8": integer(8, entropy=False),
+    "int8+zstd": integer(8, entropy=True),
+    "int5": integer(5, entropy=False),
+    "int5+zstd": integer(5, entropy=True),
+    "int4": integer(4, entropy=False),
+    "int4+zstd": integer(4, entropy=True),
+    "step": step,
+    "cachegen": cachegen,
 }
 
 
@@ -43,8 +50,8 @@ def parse(spec: str) -> Choice:
             hint = "end the last range, and only that, with a dash: 0-3:int8,4-:int4"
             raise _refused(spec, "the last range has no end, the others have one", hint)
         covered = 0 if last is None else last + 1
-        k, _, v = rest.partition("/")
-        layers.append(Layers(last, _named(spec, k), _named(spec, v or k)))
+        k, slash, v = rest.partition("/")
+        layers.append(Layers(last, _named(spec, k), _named(spec, v if slash else k)))
     return Choice(spec, tuple(layers))
 
 

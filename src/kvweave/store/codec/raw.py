@@ -1,10 +1,15 @@
-"""The values as they are, bit for bit."""
+"""The values as they are, bit for bit; with zstd, their bytes sorted by place first."""
 
 from __future__ import annotations
 
-from torch import Tensor, frombuffer
+from collections.abc import Sequence
 
-from kvweave.store.codec.base import bytes_of, wrong
+import torch
+from torch import Tensor
+
+from kvweave.errors import check_options
+from kvweave.store.codec.base import Place, bytes_of, wrong
+from kvweave.store.codec.grid import Fields, squeeze, unsqueeze
 
 
 class Raw:
@@ -18,5 +23,35 @@ class Raw:
         """Copy the bytes into ``out``, which has the dtype that was encoded."""
         if len(data) != out.numel() * out.element_size():
             raise wrong(f"{len(data)} bytes for {tuple(out.shape)} of {out.dtype}")
-        if out.numel():
-            out.copy_(frombuffer(bytearray(data), dtype=out.dtype).view(out.shape))
+        out.copy_(Fields(data).take(tuple(out.shape), out.dtype))
+
+
+class Packed:
+    """All first bytes of the values, then all second ones, ...: exponents compress, the rest not."""
+
+    def encode(self, block: Tensor) -> list[memoryview]:
+        """Return one zstd frame."""
+        planes = torch.frombuffer(bytes_of(block), dtype=torch.uint8) if block.numel() else None
+        if planes is None:
+            return []
+        return [squeeze(planes.view(-1, block.element_size()).t().contiguous())]
+
+    def decode(self, data: memoryview, out: Tensor) -> None:
+        """Fill ``out``, which has the dtype that was encoded."""
+        if not out.numel():
+            return
+        size = out.element_size()
+        planes = unsqueeze(data, out.numel() * size).view(size, -1)
+        out.copy_(planes.t().flatten().view(out.dtype).view(out.shape))
+
+
+def raw(place: Place, options: Sequence[str]) -> Raw:
+    """Make the codec. Raises InvalidArgument: it has no options."""
+    check_options(options, ())
+    return Raw()
+
+
+def packed(place: Place, options: Sequence[str]) -> Packed:
+    """Make the codec. Raises InvalidArgument: it has no options."""
+    check_options(options, ())
+    return Packed()
