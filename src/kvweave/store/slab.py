@@ -24,24 +24,24 @@ from __future__ import annotations
 
 import errno
 import itertools
+import os
 import threading
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-import numpy as np
 import xxhash
 
 from kvweave.errors import InvalidArgument
 from kvweave.store import slab_header, slab_load
-from kvweave.store.base import DONE, PAGE, Get, Outcome, Put
+from kvweave.store.base import DONE, PAGE, Get, Outcome, Put, checked
 from kvweave.store.buffers import Run, address, runs
 from kvweave.store.keys import check_key, n_bytes_of, outside
 from kvweave.store.locked import hold, let_go
 from kvweave.store.slab_reads import LATE, Pool, Reading
 from kvweave.store.slab_rows import Change, Rows, Slot, pages_of
-from kvweave.store.slab_segments import PIECE, WRITE_PIECE, aligned, pieces, scratch
+from kvweave.store.slab_segments import PIECE, WRITE_PIECE, pieces, scratch
 from kvweave.store.slab_space import NO_ROOM, Space
 
 SEGMENT = 1 << 30  # bytes
@@ -149,13 +149,14 @@ class Slab:
         hashed = xxhash.xxh3_64()
         for run in memory:
             hashed.update(run.array(0, run.n).data)
-        packed = slab_header.pack(key, slot.seq, slot.n, hashed.intdigest())
-        header = aligned(PAGE)
-        header[: len(packed)] = np.frombuffer(packed, np.uint8)
-        whole = [Run(address(header), PAGE, (header,)), *memory]
-        for position, parts in pieces(slot.page * PAGE, whole, WRITE_PIECE):
-            _look_at_clock(deadline)
-            slot.segment.write(position, parts)
+        with scratch(PAGE) as header:
+            header.data[: slab_header.SIZE] = slab_header.pack(
+                key, slot.seq, slot.n, hashed.intdigest()
+            )
+            whole = [Run(address(header), PAGE, (header,)), *memory]
+            for position, parts in pieces(slot.page * PAGE, whole, WRITE_PIECE):
+                _look_at_clock(deadline)
+                slot.segment.write(position, parts)
 
     def _allocate(self, n: int, deadline: float | None) -> Slot | None:
         """Return pages for ``n`` bytes; waits for commits that would free some."""
@@ -230,13 +231,15 @@ class Slab:
             self._space.free(slot.segment, slot.page, slot.n_pages)
 
     def get(self, gets: Sequence[Get], *, deadline: float | None = None) -> list[Outcome]:
+        if deadline is None and len(gets) == 1:
+            outcome = self._get_straight(gets[0])
+            if outcome is not None:
+                return [outcome]
         for get in gets:
             check_key(get.key)
         memory = [runs(get.into) for get in gets]
-        found: list[Outcome | Reading] = []
         with self._lock:
-            for get, into in zip(gets, memory, strict=True):
-                found.append(self._begin(get, into))
+            found = [self._begin(get, into) for get, into in zip(gets, memory, strict=True)]
         readings = [each for each in found if isinstance(each, Reading)]
         if readings:
             self._pool.read(readings, deadline, self._strict)
@@ -246,6 +249,29 @@ class Slab:
         outcomes = [each.outcome or LATE if isinstance(each, Reading) else each for each in found]
         self._count("get", outcomes, sum(reading.bounced for reading in readings))
         return outcomes
+
+    def _get_straight(self, get: Get) -> Outcome | None:
+        """Read whole pages into one buffer by one system call; None if that is not the case.
+
+        Some 5 us on top of it. The other way takes 50 us, as long as the disk for 64 KiB.
+        """
+        key, offset, into, _ = get
+        if len(into) != 1 or offset % PAGE or offset < 0:
+            return None
+        n = into[0].nbytes
+        with self._lock:
+            slot = self._index.get(key)
+            if slot is None or offset + n > slot.n or not slot.can_be_read_straight(n):
+                return None
+            self._lease(slot)
+        try:
+            ok = os.preadv(slot.segment.file, into, (slot.page + 1) * PAGE + offset) == n
+        except Exception:
+            ok = False  # misaligned memory, or a broken disk: the other way finds out
+        with self._lock:
+            self._end_locked(slot)
+            self._counts["get_straight"] += ok
+        return checked(get) if ok else None
 
     def _begin(self, get: Get, into: list[Run]) -> Reading | Outcome:
         """Lease the slot for a read, or say why there is nothing to read."""
@@ -264,10 +290,13 @@ class Slab:
 
     def _end(self, slot: Slot) -> None:
         with self._lock:
-            slot.leases -= 1
-            self._n_leases -= 1
-            if slot.loose:
-                self._free_unused(slot)
+            self._end_locked(slot)
+
+    def _end_locked(self, slot: Slot) -> None:
+        slot.leases -= 1
+        self._n_leases -= 1
+        if slot.loose:
+            self._free_unused(slot)
 
     def _drop(self, key: str, slot: Slot) -> None:
         """Let go of a value that cannot be read."""

@@ -3,7 +3,8 @@
 ::
 
     0   magic "kvwslab1"  version u32  key bytes u32  xxh3(key)  seq  n_bytes  xxh3(payload)
-    48  the key, then xxh3 of all before it, then zeros to 4 KiB         little-endian, u64 if not said
+    48  the key, then xxh3 of all before it, then zeros to 512      little-endian, u64 if not said
+    512 anything
 """
 
 from __future__ import annotations
@@ -12,20 +13,19 @@ import struct
 
 import xxhash
 
-from kvweave.store.base import PAGE
-
 MAGIC = b"kvwslab1"
 VERSION = 1
+SIZE = 512  # bytes of the page that mean something
 _FIXED = struct.Struct("<8sIIQQQQ")
 _SUM = struct.Struct("<Q")
 
 
 def pack(key: str, seq: int, n_bytes: int, payload_sum: int) -> bytes:
-    """Return the header of a value without the zeros that fill its page."""
+    """Return the header of a value, ``SIZE`` bytes."""
     name = key.encode()
     hashed = xxhash.xxh3_64_intdigest(name)
     head = _FIXED.pack(MAGIC, VERSION, len(name), hashed, seq, n_bytes, payload_sum) + name
-    return head + _SUM.pack(xxhash.xxh3_64_intdigest(head))
+    return (head + _SUM.pack(xxhash.xxh3_64_intdigest(head))).ljust(SIZE, b"\0")
 
 
 def fault(page: bytes, key: str, seq: int, n_bytes: int) -> str:
@@ -36,7 +36,7 @@ def fault(page: bytes, key: str, seq: int, n_bytes: int) -> str:
     if version != VERSION:
         return f"its format is {version}, not {VERSION}"
     end = _FIXED.size + n_name
-    if end + _SUM.size > PAGE or _SUM.unpack_from(page, end)[0] != xxhash.xxh3_64_intdigest(
+    if end + _SUM.size > SIZE or _SUM.unpack_from(page, end)[0] != xxhash.xxh3_64_intdigest(
         page[:end]
     ):
         return "its header is torn"

@@ -190,7 +190,7 @@ class Pool:
                 reading.end()
             return
         call = Call(readings, copies=strict and deadline is not None)
-        helpers = min(self._n, call.n_pieces - (deadline is None))
+        helpers = min(self._n, call.n_pieces) - (deadline is None)
         if helpers > 0:
             self._start()
             for _ in range(helpers):

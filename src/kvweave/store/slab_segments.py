@@ -34,6 +34,9 @@ MAX_BUFFERS = 1024  # of one preadv: IOV_MAX on Linux
 O_DIRECT = getattr(os, "O_DIRECT", 0)
 PUNCH = 0x01 | 0x02  # FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE
 
+Call = Callable[..., int]  # os.preadv or os.pwritev
+
+_NOTHING: Bytes = np.empty(0, np.uint8)
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -86,6 +89,8 @@ class Segment:
         if not self.direct:
             _transfer(os.preadv, self.file, position, list(arrays))
             return 0
+        if _is_aligned(position, arrays) and self._direct(os.preadv, position, arrays, _NOTHING):
+            return 0
         elements, copies, n = plan(position, arrays)
         with scratch(n) as memory:
             if not self._direct(os.preadv, position, elements, memory):
@@ -99,6 +104,8 @@ class Segment:
         if not self.direct:
             _transfer(os.pwritev, self.file, position, list(arrays))
             return
+        if _is_aligned(position, arrays) and self._direct(os.pwritev, position, arrays, _NOTHING):
+            return
         elements, copies, n = plan(position, arrays)
         with scratch(n) as memory:
             if copies:
@@ -110,7 +117,7 @@ class Segment:
                 self.write(position, arrays)
 
     def _direct(
-        self, call: Callable[..., int], position: int, elements: list[Bytes | int], memory: Bytes
+        self, call: Call, position: int, elements: Sequence[Bytes | int], memory: Bytes
     ) -> bool:
         """Transfer past the page cache; False if this filesystem turns out not to do that."""
         buffers, at = [], 0
@@ -151,6 +158,11 @@ class Segment:
             if self.file >= 0:
                 os.close(self.file)
                 self.file = -1
+
+
+def _is_aligned(position: int, arrays: Sequence[Bytes]) -> bool:
+    """Say whether all of a transfer can go straight, without a plan."""
+    return not position % PAGE and not any(len(a) % PAGE or address(a) % PAGE for a in arrays)
 
 
 def plan(
@@ -197,6 +209,11 @@ def plan(
 
 def pieces(position: int, memory: Sequence[Run], size: int) -> Iterator[tuple[int, list[Bytes]]]:
     """Cut a transfer at multiples of the page, into about ``size`` bytes each."""
+    n_bytes = sum(run.n for run in memory)
+    if n_bytes <= size - position % PAGE:
+        if n_bytes:
+            yield position, [run.array(0, run.n) for run in memory]
+        return
     parts: list[Bytes] = []
     start, room = position, size - position % PAGE
     for run in memory:
@@ -213,7 +230,7 @@ def pieces(position: int, memory: Sequence[Run], size: int) -> Iterator[tuple[in
         yield start, parts
 
 
-def _transfer(call: Callable[..., int], file: int, position: int, buffers: list[Bytes]) -> None:
+def _transfer(call: Call, file: int, position: int, buffers: list[Bytes]) -> None:
     """Read or write all of the buffers; raise OSError, EIO where a file ends too early."""
     while buffers:
         now = buffers[:MAX_BUFFERS]
