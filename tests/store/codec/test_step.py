@@ -20,10 +20,10 @@ def gaussian(*shape):
 
 
 def test_no_key_is_more_than_half_a_step_off():
-    x = gaussian(256, 2, 32) * torch.tensor([1.0, 5.0]).view(2, 1) + 20 * gaussian(1, 2, 32)
+    x = gaussian(256, 2, 33) * torch.tensor([1.0, 5.0]).view(2, 1) + 20 * gaussian(1, 2, 33)
     y, _ = coded("step:0.3", x)
-    rms = (x - x.mean(0)).square().mean((0, 2)).sqrt()
-    worst = (x - y).abs().amax((0, 2)) / rms
+    spread = (x - x.mean(0)).square().mean(0).sqrt().median(1).values
+    worst = (x - y).abs().amax((0, 2)) / spread
     assert ((worst <= 0.151 * (1 + 2**-7)) & (worst > 0.14)).all()
 
 
@@ -41,8 +41,12 @@ def test_the_mean_of_a_key_costs_nothing():
     assert coded("step", x + means, "v")[1] / coded("step", x, "v")[1] < 1, "coarser"
 
 
-def test_a_far_outlier_makes_the_step_coarser():
-    x = gaussian(256, 1, 32)
-    x[3, 0, 3] = 1000.0
-    y, _ = coded("step:0.01", x)
-    assert abs(y[3, 0, 3] - 1000) < 4 and (x - y).abs().max() < 4.1
+def test_a_loud_channel_has_longer_steps_and_the_others_do_not():
+    x = gaussian(256, 1, 33)
+    loud = x.clone()
+    loud[:, 0, 3] *= 100
+    (plain, _), (y, _) = coded("step:0.2", x), coded("step:0.2", loud)
+    others = torch.arange(33) != 3
+    assert torch.allclose(plain[:, :, others], y[:, :, others], atol=0.02)
+    far = (loud - y)[:, 0, 3].abs().max() / loud[:, 0, 3].abs().max()
+    assert 1 / 600 < far < 1 / 120

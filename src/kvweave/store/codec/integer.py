@@ -5,9 +5,10 @@ keys get a scale for each channel, over the tokens of the block, and values one 
 its channels. Option ``channel`` or ``token`` sets it for both.
 
 With zstd the symbols are entropy coded. Then resolving a quiet channel as finely as a loud one costs
-bits that help little, and a key's scale is the geometric mean of its channel's reach and of the
-largest reach in its head: nothing is cut off, and quiet channels take fewer bits. Values then have
-grids around zero, which is their likeliest symbol.
+bits that help little, and a quiet channel's scale lies between what its own reach needs and what one
+of the loudest does that are no outliers (their geometric mean, the latter counting twice): nothing
+is cut off, and quiet channels take fewer bits. Values then have grids around zero, which is their
+likeliest symbol.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from kvweave.store.codec import grid
 from kvweave.store.codec.base import Place, bytes_of
 
 Axis = Literal["channel", "token"]
+QUIETER = 7  # eighths of a head's channels; the rest may be outliers
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +48,8 @@ class Integer:
         if middle is not None:
             reach = torch.maximum(reach, middle.float() - low)
         if self.entropy and self.axis == "channel":
-            reach = (reach.sqrt() * reach.amax(2, keepdim=True).sqrt()).maximum(reach)
+            large = reach.kthvalue(-(-QUIETER * x.shape[2] // 8), 2, keepdim=True).values
+            reach = (reach ** (1 / 3) * large ** (2 / 3)).maximum(reach)
         scale = grid.rounded_up(reach * (2 / (self._levels - 1)))
         q = grid.symbols(x, scale, middle, self._levels)
         # nibbles cost zstd nothing, 5 bits across byte borders hide the symbols from it
