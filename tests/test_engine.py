@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import oracle
 import pytest
@@ -199,32 +200,38 @@ def test_a_home_survives_a_restart_and_belongs_to_one_model(tmp_path: Path) -> N
 
 
 def test_wrong_bytes_on_disk_are_never_used(tmp_path: Path) -> None:
-    with Engine(tiny(), home=tmp_path, repair="none") as engine:
+    """What a tier lost or spoilt is computed again, and says the same."""
+    files: dict[str, Any] = {"home": tmp_path, "repair": "none", "tiers": ("files",)}
+    with Engine(tiny(), **files) as engine:
         id = engine.put("docs/a", text(7)).id
-    file = tmp_path / "kv" / f"{id}.kv"
+        digest = engine.table.get(id).digest.hex()
+        wanted = engine.compose("{docs/a}").generate(max_tokens=3, temperature=0).tokens
+    file = tmp_path / "files" / f"{digest}.kv"
     whole = file.read_bytes()
-    for bytes_ in (whole[:-9], whole[:-4] + b"\x01\x02\x03\x04", b""):
-        file.write_bytes(bytes_)
-        with Engine(tiny(), home=tmp_path, repair="none") as engine:
-            context = engine.context("c")
-            context.append_chunk("docs/a")
-            with pytest.raises(CorruptChunk):
-                context.weave()
-            assert [p.n for p in context.parts] == [7]
-    file.unlink()
-    with Engine(tiny(), home=tmp_path, repair="none") as engine:
-        context = engine.context("c")
-        context.append_chunk("docs/a")
-        assert context.weave().prefilled == 7, "a tier may lose a chunk: it is computed again"
+    for bytes_ in (whole[:-9], whole[:-4] + b"\x01\x02\x03\x04", whole[:100], b"", None):
+        if bytes_ is None:
+            file.unlink()
+        else:
+            file.write_bytes(bytes_)
+        with Engine(tiny(), **files) as engine:
+            assert engine.files.stat("docs/a").tier == ("none" if bytes_ is None else "disk")
+            context = engine.compose("{docs/a}")
+            plan = context.weave()
+            assert (plan.reused, plan.prefilled) == (0, 7)
+            assert context.generate(max_tokens=3, temperature=0).tokens == wanted
+            engine.check_integrity()
+        assert file.read_bytes() == whole, "closing wrote it again"
 
 
-def test_files_of_a_put_that_never_ended_are_not_taken_for_the_next_chunk(tmp_path: Path) -> None:
-    with Engine(tiny(), home=tmp_path, repair="none") as engine:
-        first = engine.put("docs/a", text(7))
+def test_records_of_a_put_that_never_ended_go(tmp_path: Path) -> None:
+    files: dict[str, Any] = {"home": tmp_path, "repair": "none", "tiers": ("files",)}
+    with Engine(tiny(), **files) as engine:
+        engine.put("docs/a", text(7))
         engine.place("docs/a", "disk")
-    orphan = tmp_path / "kv" / f"{first.id + 1}.kv"
-    orphan.write_bytes((tmp_path / "kv" / f"{first.id}.kv").read_bytes())
-    with Engine(tiny(), home=tmp_path, repair="none") as engine:
+    (record,) = (tmp_path / "files").glob("*.kv")
+    orphan = record.with_stem("0" * 32)
+    orphan.write_bytes(record.read_bytes())
+    with Engine(tiny(), **files) as engine:
         assert not orphan.exists()
         assert engine.files.stat("docs/a").tier == "disk"
 

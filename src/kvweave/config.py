@@ -31,6 +31,10 @@ class Config:
     max_drift: float | None = None  # nats: over this predicted bound `auto` repairs more
     calibration: str | None = None  # file; None: calibration.json of the home or the checkpoint
     policy: str = "lru"  # which chunk to let go of
+    tiers: tuple[str, ...] | None = (
+        None  # see kvweave.store.spec; None: a disk where there is a home
+    )
+    load_seconds: float = 10.0  # a load that takes longer is given up, and the chunk computed
     denoise: Literal["after", "never"] = "after"  # canonical KV of new turns: after the answer
     max_batch: int = 16  # contexts that decode together
     max_rows: int = 512  # rows of one model pass; bounds the mask to max_rows x context

@@ -13,14 +13,14 @@ from kvweave.chunk.files import Entry, Files
 from kvweave.chunk.identity import ChunkId, Kind, Tier, check_name, check_namespace
 from kvweave.chunk.record import Record
 from kvweave.chunk.table import Table
-from kvweave.config import Config, n_bytes
+from kvweave.config import Config
 from kvweave.errors import ContextTooLong, InvalidArgument, check_options
 from kvweave.keep import POLICIES
 from kvweave.run.loop import Loop
 from kvweave.run.model import Capability, Runner
-from kvweave.store.disk import Disk
 from kvweave.store.home import Home
-from kvweave.store.shelf import Seen, Shelf
+from kvweave.store.shelf import Seen
+from kvweave.store.spec import open_shelf
 from kvweave.weave import gate
 from kvweave.weave.context import Context
 from kvweave.weave.contexts import Contexts
@@ -68,16 +68,19 @@ class Engine:
             )
         strategy(self.config.repair)
         self.runner = model if isinstance(model, Runner) else Runner.load(str(model), **loading)  # type: ignore[arg-type]
-        mine, disk = self.runner.fingerprint, None
-        self._home = None if home is None else Home(Path(home), mine)
-        if self._home is not None:
-            disk = Disk(self._home.kv, mine, self.runner.device)
+        self._home = None if home is None else Home(Path(home), self.runner.fingerprint)
         self.table = Table(None if self._home is None else self._home.index)
-        policy = POLICIES[self.config.policy](n_bytes(self.config.budget))
-        self.shelf = Shelf(
-            n_bytes(self.config.budget), policy, disk, self._is_pinned,
-            "gpu" if self.runner.device.type == "cuda" else "ram",
-        )  # fmt: skip
+        try:
+            self.shelf = open_shelf(
+                self.config,
+                None if self._home is None else self._home.path,
+                (self.runner.fingerprint.digest().hex(), self.runner.device),
+                lambda id: self.table.get(ChunkId(id)).digest.hex(),
+                self._is_pinned,
+            )
+        except BaseException:
+            self.table.close()
+            raise
         self.shelf.on_tier = self._note_tier
         self.shelf.on_in_context = self._note_deps
         self.table.on_free = self._let_go
@@ -92,6 +95,7 @@ class Engine:
             self._mend()
             self._base = self._make_base(base) if self.runner.can_move else None
         except BaseException:
+            self.shelf.mover.close()
             self.table.close()
             raise
 
@@ -112,10 +116,12 @@ class Engine:
         """Close all contexts; with a home, write KV in memory to disk and close the index."""
         for context in self._contexts:
             self.close_context(context.name, context.namespace)
-        if self.shelf.disk is not None:
+        if self.shelf.mover.levels:
+            below = self.shelf.mover.levels[0].place
             for record in list(self.table):
                 if record.tier == self.shelf.memory and record.names:
-                    self.shelf.place(record.id, "disk")
+                    self.shelf.place(record.id, below)
+        self.shelf.mover.close()
         self.table.close()
 
     def can(self, what: str) -> Capability:
@@ -377,14 +383,14 @@ class Engine:
     def _mend(self) -> None:
         """After a restart: what was only in memory has no KV now; unnamed chunks are gone.
 
-        Files of ids the index does not know were written by a put that never ended: such an id may
-        be given again, so they go first.
+        Records of digests the index does not know were written by a put that never ended.
         """
         self.table.collect()
-        known = {record.id for record in self.table}
-        if self.shelf.disk is not None:
-            for key in self.shelf.disk.keys() - known:
-                self.shelf.disk.delete(key)
+        known = {record.digest.hex(): int(record.id) for record in self.table}
+        for level in self.shelf.mover.levels:
+            if level.place != "remote":  # others may use that one too
+                level.keep_only(known)
+        self.shelf.mover.find(known.values())
         for record in list(self.table):
             tier = self.shelf.tier(record.id)
             if record.tier != tier or record.deps:

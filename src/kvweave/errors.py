@@ -21,6 +21,7 @@
     |-- StoreError
     |   |-- OverBudget                 .needed, .budget, .evictable (bytes)
     |   |-- CorruptChunk               .path, .checksum
+    |   |-- LoadFailed                 .id, .reason
     |   `-- FormatTooNew               .path, .found, .supported
     `-- ServerError
         |-- Overloaded                 .retry_after (seconds)
@@ -219,6 +220,16 @@ class CorruptChunk(StoreError):
             hint="nothing of it was used; remove it and put the text again",
             path=path,
             checksum=checksum,
+        )
+
+
+class LoadFailed(StoreError):
+    def __init__(self, id: int, reason: str) -> None:
+        super().__init__(
+            f"the KV of #{id} could not be loaded: {reason}",
+            hint="it is computed again when it is asked for",
+            id=id,
+            reason=reason,
         )
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import os
 import random
-import stat as modes
 from urllib.parse import quote
 
 import pytest
 
 from kvweave import Engine
-from kvweave.store.disk import Disk
+from kvweave.store.base import Outcome
+from kvweave.store.slab import Slab
 
 A = "foze river habu . so well then we saw it ."
 B = "vabo metal zovo . so well ."
@@ -231,20 +231,20 @@ def test_a_durable_chunk_is_on_disk_and_in_memory_and_synced_before_the_answer(
 ):
     anna = serve(tmp_path / "home").anna
     synced = []
-    real = os.fsync
 
-    def fsync(file):
-        kind = "directory" if modes.S_ISDIR(os.fstat(file).st_mode) else "file"
-        synced.append((kind, os.path.basename(os.readlink(f"/proc/self/fd/{file}"))))
-        real(file)
+    def noted(real):
+        def sync(file):
+            synced.append(os.path.basename(os.readlink(f"/proc/self/fd/{file}")))
+            real(file)
 
-    monkeypatch.setattr(os, "fsync", fsync)
+        return sync
+
+    monkeypatch.setattr(os, "fsync", noted(os.fsync))
+    monkeypatch.setattr(os, "fdatasync", noted(os.fdatasync))
     made = anna.put("a", A, durable=True)
-    assert made["tier"] == "ram" and (tmp_path / "home" / "kv" / f"{made['id']}.kv").exists()
-    kinds = [(kind, name.split(".")[-1] if kind == "file" else name) for kind, name in synced]
-    assert kinds == [
-        ("file", "tmp"), ("directory", "kv"), ("file", "sqlite-wal"), ("directory", "home"),
-    ]  # fmt: skip
+    assert made["tier"] == "ram" and list((tmp_path / "home" / "kv").glob("*.slab"))
+    segment, *_, journal, home = synced
+    assert segment.endswith(".slab") and (journal, home) == ("index.sqlite-wal", "home")
     synced.clear()
     anna.put("b", B)
     assert synced == []
@@ -254,14 +254,14 @@ def test_a_durable_put_that_cannot_be_written_stores_nothing(serve, tmp_path, mo
     served = serve(tmp_path / "home")
     served.anna.put("old", B)
 
-    def full(self, key, kv):
-        raise OSError(28, "No space left on device")
+    def full(self, puts, *, durable=False, deadline=None):
+        return [Outcome("full", "No space left on device") for _ in puts]
 
     with monkeypatch.context() as patch:
-        patch.setattr(Disk, "put", full)
+        patch.setattr(Slab, "put", full)
         body = {"text": A, "durable": True, "replace": True}
-        served.anna.error("PUT", "/v1/chunks/new", body, 500)
-        served.anna.error("PUT", "/v1/chunks/old", body, 500)
+        served.anna.error("PUT", "/v1/chunks/new", body, 503)
+        served.anna.error("PUT", "/v1/chunks/old", body, 503)
     assert served.anna.names() == ["old"]
     assert served.anna("GET", "/v1/chunks/old", params={"text": "true"})["text"] == B
     served.on_engine(lambda engine: engine.check_integrity())

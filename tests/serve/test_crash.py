@@ -20,8 +20,9 @@ from launching import Launched, launch
 from kvweave import Engine
 from kvweave.demo.world import WORDS
 from kvweave.run.model import Runner
-from kvweave.store.disk import Disk
 from kvweave.store.kv import KV
+from kvweave.store.slab import Slab
+from kvweave.store.transfer import load_kv
 
 ROUNDS = int(os.environ.get("KVWEAVE_CRASHES", "8"))
 SEED = int(os.environ.get("KVWEAVE_SEED", "2026"))
@@ -62,18 +63,20 @@ class Ledger:
         self.told[name] = self.asked.pop(name)
         self.n_told += 1
 
-    def check(self, client: httpx.Client) -> dict[str, int]:
+    def check(self, client: httpx.Client) -> dict[str, str]:
         """Compare with a server that is back, and take over what became of the last request.
 
-        Returns the ids by name.
+        Returns the digests by name.
         """
         listed = client.get("/v1/chunks", params={"pattern": f"{self.prefix}/**"}).json()["data"]
         found: dict[str, State] = {}
+        digests = {}
         for entry in listed:
             told = client.get(f"/v1/chunks/{entry['name']}", params={"text": True})
             assert told.status_code == 200, told.text
             assert told.json()["tier"] == "disk", "durable KV was lost"
             found[entry["name"]] = tuple(told.json()["tokens"])
+            digests[entry["name"]] = told.json()["digest"]
             assert len(told.json()["tokens"]) == entry["n_tokens"] > 0
         for name in {*found, *self.told, *self.asked}:
             now, may = found.get(name), [self.told.get(name)]
@@ -81,7 +84,7 @@ class Ledger:
                 may.append(self.asked[name])
             assert now in may, f"{name} is {now}, may be one of {may}"
         self.told, self.asked = dict(found), {}
-        return {entry["name"]: entry["id"] for entry in listed}
+        return digests
 
 
 @contextmanager
@@ -122,12 +125,15 @@ def under_load(server: Launched, ledgers: list[Ledger]) -> Iterator[list[BaseExc
             assert not thread.is_alive()
 
 
-def files_of(home: Path, model: Runner) -> dict[int, KV]:
-    """Read every KV file, which checks its checksum; none may be half there."""
-    disk = Disk(home / "kv", model.fingerprint, torch.device("cpu"))
-    found = {key: disk.get(key) for key in disk.keys()}
-    assert all(kv is not None for kv in found.values())
-    return {key: kv for key, kv in found.items() if kv is not None}
+def records_of(home: Path, model: Runner) -> dict[str, KV]:
+    """Read every record of a home that nobody has open, which checks its sums."""
+    disk, digest = Slab(home / "kv", 1 << 40), model.fingerprint.digest().hex()
+    found = {key: load_kv(disk, key, digest) for key in disk.keys()}
+    disk.check_integrity()
+    disk.close()
+    wrong = {key: each.outcome for key, each in found.items() if each.kv is None}
+    assert not wrong, f"half there: {wrong}"
+    return {key: each.kv for key, each in found.items() if each.kv is not None}
 
 
 def start(directory: Path) -> Launched:
@@ -157,47 +163,61 @@ def test_what_was_acknowledged_survives_kills(tmp_path: Path, bundled: Path) -> 
                 server.kill()
             assert not wrong, wrong
             n_open += sum(len(ledger.asked) for ledger in ledgers)
-            files_of(home, model)
+            there = set(records_of(home, model))
             server = start(tmp_path / "it")
             with server.client() as client:
-                ids = {k: v for ledger in ledgers for k, v in ledger.check(client).items()}
+                digests = {k: v for ledger in ledgers for k, v in ledger.check(client).items()}
                 n_all = len(client.get("/v1/chunks").json()["data"])
-            assert not list((home / "kv").glob("*.tmp")), "half a file is left"
-            assert set(ids.values()) <= set(files_of(home, model))
+            assert set(digests.values()) <= there
         told = {
             name: tokens for ledger in ledgers for name, tokens in ledger.told.items() if tokens
         }
         n_told = sum(ledger.n_told for ledger in ledgers)
         print(f"\n{ROUNDS} kills, {n_told} acknowledged, {n_open} open, {n_all} names at the end")
         assert n_told >= ROUNDS and told
-        compare(server, told, ids, files_of(home, model), model)
+        answer = ask_over(server, told)
         server.stop()
+        compare(
+            told,
+            {name: records_of(home, model)[digests[name]] for name in some(told)},
+            answer,
+            model,
+        )
     finally:
         if server.process.poll() is None:
             server.kill()
 
 
-def compare(
-    server: Launched, told: dict[str, tuple[int, ...]], ids: dict[str, int], files: dict[int, KV],
-    model: Runner,
-) -> None:  # fmt: skip
-    """Check KV and answers of some chunks against an engine that never died."""
-    some = sorted(told)[::5]
-    with Engine(model, repair="none") as fresh, server.client() as client:
-        for name in some:
-            entry = fresh.put(name, list(told[name]))
-            whole, mine = fresh.shelf.get(entry.id), files[ids[name]]
-            assert whole is not None
-            for a, b in zip((*whole.k, *whole.v), (*mine.k, *mine.v), strict=True):
-                torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
-        template, values = "{docs} " + QUESTION, {"docs": some}
-        wanted = fresh.compose(template, values).generate(max_tokens=12)
-        body = {"template": template, "values": values, "name": "after"}
+def some(told: dict[str, tuple[int, ...]]) -> list[str]:
+    return sorted(told)[::5]
+
+
+TEMPLATE = "{docs} " + QUESTION
+
+
+def ask_over(server: Launched, told: dict[str, tuple[int, ...]]) -> tuple[int, ...]:
+    """Return the tokens that a server says over some chunks."""
+    with server.client() as client:
+        body = {"template": TEMPLATE, "values": {"docs": some(told)}, "name": "after"}
         made = client.post("/v1/compose", json=body)
         assert made.status_code == 201, made.text
         reply = client.post("/v1/contexts/after:generate", json={"max_tokens": 12}).json()
-        assert tuple(reply["tokens"]) == tuple(wanted.tokens)
         assert client.get("/health").json()["status"] == "ok"
+    return tuple(reply["tokens"])
+
+
+def compare(
+    told: dict[str, tuple[int, ...]], kept: dict[str, KV], answer: tuple[int, ...], model: Runner
+) -> None:
+    """Check KV and answer of some chunks against an engine that never died."""
+    with Engine(model, repair="none") as fresh:
+        for name, mine in kept.items():
+            whole = fresh.shelf.get(fresh.put(name, list(told[name])).id)
+            assert whole is not None
+            for a, b in zip((*whole.k, *whole.v), (*mine.k, *mine.v), strict=True):
+                torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+        wanted = fresh.compose(TEMPLATE, {"docs": list(kept)}).generate(max_tokens=12)
+        assert answer == tuple(wanted.tokens)
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ def test_a_home_is_anyones_until_it_is_claimed(tmp_path: Path) -> None:
     mine, other = tiny().fingerprint, tiny("qwen3").fingerprint
     path = tmp_path / "deep" / "home"
     home = Home(path, mine)
-    assert path.is_dir() and (home.index, home.kv) == (path / "index.sqlite", path / "kv")
+    assert path.is_dir() and home.index == path / "index.sqlite"
     Home(path, other)
     home.claim()
     home.claim()

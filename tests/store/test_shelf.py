@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-import errno
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvweave.chunk.identity import ModelFingerprint
-from kvweave.errors import CorruptChunk, FormatTooNew, InvalidArgument, ModelMismatch, OverBudget
+from kvweave.errors import InvalidArgument, OverBudget
 from kvweave.keep import LRU
-from kvweave.store import disk as disk_module
-from kvweave.store.disk import Disk
+from kvweave.store.base import Outcome, Put
+from kvweave.store.codec import parse
+from kvweave.store.files import FileTier
 from kvweave.store.kv import KV, LayerShape
+from kvweave.store.level import Level
+from kvweave.store.mover import Mover
 from kvweave.store.shelf import Shelf
+from kvweave.store.transfer import load_kv
 
 SHAPES = [LayerShape(2, 4, 2, 4)] * 3
 ROW = 3 * 2 * 2 * 4 * 4  # bytes of one token: layers x (k, v) x heads x dim x float32
-PRINT = ModelFingerprint("tiny", "w", "t", "float32", "r")
 CPU = torch.device("cpu")
 
 
@@ -91,76 +91,60 @@ def test_rows_of_contexts_count() -> None:
     assert shelf.n_bytes == 0
 
 
+def on_files(directory: Path, budget: int | None = None) -> Mover:
+    level = Level(FileTier(directory), parse("raw"), "model", LRU(), budget)
+    return Mover([level], str)
+
+
 def test_full_memory_spills_to_disk_and_comes_back(tmp_path: Path) -> None:
-    shelf = Shelf(20 * ROW, LRU(), Disk(tmp_path, PRINT, CPU))
+    mover = on_files(tmp_path)
+    shelf = Shelf(20 * ROW, LRU(), mover)
     for key in (1, 2, 3):
         shelf.put(key, kv(10, key))
     assert [shelf.tier(k) for k in (1, 2, 3)] == ["disk", "ram", "ram"]
     assert same(shelf.get(1), kv(10, 1))
     assert [shelf.tier(k) for k in (1, 2, 3)] == ["ram", "disk", "ram"]
     shelf.place(3, "disk")
-    assert shelf.tier(3) == "disk" and same(Disk(tmp_path, PRINT, CPU).get(3), kv(10, 3))
+    assert shelf.tier(3) == "disk"
+    assert same(load_kv(mover.levels[0].tier, "3", "model").kv, kv(10, 3))
     shelf.place(3, "none")
     assert shelf.tier(3) == "none" and not (tmp_path / "3.kv").exists()
-    with pytest.raises(InvalidArgument):
+    with pytest.raises(InvalidArgument, match="ram, disk or none"):
         shelf.place(1, "moon")
     shelf.check_integrity()
+    mover.close()
 
 
 def test_memory_is_named_after_the_device(tmp_path: Path) -> None:
-    shelf = Shelf(20 * ROW, LRU(), Disk(tmp_path, PRINT, CPU), memory="gpu")
+    mover = on_files(tmp_path)
+    shelf = Shelf(20 * ROW, LRU(), mover, memory="gpu")
     shelf.put(1, kv(10, 1))
     assert shelf.tier(1) == "gpu" and shelf.place(1, "disk") and shelf.tier(1) == "disk"
     assert shelf.place(1, "gpu") == 10 * ROW and shelf.tier(1) == "gpu"
+    assert shelf.levels() == [("gpu", 10 * ROW, 20 * ROW), ("disk", 0, None)]
     with pytest.raises(InvalidArgument, match="gpu, disk or none"):
         shelf.place(1, "ram")
+    mover.close()
 
 
-def test_wrong_bytes_never_come_back(tmp_path: Path) -> None:
-    disk = Disk(tmp_path, PRINT, CPU)
-    disk.put(1, kv(6))
-    whole = disk.path(1).read_bytes()
-    for at in range(0, len(whole), 97):
-        broken = bytearray(whole)
-        broken[at] ^= 0x55
-        disk.path(1).write_bytes(bytes(broken))
-        try:
-            found = disk.get(1)
-        except (CorruptChunk, ModelMismatch, FormatTooNew):
-            continue
-        assert same(found, kv(6)), f"a flipped byte at {at} was not noticed"
-    for n in (0, 3, len(whole) // 2, len(whole) - 1):
-        disk.path(1).write_bytes(whole[:n])
-        with pytest.raises(CorruptChunk):
-            disk.get(1)
-
-
-def test_files_of_another_model_or_format_are_refused(
+def test_a_level_that_takes_nothing_loses_only_what_had_to_go(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    Disk(tmp_path, PRINT, CPU).put(1, kv(6))
-    other = ModelFingerprint("other", "w", "t", "float32", "r")
-    with pytest.raises(ModelMismatch):
-        Disk(tmp_path, other, CPU).get(1)
-    monkeypatch.setattr(disk_module, "FORMAT", 2)
-    Disk(tmp_path, PRINT, CPU).put(1, kv(6))
-    monkeypatch.setattr(disk_module, "FORMAT", 1)
-    with pytest.raises(FormatTooNew):
-        Disk(tmp_path, PRINT, CPU).get(1)
-
-
-def test_a_full_disk_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    shelf = Shelf(20 * ROW, LRU(), Disk(tmp_path, PRINT, CPU))
+    mover = on_files(tmp_path)
+    shelf = Shelf(20 * ROW, LRU(), mover)
     shelf.put(1, kv(10, 1))
 
-    def full(*args: Any) -> None:
-        raise OSError(errno.ENOSPC, "no space left")
+    def full(self: FileTier, puts: list[Put], **how: object) -> list[Outcome]:
+        return [Outcome("full", "no space left") for _ in puts]
 
-    monkeypatch.setattr(disk_module.os, "fsync", full)
+    monkeypatch.setattr(FileTier, "put", full)
     with pytest.raises(OverBudget):
         shelf.place(1, "disk")
     assert shelf.tier(1) == "ram" and same(shelf.get(1), kv(10, 1))
-    assert list(tmp_path.iterdir()) == []
+    shelf.put(2, kv(15, 2))
+    assert [shelf.tier(k) for k in (1, 2)] == ["none", "ram"], "it is computed again one day"
+    shelf.check_integrity()
+    mover.close()
 
 
 @settings(max_examples=60, deadline=None)

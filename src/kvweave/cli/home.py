@@ -5,7 +5,7 @@
     ~/.kvweave/config.json      {"model": path or hub id}   what `put` was given, so that `run` finds it
                model.json       the model's fingerprint     the engine's; KV of no other model enters
                index.sqlite     names, ids, tokens
-               kv/17.kv         the KV of #17
+               kv/              KV on disk: `kvweave.store.slab`
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import json
 import os
 import sys
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -41,17 +41,35 @@ def open_table(args: Namespace) -> Iterator[Table]:
         yield Table()
         return
 
-    def free(id: int) -> None:
-        (home / "kv" / f"{id}.kv").unlink(missing_ok=True)
-
+    freed: list[int] = []
     with Table(home / "index.sqlite") as table:
-        table.on_free = free
+        keys = {int(record.id): record.digest.hex() for record in table}
+        table.on_free = freed.append
         try:
             yield table
         except ChunkNotFound as error:
             if any(name.startswith(f"{error.name}/") for name in table.names()):
                 error.hint = below(str(error.name))
             raise
+        finally:
+            _delete(home, [keys[id] for id in freed])
+
+
+def _delete(home: Path, keys: list[str]) -> None:
+    """Delete the KV of chunks from the tiers that lie in the home."""
+    if not keys:
+        return
+    from kvweave.store.files import FileTier
+    from kvweave.store.slab import Slab
+
+    opens: dict[str, Callable[[Path], Slab | FileTier]] = {
+        "kv": lambda path: Slab(path, 1 << 50), "files": FileTier,
+    }  # fmt: skip
+    for name, open_tier in opens.items():
+        if (home / name).exists():
+            tier = open_tier(home / name)
+            tier.delete(keys)
+            tier.close()
 
 
 def below(name: str) -> str:

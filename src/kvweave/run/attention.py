@@ -152,6 +152,7 @@ class Pass:
         """Store this layer's rows; ``keys`` and ``values`` are [token, head, dim], unrotated."""
         rotated = self.rotations[layer].apply(keys, self.angles(layer))
         for s in self.segments:
+            s.rows.settle(layer)
             span = slice(s.start, s.start + s.n)
             if s.contiguous:
                 s.rows.k[layer][s.first : s.stop] = rotated[span]

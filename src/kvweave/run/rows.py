@@ -12,14 +12,27 @@ needs no mask::
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from kvweave.run.rotary import Angles, Rotation
+from kvweave.store.arriving import Arriving
 from kvweave.store.kv import KV, LayerShape
 
 SLACK = 32  # one row more for so many asked for: growing is not a copy each turn
+
+
+@dataclass(slots=True)
+class _Pending:
+    """Chunks to place at slots ``[start, stop)`` of some layers."""
+
+    start: int
+    stop: int
+    kvs: list[KV]
+    angles: dict[int, Angles]
+    layers: set[int]
 
 
 class KVRows:
@@ -44,6 +57,7 @@ class KVRows:
         empty = KV.empty(self.shapes, 0, dtype, device)
         self.k, self.v = empty.k, empty.v
         self.dtype, self.device = dtype, device
+        self._pending: list[_Pending] = []
 
     @property
     def n_bytes(self) -> int:
@@ -58,19 +72,19 @@ class KVRows:
         """Make room for ``n`` rows in all; keeps the rows there are."""
         if n <= self.capacity:
             return
+        self.settle()
         capacity = self.capacity_for(n)
         for tensors in (self.k, self.v):
             for layer, old in enumerate(tensors):
-                heads, width = old.shape[1:]
-                new = old.new_empty(heads, capacity, width).transpose(0, 1)
-                new[: self.n] = old[: self.n]
-                tensors[layer] = new  # one layer at a time: the peak is one layer, not a copy
+                # one layer at a time: the peak is one layer, not a copy
+                tensors[layer] = self._grown(old, capacity)
         positions = self.positions.new_empty(capacity)
         positions[: self.n] = self.positions[: self.n]
         self.positions, self.capacity = positions, capacity
 
     def truncate(self, n: int) -> None:
         """Forget rows ``[n, ...)``; they are overwritten by what comes next."""
+        self._pending = [each for each in self._pending if each.start < n]
         self.n = min(self.n, n)
 
     def angles(self, positions: Tensor) -> dict[int, Angles]:
@@ -89,25 +103,56 @@ class KVRows:
     ) -> None:
         """Write chunks from slot ``start`` on, one after the other, keys turned to ``positions``.
 
-        ``angles`` are those of ``positions``. The slots must have been reserved.
+        ``angles`` are those of ``positions``. The slots must have been reserved. Chunks that are
+        still arriving are placed layer by layer, when a pass comes to a layer.
         """
         stop = start + positions.numel()
         self.positions[start:stop] = positions
-        for layer, rotation in enumerate(self.rotations):
-            keys = _joined([kv.k[layer] for kv in kvs])
-            rotation.apply(keys, angles[layer], out=self.k[layer][start:stop])
-            self.v[layer][start:stop] = _joined([kv.v[layer] for kv in kvs])
         self.n = max(self.n, stop)
+        new = _Pending(start, stop, list(kvs), angles, set(range(len(self.rotations))))
+        self._pending.append(new)
+        if not any(isinstance(kv, Arriving) for kv in kvs):
+            self.settle()
+
+    @property
+    def pending(self) -> bool:
+        """Whether rows of some layer wait for `settle`."""
+        return bool(self._pending)
+
+    def settle(self, layer: int | None = None) -> None:
+        """Write what is still to be placed in a layer, by default in all. Raises LoadFailed."""
+        for each in self._pending:
+            for i in [layer] if layer is not None else sorted(each.layers):
+                if i in each.layers:
+                    span = slice(each.start, each.stop)
+                    keys = _joined([kv.k[i] for kv in each.kvs])
+                    self._set_keys(i, span, keys, each.angles[i])
+                    self.v[i][span] = _joined([kv.v[i] for kv in each.kvs])
+                    each.layers.remove(i)
+        self._pending = [each for each in self._pending if each.layers]
 
     def clone(self, layers: int | None = None) -> KVRows:
         """Copy the rows there are; with ``layers``, share all layers from that one on."""
-        twin = KVRows(self.shapes, self.rotations, self.dtype, self.device)
+        self.settle()
+        twin = self._empty()
         upto = len(self.k) if layers is None else layers
         twin.n, twin.capacity = self.n, self.capacity
         twin.positions = self.positions.clone()
         twin.k = [t.clone() if i < upto else t for i, t in enumerate(self.k)]
         twin.v = [t.clone() if i < upto else t for i, t in enumerate(self.v)]
         return twin
+
+    def _empty(self) -> KVRows:
+        return KVRows(self.shapes, self.rotations, self.dtype, self.device)
+
+    def _grown(self, old: Tensor, capacity: int) -> Tensor:
+        heads, width = old.shape[1:]
+        new = old.new_empty(heads, capacity, width).transpose(0, 1)
+        new[: self.n] = old[: self.n]
+        return new
+
+    def _set_keys(self, layer: int, span: slice, keys: Tensor, angles: Angles) -> None:
+        self.rotations[layer].apply(keys, angles, out=self.k[layer][span])
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless positions increase strictly and sizes agree."""

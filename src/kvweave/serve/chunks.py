@@ -238,7 +238,7 @@ async def put(tenant: Tenant, the: The, name: PathRef, body: Put) -> dict[str, o
 
 def store(engine: Engine, the: Serving, tenant: str, name: str, body: Put) -> dict[str, object]:
     """Put a chunk, durably if asked to; on an error nothing is stored."""
-    if body.durable and engine.shelf.disk is None:
+    if body.durable and not engine.shelf.mover.levels:
         raise InvalidArgument(
             "durable", "this server has no home directory", "start it with --home"
         )
@@ -250,7 +250,7 @@ def store(engine: Engine, the: Serving, tenant: str, name: str, body: Put) -> di
             entry = engine.put(name, tokens, kind=body.kind, namespace=tenant, replace=body.replace)
             made = entry.id
             if body.durable:
-                keep(engine, made)
+                engine.shelf.save(made)
     except BaseException:
         if made is not None and engine.table.lookup(f"#{made}", tenant) is None:
             engine.shelf.drop(made)
@@ -259,14 +259,6 @@ def store(engine: Engine, the: Serving, tenant: str, name: str, body: Put) -> di
         engine.table.sync()
     the.on_stored(tenant, entry.id)
     return entry.to_dict()
-
-
-def keep(engine: Engine, id: ChunkId) -> None:
-    """Write the canonical KV of a chunk to disk, synced; it stays in memory too."""
-    disk, kv = engine.shelf.disk, engine.shelf.get(id)
-    assert disk is not None and kv is not None
-    if id not in disk:
-        disk.put(id, kv)
 
 
 @router.get("/{name:path}", response_model=ChunkStat, response_model_exclude_none=False)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter as Counts
 from collections import deque
 from dataclasses import dataclass
 from typing import Any
@@ -37,9 +38,9 @@ class Snapshot:
     def of(cls, engine: Engine) -> Snapshot:
         """Measure an engine, all namespaces together."""
         shelf = engine.shelf
-        held = {shelf.memory: shelf.n_bytes}
-        if shelf.disk is not None:
-            held["disk"] = shelf.disk.n_bytes
+        held: Counts[str] = Counts()
+        for tier, used, _ in shelf.levels():
+            held[tier] += used
         spaces = {"", *engine.table.namespaces()}
         n_contexts = sum(len(engine.contexts_of(space)) for space in spaces)
         return cls(held, shelf.budget, len(engine.table), n_contexts)

@@ -120,7 +120,9 @@ def _budgets(engine: Engine, used: dict[str, int], the: The) -> list[dict[str, A
     if not the.options.keys:
         used = used | {shelf.memory: shelf.n_bytes}
     bound = quota if the.options.keys else shelf.budget
-    told = [{"tier": shelf.memory, "used": used.get(shelf.memory, 0), "budget": bound}]
-    if shelf.disk is not None:
-        told.append({"tier": "disk", "used": used.get("disk", 0), "budget": None})
+    (memory, _, _), *below = shelf.levels()
+    told: list[dict[str, Any]] = [{"tier": memory, "used": used.get(memory, 0), "budget": bound}]
+    for tier, _, budget in below:
+        budget = None if the.options.keys else budget
+        told.append({"tier": tier, "used": used.get(tier, 0), "budget": budget})
     return told

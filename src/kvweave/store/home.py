@@ -18,7 +18,7 @@ class Home:
 
     def __init__(self, path: Path, mine: ModelFingerprint) -> None:
         self.path, self.mine = path, mine
-        self.index, self.kv = path / "index.sqlite", path / "kv"
+        self.index = path / "index.sqlite"
         self._file = path / "model.json"
         self._check()
         path.mkdir(parents=True, exist_ok=True)

@@ -1,42 +1,52 @@
-"""Where the KV of chunks is: canonical KV on tiers, exact in-context KV beside it, one budget.
+"""Where the KV of chunks is: canonical KV in memory and on the levels below it, exact in-context KV
+beside it, one budget.
 
 The budget counts memory: canonical rows, in-context rows, patches, and the rows of woven contexts.
 When it is reached, patches and in-context KV go first (the canonical rows can stand for them), then
-canonical KV of unpinned chunks in the policy's order: to disk when there is one, else only the
-tokens stay and the chunk is prefilled again when it is needed.
+canonical KV of unpinned chunks in the policy's order: one level down when there is one, else only
+the tokens stay and the chunk is prefilled again when it is needed. Above a watermark the chunks that
+would go first are written behind, so that letting go of them is free.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable
 
-from kvweave.errors import InvalidArgument, OverBudget
+from kvweave.errors import InvalidArgument, LoadFailed, OverBudget
 from kvweave.keep.base import Policy
-from kvweave.store.disk import Disk
+from kvweave.store.arriving import Arriving
+from kvweave.store.base import Outcome
+from kvweave.store.codec import Choice
 from kvweave.store.kv import KV
+from kvweave.store.level import Level
+from kvweave.store.mover import Mover
 from kvweave.store.patches import Key, Patch, Patches
 from kvweave.store.ram import Ram
 
 PATCHES = 8  # the part of the budget that patches may take is one in so many
+HIGH, LOW = 0.9, 0.8  # of the budget: over the first, what is over the second is written behind
+log = logging.getLogger("kvweave.store")
 
 # What KV was computed after: (id, its position minus ours, and, of chunks, which tokens)
 Seen = tuple[tuple[int, ...], ...]
 
 
 class Shelf:
-    """Holds KV by chunk id within ``budget`` bytes of memory."""
+    """Holds KV by chunk id within ``budget`` bytes of memory, and below it where ``mover`` says."""
 
     def __init__(
         self,
         budget: int,
         policy: Policy,
-        disk: Disk | None = None,
+        mover: Mover | None = None,
         is_pinned: Callable[[int], bool] = lambda key: False,
         memory: str = "ram",
     ) -> None:
         self.budget = budget
         self.policy = policy
-        self.disk = disk
+        self.mover = Mover((), str) if mover is None else mover
+        self.mover.on_tier = self._sunk
         self.ram = Ram()
         self.patches = Patches(budget // PATCHES)
         self.is_pinned = is_pinned
@@ -46,6 +56,7 @@ class Shelf:
         self._in_context: dict[int, tuple[Seen, KV]] = {}
         self._charged: dict[str, int] = {}  # context name -> bytes of its rows
         self._busy: set[int] = set()  # chunks a weave is reading: not to be let go of now
+        self._to_clean = 0  # bytes stored since the last look for what to write behind
 
     @property
     def n_bytes(self) -> int:
@@ -54,11 +65,17 @@ class Shelf:
         charged = sum(self._charged.values())
         return self.ram.n_bytes + in_context + self.patches.n_bytes + charged
 
+    def levels(self) -> list[tuple[str, int, int | None]]:
+        """Return place, bytes used and budget of memory and of every level below."""
+        below = [(x.place, x.n_bytes, x.budget) for x in self.mover.levels]
+        return [(self.memory, self.n_bytes, self.budget), *below]
+
     def tier(self, key: int) -> str:
-        """Return where the canonical KV is: ram (gpu), disk or none."""
+        """Return where the canonical KV is: ram (gpu), disk, remote or none."""
         if key in self.ram:
             return self.memory
-        return "disk" if self.disk is not None and key in self.disk else "none"
+        level = self.mover.level_of(key)
+        return "none" if level is None else level.place
 
     def put(self, key: int, kv: KV) -> None:
         """Keep canonical KV in memory. Raises OverBudget, with nothing changed."""
@@ -68,25 +85,49 @@ class Shelf:
         self.ram.put(key, kv)
         self.policy.used(key, kv.n_bytes)
         self.on_tier(key, self.memory, kv.n_bytes)
+        self._to_clean += kv.n_bytes
+        if self.mover.levels and self._to_clean > self.budget // 100:
+            self._clean()
 
-    def get(self, key: int) -> KV | None:
-        """Return canonical KV, brought to memory from disk if need be; None if it is nowhere."""
-        kv = self.ram.get(key)
-        if kv is None and self.disk is not None:
-            kv = self.disk.get(key)
-            if kv is not None:
+    def begin(self, keys: Iterable[int]) -> None:
+        """Begin to bring chunks to memory; `get` waits for what is not there yet."""
+        away = [k for k in dict.fromkeys(keys) if k not in self.ram]
+        if away and self.mover.levels:
+            for key, kv in self.mover.load(away).items():
                 self.put(key, kv)
-        elif kv is not None:
+
+    def get(self, key: int, *, wait: bool = True) -> KV | None:
+        """Return canonical KV, brought to memory if need be; None if it is nowhere.
+
+        Without ``wait`` it may still be arriving, and asking for a layer can raise LoadFailed: say
+        so to `lost`.
+        """
+        self.begin([key])
+        kv = self.ram.get(key)
+        if isinstance(kv, Arriving) and (wait or kv.load.ended):
+            kv = self._landed(key, kv)
+        if kv is not None:
             self.policy.used(key, kv.n_bytes)
+            level = self.mover.level_of(key)
+            if level is not None:
+                level.used(key)
         return kv
 
-    def place(self, key: int, tier: str) -> int:
-        """Move canonical KV to ``tier`` and return its bytes there; 0 when there is none yet."""
-        if tier == "disk" and self.disk is None:
-            raise InvalidArgument("tier", "this engine has no home directory", "pass home=")
-        if tier not in (self.memory, "disk", "none"):
-            hint = f"use {self.memory}, disk or none"
-            raise InvalidArgument("tier", f"{tier!r} is not available here", hint)
+    def lost(self, error: LoadFailed) -> None:
+        """Note that a chunk could not be loaded: it is nowhere, and computed when it is needed."""
+        key = int(str(error.id))
+        self.ram.delete(key)
+        self.policy.dropped(key)
+        is_late = str(error.reason).startswith("late")
+        self.mover.lost(key, Outcome("late" if is_late else "wrong", str(error.reason)))
+        self.on_tier(key, self.tier(key), 0)
+
+    def place(self, key: int, tier: str, choice: Choice | None = None) -> int:
+        """Move canonical KV to ``tier`` and return its bytes there; 0 when there is none yet.
+
+        ``choice`` codes it otherwise than the level does. Raises InvalidArgument, OverBudget.
+        """
+        level = self._level(tier)
         if tier == "none":
             self.drop(key)
             self.on_tier(key, "none", 0)
@@ -94,13 +135,36 @@ class Shelf:
         kv = self.get(key)
         if kv is None:
             return 0
-        if tier == self.memory:
-            if self.disk is not None:
-                self.disk.delete(key)
+        if level is None:
+            self.mover.drop(key)
             self.on_tier(key, self.memory, kv.n_bytes)
             return kv.n_bytes
-        assert self.disk is not None
-        return self._spill(key, kv, self.disk)
+        self.mover.save(key, kv, on=level, choice=choice)
+        return self._leave(key, level)
+
+    def save(self, key: int) -> None:
+        """Have canonical KV on the first level, durably; it stays in memory too.
+
+        Raises OverBudget when it does not fit there, InvalidArgument when there is none.
+        """
+        if not self.mover.levels:
+            raise InvalidArgument("durable", "there is no home directory", "pass home=")
+        kv = self.get(key)
+        if kv is not None:
+            self.mover.save(key, kv, on=self.mover.levels[0], durable=True)
+
+    def _level(self, tier: str) -> Level | None:
+        """Return the level of a place, None for memory and for none."""
+        if tier in (self.memory, "none"):
+            return None
+        places = {level.place: level for level in reversed(self.mover.levels)}
+        if tier in places:
+            return places[tier]
+        if tier == "disk" and not places:
+            raise InvalidArgument("tier", "this engine has no home directory", "pass home=")
+        *first, last = self.memory, *places, "none"
+        hint = f"use {', '.join(first)} or {last}"
+        raise InvalidArgument("tier", f"{tier!r} is not available here", hint)
 
     def put_in_context(self, key: int, seen: Seen, kv: KV) -> None:
         """Keep exact in-context KV, the latest one per chunk; skipped when memory is short."""
@@ -123,8 +187,7 @@ class Shelf:
         """Let go of all KV of a chunk."""
         self.ram.delete(key)
         self.patches.drop(key)
-        if self.disk is not None:
-            self.disk.delete(key)
+        self.mover.drop(key)
         self._in_context.pop(key, None)
         self.policy.dropped(key)
 
@@ -168,26 +231,57 @@ class Shelf:
         return key not in self._busy and not self.is_pinned(key)
 
     def _let_go(self, key: int) -> None:
+        """Let go of what is in memory; a chunk that no level takes is computed again one day."""
         kv = self.ram.get(key)
         assert kv is not None
-        if self.disk is not None:
-            self._spill(key, kv, self.disk)
-            return
-        self.ram.delete(key)
-        self.policy.evicted(key)
-        self.on_tier(key, "none", 0)
+        if isinstance(kv, Arriving):  # it is below already
+            level = self.mover.level_of(key)
+        else:
+            try:
+                level = self.mover.save(key, kv) if self.mover.levels else None
+            except OverBudget as error:
+                log.warning("#%s is let go of: %s", key, error.__cause__)
+                level = None
+        self._leave(key, level)
 
-    def _spill(self, key: int, kv: KV, disk: Disk) -> int:
-        n_bytes = disk.size(key) or disk.put(key, kv)  # content never changes: write it once
+    def _leave(self, key: int, level: Level | None) -> int:
         self.ram.delete(key)
         self.policy.evicted(key)
-        self.on_tier(key, "disk", n_bytes)
+        n_bytes = 0 if level is None else level.held[key].n_bytes
+        self.on_tier(key, "none" if level is None else level.place, n_bytes)
         return n_bytes
+
+    def _landed(self, key: int, kv: Arriving) -> KV | None:
+        """Wait for all of it; None if it did not come."""
+        try:
+            whole = KV([*kv.k], [*kv.v])
+        except LoadFailed as error:
+            self.lost(error)
+            return None
+        self.ram.put(key, whole)
+        return whole
+
+    def _sunk(self, key: int, place: str, n_bytes: int) -> None:
+        if key not in self.ram:
+            self.on_tier(key, place, n_bytes)
+
+    def _clean(self) -> None:
+        """Have what would go first written behind, while memory is nearly full."""
+        self._to_clean = 0
+        over = self.n_bytes - int(LOW * self.budget)
+        for key in self.policy.victims() if self.n_bytes > HIGH * self.budget else ():
+            kv = self.ram.get(key)
+            if over <= 0:
+                return
+            if kv is None or isinstance(kv, Arriving) or not self._may_go(key):
+                continue
+            over -= kv.n_bytes
+            if self.mover.level_of(key) is None and not self.mover.clean(key, kv):
+                return
 
     def check_integrity(self) -> None:
         """Raise AssertionError when accounting and content differ."""
         self.ram.check_integrity()
         self.patches.check_integrity()
-        if self.disk is not None:
-            self.disk.check_integrity()
+        self.mover.check_integrity()
         assert self.n_bytes <= self.budget, f"{self.n_bytes} bytes over {self.budget}"

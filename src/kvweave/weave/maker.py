@@ -75,6 +75,8 @@ class Maker:
         """
         self.runner.require_move()
         wanted = [i for i in dict.fromkeys(ids) if self.shelf.tier(i) == "none"]
+        self.shelf.mover.find(wanted)
+        wanted = [i for i in wanted if self.shelf.tier(i) == "none"]
         bases = {self.table.get(i).base for i in wanted} - {None}
         missing = [b for b in bases if b is not None and b not in wanted]
         total = self.canonicalise(missing, progress) if missing else 0

@@ -173,6 +173,7 @@ class Scores:
     def reads(self, slots: Tensor, weights: Tensor) -> Tensor:
         """Return the attention mass [slot] that ``slots`` pay when they are recomputed in place,
         each times its weight, the first layer not counted."""
+        self.rows.settle()
         mass = torch.zeros(self.tokens.numel(), device=self.rows.device)
         last = len(self.rows.k) - 1
         for part, weight in zip(
@@ -189,6 +190,7 @@ class Scores:
 
     def placed_values(self, slots: Tensor) -> list[Tensor]:
         """Return the values [row, head, dim] of ``slots`` in each layer as they were placed."""
+        self.rows.settle()
         found = [v[slots.to(v.device)].clone() for v in self.rows.v]
         for part, old in reversed(self.replaced):
             here = torch.isin(slots, part)

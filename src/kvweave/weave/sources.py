@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,6 +34,10 @@ class Sources:
         canonical = self._may_reuse(part, seen, known) and self.shelf.tier(part.id) != "none"
         return Available(canonical and not exact, self._canonical_seen(part), exact)
 
+    def begin(self, parts: Iterable[Part], known: Collection[int]) -> None:
+        """Begin to load all that may be reused, at once."""
+        self.shelf.begin(int(part.id) for part in parts if not part.literal or part.uid in known)
+
     def load(
         self, part: Part, seen: Seen, known: Collection[int], loaded: dict[int, KV]
     ) -> Available:
@@ -43,7 +47,7 @@ class Sources:
             loaded[part.uid] = exact.rows(part.start, part.stop)
             return Available(False, (), True)
         may = self._may_reuse(part, seen, known)
-        canonical = self.shelf.get(part.id) if may else None
+        canonical = self.shelf.get(part.id, wait=False) if may else None
         if canonical is not None:
             wanted = self.table.get(part.id).n_tokens
             if canonical.n_tokens != wanted:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kvweave.chunk.table import Table
-from kvweave.errors import ContextTooLong, InvalidArgument
+from kvweave.errors import ContextTooLong, InvalidArgument, LoadFailed
 from kvweave.run.loop import Request
 from kvweave.run.model import Runner
 from kvweave.run.rows import KVRows
@@ -113,11 +113,28 @@ class Weaver:
     ) -> Woven:
         """Place rows and return the request that computes the rest.
 
-        Raises ContextTooLong, OverBudget or CorruptChunk before any row changes.
+        Chunks that a tier loses or brings too late are prefilled. Raises ContextTooLong,
+        OverBudget or CorruptChunk before any row changes.
         """
+        self.shelf.busy(int(p.id) for p in parts)
+        while True:
+            self.sources.begin(parts, state.known)
+            try:
+                return self._prepare(state, parts, strategy, share, sampling)
+            except LoadFailed as error:
+                self.shelf.lost(error)
+
+    def _prepare(
+        self,
+        state: State,
+        parts: Sequence[Part],
+        strategy: Strategy,
+        share: float,
+        sampling: Sampling | None,
+    ) -> Woven:
+        """Try with what the tiers are said to have. Raises LoadFailed."""
         n_new = sampling.max_tokens if sampling is not None else 0
         loaded: dict[int, KV] = {}
-        self.shelf.busy(int(p.id) for p in parts)
         known, load = state.known, self.sources.load
         placed = resolve(parts, state.woven, lambda part, seen: load(part, seen, known, loaded))
         placed = self.patcher.patched(placed, strategy, loaded)
@@ -132,13 +149,19 @@ class Weaver:
         keep = first_change(placed)
         if state.keeps:
             _inherit(state, placed)
+        kept = [w for w, p in zip(state.woven, placed, strict=False) if p.source == "kept"]
         state.woven = []
         state.rows.truncate(keep)
         state.rows.reserve(n_rows)
-        self._place(state, placed, loaded)
-        if state.keeps:
-            state.own |= {p.part.uid: loaded[p.part.uid] for p in placed if _only_here(p)}
-        return self._request(state, placed, strategy, share, sampling)
+        try:
+            self._place(state, placed, loaded)
+            if state.keeps:
+                state.own |= {p.part.uid: loaded[p.part.uid] for p in placed if _only_here(p)}
+            return self._request(state, placed, strategy, share, sampling)
+        except LoadFailed:
+            state.woven = kept
+            state.rows.truncate(keep)
+            raise
 
     def _place(self, state: State, placed: list[Placement], loaded: dict[int, KV]) -> None:
         """Write the rows of all parts that are not kept."""
@@ -157,7 +180,8 @@ class Weaver:
                 for layer, (cos, sin) in angles.items()
             }
             state.rows.place(slot, kvs, positions[slot:stop], run_angles)
-        for p in moving:
+        for p in moving if state.patches else ():
+            state.rows.settle()
             if p.part.frozen and p.part.uid in state.patches:
                 self._patch(state, p, positions)
 
@@ -198,13 +222,34 @@ class Weaver:
         todo = torch.unique(torch.cat([chosen, unready]))
         counts = [stop - start for start, stop in ranges(chosen, placed)]
         plan = self._explain(placed, counts, strategy.name, verdict)
-        return Woven(
-            placed,
-            plan,
-            self._compute(state, scores, todo, (plan, strategy, verdict), sampling),
-            strategy,
-            todo,
+        keeps, records = _keeps_raw(state, plan, strategy), getattr(strategy, "records", False)
+        again = keeps or records
+        if state.rows.pending and (again or not todo.numel()):
+            state.rows.settle()
+        elif state.rows.pending:  # here, while layers arrive, and where a load that fails is caught
+            scores.repair(chosen)
+            verdict = replace(verdict, in_place=True)
+        first, rest = None, todo
+        if verdict.in_place and not again:
+            rest = todo[-1:] if sampling is not None else todo[:0]
+            first = scores.ends[-1] if sampling is not None and scores.ends else None
+        n_new = sampling.max_tokens if sampling is not None else 0
+        self._next_key += 1
+        at = rest.to(tokens.device)
+        request = Request(
+            key=self._next_key,
+            rows=state.rows,
+            tokens=tokens[at],
+            slots=rest,
+            positions=positions[at],
+            raw=self.runner.new_kv(rest.numel() + n_new) if keeps else None,
+            sampling=sampling,
+            tenant=state.tenant,
+            first=first,
         )
+        if records:
+            request.reads = new_reads(placed, rest.numel(), n_new, self.runner.device)
+        return Woven(placed, plan, request, strategy, todo)
 
     def _choose(self, state: State, scores: Scores, strategy: Strategy, share: float) -> Verdict:
         if not getattr(strategy, "gated", False):
@@ -213,42 +258,6 @@ class Weaver:
         spans = [p for p in scores.placed if p.ready and not p.exact and not p.patched]
         calibration = None if state.keeps else self.calibration
         return gate.run(scores, spans, strategy, share, calibration, state.max_drift)
-
-    def _compute(
-        self,
-        state: State,
-        scores: Scores,
-        todo: Tensor,
-        how: tuple[Plan, Strategy, Verdict],
-        sampling: Sampling | None,
-    ) -> Request:
-        """Return the request for the rows ``todo``, or, where the gate computed them already and
-        nobody wants their raw KV, for the last one, whose logits begin the answer."""
-        plan, strategy, verdict = how
-        wanted = state.keeps or (rank_of(strategy) > 0 and plan.repaired > 0)
-        wanted = wanted or any(s.exact and s.n_prefilled for s in plan.spans)
-        records = getattr(strategy, "records", False)
-        first = None
-        if verdict.in_place and not wanted and not records:
-            todo = todo[-1:] if sampling is not None else todo[:0]
-            first = scores.ends[-1] if sampling is not None and scores.ends else None
-        n_new = sampling.max_tokens if sampling is not None else 0
-        self._next_key += 1
-        at = todo.to(scores.tokens.device)
-        request = Request(
-            key=self._next_key,
-            rows=state.rows,
-            tokens=scores.tokens[at],
-            slots=todo,
-            positions=scores.positions[at],
-            raw=self.runner.new_kv(todo.numel() + n_new) if wanted else None,
-            sampling=sampling,
-            tenant=state.tenant,
-            first=first,
-        )
-        if records:
-            request.reads = new_reads(scores.placed, todo.numel(), n_new, self.runner.device)
-        return request
 
     def _explain(
         self, placed: list[Placement], counts: list[int], strategy: str, verdict: Verdict = UNKNOWN
@@ -355,6 +364,13 @@ class Weaver:
             state.own[p.part.uid] = whole
         if seen is not None and kv.n_tokens == p.part.n and self.sources.is_whole(p.part):
             self.shelf.put_in_context(int(p.part.id), seen, kv)
+
+
+def _keeps_raw(state: State, plan: Plan, strategy: Strategy) -> bool:
+    """Tell whether somebody wants the raw KV of computed rows: then a request has to compute them,
+    also those that a gate computed before."""
+    keeps = state.keeps or (rank_of(strategy) > 0 and plan.repaired > 0)
+    return keeps or any(s.exact and s.n_prefilled for s in plan.spans)
 
 
 def _inherit(state: State, placed: Sequence[Placement]) -> None:
