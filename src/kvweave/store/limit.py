@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 import time
 
 from kvweave.store.base import Outcome
 
 SLOWEST = 1 << 23  # bytes per second below which a link counts as broken
+PAUSES = (0.05, 5.0)  # seconds a lost server is left alone: at first, and at most
 
 
 class TimeUp(Exception):
@@ -42,3 +44,27 @@ class Limit:
         if self.is_deadline:
             return Outcome("late", "the deadline has passed")
         return Outcome("failed", f"no answer within {self.patience:.1f} s")
+
+
+class Absence:
+    """How long a lost server is left alone: twice as long after every further failure."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._pause = 0.0
+        self._ends = 0.0
+
+    def note(self) -> None:
+        """It did not answer. Failures of one time count once."""
+        with self._lock:
+            if time.monotonic() >= self._ends:
+                self._pause = min(max(PAUSES[0], 2 * self._pause), PAUSES[1])
+                self._ends = time.monotonic() + self._pause
+
+    def over(self) -> None:
+        """It answered."""
+        self._pause = 0.0
+
+    def left(self) -> float:
+        """Return the seconds until the next try, 0 if it may be asked."""
+        return max(0.0, self._ends - time.monotonic())

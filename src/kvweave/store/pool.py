@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
 from collections.abc import Iterator
 
-from kvweave.store.limit import Limit, TimeUp
+from kvweave.store.limit import Absence, Limit, TimeUp
 from kvweave.store.wire import LostConnection, Refused, Server, Wire
-
-PAUSES = (0.05, 5.0)  # seconds before the next try: after the first failure, and at most
 
 
 class Pool:
@@ -21,8 +18,7 @@ class Pool:
         self._free = threading.BoundedSemaphore(n)
         self._lock = threading.Lock()
         self._idle: list[Wire] = []
-        self._pause = 0.0
-        self._not_before = 0.0
+        self._absence = Absence()
         self._closed = False
 
     @contextlib.contextmanager
@@ -50,10 +46,7 @@ class Pool:
 
     def leave_alone(self) -> None:
         """Note that the server does not answer: drop what is open, and wait before the next try."""
-        with self._lock:
-            if time.monotonic() >= self._not_before:
-                self._pause = min(max(PAUSES[0], 2 * self._pause), PAUSES[1])
-                self._not_before = time.monotonic() + self._pause
+        self._absence.note()
         self.drop_idle()
 
     def drop_idle(self) -> None:
@@ -79,17 +72,14 @@ class Pool:
         return None
 
     def _new(self, limit: Limit) -> Wire:
-        with self._lock:
-            wait = self._not_before - time.monotonic()
-            if self._closed:
-                raise LostConnection("the tier is closed")
-        if wait > 0:
+        if self._closed:
+            raise LostConnection("the tier is closed")
+        if wait := self._absence.left():
             raise LostConnection(f"{self.server} is lost; next try in {wait:.2f} s")
         try:
             made = Wire(self.server, limit)
         except (LostConnection, Refused):
             self.leave_alone()
             raise
-        with self._lock:
-            self._pause = 0.0
+        self._absence.over()
         return made

@@ -1,0 +1,66 @@
+"""What a Mooncake cluster is, and how to become a part of it."""
+
+from __future__ import annotations
+
+import socket
+from dataclasses import dataclass
+from typing import Any
+
+from kvweave.errors import InvalidArgument, StoreError
+from kvweave.store.limit import Limit, TimeUp
+from kvweave.store.slots import Slot
+
+JOINING = 10.0  # seconds a master may take to let us in
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """A Mooncake cluster, and what this process is in it."""
+
+    master: str = "127.0.0.1:50051"
+    """Its address for requests."""
+    listing: str = ""
+    """``host:port`` of the master's metrics server, which alone can list keys; may be left out."""
+    host: str = "127.0.0.1"
+    """This machine, as the other nodes reach it."""
+    segment: int = 0
+    """Bytes of memory lent to the cluster; what is in them goes with this process."""
+    protocol: str = "tcp"
+    """``tcp`` or ``rdma``."""
+    devices: str = ""
+    """Names of RDMA devices."""
+    replicas: int = 1
+    """Nodes that each value is kept on."""
+
+
+def join(cluster: Cluster) -> tuple[Any, Any]:
+    """Return a store that has joined the cluster, and how its values are kept.
+
+    Raises InvalidArgument where the package is missing, StoreError when nobody lets us in.
+    """
+    try:
+        from mooncake.store import (  # type: ignore[import-not-found, import-untyped, unused-ignore]
+            MooncakeDistributedStore,
+            ReplicateConfig,
+        )
+    except (ImportError, OSError) as error:
+        hint = (
+            "pip install 'kvweave[mooncake]'; it needs libibverbs, librdmacm, libnuma and libcurl"
+        )
+        raise InvalidArgument("tier", f"Mooncake cannot be loaded: {error}", hint) from error
+    store, config = MooncakeDistributedStore(), ReplicateConfig()
+    config.replica_num = cluster.replicas
+    c = cluster
+    slot, host, port = Slot(), *c.master.rpartition(":")[::2]
+    try:
+        # The store itself tries for a minute and a half.
+        socket.create_connection((host, int(port)), JOINING).close()
+        words = c.host, "P2PHANDSHAKE", c.segment, 0, c.protocol, c.devices, c.master
+        why = slot.run(Limit(None, JOINING), lambda: store.setup(*words))
+    except (OSError, ValueError, TimeUp) as error:
+        why = str(error) or f"no answer within {JOINING:g} s"
+    slot.stop()
+    if why:
+        hint = "is mooncake_master running there, and are protocol and devices right?"
+        raise StoreError(f"no way into Mooncake at {c.master}: {why}", hint=hint)
+    return store, config

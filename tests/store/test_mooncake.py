@@ -1,0 +1,295 @@
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from store import servers
+from store.conformance import Conformance, Make
+from store.values import aligned, asking, assert_holds, assert_untouched, content, put_one, store
+
+from kvweave.errors import InvalidArgument, StoreError
+from kvweave.store import mooncake
+from kvweave.store.base import Get, Put, Tier
+from kvweave.store.mooncake import Cluster, Mooncake
+
+os.environ.setdefault("GLOG_minloglevel", "3")  # before it is loaded: it writes to stderr
+JOIN = mooncake.join
+NUMBERS = itertools.count()
+SEGMENT = 64 << 20  # bytes of the node
+LEASE = 100  # milliseconds
+NODE = """
+import os, sys, time
+from kvweave.store.mooncake import Cluster, Mooncake
+parent = os.getppid()
+node = Mooncake(Cluster(master=sys.argv[1], segment=int(sys.argv[2])), slots=1)
+print("ready", flush=True)
+while os.getppid() == parent:
+    time.sleep(0.5)
+"""
+
+
+class Staying:
+    """A store that does not leave its cluster when it is closed."""
+
+    def __init__(self, store: Any) -> None:
+        self.store = store
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.store, name)
+
+    def close(self) -> int:
+        return 0
+
+
+class Behind:
+    """A master and a node in processes of their own, started again after a test killed them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.up: list[servers.Server] = []
+        self.metrics = 0
+        self.member: tuple[Cluster, Staying, Any] | None = None
+
+    @property
+    def cluster(self) -> Cluster:
+        if not self.up or any(server.process.poll() is not None for server in self.up):
+            self.stop()
+            master, self.metrics = servers.mooncake_master(
+                self.folder, f"--default_kv_lease_ttl={LEASE}", "--client_ttl=2"
+            )
+            self.up = [master]
+            self.up.append(self.node())
+        return Cluster(f"127.0.0.1:{self.up[0].port}", f"127.0.0.1:{self.metrics}")
+
+    def node(self) -> servers.Server:
+        log = self.folder / f"node-{next(NUMBERS)}.log"
+        words = [sys.executable, "-c", NODE, f"127.0.0.1:{self.up[0].port}", str(SEGMENT)]
+        return servers.Server(words, 0, log, lambda: b"ready" in log.read_bytes())
+
+    def join(self, cluster: Cluster) -> tuple[Any, Any]:
+        if self.member is None or self.member[0] != cluster:
+            self.leave()
+            store, config = JOIN(cluster)
+            self.member = cluster, Staying(store), config
+        return self.member[1:]
+
+    def leave(self) -> None:
+        if self.member is not None:
+            self.member[1].store.close()
+        self.member = None
+
+    @property
+    def master(self) -> servers.Server:
+        assert self.cluster
+        return self.up[0]
+
+    def stop(self) -> None:
+        self.leave()
+        for server in reversed(self.up):
+            server.kill()
+        self.up = []
+
+
+@pytest.fixture(scope="module")
+def behind(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Behind]:
+    made = Behind(tmp_path_factory.mktemp("mooncake"))
+    yield made
+    made.stop()
+
+
+@pytest.fixture
+def one_member(behind: Behind, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leaving the cluster takes a second: all tiers are one member that stays."""
+    monkeypatch.setattr(mooncake, "join", behind.join)
+
+
+@servers.needs_mooncake
+@pytest.mark.usefixtures("one_member")
+class TestMooncake(Conformance):
+    @pytest.fixture
+    def make(self, behind: Behind) -> Make:
+        self.behind = behind
+
+        def make(capacity: int | None = None) -> Tier:
+            return Mooncake(behind.cluster, prefix=f"t{next(NUMBERS)}.")
+
+        return make
+
+    def limited(self, make: Make) -> Tier:
+        self._cannot("be full: it evicts")
+
+    def settle(self, tier: Tier) -> None:
+        assert isinstance(tier, Mooncake) and tier.settle(10)
+
+    def taken(self, n: int) -> int:
+        return n
+
+    def corrupt(self, tier: Tier, key: str) -> None:
+        assert isinstance(tier, Mooncake)
+        other = Mooncake(self.behind.cluster, prefix=tier._prefix, slots=1)
+        size = tier.size(key)
+        assert size is not None
+        data = bytearray(size)
+        assert tier.get([Get(key, 0, [memoryview(data)])])[0].ok
+        data[size * 3 // 4] ^= 0x10
+        store(other, key, bytes(data))
+        other.close()
+
+    def slow(self, tier: Tier, seconds: float) -> contextlib.AbstractContextManager[None]:
+        return self.behind.master.frozen(seconds)
+
+    def lose(self, tier: Tier) -> None:
+        self.behind.master.kill()
+
+    def reopen(self, tier: Tier) -> Tier:
+        assert isinstance(tier, Mooncake)
+        tier.close()
+        return Mooncake(self.behind.cluster, prefix=tier._prefix)
+
+
+@pytest.fixture
+def tier(behind: Behind, one_member: None) -> Iterator[Mooncake]:
+    made = Mooncake(behind.cluster, prefix=f"t{next(NUMBERS)}.")
+    yield made
+    made.close()
+
+
+@servers.needs_mooncake
+def test_what_was_read_is_removed_when_its_lease_ends(behind: Behind, tier: Mooncake) -> None:
+    data = content("a", 5000)
+    store(tier, "a", data)
+    other = Mooncake(behind.cluster, prefix=tier._prefix)
+    assert_holds(other, "a", data)
+    codes = [tier._store.batch_remove([f"{tier._prefix}a"])]
+    assert codes == [[-706]], "this test needs a lease to wait for"
+    tier.delete(["a"])
+    assert tier.get([asking("a", data)])[0].state == "missing", "for us it is gone at once"
+    assert tier.size("a") is None and list(tier.keys()) == []
+    assert tier.n_bytes == 5000, "it still takes room there"
+    assert tier.settle(10)
+    assert tier.n_bytes == 0
+    assert other.get([asking("a", data)])[0].state == "missing"
+    assert other._ledger.size("a") is None
+    other.close()
+
+
+@servers.needs_mooncake
+def test_a_put_calls_off_the_removal(tier: Mooncake) -> None:
+    store(tier, "a", content("a", 5000))
+    assert_holds(tier, "a", content("a", 5000))
+    tier.delete(["a"])
+    store(tier, "a", content("a", 3000, 1))
+    assert tier.settle(10)
+    time.sleep(3 * LEASE / 1000)
+    assert_holds(tier, "a", content("a", 3000, 1))
+    assert tier.n_bytes == 3000
+    tier.check_integrity()
+
+
+@servers.needs_mooncake
+def test_a_late_put_of_a_new_key_goes_again(behind: Behind, tier: Mooncake) -> None:
+    store(tier, "old", b"first")
+    with behind.master.frozen(0.6):
+        puts = [Put("new", [memoryview(b"new")]), Put("old", [memoryview(b"second")])]
+        outcomes = tier.put(puts, deadline=time.monotonic() + 0.2)
+        assert [outcome.state for outcome in outcomes] == ["late", "late"]
+    end = time.monotonic() + 10
+    while tier._turns._writers and time.monotonic() < end:
+        time.sleep(0.01)
+    assert tier.settle(10)
+    assert tier.size("new") is None and list(tier.keys()) == ["old"]
+    assert tier.size("old") == 6, "it cannot be taken back there"
+    tier.check_integrity()
+
+
+@servers.needs_mooncake
+def test_what_a_late_get_brings_stays_in_its_slot(behind: Behind, tier: Mooncake) -> None:
+    data = content("a", 3_000_000)
+    store(tier, "a", data)
+    gets = [asking("a", data) for _ in range(2)]
+    with behind.master.frozen(0.5):
+        for _ in range(3):
+            outcomes = tier.get(gets, deadline=time.monotonic() + 0.05)
+            assert [outcome.state for outcome in outcomes] == ["late", "late"]
+        assert_untouched(gets, 1.0)
+    assert_holds(tier, "a", data)
+    assert tier._slots._free.qsize() == 4, "every slot came back"
+
+
+@servers.needs_mooncake
+@pytest.mark.usefixtures("one_member")
+def test_without_a_deadline_nobody_waits_for_ever(behind: Behind) -> None:
+    tier = Mooncake(behind.cluster, prefix=f"t{next(NUMBERS)}.", timeout=0.2, slots=2)
+    store(tier, "a", b"value")
+    with behind.master.frozen(1.5):
+        began = time.monotonic()
+        states = [tier.get([Get("a", 0, [aligned(5)])])[0].state for _ in range(4)]
+        assert states == ["failed"] * 4
+        assert put_one(tier, "b", b"x").state == "failed"
+        assert time.monotonic() - began < 1.4
+    end = time.monotonic() + 10
+    while tier.get([Get("a", 0, [aligned(5)])])[0].state == "failed" and time.monotonic() < end:
+        time.sleep(0.05)
+    assert_holds(tier, "a", b"value")
+    tier.close()
+
+
+@servers.needs_mooncake
+@pytest.mark.slow
+def test_a_killed_node(behind: Behind) -> None:
+    behind.stop()
+    tier = Mooncake(behind.cluster, prefix=f"t{next(NUMBERS)}.")
+    values = {f"k{i}": content(f"k{i}", 100_000) for i in range(8)}
+    for key, data in values.items():
+        store(tier, key, data)
+    behind.up[1].kill()
+    gets = [asking(key, data) for key, data in values.items()]
+    outcomes = tier.get(gets, deadline=time.monotonic() + 1)
+    assert {outcome.state for outcome in outcomes} <= {"failed", "late", "missing"}
+    assert put_one(tier, "new", b"x").state in ("failed", "full")
+    behind.up[1] = behind.node()
+    end = time.monotonic() + 20
+    while put_one(tier, "new", b"x").state != "done" and time.monotonic() < end:
+        time.sleep(0.1)
+    assert_holds(tier, "new", b"x")
+    states = {o.state for o in tier.get(gets, deadline=time.monotonic() + 0.5)}
+    assert states <= {"missing", "failed", "late"}, "they went with the node"
+    tier.close()
+
+
+@servers.needs_mooncake
+def test_no_master() -> None:
+    for master in (f"127.0.0.1:{servers.free_port()}", "nowhere", ""):
+        with pytest.raises(StoreError, match="no way into Mooncake") as caught:
+            Mooncake(Cluster(master))
+        assert "mooncake_master" in caught.value.hint
+
+
+@servers.needs_mooncake
+def test_values_that_are_not_taken(tier: Mooncake, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mooncake, "LARGEST", 4000)
+    puts = [Put(f"k{n}", [memoryview(bytes(n))]) for n in (0, 1, 4000, 4001, 2)]
+    outcomes = tier.put(puts)
+    assert [o.state for o in outcomes] == ["failed", "done", "done", "failed", "done"]
+    assert sorted(tier.keys()) == ["k1", "k2", "k4000"]
+
+
+@servers.needs_mooncake
+def test_the_same_key_twice_in_a_batch(tier: Mooncake) -> None:
+    puts = [Put("a", [memoryview(bytes([i]) * n)]) for i, n in enumerate((700, 900, 800))]
+    assert all(outcome.ok for outcome in tier.put(puts))
+    assert_holds(tier, "a", bytes([2]) * 800)
+
+
+def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "mooncake.store", None)
+    with pytest.raises(InvalidArgument, match="cannot be loaded") as caught:
+        Mooncake(Cluster())
+    assert "kvweave[mooncake]" in caught.value.hint
