@@ -17,7 +17,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from hostile import CHAT, KEY, MAX_BODY, USER, Probe, drips, probes
+from hostile import CHAT, KEY, MAX_BODY, USER, Probe, drips, heavy, probes
 from launching import Launched, launched
 
 N = int(os.environ.get("KVWEAVE_HOSTILE", "10000"))
@@ -25,9 +25,13 @@ SEED = int(os.environ.get("KVWEAVE_SEED", "2026"))
 WARM_UP = N // 5
 CONNECTIONS = 20
 GOOD_EVERY = 100
-GROWTH = 96 * 2**20  # bytes of memory: the budget, which stored KV may go on to fill
+BUDGET = "48MiB"  # `fill` fills it, so that stored KV is no growth
+GROWTH = 8 * 2**20  # bytes of memory: 1 KB a request; 30,000 were seen to add 4 MiB, mostly names
+LONG = "\U0001f600" * 300  # 1,200 tokens, as many as any probe: 11 MB of KV
 PATIENCE = 60.0  # seconds to any answer; a body may take 30 to arrive
 LATE = 15.0  # seconds over its time a slow client may be cut off, on a busy machine
+HEAVY_SECONDS = 4.0  # of a CPU; the slowest takes 1.3 on a busy machine
+HEAVY_GROWTH = 256 * 2**20  # bytes of memory, of which half is free again later
 FINE_KEY = "key-of-anna-who-is-kind"
 ASK = {"model": "demo", "messages": [USER], "max_tokens": 8, "temperature": 0}
 SAID = "pude river ludi ."
@@ -129,7 +133,7 @@ async def send(port: int, probe: Probe) -> tuple[bytes, bool]:
     got = bytearray()
     try:
         async with asyncio.timeout(PATIENCE):
-            with suppress(ConnectionError):
+            with suppress(OSError):  # a shutdown after the other end: ENOTCONN
                 for piece in probe.pieces:
                     writer.write(piece)
                     await asyncio.sleep(0)
@@ -211,9 +215,24 @@ async def storm(server: Launched, todo: list[Probe], log: Log) -> None:
                 group.create_task(worker(client))
 
 
+async def fill(server: Launched) -> None:
+    """Make the server hold as much KV as it may, and compute as much at once as it ever will."""
+    headers = {"Authorization": f"Bearer {KEY}"}
+    async with httpx.AsyncClient(base_url=server.url, timeout=PATIENCE, headers=headers) as client:
+        for i in range(6):
+            put = await client.put(f"/v1/chunks/long/{i}", json={"text": f"{LONG} {i}"})
+            assert put.status_code == 201, put.text
+        ask = {"model": "demo", "max_tokens": 2}
+        asks = [ask | {"prompt": f"{i} {LONG}"} for i in range(2)]
+        asked = [client.post("/v1/completions", json=each) for each in asks]
+        for reply in await asyncio.gather(*asked):
+            assert reply.status_code == 200, reply.text
+
+
 async def all_of_it(server: Launched, log: Log) -> tuple[int, int]:
     """Run warm-up, storm and drips; return the memory before and after the storm."""
     todo = list(probes(N, SEED))
+    await fill(server)
     slow = [asyncio.ensure_future(drip(server.port, *each)) for each in drips(SEED)]
     await storm(server, todo[:WARM_UP], log)
     log.wrong += [wrong for wrong in await asyncio.gather(*slow) if wrong]
@@ -236,7 +255,7 @@ def stray_files(directory: Path) -> list[str]:
 @pytest.mark.slow
 def test_malformed_requests_are_refused_and_leave_no_trace(tmp_path: Path) -> None:
     log = Log()
-    options = ("--max-body", str(MAX_BODY), "--max-sessions", "4", "--budget", "96MiB")
+    options = ("--max-body", str(MAX_BODY), "--max-sessions", "4", "--budget", BUDGET)
     keys = (f"{KEY}:mallory", f"{FINE_KEY}:anna")
     with launched(tmp_path / "it", *options, keys=keys) as server:
         with server.client(KEY) as client:
@@ -264,6 +283,39 @@ def test_malformed_requests_are_refused_and_leave_no_trace(tmp_path: Path) -> No
         assert after < before + GROWTH
         assert sum(log.counts.values()) >= N
     assert not stray_files(tmp_path / "it")
+
+
+@pytest.mark.slow
+def test_nothing_that_fits_a_body_holds_up_the_others(tmp_path: Path) -> None:
+    """Each costs little more than reading it, not the square of its length; memory comes back."""
+    wrong = []
+    with launched(tmp_path / "it", "--budget", "64MiB") as server, server.client() as client:
+        assert client.put("/v1/chunks/docs/a", json={"text": SAID}).status_code == 201
+        assert client.post("/v1/contexts", json={"name": "chat/a"}).status_code == 201
+        before = server.rss()
+        print()
+        for name, (method, path, body) in heavy().items():
+            begun = cpu_seconds(server)
+            reply = client.request(
+                method, path, content=body, headers={"Content-Type": "application/json"}
+            )
+            seconds, growth = cpu_seconds(server) - begun, server.rss() - before
+            line = (
+                f"{name:20} {len(body):9,} {reply.status_code} {seconds:5.2f} s +{growth >> 20} MiB"
+            )
+            print(line)
+            if reply.status_code not in (400, 404) or not is_clear(reply.content):
+                wrong.append(f"{line}: {reply.text[:300]}")
+            if seconds > HEAVY_SECONDS or growth > HEAVY_GROWTH:
+                wrong.append(line)
+        assert client.post(CHAT, json=ASK).json()["choices"][0]["message"]["content"] == SAID
+    assert not wrong, "\n".join(wrong)
+
+
+def cpu_seconds(server: Launched) -> float:
+    """Return the seconds of CPU the server has taken, which other processes do not lengthen."""
+    fields = Path(f"/proc/{server.process.pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 async def one(server: Launched) -> str:

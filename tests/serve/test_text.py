@@ -35,7 +35,7 @@ def test_tokens_are_those_of_the_whole_text(counted, text):
     assert sum(given[:-1]) <= 2.4 * len(text) or len(text) < PROBE * engine.runner.limit
 
 
-@pytest.mark.parametrize("text", ["x" * 2**20, A * 30_000, "\u4e16" * 2**19])
+@pytest.mark.parametrize("text", ["x" * 2**20, A * 30_000, "\u4e16" * 2**19, [5] * 2**20])
 def test_what_is_far_too_long_is_not_tokenised_to_its_end(counted, text):
     engine, given = counted
     with pytest.raises(ContextTooLong) as refused:
@@ -54,6 +54,7 @@ def test_routes_refuse_it_too(serve):
         ("POST", "/v1/contexts/c:message", {"role": "user", "content": "x" * 2**20}),
         ("POST", "/v1/contexts/c:ask", {"content": "x" * 2**20}),
         ("POST", "/v1/compose", {"template": "{q}", "values": {"q": "x" * 2**20}}),
+        ("POST", "/v1/compose", {"template": "{q}", "values": {"q": ["a"] * 20_000}}),
     ):
         assert anna.error(method, path, body)["code"] == "context_length_exceeded"
     assert anna.names() == [] and anna("GET", "/v1/contexts/c")["n_parts"] == 0

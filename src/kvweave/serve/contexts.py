@@ -14,7 +14,7 @@ from kvweave.engine import Engine
 from kvweave.errors import InvalidArgument
 from kvweave.serve.access import Tenant
 from kvweave.serve.common import ERRORS, STRICT, Content, PathRef, Ref, Serving, The
-from kvweave.serve.text import tokens_of
+from kvweave.serve.text import sizes_of, tokens_of
 from kvweave.weave.context import Context
 from kvweave.weave.parts import Mode, Part, Positions
 
@@ -250,8 +250,7 @@ async def compose(tenant: Tenant, the: The, body: Compose) -> Json:
     name = None if body.name is None else the.new_name(body.name)
 
     def work(engine: Engine) -> Json:
-        given_text = (value for value in body.values.values() if isinstance(value, str))
-        sizes = [len(tokens_of(engine, text)) for text in (body.template, *given_text)]
+        sizes = sizes_of(engine, (body.template, *body.values.values()))
         the.quota.check(engine, tenant, sizes)
         context = engine.compose(
             body.template, body.values, name=name, namespace=tenant, **given(body)

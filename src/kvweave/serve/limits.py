@@ -155,7 +155,8 @@ def check_json(body: bytes) -> bytes | Problem:
         value = float(text)
         return value if math.isfinite(value) else refuse(text)
 
-    if _n_inner(body) > MAX_INNER and _n_inner(_STRING.sub(b"", body)) > MAX_INNER:
+    n_inner = _n_inner(body)
+    if n_inner > MAX_INNER and _n_inner(_STRING.sub(b"", body)) > MAX_INNER:
         message = f"the JSON has more than {MAX_INNER:,} lists and objects"
         return make(400, message, code="invalid_json")
     try:
@@ -170,10 +171,11 @@ def check_json(body: bytes) -> bytes | Problem:
         return _too_deep()
     except ValueError as error:
         return make(400, f"the request is not JSON: {error}", code="invalid_json")
-    return _too_deep() if _is_deep(value) else body
+    return _too_deep() if n_inner > MAX_DEPTH and _is_deep(value) else body
 
 
 def _n_inner(body: bytes) -> int:
+    """Return how many lists and objects there are at most; brackets in strings count."""
     return body.count(b"[") + body.count(b"{")
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from kvweave.engine import Engine
 from kvweave.errors import ContextTooLong
 from kvweave.weave.maker import Text
@@ -13,6 +15,8 @@ SLACK = 16  # tokens at the end of a piece of text that differ from those of the
 def tokens_of(engine: Engine, text: Text) -> list[int]:
     """Return token ids as `Maker.tokens`. Raises ContextTooLong, as early as it is sure."""
     limit = engine.runner.limit
+    if not isinstance(text, str) and len(text) > limit:
+        raise ContextTooLong(len(text), limit)
     n = PROBE * limit
     while isinstance(text, str) and n < len(text):
         n_tokens = len(engine.maker.tokens(text[:n]))
@@ -20,3 +24,17 @@ def tokens_of(engine: Engine, text: Text) -> list[int]:
             raise ContextTooLong(n_tokens * len(text) // n, limit)
         n *= 4
     return engine.maker.tokens(text)
+
+
+def sizes_of(engine: Engine, values: Iterable[str | list[str]]) -> list[int]:
+    """Return the tokens of each text among texts and lists of chunk names.
+
+    Raises ContextTooLong, also for a list of more chunks than a context has positions.
+    """
+    sizes = []
+    for value in values:
+        if isinstance(value, str):
+            sizes.append(len(tokens_of(engine, value)))
+        elif len(value) > engine.runner.limit:
+            raise ContextTooLong(len(value), engine.runner.limit)
+    return sizes
