@@ -70,48 +70,62 @@ class Store:
             os.fdatasync(file)
 
 
-Reader = Callable[[Sequence[int], np.ndarray], None]
+Share = tuple[list[int], np.ndarray]  # numbers of values, and memory for a batch of them
+Work = Callable[[], None]
 
 
-def readers(store: Store) -> dict[str, Reader]:
-    """Return the ways to read values, by number, into memory for a batch of them."""
-    block = store.block
+def ways_to_read(store: Store) -> dict[str, Callable[[Share], Work]]:
+    """Return what prepares a thread's reads; the work that comes out of it is what is timed."""
+    block, slab = store.block, store.slab
 
-    def bare(chosen: Sequence[int], memory: np.ndarray) -> None:
-        for i in chosen:
-            file, position = store.places[i]
-            assert os.preadv(file, [memory[:block]], position) == block
+    def bare(share: Share) -> Work:
+        into = [share[1][:block].data]
+        places = [store.places[i] for i in share[0]]
 
-    def slab(chosen: Sequence[int], memory: np.ndarray, sums: Sequence[int] | None = None) -> None:
-        for i in chosen:
-            get = Get(f"v{i}", 0, [memory[:block].data], sums)
-            assert store.slab.get([get])[0].ok
+        def work() -> None:
+            for file, position in places:
+                assert os.preadv(file, into, position) == block
 
-    def in_batches(chosen: Sequence[int], memory: np.ndarray) -> None:
-        for first in range(0, len(chosen), BATCH):
-            gets = [
-                Get(f"v{i}", 0, [memory[j * block : (j + 1) * block].data])
-                for j, i in enumerate(chosen[first : first + BATCH])
-            ]
-            assert all(outcome.ok for outcome in store.slab.get(gets))
+        return work
+
+    def one_by_one(share: Share, sums: list[int] | None = None) -> Work:
+        into = [share[1][:block].data]
+        batches = [[Get(f"v{i}", 0, into, sums)] for i in share[0]]
+
+        def work() -> None:
+            for batch in batches:
+                assert slab.get(batch)[0].ok
+
+        return work
+
+    def in_batches(share: Share) -> Work:
+        chosen, memory = share
+        into = [[memory[j * block : (j + 1) * block].data] for j in range(BATCH)]
+        batches = [
+            [Get(f"v{i}", 0, into[j]) for j, i in enumerate(chosen[first : first + BATCH])]
+            for first in range(0, len(chosen), BATCH)
+        ]
+
+        def work() -> None:
+            for batch in batches:
+                assert all(outcome.ok for outcome in slab.get(batch))
+
+        return work
 
     return {
         "bare": bare,
-        "slab": slab,
-        "slab, checked": lambda chosen, memory: slab(chosen, memory, [store.sum]),
+        "slab": one_by_one,
+        "slab, checked": partial(one_by_one, sums=[store.sum]),
         "slab, batches": in_batches,
     }
 
 
-def read(reader: Reader, shares: Sequence[Sequence[int]], memory: Sequence[np.ndarray]) -> None:
-    """Let one thread read each share."""
-    if len(shares) == 1:
-        reader(shares[0], memory[0])
+def run(works: Sequence[Work]) -> None:
+    """Run each in a thread."""
+    if len(works) == 1:
+        works[0]()
         return
-    threads = [
-        threading.Thread(target=reader, args=(share, space))
-        for share, space in zip(shares, memory, strict=True)
-    ]
+    threads = [threading.Thread(target=work) for work in works]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -120,7 +134,7 @@ def read(reader: Reader, shares: Sequence[Sequence[int]], memory: Sequence[np.nd
 
 def measure_reads(store: Store, n_threads: int, rounds: int, total: int) -> dict[str, Any]:
     """Read ``total`` bytes in random order by every way, one after the other, ``rounds`` times."""
-    ways = readers(store)
+    ways = ways_to_read(store)
     if n_threads > 1:
         del ways["slab, batches"]  # one caller's batch is read by four threads anyway
     memory = [aligned(BATCH * store.block) for _ in range(n_threads)]
@@ -132,11 +146,12 @@ def measure_reads(store: Store, n_threads: int, rounds: int, total: int) -> dict
     for turn in range(rounds + 1):
         rng = random.Random(turn)
         shares = [
-            [rng.randrange(store.n) for _ in range(count // n_threads)] for _ in range(n_threads)
+            ([rng.randrange(store.n) for _ in range(count // n_threads)], space) for space in memory
         ]
         names = list(ways)
         for way in names[turn % len(names) :] + names[: turn % len(names)]:
-            took = common.took(partial(read, ways[way], shares, memory), torch.device("cpu"))
+            works = [ways[way](share) for share in shares]
+            took = common.took(partial(run, works), torch.device("cpu"))
             if turn:  # the first one only warms up
                 clock[way].append(took[0])
                 cpu[way].append(took[1])

@@ -25,6 +25,7 @@ def bench() -> Iterator[dict[str, ModuleType]]:
     try:
         import common
         import decode
+        import disk
         import gpu
         import hit_rate
         import memory
@@ -32,7 +33,7 @@ def bench() -> Iterator[dict[str, ModuleType]]:
         import serve
 
         yield {
-            "common": common, "decode": decode, "gpu": gpu, "hit_rate": hit_rate, "memory": memory,
+            "common": common, "decode": decode, "disk": disk, "gpu": gpu, "hit_rate": hit_rate, "memory": memory,
             "prune": prune, "serve": serve,
         }  # fmt: skip
     finally:
@@ -208,6 +209,27 @@ def test_hit_rate(bench: dict[str, ModuleType], tmp_path: Path) -> None:
         assert times["find"] > times["hash"] > 0
         assert figures["matches"]["all of it known, shuffled"] > 4
     assert found["speed"]["random tokens"]["matches"]["all of it new"] == 0
+
+
+def test_disk(bench: dict[str, ModuleType], tmp_path: Path) -> None:
+    out = tmp_path / "disk.json"
+    bench["disk"].main(["--quick", "--json", "--dir", str(tmp_path), "--out", str(out)])
+    found = json.loads(out.read_text())
+    check_numbers({key: found[key] for key in ("read", "write", "delete", "restart", "accounting")})
+    assert set(found["read"]) == {"64 KiB, 1 thread", "64 KiB, 4 threads"}
+    for each in found["read"].values():
+        assert set(each["gb_per_s"]) - {"slab, batches"} == {"bare", "slab", "slab, checked"}
+        speeds = each["gb_per_s"]
+        for way, ratio in each["of_bare"].items():  # one round: the ratio is that of the speeds
+            assert ratio["median"] == pytest.approx(
+                speeds[way] / speeds["bare"], rel=0.01, abs=0.001
+            )
+    assert found["accounting"] | {"each_us": 0, "free_us_cpu": 0} == {
+        "n": 2000, "bytes_left": 0, "each_us": 0, "free_us_cpu": 0,
+    }  # fmt: skip
+    assert found["restart"]["n"] == 500
+    assert bench["disk"].tables(found)
+    assert [path.name for path in tmp_path.iterdir()] == ["disk.json"]
 
 
 def test_each_way_to_find_covers_what_it_should(bench: dict[str, ModuleType]) -> None:

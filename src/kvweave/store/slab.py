@@ -39,9 +39,9 @@ from kvweave.store.base import DONE, PAGE, Get, Outcome, Put, checked
 from kvweave.store.buffers import Run, address, runs
 from kvweave.store.keys import check_key, n_bytes_of, outside
 from kvweave.store.locked import hold, let_go
-from kvweave.store.slab_reads import LATE, Pool, Reading
+from kvweave.store.slab_reads import LATE, Pool, Reading, look_at_clock, verified
 from kvweave.store.slab_rows import Change, Rows, Slot, pages_of
-from kvweave.store.slab_segments import PIECE, WRITE_PIECE, pieces, scratch
+from kvweave.store.slab_segments import WHOLE, pieces, scratch
 from kvweave.store.slab_space import NO_ROOM, Space
 
 SEGMENT = 1 << 30  # bytes
@@ -81,6 +81,7 @@ class Slab:
         self._leaving: set[Slot] = set()  # gone, but a row names them or somebody reads them
         self._writing: set[Slot] = set()
         self._n_leases = 0
+        self._n_straight = 0
         self._counts: Counter[str] = Counter()
         self._closed = False
         self._pool = Pool()
@@ -154,13 +155,13 @@ class Slab:
                 key, slot.seq, slot.n, hashed.intdigest()
             )
             whole = [Run(address(header), PAGE, (header,)), *memory]
-            for position, parts in pieces(slot.page * PAGE, whole, WRITE_PIECE):
-                _look_at_clock(deadline)
+            for position, parts in pieces(slot.page * PAGE, whole, WHOLE):
+                look_at_clock(deadline)
                 slot.segment.write(position, parts)
 
     def _allocate(self, n: int, deadline: float | None) -> Slot | None:
         """Return pages for ``n`` bytes; waits for commits that would free some."""
-        _look_at_clock(deadline)
+        look_at_clock(deadline)
         with self._lock:
             if self._closed:
                 raise OSError(errno.EBADF, CLOSED.why)
@@ -253,25 +254,33 @@ class Slab:
     def _get_straight(self, get: Get) -> Outcome | None:
         """Read whole pages into one buffer by one system call; None if that is not the case.
 
-        Some 5 us on top of it. The other way takes 50 us, as long as the disk for 64 KiB.
+        Some 4 us on top of it; the other way takes 30 us, half of what the disk does for 64 KiB.
         """
-        key, offset, into, _ = get
-        if len(into) != 1 or offset % PAGE or offset < 0:
+        key, offset, into, sums = get
+        if len(into) != 1 or offset % PAGE:
             return None
         n = into[0].nbytes
         with self._lock:
             slot = self._index.get(key)
-            if slot is None or offset + n > slot.n or not slot.can_be_read_straight(n):
+            if slot is None or not slot.checked or n % PAGE or n > WHOLE:
                 return None
-            self._lease(slot)
+            if not 0 <= offset <= slot.n - n or not slot.segment.direct:
+                return None
+            slot.leases += 1
+            self._n_leases += 1
         try:
-            ok = os.preadv(slot.segment.file, into, (slot.page + 1) * PAGE + offset) == n
+            got = os.preadv(slot.segment.file, into, (slot.page + 1) * PAGE + offset)
         except Exception:
-            ok = False  # misaligned memory, or a broken disk: the other way finds out
+            got = -1  # misaligned memory, or a broken disk: the other way finds out
         with self._lock:
-            self._end_locked(slot)
-            self._counts["get_straight"] += ok
-        return checked(get) if ok else None
+            slot.leases -= 1
+            self._n_leases -= 1
+            if slot.loose:
+                self._free_unused(slot)
+            self._n_straight += got == n
+        if got != n:
+            return None
+        return DONE if sums is None else checked(get)
 
     def _begin(self, get: Get, into: list[Run]) -> Reading | Outcome:
         """Lease the slot for a read, or say why there is nothing to read."""
@@ -281,22 +290,16 @@ class Slab:
         bad = outside(get, slot.n)
         if bad is not None:
             return bad
-        self._lease(slot)
-        return Reading(get, into, slot, self._end)
-
-    def _lease(self, slot: Slot) -> None:
         slot.leases += 1
         self._n_leases += 1
+        return Reading(get, into, slot, self._end)
 
     def _end(self, slot: Slot) -> None:
         with self._lock:
-            self._end_locked(slot)
-
-    def _end_locked(self, slot: Slot) -> None:
-        slot.leases -= 1
-        self._n_leases -= 1
-        if slot.loose:
-            self._free_unused(slot)
+            slot.leases -= 1
+            self._n_leases -= 1
+            if slot.loose:
+                self._free_unused(slot)
 
     def _drop(self, key: str, slot: Slot) -> None:
         """Let go of a value that cannot be read."""
@@ -327,29 +330,12 @@ class Slab:
             slot = self._index.get(key)
             if slot is None:
                 return Outcome("missing", f"{key} is not here")
-            self._lease(slot)
+            slot.leases += 1
+            self._n_leases += 1
         try:
-            return self._verify(key, slot)
-        except OSError as error:
-            return Outcome("failed", f"{key}: {error}")
+            return verified(key, slot)
         finally:
             self._end(slot)
-
-    def _verify(self, key: str, slot: Slot) -> Outcome:
-        start, hashed = slot.page * PAGE, xxhash.xxh3_64()
-        with scratch(PIECE) as space:
-            slot.segment.read(start, [space[:PAGE]])
-            page = space[:PAGE].tobytes()
-            why = slab_header.fault(page, key, slot.seq, slot.n)
-            if why:
-                return Outcome("wrong", f"{key}: {why}")
-            for at in range(0, slot.n, PIECE):
-                part = space[: min(PIECE, slot.n - at)]
-                slot.segment.read(start + PAGE + at, [part])
-                hashed.update(part.data)
-        if hashed.intdigest() != slab_header.payload_sum(page):
-            return Outcome("wrong", f"{key}: the checksum of the value differs")
-        return DONE
 
     def size(self, key: str) -> int | None:
         slot = self._index.get(key)
@@ -368,6 +354,7 @@ class Slab:
         with self._lock:
             leaving = sum(slot.n_pages for slot in self._leaving) * PAGE
             mine = {"values": len(self._index), "leaving": leaving, **self._counts}
+            mine["get_straight"] = self._n_straight
         return {**mine, **self._space.stats()}
 
     def _count(self, what: str, outcomes: Sequence[Outcome], bounced: int = 0) -> None:
@@ -406,14 +393,8 @@ class Slab:
         self._pool.close()
         self._rows.close()
         with self._lock:
-            in_use = {slot.segment for slot in [*self._leaving, *self._index.values()]
-                      if slot.leases}  # fmt: skip
-            in_use |= {slot.segment for slot in self._writing}
+            known = [*self._leaving, *self._index.values(), *self._writing]
+            used = {slot.segment for slot in known if slot.leases or slot in self._writing}
             self._index.clear()
-        self._space.close(frozenset(in_use))
+        self._space.close(frozenset(used))
         let_go(self._hold)
-
-
-def _look_at_clock(deadline: float | None) -> None:
-    if deadline is not None and time.monotonic() >= deadline:
-        raise TimeoutError(errno.ETIMEDOUT, LATE.why)

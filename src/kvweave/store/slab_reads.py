@@ -11,6 +11,7 @@ copied (some 0.1 CPU seconds per GB), so a call never waits for a disk.
 
 from __future__ import annotations
 
+import errno
 import threading
 import time
 from collections import deque
@@ -18,15 +19,22 @@ from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 
 import numpy as np
+import xxhash
 
-from kvweave.store.base import PAGE, Get, Outcome, checked
+from kvweave.store.base import DONE, PAGE, Get, Outcome, checked
 from kvweave.store.buffers import Bytes, Run, address
-from kvweave.store.slab_header import fault
+from kvweave.store.slab_header import fault, payload_sum
 from kvweave.store.slab_rows import Slot
-from kvweave.store.slab_segments import PIECE, aligned, pieces, scratch
+from kvweave.store.slab_segments import PIECE, WHOLE, aligned, pieces, scratch
 
 N_THREADS = 4
 LATE = Outcome("late", "the deadline has passed")
+
+
+def look_at_clock(deadline: float | None) -> None:
+    """Raise TimeoutError when the deadline has passed."""
+    if deadline is not None and time.monotonic() >= deadline:
+        raise TimeoutError(errno.ETIMEDOUT, LATE.why)
 
 
 class Reading:
@@ -46,8 +54,8 @@ class Reading:
         self._ended = ended
         self.n_left = 0
 
-    def work(self) -> list[tuple[int, list[Bytes]]]:
-        """Return the pieces to read: (byte of the segment, memory)."""
+    def work(self, size: int) -> list[tuple[int, list[Bytes]]]:
+        """Return pieces of ``size`` bytes to read: (byte of the segment, memory)."""
         memory = self.memory
         payload = (self.slot.page + 1) * PAGE
         position = payload + self.get.offset
@@ -57,8 +65,8 @@ class Reading:
             if self.get.offset == 0:  # it lies in front: one read does both
                 memory, position = [header, *memory], payload - PAGE
             else:
-                found += pieces(payload - PAGE, [header], PIECE)
-        found += pieces(position, memory, PIECE)
+                found += pieces(payload - PAGE, [header], size)
+        found += pieces(position, memory, size)
         self.n_left = len(found)
         return found
 
@@ -79,15 +87,36 @@ class Reading:
         self._ended(self.slot)
 
 
+def verified(key: str, slot: Slot) -> Outcome:
+    """Read a whole leased slot and compare it with its header."""
+    start, hashed = slot.page * PAGE, xxhash.xxh3_64()
+    try:
+        with scratch(PIECE) as space:
+            slot.segment.read(start, [space[:PAGE]])
+            page = space[:PAGE].tobytes()
+            why = fault(page, key, slot.seq, slot.n)
+            if why:
+                return Outcome("wrong", f"{key}: {why}")
+            for at in range(0, slot.n, PIECE):
+                part = space[: min(PIECE, slot.n - at)]
+                slot.segment.read(start + PAGE + at, [part])
+                hashed.update(part.data)
+    except OSError as error:
+        return Outcome("failed", f"{key}: {error}")
+    if hashed.intdigest() != payload_sum(page):
+        return Outcome("wrong", f"{key}: the checksum of the value differs")
+    return DONE
+
+
 class Call:
     """The pieces of one batch and who is at work on them."""
 
-    def __init__(self, readings: Sequence[Reading], copies: bool) -> None:
+    def __init__(self, readings: Sequence[Reading], size: int, copies: bool) -> None:
         self._copies = copies  # read into our memory, then copy
         self._work = deque(
             (reading, position, memory)
             for reading in readings
-            for position, memory in reading.work()
+            for position, memory in reading.work(size)
         )
         self.n_pieces = len(self._work)
         self._changed = threading.Condition()
@@ -189,7 +218,10 @@ class Pool:
                 reading.outcome = LATE
                 reading.end()
             return
-        call = Call(readings, copies=strict and deadline is not None)
+        if deadline is None:
+            call = Call(readings, WHOLE, copies=False)
+        else:
+            call = Call(readings, PIECE, copies=strict)
         helpers = min(self._n, call.n_pieces) - (deadline is None)
         if helpers > 0:
             self._start()

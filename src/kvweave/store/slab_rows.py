@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 from kvweave.errors import CorruptChunk, FormatTooNew, StoreError
 from kvweave.store.base import PAGE
-from kvweave.store.slab_segments import PIECE, Segment
+from kvweave.store.slab_segments import Segment
 
 FORMAT = 1
 APPLICATION_ID = 0x6B76_736C  # "kvsl"
@@ -67,10 +67,6 @@ class Slot:
     @property
     def n_pages(self) -> int:
         return pages_of(self.n)
-
-    def can_be_read_straight(self, n: int) -> bool:
-        """Say whether one direct read of ``n`` bytes will do, if memory and offset are aligned."""
-        return self.checked and self.segment.direct and n <= PIECE and not n % PAGE
 
 
 class Row(NamedTuple):

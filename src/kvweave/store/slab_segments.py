@@ -28,8 +28,8 @@ import numpy as np
 from kvweave.store.base import PAGE
 from kvweave.store.buffers import Bytes, Run, address
 
-PIECE = 1 << 20  # bytes of one read: a deadline waits for no more than one of them on each thread
-WRITE_PIECE = 4 << 20
+PIECE = 1 << 20  # bytes of one read with a deadline, which waits for those that have begun
+WHOLE = 4 << 20  # bytes of one read without a deadline, and of one write
 MAX_BUFFERS = 1024  # of one preadv: IOV_MAX on Linux
 O_DIRECT = getattr(os, "O_DIRECT", 0)
 PUNCH = 0x01 | 0x02  # FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE
@@ -254,7 +254,7 @@ def _sync_directory(directory: Path) -> None:
 
 
 _scratch: deque[Bytes] = deque(maxlen=8)
-_SCRATCH = WRITE_PIECE + 2 * PAGE
+_SCRATCH = WHOLE + 2 * PAGE
 
 
 def aligned(n: int) -> Bytes:
