@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -36,6 +37,13 @@ def free_port() -> int:
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         return int(sock.getsockname()[1])
+
+
+def listens(port: int, path: str = "") -> bool:
+    """Say whether somebody takes connections at a port of loopback, or a path."""
+    with socket.socket(socket.AF_UNIX if path else socket.AF_INET) as sock:
+        sock.settimeout(1)
+        return sock.connect_ex(path or ("127.0.0.1", port)) == 0
 
 
 class Server:
@@ -64,9 +72,7 @@ class Server:
             time.sleep(0.02)
 
     def _listens(self) -> bool:
-        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.port), 1):
-            return True
-        return False
+        return listens(self.port)
 
     def kill(self) -> None:
         """SIGKILL, if it still runs."""
@@ -102,13 +108,15 @@ class Server:
             os.kill(self.process.pid, signal.SIGCONT)
 
 
-def redis(folder: Path, *options: str, port: int | None = None) -> Server:
+def redis(
+    folder: Path, *options: str, port: int | None = None, answers: Callable[[], bool] | None = None
+) -> Server:
     """Start a Redis that writes nothing to disk, unless ``options`` say otherwise."""
     assert REDIS is not None
     port = free_port() if port is None else port
     words = [REDIS, "--bind", "127.0.0.1", "--port", str(port), "--dir", str(folder)]
     words += ["--save", "", "--appendonly", "no", "--daemonize", "no", *options]
-    return Server(words, port, folder / f"redis-{port}.log")
+    return Server(words, port, folder / f"redis-{port}.log", answers)
 
 
 def mooncake_master(folder: Path, *options: str) -> tuple[Server, int]:
@@ -124,3 +132,10 @@ def moto(folder: Path) -> Server:
     port = free_port()
     words = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
     return Server(words, port, folder / f"moto-{port}.log")
+
+
+def put(url: str) -> int:
+    """Send a PUT without a body, as a new S3 bucket needs, and return the status."""
+    request = urllib.request.Request(url, method="PUT")
+    with urllib.request.urlopen(request, timeout=START) as answer:
+        return int(answer.status)

@@ -181,7 +181,9 @@ def test_passwords_users_and_databases(tmp_path: Path) -> None:
 def test_a_unix_socket(tmp_path_factory: pytest.TempPathFactory) -> None:
     folder = tmp_path_factory.mktemp("s")
     path = folder / "s"  # a path of a socket has at most 107 bytes
-    server = servers.redis(folder, "--unixsocket", str(path))
+    server = servers.redis(
+        folder, "--unixsocket", str(path), answers=lambda: servers.listens(0, str(path))
+    )
     try:
         tier = Resp(f"unix://{path}?db=3")
         store(tier, "a", content("a", 300_000))
@@ -216,7 +218,7 @@ def test_tls(tmp_path: Path) -> None:
         str(key),
     ]
     options += ["--tls-auth-clients", "no"]
-    server = servers.redis(tmp_path, *options)
+    server = servers.redis(tmp_path, *options, answers=lambda: servers.listens(port))
     try:
         context = ssl.create_default_context(cafile=str(certificate))
         tier = Resp(f"rediss://127.0.0.1:{port}", tls=context)
