@@ -26,7 +26,7 @@ from kvweave.store.base import Outcome
 from kvweave.store.codec import Choice
 from kvweave.store.kv import KV
 from kvweave.store.level import Level
-from kvweave.store.record import Head
+from kvweave.store.record import Head, record_bytes
 from kvweave.store.transfer import buffer
 
 BEHIND = 256 << 20  # bytes that may wait to be written
@@ -103,9 +103,9 @@ class Mover:
         self._forget_waiting(id)
         last = Outcome("full", "there is no level")
         for level in self.levels if on is None else [on]:
-            self._make_room(level, kv.n_bytes)
+            self._make_room(level, record_bytes(kv))
             last = level.put(id, self.key_of(id), kv, durable=durable, choice=choice)
-            if last.state == "full" and self._make_room(level, kv.n_bytes, force=True):
+            if last.state == "full" and self._make_room(level, record_bytes(kv), True):
                 last = level.put(id, self.key_of(id), kv, durable=durable, choice=choice)
             if last.ok:
                 self.counts["bytes_written"] += level.held[id].n_bytes
@@ -119,7 +119,8 @@ class Mover:
         if not self.levels or self.level_of(id) is not None or id in self._writing:
             return False
         with self._lock:
-            if self._waiting_bytes + kv.n_bytes > BEHIND or not self.levels[0].has_room(kv.n_bytes):
+            n = record_bytes(kv)
+            if self._waiting_bytes + kv.n_bytes > BEHIND or not self.levels[0].has_room(n):
                 return False
             self._waiting_bytes += kv.n_bytes
             self._writing[id] = True
@@ -183,7 +184,7 @@ class Mover:
             return True
         if below:
             kv = self._read(id, level)
-            if kv is not None and below[0].has_room(kv.n_bytes):
+            if kv is not None and below[0].has_room(record_bytes(kv)):
                 if below[0].put(id, level.held[id].key, kv).ok:
                     return True
         return not self.is_pinned(id)

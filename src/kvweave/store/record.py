@@ -286,6 +286,11 @@ def encode(kv: KV, choice: Choice, model: str) -> list[memoryview]:
     return [memoryview(head), *pieces]
 
 
+def record_bytes(kv: KV) -> int:
+    """Return at least the bytes that a raw record of ``kv`` takes, unless its head is a long one."""
+    return kv.n_bytes + PAGE * (1 + len(kv.k))
+
+
 def _sections(kv: KV, choice: Choice) -> Iterator[tuple[Sequence[memoryview], int]]:
     """Yield the bytes of every section, and what the end of it is aligned to."""
     for layer, (k, v) in enumerate(zip(kv.k, kv.v, strict=True)):
