@@ -378,7 +378,7 @@ class Slab:
             assert len(found) == len(known), "two values share an extent"
             taken = self._space.taken()
             assert found == taken, f"values take {found}, extents {taken}"
-            rows = {row.key: row[1:] for row in self._rows.load()}
+            rows = {row[0]: row[1:] for row in self._rows.load()}
             wanted = {k: (s.segment.number, s.page, s.n, s.seq) for k, s in self._index.items()}
             assert rows == wanted, f"rows {rows}, index {wanted}"
 

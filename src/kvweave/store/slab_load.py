@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from kvweave.store.slab_rows import Row, Slot
+from kvweave.store.slab_rows import Row, Slot, pages_of
 from kvweave.store.slab_segments import Segment
 
 _FILE = re.compile(r"seg-(\d{6,})\.slab")
@@ -29,7 +29,7 @@ def file_name(number: int) -> str:
 
 
 def load(directory: Path, rows: Sequence[Row], *, direct: bool) -> Found:
-    """Open the segments and place the rows in them.
+    """Open the segments and place the rows in them, which come by segment and page.
 
     Rows outside their file and, of those that overlap, the older ones are dropped. Files that no
     row is left in are removed: there is nothing in them.
@@ -37,11 +37,15 @@ def load(directory: Path, rows: Sequence[Row], *, direct: bool) -> Found:
     numbers = sorted(int(m[1]) for p in directory.iterdir() if (m := _FILE.fullmatch(p.name)))
     by_segment: dict[int, list[Row]] = {number: [] for number in numbers}
     dropped = []
+    next_seq = 1
     for row in rows:
-        if row.segment in by_segment:
-            by_segment[row.segment].append(row)
+        key, number, _, _, seq = row
+        if seq >= next_seq:
+            next_seq = seq + 1
+        if number in by_segment:
+            by_segment[number].append(row)
         else:
-            dropped.append(row.key)
+            dropped.append(key)
     segments: list[tuple[Segment, list[tuple[int, int]]]] = []
     index: dict[str, Slot] = {}
     for number, inside in by_segment.items():
@@ -50,27 +54,32 @@ def load(directory: Path, rows: Sequence[Row], *, direct: bool) -> Found:
             path.unlink()
             continue
         segment = Segment(path, number, direct=direct)
-        kept = _disjoint(segment, inside, dropped)
-        index |= kept
-        segments.append((segment, [(slot.page, slot.n_pages) for slot in kept.values()]))
-    next_seq = 1 + max((row.seq for row in rows), default=0)
+        segments.append((segment, _place(segment, inside, index, dropped)))
     return Found(segments, index, dropped, next_seq, 1 + max(numbers, default=0))
 
 
-def _disjoint(segment: Segment, rows: list[Row], dropped: list[str]) -> dict[str, Slot]:
-    """Return slots by page; adds the keys of rows that cannot be true to ``dropped``."""
-    kept: list[tuple[str, Slot]] = []
-    for row in sorted(rows, key=lambda row: row.page):
-        slot = Slot(segment, row.page, row.n, row.seq, False)
-        if row.page < 0 or row.n < 0 or row.page + slot.n_pages > segment.n_pages:
-            dropped.append(row.key)
+def _place(
+    segment: Segment, rows: list[Row], index: dict[str, Slot], dropped: list[str]
+) -> list[tuple[int, int]]:
+    """Add the rows of a segment, by page, to the index; return (page, pages) of those added."""
+    taken: list[tuple[int, int]] = []
+    keys: list[str] = []
+    end = 0
+    for key, _, page, n, seq in rows:
+        n_pages = pages_of(n)
+        if page < 0 or n < 0 or page + n_pages > segment.n_pages:
+            dropped.append(key)
             continue
-        while kept and kept[-1][1].page + kept[-1][1].n_pages > slot.page:
-            if kept[-1][1].seq > slot.seq:
-                break
-            dropped.append(kept.pop()[0])
-        else:
-            kept.append((row.key, slot))
+        while page < end and seq > index[keys[-1]].seq:  # those before it are older: not true
+            del index[keys[-1]]
+            dropped.append(keys.pop())
+            taken.pop()
+            end = sum(taken[-1]) if taken else 0
+        if page < end:
+            dropped.append(key)
             continue
-        dropped.append(row.key)
-    return dict(kept)
+        index[key] = Slot(segment, page, n, seq, False)
+        keys.append(key)
+        taken.append((page, n_pages))
+        end = page + n_pages
+    return taken

@@ -69,14 +69,7 @@ class Slot:
         return pages_of(self.n)
 
 
-class Row(NamedTuple):
-    """A slot as SQLite has it."""
-
-    key: str
-    segment: int
-    page: int
-    n: int
-    seq: int
+Row = tuple[str, int, int, int, int]  # key, segment, page, bytes, seq
 
 
 class Change(NamedTuple):
@@ -125,10 +118,10 @@ class Rows:
         self._thread.start()
 
     def load(self) -> list[Row]:
-        """Return every row that is committed."""
+        """Return every row that is committed, by segment and page."""
         with self._using:
-            found = self._db.execute("SELECT key, segment, page, n, seq FROM slots")
-            return [Row(*row) for row in found]
+            query = "SELECT key, segment, page, n, seq FROM slots ORDER BY segment, page"
+            return self._db.execute(query).fetchall()
 
     def change(self, key: str, now: Slot | None, before: Slot | None) -> None:
         """Queue a change. The caller's lock orders the calls; this takes no lock and no time."""
@@ -230,7 +223,7 @@ class Rows:
     def _write(self, final: dict[str, Slot | None]) -> None:
         drops = [(key,) for key, slot in final.items() if slot is None]
         puts = [
-            Row(key, slot.segment.number, slot.page, slot.n, slot.seq)
+            (key, slot.segment.number, slot.page, slot.n, slot.seq)
             for key, slot in final.items()
             if slot is not None
         ]
