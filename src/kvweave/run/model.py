@@ -33,6 +33,7 @@ from kvweave.run import attention
 from kvweave.run.attention import Pass, Segment, StopPass
 from kvweave.run.fingerprint import fingerprint
 from kvweave.run.pin import inv_freqs, pinned
+from kvweave.run.quantised import rows_as
 from kvweave.run.rotary import Rotation, identify
 from kvweave.run.rows import KVRows
 from kvweave.run.sample import end_tokens
@@ -222,10 +223,10 @@ class Runner:
         if not self.can_move:
             raise CannotMove(self.can_move.reason)
 
-    def new_rows(self) -> KVRows:
-        """Return empty rows for one context."""
+    def new_rows(self, codec: str = "raw") -> KVRows:
+        """Return empty rows for one context, kept as ``codec`` says. Raises InvalidArgument."""
         rotations = [layer.rotation for layer in self.layers]
-        return KVRows(self.shapes, rotations, self.dtype, self.device)
+        return rows_as(codec, self.shapes, rotations, self.dtype, self.device)
 
     def new_kv(self, n: int) -> KV:
         """Return uninitialised KV for ``n`` tokens."""

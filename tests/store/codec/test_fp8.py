@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 
 from kvweave.store.codec import parse
-from kvweave.store.codec.fp8 import _values
+from kvweave.store.codec.fp8 import values_of
 
 
 def test_every_byte_has_its_value():
     every = torch.arange(256).to(torch.uint8)
     wanted = every.view(torch.float8_e4m3fn).float()
-    found = _values(every)
+    found = values_of(every)
     finite = ~wanted.isnan()
     assert finite.sum() == 254 and torch.equal(found[finite], wanted[finite])
 
