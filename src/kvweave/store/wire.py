@@ -12,7 +12,7 @@ import select
 import socket
 import ssl
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from urllib.parse import parse_qs, unquote, urlsplit
@@ -106,14 +106,8 @@ def set_command(key: bytes, value: Sequence[memoryview]) -> list[memoryview]:
     return [memoryview(head), *body, memoryview(b"\r\n")]
 
 
-@contextlib.contextmanager
-def _as_lost() -> Iterator[None]:
-    try:
-        yield
-    except TimeoutError as error:
-        raise TimeUp from error
-    except OSError as error:
-        raise LostConnection(str(error)) from error
+def _lost(error: OSError) -> Exception:
+    return TimeUp() if isinstance(error, TimeoutError) else LostConnection(str(error))
 
 
 class Wire:
@@ -127,7 +121,10 @@ class Wire:
         """Connect; raise Refused when the server does not let us in."""
         self._data = memoryview(bytearray(LINE))
         self._start = self._end = 0  # of what is in ``_data`` and not used yet
-        self._sock = self._connect(server, limit)
+        try:
+            self._sock = self._connect(server, limit)
+        except OSError as error:
+            raise _lost(error) from error
         try:
             self._enter(server, limit)
         except BaseException:
@@ -135,26 +132,25 @@ class Wire:
             raise
 
     def _connect(self, server: Server, limit: Limit) -> socket.socket:
-        with _as_lost():
-            if server.path:
-                sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-                sock.settimeout(limit.left())
-                try:
-                    sock.connect(server.path)
-                except BaseException:
-                    sock.close()
-                    raise
-                return sock
-            sock = socket.create_connection((server.host, server.port), timeout=limit.left())
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            if server.tls is None:
-                return sock
+        if server.path:
+            sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             try:
                 sock.settimeout(limit.left())
-                return server.tls.wrap_socket(sock, server_hostname=server.host)
+                sock.connect(server.path)
             except BaseException:
                 sock.close()
                 raise
+            return sock
+        sock = socket.create_connection((server.host, server.port), timeout=limit.left())
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if server.tls is None:
+            return sock
+        try:
+            sock.settimeout(limit.left())
+            return server.tls.wrap_socket(sock, server_hostname=server.host)
+        except BaseException:
+            sock.close()
+            raise
 
     def _enter(self, server: Server, limit: Limit) -> None:
         asked: list[list[str | int]] = [
@@ -184,17 +180,19 @@ class Wire:
     def send(self, buffers: Sequence[memoryview], limit: Limit) -> None:
         """Send all buffers, one after the other."""
         waiting = deque(buffers)
-        with _as_lost():
-            while waiting:
+        while waiting:
+            try:
                 self._sock.settimeout(limit.left())
                 if isinstance(self._sock, ssl.SSLSocket):
                     n = self._sock.send(waiting[0])
                 else:
                     n = self._sock.sendmsg(list(islice(waiting, AT_ONCE)))
-                while waiting and n >= waiting[0].nbytes:
-                    n -= waiting.popleft().nbytes
-                if n:
-                    waiting[0] = waiting[0][n:]
+            except OSError as error:
+                raise _lost(error) from error
+            while waiting and n >= waiting[0].nbytes:
+                n -= waiting.popleft().nbytes
+            if n:
+                waiting[0] = waiting[0][n:]
 
     def reply(self, limit: Limit, depth: int = 0) -> Reply:
         """Read one short reply; raise ServerSaid for an error, NotResp for anything strange."""
@@ -238,8 +236,10 @@ class Wire:
             done = min(view.nbytes, self._end - self._start)
             view[:done] = self._data[self._start : self._start + done]
             self._start += done
-            while done < view.nbytes:
-                done += self._receive(view[done:], limit)
+            while done < view.nbytes:  # nothing is held now, so what comes behind it can be
+                n = self._receive([view[done:], self._data], limit)
+                self._start, self._end = 0, max(0, n - (view.nbytes - done))
+                done += n - self._end
         while self._end - self._start < 2:
             self._fill(limit)
         if bytes(self._data[self._start : self._start + 2]) != b"\r\n":
@@ -276,12 +276,18 @@ class Wire:
         if self._start:
             self._data[:held] = bytes(self._data[self._start : self._end])
             self._start, self._end = 0, held
-        self._end += self._receive(self._data[held:], limit)
+        self._end += self._receive([self._data[held:]], limit)
 
-    def _receive(self, view: memoryview, limit: Limit) -> int:
-        with _as_lost():
+    def _receive(self, views: Sequence[memoryview], limit: Limit) -> int:
+        """Receive into the first of the views, and where that is possible on into the others."""
+        try:
             self._sock.settimeout(limit.left())
-            n = self._sock.recv_into(view)
+            if isinstance(self._sock, ssl.SSLSocket):
+                n = self._sock.recv_into(views[0])
+            else:
+                n = self._sock.recvmsg_into(views)[0]
+        except OSError as error:
+            raise _lost(error) from error
         if n == 0:
             raise LostConnection("the server closed the connection")
         return n
