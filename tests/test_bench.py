@@ -28,13 +28,15 @@ def bench() -> Iterator[dict[str, ModuleType]]:
         import disk
         import gpu
         import hit_rate
+        import kv_codecs
         import memory
         import prune
+        import remote
         import serve
 
         yield {
-            "common": common, "decode": decode, "disk": disk, "gpu": gpu, "hit_rate": hit_rate, "memory": memory,
-            "prune": prune, "serve": serve,
+            "common": common, "decode": decode, "disk": disk, "gpu": gpu, "hit_rate": hit_rate,
+            "kv_codecs": kv_codecs, "memory": memory, "prune": prune, "remote": remote, "serve": serve,
         }  # fmt: skip
     finally:
         sys.path.remove(str(BENCH))
@@ -230,6 +232,48 @@ def test_disk(bench: dict[str, ModuleType], tmp_path: Path) -> None:
     assert found["restart"]["n"] == 500
     assert bench["disk"].tables(found)
     assert [path.name for path in tmp_path.iterdir()] == ["disk.json"]
+
+
+@pytest.mark.slow
+def test_remote(bench: dict[str, ModuleType], tmp_path: Path) -> None:
+    """Starts real servers where they are installed."""
+    out = tmp_path / "remote.json"
+    bench["remote"].main(["--quick", "--json", "--out", str(out)])
+    found = json.loads(out.read_text())
+    check_numbers(found["sizes"])
+    for each in found["sizes"]["64 KiB"].values():
+        speeds = each["gb_per_s"]
+        assert set(speeds) <= {
+            "socket", "redis", "redis, checked", "redis, 8 together", "redis-py",
+            "mooncake", "mooncake, 8 together",
+        }  # fmt: skip
+        assert set(each["of_socket"]) == set(speeds) - {"socket"}
+        for way, ratio in each["of_socket"].items():  # one round: the ratio is that of the speeds
+            wanted = speeds[way] / speeds["socket"]
+            assert ratio["median"] == pytest.approx(wanted, rel=0.02, abs=0.006)
+    assert bench["remote"].tables(found)
+
+
+@pytest.mark.slow
+def test_kv_codecs(bench: dict[str, ModuleType], tmp_path: Path) -> None:
+    out = tmp_path / "kv_codecs.json"
+    bench["kv_codecs"].main(["--quick", "--json", "--out", str(out)])
+    found = json.loads(out.read_text())
+    check_numbers({name: found[name] for name in ("prose", "notes", "loud", "random", "matched")})
+    for name in ("prose", "notes", "loud"):
+        raw, eight, four = (found[name][spec] for spec in ("raw", "int8", "int4+zstd"))
+        assert raw["kl"] == raw["relative"] == 0 and raw["ratio"] == 0.5
+        assert 0 < eight["kl"] < min(1e-3, four["kl"]) and eight["ratio_int8"] == 1
+        assert four["ratio"] > 3.9 and four["relative"] < 0.2
+    assert found["prose"]["int4+zstd"]["ratio"] > 5
+    sizes = [figures["ratio"] for figures in found["random"].values()]
+    assert len(sizes) == 14 and min(sizes) >= 1
+
+
+def test_bits_at_equal_error_are_read_between_points(bench: dict[str, ModuleType]) -> None:
+    points = {"a": (0.01, 4.0), "b": (0.1, 2.0), "x": (0.1**1.5, 4.0), "far": (0.5, 1.0)}
+    found = {name: {"kl": kl, "bits": bits} for name, (kl, bits) in points.items()}
+    assert bench["kv_codecs"].matched(found, ["a", "b"], ["x", "far"], "kl") == {"x": 0.75}
 
 
 def test_each_way_to_find_covers_what_it_should(bench: dict[str, ModuleType]) -> None:
