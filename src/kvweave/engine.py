@@ -18,17 +18,19 @@ from kvweave.errors import ContextTooLong, InvalidArgument, check_options
 from kvweave.keep import POLICIES
 from kvweave.run.loop import Loop
 from kvweave.run.model import Capability, Runner
+from kvweave.store.codec import parse
 from kvweave.store.home import Home
-from kvweave.store.shelf import Seen
 from kvweave.store.spec import open_shelf
 from kvweave.weave import gate
 from kvweave.weave.context import Context
 from kvweave.weave.contexts import Contexts
 from kvweave.weave.generate import Answer, Turn, request_from, run_all
 from kvweave.weave.maker import Maker, Text
+from kvweave.weave.naming import holder
 from kvweave.weave.repair import strategy
 from kvweave.weave.settings import Settings
 from kvweave.weave.template import Ref, Template
+from kvweave.weave.ties import Ties
 from kvweave.weave.weaver import Weaver
 
 LOADING = ("dtype", "device", "max_positions")  # options of Runner.load
@@ -70,29 +72,33 @@ class Engine:
         self.runner = model if isinstance(model, Runner) else Runner.load(str(model), **loading)  # type: ignore[arg-type]
         self._home = None if home is None else Home(Path(home), self.runner.fingerprint)
         self.table = Table(None if self._home is None else self._home.index)
+        ties = Ties(self.table)
         try:
             self.shelf = open_shelf(
                 self.config,
                 None if self._home is None else self._home.path,
                 (self.runner.fingerprint.digest().hex(), self.runner.device),
-                lambda id: self.table.get(ChunkId(id)).digest.hex(),
-                self._is_pinned,
+                ties.key,
+                ties.is_pinned,
             )
         except BaseException:
             self.table.close()
             raise
-        self.shelf.on_tier = self._note_tier
-        self.shelf.on_in_context = self._note_deps
+        ties.bind(self.shelf)
         self.table.on_free = self._let_go
         self.loop = Loop(self.runner, self.config.max_batch, self.config.max_rows)
         self.maker = Maker(self.runner, self.shelf, self.table)
         self.weaver = Weaver(self.runner, self.shelf, self.table)
-        self.weaver.calibration = self._calibration(model)
+        places = [None if self._home is None else self._home.path]
+        places.append(None if isinstance(model, Runner) else Path(model))
+        found = gate.chosen(self.config.calibration, self.runner.fingerprint, places)
+        gate.check_bound(self.config.max_drift, found, self.config.repair, self.config.share)
+        self.weaver.calibration = found
         self.files = Files(self.table)
         self._contexts = Contexts()
         self._n_composed: Counter[str] = Counter()  # by namespace
         try:
-            self._mend()
+            ties.mend()
             self._base = self._make_base(base) if self.runner.can_move else None
         except BaseException:
             self.shelf.mover.close()
@@ -188,16 +194,27 @@ class Engine:
         return [Files(self.table, namespace).stat(name) for name, _ in made]
 
     def place(
-        self, pattern: str, tier: Tier, *, namespace: str = "", dry_run: bool = False
+        self,
+        pattern: str,
+        tier: Tier,
+        *,
+        codec: str | None = None,
+        namespace: str = "",
+        dry_run: bool = False,
     ) -> list[Entry]:
-        """Move the canonical KV of matching chunks to ram, disk or none (tokens only)."""
+        """Move the canonical KV of matching chunks to ram, disk, remote or none (tokens only).
+
+        ``codec`` (`kvweave.store.codec`) instead of the tier's own. Raises InvalidArgument.
+        """
+        choice = None if codec is None else parse(codec)
 
         def move(record: Record, where: Tier) -> int:
             if where != "none":
                 self.maker.canonicalise([record.id])
-            return self.shelf.place(record.id, where)
+            return self.shelf.place(record.id, where, choice)
 
-        return Files(self.table, namespace).place(pattern, tier, move, dry_run=dry_run)
+        again, files = choice is not None, Files(self.table, namespace)
+        return files.place(pattern, tier, move, again=again, dry_run=dry_run)
 
     def denoise(self) -> int:
         """Compute canonical KV for every chunk that has none; return the tokens computed."""
@@ -306,12 +323,14 @@ class Engine:
         context = self._contexts.get(name, namespace)
         context.close()
         self._contexts.remove(context)
+        self.shelf.ended(holder(name, namespace))
 
     def generate_many(
         self, contexts: Sequence[Context], max_tokens: int = 256, **options: object
     ) -> list[Answer]:
         """Continue several contexts together, one packed model pass a step."""
         request = request_from(max_tokens, options)
+        self.shelf.upcoming(int(part.id) for context in contexts for part in context.parts)
         turns: list[Turn] = []
         try:
             for context in contexts:
@@ -343,20 +362,6 @@ class Engine:
             defaults["namespace"] = check_namespace(str(options.pop("namespace")))
         return Settings(**(defaults | options))  # type: ignore[arg-type]
 
-    def _calibration(self, model: str | Path | Runner) -> gate.Calibration | None:
-        """Load what is known of the model's drift. Raises ModelMismatch for another model's file."""
-        config, mine = self.config, self.runner.fingerprint
-        found: gate.Calibration | None
-        if config.calibration is not None:
-            found = gate.Calibration.load(Path(config.calibration))
-            mine.require(found.fingerprint)
-        else:
-            home = None if self._home is None else self._home.path
-            where = [home, None if isinstance(model, Runner) else Path(model)]
-            found = gate.find(mine, [path / gate.FILE for path in where if path is not None])
-        gate.check_bound(config.max_drift, found, config.repair, config.share)
-        return found
-
     def _make_base(self, text: str | None) -> ChunkId | None:
         tokens = self.maker.bos() + (self.maker.tokens(text) if text else [])
         if not tokens or text == "":
@@ -366,33 +371,6 @@ class Engine:
         self.maker.canonicalise([id])
         return id
 
-    def _is_pinned(self, id: int) -> bool:
-        return self.table.get(ChunkId(id)).pinned
-
-    def _note_tier(self, id: int, tier: str, size: int) -> None:
-        self.table.update(ChunkId(id), tier=tier, n_bytes=size)  # type: ignore[arg-type]
-
     def _let_go(self, id: int) -> None:
         self.shelf.drop(id)
         self.weaver.dependence.drop(id)
-
-    def _note_deps(self, id: int, seen: Seen) -> None:
-        deps = dict.fromkeys(ChunkId(dep) for dep, *_ in seen)
-        self.table.update(ChunkId(id), deps=tuple(deps))
-
-    def _mend(self) -> None:
-        """After a restart: what was only in memory has no KV now; unnamed chunks are gone.
-
-        Records of digests the index does not know were written by a put that never ended.
-        """
-        self.table.collect()
-        known = {record.digest.hex(): int(record.id) for record in self.table}
-        for level in self.shelf.mover.levels:
-            if level.place != "remote":  # others may use that one too
-                level.keep_only(known)
-        self.shelf.mover.find(known.values())
-        for record in list(self.table):
-            tier = self.shelf.tier(record.id)
-            if record.tier != tier or record.deps:
-                size = record.n_bytes if record.tier == tier else 0
-                self.table.update(record.id, tier=tier, n_bytes=size, deps=())  # type: ignore[arg-type]

@@ -227,16 +227,23 @@ class Files:
         return self._set_pinned(pattern, False, dry_run)
 
     def place(
-        self, pattern: str, tier: Tier, mover: Mover, *, dry_run: bool = False
+        self,
+        pattern: str,
+        tier: Tier,
+        mover: Mover,
+        *,
+        again: bool = False,
+        dry_run: bool = False,
     ) -> list[Entry]:
-        """Move the KV of chunks to a tier and return the entries of those it moved.
+        """Move the KV of chunks to a tier and return the entries of those it moved: those that are
+        elsewhere, with ``again`` all.
 
         All is checked first, then each chunk is moved and recorded by itself: when ``mover`` raises
         for one, those before it are moved and the table says so, since bytes cannot be rolled back.
         Raises ChunkPinned for a pinned chunk and tier ``none``.
         """
         check_tier(tier)
-        found = [item for item in self._chunks(pattern) if item[1].tier != tier]
+        found = [item for item in self._chunks(pattern) if again or item[1].tier != tier]
         for name, record in found:
             if record.pinned and tier == "none":
                 raise ChunkPinned(name, record.id)

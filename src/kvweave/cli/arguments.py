@@ -8,6 +8,7 @@ from kvweave.chunk.files import GROUPS, SORT_KEYS
 from kvweave.chunk.identity import KINDS
 from kvweave.config import n_bytes
 from kvweave.errors import InvalidArgument
+from kvweave.keep import POLICIES
 
 PATTERN = "a name, '#17', a glob such as 'chat/*/u-00[1-3]' or '**', or 'docs/' for all below"
 TEMPLATE = "text; {docs/faq} or {#17} is a stored chunk, {hole} is filled by --set or --docs; - reads stdin"
@@ -15,7 +16,7 @@ STRATEGIES = (
     "auto", "none", "first_k", "boundary", "deviation", "query", "rollout", "deps", "patch", "random", "full",
 )  # fmt: skip
 CHOICE = f"{', '.join(STRATEGIES)}; options behind it, as in deviation:k@2"
-PLACES = ("ram", "disk", "none")
+PLACES = ("ram", "disk", "remote", "none")
 REUSE = ("all", "prefix", "off")
 CUTS = ("none", "paragraph", "tokens")
 
@@ -127,6 +128,7 @@ def place(p: ArgumentParser) -> None:
     """Add what `kvweave place` takes."""
     p.add_argument("pattern", metavar="PATTERN", help=PATTERN)
     p.add_argument("tier", metavar="TIER", choices=PLACES, help=f"one of {', '.join(PLACES)}")
+    p.add_argument("--codec", metavar="CODEC", help="how to code it there: int8, int4+zstd, ...")
     p.add_argument("-n", "--dry-run", action="store_true", help="only say which")
 
 
@@ -280,6 +282,15 @@ def serve(p: ArgumentParser) -> None:
     add("--port", type=int, default=8700, metavar="N", help="0 takes a free one (8700)")
     add("--name", metavar="NAME", help="what /v1/models calls it (the end of MODEL)")
     add("--budget", type=_size, metavar="SIZE", help="memory for KV (2GiB)")
+    add("--policy", choices=POLICIES, help="which chunk leaves memory first (lru)")
+    add(
+        "--tier",
+        action="append",
+        metavar="SPEC",
+        dest="tiers",
+        help="below memory, fastest first; may be given several times: 'disk size=50GiB codec=int8', "
+        "'redis url=redis://127.0.0.1:6379' (a disk in the home)",
+    )
     _repair(p)
     keys = p.add_argument_group("API keys").add_argument
     keys(
@@ -318,15 +329,15 @@ def simulate(p: ArgumentParser) -> None:
         type=_list,
         default=["lru"],
         metavar="LIST",
-        help="some of lru, lfu, gdsf, arc, s3fifo, declared, belady; or all (lru)",
+        help="some of lru, lfu, gdsf, arc, s3fifo, reuse, declared, belady; or all (lru)",
     )
     p.add_argument(
         "--tiers",
         type=_list,
         default=["ram:10%"],
         metavar="LIST",
-        help="NAME:SIZE[:BANDWIDTH], fastest first, NAME gpu, ram, disk or remote, SIZE as 2GiB or 10%% "
-        "of all different blocks, BANDWIDTH as bytes a second (ram:10%%)",
+        help="NAME:SIZE[:BANDWIDTH[:PRICE]], fastest first, NAME gpu, ram, disk or remote, SIZE as 2GiB or "
+        "10%% of all different blocks, BANDWIDTH as bytes a second, PRICE of a GiB as that of memory (ram:10%%)",
     )
     p.add_argument(
         "--hits",
@@ -338,6 +349,13 @@ def simulate(p: ArgumentParser) -> None:
         "--sizes", type=_list, metavar="LIST", help="try every tier at these sizes: 1%%,3%%,10%%"
     )
     p.add_argument("--plot", metavar="FILE", help="write a figure of what --sizes found")
+    p.add_argument(
+        "--look-ahead",
+        type=_positive,
+        default=0,
+        metavar="N",
+        help="tell policies what the next N requests use, as from a queue (0)",
+    )
     costs = p.add_argument_group("costs").add_argument
     costs("--prefill-rate", type=_positive, metavar="N", help="tokens a second (8000)")
     costs(

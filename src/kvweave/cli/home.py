@@ -2,7 +2,8 @@
 
 ::
 
-    ~/.kvweave/config.json      {"model": path or hub id}   what `put` was given, so that `run` finds it
+    ~/.kvweave/config.json      {"model": path or hub id}   what `put` was given, so that `run` finds it;
+                                "tiers": what `serve --tier` was given
                model.json       the model's fingerprint     the engine's; KV of no other model enters
                index.sqlite     names, ids, tokens
                kv/              KV on disk: `kvweave.store.slab`
@@ -109,6 +110,10 @@ def open_engine(args: Namespace, *, make: bool = False, **options: Any) -> Itera
     bound = (home / "model.json").exists()
     if bound:
         read(home / "model.json")
+    known = read(home / "config.json") if (home / "config.json").exists() else {}
+    tiers = options.pop("tiers", None) or known.get("tiers")
+    if tiers is not None:
+        options["tiers"] = tuple(str(tier) for tier in tiers)
     try:
         engine = kvweave.Engine(model, home=home if bound or make else None, **options)
     except ModelMismatch as error:
@@ -127,7 +132,8 @@ def open_engine(args: Namespace, *, make: bool = False, **options: Any) -> Itera
         if not kept:
             (home / "model.json").unlink(missing_ok=True)
     if make and kept:
-        _write(home / "config.json", {"model": model})
+        words = {} if tiers is None else {"tiers": list(tiers)}
+        _write(home / "config.json", {"model": model, **words})
 
 
 def read(file: Path) -> dict[str, Any]:

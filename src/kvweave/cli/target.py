@@ -84,7 +84,7 @@ class Here:
                 files.ls(args.pattern)
             return []
         with self.weaver() as engine:
-            return engine.place(args.pattern, args.tier, dry_run=args.dry_run)
+            return engine.place(args.pattern, args.tier, codec=args.codec, dry_run=args.dry_run)
 
     def store(self, texts: Sequence[Named]) -> list[str]:
         """Store texts as chunks, cut as asked; return the names."""
@@ -152,7 +152,7 @@ class There:
         """Move KV to a tier; return the entries."""
         args = self.args
         with self.weaver() as client:
-            return client.place(args.pattern, args.tier, dry_run=args.dry_run)
+            return client.place(args.pattern, args.tier, codec=args.codec, dry_run=args.dry_run)
 
     def store(self, texts: Sequence[Named]) -> list[str]:
         """Store texts as chunks; return the names. Raises UsageError for --cut."""

@@ -126,9 +126,11 @@ class Client:
             raise
         return made
 
-    def place(self, pattern: str, tier: Tier, *, dry_run: bool = False) -> list[Entry]:
-        """Move the canonical KV of matching chunks to ram, disk or none (tokens only)."""
-        return self.files.place(pattern, tier, dry_run=dry_run)
+    def place(
+        self, pattern: str, tier: Tier, *, codec: str | None = None, dry_run: bool = False
+    ) -> list[Entry]:
+        """Move the canonical KV of matching chunks to ram, disk, remote or none (tokens only)."""
+        return self.files.place(pattern, tier, codec=codec, dry_run=dry_run)
 
     # ---- contexts
 

@@ -114,9 +114,11 @@ class RemoteFiles:
         """Take back ``pin``."""
         return self._do(pattern, "unpin", {"dry_run": dry_run})
 
-    def place(self, pattern: str, tier: Tier, *, dry_run: bool = False) -> list[Entry]:
+    def place(
+        self, pattern: str, tier: Tier, *, codec: str | None = None, dry_run: bool = False
+    ) -> list[Entry]:
         """Move the KV of chunks to a tier and return the entries of those it moved."""
-        return self._do(pattern, "place", {"tier": tier, "dry_run": dry_run})
+        return self._do(pattern, "place", {"tier": tier, "codec": codec, "dry_run": dry_run})
 
     # --- how ---
 

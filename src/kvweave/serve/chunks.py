@@ -104,6 +104,7 @@ class Place(DryRun):
     """Where the KV shall rest."""
 
     tier: Tier
+    codec: str | None = None
 
 
 class Rename(DryRun):
@@ -201,7 +202,8 @@ async def place(tenant: Tenant, the: The, pattern: PathPattern, body: Place) -> 
     check_pattern(pattern)
 
     def work(engine: Engine) -> dict[str, Any]:
-        return listing(engine.place(pattern, body.tier, namespace=tenant, dry_run=body.dry_run))
+        how = {"codec": body.codec, "namespace": tenant, "dry_run": body.dry_run}
+        return listing(engine.place(pattern, body.tier, **how))  # type: ignore[arg-type]
 
     return await the.call(tenant, work)
 

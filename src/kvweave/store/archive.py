@@ -52,6 +52,17 @@ class Archive:
         self._ledger = Ledger(self._remove)
         self._learnt = self._closed = False
 
+    @classmethod
+    def at(cls, url: str, *, prefix: str = "kvweave") -> Archive:
+        """Open ``s3://bucket``, ``file:///directory`` or another address that obstore knows;
+        credentials are those of the environment. Raises InvalidArgument."""
+        api = _load()
+        try:
+            store = api.store.from_url(url)
+        except (ValueError, api.exceptions.BaseError) as error:
+            raise InvalidArgument("tier", f"{url}: {str(error).splitlines()[0]}") from error
+        return cls(store, prefix=prefix)
+
     def path(self, key: str) -> str:
         """Return the object of a value."""
         return f"{self._prefix}/{key}{SUFFIX}" if self._prefix else f"{key}{SUFFIX}"

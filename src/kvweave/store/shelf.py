@@ -14,7 +14,7 @@ import logging
 from collections.abc import Callable, Iterable
 
 from kvweave.errors import InvalidArgument, LoadFailed, OverBudget
-from kvweave.keep.base import Policy
+from kvweave.keep.base import UNKNOWN, Facts, Policy
 from kvweave.store.arriving import Arriving
 from kvweave.store.base import Outcome
 from kvweave.store.codec import Choice
@@ -51,6 +51,8 @@ class Shelf:
         self.patches = Patches(budget // PATCHES)
         self.is_pinned = is_pinned
         self.memory = memory  # "gpu" where the model's device is one
+        self.facts: Callable[[int], Facts] = lambda key: UNKNOWN
+        self.session = ""  # whose weave is using chunks now
         self.on_tier: Callable[[int, str, int], None] = lambda key, tier, n_bytes: None
         self.on_in_context: Callable[[int, Seen], None] = lambda key, seen: None
         self._in_context: dict[int, tuple[Seen, KV]] = {}
@@ -83,7 +85,7 @@ class Shelf:
             self.policy.missed(key, kv.n_bytes)
         self.reserve(kv.n_bytes)
         self.ram.put(key, kv)
-        self.policy.used(key, kv.n_bytes)
+        self.policy.used(key, kv.n_bytes, self.facts(key))
         self.on_tier(key, self.memory, kv.n_bytes)
         self._to_clean += kv.n_bytes
         if self.mover.levels and self._to_clean > self.budget // 100:
@@ -107,10 +109,11 @@ class Shelf:
         if isinstance(kv, Arriving) and (wait or kv.load.ended):
             kv = self._landed(key, kv)
         if kv is not None:
-            self.policy.used(key, kv.n_bytes)
+            facts = self.facts(key)
+            self.policy.used(key, kv.n_bytes, facts)
             level = self.mover.level_of(key)
             if level is not None:
-                level.used(key)
+                level.used(key, facts)
         return kv
 
     def lost(self, error: LoadFailed) -> None:
@@ -200,9 +203,29 @@ class Shelf:
         if n_bytes == 0:
             del self._charged[context]
 
-    def busy(self, keys: Iterable[int]) -> None:
-        """Declare which chunks must stay in memory until the next call."""
-        self._busy = set(keys)
+    def busy(self, keys: Iterable[int], session: str = "") -> None:
+        """Declare which chunks must stay in memory until the next call, and who uses them."""
+        self._busy, self.session = set(keys), session
+
+    def pruned(self, keys: Iterable[int]) -> None:
+        """Tell the policies that a context let go of chunks."""
+        for key in keys:
+            for policy in self._policies():
+                policy.pruned(key)
+
+    def ended(self, session: str) -> None:
+        """Tell the policies that whoever used chunks is gone."""
+        for policy in self._policies():
+            policy.ended(session)
+
+    def upcoming(self, keys: Iterable[int]) -> None:
+        """Tell the policies what will be used next, soonest first."""
+        wanted = list(keys)
+        for policy in self._policies():
+            policy.upcoming(wanted)
+
+    def _policies(self) -> list[Policy]:
+        return [self.policy, *(level.policy for level in self.mover.levels)]
 
     def reserve(self, n_bytes: int) -> None:
         """Make room for ``n_bytes``. Raises OverBudget before letting go of anything."""

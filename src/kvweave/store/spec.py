@@ -7,8 +7,8 @@
     disk   [path=DIR]           a slab in the home, or elsewhere
     files  [path=DIR]           one file for each chunk
     redis  url=URL [prefix=P]   Redis or Valkey
-    mooncake master=HOST:PORT   Mooncake Store
-    s3     url=URL              whatever `obstore` reaches
+    mooncake master=HOST:PORT [listing=HOST:PORT] [segment=SIZE] [prefix=P]   Mooncake Store
+    s3     url=URL [prefix=P]   whatever `obstore` reaches: s3://bucket, file:///archive, ...
 """
 
 from __future__ import annotations
@@ -24,11 +24,15 @@ from kvweave.errors import InvalidArgument
 from kvweave.keep import POLICIES
 from kvweave.keep.base import Policy
 from kvweave.store import codec
+from kvweave.store.archive import Archive
 from kvweave.store.arena import Arena
 from kvweave.store.base import Tier
 from kvweave.store.files import FileTier
 from kvweave.store.level import Level
+from kvweave.store.mooncake import Mooncake
+from kvweave.store.mooncake_cluster import Cluster
 from kvweave.store.mover import Mover
+from kvweave.store.resp import Resp
 from kvweave.store.shelf import Shelf
 from kvweave.store.slab import Slab
 
@@ -119,6 +123,28 @@ def _files(words: Words, size: int | None, home: Path | None) -> Tier:
     return FileTier(_directory(words, home, "files"))
 
 
+def _redis(words: Words, size: int | None, home: Path | None) -> Tier:
+    return Resp(_needed(words, "redis", "url"), prefix=words.pop("prefix", "kvweave:"))
+
+
+def _mooncake(words: Words, size: int | None, home: Path | None) -> Tier:
+    master, prefix = _needed(words, "mooncake", "master"), words.pop("prefix", "kvweave.")
+    segment = n_bytes(words.pop("segment")) if "segment" in words else 0
+    listing, host = words.pop("listing", ""), words.pop("host", "127.0.0.1")
+    return Mooncake(Cluster(master, listing, host, segment), prefix=prefix)
+
+
+def _s3(words: Words, size: int | None, home: Path | None) -> Tier:
+    return Archive.at(_needed(words, "s3", "url"), prefix=words.pop("prefix", "kvweave"))
+
+
+def _needed(words: Words, kind: str, name: str) -> str:
+    if name not in words:
+        raise InvalidArgument("tier", f"{kind} needs {name}=", f"write: {kind} {name}=...")
+    return words.pop(name)
+
+
 KINDS: Mapping[str, Callable[[Words, int | None, Path | None], Tier]] = {
     "ram": _ram, "disk": _disk, "files": _files,
+    "redis": _redis, "mooncake": _mooncake, "s3": _s3,
 }  # fmt: skip

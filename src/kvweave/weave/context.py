@@ -217,6 +217,7 @@ class Context:
             if self._base is not None and 0 in gone and len(self._parts) > len(gone):
                 raise InvalidArgument("drop", "the base carries all other parts", "use replace")
             gaps = self.settings.positions == "keep"
+            self._weaver.shelf.pruned(int(self._parts[i].id) for i in gone)
             self._parts = dropped(self._parts, gone, frozen=mode == "evict", gaps=gaps)
 
     def replace(self, ref: str | int | Part, content: Text, *, kind: Kind = "document") -> Part:

@@ -151,6 +151,20 @@ def find(fingerprint: ModelFingerprint, paths: Sequence[Path]) -> Calibration | 
     return None
 
 
+def chosen(
+    file: str | None, fingerprint: ModelFingerprint, places: Sequence[Path | None]
+) -> Calibration | None:
+    """Return the calibration in ``file``, or the one that lies in one of ``places``.
+
+    Raises ModelMismatch for another model's file, CorruptChunk.
+    """
+    if file is None:
+        return find(fingerprint, [place / FILE for place in places if place is not None])
+    found = Calibration.load(Path(file))
+    fingerprint.require(found.fingerprint)
+    return found
+
+
 def check_bound(
     max_drift: float | None, calibration: Calibration | None, repair: str, share: float
 ) -> None:

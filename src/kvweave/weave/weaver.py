@@ -116,7 +116,7 @@ class Weaver:
         Chunks that a tier loses or brings too late are prefilled. Raises ContextTooLong,
         OverBudget or CorruptChunk before any row changes.
         """
-        self.shelf.busy(int(p.id) for p in parts)
+        self.shelf.busy((int(p.id) for p in parts), state.name)
         while True:
             self.sources.begin(parts, state.known)
             try:
