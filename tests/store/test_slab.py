@@ -351,6 +351,34 @@ def test_a_durable_put_with_too_little_time(slab: Slab, monkeypatch: pytest.Monk
     assert slab.n_bytes == 3 * PAGE
 
 
+@pytest.mark.parametrize("what", ["durable put", "delete"])
+def test_what_is_durable_has_waited_for_the_disk(
+    slab: Slab, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    store(slab, "a", content("a", 5000))
+    assert slab.flush() == ""
+    steps: list[str] = []
+    sync, write = os.fdatasync, slab._rows._write
+
+    def synced(file: int) -> None:
+        steps.append(Path(os.readlink(f"/proc/self/fd/{file}")).name)
+        sync(file)
+
+    def written(final: Any) -> None:
+        steps.append("commit")
+        write(final)
+
+    monkeypatch.setattr(os, "fdatasync", synced)
+    monkeypatch.setattr(slab._rows, "_write", written)
+    if what == "delete":
+        slab.delete(["a"])
+        slab.flush()
+        assert steps == ["commit", "slab.sqlite-wal"]
+    else:
+        store(slab, "b", content("b", 5000), durable=True)
+        assert steps == ["seg-000001.slab", "commit", "slab.sqlite-wal"]
+
+
 def test_many_durable_puts_share_commits(slab: Slab) -> None:
     commits: list[int] = []
     inner = slab._rows._write
@@ -492,10 +520,11 @@ def test_rows_that_cannot_be_true_are_dropped(slab: Slab) -> None:
         "UPDATE slots SET page = page - 1 WHERE key = 'k6'",  # into k5, which is older
         "UPDATE slots SET page = 1023 WHERE key = 'k0'",  # over the end of its file
         "UPDATE slots SET segment = 77 WHERE key = 'k3'",
+        "INSERT INTO slots VALUES('k8', 1, 8, 5000, 0)",  # begins in k2, is older
         "INSERT INTO slots VALUES('k9', 1, -4, 100, 50)",
     )
     assert sorted(again.keys()) == ["k2", "k4", "k6", "k7"]
-    assert again.stats()["dropped"] == 5
+    assert again.stats()["dropped"] == 6
     again.check_integrity()
     for key in ("k2", "k4", "k7"):
         assert_holds(again, key, content(key, 5000))
