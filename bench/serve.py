@@ -1,7 +1,7 @@
 """Time to first token of pruned chats over HTTP: `kvweave serve` against prefix-only reuse and none.
 
 The servers of one random model run at once, each a process of its own, and are asked in turns.
-Every client has a chat of 12 turns. Each of its requests drops the oldest turn, adds a new user
+Every client has a chat of 48 turns and 4k tokens. Each of its requests drops the oldest turn, adds a new user
 message, and sends all of it, as an OpenAI client does. It asks again as soon as it is answered.
 """
 
@@ -65,11 +65,11 @@ QUICK = Shape(layers=2, hidden=64, heads=4, kv_heads=2, head_dim=16, ffn=128, vo
 class Setup:
     """What the clients do."""
 
-    turns: int = 12  # of a chat, the present one among them
-    context: int = 1536  # tokens of a chat, about
+    turns: int = 48  # of a chat, the present one among them
+    context: int = 4096  # tokens of a chat, about
     answer: int = 16  # tokens
     load: tuple[tuple[int, int], ...] = ((1, 4), (8, 1), (32, 1))  # clients, requests of each
-    rounds: int = 3
+    rounds: int = 2
 
     @property
     def words(self) -> int:
@@ -329,7 +329,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Parse, measure, report."""
     made = parser(__doc__, **asdict(SHAPE), context=Setup.context, rounds=Setup.rounds)
     made.add_argument("--quick", action="store_true", help="a tiny model and two clients")
-    made.add_argument("--budget", default="2GiB", help="of each server")
+    made.add_argument("--budget", default="3GiB", help="of each server")
     options = made.parse_args(arguments)
     torch.set_num_threads(options.threads)
     about = machine(torch.device("cpu"))
