@@ -12,6 +12,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from rested import rested
+
 ROOT = Path(__file__).parents[1]
 README, FIDELITY = ROOT / "README.md", ROOT / "docs" / "fidelity.md"
 FIGURE = ROOT / "docs" / "fidelity.png"
@@ -110,7 +112,8 @@ def render() -> str:
     ]
     fidelity = find("fidelity")
     lines += summary(fidelity, "docs/fidelity.png") if fidelity else []
-    return "\n".join([*lines, *served(find("hit_rate"), find("serve"))])
+    lines += served(find("hit_rate"), find("serve"))
+    return "\n".join([*lines, *rested(find("tiers"), find("disk"))])
 
 
 def served(found: dict[str, Any] | None, serve: dict[str, Any] | None) -> list[str]:

@@ -30,6 +30,7 @@ class Config:
     share: float = 0.05  # part of the reused rows to repair, 0..1
     max_drift: float | None = None  # nats: over this predicted bound `auto` repairs more
     calibration: str | None = None  # file; None: calibration.json of the home or the checkpoint
+    rows: Literal["raw", "int8", "fp8"] = "raw"  # how the rows of contexts rest in memory
     policy: str = "lru"  # which chunk to let go of
     tiers: tuple[str, ...] | None = (
         None  # see kvweave.store.spec; None: a disk where there is a home
@@ -43,5 +44,9 @@ class Config:
         n_bytes(self.budget)
         if not 0 <= self.share <= 1:
             raise InvalidArgument("share", f"{self.share} is not between 0 and 1")
+        if self.rows not in ("raw", "int8", "fp8"):
+            raise InvalidArgument(
+                "rows", f"rows in memory are no {self.rows!r}", "raw, int8 or fp8"
+            )
         if self.denoise not in ("after", "never"):
             raise InvalidArgument("denoise", f"{self.denoise!r} is neither 'after' nor 'never'")

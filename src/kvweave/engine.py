@@ -93,7 +93,7 @@ class Engine:
         places.append(None if isinstance(model, Runner) else Path(model))
         found = gate.chosen(self.config.calibration, self.runner.fingerprint, places)
         gate.check_bound(self.config.max_drift, found, self.config.repair, self.config.share)
-        self.weaver.calibration = found
+        self.weaver.calibration, self.weaver.rows = found, self.config.rows
         self.files = Files(self.table)
         self._contexts = Contexts()
         self._n_composed: Counter[str] = Counter()  # by namespace

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import oracle
 import pytest
 import torch
 from conftest import tiny
 
+from kvweave import Engine
 from kvweave.errors import InvalidArgument
 from kvweave.run.attention import Segment
 from kvweave.run.quantised import Coded
@@ -129,3 +132,25 @@ def test_a_loud_channel_disturbs_its_group_only(codec, dtype):
 def test_other_codecs_are_refused():
     with pytest.raises(InvalidArgument, match="int8 or fp8"):
         tiny().new_rows("int4")
+
+
+@pytest.mark.parametrize("codec", ["int8", "fp8"])
+@pytest.mark.parametrize("repair", ["none", "auto"])
+def test_an_engine_keeps_contexts_in_8_bits(
+    engines: Callable[..., Engine], codec: str, repair: str
+) -> None:
+    engine, plain = (
+        engines(dtype=torch.float32, repair=repair, rows=rows) for rows in (codec, "raw")
+    )
+    contexts = []
+    for each in (engine, plain):
+        each.put("docs/a", list(range(10, 60)))
+        context = each.context("c")
+        context.append_chunk("docs/a")
+        context.append(list(range(20, 30)), name="q")
+        context.generate(max_tokens=3, temperature=0, ignore_eos=True)
+        contexts.append(context)
+    mine, theirs = (each.shelf.levels()[0][1] - each.shelf.ram.n_bytes for each in (engine, plain))
+    assert 0 < mine < 0.6 * theirs, "8 bits and scales against 32"
+    check = contexts[0].check()
+    assert 0 < max(check.k_error) < 0.1 and check.kl < 0.01

@@ -123,6 +123,13 @@ class QuantisedRows(KVRows):
     def n_bytes(self) -> int:
         return sum(each.n_bytes for each in cast(list[Coded], [*self.k, *self.v]))
 
+    def bytes_for(self, n: int) -> int:
+        widths = [w for s in self.shapes for w in ((s.k_heads, s.k_dim), (s.v_heads, s.v_dim))]
+        coded = [
+            Coded((1, heads, dim), self.codec, self.dtype, self.device) for heads, dim in widths
+        ]
+        return self.capacity_for(n) * sum(each.n_bytes for each in coded)
+
     def _empty(self) -> QuantisedRows:
         return QuantisedRows(self.shapes, self.rotations, self.dtype, self.device, self.codec)
 

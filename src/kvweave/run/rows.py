@@ -68,6 +68,11 @@ class KVRows:
         """Return the rows that will be allocated once ``n`` are reserved."""
         return self.capacity if n <= self.capacity else n + n // SLACK
 
+    def bytes_for(self, n: int) -> int:
+        """Return the bytes that will be allocated once ``n`` rows are reserved."""
+        widths = sum(s.k_heads * s.k_dim + s.v_heads * s.v_dim for s in self.shapes)
+        return self.capacity_for(n) * widths * self.dtype.itemsize
+
     def reserve(self, n: int) -> None:
         """Make room for ``n`` rows in all; keeps the rows there are."""
         if n <= self.capacity:

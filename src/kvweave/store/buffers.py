@@ -25,7 +25,7 @@ def flat(buffer: memoryview) -> Bytes:
 def address(array: Bytes) -> int:
     """Return where an array begins in memory."""
     try:
-        return ctypes.addressof(ctypes.c_char.from_buffer(array))  # half a microsecond
+        return ctypes.addressof(ctypes.c_char.from_buffer(array.data))  # half a microsecond
     except (TypeError, ValueError):  # read-only, or empty
         where: int = array.__array_interface__["data"][0]
         return where

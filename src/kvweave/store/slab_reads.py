@@ -59,7 +59,7 @@ class Reading:
         memory = self.memory
         payload = (self.slot.page + 1) * PAGE
         position = payload + self.get.offset
-        found = []
+        found: list[tuple[int, list[Bytes]]] = []
         if self._header is not None:
             header = Run(address(self._header), PAGE, (self._header,))
             if self.get.offset == 0:  # it lies in front: one read does both

@@ -39,7 +39,7 @@ class Context:
         self.settings = settings
         self._weaver, self._maker, self._loop = weaver, maker, loop
         self._table = weaver.table
-        rows = weaver.runner.new_rows()
+        rows = weaver.runner.new_rows(weaver.rows)
         self._key = holder(name, settings.namespace)
         self._state = State(self._key, rows, settings.prune == "evict", settings.namespace)
         self._strategy = strategy(settings.repair)

@@ -78,6 +78,7 @@ class Weaver:
         self.dependence, self.patcher = Dependence(table), Patcher(shelf, table)
         self.sources = Sources(shelf, table)
         self.calibration: Calibration | None = None
+        self.rows = "raw"  # how rows of contexts rest in memory
         self._next_key = 0
 
     def bound(
@@ -144,7 +145,7 @@ class Weaver:
             raise ContextTooLong(last, self.runner.limit)
         n_rows = n + max(n_new, lookahead_of(strategy))
         own = sum(kv.n_bytes for kv in state.own.values())
-        self.shelf.charge(state.name, state.rows.capacity_for(n_rows) * self.runner.row_bytes + own)
+        self.shelf.charge(state.name, state.rows.bytes_for(n_rows) + own)
         self.table.touch(p.part.id for p in placed if p.source != "kept")
         keep = first_change(placed)
         if state.keeps:

@@ -1,0 +1,51 @@
+"""The README's numbers of chunks at rest: tiers, the disk, codecs, policies."""
+
+from __future__ import annotations
+
+from typing import Any
+
+TIERS = {"ram": "memory", "disk": "disk", "redis": "Redis", "mooncake": "Mooncake Store"}
+Found = dict[str, Any]
+
+
+def rested(tiers: Found | None, disk: Found | None) -> list[str]:
+    """Return what it costs to have chunks elsewhere than in memory."""
+    lines = [*(first_token(tiers) if tiers else []), *(on_disk(disk) if disk else [])]
+    return [*lines, ""] if lines else []
+
+
+def first_token(tiers: Found) -> list[str]:
+    """Return the table of the first token by where the chunks rested."""
+    times, ratio = tiers["seconds"], tiers["times_as_fast_as_full"]
+    lines = [
+        f"First token of a {tiers['setup']['context']}-token context whose {tiers['chunks']} chunks "
+        f"({tiers['kv_bytes'] / 2**20:.0f} MiB of KV) rest elsewhere, 0.2 B random parameters; a full prefill takes "
+        f"{times['full prefill']:.1f} s ([bench/tiers.py](bench/tiers.py), [docs/tiers.md](docs/tiers.md)):",
+        "",
+        "| chunks rest in | no repair | against full prefill | `auto` | against full prefill |",
+        "| --- | ---: | ---: | ---: | ---: |",
+    ]
+    for name, title in TIERS.items():
+        if f"{name}: none" in times:
+            cells = [
+                f"{times[f'{name}: {how}']:.2f} s | **{ratio[f'{name}: {how}']['median']:.1f}x**"
+                for how in ("none", "auto")
+            ]
+            lines.append(f"| {title} | {' | '.join(cells)} |")
+    return lines
+
+
+def on_disk(disk: Found) -> list[str]:
+    """Return how near the disk tier is to the disk."""
+    large = [each for name, each in disk["read"].items() if not name.startswith("64 ")]
+    of_bare = sorted(each["of_bare"]["slab"]["median"] for each in large)
+    checked = sorted(each["of_bare"]["slab, checked"]["median"] for each in large)
+    small = disk["read"]["64 KiB, 1 thread"]["of_bare"]
+    return [
+        "",
+        f"The disk tier reads at {of_bare[0]:.2f} to {of_bare[-1]:.2f} of bare `preadv` past the page cache from 256 KiB on, "
+        f"{checked[0]:.2f} to {checked[-1]:.2f} with every checksum compared; at 64 KiB {small['slab']['median']:.2f} and "
+        f"{small['slab, checked']['median']:.2f}. A delete takes {disk['delete']['delete_us']['p50']:.1f} us, a restart with "
+        f"{disk['restart']['n']:,} chunks {disk['restart']['open_s']:.1f} s, and a million random puts and deletes leave "
+        f"{disk['accounting']['bytes_left']} bytes behind ([bench/disk.py](bench/disk.py)).",
+    ]
