@@ -8,10 +8,12 @@ the first layer is there. Nothing is cached by the operating system: the disk ti
 from __future__ import annotations
 
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from typing import Any
+from unittest.mock import patch
 
 import remote
 import torch
@@ -34,6 +36,8 @@ from common import (
 from rich.table import Table
 
 from kvweave import Engine
+from kvweave.run.rows import KVRows
+from kvweave.store.arriving import Load
 
 CHUNK, QUESTION = 256, 32  # tokens
 REPAIRS = ("none", "auto")
@@ -92,6 +96,31 @@ def resting(pair: Pair, n_chunks: int) -> Iterator[dict[str, Resting]]:
             each.engine.close()
 
 
+def timeline(tier: Resting) -> dict[str, float]:
+    """Return when the pass had placed layer 0, and when the last layer of the last chunk came."""
+    begun: list[float] = []
+    came: list[float] = []
+    settle, add = KVRows.settle, Load.add
+
+    def settled(self: KVRows, layer: int | None = None) -> None:
+        settle(self, layer)
+        if layer == 0:
+            begun.append(time.perf_counter())
+
+    def added(self: Load, k: torch.Tensor, v: torch.Tensor) -> None:
+        add(self, k, v)
+        came.append(time.perf_counter())
+
+    tier.leave()
+    with patch.object(KVRows, "settle", settled), patch.object(Load, "add", added):
+        start = time.perf_counter()
+        tier.first_token("none")
+    return {
+        "layer_0_placed_s": round(begun[0] - start, 4),
+        "last_layer_came_s": round(came[-1] - start, 4),
+    }
+
+
 def bench(options: Any) -> dict[str, Any]:
     """Measure every way in turns; return the figures."""
     pair = model_pair(shape_of(options), options.dtype, options.device, 2 * options.context)
@@ -117,6 +146,7 @@ def bench(options: Any) -> dict[str, Any]:
                     before()
                     times.setdefault(name, []).append(seconds(call, device))
                     step(name)
+        under = {name: timeline(each) for name, each in tiers.items() if name != "ram"}
         counts = {name: dict(each.engine.shelf.mover.counts) for name, each in tiers.items()}
         row_bytes = pair.runner.row_bytes
     assert not any(each["late"] or each["lost"] for each in counts.values()), counts
@@ -128,6 +158,7 @@ def bench(options: Any) -> dict[str, Any]:
         "times_as_fast_as_full": {
             name: compare(full, each) for name, each in times.items() if each is not full
         },
+        "under_the_pass": under,
         "overlap": {
             name: compare(times[f"{name}: loaded, then woven"], times[f"{name}: none"])
             for name in tiers
@@ -141,10 +172,12 @@ def tables(found: dict[str, Any]) -> list[Table]:
         (name, seconds, found["times_as_fast_as_full"].get(name, {}).get("median", 1.0))
         for name, seconds in found["seconds"].items()
     ]
-    overlap = [(name, ratio["median"]) for name, ratio in found["overlap"].items()]
+    under = found["under_the_pass"]
+    overlap = [(name, found["overlap"][name]["median"], *under[name].values()) for name in under]
+    columns = ("tier", "x loading first", "layer 0 placed s", "last layer came s")
     return [
         table("time to first token", ("way", "seconds", "x full prefill"), rows),
-        table("loading under the pass", ("tier", "x loading first"), overlap),
+        table("loading under the pass", columns, overlap),
     ]
 
 

@@ -33,10 +33,12 @@ def bench() -> Iterator[dict[str, ModuleType]]:
         import prune
         import remote
         import serve
+        import tiers
 
         yield {
             "common": common, "decode": decode, "disk": disk, "gpu": gpu, "hit_rate": hit_rate,
             "kv_codecs": kv_codecs, "memory": memory, "prune": prune, "remote": remote, "serve": serve,
+            "tiers": tiers,
         }  # fmt: skip
     finally:
         sys.path.remove(str(BENCH))
@@ -252,6 +254,17 @@ def test_remote(bench: dict[str, ModuleType], tmp_path: Path) -> None:
             wanted = speeds[way] / speeds["socket"]
             assert ratio["median"] == pytest.approx(wanted, rel=0.02, abs=0.006)
     assert bench["remote"].tables(found)
+
+
+def test_tiers(bench: dict[str, ModuleType], tmp_path: Path) -> None:
+    """Starts real servers where they are installed."""
+    out = tmp_path / "tiers.json"
+    bench["tiers"].main(["--quick", "--json", "--out", str(out)])
+    found = json.loads(out.read_text())
+    check_numbers({name: found[name] for name in ("seconds", "times_as_fast_as_full", "overlap")})
+    assert {"ram", "disk", "files"} <= set(found["overlap"])
+    assert found["under_the_pass"]["disk"]["layer_0_placed_s"] > 0
+    assert bench["tiers"].tables(found)
 
 
 @pytest.mark.slow
