@@ -275,7 +275,11 @@ class Changing(Hooks):
         def change() -> None:
             rng = random.Random(9)
             try:
-                for version in range(1, rounds + 1):
+                end = time.monotonic() + PATIENCE
+                for step in itertools.count():
+                    if step >= rounds and (len(seen) > 20 or time.monotonic() > end):
+                        break
+                    version = 1 + step % rounds
                     gone = rng.sample(keys, 2)
                     tier.delete(gone)
                     back = [Put(key, [memoryview(content(key, n, version))]) for key in gone]

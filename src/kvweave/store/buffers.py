@@ -23,7 +23,7 @@ def flat(buffer: memoryview) -> Bytes:
 
 
 def address(array: Bytes) -> int:
-    """Return where an array begins in memory."""
+    """Return where an array begins in memory; half a microsecond where it can be written."""
     try:
         return ctypes.addressof(ctypes.c_char.from_buffer(array.data))  # half a microsecond
     except (TypeError, ValueError):  # read-only, or empty

@@ -99,7 +99,7 @@ class Slab:
         """Find again what the rows say; rows that cannot be true are dropped."""
         found = slab_load.load(self.directory, self._rows.load(), direct=direct)
         self._space.restore(found.segments, found.next_number)
-        self._index = found.index
+        self._index = found.slots
         self._seqs = itertools.count(found.next_seq)
         self._counts["dropped"] = len(found.dropped)
         for key in found.dropped:

@@ -17,7 +17,7 @@ class Found(NamedTuple):
     """What there is; ``segments`` with the (page, pages) that are taken, in order."""
 
     segments: list[tuple[Segment, list[tuple[int, int]]]]
-    index: dict[str, Slot]
+    slots: dict[str, Slot]
     dropped: list[str]
     next_seq: int
     next_number: int
