@@ -446,7 +446,9 @@ def test_a_corrupt_index_and_corrupt_kv_are_told(stocked):
         with segment.open("r+b") as file:
             file.seek(3 * 4096)  # a header of the slab, a record's head, then the first layer
             file.write(b"\x5a" * 4096)
-    [span] = [s for s in stocked.json("run", "so {docs/a}")["plan"]["spans"] if s["part"] == "docs/a"]
+    [span] = [
+        s for s in stocked.json("run", "so {docs/a}")["plan"]["spans"] if s["part"] == "docs/a"
+    ]
     assert span["n_prefilled"] == 14, "what is wrong on the disk is computed again"
     (stocked.home / "index.sqlite").write_bytes(b"no database at all" * 99)
     stocked("ls", status=1)
