@@ -93,6 +93,10 @@ class Server:
     def frozen(self, seconds: float | None = None) -> Iterator[None]:
         """Do not let it run while inside, or for ``seconds``."""
         os.kill(self.process.pid, signal.SIGSTOP)
+        end = time.monotonic() + START
+        while not self._stands_still():
+            assert time.monotonic() < end, "it goes on"
+            time.sleep(0.001)
         thaw = threading.Timer(seconds or START, self._thaw)
         thaw.start()
         try:
@@ -102,6 +106,11 @@ class Server:
                 self._thaw()
                 thaw.cancel()
             thaw.join()
+
+    def _stands_still(self) -> bool:
+        """Say whether every thread has taken notice of SIGSTOP."""
+        tasks = Path(f"/proc/{self.process.pid}/task").glob("*/stat")
+        return all(task.read_text().rpartition(") ")[2][0] == "T" for task in tasks)
 
     def _thaw(self) -> None:
         if self.process.poll() is None:

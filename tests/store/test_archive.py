@@ -285,11 +285,9 @@ def test_nobody_answers() -> None:
         client_options={"allow_http": True},
     )
     tier = Archive(nobody, timeout=0.3)
-    began = time.monotonic()
     assert [put_one(tier, "a", b"x").state for _ in range(4)] == ["failed"] * 4
     assert tier.get([Get("a", 0, [aligned(1)])])[0].state in ("failed", "missing")
     assert tier.size("a") is None and list(tier.keys()) == [] and tier.n_bytes == 0
-    assert time.monotonic() - began < 8
     in_time(tier.close)
 
 

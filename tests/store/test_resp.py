@@ -253,9 +253,7 @@ def test_killed_while_it_answers(tmp_path: Path) -> None:
     reader.join(30)
     assert states[0] == "done" and states[2] == "failed", "the second large one had not begun"
     assert_untouched(gets[2:], 0.2)
-    began = time.monotonic()
     assert put_one(tier, "c", b"x").state == "failed"
-    assert time.monotonic() - began < 2
     assert sorted(tier.keys()) == ["a", "b"], "what was known"
     tier.close()
 
@@ -288,8 +286,13 @@ def test_it_comes_back_by_itself(tmp_path: Path) -> None:
 @servers.needs_redis
 def test_connections_that_the_server_dropped_are_not_used(behind: Behind, tier: Resp) -> None:
     store(tier, "a", b"value")
+    limit = Limit(None, 10)
+    with tier._pool.take(limit), tier._pool.take(limit), tier._pool.take(limit):
+        pass
+    assert len(tier._pool._idle) == 3
     behind.ask("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
     assert_holds(tier, "a", b"value")
+    assert len(tier._pool._idle) == 1
 
 
 @servers.needs_redis
@@ -317,13 +320,11 @@ def test_without_a_deadline_nobody_waits_for_ever(behind: Behind) -> None:
     store(tier, "a", content("a", 5000))
     get = asking("a", content("a", 5000))
     with behind.running().frozen():
-        began = time.monotonic()
         (outcome,) = tier.get([get])
         assert outcome.state == "failed" and "no answer within 0.3 s" in outcome.why
-        assert tier.get([get])[0].state == "failed"
+        assert "next try in" in tier.get([get])[0].why, "nobody waits a second time"
         late = tier.put([Put("b", [memoryview(b"x")])], deadline=time.monotonic() + 0.1)
         assert late[0].state in ("late", "failed")
-        assert time.monotonic() - began < 5
     in_time(tier.close)
 
 

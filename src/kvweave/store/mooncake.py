@@ -33,6 +33,8 @@ T = TypeVar("T")
 
 # Codes of the store, as its documentation's error table has them.
 NO_ROOM, BAD_RANGE, NOT_READY, NOT_FOUND, TRANSFER, LOST = -200, -600, -703, -704, -800, -900
+EXPIRED = -707  # the lease ended before the read did: what came may be another value's
+AGAIN = {TRANSFER, NOT_READY, EXPIRED}
 STATES: dict[int, State] = {NO_ROOM: "full", NOT_READY: "missing", NOT_FOUND: "missing"}
 
 LARGEST = 1 << 30  # bytes of a value: a slot's memory grows to it
@@ -204,14 +206,17 @@ class Mooncake:
     def _read(
         self, slot: Slot, parts: Sequence[tuple[str, int, int, int]], limit: Limit
     ) -> list[int]:
-        """Read (key, place in the slot, offset, bytes); again while a dead node is not known yet."""
+        """Read (key, place in the slot, offset, bytes).
+
+        Again while a dead node is not known yet, and when the lease was too short.
+        """
         ends = min(limit.ends, time.monotonic() + RETRY)
 
         def call() -> list[int]:
             codes = [TRANSFER] * len(parts)
             pause = 0.05
             while True:
-                left = [i for i, code in enumerate(codes) if code in (TRANSFER, NOT_READY)]
+                left = [i for i, code in enumerate(codes) if code in AGAIN]
                 names = [self._prefix + parts[i][0] for i in left]
                 to, offsets, sizes = ([[parts[i][j]] for i in left] for j in (1, 2, 3))
                 found = self._store.get_into_ranges(
@@ -219,7 +224,7 @@ class Mooncake:
                 )
                 for i, (code,) in zip(left, found[0], strict=True):
                     codes[i] = code
-                if not {TRANSFER, NOT_READY} & set(codes) or time.monotonic() + pause > ends:
+                if not AGAIN & set(codes) or time.monotonic() + pause > ends:
                     return codes
                 time.sleep(pause)
                 pause = min(2 * pause, 1.0)
