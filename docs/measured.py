@@ -113,7 +113,7 @@ def render() -> str:
     fidelity = find("fidelity")
     lines += summary(fidelity, "docs/fidelity.png") if fidelity else []
     lines += served(find("hit_rate"), find("serve"))
-    return "\n".join([*lines, *rested(find("tiers"), find("disk"))])
+    return "\n".join([*lines, *rested(find("tiers"), find("disk"), find("kv_codecs"))])
 
 
 def served(found: dict[str, Any] | None, serve: dict[str, Any] | None) -> list[str]:

@@ -8,9 +8,10 @@ TIERS = {"ram": "memory", "disk": "disk", "redis": "Redis", "mooncake": "Mooncak
 Found = dict[str, Any]
 
 
-def rested(tiers: Found | None, disk: Found | None) -> list[str]:
-    """Return what it costs to have chunks elsewhere than in memory."""
+def rested(tiers: Found | None, disk: Found | None, codecs: Found | None) -> list[str]:
+    """Return what it costs to have chunks elsewhere than in memory, and how small they get."""
     lines = [*(first_token(tiers) if tiers else []), *(on_disk(disk) if disk else [])]
+    lines += coded(codecs) if codecs else []
     return [*lines, ""] if lines else []
 
 
@@ -49,3 +50,30 @@ def on_disk(disk: Found) -> list[str]:
         f"{disk['restart']['n']:,} chunks {disk['restart']['open_s']:.1f} s, and a million random puts and deletes leave "
         f"{disk['accounting']['bytes_left']} bytes behind ([bench/disk.py](bench/disk.py)).",
     ]
+
+
+def coded(codecs: Found) -> list[str]:
+    """Return the table of some codecs, on prose."""
+    prose = codecs["prose"]
+    lines = [
+        "",
+        "KV of prose under codecs, the bundled model ([bench/kv_codecs.py](bench/kv_codecs.py) has all, also CPU seconds, outliers and "
+        "CacheGen's rows; KL of the next tokens to rows that were not coded):",
+        "",
+        "| codec | smaller than bf16 | than int8 | error of attention output | KL, nats |",
+        "| --- | ---: | ---: | ---: | ---: |",
+    ]
+    for spec in (
+        "fp8",
+        "int8",
+        "int8+zstd",
+        "int5+zstd",
+        "int4+zstd",
+        "step:0.5",
+        "cachegen:absmax:32",
+    ):
+        each = prose[spec]
+        lines.append(
+            f"| `{spec}` | {each['ratio']:.2f}x | {each['ratio_int8']:.2f}x | {100 * each['relative']:.1f} % | {each['kl']:.1e} |"
+        )
+    return lines
