@@ -296,3 +296,23 @@ def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(InvalidArgument, match="cannot be loaded") as caught:
         Archive(object())
     assert "kvweave[archive]" in caught.value.hint
+
+
+def test_what_was_deleted_does_not_come_back_by_a_put_that_fails() -> None:
+    tier = Archive(stores.MemoryStore())
+    store(tier, "a", b"value")
+
+    class Broken(Failing):
+        async def delete_async(self, *args: Any) -> None:
+            raise OSError("not now")
+
+    tier._api = Broken(OSError("not now"))
+    tier.delete(["a"])
+    assert put_one(tier, "a", b"new").state == "failed"
+    assert tier.get([Get("a", 0, [aligned(5)])])[0].state == "missing"
+    assert tier.size("a") is None and list(tier.keys()) == []
+    assert not tier.settle(0.1)
+    tier._api = obstore
+    assert tier.settle(20) and tier.n_bytes == 0
+    assert obstore.list(tier._store).collect() == []
+    tier.close()
