@@ -20,7 +20,6 @@ from kvweave.keep import (
     S3FIFO,
     UNKNOWN,
     Belady,
-    Declared,
     Facts,
     Future,
     Policy,
@@ -160,39 +159,6 @@ def test_belady_weighs_by_size() -> None:
     assert list(policy.victims()) == [2, 1, 3]  # 2 uses x 8 bytes, 3 x 1, 1 x 1
 
 
-def test_declared_is_lru_where_nothing_is_declared() -> None:
-    keys = [1, 2, 3, 1, 4, 2, 5, 1, 6, 3, 2, 1, 7, 5, 4]
-    assert went(Declared(3), 3, keys) == went(LRU(3), 3, keys)
-
-
-def test_declared_lets_the_dead_go_first() -> None:
-    policy = Declared()
-    for key, session in ((1, "a"), (2, "a"), (3, "b"), (4, "b"), (1, "b"), (5, "c")):
-        policy.used(key, 1, Facts(session=session))
-    policy.pruned(5)
-    policy.ended("a")  # 1 is b's too
-    policy.ended("nobody")
-    assert list(policy.victims()) == [5, 2, 3, 4, 1]
-    policy.used(5, 1, Facts(session="c"))  # it was asked for after all
-    assert list(policy.victims()) == [2, 3, 4, 1, 5]
-    policy.ended("c")
-    policy.evicted(5)
-    policy.ended("c")
-    assert list(policy.victims()) == [2, 3, 4, 1]
-    policy.check_integrity()
-
-
-def test_a_kind_that_never_comes_back_goes_before_older_ones_that_do() -> None:
-    policy = Declared()
-    for at in range(60):
-        policy.used(at % 6, 1, Facts(kind="document"))
-        policy.used(100 + at, 1, Facts(kind="thinking"))
-    order = list(policy.victims())
-    assert order.index(159) < order.index(0), "the newest thought before the oldest document"
-    assert sorted(order[-6:]) == [0, 1, 2, 3, 4, 5]
-    policy.check_integrity()
-
-
 facts = st.builds(
     Facts,
     cost=st.sampled_from([0.5, 1.0, 4.0]),
@@ -205,6 +171,7 @@ steps = st.lists(
         st.tuples(st.just("drop"), st.integers(0, 15), facts),
         st.tuples(st.just("prune"), st.integers(0, 15), facts),
         st.tuples(st.just("end"), st.integers(0, 15), facts),
+        st.tuples(st.just("wait"), st.integers(0, 15), facts),
     ),
     max_size=60,
 )
@@ -225,6 +192,8 @@ def test_whatever_happens_the_order_is_of_what_is_held(
             memory.held.pop(key, None)
         elif what == "prune":
             memory.policy.pruned(key)
+        elif what == "wait":
+            memory.policy.upcoming([key, 15 - key, key])
         else:
             memory.policy.ended(about.session)
         memory.check()

@@ -23,7 +23,7 @@ def test_json_has_a_result_for_every_policy(path: str, capsys: pytest.CaptureFix
     assert main(words) == 0
     found = json.loads(capsys.readouterr().out)
     assert [r["policy"] for r in found["results"]] == [
-        "lru", "lfu", "gdsf", "arc", "s3fifo", "declared", "belady",
+        "lru", "lfu", "gdsf", "arc", "s3fifo", "reuse", "declared", "belady",
     ]  # fmt: skip
     assert all(0 < r["hit_rate"]["tokens"] < 1 for r in found["results"])
     assert found["results"][0]["tiers"][0]["budget"] == int(found["all_bytes"] * 0.05)
@@ -33,6 +33,16 @@ def test_a_sweep_marks_its_front(path: str, capsys: pytest.CaptureFixture[str]) 
     assert main(["simulate", path, "--tiers", "ram:1%,disk:1%", "--sizes", "2%,20%"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 5 and sum(line.rstrip().endswith("*") for line in lines) >= 2
+
+
+def test_a_queue_is_told(path: str, capsys: pytest.CaptureFixture[str]) -> None:
+    rates = []
+    for more in ([], ["--look-ahead", "8"]):
+        assert main(["simulate", path, "--policy", "declared", "--json", *more]) == 0
+        found = json.loads(capsys.readouterr().out)["results"][0]
+        assert found["requests_per_s"] > 0
+        rates.append(found["hit_rate"]["tokens"])
+    assert rates[0] < rates[1]
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,9 @@ def test_quick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import policies
 
     policies.main(["--quick", "--json", "--out", str(tmp_path / "p.json")])
-    found = json.loads((tmp_path / "p.json").read_text())["declared"]["seeds"]
-    assert len(found) == 1 and found[0]["closed"]["tokens"]["lru"] == 0
-    assert found[0]["closed"]["tokens"]["belady"] == 1
+    found = json.loads((tmp_path / "p.json").read_text())["generated"]
+    assert len(found) == 1 and list(found[0]) == ["1%", "3%", "10%", "30%"]
+    closed = found[0]["10%"]["closed"]["tokens"]
+    assert closed["lru"] == 0 and closed["belady"] == 1
+    assert closed["undeclared"] < closed["declared"] < closed["queue of 16"]
     assert "policies" in sys.modules

@@ -71,3 +71,10 @@ def test_generated_traces_are_seeded_and_survive_a_file(tmp_path: Path) -> None:
     kinds = {id: kind for r in trace.requests for id, kind in zip(r.blocks, r.kinds, strict=True)}
     assert {kinds[id] for id in pruned} >= {"thinking", "user", "assistant"}
     assert "system" not in {kinds[id] for id in pruned}
+
+
+def test_a_bailian_trace_survives_a_file(tmp_path: Path) -> None:
+    trace = parse([bailian(1, -1, 0.5), bailian(2, 1, 1)])
+    write(trace, tmp_path / "t.jsonl")
+    again = read(tmp_path / "t.jsonl")
+    assert again.requests == trace.requests

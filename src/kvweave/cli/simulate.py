@@ -12,7 +12,10 @@ from kvweave.simulate import NAMES, Cost, Result, read, replay
 from kvweave.simulate.cost import size, tiers
 from kvweave.simulate.sweep import draw, front, sweep
 
-HEAD = ("policy", "tiers", "blocks hit", "tokens hit", "ttft", "p95", "loaded", "moved", "price")
+HEAD = (
+    "policy", "tiers", "blocks hit", "tokens hit", "ttft", "p95", "requests/s", "loaded", "moved",
+    "price",
+)  # fmt: skip
 GIB = 2**30
 
 
@@ -28,10 +31,12 @@ def simulate(args: Namespace) -> None:
     wanted = tiers(args.tiers, all_bytes)
     if args.sizes:
         sizes = [size(text, all_bytes) for text in args.sizes]
-        results = sweep(trace, policies, wanted, sizes, cost, args.hits)
+        results = sweep(trace, policies, wanted, sizes, cost, args.hits, args.look_ahead)
         best = front(results)
     else:
-        results = [replay(trace, policy, wanted, cost, args.hits) for policy in policies]
+        results = [
+            replay(trace, policy, wanted, cost, args.hits, args.look_ahead) for policy in policies
+        ]
         best = []
     if args.plot and not draw(results, Path(args.plot)):
         out.note("no figure: pip install 'kvweave[plot]'")
@@ -73,6 +78,7 @@ def _row(result: Result, is_best: bool) -> list[str]:
         f"{result.token_rate:.2%}",
         f"{result.mean_ttft:.3f} s",
         f"{result.percentile(0.95):.3f} s",
+        f"{result.throughput:.3g}",
         f"{sum(result.loaded.values()) / GIB:.3g} GiB",
         f"{sum(result.moved.values()) / GIB:.3g} GiB",
         f"{result.cost:.3g}{' *' if is_best else ''}",

@@ -14,6 +14,7 @@ from kvweave.keep.declared import Declared
 from kvweave.keep.gdsf import GDSF
 from kvweave.keep.lfu import LFU
 from kvweave.keep.lru import LRU
+from kvweave.keep.reuse import ReuseTime
 from kvweave.keep.s3fifo import S3FIFO
 
 POLICIES: dict[str, Callable[[int], Policy]] = {
@@ -22,10 +23,11 @@ POLICIES: dict[str, Callable[[int], Policy]] = {
     "gdsf": GDSF,
     "arc": ARC,
     "s3fifo": S3FIFO,
+    "reuse": ReuseTime,
     "declared": Declared,
 }
 
 __all__ = [
     "ARC", "GDSF", "LFU", "LRU", "POLICIES", "S3FIFO", "UNKNOWN", "Belady", "Declared", "Facts",
-    "Future", "Policy",
+    "Future", "Policy", "ReuseTime",
 ]  # fmt: skip

@@ -8,12 +8,13 @@ it in `kvweave.keep.POLICIES`, which makes it from the bytes it is to fill.
     missed -> (victims, evicted)* -> used      a chunk comes to memory
     used                                       a chunk in memory is read
     pruned, ended                              hints: what will hardly be asked for again
+    upcoming                                   hint: what will be asked for next
     dropped                                    it is gone for good
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 
@@ -67,6 +68,13 @@ class Policy(Protocol):
         """Note the declaration that ``session`` is over."""
         ...
 
+    def upcoming(self, keys: Sequence[int]) -> None:
+        """Note what the waiting requests will use, soonest first; replaces what was noted before.
+
+        Keys need not be in memory, nor known.
+        """
+        ...
+
     def check_integrity(self) -> None:
         """Raise AssertionError when accounting and content differ."""
         ...
@@ -82,4 +90,7 @@ class Deaf:
         """Do nothing."""
 
     def ended(self, session: str) -> None:
+        """Do nothing."""
+
+    def upcoming(self, keys: Sequence[int]) -> None:
         """Do nothing."""

@@ -1,162 +1,120 @@
-"""By what applications declare: prunes, ended sessions, kinds; then least recently used."""
+"""By what applications declare: prunes, ended sessions, kinds, the queue of requests; and by size."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
-from dataclasses import dataclass
-from heapq import merge
-from math import exp
+from collections.abc import Iterator, Sequence
+from math import log2
 
-from kvweave.keep.base import UNKNOWN, Deaf, Facts
-from kvweave.keep.ranks import Queue
+from kvweave.keep.base import UNKNOWN, Facts
+from kvweave.keep.reuse import Group, ReuseTime
 
-PRIOR = 16  # uses of all chunks together that a kind is judged by before it has its own
-REMEMBERED = 4  # keys that went are remembered, to so many times the bytes in memory
-
-
-@dataclass
-class Reuse:
-    """How soon and how often chunks of one kind come back; times are uses of any chunk."""
-
-    uses: float = 0.0
-    returns: float = 0.0
-    waited: float = 0.0  # between a use and the return, summed
-
-    def add(self, interval: int | None) -> None:
-        """Count a use, and after which interval it came back, if it did."""
-        self.uses += 1
-        if interval is not None:
-            self.returns += 1
-            self.waited += interval
-
-    def with_prior(self, other: Reuse, uses: float) -> Reuse:
-        """Return these counts and so many uses like the other's."""
-        part = uses / max(other.uses, 1.0)
-        return Reuse(
-            self.uses + uses, self.returns + part * other.returns, self.waited + part * other.waited
-        )
-
-    def rate(self, age: int) -> float:
-        """Return the chance per use of any chunk that one unused for ``age`` comes back now.
-
-        A part of the chunks comes back, after exponential times; the others never.
-        """
-        if not self.returns or not self.waited:
-            return 0.0
-        share, mean = self.returns / self.uses, self.waited / self.returns
-        still = share * exp(-age / mean)
-        return still / (still + 1 - share) / mean if share < 1 else 1 / mean
+SHARED = 2  # live sessions that count as several
+STEPS = 2  # sizes are told apart by so many steps per doubling
+SMALLER = 0.25  # a chunk of half the bytes outweighs a return so many doublings likelier
 
 
-class Declared(Deaf):
+class Declared(ReuseTime):
     """First what was declared dropped or whose session ended, oldest declaration first.
 
-    Then what comes back least likely, by its kind and the time since its last use; with one kind
-    this is LRU. A chunk that several sessions used does
-    not go with one of them; one that is used again after a declaration counts as alive.
+    Then what comes back least likely (`ReuseTime`), by kind, by size, and by how many live sessions
+    have used it: none, one or several. The fourth root of the bytes is weighed in: of equally likely
+    ones the bigger goes. Last what waiting requests will use, the last to be used first, as in
+    CachedAttention (arXiv 2403.19708). With one kind, one size and no hint this is LRU.
+
+    A chunk that several sessions used does not go with them; one that is used again after a
+    declaration counts as alive.
     """
 
     name = "declared"
 
     def __init__(self, budget: int = 0) -> None:
+        super().__init__(budget)
         self._dead: OrderedDict[int, None] = OrderedDict()
-        self._alive: dict[str, OrderedDict[int, None]] = {}  # by kind, oldest use first
-        self._kind: dict[int, str] = {}  # of the living
-        self._owner: dict[int, str | None] = {}  # None: several sessions
-        self._owned: dict[str, dict[int, None]] = {}
-        self._last: dict[int, int] = {}
-        self._kinds: dict[str, Reuse] = {}
-        self._all = Reuse()
-        self._held, self._gone = Queue(), Queue()
-        self._clock = 0
+        self._users: dict[int, set[str]] = {}  # live sessions
+        self._used_by: dict[str, dict[int, None]] = {}
+        self._common: set[int] = set()  # used by several sessions, or by nobody named
+        self._soon: dict[int, None] = {}  # what waiting requests use, soonest last
 
     def used(self, key: int, n_bytes: int, facts: Facts = UNKNOWN) -> None:
-        """Note the use, whose it was, and when the key was used before."""
-        self._clock += 1
-        before = self._last.get(key)
-        interval = None if before is None else self._clock - before
-        self._kinds.setdefault(facts.kind, Reuse()).add(interval)
-        self._all.add(interval)
-        self._last[key] = self._clock
-        self._gone.pop(key)
-        self._held.push(key, n_bytes)
+        """Note the use, whose it was, and how long after the one before it came."""
         self._dead.pop(key, None)
-        self._own(key, facts.session)
-        self._bury(key)
-        self._kind[key] = facts.kind
-        self._alive.setdefault(facts.kind, OrderedDict())[key] = None
+        users = self._users.setdefault(key, set())
+        if facts.session:
+            if key in self._last and facts.session not in users:
+                self._common.add(key)
+            users.add(facts.session)
+            self._used_by.setdefault(facts.session, {})[key] = None
+        else:
+            self._common.add(key)
+        super().used(key, n_bytes, facts)
 
-    def _own(self, key: int, session: str) -> None:
-        if key not in self._owner:
-            self._owner[key] = session
-            self._owned.setdefault(session, {})[key] = None
-        elif self._owner[key] != session:
-            self._disown(key)
-            self._owner[key] = None
+    def _group(self, key: int, n_bytes: int, facts: Facts) -> Group:
+        size = int(STEPS * log2(max(1, n_bytes)))
+        return Group(facts.kind, min(len(self._users[key]), SHARED), size)
 
-    def _disown(self, key: int) -> None:
-        session = self._owner.pop(key, None)
-        if session is not None:
-            self._owned[session].pop(key)
-            if not self._owned[session]:
-                del self._owned[session]
+    def _counts_as(self, group: Group) -> Group:
+        return group._replace(size=group.size // STEPS)
 
-    def _bury(self, key: int) -> None:
-        kind = self._kind.pop(key, None)
-        if kind is not None:
-            del self._alive[kind][key]
+    def _weight(self, group: Group) -> float:
+        return float(2.0 ** (-SMALLER * group.size / STEPS))
 
     def evicted(self, key: int) -> None:
-        """Remember ``key`` for a while, so that its return is seen."""
-        if key not in self._held:
-            return
-        self._gone.push(key, self._held.pop(key))
-        self._bury(key)
-        self._dead.pop(key, None)
-        while self._gone.n_bytes > REMEMBERED * max(1, self._held.n_bytes):
-            self.dropped(next(iter(self._gone)))
+        """Remember ``key`` for a while, so that its return is seen; not if it was dead."""
+        if key in self._dead:
+            self.dropped(key)
+        super().evicted(key)
 
     def dropped(self, key: int) -> None:
         """Forget ``key`` everywhere."""
-        self._held.pop(key)
-        self._gone.pop(key)
-        self._bury(key)
+        super().dropped(key)
         self._dead.pop(key, None)
-        self._last.pop(key, None)
-        self._disown(key)
+        self._common.discard(key)
+        for session in self._users.pop(key, ()):
+            self._used_by[session].pop(key)
+            if not self._used_by[session]:
+                del self._used_by[session]
 
     def pruned(self, key: int) -> None:
         """Let ``key`` go before all that is alive."""
+        if key not in self._last or key in self._dead:
+            return
+        for stats in self._stats_of(self._counted[key]):
+            stats.died(self._clock - self._last[key])
         if key in self._held:
-            self._bury(key)
+            self._lift(key)
             self._dead[key] = None
+        else:
+            self.dropped(key)
 
     def ended(self, session: str) -> None:
         """Let go what only ``session`` used before all that is alive."""
-        if session:
-            for key in list(self._owned.get(session, ())):
+        for key in self._used_by.pop(session, ()):
+            self._users[key].discard(session)
+            if not self._users[key] and key not in self._common:
                 self.pruned(key)
+            elif key in self._place:
+                group = self._place[key]
+                self._lift(key)
+                self._put(key, group._replace(sessions=min(len(self._users[key]), SHARED)))
+
+    def upcoming(self, keys: Sequence[int]) -> None:
+        """Let ``keys`` go after all others, the last one first."""
+        self._soon = dict.fromkeys(reversed(dict.fromkeys(keys)))
 
     def victims(self) -> Iterator[int]:
         """Yield dead keys, then living ones, the least likely to come back first."""
-        yield from self._dead
-        for _, _, key in merge(*(self._of_kind(kind) for kind in self._alive)):
-            yield key
-
-    def _of_kind(self, kind: str) -> Iterator[tuple[float, int, int]]:
-        reuse = self._kinds[kind].with_prior(self._all, PRIOR)
-        for key in self._alive[kind]:
-            yield reuse.rate(self._clock - self._last[key]), self._last[key], key
+        soon = self._soon
+        yield from (key for key in self._dead if key not in soon)
+        yield from (key for key in super().victims() if key not in soon)
+        yield from (key for key in soon if key in self._held)
 
     def check_integrity(self) -> None:
         """Raise AssertionError when a key is in two places or in none."""
-        self._held.check_integrity()
-        self._gone.check_integrity()
-        dead, alive = set(self._dead), {key for keys in self._alive.values() for key in keys}
-        assert alive == set(self._kind), "kinds of the living"
-        assert not dead & alive and dead | alive == set(self._held), "dead or alive"
-        known = set(self._held) | set(self._gone)
-        assert known == set(self._owner) == set(self._last), "whose and when"
-        owned = {(key, session) for session, keys in self._owned.items() for key in keys}
-        assert owned == {(k, s) for k, s in self._owner.items() if s is not None}, "owned"
+        super().check_integrity()
+        assert not self._dead.keys() & self._place.keys(), "dead and alive"
+        assert self._dead.keys() | self._place.keys() == set(self._held), "dead or alive"
+        assert self._users.keys() == self._last.keys() >= self._common, "whose"
+        users = {(key, session) for key, names in self._users.items() for session in names}
+        used_by = {(key, session) for session, keys in self._used_by.items() for key in keys}
+        assert users == used_by, "keys by session"

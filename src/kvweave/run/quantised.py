@@ -124,6 +124,7 @@ class QuantisedRows(KVRows):
         return sum(each.n_bytes for each in cast(list[Coded], [*self.k, *self.v]))
 
     def bytes_for(self, n: int) -> int:
+        """Return the bytes that will be allocated once ``n`` rows are reserved."""
         widths = [w for s in self.shapes for w in ((s.k_heads, s.k_dim), (s.v_heads, s.v_dim))]
         coded = [
             Coded((1, heads, dim), self.codec, self.dtype, self.device) for heads, dim in widths

@@ -56,18 +56,29 @@ class Tier:
 
 
 def tier(text: str, all_bytes: int) -> Tier:
-    """Return the tier ``name:size[:bandwidth]`` names; sizes as ``10%`` of ``all_bytes``, or ``2GiB``.
+    """Return the tier that ``name:size[:bandwidth[:price]]`` names.
 
-    Raises InvalidArgument.
+    Sizes are ``10%`` of ``all_bytes``, or ``2GiB``; an empty bandwidth is the default one. Raises
+    InvalidArgument.
     """
     name, *rest = text.split(":")
-    if name not in DEFAULTS or not 1 <= len(rest) <= 2:
-        hint = f"write NAME:SIZE or NAME:SIZE:BANDWIDTH, NAME one of {', '.join(DEFAULTS)}"
+    if name not in DEFAULTS or not 1 <= len(rest) <= 3:
+        hint = f"write NAME:SIZE[:BANDWIDTH[:PRICE]], NAME one of {', '.join(DEFAULTS)}"
         raise InvalidArgument("tiers", f"{text!r} is no tier", hint)
     bandwidth, price = DEFAULTS[name]
-    if rest[1:]:
+    if rest[1:] and rest[1]:
         bandwidth = float(n_bytes(rest[1]))
+    if rest[2:]:
+        price = _price(rest[2])
+    if bandwidth <= 0:
+        raise InvalidArgument("tiers", f"{text!r} loads nothing", "write a bandwidth as 3GB")
     return Tier(name, size(rest[0], all_bytes), bandwidth, price)
+
+
+def _price(text: str) -> float:
+    if re.fullmatch(r"\d*\.?\d+", text) is None or float(text) <= 0:
+        raise InvalidArgument("tiers", f"{text!r} is no price", "of a GiB of host memory: 0.05")
+    return float(text)
 
 
 def size(text: str, all_bytes: int) -> int:

@@ -8,6 +8,9 @@ away. A block is on one tier only. Two ways to hit:
     chunks   every block that is anywhere: KV that can be placed at any position
     prefix   blocks up to the first that is nowhere: prefix caching. Blocks are used from the last
              to the first, so that the front of a prompt is what stays longest.
+
+With a look-ahead of n, policies are told what the request that begins and the next n of the trace
+will use, as if so many always waited in a queue.
 """
 
 from __future__ import annotations
@@ -40,6 +43,7 @@ class Result:
     loaded: dict[str, int] = field(default_factory=dict)  # bytes read for hits, by tier
     moved: dict[str, int] = field(default_factory=dict)  # bytes let go of to a tier
     lost: int = 0  # bytes let go of altogether
+    prefill: float = 0.0  # seconds of prefill
     ttft: list[float] = field(default_factory=list, repr=False)
 
     @property
@@ -58,6 +62,20 @@ class Result:
     def cost(self) -> float:
         """Price of the tiers, relative to a GiB of host memory."""
         return sum(tier.cost for tier in self.tiers)
+
+    @property
+    def busy(self) -> dict[str, float]:
+        """Seconds that prefill, and reads and writes of each tier, take altogether."""
+        took = {"prefill": self.prefill}
+        for tier in self.tiers:
+            n_bytes = self.loaded[tier.name] + self.moved.get(tier.name, 0)
+            took[tier.name] = n_bytes / tier.bandwidth
+        return took
+
+    @property
+    def throughput(self) -> float:
+        """Requests a second when all but the busiest of `busy` waits for nothing."""
+        return self.requests / max(self.busy.values())
 
     def percentile(self, share: float) -> float:
         """Return the time to the first token that ``share`` of the requests stay within."""
@@ -78,6 +96,7 @@ class Result:
                 "p50": round(self.percentile(0.5), 6),
                 "p95": round(self.percentile(0.95), 6),
             },
+            "requests_per_s": round(self.throughput, 6),
             "cost": round(self.cost, 6),
         }
 
@@ -149,6 +168,7 @@ class Simulator:
             where = self._use(key, n_bytes, Facts(prefill, request.kinds[at], request.session))
             if where is None or at >= usable:
                 seconds += prefill
+                result.prefill += prefill
                 continue
             tier = result.tiers[where]
             result.loaded[tier.name] += n_bytes
@@ -161,6 +181,12 @@ class Simulator:
             result.tokens += before
             result.ttft.append(seconds)
         self._declare(request)
+
+    def announce(self, requests: Sequence[Request]) -> None:
+        """Tell every policy what is used next."""
+        keys = [key for request in requests for key in request.blocks]
+        for cache in self.caches:
+            cache.policy.upcoming(keys)
 
     def _usable(self, request: Request) -> int:
         """Return before which block a hit counts."""
@@ -211,9 +237,17 @@ def order(request: Request, hits: Hits) -> range:
 
 
 def replay(
-    trace: Trace, policy: str, tiers: Sequence[Tier], cost: Cost = DEFAULT, hits: Hits = "chunks"
+    trace: Trace,
+    policy: str,
+    tiers: Sequence[Tier],
+    cost: Cost = DEFAULT,
+    hits: Hits = "chunks",
+    look_ahead: int = 0,
 ) -> Result:
-    """Play a whole trace. Raises InvalidArgument for an unknown policy."""
+    """Play a whole trace; ``look_ahead`` requests wait in the queue that policies are told of.
+
+    Raises InvalidArgument for an unknown policy.
+    """
     if policy not in NAMES:
         near = nearest(policy, NAMES, 1)
         hint = f"did you mean {near[0]}?" if near else f"one of {', '.join(NAMES)}"
@@ -226,7 +260,12 @@ def replay(
     else:
         simulator = Simulator(tiers, POLICIES[policy], cost, hits)
         step = _nothing
+    asking = [request for request in trace.requests if request.blocks]
+    asked = 0
     for request in trace.requests:
+        if look_ahead and request.blocks:
+            simulator.announce(asking[asked : asked + 1 + look_ahead])
+            asked += 1
         simulator.request(request, trace, step)
     return simulator.result
 

@@ -117,7 +117,11 @@ def _cut(n_input: int, blocks: tuple[int, ...], block: int) -> tuple[int, ...]:
 
 
 def write(trace: Trace, path: str | Path) -> None:
-    """Write a trace as Mooncake's format with declarations; ``read`` returns an equal one."""
+    """Write a trace in Mooncake's format with declarations.
+
+    ``read`` returns an equal one, but for the memory of blocks that are not full: of other than 512
+    tokens, they then take as much as they have.
+    """
     with open(path, "w", encoding="utf-8") as file:
         for row in rows(trace):
             file.write(json.dumps(row) + "\n")
@@ -132,7 +136,7 @@ def rows(trace: Trace) -> Iterator[dict[str, object]]:
             "output_length": request.n_output,
             "hash_ids": list(request.blocks),
         }
-        if not trace.block:
+        if trace.block != MOONCAKE:
             row["sizes"] = list(request.sizes)
         if any(request.kinds):
             row["kinds"] = list(request.kinds)
