@@ -12,7 +12,6 @@ import sys
 import threading
 import time
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -326,4 +325,5 @@ def test_the_command_serves_until_it_is_told_to_end(tmp_path):
         process.terminate()
         assert process.stdout.read() == "" and process.wait(60) == 0
     with Engine(str(BUNDLED), home=tmp_path) as engine:
-        assert engine.table.names("anna") == ["a"] and Path(tmp_path / "kv" / "1.kv").exists()
+        assert engine.table.names("anna") == ["a"]
+        assert engine.table.resolve("a", "anna").tier == "disk"
