@@ -283,8 +283,9 @@ COMMANDS = {
             "Replay a trace against tiers and eviction policies.",
             arguments.simulate,
             "Needs no model. Times to the first token follow from costs: prefill grows with the position,\n"
-            "loads take bytes over bandwidth, nothing overlaps and nobody waits. With --sizes, a star\n"
-            "marks what nothing else beats in both price and mean time.",
+            "loads take bytes over bandwidth, nothing overlaps and nobody waits. Requests a second are what\n"
+            "the busiest of prefill and tiers allows. With --sizes, a star marks what nothing else beats\n"
+            "in price, mean time and requests a second together.",
             (
                 "kvweave simulate trace.jsonl --policy lru,gdsf,belady --tiers ram:10%,disk:50%",
                 "kvweave simulate trace.jsonl --policy all --hits prefix --tiers ram:64GiB",

@@ -85,6 +85,7 @@ class Loop:
         if request.first is not None:
             assert request.sampler is not None
             self._take(request, request.sampler(request.first))
+            request.n_done = request.tokens.numel()
             n, n_new = 0, n_new - 1
         if request.running:
             self.schedule.add(Job(request.key, n, n_new, request.tenant))

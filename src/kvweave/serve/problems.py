@@ -37,7 +37,7 @@ STATUS: Sequence[tuple[type[KVWeaveError], int]] = (
 TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 CLOSE = {"Connection": "close"}  # for answers to requests that are not read to their end
 # Their messages name files of the server, which are not the client's business.
-INTERNAL = (errors.CorruptChunk, errors.FormatTooNew, errors.ModelUnusable)
+INTERNAL = (errors.CorruptChunk, errors.LoadFailed, errors.FormatTooNew, errors.ModelUnusable)
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,16 +41,18 @@ def sweep(
 def front(results: Sequence[Result]) -> list[Result]:
     """Return those that no other one beats, cheapest first.
 
-    One beats another that is no better in price, mean time to first token and throughput, and worse
-    in one of them, as in Kareto (arXiv 2603.08739). Of equal ones the first stays.
+    One beats another if it is no worse in price, mean time to first token and throughput, and better
+    in one of them, as in Kareto (arXiv 2603.08739). Of equal ones the first stays. The oracle takes
+    no part beside others: nobody can have it.
     """
-    aims = [(r.cost, r.mean_ttft, -r.throughput) for r in results]
+    real = [result for result in results if result.policy != "belady"] or results
+    aims = [(r.cost, r.mean_ttft, -r.throughput) for r in real]
     best = [
         at
         for at, mine in enumerate(aims)
         if mine not in aims[:at] and not any(_beats(other, mine) for other in aims)
     ]
-    return [results[at] for at in sorted(best, key=aims.__getitem__)]
+    return [real[at] for at in sorted(best, key=aims.__getitem__)]
 
 
 def _beats(one: Aims, other: Aims) -> bool:
