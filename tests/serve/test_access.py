@@ -440,7 +440,7 @@ ERRORS = [
     (errors.Overloaded(2.4), 429, "overloaded", "rate_limit_error"),
     (errors.OverQuota("chunks", 1, 2, 3), 429, "insufficient_quota", "insufficient_quota"),
     (errors.CorruptChunk("/secret/17.kv", "x"), 500, "corrupt_chunk", "server_error"),
-    (errors.LoadFailed(17, "late: /secret/kv"), 500, "load_failed", "server_error"),
+    (errors.LoadFailed(17, "late: /secret/kv"), 500, "internal_error", "server_error"),
     (errors.FormatTooNew("/secret", 2, 1), 500, "internal_error", "server_error"),
     (errors.ModelUnusable("/secret", "x"), 500, "internal_error", "server_error"),
     (ValueError("secret"), 500, "internal_error", "server_error"),
