@@ -123,6 +123,18 @@ def test_declared_lets_the_dead_go_first() -> None:
     policy.check_integrity()
 
 
+def test_what_one_of_several_sessions_prunes_stays() -> None:
+    policy = Declared()
+    for key, session in ((1, "a"), (1, "b"), (2, "a")):
+        policy.used(key, 1, Facts(session=session))
+    policy.pruned(1)
+    assert not policy._dead
+    policy.ended("b")
+    policy.pruned(1)
+    assert list(policy.victims()) == [1, 2]
+    policy.check_integrity()
+
+
 def test_what_nobody_named_used_does_not_go_with_a_session() -> None:
     policy = Declared()
     policy.used(1, 1, Facts(session="a"))

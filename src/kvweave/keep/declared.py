@@ -76,8 +76,8 @@ class Declared(ReuseTime):
                 del self._used_by[session]
 
     def pruned(self, key: int) -> None:
-        """Let ``key`` go before all that is alive."""
-        if key not in self._last or key in self._dead:
+        """Let ``key`` go before all that is alive, unless several live sessions use it."""
+        if key not in self._last or key in self._dead or len(self._users[key]) > 1:
             return
         for stats in self._stats_of(self._counted[key]):
             stats.died(self._clock - self._last[key])
