@@ -31,7 +31,7 @@ class Config:
     max_drift: float | None = None  # nats: over this predicted bound `auto` repairs more
     calibration: str | None = None  # file; None: calibration.json of the home or the checkpoint
     rows: Literal["raw", "int8", "fp8"] = "raw"  # how the rows of contexts rest in memory
-    policy: str = "lru"  # which chunk to let go of
+    policy: str = "declared"  # which chunk to let go of
     tiers: tuple[str, ...] | None = (
         None  # see kvweave.store.spec; None: a disk where there is a home
     )

@@ -33,6 +33,17 @@ def test_with_one_kind_it_is_lru(made: Policy) -> None:
     assert evictions(made, 3, KEYS) == evictions(LRU(), 3, KEYS) != []
 
 
+def test_declared_weighs_sizes_only_when_something_was_told() -> None:
+    policy = Declared()
+    for _ in range(3):
+        for key, n_bytes in ((1, 10), (2, 1000), (3, 10)):
+            policy.used(key, n_bytes)
+    assert list(policy.victims()) == [1, 2, 3], "least recently used first"
+    policy.used(4, 10, Facts(session="a"))
+    assert list(policy.victims())[0] == 2, "the biggest"
+    policy.check_integrity()
+
+
 def test_rates_by_hand() -> None:
     assert Reuse(uses=5).rate(3) == 0.0
     always = Reuse(uses=4, returns=4, waited=40)
@@ -161,14 +172,14 @@ def test_of_equally_likely_chunks_the_bigger_goes() -> None:
     policy = Declared()
     for _ in range(3):
         for key, n_bytes in ((1, 10), (2, 1000), (3, 10)):
-            policy.used(key, n_bytes)
+            policy.used(key, n_bytes, Facts(session="a"))
     assert list(policy.victims()) == [2, 1, 3]
 
 
 def test_big_chunks_that_come_back_sooner_stay() -> None:
     policy = Declared()
     for at in range(200):
-        policy.used(1, 1000)
+        policy.used(1, 1000, Facts(session="a"))
         policy.used(2, 1000)
         if at % 40 == 39:
             policy.used(3, 10)

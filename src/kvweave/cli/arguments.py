@@ -282,7 +282,7 @@ def serve(p: ArgumentParser) -> None:
     add("--port", type=int, default=8700, metavar="N", help="0 takes a free one (8700)")
     add("--name", metavar="NAME", help="what /v1/models calls it (the end of MODEL)")
     add("--budget", type=_size, metavar="SIZE", help="memory for KV (2GiB)")
-    add("--policy", choices=POLICIES, help="which chunk leaves memory first (lru)")
+    add("--policy", choices=POLICIES, help="which chunk leaves memory first (declared)")
     add(
         "--tier",
         action="append",

@@ -20,7 +20,8 @@ class Declared(ReuseTime):
     Then what comes back least likely (`ReuseTime`), by kind, by size, and by how many live sessions
     have used it: none, one or several. The fourth root of the bytes is weighed in: of equally likely
     ones the bigger goes. Last what waiting requests will use, the last to be used first, as in
-    CachedAttention (arXiv 2403.19708). With one kind, one size and no hint this is LRU.
+    CachedAttention (arXiv 2403.19708). Until a session is named, a second kind is seen or a prune is
+    declared, this is LRU.
 
     A chunk that several sessions used does not go with them; one that is used again after a
     declaration counts as alive.
@@ -35,10 +36,14 @@ class Declared(ReuseTime):
         self._used_by: dict[str, dict[int, None]] = {}
         self._common: set[int] = set()  # used by several sessions, or by nobody named
         self._soon: dict[int, None] = {}  # what waiting requests use, soonest last
+        self._kind: str | None = None
+        self._told = False
 
     def used(self, key: int, n_bytes: int, facts: Facts = UNKNOWN) -> None:
         """Note the use, whose it was, and how long after the one before it came."""
         self._dead.pop(key, None)
+        self._told |= bool(facts.session) or self._kind not in (None, facts.kind)
+        self._kind = facts.kind
         users = self._users.setdefault(key, set())
         if facts.session:
             if key in self._last and facts.session not in users:
@@ -79,6 +84,7 @@ class Declared(ReuseTime):
         """Let ``key`` go before all that is alive, unless several live sessions use it."""
         if key not in self._last or key in self._dead or len(self._users[key]) > 1:
             return
+        self._told = True
         for stats in self._stats_of(self._counted[key]):
             stats.died(self._clock - self._last[key])
         if key in self._held:
@@ -106,7 +112,8 @@ class Declared(ReuseTime):
         """Yield dead keys, then living ones, the least likely to come back first."""
         soon = self._soon
         yield from (key for key in self._dead if key not in soon)
-        yield from (key for key in super().victims() if key not in soon)
+        alive = super().victims() if self._told else iter(self._held)
+        yield from (key for key in alive if key not in soon)
         yield from (key for key in soon if key in self._held)
 
     def check_integrity(self) -> None:
