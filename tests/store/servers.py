@@ -28,7 +28,8 @@ needs_mooncake = pytest.mark.skipif(
     reason="mooncake-transfer-engine-non-cuda is not installed",
 )
 needs_moto = pytest.mark.skipif(
-    importlib.util.find_spec("moto") is None, reason="moto[s3], flask and flask-cors are not installed"
+    importlib.util.find_spec("moto") is None,
+    reason="moto[s3], flask and flask-cors are not installed",
 )
 
 

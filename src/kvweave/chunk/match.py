@@ -193,15 +193,19 @@ class Matcher:
 
         That is what adds most behind ``reached``; among equal ones the longest, and then the first.
         """
-        best: _Run | None = None
-        most, sides = (0, 0), None
+        best: tuple[int, int, ChunkId, int, int] | None = None  # of a _Run
+        most, begin, end, before, behind = (0, 0), 0, 0, -1, -1
+        n_prompt = len(prompt)
         for id, offset in places:
-            chunk, shift = self._tokens[id], start - offset
-            if best is not None:
-                sides = sides or _sides(prompt, best)
-                if not _goes_on(chunk, shift, best, sides):
-                    continue  # no longer to either side
-            ahead = prompt[start : start + len(chunk) - offset]
+            chunk = self._tokens[id]
+            shift, size = start - offset, len(chunk)
+            if best is not None:  # only what has the token behind or before it, too, is longer
+                at = end - shift
+                if not (at < size and chunk.item(at) == behind):
+                    at = begin - 1 - shift
+                    if not (at >= 0 and chunk.item(at) == before):
+                        continue
+            ahead = prompt[start : shift + size]
             stop = start + _n_equal(ahead, chunk[offset : offset + len(ahead)])
             if stop - start < self.width:
                 continue  # another window with the same hash
@@ -211,8 +215,10 @@ class Matcher:
                 first -= _n_equal(past, chunk[offset - len(past) : offset][::-1])
             found = (stop - (first if first > reached else reached), stop - first)
             if found > most:
-                best, most, sides = _Run(first, stop, id, shift, len(chunk)), found, None
-        return best
+                best, most, begin, end = (first, stop, id, shift, size), found, first, stop
+                before = prompt.item(first - 1) if first else -1
+                behind = prompt.item(stop) if stop < n_prompt else -1
+        return None if best is None else _Run(*best)
 
     def _short_runs(
         self, prompt: Tokens, runs: list[_Run], heads: list[tuple[int, Hashes]]
@@ -320,20 +326,6 @@ def _n_equal(a: Tokens, b: Tokens) -> int:
 def _of_length(hashes: Hashes, n: int) -> Hashes:
     """Return hashes of ``n`` tokens as keys of a table that has other lengths too."""
     return hashes + np.uint64(n * 0x9E3779B97F4A7C15 & (1 << 64) - 1)
-
-
-def _sides(prompt: Tokens, run: _Run) -> tuple[int, int]:
-    """Return the tokens before and behind a run, -1 for none."""
-    before = prompt.item(run.start - 1) if run.start else -1
-    return before, prompt.item(run.stop) if run.stop < len(prompt) else -1
-
-
-def _goes_on(chunk: Tokens, shift: int, run: _Run, sides: tuple[int, int]) -> bool:
-    """Tell whether a chunk that has part of the run also has the token before or behind it."""
-    before, behind = run.start - 1 - shift, run.stop - shift
-    if behind < len(chunk) and chunk.item(behind) == sides[1]:
-        return True
-    return before >= 0 and chunk.item(before) == sides[0]
 
 
 def _gaps(runs: list[_Run], n: int) -> list[tuple[int, int]]:

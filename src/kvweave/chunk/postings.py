@@ -109,10 +109,11 @@ class Postings:
         if not self._first:
             return np.zeros(len(hashes), bool)
         high = (hashes >> np.uint64(self._shift)).view(np.int64)
-        low = (hashes & np.uint64(len(self._counts) - 1)).view(np.int64)
         # All slots exist; of the modes "wrap" checks that fastest.
         found: NDArray[np.bool_] = self._view.take(high, mode="wrap") != 0
-        found &= self._view.take(low, mode="wrap") != 0
+        at = found.nonzero()[0]  # few: the other slot is looked up for these only
+        low = (hashes[at] & np.uint64(len(self._counts) - 1)).view(np.int64)
+        found[at] = self._view.take(low, mode="wrap") != 0
         return found
 
     def _slots(self, key: int) -> tuple[int, int]:
