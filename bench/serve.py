@@ -2,7 +2,8 @@
 
 The servers of one random model run at once, each a process of its own, and are asked in turns.
 Every client has a chat of 48 turns and 4k tokens. Each of its requests drops the oldest turn, adds a new user
-message, and sends all of it, as an OpenAI client does. It asks again as soon as it is answered.
+message, and sends all of it, as an OpenAI client does, a quarter of a second after the last answer: people
+and tools take longer.
 """
 
 from __future__ import annotations
@@ -66,7 +67,8 @@ class Setup:
     turns: int = 48  # of a chat, the present one among them
     context: int = 4096  # tokens of a chat, about
     answer: int = 16  # tokens
-    load: tuple[tuple[int, int], ...] = ((1, 4), (8, 1), (32, 1))  # clients, requests of each
+    load: tuple[tuple[int, int], ...] = ((1, 8), (8, 1), (32, 1))  # clients, requests of each
+    think: float = 0.25  # seconds between an answer and the chat's next request
     rounds: int = 2
 
     @property
@@ -168,7 +170,11 @@ class Way:
         """Let some clients ask at once, each so many times."""
 
         async def talk(chat: Chat) -> list[Sample]:
-            return [await ask(self.client, chat, self.setup.answer) for _ in range(n_requests)]
+            found = [await ask(self.client, chat, self.setup.answer)]
+            while len(found) < n_requests:
+                await asyncio.sleep(self.setup.think)
+                found.append(await ask(self.client, chat, self.setup.answer))
+            return found
 
         start, cpu = time.perf_counter(), cpu_seconds(self.pid)
         found = await asyncio.gather(*(talk(chat) for chat in self.chats[:n_clients]))
@@ -201,7 +207,7 @@ class Way:
             "ttft_p50_by_round_s": self.medians(n_clients),
             "tokens_per_s": median(
                 [sum(s.n_new for s in each) / t for each, t in zip(rounds, seconds, strict=True)]
-            ),
+            ),  # over all seconds, those of thinking too
             "prompt_tokens": median([s.n_prompt for s in samples]),
             "kv_tokens": {
                 kind: round(statistics.mean(s.kv[kind] for s in samples), 1)

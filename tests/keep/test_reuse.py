@@ -40,7 +40,7 @@ def test_declared_weighs_sizes_only_when_something_was_told() -> None:
             policy.used(key, n_bytes)
     assert list(policy.victims()) == [1, 2, 3], "least recently used first"
     policy.used(4, 10, Facts(session="a"))
-    assert list(policy.victims())[0] == 2, "the biggest"
+    assert next(policy.victims()) == 2, "the biggest"
     policy.check_integrity()
 
 

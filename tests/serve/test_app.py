@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import json
 import os
@@ -154,6 +155,29 @@ def listening(served):
             server.should_exit = True
             thread.join(30)
             assert not thread.is_alive()
+
+
+def test_small_packets_are_sent_at_once():
+    async def accepted(sock):
+        told = asyncio.get_running_loop().create_future()
+
+        async def on_client(reader, writer):
+            sock = writer.get_extra_info("socket")
+            told.set_result(sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+            writer.close()
+            await writer.wait_closed()
+
+        server = await asyncio.start_server(on_client, sock=sock)
+        _, writer = await asyncio.open_connection(*sock.getsockname())
+        try:
+            return await told
+        finally:
+            writer.close()
+            await writer.wait_closed()
+            server.close()
+            await server.wait_closed()
+
+    assert asyncio.run(accepted(listen("127.0.0.1", 0))) == 1
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import signal
 import socket
 from collections.abc import Callable
@@ -78,6 +79,8 @@ class Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Begin to accept, and say so."""
+        gc.collect()
+        gc.freeze()  # to go through all of torch again takes a quarter of a second, in some request
         await super().startup(sockets)
         if self.started:
             self._ready()
@@ -97,7 +100,9 @@ class Server(uvicorn.Server):
 def listen(host: str, port: int) -> socket.socket:
     """Return a bound socket; port 0 takes a free one. Raises OSError."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    sock = socket.socket(family, socket.SOCK_STREAM)
+    # asyncio turns Nagle's algorithm off only where the protocol is named; with it, what follows the
+    # headers of an answer waits 40 ms for their acknowledgement
+    sock = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind((host, port))
