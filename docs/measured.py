@@ -1,6 +1,6 @@
-"""Write the measured numbers of README.md and docs/fidelity.md from ``bench/results/*.json``.
+"""Write the measured numbers of README.md, docs/fidelity.md and docs/codecs.md from ``bench/results/*.json``.
 
-``python docs/measured.py`` rewrites both between their markers; ``--check`` only compares. Of the
+``python docs/measured.py`` rewrites them between their markers; ``--check`` only compares. Of the
 suite's results nothing is written while there are none.
 """
 
@@ -12,10 +12,11 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from rested import rested
+from rested import codec_page, rested
 
 ROOT = Path(__file__).parents[1]
 README, FIDELITY = ROOT / "README.md", ROOT / "docs" / "fidelity.md"
+CODECS = ROOT / "docs" / "codecs.md"
 FIGURE = ROOT / "docs" / "fidelity.png"
 Row = dict[str, Any]
 SHOWN = (  # in the README: strategy and share
@@ -364,7 +365,11 @@ def masks(found: dict[str, Any]) -> list[str]:
 def main() -> int:
     """Rewrite or check; return the exit status."""
     status = 0
-    for file, made in ((README, render()), (FIDELITY, page())):
+    for file, made in (
+        (README, render()),
+        (FIDELITY, page()),
+        (CODECS, codec_page(find("kv_codecs"))),
+    ):
         text = file.read_text()
         head, rest = text.split(BEGIN)
         whole = head + BEGIN + made + END + rest.split(END)[1]

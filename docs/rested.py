@@ -52,6 +52,42 @@ def on_disk(disk: Found) -> list[str]:
     ]
 
 
+def codec_page(codecs: Found | None) -> str:
+    """Return the tables of docs/codecs.md."""
+    if codecs is None:
+        return ""
+    setup, machine, prose, notes = (codecs[k] for k in ("setup", "machine", "prose", "notes"))
+    lines = [
+        f"The bundled model; {setup['cases']} pieces of prose of {setup['chunk']} tokens, and its own notes of some 30; {machine['cpu']}, commit "
+        f"{machine['commit'][:7]} ([bench/kv_codecs.py](../bench/kv_codecs.py)). Sizes, errors of the attention output and "
+        "CPU seconds a GB of bf16 are those on prose; KL in nats, of the next tokens to rows that were not coded.",
+        "",
+        "| codec | smaller than bf16 | than int8 | error | KL prose | KL notes | encode s/GB | decode s/GB |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for spec, each in prose.items():
+        lines.append(
+            f"| `{spec}` | {each['ratio']:.2f}x | {each['ratio_int8']:.2f}x | {100 * each['relative']:.1f} % | "
+            f"{each['kl']:.1e} | {notes[spec]['kl']:.1e} | {each['encode_cpu_s_per_gb']:.1f} | {each['decode_cpu_s_per_gb']:.1f} |"
+        )
+    lines += [
+        "",
+        "Bytes of `step` over those of CacheGen's rows at the same KL, and at the same error:",
+        "",
+    ]
+    specs = list(codecs["matched"]["notes"]["kl"]) + ["cachegen:absmax:256"]
+    lines += [
+        "| | " + " | ".join(f"`{spec.removeprefix('cachegen:')}`" for spec in specs) + " |",
+        "| --- |" + " ---: |" * len(specs),
+    ]
+    for text, found in codecs["matched"].items():
+        for of, ratios in found.items():
+            cells = (f"{ratios[spec]:.2f}" if spec in ratios else "" for spec in specs)
+            title = {"kl": "KL", "relative": "error"}[of]
+            lines.append(f"| {text}, {title} | {' | '.join(cells)} |")
+    return "\n".join([*lines, ""])
+
+
 def coded(codecs: Found) -> list[str]:
     """Return the table of some codecs, on prose."""
     prose = codecs["prose"]

@@ -339,6 +339,8 @@ class Engine:
             for turn in turns:
                 turn.cancel()
             raise
+        finally:
+            self.shelf.upcoming(())
         return run_all(turns)
 
     def check_integrity(self) -> None:

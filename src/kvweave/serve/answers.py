@@ -55,7 +55,7 @@ class Service:
 
     def answer(self, asked: Asked) -> AsyncGenerator[Event, None]:
         """Queue a request; see `Driver.answer`."""
-        return self.driver.answer(asked.tenant, asked.begin, asked.done)
+        return self.driver.answer(asked.tenant, asked.begin, asked.done, asked.wants)
 
 
 @dataclass(slots=True)
@@ -111,6 +111,14 @@ class Asked:
             self.service.sessions.give_back(self._sessions)
             raise
         return turns
+
+    def wants(self, engine: Engine) -> list[int]:
+        """Return the stored chunks that are in the prompts, as far as they are known now."""
+        service, base, ids = self.service, self.service.sessions.engine_base, []
+        for make in self.prompts if service.options.reuse == "all" else ():
+            wanted = service.assembler.assemble(make(service).segments, self.tenant, base)
+            ids += [int(piece.id) for piece in wanted.pieces if piece.id is not None]
+        return ids
 
     def done(self, engine: Engine, answers: list[Answer]) -> None:
         """Give the contexts back, and remember the answers by their text."""

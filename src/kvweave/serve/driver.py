@@ -7,6 +7,7 @@
     answer(begin) -> waiting (fair over tenants) -> begin(engine) when there is room
                      active                      -> engine.loop.step(), Delta ..., Finished
     later(ids)                                   -> canonical KV, when nothing waits
+    wants(engine)                                -> what waits is loaded while others run
 
 An answer that is closed by its reader frees its rows wherever it is: it is taken out of the queue,
 or cancelled between two steps.
@@ -25,8 +26,21 @@ from typing import TypeVar
 from kvweave.chunk.identity import ChunkId
 from kvweave.engine import Engine
 from kvweave.errors import ChunkNotFound, KVWeaveError, Overloaded
+from kvweave.serve.ahead import AHEAD, Ahead
 from kvweave.serve.fair import FairQueue
-from kvweave.serve.work import Begin, Call, Delta, Done, Event, Finished, Job, Sink, nothing
+from kvweave.serve.work import (
+    Begin,
+    Call,
+    Delta,
+    Done,
+    Event,
+    Finished,
+    Job,
+    Sink,
+    Wants,
+    nothing,
+    unknown,
+)
 from kvweave.weave.context import Context
 from kvweave.weave.generate import Answer, Turn
 
@@ -60,6 +74,7 @@ class Driver:
         self._waiting: FairQueue[Job] = FairQueue()
         self._active: list[Job] = []
         self._later: deque[ChunkId] = deque()
+        self._ahead = Ahead()
         self._deadline: float | None = None  # time.monotonic(); set: no new work
         self._thread: threading.Thread | None = None
         self._steps = self._tokens = self._cancelled = 0
@@ -114,16 +129,16 @@ class Driver:
                 self._calls.remove(tenant, call)
 
     async def answer(
-        self, tenant: str, begin: Begin, done: Done = nothing
+        self, tenant: str, begin: Begin, done: Done = nothing, wants: Wants = unknown
     ) -> AsyncGenerator[Event, None]:
         """Queue an answer with the first ``anext`` and yield what comes of its turns.
 
         ``begin`` runs in the driver's thread when it is the tenant's turn; ``done``, if ``begin``
         returned, when all its turns have ended, also when they failed or were cancelled (then with
-        those answers there are). Closing the generator cancels. Raises Overloaded at once when too
+        those answers there are). ``wants`` tells, while it waits, which chunks it will use. Closing the generator cancels. Raises Overloaded at once when too
         many of the tenant's answers wait, and what ``begin`` or the model raises.
         """
-        job = Job(tenant, begin, done, Sink())
+        job = Job(tenant, begin, done, Sink(), wants)
         with self._wake:
             self._admit(self._waiting.count(tenant))
             self._waiting.put(tenant, job)
@@ -198,6 +213,7 @@ class Driver:
         self._run_calls()
         self._begin_waiting()
         if self._active:
+            self._look_ahead()
             self._step()
         if not self._waiting and (not self._active or self._steps % LATER_STEPS == 0):
             self._canonicalise()
@@ -239,6 +255,11 @@ class Driver:
             self._begin(job)
             if self._active and time.monotonic() >= until:
                 return
+
+    def _look_ahead(self) -> None:
+        with self._wake:
+            waiting = self._waiting.first(AHEAD)
+        self._ahead.look(self.engine, waiting)
 
     def _begin(self, job: Job) -> None:
         job.waited = time.monotonic() - job.asked

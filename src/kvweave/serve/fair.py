@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from itertools import chain, islice, zip_longest
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
@@ -35,6 +36,11 @@ class FairQueue(Generic[T]):
         if queue:
             self._queues[tenant] = queue
         return item
+
+    def first(self, n: int) -> list[T]:
+        """Return what would be taken next, at most ``n`` items, and leave it."""
+        rounds = zip_longest(*self._queues.values())
+        return list(islice((item for item in chain.from_iterable(rounds) if item is not None), n))
 
     def remove(self, tenant: str, item: T) -> bool:
         """Take an item out; False when it is not here."""

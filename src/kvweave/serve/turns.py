@@ -72,7 +72,7 @@ class _Asked:
         self.known: set[int] = set()  # uids of parts before the one that is answered
 
     def events(self) -> AsyncGenerator[Event, None]:
-        return self.the.driver.answer(self.tenant, self.begin, self.done)
+        return self.the.driver.answer(self.tenant, self.begin, self.done, self.wants)
 
     def begin(self, engine: Engine) -> list[Turn]:
         context = engine.get_context(self.name, self.tenant)
@@ -90,6 +90,9 @@ class _Asked:
         except BaseException:
             context.restore(before)
             raise
+
+    def wants(self, engine: Engine) -> list[int]:
+        return [int(part.id) for part in engine.get_context(self.name, self.tenant).parts]
 
     def done(self, engine: Engine, answers: list[Answer]) -> None:
         parts = engine.get_context(self.name, self.tenant).parts

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,10 +36,16 @@ class Finished:
 Event = Delta | Finished
 Begin = Callable[[Engine], Sequence[Turn]]
 Done = Callable[[Engine, list[Answer]], None]
+Wants = Callable[[Engine], Iterable[int]]
 
 
 def nothing(engine: Engine, answers: list[Answer]) -> None:
     """Do nothing when an answer ends."""
+
+
+def unknown(engine: Engine) -> Iterable[int]:
+    """Tell of no chunks that an answer will use."""
+    return ()
 
 
 class Sink:
@@ -98,6 +104,8 @@ class Job:
     begin: Begin
     done: Done
     sink: Sink
+    wants: Wants = unknown
+    uses: list[int] | None = None  # the chunks it will use, once that was looked at
     cancelled: bool = False
     asked: float = field(default_factory=time.monotonic)
     waited: float = 0.0  # seconds in the queue
