@@ -22,14 +22,11 @@ from kvweave.store.kv import KV
 from kvweave.store.level import Level
 from kvweave.store.mover import Mover
 from kvweave.store.patches import Key, Patch, Patches
-from kvweave.store.ram import Ram
+from kvweave.store.ram import InContext, Ram, Seen
 
 PATCHES = 8  # the part of the budget that patches may take is one in so many
 HIGH, LOW = 0.9, 0.8  # of the budget: over the first, what is over the second is written behind
 log = logging.getLogger("kvweave.store")
-
-# What KV was computed after: (id, its position minus ours, and, of chunks, which tokens)
-Seen = tuple[tuple[int, ...], ...]
 
 
 class Shelf:
@@ -55,17 +52,17 @@ class Shelf:
         self.session = ""  # whose weave is using chunks now
         self.on_tier: Callable[[int, str, int], None] = lambda key, tier, n_bytes: None
         self.on_in_context: Callable[[int, Seen], None] = lambda key, seen: None
-        self._in_context: dict[int, tuple[Seen, KV]] = {}
+        self._in_context = InContext()
         self._charged: dict[str, int] = {}  # context name -> bytes of its rows
+        self._n_charged = 0  # of all
         self._busy: set[int] = set()  # chunks a weave is reading: not to be let go of now
         self._to_clean = 0  # bytes stored since the last look for what to write behind
 
     @property
     def n_bytes(self) -> int:
         """Bytes of memory in use."""
-        in_context = sum(kv.n_bytes for _, kv in self._in_context.values())
-        charged = sum(self._charged.values())
-        return self.ram.n_bytes + in_context + self.patches.n_bytes + charged
+        beside = self._in_context.n_bytes + self.patches.n_bytes
+        return self.ram.n_bytes + beside + self._n_charged
 
     def levels(self) -> list[tuple[str, int, int | None]]:
         """Return place, bytes used and budget of memory and of every level below."""
@@ -174,7 +171,7 @@ class Shelf:
         old = self._in_context.get(key)
         freed = old[1].n_bytes if old else 0
         if self.n_bytes - freed + kv.n_bytes <= self.budget:
-            self._in_context[key] = (seen, kv)
+            self._in_context.put(key, seen, kv)
             self.on_in_context(key, seen)
 
     def in_context(self, key: int, seen: Seen) -> KV | None:
@@ -191,7 +188,7 @@ class Shelf:
         self.ram.delete(key)
         self.patches.drop(key)
         self.mover.drop(key)
-        self._in_context.pop(key, None)
+        self._in_context.pop(key)
         self.policy.dropped(key)
 
     def charge(self, context: str, n_bytes: int) -> None:
@@ -200,6 +197,7 @@ class Shelf:
         if more > 0:
             self.reserve(more)
         self._charged[context] = n_bytes
+        self._n_charged += more
         if n_bytes == 0:
             del self._charged[context]
 
@@ -232,7 +230,7 @@ class Shelf:
         short = self.n_bytes + n_bytes - self.budget
         if short <= 0:
             return
-        loose = sum(kv.n_bytes for _, kv in self._in_context.values()) + self.patches.n_bytes
+        loose = self._in_context.n_bytes + self.patches.n_bytes
         victims = [k for k in self.policy.victims() if k in self.ram and self._may_go(k)]
         sizes = {k: kv.n_bytes for k in victims if (kv := self.ram.get(k)) is not None}
         evictable = loose + sum(sizes.values())
@@ -242,7 +240,7 @@ class Shelf:
         for key in list(self._in_context):
             if short <= 0:
                 return
-            short -= self._in_context.pop(key)[1].n_bytes
+            short -= self._in_context.pop(key)
             self.on_in_context(key, ())
         for key in victims:
             if short <= 0:
@@ -305,6 +303,8 @@ class Shelf:
     def check_integrity(self) -> None:
         """Raise AssertionError when accounting and content differ."""
         self.ram.check_integrity()
+        self._in_context.check_integrity()
+        assert self._n_charged == sum(self._charged.values()), "rows of contexts"
         self.patches.check_integrity()
         self.mover.check_integrity()
         assert self.n_bytes <= self.budget, f"{self.n_bytes} bytes over {self.budget}"

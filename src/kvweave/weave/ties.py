@@ -5,7 +5,8 @@ from __future__ import annotations
 from kvweave.chunk.identity import ChunkId
 from kvweave.chunk.table import Table
 from kvweave.keep.base import Facts
-from kvweave.store.shelf import Seen, Shelf
+from kvweave.store.ram import Seen
+from kvweave.store.shelf import Shelf
 
 SECONDS_A_TOKEN = 1e-3  # of prefill; policies compare costs only with each other
 
