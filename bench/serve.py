@@ -333,11 +333,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Parse, measure, report."""
     made = parser(__doc__, **asdict(SHAPE), context=Setup.context, rounds=Setup.rounds)
     made.add_argument("--quick", action="store_true", help="a tiny model and two clients")
+    made.add_argument("--clients", default="1,8,32", help="how many at once, one after the other")
     made.add_argument("--budget", default="2GiB", help="of each server")
     options = made.parse_args(arguments)
     torch.set_num_threads(options.threads)
     about = machine(torch.device("cpu"))
-    shape, setup = shape_of(options), Setup(context=options.context, rounds=options.rounds)
+    load = tuple((n, 8 if n == 1 else 1) for n in map(int, options.clients.split(",")))
+    shape = shape_of(options)
+    setup = Setup(context=options.context, rounds=options.rounds, load=load)
     if options.quick:
         shape = QUICK
         setup = Setup(turns=4, context=256, answer=4, load=((1, 2), (2, 1)), rounds=1)
