@@ -113,11 +113,12 @@ def render() -> str:
     ]
     fidelity = find("fidelity")
     lines += summary(fidelity, "docs/fidelity.png") if fidelity else []
-    lines += served(find("hit_rate"), find("serve"))
+    serves = [found for name in ("serve", "serve_large") if (found := find(name)) is not None]
+    lines += served(find("hit_rate"), serves)
     return "\n".join([*lines, *rested(find("tiers"), find("disk"), find("kv_codecs"))])
 
 
-def served(found: dict[str, Any] | None, serve: dict[str, Any] | None) -> list[str]:
+def served(found: dict[str, Any] | None, serves: Sequence[dict[str, Any]]) -> list[str]:
     """Return what a server's clients get: how much is found again, and how soon they are answered."""
     lines = []
     if found:
@@ -129,7 +130,9 @@ def served(found: dict[str, Any] | None, serve: dict[str, Any] | None) -> list[s
             ]
             for title in rates
         ]
-        cost = found["speed"]["random tokens"]["times"]["all of it known, shuffled"]["cpu"]
+        times = {text: by["times"] for text, by in found["speed"].items()}
+        cost = times["random tokens"]["all of it known, shuffled"]["cpu"]
+        text = [by["cpu"]["find"] for by in times["like text"].values()]
         lines += [
             f"Of a changed prompt, the part not prefilled, in % of what could be found ({found['trials']} trials of "
             "random tokens; blocks of 16 chained as in vLLM, a grid of 256 probed at any offset as in LMCache; "
@@ -139,31 +142,31 @@ def served(found: dict[str, Any] | None, serve: dict[str, Any] | None) -> list[s
             "",
             f"Finding costs {cost['hash'] + cost['look up']:.1f} ms per 131,072 tokens for hashing and looking up, "
             f"{cost['find']:.1f} ms with every match compared, in a store of a million tokens; on text with much "
-            "boilerplate twice that.",
+            f"boilerplate {min(text):.1f} to {max(text):.1f} ms.",
             "",
         ]
-    if serve:
-        lines += waiting(serve)
-    return lines
+    return [*lines, *(waiting(serves) if serves else [])]
 
 
-def waiting(serve: dict[str, Any]) -> list[str]:
+def waiting(serves: Sequence[dict[str, Any]]) -> list[str]:
     """Return the table of the server's time to first token."""
     body = []
-    for clients, figures in serve["clients"].items():
-        for way, title in WAYS.items():
-            mine, over = figures["ways"][way], figures["times_as_fast"].get(way, {})
-            ratio = f"**{over['prefix']['median']:.1f}x**" if over else ""
-            times = [f"{mine[key]:.2f} s" for key in ("ttft_p50_s", "ttft_p99_s")]
-            body.append([clients, title, *times, ratio, f"{mine['tokens_per_s']:.1f}"])
+    for serve in serves:
+        size = f"{serve['parameters'] / 1e6:.0f} M"
+        for clients, figures in serve["clients"].items():
+            for way, title in WAYS.items():
+                mine, over = figures["ways"][way], figures["times_as_fast"].get(way, {})
+                ratio = f"**{over['prefix']['median']:.1f}x**" if over else ""
+                times = [f"{mine[key]:.2f} s" for key in ("ttft_p50_s", "ttft_p99_s")]
+                body.append([size, clients, title, *times, ratio])
     return [
-        f"`kvweave serve`, pruned chats of {serve['setup']['context']:,} tokens, a random model of "
-        f"{serve['parameters'] / 1e6:.0f} M parameters, all ways interleaved ([bench/serve.py](bench/serve.py)):",
+        f"`kvweave serve`, pruned chats of {serves[0]['setup']['context']:,} tokens, random models, all ways "
+        "interleaved ([bench/serve.py](bench/serve.py)):",
         "",
         *table(
-            ["clients", "reuse", "first token p50", "p99", "p50 against prefix", "tokens/s"],
+            ["parameters", "clients", "reuse", "first token p50", "p99", "p50 against prefix"],
             body,
-            2,
+            3,
         ),
         "",
     ]

@@ -52,6 +52,25 @@ def test_least_recently_used_goes_first() -> None:
     shelf.check_integrity()
 
 
+def test_only_as_many_are_looked_at_as_must_go() -> None:
+    class Counting(LRU):
+        n = 0
+
+        def victims(self):
+            for key in super().victims():
+                self.n += 1
+                yield key
+
+    policy = Counting()
+    shelf = Shelf(100 * ROW, policy)
+    for key in range(100):
+        shelf.put(key, kv(1))
+    assert policy.n == 0
+    shelf.put(100, kv(3))
+    assert policy.n == 3 and [shelf.tier(k) for k in (2, 3)] == ["none", "ram"]
+    shelf.check_integrity()
+
+
 def test_pinned_and_busy_chunks_stay_and_nothing_goes_in_vain() -> None:
     shelf = Shelf(30 * ROW, LRU(), is_pinned=lambda key: key == 1)
     for key in (1, 2, 3):

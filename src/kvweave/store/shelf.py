@@ -231,11 +231,17 @@ class Shelf:
         if short <= 0:
             return
         loose = self._in_context.n_bytes + self.patches.n_bytes
-        victims = [k for k in self.policy.victims() if k in self.ram and self._may_go(k)]
-        sizes = {k: kv.n_bytes for k in victims if (kv := self.ram.get(k)) is not None}
-        evictable = loose + sum(sizes.values())
-        if short > evictable:
-            raise OverBudget(self.n_bytes + n_bytes, self.budget, evictable)
+        victims, freed = [], 0
+        for key in self.policy.victims() if short > loose else ():
+            kv = self.ram.get(key)
+            if kv is None or not self._may_go(key):
+                continue
+            victims.append(key)
+            freed += kv.n_bytes
+            if short <= loose + freed:
+                break
+        if short > loose + freed:
+            raise OverBudget(self.n_bytes + n_bytes, self.budget, loose + freed)
         short -= self.patches.shrink(short)
         for key in list(self._in_context):
             if short <= 0:
@@ -243,10 +249,7 @@ class Shelf:
             short -= self._in_context.pop(key)
             self.on_in_context(key, ())
         for key in victims:
-            if short <= 0:
-                return
             self._let_go(key)
-            short -= sizes[key]
 
     def _may_go(self, key: int) -> bool:
         return key not in self._busy and not self.is_pinned(key)
