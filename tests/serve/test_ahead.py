@@ -113,6 +113,22 @@ def test_an_answer_that_cannot_tell_fails_or_not_in_its_own_turn(drive, tmp_path
     run(main())
 
 
+def test_chunks_that_are_gone_harm_nobody(drive, tmp_path):
+    driven = drive({"home": tmp_path / "home"}, max_active=1)
+    [a] = stored(driven, "a")
+    driven.engine.shelf.tier = lambda id: "disk"  # says what is not so
+
+    async def main():
+        first = asyncio.create_task(driven.finishes("first"))
+        await driven.until(lambda: driven.begun == ["first"])
+        second = asking(driven, "second", lambda engine: [a + 100, a])
+        await driven.until(lambda: driven.driver.stats()["waiting"] == 1)
+        driven.steps.open.set()
+        assert await first == ["length"] and await second == []
+
+    run(main())
+
+
 def test_chats_and_contexts_tell_their_chunks(serve, monkeypatch):
     told, answer = [], Driver.answer
 

@@ -32,9 +32,8 @@ class Ahead:
         for job in new:
             job.uses = _uses(engine, job)
         engine.shelf.upcoming(id for job in jobs for id in job.uses or ())
-        away = list(_away(engine, [id for job in new for id in job.uses or ()]))
         try:
-            engine.shelf.begin(away)
+            engine.shelf.begin(_away(engine, [id for job in new for id in job.uses or ()]))
         except KVWeaveError as error:  # no room: they are loaded when their turn comes
             log.debug("not brought ahead: %s", error)
 

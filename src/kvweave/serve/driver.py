@@ -135,8 +135,9 @@ class Driver:
 
         ``begin`` runs in the driver's thread when it is the tenant's turn; ``done``, if ``begin``
         returned, when all its turns have ended, also when they failed or were cancelled (then with
-        those answers there are). ``wants`` tells, while it waits, which chunks it will use. Closing the generator cancels. Raises Overloaded at once when too
-        many of the tenant's answers wait, and what ``begin`` or the model raises.
+        those answers there are). ``wants`` tells, while it waits, which chunks it will use.
+        Closing the generator cancels. Raises Overloaded at once when too many of the tenant's
+        answers wait, and what ``begin`` or the model raises.
         """
         job = Job(tenant, begin, done, Sink(), wants)
         with self._wake:
