@@ -8,14 +8,14 @@ under way is called off. What a late put left behind under a new key is removed 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import Any
 
 from kvweave.errors import InvalidArgument
 from kvweave.store.base import DONE, Get, Outcome, Put, checked
 from kvweave.store.keys import check_key, n_bytes_of, outside
-from kvweave.store.ledger import Ledger
+from kvweave.store.ledger import Ledger, Remembering
 from kvweave.store.limit import Absence, Limit, TimeUp
 from kvweave.store.slots import Slot, Slots, Turns, scatter
 
@@ -29,7 +29,7 @@ LOST = object()  # stands where a request has no answer yet
 Call = Callable[[], Awaitable[Any]]
 
 
-class Archive:
+class Archive(Remembering):
     """Values as objects of any store that obstore has."""
 
     name = "s3"
@@ -50,7 +50,7 @@ class Archive:
         self._turns = Turns()
         self._absence = Absence()
         self._ledger = Ledger(self._remove)
-        self._learnt = self._closed = False
+        self._closed = False
 
     @classmethod
     def at(cls, url: str, *, prefix: str = "kvweave") -> Archive:
@@ -161,9 +161,6 @@ class Archive:
         path = self.path(gets[0].key)
         return lambda: self._api.get_ranges_async(self._store, path, starts=starts, lengths=lengths)
 
-    def delete(self, keys: Iterable[str]) -> None:
-        self._ledger.doom(keys)
-
     def size(self, key: str) -> int | None:
         """Return the bytes of a value, None when it is not there or the store does not answer."""
         check_key(key)
@@ -171,29 +168,6 @@ class Archive:
             return None
         (size,) = self._heads([key], Limit(None, self._timeout))
         return size if isinstance(size, int) else None
-
-    def keys(self) -> Iterator[str]:
-        """Yield the keys; those known from before when the store does not answer."""
-        found = self._listed()
-        return iter(self._ledger.keys() if found is None else found)
-
-    @property
-    def n_bytes(self) -> int:
-        """Bytes of the values: those stored here since, and found in the store when first asked."""
-        if not self._learnt:
-            there = self._listed()
-            self._learnt = there is not None
-            self._ledger.learn(there or {})
-        return self._ledger.n_bytes
-
-    def check_integrity(self) -> None:
-        there = self._listed()
-        if there is not None:
-            self._ledger.compare(there)
-
-    def settle(self, seconds: float) -> bool:
-        """Wait until what was deleted is gone from the store too; say whether it is."""
-        return self._ledger.settle(seconds)
 
     def close(self) -> None:
         self._ledger.close(0.0 if self._closed or self._absence.left() else CLOSING)
@@ -251,7 +225,7 @@ class Archive:
                 sizes.append(self._no_answer(limit) if result is LOST else _failed(key, result))
         return sizes
 
-    def _listed(self) -> dict[str, int] | None:
+    def _there(self) -> dict[str, int] | None:
         """Return the sizes of all values that are not doomed, None when there is no answer."""
         doomed = self._ledger.doomed()
 

@@ -8,7 +8,7 @@ server is lost, or gives a reader more time).
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from kvweave.store.limit import Limit
 
@@ -172,3 +172,45 @@ class Ledger:
                     continue
                 self._changed.wait_for(lambda: self._closed, pause)
                 pause = min(2 * pause, PAUSES[1])
+
+
+class Remembering:
+    """What the remote tiers have in common: what their ledger and a look at the other side tell."""
+
+    _ledger: Ledger
+    _learnt = False  # whether the ledger knows what was there before us
+
+    def delete(self, keys: Iterable[str]) -> None:
+        """Let go of values; at once for us, soon where they rest."""
+        self._ledger.doom(keys)
+
+    def keys(self) -> Iterator[str]:
+        """Yield the keys on the other side; those known from before when it does not answer."""
+        found = self._listed()
+        return iter(self._ledger.keys() if found is None else found)
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of the values: those stored here since, and those there when first asked."""
+        if not self._learnt:
+            there = self._there()
+            self._learnt = there is not None
+            self._ledger.learn(there or {})
+        return self._ledger.n_bytes
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError when a value that is known has another size there."""
+        there = self._there()
+        if there is not None:
+            self._ledger.compare(there)
+
+    def settle(self, seconds: float) -> bool:
+        """Wait until what was deleted is gone on the other side too; say whether it is."""
+        return self._ledger.settle(seconds)
+
+    def _there(self) -> dict[str, int] | None:
+        """Return the bytes of all values, None when the other side does not answer."""
+        raise NotImplementedError
+
+    def _listed(self) -> Iterable[str] | None:
+        return self._there()

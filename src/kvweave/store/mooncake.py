@@ -17,14 +17,14 @@ from __future__ import annotations
 
 import time
 import urllib.request
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TypeVar
 
 from kvweave.errors import StoreError
 from kvweave.store.base import DONE, Get, Outcome, Put, State, checked
 from kvweave.store.keys import check_key, n_bytes_of, outside
-from kvweave.store.ledger import Ledger
+from kvweave.store.ledger import Ledger, Remembering
 from kvweave.store.limit import Absence, Limit, TimeUp
 from kvweave.store.mooncake_cluster import Cluster, join
 from kvweave.store.slots import Slot, Slots, Turns, batches, layout, scatter
@@ -48,7 +48,7 @@ class _Lost(Exception):
     """The master does not answer."""
 
 
-class Mooncake:
+class Mooncake(Remembering):
     """Values in a Mooncake Store, under keys that begin with ``prefix``."""
 
     name = "mooncake"
@@ -75,7 +75,7 @@ class Mooncake:
         self._turns = Turns()
         self._absence = Absence()
         self._ledger = Ledger(self._remove)
-        self._learnt = self._closed = False
+        self._closed = False
 
     def put(
         self, puts: Sequence[Put], *, durable: bool = False, deadline: float | None = None
@@ -231,37 +231,12 @@ class Mooncake:
 
         return self._ask(slot, limit, call)
 
-    def delete(self, keys: Iterable[str]) -> None:
-        self._ledger.doom(keys)
-
     def size(self, key: str) -> int | None:
         """Return the bytes of a value, None when it is not there or the master is lost."""
         check_key(key)
         if self._ledger.is_doomed(key):
             return None
         return (self._sizes([key], Limit(None, self._timeout)) or {}).get(key)
-
-    def keys(self) -> Iterator[str]:
-        """Yield the keys: those the master lists, or else those stored by this tier."""
-        found = self._listed()
-        return iter(self._ledger.keys() if found is None else found)
-
-    @property
-    def n_bytes(self) -> int:
-        """Bytes of the values, on each replica: those stored by this tier, and those listed first."""
-        if not self._learnt:
-            self._ledger.learn(self._there() or {})
-            self._learnt = True
-        return self._ledger.n_bytes
-
-    def check_integrity(self) -> None:
-        there = self._there()
-        if there is not None:
-            self._ledger.compare(there)
-
-    def settle(self, seconds: float) -> bool:
-        """Wait until what was deleted is gone from the cluster too; say whether it is."""
-        return self._ledger.settle(seconds)
 
     def close(self) -> None:
         """Leave the cluster; with a master that is lost that takes up to 15 s."""

@@ -18,7 +18,7 @@ from typing import NamedTuple, cast
 from kvweave.errors import InvalidArgument, StoreError
 from kvweave.store.base import DONE, Get, Outcome, Put, State, checked
 from kvweave.store.keys import check_key, n_bytes_of, outside
-from kvweave.store.ledger import Ledger
+from kvweave.store.ledger import Ledger, Remembering
 from kvweave.store.limit import Limit, TimeUp
 from kvweave.store.pool import Pool
 from kvweave.store.wire import (
@@ -49,7 +49,7 @@ class _Job(NamedTuple):
     read: Callable[[Wire, Limit], Outcome]
 
 
-class Resp:
+class Resp(Remembering):
     """Values in a Redis or Valkey server, under keys that begin with ``prefix``."""
 
     name = "redis"
@@ -77,7 +77,6 @@ class Resp:
         self._timeout = timeout
         self._pool = Pool(self.server, connections)
         self._ledger = Ledger(self._remove)
-        self._learnt = False
         try:
             with self._pool.take(Limit(None, timeout)):
                 pass
@@ -149,9 +148,6 @@ class Resp:
         self._ledger.lost(gone, n_stored)
         return found
 
-    def delete(self, keys: Iterable[str]) -> None:
-        self._ledger.doom(keys)
-
     def size(self, key: str) -> int | None:
         """Return the bytes of a value, None when it is not there or the server is lost."""
         check_key(key)
@@ -159,29 +155,6 @@ class Resp:
             return None
         (size,) = self._sizes([key], Limit(None, self._timeout))
         return None if isinstance(size, Outcome) else size
-
-    def keys(self) -> Iterator[str]:
-        """Yield the keys; those known from before when the server is lost."""
-        found = self._scan()
-        return iter(self._ledger.keys() if found is None else found)
-
-    @property
-    def n_bytes(self) -> int:
-        """Bytes of the values: those stored here since, and found on the server when first asked."""
-        if not self._learnt:
-            there = self._there()
-            self._learnt = there is not None
-            self._ledger.learn(there or {})
-        return self._ledger.n_bytes
-
-    def check_integrity(self) -> None:
-        there = self._there()
-        if there is not None:
-            self._ledger.compare(there)
-
-    def settle(self, seconds: float) -> bool:
-        """Wait until what was deleted is gone from the server too; say whether it is."""
-        return self._ledger.settle(seconds)
 
     def close(self) -> None:
         self._ledger.close(CLOSING)
@@ -234,7 +207,7 @@ class Resp:
                     sizes.append(strange if outcome.ok else outcome)
         return sizes
 
-    def _scan(self) -> list[str] | None:
+    def _listed(self) -> list[str] | None:
         """Return the keys on the server that are not doomed, None when it is lost."""
         pattern = re.sub(rb"([][?*^\\-])", rb"\\\1", self._prefix) + b"*"
         found: set[str] = set()
@@ -258,7 +231,7 @@ class Resp:
 
     def _there(self) -> dict[str, int] | None:
         """Return the sizes of all values on the server, None when it is lost."""
-        keys = self._scan()
+        keys = self._listed()
         if keys is None:
             return None
         there: dict[str, int] = {}
