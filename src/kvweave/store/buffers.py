@@ -25,7 +25,7 @@ def flat(buffer: memoryview) -> Bytes:
 def address(array: Bytes) -> int:
     """Return where an array begins in memory; half a microsecond where it can be written."""
     try:
-        return ctypes.addressof(ctypes.c_char.from_buffer(array.data))  # half a microsecond
+        return ctypes.addressof(ctypes.c_char.from_buffer(array.data))
     except (TypeError, ValueError):  # read-only, or empty
         where: int = array.__array_interface__["data"][0]
         return where

@@ -89,15 +89,10 @@ class Shelf:
             self._clean()
 
     def begin(self, keys: Iterable[int]) -> None:
-        """Begin to bring chunks to memory; `get` waits for what is not there yet.
-
-        Raises OverBudget, with nothing changed, when there is no room for all of them.
-        """
+        """Begin to bring chunks to memory; `get` waits for what is not there yet."""
         away = [k for k in dict.fromkeys(keys) if k not in self.ram]
         if away and self.mover.levels:
-            found = self.mover.load(away)
-            self.reserve(sum(kv.n_bytes for kv in found.values()))  # once: policies take a while
-            for key, kv in found.items():
+            for key, kv in self.mover.load(away).items():
                 self.put(key, kv)
 
     def get(self, key: int, *, wait: bool = True) -> KV | None:
