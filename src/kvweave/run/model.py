@@ -216,7 +216,7 @@ class Runner:
     def row_bytes(self) -> int:
         """Bytes one token's keys and values take in all layers."""
         size = torch.empty(0, dtype=self.dtype).element_size()
-        return size * sum(s.k_heads * s.k_dim + s.v_heads * s.v_dim for s in self.shapes)
+        return size * sum(s.width for s in self.shapes)
 
     def require_move(self) -> None:
         """Raise CannotMove unless chunks of this model can be placed anywhere."""

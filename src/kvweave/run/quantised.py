@@ -118,18 +118,12 @@ class QuantisedRows(KVRows):
         self.v = cast(
             list[Tensor], [Coded((0, s.v_heads, s.v_dim), codec, dtype, device) for s in shapes]
         )
+        one = [w for s in shapes for w in ((1, s.k_heads, s.k_dim), (1, s.v_heads, s.v_dim))]
+        self.row_bytes = sum(Coded(shape, codec, dtype, device).n_bytes for shape in one)
 
     @property
     def n_bytes(self) -> int:
         return sum(each.n_bytes for each in cast(list[Coded], [*self.k, *self.v]))
-
-    def bytes_for(self, n: int) -> int:
-        """Return the bytes that will be allocated once ``n`` rows are reserved."""
-        widths = [w for s in self.shapes for w in ((s.k_heads, s.k_dim), (s.v_heads, s.v_dim))]
-        coded = [
-            Coded((1, heads, dim), self.codec, self.dtype, self.device) for heads, dim in widths
-        ]
-        return self.capacity_for(n) * sum(each.n_bytes for each in coded)
 
     def _empty(self) -> QuantisedRows:
         return QuantisedRows(self.shapes, self.rotations, self.dtype, self.device, self.codec)

@@ -57,6 +57,7 @@ class KVRows:
         empty = KV.empty(self.shapes, 0, dtype, device)
         self.k, self.v = empty.k, empty.v
         self.dtype, self.device = dtype, device
+        self.row_bytes = sum(s.width for s in shapes) * dtype.itemsize
         self._pending: list[_Pending] = []
 
     @property
@@ -70,8 +71,7 @@ class KVRows:
 
     def bytes_for(self, n: int) -> int:
         """Return the bytes that will be allocated once ``n`` rows are reserved."""
-        widths = sum(s.k_heads * s.k_dim + s.v_heads * s.v_dim for s in self.shapes)
-        return self.capacity_for(n) * widths * self.dtype.itemsize
+        return self.capacity_for(n) * self.row_bytes
 
     def reserve(self, n: int) -> None:
         """Make room for ``n`` rows in all; keeps the rows there are."""

@@ -74,8 +74,7 @@ class Arriving(KV):
 
     @property
     def n_bytes(self) -> int:
-        widths = (s.k_heads * s.k_dim + s.v_heads * s.v_dim for s in self.load.shapes)
-        return self.n_tokens * self.load.itemsize * sum(widths)
+        return self.n_tokens * self.load.itemsize * sum(s.width for s in self.load.shapes)
 
     def rows(self, start: int, stop: int) -> KV:
         """Return a view of rows ``[start, stop)``, which may be arriving as well."""

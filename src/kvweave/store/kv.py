@@ -18,6 +18,11 @@ class LayerShape:
     v_heads: int
     v_dim: int
 
+    @property
+    def width(self) -> int:
+        """Values of one token, those of its key and of its value."""
+        return self.k_heads * self.k_dim + self.v_heads * self.v_dim
+
 
 @dataclass(slots=True)
 class KV:

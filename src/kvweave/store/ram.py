@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import ItemsView, Iterator
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from kvweave.store.kv import KV
 
@@ -10,49 +11,36 @@ from kvweave.store.kv import KV
 Seen = tuple[tuple[int, ...], ...]
 
 
-class Ram:
-    """Canonical KV by chunk; tensors are shared, not copied."""
+class Sized(Protocol):
+    """What takes memory."""
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes it takes."""
+        ...
+
+
+class Exact(NamedTuple):
+    """In-context KV, and what it was computed after."""
+
+    seen: Seen
+    kv: KV
+
+    @property
+    def n_bytes(self) -> int:
+        return self.kv.n_bytes
+
+
+T = TypeVar("T", bound=Sized)
+
+
+class Ram(Generic[T]):
+    """What is kept of each chunk, by key; tensors are shared, not copied."""
 
     name = "ram"
 
     def __init__(self) -> None:
-        self._held: dict[int, KV] = {}
-        self._bytes = 0
-
-    def put(self, key: int, kv: KV) -> int:
-        """Keep ``kv`` under ``key`` and return its bytes."""
-        self.delete(key)
-        self._held[key] = kv
-        self._bytes += kv.n_bytes
-        return kv.n_bytes
-
-    def get(self, key: int) -> KV | None:
-        """Return the KV kept under ``key``."""
-        return self._held.get(key)
-
-    def delete(self, key: int) -> None:
-        """Let go of ``key``."""
-        kv = self._held.pop(key, None)
-        self._bytes -= kv.n_bytes if kv is not None else 0
-
-    def __contains__(self, key: int) -> bool:
-        return key in self._held
-
-    @property
-    def n_bytes(self) -> int:
-        return self._bytes
-
-    def check_integrity(self) -> None:
-        """Raise AssertionError when bytes do not add up."""
-        found = sum(kv.n_bytes for kv in self._held.values())
-        assert found == self._bytes, f"{found} bytes held, {self._bytes} counted"
-
-
-class InContext:
-    """Exact in-context KV, the latest of each chunk, and what that was computed after."""
-
-    def __init__(self) -> None:
-        self._held: dict[int, tuple[Seen, KV]] = {}
+        self._held: dict[int, T] = {}
         self.n_bytes = 0
 
     def __len__(self) -> int:
@@ -64,28 +52,28 @@ class InContext:
     def __iter__(self) -> Iterator[int]:
         return iter(self._held)
 
-    def items(self) -> ItemsView[int, tuple[Seen, KV]]:
-        """Return keys with what their KV had seen, and it."""
+    def items(self) -> ItemsView[int, T]:
+        """Return keys with what is kept under them, the oldest key first."""
         return self._held.items()
 
-    def get(self, key: int) -> tuple[Seen, KV] | None:
+    def get(self, key: int) -> T | None:
         """Return what is kept under ``key``."""
         return self._held.get(key)
 
-    def put(self, key: int, seen: Seen, kv: KV) -> None:
-        """Keep ``kv`` under ``key``, in its old place in the order if it has one."""
+    def put(self, key: int, value: T) -> None:
+        """Keep ``value`` under ``key``, in its old place in the order if it has one."""
         old = self._held.get(key)
-        self._held[key] = (seen, kv)
-        self.n_bytes += kv.n_bytes - (0 if old is None else old[1].n_bytes)
+        self._held[key] = value
+        self.n_bytes += value.n_bytes - (0 if old is None else old.n_bytes)
 
     def pop(self, key: int) -> int:
         """Let go of ``key``, if it is here, and return the bytes freed."""
         found = self._held.pop(key, None)
-        freed = 0 if found is None else found[1].n_bytes
+        freed = 0 if found is None else found.n_bytes
         self.n_bytes -= freed
         return freed
 
     def check_integrity(self) -> None:
         """Raise AssertionError when bytes do not add up."""
-        found = sum(kv.n_bytes for _, kv in self._held.values())
-        assert found == self.n_bytes, f"{found} bytes in context, {self.n_bytes} counted"
+        found = sum(value.n_bytes for value in self._held.values())
+        assert found == self.n_bytes, f"{found} bytes held, {self.n_bytes} counted"

@@ -22,7 +22,7 @@ from kvweave.store.kv import KV
 from kvweave.store.level import Level
 from kvweave.store.mover import Mover
 from kvweave.store.patches import Key, Patch, Patches
-from kvweave.store.ram import InContext, Ram, Seen
+from kvweave.store.ram import Exact, Ram, Seen
 
 PATCHES = 8  # the part of the budget that patches may take is one in so many
 HIGH, LOW = 0.9, 0.8  # of the budget: over the first, what is over the second is written behind
@@ -44,7 +44,7 @@ class Shelf:
         self.policy = policy
         self.mover = Mover((), str) if mover is None else mover
         self.mover.on_tier = self._sunk
-        self.ram = Ram()
+        self.ram: Ram[KV] = Ram()
         self.patches = Patches(budget // PATCHES)
         self.is_pinned = is_pinned
         self.memory = memory  # "gpu" where the model's device is one
@@ -52,7 +52,7 @@ class Shelf:
         self.session = ""  # whose weave is using chunks now
         self.on_tier: Callable[[int, str, int], None] = lambda key, tier, n_bytes: None
         self.on_in_context: Callable[[int, Seen], None] = lambda key, seen: None
-        self._in_context = InContext()
+        self._in_context: Ram[Exact] = Ram()
         self._charged: dict[str, int] = {}  # context name -> bytes of its rows
         self._n_charged = 0  # of all
         self._busy: set[int] = set()  # chunks a weave is reading: not to be let go of now
@@ -116,7 +116,7 @@ class Shelf:
     def lost(self, error: LoadFailed) -> None:
         """Note that a chunk could not be loaded: it is nowhere, and computed when it is needed."""
         key = int(str(error.id))
-        self.ram.delete(key)
+        self.ram.pop(key)
         self.policy.dropped(key)
         is_late = str(error.reason).startswith("late")
         self.mover.lost(key, Outcome("late" if is_late else "wrong", str(error.reason)))
@@ -169,15 +169,15 @@ class Shelf:
     def put_in_context(self, key: int, seen: Seen, kv: KV) -> None:
         """Keep exact in-context KV, the latest one per chunk; skipped when memory is short."""
         old = self._in_context.get(key)
-        freed = old[1].n_bytes if old else 0
+        freed = old.n_bytes if old else 0
         if self.n_bytes - freed + kv.n_bytes <= self.budget:
-            self._in_context.put(key, seen, kv)
+            self._in_context.put(key, Exact(seen, kv))
             self.on_in_context(key, seen)
 
     def in_context(self, key: int, seen: Seen) -> KV | None:
         """Return exact in-context KV computed after exactly ``seen``."""
         found = self._in_context.get(key)
-        return found[1] if found is not None and found[0] == seen else None
+        return found.kv if found is not None and found.seen == seen else None
 
     def put_patch(self, key: Key, patch: Patch) -> None:
         """Keep a patch; older ones make room, nothing else does."""
@@ -185,7 +185,7 @@ class Shelf:
 
     def drop(self, key: int) -> None:
         """Let go of all KV of a chunk."""
-        self.ram.delete(key)
+        self.ram.pop(key)
         self.patches.drop(key)
         self.mover.drop(key)
         self._in_context.pop(key)
@@ -269,7 +269,7 @@ class Shelf:
         self._leave(key, level)
 
     def _leave(self, key: int, level: Level | None) -> int:
-        self.ram.delete(key)
+        self.ram.pop(key)
         self.policy.evicted(key)
         n_bytes = 0 if level is None else level.held[key].n_bytes
         self.on_tier(key, "none" if level is None else level.place, n_bytes)
