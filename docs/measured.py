@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from rested import codec_page, rested
+from tables import table
 
 ROOT = Path(__file__).parents[1]
 README, FIDELITY = ROOT / "README.md", ROOT / "docs" / "fidelity.md"
@@ -170,12 +171,6 @@ def waiting(serves: Sequence[dict[str, Any]]) -> list[str]:
         ),
         "",
     ]
-
-
-def table(head: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -> list[str]:
-    """Return the lines of a Markdown table; the first ``left`` columns are text."""
-    rule = ["---" if i < left else "---:" for i in range(len(head))]
-    return [f"| {' | '.join(cells)} |" for cells in (head, rule, *rows)]
 
 
 def shown(interval: Sequence[float] | None) -> str:

@@ -1,10 +1,14 @@
-"""The README's numbers of chunks at rest: tiers, the disk, codecs, policies."""
+"""The measured numbers of chunks at rest: tiers and the disk in the README, codecs also in their page."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from tables import table
+
 TIERS = {"ram": "memory", "disk": "disk", "redis": "Redis", "mooncake": "Mooncake Store"}
+SHOWN = ("fp8", "int8", "int8+zstd", "int5+zstd", "int4+zstd", "step:0.5", "cachegen:absmax:32")
+SMALLER = ("codec", "smaller than bf16", "than int8")
 Found = dict[str, Any]
 
 
@@ -23,17 +27,21 @@ def first_token(tiers: Found) -> list[str]:
         f"({tiers['kv_bytes'] / 2**20:.0f} MiB of KV) rest elsewhere, 0.2 B random parameters; a full prefill takes "
         f"{times['full prefill']:.1f} s ([bench/tiers.py](bench/tiers.py), [docs/tiers.md](docs/tiers.md)):",
         "",
-        "| chunks rest in | no repair | against full prefill | `auto` | against full prefill |",
-        "| --- | ---: | ---: | ---: | ---: |",
     ]
-    for name, title in TIERS.items():
-        if f"{name}: none" in times:
-            cells = [
-                f"{times[f'{name}: {how}']:.2f} s | **{ratio[f'{name}: {how}']['median']:.1f}x**"
-                for how in ("none", "auto")
-            ]
-            lines.append(f"| {title} | {' | '.join(cells)} |")
-    return lines
+    head = ["chunks rest in", "no repair", "against full prefill", "`auto`", "against full prefill"]
+    rows = [
+        [
+            title,
+            *(
+                cell
+                for how in (f"{name}: none", f"{name}: auto")
+                for cell in (f"{times[how]:.2f} s", f"**{ratio[how]['median']:.1f}x**")
+            ),
+        ]
+        for name, title in TIERS.items()
+        if f"{name}: none" in times
+    ]
+    return [*lines, *table(head, rows)]
 
 
 def on_disk(disk: Found) -> list[str]:
@@ -62,30 +70,41 @@ def codec_page(codecs: Found | None) -> str:
         f"{machine['commit'][:7]} ([bench/kv_codecs.py](../bench/kv_codecs.py)). Sizes, errors of the attention output and "
         "CPU seconds a GB of bf16 are those on prose; KL in nats, of the next tokens to rows that were not coded.",
         "",
-        "| codec | smaller than bf16 | than int8 | error | KL prose | KL notes | encode s/GB | decode s/GB |",
-        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
-    for spec, each in prose.items():
-        lines.append(
-            f"| `{spec}` | {each['ratio']:.2f}x | {each['ratio_int8']:.2f}x | {100 * each['relative']:.1f} % | "
-            f"{each['kl']:.1e} | {notes[spec]['kl']:.1e} | {each['encode_cpu_s_per_gb']:.1f} | {each['decode_cpu_s_per_gb']:.1f} |"
-        )
+    head = ["error", "KL prose", "KL notes", "encode s/GB", "decode s/GB"]
+    rows = [
+        [
+            *smaller(spec, each),
+            f"{each['kl']:.1e}",
+            f"{notes[spec]['kl']:.1e}",
+            f"{each['encode_cpu_s_per_gb']:.1f}",
+            f"{each['decode_cpu_s_per_gb']:.1f}",
+        ]
+        for spec, each in prose.items()
+    ]
+    lines += table([*SMALLER, *head], rows)
+    specs = [*codecs["matched"]["notes"]["kl"], "cachegen:absmax:256"]
+    rows = [
+        [
+            f"{text}, {'KL' if of == 'kl' else 'error'}",
+            *(f"{ratios[spec]:.2f}" if spec in ratios else "" for spec in specs),
+        ]
+        for text, found in codecs["matched"].items()
+        for of, ratios in found.items()
+    ]
     lines += [
         "",
         "Bytes of `step` over those of CacheGen's rows at the same KL, and at the same error:",
         "",
+        *table(["", *(f"`{spec.removeprefix('cachegen:')}`" for spec in specs)], rows),
     ]
-    specs = list(codecs["matched"]["notes"]["kl"]) + ["cachegen:absmax:256"]
-    lines += [
-        "| | " + " | ".join(f"`{spec.removeprefix('cachegen:')}`" for spec in specs) + " |",
-        "| --- |" + " ---: |" * len(specs),
-    ]
-    for text, found in codecs["matched"].items():
-        for of, ratios in found.items():
-            cells = (f"{ratios[spec]:.2f}" if spec in ratios else "" for spec in specs)
-            title = {"kl": "KL", "relative": "error"}[of]
-            lines.append(f"| {text}, {title} | {' | '.join(cells)} |")
     return "\n".join([*lines, ""])
+
+
+def smaller(spec: str, each: Found) -> list[str]:
+    """Return a codec, how small it makes KV, and its error."""
+    ratios = [f"{each[key]:.2f}x" for key in ("ratio", "ratio_int8")]
+    return [f"`{spec}`", *ratios, f"{100 * each['relative']:.1f} %"]
 
 
 def coded(codecs: Found) -> list[str]:
@@ -96,20 +115,6 @@ def coded(codecs: Found) -> list[str]:
         "KV of prose under codecs, the bundled model ([bench/kv_codecs.py](bench/kv_codecs.py) has all, also CPU seconds, outliers and "
         "CacheGen's rows; KL of the next tokens to rows that were not coded):",
         "",
-        "| codec | smaller than bf16 | than int8 | error of attention output | KL, nats |",
-        "| --- | ---: | ---: | ---: | ---: |",
     ]
-    for spec in (
-        "fp8",
-        "int8",
-        "int8+zstd",
-        "int5+zstd",
-        "int4+zstd",
-        "step:0.5",
-        "cachegen:absmax:32",
-    ):
-        each = prose[spec]
-        lines.append(
-            f"| `{spec}` | {each['ratio']:.2f}x | {each['ratio_int8']:.2f}x | {100 * each['relative']:.1f} % | {each['kl']:.1e} |"
-        )
-    return lines
+    rows = [[*smaller(spec, prose[spec]), f"{prose[spec]['kl']:.1e}"] for spec in SHOWN]
+    return [*lines, *table([*SMALLER, "error of attention output", "KL, nats"], rows)]
