@@ -1,0 +1,276 @@
+"""The contract between weaving and the engine below it: what a backend gives.
+
+Nothing above this file knows which engine runs. `run/model.py` is the one over transformers; the
+tests have another in plain torch (`tests/reference.py`). Add one by implementing `Backend` and
+`Rows`, and give it to the suite in `tests/run/test_backend.py`.
+
+Host and device are kept apart. What decides (tokens, slots, positions, masks) is numpy on the
+host and goes up once a pass; what is computed (keys, values, attention, logits) stays on the
+device, and comes down where somebody has to choose by it: that is a sync, and they are counted
+(`tests/device`).
+
+::
+
+    slot       0    1    2    3    4    5   ...  n-1 |  free up to capacity
+    position   0    1    2    7    8    9   ...      |  strictly increasing
+    a query at slot 4 sees the interval of slots [begin, 4]: begin is 0, or where its mask begins
+
+The mask is exact whatever rows a pass computes: ``key_position <= query_position``, and since slots
+are sorted by position, that is an interval of slots for each query.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from kvweave.chunk.identity import ModelFingerprint
+from kvweave.run.rotary import Rotation
+from kvweave.store.kv import KV, LayerShape
+
+Ints = NDArray[np.int64]
+NO_SLOTS: Ints = np.zeros(0, np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class Capability:
+    """Whether the model can do something, and why not."""
+
+    ok: bool
+    reason: str
+
+    def __bool__(self) -> bool:
+        return self.ok
+
+
+@dataclass(frozen=True, slots=True)
+class Mask:
+    """Which of the keys up to its own position a query sees; all by default.
+
+    ``window`` counts positions, the query's included; ``chunk`` cuts positions into aligned runs of
+    which a query sees only its own.
+    """
+
+    window: int | None = None
+    chunk: int | None = None
+
+    def first(self, positions: Ints) -> Ints | None:
+        """Return the first position each query [row] may see; None when it is all of them."""
+        if self.window is not None:
+            return positions - (self.window - 1)
+        if self.chunk is not None:
+            return positions - positions % self.chunk
+        return None
+
+
+ALL = Mask()
+
+
+@dataclass(frozen=True, slots=True)
+class LayerInfo:
+    """What one layer caches, how it moves, and what its queries see."""
+
+    shape: LayerShape
+    rotation: Rotation
+    mask: Mask = ALL
+
+
+class Observer:
+    """Sees the attention that the rows of one `Work` pay; derive, and override what is needed.
+
+    A work may be run in several passes, and a pass that failed is run again: what is added up goes
+    to where `begin` can take it back, until `end` says that the pass is over.
+    """
+
+    def rows(self, layer: int, n: int) -> tuple[int, int]:
+        """Return the half-open range of the work's ``n`` rows wanted in ``layer``; (0, 0): none."""
+        return 0, n
+
+    def begin(self) -> None:
+        """A pass begins; what the last one added without an `end` does not count."""
+
+    def see(self, layer: int, first: int, begin: int, weights: Tensor) -> None:
+        """Take ``weights`` [head, row, key], float32 at least: each row's attention sums to 1.
+
+        The rows are those of the work from ``first`` on, the keys the slots from ``begin`` on.
+        """
+
+    def end(self) -> None:
+        """The pass is over."""
+
+
+@dataclass(slots=True)
+class Work:
+    """Rows of one context for a pass: written to their slots, seeing what stands before them.
+
+    ``tokens`` is a tensor where only the device knows them (a draft), else host integers.
+    """
+
+    rows: Rows
+    tokens: Ints | Tensor  # [n]
+    slots: Ints  # [n] strictly increasing
+    positions: Ints  # [n] strictly increasing
+    want: Ints = NO_SLOTS  # indices 0..n-1 of the rows whose logits are returned, increasing
+    raw: KV | None = None  # unrotated keys and values go here, from row `at` on
+    observer: Observer | None = None
+    last: int | None = None  # last layer whose keys and values are wanted; then no logits
+    at: int = 0  # number of the first row, where this is a part of a larger work
+
+    @property
+    def n(self) -> int:
+        return len(self.slots)
+
+    def part(self, start: int, stop: int) -> Work:
+        """Return rows ``[start, stop)`` of this work."""
+        wanted = self.want[(self.want >= start) & (self.want < stop)] - start
+        return replace(
+            self,
+            tokens=self.tokens[start:stop],
+            slots=self.slots[start:stop],
+            positions=self.positions[start:stop],
+            want=wanted,
+            at=self.at + start,
+        )
+
+
+T = TypeVar("T")
+# A job cut where it needs the model: yields a work, is sent its logits [len(want), vocab], returns T.
+# `LoadFailed` is thrown into it when chunks to be placed did not arrive.
+Steps = Generator[Work, Tensor, T]
+
+
+class Rows(Protocol):
+    """The KV rows of one context, sorted by position, without holes in the slots."""
+
+    n: int  # rows there are
+    positions: Ints  # [>= n], those of slots 0..n-1 first
+    lossy: bool  # what attention reads is not quite what was written (8-bit rows)
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes allocated, free slots included."""
+        ...
+
+    def bytes_for(self, n: int) -> int:
+        """Return the bytes that will be allocated once ``n`` rows are reserved."""
+        ...
+
+    def reserve(self, n: int) -> None:
+        """Make room for ``n`` rows in all; keeps the rows there are."""
+        ...
+
+    def truncate(self, n: int) -> None:
+        """Forget rows ``[n, ...)``."""
+        ...
+
+    def place(self, runs: Sequence[tuple[int, Sequence[KV]]], positions: Ints) -> None:
+        """Write chunks one after the other from each run's first slot on; keys are turned to
+        ``positions`` [slot, from 0]. Slots must have been reserved, runs stand in order and may
+        leave gaps for rows computed later.
+
+        Chunks still arriving are written when a pass comes to a layer, or by `settle`.
+        """
+        ...
+
+    def put(self, slots: Ints, kv: KV) -> None:
+        """Write unrotated rows [slot] to slots whose positions are known."""
+        ...
+
+    @property
+    def pending(self) -> bool:
+        """Whether rows of some layer wait for `settle`."""
+        ...
+
+    @property
+    def arrived(self) -> bool:
+        """Whether `settle` would wait for nothing."""
+        ...
+
+    def settle(self, layer: int | None = None) -> None:
+        """Write what is still to be placed in a layer, by default in all. Raises LoadFailed."""
+        ...
+
+    def read(self, layer: int, slots: Ints | None = None) -> tuple[Tensor, Tensor]:
+        """Return keys as rotated and values [slot, head, dim] of a layer, as attention reads them:
+        copies for ``slots``, all rows by default."""
+        ...
+
+    def clone(self, layers: int | None = None) -> Rows:
+        """Copy the rows there are; with ``layers``, share those of all layers from that one on."""
+        ...
+
+    def free(self, layer: int, head: int, slots: Ints) -> None:
+        """Free the memory of rows of one layer and kv head: no query sees them from now on.
+
+        What is computed over the others is approximate; they cannot come back but by `place`.
+        """
+        ...
+
+    @property
+    def n_freed(self) -> int:
+        """Rows freed, summed over layers and heads."""
+        ...
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless positions increase strictly and sizes agree."""
+        ...
+
+
+class Backend(Protocol):
+    """An engine: a decoder whose passes write rows into contexts.
+
+    ``layers`` is empty and ``can_move`` false where chunks cannot be placed; then only its reason
+    is of use.
+    """
+
+    layers: list[LayerInfo]
+    limit: int  # positions 0..limit-1 may be used
+    ends: frozenset[int]  # tokens that end a reply
+    n_vocab: int
+    device: torch.device
+    dtype: torch.dtype
+    fingerprint: ModelFingerprint
+    tokenizer: Any  # a transformers tokenizer, or None
+    can_move: Capability
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes one token's keys and values take in all layers."""
+        ...
+
+    def require_move(self) -> None:
+        """Raise CannotMove unless chunks of this model can be placed anywhere."""
+        ...
+
+    def new_rows(self, codec: str = "raw") -> Rows:
+        """Return empty rows for one context, kept as ``codec`` says. Raises InvalidArgument."""
+        ...
+
+    def new_kv(self, n: int) -> KV:
+        """Return uninitialised KV for ``n`` tokens."""
+        ...
+
+    def forward(self, works: Sequence[Work]) -> list[Tensor]:
+        """Run works of different contexts in one pass; return each one's logits [want, vocab].
+
+        Rows, ``raw`` and observers are written; running the same works again changes nothing else.
+        Raises ContextTooLong before anything is written, LoadFailed when a chunk did not arrive.
+        """
+        ...
+
+
+def drive(backend: Backend, steps: Steps[T]) -> T:
+    """Run a job to its end with nothing beside it."""
+    try:
+        work = next(steps)
+        while True:
+            work = steps.send(backend.forward([work])[0])
+    except StopIteration as done:
+        found: T = done.value
+        return found
