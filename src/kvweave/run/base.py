@@ -22,7 +22,7 @@ are sorted by position, that is an interval of slots for each query.
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -102,8 +102,8 @@ class Observer:
     def see(self, layer: int, first: int, begin: int, weights: Tensor) -> None:
         """Take ``weights`` [head, row, key], float32 at least: each row's attention sums to 1.
 
-        The rows are those of the whole work from ``first`` on, the keys the slots from ``begin`` on;
-        a layer may be shown in several pieces. The layer `Work.last` is not seen.
+        The rows are those of the whole work from ``first`` on, the keys the slots from ``begin``
+        on; a layer may be shown in several pieces. The layer `Work.last` is not seen.
         """
 
     def end(self) -> None:
@@ -123,7 +123,8 @@ class Work:
     tokens: Ints | Tensor  # [n]
     slots: Ints  # [n] strictly increasing
     positions: Ints  # [n] strictly increasing
-    want: Ints = NO_SLOTS  # indices 0..n-1 of the rows whose logits are returned, increasing
+    # indices 0..n-1 of the rows whose logits are returned, increasing
+    want: Ints = field(default_factory=lambda: NO_SLOTS)
     raw: KV | None = None  # unrotated keys and values go here, from row `at` on
     observer: Observer | None = None
     last: int | None = None  # last layer that is written, those above stay; then no logits
