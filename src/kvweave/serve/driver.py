@@ -41,8 +41,9 @@ from kvweave.serve.work import (
     nothing,
     unknown,
 )
+from kvweave.weave.answer import Answer
 from kvweave.weave.context import Context
-from kvweave.weave.generate import Answer, Turn
+from kvweave.weave.session import Turn
 
 __all__ = ["Begin", "Delta", "Done", "Driver", "Event", "Finished"]
 

@@ -34,7 +34,7 @@ class Context:
     def __init__(self, name: str, session: Session) -> None:
         self.name = name
         self.settings = session.settings
-        self._session, self._key = session, session.key
+        self.session, self._key = session, session.key
         self._maker, self._table = session.maker, session.weaver.table
         self._parts: tuple[Part, ...] = ()
         self._base: ChunkId | None = None
@@ -63,11 +63,11 @@ class Context:
     @property
     def plan(self) -> Plan:
         """What the last weave did; what the next one would do when there was none."""
-        return self._session.plan if self._session.plan is not None else self.preview()
+        return self.session.plan if self.session.plan is not None else self.preview()
 
     def preview(self) -> Plan:
         """Say what a weave would do now, without doing it."""
-        return self._session.preview(self._parts)
+        return self.session.preview(self._parts)
 
     def tokens(self) -> list[int]:
         """Return the token ids of the whole context."""
@@ -255,7 +255,7 @@ class Context:
         """Return a new context with the same parts and rows; the two do not affect each other.
         Raises OverBudget."""
         self._idle("fork")
-        twin = Context(name, self._session.fork(holder(name, self.namespace)))
+        twin = Context(name, self.session.fork(holder(name, self.namespace)))
         twin._parts, twin._base, twin._next_uid = self._parts, self._base, self._next_uid
         twin._names.reset(self._names.counts())
         twin._sync_holds((), twin._parts)
@@ -266,7 +266,7 @@ class Context:
         unnamed chunks go."""
         if self._closed:
             return
-        self._session.close()
+        self.session.close()
         self._closed = True
         self._sync_holds(self._parts, ())
         self._parts = ()
@@ -285,7 +285,7 @@ class Context:
         see `begin`. What is refused leaves everything as it was.
         """
         self._readable()
-        return self._session.weave(self._parts, repair, share, max_drift)
+        return self.session.weave(self._parts, repair, share, max_drift)
 
     def begin(
         self, sampling: Sampling, max_drift: float | None = None, *, chat: bool = False
@@ -296,7 +296,7 @@ class Context:
         InvalidArgument for a bound that cannot be kept.
         """
         self._readable()
-        return self._session.begin(self, sampling, max_drift, chat)
+        return self.session.begin(self, sampling, max_drift, chat)
 
     def generate(self, max_tokens: int = 256, **options: object) -> Answer:
         """Continue the context; the new text becomes its last part. Options: see Sampling, begin."""
@@ -325,11 +325,11 @@ class Context:
         the context was edited since, of the next token over the rows as they are woven now.
         """
         self._readable()
-        return self._session.check(self._parts)
+        return self.session.check(self._parts)
 
     def check_integrity(self) -> None:
         """Raise AssertionError when rows, parts and the index disagree."""
-        self._session.state.rows.check_integrity()
+        self.session.state.rows.check_integrity()
         for part in self._parts:
             n = self._table.get(part.id).n_tokens
             assert 0 <= part.start < part.stop <= n, f"{part.name} has another length"
@@ -350,7 +350,7 @@ class Context:
     def _idle(self, verb: str) -> None:
         if self._closed:
             raise InvalidArgument(verb, f"{self.name} is closed", "open another context")
-        if self._session.turn is not None:
+        if self.session.turn is not None:
             raise InvalidArgument(verb, "an answer is under way", "finish or cancel it first")
 
     def _readable(self) -> None:

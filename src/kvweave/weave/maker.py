@@ -78,7 +78,7 @@ class Maker:
             raise InvalidArgument("kv", "it has no rows, too many, or values that are not finite")
         content = blake2b(digest_size=16)
         for tensor in (*kv.k, *kv.v):
-            content.update(tensor.cpu().contiguous().view(torch.uint8).numpy())
+            content.update(tensor.cpu().contiguous().view(torch.uint8).numpy().tobytes())
         tokens = [NO_TOKEN] * kv.n_tokens
         digest = chunk_digest(self.backend.fingerprint, content.digest(), tokens, namespace)
         id, _ = self.table.add(tokens, digest=digest, kind=kind, namespace=namespace)
