@@ -38,7 +38,7 @@ def again(engine: Engine, name: str, like: Context, **options: object) -> Contex
 
 
 def rows(context: Context) -> KVRows:
-    return context._state.rows
+    return context.session.state.rows
 
 
 def same_rows(a: KVRows, b: KVRows) -> bool:
