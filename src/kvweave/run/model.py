@@ -1,6 +1,6 @@
 """The model seam: an engine over a model of transformers.
 
-Public hooks only (>= 5.17): a cache layer whose `update` writes rows where the current `Pass` says,
+Public hooks only (>= 5.17): a cache layer whose `update` writes rows where the current `Batch` says,
 and an attention function under our own name, which therefore gets no mask and masks by position.
 Every pass runs with ``position_ids = 0``, where a rotary module is the identity, so keys arrive
 unrotated; queries and keys are turned in our attention.
@@ -24,8 +24,8 @@ from transformers.cache_utils import CacheLayerMixin
 
 from kvweave.errors import CannotMove, ContextTooLong, InvalidArgument
 from kvweave.run import attention
-from kvweave.run.attention import Pass, Segment, StopPass
-from kvweave.run.base import Capability, LayerInfo
+from kvweave.run.base import Capability, LayerInfo, Work
+from kvweave.run.batch import Batch, StopPass
 from kvweave.run.fingerprint import fingerprint
 from kvweave.run.load import load, twin
 from kvweave.run.probe import Refused, learn
@@ -39,7 +39,7 @@ ATTENTION = "kvweave"
 
 
 class _SlotLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
-    """Hands the rows of layer ``index`` to the current pass."""
+    """Hands the rows of layer ``index`` to the current batch."""
 
     def __init__(self, index: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -58,21 +58,24 @@ class _SlotLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return query_length, 0
 
-    def get_seq_length(self) -> int:
-        return 0
+    def get_seq_length(self) -> Any:
+        # models that number the rows of a call themselves add 0, 1, ... to this
+        return attention.current.get().offsets
 
     def get_max_length(self) -> int:
         return -1
 
 
 def _attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kw: Any
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None = None,
+    **kw: Any,
 ) -> tuple[Tensor, None]:
     layer: int = module.layer_idx  # type: ignore[assignment]
-    out = attention.attend(
-        layer, query, kw.get("scaling"), kw.get("sliding_window"), kw.get("softcap")
-    )
-    return out, None
+    return attention.attend(layer, query, kw.get("scaling"), kw.get("softcap")), None
 
 
 AttentionInterface.register(ATTENTION, _attention)
@@ -104,6 +107,7 @@ class Runner:
                 "max_positions", f"{max_positions} is not in 1..{declared}, the model's own limit"
             )
         self.ends = end_tokens(model.generation_config)
+        self.n_vocab = int(self.config.vocab_size)
         self.limit = int(max_positions or _pinned_limit(self.config) or declared)
         self.layers: list[LayerInfo] = []
         self._wants_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
@@ -149,51 +153,50 @@ class Runner:
 
     def new_rows(self, codec: str = "raw") -> KVRows:
         """Return empty rows for one context, kept as ``codec`` says. Raises InvalidArgument."""
-        rotations = [layer.rotation for layer in self.layers]
-        return rows_as(codec, self.shapes, rotations, self.dtype, self.device)
+        return rows_as(codec, self.layers, self.dtype, self.device)
 
     def new_kv(self, n: int) -> KV:
         """Return uninitialised KV for ``n`` tokens."""
         return KV.empty(self.shapes, n, self.dtype, self.device)
 
     @torch.inference_mode()
-    def forward(
-        self, segments: Sequence[Segment], want: Tensor, stop_after: int | None = None
-    ) -> Tensor:
-        """Run the packed segments once, writing their rows.
+    def forward(self, works: Sequence[Work]) -> list[Tensor]:
+        """Run works of different contexts in one pass; return each one's logits [want, vocab], in
+        the dtype that the model gives them in.
 
-        Args:
-            want: [n] int64, packed offsets whose logits are returned; may be empty.
-            stop_after: last layer whose keys and values are computed; then no logits.
-
-        Returns logits [n, vocab], float32 or the model's dtype as the model gives them.
+        Raises ContextTooLong before anything is written, LoadFailed when a chunk did not arrive.
         """
         self.require_move()
-        last = max(int(s.positions[-1]) for s in segments)
+        last = max(int(work.positions[-1]) for work in works)
         if last >= self.limit:
             raise ContextTooLong(last + 1, self.limit)
-        run = Pass(list(segments), [layer.rotation for layer in self.layers], stop_after)
-        token = attention.current.set(run)
+        batch = Batch(works, self.layers, self.device)
+        token = attention.current.set(batch)
         try:
-            return self._call(torch.cat([s.tokens for s in segments])[None], want)
-        except StopPass:
-            return torch.empty(0, 0)
+            batch.begin()
+            found = self._call(batch)
+            batch.end()
         finally:
             attention.current.reset(token)
+        return batch.split(found)
 
-    def _call(self, ids: Tensor, want: Tensor) -> Tensor:
-        options: dict[str, Any] = {}
+    def _call(self, batch: Batch) -> Tensor:
+        """Return the logits [want, vocab] of a batch."""
+        n, options = len(batch.want), {}
         if self._wants_rows:
             # an empty selection would mean "all" to some models: compute one row and drop it
-            options["logits_to_keep"] = want if want.numel() else torch.zeros(1, dtype=torch.int64)
-        logits: Tensor = self.model(
-            input_ids=ids,
-            position_ids=torch.zeros_like(ids),
-            past_key_values=Cache(layers=[_SlotLayer(i) for i in range(len(self.layers))]),
-            use_cache=True,
-            **options,
-        ).logits[0]
-        return logits[: want.numel()] if self._wants_rows else logits[want]
+            options["logits_to_keep"] = batch.want if n else batch.ids.new_zeros(1)
+        try:
+            logits: Tensor = self.model(
+                input_ids=batch.ids,
+                position_ids=torch.zeros_like(batch.ids),
+                past_key_values=Cache(layers=[_SlotLayer(i) for i in range(len(self.layers))]),
+                use_cache=True,
+                **options,
+            ).logits[0]
+        except StopPass:
+            return torch.empty(0, self.n_vocab, dtype=self.dtype, device=self.device)
+        return logits[:n] if self._wants_rows else logits[batch.want]
 
 
 def _rope(config: Any) -> dict[str, Any]:
