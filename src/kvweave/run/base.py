@@ -158,7 +158,11 @@ class Rows(Protocol):
 
     n: int  # rows there are
     positions: Ints  # [>= n], those of slots 0..n-1 first
-    lossy: bool  # what attention reads is not quite what was written (8-bit rows)
+
+    @property
+    def lossy(self) -> bool:
+        """Whether what attention reads is not quite what was written (8-bit rows)."""
+        ...
 
     @property
     def n_bytes(self) -> int:
