@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kvweave import Context, Plan
-from kvweave.weave.generate import Turn
+from kvweave.weave.session import Turn
 
 Tokens = tuple[int, ...]
 

@@ -15,8 +15,8 @@ Layers = list[tuple[Tensor, Tensor]]  # keys as rotated and values [slot, head, 
 def rows_of(context: Context, n_layers: int) -> Layers:
     """Return the rows there are, as attention reads them."""
     inside: Any = context
-    if hasattr(context, "_session"):
-        rows = inside._session.rows
+    if hasattr(context, "session"):
+        rows = inside.session.state.rows
         rows.settle()
         read = [rows.read(layer) for layer in range(n_layers)]
     else:
