@@ -157,7 +157,7 @@ def test_a_seeded_sampler_leaves_the_global_generator_alone():
 
 def test_logprobs_are_of_the_unmodified_distribution():
     sampling = Sampling(temperature=0.3, top_k=1, logprobs=3, seed=1)
-    choice = Sampler(sampling)(logits(*P))
+    choice = choose(Sampler(sampling), logits(*P))
     assert choice.token == 1
     assert choice.logprob == pytest.approx(math.log(0.4), rel=1e-5)
     assert [token for token, _ in choice.top] == [1, 3, 2]

@@ -99,7 +99,7 @@ class Sampler:
         if n_kept is not None and self._generator is not None:
             self._before = self._generator.get_state()
         drawn = (probabilities / self._noise(probabilities)).argmax(-1)
-        return ids[drawn], n_kept
+        return ids.take(drawn), n_kept  # indexing by a tensor [] would wait for it
 
     def keep(self, n_kept: int) -> bool:
         """Return whether the last draw stands: it does unless top_p looked at too few tokens.
