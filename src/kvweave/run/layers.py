@@ -48,8 +48,12 @@ class LayerRows(ABC):
     """
 
     lossy = False  # what is read is not quite what was written
-    n_freed = 0  # rows freed, summed over heads
     capacity: int
+
+    @property
+    def n_freed(self) -> int:
+        """Rows freed, summed over heads."""
+        return 0
 
     @property
     @abstractmethod
