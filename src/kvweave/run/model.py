@@ -96,7 +96,8 @@ class Runner:
         name: str = "model",
         max_positions: int | None = None,
     ) -> None:
-        self.model: Any = twin(model, name)
+        model = twin(model, name)
+        self.model: Any = model
         self.tokenizer = tokenizer
         self.config = model.config.get_text_config()
         self.device, self.dtype = model.device, model.dtype
