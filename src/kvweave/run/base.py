@@ -22,7 +22,7 @@ are sorted by position, that is an interval of slots for each query.
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -89,7 +89,11 @@ class Observer:
     """
 
     def rows(self, layer: int, n: int) -> tuple[int, int]:
-        """Return the half-open range of the work's ``n`` rows wanted in ``layer``; (0, 0): none."""
+        """Return the half-open range of rows wanted in ``layer``; (0, 0): none.
+
+        Rows are numbered as in the whole work, of which ``n`` have been run when this pass is over:
+        those of a part are ``work.at`` and on, and a backend cuts the range to them.
+        """
         return 0, n
 
     def begin(self) -> None:
@@ -98,7 +102,8 @@ class Observer:
     def see(self, layer: int, first: int, begin: int, weights: Tensor) -> None:
         """Take ``weights`` [head, row, key], float32 at least: each row's attention sums to 1.
 
-        The rows are those of the work from ``first`` on, the keys the slots from ``begin`` on.
+        The rows are those of the whole work from ``first`` on, the keys the slots from ``begin``
+        on; a layer may be shown in several pieces. The layer `Work.last` is not seen.
         """
 
     def end(self) -> None:
@@ -109,6 +114,8 @@ class Observer:
 class Work:
     """Rows of one context for a pass: written to their slots, seeing what stands before them.
 
+    Slots are reserved, and stand before ``rows.n`` or follow it without a hole; ``rows`` gets their
+    positions in the pass. None is a slot freed in some layer.
     ``tokens`` is a tensor where only the device knows them (a draft), else host integers.
     """
 
@@ -116,10 +123,11 @@ class Work:
     tokens: Ints | Tensor  # [n]
     slots: Ints  # [n] strictly increasing
     positions: Ints  # [n] strictly increasing
-    want: Ints = NO_SLOTS  # indices 0..n-1 of the rows whose logits are returned, increasing
+    # indices 0..n-1 of the rows whose logits are returned, increasing
+    want: Ints = field(default_factory=lambda: NO_SLOTS)
     raw: KV | None = None  # unrotated keys and values go here, from row `at` on
     observer: Observer | None = None
-    last: int | None = None  # last layer whose keys and values are wanted; then no logits
+    last: int | None = None  # last layer that is written, those above stay; then no logits
     at: int = 0  # number of the first row, where this is a part of a larger work
 
     @property
@@ -166,13 +174,14 @@ class Rows(Protocol):
         ...
 
     def truncate(self, n: int) -> None:
-        """Forget rows ``[n, ...)``."""
+        """Forget rows ``[n, ...)``, also those that wait for `settle`."""
         ...
 
     def place(self, runs: Sequence[tuple[int, Sequence[KV]]], positions: Ints) -> None:
         """Write chunks one after the other from each run's first slot on; keys are turned to
         ``positions`` [slot, from 0]. Slots must have been reserved, runs stand in order and may
-        leave gaps for rows computed later.
+        leave gaps for rows computed later. There are then rows up to the end of the last run at
+        least, all with these positions.
 
         Chunks still arriving are written when a pass comes to a layer, or by `settle`.
         """

@@ -1,6 +1,6 @@
 """The model seam: the only file that imports transformers.
 
-Public hooks only (>= 5.17): a cache layer whose `update` writes rows where the current `Pass` says,
+Public hooks only (>= 5.17): a cache layer whose `update` writes rows where the current `Batch` says,
 and an attention function under our own name, which therefore gets no mask and masks by position.
 Every pass runs with ``position_ids = 0``, where a rotary module is the identity, so keys arrive
 unrotated; queries and keys are turned in our attention.
@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import (
@@ -30,11 +30,12 @@ from transformers.utils import logging
 
 from kvweave.errors import CannotMove, ContextTooLong, InvalidArgument, ModelUnusable
 from kvweave.run import attention
-from kvweave.run.attention import Pass, Segment, StopPass
+from kvweave.run.base import Capability, LayerInfo, Mask, Work
+from kvweave.run.batch import Batch, StopPass
 from kvweave.run.fingerprint import fingerprint
 from kvweave.run.pin import inv_freqs, pinned
 from kvweave.run.quantised import rows_as
-from kvweave.run.rotary import Rotation, identify
+from kvweave.run.rotary import identify
 from kvweave.run.rows import KVRows
 from kvweave.run.sample import end_tokens
 from kvweave.store.kv import KV, LayerShape
@@ -46,28 +47,8 @@ DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3, torch.bfloat16: 6e-2, torch.float16: 2e-2}
 
 
-@dataclass(frozen=True, slots=True)
-class LayerInfo:
-    """What one layer caches and how it may be moved."""
-
-    shape: LayerShape
-    rotation: Rotation
-    window: int | None  # tokens a query sees, itself included; None sees all
-
-
-@dataclass(frozen=True, slots=True)
-class Capability:
-    """Whether the model can do something, and why not."""
-
-    ok: bool
-    reason: str
-
-    def __bool__(self) -> bool:
-        return self.ok
-
-
 class _SlotLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
-    """Hands the rows of layer ``index`` to the current pass."""
+    """Hands the rows of layer ``index`` to the current batch."""
 
     def __init__(self, index: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -117,10 +98,7 @@ def _attention(
     if attention.current.get(None) is None:  # probing: one token attends only to itself
         _seen[layer] = kw
         return value.repeat_interleave(query.shape[1] // value.shape[1], 1).transpose(1, 2), None
-    out = attention.attend(
-        layer, query, kw.get("scaling"), kw.get("sliding_window"), kw.get("softcap")
-    )
-    return out, None
+    return attention.attend(layer, query, kw.get("scaling"), kw.get("softcap")), None
 
 
 AttentionInterface.register(ATTENTION, _attention)
@@ -152,6 +130,7 @@ class Runner:
                 "max_positions", f"{max_positions} is not in 1..{declared}, the model's own limit"
             )
         self.ends = end_tokens(model.generation_config)
+        self.n_vocab = int(self.config.vocab_size)
         self.limit = int(max_positions or _pinned_limit(self.config) or declared)
         self.layers: list[LayerInfo] = []
         self._wants_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
@@ -225,51 +204,50 @@ class Runner:
 
     def new_rows(self, codec: str = "raw") -> KVRows:
         """Return empty rows for one context, kept as ``codec`` says. Raises InvalidArgument."""
-        rotations = [layer.rotation for layer in self.layers]
-        return rows_as(codec, self.shapes, rotations, self.dtype, self.device)
+        return rows_as(codec, self.layers, self.dtype, self.device)
 
     def new_kv(self, n: int) -> KV:
         """Return uninitialised KV for ``n`` tokens."""
         return KV.empty(self.shapes, n, self.dtype, self.device)
 
     @torch.inference_mode()
-    def forward(
-        self, segments: Sequence[Segment], want: Tensor, stop_after: int | None = None
-    ) -> Tensor:
-        """Run the packed segments once, writing their rows.
+    def forward(self, works: Sequence[Work]) -> list[Tensor]:
+        """Run works of different contexts in one pass; return each one's logits [want, vocab], in
+        the dtype that the model gives them in.
 
-        Args:
-            want: [n] int64, packed offsets whose logits are returned; may be empty.
-            stop_after: last layer whose keys and values are computed; then no logits.
-
-        Returns logits [n, vocab], float32 or the model's dtype as the model gives them.
+        Raises ContextTooLong before anything is written, LoadFailed when a chunk did not arrive.
         """
         self.require_move()
-        last = max(int(s.positions[-1]) for s in segments)
+        last = max(int(work.positions[-1]) for work in works)
         if last >= self.limit:
             raise ContextTooLong(last + 1, self.limit)
-        run = Pass(list(segments), [layer.rotation for layer in self.layers], stop_after)
-        token = attention.current.set(run)
+        batch = Batch(works, self.layers, self.device)
+        token = attention.current.set(batch)
         try:
-            return self._call(torch.cat([s.tokens for s in segments])[None], want)
-        except StopPass:
-            return torch.empty(0, 0)
+            batch.begin()
+            found = self._call(batch)
+            batch.end()
         finally:
             attention.current.reset(token)
+        return batch.split(found)
 
-    def _call(self, ids: Tensor, want: Tensor) -> Tensor:
-        options: dict[str, Any] = {}
+    def _call(self, batch: Batch) -> Tensor:
+        """Return the logits [want, vocab] of a batch."""
+        n, options = len(batch.want), {}
         if self._wants_rows:
             # an empty selection would mean "all" to some models: compute one row and drop it
-            options["logits_to_keep"] = want if want.numel() else torch.zeros(1, dtype=torch.int64)
-        logits: Tensor = self.model(
-            input_ids=ids,
-            position_ids=torch.zeros_like(ids),
-            past_key_values=Cache(layers=[_SlotLayer(i) for i in range(len(self.layers))]),
-            use_cache=True,
-            **options,
-        ).logits[0]
-        return logits[: want.numel()] if self._wants_rows else logits[want]
+            options["logits_to_keep"] = batch.want if n else batch.ids.new_zeros(1)
+        try:
+            logits: Tensor = self.model(
+                input_ids=batch.ids,
+                position_ids=torch.zeros_like(batch.ids),
+                past_key_values=Cache(layers=[_SlotLayer(i) for i in range(len(self.layers))]),
+                use_cache=True,
+                **options,
+            ).logits[0]
+        except StopPass:
+            return torch.empty(0, self.n_vocab, dtype=self.dtype, device=self.device)
+        return logits[:n] if self._wants_rows else logits[batch.want]
 
     @torch.inference_mode()
     def _probe(self) -> None:
@@ -334,7 +312,7 @@ class Runner:
             if known.rotation.key == found.key:
                 found = known.rotation
         shape = LayerShape(*keys[0].shape, *values[0].shape)
-        return LayerInfo(shape, found, _seen[layer].get("sliding_window"))
+        return LayerInfo(shape, found, Mask(window=_seen[layer].get("sliding_window")))
 
     @torch.inference_mode()
     def _verify(self, native: str) -> None:
@@ -344,14 +322,14 @@ class Runner:
         are contiguous, because transformers counts a sliding window in rows.
         """
         n = min(12, self.limit // 2)
-        ids = (torch.arange(n, device=self.device) * 7919 + 13) % self.config.vocab_size
+        slots = np.arange(n)
+        ids = (slots * 7919 + 13) % self.n_vocab
         for start in (0, self.limit - n):
-            positions = torch.arange(start, start + n, device=self.device)
             rows = self.new_rows()
             rows.reserve(n)
-            segment = Segment(rows, ids, torch.arange(n), positions)
-            ours = self.forward([segment], torch.arange(n, device=self.device))
-            theirs = self._native_logits(native, ids, positions)
+            ours = self.forward([Work(rows, ids, slots, start + slots, want=slots)])[0]
+            there = torch.from_numpy(np.stack((ids, start + slots))).to(self.device)
+            theirs = self._native_logits(native, *there)
             error = float((ours - theirs).abs().max() / theirs.abs().max().clamp_min(1e-9))
             if not error <= 5 * TOLERANCE[self.dtype]:
                 self.can_move = Capability(
@@ -394,5 +372,5 @@ def _pinned_limit(config: Any) -> int | None:
 
 def _summary(layers: Sequence[LayerInfo]) -> str:
     turned = sum(layer.rotation.width > 0 for layer in layers)
-    sliding = sum(layer.window is not None for layer in layers)
+    sliding = sum(layer.mask.window is not None for layer in layers)
     return f"{turned} rotary, {len(layers) - turned} position-free, {sliding} sliding layers"
