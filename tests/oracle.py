@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from kvweave.run.attention import Segment
+from kvweave.run.base import Work
 from kvweave.run.model import Runner
 from kvweave.run.rows import KVRows
 
@@ -147,9 +148,9 @@ def rows_of(runner: Runner, ids: Tensor, positions: Tensor | None = None) -> tup
     n = ids.numel()
     rows = runner.new_rows()
     rows.reserve(n)
-    slots = torch.arange(n)
-    segment = Segment(rows, ids, slots, slots if positions is None else positions)
-    return rows, runner.forward([segment], slots)
+    slots = np.arange(n)
+    where = slots if positions is None else positions.numpy()
+    return rows, runner.forward([Work(rows, ids.numpy(), slots, where, want=slots)])[0]
 
 
 def relative(found: Tensor, wanted: Tensor) -> float:

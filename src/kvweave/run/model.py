@@ -35,7 +35,7 @@ from kvweave.run.batch import Batch, StopPass
 from kvweave.run.fingerprint import fingerprint
 from kvweave.run.pin import inv_freqs, pinned
 from kvweave.run.quantised import rows_as
-from kvweave.run.rotary import Rotation, identify
+from kvweave.run.rotary import identify
 from kvweave.run.rows import KVRows
 from kvweave.run.sample import end_tokens
 from kvweave.store.kv import KV, LayerShape

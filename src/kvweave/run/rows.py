@@ -17,9 +17,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvweave.errors import InvalidArgument
 from kvweave.run.base import NO_SLOTS, Ints, LayerInfo
-from kvweave.run.layers import At, LayerRows
+from kvweave.run.layers import At, LayerRows, RawRows
 from kvweave.run.rotary import Angles, Rotation
+from kvweave.run.thinned import ThinnedRows
 from kvweave.store.arriving import Arriving
 from kvweave.store.kv import KV
 
@@ -53,15 +55,12 @@ class KVRows:
     ) -> None:
         self.infos = list(infos)
         self.layers = list(layers)
+        self.lossy = any(layer.lossy for layer in layers)
         self.device = device
         self.n = 0
         self.capacity = 0
         self.positions: Ints = NO_SLOTS
         self._pending: list[_Run] = []
-
-    @property
-    def lossy(self) -> bool:
-        return any(layer.lossy for layer in self.layers)
 
     @property
     def n_bytes(self) -> int:
@@ -198,6 +197,19 @@ class KVRows:
         twin.n, twin.capacity = self.n, self.capacity
         twin.positions = self.positions.copy()
         return twin
+
+    def free(self, layer: int, head: int, slots: Ints) -> None:
+        """Free the memory of rows of one layer and kv head: no query sees them from now on.
+
+        Raises InvalidArgument for rows of 8 bits, LoadFailed.
+        """
+        self.settle(layer)
+        rows = self.layers[layer]
+        if isinstance(rows, RawRows):
+            rows = ThinnedRows.of(rows, self.n)
+        if not isinstance(rows, ThinnedRows):
+            raise InvalidArgument("rows", "rows of 8 bits cannot be freed one by one", "raw")
+        self.layers[layer] = rows.less(head, slots)
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless positions increase strictly and sizes agree."""
