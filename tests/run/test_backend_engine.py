@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -89,7 +90,7 @@ def test_none_reuses_what_was_stored(engine: Engine) -> None:
     rows = room(backend, len(tokens))
     run(backend, some(rows, np.array(tokens), range(first)))
     starts = np.cumsum([first, *sizes[-3:]])
-    kvs = [canonical(backend, base, tokens[a:b]) for a, b in zip(starts, starts[1:], strict=False)]
+    kvs = [canonical(backend, base, tokens[a:b]) for a, b in pairwise(starts)]
     rows.place([(first, kvs)], np.arange(len(tokens)))
     answer = context.generate(max_tokens=6, **GREEDY)
     assert list(answer.tokens) == decoded(backend, rows, tokens, 6)
