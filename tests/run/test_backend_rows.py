@@ -196,15 +196,19 @@ def test_rows_settle(backend: Backend) -> None:
     assert_rows(backend, away, there)
 
 
-def test_a_chunk_that_does_not_arrive_fails_the_pass(backend: Backend) -> None:
+@pytest.mark.parametrize("together", [False, True])
+def test_a_chunk_that_does_not_arrive_fails_the_pass(backend: Backend, together: bool) -> None:
     """What was computed beside it may be run again; the chunk is forgotten with its rows."""
     n = 6
     kv, tokens = computed(backend, ids(n)), ids(16)
     wanted, logits = prefill(backend, tokens)
     rows, beside = room(backend, 16), room(backend, 16)
-    rows.place([(0, [kv])], np.arange(n))
     lost = arriving(backend, kv, 1)
-    rows.place([(n, [lost])], np.arange(2 * n))
+    if together:
+        rows.place([(0, [kv, lost])], np.arange(2 * n))
+    else:
+        rows.place([(0, [kv])], np.arange(n))
+        rows.place([(n, [lost])], np.arange(2 * n))
     lost.load.fail("it is gone")
     assert rows.arrived, "nothing is waited for"
     seen, other = Recorder(), Recorder()
@@ -216,7 +220,6 @@ def test_a_chunk_that_does_not_arrive_fails_the_pass(backend: Backend) -> None:
         backend.forward(works)
     assert seen.ended == other.ended == 0
     rows.truncate(n)
-    assert not rows.pending
     works[1] = some(rows, tokens, range(n, 16), observer=seen)
     found = backend.forward(works)
     assert off(found[0], logits) < EXACT and off(found[1], logits[n:]) < EXACT
