@@ -11,7 +11,7 @@ import oracle
 import pytest
 import torch
 
-from kvweave import Engine
+import kvweave
 from kvweave.run.model import Runner
 
 torch.set_num_threads(1)  # tiny tensors: more threads only wait for each other
@@ -32,13 +32,15 @@ def runner() -> Runner:
 
 
 @pytest.fixture
-def engines() -> Iterator[Callable[..., Engine]]:
+def engines() -> Iterator[Callable[..., kvweave.Engine]]:
     """Make engines over tiny models; afterwards each is checked and closed."""
-    made: list[Engine] = []
+    made: list[kvweave.Engine] = []
 
-    def make(name: str = "llama", dtype: torch.dtype = torch.float64, **options: object) -> Engine:
+    def make(
+        name: str = "llama", dtype: torch.dtype = torch.float64, **options: object
+    ) -> kvweave.Engine:
         defaults: dict[str, object] = {"repair": "none"}
-        made.append(Engine(tiny(name, dtype), **(defaults | options)))
+        made.append(kvweave.Engine(tiny(name, dtype), **(defaults | options)))
         return made[-1]
 
     yield make

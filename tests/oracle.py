@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from kvweave.run.attention import Segment
+from kvweave.run.base import Work
 from kvweave.run.model import Runner
 from kvweave.run.rows import KVRows
 
@@ -84,6 +85,18 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "helium": ("helium", {}),
     "persimmon": ("persimmon", {}),
     "seed_oss": ("seed_oss", {}),
+    # masks by config.sliding_window alone, and hands attention no window
+    "phimoe": ("phimoe", {"sliding_window": 7, "num_local_experts": 4}),
+    "llama4_chunked": (
+        "llama4_text",
+        {
+            "attention_chunk_size": 8,
+            "layer_types": ["chunked_attention"] * 3 + ["full_attention"],
+            "no_rope_layers": [1, 1, 1, 0],
+            "intermediate_size_mlp": 96,
+            "num_local_experts": 4,
+        },
+    ),
 }
 
 # model types that are refused, and a word of the reason
@@ -147,9 +160,9 @@ def rows_of(runner: Runner, ids: Tensor, positions: Tensor | None = None) -> tup
     n = ids.numel()
     rows = runner.new_rows()
     rows.reserve(n)
-    slots = torch.arange(n)
-    segment = Segment(rows, ids, slots, slots if positions is None else positions)
-    return rows, runner.forward([segment], slots)
+    slots = np.arange(n)
+    where = slots if positions is None else positions.numpy()
+    return rows, runner.forward([Work(rows, ids.numpy(), slots, where, want=slots)])[0]
 
 
 def relative(found: Tensor, wanted: Tensor) -> float:

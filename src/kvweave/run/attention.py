@@ -1,244 +1,180 @@
-"""Attention of packed segments over the rows of their contexts, masked by position.
+"""Attention of packed rows over the slots of their contexts.
 
-One model pass carries one packed sequence [1, total]: a segment per context, each with its own
-rows. The mask is exact: a query sees ``key_position <= query_position`` (within the window of a
-sliding layer), wherever the rows come from. A causal mask aligned to the bottom right, which fits
-only a contiguous suffix, would let a repaired row see its own future.
+The mask is exact: a query sees an interval of slots that ends with its own (`run/base.py`),
+wherever the rows come from. A causal mask aligned to the bottom right, which fits only a contiguous
+suffix, would let a repaired row see its own future.
 """
 
 from __future__ import annotations
 
 from contextvars import ContextVar
-from dataclasses import dataclass, field
-from itertools import pairwise
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvweave.run.rotary import Angles, Rotation
-from kvweave.run.rows import KVRows
-from kvweave.store.kv import KV
+from kvweave.run.batch import Batch, Part, Piece
+from kvweave.run.thinned import ThinnedRows
 
-BLOCK = 512  # rows of one model pass outside the loop; bounds the mask to BLOCK x context
-PIECE, PIECES = 64, 8  # tokens of the smallest piece of attention, and how many pieces at most
+FOLD = 32  # rows below which query heads that share keys stand in one block, which reads these once
+NOTHING = (0, 0)
 
-
-class StopPass(Exception):
-    """Ends a pass early; the layers after the one asked for are not needed."""
+current: ContextVar[Batch] = ContextVar("kvweave_batch")
 
 
-@dataclass(slots=True)
-class Reads:
-    """Attention that computed rows pay to each part of their context, mean over heads and layers."""
+@dataclass(frozen=True, slots=True)
+class How:
+    """What a model does with scores."""
 
-    owner: Tensor  # [slot] int64: the part a slot belongs to
-    mass: Tensor  # [row, part] float32; rows count as those of `raw`
-
-
-@dataclass(slots=True)
-class Segment:
-    """The tokens of one context in this pass, sorted by position."""
-
-    rows: KVRows
-    tokens: Tensor  # [token] int64
-    slots: Tensor  # [token] int64 on CPU, strictly increasing
-    positions: Tensor  # [token] int64
-    raw: KV | None = None  # unrotated keys and values of these tokens are written here if given
-    raw_at: int = 0  # first row of `raw` and `reads` to write
-    mass: Tensor | None = None  # [n_keys] float32: attention each key got, summed over all else
-    mass_from: int = 0  # first layer that counts in it
-    mass_of: Tensor | None = None  # [token] what each token's attention counts; None: 1
-    reads: Reads | None = None
-    start: int = 0  # offset in the packed sequence, set by Pass
-    first: int = 0
-    stop: int = 0  # one past the last slot; keys [0, stop) are visible
-    contiguous: bool = False
-    pieces: list[tuple[int, int]] = field(default_factory=list)
-    counted: int = 0  # first token that counts in `mass`
-    masks: dict[tuple[int | None, int], Tensor] = field(default_factory=dict)
-    biases: dict[tuple[int | None, int, int], Tensor] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.first, self.stop = int(self.slots[0]), int(self.slots[-1]) + 1
-        self.contiguous = self.stop - self.first == self.n
-        self.rows.positions[self.slots] = self.positions
-        self.rows.n = max(self.rows.n, self.stop)
-        # rows far apart see very different numbers of keys: cut them, so that the early ones do
-        # not pay for keys they may not see
-        spread = self.stop - self.first > self.stop // 4
-        size = max(PIECE, self.n // PIECES) if spread else self.n
-        self.counted = self._first_counted()
-        self.pieces = list(pairwise(sorted({*range(0, self.n, size), self.counted, self.n})))
-
-    def _first_counted(self) -> int:
-        """Return the first token whose attention counts in `mass`; those before it are spared the
-        slower way that tells it."""
-        if self.mass is None:
-            return self.n
-        counted = None if self.mass_of is None else self.mass_of.nonzero()
-        return 0 if counted is None else int(counted[0]) if counted.numel() else self.n
-
-    def counts(self, piece: tuple[int, int], layer: int) -> bool:
-        """Whether the attention of a piece counts in `mass`."""
-        return self.mass is not None and layer >= self.mass_from and piece[0] >= self.counted
-
-    @property
-    def n(self) -> int:
-        return self.tokens.shape[0]
-
-    def keys(self, piece: tuple[int, int], window: int | None) -> slice:
-        """Return the slots of which tokens ``piece`` may see some."""
-        begin, stop = 0, int(self.slots[piece[1] - 1]) + 1
-        if window is not None:
-            oldest = int(self.positions[piece[0]]) - window
-            begin = int(torch.searchsorted(self.rows.positions[:stop], oldest, right=True))
-        return slice(begin, stop)
-
-    def mask(self, piece: tuple[int, int], window: int | None) -> Tensor | None:
-        """Return which keys each token sees [token, key], None when it is all of them."""
-        if piece[1] - piece[0] == 1:
-            return None
-        found = self.masks.get((window, piece[0]))
-        if found is None:
-            keys = self.rows.positions[self.keys(piece, window)]
-            distance = self.positions[slice(*piece), None] - keys[None]
-            found = distance >= 0
-            if window is not None:
-                found &= distance < window
-            self.masks[window, piece[0]] = found
-        return found
-
-    def bias(
-        self, piece: tuple[int, int], window: int | None, group: int, dtype: torch.dtype
-    ) -> Tensor | None:
-        """Return the mask as 0 and -inf [group * token, key], made once for all layers."""
-        mask = self.mask(piece, window)
-        if mask is None:
-            return None
-        if (window, piece[0], group) not in self.biases:
-            unseen = torch.zeros(mask.shape, dtype=dtype, device=mask.device)
-            unseen.masked_fill_(~mask, float("-inf"))
-            self.biases[window, piece[0], group] = unseen.repeat(group, 1)
-        return self.biases[window, piece[0], group]
+    scale: float
+    softcap: float | None
 
 
-@dataclass(slots=True)
-class Pass:
-    """What one model call does: segments, packed positions, and where to stop."""
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """Keys and values [kv_head, slot, dim] that some rows see."""
 
-    segments: list[Segment]
-    rotations: list[Rotation]
-    stop_after: int | None = None  # last layer whose keys and values are wanted
-    _angles: dict[int, Angles] = field(default_factory=dict)
-    _positions: Tensor | None = None
-
-    def __post_init__(self) -> None:
-        start = 0
-        for segment in self.segments:
-            segment.start = start
-            start += segment.n
-        self._positions = torch.cat([s.positions for s in self.segments])
-
-    def angles(self, layer: int) -> Angles:
-        """Return cos and sin [total, width / 2] of the packed tokens for one layer."""
-        rotation = self.rotations[layer]
-        if id(rotation) not in self._angles:
-            assert self._positions is not None
-            self._angles[id(rotation)] = rotation.angles(self._positions)
-        return self._angles[id(rotation)]
-
-    def write(self, layer: int, keys: Tensor, values: Tensor) -> None:
-        """Store this layer's rows; ``keys`` and ``values`` are [token, head, dim], unrotated."""
-        rotated = self.rotations[layer].apply(keys, self.angles(layer))
-        for s in self.segments:
-            s.rows.settle(layer)
-            span = slice(s.start, s.start + s.n)
-            if s.contiguous:
-                s.rows.k[layer][s.first : s.stop] = rotated[span]
-                s.rows.v[layer][s.first : s.stop] = values[span]
-            else:
-                slots = s.slots.to(keys.device)
-                s.rows.k[layer].index_copy_(0, slots, rotated[span])
-                s.rows.v[layer].index_copy_(0, slots, values[span])
-            if s.raw is not None:
-                s.raw.k[layer][s.raw_at : s.raw_at + s.n] = keys[span]
-                s.raw.v[layer][s.raw_at : s.raw_at + s.n] = values[span]
-        if self.stop_after == layer:
-            raise StopPass
+    keys: Tensor
+    values: Tensor
+    bias: Tensor | None  # 0 and -inf [row, slot], None: all rows see all
+    causal: bool = False  # row i sees the first i + 1 slots
 
 
-current: ContextVar[Pass] = ContextVar("kvweave_pass")
+def attend(layer: int, query: Tensor, scale: float | None, softcap: float | None) -> Tensor:
+    """Return attention [1, total, head, v_dim] of unrotated ``query`` [1, head, total, dim]."""
+    batch = current.get()
+    how = How(query.shape[-1] ** -0.5 if scale is None else scale, softcap)
+    turned = batch.turned(layer, query[0].transpose(0, 1))
+    outs: list[Tensor] = []
+    for part in batch.parts:
+        if layer < part.last:
+            outs += _part(batch, part, layer, turned[part.span], how)
+        else:  # nothing behind this layer is wanted of it
+            outs.append(turned.new_zeros(part.n, turned.shape[1], batch.infos[layer].shape.v_dim))
+    return (outs[0].contiguous() if len(outs) == 1 else torch.cat(outs))[None]
 
 
-def attend(
-    layer: int, query: Tensor, scale: float | None, window: int | None, softcap: float | None
-) -> Tensor:
-    """Return attention output [1, total, head, dim] for unrotated ``query`` [1, head, total, dim]."""
-    run = current.get()
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
-    turned = run.rotations[layer].apply(query[0].transpose(0, 1), run.angles(layer))
-    outs = [
-        _piece(
-            s, piece, layer, turned[s.start + piece[0] : s.start + piece[1]], scale, window, softcap
-        )
-        for s in run.segments
-        for piece in s.pieces
-    ]
-    return (outs[0] if len(outs) == 1 else torch.cat(outs))[None]
+def _part(batch: Batch, part: Part, layer: int, query: Tensor, how: How) -> list[Tensor]:
+    """Attention of one work's rows, ``query`` [row, head, dim] -> pieces [row, head, v_dim]."""
+    mask = batch.infos[layer].mask
+    pieces = part.cut(mask, _watched(part, layer))
+    rows = part.rows.layers[layer]
+    if isinstance(rows, ThinnedRows):
+        return [_thinned(batch, part, piece, layer, query, how) for piece in pieces]
+    begin, outs = pieces[0].begin, []
+    keys, values = rows.seen(slice(begin, part.stop))
+    for piece in pieces:
+        q = query[piece.first : piece.last]
+        span = slice(piece.begin - begin, piece.stop - begin)
+        causal = piece.causal and how.softcap is None
+        bias = None if causal else batch.bias(part, piece, mask, q.dtype)
+        seen = Seen(keys[:, span], values[:, span], bias, causal)
+        out, weights = _attention(q, seen, how, piece.watched)
+        outs.append(out)
+        if weights is not None:
+            _show(part, piece, layer, weights)
+    return outs
 
 
-def _piece(
-    s: Segment,
-    piece: tuple[int, int],
-    layer: int,
-    query: Tensor,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
-) -> Tensor:
-    """Attention of some tokens of a segment: ``query`` [token, head, dim] -> [.., .., v_dim]."""
-    seen = s.keys(piece, window)
-    keys = s.rows.k[layer][seen].transpose(0, 1)  # [kv_head, key, dim]
-    values = s.rows.v[layer][seen].transpose(0, 1)
+def _thinned(batch: Batch, part: Part, piece: Piece, layer: int, query: Tensor, how: How) -> Tensor:
+    """The same for one piece and rows of which each head keeps its own."""
+    rows, mask = part.rows.layers[layer], batch.infos[layer].mask
+    assert isinstance(rows, ThinnedRows)
+    query, outs, shown = query[piece.first : piece.last], [], []
+    for head, q in enumerate(query.chunk(len(rows.heads), 1)):
+        kept, keys, values = rows.seen_by(head, piece.begin, piece.stop)
+        slots = torch.from_numpy(kept).to(q.device)
+        many = len(q) > 1
+        bias = batch.bias_of(slots, part, piece, mask, q.dtype) if many else None
+        out, weights = _attention(q, Seen(keys, values, bias), how, piece.watched)
+        outs.append(out)
+        if weights is not None:
+            every = weights.new_zeros(*weights.shape[:2], piece.stop - piece.begin)
+            shown.append(every.index_copy_(2, slots - piece.begin, weights))
+    if shown:
+        _show(part, piece, layer, torch.cat(shown))
+    return torch.cat(outs, 1)
+
+
+def _show(part: Part, piece: Piece, layer: int, weights: Tensor) -> None:
+    assert part.work.observer is not None
+    part.work.observer.see(layer, part.work.at + piece.first, piece.begin, weights)
+
+
+def _attention(query: Tensor, seen: Seen, how: How, watched: bool) -> tuple[Tensor, Tensor | None]:
+    """Return attention [row, head, v_dim] of ``query`` [row, head, dim], and if it is watched its
+    weights [head, row, slot]."""
+    if how.softcap is None and not watched:
+        return _fused(query, seen, how.scale), None
     n, heads, _ = query.shape
-    kv_heads = keys.shape[0]
+    weights = _weights(query, seen, how)
+    out = _unfolded(weights.to(seen.values.dtype) @ seen.values, n)
+    return out, weights.view(heads, n, -1) if watched else None
+
+
+def _watched(part: Part, layer: int) -> tuple[int, int]:
+    """Return the rows of a part whose attention its observer wants; it counts the whole work's."""
+    observer, at = part.work.observer, part.work.at
+    if observer is None:
+        return NOTHING
+    first, last = observer.rows(layer, at + part.n)
+    first, last = max(first - at, 0), min(last - at, part.n)
+    return (first, last) if first < last else NOTHING
+
+
+def _folded(query: Tensor, kv_heads: int) -> Tensor:
+    """[row, head, dim] -> [kv_head, group * row, dim]: no copy of the keys a group shares."""
+    n, heads, dim = query.shape
     group = heads // kv_heads
-    # the query heads that share a kv head are folded into the token axis: no copy of the keys
-    folded = query.view(n, kv_heads, group, -1).permute(1, 2, 0, 3).reshape(kv_heads, group * n, -1)
-    bias = s.bias(piece, window, group, query.dtype)
-    counts = s.counts(piece, layer)
-    if softcap is None and not counts and s.reads is None:
+    return query.view(n, kv_heads, group, dim).permute(1, 2, 0, 3).reshape(kv_heads, -1, dim)
+
+
+def _unfolded(out: Tensor, n: int) -> Tensor:
+    """[kv_head, group * row, dim] -> [row, head, dim]."""
+    kv_heads, both, dim = out.shape
+    group = both // n
+    return out.view(kv_heads, group, n, dim).permute(2, 0, 1, 3).reshape(n, -1, dim)
+
+
+def _fused(query: Tensor, seen: Seen, scale: float) -> Tensor:
+    """Attention of ``query`` [row, head, dim] in one kernel."""
+    n, heads, dim = query.shape
+    keys, values, bias = seen.keys, seen.values, seen.bias
+    kv_heads, n_keys, v_dim = values.shape
+    group = heads // kv_heads
+    if n < FOLD and not seen.causal:
+        if bias is not None and group > 1:
+            bias = bias.repeat(group, 1)
+        folded = _folded(query, kv_heads)[None]
         out = F.scaled_dot_product_attention(
-            folded[None], keys[None], values[None], attn_mask=bias, scale=scale
-        )[0]
-    else:
-        weights = _weights(folded, keys, bias, scale, softcap)
-        if counts:
-            assert s.mass is not None
-            mine = weights.new_ones(n) if s.mass_of is None else s.mass_of[slice(*piece)]
-            every = mine.to(weights).repeat(heads)  # [kv_head, group, token]
-            s.mass[seen] += (every @ weights.view(heads * n, -1)).to(torch.float32)
-        if s.reads is not None:
-            paid = weights.view(heads, n, -1).mean(0) / len(s.rows.k)  # [token, key]
-            mine = s.reads.mass[s.raw_at + piece[0] : s.raw_at + piece[1]]
-            mine.index_add_(1, s.reads.owner[seen], paid.to(torch.float32))
-        out = weights.to(values.dtype) @ values
-    return out.view(kv_heads, group, n, -1).permute(2, 0, 1, 3).reshape(n, heads, -1)
+            folded, keys[None], values[None], attn_mask=bias, scale=scale
+        )
+        return _unfolded(out[0], n)
+    out = F.scaled_dot_product_attention(
+        query.view(n, kv_heads, group, dim).permute(1, 2, 0, 3),
+        keys[:, None].expand(kv_heads, group, n_keys, dim),
+        values[:, None].expand(kv_heads, group, n_keys, v_dim),
+        attn_mask=bias,
+        is_causal=seen.causal,
+        scale=scale,
+    )
+    return out.permute(2, 0, 1, 3).reshape(n, heads, v_dim)
 
 
-def _weights(
-    query: Tensor, keys: Tensor, bias: Tensor | None, scale: float, softcap: float | None
-) -> Tensor:
-    """Return attention weights [kv_head, group * token, key], in float32 at least."""
-    if softcap is not None:
-        scores = torch.tanh(query @ keys.transpose(1, 2) * (scale / softcap)) * softcap
+def _weights(query: Tensor, seen: Seen, how: How) -> Tensor:
+    """Return attention weights [kv_head, group * row, slot], in float32 at least."""
+    kv_heads = len(seen.keys)
+    folded, keys = _folded(query, kv_heads), seen.keys.transpose(1, 2)
+    bias = seen.bias
+    if bias is not None:
+        bias = bias.repeat(query.shape[1] // kv_heads, 1)
+    if how.softcap is not None:
+        scores = torch.tanh(folded @ keys * (how.scale / how.softcap)) * how.softcap
         scores = scores if bias is None else scores + bias
     elif bias is not None:
-        scores = torch.baddbmm(
-            bias.expand(keys.shape[0], -1, -1), query, keys.transpose(1, 2), alpha=scale
-        )
+        scores = torch.baddbmm(bias.expand(kv_heads, -1, -1), folded, keys, alpha=how.scale)
     else:
-        scores = (query * scale) @ keys.transpose(1, 2)
+        scores = (folded * how.scale) @ keys
     half = scores.dtype in (torch.bfloat16, torch.float16)
     return scores.softmax(-1, dtype=torch.float32 if half else scores.dtype)

@@ -1,12 +1,11 @@
 """The KV rows of one context, ready for attention.
 
-Rows are kept sorted by position, without holes, so that decoding reads one contiguous slice and
-needs no mask::
+Rows are kept sorted by position, without holes, so that what a query sees is an interval of slots,
+and decoding reads one contiguous slice and needs no mask::
 
     slot       0    1    2    3    4    5   ...  n-1 |  free up to capacity
     position   0    1    2    7    8    9   ...      |  ("keep" leaves gaps in positions only)
-    k[layer]   rotated to its position               |
-    v[layer]   as computed                           |
+    layer      keys rotated to their position, values as computed: `run/layers.py`
 """
 
 from __future__ import annotations
@@ -14,158 +13,223 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from kvweave.errors import InvalidArgument
+from kvweave.run.base import NO_SLOTS, Ints, LayerInfo
+from kvweave.run.layers import At, LayerRows, RawRows
 from kvweave.run.rotary import Angles, Rotation
+from kvweave.run.thinned import ThinnedRows
 from kvweave.store.arriving import Arriving
-from kvweave.store.kv import KV, LayerShape
+from kvweave.store.kv import KV
 
 SLACK = 32  # one row more for so many asked for: growing is not a copy each turn
 
 
 @dataclass(slots=True)
-class _Pending:
-    """Chunks to place at slots ``[start, stop)`` of some layers."""
+class _Run:
+    """Chunks to place at ``[start, stop)`` of the layers still to be written."""
 
     start: int
     stop: int
     kvs: list[KV]
-    angles: dict[int, Angles]
+    angles: dict[int, Angles]  # by id of a rotation
     layers: set[int]
+
+    @property
+    def arrived(self) -> bool:
+        return all(kv.load.ended for kv in self.kvs if isinstance(kv, Arriving))
+
+    @property
+    def complete(self) -> bool:
+        return all(kv.load.complete for kv in self.kvs if isinstance(kv, Arriving))
+
+    def cut(self, stop: int) -> None:
+        """Leave out what stands from slot ``stop`` on: it is not waited for."""
+        kept, at = [], self.start
+        for kv in self.kvs:
+            if at < stop:
+                kept.append(kv.rows(0, min(kv.n_tokens, stop - at)))
+            at += kv.n_tokens
+        n = stop - self.start
+        self.kvs, self.stop = kept, stop
+        self.angles = {id: (cos[:n], sin[:n]) for id, (cos, sin) in self.angles.items()}
 
 
 class KVRows:
-    """Rows of every layer; ``k[layer]`` and ``v[layer]`` are [capacity, kv_head, dim].
-
-    In memory the heads come first: attention reads one head's rows one after the other, and a
-    decoded token reads all of them (half the time at 4k tokens, two CPU cores).
-    """
+    """Rows of every layer, as `base.Rows` asks; ``layers`` have no room yet."""
 
     def __init__(
-        self,
-        shapes: Sequence[LayerShape],
-        rotations: Sequence[Rotation],
-        dtype: torch.dtype,
-        device: torch.device,
+        self, infos: Sequence[LayerInfo], layers: Sequence[LayerRows], device: torch.device
     ) -> None:
-        self.shapes = list(shapes)
-        self.rotations = list(rotations)
+        self.infos = list(infos)
+        self.layers = list(layers)
+        self.lossy = any(layer.lossy for layer in layers)
+        self.device = device
         self.n = 0
         self.capacity = 0
-        self.positions = torch.empty(0, dtype=torch.int64, device=device)
-        empty = KV.empty(self.shapes, 0, dtype, device)
-        self.k, self.v = empty.k, empty.v
-        self.dtype, self.device = dtype, device
-        self.row_bytes = sum(s.width for s in shapes) * dtype.itemsize
-        self._pending: list[_Pending] = []
+        self.positions: Ints = NO_SLOTS
+        self._pending: list[_Run] = []
 
     @property
     def n_bytes(self) -> int:
         """Bytes allocated, free slots included."""
-        return sum(t.numel() * t.element_size() for t in (*self.k, *self.v))
+        return sum(layer.n_bytes for layer in self.layers)
 
-    def capacity_for(self, n: int) -> int:
-        """Return the rows that will be allocated once ``n`` are reserved."""
-        return self.capacity if n <= self.capacity else n + n // SLACK
+    @property
+    def n_freed(self) -> int:
+        """Rows freed, summed over layers and heads."""
+        return sum(layer.n_freed for layer in self.layers)
 
     def bytes_for(self, n: int) -> int:
         """Return the bytes that will be allocated once ``n`` rows are reserved."""
-        return self.capacity_for(n) * self.row_bytes
+        capacity = self._capacity_for(n)
+        return sum(layer.bytes_at(capacity) for layer in self.layers)
+
+    def _capacity_for(self, n: int) -> int:
+        return self.capacity if n <= self.capacity else n + n // SLACK
 
     def reserve(self, n: int) -> None:
-        """Make room for ``n`` rows in all; keeps the rows there are."""
+        """Make room for ``n`` rows in all; keeps the rows there are. Raises LoadFailed."""
         if n <= self.capacity:
             return
         self.settle()
-        capacity = self.capacity_for(n)
-        for tensors in (self.k, self.v):
-            for layer, old in enumerate(tensors):
-                # one layer at a time: the peak is one layer, not a copy
-                tensors[layer] = self._grown(old, capacity)
-        positions = self.positions.new_empty(capacity)
+        capacity = self._capacity_for(n)
+        for i, layer in enumerate(self.layers):
+            # one layer at a time: the peak is one layer, not a copy
+            self.layers[i] = layer.grown(capacity, self.n)
+        positions = np.zeros(capacity, np.int64)
         positions[: self.n] = self.positions[: self.n]
         self.positions, self.capacity = positions, capacity
 
     def truncate(self, n: int) -> None:
         """Forget rows ``[n, ...)``; they are overwritten by what comes next."""
-        self._pending = [each for each in self._pending if each.start < n]
+        self._pending = [run for run in self._pending if run.start < n]
+        for run in self._pending:
+            if n < run.stop:
+                run.cut(n)
+        self.layers = [layer.cut(n) for layer in self.layers]
         self.n = min(self.n, n)
 
-    def angles(self, positions: Tensor) -> dict[int, Angles]:
-        """Return cos and sin per layer, computed once per distinct rotation."""
-        found: dict[object, Angles] = {}
-        by_layer: dict[int, Angles] = {}
-        for layer, rotation in enumerate(self.rotations):
-            key = id(rotation)
-            if key not in found:
-                found[key] = rotation.angles(positions)
-            by_layer[layer] = found[key]
-        return by_layer
+    def expect(self, slots: Ints, positions: Ints) -> None:
+        """A pass begins that writes these rows."""
+        self.positions[slots] = positions
+        self.n = max(self.n, int(slots[-1]) + 1)
 
-    def place(
-        self, start: int, kvs: Sequence[KV], positions: Tensor, angles: dict[int, Angles]
-    ) -> None:
-        """Write chunks from slot ``start`` on, one after the other, keys turned to ``positions``.
+    def write(self, layer: int, at: At, keys: Tensor, values: Tensor) -> None:
+        """Write rotated rows [row, head, dim] of a layer whose pending chunks are settled."""
+        self.layers[layer].write(at, keys, values)
 
-        ``angles`` are those of ``positions``. The slots must have been reserved. Chunks that are
-        still arriving are placed layer by layer, when a pass comes to a layer.
+    def place(self, runs: Sequence[tuple[int, Sequence[KV]]], positions: Ints) -> None:
+        """Write chunks one after the other from each run's first slot on; keys are turned to
+        ``positions`` [slot, from 0].
+
+        The slots must have been reserved. Chunks that are still arriving are placed layer by
+        layer, when a pass comes to a layer.
         """
-        stop = start + positions.numel()
-        self.positions[start:stop] = positions
-        self.n = max(self.n, stop)
-        new = _Pending(start, stop, list(kvs), angles, set(range(len(self.rotations))))
-        self._pending.append(new)
-        if not any(isinstance(kv, Arriving) for kv in kvs):
-            self.settle()
+        if not runs:
+            return
+        made = [
+            _Run(start, start + sum(kv.n_tokens for kv in kvs), list(kvs), {}, set())
+            for start, kvs in runs
+        ]
+        self.positions[: len(positions)] = positions
+        self.n = max(self.n, made[-1].stop)
+        at = 0
+        angles = self._angles(np.concatenate([positions[r.start : r.stop] for r in made]))
+        for run in made:
+            span = slice(at, at := at + run.stop - run.start)
+            run.angles = {id: (cos[span], sin[span]) for id, (cos, sin) in angles.items()}
+            run.layers = set(range(len(self.layers)))
+            if run.complete:
+                self._write(run)
+            else:
+                self._pending.append(run)
+
+    def put(self, slots: Ints, kv: KV) -> None:
+        """Write unrotated rows [slot] to slots whose positions are known. Raises LoadFailed."""
+        self.settle()
+        angles = self._angles(self.positions[slots])
+        at = At.of(slots, self.device)
+        for i, info in enumerate(self.infos):
+            keys = info.rotation.apply(kv.k[i], angles[id(info.rotation)])
+            self.write(i, at, keys, kv.v[i])
+
+    def _angles(self, positions: Ints) -> dict[int, Angles]:
+        """Return cos and sin by the id of each distinct rotation."""
+        rotations: dict[int, Rotation] = {id(x.rotation): x.rotation for x in self.infos}
+        there = torch.from_numpy(positions).to(self.device)
+        return {key: rotation.angles(there) for key, rotation in rotations.items()}
 
     @property
     def pending(self) -> bool:
         """Whether rows of some layer wait for `settle`."""
         return bool(self._pending)
 
+    @property
+    def arrived(self) -> bool:
+        """Whether `settle` would wait for nothing."""
+        return all(run.arrived for run in self._pending)
+
     def settle(self, layer: int | None = None) -> None:
         """Write what is still to be placed in a layer, by default in all. Raises LoadFailed."""
-        for each in self._pending:
-            for i in [layer] if layer is not None else sorted(each.layers):
-                if i in each.layers:
-                    span = slice(each.start, each.stop)
-                    keys = _joined([kv.k[i] for kv in each.kvs])
-                    self._set_keys(i, span, keys, each.angles[i])
-                    self.v[i][span] = _joined([kv.v[i] for kv in each.kvs])
-                    each.layers.remove(i)
-        self._pending = [each for each in self._pending if each.layers]
+        if not self._pending:
+            return
+        for run in self._pending:
+            self._write(run, layer)
+        self._pending = [run for run in self._pending if run.layers]
+
+    def _write(self, run: _Run, layer: int | None = None) -> None:
+        span = slice(run.start, run.stop)
+        for i in sorted(run.layers) if layer is None else {layer} & run.layers:
+            keys = _joined([kv.k[i] for kv in run.kvs])
+            values = _joined([kv.v[i] for kv in run.kvs])
+            rotation = self.infos[i].rotation
+            self.layers[i].place(span, rotation, keys, run.angles[id(rotation)], values)
+            run.layers.remove(i)
+
+    def read(self, layer: int, slots: Ints | None = None) -> tuple[Tensor, Tensor]:
+        """Return copies of keys as rotated and of values [slot, head, dim] of a layer, as attention
+        reads them: of ``slots``, by default of all rows. Raises LoadFailed."""
+        self.settle(layer)
+        at = At.of(np.arange(self.n) if slots is None else slots, self.device)
+        keys, values = self.layers[layer].seen(at.where)
+        return keys.transpose(0, 1).clone(), values.transpose(0, 1).clone()
 
     def clone(self, layers: int | None = None) -> KVRows:
-        """Copy the rows there are; with ``layers``, share all layers from that one on."""
+        """Copy the rows there are; with ``layers``, share those of all layers from that one on.
+        Raises LoadFailed."""
         self.settle()
-        twin = self._empty()
-        upto = len(self.k) if layers is None else layers
+        upto = len(self.layers) if layers is None else layers
+        copied = [layer.grown(self.capacity, self.n) for layer in self.layers[:upto]]
+        twin = KVRows(self.infos, copied + self.layers[upto:], self.device)
         twin.n, twin.capacity = self.n, self.capacity
-        twin.positions = self.positions.clone()
-        twin.k = [t.clone() if i < upto else t for i, t in enumerate(self.k)]
-        twin.v = [t.clone() if i < upto else t for i, t in enumerate(self.v)]
+        twin.positions = self.positions.copy()
         return twin
 
-    def _empty(self) -> KVRows:
-        return KVRows(self.shapes, self.rotations, self.dtype, self.device)
+    def free(self, layer: int, head: int, slots: Ints) -> None:
+        """Free the memory of rows of one layer and kv head: no query sees them from now on.
 
-    def _grown(self, old: Tensor, capacity: int) -> Tensor:
-        heads, width = old.shape[1:]
-        new = old.new_empty(heads, capacity, width).transpose(0, 1)
-        new[: self.n] = old[: self.n]
-        return new
-
-    def _set_keys(self, layer: int, span: slice, keys: Tensor, angles: Angles) -> None:
-        self.rotations[layer].apply(keys, angles, out=self.k[layer][span])
+        Raises InvalidArgument for rows of 8 bits, LoadFailed.
+        """
+        self.settle(layer)
+        rows = self.layers[layer]
+        if isinstance(rows, RawRows):
+            rows = ThinnedRows.of(rows, self.n)
+        if not isinstance(rows, ThinnedRows):
+            raise InvalidArgument("rows", "rows of 8 bits cannot be freed one by one", "raw")
+        self.layers[layer] = rows.less(head, slots)
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless positions increase strictly and sizes agree."""
-        assert self.n <= self.capacity, f"{self.n} rows in {self.capacity} slots"
+        assert len(self.positions) == self.capacity, "positions of another capacity"
         used = self.positions[: self.n]
         assert bool((used[1:] > used[:-1]).all()), "positions do not increase"
-        for tensor in (*self.k, *self.v):
-            assert tensor.shape[0] == self.capacity, "layers of different capacity"
+        for layer in self.layers:
+            assert layer.capacity == self.capacity, "layers of different capacity"
+            layer.check(self.n)
 
 
 def _joined(tensors: list[Tensor]) -> Tensor:

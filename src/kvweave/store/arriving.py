@@ -20,9 +20,16 @@ from kvweave.store.kv import KV, LayerShape
 class Load:
     """What has arrived of one chunk; filled by a thread, waited for by others."""
 
-    def __init__(self, key: int, shapes: Sequence[LayerShape], n_tokens: int, itemsize: int):
+    def __init__(
+        self,
+        key: int,
+        shapes: Sequence[LayerShape],
+        n_tokens: int,
+        itemsize: int,
+        lossy: bool = False,
+    ) -> None:
         self.key, self.shapes, self.n_tokens, self.itemsize = key, shapes, n_tokens, itemsize
-        self.kv = KV([], [])
+        self.kv = KV([], [], lossy)
         self._failed = ""
         self._arrived = threading.Condition()
 
@@ -66,7 +73,7 @@ class Arriving(KV):
     def __init__(self, load: Load, start: int = 0, stop: int | None = None) -> None:
         self.load, self.start = load, start
         self.stop = load.n_tokens if stop is None else stop
-        super().__init__(_Waiting(self, 0), _Waiting(self, 1))
+        super().__init__(_Waiting(self, 0), _Waiting(self, 1), load.kv.lossy)
 
     @property
     def n_tokens(self) -> int:

@@ -29,10 +29,13 @@ class KV:
     """Keys and values of one chunk for every layer; ``k[layer]`` is [token, kv_head, dim].
 
     Keys carry no position: they are rotated when they are placed in a context, always from here.
+    ``lossy`` rows went through something that does not give back what it took (a codec): what is
+    made of them is never exact.
     """
 
     k: list[Tensor]
     v: list[Tensor]
+    lossy: bool = False
 
     @classmethod
     def empty(
@@ -57,11 +60,11 @@ class KV:
         """Return a view of rows ``[start, stop)``; of all of them, this."""
         if start == 0 and stop == self.n_tokens:
             return self
-        return KV([t[start:stop] for t in self.k], [t[start:stop] for t in self.v])
+        return KV([t[start:stop] for t in self.k], [t[start:stop] for t in self.v], self.lossy)
 
     def clone(self) -> KV:
         """Return a copy that owns its memory."""
-        return KV([t.clone() for t in self.k], [t.clone() for t in self.v])
+        return KV([t.clone() for t in self.k], [t.clone() for t in self.v], self.lossy)
 
     def is_finite(self) -> bool:
         """Tell whether no value is NaN or infinite."""
@@ -76,4 +79,5 @@ def joined(parts: Sequence[KV]) -> KV:
     return KV(
         [torch.cat([kv.k[layer] for kv in parts]) for layer in layers],
         [torch.cat([kv.v[layer] for kv in parts]) for layer in layers],
+        any(kv.lossy for kv in parts),
     )

@@ -194,7 +194,7 @@ class Mover:
         if found is None:
             return None
         try:
-            return KV([*found.k], [*found.v])
+            return KV([*found.k], [*found.v], found.lossy)
         except StoreError:
             return None
 
@@ -212,7 +212,7 @@ class Mover:
             if head is None:
                 self.lost(id, outcome, level)
                 continue
-            load = Load(id, head.shapes, head.n_tokens, head.dtype.itemsize)
+            load = Load(id, head.shapes, head.n_tokens, head.dtype.itemsize, head.lossy)
             wanted.append(_Wanted(level, head, load))
         if wanted:
             reader = threading.Thread(

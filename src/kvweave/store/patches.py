@@ -41,6 +41,7 @@ class Patch:
         return KV(
             [_added(t, f) for t, f in zip(canonical.k, self.k, strict=True)],
             [_added(t, f) for t, f in zip(canonical.v, self.v, strict=True)],
+            canonical.lossy,
         )
 
     @property

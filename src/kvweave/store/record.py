@@ -75,6 +75,9 @@ class Head:
     n_head: int  # bytes of the head itself
     n_bytes: int  # of the whole record
     table: np.ndarray[Any, Any]  # SECTION
+    lossy: bool = (
+        False  # what it gives back is not what was computed: by its codec, or an earlier one
+    )
 
     @staticmethod
     def needs(data: bytes | memoryview, path: str = "a record") -> int:
@@ -118,10 +121,11 @@ class Head:
                 int(said["n_tokens"]),
                 DTYPES[said["dtype"]],
                 tuple(LayerShape(*(int(n) for n in widths)) for widths in said["layers"]),
-                parse(said["codec"]),
+                choice := parse(said["codec"]),
                 n_head,
                 n_bytes,
                 table,
+                choice.lossy or bool(said.get("lossy")),
             )
             head._check()
         except (ValueError, KeyError, TypeError, InvalidArgument) as error:
@@ -152,7 +156,7 @@ class Head:
 
         Raw ones are views of it, if it can be written.
         """
-        kv = KV([], [])
+        kv = KV([], [], self.lossy)
         begin = int(self.table["offset"][self._index(start, "k", 0)]) if self.n_blocks else 0
         for layer in range(start, self.n_layers if stop is None else stop):
             span = self.layers(layer, layer + 1)
@@ -260,7 +264,7 @@ def encode(kv: KV, choice: Choice, model: str) -> list[memoryview]:
         raise InvalidArgument("kv", f"{found} in one record", f"one of {', '.join(DTYPES)}")
     shapes = [(*k.shape[1:], *v.shape[1:]) for k, v in zip(kv.k, kv.v, strict=True)]
     said = {"model": model, "n_tokens": kv.n_tokens, "dtype": dtypes.pop(), "layers": shapes,
-            "codec": choice.spec, "block": BLOCK}  # fmt: skip
+            "codec": choice.spec, "block": BLOCK, "lossy": kv.lossy}  # fmt: skip
     text = json.dumps(said, separators=(",", ":")).encode()
     n_sections = 2 * len(shapes) * -(-kv.n_tokens // BLOCK)
     n_head = _up(_table_at(len(text)) + n_sections * SECTION.itemsize, PAGE)

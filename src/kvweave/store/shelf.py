@@ -11,6 +11,7 @@ would go first are written behind, so that letting go of them is free.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterable
 
 from kvweave.errors import InvalidArgument, LoadFailed, OverBudget
@@ -75,6 +76,15 @@ class Shelf:
             return self.memory
         level = self.mover.level_of(key)
         return "none" if level is None else level.place
+
+    def is_lossy(self, key: int) -> bool:
+        """Tell whether the canonical KV that there is went through a codec that loses something."""
+        kv = self.ram.get(key)
+        if kv is not None:
+            return kv.lossy
+        level = self.mover.level_of(key)
+        head = None if level is None else level.head(key, time.monotonic() + self.mover.seconds)[0]
+        return head is not None and head.lossy
 
     def put(self, key: int, kv: KV) -> None:
         """Keep canonical KV in memory. Raises OverBudget, with nothing changed."""
@@ -171,7 +181,9 @@ class Shelf:
         old = self._in_context.get(key)
         freed = old.n_bytes if old else 0
         if self.n_bytes - freed + kv.n_bytes <= self.budget:
-            self._in_context.put(key, Exact(seen, kv))
+            self._in_context.put(
+                key, Exact(seen, kv.clone())
+            )  # a view would keep all of its buffer
             self.on_in_context(key, seen)
 
     def in_context(self, key: int, seen: Seen) -> KV | None:
@@ -278,7 +290,7 @@ class Shelf:
     def _landed(self, key: int, kv: Arriving) -> KV | None:
         """Wait for all of it; None if it did not come."""
         try:
-            whole = KV([*kv.k], [*kv.v])
+            whole = KV([*kv.k], [*kv.v], kv.lossy)
         except LoadFailed as error:
             self.lost(error)
             return None

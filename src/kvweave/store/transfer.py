@@ -97,7 +97,7 @@ def load_kv(
     try:
         if len(spans) == 1:
             return Loaded(head.decode(buffers[0], first, last), DONE, head)
-        kv = KV([], [])
+        kv = KV([], [], head.lossy)
         for i, layer in enumerate(range(first, last)):
             k, v = head.decode_tokens(start, stop, layer, (buffers[2 * i], buffers[2 * i + 1]))
             kv.k.append(k)

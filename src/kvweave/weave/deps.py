@@ -12,31 +12,77 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from kvweave.chunk.table import Table
-from kvweave.run.attention import Reads
+from kvweave.run.base import Observer
 from kvweave.weave.parts import Part, Placement
 
-LIMIT = 64 << 20  # bytes of all records: those of 16 million tokens
+LIMIT = 64 << 20  # bytes of all that is known: of 16 million tokens
 PAIR = 16  # bytes counted for one pair of ids
+
+Floats = NDArray[np.float32]
+
+
+class Reads(Observer):
+    """Attention that computed rows pay to each part of their context: ``mass`` [row, part], mean
+    over heads and layers."""
+
+    def __init__(
+        self,
+        placed: Sequence[Placement],
+        n_rows: int,
+        n_new: int,
+        n_layers: int,
+        device: torch.device,
+    ) -> None:
+        sizes = torch.tensor([p.part.n for p in placed] + [n_new])
+        owner = torch.repeat_interleave(torch.arange(len(sizes)), sizes)
+        self.owner = owner.to(device)  # [slot] the part it belongs to
+        self.mass = torch.zeros(n_rows + n_new, len(sizes), device=device)
+        self.n_layers = n_layers
+        self._passing: list[tuple[int, Tensor]] = []
+
+    def begin(self) -> None:
+        """Forget a pass that did not end."""
+        self._passing.clear()
+
+    def see(self, layer: int, first: int, begin: int, weights: Tensor) -> None:
+        """Note what one piece of one layer paid."""
+        paid = weights.mean(0).to(self.mass.dtype) / self.n_layers
+        found = self.mass.new_zeros(paid.shape[0], self.mass.shape[1])
+        found.index_add_(1, self.owner[begin : begin + paid.shape[1]], paid)
+        self._passing.append((first, found))
+
+    def end(self) -> None:
+        """Add it up."""
+        for first, found in self._passing:
+            self.mass[first : first + len(found)] += found
+        self._passing.clear()
+
+    def of(self, start: int, stop: int) -> Floats:
+        """Return the mass of rows ``[start, stop)``, on the host."""
+        found: Floats = self.mass[start:stop].cpu().numpy()
+        return found
 
 
 @dataclass(slots=True)
-class Record:
-    """What one chunk's rows read of others: ``rows`` [token] float32, and the sum per other id."""
+class Known:
+    """What one chunk's rows read of others: ``rows`` [token], and the sum per other id."""
 
-    rows: Tensor
+    rows: Floats
     by: dict[int, float] = field(default_factory=dict)
 
     @property
     def n_bytes(self) -> int:
-        return self.rows.numel() * 4 + len(self.by) * PAIR
+        return self.rows.nbytes + len(self.by) * PAIR
 
 
 class Dependence:
-    """The latest record of each chunk, within ``limit`` bytes; the least recently used go first.
+    """The latest of each chunk, within ``limit`` bytes; the least recently used go first.
 
     Mass is a row's attention (1 over all keys) to rows of other chunks but its base, mean over
     heads and layers: 0..1 a row.
@@ -45,28 +91,29 @@ class Dependence:
     def __init__(self, table: Table, limit: int = LIMIT) -> None:
         self.table, self.limit = table, limit
         self.n_bytes = 0
-        self._records: OrderedDict[int, Record] = OrderedDict()
+        self._known: OrderedDict[int, Known] = OrderedDict()
 
-    def rows(self, id: int) -> Tensor | None:
+    def rows(self, id: int) -> Floats | None:
         """Return the mass [token] each row of a chunk paid to others; None if it is unknown."""
-        found = self._records.get(id)
+        found = self._known.get(id)
         return None if found is None else found.rows
 
     def on(self, id: int) -> dict[int, float]:
         """Return the mass a chunk's rows paid in all to each other chunk's id, which may be gone by
         now; {} if unknown."""
-        found = self._records.get(id)
+        found = self._known.get(id)
         return {} if found is None else dict(found.by)
 
-    def of(self, spans: Sequence[Placement]) -> Tensor:
+    def of(self, spans: Sequence[Placement]) -> Floats:
         """Return the mass [row] of all rows of ``spans``, 0 where nothing is recorded."""
         found = []
         for p in spans:
             rows = self.rows(int(p.part.id))
-            found.append(torch.zeros(p.ready) if rows is None else rows[p.part.start :][: p.ready])
+            none = np.zeros(p.ready, np.float32)
+            found.append(none if rows is None else rows[p.part.start :][: p.ready])
             if rows is not None:
-                self._records.move_to_end(int(p.part.id))
-        return torch.cat(found) if found else torch.empty(0)
+                self._known.move_to_end(int(p.part.id))
+        return np.concatenate(found) if found else np.zeros(0, np.float32)
 
     def computed(
         self, reads: Reads | None, before: Sequence[Placement], p: Placement, rows: tuple[int, int]
@@ -77,41 +124,33 @@ class Dependence:
         if reads is None or p.part.n < self.table.get(p.part.id).n_tokens:
             return
         if n_rows == p.part.n:
-            self.note(p.part, 0, reads.mass[slice(*rows)], before)
+            self.note(p.part, 0, reads.of(*rows), before)
         elif 0 < missing <= n_rows:
-            self.note(p.part, p.ready, reads.mass[rows[1] - missing : rows[1]], before)
+            self.note(p.part, p.ready, reads.of(rows[1] - missing, rows[1]), before)
 
-    def note(self, part: Part, first: int, mass: Tensor, before: Sequence[Placement]) -> None:
+    def note(self, part: Part, first: int, mass: Floats, before: Sequence[Placement]) -> None:
         """Record ``mass`` [row, part] that rows of ``part`` from ``first`` on paid to the parts
         ``before`` it. Rows from 0 on replace what was known; later ones add to it."""
         id = int(part.id)
         base = self.table.get(part.id).base
         known = self._remove(id)
-        record = known if first and known is not None else Record(torch.zeros(part.n))
-        mass = mass[:, : len(before)].cpu()
+        now = known if first and known is not None else Known(np.zeros(part.n, np.float32))
+        mass = mass[:, : len(before)]
         others = [i for i, p in enumerate(before) if p.part.id != base]
-        record.rows[first : first + mass.shape[0]] = mass[:, others].sum(1)
+        now.rows[first : first + len(mass)] = mass[:, others].sum(1)
         for i, total in zip(others, mass[:, others].sum(0).tolist(), strict=True):
             other = int(before[i].part.id)
-            record.by[other] = record.by.get(other, 0.0) + total
-        self._records[id] = record
-        self.n_bytes += record.n_bytes
+            now.by[other] = now.by.get(other, 0.0) + total
+        self._known[id] = now
+        self.n_bytes += now.n_bytes
         while self.n_bytes > self.limit:
-            self._remove(next(iter(self._records)))
+            self._remove(next(iter(self._known)))
 
     def drop(self, id: int) -> None:
         """Forget what is known of a chunk."""
         self._remove(id)
 
-    def _remove(self, id: int) -> Record | None:
-        record = self._records.pop(id, None)
-        self.n_bytes -= 0 if record is None else record.n_bytes
-        return record
-
-
-def new_reads(placed: Sequence[Placement], n_rows: int, n_new: int, device: torch.device) -> Reads:
-    """Return empty sums for ``n_rows`` computed and ``n_new`` generated rows of a context."""
-    sizes = torch.tensor([p.part.n for p in placed] + [n_new])
-    owner = torch.repeat_interleave(torch.arange(len(sizes)), sizes)
-    mass = torch.zeros(n_rows + n_new, len(sizes), device=device)
-    return Reads(owner.to(device), mass)
+    def _remove(self, id: int) -> Known | None:
+        known = self._known.pop(id, None)
+        self.n_bytes -= 0 if known is None else known.n_bytes
+        return known

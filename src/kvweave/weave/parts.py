@@ -10,6 +10,17 @@ A part stays `kept` while it and all before it are as they were. From the first 
 (the default) chooses afresh for every part, as if the context had always been like this; a part
 that an `evict` froze keeps the KV it has, with all it saw.
 
+What rows are worth (`Truth`) goes by where they came from (`Source`); all other pairs are faults,
+and `check_placement` says so:
+
+| source      | truth                | ready     | why |
+|-------------|----------------------|-----------|---|
+| `kept`      | any                  | 0..n      | the rows stay as an earlier weave left them |
+| `exact`     | RIGHT, EXACT         | n         | in-context KV, computed after exactly what stands before |
+| `canonical` | any; lossy: STALE    | n         | EXACT only behind its own base and nothing else |
+| `own`       | any                  | 1..n      | an `evict` froze it with what it saw |
+| `none`      | RIGHT, EXACT         | 0         | nothing is there: computed by this weave |
+
 A part may be a slice of a chunk. KV of token 16 was computed after the chunk's tokens 0 to 15 too::
 
     chunk 7    [0......16......32]    canonical KV of rows 16 to 31 saw: base, 7[0:16]
@@ -21,11 +32,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from enum import IntEnum
 from typing import Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from kvweave.chunk.identity import ChunkId
 
-Source = Literal["kept", "exact", "canonical", "own", "none"]
+Source = Literal["kept", "exact", "canonical", "own", "none"]  # where rows come from
+
+
+class Truth(IntEnum):
+    """How rows compare with those of a full prefill of the same tokens at the same positions."""
+
+    STALE = 0  # computed after something else, or gone through something lossy
+    PATCHED = 1  # stale, and a stored difference was added that makes up for it nearly
+    RIGHT = 2  # those of a full prefill, though not all rows before them are
+    EXACT = 3  # those of a full prefill, as all before them are
+
+
 Mode = Literal["forget", "evict"]
 Positions = Literal["compact", "keep"]
 
@@ -62,6 +88,7 @@ class Part:
     position: int | None = None  # fixed by `keep`; None is right after the part before
     literal: bool = False
     start: int = 0  # token of the chunk it begins with
+    virtual: bool = False  # rows that no token made: they are as they are, wherever they stand
 
     @property
     def stop(self) -> int:
@@ -80,25 +107,41 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """One part in its slots.
-
-    ``ready`` rows have KV from ``source``; the rest is prefilled. ``exact`` says that a full
-    prefill would give the same rows. ``seen`` is what the KV was computed after. ``right`` says
-    that these rows are those of a full prefill even if rows before them are not, but for the error
-    of ``patched`` ones: canonical KV with a stored difference added.
-    """
+    """One part in its slots: ``ready`` rows have KV from ``source``, the rest is prefilled."""
 
     part: Part
     slot: int
     position: int
     source: Source
     ready: int
-    exact: bool
-    seen: Seen
+    truth: Truth
+    seen: Seen  # what the KV was computed after
     origin: Source = "none"  # where kept rows once came from
     moved: int = 0  # positions moved since the last weave
-    right: bool = False
-    patched: bool = False
+
+    @property
+    def exact(self) -> bool:
+        return self.truth == Truth.EXACT
+
+    @property
+    def right(self) -> bool:
+        """Whether what is computed behind these rows is as good as behind those of a full prefill,
+        but for the error of a patch."""
+        return self.truth != Truth.STALE
+
+    @property
+    def patched(self) -> bool:
+        return self.truth == Truth.PATCHED
+
+    @property
+    def slots(self) -> tuple[int, int]:
+        """The half-open range of slots of all its rows."""
+        return self.slot, self.slot + self.part.n
+
+    @property
+    def repairable(self) -> bool:
+        """Whether a repair may recompute rows that this weave places."""
+        return self.source in ("canonical", "own") and not self.exact and not self.part.virtual
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +151,7 @@ class Available:
     canonical: bool
     canonical_seen: Seen  # its base, and the tokens of its chunk before it
     exact: bool  # in-context KV computed after exactly what stands before it now
+    lossy: bool = False  # the canonical KV is not quite what was computed
 
 
 def resolve(
@@ -207,24 +251,41 @@ def _choose(
     available: Available,
     exact_before: bool,
 ) -> Placement:
-    def make(source: Source, ready: int, exact: bool, after: Seen = seen) -> Placement:
+    def make(source: Source, ready: int, truth: Truth, after: Seen = seen) -> Placement:
         moved = 0 if before is None else position - before.position
-        right = exact or source == "exact"
-        return Placement(part, slot, position, source, ready, exact, after, source, moved, right)
+        return Placement(part, slot, position, source, ready, truth, after, source, moved)
 
+    best = Truth.EXACT if exact_before else Truth.RIGHT
+    if part.virtual:
+        return make("canonical", part.n, Truth.STALE if available.lossy else best)
     kept_there = before is not None and (
         before.origin == "own" or (before.origin == "canonical" and available.canonical)
     )
     if part.frozen and before is not None and before.ready and kept_there:
         same = before.exact and before.seen == seen and exact_before
-        kept = make(before.origin, before.ready, same, before.seen)
-        return replace(kept, patched=before.patched)
+        same = same and not (before.origin == "canonical" and available.lossy)
+        patched = Truth.PATCHED if before.patched else Truth.STALE
+        return make(before.origin, before.ready, Truth.EXACT if same else patched, before.seen)
     if available.exact:  # its rows are right even where rows before it are not
-        return make("exact", part.n, exact_before)
+        return make("exact", part.n, best)
     if available.canonical:
-        exact = exact_before and available.canonical_seen == seen
-        return make("canonical", part.n, exact, available.canonical_seen)
-    return make("none", 0, exact_before)
+        exact = exact_before and available.canonical_seen == seen and not available.lossy
+        truth = Truth.EXACT if exact else Truth.STALE
+        return make("canonical", part.n, truth, available.canonical_seen)
+    return make("none", 0, best)
+
+
+def check_placement(p: Placement) -> None:
+    """Raise AssertionError unless the pair of source and truth is one that can be."""
+    assert 0 <= p.ready <= p.part.n, f"{p.ready} of {p.part.n} rows are ready"
+    if p.source == "none":
+        assert p.ready == 0 and p.truth >= Truth.RIGHT, f"{p.truth!r} of rows to be computed"
+    if p.source == "exact":
+        assert p.ready == p.part.n and p.truth >= Truth.RIGHT, f"{p.truth!r} of in-context KV"
+    if p.source == "canonical":
+        assert p.ready == p.part.n, f"{p.ready} rows of canonical KV of {p.part.n}"
+    if p.source == "own":
+        assert p.ready > 0, "no row is kept"
 
 
 def with_positions(parts: Sequence[Part]) -> tuple[Part, ...]:
@@ -259,6 +320,13 @@ def first_change(placed: Sequence[Placement]) -> int:
         if p.ready < p.part.n:
             return p.slot + p.ready
     return placed[-1].slot + placed[-1].part.n if placed else 0
+
+
+def spans_of(placed: Sequence[Placement], slots: NDArray[np.int64]) -> list[tuple[int, int]]:
+    """Return, for each placement, which of the increasing ``slots`` are its own: [start, stop)."""
+    ends = np.array([p.slots for p in placed], np.int64).reshape(-1, 2)
+    found = np.searchsorted(slots, ends)
+    return [(int(start), int(stop)) for start, stop in found]
 
 
 def still_seen(placed: Sequence[Placement]) -> list[tuple[int, ...]]:

@@ -20,8 +20,8 @@ from kvweave.chunk.table import Table
 from kvweave.store.kv import KV
 from kvweave.store.patches import Key, Patch
 from kvweave.store.shelf import Shelf
-from kvweave.weave.parts import Placement, seen_from
-from kvweave.weave.repair import Strategy, rank_of
+from kvweave.weave.parts import Placement, Truth, seen_from
+from kvweave.weave.repair import Strategy
 
 
 class Patcher:
@@ -40,14 +40,14 @@ class Patcher:
 
         Without ``loaded`` it only says what would be patched.
         """
-        rank = rank_of(strategy)
+        rank = strategy.rank
         done: list[Placement] = []
         for p in placed:
             if rank and self._fits(p) and (key := self._key(p, done, rank)) in self.shelf.patches:
                 patch = self.shelf.patches.get(key) if loaded is not None else None
                 if loaded is not None and patch is not None:
                     loaded[p.part.uid] = patch.applied(loaded[p.part.uid])
-                p = replace(p, patched=True, right=True, seen=seen_from(done, p.position))
+                p = replace(p, truth=Truth.PATCHED, seen=seen_from(done, p.position))
             done.append(p)
         return done
 
@@ -56,9 +56,10 @@ class Patcher:
     ) -> None:
         """Store what the recomputed rows ``found`` differ by from a part's canonical KV, if these are
         all its rows, the strategy uses patches, and the canonical KV is still in memory."""
-        rank = rank_of(strategy)
+        rank = strategy.rank
         canonical = self.shelf.ram.get(int(p.part.id)) if rank and self._fits(p) else None
-        if canonical is not None and found.n_tokens == canonical.n_tokens:
+        whole = canonical is not None and found.n_tokens == canonical.n_tokens
+        if canonical is not None and whole and not canonical.lossy:
             patch = Patch.between(canonical, found, rank)
             self.shelf.put_patch(self._key(p, before, rank), patch)
 

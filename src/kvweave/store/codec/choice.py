@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from kvweave.store.codec.base import Codec, Make, Part, Place
 
+LOSSLESS = ("raw", "raw+zstd")
 _RANGE = re.compile(r"(\d+)(-(\d*))?:(?=[a-z])")
 
 
@@ -55,6 +56,11 @@ class Choice:
         """Make the codec of one tensor."""
         named = self.named(layer, part)
         return named.make(Place(layer, n_layers, part), named.options)
+
+    @property
+    def lossy(self) -> bool:
+        """Whether what comes back may differ from what was stored."""
+        return any(named.name not in LOSSLESS for each in self.layers for named in (each.k, each.v))
 
     def is_raw(self, layer: int, part: Part) -> bool:
         """Whether the bytes of one tensor are its values as they are."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from kvweave.errors import InvalidArgument
 from kvweave.weave.repair.auto import Auto
-from kvweave.weave.repair.base import Strategy, View, lookahead_of, rank_of
+from kvweave.weave.repair.base import Strategy, Verdict, View, Wish
 from kvweave.weave.repair.baseline import Full, NoRepair, Random
 from kvweave.weave.repair.boundary import Boundary
 from kvweave.weave.repair.deps import Deps
@@ -66,8 +66,8 @@ __all__ = [
     "Random",
     "Rollout",
     "Strategy",
+    "Verdict",
     "View",
-    "lookahead_of",
-    "rank_of",
+    "Wish",
     "strategy",
 ]

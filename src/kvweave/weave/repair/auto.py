@@ -1,33 +1,144 @@
-"""The rows that matter, by what is known: the question, else what chunks read of one another."""
+"""The gate: repair the rows that matter, see what that changed, repair more where it is too little.
+
+::
+
+    look          the question's rows over the unrepaired context: attention, predictions
+    repair        the rows that they need, and a few random ones; all are recomputed
+    evidence      what that changed: predictions of the question, values of the random rows
+    bound         the model's calibration turns evidence into an upper bound of the drift
+    again         over ``max_drift``: the smallest share whose bound is under it, at last all rows
+
+Evidence is taken where something is made of it: a calibration, or who asks for it (`auto:evidence`).
+"""
 
 from __future__ import annotations
 
-from torch import Tensor
+from collections.abc import Sequence
+from math import inf
 
-from kvweave.weave.repair.base import View, best
+import numpy as np
+import torch
+
+from kvweave.errors import InvalidArgument
+from kvweave.run.base import Ints, Steps
+from kvweave.weave.calibration import Evidence
+from kvweave.weave.parts import Placement
+from kvweave.weave.passes import Passes, union
+from kvweave.weave.repair.base import Strategy, Verdict, View, Wish, best
 from kvweave.weave.repair.first_k import FirstK
-from kvweave.weave.repair.rollout import LOOKAHEAD, Rollout
+from kvweave.weave.repair.rollout import LOOKAHEAD, follow
+
+PROBES = 2  # of the rows repaired, drawn at random: an unbiased sample of how stale the rest is
 
 
-class Auto:
+class Auto(Strategy):
     """Rows that the question and a drafted reply need, and those they need (`rollout`); without a
     question those that read most of other chunks when they were made; where that was not recorded,
     the first rows of every chunk.
 
-    The gate (`kvweave.weave.gate`) measures what its repair changed, bounds the drift, and repairs
-    more where a bound is asked for.
+    Rows of new text that stand before the question's last ones are computed once, by the look; a
+    repair may choose them like placed ones.
     """
 
     name = "auto"
     gated = True
 
-    def __init__(self, lookahead: int = LOOKAHEAD) -> None:
-        self._needed = Rollout(lookahead=lookahead)
-        self.lookahead = lookahead
+    def __init__(self, lookahead: int = LOOKAHEAD, evidence: bool = False) -> None:
+        if lookahead < 0:
+            raise InvalidArgument("lookahead", f"{lookahead} is below 0")
+        self.draft, self.evidence = lookahead, evidence
 
-    def choose(self, view: View) -> Tensor:
+    def choose(self, view: View) -> Steps[Ints]:
         """Return ``budget`` rows."""
-        if bool(view.needs().any()):
-            return self._needed.choose(view)
+        mass = yield from view.needs(self.draft)
+        if mass.any():
+            return (yield from follow(view, mass, rounds=2))
         read = view.dependence()
-        return best(view, read) if bool(read.any()) else FirstK().choose(view)
+        return best(view, read) if read.any() else FirstK().choose(view)
+
+    def repair(self, passes: Passes, wish: Wish) -> Steps[Verdict]:
+        """Repair ``wish.share`` of the rows that are not exact, or as many as a bound takes.
+
+        Without a question nothing tells what matters: a bound then takes all rows. So does a
+        context of which most is new: looking at it would compute the new rows once more, which
+        costs more.
+        """
+        stale = [p for p in passes.placed if p.ready and not p.exact and not p.part.virtual]
+        spans = [p for p in stale if not p.patched]
+        candidates = passes.candidates(spans)
+        if not len(passes.unready) or not len(candidates):
+            if wish.max_drift is None or not spans:
+                new = [p for p in spans if p.source != "kept"]  # what was, was chosen before
+                return Verdict(
+                    (yield from self.select(passes, new, passes.candidates(new), wish.share))
+                )
+            return (yield from self._everything(passes, stale, None))
+        if len(candidates) <= len(passes.unready):
+            return Verdict(passes.slots(stale), 0.0)
+        known = None if passes.lossy else wish.calibration
+        yield from passes.look(self.draft)
+        candidates = union(candidates, passes.early)
+        if known is None and wish.max_drift is None and not self.evidence:
+            return Verdict((yield from self.select(passes, spans, candidates, wish.share)))
+        evidence, chosen, end = yield from self._try(passes, spans, candidates, wish.share)
+        bounds = {} if known is None else known.bounds(evidence)
+        if wish.max_drift is None:
+            bound = bounds.get(wish.share, inf)
+            return Verdict(chosen, bound if bound < inf else None, evidence, True, end)
+        for wider, bound in bounds.items():
+            if bound <= wish.max_drift:
+                if wider > wish.share:
+                    more = yield from self.select(passes, spans, candidates, wider)
+                    chosen = union(chosen, more)
+                    end = _last(passes, (yield from passes.recompute(chosen)))
+                return Verdict(chosen, bound, evidence, True, end)
+        return (yield from self._everything(passes, stale, evidence))
+
+    def _everything(
+        self, passes: Passes, stale: Sequence[Placement], evidence: Evidence | None
+    ) -> Steps[Verdict]:
+        slots = union(passes.slots(stale), passes.early)
+        end = _last(passes, (yield from passes.recompute(slots)))
+        return Verdict(slots, 0.0, evidence, True, end)
+
+    def _try(
+        self, passes: Passes, spans: Sequence[Placement], candidates: Ints, share: float
+    ) -> Steps[tuple[Evidence, Ints, torch.Tensor | None]]:
+        """Recompute the chosen and a few random rows; return what that showed, and all of them."""
+        look = yield from passes.look(self.draft)
+        budget = round(share * len(candidates))
+        n_probes = min(PROBES, budget // 8) if budget < len(candidates) else 0
+        order = np.random.default_rng(len(candidates)).permutation(len(candidates))
+        probes = np.sort(candidates[order[:n_probes]])
+        chosen = yield from self.select(
+            passes, spans, candidates, (budget - n_probes) / len(candidates)
+        )
+        todo = union(chosen, probes)
+        old = passes.placed_values(todo)
+        logits = yield from passes.recompute(todo)
+        after, was = logits.float().log_softmax(-1), look.logits.float().log_softmax(-1)
+        kl = (after.exp() * (after - was)).sum(-1).clamp_min(0)
+        changes = torch.zeros(len(todo), device=kl.device)
+        for layer, before in enumerate(old):
+            new = passes.rows.read(layer, todo)[1]
+            far = (new - before).float().flatten(1).norm(dim=1)
+            changes += far / new.float().flatten(1).norm(dim=1).clamp_min(1e-30) / len(old)
+        seen = torch.cat([kl.mean()[None], kl.max()[None], changes]).double().cpu().numpy()
+        changed, whole = seen[2:], max(float(look.mass.sum()), 1e-30)
+        paid = look.mass[todo]
+        evidence = Evidence(
+            share=share,
+            moved=float(seen[0]),
+            moved_max=float(seen[1]),
+            stale=float(changed[np.isin(todo, probes)].mean()) if n_probes else 0.0,
+            left=max(0.0, float(look.mass[candidates].sum() - paid.sum())) / whole,
+            changed=float((changed * paid).sum()) / whole,
+        )
+        return evidence, todo, _last(passes, logits)
+
+
+def _last(passes: Passes, logits: torch.Tensor) -> torch.Tensor | None:
+    """Return the logits of the context's last row, if it is one of the question's."""
+    n_draft = 0 if passes.looked is None else len(passes.looked.draft)
+    ends = len(passes.unready) and int(passes.unready[-1]) == passes.n - 1
+    return logits[len(logits) - 1 - n_draft] if ends else None

@@ -1,70 +1,138 @@
-"""The contract of a repair strategy: look at a placed context, choose rows."""
+"""The contract of a repair strategy: look at a placed context, choose rows.
+
+Derive from `Strategy`, give it a ``name`` and a ``choose``, enter it in ``STRATEGIES`` of the
+package, and give it to ``tests/weave/test_strategies.py``. A strategy that has to see attention is
+a job: ``mass = yield from view.attention()``.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
-import torch
+import numpy as np
 from torch import Tensor
 
+from kvweave.run.base import NO_SLOTS, Ints, Steps
+from kvweave.weave.calibration import Calibration, Evidence
 from kvweave.weave.parts import Placement
+from kvweave.weave.passes import Floats, Passes
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """How much repair a context asks for: a ``share`` of its rows, or what ``max_drift`` (nats)
+    takes by the model's calibration."""
+
+    share: float
+    max_drift: float | None = None
+    calibration: Calibration | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What a strategy chose: slots to recompute, increasing.
+
+    ``drift`` is a bound (nats), None where nothing is known. ``in_place``: they and the question's
+    rows are recomputed already, and ``end`` [vocab] are the logits of the context's last row.
+    """
+
+    chosen: Ints
+    drift: float | None = None
+    evidence: Evidence | None = None
+    in_place: bool = False
+    end: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """What a strategy may look at. Slots and rows are indices into the context's rows.
+    """What a strategy may look at. Slots are indices into the context's rows, all arrays on the host.
 
-    ``deviation(layer, what)`` returns, per candidate row, how far the placed "k", "v" or "kv" rows
-    of ``layer`` are from rows recomputed in this context (squared L2, float32). ``attention()``
-    returns the attention mass the rows not yet computed (the question) pay to each candidate.
-    Both cost a pass. ``dependence()`` returns the attention mass each candidate paid to other chunks
-    when it was last computed among them (mean over heads and layers), 0 where nothing is recorded.
-    ``needs()`` is ``attention()`` without the first layer, whose rows depend on nothing but their
-    token, and with a drafted reply; ``reads(slots, weights)`` recomputes rows [slot] in this context and returns what they
-    attend to in the same way, each counting its weight.
+    The jobs cost a pass each; per candidate row they return:
+
+    - ``attention()``: the attention mass the rows not yet computed (the question) pay to it;
+    - ``needs(n)``: that without the first layer, whose rows depend on nothing but their token, and
+      with what ``n`` drafted tokens of the reply pay;
+    - ``reads(slots, weights)``: what these rows pay once they are recomputed here, each counting
+      its weight;
+    - ``deviation(layer, what)``: how far the placed "k", "v" or "kv" of a layer are from recomputed
+      ones (squared L2).
     """
 
-    placed: Sequence[Placement]  # all parts, front to back
-    spans: Sequence[Placement]  # those of them that are placed and not exact
-    candidates: Tensor  # [n] int64, their slots, increasing
+    passes: Passes
+    spans: Sequence[Placement]  # parts that are placed and not exact
+    candidates: Ints  # [n] their slots, increasing
     budget: int  # rows to choose
-    deviation: Callable[[int, str], Tensor]
-    attention: Callable[[], Tensor]
-    dependence: Callable[[], Tensor]
-    needs: Callable[[], Tensor]
-    reads: Callable[[Tensor, Tensor], Tensor]
-    generator: torch.Generator
+    random: np.random.Generator
+
+    @property
+    def placed(self) -> Sequence[Placement]:
+        """All parts, front to back."""
+        return self.passes.placed
+
+    def attention(self) -> Steps[Floats]:
+        """Return the question's attention."""
+        if not len(self.passes.unready):
+            return np.zeros(len(self.candidates))
+        return (yield from self.passes.attention())[self.candidates]
+
+    def needs(self, n_draft: int) -> Steps[Floats]:
+        """Return what the question and a drafted reply attend to; zeros without a question."""
+        if not len(self.passes.unready):
+            return np.zeros(len(self.candidates))
+        return (yield from self.passes.look(n_draft)).mass[self.candidates]
+
+    def reads(self, slots: Ints, weights: Floats) -> Steps[Floats]:
+        """Return what recomputed rows attend to."""
+        return (yield from self.passes.reads(slots, weights))[self.candidates]
+
+    def deviation(self, layer: int, what: str) -> Steps[Floats]:
+        """Return how far rows are from recomputed ones."""
+        return (yield from self.passes.deviation(self.candidates, layer, what))
+
+    def dependence(self) -> Floats:
+        """Return the attention mass each candidate paid to other chunks when it was last computed
+        among them (mean over heads and layers), 0 where nothing is recorded. Costs nothing."""
+        passes, found = self.passes, np.zeros(self.passes.n)
+        found[passes.slots(self.spans)] = passes.dependence.of(self.spans)
+        return found[self.candidates]
 
 
-class Strategy(Protocol):
-    """Chooses rows; does not change anything.
+class Strategy:
+    """Chooses rows. ``choose`` alone makes one; `Auto`, which bounds what is left, has its own
+    ``repair``."""
 
-    Optional attributes: ``records`` True has a context record what its rows read of other chunks;
-    ``rank`` > 0 has it store and use patches of that rank; ``gated`` True has the gate bound the
-    drift, and lets rows be repaired that an earlier weave left approximate; ``lookahead`` is how
-    many tokens of the reply are drafted for ``needs()``.
-    """
+    name = ""
+    records = False  # a context records what its rows read of other chunks
+    rank = 0  # > 0: patches of that rank are stored and used
+    draft = 0  # tokens of the reply it drafts at most: rows to have room for
+    gated = False  # rows that an earlier weave left approximate may be repaired, a drift be bounded
 
-    name: str
-
-    def choose(self, view: View) -> Tensor:
+    def choose(self, view: View) -> Ints | Steps[Ints]:
         """Return slots to recompute, a subset of ``view.candidates``, in increasing order."""
-        ...
+        raise NotImplementedError
+
+    def repair(self, passes: Passes, wish: Wish) -> Steps[Verdict]:
+        """Choose ``wish.share`` of the rows that are placed and not exact."""
+        spans = [p for p in passes.placed if p.repairable]
+        return Verdict(
+            (yield from self.select(passes, spans, passes.candidates(spans), wish.share))
+        )
+
+    def select(
+        self, passes: Passes, spans: Sequence[Placement], candidates: Ints, share: float
+    ) -> Steps[Ints]:
+        """Return ``choose`` of a share of the candidates."""
+        if not len(candidates):
+            return NO_SLOTS
+        budget = round(share * len(candidates))
+        found = self.choose(View(passes, spans, candidates, budget, np.random.default_rng(0)))
+        slots = (yield from found) if isinstance(found, Generator) else found
+        return slots[np.isin(slots, candidates)]
 
 
-def rank_of(strategy: Strategy) -> int:
-    """Return the rank of the patches a strategy stores and uses; 0 for none."""
-    return int(getattr(strategy, "rank", 0))
-
-
-def lookahead_of(strategy: Strategy) -> int:
-    """Return how many tokens of the reply a strategy drafts."""
-    return int(getattr(strategy, "lookahead", 0))
-
-
-def best(view: View, scores: Tensor) -> Tensor:
-    """Return the slots of the ``budget`` highest ``scores`` [candidate], increasing."""
-    top = torch.topk(scores, min(view.budget, scores.numel())).indices
-    return view.candidates[top.sort().values]
+def best(view: View, scores: Floats) -> Ints:
+    """Return the slots of the ``budget`` highest ``scores`` [candidate], increasing; of equal ones
+    the first."""
+    top = np.argsort(-scores, kind="stable")[: view.budget]
+    return view.candidates[np.sort(top)]

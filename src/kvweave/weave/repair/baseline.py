@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
-
-from kvweave.weave.repair.base import View, best
+from kvweave.run.base import Ints
+from kvweave.weave.repair.base import Strategy, View, best
 
 
-class NoRepair:
+class NoRepair(Strategy):
     """Reuse the rows as they are."""
 
     name = "none"
 
-    def choose(self, view: View) -> Tensor:
+    def choose(self, view: View) -> Ints:
         """Return no slots."""
         return view.candidates[:0]
 
 
-class Full:
+class Full(Strategy):
     """Recompute every row: equals a full prefill. With ``records`` it also records what the rows
     read of other chunks, for `deps`."""
 
@@ -27,17 +25,16 @@ class Full:
     def __init__(self, records: bool = False) -> None:
         self.records = records
 
-    def choose(self, view: View) -> Tensor:
+    def choose(self, view: View) -> Ints:
         """Return all candidates."""
         return view.candidates
 
 
-class Random:
+class Random(Strategy):
     """Uniformly drawn rows: the baseline."""
 
     name = "random"
 
-    def choose(self, view: View) -> Tensor:
+    def choose(self, view: View) -> Ints:
         """Return ``budget`` rows drawn without replacement."""
-        scores = torch.rand(view.candidates.numel(), generator=view.generator)
-        return best(view, scores.to(view.candidates.device))
+        return best(view, view.random.random(len(view.candidates)))

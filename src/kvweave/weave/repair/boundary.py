@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-import torch
-from torch import Tensor
+import numpy as np
 
+from kvweave.run.base import Ints
 from kvweave.weave.parts import is_seam
-from kvweave.weave.repair.base import View
+from kvweave.weave.repair.base import Strategy, View, best
 
 
-class Boundary:
+class Boundary(Strategy):
     """Rows nearest to a seam: where two parts meet that were not computed one behind the other,
     chunk and chunk or chunk and the text around a template's hole (the deviation near boundaries of
     SemPIC, arXiv 2607.28069; the carve-out of Irminsul, arXiv 2605.05696).
@@ -22,16 +22,15 @@ class Boundary:
 
     name = "boundary"
 
-    def choose(self, view: View) -> Tensor:
+    def choose(self, view: View) -> Ints:
         """Return the ``budget`` rows nearest to a seam."""
-        n = sum(p.part.n for p in view.placed)
+        n = view.passes.n
         seams = [b.slot for a, b in pairwise(view.placed) if is_seam(a, b)]
-        distance = torch.full((n,), n)
+        distance = np.full(n, n)
         for p in view.spans:
-            rows = torch.arange(p.part.n)
-            for at, away in ((p.slot, rows), (p.slot + p.part.n, rows.flip(0))):
+            rows = np.arange(p.part.n)
+            mine = distance[slice(*p.slots)]
+            for at, away in zip(p.slots, (rows, rows[::-1]), strict=True):
                 if at in seams:
-                    mine = distance[p.slot : p.slot + p.part.n]
-                    torch.minimum(mine, away, out=mine)
-        nearest = torch.argsort(distance[view.candidates], stable=True)  # equal ones: the earlier
-        return view.candidates[nearest[: view.budget].sort().values]
+                    np.minimum(mine, away, out=mine)
+        return best(view, -distance[view.candidates].astype(np.float64))

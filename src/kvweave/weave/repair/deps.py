@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+import numpy as np
 
-from kvweave.weave.repair.base import View, best
+from kvweave.run.base import Ints
+from kvweave.weave.repair.base import Strategy, View, best
 
 
-class Deps:
+class Deps(Strategy):
     """Rows that attended most to other chunks when they were last computed among them (the
     inter-chunk attention of Cache-Craft, arXiv 2502.15734).
 
@@ -19,10 +19,9 @@ class Deps:
     name = "deps"
     records = True
 
-    def choose(self, view: View) -> Tensor:
+    def choose(self, view: View) -> Ints:
         """Return the ``budget`` rows that read most of others."""
         mass = view.dependence()
-        starts = torch.tensor([p.slot for p in view.spans])
-        part = torch.searchsorted(starts, view.candidates, right=True) - 1
-        offsets = view.candidates - starts[part]
-        return best(view, torch.where(mass > 0, mass, -offsets.to(mass.dtype)))
+        starts = np.array([p.slot for p in view.spans])
+        offsets = view.candidates - starts[np.searchsorted(starts, view.candidates, "right") - 1]
+        return best(view, np.where(mass > 0, mass, -offsets))

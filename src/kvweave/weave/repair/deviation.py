@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from torch import Tensor
-
 from kvweave.errors import InvalidArgument
-from kvweave.weave.repair.base import View, best
+from kvweave.run.base import Ints, Steps
+from kvweave.weave.repair.base import Strategy, View, best
 
 
-class Deviation:
+class Deviation(Strategy):
     """Rows whose keys or values change most at a check layer (CacheBlend, arXiv 2405.16444, 4.3).
 
     The original ranks by values, LMCache by keys: ``what`` is "v", "k" or "kv". All candidates are
@@ -22,6 +21,6 @@ class Deviation:
             raise InvalidArgument("what", f"{what!r} is none of k, v, kv")
         self.layer, self.what = layer, what
 
-    def choose(self, view: View) -> Tensor:
+    def choose(self, view: View) -> Steps[Ints]:
         """Return the ``budget`` rows that deviate most."""
-        return best(view, view.deviation(self.layer, self.what))
+        return best(view, (yield from view.deviation(self.layer, self.what)))

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+import numpy as np
 
 from kvweave.errors import InvalidArgument
-from kvweave.weave.repair.base import View
+from kvweave.run.base import Ints
+from kvweave.weave.repair.base import Strategy, View
 
 
-class FirstK:
+class FirstK(Strategy):
     """The first rows of every chunk (EPIC / LegoLink, arXiv 2410.15332, section 4).
 
     They act as attention sinks when a chunk is computed alone. With ``k`` None the budget is
@@ -23,8 +23,8 @@ class FirstK:
             raise InvalidArgument("k", f"{k} is below 1")
         self.k = k
 
-    def choose(self, view: View) -> Tensor:
+    def choose(self, view: View) -> Ints:
         """Return the first ``k`` slots of each span."""
         k = self.k if self.k is not None else view.budget // max(1, len(view.spans))
-        slots = [torch.arange(p.slot, p.slot + min(k, p.ready)) for p in view.spans]
-        return torch.cat(slots) if slots else view.candidates[:0]
+        slots = [np.arange(p.slot, p.slot + min(k, p.ready)) for p in view.spans]
+        return np.concatenate([view.candidates[:0], *slots])

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+import numpy as np
 
 from kvweave.errors import InvalidArgument
-from kvweave.weave.repair.base import View
+from kvweave.run.base import Ints
+from kvweave.weave.repair.base import Strategy, View
 
 
-class Patch:
+class Patch(Strategy):
     """A stored difference between in-context and canonical KV, of ``rank`` vectors a layer (Kamera,
     arXiv 2606.23581; deltas per context: KVCOMM, arXiv 2510.12872).
 
@@ -25,7 +25,7 @@ class Patch:
             raise InvalidArgument("rank", f"{rank} is below 1")
         self.rank = rank
 
-    def choose(self, view: View) -> Tensor:
+    def choose(self, view: View) -> Ints:
         """Return all rows of the first chunks without a patch, as far as the budget goes."""
         chosen, left = [view.candidates[:0]], view.budget
         for p in view.spans:
@@ -33,6 +33,6 @@ class Patch:
                 continue
             if p.ready > left:  # what stands behind it would not be computed after its right rows
                 break
-            chosen.append(torch.arange(p.slot, p.slot + p.ready))
+            chosen.append(np.arange(p.slot, p.slot + p.ready))
             left -= p.ready
-        return torch.cat(chosen)
+        return np.concatenate(chosen)

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+import numpy as np
 
 from kvweave.errors import InvalidArgument
-from kvweave.weave.repair.base import View
+from kvweave.run.base import Ints, Steps
+from kvweave.weave.passes import Floats
+from kvweave.weave.repair.base import Strategy, View
 from kvweave.weave.repair.first_k import FirstK
 
-LOOKAHEAD = 4
+LOOKAHEAD = 2
 
 
-class Rollout:
-    """Rows the question and the first tokens of a drafted reply attend to; then those that these attend to once they are recomputed,
-    weighted by the attention that they got (attention rollout, arXiv 2005.00928, section 3.2, over
-    the rows that count); and so on.
+class Rollout(Strategy):
+    """Rows the question and the first tokens of a drafted reply attend to; then those that these
+    attend to once they are recomputed, weighted by the attention that they got (attention rollout,
+    arXiv 2005.00928, section 3.2, over the rows that count); and so on.
 
     A value that a chunk took over from another one may take several rows to arrive: the one the
     question finds read it from its neighbour, which had looked it up. `query` repairs the first and
@@ -38,27 +39,27 @@ class Rollout:
             raise InvalidArgument("rounds", f"{rounds} is below 1")
         if lookahead < 0:
             raise InvalidArgument("lookahead", f"{lookahead} is below 0")
-        self.rounds, self.lookahead = rounds, lookahead
+        self.rounds, self.draft = rounds, lookahead
 
-    def choose(self, view: View) -> Tensor:
+    def choose(self, view: View) -> Steps[Ints]:
         """Return ``budget`` rows."""
-        mass = view.needs()
-        if not bool(mass.any()):
+        mass = yield from view.needs(self.draft)
+        if not mass.any():
             return FirstK().choose(view)
-        return follow(view, mass, self.rounds)
+        return (yield from follow(view, mass, self.rounds))
 
 
-def follow(view: View, mass: Tensor, rounds: int) -> Tensor:
+def follow(view: View, mass: Floats, rounds: int) -> Steps[Ints]:
     """Return ``budget`` slots, from those with most ``mass`` [candidate] on."""
-    mass, chosen = mass.clone(), torch.zeros(mass.numel(), dtype=torch.bool)
-    budget = min(view.budget, mass.numel())
+    mass, chosen = mass.copy(), np.zeros(len(mass), bool)
+    budget = min(view.budget, len(mass))
     for left in range(rounds, 0, -1):
         n = budget - int(chosen.sum())
         take = n if left == 1 else -(-n // 3)
-        top = torch.topk(mass.masked_fill(chosen, -1.0), take).indices
-        new = top[mass[top] > 0] if left > 1 else top
+        top = np.argsort(np.where(chosen, 1.0, -mass), kind="stable")[:take]
+        new = np.sort(top[mass[top] > 0] if left > 1 else top)
         chosen[new] = True
-        if left > 1 and new.numel():
-            new = new.sort().values
-            mass += view.reads(view.candidates[new], mass[new] / mass[new].sum() * mass.sum())
+        if left > 1 and len(new):
+            weights = mass[new] / mass[new].sum() * mass.sum()
+            mass += yield from view.reads(view.candidates[new], weights)
     return view.candidates[chosen]

@@ -1,0 +1,152 @@
+"""What one model's drift looked like on the fidelity suite: turns evidence into a bound. No torch.
+
+A calibration is measured on the protocols of the suite (`kvweave check --suite --calibrate`), holds
+for one model fingerprint, and says which share of contexts like those it was measured on stay under
+the bound. Without one the drift is unknown. It was measured on rows as they are computed, so it
+says nothing of contexts whose rows, or whose chunks, went through something lossy.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from math import inf, log10
+from pathlib import Path
+
+from kvweave.chunk.identity import ModelFingerprint
+from kvweave.errors import CorruptChunk, InvalidArgument
+
+FILE = "calibration.json"  # in a home or beside a checkpoint
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """What a first repair showed.
+
+    ``moved`` and ``moved_max`` are the mean and the largest KL (nats) over the question's rows of
+    the next-token predictions after the repair to those before it; ``stale`` the relative change of
+    the random rows' values, averaged over layers (0 is none); ``left`` the part of the question's
+    attention that goes to rows which stay approximate (0..1); ``changed`` is ``stale`` of the rows
+    the question attends to, weighted by that attention.
+    """
+
+    share: float
+    moved: float
+    moved_max: float
+    stale: float
+    left: float
+    changed: float
+
+    def features(self) -> tuple[float, ...]:
+        """Return the logarithms a calibration weighs."""
+        found = (self.moved, self.moved_max, self.stale, self.left, self.changed)
+        return tuple(log10(x + 1e-6) for x in found)
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """Upper bounds of the drift after repairing ``share``, by the evidence at ``start``.
+
+    ``weights`` (one a feature, then a constant) make a score; the bound is that of the first of
+    ``edges`` (increasing) not below the score, infinite beyond the last. Evidence with a feature
+    outside ``low`` to ``high`` is unlike what was measured: nothing is known of it then.
+    """
+
+    start: float
+    share: float
+    weights: tuple[float, ...]
+    edges: tuple[float, ...]
+    bounds: tuple[float, ...]
+    low: tuple[float, ...]
+    high: tuple[float, ...]
+
+    def bound(self, evidence: Evidence) -> float:
+        """Return the upper bound (nats); infinite where nothing is known."""
+        *weights, constant = self.weights
+        features = evidence.features()
+        within = zip(self.low, features, self.high, strict=True)
+        if not all(low <= f <= high for low, f, high in within):
+            return inf
+        score = constant + sum(w * f for w, f in zip(weights, features, strict=True))
+        for edge, bound in zip(self.edges, self.bounds, strict=True):
+            if score <= edge:
+                return bound
+        return inf
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """What one model's drift looked like: ``coverage`` of the cases stayed under the bound."""
+
+    fingerprint: ModelFingerprint
+    coverage: float
+    n: int  # questions it was measured on
+    curves: tuple[Curve, ...]
+
+    def starts(self) -> list[float]:
+        """Return the shares a repair may begin with."""
+        return sorted({c.start for c in self.curves})
+
+    def bounds(self, evidence: Evidence) -> dict[float, float]:
+        """Return share -> upper bound for the shares from ``evidence.share`` on."""
+        mine = [c for c in self.curves if c.start == evidence.share]
+        return {c.share: c.bound(evidence) for c in sorted(mine, key=lambda c: c.share)}
+
+    def save(self, path: Path) -> None:
+        """Write it as JSON."""
+        path.write_text(json.dumps(asdict(self), indent=1) + "\n")
+
+    @classmethod
+    def load(cls, path: Path) -> Calibration:
+        """Read a saved calibration. Raises CorruptChunk when it is not one."""
+        try:
+            found = json.loads(path.read_text())
+            curves = tuple(_curve(c) for c in found.pop("curves"))
+            mine = ModelFingerprint.from_dict(found.pop("fingerprint"))
+            return cls(mine, float(found["coverage"]), int(found["n"]), curves)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CorruptChunk(str(path), f"not a calibration: {error}") from error
+
+
+def _curve(data: Mapping[str, object]) -> Curve:
+    names = ("weights", "edges", "bounds", "low", "high")
+    lists = {k: tuple(map(float, data[k])) for k in names}  # type: ignore[call-overload]
+    return Curve(float(data["start"]), float(data["share"]), **lists)  # type: ignore[arg-type]
+
+
+def calibration_of(
+    fingerprint: ModelFingerprint, file: str | None, places: Sequence[Path | None]
+) -> Calibration | None:
+    """Return the calibration in ``file``, or the first of this model that lies in one of ``places``.
+
+    Raises ModelMismatch for another model's file, CorruptChunk.
+    """
+    if file is not None:
+        found = Calibration.load(Path(file))
+        fingerprint.require(found.fingerprint)
+        return found
+    for place in places:
+        if place is not None and (place / FILE).exists():
+            found = Calibration.load(place / FILE)
+            if found.fingerprint == fingerprint:
+                return found
+    return None
+
+
+def check_bound(
+    max_drift: float | None, calibration: Calibration | None, repair: str, share: float
+) -> None:
+    """Raise InvalidArgument for a bound that nothing could keep."""
+    if max_drift is None:
+        return
+    if not max_drift >= 0:
+        raise InvalidArgument("max_drift", f"{max_drift} is not a number from 0 up (nats)")
+    if repair != "auto":
+        raise InvalidArgument("max_drift", f"{repair!r} repairs a fixed share", 'use repair="auto"')
+    if calibration is None:
+        reason = "this model has no calibration, so its drift is unknown"
+        raise InvalidArgument("max_drift", reason, "run: kvweave check --suite --calibrate")
+    if share not in calibration.starts():
+        shares = ", ".join(map(str, calibration.starts()))
+        raise InvalidArgument("share", f"the model was not calibrated for {share}", f"use {shares}")
