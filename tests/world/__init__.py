@@ -9,6 +9,9 @@
     checks.py     what a weave and an answer claim, against the twin
     memory.py     bytes of tensors really alive
     world.py      one engine and its mirror; a verb that is refused changes nothing
-    verbs.py      what may happen to contexts and chunks; answers.py: what reads them
+    chunks.py     verbs: what may happen to stored chunks
+    contexts.py   verbs: what may happen to contexts
+    answers.py    verbs: weaves and answers, each checked
+    closing.py    verbs: close everything, open it again
     play.py       play a seed; make a failing list of verbs short, and print it
 """

@@ -19,7 +19,7 @@ from world.checks import (
     said,
 )
 from world.mirror import Chat, Open, whole
-from world.models import END, LIMIT, ROLES, THINK, text
+from world.models import END, LIMIT, ROLES, THINK, shown, text
 from world.rows import checksum
 from world.twin import divergence
 from world.world import CALIBRATED, SHARES, STRATEGIES, World
@@ -74,7 +74,7 @@ def _as_claimed(
         require(error <= 1e-8, f"with full repair rows are {error:.1e} off\n{plan.explain()}")
         require(found.kl <= KL, f"with full repair the drift is {found.kl:.1e}")
     if not chat.evicts:
-        forgotten(found, plan, [(), world.base, chat.base])
+        forgotten(found, plan, [(), world.base, chat.base], world.coarse)
 
 
 def answered(world: World, chat: Chat, open: Open, answer: Answer) -> None:
@@ -95,7 +95,7 @@ def answered(world: World, chat: Chat, open: Open, answer: Answer) -> None:
     chat.was_woven = True
     parts = chat.context.parts
     adds_up(plan, open.pieces)
-    require(str(answer) == text(kept), f"text {answer.text!r} of tokens {kept}")
+    require(str(answer) == shown(kept), f"text {answer.text!r} of tokens {kept}")
     require(answer.usage["completion_tokens"] == len(out), "usage")
     require([c.token for c in answer.choices] == out, "choices")
     found = Woven(world.twin, open.pieces, out, world.rows_of(chat))
@@ -149,7 +149,6 @@ def weave(world: World) -> bool:
     world.note(f"{context.name}.weave({options})")
     allowed = []
     if "max_drift" in options:
-        world.touch(chat)
         allowed = [InvalidArgument]
     plan = world.attempt(lambda: context.weave(**options), *allowed)
     if plan is None:
@@ -283,10 +282,14 @@ def generate_many(world: World) -> bool:
     chats = world.rng.sample(found, world.rng.randint(2, len(found)))
     n_most, options = _sampling(world)
     names = ", ".join(chat.context.name for chat in chats)
+    world.touch(*chats)  # those begun before one is refused are woven again
     if world.rng.random() < 0.1:
         world.note(f"generate_many([{names} and one twice]) is refused")
         contexts = [*(chat.context for chat in chats), chats[0].context]
-        world.refused(InvalidArgument, lambda: world.engine.generate_many(contexts, n_most))
+        many = world.attempt(
+            lambda: world.engine.generate_many(contexts, n_most), InvalidArgument, ContextTooLong
+        )
+        require(many is None, "one context answers twice at once")
         return True
     opens = [_asked(world, chat, None, options, n_most) for chat in chats]
     world.note(f"generate_many([{names}], {n_most}, **{options})")
@@ -337,6 +340,12 @@ def finish(world: World) -> bool:
 
 def cancel(world: World) -> bool:
     return _end(world, cancel=True)
+
+
+def finish_all(world: World) -> None:
+    """Cancel all answers under way."""
+    while _end(world, cancel=True):
+        pass
 
 
 def _end(world: World, cancel: bool) -> bool:
@@ -397,7 +406,7 @@ def _streamed(world: World, chat: Chat, open: Open, pieces: list[str], whole_: b
     kept = tokens[n:]
     require(len(kept) <= open.n_most, f"{len(kept)} tokens were streamed")
     if whole_:
-        require("".join(pieces) == text(kept), f"{pieces} of {kept}")
+        require("".join(pieces) == shown(kept), f"{pieces} of {kept}")
     _take(world, chat, open, kept, nothing=not kept)
     if not kept:
         return

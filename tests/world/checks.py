@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from kvweave import Plan
-from world.mirror import Piece, Tokens, flat, positions, starts
+from world.mirror import Piece, Stored, Tokens, flat, positions, starts
 from world.rows import Layers
 from world.twin import Prefill, Twin, distance, divergence
 
@@ -147,17 +147,20 @@ def generated(woven: Woven) -> None:
             require(error <= ROWS, f"{says}, in layer {layer}")
 
 
-def forgotten(woven: Woven, plan: Plan, others: Sequence[Tokens]) -> None:
+def forgotten(
+    woven: Woven, plan: Plan, others: Sequence[Tokens], coarse: Collection[Stored]
+) -> None:
     """Where nothing was evicted, what was placed and not repaired is canonical, or right.
 
     A canonical row saw its base and its chunk, nothing else. ``others`` are bases that a chunk of
-    the same tokens may have.
+    the same tokens may have; of ``coarse`` chunks nothing can be told, or of those behind them.
     """
     first = 0
     for span, piece in zip(plan.spans, woven.pieces, strict=True):
         stop = first + span.n_tokens
         n_same = span.n_tokens - span.n_repaired - span.n_prefilled
-        if span.placed and n_same > 0 and not span.patched and not span.exact:
+        loss = piece.chunk in coarse or Stored(piece.chunk.base, ()) in coarse
+        if span.placed and n_same > 0 and not (span.patched or span.exact or loss):
             bases = dict.fromkeys([piece.chunk.base, *others])
             found = max(_n_canonical(woven, piece, base, first, span.position) for base in bases)
             last = stop == woven.n and bool(woven.out)  # was computed again for the answer

@@ -1,4 +1,4 @@
-"""What may happen to stored chunks and to the engine. Each tells whether it could happen."""
+"""What may happen to stored chunks. Each tells whether it could happen."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from kvweave.errors import (
     InvalidArgument,
     NameTaken,
 )
-from world import memory
 from world.checks import require
 from world.mirror import Stored
 from world.models import text
-from world.world import BESIDE, World
+from world.world import World
 
-TIERS = ("ram", "disk", "none")
-CODECS = (None, "raw", "int8", "int4+zstd")
+TIERS = ("ram", "disk", "disk", "disk", "none")
+CODECS = (None, "raw", "int8", "int4+zstd", "int4+zstd")
+LOSSY = ("int8", "int4+zstd")
 MOST = 24  # names; then some have to go first
 
 
@@ -64,7 +64,7 @@ def place(world: World) -> bool:
         return False
     tier = rng.choice(TIERS)
     codec = rng.choice(CODECS) if tier == "disk" else None
-    pattern = "**" if rng.random() < 0.1 else name
+    pattern = "**" if rng.random() < 0.3 else name
     world.note(f"place({pattern!r}, {tier!r}, codec={codec!r})")
     engine = world.engine
     if tier == "disk" and world.folder is None:
@@ -74,6 +74,8 @@ def place(world: World) -> bool:
     matched = world.names if pattern == "**" else [name]
     is_pinned = any(engine.files.stat(each).pinned for each in matched)
     allowed = (ChunkPinned,) if is_pinned and tier == "none" else ()
+    if codec in LOSSY:
+        world.coarse |= {world.names[each] for each in matched}
     done = world.attempt(lambda: engine.place(pattern, tier, codec=codec), *allowed)
     if done is not None and pattern == name:
         found = engine.files.stat(name).tier
@@ -88,6 +90,8 @@ def place_base(world: World) -> bool:
         return False
     id, codec = found[0].context.parts[0].id, world.rng.choice(CODECS)
     world.note(f"place('#{id}', 'disk', codec={codec!r})  # the base")
+    if codec in LOSSY:
+        world.coarse.add(Stored(world.base, ()))
     world.attempt(lambda: world.engine.place(f"#{id}", "disk", codec=codec))
     return True
 
@@ -140,23 +144,6 @@ def denoise(world: World) -> bool:
     if world.attempt(world.engine.denoise) is not None and world.budget is None:
         left = [entry.name for entry in world.engine.files.find("**", tier="none")]
         require(not left, f"no KV after denoise: {left}")
-    return True
-
-
-def reopen(world: World) -> bool:
-    """Close the engine and open it again on the same home."""
-    if world.folder is None:
-        return False
-    world.end()
-    world.note("reopen")
-    world.engine.close()
-    del world.engine
-    left = memory.alive()
-    require(left <= BESIDE, f"{left:,} bytes are alive though the engine is closed")
-    world.engine, world.sums = world.opened(), {}
-    names = {entry.name: entry.n_tokens for entry in world.engine.files.ls()}
-    wanted = {name: len(chunk.tokens) for name, chunk in world.names.items()}
-    require(names == wanted, f"names after opening again: {names}")
     return True
 
 

@@ -131,6 +131,8 @@ def close(world: World) -> bool:
         return False
     name = world.rng.choice(sorted(world.chats))
     chat = world.chats[name]
+    if chat.open is not None and chat.open.chat:  # what it said gets a name, or not
+        return False
     world.note(f"close_context({name!r})" + (" while it answers" if chat.open else ""))
     allowed = (KVWeaveError,) if chat.open is not None else ()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -28,7 +29,7 @@ SPECIAL = [
     "</think>",
     "<unk>",
 ]
-BOS, EOS, END, THINK = 1, 2, 6, 7
+PAD, BOS, EOS, END, THINK = 0, 1, 2, 6, 7
 ROLES = {"system": 3, "user": 4, "assistant": 5}
 FIRST_WORD = len(SPECIAL)
 CHAT = (
@@ -43,7 +44,7 @@ SHAPE: dict[str, Any] = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": LIMIT,
-    "pad_token_id": 0,
+    "pad_token_id": PAD,
     "bos_token_id": BOS,
     "eos_token_id": EOS,
 }
@@ -69,9 +70,14 @@ def word(token: int) -> str:
     return SPECIAL[token] if token < FIRST_WORD else f"t{token}"
 
 
-def text(tokens: list[int]) -> str:
+def text(tokens: Sequence[int]) -> str:
     """The text that is tokenised as these tokens."""
     return " ".join(map(word, tokens))
+
+
+def shown(tokens: Sequence[int]) -> str:
+    """The text of an answer, in which the tokens that frame a text do not show."""
+    return text([token for token in tokens if token not in (PAD, BOS, EOS)])
 
 
 def tokenizer(with_bos: bool) -> PreTrainedTokenizerFast:

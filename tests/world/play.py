@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from random import Random
 
-from world import answers, chunks, contexts, memory
+from world import answers, chunks, closing, contexts, memory, models
 from world.world import World
 
 Steps = list[tuple[str, int]]  # verb and its seed
@@ -26,7 +26,7 @@ VERBS: dict[Callable[[World], bool], int] = {
     chunks.rename: 2,
     chunks.pin: 1,
     chunks.denoise: 1,
-    chunks.reopen: 1,
+    closing.reopen: 1,
     chunks.wrong: 2,
     contexts.open_context: 5,
     contexts.compose: 7,
@@ -84,6 +84,8 @@ def draw(seed: int, n: int) -> Steps:
 def replay(seed: int, steps: Steps) -> int:
     """Play these verbs; return how many could happen. Raises Difference."""
     done: Steps = []
+    for name in models.MODELS:
+        models.build(name)  # weights are not to be counted
     with memory.only_from_here():
         world = None
         try:
@@ -92,7 +94,7 @@ def replay(seed: int, steps: Steps) -> int:
                     done.append((name, verb_seed))
                     if not world.step(BY_NAME[name], verb_seed):
                         done.pop()
-                world.end()
+                closing.close_all(world)
         except Exception as error:
             what = f"{type(error).__name__}: {error}"
             raise Difference(seed, done, world.log if world else [], what) from error
