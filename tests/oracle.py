@@ -85,6 +85,18 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "helium": ("helium", {}),
     "persimmon": ("persimmon", {}),
     "seed_oss": ("seed_oss", {}),
+    # masks by config.sliding_window alone, and hands attention no window
+    "phimoe": ("phimoe", {"sliding_window": 7, "num_local_experts": 4}),
+    "llama4_chunked": (
+        "llama4_text",
+        {
+            "attention_chunk_size": 8,
+            "layer_types": ["chunked_attention"] * 3 + ["full_attention"],
+            "no_rope_layers": [1, 1, 1, 0],
+            "intermediate_size_mlp": 96,
+            "num_local_experts": 4,
+        },
+    ),
 }
 
 # model types that are refused, and a word of the reason
