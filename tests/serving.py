@@ -16,7 +16,7 @@ from weaving import text
 from kvweave import Engine, Sampling
 from kvweave.run.model import Runner
 from kvweave.serve.driver import Driver, Finished
-from kvweave.weave.generate import Answer
+from kvweave.weave.answer import Answer
 
 
 class Steps:

@@ -10,9 +10,9 @@ if TYPE_CHECKING:
     from kvweave.errors import KVWeaveError
     from kvweave.run.model import Runner
     from kvweave.run.sampling import Sampling
+    from kvweave.weave.answer import Answer
     from kvweave.weave.check import Check
     from kvweave.weave.context import Context
-    from kvweave.weave.generate import Answer
     from kvweave.weave.plan import Plan
     from kvweave.weave.template import Template
 
@@ -34,7 +34,7 @@ __all__ = [
 
 # Imported when first asked for: torch takes seconds, and `kvweave ls` needs none of it.
 _HOMES = {
-    "Answer": "kvweave.weave.generate",
+    "Answer": "kvweave.weave.answer",
     "Check": "kvweave.weave.check",
     "Client": "kvweave.client",
     "Config": "kvweave.config",

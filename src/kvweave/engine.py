@@ -16,18 +16,21 @@ from kvweave.chunk.table import Table
 from kvweave.config import Config
 from kvweave.errors import ContextTooLong, InvalidArgument, check_options
 from kvweave.keep import POLICIES
+from kvweave.run.base import Backend, Capability
 from kvweave.run.loop import Loop
-from kvweave.run.model import Capability, Runner
+from kvweave.run.model import Runner
 from kvweave.store.codec import parse
 from kvweave.store.home import Home
+from kvweave.store.kv import KV
 from kvweave.store.spec import open_shelf
-from kvweave.weave import gate
+from kvweave.weave.answer import Answer, request_from
+from kvweave.weave.calibration import calibration_of, check_bound
 from kvweave.weave.context import Context
 from kvweave.weave.contexts import Contexts
-from kvweave.weave.generate import Answer, Turn, request_from, run_all
 from kvweave.weave.maker import Maker, Text
 from kvweave.weave.naming import holder
 from kvweave.weave.repair import strategy
+from kvweave.weave.session import Session, Turn, run_all
 from kvweave.weave.settings import Settings
 from kvweave.weave.template import Ref, Template
 from kvweave.weave.ties import Ties
@@ -40,7 +43,7 @@ class Engine:
     """One model, its chunks and its contexts.
 
     Args:
-        model: a checkpoint directory, a hub id, or a `Runner`.
+        model: a checkpoint directory, a hub id, a `Runner`, or another `Backend`.
         home: directory for the index and KV on disk; None keeps everything in memory.
         base: text every chunk's canonical KV is computed after; by default the BOS token, if the
             tokenizer has one. Chunks without any base (``base=""``) each bring their own attention
@@ -52,7 +55,7 @@ class Engine:
 
     def __init__(
         self,
-        model: str | Path | Runner,
+        model: str | Path | Backend,
         *,
         home: str | Path | None = None,
         base: str | None = None,
@@ -69,7 +72,8 @@ class Engine:
                 "policy", f"no policy {self.config.policy!r}", f"one of {', '.join(POLICIES)}"
             )
         strategy(self.config.repair)
-        self.runner = model if isinstance(model, Runner) else Runner.load(str(model), **loading)  # type: ignore[arg-type]
+        loads = isinstance(model, str | Path)
+        self.runner: Backend = Runner.load(str(model), **loading) if loads else model  # type: ignore[arg-type,assignment]
         self._home = None if home is None else Home(Path(home), self.runner.fingerprint)
         self.table = Table(None if self._home is None else self._home.index)
         ties = Ties(self.table)
@@ -88,12 +92,11 @@ class Engine:
         self.table.on_free = self._let_go
         self.loop = Loop(self.runner, self.config.max_batch, self.config.max_rows)
         self.maker = Maker(self.runner, self.shelf, self.table)
-        self.weaver = Weaver(self.runner, self.shelf, self.table)
         places = [None if self._home is None else self._home.path]
-        places.append(None if isinstance(model, Runner) else Path(model))
-        found = gate.chosen(self.config.calibration, self.runner.fingerprint, places)
-        gate.check_bound(self.config.max_drift, found, self.config.repair, self.config.share)
-        self.weaver.calibration, self.weaver.rows = found, self.config.rows
+        places.append(Path(model) if isinstance(model, str | Path) else None)
+        found = calibration_of(self.runner.fingerprint, self.config.calibration, places)
+        check_bound(self.config.max_drift, found, self.config.repair, self.config.share)
+        self.weaver = Weaver(self.runner, self.shelf, self.table, found, self.config.rows)
         self.files = Files(self.table)
         self._contexts = Contexts()
         self._n_composed: Counter[str] = Counter()  # by namespace
@@ -193,6 +196,20 @@ class Engine:
             raise
         return [Files(self.table, namespace).stat(name) for name, _ in made]
 
+    def put_rows(self, name: str, kv: KV, *, kind: Kind = "memory", namespace: str = "") -> Entry:
+        """Store rows that no token made (a learned prefix, say) under ``name``; keys unrotated.
+
+        They are placed as they are, wherever they stand, and never computed: what is lost of them
+        is lost. Raises NameTaken, InvalidName, InvalidArgument, OverBudget, CannotMove.
+        """
+        self.runner.require_move()
+        if self._home is not None:
+            self._home.claim()
+        with self.table.transaction():
+            id = self.maker.add_rows(kv, kind=kind, namespace=namespace)
+            self.table.bind(name, id, namespace=namespace)
+        return Files(self.table, namespace).stat(name)
+
     def place(
         self,
         pattern: str,
@@ -219,7 +236,9 @@ class Engine:
     def denoise(self) -> int:
         """Compute canonical KV for every chunk that has none; return the tokens computed."""
         return self.maker.canonicalise(
-            r.id for r in list(self.table) if self.shelf.tier(r.id) == "none"
+            r.id
+            for r in list(self.table)
+            if self.shelf.tier(r.id) == "none" and not self.table.is_virtual(r.id)
         )
 
     # ---- contexts
@@ -249,7 +268,8 @@ class Engine:
         check_name(name)
         settings = self._settings(options)
         self._contexts.require_free(name, settings.namespace)
-        context = Context(name, self.weaver, self.maker, self.loop, settings)
+        key = holder(name, settings.namespace)
+        context = Context(name, Session(key, self.weaver, self.maker, self.loop, settings))
         try:
             if system is not None:
                 context.message("system", system)

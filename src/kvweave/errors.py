@@ -9,7 +9,8 @@
     |   |-- InvalidName                .name, .reason
     |   |-- ChunkPinned                .name, .id
     |   |-- ChunkInUse                 .name, .id, .contexts
-    |   `-- EmptyChunk                 .name
+    |   |-- EmptyChunk                 .name
+    |   `-- ChunkLost                  .name
     |-- WeaveError
     |   |-- ModelMismatch              .field, .wanted, .found
     |   |-- ModelUnusable              .path, .reason
@@ -142,6 +143,15 @@ class ChunkInUse(ChunkError):
 class EmptyChunk(ChunkError):
     def __init__(self, name: str) -> None:
         super().__init__(f"{name!r} has no tokens", hint="give it some text", name=name)
+
+
+class ChunkLost(ChunkError):
+    def __init__(self, name: str) -> None:
+        super().__init__(
+            f"the rows of {name!r} are gone, and no tokens can compute them again",
+            hint="put them again; place('disk') or pin() keeps rows that nothing else has",
+            name=name,
+        )
 
 
 class ModelMismatch(WeaveError):

@@ -13,7 +13,15 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvweave.errors import InvalidArgument
-from kvweave.run.sample import Detokenizer, Sampler, Sampling, StopScanner, candidates
+from kvweave.run.sample import (
+    Choice,
+    Detokenizer,
+    Sampler,
+    Sampling,
+    StopScanner,
+    candidates,
+    sample,
+)
 
 P = [0.1, 0.4, 0.2, 0.25, 0.05]
 
@@ -21,6 +29,14 @@ P = [0.1, 0.4, 0.2, 0.25, 0.05]
 def logits(*probabilities: float) -> torch.Tensor:
     """Logits of these probabilities, shifted so that nothing may rely on their sum."""
     return torch.tensor(probabilities).log() + 7
+
+
+def choose(sampler: Sampler, logits: torch.Tensor) -> Choice:
+    """What a request alone in its batch gets."""
+    (found,) = sample(logits[None], [sampler])
+    if isinstance(found, Exception):
+        raise found
+    return found
 
 
 @pytest.mark.parametrize(
@@ -77,67 +93,71 @@ def test_the_edges_of_what_makes_sense():
     ],
 )
 def test_what_may_be_drawn_and_how_likely(sampling, expected):
-    ids, probabilities = candidates(logits(*P), Sampling(**({"temperature": 1.0} | sampling)))
+    ids, probabilities, _ = candidates(logits(*P), Sampling(**({"temperature": 1.0} | sampling)))
     found = dict(zip(ids.tolist(), probabilities.tolist(), strict=True))
-    assert found == pytest.approx(expected, rel=1e-5)
+    assert {id: p for id, p in found.items() if p} == pytest.approx(expected, rel=1e-5)
 
 
 def test_top_p_keeps_no_token_more_than_it_needs_and_the_lowest_of_equals():
-    ids, probabilities = candidates(torch.zeros(1024), Sampling(temperature=1.0, top_p=0.25))
-    assert ids.tolist() == list(range(256))
-    assert probabilities.tolist() == [1 / 256] * 256
+    sampling = Sampling(temperature=1.0, top_p=0.25)
+    ids, probabilities, n_kept = candidates(torch.zeros(1024), sampling, 1024)
+    assert int(n_kept) == 256
+    assert ids[:256].tolist() == list(range(256))
+    assert probabilities.tolist() == [1 / 256] * 256 + [0] * 768
+    # of equals those with higher ids were looked at, perhaps: that is no answer
+    assert int(candidates(torch.zeros(1024), sampling, 512)[2]) == 0
 
 
 def test_huge_logits_over_a_small_temperature_do_not_overflow():
     sampler = Sampler(Sampling(temperature=1e-5, seed=1))
-    assert sampler(torch.tensor([0.0, 3e35, 1.0])).token == 1
+    assert choose(sampler, torch.tensor([0.0, 3e35, 1.0])).token == 1
 
 
 def test_draws_follow_the_distribution():
     sampler = Sampler(Sampling(temperature=1.0, top_k=3, seed=5))
     n = 4000
-    counts = Counter(sampler(logits(*P)).token for _ in range(n))
+    counts = Counter(choose(sampler, logits(*P)).token for _ in range(n))
     assert set(counts) == {1, 2, 3}
     for token, p in {1: 0.4 / 0.85, 2: 0.2 / 0.85, 3: 0.25 / 0.85}.items():
         assert abs(counts[token] / n - p) < 5 * (p * (1 - p) / n) ** 0.5
 
 
 def test_greedy_takes_the_likeliest_and_the_lowest_of_equals():
-    assert Sampler(Sampling())(logits(*P)).token == 1
-    assert Sampler(Sampling())(torch.tensor([0.0, 3.0, 1.0, 3.0])).token == 1
-    assert Sampler(Sampling())(torch.zeros(1000)).token == 0
+    assert choose(Sampler(Sampling()), logits(*P)).token == 1
+    assert choose(Sampler(Sampling()), torch.tensor([0.0, 3.0, 1.0, 3.0])).token == 1
+    assert choose(Sampler(Sampling()), torch.zeros(1000)).token == 0
 
 
 @pytest.mark.parametrize("temperature", [1e-6, 1e-12, 1e-300])
 def test_a_tiny_temperature_is_greedy_and_divides_by_nothing(temperature):
-    assert Sampler(Sampling(temperature=temperature, seed=1))(logits(*P)).token == 1
+    assert choose(Sampler(Sampling(temperature=temperature, seed=1)), logits(*P)).token == 1
 
 
 def test_a_seed_gives_the_same_tokens_whatever_else_draws():
     sampling = Sampling(temperature=1.0, seed=11)
     rows = torch.randn(40, 50, generator=torch.Generator().manual_seed(0))
     alone = Sampler(sampling)
-    tokens = [alone(row).token for row in rows]
+    tokens = [choose(alone, row).token for row in rows]
     shared, other = Sampler(sampling), Sampler(Sampling(temperature=1.0))
     busy = []
     for row in rows:
-        other(row)
+        choose(other, row)
         torch.rand(3)
-        busy.append(shared(row).token)
+        busy.append(choose(shared, row).token)
     assert busy == tokens
     different = Sampler(Sampling(temperature=1.0, seed=12))
-    assert [different(row).token for row in rows] != tokens
+    assert [choose(different, row).token for row in rows] != tokens
 
 
 def test_a_seeded_sampler_leaves_the_global_generator_alone():
     before = torch.get_rng_state()
-    Sampler(Sampling(temperature=1.0, seed=11))(logits(*P))
+    choose(Sampler(Sampling(temperature=1.0, seed=11)), logits(*P))
     assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_logprobs_are_of_the_unmodified_distribution():
     sampling = Sampling(temperature=0.3, top_k=1, logprobs=3, seed=1)
-    choice = Sampler(sampling)(logits(*P))
+    choice = choose(Sampler(sampling), logits(*P))
     assert choice.token == 1
     assert choice.logprob == pytest.approx(math.log(0.4), rel=1e-5)
     assert [token for token, _ in choice.top] == [1, 3, 2]
@@ -147,14 +167,14 @@ def test_logprobs_are_of_the_unmodified_distribution():
 def test_an_impossible_token_is_neither_drawn_nor_reported():
     masked = torch.tensor([-math.inf, 0.0, -math.inf, 0.0])
     sampler = Sampler(Sampling(temperature=1.0, logprobs=4, seed=2))
-    choices = [sampler(masked) for _ in range(50)]
+    choices = [choose(sampler, masked) for _ in range(50)]
     assert {choice.token for choice in choices} == {1, 3}
     assert choices[0].top == ((1, pytest.approx(-math.log(2))), (3, pytest.approx(-math.log(2))))
 
 
 def test_more_logprobs_than_tokens_and_none():
-    assert len(Sampler(Sampling(logprobs=99))(logits(*P)).top) == 5
-    assert Sampler(Sampling())(logits(*P)).top == ()
+    assert len(choose(Sampler(Sampling(logprobs=99)), logits(*P)).top) == 5
+    assert choose(Sampler(Sampling()), logits(*P)).top == ()
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -170,14 +190,14 @@ def test_more_logprobs_than_tokens_and_none():
 )
 def test_broken_logits_are_an_error(bad, temperature):
     with pytest.raises(InvalidArgument) as error:
-        Sampler(Sampling(temperature=temperature))(bad)
+        choose(Sampler(Sampling(temperature=temperature)), bad)
     assert error.value.argument == "logits"
 
 
 def test_half_precision_logits_are_sampled_in_full_precision():
     bf16 = torch.tensor([1.0, 2.0, 3.0], dtype=torch.bfloat16)
     exact = torch.tensor([1.0, 2.0, 3.0]).log_softmax(-1)[2].item()
-    assert Sampler(Sampling())(bf16).logprob == pytest.approx(exact, rel=1e-6)
+    assert choose(Sampler(Sampling()), bf16).logprob == pytest.approx(exact, rel=1e-6)
 
 
 def scan(scanner: StopScanner, pieces: list[str]) -> tuple[str, bool]:

@@ -23,7 +23,7 @@ from kvweave.serve.quota import Quota
 from kvweave.serve.render import Segment
 from kvweave.serve.session import How, Session
 from kvweave.serve.sessions import Sessions
-from kvweave.weave.generate import Answer
+from kvweave.weave.answer import Answer
 
 Make = Callable[..., Engine]
 SYSTEM = text(6, 100)

@@ -116,6 +116,10 @@ def _why_character(character: str) -> str:
     return f"the character {character!r} is not allowed"
 
 
+NO_TOKEN = 2**32 - 1
+"""Stands for each row of a chunk whose rows no token made: a vector that was learned, say."""
+
+
 def token_bytes(tokens: Sequence[int]) -> bytes:
     """Return token ids as uint32 little-endian; raise InvalidArgument for anything else."""
     ids = np.asarray(tokens)

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvweave.chunk.changes import Changes
-from kvweave.chunk.identity import ChunkId, normal_name
+from kvweave.chunk.identity import NO_TOKEN, ChunkId, normal_name
 from kvweave.chunk.journal import Journal
 from kvweave.chunk.names import suggest
 from kvweave.chunk.record import Record
@@ -120,6 +120,10 @@ class Index:
             group = getattr(record, key)
             totals[group] = totals.get(group, 0) + record.n_bytes
         return totals
+
+    def is_virtual(self, id: ChunkId) -> bool:
+        """Tell whether a chunk's rows were given, not made from tokens. Raises ChunkNotFound."""
+        return int(self.tokens(id)[0]) == NO_TOKEN
 
     def tokens(self, id: ChunkId) -> NDArray[np.uint32]:
         """Return the token ids of a chunk, not writable; raise ChunkNotFound or CorruptChunk."""

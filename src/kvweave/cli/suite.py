@@ -18,7 +18,7 @@ from kvweave.suite import calibrate, report
 from kvweave.suite.exam import Outcome
 from kvweave.suite.method import Method, methods
 from kvweave.suite.run import NAMES, Suite
-from kvweave.weave import gate
+from kvweave.weave.calibration import FILE
 
 BOUNDS = (None, 0.1)  # nats; what a calibration is tried with
 HEAD = ("tested on", "bound", "KL under", "within", "repaired", "wholly", "accuracy")
@@ -83,10 +83,10 @@ def _file(args: Namespace, model: str) -> Path:
     if args.calibrate:
         file = Path(args.calibrate).expanduser()
     elif args.home or os.environ.get("KVWEAVE_HOME") or not Path(model).is_dir():
-        file = home_of(args) / gate.FILE
+        file = home_of(args) / FILE
         file.parent.mkdir(parents=True, exist_ok=True)
     else:
-        file = Path(model) / gate.FILE
+        file = Path(model) / FILE
     if file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK):
         raise UsageError(f"cannot write {file}", "give --calibrate a FILE, or a --home")
     return file

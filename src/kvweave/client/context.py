@@ -17,9 +17,9 @@ from kvweave.client.http import Http, part_of_path
 from kvweave.client.turn import RemoteTurn
 from kvweave.errors import ChunkNotFound, InvalidArgument
 from kvweave.run.sampling import Sampling
+from kvweave.weave.answer import Answer, request_from
 from kvweave.weave.check import Check
 from kvweave.weave.edits import find
-from kvweave.weave.generate import Answer, request_from
 from kvweave.weave.parts import Mode, Part, Snapshot
 from kvweave.weave.plan import Plan
 

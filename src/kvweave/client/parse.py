@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 from kvweave.chunk.files import Entry, Usage
 from kvweave.chunk.identity import ChunkId
 from kvweave.run.sampling import Choice
+from kvweave.weave.answer import Answer
 from kvweave.weave.check import Check
-from kvweave.weave.generate import Answer
 from kvweave.weave.parts import Part
 from kvweave.weave.plan import Plan, Span
 

@@ -8,7 +8,7 @@ from typing import Any
 from kvweave.client import parse
 from kvweave.client.http import Http
 from kvweave.errors import InvalidArgument
-from kvweave.weave.generate import Answer
+from kvweave.weave.answer import Answer
 
 
 class RemoteTurn:

@@ -28,7 +28,7 @@ from kvweave import Engine, Runner, Sampling
 from kvweave.demo import plot, world
 from kvweave.demo.baselines import FullPrefill, PrefixCache, Reply
 from kvweave.demo.report import WAYS, line, machine, show, summarise, table
-from kvweave.run.attention import Segment
+from kvweave.run.base import Work
 
 MODEL = Path(__file__).parent / "model"
 SEED = "demo"
@@ -69,12 +69,10 @@ class CountedRunner(Runner):
 
     n_rows = 0
 
-    def forward(
-        self, segments: Sequence[Segment], want: Tensor, stop_after: int | None = None
-    ) -> Tensor:
-        """Run the segments, counted; see `Runner.forward`."""
-        self.n_rows += sum(s.n for s in segments)
-        return super().forward(segments, want, stop_after)
+    def forward(self, works: Sequence[Work]) -> list[Tensor]:
+        """Run the works, counted; see `Runner.forward`."""
+        self.n_rows += sum(work.n for work in works)
+        return super().forward(works)
 
 
 class Script:
@@ -218,7 +216,7 @@ def measure(
     size = replace(size, cap=min(size.cap, runner.limit) - size.answer)
     weaving = Weaving(engine, runner, world.SYSTEM if model is None else INSTRUCTION)
     script = Script(engine, weaving.chat.tokens(), size)
-    plain, eos = Runner.load(path), engine.loop.runner.ends
+    plain, eos = Runner.load(path), engine.runner.ends
     judge = Judge(engine, exact=model is None)
     ways: dict[str, Any] = {
         "kvweave": weaving,

@@ -1,120 +1,156 @@
 """One step of the engine, top to bottom: choose who runs, one model pass, sample, hand out.
 
-Contexts of any number run together in one packed pass: those that decode bring one row each,
-those that prefill or repair bring a piece of their rows.
+What a context needs before it decodes is a job (see `Steps`): it yields works, one after the other,
+and ends with the logits of the last row. Contexts of any number run together in one packed pass:
+those that decode bring one row each, those that prepare a piece of the work they are at::
+
+    step   A: prompt of 6 rows           B: look, then repair       C
+    1      rows 0..3                     look                       decode
+    2      rows 4..5, first token        repair 0..1                decode
+    3      decode                        repair 2..3, first token   decode
+
+A request's fault is its own: `Loop.step` never raises it, and the others go on.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from kvweave.run.attention import Reads, Segment
-from kvweave.run.model import Runner
-from kvweave.run.rows import KVRows
-from kvweave.run.sample import Choice, Detokenizer, Sampler, Sampling, StopScanner
+from kvweave.errors import InvalidArgument, LoadFailed
+from kvweave.run.base import Backend, Observer, Rows, Steps, Work
+from kvweave.run.sample import Choice, Detokenizer, Sampler, Sampling, StopScanner, sample
 from kvweave.run.schedule import Job, Schedule, Turn
 from kvweave.store.kv import KV
 
 
 @dataclass(slots=True)
 class Request:
-    """Rows to compute for one context, then tokens to generate.
+    """What to compute for one context, then tokens to generate.
 
-    ``raw``, if given, receives the unrotated KV of the computed rows in order, then of generated
-    tokens; ``reads`` what they attend to.
+    ``steps`` ends with the logits [vocab] of the last row, or None where nothing is to be sampled.
+    While it runs it may set ``raw`` and ``observer``: they get the generated tokens' rows, the
+    first as number ``n_raw``. Nothing else may write ``rows`` from then on.
     """
 
     key: int
-    rows: KVRows
-    tokens: Tensor  # [n] int64, on the model's device
-    slots: Tensor  # [n] int64, CPU, increasing
-    positions: Tensor  # [n] int64
-    raw: KV | None
-    sampling: Sampling | None  # None only computes the rows
+    rows: Rows
+    steps: Steps[Tensor | None]
+    sampling: Sampling | None  # None only computes rows
     tenant: str = ""
-    reads: Reads | None = None
-    first: Tensor | None = None  # [vocab] logits of the last row, where it is computed already
-    n_done: int = 0  # rows computed
-    out: list[int] = field(default_factory=list)
+    raw: KV | None = None
+    n_raw: int = 0
+    observer: Observer | None = None
+    out: list[int] = field(default_factory=list)  # all but the last have their row
     choices: list[Choice] = field(default_factory=list)
     text: str = ""
-    finish: str = ""  # stop, length, cancelled; "" while running
+    fresh: list[str] = field(default_factory=list)  # text not yet streamed
+    finish: str = ""  # stop, length, cancelled, error; "" while running
+    error: Exception | None = None
     started: float = field(default_factory=time.perf_counter)
     first_token: float | None = None  # seconds from `started`
     ended: float | None = None
+    prepared: bool = False  # the steps have returned
+    n_rows: int = 0  # rows there were then
+    work: Work | None = None  # what the steps wait for
+    n_run: int = 0  # rows of it that were run
+    found: list[Tensor] = field(default_factory=list)  # their logits, one tensor a piece
+    logits: Tensor | None = None  # [vocab] to sample the next token from
     sampler: Sampler | None = None
     detokenizer: Detokenizer | None = None
     scanner: StopScanner | None = None
-    fresh: list[str] = field(default_factory=list)  # text not yet streamed
 
     @property
     def running(self) -> bool:
         return not self.finish
 
     @property
-    def next_slot(self) -> int:
-        return int(self.slots[-1]) + 1 + max(0, len(self.out) - 1)
+    def n_pending(self) -> int:
+        """Rows of the work at hand that were not run."""
+        return 0 if self.work is None else self.work.n - self.n_run
+
+    @property
+    def loading(self) -> bool:
+        """Whether the next pass would wait for chunks."""
+        rows = self.rows if self.work is None else self.work.rows
+        return rows.pending and not rows.arrived
+
+    def next_work(self, n_rows: int) -> Work:
+        """Return the next ``n_rows`` rows of the work at hand, or the one that decodes."""
+        if self.work is not None:
+            return self.work.part(self.n_run, self.n_run + n_rows)
+        n = len(self.out) - 1
+        slot = self.n_rows + n
+        self.rows.reserve(slot + 1)
+        return Work(
+            self.rows,
+            tokens=np.array(self.out[-1:]),
+            slots=np.array([slot]),
+            positions=self.rows.positions[self.n_rows - 1 : self.n_rows] + (n + 1),
+            want=np.array([0]),
+            raw=self.raw,
+            observer=self.observer,
+            at=self.n_raw + n,
+        )
 
 
 class Loop:
     """Runs requests until they are finished. Not thread-safe: one driver calls `step`."""
 
-    def __init__(self, runner: Runner, max_batch: int = 16, max_rows: int = 512) -> None:
-        self.runner = runner
+    def __init__(self, backend: Backend, max_batch: int = 16, max_rows: int = 512) -> None:
+        self.backend = backend
         self.schedule = Schedule(max_batch, max_rows)
-        self.requests: dict[int, Request] = {}
+        self.requests: dict[int, Request] = {}  # running, in order of arrival
+        self._nothing = torch.empty(0, backend.n_vocab, dtype=backend.dtype, device=backend.device)
 
     def add(self, request: Request) -> None:
-        """Queue a request; a request with nothing to do is finished at once."""
-        n = request.tokens.numel() - request.n_done
-        n_new = request.sampling.max_tokens if request.sampling is not None else 0
-        if n == 0 and request.first is None:
-            self._finish(request, "length")
-            return
+        """Queue a request and run its steps up to their first work.
+
+        What they raise is the request's error. Raises InvalidArgument for a key that is running.
+        """
+        if request.key in self.requests:
+            raise InvalidArgument("key", f"request {request.key} is running")
         decode = self.decode()
         if request.sampling is not None:
-            request.sampler = Sampler(request.sampling, self.runner.device)
+            request.sampler = Sampler(request.sampling, self.backend.device)
         if request.sampling is not None and decode is not None:
             request.detokenizer = Detokenizer(decode)
             request.scanner = StopScanner(request.sampling.stop)
-        if request.first is not None:
-            assert request.sampler is not None
-            self._take(request, request.sampler(request.first))
-            request.n_done = request.tokens.numel()
-            n, n_new = 0, n_new - 1
-        if request.running:
-            self.schedule.add(Job(request.key, n, n_new, request.tenant))
-            self.requests[request.key] = request
+        self.requests[request.key] = request
+        try:
+            self._advance(request, lambda: next(request.steps))
+        except BaseException as error:
+            self._fail(request, error)
+            if not isinstance(error, Exception):
+                raise
+        if request.n_pending:
+            n_left = request.sampling.max_tokens if request.sampling is not None else 0
+            self.schedule.add(Job(request.key, request.n_pending, n_left, request.tenant))
 
     def cancel(self, key: int) -> None:
-        """Stop a request; its rows up to now stay valid."""
-        request = self.requests.pop(key, None)
-        self.schedule.cancel(key)
-        if request is not None and request.running:
+        """Stop a request; the rows computed up to now stay."""
+        if key in self.requests:
+            request = self.requests[key]
             self._finish(request, "cancelled")
+            self._close(request)
 
     def step(self) -> bool:
         """Run one model pass; return False when there is nothing to run.
 
-        An error in the pass cancels the requests of this step and is raised.
+        What fails fails only the requests at fault: see `Request.error`.
         """
-        turns = self.schedule.step()
-        if not turns:
+        turns = self._plan()
+        if not turns and all(request.logits is None for request in self.requests.values()):
             return False
-        try:
-            self._run(turns)
-        except BaseException:
-            for turn in turns:
-                self.schedule.done(turn.key, turn.n_rows, True)
-                request = self.requests.pop(turn.key, None)
-                if request is not None:
-                    self._finish(request, "error")
-            raise
+        interrupt = self._run(turns)
+        if interrupt is not None:
+            raise interrupt
+        self._sample([r for r in self.requests.values() if r.logits is not None])
         return True
 
     def run(self, until: Callable[[], bool]) -> None:
@@ -122,61 +158,127 @@ class Loop:
         while not until() and self.step():
             pass
 
-    def _run(self, turns: list[Turn]) -> None:
-        segments, want, sampled = [], [], []
-        start = 0
-        for turn in turns:
-            request = self.requests[turn.key]
-            segments.append(self._segment(request, turn))
-            start += segments[-1].n
-            last = turn.is_decode or request.n_done + turn.n_rows == request.tokens.numel()
-            if last and request.sampling is not None:
-                want.append(start - 1)
-                sampled.append(request)
-        logits = self.runner.forward(segments, torch.tensor(want, device=self.runner.device))
-        for row, request in zip(logits, sampled, strict=True):
-            assert request.sampler is not None
-            self._take(request, request.sampler(row))
-        for turn in turns:
-            request = self.requests[turn.key]
-            if not turn.is_decode:
-                request.n_done += turn.n_rows
-            if request.running and request.sampling is None:
-                if request.n_done == request.tokens.numel():
-                    self._finish(request, "length")
-            self.schedule.done(turn.key, turn.n_rows, not request.running)
-            if not request.running:
-                del self.requests[turn.key]
-
-    def _segment(self, request: Request, turn: Turn) -> Segment:
-        device = self.runner.device
-        if turn.is_decode:
-            slot = request.next_slot
-            position = int(request.positions[-1]) + len(request.out)
-            request.rows.reserve(slot + 1)
-            at = request.tokens.numel() + len(request.out) - 1
-            return Segment(
-                request.rows,
-                torch.tensor([request.out[-1]], device=device),
-                torch.tensor([slot]),
-                torch.tensor([position], device=device),
-                request.raw,
-                at,
-                reads=request.reads,
-            )
-        span = slice(request.n_done, request.n_done + turn.n_rows)
-        return Segment(
-            request.rows,
-            request.tokens[span],
-            request.slots[span],
-            request.positions[span],
-            request.raw,
-            request.n_done,
-            reads=request.reads,
+    def decode(self) -> Callable[[list[int]], str] | None:
+        """Return tokens -> text, None for a model without a tokenizer."""
+        tokenizer = self.backend.tokenizer
+        if tokenizer is None:
+            return None
+        return lambda ids: str(
+            tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         )
 
-    def _take(self, request: Request, choice: Choice) -> None:
+    def _plan(self) -> list[Turn]:
+        """Return who runs; who waits for chunks does when nobody else can, one at a time."""
+        sampled = [key for key, r in self.requests.items() if r.logits is not None]
+        loading = [key for key, r in self.requests.items() if r.logits is None and r.loading]
+        turns = self.schedule.step({*sampled, *loading})
+        if loading and not turns and not sampled:
+            turns = self.schedule.step(set(loading[1:]))
+        return turns
+
+    def _run(self, turns: Sequence[Turn]) -> BaseException | None:
+        """Run these turns and take them back; return what interrupted a request's own steps.
+
+        What interrupts the pass is raised; it is run again with the next step.
+        """
+        try:
+            passed = self._forward(turns)
+        except BaseException:
+            for turn in turns:
+                self.schedule.done(turn.key, 0)
+            raise
+        interrupt: BaseException | None = None
+        for turn, logits in zip(turns, passed, strict=True):
+            request = self.requests.get(turn.key)
+            if request is None:  # cancelled meanwhile
+                self.schedule.done(turn.key, 0)
+                continue
+            try:
+                self._passed(request, turn, logits)
+            except BaseException as error:
+                self._fail(request, error)
+                interrupt = interrupt if isinstance(error, Exception) else error
+            pending = None if turn.is_decode or not request.running else request.n_pending
+            self.schedule.done(turn.key, turn.n_rows, not request.running, pending)
+        return interrupt
+
+    def _forward(self, turns: Sequence[Turn]) -> list[Tensor | Exception]:
+        """Return each turn's logits, or why it has none."""
+        found: dict[int, Tensor | Exception] = {}
+        works: dict[int, Work] = {}
+        for turn in turns:
+            try:
+                works[turn.key] = self.requests[turn.key].next_work(turn.n_rows)
+            except Exception as error:
+                found[turn.key] = error
+        if works:
+            found |= zip(works, self._pass(list(works.values())), strict=True)
+        return [found[turn.key] for turn in turns]
+
+    def _pass(self, works: Sequence[Work]) -> Sequence[Tensor | Exception]:
+        """Run works together; where that fails each alone, so that only who is at fault fails."""
+        try:
+            return self.backend.forward(works)
+        except Exception as error:
+            if len(works) == 1:
+                return [error]
+        return [self._pass([work])[0] for work in works]
+
+    def _passed(self, request: Request, turn: Turn, logits: Tensor | Exception) -> None:
+        """Take what a turn found: logits to sample from, or to go on with. Raises its fault."""
+        if isinstance(logits, LoadFailed) and not turn.is_decode:
+            why = logits
+            self._advance(request, lambda: request.steps.throw(why))
+        elif isinstance(logits, Exception):
+            raise logits
+        elif turn.is_decode:
+            request.logits = logits[0]
+        else:
+            request.n_run += turn.n_rows
+            request.found.append(logits)
+            if not request.n_pending:
+                pieces = request.found
+                found = torch.cat(pieces) if len(pieces) > 1 else pieces[0]
+                self._advance(request, lambda: request.steps.send(found))
+
+    def _advance(self, request: Request, go: Callable[[], Work]) -> None:
+        """Go on in a request's steps, to the next work that has rows or to their end."""
+        request.work, request.n_run, request.found = None, 0, []
+        try:
+            work = go()
+            while not work.n:
+                work = request.steps.send(self._nothing)
+            request.work = work
+        except StopIteration as done:
+            self._prepared(request, done.value)
+
+    def _prepared(self, request: Request, logits: Tensor | None) -> None:
+        request.prepared = True
+        request.n_rows = request.rows.n
+        if request.sampling is None or logits is None:
+            self._finish(request, "length")
+        elif logits.ndim != 1:
+            raise InvalidArgument("steps", f"returned logits of shape {tuple(logits.shape)}")
+        else:
+            request.logits = logits
+
+    def _sample(self, requests: Sequence[Request]) -> None:
+        """Give each request its next token."""
+        if not requests:
+            return
+        rows = [request.logits for request in requests if request.logits is not None]
+        samplers = [request.sampler for request in requests if request.sampler is not None]
+        for request, choice in zip(requests, sample(torch.stack(rows), samplers), strict=True):
+            request.logits = None
+            try:
+                self._take(request, choice)
+            except Exception as error:
+                self._fail(request, error)
+
+    def _take(self, request: Request, choice: Choice | Exception) -> None:
         """Add one sampled token; decide whether the request ends."""
+        if isinstance(choice, Exception):
+            raise choice
         if request.first_token is None:
             request.first_token = time.perf_counter() - request.started
         request.out.append(choice.token)
@@ -184,7 +286,7 @@ class Loop:
         sampling = request.sampling
         assert sampling is not None
         ended = choice.token in sampling.stop_tokens
-        if ended or (choice.token in self.runner.ends and not sampling.ignore_eos):
+        if ended or (choice.token in self.backend.ends and not sampling.ignore_eos):
             self._finish(request, "stop")
             return
         if request.detokenizer is not None and request.scanner is not None:
@@ -195,24 +297,37 @@ class Loop:
                 return
         if len(request.out) >= sampling.max_tokens:
             self._finish(request, "length")
+        elif request.key not in self.schedule:  # its steps had nothing to run
+            n_left = sampling.max_tokens - len(request.out)
+            self.schedule.add(Job(request.key, 0, n_left, request.tenant))
 
     def _finish(self, request: Request, why: str, flush: bool = True) -> None:
         request.finish = why
         request.ended = time.perf_counter() - request.started
+        self.requests.pop(request.key, None)
+        self.schedule.cancel(request.key)
+        request.work, request.found, request.logits = None, [], None
         if flush and request.detokenizer is not None and request.scanner is not None:
             text, stopped = request.scanner.feed(request.detokenizer.flush())
             self._emit(request, text if stopped else text + request.scanner.flush())
+
+    def _fail(self, request: Request, error: BaseException) -> None:
+        """End a request by what went wrong in it."""
+        self._finish(request, "error", flush=False)
+        if isinstance(error, Exception):
+            request.error = error
+        else:
+            request.error = RuntimeError("interrupted while it was prepared")
+        self._close(request)
+
+    def _close(self, request: Request) -> None:
+        """Let the steps undo what they have begun."""
+        try:
+            request.steps.close()
+        except Exception as error:
+            request.finish, request.error = "error", request.error or error
 
     def _emit(self, request: Request, text: str) -> None:
         if text:
             request.text += text
             request.fresh.append(text)
-
-    def decode(self) -> Callable[[list[int]], str] | None:
-        """Return tokens -> text, None for a model without a tokenizer."""
-        tokenizer = self.runner.tokenizer
-        if tokenizer is None:
-            return None
-        return lambda ids: str(
-            tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        )

@@ -46,6 +46,17 @@ class _Run:
     def complete(self) -> bool:
         return all(kv.load.complete for kv in self.kvs if isinstance(kv, Arriving))
 
+    def cut(self, stop: int) -> None:
+        """Leave out what stands from slot ``stop`` on: it is not waited for."""
+        kept, at = [], self.start
+        for kv in self.kvs:
+            if at < stop:
+                kept.append(kv.rows(0, min(kv.n_tokens, stop - at)))
+            at += kv.n_tokens
+        n = stop - self.start
+        self.kvs, self.stop = kept, stop
+        self.angles = {id: (cos[:n], sin[:n]) for id, (cos, sin) in self.angles.items()}
+
 
 class KVRows:
     """Rows of every layer, as `base.Rows` asks; ``layers`` have no room yet."""
@@ -97,7 +108,8 @@ class KVRows:
         """Forget rows ``[n, ...)``; they are overwritten by what comes next."""
         self._pending = [run for run in self._pending if run.start < n]
         for run in self._pending:
-            run.stop = min(run.stop, n)
+            if n < run.stop:
+                run.cut(n)
         self.layers = [layer.cut(n) for layer in self.layers]
         self.n = min(self.n, n)
 
@@ -170,13 +182,12 @@ class KVRows:
         self._pending = [run for run in self._pending if run.layers]
 
     def _write(self, run: _Run, layer: int | None = None) -> None:
-        span, n = slice(run.start, run.stop), run.stop - run.start
+        span = slice(run.start, run.stop)
         for i in sorted(run.layers) if layer is None else {layer} & run.layers:
-            keys = _joined([kv.k[i] for kv in run.kvs])[:n]
-            values = _joined([kv.v[i] for kv in run.kvs])[:n]
+            keys = _joined([kv.k[i] for kv in run.kvs])
+            values = _joined([kv.v[i] for kv in run.kvs])
             rotation = self.infos[i].rotation
-            cos, sin = run.angles[id(rotation)]
-            self.layers[i].place(span, rotation, keys, (cos[:n], sin[:n]), values)
+            self.layers[i].place(span, rotation, keys, run.angles[id(rotation)], values)
             run.layers.remove(i)
 
     def read(self, layer: int, slots: Ints | None = None) -> tuple[Tensor, Tensor]:

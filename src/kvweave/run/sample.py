@@ -2,18 +2,20 @@
 
 ::
 
-    logits [V] -- Sampler --> token -- Detokenizer --> complete text -- StopScanner --> output
+    logits [V] -- sample --> token -- Detokenizer --> complete text -- StopScanner --> output
 
-All three are streams with a state of their own, one of each per request, so that what a request
-gets never depends on what else is in its batch.
+A `Sampler`, a Detokenizer and a StopScanner are streams with a state of their own, one of each per
+request, so that what a request gets never depends on what else is in its batch. What a batch shares
+is the one copy to the host.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,31 +26,52 @@ from kvweave.run.sampling import Sampling as Sampling
 BROKEN = "\ufffd"  # what a decoder shows for bytes that are no character (yet)
 _PARTIAL = 3  # the longest incomplete UTF-8 sequence, bytes
 _COLD = 1e-6  # below this temperature float32 would divide by zero
+_PREFIX = 256  # likeliest tokens top_p looks at first: most nuclei are smaller
+_GROWTH = 8  # times as many when it needs more
 _CONTEXT = 8  # tokens; enough for any character, after that broken bytes are broken for good
 
 
-def candidates(logits: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
+def candidates(
+    logits: Tensor, sampling: Sampling, n_sorted: int = _PREFIX
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return what may be drawn, likeliest first when filtered: token ids [n], probabilities [n].
 
-    Temperature first, then top_k, then top_p of what is left. ``logits`` is [V], temperature > 0.
+    Temperature first, then top_k, then top_p of what is left: its probabilities are 0 from where it
+    cuts, and third comes how many it keeps, else None. It looks at no more than ``n_sorted`` tokens,
+    where there is no top_k: it keeps 0 if that may have been too few. ``logits`` is [V],
+    temperature > 0.
     """
     scaled = logits.float()
     scaled = (scaled - scaled.max()) / sampling.temperature  # never overflows: the top is 0
     n_vocab = scaled.shape[0]
+    n_out = 0  # tokens that were not looked at
     if sampling.top_k and sampling.top_k < n_vocab:
         scaled, ids = torch.topk(scaled, sampling.top_k)
+        probabilities = scaled.softmax(-1)
     elif sampling.top_p < 1:
-        scaled, ids = torch.sort(scaled, descending=True, stable=True)
+        n_out = max(0, n_vocab - n_sorted)
+        ids = _likeliest(scaled, n_sorted)
+        probabilities = scaled.softmax(-1)[ids]
+        scaled = scaled[ids]
     else:
-        ids = torch.arange(n_vocab, device=logits.device)
-    probabilities = scaled.softmax(-1)
-    if sampling.top_p < 1:
-        before = probabilities.cumsum(-1) - probabilities
-        kept = before < sampling.top_p
-        kept[0] = True  # a smaller top_p than float32 has still leaves the likeliest
-        ids, probabilities = ids[kept], probabilities[kept]
-        probabilities = probabilities / probabilities.sum()
-    return ids, probabilities
+        return torch.arange(n_vocab, device=logits.device), scaled.softmax(-1), None
+    if sampling.top_p == 1:
+        return ids, probabilities, None
+    kept = probabilities.cumsum(-1) - probabilities < sampling.top_p
+    kept[0] = True  # a smaller top_p than float32 has still leaves the likeliest
+    n_kept = kept.sum()
+    if n_out:  # a token as likely as the last may be among them, and have a lower id
+        n_kept = n_kept * (kept & (scaled == scaled[-1])).any().logical_not()
+    probabilities = probabilities * kept
+    return ids, probabilities / probabilities.sum(), n_kept
+
+
+def _likeliest(scaled: Tensor, n: int) -> Tensor:
+    """Return the ids of the ``n`` highest of ``scaled`` [V], in order, the lower of equals first."""
+    if n >= scaled.shape[0]:
+        return scaled.sort(descending=True, stable=True).indices
+    ids = scaled.topk(n, sorted=False).indices.sort().values
+    return ids[scaled[ids].sort(descending=True, stable=True).indices]
 
 
 class Sampler:
@@ -56,43 +79,126 @@ class Sampler:
 
     def __init__(self, sampling: Sampling, device: torch.device | str = "cpu") -> None:
         self.sampling = sampling
+        self._n_sorted = _PREFIX
+        self._before: Tensor | None = None  # the generator's state before the last draw
         self._generator: torch.Generator | None = None
         if sampling.seed is not None:
             self._generator = torch.Generator(device).manual_seed(sampling.seed)
 
-    def __call__(self, logits: Tensor) -> Choice:
-        """Choose a token from ``logits`` [V].
+    @property
+    def greedy(self) -> bool:
+        """Whether it takes the likeliest token."""
+        return self.sampling.temperature < _COLD
 
-        Equal logits go to the lower id. Raises InvalidArgument for NaN, +inf or nothing but -inf.
+    def draw(self, logits: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Draw from ``logits`` [V]: a token [], and what `keep` is to be told, if anything.
+
+        Both stay on the device.
         """
-        if logits.ndim != 1 or not logits.shape[0]:
-            raise InvalidArgument("logits", f"shape {tuple(logits.shape)} is not [V]")
-        logits = logits.float()
-        highest = logits.max()  # NaN when any logit is
-        if not torch.isfinite(highest):
-            raise InvalidArgument(
+        ids, probabilities, n_kept = candidates(logits, self.sampling, self._n_sorted)
+        if n_kept is not None and self._generator is not None:
+            self._before = self._generator.get_state()
+        drawn = (probabilities / self._noise(probabilities)).argmax(-1)
+        return ids.take(drawn), n_kept  # indexing by a tensor [] would wait for it
+
+    def keep(self, n_kept: int) -> bool:
+        """Return whether the last draw stands: it does unless top_p looked at too few tokens.
+
+        Leaves the generator where noise for the ``n_kept`` tokens of top_p leaves it, so that what
+        a seed gives does not depend on how many were looked at.
+        """
+        if self._generator is not None and self._before is not None:
+            self._generator.set_state(self._before)
+            if n_kept:
+                self._noise(torch.empty(n_kept, device=self._generator.device))
+        if not n_kept:
+            self._n_sorted *= _GROWTH
+        return n_kept > 0
+
+    def _noise(self, like: Tensor) -> Tensor:
+        """Return noise by which the highest of probabilities / noise is a draw: as
+        torch.multinomial does it, which waits for the device."""
+        noise = torch.empty_like(like).exponential_(generator=self._generator)
+        return noise.clamp_min_(torch.finfo(noise.dtype).tiny)  # 0 / 0 would be drawn
+
+
+def sample(logits: Tensor, samplers: Sequence[Sampler]) -> list[Choice | Exception]:
+    """Choose a token from each row of ``logits`` [row, V], with one copy to the host for all.
+
+    Equal logits go to the lower id. A row of NaN, +inf or nothing but -inf is InvalidArgument. A
+    top_p that keeps very many tokens may take another copy.
+    """
+    if logits.ndim != 2 or not logits.shape[1]:
+        raise InvalidArgument("logits", f"shape {tuple(logits.shape)} is not [row, V]")
+    logits = logits.float()
+    highest, tokens = logits.max(-1)  # NaN when any logit is; the first of equals
+    n_kept: dict[int, Tensor] = {}
+    for row, sampler in enumerate(samplers):
+        if not sampler.greedy:
+            tokens[row], kept = sampler.draw(logits[row])
+            n_kept |= {} if kept is None else {row: kept}
+    logprobs = logits.log_softmax(-1)
+    found = _Found(highest, tokens, logprobs, n_kept, [s.sampling.logprobs for s in samplers])
+    choices: list[Choice | Exception] = []
+    again = []
+    for row, sampler in enumerate(samplers):
+        choices.append(found.choice(row))
+        finite = isinstance(choices[row], Choice)
+        if finite and row in n_kept and not sampler.keep(found.n_kept[row]):
+            again.append(row)
+    if again:
+        rest = sample(logits[again], [samplers[row] for row in again])
+        for row, choice in zip(again, rest, strict=True):
+            choices[row] = choice
+    return choices
+
+
+class _Found:
+    """What was computed for the rows of one step, copied to the host as one run of 32-bit words.
+
+    ::
+
+        tokens [row] | highest [row] | logprob [row] | n_kept [some] | ids [k], logprobs [k] of a row, ...
+    """
+
+    def __init__(
+        self,
+        highest: Tensor,
+        tokens: Tensor,
+        logprobs: Tensor,
+        n_kept: Mapping[int, Tensor],
+        n_top: Sequence[int],
+    ) -> None:
+        chosen = logprobs.gather(-1, tokens[:, None])[:, 0]
+        parts = [tokens.int(), highest.view(torch.int32), chosen.view(torch.int32)]
+        parts += [kept.int()[None] for kept in n_kept.values()]
+        sizes = [min(n, logprobs.shape[1]) for n in n_top]
+        for row, n in enumerate(sizes):
+            if n:
+                values, ids = logprobs[row].topk(n)
+                parts += [ids.int(), values.view(torch.int32)]
+        words = torch.cat(parts).cpu().numpy()
+        runs = iter(np.split(words, np.cumsum([part.shape[0] for part in parts])))
+        self.tokens = next(runs).tolist()
+        self.highest = next(runs).view(np.float32).tolist()
+        self.logprobs = next(runs).view(np.float32).tolist()
+        self.n_kept = {row: int(next(runs)[0]) for row in n_kept}
+        self.top = [
+            zip(next(runs).tolist(), next(runs).view(np.float32).tolist(), strict=True) if n else ()
+            for n in sizes
+        ]
+
+    def choice(self, row: int) -> Choice | Exception:
+        """Return the row's choice, or what is wrong with its logits."""
+        highest = self.highest[row]
+        if not math.isfinite(highest):
+            return InvalidArgument(
                 "logits",
-                f"the highest is {highest.item()}",
+                f"the highest is {highest}",
                 "the model overflowed or its KV is damaged; try float32, or check() the context",
             )
-        logprobs = logits.log_softmax(-1)
-        token = self._draw(logits, highest)
-        return Choice(token, float(logprobs[token]), self._top(logprobs))
-
-    def _draw(self, logits: Tensor, highest: Tensor) -> int:
-        if self.sampling.temperature < _COLD:
-            return int((logits == highest).nonzero()[0, 0])
-        ids, probabilities = candidates(logits, self.sampling)
-        drawn = torch.multinomial(probabilities, 1, generator=self._generator)
-        return int(ids[drawn])
-
-    def _top(self, logprobs: Tensor) -> tuple[tuple[int, float], ...]:
-        n = min(self.sampling.logprobs, logprobs.shape[0])
-        if not n:
-            return ()
-        values, ids = torch.topk(logprobs, n)
-        pairs = zip(ids.tolist(), values.tolist(), strict=True)
-        return tuple((token, logprob) for token, logprob in pairs if math.isfinite(logprob))
+        top = tuple((token, logprob) for token, logprob in self.top[row] if math.isfinite(logprob))
+        return Choice(self.tokens[row], self.logprobs[row], top)
 
 
 class StopScanner:

@@ -8,6 +8,10 @@ prefill also yields its first token, so ``n_left`` tokens cost ``n_left - 1`` de
     step 2  188 rows prefill       step 4  1 row  decode   (token 3, gone)
             (token 1)
 
+What comes before the first token may only be known bit by bit: a turn is taken back with the rows
+that are pending from then on, and the job keeps its place in the queue. Jobs that cannot run yet
+are held: they keep their place as well.
+
 Pending jobs are served by deficit round robin with divisible rows: tenants take turns of
 ``quantum`` rows, and inside a tenant jobs take turns in order of arrival, so that neither a
 tenant with many jobs nor one long prefill holds up the others. A turn that the step's budget
@@ -17,6 +21,7 @@ cuts short goes on in the next step. No torch here: the steps are tested as exac
 from __future__ import annotations
 
 from collections import Counter, deque
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from kvweave.errors import InvalidArgument
@@ -27,7 +32,7 @@ class Job:
     """One request as the schedule sees it; any thread may set ``cancelled``."""
 
     key: int
-    n_pending: int  # rows still to prefill or repair
+    n_pending: int  # rows still to prefill or repair, as far as they are known
     n_left: int  # tokens still to generate
     tenant: str = ""
     cancelled: bool = False
@@ -103,39 +108,49 @@ class Schedule:
             self._remove(job)
         return True
 
-    def step(self) -> list[Turn]:
+    def step(self, held: Collection[int] = ()) -> list[Turn]:
         """Return this step's turns, decoding ones first; empty when there is nothing to do.
 
-        Raises InvalidArgument while turns of the step before have not been done.
+        Jobs whose keys are in ``held`` get none. Raises InvalidArgument while turns of the step before have not been done.
         """
         if self._out:
             raise InvalidArgument("step", f"turns of {sorted(self._out)} are not done yet")
         for job in [job for job in self._jobs.values() if job.cancelled]:
             self._remove(job)
-        spare = 1 if self._tenants else 0
-        n_decode = min(len(self._decoding), self.max_batch, self.max_rows - spare)
-        turns = [Turn(self._decoding[i], 1, True) for i in range(n_decode)]
-        self._decoding.rotate(-n_decode)
-        pieces = self._share(self.max_rows - n_decode)
+        waiting = {key for queue in self._pending.values() for key in queue if key not in held}
+        n_most = min(self.max_batch, self.max_rows - (1 if waiting else 0))
+        decoding = [key for key in self._decoding if key not in held][:n_most]
+        for key in decoding:
+            self._decoding.remove(key)
+            self._decoding.append(key)
+        turns = [Turn(key, 1, True) for key in decoding]
+        pieces = self._share(self.max_rows - len(decoding), waiting)
         turns += [Turn(key, n_rows, False) for key, n_rows in pieces.items()]
         self._out = {turn.key: turn.n_rows for turn in turns}
         return turns
 
-    def done(self, key: int, n_rows: int, finished: bool = False) -> None:
+    def done(
+        self, key: int, n_rows: int, finished: bool = False, pending: int | None = None
+    ) -> None:
         """Take a turn back: ``n_rows`` of its rows were run; ``finished`` ends the job early.
 
-        A failed turn is ``done(key, 0)`` to try again, or with ``finished=True`` to give up.
-        Raises InvalidArgument for a turn that was not handed out, or more rows than it had.
+        ``pending`` says how many rows a job has before its first token from now on, where that is
+        not what the turn left of them. A failed turn is ``done(key, 0)`` to try again, or with
+        ``finished=True`` to give up. Raises InvalidArgument for a turn that was not handed out, or
+        more rows than it had, and for pending rows of a job that decodes.
         """
         if key not in self._out:
             raise InvalidArgument("key", f"job {key} has no turn")
         if not 0 <= n_rows <= self._out[key]:
             raise InvalidArgument("n_rows", f"{n_rows} is not in 0..{self._out[key]}")
-        del self._out[key]
         job = self._jobs[key]
         was_pending = job.n_pending > 0
-        job.n_pending -= n_rows if was_pending else 0
-        if n_rows and not job.n_pending:
+        if pending is not None and not (was_pending and pending >= 0):
+            raise InvalidArgument("pending", f"{pending} rows of {job}")
+        del self._out[key]
+        if was_pending:
+            job.n_pending = job.n_pending - n_rows if pending is None else pending
+        if not job.n_pending and (n_rows or was_pending):
             job.n_left -= 1
         if finished or job.cancelled or (not job.n_pending and job.n_left <= 0):
             self._remove(job, was_pending)
@@ -160,14 +175,15 @@ class Schedule:
         assert set(self._out) <= set(self._jobs), "a turn without its job"
         assert sum(self._out.values()) <= self.max_rows, "more rows than the budget"
 
-    def _share(self, budget: int) -> dict[int, int]:
-        """Split ``budget`` rows over the pending jobs: key -> rows, in order of first service."""
+    def _share(self, budget: int, waiting: set[int]) -> dict[int, int]:
+        """Split ``budget`` rows over ``waiting`` jobs: key -> rows, in order of first service.
+
+        Takes those out whose every row is in this step.
+        """
         rows: dict[int, int] = {}
-        filled: set[int] = set()  # jobs whose every row is already in this step
-        n_open = sum(map(len, self._pending.values()))
-        while budget and n_open:
+        while budget and waiting:
             queue = self._pending[self._tenants[0]]
-            key = next((key for key in queue if key not in filled), None)
+            key = next((key for key in queue if key in waiting), None)
             if key is None:
                 self._next_tenant()
                 continue
@@ -178,8 +194,7 @@ class Schedule:
             budget -= piece
             self._credit -= piece
             if piece == unplanned:
-                filled.add(key)
-                n_open -= 1
+                waiting.remove(key)
             if not self._credit:
                 queue.remove(key)
                 queue.append(key)

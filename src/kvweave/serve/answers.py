@@ -24,8 +24,9 @@ from kvweave.serve.render import Prompt, Renderer
 from kvweave.serve.session import How, Session
 from kvweave.serve.sessions import Sessions
 from kvweave.serve.work import Event
-from kvweave.weave.generate import Answer, Turn
+from kvweave.weave.answer import Answer
 from kvweave.weave.plan import Plan
+from kvweave.weave.session import Turn
 
 NEW_TOKENS = 1024  # at most so many when a chat request does not say
 

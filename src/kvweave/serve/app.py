@@ -25,7 +25,7 @@ from kvweave.serve.driver import Driver
 from kvweave.serve.limits import Limits
 from kvweave.serve.metrics import Requests
 from kvweave.serve.options import Options
-from kvweave.weave.generate import Answer
+from kvweave.weave.answer import Answer
 
 GRACE = 10.0  # seconds that running answers get at the end
 

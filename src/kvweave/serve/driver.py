@@ -41,8 +41,9 @@ from kvweave.serve.work import (
     nothing,
     unknown,
 )
+from kvweave.weave.answer import Answer
 from kvweave.weave.context import Context
-from kvweave.weave.generate import Answer, Turn
+from kvweave.weave.session import Turn
 
 __all__ = ["Begin", "Delta", "Done", "Driver", "Event", "Finished"]
 
@@ -276,10 +277,9 @@ class Driver:
         ran = True
         try:
             ran = self.engine.loop.step()
-        except Exception as error:
-            hit = [job for job in self._active if any(turn.failed for turn in job.turns)]
-            log.error("a model pass failed: %s", error)
-            self._fail(hit or self._active, error)
+        except Exception as error:  # what is one answer's fault is found when it is handed out
+            log.exception("a step failed")
+            self._fail(self._active, error)
         self._steps += 1
         for job in list(self._active):
             self._hand_out(job)
@@ -290,8 +290,9 @@ class Driver:
         for index, turn in enumerate(job.turns):
             if index in job.answers:
                 continue
-            if turn.failed:  # in a pass that a call drove
-                self._fail([job], RuntimeError("a model pass failed"))
+            if turn.error is not None:
+                log.error("an answer failed: %s", turn.error)
+                self._fail([job], turn.error)
                 return
             text, choices = turn.take()
             self._tokens += len(choices)

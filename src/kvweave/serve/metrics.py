@@ -16,7 +16,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvweave.engine import Engine
-from kvweave.weave.generate import Answer
+from kvweave.weave.answer import Answer
 from kvweave.weave.plan import Plan
 
 RECENT = 200  # answers kept for the page, per namespace

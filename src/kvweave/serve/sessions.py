@@ -31,8 +31,8 @@ from kvweave.serve.options import Reuse
 from kvweave.serve.quota import Quota
 from kvweave.serve.session import Common, How, Session
 from kvweave.weave.context import Context
-from kvweave.weave.generate import Turn
 from kvweave.weave.plan import Plan
+from kvweave.weave.session import Turn
 from kvweave.weave.sources import tokens_of
 
 T = TypeVar("T")

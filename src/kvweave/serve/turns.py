@@ -21,7 +21,8 @@ from kvweave.serve.contexts import Nats, require_idle
 from kvweave.serve.problems import problem_of
 from kvweave.serve.text import tokens_of
 from kvweave.serve.work import Delta, Event, Finished
-from kvweave.weave.generate import Answer, Turn, request_from
+from kvweave.weave.answer import Answer, request_from
+from kvweave.weave.session import Turn
 
 router = APIRouter(prefix="/v1/contexts", tags=["contexts"], responses=ERRORS)
 

@@ -11,7 +11,8 @@ from typing import Any
 
 from kvweave.engine import Engine
 from kvweave.run.sample import Choice
-from kvweave.weave.generate import Answer, Turn
+from kvweave.weave.answer import Answer
+from kvweave.weave.session import Turn
 
 log = logging.getLogger("kvweave.serve")
 

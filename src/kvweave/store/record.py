@@ -75,7 +75,9 @@ class Head:
     n_head: int  # bytes of the head itself
     n_bytes: int  # of the whole record
     table: np.ndarray[Any, Any]  # SECTION
-    lossy: bool = False  # what it gives back is not what was computed: by its codec, or an earlier one
+    lossy: bool = (
+        False  # what it gives back is not what was computed: by its codec, or an earlier one
+    )
 
     @staticmethod
     def needs(data: bytes | memoryview, path: str = "a record") -> int:

@@ -181,7 +181,9 @@ class Shelf:
         old = self._in_context.get(key)
         freed = old.n_bytes if old else 0
         if self.n_bytes - freed + kv.n_bytes <= self.budget:
-            self._in_context.put(key, Exact(seen, kv.clone()))  # a view would keep all of its buffer
+            self._in_context.put(
+                key, Exact(seen, kv.clone())
+            )  # a view would keep all of its buffer
             self.on_in_context(key, seen)
 
     def in_context(self, key: int, seen: Seen) -> KV | None:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from kvweave.chunk.identity import ModelFingerprint
 from kvweave.suite.exam import Outcome
-from kvweave.weave.gate import Calibration, Curve, Evidence
+from kvweave.weave.calibration import Calibration, Curve, Evidence
 
 Array = NDArray[np.float64]
 Item = tuple[str, int, int, str, int]  # protocol, case, item, mode, prunes
@@ -110,7 +110,7 @@ class Kept:
     def of(
         cls, calibration: Calibration, seen: Sequence[Seen], max_drift: float | None, start: float
     ) -> Kept:
-        """Let the gate decide on every question as `kvweave.weave.gate.run` would."""
+        """Let the gate decide on every question as `auto` would."""
         chosen = [_decide(calibration, s, max_drift, start) for s in seen]
         kl = np.array([0.0 if c is None else s.kl[c] for s, c in zip(seen, chosen, strict=True)])
         bound = np.array(

@@ -18,19 +18,19 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from kvweave.engine import Engine
-from kvweave.run.attention import Segment
-from kvweave.run.model import Runner
+from kvweave.run.base import Backend, Work
 from kvweave.suite.method import FULL, Method, Mode
 from kvweave.suite.words import Paper, Question, Words
 from kvweave.weave.context import Context
 from kvweave.weave.maker import Maker
 from kvweave.weave.oracle import forced, prefill
 from kvweave.weave.plan import Plan
-from kvweave.weave.repair import rank_of
+from kvweave.weave.repair import Auto
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ class Exam:
     ``system`` is the text of the base instead of the system message.
     """
 
-    def __init__(self, runner: Runner, system: str | None = None) -> None:
+    def __init__(self, runner: Backend, system: str | None = None) -> None:
         self.runner = runner
         self._engines: dict[tuple[bool, bool], Engine] = {}
         self._n = count()
@@ -117,9 +117,12 @@ class Exam:
 
     def context(self, engine: Engine, method: Method, evict: bool = False) -> Context:
         """Open a context that begins with the system message, the same tokens for every method."""
+        strategy = method.build()
+        if isinstance(strategy, Auto):
+            strategy.evidence = True  # what a calibration is made of
         context = engine.context(
             f"exam-{next(self._n)}",
-            repair=method.build(),
+            repair=strategy,
             share=method.share,
             prune="evict" if evict else "forget",
             denoise=False,
@@ -143,7 +146,7 @@ class Exam:
         """Weave the notes under one method and ask every question."""
         evict = mode == "evict"
         engine = self.engine(method.base, evict)
-        stores = rank_of(method.build()) > 0
+        stores = method.build().rank > 0
         if stores:  # patches of one method must not help another
             self._clear()
         if not evict and engine.table.lookup(paper.notes[0][0]) is None:
@@ -193,7 +196,7 @@ class Exam:
             tokens = (question.asked[-1], *question.expected[:-1])
             runs.append((twin, twin.n_tokens - 1, tokens))
         answers = engine.generate_many([twin for twin, _, _ in runs], max_tokens=1)
-        yield from zip([a.plan for a in answers], forced(runs), strict=True)
+        yield from zip([a.plan for a in answers], replies(runs), strict=True)
         for twin, _, _ in runs:
             engine.close_context(twin.name)
 
@@ -204,26 +207,30 @@ class Exam:
         plan = context.weave()
         n = context.n_tokens
         runs = [(context, n, (*q.asked, *q.expected[:-1])) for q in questions]
-        for question, logits in zip(questions, forced(runs), strict=True):
+        for question, logits in zip(questions, replies(runs), strict=True):
             yield plan, logits[len(question.asked) - 1 :]
 
 
-def oracle(runner: Runner, tokens: Sequence[int], questions: Sequence[Question]) -> list[Tensor]:
+def replies(runs: Sequence[tuple[Context, int, Sequence[int]]]) -> list[Tensor]:
+    """Return, for each (woven context, slot, tokens), the logits [token, vocab] after every token."""
+    session = runs[0][0].session
+    rows = [(context.session.state.rows, slot, tokens) for context, slot, tokens in runs]
+    return forced(session.weaver.backend, rows)
+
+
+def oracle(runner: Backend, tokens: Sequence[int], questions: Sequence[Question]) -> list[Tensor]:
     """Return the logits of a full prefill at every reply token; the shared part is run once."""
-    device, n = runner.device, len(tokens)
+    n, shared = len(tokens), np.array(tokens, np.int64)
     longest = max(len(q.asked) + len(q.expected) for q in questions)
-    positions = torch.arange(n + longest, device=device)
-    shared = torch.tensor(tokens, device=device)
-    rows, _ = prefill(runner, shared, positions[:n], slice(0, 0))
+    rows, _ = prefill(runner, shared, np.arange(n), slice(0, 0))
     rows.reserve(n + longest)
     found = []
     for question in questions:
         ids = [*question.asked, *question.expected[:-1]]
         stop = n + len(ids)
-        slots = torch.arange(n, stop)
-        segment = Segment(rows, torch.tensor(ids, device=device), slots, positions[n:stop])
-        want = torch.arange(len(question.asked) - 1, len(ids), device=device)
-        found.append(runner.forward([segment], want))
+        slots, want = np.arange(n, stop), np.arange(len(question.asked) - 1, len(ids))
+        work = Work(rows, np.array(ids, np.int64), slots, slots, want)
+        found.append(runner.forward([work])[0])
         rows.truncate(n)
     return found
 

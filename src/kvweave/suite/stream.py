@@ -19,11 +19,10 @@ from torch import Tensor
 
 from kvweave.demo.world import Conversation, Spec
 from kvweave.engine import Engine
-from kvweave.suite.exam import Exam, Outcome, clear, counts, oracle, outcome
+from kvweave.suite.exam import Exam, Outcome, clear, counts, oracle, outcome, replies
 from kvweave.suite.method import FULL, Method
 from kvweave.suite.words import Paper, Question
 from kvweave.weave.context import Context
-from kvweave.weave.oracle import forced
 from kvweave.weave.plan import Plan
 
 WINDOW, PRUNES = 12, 100  # turns in the context, and prunes of a stream
@@ -112,7 +111,7 @@ def _under(
         plan = context.weave()
         expected = step.question.expected
         again = (step.question.asked[-1], *expected[:-1])
-        yield i, plan, forced([(context, context.n_tokens - 1, again)])[0]
+        yield i, plan, replies([(context, context.n_tokens - 1, again)])[0]
         with context.edit():
             if header:
                 context.drop(-1, mode="forget")

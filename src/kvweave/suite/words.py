@@ -60,7 +60,7 @@ class Words:
             system = maker.chat.message("system", self._instruction())
         bos = maker.bos()
         if bos and maker.tokens(system)[: len(bos)] == bos:  # the engine puts one there too
-            system = system.removeprefix(maker.runner.tokenizer.bos_token)  # type: ignore[union-attr]
+            system = system.removeprefix(maker.backend.tokenizer.bos_token)
         self.system = system
         self.head = (*bos, *maker.tokens(system))
         self.header = maker.chat.header()

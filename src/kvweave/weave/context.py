@@ -1,4 +1,7 @@
-"""A context: an ordered list of chunks with positions, edited in place, woven when it is read."""
+"""A context: an ordered list of chunks with positions, edited in place, woven when it is read.
+
+Here are the parts and their edits, without a tensor; their rows are a `Session`'s.
+"""
 
 from __future__ import annotations
 
@@ -7,23 +10,19 @@ from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
-import torch
-
 from kvweave.chunk.identity import ChunkId, Kind
 from kvweave.errors import ChunkNotFound, ContextTooLong, InvalidArgument
-from kvweave.run.loop import Loop
-from kvweave.run.sample import Sampling
+from kvweave.run.sampling import Sampling
+from kvweave.weave.answer import Answer, request_from
+from kvweave.weave.check import Check
 from kvweave.weave.edits import dropped, find, inserted, part_of, renamed, reordered
-from kvweave.weave.generate import Answer, Turn, request_from
-from kvweave.weave.maker import Maker, Text
+from kvweave.weave.maker import Text
 from kvweave.weave.naming import Names, holder
-from kvweave.weave.oracle import Check, compare
-from kvweave.weave.parts import Mode, Part, Snapshot, end, exact_prefix
+from kvweave.weave.parts import Mode, Part, Snapshot, end
 from kvweave.weave.plan import Plan
-from kvweave.weave.repair import Strategy, strategy
-from kvweave.weave.settings import Settings
+from kvweave.weave.repair import Strategy
+from kvweave.weave.session import Session, Turn
 from kvweave.weave.sources import tokens_of
-from kvweave.weave.weaver import State, Weaver
 
 
 class Context:
@@ -32,25 +31,16 @@ class Context:
     A part is addressed by its name, its chunk's ``#id``, its index, or the `Part` itself.
     """
 
-    def __init__(
-        self, name: str, weaver: Weaver, maker: Maker, loop: Loop, settings: Settings
-    ) -> None:
+    def __init__(self, name: str, session: Session) -> None:
         self.name = name
-        self.settings = settings
-        self._weaver, self._maker, self._loop = weaver, maker, loop
-        self._table = weaver.table
-        rows = weaver.runner.new_rows(weaver.rows)
-        self._key = holder(name, settings.namespace)
-        self._state = State(self._key, rows, settings.prune == "evict", settings.namespace)
-        self._strategy = strategy(settings.repair)
+        self.settings = session.settings
+        self.session, self._key = session, session.key
+        self._maker, self._table = session.maker, session.weaver.table
         self._parts: tuple[Part, ...] = ()
         self._base: ChunkId | None = None
         self._next_uid = 0
-        self._names = Names(name, lambda n: weaver.table.lookup(n, settings.namespace) is None)
+        self._names = Names(name, lambda n: self._table.lookup(n, self.namespace) is None)
         self._editing = False
-        self._answering = False  # a Turn is between its beginning and its end
-        self._last: Plan | None = None
-        self._answered: tuple[tuple[Part, ...], int, int] = ((), 0, 0)  # rows of the last answer
         self._closed = False
 
     # ---- reading
@@ -73,11 +63,11 @@ class Context:
     @property
     def plan(self) -> Plan:
         """What the last weave did; what the next one would do when there was none."""
-        return self._last if self._last is not None else self.preview()
+        return self.session.plan if self.session.plan is not None else self.preview()
 
     def preview(self) -> Plan:
         """Say what a weave would do now, without doing it."""
-        return self._weaver.plan(self._state, self._parts, self._strategy, self.settings.share)
+        return self.session.preview(self._parts)
 
     def tokens(self) -> list[int]:
         """Return the token ids of the whole context."""
@@ -108,7 +98,7 @@ class Context:
         try:
             with self._table.transaction():
                 yield self
-                n, limit = end(self._parts), self._weaver.runner.limit
+                n, limit = end(self._parts), self._maker.backend.limit
                 if n > limit:
                     raise ContextTooLong(n, limit)
                 self._sync_holds(before, self._parts)
@@ -161,7 +151,8 @@ class Context:
     def insert_chunk(self, index: int, ref: str) -> Part:
         """Add a stored chunk before the part at ``index``. Raises ChunkNotFound."""
         with self.edit():
-            return self._insert(index, part_of(self._table.resolve(ref, self.namespace), ref))
+            record = self._table.resolve(ref, self.namespace)
+            return self._insert(index, part_of(record, ref))
 
     def insert_slice(self, index: int, ref: str, start: int, stop: int) -> Part:
         """Add tokens ``[start, stop)`` of a stored chunk before the part at ``index``.
@@ -209,7 +200,7 @@ class Context:
         mode = mode or self.settings.prune
         if mode not in ("forget", "evict"):
             raise InvalidArgument("mode", f"{mode!r} is neither 'forget' nor 'evict'")
-        if mode == "evict" and not self._state.keeps:
+        if mode == "evict" and self.settings.prune != "evict":
             reason = "this context does not keep what its parts saw"
             raise InvalidArgument("mode", reason, 'use prune="evict"')
         with self.edit():
@@ -217,8 +208,9 @@ class Context:
             if self._base is not None and 0 in gone and len(self._parts) > len(gone):
                 raise InvalidArgument("drop", "the base carries all other parts", "use replace")
             gaps = self.settings.positions == "keep"
-            self._weaver.shelf.pruned(int(self._parts[i].id) for i in gone)
+            self._maker.shelf.pruned(int(self._parts[i].id) for i in gone)
             self._parts = dropped(self._parts, gone, frozen=mode == "evict", gaps=gaps)
+            self._base = self._base if self._parts else None
 
     def replace(self, ref: str | int | Part, content: Text, *, kind: Kind = "document") -> Part:
         """Put new text in the place of a part; what stands behind is woven anew."""
@@ -260,27 +252,24 @@ class Context:
             self._parts, self._base = snapshot.parts, snapshot.base
 
     def fork(self, name: str) -> Context:
-        """Return a new context with the same parts and rows; the two do not affect each other."""
-        twin = Context(name, self._weaver, self._maker, self._loop, self.settings)
+        """Return a new context with the same parts and rows; the two do not affect each other.
+        Raises OverBudget."""
+        self._idle("fork")
+        twin = Context(name, self.session.fork(holder(name, self.namespace)))
         twin._parts, twin._base, twin._next_uid = self._parts, self._base, self._next_uid
         twin._names.reset(self._names.counts())
-        state = self._state
-        self._weaver.shelf.charge(twin._key, state.rows.n_bytes)
         twin._sync_holds((), twin._parts)
-        twin._state.rows, twin._state.woven = state.rows.clone(), list(state.woven)
-        twin._state.own, twin._state.patches = dict(state.own), dict(state.patches)
-        twin._state.known = set(state.known)
         return twin
 
     def close(self) -> None:
-        """Free the rows and let go of the chunks. Names stay; unnamed chunks go."""
+        """Free the rows and let go of the chunks; an answer under way is abandoned. Names stay;
+        unnamed chunks go."""
         if self._closed:
             return
+        self.session.close()
         self._closed = True
         self._sync_holds(self._parts, ())
         self._parts = ()
-        self._state.woven = []
-        self._weaver.shelf.charge(self._key, 0)
 
     # ---- weaving and answering
 
@@ -293,20 +282,10 @@ class Context:
         """Bring all rows up to date and return the plan.
 
         With ``repair``, parts that are not exact are woven again by that strategy. ``max_drift``:
-        see `begin`.
+        see `begin`. What is refused leaves everything as it was.
         """
         self._readable()
-        if repair is not None:
-            self._strategy = strategy(repair)
-            del self._state.woven[exact_prefix(self._state.woven) :]
-        share = self.settings.share if share is None else share
-        self._bound(max_drift)
-        woven = self._weaver.prepare(self._state, self._parts, self._strategy, share)
-        self._last = woven.plan
-        self._loop.add(woven.request)
-        self._loop.run(lambda: not woven.request.running)
-        self._weaver.commit(self._state, woven)
-        return woven.plan
+        return self.session.weave(self._parts, repair, share, max_drift)
 
     def begin(
         self, sampling: Sampling, max_drift: float | None = None, *, chat: bool = False
@@ -317,8 +296,7 @@ class Context:
         InvalidArgument for a bound that cannot be kept.
         """
         self._readable()
-        self._bound(max_drift)
-        return Turn(self, sampling, chat)
+        return self.session.begin(self, sampling, max_drift, chat)
 
     def generate(self, max_tokens: int = 256, **options: object) -> Answer:
         """Continue the context; the new text becomes its last part. Options: see Sampling, begin."""
@@ -331,33 +309,30 @@ class Context:
     def ask(self, content: str, max_tokens: int = 256, **options: object) -> Answer:
         """Add a user message and return the model's answer; both become chunks."""
         request = request_from(max_tokens, options)
-        before = self.snapshot()
+        before, counts, asked = self.snapshot(), self._names.counts(), None
         try:
-            self.message("user", content)
-            turn = self.begin(*request, chat=True)
+            asked = self.message("user", content)
+            return self.begin(*request, chat=True).run()
         except BaseException:
-            self.restore(before)
+            with self._table.transaction():
+                if asked is not None:
+                    self.restore(before)
+                    self._table.unbind(asked.name, self.namespace)
+            self._names.reset(counts)
             raise
-        return turn.run()
 
     def check(self) -> Check:
         """Weave, then measure the distance to a full prefill (costs that full prefill).
 
-        Compared are the predictions of the last answer's tokens, or, when the context was edited
-        since, of the next token.
+        Compared are the predictions of the last answer's tokens over the rows that it saw, or, when
+        the context was edited since, of the next token over the rows as they are woven now.
         """
-        if self._state.woven == [] or self.preview().prefilled:
-            self.weave()
-        tokens = torch.tensor(self.tokens(), device=self._weaver.runner.device)
-        parts, start, stop = self._answered
-        if parts != self._parts:
-            start, stop = len(tokens) - 1, len(tokens)
-        span = slice(max(start, stop - 64), stop)
-        return compare(self._weaver.runner, self._state.rows, tokens, span)
+        self._readable()
+        return self.session.check(self._parts)
 
     def check_integrity(self) -> None:
         """Raise AssertionError when rows, parts and the index disagree."""
-        self._state.rows.check_integrity()
+        self.session.state.rows.check_integrity()
         for part in self._parts:
             n = self._table.get(part.id).n_tokens
             assert 0 <= part.start < part.stop <= n, f"{part.name} has another length"
@@ -370,23 +345,21 @@ class Context:
             raise InvalidArgument("index", f"{index} is not in 0..{len(self._parts)}")
         if index < len(self._parts):
             self._no_gaps("insert")
-        part = replace(new, uid=self._next_uid)
+        part = replace(new, uid=self._next_uid, virtual=self._table.is_virtual(new.id))
         self._next_uid += 1
         self._parts = inserted(self._parts, index, part)
         return part
 
     def _idle(self, verb: str) -> None:
-        if self._answering:
+        if self._closed:
+            raise InvalidArgument(verb, f"{self.name} is closed", "open another context")
+        if self.session.turn is not None:
             raise InvalidArgument(verb, "an answer is under way", "finish or cancel it first")
 
     def _readable(self) -> None:
         self._idle("weave")
         if not self._parts:
             raise InvalidArgument("context", "it is empty", "append something first")
-
-    def _bound(self, max_drift: float | None) -> None:
-        wanted = self.settings.max_drift if max_drift is None else max_drift
-        self._weaver.bound(self._state, self._strategy, self.settings.share, wanted)
 
     def _no_gaps(self, verb: str) -> None:
         if self.settings.positions == "keep":

@@ -32,7 +32,12 @@ class Reads(Observer):
     over heads and layers."""
 
     def __init__(
-        self, placed: Sequence[Placement], n_rows: int, n_new: int, n_layers: int, device: torch.device
+        self,
+        placed: Sequence[Placement],
+        n_rows: int,
+        n_new: int,
+        n_layers: int,
+        device: torch.device,
     ) -> None:
         sizes = torch.tensor([p.part.n for p in placed] + [n_new])
         owner = torch.repeat_interleave(torch.arange(len(sizes)), sizes)

@@ -3,44 +3,45 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from hashlib import blake2b
 
+import numpy as np
 import torch
 
-from kvweave.chunk.identity import ChunkId, Kind, chunk_digest
+from kvweave.chunk.identity import NO_TOKEN, ChunkId, Kind, chunk_digest
 from kvweave.chunk.table import Table
-from kvweave.errors import ContextTooLong, CorruptChunk, EmptyChunk, InvalidArgument
-from kvweave.run.attention import BLOCK, Segment
-from kvweave.run.model import Runner
-from kvweave.run.rows import KVRows
+from kvweave.errors import ChunkLost, ContextTooLong, CorruptChunk, EmptyChunk, InvalidArgument
+from kvweave.run.base import Backend, Ints, Rows, Work
 from kvweave.store.kv import KV
 from kvweave.store.shelf import Shelf
 from kvweave.weave.chat import ChatFormat
 
 Text = str | Sequence[int]  # text, or token ids
+BLOCK = 512  # rows of one pass; bounds the mask to BLOCK x context
 
 
 class Maker:
     """Adds chunks to the index and canonical KV to the shelf."""
 
-    def __init__(self, runner: Runner, shelf: Shelf, table: Table) -> None:
-        self.runner, self.shelf, self.table = runner, shelf, table
-        self.chat = ChatFormat(runner.tokenizer)
+    def __init__(self, backend: Backend, shelf: Shelf, table: Table) -> None:
+        self.backend, self.shelf, self.table = backend, shelf, table
+        self.chat = ChatFormat(backend.tokenizer)
 
     def tokens(self, text: Text) -> list[int]:
         """Return token ids without special tokens added. Raises InvalidArgument."""
         if not isinstance(text, str):
-            ids, n_vocab = [int(t) for t in text], self.runner.config.vocab_size
-            if any(not 0 <= t < n_vocab for t in ids):
+            ids = [int(t) for t in text]
+            if any(not 0 <= t < self.backend.n_vocab for t in ids):
                 raise InvalidArgument("tokens", "an id is outside the model's vocabulary")
             return ids
-        if self.runner.tokenizer is None:
+        if self.backend.tokenizer is None:
             raise InvalidArgument("text", "this model came without a tokenizer", "pass token ids")
-        ids = self.runner.tokenizer.encode(text, add_special_tokens=False)
+        ids = self.backend.tokenizer.encode(text, add_special_tokens=False)
         return [int(t) for t in ids]
 
     def bos(self) -> list[int]:
         """Return the tokens the tokenizer puts before every text; [] when there are none."""
-        tokenizer = self.runner.tokenizer
+        tokenizer = self.backend.tokenizer
         if tokenizer is None:
             return []
         bos = tokenizer.bos_token_id
@@ -59,11 +60,30 @@ class Maker:
         """Give tokens an id. Raises EmptyChunk, ContextTooLong."""
         if not len(tokens):
             raise EmptyChunk(name)
-        if len(tokens) > self.runner.limit:
-            raise ContextTooLong(len(tokens), self.runner.limit)
+        if len(tokens) > self.backend.limit:
+            raise ContextTooLong(len(tokens), self.backend.limit)
         below = b"" if base is None else self.table.get(base).digest
-        digest = chunk_digest(self.runner.fingerprint, below, tokens, namespace)
+        digest = chunk_digest(self.backend.fingerprint, below, tokens, namespace)
         return self.table.add(tokens, digest=digest, kind=kind, namespace=namespace, base=base)[0]
+
+    def add_rows(self, kv: KV, *, kind: Kind, namespace: str = "") -> ChunkId:
+        """Give rows that no token made an id, and keep them as they are. Raises InvalidArgument."""
+        shapes = [(k.shape[1:], v.shape[1:]) for k, v in zip(kv.k, kv.v, strict=True)]
+        wanted = [layer.shape for layer in self.backend.layers]
+        if shapes != [((s.k_heads, s.k_dim), (s.v_heads, s.v_dim)) for s in wanted]:
+            raise InvalidArgument("kv", "its layers or heads are not the model's")
+        if {t.dtype for t in (*kv.k, *kv.v)} != {self.backend.dtype}:
+            raise InvalidArgument("kv", f"its values are not {self.backend.dtype}")
+        if not 0 < kv.n_tokens <= self.backend.limit or not kv.is_finite():
+            raise InvalidArgument("kv", "it has no rows, too many, or values that are not finite")
+        content = blake2b(digest_size=16)
+        for tensor in (*kv.k, *kv.v):
+            content.update(tensor.cpu().contiguous().view(torch.uint8).numpy().tobytes())
+        tokens = [NO_TOKEN] * kv.n_tokens
+        digest = chunk_digest(self.backend.fingerprint, content.digest(), tokens, namespace)
+        id, _ = self.table.add(tokens, digest=digest, kind=kind, namespace=namespace)
+        self.shelf.put(id, kv.clone())
+        return id
 
     def canonicalise(
         self, ids: Iterable[ChunkId], progress: Callable[[int], None] = lambda n: None
@@ -73,10 +93,13 @@ class Maker:
         ``progress`` is told the tokens done since its last call. Chunks whose KV is not finite are
         refused with CorruptChunk and not stored.
         """
-        self.runner.require_move()
+        self.backend.require_move()
         wanted = [i for i in dict.fromkeys(ids) if self.shelf.tier(i) == "none"]
         self.shelf.mover.find(wanted)
         wanted = [i for i in wanted if self.shelf.tier(i) == "none"]
+        for id in wanted:
+            if self.table.is_virtual(id):
+                raise ChunkLost(f"#{id}")
         bases = {self.table.get(i).base for i in wanted} - {None}
         missing = [b for b in bases if b is not None and b not in wanted]
         total = self.canonicalise(missing, progress) if missing else 0
@@ -96,18 +119,13 @@ class Maker:
     def _batch(self, ids: list[ChunkId], progress: Callable[[int], None]) -> int:
         """Compute several chunks in one packed pass (a long one alone, piece by piece)."""
         sizes = [self.table.get(i).n_tokens for i in ids]
-        self.shelf.reserve(sum(sizes) * self.runner.row_bytes)
-        made = [self.runner.new_kv(n) for n in sizes]
+        self.shelf.reserve(sum(sizes) * self.backend.row_bytes)
+        made = [self.backend.new_kv(n) for n in sizes]
         rows = [self._after_base(i, n) for i, n in zip(ids, sizes, strict=True)]
-        n_longest = max(sizes)
-        for start in range(0, n_longest, BLOCK):
-            segments = [
-                self._segment(i, r, kv, start) for i, r, kv in zip(ids, rows, made, strict=True)
-            ]
-            self.runner.forward(
-                segments, torch.empty(0, dtype=torch.int64), stop_after=len(self.runner.layers) - 1
-            )
-            progress(sum(s.n for s in segments))
+        for start in range(0, max(sizes), BLOCK):
+            works = [self._work(i, r, kv, start) for i, r, kv in zip(ids, rows, made, strict=True)]
+            self.backend.forward(works)
+            progress(sum(work.n for work in works))
         for id, kv in zip(ids, made, strict=True):
             if not kv.is_finite():
                 raise CorruptChunk(f"#{id}", "its KV has NaN or infinite values")
@@ -115,26 +133,33 @@ class Maker:
             self.shelf.put(id, kv)
         return sum(sizes)
 
-    def _after_base(self, id: ChunkId, n: int) -> KVRows:
-        rows = self.runner.new_rows()
+    def _after_base(self, id: ChunkId, n: int) -> Rows:
+        """Return rows that hold the chunk's base: as it was computed, never as a codec left it."""
+        rows = self.backend.new_rows()
         base = self.table.get(id).base
+        n_base = 0 if base is None else self.table.get(base).n_tokens
+        if n_base + n > self.backend.limit:
+            raise ContextTooLong(n_base + n, self.backend.limit)
+        rows.reserve(n_base + n)
         if base is None:
-            rows.reserve(n)
             return rows
         kv = self.shelf.get(base)
         assert kv is not None, f"base #{base} has no KV"
-        n_base = kv.n_tokens
-        if n_base + n > self.runner.limit:
-            raise ContextTooLong(n_base + n, self.runner.limit)
-        rows.reserve(n_base + n)
-        positions = torch.arange(n_base, device=self.runner.device)
-        rows.place(0, [kv], positions, rows.angles(positions))
+        slots = np.arange(n_base)
+        if kv.lossy:
+            self.backend.forward([Work(rows, self._tokens(base), slots, slots, last=self._last)])
+        else:
+            rows.place([(0, [kv])], slots)
         return rows
 
-    def _segment(self, id: ChunkId, rows: KVRows, kv: KV, start: int) -> Segment:
-        tokens = self.table.tokens(id)[start : start + BLOCK].astype("int64")
-        slots = torch.arange(rows.n, rows.n + len(tokens))
-        device = self.runner.device
-        return Segment(
-            rows, torch.from_numpy(tokens).to(device), slots, slots.to(device), raw=kv, raw_at=start
-        )
+    def _work(self, id: ChunkId, rows: Rows, kv: KV, start: int) -> Work:
+        tokens = self._tokens(id)[start : start + BLOCK]
+        slots = np.arange(rows.n, rows.n + len(tokens))
+        return Work(rows, tokens, slots, slots, raw=kv, last=self._last, at=start)
+
+    def _tokens(self, id: ChunkId) -> Ints:
+        return self.table.tokens(id).astype(np.int64)
+
+    @property
+    def _last(self) -> int:
+        return len(self.backend.layers) - 1

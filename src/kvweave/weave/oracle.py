@@ -3,52 +3,58 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from kvweave.run.attention import BLOCK, Segment
-from kvweave.run.model import Runner
-from kvweave.run.rows import KVRows
-from kvweave.weave.check import Check as Check
+from kvweave.run.base import Backend, Ints, Rows, Work
+from kvweave.store.kv import KV
+from kvweave.weave.check import Check
 
-if TYPE_CHECKING:
-    from kvweave.weave.context import Context
+BLOCK = 512  # rows of one pass; bounds the mask to BLOCK x context
+Given = Sequence[tuple[int, Sequence[KV]]]  # (slot, KV) of rows that no token made
 
 
 def prefill(
-    runner: Runner, tokens: Tensor, positions: Tensor, span: slice
-) -> tuple[KVRows, Tensor]:
-    """Return rows and the logits [span, vocab] of a full prefill."""
-    n = tokens.numel()
-    rows = runner.new_rows()
+    backend: Backend, tokens: Ints, positions: Ints, span: slice, given: Given = ()
+) -> tuple[Rows, Tensor]:
+    """Return rows and the logits [span, vocab] of a full prefill; ``given`` rows are as they are."""
+    n = len(tokens)
+    rows = backend.new_rows()
     rows.reserve(n)
+    there = np.zeros(n, bool)
+    for slot, kvs in given:
+        there[slot : slot + sum(kv.n_tokens for kv in kvs)] = True
+    if given:
+        rows.place(given, positions)
+    missing = np.flatnonzero(~there)
     found = []
-    for slots in torch.split(torch.arange(n), BLOCK):
-        at = slots.to(tokens.device)
-        wanted = (slots >= span.start) & (slots < span.stop)
-        segment = Segment(rows, tokens[at], slots, positions[at])
-        found.append(runner.forward([segment], wanted.nonzero()[:, 0].to(tokens.device)))
+    for slots in np.split(missing, range(BLOCK, len(missing), BLOCK)):
+        want = np.flatnonzero((slots >= span.start) & (slots < span.stop))
+        work = Work(rows, tokens[slots], slots, positions[slots], want)
+        found.append(backend.forward([work])[0])
     return rows, torch.cat(found)
 
 
-def compare(runner: Runner, rows: KVRows, tokens: Tensor, span: slice) -> Check:
+def compare(backend: Backend, rows: Rows, tokens: Ints, span: slice, given: Given = ()) -> Check:
     """Compare woven ``rows`` of ``tokens`` with the oracle; changes nothing.
 
     The logits after the tokens of ``span`` are computed again over a copy of the rows.
     """
-    n, n_compared = tokens.numel(), span.stop - span.start
-    positions = rows.positions[:n].clone()
-    true_rows, wanted = prefill(runner, tokens, positions, span)
-    copy = rows.clone()
-    slots = torch.arange(span.start, span.stop)
-    at = slots.to(tokens.device)
-    segment = Segment(copy, tokens[at], slots, positions[at])
-    found = runner.forward([segment], torch.arange(n_compared, device=tokens.device))
+    n, n_compared = len(tokens), span.stop - span.start
+    positions = rows.positions[:n].copy()
+    true_rows, wanted = prefill(backend, tokens, positions, span, given)
+    slots = np.arange(span.start, span.stop)
+    work = Work(rows.clone(), tokens[slots], slots, positions[slots], np.arange(n_compared))
+    found = backend.forward([work])[0]
     wanted_log, found_log = wanted.double().log_softmax(-1), found.double().log_softmax(-1)
     kl = (wanted_log.exp() * (wanted_log - found_log)).sum(-1).clamp_min(0)
     difference = (wanted - found).double().abs()
+    errors = [
+        [_error(a[:n], b[:n]) for a, b in zip(rows.read(i), true_rows.read(i), strict=True)]
+        for i in range(len(backend.layers))
+    ]
     return Check(
         n_tokens=n,
         n_compared=n_compared,
@@ -57,29 +63,27 @@ def compare(runner: Runner, rows: KVRows, tokens: Tensor, span: slice) -> Check:
         top1=float((wanted.argmax(-1) == found.argmax(-1)).double().mean()),
         logit_max=float(difference.max()),
         logit_mean=float(difference.mean()),
-        k_error=tuple(_error(a[:n], b[:n]) for a, b in zip(rows.k, true_rows.k, strict=True)),
-        v_error=tuple(_error(a[:n], b[:n]) for a, b in zip(rows.v, true_rows.v, strict=True)),
+        k_error=tuple(k for k, _ in errors),
+        v_error=tuple(v for _, v in errors),
     )
 
 
-def forced(runs: Sequence[tuple[Context, int, Sequence[int]]]) -> list[Tensor]:
-    """Return, for each (woven context, slot, tokens), the logits [token, vocab] after every token.
+def forced(backend: Backend, runs: Sequence[tuple[Rows, int, Sequence[int]]]) -> list[Tensor]:
+    """Return, for each (woven rows, slot, tokens), the logits [token, vocab] after every token.
 
     The tokens are run from that slot on, over copies of the rows, all in one pass; this is what
     greedy decoding sees as long as it agrees with them. Changes nothing.
     """
-    runner = runs[0][0]._weaver.runner
-    segments = []
-    for context, start, tokens in runs:
-        rows, stop = context._state.rows.clone(), start + len(tokens)
-        rows.reserve(stop)
-        last = rows.positions[start - 1] if start else -1
-        positions = last + torch.arange(1, len(tokens) + 1, device=runner.device)
-        ids = torch.tensor(tokens, device=runner.device)
-        segments.append(Segment(rows, ids, torch.arange(start, stop), positions))
-    sizes = [s.n for s in segments]
-    logits = runner.forward(segments, torch.arange(sum(sizes), device=runner.device))
-    return list(torch.split(logits, sizes))
+    works = []
+    for woven, start, tokens in runs:
+        rows, n = woven.clone(), len(tokens)
+        rows.truncate(start)
+        rows.reserve(start + n)
+        last = int(rows.positions[start - 1]) if start else -1
+        slots = np.arange(start, start + n)
+        ids = np.array(tokens, np.int64)
+        works.append(Work(rows, ids, slots, last + 1 + np.arange(n), np.arange(n)))
+    return backend.forward(works)
 
 
 def _error(found: Tensor, wanted: Tensor) -> float:

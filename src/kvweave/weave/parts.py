@@ -257,7 +257,7 @@ def _choose(
 
     best = Truth.EXACT if exact_before else Truth.RIGHT
     if part.virtual:
-        return make("canonical", part.n, best)
+        return make("canonical", part.n, Truth.STALE if available.lossy else best)
     kept_there = before is not None and (
         before.origin == "own" or (before.origin == "canonical" and available.canonical)
     )

@@ -31,9 +31,7 @@ class Mass(Observer):
     Layers before ``first_layer`` do not count, nor do rows up to the first whose weight is not 0.
     """
 
-    def __init__(
-        self, n: int, weights: Floats, device: torch.device, first_layer: int = 0
-    ) -> None:
+    def __init__(self, n: int, weights: Floats, device: torch.device, first_layer: int = 0) -> None:
         counted = np.flatnonzero(weights)
         self.range = (int(counted[0]), len(weights)) if len(counted) else (0, 0)
         self.first_layer = first_layer
@@ -189,7 +187,9 @@ class Passes:
         scratch = self.rows.clone(layers=layer + 1)
         todo = union(candidates, self.unready)
         yield Work(scratch, self.tokens[todo], todo, self.positions[todo], last=layer)
-        pairs = zip("kv", scratch.read(layer, candidates), self.rows.read(layer, candidates), strict=True)
+        pairs = zip(
+            "kv", scratch.read(layer, candidates), self.rows.read(layer, candidates), strict=True
+        )
         return _down(sum(
             ((new - old).float().square().sum((1, 2)) for name, new, old in pairs if name in what),
             torch.zeros(len(candidates), device=self.backend.device),
@@ -205,7 +205,9 @@ class Passes:
             self.rows,
             np.concatenate([self.tokens, draft])[slots],
             slots,
-            np.concatenate([self.positions, self.positions[-1:] + 1 + np.arange(len(draft))])[slots],
+            np.concatenate([self.positions, self.positions[-1:] + 1 + np.arange(len(draft))])[
+                slots
+            ],
             want=np.flatnonzero(np.isin(slots, np.concatenate([self.question, behind]))),
         )
         self.rows.truncate(self.n)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import get_args
 
+from kvweave.chunk.identity import check_namespace
+from kvweave.errors import InvalidArgument
 from kvweave.weave.parts import Mode, Positions
-from kvweave.weave.repair import Strategy
+from kvweave.weave.repair import Strategy, strategy
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """How a context is woven."""
+    """How a context is woven; raises InvalidArgument for what makes no sense."""
 
     repair: str | Strategy = "none"
     share: float = 0.0  # of the reused rows, 0..1
@@ -19,3 +22,20 @@ class Settings:
     namespace: str = ""
     max_drift: float | None = None  # nats: over this predicted bound `auto` repairs more
     denoise: bool = True  # compute canonical KV of new turns after each answer
+
+    def __post_init__(self) -> None:
+        strategy(self.repair)
+        check_namespace(self.namespace)
+        check_share(self.share)
+        for name, kind in (("prune", Mode), ("positions", Positions)):
+            value = getattr(self, name)
+            if value not in get_args(kind):
+                raise InvalidArgument(name, f"{value!r}", f"one of {', '.join(get_args(kind))}")
+        if self.max_drift is not None and not self.max_drift >= 0:
+            raise InvalidArgument("max_drift", f"{self.max_drift} is not a number from 0 up (nats)")
+
+
+def check_share(share: float) -> None:
+    """Raise InvalidArgument unless ``share`` is a part of a whole."""
+    if not 0 <= share <= 1:
+        raise InvalidArgument("share", f"{share} is not between 0 and 1")

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvweave.chunk.table import Table
-from kvweave.errors import CorruptChunk
+from kvweave.errors import ChunkLost, CorruptChunk
 from kvweave.store.kv import KV
 from kvweave.store.shelf import Shelf
 from kvweave.weave.parts import Available, Part, Seen, Stretch, chunk_seen, slice_seen
@@ -32,7 +32,8 @@ class Sources:
         """Say what could be placed, without loading anything."""
         exact = self._exact(part, seen) is not None
         canonical = self._may_reuse(part, seen, known) and self.shelf.tier(part.id) != "none"
-        return Available(canonical and not exact, self._canonical_seen(part), exact)
+        lossy = canonical and self.shelf.is_lossy(part.id)
+        return Available(canonical and not exact, self._canonical_seen(part), exact, lossy)
 
     def begin(self, parts: Iterable[Part], known: Collection[int]) -> None:
         """Begin to load all that may be reused, at once."""
@@ -41,7 +42,11 @@ class Sources:
     def load(
         self, part: Part, seen: Seen, known: Collection[int], loaded: dict[int, KV]
     ) -> Available:
-        """Put what could be placed into ``loaded`` by uid. Raises CorruptChunk, OverBudget."""
+        """Put what could be placed into ``loaded`` by uid. Raises CorruptChunk, OverBudget, and
+        ChunkLost for rows that nothing can compute again."""
+        if part.virtual:
+            kv = loaded[part.uid] = self.rows_of(part)
+            return Available(True, (), False, kv.lossy)
         exact = self._exact(part, seen)
         if exact is not None:
             loaded[part.uid] = exact.rows(part.start, part.stop)
@@ -53,7 +58,15 @@ class Sources:
             if canonical.n_tokens != wanted:
                 raise CorruptChunk(part.name, f"{canonical.n_tokens} rows for {wanted} tokens")
             loaded[part.uid] = canonical.rows(part.start, part.stop)
-        return Available(canonical is not None, self._canonical_seen(part), False)
+        lossy = canonical is not None and canonical.lossy
+        return Available(canonical is not None, self._canonical_seen(part), False, lossy)
+
+    def rows_of(self, part: Part) -> KV:
+        """Return the rows of a virtual part, which no token made. Raises ChunkLost."""
+        kv = self.shelf.get(part.id)
+        if kv is None:
+            raise ChunkLost(part.name)
+        return kv.rows(part.start, part.stop)
 
     def is_whole(self, part: Part) -> bool:
         """Tell whether a part is all of its chunk, so that its KV is the chunk's."""

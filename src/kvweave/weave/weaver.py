@@ -77,9 +77,7 @@ class Weaver:
         self.sources = Sources(shelf, table)
         self._next_key = 0
 
-    def wish(
-        self, state: State, strategy: Strategy, share: float, max_drift: float | None
-    ) -> Wish:
+    def wish(self, state: State, strategy: Strategy, share: float, max_drift: float | None) -> Wish:
         """Return what a weave is asked for. Raises InvalidArgument if nothing can keep the bound."""
         check_bound(max_drift, self.calibration, strategy.name, share)
         if max_drift is not None and state.keeps:
@@ -274,7 +272,11 @@ class Weaver:
             placed, counts, still_seen(placed), looked, strict=True
         ):
             check_placement(p)
-            n, n_prefilled, is_placed = p.part.n, p.part.n - p.ready, p.source not in ("kept", "none")
+            n, n_prefilled, is_placed = (
+                p.part.n,
+                p.part.n - p.ready,
+                p.source not in ("kept", "none"),
+            )
             was = was and (p.exact or p.ready == 0)
             whole = n_repaired + n_prefilled == n and (sure or p.ready == 0)
             exact = exact and (p.exact or whole) and (was or first == last)
@@ -302,7 +304,9 @@ class Weaver:
         done: list[Placement] = []
         raw, slots = weaving.raw, weaving.computed
         assert weaving.plan is not None, "the request has not prepared"
-        state.repaired = state.repaired_until(first_change(weaving.placed), weaving.placed[-1].slots[1])
+        state.repaired = state.repaired_until(
+            first_change(weaving.placed), weaving.placed[-1].slots[1]
+        )
         state.repaired[slots] = True
         spans, looked = spans_of(weaving.placed, slots), spans_of(weaving.placed, weaving.early)
         for p, span, (start, stop), (first, last) in zip(
@@ -338,7 +342,9 @@ class Weaver:
         state.forget_others(uids)
         self.settle_account(state)
 
-    def extend(self, state: State, parts: Sequence[Part], sizes: tuple[int, int], weaving: Weaving) -> None:
+    def extend(
+        self, state: State, parts: Sequence[Part], sizes: tuple[int, int], weaving: Weaving
+    ) -> None:
         """Record generated rows: ``parts`` begin where the header stood.
 
         ``sizes`` are the header's tokens and the rows computed from there on; what is left (the

@@ -69,7 +69,9 @@ class Auto(Strategy):
         if not len(passes.unready) or not len(candidates):
             if wish.max_drift is None or not spans:
                 new = [p for p in spans if p.source != "kept"]  # what was, was chosen before
-                return Verdict((yield from self.select(passes, new, passes.candidates(new), wish.share)))
+                return Verdict(
+                    (yield from self.select(passes, new, passes.candidates(new), wish.share))
+                )
             return (yield from self._everything(passes, stale, None))
         if len(candidates) <= len(passes.unready):
             return Verdict(passes.slots(stale), 0.0)
@@ -140,5 +142,3 @@ def _last(passes: Passes, logits: torch.Tensor) -> torch.Tensor | None:
     n_draft = 0 if passes.looked is None else len(passes.looked.draft)
     ends = len(passes.unready) and int(passes.unready[-1]) == passes.n - 1
     return logits[len(logits) - 1 - n_draft] if ends else None
-
-

@@ -115,7 +115,9 @@ class Strategy:
     def repair(self, passes: Passes, wish: Wish) -> Steps[Verdict]:
         """Choose ``wish.share`` of the rows that are placed and not exact."""
         spans = [p for p in passes.placed if p.repairable]
-        return Verdict((yield from self.select(passes, spans, passes.candidates(spans), wish.share)))
+        return Verdict(
+            (yield from self.select(passes, spans, passes.candidates(spans), wish.share))
+        )
 
     def select(
         self, passes: Passes, spans: Sequence[Placement], candidates: Ints, share: float
