@@ -22,7 +22,7 @@ from kvweave.run.attention import Segment
 from kvweave.run.model import Runner
 
 NAMES = sorted(oracle.MODELS)
-EXACT = 1e-9  # float64 on both sides; angles are float32 on both sides
+EXACT = oracle.EXACT  # float64 on both sides; angles are float32 on both sides
 
 
 def ids(n: int, seed: int = 0) -> torch.Tensor:
@@ -34,8 +34,7 @@ def test_prefill_equals_transformers(name: str) -> None:
     runner = tiny(name)
     assert runner.can_move, runner.can_move.reason
     _, logits = oracle.rows_of(runner, ids(30))
-    # transformers' softmax is float32 in eager attention: that is the error allowed here
-    assert oracle.relative(logits, oracle.full_prefill(runner, ids(30))) < 2e-6
+    assert oracle.relative(logits, oracle.full_prefill(runner, ids(30))) < oracle.bound(name)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -73,7 +72,8 @@ def test_moved_chunk_equals_recomputed_alone(name: str) -> None:
         # angles are float32 products: relative positions agree to ~1e-5 at 200
         assert oracle.relative(placed.k[layer][:9], wanted.k[layer][:9]) < 3e-5
         assert oracle.relative(placed.v[layer][:9], wanted.v[layer][:9]) < 3e-5
-    assert torch.equal(placed.k[0][:9], wanted.k[0][:9]), "layer 0 sees no context: bit-equal"
+    near = oracle.relative(placed.k[0][:9], wanted.k[0][:9])
+    assert near < EXACT, "layer 0 sees no context: it is turned by the same angles"
 
 
 def test_repaired_row_does_not_see_its_future() -> None:
@@ -107,7 +107,7 @@ def test_many_scattered_rows_are_cut_into_pieces_that_change_nothing(name: str) 
     found = runner.forward([segment], torch.arange(200))
     assert segment.pieces == [(0, 64), (64, 128), (128, 192), (192, 200)]
     assert oracle.relative(found, logits[slots]) < EXACT
-    assert oracle.relative(logits, oracle.full_prefill(runner, tokens)) < 2e-6
+    assert oracle.relative(logits, oracle.full_prefill(runner, tokens)) < EXACT
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "gemma2"])
@@ -159,14 +159,14 @@ def test_length_dependent_rope_is_pinned(kind: str, long: bool) -> None:
     _, found = oracle.rows_of(runner, tokens)
     pinned = torch.cat([torch.arange(31), torch.tensor([runner.limit - 1])])
     model.set_attn_implementation("eager")
-    with torch.no_grad():
+    with torch.no_grad(), oracle.Float64():
         wanted = model(
             torch.cat([tokens, tokens[:1]])[None],
             position_ids=pinned[None],
             attention_mask=torch.ones(1, 32, dtype=torch.int64),
         ).logits[0, :31]
     model.set_attn_implementation("kvweave")
-    assert oracle.relative(found, wanted) < 2e-6
+    assert oracle.relative(found, wanted) < (oracle.EXACT if kind == "dynamic" else oracle.SINGLE)
 
 
 @pytest.mark.parametrize("name", sorted(oracle.REFUSED))
