@@ -138,8 +138,8 @@ def test_evict_keeps_the_patched_rows(engines: Make) -> None:
     after = rows(context)
     assert [s.patched for s in plan.spans] == [False, False, True, False]
     assert plan.spans[2].saw == (int(gone),) and plan.repaired == 0
-    for layer in range(len(after.v)):
-        assert torch.equal(after.v[layer][11:18], before.v[layer][20:27])
+    for layer in range(4):
+        assert torch.equal(after.read(layer)[1][11:18], before.read(layer)[1][20:27])
 
 
 def test_survivors_of_an_evict_get_no_patch(engines: Make) -> None:
@@ -156,7 +156,7 @@ def test_survivors_of_an_evict_get_no_patch(engines: Make) -> None:
     before = rows(context).clone()
     context.drop("between")
     assert context.weave().patched == 0
-    assert torch.equal(rows(context).v[2][11:20], before.v[2][18:27])
+    assert torch.equal(rows(context).read(2)[1][11:20], before.read(2)[1][18:27])
     other = chat(engine, "e", [], repair=ALL, share=0.0)
     other.append_chunk("c/0")
     other.append_chunk("c/1")
@@ -254,7 +254,7 @@ def test_short_dtypes_stay_what_they_are(engines: Make, dtype: torch.dtype) -> N
     rough = first.check().v_error[-1]
     again(engine, "meet", first, repair=ALL, share=1.0).weave()
     context = again(engine, "use", first, repair=ALL, share=0.0)
-    assert context.weave().patched == 13 and rows(context).v[0].dtype == dtype
+    assert context.weave().patched == 13 and rows(context).read(0)[1].dtype == dtype
     assert context.check().v_error[-1] < (1e-5 if dtype == torch.float32 else rough / 4)
 
 
