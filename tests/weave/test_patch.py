@@ -22,6 +22,14 @@ def met(engine: Engine, sizes: list[int], which: str = ALL) -> Context:
     return context
 
 
+def asked_anew(engine: Engine, first: Context, share: float) -> Context:
+    """Another context of the same chunks, with patches, and another question behind them."""
+    context = again(engine, "d", first, repair=ALL, share=share)
+    context.drop(-1)
+    context.append(text(3, 79))
+    return context
+
+
 def patched(context: Context) -> list[bool]:
     return [s.patched for s in context.preview().spans]
 
@@ -31,7 +39,7 @@ def test_a_patch_of_full_rank_gives_the_rows_in_context(engines: Make, name: str
     engine = engines(name)
     first = met(engine, [6, 9, 4])
     assert first.plan.repaired == 13 and first.plan.patched == 0
-    context = again(engine, "d", first, repair=ALL, share=0.0)
+    context = asked_anew(engine, first, 0.0)
     plan = context.weave()
     assert (plan.repaired, plan.patched, plan.prefilled) == (0, 13, 3)
     found = context.check()
@@ -55,13 +63,21 @@ def test_the_error_falls_with_the_rank(engines: Make) -> None:
 def test_a_patched_part_is_never_called_exact(engines: Make) -> None:
     engine = engines()
     first = met(engine, [6, 9, 4])
-    assert first.plan.drift is None and len(engine.shelf._in_context) == 0
-    context = again(engine, "d", first, repair=ALL, share=1.0)
+    question = int(first.parts[-1].id)
+    found = first.check()
+    assert first.plan.drift == 0 and first.plan.repaired == 13, "no patch is in it yet"
+    assert max(*found.k_error, *found.v_error) < EXACT
+    assert list(engine.shelf._in_context) == [question]
+    same = again(engine, "same", first, repair=ALL, share=1.0).weave()
+    assert [s.exact for s in same.spans] == [True, True, False, False, False]
+    assert same.drift is None and same.prefilled == 0 and same.patched == 13
+    context = asked_anew(engine, first, 1.0)
     last = context.append(text(4, 78))
     plan = context.weave()
     assert plan.drift is None and [s.exact for s in plan.spans] == [True, True, *[False] * 4]
     assert [s.patched for s in plan.spans] == [False, False, True, True, False, False]
     assert int(last.id) not in engine.shelf._in_context
+    assert list(engine.shelf._in_context) == [question]
     assert plan.reused == plan.patched == 13 and plan.counts()["patched"] == 13
     assert "reuse patched" in plan.explain() and "(patched 13)" in str(plan)
     assert plan.exact + plan.reused + plan.repaired + plan.prefilled == plan.n_tokens
