@@ -143,10 +143,9 @@ class Maker:
         rows.reserve(n_base + n)
         if base is None:
             return rows
-        kv = self.shelf.get(base)
-        assert kv is not None, f"base #{base} has no KV"
+        kv = self.shelf.get(base)  # None: what is computed behind it may have taken its room
         slots = np.arange(n_base)
-        if kv.lossy:
+        if kv is None or kv.lossy:
             self.backend.forward([Work(rows, self._tokens(base), slots, slots, last=self._last)])
         else:
             rows.place([(0, [kv])], slots)

@@ -144,7 +144,7 @@ class Session:
         twin.state.own, twin.state.redone = dict(state.own), dict(state.redone)
         twin.state.known, twin.state.lossy = set(state.known), set(state.lossy)
         twin.state.repaired = state.repaired.copy()
-        twin.strategy, twin.plan, twin._answered = self.strategy, self.plan, self._answered
+        twin.strategy, twin.plan = self.strategy, self.plan
         return twin
 
     def close(self) -> None:
