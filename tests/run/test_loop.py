@@ -14,11 +14,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from run.backend import ids, off
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import kvweave.run.loop
 from kvweave.errors import InvalidArgument, LoadFailed
-from kvweave.run.base import NO_SLOTS, Steps, Work, drive
+from kvweave.run.base import NO_SLOTS, Ints, Rows, Steps, Work, drive
 from kvweave.run.loop import Loop, Request
 from kvweave.run.sample import Sampling
 
@@ -722,3 +723,34 @@ def test_every_request_gets_what_it_gets_alone_however_they_are_packed(queue, ba
         else:
             assert (r.out, r.finish) == (out, finish), spec
             assert (r.error is not None) == (finish == "error")
+
+
+# ---- over engines with a model
+
+
+def again(rows: Rows, tokens: Ints) -> Steps[torch.Tensor | None]:
+    """All rows but the last two, then these and some of the others once more."""
+    n = len(tokens)
+    rows.reserve(n)
+    for slots in (np.arange(n - 2), np.array([1, 4, 5, n - 2, n - 1])):
+        logits = yield Work(rows, tokens[slots], slots, slots, np.array([len(slots) - 1]))
+    return logits[0]
+
+
+def test_packed_contexts_say_what_a_full_prefill_says(backend):
+    loop = Loop(backend, max_batch=3, max_rows=7)
+    requests = []
+    for key, n in enumerate((9, 14, 8, 11)):
+        rows = backend.new_rows()
+        asked = Sampling(max_tokens=5, ignore_eos=True)
+        requests.append(Request(key, rows, again(rows, ids(n, key)), asked))
+        loop.add(requests[-1])
+    finished(loop, *requests)
+    for r, n in zip(requests, (9, 14, 8, 11), strict=True):
+        tokens = np.concatenate([ids(n, r.key), r.out])
+        every = np.arange(len(tokens) - 1)
+        rows = backend.new_rows()
+        rows.reserve(len(every))
+        (logits,) = backend.forward([Work(rows, tokens[:-1], every, every, every[n - 1 :])])
+        assert r.error is None and r.out == logits.argmax(-1).tolist()
+        assert r.rows.n == len(every) and off(r.rows.read(0)[0], rows.read(0)[0]) < 1e-9
