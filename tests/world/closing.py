@@ -38,5 +38,3 @@ def reopen(world: World) -> bool:
     wanted = {name: len(chunk.tokens) for name, chunk in world.names.items()}
     require(names == wanted, f"names after opening again: {names}")
     return True
-
-

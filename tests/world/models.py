@@ -98,10 +98,8 @@ def tokenizer(with_bos: bool) -> PreTrainedTokenizerFast:
     )
 
 
-@cache
-def build(name: str) -> tuple[Runner, Twin]:
-    """Make a model, once a run. Weights are drawn wide, norms too, so that mistakes show."""
-    kind, changes, with_bos = MODELS[name]
+def make(kind: str, changes: dict[str, Any]) -> tuple[Any, Twin]:
+    """Draw a model, and a copy for the twin. Weights are wide, norms too, so that mistakes show."""
     torch.manual_seed(0)
     config = CONFIG_MAPPING[kind](**(SHAPE | changes))
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float64)
@@ -111,5 +109,12 @@ def build(name: str) -> tuple[Runner, Twin]:
         else:
             parameter.data += 0.3 * torch.randn_like(parameter)
     model.eval().requires_grad_(False)
-    twin = Twin(copy.deepcopy(model))
+    return model, Twin(copy.deepcopy(model))
+
+
+@cache
+def build(name: str) -> tuple[Runner, Twin]:
+    """Make a model of `MODELS`, once a run."""
+    kind, changes, with_bos = MODELS[name]
+    model, twin = make(kind, changes)
     return Runner(model, tokenizer(with_bos), name=name), twin

@@ -81,8 +81,8 @@ def draw(seed: int, n: int) -> Steps:
     return [(name, rng.getrandbits(32)) for name in names]
 
 
-def replay(seed: int, steps: Steps) -> int:
-    """Play these verbs; return how many could happen. Raises Difference."""
+def replay(seed: int, steps: Steps) -> Steps:
+    """Play these verbs; return those that could happen. Raises Difference."""
     done: Steps = []
     for name in models.MODELS:
         models.build(name)  # weights are not to be counted
@@ -98,11 +98,11 @@ def replay(seed: int, steps: Steps) -> int:
         except Exception as error:
             what = f"{type(error).__name__}: {error}"
             raise Difference(seed, done, world.log if world else [], what) from error
-    return len(done)
+    return done
 
 
-def play(seed: int, n: int) -> int:
-    """Play up to ``n`` verbs of a world; return how many happened. Raises the shortest Difference
+def play(seed: int, n: int) -> Steps:
+    """Play up to ``n`` verbs of a world; return those that happened. Raises the shortest Difference
     that was found."""
     try:
         return replay(seed, draw(seed, n))

@@ -1,0 +1,63 @@
+"""The engine against its twin, through random verbs. python -m pytest tests/world
+
+The quick part plays 2,000 steps, ``-m slow`` 100,000 more. A failure prints the verbs that lead to
+it, as few as were found, and how to play them again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from kvweave import Context, Plan
+from world import play
+
+DRAWN = 60  # verbs drawn for one world, of which some cannot happen
+
+
+def many(first_world: int, n_steps: int) -> set[str]:
+    """Play worlds one after the other; return the verbs that happened."""
+    done, verbs = 0, set()
+    while done < n_steps:
+        steps = play.play(first_world, DRAWN)
+        done, verbs, first_world = done + len(steps), verbs | {v for v, _ in steps}, first_world + 1
+    return verbs
+
+
+@pytest.mark.parametrize("part", range(8))
+def test_the_engine_does_what_its_twin_does(part: int) -> None:
+    verbs = many(1000 * part, 250)
+    assert len(verbs) > 0.7 * len(play.VERBS), f"only {verbs}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(40))
+def test_the_engine_does_what_its_twin_does_for_long(part: int) -> None:
+    many(1_000_000 + 1000 * part, 2500)
+
+
+def _all_exact(plan: Plan) -> Plan:
+    return replace(plan, drift=0.0, spans=tuple(replace(s, exact=True) for s in plan.spans))
+
+
+LIES: dict[str, Any] = {
+    "append": lambda true: lambda self, content, **options: true(self, [9, 9], **options),
+    "weave": lambda true: lambda self, *a, **options: _all_exact(true(self, *a, **options)),
+    "drop": lambda true: lambda self, *refs, **options: None,
+    "tokens": lambda true: lambda self: [*true(self), 9],
+}
+
+
+@pytest.mark.parametrize("verb", LIES)
+def test_what_lies_is_found_and_the_way_to_it_is_short(
+    verb: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Context, verb, LIES[verb](getattr(Context, verb)))
+    with pytest.raises(play.Difference) as found:
+        for seed in range(50):
+            play.play(seed, DRAWN)
+    assert len(found.value.steps) <= 6
+    with pytest.raises(play.Difference, match="again: play"):
+        play.replay(found.value.seed, found.value.steps)
