@@ -52,7 +52,18 @@ def transformers(name: str) -> Runner:
     return Runner(oracle.build(*MODELS[name]), name=name)
 
 
-BACKENDS = {"reference": reference, "transformers": transformers}
+class Pooled(Runner):
+    """The way of GPUs, on a CPU: rows of all contexts in one buffer, one attention for all."""
+
+    pooled = True
+
+
+@cache
+def pooled(name: str) -> Runner:
+    return Pooled(oracle.build(*MODELS[name]), name=name)
+
+
+BACKENDS = {"reference": reference, "transformers": transformers, "pooled": pooled}
 NAMES = [(kind, name) for kind in BACKENDS for name in MODELS] + [("reference", "masks")]
 
 

@@ -14,8 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvweave.run.batch import Batch, Part, Piece
+from kvweave.run.batch import Batch
+from kvweave.run.part import Part, Piece
 from kvweave.run.thinned import ThinnedRows
+from kvweave.run.together import Together
+from kvweave.run.upload import up
 
 FOLD = 32  # rows below which query heads that share keys stand in one block, which reads these once
 NOTHING = (0, 0)
@@ -46,6 +49,8 @@ def attend(layer: int, query: Tensor, scale: float | None, softcap: float | None
     batch = current.get()
     how = How(query.shape[-1] ** -0.5 if scale is None else scale, softcap)
     turned = batch.turned(layer, query[0].transpose(0, 1))
+    if batch.together is not None:
+        return _together(batch, batch.together, layer, turned, how)[None]
     outs: list[Tensor] = []
     for part in batch.parts:
         if layer < part.last:
@@ -53,6 +58,26 @@ def attend(layer: int, query: Tensor, scale: float | None, softcap: float | None
         else:  # nothing behind this layer is wanted of it
             outs.append(turned.new_zeros(part.n, turned.shape[1], batch.infos[layer].shape.v_dim))
     return (outs[0].contiguous() if len(outs) == 1 else torch.cat(outs))[None]
+
+
+def _together(batch: Batch, together: Together, layer: int, query: Tensor, how: How) -> Tensor:
+    """Attention of all rows at once, ``query`` [total, head, dim] -> [total, head, v_dim]."""
+    out, sums = together.attend(layer, query, how.scale, how.softcap)
+    for part in batch.parts:
+        watched = _watched(part, layer) if layer < part.last else NOTHING
+        if watched == NOTHING:
+            continue
+        mask, mine = batch.infos[layer].mask, query[part.span]
+        for piece in part.cut(mask, watched):
+            if piece.watched:
+                rows = slice(piece.first, piece.last)
+                keys, values = part.rows.layers[layer].seen(slice(piece.begin, piece.stop))
+                bias = batch.bias(part, piece, mask, sums.dtype)
+                seen = Seen(keys.to(sums.dtype), values, bias)
+                scores = _scores(mine[rows].to(sums.dtype), seen, how)
+                scores = scores.view(query.shape[1], piece.last - piece.first, -1)
+                _show(part, piece, layer, (scores - sums[part.span][rows].t()[..., None]).exp_())
+    return out
 
 
 def _part(batch: Batch, part: Part, layer: int, query: Tensor, how: How) -> list[Tensor]:
@@ -84,7 +109,7 @@ def _thinned(batch: Batch, part: Part, piece: Piece, layer: int, query: Tensor, 
     query, outs, shown = query[piece.first : piece.last], [], []
     for head, q in enumerate(query.chunk(len(rows.heads), 1)):
         kept, keys, values = rows.seen_by(head, piece.begin, piece.stop)
-        slots = torch.from_numpy(kept).to(q.device)
+        slots = up(kept, q.device)
         many = len(q) > 1
         bias = batch.bias_of(slots, part, piece, mask, q.dtype) if many else None
         out, weights = _attention(q, Seen(keys, values, bias), how, piece.watched)
@@ -164,6 +189,13 @@ def _fused(query: Tensor, seen: Seen, scale: float) -> Tensor:
 
 def _weights(query: Tensor, seen: Seen, how: How) -> Tensor:
     """Return attention weights [kv_head, group * row, slot], in float32 at least."""
+    scores = _scores(query, seen, how)
+    half = scores.dtype in (torch.bfloat16, torch.float16)
+    return scores.softmax(-1, dtype=torch.float32 if half else scores.dtype)
+
+
+def _scores(query: Tensor, seen: Seen, how: How) -> Tensor:
+    """Return attention scores [kv_head, group * row, slot], -inf where a row sees nothing."""
     kv_heads = len(seen.keys)
     folded, keys = _folded(query, kv_heads), seen.keys.transpose(1, 2)
     bias = seen.bias
@@ -171,10 +203,7 @@ def _weights(query: Tensor, seen: Seen, how: How) -> Tensor:
         bias = bias.repeat(query.shape[1] // kv_heads, 1)
     if how.softcap is not None:
         scores = torch.tanh(folded @ keys * (how.scale / how.softcap)) * how.softcap
-        scores = scores if bias is None else scores + bias
-    elif bias is not None:
-        scores = torch.baddbmm(bias.expand(kv_heads, -1, -1), folded, keys, alpha=how.scale)
-    else:
-        scores = (folded * how.scale) @ keys
-    half = scores.dtype in (torch.bfloat16, torch.float16)
-    return scores.softmax(-1, dtype=torch.float32 if half else scores.dtype)
+        return scores if bias is None else scores + bias
+    if bias is not None:
+        return torch.baddbmm(bias.expand(kv_heads, -1, -1), folded, keys, alpha=how.scale)
+    return (folded * how.scale) @ keys

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from kvweave.run.base import Ints
 from kvweave.run.rotary import Angles, Rotation
+from kvweave.run.upload import up
 from kvweave.store.kv import LayerShape
 
 
@@ -30,7 +31,7 @@ class At:
     def of(cls, slots: Ints, device: torch.device) -> At:
         """Return where ``slots`` are; scattered ones go up to the device."""
         span = span_of(slots)
-        return cls(slots, torch.from_numpy(slots).to(device) if span is None else span)
+        return cls(slots, up(slots, device) if span is None else span)
 
 
 def span_of(slots: Ints) -> slice | None:

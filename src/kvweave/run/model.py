@@ -27,7 +27,9 @@ from kvweave.run import attention
 from kvweave.run.base import Capability, LayerInfo, Work
 from kvweave.run.batch import Batch, StopPass
 from kvweave.run.fingerprint import fingerprint
+from kvweave.run.kernel import available
 from kvweave.run.load import load, twin
+from kvweave.run.pool import Pools
 from kvweave.run.probe import Refused, learn
 from kvweave.run.quantised import rows_as
 from kvweave.run.rows import KVRows
@@ -111,6 +113,8 @@ class Runner:
         self.n_vocab = int(self.config.vocab_size)
         self.limit = int(max_positions or _pinned_limit(self.config) or declared)
         self.layers: list[LayerInfo] = []
+        # where launches cost, rows of all contexts stand together
+        self.pools: Pools | None = None
         self._wants_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
         native = model.config._attn_implementation
         try:
@@ -123,6 +127,7 @@ class Runner:
         self.fingerprint = fingerprint(self.model, tokenizer, name, rotations)
         if self.can_move and (found := difference(self, self.model, ATTENTION)) is not None:
             self.can_move = Capability(False, found)
+        self.pools = None  # verification ran in a wider dtype
 
     @classmethod
     def load(
@@ -154,7 +159,16 @@ class Runner:
 
     def new_rows(self, codec: str = "raw") -> KVRows:
         """Return empty rows for one context, kept as ``codec`` says. Raises InvalidArgument."""
+        if codec == "raw" and self.pooled:
+            if self.pools is None:
+                self.pools = Pools(self.layers, self.dtype, self.device)
+            return KVRows(self.layers, self.pools.new_rows(), self.device)
         return rows_as(codec, self.layers, self.dtype, self.device)
+
+    @property
+    def pooled(self) -> bool:
+        """Whether raw rows of all contexts stand in one buffer a layer."""
+        return available(self.device)
 
     def new_kv(self, n: int) -> KV:
         """Return uninitialised KV for ``n`` tokens."""
@@ -171,7 +185,7 @@ class Runner:
         last = max(int(work.positions[-1]) for work in works)
         if last >= self.limit:
             raise ContextTooLong(last + 1, self.limit)
-        batch = Batch(works, self.layers, self.device)
+        batch = Batch(works, self.layers, self.device, self.pools)
         token = attention.current.set(batch)
         try:
             batch.begin()

@@ -115,12 +115,13 @@ class PooledRows(RawRows):
 
 
 class Pools:
-    """The pools of all layers of a model."""
+    """The pools of all layers of a model, and what passes over them keep for the next."""
 
     def __init__(
         self, infos: Sequence[LayerInfo], dtype: torch.dtype, device: torch.device
     ) -> None:
         self.layers = [LayerPool(info.shape, dtype, device) for info in infos]
+        self.kept: dict[int, Tensor] = {}  # size -> what numbers of a pass are uploaded to
 
     def new_rows(self) -> list[PooledRows]:
         """Return rows without room, one of each layer."""

@@ -7,7 +7,7 @@ architecture. Angles are ``float32(position) * inv_freq``, the product transform
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ class Rotation:
     width: int
     interleaved: bool
     inv_freq: Tensor  # [width / 2], float32, radians per position; negative turns the other way
+    _there: dict[torch.device, Tensor] = field(default_factory=dict, repr=False)  # copies of it
 
     @property
     def key(self) -> tuple[int, bool, tuple[float, ...]]:
@@ -34,7 +35,9 @@ class Rotation:
         Both are as wide as what turns, and sin is negative where a pair's first dim takes from its
         second, so that turning is one product and one sum over whole rows.
         """
-        freqs = positions.to(torch.float32)[:, None] * self.inv_freq.to(positions.device)
+        if positions.device not in self._there:
+            self._there[positions.device] = self.inv_freq.to(positions.device)
+        freqs = positions.to(torch.float32)[:, None] * self._there[positions.device]
         cos, sin = freqs.cos(), freqs.sin()
         if self.interleaved:
             return cos.repeat_interleave(2, -1), torch.stack((-sin, sin), -1).flatten(-2)

@@ -22,6 +22,7 @@ from kvweave.run.base import NO_SLOTS, Ints, LayerInfo
 from kvweave.run.layers import At, LayerRows, RawRows
 from kvweave.run.rotary import Angles, Rotation
 from kvweave.run.thinned import ThinnedRows
+from kvweave.run.upload import up
 from kvweave.store.arriving import Arriving
 from kvweave.store.kv import KV
 
@@ -160,7 +161,7 @@ class KVRows:
     def _angles(self, positions: Ints) -> dict[int, Angles]:
         """Return cos and sin by the id of each distinct rotation."""
         rotations: dict[int, Rotation] = {id(x.rotation): x.rotation for x in self.infos}
-        there = torch.from_numpy(positions).to(self.device)
+        there = up(positions, self.device)
         return {key: rotation.angles(there) for key, rotation in rotations.items()}
 
     @property

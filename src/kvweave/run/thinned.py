@@ -18,6 +18,7 @@ from torch import Tensor
 from kvweave.run.base import Ints
 from kvweave.run.layers import At, LayerRows, RawRows, span_of
 from kvweave.run.rotary import Angles, Rotation
+from kvweave.run.upload import up
 
 
 @dataclass(slots=True)
@@ -159,4 +160,4 @@ class ThinnedRows(LayerRows):
 def _where(rows: Ints, device: torch.device) -> slice | Tensor:
     """Return an index of ``rows``, a slice where they follow each other."""
     span = span_of(rows)
-    return torch.from_numpy(rows).to(device) if span is None else span
+    return up(rows, device) if span is None else span

@@ -1,0 +1,84 @@
+"""One work of a pass, and how its rows are cut for attention."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+from torch import Tensor
+
+from kvweave.run.base import Ints, Mask, Work
+from kvweave.run.layers import At
+from kvweave.run.rows import KVRows
+
+PIECE, PIECES = 64, 8  # rows of the smallest piece of attention, and how many pieces at most
+
+
+@dataclass(slots=True)
+class Piece:
+    """Rows ``[first, last)`` of a part that attend together, to slots ``[begin, stop)``."""
+
+    first: int
+    last: int
+    begin: int
+    stop: int
+    causal: bool  # row i sees the first i + 1 of these slots
+    watched: bool  # somebody wants the weights
+    bias: Tensor | None = None  # 0 and -inf [query, key], made once for all layers
+
+
+class Part:
+    """One work of a batch."""
+
+    def __init__(self, work: Work, start: int) -> None:
+        assert isinstance(work.rows, KVRows), "rows of another backend"
+        self.work, self.rows, self.n = work, work.rows, work.n
+        self.span = slice(start, start + work.n)  # of the packed rows
+        self.last = -1  # last layer that is written
+        self.first, self.stop = int(work.slots[0]), int(work.slots[-1]) + 1
+        self.contiguous = self.stop - self.first == work.n
+        self.at: At
+        self.begins: dict[Mask, Ints | None] = {}  # first slot each row sees; None: 0
+        self.pieces: dict[tuple[Mask, int, int], list[Piece]] = {}
+
+    def see(self, mask: Mask) -> Ints | None:
+        """Find the first slot that each row sees."""
+        first = mask.first(self.work.positions)
+        if first is not None:
+            positions = self.rows.positions[: self.stop].copy()
+            positions[self.work.slots] = self.work.positions
+            first = np.searchsorted(positions, first)
+        self.begins[mask] = first
+        return first
+
+    def keep_raw(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        """Copy unrotated rows [row, head, dim] to where the work wants them, if it does."""
+        raw, span = self.work.raw, slice(self.work.at, self.work.at + self.n)
+        if raw is not None:
+            raw.k[layer][span], raw.v[layer][span] = keys, values
+
+    def cut(self, mask: Mask, watched: tuple[int, int]) -> list[Piece]:
+        """Return the pieces of a layer with this mask and these rows watched."""
+        key = (mask, *watched)
+        if key not in self.pieces:
+            self.pieces[key] = self._cut(mask, *watched)
+        return self.pieces[key]
+
+    def _cut(self, mask: Mask, a: int, b: int) -> list[Piece]:
+        begins = self.begins[mask]
+        # a context from its first row on needs no bias, and the kernel leaves out the keys that
+        # come later. Otherwise rows far apart see very different numbers of keys: cut them, so
+        # that the early ones do not pay for keys they may not see
+        plain = self.contiguous and self.first == 0 and begins is None
+        spread = not plain and self.stop - self.first > self.stop // 4
+        size = max(PIECE, self.n // PIECES) if spread else self.n
+        cuts = sorted({*range(0, self.n, size), self.n} | ({a, b} if a < b else set()))
+        pieces = []
+        for first, last in pairwise(cuts):
+            begin = 0 if begins is None else int(begins[first])
+            stop = int(self.work.slots[last - 1]) + 1
+            watch = a <= first < b
+            causal = plain and first == 0 and not watch and last > 1
+            pieces.append(Piece(first, last, begin, stop, causal, watch))
+        return pieces

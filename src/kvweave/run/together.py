@@ -1,0 +1,140 @@
+"""A pass whose rows all stand in pools: one write and one attention a layer for all contexts.
+
+A pass in which every context brings one row is filled up to a power of two, so that few shapes
+occur: graphs of launches can be kept for each. The rows that fill it are written to slot 0 of the
+pools, which is nobody's, and see nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvweave.run.base import Ints, LayerInfo, Mask
+from kvweave.run.kernel import TILE, interval_attention, write_rows
+from kvweave.run.part import Part
+from kvweave.run.pool import LayerPool, PooledRows
+from kvweave.run.upload import Upload
+
+Key = tuple[
+    int, ...
+]  # of each part: where its rows of a layer start in the pool, -1: not run there
+
+
+def pooled(parts: Sequence[Part], infos: Sequence[LayerInfo]) -> bool:
+    """Tell whether all rows of all layers stand in pools that the kernels can serve."""
+    return all(info.shape.k_heads == info.shape.v_heads for info in infos) and all(
+        isinstance(rows, PooledRows) for part in parts for rows in part.rows.layers
+    )
+
+
+def filled(n: int) -> int:
+    """Return how many rows a pass of ``n`` contexts has, those that fill it up included."""
+    return 1 << (n - 1).bit_length()
+
+
+class Together:
+    """Where the rows of each layer are written, and which slots they see; on the device after the
+    upload."""
+
+    def __init__(
+        self, parts: Sequence[Part], infos: Sequence[LayerInfo], n: int, upload: Upload
+    ) -> None:
+        self._parts, self._infos, self._n, self._upload = parts, infos, n, upload
+        self._pools: list[LayerPool] = []
+        self._to: list[slice] = []  # by layer
+        self._seen: list[slice] = []
+        runs: dict[Key, slice] = {}
+        seen: dict[tuple[Key, Mask], slice] = {}
+        for layer, info in enumerate(infos):
+            rows = [part.rows.layers[layer] for part in parts]
+            pooled = [each for each in rows if isinstance(each, PooledRows)]
+            self._pools.append(pooled[0].pool)
+            pairs = list(zip(pooled, parts, strict=True))
+            writes = tuple(r.start if layer <= p.last else -1 for r, p in pairs)
+            reads = tuple(r.start if layer < p.last else -1 for r, p in pairs)
+            if writes not in runs:
+                runs[writes] = upload.add(self._slots(writes))
+            if (reads, info.mask) not in seen:
+                seen[reads, info.mask] = upload.add(self._intervals(reads, info.mask))
+            self._to.append(runs[writes])
+            self._seen.append(seen[reads, info.mask])
+        self._tiles = upload.add(self._cut())
+
+    def _slots(self, starts: Key) -> Ints:
+        """Return the slot of each row [row], 0 where it is not written."""
+        slots = np.zeros(self._n, np.int64)
+        for part, start in zip(self._parts, starts, strict=True):
+            if start >= 0:
+                slots[part.span] = part.work.slots + start
+        return slots
+
+    def _intervals(self, starts: Key, mask: Mask) -> Ints:
+        """Return where each row's interval begins and ends [2, row], 0 and 0 where it is not run."""
+        found = np.zeros((2, self._n), np.int64)
+        for part, start in zip(self._parts, starts, strict=True):
+            if start >= 0:
+                begins = part.begins[mask]
+                found[0, part.span] = start if begins is None else begins + start
+                found[1, part.span] = part.work.slots + (start + 1)
+        return found
+
+    def _cut(self) -> Ints:
+        """Return the rows [tile, 2] that are taken together: never of two contexts."""
+        firsts = [i for part in self._parts for i in range(part.span.start, part.span.stop, TILE)]
+        firsts += range(sum(part.n for part in self._parts), self._n)
+        stops = {part.span.stop for part in self._parts}
+        ends = [*firsts[1:], self._n]
+        assert stops <= {*ends}, "a tile of two contexts"
+        return np.stack((np.array(firsts), np.array(ends)), 1)
+
+    @property
+    def layout(self) -> tuple[int, ...]:
+        """Where in the upload each layer finds its numbers: passes of one layout differ in numbers
+        only."""
+        return tuple(run.start for run in (*self._to, *self._seen, self._tiles))
+
+    def write(self, layer: int, keys: Tensor, values: Tensor, angles: Tensor) -> None:
+        """Write unrotated rows [row, head, dim] of a layer; ``angles`` are [2, row, width]."""
+        pool, slots = self._pools[layer], self._upload[self._to[layer]]
+        interleaved = self._infos[layer].rotation.interleaved
+        write_rows(keys, values, pool.k, pool.v, slots, angles, interleaved)
+
+    def attend(
+        self, layer: int, query: Tensor, scale: float, softcap: float | None
+    ) -> tuple[Tensor, Tensor]:
+        """Return attention [row, head, v_dim] and its log-sum-exp [row, head] of rotated ``query``."""
+        pool = self._pools[layer]
+        seen = self._upload[self._seen[layer]].view(2, -1)
+        tiles = self._upload[self._tiles].view(-1, 2)
+        found: tuple[Tensor, Tensor] = interval_attention(
+            query, pool.k, pool.v, seen, tiles, scale, softcap or 0.0
+        )
+        return found
+
+
+class RawCopies:
+    """Unrotated rows of a pass on their way to where works want them: all at once, at its end."""
+
+    def __init__(self) -> None:
+        self._layers: list[tuple[int, Tensor, Tensor]] = []
+
+    def add(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        """Keep a layer's rows [row, head, dim]."""
+        self._layers.append((layer, keys, values))
+
+    def write(self, parts: Sequence[Part]) -> None:
+        """Copy what has been kept to the works' `raw`."""
+        to: list[Tensor] = []
+        rows: list[Tensor] = []
+        for layer, keys, values in self._layers:
+            for part in parts:
+                raw, span = part.work.raw, slice(part.work.at, part.work.at + part.n)
+                if raw is not None and layer <= part.last:
+                    to += [raw.k[layer][span], raw.v[layer][span]]
+                    rows += [keys[part.span], values[part.span]]
+        if to:
+            torch._foreach_copy_(to, rows)
