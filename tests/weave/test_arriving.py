@@ -139,7 +139,7 @@ def test_a_lost_chunk_leaves_the_rows_before_it_as_they_are(
     context = engine.context("c")
     context.append_chunk("a")
     context.weave()
-    kept = rows(context).k[0][:20].clone()
+    kept = rows(context).read(0)[0][:20]
     context.append_chunk("b")
     context.append_chunk("c")
     (engine.shelf.mover.levels[0].tier.directory / f"{key(engine, 'c')}.kv").unlink()  # type: ignore[attr-defined]
@@ -147,7 +147,7 @@ def test_a_lost_chunk_leaves_the_rows_before_it_as_they_are(
     assert [(s.part, s.how) for s in plan.spans] == [
         ("a", "prefix"), ("b", "reuse"), ("c", "prefill"),
     ]  # fmt: skip
-    assert not plan.spans[0].placed and torch.equal(rows(context).k[0][:20], kept)
+    assert not plan.spans[0].placed and torch.equal(rows(context).read(0)[0][:20], kept)
 
 
 def test_one_layer_of_wrong_bytes_is_enough(open_engine: Callable[..., Engine]) -> None:

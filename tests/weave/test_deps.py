@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -11,8 +12,10 @@ from transformers import DynamicCache
 from weaving import again, chat, text
 
 from kvweave import Context, Engine
+from kvweave.run.base import Ints
 from kvweave.run.model import Runner
 from kvweave.weave.deps import Dependence
+from kvweave.weave.passes import Floats
 from kvweave.weave.repair import Deps
 
 Make = Callable[..., Engine]
@@ -37,11 +40,11 @@ def assert_records(engine: Engine, context: Context, index: int, n_base: int = 0
     starts = [0]
     for part in context.parts:
         starts.append(starts[-1] + part.n)
-    mine = full[starts[index] : starts[index + 1]].float()
+    mine = full[starts[index] : starts[index + 1]].float().numpy()
     found = engine.weaver.dependence
     part = context.parts[index]
     wanted = mine[:, n_base : starts[index]].sum(1)
-    assert torch.allclose(found.rows(int(part.id)), wanted, atol=1e-6)
+    assert np.allclose(found.rows(int(part.id)), wanted, atol=1e-6)
     by = {
         int(p.id): float(mine[:, starts[i] : starts[i + 1]].sum())
         for i, p in enumerate(context.parts[:index])
@@ -99,8 +102,8 @@ def test_nothing_is_recorded_unless_asked(engines: Make) -> None:
 
 
 class Spy(Deps):
-    mass: Tensor
-    chosen: Tensor
+    mass: Floats
+    chosen: Ints
 
     def choose(self, view):  # type: ignore[no-untyped-def]
         self.mass = view.dependence()
@@ -117,8 +120,8 @@ def test_deps_takes_the_rows_that_read_most(engines: Make) -> None:
     context.append(text(3, 77))
     records = [engine.weaver.dependence.rows(int(first.parts[i].id)) for i in (2, 3)]
     assert context.weave().repaired == 4
-    assert torch.equal(spy.mass, torch.cat(records)) and float(spy.mass.min()) > 0
-    assert spy.chosen.tolist() == (spy.mass.topk(4).indices.sort().values + 11).tolist()
+    assert np.array_equal(spy.mass, np.concatenate(records)) and spy.mass.min() > 0
+    assert spy.chosen.tolist() == (np.sort(np.argsort(-spy.mass)[:4]) + 11).tolist()
 
 
 def test_rows_nothing_is_recorded_of_come_last_and_chunk_starts_first(engines: Make) -> None:
@@ -127,9 +130,8 @@ def test_rows_nothing_is_recorded_of_come_last_and_chunk_starts_first(engines: M
     context = chat(engine, "c", [6, 9, 4], repair=spy, share=4 / 13)
     context.weave()
     assert spy.mass.tolist() == [0.0] * 13 and spy.chosen.tolist() == [11, 12, 20, 21]
-    engine.weaver.dependence.note(
-        context.parts[3], 0, torch.full((4, 3), 0.1), context._state.woven[:3]
-    )
+    mass = np.full((4, 3), 0.1, np.float32)
+    engine.weaver.dependence.note(context.parts[3], 0, mass, context.session.state.woven[:3])
     later = again(engine, "d", context, repair=spy, share=6 / 13)
     later.weave()
     assert spy.chosen.tolist() == [11, 12, 20, 21, 22, 23]
@@ -139,9 +141,9 @@ def test_a_chunk_repaired_in_part_keeps_its_record(engines: Make) -> None:
     engine = engines()
     first = chat(engine, "c", [6, 9, 4])
     first.weave("full:records")
-    before = engine.weaver.dependence.rows(int(first.parts[2].id)).clone()
+    before = engine.weaver.dependence.rows(int(first.parts[2].id)).copy()
     again(engine, "d", first, repair="deps", share=0.5).weave()
-    assert torch.equal(before, engine.weaver.dependence.rows(int(first.parts[2].id)))
+    assert np.array_equal(before, engine.weaver.dependence.rows(int(first.parts[2].id)))
 
 
 def test_records_go_with_their_chunk_and_within_their_limit(engines: Make) -> None:
@@ -155,10 +157,10 @@ def test_records_go_with_their_chunk_and_within_their_limit(engines: Make) -> No
     assert found.n_bytes == 3 * 6 * 4 + 3 * 16
     small = Dependence(engine.table, limit=100)
     for part in context.parts:
-        small.note(part, 0, torch.ones(6, 0), ())
+        small.note(part, 0, np.ones((6, 0), np.float32), ())
     assert small.rows(ids[0]) is not None and small.n_bytes == 72
     small.limit = 60
-    small.note(context.parts[0], 0, torch.ones(6, 0), ())
+    small.note(context.parts[0], 0, np.ones((6, 0), np.float32), ())
     assert [small.rows(i) is None for i in ids] == [False, True, False]
     context.drop(2)
     assert found.rows(ids[2]) is None and found.rows(ids[1]) is not None

@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import tiny
-from weaving import EXACT, chat, rows, text
+from weaving import EXACT, chat, rows, tensors, text
 
 from kvweave import Context, Engine
 from kvweave.errors import CorruptChunk, InvalidArgument, ModelMismatch
-from kvweave.weave.gate import PROBES, Calibration, Curve, Evidence
+from kvweave.weave.calibration import Calibration, Curve, Evidence
+from kvweave.weave.repair.auto import PROBES
 
 Make = Callable[..., Engine]
 ZERO = (0.0,) * 6  # weights: every evidence scores 0
@@ -58,10 +59,11 @@ def test_of_evidence_unlike_what_was_calibrated_nothing_is_known(engines: Make) 
     assert gated(engines, strange, max_drift=0.1).weave().repaired == 40
 
 
-def test_without_a_calibration_the_drift_is_unknown_but_the_evidence_is_there(
+def test_without_a_calibration_the_drift_is_unknown_and_evidence_is_there_for_who_asks(
     engines: Make,
 ) -> None:
-    context = gated(engines)
+    assert gated(engines).weave().evidence is None, "nothing would be made of it"
+    context = gated(engines, repair="auto:evidence")
     plan = context.weave()
     assert plan.drift is None and plan.counts()["drift"] is None and "drift unknown" in str(plan)
     assert plan.evidence is not None and plan.evidence["share"] == 0.25
@@ -127,8 +129,9 @@ def test_answers_are_those_of_the_rows_in_place(engines: Make) -> None:
     twin.weave()
     again = twin.generate(max_tokens=6)  # only the last row is computed again
     assert answer.tokens == again.tokens
-    k, other = rows(context).k[0], rows(twin).k[0]
-    assert torch.allclose(k[:69], other[:69], atol=1e-12)
+    assert len(context.tokens()) == len(twin.tokens()) == 75
+    for mine, other in zip(tensors(rows(context)), tensors(rows(twin)), strict=True):
+        assert torch.allclose(mine[:69], other[:69], atol=1e-12)
 
 
 def test_a_new_question_repairs_what_earlier_ones_left(engines: Make) -> None:
@@ -151,8 +154,6 @@ def test_all_exact_is_drift_zero_and_repairs_nothing(engines: Make) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"max_drift": -1.0}, "not a number from 0 up"),
-        ({"max_drift": float("nan")}, "not a number from 0 up"),
         ({"max_drift": 0.1, "repair": "query"}, "repairs a fixed share"),
         ({"max_drift": 0.1, "share": 0.4}, "not calibrated for 0.4"),
         ({"max_drift": 0.1, "prune": "evict"}, "evict keeps"),
@@ -166,7 +167,21 @@ def test_a_bound_that_cannot_be_kept_is_refused(
     for call in (context.weave, lambda: context.generate(max_tokens=2)):
         with pytest.raises(InvalidArgument, match=message):
             call()
-    assert context.tokens() == before and context._state.woven == []
+    assert context.tokens() == before and context.session.state.woven == []
+
+
+@pytest.mark.parametrize("bound", [-1.0, float("nan")])
+def test_a_bound_that_is_no_number_from_zero_up_is_refused(engines: Make, bound: float) -> None:
+    context = gated(engines, flat(_25=0.01))
+    before = context.tokens()
+    for call in (
+        lambda: gated(engines, flat(_25=0.01), max_drift=bound),
+        lambda: context.weave(max_drift=bound),
+        lambda: context.generate(max_tokens=2, max_drift=bound),
+    ):
+        with pytest.raises(InvalidArgument, match="not a number from 0 up"):
+            call()
+    assert context.tokens() == before and context.session.state.woven == []
 
 
 def test_a_bound_without_a_calibration_is_refused(engines: Make) -> None:

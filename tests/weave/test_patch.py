@@ -22,6 +22,14 @@ def met(engine: Engine, sizes: list[int], which: str = ALL) -> Context:
     return context
 
 
+def asked_anew(engine: Engine, first: Context, share: float) -> Context:
+    """Another context of the same chunks, with patches, and another question behind them."""
+    context = again(engine, "d", first, repair=ALL, share=share)
+    context.drop(-1)
+    context.append(text(3, 79))
+    return context
+
+
 def patched(context: Context) -> list[bool]:
     return [s.patched for s in context.preview().spans]
 
@@ -31,7 +39,7 @@ def test_a_patch_of_full_rank_gives_the_rows_in_context(engines: Make, name: str
     engine = engines(name)
     first = met(engine, [6, 9, 4])
     assert first.plan.repaired == 13 and first.plan.patched == 0
-    context = again(engine, "d", first, repair=ALL, share=0.0)
+    context = asked_anew(engine, first, 0.0)
     plan = context.weave()
     assert (plan.repaired, plan.patched, plan.prefilled) == (0, 13, 3)
     found = context.check()
@@ -55,13 +63,21 @@ def test_the_error_falls_with_the_rank(engines: Make) -> None:
 def test_a_patched_part_is_never_called_exact(engines: Make) -> None:
     engine = engines()
     first = met(engine, [6, 9, 4])
-    assert first.plan.drift is None and len(engine.shelf._in_context) == 0
-    context = again(engine, "d", first, repair=ALL, share=1.0)
+    question = int(first.parts[-1].id)
+    found = first.check()
+    assert first.plan.drift == 0 and first.plan.repaired == 13, "no patch is in it yet"
+    assert max(*found.k_error, *found.v_error) < EXACT
+    assert list(engine.shelf._in_context) == [question]
+    same = again(engine, "same", first, repair=ALL, share=1.0).weave()
+    assert [s.exact for s in same.spans] == [True, True, False, False, False]
+    assert same.drift is None and same.prefilled == 0 and same.patched == 13
+    context = asked_anew(engine, first, 1.0)
     last = context.append(text(4, 78))
     plan = context.weave()
     assert plan.drift is None and [s.exact for s in plan.spans] == [True, True, *[False] * 4]
     assert [s.patched for s in plan.spans] == [False, False, True, True, False, False]
     assert int(last.id) not in engine.shelf._in_context
+    assert list(engine.shelf._in_context) == [question]
     assert plan.reused == plan.patched == 13 and plan.counts()["patched"] == 13
     assert "reuse patched" in plan.explain() and "(patched 13)" in str(plan)
     assert plan.exact + plan.reused + plan.repaired + plan.prefilled == plan.n_tokens
@@ -138,8 +154,8 @@ def test_evict_keeps_the_patched_rows(engines: Make) -> None:
     after = rows(context)
     assert [s.patched for s in plan.spans] == [False, False, True, False]
     assert plan.spans[2].saw == (int(gone),) and plan.repaired == 0
-    for layer in range(len(after.v)):
-        assert torch.equal(after.v[layer][11:18], before.v[layer][20:27])
+    for layer in range(4):
+        assert torch.equal(after.read(layer)[1][11:18], before.read(layer)[1][20:27])
 
 
 def test_survivors_of_an_evict_get_no_patch(engines: Make) -> None:
@@ -156,7 +172,7 @@ def test_survivors_of_an_evict_get_no_patch(engines: Make) -> None:
     before = rows(context).clone()
     context.drop("between")
     assert context.weave().patched == 0
-    assert torch.equal(rows(context).v[2][11:20], before.v[2][18:27])
+    assert torch.equal(rows(context).read(2)[1][11:20], before.read(2)[1][18:27])
     other = chat(engine, "e", [], repair=ALL, share=0.0)
     other.append_chunk("c/0")
     other.append_chunk("c/1")
@@ -254,7 +270,7 @@ def test_short_dtypes_stay_what_they_are(engines: Make, dtype: torch.dtype) -> N
     rough = first.check().v_error[-1]
     again(engine, "meet", first, repair=ALL, share=1.0).weave()
     context = again(engine, "use", first, repair=ALL, share=0.0)
-    assert context.weave().patched == 13 and rows(context).v[0].dtype == dtype
+    assert context.weave().patched == 13 and rows(context).read(0)[1].dtype == dtype
     assert context.check().v_error[-1] < (1e-5 if dtype == torch.float32 else rough / 4)
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import oracle
 import pytest
 import torch
 from weaving import EXACT, chat, rows, same_rows, text
 
 from kvweave import Context, Engine
-from kvweave.run.attention import Segment
+from kvweave.run.base import Work
 from kvweave.weave.repair import Deviation, Query
 
 Make = Callable[..., Engine]
@@ -19,10 +20,9 @@ Make = Callable[..., Engine]
 def next_logits(engine: Engine, context: Context) -> torch.Tensor:
     """Logits after the last token of a woven context, over a copy of its rows."""
     copy = rows(context).clone()
-    n = copy.n
-    token = torch.tensor(context.tokens()[-1:])
-    segment = Segment(copy, token, torch.tensor([n - 1]), copy.positions[n - 1 : n].clone())
-    return engine.runner.forward([segment], torch.tensor([0]))[0]
+    last = np.array([copy.n - 1])
+    token, position = np.array(context.tokens()[-1:]), copy.positions[last]
+    return engine.runner.forward([Work(copy, token, last, position, want=np.array([0]))])[0][0]
 
 
 @pytest.mark.parametrize("name", sorted(oracle.MODELS))
@@ -42,7 +42,7 @@ def test_full_repair_equals_full_prefill(engines: Make, name: str) -> None:
     assert max(*found.k_error, *found.v_error) < EXACT
     assert rough.v_error[-1] > 1e-3, "without repair this model must show a difference"
     wanted = oracle.full_prefill(engine.runner, torch.tensor(context.tokens()))
-    assert oracle.relative(next_logits(engine, context), wanted[-1]) < 2e-6
+    assert oracle.relative(next_logits(engine, context), wanted[-1]) < oracle.bound(name)
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "smollm3_nope", "phi3_partial"])
@@ -52,7 +52,7 @@ def test_layer_zero_of_placed_chunks_equals_recomputed(engines: Make, name: str)
     context.weave("none")
     placed = rows(context).clone()
     found = context.check()
-    assert max(found.k_error[0], found.v_error[0]) < 1e-15, "products of other shapes round apart"
+    assert max(found.k_error[0], found.v_error[0]) < EXACT, "products of other shapes round apart"
     assert found.k_error[-1] > 1e-3
     assert same_rows(placed, rows(context)), "check() changes nothing"
 
@@ -130,12 +130,13 @@ def test_evict_keeps_what_survivors_saw(engines: Make) -> None:
     after = rows(context)
     assert after.n == 11 and plan.spans[1].saw == (gone,)
     assert plan.drift is None and plan.prefilled == 0
-    for layer in range(len(after.v)):
-        assert torch.equal(after.v[layer][5:11], before.v[layer][13:19]), "values are untouched"
-    turned = rows(context).rotations[0]
-    raw = context._state.own[context.parts[1].uid].k[2]
+    for layer in range(4):
+        new, old = after.read(layer)[1], before.read(layer)[1]
+        assert torch.equal(new[5:11], old[13:19]), "values are untouched"
+    turned = engine.runner.layers[2].rotation
+    raw = context.session.state.own[context.parts[1].uid].k[2]
     positions = torch.arange(5, 11)
-    assert torch.equal(after.k[2][5:11], turned.apply(raw, turned.angles(positions)))
+    assert torch.equal(after.read(2)[0][5:11], turned.apply(raw, turned.angles(positions)))
 
 
 def test_evict_with_kept_positions_does_no_work(engines: Make) -> None:
@@ -149,8 +150,8 @@ def test_evict_with_kept_positions_does_no_work(engines: Make) -> None:
     context.weave()
     after = rows(context)
     assert after.positions[:11].tolist() == [*range(5), *range(13, 19)]
-    for layer in range(len(after.v)):
-        assert torch.equal(after.k[layer][5:11], before.k[layer][13:19])
+    for layer in range(4):
+        assert torch.equal(after.read(layer)[0][5:11], before.read(layer)[0][13:19])
 
 
 def test_evict_keeps_the_rows_of_the_last_weave_only(engines: Make) -> None:
@@ -162,8 +163,8 @@ def test_evict_keeps_the_rows_of_the_last_weave_only(engines: Make) -> None:
     before = rows(context).clone()
     context.drop("c/0")
     context.weave()
-    for layer in range(len(before.v)):
-        assert torch.equal(rows(context).v[layer][5:18], before.v[layer][11:24])
+    for layer in range(4):
+        assert torch.equal(rows(context).read(layer)[1][5:18], before.read(layer)[1][11:24])
 
 
 def test_forget_with_kept_positions_leaves_a_gap(engines: Make) -> None:
@@ -212,9 +213,9 @@ def test_deviation_is_the_distance_to_the_oracle_at_its_layer(engines: Make) -> 
 
     class Spy(Deviation):
         def choose(self, view):  # type: ignore[no-untyped-def]
-            seen["found"] = view.deviation(1, "v")
+            seen["found"] = yield from view.deviation(1, "v")
             seen["slots"] = view.candidates
-            return super().choose(view)
+            return (yield from super().choose(view))
 
     engine = engines()
     context = chat(engine, "c", [6, 9, 4], repair=Spy(), share=0.0)
@@ -222,9 +223,10 @@ def test_deviation_is_the_distance_to_the_oracle_at_its_layer(engines: Make) -> 
     context.weave()
     true, _ = oracle.rows_of(engine.runner, torch.tensor(context.tokens()))
     slots = seen["slots"]
-    wanted = (true.v[1][slots] - rows(context).v[1][slots]).square().sum((1, 2))
+    far = true.read(1, slots)[1] - rows(context).read(1, slots)[1]
+    wanted = far.square().sum((1, 2))
     assert slots.tolist() == list(range(11, 24))
-    assert oracle.relative(seen["found"].double(), wanted) < 1e-5
+    assert oracle.relative(torch.from_numpy(seen["found"]), wanted) < 1e-5
 
 
 def test_query_follows_the_question(engines: Make) -> None:
@@ -232,8 +234,9 @@ def test_query_follows_the_question(engines: Make) -> None:
 
     class Spy(Query):
         def choose(self, view):  # type: ignore[no-untyped-def]
-            seen["mass"] = view.attention()
-            return super().choose(view)
+            seen["mass"] = yield from view.attention()
+            seen["chosen"] = yield from super().choose(view)
+            return seen["chosen"]
 
     engine = engines()
     context = chat(engine, "c", [6, 9, 4], repair=Spy(), share=0.2)
@@ -241,8 +244,8 @@ def test_query_follows_the_question(engines: Make) -> None:
     plan = context.weave()
     n_layers, heads = 4, 4
     assert 0 < float(seen["mass"].sum()) < n_layers * heads * 3, "part of the question's mass"
-    best = seen["mass"].topk(plan.repaired).indices.sort().values + 11
-    assert best.tolist() == sorted(best.tolist()) and plan.repaired == round(0.2 * 13)
+    best = np.sort(np.argsort(-seen["mass"])[: plan.repaired]) + 11
+    assert seen["chosen"].tolist() == best.tolist() and plan.repaired == round(0.2 * 13)
 
 
 def test_composed_kv_never_enters_an_exact_cache(engines: Make) -> None:
@@ -295,7 +298,7 @@ def test_exact_rows_stay_exact_behind_approximate_ones(engines: Make) -> None:
         again.append_chunk(f"f/{i}")
     plan = again.weave("random", share=1.0)
     assert [s.n_repaired for s in plan.spans] == [0, 6, 0] and plan.drift is None
-    assert again._state.woven[2].part.id == last and again.check().v_error[-1] < 1e-9
+    assert again.session.state.woven[2].part.id == last and again.check().v_error[-1] < 1e-9
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3", "gpt_neox"])

@@ -114,6 +114,7 @@ class Batch:
                 self._bounded.setdefault(info.mask, 3 + len(self._bounded))
         self._upload()
         self._angles: dict[int, Angles] = {}
+        self._offsets: Tensor | None = None
 
     def _last(self, work: Work) -> int:
         """Return the layer behind whose keys and values nothing is wanted of a work."""
@@ -172,6 +173,13 @@ class Batch:
     def split(self, logits: Tensor) -> list[Tensor]:
         """Return each work's own of the wanted ``logits`` [want, vocab]."""
         return list(torch.split(logits, self._wants))
+
+    @property
+    def offsets(self) -> Tensor:
+        """What has to be added to a row's number in the pass to make its position, [total]."""
+        if self._offsets is None:
+            self._offsets = self._positions - torch.arange(self.total, device=self.device)
+        return self._offsets
 
     def turned(self, layer: int, rows: Tensor) -> Tensor:
         """Return rows [total, head, dim] of a layer turned to their positions."""
