@@ -166,6 +166,8 @@ def test_a_chunk_may_arrive_while_the_pass_runs(backend: Backend) -> None:
     there, away = room(backend, 12), room(backend, 12)
     there.place([(0, [kv])], np.arange(n))
     chunk = arriving(backend, kv, 1)
+    guard = threading.Timer(60, chunk.load.fail, ["it was waited for too early"])
+    guard.start()
     away.place([(0, [chunk])], np.arange(n))
     assert away.pending and not away.arrived and away.n == n
 
@@ -177,6 +179,7 @@ def test_a_chunk_may_arrive_while_the_pass_runs(backend: Backend) -> None:
     later.start()
     found, wanted = (run(backend, some(rows, tokens, range(8, 12))) for rows in (away, there))
     later.join()
+    guard.cancel()
     assert off(found, wanted) < EXACT
     assert not away.pending
     assert_rows(backend, away, there)
