@@ -194,8 +194,11 @@ def mooncake(space: Space) -> Iterator[Tier]:
 
 
 def have(module: str) -> bool:
-    """Say whether a package is there that a way needs."""
-    return importlib.util.find_spec(module) is not None
+    """Say whether a module that a way needs is there, and loads."""
+    if importlib.util.find_spec(module.partition(".")[0]) is None:
+        return False
+    words = [sys.executable, "-c", f"import {module}"]
+    return subprocess.run(words, capture_output=True, check=False).returncode == 0
 
 
 def measure(n: int, rounds: int, calls: int) -> dict[str, Any]:
@@ -217,7 +220,7 @@ def measure(n: int, rounds: int, calls: int) -> dict[str, Any]:
             if have("redis"):
                 ways["redis-py"] = RedisPy(space, port)
                 stack.callback(ways["redis-py"].client.close)
-        if have("mooncake"):
+        if have("mooncake.store"):
             far = stack.enter_context(mooncake(space))
             ways["mooncake"] = OfTier(space, far, checked=False)
             ways["mooncake, 8 together"] = Together(space, far)

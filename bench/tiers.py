@@ -85,7 +85,7 @@ def resting(pair: Pair, n_chunks: int) -> Iterator[dict[str, Resting]]:
         if remote.shutil.which("redis-server"):
             port = stack.enter_context(remote.redis(made))
             tiers["redis"] = (f"redis url=redis://127.0.0.1:{port}", "remote")
-        if remote.have("mooncake"):
+        if remote.have("mooncake.store"):
             far = stack.enter_context(remote.mooncake(remote.Space(n_chunks * (2 << 20))))
             tiers["mooncake"] = (f"mooncake master={far.cluster.master}", "remote")
         found = {

@@ -7,6 +7,7 @@ from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+import needs
 import oracle
 import pytest
 import torch
@@ -17,6 +18,15 @@ from kvweave.run.model import Runner
 torch.set_num_threads(1)  # tiny tensors: more threads only wait for each other
 
 BUNDLED = Path(__file__).parents[1] / "src" / "kvweave" / "demo" / "model"
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say at the end what was skipped, and what would enable it."""
+    skipped = terminalreporter.stats.get("skipped", [])
+    if skipped:
+        terminalreporter.section("skipped")
+        for line in needs.summary(report.longrepr[2] for report in skipped):
+            terminalreporter.line(line)
 
 
 @cache

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
+import re
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM, DynamicCache
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -85,6 +89,18 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "helium": ("helium", {}),
     "persimmon": ("persimmon", {}),
     "seed_oss": ("seed_oss", {}),
+    # masks by config.sliding_window alone, and hands attention no window
+    "phimoe": ("phimoe", {"sliding_window": 7, "num_local_experts": 4}),
+    "llama4_chunked": (
+        "llama4_text",
+        {
+            "attention_chunk_size": 8,
+            "layer_types": ["chunked_attention"] * 3 + ["full_attention"],
+            "no_rope_layers": [1, 1, 1, 0],
+            "intermediate_size_mlp": 96,
+            "num_local_experts": 4,
+        },
+    ),
 }
 
 # model types that are refused, and a word of the reason
@@ -114,6 +130,60 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
 }
 
 
+# How far two ways to compute one number may be apart, relative to the largest, whatever the machine:
+# float64 all the way (4e6 eps: deep models amplify what each product rounds), and with one step in
+# float32. Such steps are logprobs, which are read off float32 logits, and rotary modules that scale
+# their cosines (yarn, longrope): they round that product, we scale the keys.
+EXACT, SINGLE = 1e-9, 16 * torch.finfo(torch.float32).eps
+
+
+def bound(name: str) -> float:
+    """Return the bound that holds for an entry of `MODELS` in float64."""
+    return SINGLE if name == "yarn" else EXACT
+
+
+class Float64(TorchFunctionMode):
+    """Stays in float64 where transformers' code goes to float32 whatever the model's dtype.
+
+    Norms, routers and the softmax of eager attention do. Two ways to compute one number differ by
+    1e-16, and now and then that is the next float32: bounds on float64 would hold on some machines.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        options = dict(kwargs or {})
+        if args and isinstance(args[0], Tensor) and args[0].dtype == torch.float64:
+            if func is Tensor.float:
+                return args[0]
+            args = tuple(torch.float64 if a is torch.float32 else a for a in args)
+            if options.get("dtype") is torch.float32:
+                options["dtype"] = torch.float64
+        return func(*args, **options)
+
+
+def _goes_to_float32(forward: Callable[..., Any]) -> bool:
+    """Whether a module's code, or how it turns its keys, names another dtype than the model's."""
+    forward = inspect.unwrap(forward)
+    turn = "apply_rotary_pos_emb"
+    called = [forward.__globals__[turn]] if turn in forward.__code__.co_names else []
+    return any(re.search(r"\bfloat(32)?\b", inspect.getsource(f)) for f in (forward, *called))
+
+
+def _stay_in_float64(model: Any) -> None:
+    """Let the modules of a float64 model that would compute in float32 not do so."""
+    for module in model.modules():
+        kind = type(module)
+        if not _goes_to_float32(kind.forward):
+            continue
+
+        def forward(self: Any, *args: Any, kind: Any = kind, **options: Any) -> Any:
+            with Float64():
+                return kind.forward(self, *args, **options)
+
+        module.__class__ = type(kind.__name__, (kind,), {"forward": forward})
+
+
 def build(kind: str, changes: dict[str, Any], dtype: torch.dtype = torch.float64) -> Any:
     """Build a tiny random model. Weights are drawn wide, norms too, so that mistakes show."""
     torch.manual_seed(0)
@@ -130,6 +200,8 @@ def build(kind: str, changes: dict[str, Any], dtype: torch.dtype = torch.float64
             torch.nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)
         else:
             parameter.data += 0.3 * torch.randn_like(parameter)
+    if dtype == torch.float64:
+        _stay_in_float64(model)
     return model.eval()
 
 
@@ -138,7 +210,8 @@ def full_prefill(runner: Runner, ids: Tensor, attention: str = "eager") -> Tenso
     """Return logits [token, vocab] of transformers' own forward."""
     runner.model.set_attn_implementation(attention)
     try:
-        return runner.model(ids[None], past_key_values=DynamicCache(), use_cache=True).logits[0]
+        with Float64():
+            return runner.model(ids[None], past_key_values=DynamicCache(), use_cache=True).logits[0]
     finally:
         runner.model.set_attn_implementation("kvweave")
 

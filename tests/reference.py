@@ -330,6 +330,6 @@ class Reference:
         return x @ self.weights[f"{name}.weight"].T
 
     def _norm(self, x: Tensor, name: str) -> Tensor:
-        wide = x.float()  # in float32 whatever the dtype, as transformers does it
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
         scale = (wide.pow(2).mean(-1, keepdim=True) + self.sizes.eps).rsqrt()
         return self.weights[f"{name}.weight"] * (wide * scale).to(x.dtype)

@@ -200,11 +200,16 @@ def test_a_home_survives_a_restart_and_belongs_to_one_model(tmp_path: Path) -> N
 
 
 def test_wrong_bytes_on_disk_are_never_used(tmp_path: Path) -> None:
-    """What a tier lost or spoilt is computed again, and says the same."""
+    """What a tier lost or spoilt is computed again, and says the same.
+
+    Not to the bit: what is put is computed in one pass of the model, what is woven in another, and
+    products of other shapes round apart.
+    """
     files: dict[str, Any] = {"home": tmp_path, "repair": "none", "tiers": ("files",)}
     with Engine(tiny(), **files) as engine:
         id = engine.put("docs/a", text(7)).id
         digest = engine.table.get(id).digest.hex()
+        put = engine.shelf.get(id)
         wanted = engine.compose("{docs/a}").generate(max_tokens=3, temperature=0).tokens
     file = tmp_path / "files" / f"{digest}.kv"
     whole = file.read_bytes()
@@ -220,7 +225,12 @@ def test_wrong_bytes_on_disk_are_never_used(tmp_path: Path) -> None:
             assert (plan.reused, plan.prefilled) == (0, 7)
             assert context.generate(max_tokens=3, temperature=0).tokens == wanted
             engine.check_integrity()
-        assert file.read_bytes() == whole, "closing wrote it again"
+        assert file.stat().st_size == len(whole), "closing wrote it again"
+        with Engine(tiny(), **files) as engine:
+            assert engine.files.stat("docs/a").tier == "disk"
+            again = engine.shelf.get(id)
+        for new, old in zip((*again.k, *again.v), (*put.k, *put.v), strict=True):
+            assert oracle.relative(new, old) < oracle.EXACT
 
 
 def test_records_of_a_put_that_never_ended_go(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What every backend does: the suite behind `kvweave.run.base`; see `test_backend.py`.
+"""The backends there are, and what their suite needs: see `test_backend.py` and beside it.
 
 A backend is compared with itself the long way round, with masks worked out here, and there with
 transformers. Nothing here looks inside: rows are changed and read through the contract.
@@ -7,16 +7,57 @@ transformers. Nothing here looks inside: rows are changed and read through the c
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
+from itertools import pairwise
 
 import numpy as np
+import oracle
 import torch
+from reference import Reference, Sizes
 from torch import Tensor
 
-from kvweave.run.base import Backend, Ints, LayerInfo, Observer, Rows, Work
+from kvweave.run.base import Backend, Ints, LayerInfo, Mask, Observer, Rows, Work
+from kvweave.run.model import Runner
 from kvweave.store.kv import KV
 
 EXACT = 1e-9  # relative error of float64 that went another way round
 MOVED = 3e-5  # the same where float32 angles are those of other positions
+
+
+# name -> (model type of transformers, changes of its configuration)
+MODELS = {
+    "llama": ("llama", {"tie_word_embeddings": True}),
+    "mistral": ("mistral", {"sliding_window": 7}),
+    "ministral": (
+        "ministral",
+        {
+            "sliding_window": 7,
+            "layer_types": ["full_attention", "sliding_attention"] * 2,
+            "num_key_value_heads": 1,
+        },
+    ),
+}
+
+
+@cache
+def reference(name: str) -> Reference:
+    if name == "masks":
+        return Reference(Sizes(masks=(Mask(window=5), Mask(), Mask(chunk=8))))
+    model = oracle.build(*MODELS[name])
+    return Reference(Sizes.of(model.config), model.state_dict())
+
+
+@cache
+def transformers(name: str) -> Runner:
+    return Runner(oracle.build(*MODELS[name]), name=name)
+
+
+BACKENDS = {"reference": reference, "transformers": transformers}
+NAMES = [(kind, name) for kind in BACKENDS for name in MODELS] + [("reference", "masks")]
+
+
+def cuts(n: int, *at: int) -> list[tuple[int, int]]:
+    return list(pairwise([0, *at, n]))
 
 
 def ids(n: int, seed: int = 0) -> Ints:

@@ -108,6 +108,57 @@ def test_top_p_keeps_no_token_more_than_it_needs_and_the_lowest_of_equals():
     assert int(candidates(torch.zeros(1024), sampling, 512)[2]) == 0
 
 
+def by_the_book(logits: torch.Tensor, sampling: Sampling, made: torch.Generator) -> int:
+    """Sort the whole vocabulary, cut it, draw."""
+    scaled = logits.float()
+    scaled = (scaled - scaled.max()) / sampling.temperature
+    ids = scaled.sort(descending=True, stable=True).indices
+    probabilities = scaled.softmax(-1)[ids]
+    kept = probabilities.cumsum(-1) - probabilities < sampling.top_p
+    return int(ids[kept][torch.multinomial(probabilities[kept], 1, generator=made)])
+
+
+@pytest.mark.parametrize("top_p", [0.3, 0.9, 0.99])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])  # bfloat16 has many equals
+def test_top_p_of_a_large_vocabulary_is_that_of_all_of_it_sorted(top_p, dtype):
+    sampling, made = (
+        Sampling(temperature=0.9, top_p=top_p, seed=3),
+        torch.Generator().manual_seed(3),
+    )
+    sampler, seed = Sampler(sampling), torch.Generator().manual_seed(0)
+    for scale in [9.0, 3.0, 9.0, 1.0, 0.1, 5.0] * 4:
+        row = (torch.randn(3000, generator=seed) * scale).to(dtype)
+        assert choose(sampler, row).token == by_the_book(row, sampling, made)
+
+
+def test_what_a_seed_gives_does_not_depend_on_how_many_tokens_were_looked_at():
+    rows = torch.randn(20, 2000, generator=torch.Generator().manual_seed(1)) * 4
+    sampling = Sampling(temperature=1.0, top_p=0.7, seed=8)
+    fresh, grown = Sampler(sampling), Sampler(sampling)
+    grown.keep(0)  # as after a draw that did not stand
+    assert [choose(fresh, row) for row in rows] == [choose(grown, row) for row in rows]
+
+
+def test_a_batch_gives_each_request_what_it_gets_alone():
+    rows = torch.randn(30, 700, generator=torch.Generator().manual_seed(2)).bfloat16() * 3
+    rows[4, 17], rows[5, 3] = math.nan, math.inf
+    rows[6] = -math.inf
+    asked = [
+        Sampling(),
+        Sampling(temperature=0.8, seed=1, logprobs=2),
+        Sampling(temperature=2.0, top_p=0.95, seed=2),
+        Sampling(logprobs=900),
+        Sampling(temperature=0.8, top_k=9, top_p=0.6, seed=4),
+    ]
+    together, apart = ([Sampler(asked[i % 5]) for i in range(30)] for _ in range(2))
+    for turn in range(3):
+        found = sample(rows + turn, together)
+        assert [isinstance(choice, InvalidArgument) for choice in found[3:8]] == [0, 1, 1, 1, 0]
+        for choice, row, sampler in zip(found, rows + turn, apart, strict=True):
+            (expected,) = sample(row[None], [sampler])
+            assert choice == expected or str(choice) == str(expected)
+
+
 def test_huge_logits_over_a_small_temperature_do_not_overflow():
     sampler = Sampler(Sampling(temperature=1e-5, seed=1))
     assert choose(sampler, torch.tensor([0.0, 3e35, 1.0])).token == 1
@@ -116,7 +167,7 @@ def test_huge_logits_over_a_small_temperature_do_not_overflow():
 def test_draws_follow_the_distribution():
     sampler = Sampler(Sampling(temperature=1.0, top_k=3, seed=5))
     n = 4000
-    counts = Counter(choose(sampler, logits(*P)).token for _ in range(n))
+    counts = Counter(choice.token for choice in sample(logits(*P).expand(n, 5), [sampler] * n))
     assert set(counts) == {1, 2, 3}
     for token, p in {1: 0.4 / 0.85, 2: 0.2 / 0.85, 3: 0.25 / 0.85}.items():
         assert abs(counts[token] / n - p) < 5 * (p * (1 - p) / n) ** 0.5
@@ -157,7 +208,7 @@ def test_a_seeded_sampler_leaves_the_global_generator_alone():
 
 def test_logprobs_are_of_the_unmodified_distribution():
     sampling = Sampling(temperature=0.3, top_k=1, logprobs=3, seed=1)
-    choice = Sampler(sampling)(logits(*P))
+    choice = choose(Sampler(sampling), logits(*P))
     assert choice.token == 1
     assert choice.logprob == pytest.approx(math.log(0.4), rel=1e-5)
     assert [token for token, _ in choice.top] == [1, 3, 2]

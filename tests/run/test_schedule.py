@@ -139,6 +139,56 @@ def test_a_piece_done_short_is_planned_again():
     schedule.check_integrity()
 
 
+def test_a_job_that_turns_out_to_have_more_rows_keeps_its_place_and_yields_no_token_yet():
+    schedule = filled(4, 8, *jobs((1, 3, 2), (2, 30, 0), (3, 0, 9)))
+    assert schedule.step() == [Turn(3, 1, True), Turn(1, 3, False), Turn(2, 4, False)]
+    schedule.done(3, 1)
+    schedule.done(2, 4)
+    schedule.done(1, 3, pending=5)
+    assert schedule.job(1).n_left == 2
+    schedule.check_integrity()
+    assert schedule.step() == [Turn(3, 1, True), Turn(1, 3, False), Turn(2, 4, False)]
+    schedule.done(3, 1)
+    schedule.done(2, 4)
+    schedule.done(1, 0, pending=1)  # other rows than those it was to run
+    assert [turn for turn in schedule.step() if turn.key == 1] == [Turn(1, 1, False)]
+    for turn in (3, 2):
+        schedule.done(turn, 0)
+    schedule.done(1, 1, pending=0)
+    assert schedule.job(1).n_left == 1
+    assert schedule.step()[:2] == [Turn(3, 1, True), Turn(1, 1, True)]
+    schedule.check_integrity()
+
+
+def test_a_job_whose_rows_are_not_needed_after_all_decodes():
+    schedule = filled(4, 8, *jobs((1, 6, 3)))
+    schedule.step()
+    schedule.done(1, 0, pending=0)
+    assert run(schedule) == [[(1, 1, True)], [(1, 1, True)]]
+
+
+def test_held_jobs_get_no_turn_and_keep_their_place():
+    schedule = filled(2, 8, *jobs((1, 0, 9), (2, 0, 9), (3, 0, 9), (4, 5, 0), (5, 5, 0)))
+
+    def keys(*held: int) -> list[int]:
+        turns = schedule.step(held)
+        schedule.check_integrity()
+        for turn in turns:
+            schedule.done(turn.key, 0)
+        return [turn.key for turn in turns]
+
+    assert keys(1, 4) == [2, 3, 5]
+    assert keys() == [1, 2, 4, 5]
+    assert keys(4, 5) == [3, 1]
+    assert keys(1, 2, 3, 4, 5) == []
+    assert keys(1, 2, 3) == [5, 4]
+
+
+def test_who_is_held_leaves_its_rows_to_others_and_the_row_spared_for_it_to_decoding():
+    schedule = filled(4, 4, *[Job(key, 0, 9) for key in range(4)], Job(8, 9, 0, "a"))
+    assert [turn.key for turn in schedule.step({8})] == [0, 1, 2, 3]
+
+
 @pytest.mark.parametrize("n_pending", [0, 3])
 def test_finished_ends_a_job_that_had_more_to_do(n_pending):
     schedule = filled(4, 8, Job(1, n_pending, 50))
@@ -181,22 +231,25 @@ def test_a_tenant_that_leaves_in_mid_turn_leaves_no_credit_behind():
         ("max_batch", lambda s: Schedule(max_batch=0)),
         ("max_rows", lambda s: Schedule(max_rows=1)),
         ("key", lambda s: s.add(Job(1, 5, 5))),
-        ("job", lambda s: s.add(Job(2, 0, 0))),
-        ("job", lambda s: s.add(Job(2, -1, 5))),
+        ("job", lambda s: s.add(Job(3, 0, 0))),
+        ("job", lambda s: s.add(Job(3, -1, 5))),
         ("key", lambda s: s.job(7)),
         ("key", lambda s: s.done(7, 1)),
         ("n_rows", lambda s: s.done(1, 6)),
         ("n_rows", lambda s: s.done(1, -1)),
+        ("pending", lambda s: s.done(1, 5, pending=-1)),
+        ("pending", lambda s: s.done(2, 1, pending=3)),
         ("step", lambda s: s.step()),
     ],
 )
 def test_wrong_calls_are_refused_and_change_nothing(argument, call):
-    schedule = filled(4, 8, Job(1, 5, 5))
+    schedule = filled(4, 8, Job(1, 5, 5), Job(2, 0, 1))
     schedule.step()
     with pytest.raises(InvalidArgument) as error:
         call(schedule)
     assert error.value.argument == argument
     schedule.check_integrity()
+    schedule.done(2, 1)
     schedule.done(1, 5)
     assert schedule.step() == [Turn(1, 1, True)]
 
@@ -254,8 +307,10 @@ def test_no_row_is_left_unused_while_a_job_is_pending(specs, batch, rows):
             st.tuples(st.just("add"), st.integers(0, 9), st.integers(0, 20), st.integers(0, 4)),
             st.tuples(st.just("cancel"), st.integers(0, 9)),
             st.tuples(st.just("flag"), st.integers(0, 9)),
-            st.tuples(st.just("step")),
-            st.tuples(st.just("done"), st.floats(0, 1), st.booleans()),
+            st.tuples(st.just("step"), st.sets(st.integers(0, 9), max_size=4)),
+            st.tuples(
+                st.just("done"), st.floats(0, 1), st.booleans(), st.none() | st.integers(0, 9)
+            ),
         ),
         max_size=60,
     )
@@ -271,8 +326,10 @@ def test_any_sequence_of_calls_keeps_the_queues_whole(calls):
         elif verb == "flag" and rest[0] in schedule:
             schedule.job(rest[0]).cancelled = True
         elif verb == "step" and not out:
-            out = schedule.step()
+            out = schedule.step(rest[0])
+            assert not rest[0] & {turn.key for turn in out}
         elif verb == "done" and out:
             turn = out.pop()
-            schedule.done(turn.key, round(rest[0] * turn.n_rows), finished=rest[1])
+            pending = None if turn.is_decode else rest[2]
+            schedule.done(turn.key, round(rest[0] * turn.n_rows), rest[1], pending)
         schedule.check_integrity()

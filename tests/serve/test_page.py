@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterator
 from importlib.resources import files
 
 import pytest
+from needs import APT, PIP, lack
 
-pytest.importorskip("fastapi", reason="the extra `serve` is not installed")
+pytest.importorskip("fastapi", reason=lack("fastapi is not installed", PIP, "fastapi"))
 
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
@@ -95,8 +96,9 @@ def browser() -> Iterator[object]:
     """A headless chromium; without one, or without playwright, these tests are skipped."""
     found = shutil.which("chromium") or shutil.which("chromium-browser")
     if found is None:
-        pytest.skip("no chromium on this machine")
-    sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+        pytest.skip(lack("no chromium on this machine", APT, "chromium"))
+    reason = lack("playwright is not installed", PIP, "playwright")
+    sync_api = pytest.importorskip("playwright.sync_api", reason=reason)
     with sync_api.sync_playwright() as play:
         launched = play.chromium.launch(executable_path=found, args=["--no-sandbox"])
         yield launched

@@ -10,7 +10,7 @@ import torch
 from conftest import tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracle import full_prefill
+from oracle import SINGLE, full_prefill
 from weaving import text
 
 from kvweave import Engine, Sampling
@@ -306,7 +306,7 @@ def test_any_requests_get_what_they_want_and_exact_ones_are_exact(
                 prompt = [*SYSTEM, *(t for message in said for t in message)]
                 logits = full_prefill(engine.runner, torch.tensor(prompt))[-1]
                 wanted = float(logits.log_softmax(-1).max())
-                assert answer.choices[0].logprob == pytest.approx(wanted, abs=1e-6)
+                assert answer.choices[0].logprob == pytest.approx(wanted, rel=SINGLE)
             elif reuse == "prefix":
                 raise AssertionError("a prefix is exact")
             pools[reuse].sessions.give_back([session])

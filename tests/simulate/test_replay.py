@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from needs import PIP, lack
 
 from kvweave.errors import InvalidArgument
 from kvweave.keep import LRU, POLICIES
@@ -159,7 +160,8 @@ def test_a_sweep_tries_all_sizes_and_is_drawn(tmp_path: Path) -> None:
 
 
 def test_hit_rates_are_libcachesims(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("libcachesim", reason="libcachesim is for development only")
+    absent = lack("libcachesim, which is for development only, is absent", PIP, "libcachesim")
+    pytest.importorskip("libcachesim", reason=absent)
     monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[2] / "bench"))
     import policies
 

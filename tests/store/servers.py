@@ -17,19 +17,36 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
+from needs import APT, PIP, lack
 
 START = 30.0  # seconds a server may take until it answers
 
 REDIS = shutil.which("redis-server") or shutil.which("valkey-server")
 MASTER = Path(sys.executable).with_name("mooncake_master")
-needs_redis = pytest.mark.skipif(REDIS is None, reason="no redis-server or valkey-server here")
-needs_mooncake = pytest.mark.skipif(
-    importlib.util.find_spec("mooncake") is None or not MASTER.exists(),
-    reason="mooncake-transfer-engine-non-cuda is not installed",
-)
+
+
+def mooncake_lacks() -> str:
+    """Return why Mooncake cannot be used here, empty if it can; asks a process of its own."""
+    package = "mooncake-transfer-engine-non-cuda"
+    if importlib.util.find_spec("mooncake") is None or not MASTER.exists():
+        return lack(f"{package} is not installed", PIP, package)
+    words = [sys.executable, "-c", "import mooncake.store"]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    if done.returncode == 0:
+        return ""
+    said = done.stderr.strip().splitlines() or [f"status {done.returncode}"]
+    libraries = ("libibverbs1", "librdmacm1", "libnuma1", "libcurl4")
+    return lack(f"Mooncake's library does not load ({said[-1]})", APT, *libraries)
+
+
+NO_REDIS = lack("no redis-server or valkey-server here", APT, "redis-server")
+NO_MOTO = lack("moto, flask or flask-cors is not installed", PIP, "moto[s3]", "flask", "flask-cors")
+NO_MOONCAKE = mooncake_lacks()
+needs_redis = pytest.mark.skipif(REDIS is None, reason=NO_REDIS)
+needs_mooncake = pytest.mark.skipif(bool(NO_MOONCAKE), reason=NO_MOONCAKE)
 needs_moto = pytest.mark.skipif(
-    importlib.util.find_spec("moto") is None,
-    reason="moto[s3], flask and flask-cors are not installed",
+    any(importlib.util.find_spec(name) is None for name in ("moto", "flask", "flask_cors")),
+    reason=NO_MOTO,
 )
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from needs import PIP, lack
 from store import servers
 from store.conformance import Conformance, Make
 from store.values import aligned, asking, assert_holds, content, filled, in_time, put_one, store
@@ -19,7 +20,7 @@ from kvweave.errors import InvalidArgument
 from kvweave.store.archive import Archive
 from kvweave.store.base import Get, Put, Tier
 
-obstore = pytest.importorskip("obstore", reason="obstore is not installed")
+obstore = pytest.importorskip("obstore", reason=lack("obstore is not installed", PIP, "obstore"))
 stores = pytest.importorskip("obstore.store")
 NUMBERS = itertools.count()
 

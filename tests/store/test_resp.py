@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from needs import APT, lack
 from store import servers
 from store.conformance import Conformance, Make
 from store.values import (
@@ -195,7 +196,10 @@ def test_a_unix_socket(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 
 @servers.needs_redis
-@pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl to make a certificate")
+@pytest.mark.skipif(
+    shutil.which("openssl") is None,
+    reason=lack("no openssl to make a certificate", APT, "openssl"),
+)
 def test_tls(tmp_path: Path) -> None:
     key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
     words = "openssl req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=kvweave".split()

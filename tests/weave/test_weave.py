@@ -42,7 +42,7 @@ def test_full_repair_equals_full_prefill(engines: Make, name: str) -> None:
     assert max(*found.k_error, *found.v_error) < EXACT
     assert rough.v_error[-1] > 1e-3, "without repair this model must show a difference"
     wanted = oracle.full_prefill(engine.runner, torch.tensor(context.tokens()))
-    assert oracle.relative(next_logits(engine, context), wanted[-1]) < 2e-6
+    assert oracle.relative(next_logits(engine, context), wanted[-1]) < oracle.bound(name)
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "smollm3_nope", "phi3_partial"])
@@ -52,7 +52,7 @@ def test_layer_zero_of_placed_chunks_equals_recomputed(engines: Make, name: str)
     context.weave("none")
     placed = rows(context).clone()
     found = context.check()
-    assert max(found.k_error[0], found.v_error[0]) < 1e-15, "products of other shapes round apart"
+    assert max(found.k_error[0], found.v_error[0]) < EXACT, "products of other shapes round apart"
     assert found.k_error[-1] > 1e-3
     assert same_rows(placed, rows(context)), "check() changes nothing"
 

@@ -8,12 +8,14 @@ suffix, would let a repaired row see its own future.
 from __future__ import annotations
 
 from contextvars import ContextVar
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvweave.run.batch import Batch, Part
+from kvweave.run.batch import Batch, Part, Piece
+from kvweave.run.thinned import ThinnedRows
 
 FOLD = 32  # rows below which query heads that share keys stand in one block, which reads these once
 NOTHING = (0, 0)
@@ -21,52 +23,101 @@ NOTHING = (0, 0)
 current: ContextVar[Batch] = ContextVar("kvweave_batch")
 
 
+@dataclass(frozen=True, slots=True)
+class How:
+    """What a model does with scores."""
+
+    scale: float
+    softcap: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """Keys and values [kv_head, slot, dim] that some rows see."""
+
+    keys: Tensor
+    values: Tensor
+    bias: Tensor | None  # 0 and -inf [row, slot], None: all rows see all
+    causal: bool = False  # row i sees the first i + 1 slots
+
+
 def attend(layer: int, query: Tensor, scale: float | None, softcap: float | None) -> Tensor:
     """Return attention [1, total, head, v_dim] of unrotated ``query`` [1, head, total, dim]."""
     batch = current.get()
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    how = How(query.shape[-1] ** -0.5 if scale is None else scale, softcap)
     turned = batch.turned(layer, query[0].transpose(0, 1))
     outs: list[Tensor] = []
     for part in batch.parts:
-        outs += _part(batch, part, layer, turned[part.span], scale, softcap)
+        if layer < part.last:
+            outs += _part(batch, part, layer, turned[part.span], how)
+        else:  # nothing behind this layer is wanted of it
+            outs.append(turned.new_zeros(part.n, turned.shape[1], batch.infos[layer].shape.v_dim))
     return (outs[0].contiguous() if len(outs) == 1 else torch.cat(outs))[None]
 
 
-def _part(
-    batch: Batch, part: Part, layer: int, query: Tensor, scale: float, softcap: float | None
-) -> list[Tensor]:
+def _part(batch: Batch, part: Part, layer: int, query: Tensor, how: How) -> list[Tensor]:
     """Attention of one work's rows, ``query`` [row, head, dim] -> pieces [row, head, v_dim]."""
-    mask, observer = batch.infos[layer].mask, part.work.observer
-    watched = NOTHING if observer is None else _watched(part, layer)
-    pieces = part.cut(mask, watched)
-    begin = pieces[0].begin
-    keys, values = part.rows.layers[layer].seen(slice(begin, part.stop))
-    outs = []
+    mask = batch.infos[layer].mask
+    pieces = part.cut(mask, _watched(part, layer))
+    rows = part.rows.layers[layer]
+    if isinstance(rows, ThinnedRows):
+        return [_thinned(batch, part, piece, layer, query, how) for piece in pieces]
+    begin, outs = pieces[0].begin, []
+    keys, values = rows.seen(slice(begin, part.stop))
     for piece in pieces:
         q = query[piece.first : piece.last]
         span = slice(piece.begin - begin, piece.stop - begin)
-        k, v = keys[:, span], values[:, span]
-        if piece.causal and softcap is None:
-            outs.append(_fused(q, k, v, None, scale, causal=True))
-            continue
-        bias = batch.bias(part, piece, mask, q.dtype)
-        if softcap is None and not piece.watched:
-            outs.append(_fused(q, k, v, bias, scale))
-            continue
-        weights = _weights(q, k, bias, scale, softcap)
-        if piece.watched:
-            assert observer is not None
-            n_heads = q.shape[1]
-            first = part.work.at + piece.first
-            observer.see(layer, first, piece.begin, weights.view(n_heads, piece.last - piece.first, -1))
-        outs.append(_unfolded(weights.to(v.dtype) @ v, len(q)))
+        causal = piece.causal and how.softcap is None
+        bias = None if causal else batch.bias(part, piece, mask, q.dtype)
+        seen = Seen(keys[:, span], values[:, span], bias, causal)
+        out, weights = _attention(q, seen, how, piece.watched)
+        outs.append(out)
+        if weights is not None:
+            _show(part, piece, layer, weights)
     return outs
+
+
+def _thinned(batch: Batch, part: Part, piece: Piece, layer: int, query: Tensor, how: How) -> Tensor:
+    """The same for one piece and rows of which each head keeps its own."""
+    rows, mask = part.rows.layers[layer], batch.infos[layer].mask
+    assert isinstance(rows, ThinnedRows)
+    query, outs, shown = query[piece.first : piece.last], [], []
+    for head, q in enumerate(query.chunk(len(rows.heads), 1)):
+        kept, keys, values = rows.seen_by(head, piece.begin, piece.stop)
+        slots = torch.from_numpy(kept).to(q.device)
+        many = len(q) > 1
+        bias = batch.bias_of(slots, part, piece, mask, q.dtype) if many else None
+        out, weights = _attention(q, Seen(keys, values, bias), how, piece.watched)
+        outs.append(out)
+        if weights is not None:
+            every = weights.new_zeros(*weights.shape[:2], piece.stop - piece.begin)
+            shown.append(every.index_copy_(2, slots - piece.begin, weights))
+    if shown:
+        _show(part, piece, layer, torch.cat(shown))
+    return torch.cat(outs, 1)
+
+
+def _show(part: Part, piece: Piece, layer: int, weights: Tensor) -> None:
+    assert part.work.observer is not None
+    part.work.observer.see(layer, part.work.at + piece.first, piece.begin, weights)
+
+
+def _attention(query: Tensor, seen: Seen, how: How, watched: bool) -> tuple[Tensor, Tensor | None]:
+    """Return attention [row, head, v_dim] of ``query`` [row, head, dim], and if it is watched its
+    weights [head, row, slot]."""
+    if how.softcap is None and not watched:
+        return _fused(query, seen, how.scale), None
+    n, heads, _ = query.shape
+    weights = _weights(query, seen, how)
+    out = _unfolded(weights.to(seen.values.dtype) @ seen.values, n)
+    return out, weights.view(heads, n, -1) if watched else None
 
 
 def _watched(part: Part, layer: int) -> tuple[int, int]:
     """Return the rows of a part whose attention its observer wants; it counts the whole work's."""
     observer, at = part.work.observer, part.work.at
-    assert observer is not None
+    if observer is None:
+        return NOTHING
     first, last = observer.rows(layer, at + part.n)
     first, last = max(first - at, 0), min(last - at, part.n)
     return (first, last) if first < last else NOTHING
@@ -86,54 +137,44 @@ def _unfolded(out: Tensor, n: int) -> Tensor:
     return out.view(kv_heads, group, n, dim).permute(2, 0, 1, 3).reshape(n, -1, dim)
 
 
-def _fused(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    bias: Tensor | None,
-    scale: float,
-    causal: bool = False,
-) -> Tensor:
-    """Attention of ``query`` [row, head, dim] over [kv_head, slot, dim] in one kernel."""
+def _fused(query: Tensor, seen: Seen, scale: float) -> Tensor:
+    """Attention of ``query`` [row, head, dim] in one kernel."""
     n, heads, dim = query.shape
+    keys, values, bias = seen.keys, seen.values, seen.bias
     kv_heads, n_keys, v_dim = values.shape
     group = heads // kv_heads
-    if n < FOLD and not causal:
+    if n < FOLD and not seen.causal:
         if bias is not None and group > 1:
             bias = bias.repeat(group, 1)
+        folded = _folded(query, kv_heads)[None]
         out = F.scaled_dot_product_attention(
-            _folded(query, kv_heads)[None], keys[None], values[None], attn_mask=bias, scale=scale
-        )[0]
-        return _unfolded(out, n)
-    grouped = query.view(n, kv_heads, group, dim).permute(1, 2, 0, 3)
+            folded, keys[None], values[None], attn_mask=bias, scale=scale
+        )
+        return _unfolded(out[0], n)
     out = F.scaled_dot_product_attention(
-        grouped,
+        query.view(n, kv_heads, group, dim).permute(1, 2, 0, 3),
         keys[:, None].expand(kv_heads, group, n_keys, dim),
         values[:, None].expand(kv_heads, group, n_keys, v_dim),
         attn_mask=bias,
-        is_causal=causal,
+        is_causal=seen.causal,
         scale=scale,
     )
     return out.permute(2, 0, 1, 3).reshape(n, heads, v_dim)
 
 
-def _weights(
-    query: Tensor, keys: Tensor, bias: Tensor | None, scale: float, softcap: float | None
-) -> Tensor:
+def _weights(query: Tensor, seen: Seen, how: How) -> Tensor:
     """Return attention weights [kv_head, group * row, slot], in float32 at least."""
-    kv_heads = keys.shape[0]
-    group = query.shape[1] // kv_heads
-    folded = _folded(query, kv_heads)
-    if bias is not None and group > 1:
-        bias = bias.repeat(group, 1)
-    if softcap is not None:
-        scores = torch.tanh(folded @ keys.transpose(1, 2) * (scale / softcap)) * softcap
+    kv_heads = len(seen.keys)
+    folded, keys = _folded(query, kv_heads), seen.keys.transpose(1, 2)
+    bias = seen.bias
+    if bias is not None:
+        bias = bias.repeat(query.shape[1] // kv_heads, 1)
+    if how.softcap is not None:
+        scores = torch.tanh(folded @ keys * (how.scale / how.softcap)) * how.softcap
         scores = scores if bias is None else scores + bias
     elif bias is not None:
-        scores = torch.baddbmm(
-            bias.expand(kv_heads, -1, -1), folded, keys.transpose(1, 2), alpha=scale
-        )
+        scores = torch.baddbmm(bias.expand(kv_heads, -1, -1), folded, keys, alpha=how.scale)
     else:
-        scores = (folded * scale) @ keys.transpose(1, 2)
+        scores = (folded * how.scale) @ keys
     half = scores.dtype in (torch.bfloat16, torch.float16)
     return scores.softmax(-1, dtype=torch.float32 if half else scores.dtype)

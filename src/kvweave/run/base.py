@@ -2,7 +2,7 @@
 
 Nothing above this file knows which engine runs. `run/model.py` is the one over transformers; the
 tests have another in plain torch (`tests/reference.py`). Add one by implementing `Backend` and
-`Rows`, and give it to the suite in `tests/run/test_backend.py`.
+`Rows`, and give it to the suite (`BACKENDS` in `tests/run/backend.py`).
 
 Host and device are kept apart. What decides (tokens, slots, positions, masks) is numpy on the
 host and goes up once a pass; what is computed (keys, values, attention, logits) stays on the

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from kvweave.run.base import Ints, LayerInfo, Mask, Work
+from kvweave.run.base import NO_SLOTS, Ints, LayerInfo, Mask, Work
 from kvweave.run.layers import At, span_of
 from kvweave.run.rotary import Angles, Rotation
 from kvweave.run.rows import KVRows
@@ -45,6 +46,7 @@ class Part:
         assert isinstance(work.rows, KVRows), "rows of another backend"
         self.work, self.rows, self.n = work, work.rows, work.n
         self.span = slice(start, start + work.n)  # of the packed rows
+        self.last = -1  # last layer that is written
         self.first, self.stop = int(work.slots[0]), int(work.slots[-1]) + 1
         self.contiguous = self.stop - self.first == work.n
         self.at: At
@@ -78,7 +80,7 @@ class Part:
         size = max(PIECE, self.n // PIECES) if spread else self.n
         cuts = sorted({*range(0, self.n, size), self.n} | ({a, b} if a < b else set()))
         pieces = []
-        for first, last in zip(cuts, cuts[1:], strict=False):
+        for first, last in pairwise(cuts):
             begin = 0 if begins is None else int(begins[first])
             stop = int(self.work.slots[last - 1]) + 1
             watch = a <= first < b
@@ -103,31 +105,34 @@ class Batch:
         for work in works:
             self.parts.append(Part(work, self.total))
             self.total += work.n
-        self.last = self._last()
+        for part in self.parts:
+            part.last = self._last(part.work)
+        self.last = max(part.last for part in self.parts)
         self._bounded: dict[Mask, int] = {}  # row of the upload that holds where a mask begins
         for info in layers:
             if info.mask.first(works[0].positions) is not None:
                 self._bounded.setdefault(info.mask, 3 + len(self._bounded))
         self._upload()
         self._angles: dict[int, Angles] = {}
+        self._offsets: Tensor | None = None
 
-    def _last(self) -> int | None:
-        """Return the last layer whose keys and values anyone wants, None to go on to the logits."""
-        lasts = []
-        for part in self.parts:
-            work = part.work
-            if len(work.want) or (work.last is None and work.observer is not None):
-                return None
-            lasts.append(len(self.infos) - 1 if work.last is None else work.last)
-        return max(lasts)
+    def _last(self, work: Work) -> int:
+        """Return the layer behind whose keys and values nothing is wanted of a work."""
+        if work.last is not None:
+            return work.last
+        n = len(self.infos)
+        return n if len(work.want) or work.observer is not None else n - 1
 
     def _upload(self) -> None:
         """Bring all integers of the pass to the device at once."""
-        n_want = sum(len(part.work.want) for part in self.parts)
+        wants = [part.work.want if part.work.last is None else NO_SLOTS for part in self.parts]
+        self._wants = [len(want) for want in wants]
+        n_want = sum(self._wants)
         sections = 3 + len(self._bounded)
         host = np.zeros(sections * self.total + n_want, np.int64)
         table = host[: sections * self.total].reshape(sections, self.total)
-        want = host[sections * self.total :]
+        packed = [want + part.span.start for want, part in zip(wants, self.parts, strict=True)]
+        host[sections * self.total :] = np.concatenate(packed)
         for part in self.parts:
             work = part.work
             if not isinstance(work.tokens, Tensor):
@@ -138,8 +143,6 @@ class Batch:
                 begins = part.see(mask)
                 if begins is not None:
                     table[self._bounded[mask], part.span] = begins
-            want[: len(work.want)] = work.want + part.span.start
-            want = want[len(work.want) :]
         flat = torch.from_numpy(host)
         if self.device.type == "cuda":
             flat = flat.pin_memory()
@@ -169,7 +172,14 @@ class Batch:
 
     def split(self, logits: Tensor) -> list[Tensor]:
         """Return each work's own of the wanted ``logits`` [want, vocab]."""
-        return list(logits.split([len(part.work.want) for part in self.parts]))
+        return list(torch.split(logits, self._wants))
+
+    @property
+    def offsets(self) -> Tensor:
+        """What has to be added to a row's number in the pass to make its position, [total]."""
+        if self._offsets is None:
+            self._offsets = self._positions - torch.arange(self.total, device=self.device)
+        return self._offsets
 
     def turned(self, layer: int, rows: Tensor) -> Tensor:
         """Return rows [total, head, dim] of a layer turned to their positions."""
@@ -185,6 +195,8 @@ class Batch:
         """
         turned = self.turned(layer, keys)
         for part in self.parts:
+            if layer > part.last:
+                continue
             part.rows.settle(layer)
             part.rows.write(layer, part.at, turned[part.span], values[part.span])
             raw, at = part.work.raw, part.work.at
@@ -196,14 +208,18 @@ class Batch:
 
     def bias(self, part: Part, piece: Piece, mask: Mask, dtype: torch.dtype) -> Tensor | None:
         """Return which slots a piece's rows see, as 0 and -inf [row, slot]; None when all do."""
-        if piece.last - piece.first == 1:
-            return None
-        if piece.bias is None:
-            rows = slice(part.span.start + piece.first, part.span.start + piece.last)
+        if piece.bias is None and piece.last - piece.first > 1:
             slots = torch.arange(piece.begin, piece.stop, device=self.device)
-            unseen = slots > self._table[2, rows, None]
-            if mask in self._bounded:
-                unseen |= slots < self._table[self._bounded[mask], rows, None]
-            piece.bias = torch.zeros(unseen.shape, dtype=dtype, device=self.device)
-            piece.bias.masked_fill_(unseen, float("-inf"))
+            piece.bias = self.bias_of(slots, part, piece, mask, dtype)
         return piece.bias
+
+    def bias_of(
+        self, slots: Tensor, part: Part, piece: Piece, mask: Mask, dtype: torch.dtype
+    ) -> Tensor:
+        """Return which of ``slots`` a piece's rows see, as 0 and -inf [row, slot]."""
+        rows = slice(part.span.start + piece.first, part.span.start + piece.last)
+        unseen = slots > self._table[2, rows, None]
+        if mask in self._bounded:
+            unseen |= slots < self._table[self._bounded[mask], rows, None]
+        bias = torch.zeros(unseen.shape, dtype=dtype, device=self.device)
+        return bias.masked_fill_(unseen, float("-inf"))

@@ -48,8 +48,12 @@ class LayerRows(ABC):
     """
 
     lossy = False  # what is read is not quite what was written
-    n_freed = 0  # rows freed, summed over heads
     capacity: int
+
+    @property
+    def n_freed(self) -> int:
+        """Rows freed, summed over heads."""
+        return 0
 
     @property
     @abstractmethod
@@ -96,9 +100,7 @@ class RawRows(LayerRows):
         self.capacity = k.shape[1]
 
     @classmethod
-    def empty(
-        cls, shape: LayerShape, dtype: torch.dtype, device: torch.device
-    ) -> RawRows:
+    def empty(cls, shape: LayerShape, dtype: torch.dtype, device: torch.device) -> RawRows:
         """Return rows without room."""
         return cls(
             torch.empty(shape.k_heads, 0, shape.k_dim, dtype=dtype, device=device),

@@ -17,9 +17,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvweave.errors import InvalidArgument
 from kvweave.run.base import NO_SLOTS, Ints, LayerInfo
-from kvweave.run.layers import At, LayerRows
+from kvweave.run.layers import At, LayerRows, RawRows
 from kvweave.run.rotary import Angles, Rotation
+from kvweave.run.thinned import ThinnedRows
 from kvweave.store.arriving import Arriving
 from kvweave.store.kv import KV
 
@@ -44,6 +46,17 @@ class _Run:
     def complete(self) -> bool:
         return all(kv.load.complete for kv in self.kvs if isinstance(kv, Arriving))
 
+    def cut(self, stop: int) -> None:
+        """Leave out what stands from slot ``stop`` on: it is not waited for."""
+        kept, at = [], self.start
+        for kv in self.kvs:
+            if at < stop:
+                kept.append(kv.rows(0, min(kv.n_tokens, stop - at)))
+            at += kv.n_tokens
+        n = stop - self.start
+        self.kvs, self.stop = kept, stop
+        self.angles = {id: (cos[:n], sin[:n]) for id, (cos, sin) in self.angles.items()}
+
 
 class KVRows:
     """Rows of every layer, as `base.Rows` asks; ``layers`` have no room yet."""
@@ -53,15 +66,12 @@ class KVRows:
     ) -> None:
         self.infos = list(infos)
         self.layers = list(layers)
+        self.lossy = any(layer.lossy for layer in layers)
         self.device = device
         self.n = 0
         self.capacity = 0
         self.positions: Ints = NO_SLOTS
         self._pending: list[_Run] = []
-
-    @property
-    def lossy(self) -> bool:
-        return any(layer.lossy for layer in self.layers)
 
     @property
     def n_bytes(self) -> int:
@@ -98,7 +108,8 @@ class KVRows:
         """Forget rows ``[n, ...)``; they are overwritten by what comes next."""
         self._pending = [run for run in self._pending if run.start < n]
         for run in self._pending:
-            run.stop = min(run.stop, n)
+            if n < run.stop:
+                run.cut(n)
         self.layers = [layer.cut(n) for layer in self.layers]
         self.n = min(self.n, n)
 
@@ -171,13 +182,12 @@ class KVRows:
         self._pending = [run for run in self._pending if run.layers]
 
     def _write(self, run: _Run, layer: int | None = None) -> None:
-        span, n = slice(run.start, run.stop), run.stop - run.start
+        span = slice(run.start, run.stop)
         for i in sorted(run.layers) if layer is None else {layer} & run.layers:
-            keys = _joined([kv.k[i] for kv in run.kvs])[:n]
-            values = _joined([kv.v[i] for kv in run.kvs])[:n]
+            keys = _joined([kv.k[i] for kv in run.kvs])
+            values = _joined([kv.v[i] for kv in run.kvs])
             rotation = self.infos[i].rotation
-            cos, sin = run.angles[id(rotation)]
-            self.layers[i].place(span, rotation, keys, (cos[:n], sin[:n]), values)
+            self.layers[i].place(span, rotation, keys, run.angles[id(rotation)], values)
             run.layers.remove(i)
 
     def read(self, layer: int, slots: Ints | None = None) -> tuple[Tensor, Tensor]:
@@ -198,6 +208,19 @@ class KVRows:
         twin.n, twin.capacity = self.n, self.capacity
         twin.positions = self.positions.copy()
         return twin
+
+    def free(self, layer: int, head: int, slots: Ints) -> None:
+        """Free the memory of rows of one layer and kv head: no query sees them from now on.
+
+        Raises InvalidArgument for rows of 8 bits, LoadFailed.
+        """
+        self.settle(layer)
+        rows = self.layers[layer]
+        if isinstance(rows, RawRows):
+            rows = ThinnedRows.of(rows, self.n)
+        if not isinstance(rows, ThinnedRows):
+            raise InvalidArgument("rows", "rows of 8 bits cannot be freed one by one", "raw")
+        self.layers[layer] = rows.less(head, slots)
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless positions increase strictly and sizes agree."""

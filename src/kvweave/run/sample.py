@@ -99,7 +99,7 @@ class Sampler:
         if n_kept is not None and self._generator is not None:
             self._before = self._generator.get_state()
         drawn = (probabilities / self._noise(probabilities)).argmax(-1)
-        return ids[drawn], n_kept
+        return ids.take(drawn), n_kept  # indexing by a tensor [] would wait for it
 
     def keep(self, n_kept: int) -> bool:
         """Return whether the last draw stands: it does unless top_p looked at too few tokens.
@@ -172,21 +172,22 @@ class _Found:
         chosen = logprobs.gather(-1, tokens[:, None])[:, 0]
         parts = [tokens.int(), highest.view(torch.int32), chosen.view(torch.int32)]
         parts += [kept.int()[None] for kept in n_kept.values()]
-        sizes = [min(n, logprobs.shape[1]) for n in n_top]
-        for row, n in enumerate(sizes):
-            if n:
-                values, ids = logprobs[row].topk(n)
-                parts += [ids.int(), values.view(torch.int32)]
+        sizes = [min(k, logprobs.shape[1]) for k in n_top]
+        for row, k in enumerate(sizes):
+            if k:
+                best = logprobs[row].topk(k)
+                parts += [best.indices.int(), best.values.view(torch.int32)]
         words = torch.cat(parts).cpu().numpy()
-        runs = iter(np.split(words, np.cumsum([part.shape[0] for part in parts])))
-        self.tokens = next(runs).tolist()
-        self.highest = next(runs).view(np.float32).tolist()
-        self.logprobs = next(runs).view(np.float32).tolist()
-        self.n_kept = {row: int(next(runs)[0]) for row in n_kept}
-        self.top = [
-            zip(next(runs).tolist(), next(runs).view(np.float32).tolist(), strict=True) if n else ()
-            for n in sizes
-        ]
+        floats, n, at = words.view(np.float32), len(tokens), 3 * len(tokens) + len(n_kept)
+        self.tokens: list[int] = words[:n].tolist()
+        self.highest: list[float] = floats[n : 2 * n].tolist()
+        self.logprobs: list[float] = floats[2 * n : 3 * n].tolist()
+        self.n_kept: dict[int, int] = dict(zip(n_kept, words[3 * n : at].tolist(), strict=True))
+        self.top: list[list[tuple[int, float]]] = []
+        for k in sizes:
+            ids, values = words[at : at + k].tolist(), floats[at + k : at + 2 * k].tolist()
+            self.top.append(list(zip(ids, values, strict=True)))
+            at += 2 * k
 
     def choice(self, row: int) -> Choice | Exception:
         """Return the row's choice, or what is wrong with its logits."""

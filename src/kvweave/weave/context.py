@@ -309,14 +309,17 @@ class Context:
     def ask(self, content: str, max_tokens: int = 256, **options: object) -> Answer:
         """Add a user message and return the model's answer; both become chunks."""
         request = request_from(max_tokens, options)
-        before = self.snapshot()
+        before, counts, asked = self.snapshot(), self._names.counts(), None
         try:
-            self.message("user", content)
-            turn = self.begin(*request, chat=True)
+            asked = self.message("user", content)
+            return self.begin(*request, chat=True).run()
         except BaseException:
-            self.restore(before)
+            with self._table.transaction():
+                if asked is not None:
+                    self.restore(before)
+                    self._table.unbind(asked.name, self.namespace)
+            self._names.reset(counts)
             raise
-        return turn.run()
 
     def check(self) -> Check:
         """Weave, then measure the distance to a full prefill (costs that full prefill).

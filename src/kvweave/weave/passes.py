@@ -60,8 +60,9 @@ class Mass(Observer):
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """What the question sees: attention ``mass`` [slot], its rows' and the draft's ``logits`` [row,
-    vocab], and the ``draft`` [token] of the reply's first tokens."""
+    """What the question sees: attention ``mass`` [slot], ``logits`` [row, vocab] of its rows (of the
+    last one, where nobody compares them) and the draft's, and the ``draft`` [token] of the reply's
+    first tokens."""
 
     mass: Floats
     logits: Tensor
@@ -87,6 +88,7 @@ class Passes:
     repaired: NDArray[np.bool_]
     again: bool = False
     lossy: bool = False  # rows of some part went through something lossy
+    compares: bool = False  # a look has to give the logits of all its rows
     looked: Look | None = None
     _replaced: list[tuple[Ints, list[Tensor]]] = field(default_factory=list)  # slots, old values
 
@@ -144,7 +146,8 @@ class Passes:
         n, base = self.n, self.backend
         first = min(1, len(base.layers) - 1)
         seen = [self._watch(self.unready, ASKS, first, n_draft)]
-        wanted = np.arange(len(self.unready) - len(self.question), len(self.unready))
+        n_wanted = len(self.question) if self.compares else 1
+        wanted = np.arange(len(self.unready) - n_wanted, len(self.unready))
         logits = [(yield self.work(self.unready, want=wanted, observer=seen[0]))]
         drafted: list[Tensor] = []
         ends = len(self.unready) and int(self.unready[-1]) == n - 1

@@ -240,9 +240,15 @@ class Turn:
         return self.finish()
 
     def stream(self) -> Generator[str]:
-        """Yield text as it comes; finishes, or cancels when the iterator is closed."""
+        """Yield text as it comes; finishes, or cancels when the iterator is closed or let go of."""
+        pieces = self._pieces()
+        next(pieces)  # closing what has not begun would not reach the answer
+        return pieces
+
+    def _pieces(self) -> Generator[str]:
         request = self._weaving.request
         try:
+            yield ""
             while True:
                 while request.fresh:
                     yield request.fresh.pop(0)

@@ -76,9 +76,10 @@ class Auto(Strategy):
         if len(candidates) <= len(passes.unready):
             return Verdict(passes.slots(stale), 0.0)
         known = None if passes.lossy else wish.calibration
+        passes.compares = bool(known or self.evidence or wish.max_drift is not None)
         yield from passes.look(self.draft)
         candidates = union(candidates, passes.early)
-        if known is None and wish.max_drift is None and not self.evidence:
+        if not passes.compares:
             return Verdict((yield from self.select(passes, spans, candidates, wish.share)))
         evidence, chosen, end = yield from self._try(passes, spans, candidates, wish.share)
         bounds = {} if known is None else known.bounds(evidence)

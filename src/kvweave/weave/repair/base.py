@@ -16,7 +16,7 @@ from torch import Tensor
 from kvweave.run.base import NO_SLOTS, Ints, Steps
 from kvweave.weave.calibration import Calibration, Evidence
 from kvweave.weave.parts import Placement
-from kvweave.weave.passes import Floats, Passes
+from kvweave.weave.passes import Floats, Passes, union
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,9 +115,8 @@ class Strategy:
     def repair(self, passes: Passes, wish: Wish) -> Steps[Verdict]:
         """Choose ``wish.share`` of the rows that are placed and not exact."""
         spans = [p for p in passes.placed if p.repairable]
-        return Verdict(
-            (yield from self.select(passes, spans, passes.candidates(spans), wish.share))
-        )
+        chosen = yield from self.select(passes, spans, passes.candidates(spans), wish.share)
+        return Verdict(union(chosen, passes.early))
 
     def select(
         self, passes: Passes, spans: Sequence[Placement], candidates: Ints, share: float

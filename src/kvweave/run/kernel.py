@@ -1,0 +1,128 @@
+"""The two operations of a layer on a GPU, over rows of any number of contexts in one pool.
+
+Each is one operation of torch with two ways: plain torch, which is obviously right and is what the
+other is tested against, and Triton on CUDA (`run/fused.py`)::
+
+    write_rows           turn a pass's keys to their positions; keys and values to their slots
+    interval_attention   every row over its interval of slots [begin, end), and the log-sum-exp
+
+Rows that fill a pass up to its size have an empty interval; they get zeros. What one row sees is
+never touched for another: a NaN stays in its context.
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from math import inf
+
+import torch
+from torch import Tensor
+
+TILE = 16  # rows of one context that a kernel may take together
+
+
+def available(device: torch.device) -> bool:
+    """Tell whether the operations run on ``device`` as they are meant to."""
+    return device.type not in ("cpu", "cuda") or (
+        device.type == "cuda" and find_spec("triton") is not None
+    )
+
+
+@torch.library.custom_op("kvweave::write_rows", mutates_args=("k_pool", "v_pool"))
+def write_rows(
+    keys: Tensor,
+    values: Tensor,
+    k_pool: Tensor,
+    v_pool: Tensor,
+    slots: Tensor,
+    angles: Tensor,
+    interleaved: bool,
+) -> None:
+    """Write unrotated ``keys`` and ``values`` [row, head, dim] to ``slots`` [row] of the pools.
+
+    Pools are [head, slot, dim]; ``angles`` [2, row, width] are `Rotation.angles`.
+    """
+    turned = turn(keys, angles, interleaved)
+    k_pool.index_copy_(1, slots, turned.transpose(0, 1))
+    v_pool.index_copy_(1, slots, values.transpose(0, 1))
+
+
+def turn(x: Tensor, angles: Tensor, interleaved: bool) -> Tensor:
+    """Turn ``x`` [row, head, dim] by ``angles`` [2, row, width], in float32 at least."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    width = angles.shape[-1]
+    dims = torch.arange(width, device=x.device)
+    partner = dims ^ 1 if interleaved else (dims + width // 2) % max(width, 1)
+    cos, sin = angles[:, :, None].to(wide)
+    turned = wide[..., :width] * cos + wide[..., partner] * sin
+    return torch.cat((turned, wide[..., width:]), -1).to(x.dtype)
+
+
+@torch.library.custom_op("kvweave::interval_attention", mutates_args=())
+def interval_attention(
+    query: Tensor,
+    k_pool: Tensor,
+    v_pool: Tensor,
+    seen: Tensor,
+    tiles: Tensor,
+    scale: float,
+    softcap: float,
+) -> tuple[Tensor, Tensor]:
+    """Return attention [row, head, v_dim] and the log-sum-exp of its scores [row, head].
+
+    Args:
+        query: [row, head, dim], rotated.
+        k_pool: [kv_head, slot, dim]; ``v_pool`` likewise.
+        seen: [2, row] int64, where each row's interval of slots begins and ends.
+        tiles: [tile, 2] int64, first row and one past the last of what may be taken together: rows
+            of one context, `TILE` at most; all of one row where there are as many tiles as rows.
+        softcap: scores are ``tanh(scores / softcap) * softcap``; 0: as they are.
+    """
+    wide = torch.promote_types(query.dtype, torch.float32)
+    group = query.shape[1] // k_pool.shape[0]
+    out = query.new_zeros(*query.shape[:2], v_pool.shape[2])
+    lse = torch.full(query.shape[:2], -inf, dtype=wide, device=query.device)
+    for row, (begin, end) in enumerate(seen.t().tolist()):
+        if begin == end:
+            continue
+        keys, values = (
+            pool[:, begin:end].to(wide).repeat_interleave(group, 0) for pool in (k_pool, v_pool)
+        )
+        scores = torch.einsum("hd,hsd->hs", query[row].to(wide), keys) * scale
+        if softcap:
+            scores = torch.tanh(scores / softcap) * softcap
+        lse[row] = scores.logsumexp(-1)
+        out[row] = torch.einsum("hs,hsd->hd", scores.softmax(-1), values).to(out.dtype)
+    return out, lse
+
+
+@write_rows.register_kernel("cuda")
+def _write_rows_on_cuda(
+    keys: Tensor,
+    values: Tensor,
+    k_pool: Tensor,
+    v_pool: Tensor,
+    slots: Tensor,
+    angles: Tensor,
+    interleaved: bool,
+) -> None:
+    from kvweave.run import fused
+
+    fused.write_rows(keys, values, (k_pool, v_pool), slots, angles, interleaved)
+
+
+@interval_attention.register_kernel("cuda")
+def _interval_attention_on_cuda(
+    query: Tensor,
+    k_pool: Tensor,
+    v_pool: Tensor,
+    seen: Tensor,
+    tiles: Tensor,
+    scale: float,
+    softcap: float,
+) -> tuple[Tensor, Tensor]:
+    from kvweave.run import fused
+
+    n_programs = 2 * torch.cuda.get_device_properties(query.device).multi_processor_count
+    splits = fused.splits(len(tiles) * len(k_pool), n_programs)
+    return fused.interval_attention(query, (k_pool, v_pool), seen, tiles, (scale, softcap), splits)

@@ -1,0 +1,183 @@
+"""Compare our passes with the model's own forward before anybody relies on them.
+
+In float32 at least, whatever dtype runs, and in every layer: one context whose rows stand around
+the borders of every mask and at the far end of the positions, and a plain one from position 0,
+both in one pass; then some rows of both again, while all that they may not see is poisoned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import Cache, DynamicCache, PreTrainedModel
+
+from kvweave.run.base import Backend, Ints, Mask, Work
+from kvweave.run.pin import pinned
+from kvweave.run.probe import KeptLayer
+from kvweave.run.trouble import is_resource_error, said
+from kvweave.run.widen import widened
+
+TOLERANCE = {torch.float64: 1e-5}  # of the largest value compared; transformers rounds angles and
+WIDENED = 1e-3  # softmax to float32 even in float64
+SHORT = 24  # rows of the plain context, more where a border of a mask is near
+NEAR = 96  # a border up to which the plain context reaches
+EVERY = 3  # of so many rows, one is computed again
+
+
+@dataclass(slots=True)
+class _Context:
+    """Tokens, and what the model's own forward makes of them."""
+
+    tokens: Ints
+    positions: Ints
+    plain: bool
+    logits: Tensor | None = None  # [token, vocab]
+    keys: Sequence[Tensor] = ()  # of each layer, [token, head, dim]
+    values: Sequence[Tensor] = ()
+
+
+@torch.inference_mode()
+def difference(backend: Backend, model: PreTrainedModel, attention: str) -> str | None:
+    """Return how passes of ``backend`` differ from ``model``'s own forward; None: they do not.
+
+    ``attention`` is the implementation that ``model`` is left with. Errors of the machine, such as
+    a lack of memory, come through as they are.
+    """
+    contexts = _contexts({layer.mask for layer in backend.layers}, backend.limit, backend.n_vocab)
+    with widened(backend.dtype):
+        try:
+            with _plainly(model, attention):
+                for context in contexts:
+                    _run_natively(model, context, backend)
+        except Exception as error:
+            if is_resource_error(error):
+                raise
+            return f"the model's own forward fails: {said(error)}"
+        try:
+            return _compare(backend, contexts)
+        except Exception as error:
+            if is_resource_error(error):
+                raise
+            return f"our pass fails: {said(error)}"
+
+
+def _contexts(masks: set[Mask], limit: int, n_vocab: int) -> list[_Context]:
+    """Return the two contexts: one of rows that stand around borders, one plain."""
+    sizes = [size for mask in masks if (size := mask.window or mask.chunk) is not None]
+    near = [0, 4, limit // 2, limit - 6]
+    for size in sizes:
+        near += [size, 2 * size, (limit - 1) // size * size]
+    around = np.unique([at + d for at in near for d in range(-3, 6)])
+    far = around[(around >= 0) & (around < limit)].astype(np.int64)
+    short = max([SHORT, *(2 * size + 3 for size in sizes if size <= NEAR)])
+    plain = np.arange(min(short, limit), dtype=np.int64)
+    return [
+        _Context((np.arange(len(far)) * 7919 + 13) % n_vocab, far, False),
+        _Context((np.arange(len(plain)) * 6121 + 29) % n_vocab, plain, True),
+    ]
+
+
+@contextmanager
+def _plainly(model: PreTrainedModel, attention: str) -> Iterator[None]:
+    """Give the model attention, masks and experts as transformers writes them out."""
+    experts = getattr(model.config, "_experts_implementation", None)
+    model.set_attn_implementation("eager")
+    try:
+        if experts is not None:
+            model.set_experts_implementation("eager")
+        yield
+    finally:
+        model.set_attn_implementation(attention)
+        if experts is not None:
+            model.set_experts_implementation(experts)
+
+
+def _run_natively(model: PreTrainedModel, context: _Context, backend: Backend) -> None:
+    """Fill in what the model's own forward makes of a context."""
+    ids = torch.as_tensor(context.tokens, device=model.device)[None]
+    positions = torch.as_tensor(context.positions, device=model.device)
+    layers: list[Any] = [KeptLayer() for _ in backend.layers]
+    options: dict[str, Any] = {"past_key_values": Cache(layers=layers), "use_cache": True}
+    if context.plain:
+        cache = DynamicCache()
+        options |= {"past_key_values": cache, "attention_mask": torch.ones_like(ids)}
+        layers = cache.layers
+    else:
+        # transformers numbers the tokens of a call by adding 0, 1, ... to these: with a vector,
+        # each token's mask (and scaling, where a model has one) is that of its true position
+        for layer in layers:
+            layer.offset = positions - torch.arange(len(positions), device=model.device)
+    with pinned(model, backend.limit):
+        context.logits = model(input_ids=ids, position_ids=positions[None], **options).logits[0]
+    context.keys = [layer.keys[0].transpose(0, 1) for layer in layers]
+    context.values = [layer.values[0].transpose(0, 1) for layer in layers]
+
+
+def _compare(backend: Backend, contexts: Sequence[_Context]) -> str | None:
+    rows = [backend.new_rows() for _ in contexts]
+    works = []
+    for mine, context in zip(rows, contexts, strict=True):
+        n = len(context.tokens)
+        mine.reserve(n)
+        every = np.arange(n)
+        works.append(Work(mine, context.tokens, every, context.positions, want=every))
+    for work, context, logits in zip(works, contexts, backend.forward(works), strict=True):
+        found = _differs(backend, work, context, logits)
+        if found is not None:
+            return found
+    parts = [_poisoned(backend, work) for work in works]
+    for part, context, logits in zip(parts, contexts, backend.forward(parts), strict=True):
+        found = _differs(backend, part, context, logits)
+        if found is not None:
+            return f"rows computed again among others: {found}"
+    return None
+
+
+def _poisoned(backend: Backend, work: Work) -> Work:
+    """Return a work for some of its rows, with these and all behind the last of them poisoned."""
+    slots = np.arange(1, max(2, work.n - EVERY), EVERY)
+    slots = slots[slots < work.n]
+    spoilt = np.union1d(slots, np.arange(slots[-1], work.n)) if len(slots) else slots
+    kv = backend.new_kv(len(spoilt))
+    for tensor in (*kv.k, *kv.v):
+        tensor.fill_(float("nan"))
+    work.rows.put(spoilt, kv)
+    return Work(
+        work.rows,
+        work.tokens[slots],
+        slots,
+        work.positions[slots],
+        want=np.arange(len(slots)),
+    )
+
+
+def _differs(backend: Backend, work: Work, context: _Context, logits: Tensor) -> str | None:
+    """Say where a pass differs: in the first layer that does, or in the logits."""
+    assert context.logits is not None
+    at = torch.as_tensor(work.slots, device=logits.device)
+    tolerance = TOLERANCE.get(logits.dtype, WIDENED)
+    for i, (keys, values) in enumerate(zip(context.keys, context.values, strict=True)):
+        found = work.rows.read(i, work.slots)
+        for what, ours, theirs in (("keys", found[0], keys), ("values", found[1], values)):
+            said = _far(ours, theirs[at], work.positions, tolerance)
+            if said is not None:
+                return f"our pass differs from the model's own {said} in the {what} of layer {i}"
+    said = _far(logits, context.logits[at], work.positions, tolerance)
+    return None if said is None else f"our pass differs from the model's own {said} in its logits"
+
+
+def _far(ours: Tensor, theirs: Tensor, positions: Ints, tolerance: float) -> str | None:
+    """Say by how much rows differ, and which does most, if by more than ``tolerance``."""
+    if not len(ours):
+        return None
+    rows = (ours - theirs).abs().flatten(1).amax(1) / theirs.abs().max().clamp_min(1e-9)
+    worst = int(rows.nan_to_num(nan=torch.inf).argmax())
+    if float(rows[worst]) <= tolerance:
+        return None
+    return f"by {float(rows[worst]):.1e} at position {int(positions[worst])}"

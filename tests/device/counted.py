@@ -1,0 +1,267 @@
+"""A device that is not there: it holds its values on the CPU and counts what a GPU would do.
+
+``x.to(DEVICE)`` gives a tensor that says it lives on ``counted:0``. Inside ``with counting() as
+log`` every kernel launch, every wait of the host for the device (a sync), every copy to the device
+and every operation over both devices is logged with the line of Python it came from. What would be
+an error on CUDA is one here: a mix of devices raises.
+
+What it cannot see: launches inside a fused operation (one attention counts as one launch, whatever
+backend CUDA would choose; outside of inference mode torch takes it apart before anyone is asked),
+streams, and time.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+
+_setup_privateuseone_for_python_backend("counted")
+DEVICE = torch.device("counted:0")
+TORCH = str(Path(torch.__file__).parent)
+
+# composite operations that CUDA runs as one kernel; all others are taken apart
+WHOLE = {"aten::scaled_dot_product_attention"}
+# no kernel: allocations, and changes of nothing but sizes and strides (views are known by themselves)
+FREE = {"aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty",
+        "aten::new_empty_strided", "aten::_unsafe_view", "aten::_local_scalar_dense"}  # fmt: skip
+# the host must know a value to go on: how many there are, or the value itself
+SYNCS = {"aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::equal",
+         "aten::_unique", "aten::_unique2", "aten::unique_dim", "aten::unique_consecutive",
+         "aten::repeat_interleave", "aten::bincount", "aten::multinomial"}  # fmt: skip
+INDEXED = {"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"}
+COPIES = {"aten::_to_copy", "aten::copy_"}
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Something that a GPU would have done; ``line`` is the innermost one outside of torch."""
+
+    kind: str  # launch, sync, upload (from pinned memory), unpinned (upload), mix
+    op: str
+    line: str
+
+
+@dataclass(slots=True)
+class Log:
+    """What happened, in order."""
+
+    events: list[Event] = field(default_factory=list)
+
+    def count(self, kind: str) -> int:
+        return sum(event.kind == kind for event in self.events)
+
+    def lines(self, kind: str) -> Counter[str]:
+        """Return how often each line of Python did this."""
+        return Counter(f"{event.line} {event.op}" for event in self.events if event.kind == kind)
+
+
+_logs: list[Log] = []  # those being written; a list, so that other threads' work counts too
+
+
+def _note(kind: str, op: str) -> None:
+    if not _logs:
+        return
+    frame = sys._getframe(1)
+    while frame.f_back and (frame.f_code.co_filename.startswith(TORCH) or _here(frame)):
+        frame = frame.f_back
+    path = frame.f_code.co_filename
+    for root in ("/src/kvweave/", "/site-packages/"):
+        path = path.split(root)[-1]
+    for log in _logs:
+        log.events.append(Event(kind, op.split("::")[-1], f"{path}:{frame.f_lineno}"))
+
+
+def _here(frame: Any) -> bool:
+    return frame.f_code.co_filename in (__file__, "<string>")
+
+
+class Counted(Tensor):
+    """A tensor on `DEVICE`; ``held`` has its values."""
+
+    held: Tensor
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(cls, held: Tensor, requires_grad: bool = False) -> Counted:
+        made: Counted = Tensor._make_wrapper_subclass(
+            cls, held.shape, strides=held.stride(), storage_offset=held.storage_offset(),
+            dtype=held.dtype, device=DEVICE, requires_grad=requires_grad,
+        )  # fmt: skip
+        made.held = held
+        return made
+
+    def __repr__(self) -> str:
+        return f"Counted({self.held})"
+
+    def tolist(self) -> Any:
+        return self.cpu().tolist()  # torch's own has no way for a class of ours
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _run(func, args, kwargs or {})
+
+
+class _Mode(TorchDispatchMode):
+    """Sees what has no counted tensor among its arguments: tensors made, pinned and uploaded."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = _memory(func, args, kwargs := kwargs or {})
+        if found is not None:
+            return found
+        if not any(_is_here(leaf) for leaf in tree_leaves((args, kwargs))):
+            return func(*args, **kwargs)
+        with self:
+            return _run(func, args, kwargs)
+
+
+@contextmanager
+def counting() -> Iterator[Log]:
+    """Count what happens inside; also needed to bring anything to the device."""
+    log = Log()
+    _logs.append(log)
+    try:
+        with _Mode():
+            yield log
+    finally:
+        _logs.remove(log)
+
+
+def _memory(func: Any, args: Any, kwargs: Any) -> Any:
+    """Do what concerns pinned memory, which a CPU build has not; None: it does not."""
+    name = func._schema.name
+    if name in ("aten::pin_memory", "aten::_pin_memory"):
+        return args[0] if _is_pinned(args[0]) else _pin(args[0].clone())
+    if name == "aten::is_pinned":
+        return _is_pinned(args[0])
+    if kwargs.get("pin_memory"):
+        return _pin(func(*args, **kwargs | {"pin_memory": False}))
+    return None
+
+
+def _pin(tensor: Tensor) -> Tensor:
+    tensor.untyped_storage().pinned_here = True  # type: ignore[attr-defined]
+    return tensor
+
+
+def _is_pinned(tensor: Tensor) -> bool:
+    return getattr(tensor.untyped_storage(), "pinned_here", False)
+
+
+def _is_here(leaf: Any) -> bool:
+    return isinstance(leaf, Counted) or (isinstance(leaf, torch.device) and leaf.type == "counted")
+
+
+def _run(func: Any, args: Any, kwargs: Any) -> Any:
+    """Do one operation on the values held, and log it."""
+    name = func._schema.name
+    if name not in WHOLE and func._can_decompose():
+        found = func.decompose(*args, **kwargs)
+        if found is not NotImplemented:
+            return found
+    if name in COPIES:
+        return _copy(func, name, args, kwargs)
+    leaves = tree_leaves((args, kwargs))
+    ours = [leaf for leaf in leaves if isinstance(leaf, Counted)]
+    if ours:
+        _check_mix(name, args, leaves)
+    found = _held(func, ours, args, kwargs)
+    if name in SYNCS or _asks_how_many(name, args):
+        _note("sync", name)
+    outs = [leaf for leaf in tree_leaves(found) if isinstance(leaf, Tensor)]
+    free = name in FREE or func.is_view or torch.Tag.inplace_view in func.tags
+    if not free and (not outs or any(out.numel() for out in outs)):
+        _note("launch", name)
+    return found
+
+
+def _held(func: Any, ours: list[Counted], args: Any, kwargs: Any) -> Any:
+    """Call ``func`` on the values held; what it returns is on the device again."""
+    wrapped = {id(each.held): each for each in ours}
+
+    def bare(leaf: Any) -> Any:
+        if isinstance(leaf, Counted):
+            return leaf.held
+        return torch.device("cpu") if _is_here(leaf) else leaf
+
+    def wrap(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        found = wrapped.get(id(leaf))  # written in place
+        if found is not None and found.shape != leaf.shape:
+            raise NotImplementedError(f"{func} changes the shape of a tensor that is wrapped")
+        if found is not None:
+            return found
+        with torch.inference_mode(leaf.is_inference()):  # a view of a tensor of before is none
+            return Counted(leaf)
+
+    args, kwargs = tree_map(bare, (args, kwargs))
+    return tree_map(wrap, func(*args, **kwargs))
+
+
+def _copy(func: Any, name: str, args: Any, kwargs: Any) -> Any:
+    """Copy, cast or move; the source stands last."""
+    source = args[-1] if name == "aten::_to_copy" else args[1]
+    if name == "aten::_to_copy":
+        goes_up = _is_here(kwargs.get("device")) or (
+            isinstance(source, Counted) and kwargs.get("device") is None
+        )
+    else:
+        goes_up = isinstance(args[0], Counted)
+    if isinstance(source, Counted) and not goes_up:
+        if not kwargs.get("non_blocking") and not (name == "aten::copy_" and args[2:] == (True,)):
+            _note("sync", name)
+        _note("download", name)
+        host = tree_map(lambda leaf: leaf.held if isinstance(leaf, Counted) else leaf, args)
+        return func(*host, **kwargs)
+    if isinstance(source, Counted):
+        _note("launch", name)
+    else:
+        _note("upload" if _is_pinned(source) else "unpinned", name)
+    ours = [leaf for leaf in args if isinstance(leaf, Counted)]
+    return _held(func, ours, args, kwargs)
+
+
+def _check_mix(name: str, args: Any, leaves: list[Any]) -> None:
+    """Raise for operations over both devices, but let pass what CUDA does."""
+    here = [leaf for leaf in leaves if isinstance(leaf, Tensor) and not isinstance(leaf, Counted)]
+    strangers = [leaf for leaf in here if leaf.dim()]
+    if name in INDEXED and isinstance(args[0], Counted):
+        indices = [leaf for leaf in args[1] if leaf is not None]
+        for index in indices:
+            if not isinstance(index, Counted):  # brought up by the operation itself
+                _note("unpinned", name)
+        strangers = [leaf for leaf in strangers if not any(leaf is index for index in indices)]
+    if strangers:
+        _note("mix", name)
+        raise RuntimeError(f"{name} over {DEVICE} and cpu")
+
+
+def _asks_how_many(name: str, args: Any) -> bool:
+    """Whether indices are masks: how many they choose is known on the device only."""
+    return name in INDEXED and any(
+        index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1]
+    )
+
+
+# `torch.tensor(..., device=)` makes its tensor where neither the mode nor the class is asked, and
+# other threads have no mode: there the device answers as a backend does
+_library = torch.library.Library("aten", "IMPL")
+for _op in ("empty.memory_format", "empty_strided", "copy_"):
+    _func = getattr(torch.ops.aten, _op.split(".")[0])
+    _func = getattr(_func, (_op.split(".") + ["default"])[1])
+
+    def _backend(*args: Any, _func: Any = _func, **kwargs: Any) -> Any:
+        return _run(_func, args, kwargs)
+
+    _library.impl(_op, _backend, "PrivateUse1")
