@@ -26,7 +26,7 @@ from kvweave.chunk.table import Table
 from kvweave.cli import app, chat, home, parser, show
 from kvweave.run.model import Runner
 from kvweave.store.slab import Slab
-from kvweave.weave.gate import Calibration, Curve
+from kvweave.weave.calibration import Calibration, Curve
 
 MODEL = home.BUNDLED
 A = "foze river habu . so well then we saw it .\n"
@@ -531,7 +531,7 @@ def test_chat_interrupted_answer_leaves_no_trace(sh, monkeypatch):
         yield "half"
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("kvweave.weave.generate.Turn.stream", stream)
+    monkeypatch.setattr("kvweave.weave.session.Turn.stream", stream)
     monkeypatch.setattr(
         chat.Chat, "_parts", lambda self, rest: seen.append(self) or real(self, rest)
     )

@@ -15,7 +15,7 @@ from kvweave.cli.show import Out
 from kvweave.suite import calibrate, plot, report
 from kvweave.suite.exam import Outcome
 from kvweave.suite.method import FULL, Method
-from kvweave.weave import gate
+from kvweave.weave.calibration import FILE, Calibration
 
 BENCH = Path(__file__).parents[2] / "bench"
 NONE, QUERY = Method(), Method("query", 0.15)
@@ -112,16 +112,16 @@ def test_the_command_calibrates(capsys, monkeypatch, tmp_path):
         (a, b, d) for a, b in ((["P1"], ["P2"]), (["P2"], ["P1"])) for d in (None, 0.1)
     ]
     assert all(0 <= h["under"] <= 1 and h["n"] == 12 for h in about["held_out"])
-    made = gate.Calibration.load(file)
+    made = Calibration.load(file)
     assert made.starts() == list(calibrate.SHARES) and made.n == 24
 
 
 def test_a_calibration_is_shown_and_goes_beside_the_checkpoint(capsys, monkeypatch, tmp_path):
     monkeypatch.delenv("KVWEAVE_HOME", raising=False)
     args = parse(["check", "--suite", "--calibrate"])
-    assert suite._file(args, str(tmp_path)) == tmp_path / gate.FILE
+    assert suite._file(args, str(tmp_path)) == tmp_path / FILE
     at_home = parse(["check", "--suite", "--calibrate", "--home", str(tmp_path / "home")])
-    assert suite._file(at_home, str(tmp_path)) == tmp_path / "home" / gate.FILE
+    assert suite._file(at_home, str(tmp_path)) == tmp_path / "home" / FILE
     half = {"tested_on": ["P1", "P3"], "max_drift": 0.1, "under": 0.97, "within": 0.99,
             "repaired": 0.2, "full": 0.01, "right": 1.0}  # fmt: skip
     shown = {

@@ -38,7 +38,7 @@ class Plan:
     """All spans of a context, front to back.
 
     ``drift`` bounds the mean KL (nats) of the next tokens to a full prefill, as the model's
-    calibration predicts it from ``evidence`` (see `kvweave.weave.gate`): 0.0 when everything is
+    calibration predicts it from ``evidence`` (see `kvweave.weave.calibration`): 0.0 when everything is
     exact, None when it is unknown.
     """
 
