@@ -176,8 +176,11 @@ def resolve(
         else:
             stable = False
             seen = seen_from(placed, position)
+            home = (placed[0].position if placed else position) == 0
             before = previous.get(part.uid)
-            placement = _choose(part, slot, position, seen, before, available(part, seen), exact)
+            found = available(part, seen)
+            at = Placement(part, slot, position, "none", 0, _truth(exact), seen)
+            placement = _choose(at, before, found, exact and home)
         placed.append(placement)
         exact = exact and placement.exact
         slot, position = slot + part.n, position + part.n
@@ -243,36 +246,42 @@ def _is_front(part: Part, slot: int, position: int, now: Placement) -> bool:
 
 
 def _choose(
-    part: Part,
-    slot: int,
-    position: int,
-    seen: Seen,
-    before: Placement | None,
-    available: Available,
-    exact_before: bool,
+    at: Placement, before: Placement | None, available: Available, exact_before: bool
 ) -> Placement:
-    def make(source: Source, ready: int, truth: Truth, after: Seen = seen) -> Placement:
-        moved = 0 if before is None else position - before.position
-        return Placement(part, slot, position, source, ready, truth, after, source, moved)
+    """Return ``at``, a part to be computed, or what stands there instead.
 
-    best = Truth.EXACT if exact_before else Truth.RIGHT
+    ``exact_before`` asks for positions from 0 on, too: behind a gap (`keep`) stored rows are those
+    of a full prefill only as far as float32 angles are.
+    """
+    part, best = at.part, _truth(exact_before)
+
+    def make(source: Source, ready: int, truth: Truth, after: Seen) -> Placement:
+        moved = 0 if before is None else at.position - before.position
+        return replace(
+            at, source=source, ready=ready, truth=truth, seen=after, origin=source, moved=moved
+        )
+
     if part.virtual:
-        return make("canonical", part.n, Truth.STALE if available.lossy else best)
+        return make("canonical", part.n, Truth.STALE if available.lossy else best, at.seen)
     kept_there = before is not None and (
         before.origin == "own" or (before.origin == "canonical" and available.canonical)
     )
     if part.frozen and before is not None and before.ready and kept_there:
-        same = before.exact and before.seen == seen and exact_before
+        same = before.exact and before.seen == at.seen and exact_before
         same = same and not (before.origin == "canonical" and available.lossy)
         patched = Truth.PATCHED if before.patched else Truth.STALE
         return make(before.origin, before.ready, Truth.EXACT if same else patched, before.seen)
     if available.exact:  # its rows are right even where rows before it are not
-        return make("exact", part.n, best)
+        return make("exact", part.n, best, at.seen)
     if available.canonical:
-        exact = exact_before and available.canonical_seen == seen and not available.lossy
+        exact = exact_before and available.canonical_seen == at.seen and not available.lossy
         truth = Truth.EXACT if exact else Truth.STALE
         return make("canonical", part.n, truth, available.canonical_seen)
-    return make("none", 0, best)
+    return make("none", 0, at.truth, at.seen)
+
+
+def _truth(exact: bool) -> Truth:
+    return Truth.EXACT if exact else Truth.RIGHT
 
 
 def check_placement(p: Placement) -> None:

@@ -383,7 +383,8 @@ class Weaver:
             before = state.own.get(p.part.uid) if p.ready else None
             whole = kv.clone() if before is None else joined([before.rows(0, p.ready), kv])
             state.own[p.part.uid] = whole
-        if new.exact and kv.n_tokens == p.part.n and self.sources.is_whole(p.part):
+        home = state.rows.positions[0] == 0  # behind a gap it would not be exact elsewhere
+        if new.exact and home and kv.n_tokens == p.part.n and self.sources.is_whole(p.part):
             seen: Seen = new.seen
             self.shelf.put_in_context(int(p.part.id), seen, kv)
 
