@@ -201,6 +201,36 @@ def test_widened_is_the_model_in_float32(name: str, dtype: torch.dtype) -> None:
     assert oracle.relative(rough.float(), wanted) > 1e-3, "half precision does round"
 
 
+def test_widened_takes_one_weight_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of many experts one, of an embedding the rows that are looked up."""
+    model = build("qwen3_moe", torch.bfloat16, num_experts=8, vocab_size=5000)
+    model.set_attn_implementation("eager")
+    sizes = []
+    plain = torch.Tensor.float
+
+    def counted(tensor: Tensor) -> Tensor:
+        sizes.append(tensor.numel())
+        return plain(tensor)
+
+    monkeypatch.setattr(torch.Tensor, "float", counted)
+    with torch.no_grad(), widened(torch.bfloat16):
+        model.model(torch.arange(3, 12)[None])
+    one = [p[0].numel() if p.dim() == 3 else p.numel() for p in model.model.layers.parameters()]
+    assert max(sizes) <= max(one) < model.lm_head.weight.numel()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_widened_multiplies_in_full(dtype: torch.dtype) -> None:
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium")
+    try:
+        with widened(dtype):
+            assert torch.get_float32_matmul_precision() == "highest"
+        assert torch.get_float32_matmul_precision() == "medium"
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
 def test_widened_writes_where_it_is_told_to() -> None:
     half = torch.zeros(4, dtype=torch.bfloat16)
     with widened(torch.bfloat16):
