@@ -17,7 +17,7 @@ from kvweave.errors import InvalidArgument, ModelUnusable
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 SMALL = 1 << 29  # bytes of weights that load without a progress bar
 WORDS = ("tokenizer*", "vocab*", "merges*", "spiece*", "tekken*", "*.tiktoken", "*.model")
-HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 # flags of x86 (AMX, AVX-512) and of ARM, as Linux names them
 BF16_UNITS = frozenset({"amx_bf16", "avx512_bf16", "bf16"})
 

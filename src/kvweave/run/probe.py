@@ -90,19 +90,24 @@ class KeptLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
+        """Keep them; attention is to see just these."""
         self.keys, self.values = key_states, value_states
         return key_states, value_states
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Nothing has to be made."""
         self.is_initialized = True
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, Any]:
+        """Return how many keys there are, and what makes their numbers positions."""
         return query_length, self.offset
 
     def get_seq_length(self) -> Any:
+        """Return what makes the queries' numbers positions."""
         return self.offset
 
     def get_max_length(self) -> int:
+        """Return -1: any number of tokens."""
         return -1
 
 

@@ -2,7 +2,7 @@
 
 In float32 at least, whatever dtype runs, and in every layer: one context whose rows stand around
 the borders of every mask and at the far end of the positions, and a plain one from position 0,
-both in one pass; then some rows of both again, while all that they may not see is poisoned.
+both in one pass; then some rows of both again, these and all behind them poisoned before.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from kvweave.run.probe import KeptLayer
 from kvweave.run.trouble import is_resource_error, said
 from kvweave.run.widen import widened
 
-TOLERANCE = {torch.float64: 1e-5}  # of the largest value compared; transformers rounds angles and
-WIDENED = 1e-3  # softmax to float32 even in float64
+# of the largest value compared; transformers rounds angles and softmax to float32 in float64 too
+TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3}
 SHORT = 24  # rows of the plain context, more where a border of a mask is near
 NEAR = 96  # a border up to which the plain context reaches
 EVERY = 3  # of so many rows, one is computed again
@@ -161,7 +161,7 @@ def _differs(backend: Backend, work: Work, context: _Context, logits: Tensor) ->
     """Say where a pass differs: in the first layer that does, or in the logits."""
     assert context.logits is not None
     at = torch.as_tensor(work.slots, device=logits.device)
-    tolerance = TOLERANCE.get(logits.dtype, WIDENED)
+    tolerance = TOLERANCE.get(logits.dtype, TOLERANCE[torch.float32])
     for i, (keys, values) in enumerate(zip(context.keys, context.values, strict=True)):
         found = work.rows.read(i, work.slots)
         for what, ours, theirs in (("keys", found[0], keys), ("values", found[1], values)):

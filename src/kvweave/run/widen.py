@@ -6,8 +6,8 @@ float32; so a pass shows what a model computes, not how it rounds.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -24,9 +24,17 @@ PARTS = frozenset(
 )
 
 
-def widened(dtype: torch.dtype) -> AbstractContextManager[object]:
-    """Return a context in which what is of half precision ``dtype`` computes in float32."""
-    return _Widened() if dtype in HALF else nullcontext()
+@contextmanager
+def widened(dtype: torch.dtype) -> Iterator[None]:
+    """Give a context in which what is of half precision ``dtype`` computes in float32, and float32
+    in full (no TF32)."""
+    precision = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        with _Widened() if dtype in HALF else nullcontext():
+            yield
+    finally:
+        torch.set_float32_matmul_precision(precision)
 
 
 class _Widened(TorchFunctionMode):
