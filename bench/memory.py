@@ -1,7 +1,11 @@
-"""Peak memory of a woven context beyond the canonical store, over the bytes of its KV rows.
+"""Memory of contexts: its peak over the bytes of their rows, and what is really alive under a budget.
 
-Runs in a process of its own: the rise of the resident set (on CUDA, of allocated memory) from just
-before to the peak within each step. The peak holds everything a weave needs for a while too.
+Peak: of one woven context beyond the canonical store, in a process of its own: the rise of the
+resident set (on CUDA, of allocated memory) from just before to the peak within each step. It holds
+everything a weave needs for a while too.
+
+Alive: the bytes of all storages that tensors hold after each of many random operations, the model's
+left out, against the budget of the engine, which is small enough to be hit all the time.
 """
 
 from __future__ import annotations
@@ -12,13 +16,16 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 from common import (
     Pair,
+    Shape,
     machine,
     make_engine,
     model_pair,
@@ -29,10 +36,17 @@ from common import (
     shape_of,
     table,
 )
+from rich.table import Table
+from users import User
 
-from kvweave.weave.context import Context
+from kvweave import Context, Engine
+from kvweave.config import n_bytes
 
 N_BASE, PIECE, N_SUFFIX = 16, 170, 64
+# what random operations run on: 3.7 M parameters, 8 KiB of KV a token in float32
+SMALL = Shape(layers=4, hidden=256, heads=4, kv_heads=4, head_dim=64, ffn=704, vocab=1024)
+BUDGET = "4MiB"
+LIMIT = 1024  # positions
 
 
 class Meter:
@@ -125,18 +139,95 @@ def _figures(name: str, context: Context, peak: int, held: int, pair: Pair) -> d
     }
 
 
+class Alive:
+    """Counts the bytes tensors hold, those left out that were alive on entering."""
+
+    def __enter__(self) -> Alive:
+        gc.collect()
+        self._known = {start for start, _ in self._storages()}
+        gc.freeze()  # what there is now need not be looked through again each time
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        gc.unfreeze()
+
+    def _storages(self) -> Iterator[tuple[int, int]]:
+        for each in gc.get_objects():
+            if issubclass(type(each), torch.Tensor):
+                storage = each.untyped_storage()
+                yield storage.data_ptr(), storage.nbytes()
+
+    def n_bytes(self) -> int:
+        """Return the bytes of all storages; what several tensors share counts once."""
+        gc.collect()
+        total = end = 0
+        for start, n in sorted(set(self._storages())):
+            if start not in self._known:
+                total += max(0, start + n - max(start, end))
+                end = max(end, start + n)
+        return total
+
+
+def alive(pair: Pair, operations: int, budget: int | str, seed: int = 0) -> dict[str, Any]:
+    """Act at random on an engine with little memory; return what was alive after each operation."""
+    base, most = random_ids(4, pair.shape.vocab, 99), n_bytes(budget)
+    with Engine(pair.runner, base=base, repair="none") as engine:  # type: ignore[arg-type]
+        context = engine.context("warm")  # what a first pass leaves with the model is not counted
+        context.append(random_ids(64, pair.shape.vocab, 7))
+        context.generate(2, ignore_eos=True)
+    del engine, context
+    with tempfile.TemporaryDirectory() as home, Alive() as meter:
+        engine = Engine(pair.runner, base=base, budget=budget, home=home)  # type: ignore[arg-type]
+        user, found, accounted = User(engine, pair.shape.vocab, seed), [], []
+        with progress("alive", operations) as step:
+            for _ in range(operations):
+                name = user.act()
+                found.append(meter.n_bytes())
+                accounted.append(engine.shelf.n_bytes)
+                step(name)
+        engine.check_integrity()
+        for name in list(engine.contexts):
+            engine.close_context(name)
+        closed, kept = meter.n_bytes(), engine.shelf.n_bytes
+        engine.close()
+        del engine, user.engine
+        gone = meter.n_bytes()
+    return {
+        "budget_bytes": most,
+        "operations": operations,
+        "done": dict(sorted(user.done.items())),
+        "refused": dict(sorted(user.refused.items())),
+        "alive_max_bytes": max(found),
+        "alive_final_bytes": found[-1],
+        "accounted_max_bytes": max(accounted),
+        "accounted_final_bytes": accounted[-1],
+        "alive_over_budget": {
+            "max": round(max(found) / most, 3),
+            "final": round(found[-1] / most, 3),
+        },
+        "operations_over_5_percent": sum(each > 1.05 * most for each in found),
+        "operations_at_80_percent": sum(each > 0.8 * most for each in accounted),
+        "without_contexts": {"alive_bytes": closed, "accounted_bytes": kept},
+        "alive_after_close_bytes": gone,
+    }
+
+
 def child(options: argparse.Namespace) -> None:
     """Measure in this process and print one line of JSON."""
     torch.set_num_threads(options.threads)
+    if options.child == "alive":
+        pair = model_pair(SMALL, options.dtype, options.device, LIMIT)
+        print(json.dumps(alive(pair, options.operations, options.budget)))
+        return
     pair = model_pair(shape_of(options), options.dtype, options.device, 4 * options.context)
     print(json.dumps(measure(pair, options.context)))
 
 
-def in_a_process(arguments: list[str]) -> dict[str, Any]:
+def in_a_process(arguments: list[str], what: str) -> dict[str, Any]:
     """Run `child` in another process with freed memory given back at once."""
     # glibc keeps what was freed and the peak would count it: map every larger block by itself
     env = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "0"}
-    command = [sys.executable, __file__, *arguments, "--child"]
+    command = [sys.executable, __file__, *arguments, "--child", what]
     done = subprocess.run(command, env=env, stdout=subprocess.PIPE, text=True, check=True)
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
@@ -145,16 +236,26 @@ def in_a_process(arguments: list[str]) -> dict[str, Any]:
 def main() -> None:
     """Parse, measure, report."""
     made = parser(__doc__)
-    made.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+    made.add_argument("--operations", type=int, default=1000, help="random ones")
+    made.add_argument("--budget", default=BUDGET, help="of the engine they are done on")
+    made.add_argument("--child", choices=["peak", "alive"], help=argparse.SUPPRESS)
     options = made.parse_args()
     if options.child:
         child(options)
         return
     about = machine(torch.device(options.device))
-    with progress("memory", 1) as step:
-        result = in_a_process(sys.argv[1:])
+    with progress("memory", 2) as step:
+        result = in_a_process(sys.argv[1:], "peak")
+        step("what is alive")
+        result["alive"] = in_a_process(sys.argv[1:], "alive")
         step("done")
     setup = {"dtype": options.dtype, "context": options.context, "model": vars(shape_of(options))}
+    setup["alive"] = {"budget": options.budget, "model": asdict(SMALL)}
+    report({"setup": setup, **result, "machine": about}, tables(result), options, "memory")
+
+
+def tables(result: dict[str, Any]) -> list[Table]:
+    """Return the figures for people."""
     rows = [
         (
             s["step"], s["tokens"], s["rows_bytes"] / 2**20, s["allocated_bytes"] / 2**20,
@@ -163,8 +264,24 @@ def main() -> None:
         for s in result["steps"]
     ]  # fmt: skip
     columns = ("step", "tokens", "rows MiB", "allocated MiB", "peak MiB", "peak / rows")
-    made_table = table("memory beyond the canonical store", columns, rows)
-    report({"setup": setup, **result, "machine": about}, [made_table], options, "memory")
+    found = result["alive"]
+    held = [
+        (
+            when, found[f"accounted_{when}_bytes"] / 2**20, found[f"alive_{when}_bytes"] / 2**20,
+            found["alive_over_budget"][when],
+        )
+        for when in ("max", "final")
+    ]  # fmt: skip
+    n, over = found["operations"], found["operations_over_5_percent"]
+    title = f"alive through {n} random operations under {found['budget_bytes'] / 2**20:.3g} MiB"
+    return [
+        table("memory beyond the canonical store", columns, rows),
+        table(
+            f"{title}; after {over} of them more than 5 % over it",
+            ("", "accounted MiB", "alive MiB", "alive / budget"),
+            held,
+        ),
+    ]
 
 
 if __name__ == "__main__":

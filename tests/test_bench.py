@@ -139,6 +139,33 @@ def test_memory(bench: dict[str, ModuleType], pair: Any) -> None:
         assert step["allocated_bytes"] >= step["rows_bytes"]
 
 
+def test_what_tensors_hold_is_counted_once(bench: dict[str, ModuleType]) -> None:
+    before = torch.zeros(1000)
+    with bench["memory"].Alive() as alive:
+        assert alive.n_bytes() == 0
+        kept = torch.zeros(300, 4)
+        part, same, old = kept[7:8], kept.view(-1).numpy(), before[:10]
+        assert alive.n_bytes() == 4800, "views of it add nothing, nor do those of what was there"
+        again = torch.from_numpy(same[100:])
+        del kept, same
+        assert alive.n_bytes() == 4800 and part.numel() + old.numel() + again.numel() == 1114
+        del part, again
+        assert alive.n_bytes() == 0
+
+
+def test_what_is_alive_through_random_operations(bench: dict[str, ModuleType], pair: Any) -> None:
+    budget = 300 * pair.runner.row_bytes
+    found = bench["memory"].alive(pair, 60, budget, seed=1)
+    check_numbers(found)
+    assert sum(found["done"].values()) + sum(found["refused"].values()) == 60
+    assert found["refused"]["OverBudget"] > 0 and found["operations_at_80_percent"] > 5
+    assert budget == found["budget_bytes"] >= found["accounted_max_bytes"]
+    assert min(found["alive_max_bytes"], found["accounted_max_bytes"]) > 0.8 * budget
+    assert found["alive_after_close_bytes"] == 0
+    steps = {"steps": []}
+    assert len(bench["memory"].tables(steps | {"alive": found})) == 2
+
+
 def test_gpu_smoke(bench: dict[str, ModuleType], pair: Any) -> None:
     found = bench["gpu"].bench(pair, 256, 1)
     check_numbers(found)
