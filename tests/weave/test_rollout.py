@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import oracle
 import pytest
 import torch
-from weaving import chat, rows, same_rows, text
+from weaving import EXACT, chat, rows, same_rows, text
 
 from kvweave import Engine
 from kvweave.errors import InvalidArgument
@@ -65,15 +66,18 @@ def test_one_round_is_the_question_alone() -> None:
 
 class Spy(Rollout):
     passes: Passes
+    compares = False
 
     def repair(self, passes: Passes, wish: Wish) -> Steps[Verdict]:
         self.passes = passes
+        passes.compares = self.compares
         return (yield from super().repair(passes, wish))
 
 
-def woven(engine: Engine, lookahead: int = 0, name: str = "c") -> Passes:
+def woven(engine: Engine, lookahead: int = 0, name: str = "c", compares: bool = False) -> Passes:
     """What a weave of 5 + 6 + 6 rows and a question of 4 looked at."""
     spy = Spy(2, lookahead)
+    spy.compares = compares
     context = chat(engine, name, [6, 6], repair=spy, share=0.0)
     context.append(text(4, 99))
     context.weave()
@@ -123,18 +127,19 @@ def test_the_draft_is_what_the_unrepaired_context_would_write(engines: Make, nam
     heads = engine.runner.config.num_attention_heads * (len(engine.runner.layers) - 1)
     mass = look.mass.sum() / heads
     assert 4 * ASKS < mass < 4 * ASKS + 3  # what the draft pays to itself is left out
-    assert look.mass.shape == (21,) and look.logits.shape[0] == 4 + 3
+    assert look.mass.shape == (21,) and look.logits.shape[0] == 1 + 3
+    whole = looked(woven(engine, 3, "whole", compares=True))
+    assert whole.logits.shape[0] == 4 + 3 and np.array_equal(whole.draft, look.draft)
+    assert oracle.relative(whole.logits[3:], look.logits) < EXACT
 
 
 def test_a_draft_leaves_no_trace(engines: Make) -> None:
-    engine = engines()
-    with_draft, without = (
-        chat(engine, name, [20, 20], repair=f"rollout:1@{n}", share=1.0)
-        for name, n in (("a", 4), ("b", 0))
+    with_draft, without = (  # of two engines: one would give the second the first one's exact rows
+        chat(engines(), "c", [20, 20], repair=f"rollout:1@{n}", share=1.0) for n in (4, 0)
     )
     for context in (with_draft, without):
         context.append(text(4, 99))
-        context.weave()
+        assert context.weave().prefilled == 4
     assert same_rows(rows(with_draft), rows(without))
 
 
@@ -145,7 +150,7 @@ def test_a_draft_ends_where_the_reply_or_the_positions_do(
     first = int(looked(woven(engine, 3)).draft[0])
     monkeypatch.setattr(engine.runner, "ends", frozenset({first}))
     ended = looked(woven(engine, 3, "d"))
-    assert ended.draft.tolist() == [] and ended.logits.shape[0] == 4
+    assert ended.draft.tolist() == [] and ended.logits.shape[0] == 1
     monkeypatch.setattr(engine.runner, "ends", frozenset())
     monkeypatch.setattr(engine.runner, "limit", 23)
     assert len(looked(woven(engine, 3, "e")).draft) == 2
