@@ -30,10 +30,10 @@ from common import (
     sync,
     table,
 )
+from kvweave.weave.generate import Turn
 
 from kvweave.run.sample import Sampling
 from kvweave.weave.context import Context
-from kvweave.weave.generate import Turn
 from kvweave.weave.repair import FirstK, Strategy, strategy
 
 N_BASE, N_SUFFIX, PIECE = 64, 64, 512

@@ -36,6 +36,7 @@ from common import (
     took,
     turn_sizes,
 )
+from kvweave.weave.generate import Turn
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 from transformers import DynamicCache
@@ -43,7 +44,6 @@ from transformers import DynamicCache
 from kvweave import Engine
 from kvweave.run.sample import Sampling
 from kvweave.weave.context import Context
-from kvweave.weave.generate import Turn
 
 N_TURNS, N_BASE, N_SUFFIX = 24, 64, 64
 REPAIRS = (("none", 0.0), ("random", 0.15), ("first_k", 0.15), ("auto", 0.05))
