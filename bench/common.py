@@ -157,9 +157,9 @@ def forward_times(runner: Runner) -> Iterator[list[tuple[float, float]]]:
     times: list[tuple[float, float]] = []
     inner = runner.forward
 
-    def timed(*args: Any, **kwargs: Any) -> Tensor:
-        out: list[Tensor] = []
-        times.append(took(lambda: out.append(inner(*args, **kwargs)), runner.device))
+    def timed(works: Sequence[Work]) -> list[Tensor]:
+        out: list[list[Tensor]] = []
+        times.append(took(lambda: out.append(inner(works)), runner.device))
         return out[0]
 
     runner.forward = timed  # type: ignore[method-assign]

@@ -26,7 +26,7 @@ from common import (
     table,
     took,
 )
-from kvweave.weave.generate import Turn
+from kvweave.weave.session import Turn
 from transformers import DynamicCache
 
 from kvweave import Engine
@@ -57,14 +57,14 @@ def decode_woven(contexts: list[Context], n_new: int) -> Pace:
     """Return seconds to decode ``n_new`` tokens in each; the contexts stay as they were."""
     sampling = Sampling(max_tokens=n_new, ignore_eos=True)
     before = [c.snapshot() for c in contexts]
-    loop = contexts[0]._loop
+    loop = contexts[0].session.loop
     turns: list[Turn] = []
 
     def run() -> None:
-        turns.extend(Turn(c, sampling, False) for c in contexts)
+        turns.extend(c.begin(sampling) for c in contexts)
         loop.run(lambda: all(t.done for t in turns))
 
-    pace = took(run, contexts[0]._weaver.runner.device)
+    pace = took(run, contexts[0].session.weaver.backend.device)
     for turn in turns:
         answer = turn.finish()
         assert len(answer.tokens) == n_new

@@ -30,7 +30,7 @@ from common import (
     sync,
     table,
 )
-from kvweave.weave.generate import Turn
+from kvweave.weave.session import Turn
 
 from kvweave.run.sample import Sampling
 from kvweave.weave.context import Context
@@ -48,15 +48,15 @@ WAYS: tuple[tuple[str, Callable[[], Strategy], float], ...] = (
 
 def first_token(context: Context, suffix: list[int]) -> dict[str, float]:
     """Move every chunk by a token or two, weave, and wait for the first token of a message."""
-    device = context._weaver.runner.device
+    device = context.session.weaver.backend.device
     before = context.snapshot()
     context.append(suffix)
-    context._state.woven = []  # nothing counts as woven: all of it is placed again
+    context.session.state.woven = []  # nothing counts as woven: all of it is placed again
     found: dict[str, float] = {}
     turns: list[Turn] = []
-    with forward_times(context._weaver.runner) as passes:
-        found["prepare"] = seconds(lambda: turns.append(Turn(context, FIRST, False)), device)
-        found["run"] = seconds(lambda: context._loop.run(lambda: turns[0].done), device)
+    with forward_times(context.session.weaver.backend) as passes:
+        found["prepare"] = seconds(lambda: turns.append(context.begin(FIRST)), device)
+        found["run"] = seconds(lambda: context.session.loop.run(lambda: turns[0].done), device)
     found["pass"] = sum(wall for wall, _ in passes)
     found["total"] = found["prepare"] + found["run"]
     turns[0].finish()
@@ -66,14 +66,14 @@ def first_token(context: Context, suffix: list[int]) -> dict[str, float]:
 
 def suffix_only(context: Context, suffix: list[int]) -> float:
     """Return seconds to the first token of a message behind rows that are kept."""
-    device = context._weaver.runner.device
+    device = context.session.weaver.backend.device
     before = context.snapshot()
     context.append(suffix)
     turns: list[Turn] = []
 
     def run() -> None:
-        turns.append(Turn(context, FIRST, False))
-        context._loop.run(lambda: turns[0].done)
+        turns.append(context.begin(FIRST))
+        context.session.loop.run(lambda: turns[0].done)
 
     took = seconds(run, device)
     turns[0].finish()
@@ -83,23 +83,17 @@ def suffix_only(context: Context, suffix: list[int]) -> float:
 
 def place_all(context: Context) -> float:
     """Return seconds to turn and write every row of the context once more."""
-    rows = context._state.rows
-    shelf = context._weaver.shelf
+    rows = context.session.state.rows
+    shelf = context.session.weaver.shelf
     work = []
     start = 0
     for part in context.parts:
         kv = shelf.get(int(part.id))
         assert kv is not None
-        work.append((start, kv))
+        work.append((start, [kv]))
         start += part.n
-    positions = torch.arange(start, device=rows.device)
-
-    def run() -> None:
-        for at, kv in work:
-            where = positions[at : at + kv.n_tokens]
-            rows.place(at, [kv], where, rows.angles(where))
-
-    return seconds(run, rows.device)
+    positions = np.arange(start)
+    return seconds(lambda: rows.place(work, positions), context.session.weaver.backend.device)
 
 
 def to_device(pair: Pair, n_bytes: int) -> float:
@@ -126,7 +120,7 @@ def bench(pair: Pair, n_context: int, rounds: int) -> dict[str, Any]:
         for i in range(rounds + 1):  # the first round warms up
             fresh: dict[str, float] = {}
             for name, make, share in WAYS:
-                context._strategy = make()
+                context.session.strategy = make()
                 context.settings = replace(context.settings, share=share)
                 split = first_token(context, random_ids(N_SUFFIX, vocab, 1000 + i))
                 fresh |= {f"{name}/{key}": value for key, value in split.items()}

@@ -31,7 +31,7 @@ from rich.table import Table
 from torch import Tensor
 
 from kvweave.run import attention
-from kvweave.run.attention import Segment
+from kvweave.run.base import Work
 from kvweave.run.model import Runner
 from kvweave.run.rows import KVRows
 from kvweave.store.codec import parse
@@ -107,8 +107,8 @@ def prefill(runner: Runner, base: Sequence[int], chunk: Sequence[int]) -> KV:
     tokens = [*base, *chunk]
     rows, kv = runner.new_rows(), runner.new_kv(len(tokens))
     rows.reserve(len(tokens))
-    slots = torch.arange(len(tokens))
-    runner.forward([Segment(rows, torch.tensor(tokens), slots, slots, raw=kv)], slots[:0])
+    slots = np.arange(len(tokens))
+    runner.forward([Work(rows, np.array(tokens), slots, slots, raw=kv)])
     return kv.rows(len(base), len(tokens))
 
 
@@ -148,8 +148,7 @@ def placed(runner: Runner, kvs: Sequence[KV], more: int) -> KVRows:
     """Return rows of chunks, one after the other, with room for more."""
     rows, n = runner.new_rows(), sum(kv.n_tokens for kv in kvs)
     rows.reserve(n + more)
-    positions = torch.arange(n)
-    rows.place(0, list(kvs), positions, rows.angles(positions))
+    rows.place([(0, list(kvs))], np.arange(n))
     return rows
 
 
@@ -158,9 +157,9 @@ def logits(runner: Runner, case: Case, rows: KVRows) -> list[Tensor]:
     """Return the logits that predict each run's tokens from the first predicted on."""
     n, found = rows.n, []
     for tokens, first in case.runs:
-        slots = torch.arange(n, n + len(tokens) - 1)
-        segment = Segment(rows, torch.tensor(tokens[:-1]), slots, slots)
-        found.append(runner.forward([segment], torch.arange(first - 1, len(slots))))
+        slots = np.arange(n, n + len(tokens) - 1)
+        want = np.arange(first - 1, len(slots))
+        found += runner.forward([Work(rows, np.array(tokens[:-1]), slots, slots, want)])
         rows.truncate(n)
     return found
 
@@ -171,7 +170,8 @@ def attention_error(runner: Runner, case: Case, rows: KVRows, coded: KVRows) -> 
 
     def both(layer: int, *args: Any) -> Tensor:
         exact = inner(layer, *args)
-        ours = [(rows.k[layer][:n], coded.k[layer][:n]), (rows.v[layer][:n], coded.v[layer][:n])]
+        at = slice(0, n)
+        ours = list(zip(rows.layers[layer].seen(at), coded.layers[layer].seen(at), strict=True))
         kept = [mine.clone() for mine, _ in ours]
         for mine, other in ours:
             mine.copy_(other)

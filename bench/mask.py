@@ -20,7 +20,8 @@ from fidelity import MODEL
 from rich.console import Console
 from torch import Tensor
 
-from kvweave.run.attention import Segment
+from kvweave.run.base import Mask
+from kvweave.run.batch import Batch, Part, Piece
 from kvweave.run.model import Runner
 from kvweave.suite import report
 from kvweave.suite.method import Method
@@ -34,25 +35,25 @@ SHARES = (0.15, 0.30)
 @contextmanager
 def bottom_right() -> Iterator[None]:
     """Let scattered rows see keys by their rank among the rows of the pass."""
-    right_keys, right_mask = Segment.keys, Segment.mask
+    right, cut = Batch.bias_of, Part.cut
 
-    def first_unseen(s: Segment, token: int) -> int:
-        return s.rows.n - s.n + token + 1
+    def bias_of(
+        batch: Batch, slots: Tensor, part: Part, piece: Piece, mask: Mask, dtype: torch.dtype
+    ) -> Tensor:
+        if part.contiguous:
+            return right(batch, slots, part, piece, mask, dtype)
+        last = part.rows.n - part.n + torch.arange(piece.first, piece.last)[:, None]
+        bias = torch.zeros(len(last), len(slots), dtype=dtype)
+        return bias.masked_fill_(slots > last, float("-inf"))
 
-    def keys(s: Segment, piece: tuple[int, int], window: int | None) -> slice:
-        return (
-            right_keys(s, piece, window)
-            if s.contiguous
-            else slice(0, first_unseen(s, piece[1] - 1))
-        )
+    def whole(part: Part, mask: Mask, watched: tuple[int, int]) -> list[Piece]:
+        pieces = cut(part, mask, watched)
+        if not part.contiguous:
+            for piece in pieces:  # a row may see keys that come after its own
+                piece.begin, piece.stop = 0, part.rows.n
+        return pieces
 
-    def mask(s: Segment, piece: tuple[int, int], window: int | None) -> Tensor | None:
-        if s.contiguous:
-            return right_mask(s, piece, window)
-        last = torch.arange(*piece)[:, None] + first_unseen(s, 0)
-        return torch.arange(first_unseen(s, piece[1] - 1))[None] < last
-
-    with patch.object(Segment, "keys", keys), patch.object(Segment, "mask", mask):
+    with patch.object(Batch, "bias_of", bias_of), patch.object(Part, "cut", whole):
         yield
 
 

@@ -125,7 +125,7 @@ def measure(pair: Pair, n_context: int) -> dict[str, Any]:
 
 
 def _figures(name: str, context: Context, peak: int, held: int, pair: Pair) -> dict[str, object]:
-    rows = context._state.rows
+    rows = context.session.state.rows
     needed = rows.n * pair.runner.row_bytes
     return {
         "step": name,

@@ -36,7 +36,7 @@ from common import (
     took,
     turn_sizes,
 )
-from kvweave.weave.generate import Turn
+from kvweave.weave.session import Turn
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 from transformers import DynamicCache
@@ -120,11 +120,11 @@ def first_token(
         after = context.snapshot()
         context.append(suffix)
         edited = time.perf_counter()
-        turn = Turn(context, FIRST, False)
+        turn = context.begin(FIRST)
         sync(device)
         prepared = time.perf_counter()
         n_before = len(passes)
-        context._loop.run(lambda: turn.done)
+        context.session.loop.run(lambda: turn.done)
         sync(device)
         end, cpu_end = time.perf_counter(), time.process_time()
         turn.finish()

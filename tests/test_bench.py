@@ -105,13 +105,13 @@ def test_full_repair_gives_the_token_of_a_full_prefill(
     prune = bench["prune"]
     world = prune.make_world(pair, 512)
     context = world.contexts["none"]
-    context._strategy = bench["gpu"].strategy("full")
+    context.session.strategy = bench["gpu"].strategy("full")
     suffix = world.suffix()
     names = [f"turn/{i}" for i in range(1, prune.N_TURNS)]
     whole = torch.cat([world.ids(names), torch.tensor([suffix])], 1)
     seen: list[int] = []
-    inner = context._loop._take
-    context._loop._take = lambda request, choice: (
+    inner = context.session.loop._take
+    context.session.loop._take = lambda request, choice: (
         seen.append(choice.token),
         inner(request, choice),
     )
