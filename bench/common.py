@@ -25,6 +25,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from kvweave import Engine
+from kvweave.run.base import Work
 from kvweave.run.model import Runner
 
 RESULTS = Path(__file__).parent / "results"

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from common import (
     Pair,
@@ -30,11 +31,11 @@ from common import (
     sync,
     table,
 )
-from kvweave.weave.session import Turn
 
 from kvweave.run.sample import Sampling
 from kvweave.weave.context import Context
 from kvweave.weave.repair import FirstK, Strategy, strategy
+from kvweave.weave.session import Turn
 
 N_BASE, N_SUFFIX, PIECE = 64, 64, 512
 FIRST = Sampling(max_tokens=1, ignore_eos=True)

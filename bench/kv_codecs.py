@@ -25,6 +25,7 @@ from statistics import mean, median
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import torch
 from common import Shape, machine, model_pair, progress, report, table
 from rich.table import Table

@@ -36,7 +36,6 @@ from common import (
     took,
     turn_sizes,
 )
-from kvweave.weave.session import Turn
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 from transformers import DynamicCache
