@@ -49,7 +49,11 @@ EXCUSED: dict[tuple[str, str, str], str] = {
     ("transformers", "demo/world.py", "transformers"): "makes the bundled model's tokenizer",
     ("parameters", "engine.py", "compose"): "its holes are keywords too, so options have no object",
     **{
-        ("parameters", "run/fused.py", kernel): "a Triton kernel takes pointers and strides one by one"
+        (
+            "parameters",
+            "run/fused.py",
+            kernel,
+        ): "a Triton kernel takes pointers and strides one by one"
         for kernel in ("_turned", "_write", "_attend", "_join")
     },
     **{
