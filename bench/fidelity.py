@@ -29,7 +29,7 @@ from kvweave.suite import calibrate, plot, prose, protocols, report, stream
 from kvweave.suite.exam import Trial
 from kvweave.suite.method import Method, Pruning
 from kvweave.suite.run import NAMES, SEED, Suite
-from kvweave.weave import gate
+from kvweave.weave import calibration
 
 HERE = Path(__file__).parent
 MODEL = HERE.parent / "src" / "kvweave" / "demo" / "model"
@@ -225,7 +225,7 @@ def gate_of(names: Sequence[str], options: argparse.Namespace) -> list[dict[str,
     if len(seen) < ENOUGH:
         return []
     mine = Runner.load(str(options.model), device="cpu").fingerprint
-    calibrate.fit(seen, mine).save(options.model / gate.FILE)
+    calibrate.fit(seen, mine).save(options.model / calibration.FILE)
     return calibrate.halves(seen, mine, (None, *BOUNDS))
 
 

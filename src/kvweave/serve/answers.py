@@ -67,21 +67,32 @@ class Opened:
     wanted: Wanted
     context: str
     n_tokens: int
-    counts: Counts
-    plan: Plan
-    seconds: float  # from the request's arrival to here: waiting, weaving
+    n_computed: int  # tokens of it that have KV only because this request computed it
+    n_completed: int
+    turn: Turn
+    woven: Plan | None  # before its answers began
+    seconds: float  # from the request's arrival to here: waiting, placing
 
+    @property
+    def plan(self) -> Plan:
+        """How it was woven; known from the first token on."""
+        plan = self.turn.plan if self.woven is None else self.woven
+        assert plan is not None, "the repair has not chosen yet"
+        return plan
 
-def _counts(plan: Plan, session: PooledContext, n_prompt: int) -> Counts:
-    """Return ``usage.kv``: a plan's counts, less what had KV only because it was computed for this."""
-    counts = plan.counts()
-    n_exact, n_reused = plan.exact - session.n_computed, plan.reused
-    gone_reused = min(session.n_completed, n_reused)
-    gone_exact = min(session.n_completed - gone_reused, n_exact)  # the rest is repaired: computed
-    late = n_prompt - plan.n_tokens  # with several answers the header comes after the weave
-    counts["exact"], counts["reused"] = n_exact - gone_exact, n_reused - gone_reused
-    counts["prefilled"] = plan.prefilled + session.n_computed + gone_reused + gone_exact + late
-    return counts
+    def counts(self) -> Counts:
+        """Return ``usage.kv``: the plan's counts, less what had KV only because of this request."""
+        plan = self.plan
+        counts = plan.counts()
+        n_exact, n_reused = plan.exact - self.n_computed, plan.reused
+        gone_reused = min(self.n_completed, n_reused)
+        gone_exact = min(self.n_completed - gone_reused, n_exact)  # the rest is repaired: computed
+        late = (
+            self.n_tokens - plan.n_tokens
+        )  # with several answers the header comes after the weave
+        counts["exact"], counts["reused"] = n_exact - gone_exact, n_reused - gone_reused
+        counts["prefilled"] = plan.prefilled + self.n_computed + gone_reused + gone_exact + late
+        return counts
 
 
 @dataclass(slots=True)
@@ -146,15 +157,15 @@ class Asked:
         sampling = replace(self.sampling, max_tokens=self._n_new(n))
         session = sessions.open(wanted, self.how, reuse, [sampling.max_tokens] * self.n)
         self._sessions.append(session)
-        if self.n > 1:  # the rows of the prompt are computed once
-            plan = sessions.weave(session)
+        # the rows of the prompt are computed once
+        woven = sessions.weave(session) if self.n > 1 else None
         turns = self._turns(session, sampling, chat)
-        if self.n == 1:
-            plan = session.context.plan
-        counts = _counts(plan, session, n)
-        seconds = time.perf_counter() - self.arrived
-        name = session.context.name
-        self.opened.append(Opened(prompt, wanted, name, n, counts, plan, seconds))
+        self.opened.append(
+            Opened(
+                prompt, wanted, session.context.name, n, session.n_computed, session.n_completed,
+                turns[0], woven, time.perf_counter() - self.arrived,
+            )
+        )  # fmt: skip
         return turns
 
     def _turns(self, session: PooledContext, sampling: Sampling, chat: bool) -> list[Turn]:
@@ -198,11 +209,12 @@ class Asked:
     def usage(self, n_completion: int) -> dict[str, object]:
         """Return the usage; what was found counts as cached."""
         kv: dict[str, int | float | None] = {}
-        for opened in self.opened:
-            for key, value in opened.counts.items():
+        every = [opened.counts() for opened in self.opened]
+        for counts in every:
+            for key, value in counts.items():
                 if key != "drift":
                     kv[key] = int(kv.get(key) or 0) + int(value or 0)
-        drifts = [opened.counts["drift"] for opened in self.opened]
+        drifts = [counts["drift"] for counts in every]
         known = [drift for drift in drifts if drift is not None]
         kv["drift"] = max(known) if known and len(known) == len(drifts) else None
         n_prompt = sum(opened.n_tokens for opened in self.opened)

@@ -213,6 +213,11 @@ class Turn:
         return not self._weaving.request.running
 
     @property
+    def plan(self) -> Plan | None:
+        """How its context is woven, once the repair has chosen."""
+        return self._weaving.plan
+
+    @property
     def failed(self) -> bool:
         """Whether it ended in an error; only `abandon` makes sense then."""
         return self.error is not None
