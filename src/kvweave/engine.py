@@ -225,6 +225,7 @@ class Engine:
         ``codec`` (`kvweave.store.codec`) instead of the tier's own. Raises InvalidArgument.
         """
         choice = None if codec is None else parse(codec)
+        self.shelf.require_tier(tier)
 
         def move(record: Record, where: TierName) -> int:
             if where != "none":
@@ -273,8 +274,8 @@ class Engine:
         context = Context(name, Session(key, self.weaver, self.maker, self.loop, settings))
         try:
             if system is not None:
-                context.message("system", system)
-                self.maker.canonicalise([context.parts[0].id])
+                with context.edit():
+                    self.maker.canonicalise([context.message("system", system).id])
             elif self._base is not None:
                 context.set_base(self._base, "base")
         except BaseException:

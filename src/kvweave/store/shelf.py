@@ -163,6 +163,10 @@ class Shelf:
         if kv is not None:
             self.mover.save(key, kv, on=self.mover.levels[0], durable=True)
 
+    def require_tier(self, tier: str) -> None:
+        """Raise InvalidArgument for a place that this engine has not."""
+        self._level(tier)
+
     def _level(self, tier: str) -> Level | None:
         """Return the level of a place, None for memory and for none."""
         if tier in (self.memory, "none"):
