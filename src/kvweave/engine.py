@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Any
 
 from kvweave.chunk.files import Entry, Files
-from kvweave.chunk.identity import ChunkId, Kind, Tier, check_name, check_namespace
+from kvweave.chunk.identity import ChunkId, Kind, TierName, check_name, check_namespace
 from kvweave.chunk.record import Record
 from kvweave.chunk.table import Table
 from kvweave.config import Config
@@ -27,8 +27,9 @@ from kvweave.weave.answer import Answer, request_from
 from kvweave.weave.calibration import calibration_of, check_bound
 from kvweave.weave.context import Context
 from kvweave.weave.contexts import Contexts
-from kvweave.weave.maker import Maker, Text
+from kvweave.weave.maker import Maker
 from kvweave.weave.naming import holder
+from kvweave.weave.parts import TextOrTokens
 from kvweave.weave.repair import strategy
 from kvweave.weave.session import Session, Turn, run_all
 from kvweave.weave.settings import Settings
@@ -144,7 +145,7 @@ class Engine:
     def put(
         self,
         name: str,
-        text: Text,
+        text: TextOrTokens,
         *,
         kind: Kind = "document",
         namespace: str = "",
@@ -163,7 +164,7 @@ class Engine:
 
     def put_many(
         self,
-        items: Iterable[tuple[str, Text]],
+        items: Iterable[tuple[str, TextOrTokens]],
         *,
         kind: Kind = "document",
         namespace: str = "",
@@ -214,7 +215,7 @@ class Engine:
     def place(
         self,
         pattern: str,
-        tier: Tier,
+        tier: TierName,
         *,
         codec: str | None = None,
         namespace: str = "",
@@ -227,7 +228,7 @@ class Engine:
         choice = None if codec is None else parse(codec)
         self.shelf.require_tier(tier)
 
-        def move(record: Record, where: Tier) -> int:
+        def move(record: Record, where: TierName) -> int:
             if where != "none":
                 self.maker.canonicalise([record.id])
             return self.shelf.place(record.id, where, choice)

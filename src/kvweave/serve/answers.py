@@ -15,13 +15,13 @@ import numpy as np
 from kvweave.engine import Engine
 from kvweave.errors import ContextTooLong, InvalidArgument
 from kvweave.run.sample import Sampling
-from kvweave.serve.assemble import Assembler, Piece, Wanted
+from kvweave.serve.assemble import Assembler, PromptPiece, Wanted
 from kvweave.serve.driver import Driver
 from kvweave.serve.library import Library
 from kvweave.serve.options import Options
 from kvweave.serve.quota import Quota
 from kvweave.serve.render import Prompt, Renderer
-from kvweave.serve.session import How, Session
+from kvweave.serve.session import PooledContext, WeaveOptions
 from kvweave.serve.sessions import Sessions
 from kvweave.serve.work import Event
 from kvweave.weave.answer import Answer
@@ -104,12 +104,12 @@ class Asked:
     prompts: Sequence[MakePrompt]
     sampling: Sampling
     max_tokens: int | None
-    how: How
+    how: WeaveOptions
     n: int = 1
     chat: bool = True
     arrived: float = field(default_factory=time.perf_counter)
     opened: list[Opened] = field(default_factory=list)
-    _sessions: list[Session] = field(default_factory=list)
+    _sessions: list[PooledContext] = field(default_factory=list)
 
     def begin(self, engine: Engine) -> list[Turn]:
         """Open the contexts and begin all answers: ``n`` of the first prompt, of the second ..."""
@@ -148,7 +148,7 @@ class Asked:
         header = engine.maker.tokens(prompt.header)
         if header and not chat:
             tokens = np.asarray(header, dtype=np.uint32)
-            wanted.pieces.append(Piece("assistant", tokens, "header"))
+            wanted.pieces.append(PromptPiece("assistant", tokens, "header"))
         n_base = 0 if base is None else engine.table.get(base).n_tokens
         n = (n_base if wanted.base is None else wanted.base.n) + len(wanted.tokens())
         n += len(header) if chat else 0
@@ -168,7 +168,7 @@ class Asked:
         )  # fmt: skip
         return turns
 
-    def _turns(self, session: Session, sampling: Sampling, chat: bool) -> list[Turn]:
+    def _turns(self, session: PooledContext, sampling: Sampling, chat: bool) -> list[Turn]:
         sessions, own = self.service.sessions, [session]
         for _ in range(self.n - 1):
             own.append(sessions.twin(session))
@@ -195,7 +195,7 @@ class Asked:
             raise ContextTooLong(n_prompt + max(1, wanted), limit)
         return wanted
 
-    def _remember(self, session: Session) -> None:
+    def _remember(self, session: PooledContext) -> None:
         parts = session.context.parts[session.n_asked :]
         ids = tuple(part.id for part in parts)
         if not ids:
