@@ -155,7 +155,8 @@ class Engine:
         """Store a chunk with its canonical KV under ``name``.
 
         ``progress`` is told tokens computed. Raises NameTaken, InvalidName, EmptyChunk,
-        ContextTooLong, OverBudget, CannotMove; then nothing is stored.
+        ContextTooLong, OverBudget, CannotMove, and ChunkPinned when ``replace`` would take the
+        last name of a pinned chunk; then nothing is stored.
         """
         return self.put_many(
             [(name, text)], kind=kind, namespace=namespace, replace=replace, progress=progress

@@ -28,6 +28,7 @@ from kvweave.chunk.journal import Journal, WriteBatch
 from kvweave.chunk.record import Record
 from kvweave.errors import (
     ChunkNotFound,
+    ChunkPinned,
     CorruptChunk,
     EmptyChunk,
     InvalidArgument,
@@ -197,7 +198,8 @@ class Table(Index):
     def bind(self, name: str, id: ChunkId, *, namespace: str = "", replace: bool = False) -> None:
         """Let ``name`` stand for ``id``; raise NameTaken, InvalidName or ChunkNotFound.
 
-        With ``replace`` the name lets go of what it stood for, which may be freed.
+        With ``replace`` the name lets go of what it stood for, which may be freed; raises
+        ChunkPinned for the last name of a pinned chunk.
         """
         name = check_name(name)
         with self.transaction():
@@ -211,6 +213,8 @@ class Table(Index):
             if old is not None:
                 if not replace:
                     raise NameTaken(name, old)
+                if (before := self.get(old)).pinned and before.n_names == 1:
+                    raise ChunkPinned(name, old)
                 self.unbind(name, namespace)
             changes = self._changes
             changes.set_item(names, name, id)
