@@ -11,11 +11,12 @@ import numpy as np
 import oracle
 import pytest
 import torch
+from run.backend import drive
 from weaving import EXACT, chat, rows, same_rows, text
 
 from kvweave import Engine
 from kvweave.errors import InvalidArgument
-from kvweave.run.base import Ints, Steps, drive
+from kvweave.run.base import Ints, Steps
 from kvweave.run.model import Runner
 from kvweave.suite.exam import Exam
 from kvweave.suite.method import Method

@@ -41,7 +41,6 @@ class Auto(Strategy):
     """
 
     name = "auto"
-    gated = True
 
     def __init__(self, lookahead: int = LOOKAHEAD, evidence: bool = False) -> None:
         if lookahead < 0:
