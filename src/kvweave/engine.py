@@ -47,8 +47,7 @@ class Engine:
         model: a checkpoint directory, a hub id, a `Runner`, or another `Backend`.
         home: directory for the index and KV on disk; None keeps everything in memory.
         base: text every chunk's canonical KV is computed after; by default the BOS token, if the
-            tokenizer has one. Chunks without any base (``base=""``) each bring their own attention
-            sink.
+            tokenizer has one. Without any (``base=""``) each chunk brings its own attention sink.
         options: the fields of `Config`, and ``dtype``, ``device``, ``max_positions`` of the model.
 
     Raises ModelUnusable, ModelMismatch (``home`` belongs to another model), InvalidArgument.
@@ -346,6 +345,8 @@ class Engine:
     ) -> list[Answer]:
         """Continue several contexts together, one packed model pass a step."""
         request = request_from(max_tokens, options)
+        if len({id(context) for context in contexts}) < len(contexts):
+            raise InvalidArgument("contexts", "one of them is there twice")
         self.shelf.upcoming(int(part.id) for context in contexts for part in context.parts)
         turns: list[Turn] = []
         try:
@@ -382,8 +383,7 @@ class Engine:
             "max_drift": self.config.max_drift,
             "denoise": self.config.denoise == "after",
         }
-        if "namespace" in options:
-            defaults["namespace"] = check_namespace(str(options.pop("namespace")))
+        options = {**options, "namespace": check_namespace(str(options.get("namespace", "")))}
         return Settings(**(defaults | options))  # type: ignore[arg-type]
 
     def _make_base(self, text: str | None) -> ChunkId | None:

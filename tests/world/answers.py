@@ -115,8 +115,6 @@ def answered(world: World, chat: Chat, open: Open, answer: Answer) -> None:
 def _take(world: World, chat: Chat, open: Open, kept: Sequence[int], nothing: bool) -> None:
     """Add what stays of an answer to the mirror: in a chat with its header and closing text."""
     chat.pieces = list(open.before)
-    if nothing:
-        chat.answered = None  # the rows of the answer before are gone with it
     if nothing or not (kept or open.chat):
         return
     if not open.chat:
@@ -192,7 +190,8 @@ def check(world: World) -> bool:
     if world.lossy:
         return True
     start, count = n - 1, 1
-    if chat.answered is not None and chat.answered[0] == context.parts:
+    # rows that were placed anew since are not those that the answer saw
+    if chat.answered is not None and chat.answered[0] == context.parts and found.n_compared > 1:
         _, start, count = chat.answered
     twin = Woven(world.twin, chat.pieces, (), rows)
     own = twin.over(start)

@@ -174,6 +174,8 @@ class Session:
             raise request.error
         self.weaver.commit(self.state, weaving)
         assert weaving.plan is not None
+        if any(span.placed for span in weaving.plan.spans):
+            self._answered = ((), 0, 0)  # its rows are not these
         return weaving.plan
 
 
@@ -282,6 +284,7 @@ class Turn:
         if self._gone or self._answer is not None:
             return
         self._gone, session.turn = True, None
+        session._answered = ((), 0, 0)
         session.state.woven = []
         session.weaver.settle_account(session.state)
         self.context.restore(self._before)
