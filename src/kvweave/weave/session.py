@@ -106,8 +106,7 @@ class Session:
         except BaseException:
             self.state.woven = woven
             raise
-        self.strategy = chosen
-        self.plan = self._run(weaving)
+        self.strategy, self.plan = chosen, self._run(weaving)
         return self.plan
 
     def begin(
@@ -396,7 +395,6 @@ def run_all(turns: list[Turn]) -> list[Answer]:
         for turn in turns:
             turn.abandon()
         raise
-    for turn in turns:
-        if not turn.failed:
-            turn.finish()
+    for turn in (t for t in turns if not t.failed):
+        turn.finish()
     return [turn.finish() for turn in turns]
