@@ -68,7 +68,7 @@ class KV:
 
     def is_finite(self) -> bool:
         """Tell whether no value is NaN or infinite."""
-        return all(bool(torch.isfinite(t).all()) for t in (*self.k, *self.v))
+        return bool(torch.stack([torch.isfinite(t).all() for t in (*self.k, *self.v)]).all())
 
 
 def joined(parts: Sequence[KV]) -> KV:
