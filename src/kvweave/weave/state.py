@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-
 from numpy.typing import NDArray
 
 from kvweave.run.base import Ints, Rows
