@@ -5,16 +5,19 @@ log`` every kernel launch, every wait of the host for the device (a sync), every
 and every operation over both devices is logged with the line of Python it came from. What would be
 an error on CUDA is one here: a mix of devices raises.
 
+Copies on a `Stream` of its own happen when somebody waits for them, and what they fill is NaN until
+then: a read that comes too early shows. One that may meet what is still being computed is a race.
+
 What it cannot see: launches inside a fused operation (one attention counts as one launch, whatever
 backend CUDA would choose; outside of inference mode torch takes it apart before anyone is asked),
-streams, and time.
+computing on other streams, and time.
 """
 
 from __future__ import annotations
 
 import sys
 import threading
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -24,11 +27,87 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+from torch.utils.backend_registration import (
+    _DummyBackendModule,
+    _setup_privateuseone_for_python_backend,
+)
 
-_setup_privateuseone_for_python_backend("counted")
-DEVICE = torch.device("counted:0")
 TORCH = str(Path(torch.__file__).parent)
+
+
+class Stream:
+    """Copies in order; `record_event` marks how far."""
+
+    def __init__(self, device: torch.device | None = None) -> None:
+        self.copies: deque[Callable[[], Any]] = deque()
+        self.n_put = self.n_done = 0
+        self.behind = 0  # launches that are over before what is put here
+
+    def put(self, copy: Callable[[], Any]) -> None:
+        self.copies.append(copy)
+        self.n_put += 1
+
+    def wait_stream(self, other: Stream) -> None:
+        assert other is MAIN
+        self.behind = _ticks
+
+    def wait_event(self, event: Mark) -> None:
+        event.stream.do(event.n)
+
+    def record_event(self) -> Mark:
+        return Mark(self, self.n_put)
+
+    def synchronize(self) -> None:
+        self.do(self.n_put)
+
+    def do(self, n: int) -> None:
+        with _doing:
+            while self.n_done < n:
+                self.copies.popleft()()
+                self.n_done += 1
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """A place in a stream."""
+
+    stream: Stream
+    n: int
+
+    def query(self) -> bool:
+        return self.stream.n_done >= self.n
+
+    def synchronize(self) -> None:
+        if threading.current_thread() is threading.main_thread():
+            _note("sync", "event")
+        self.stream.do(self.n)
+
+
+class _Module(_DummyBackendModule):
+    """What `torch.cuda` is to CUDA."""
+
+    Stream = Stream
+
+    @contextmanager
+    def stream(self, stream: Stream) -> Iterator[None]:
+        before, _here_now.stream = self.current_stream(), stream
+        try:
+            with counting():
+                yield
+        finally:
+            _here_now.stream = before
+
+    def current_stream(self, device: torch.device | None = None) -> Stream:
+        return getattr(_here_now, "stream", MAIN)
+
+
+MODULE = _Module()
+_setup_privateuseone_for_python_backend("counted", MODULE)
+DEVICE = torch.device("counted:0")
+MAIN = Stream()
+_doing = threading.Lock()
+_ticks = 0  # launches there were
+_buffers: list[Tensor] = []  # pinned memory, of which others may be made
 
 # composite operations that CUDA runs as one kernel; all others are taken apart
 WHOLE = {"aten::scaled_dot_product_attention"}
@@ -47,7 +126,7 @@ COPIES = {"aten::_to_copy", "aten::copy_"}
 class Event:
     """Something that a GPU would have done; ``line`` is the innermost one outside of torch."""
 
-    kind: str  # launch, sync, upload (from pinned memory), unpinned (upload), mix
+    kind: str  # launch, sync, upload (from pinned memory), unpinned (upload), mix, race
     op: str
     line: str
 
@@ -91,6 +170,7 @@ class Counted(Tensor):
     """A tensor on `DEVICE`; ``held`` has its values."""
 
     held: Tensor
+    born: int  # launches there were when it was made
     __torch_function__ = torch._C._disabled_torch_function_impl
 
     @staticmethod
@@ -99,7 +179,7 @@ class Counted(Tensor):
             cls, held.shape, strides=held.stride(), storage_offset=held.storage_offset(),
             dtype=held.dtype, device=DEVICE, requires_grad=requires_grad,
         )  # fmt: skip
-        made.held = held
+        made.held, made.born = held, _ticks
         return made
 
     def __repr__(self) -> str:
@@ -172,7 +252,8 @@ def _memory(func: Any, args: Any, kwargs: Any) -> Any:
     if name == "aten::is_pinned":
         return _is_pinned(args[0])
     if kwargs.get("pin_memory"):
-        return _pin(func(*args, **kwargs | {"pin_memory": False}))
+        _buffers.append(_pin(func(*args, **kwargs | {"pin_memory": False})))
+        return _buffers[-1]
     return None
 
 
@@ -182,7 +263,10 @@ def _pin(tensor: Tensor) -> Tensor:
 
 
 def _is_pinned(tensor: Tensor) -> bool:
-    return getattr(tensor.untyped_storage(), "pinned_here", False)
+    if getattr(tensor.untyped_storage(), "pinned_here", False):
+        return True
+    at = tensor.data_ptr()
+    return any(0 <= at - each.data_ptr() < each.nbytes for each in _buffers)
 
 
 def _is_here(leaf: Any) -> bool:
@@ -208,8 +292,14 @@ def _run(func: Any, args: Any, kwargs: Any) -> Any:
     outs = [leaf for leaf in _leaves(found) if isinstance(leaf, Tensor)]
     free = name in FREE or func.is_view or torch.Tag.inplace_view in func.tags
     if not free and (not outs or any(out.numel() for out in outs)):
-        _note("launch", name)
+        _launch(name)
     return found
+
+
+def _launch(name: str) -> None:
+    global _ticks
+    _ticks += 1
+    _note("launch", name)
 
 
 def _held(func: Any, ours: list[Counted], args: Any, kwargs: Any) -> Any:
@@ -245,6 +335,8 @@ def _copy(func: Any, name: str, args: Any, kwargs: Any) -> Any:
         )
     else:
         goes_up = isinstance(args[0], Counted)
+    if MODULE.current_stream() is not MAIN:
+        return _later(name, args, kwargs)
     if isinstance(source, Counted) and not goes_up:
         if not kwargs.get("non_blocking") and not (name == "aten::copy_" and args[2:] == (True,)):
             _note("sync", name)
@@ -252,11 +344,26 @@ def _copy(func: Any, name: str, args: Any, kwargs: Any) -> Any:
         host = _mapped(lambda leaf: leaf.held if isinstance(leaf, Counted) else leaf, args)
         return func(*host, **kwargs)
     if isinstance(source, Counted):
-        _note("launch", name)
+        _launch(name)
     else:
         _note("upload" if _is_pinned(source) else "unpinned", name)
     ours = [leaf for leaf in args if isinstance(leaf, Counted)]
     return _held(func, ours, args, kwargs)
+
+
+def _later(name: str, args: Any, kwargs: Any) -> Tensor:
+    """Copy between host and device on the current stream."""
+    target, source, *_ = args
+    stream, up = MODULE.current_stream(), isinstance(target, Counted)
+    assert name == "aten::copy_" and up != isinstance(source, Counted), "only copies up and down"
+    host, there = (source, target) if up else (target, source)
+    _note(("upload" if up else "download") if _is_pinned(host) else "unpinned", name)
+    if stream.behind < (there.born if up else _ticks):
+        _note("race", name)
+    into, values = (each.held if isinstance(each, Counted) else each for each in (target, source))
+    into.fill_(float("nan"))
+    stream.put(lambda: into.copy_(values))
+    return target  # type: ignore[no-any-return]
 
 
 def _check_mix(name: str, args: Any, leaves: list[Any]) -> None:
