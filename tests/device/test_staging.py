@@ -188,3 +188,18 @@ def test_on_the_host_nothing_is_copied() -> None:
     k, v, fence = HOST.up((source.k[0], source.v[0]), HOST.room(SHAPES, 3, torch.float32), 0)
     fence()
     assert k is source.k[0] and v is source.v[0] and HOST.down(source)() is source
+
+
+def test_rows_that_no_token_made_come_from_the_host(open_engine: Open) -> None:
+    made = []
+    for device in ("cpu", DEVICE):
+        engine = open_engine("files", device)
+        assert isinstance(engine.runner, Runner)
+        rows = KV.empty(engine.runner.shapes, 4, torch.float32, torch.device("cpu"))
+        for i, tensor in enumerate((*rows.k, *rows.v)):
+            tensor.fill_(0.1 * i)
+        engine.put_rows("learned", rows)
+        context = engine.compose("{learned}", repair="none")
+        context.append(text(9, 50))
+        made.append(context.generate(4, ignore_eos=True).tokens)
+    assert made[0] == made[1]

@@ -62,9 +62,10 @@ class KV:
             return self
         return KV([t[start:stop] for t in self.k], [t[start:stop] for t in self.v], self.lossy)
 
-    def clone(self) -> KV:
-        """Return a copy that owns its memory."""
-        return KV([t.clone() for t in self.k], [t.clone() for t in self.v], self.lossy)
+    def clone(self, device: torch.device | None = None) -> KV:
+        """Return a copy that owns its memory, on ``device``, by default where this is."""
+        k, v = ([t.to(device or t.device, copy=True) for t in each] for each in (self.k, self.v))
+        return KV(k, v, self.lossy)
 
     def is_finite(self) -> bool:
         """Tell whether no value is NaN or infinite."""
