@@ -89,7 +89,8 @@ def answers(engine: Engine, n: int, **options: Any) -> list[Log]:
     """Let ``n`` contexts of several lengths answer together; return their steps."""
     contexts = []
     for i in range(n):
-        contexts.append(engine.context(f"{n}/{i}", repair="none"))
+        name = f"{len(engine.contexts)}"
+        contexts.append(engine.context(name, repair="none", denoise=False))
         contexts[-1].append(text(12 + i, i))
     with steps_of(engine) as logs, counting() as whole:
         engine.generate_many(contexts, 5, ignore_eos=True, **options)
@@ -115,13 +116,42 @@ def test_a_decode_step_costs_what_transformers_does_whoever_decodes(name: str) -
 def test_one_context_is_continued_by_generate_as_by_generate_many() -> None:
     with engine_on_it() as (engine, _):
         together = answers(engine, 1)
-        context = engine.context("alone", repair="none")
+        context = engine.context("alone", repair="none", denoise=False)
         context.append(text(12, 0))
         with steps_of(engine) as alone:
             context.generate(5, ignore_eos=True)
         pairs = zip(alone[STEADY], together[STEADY], strict=True)
         for mine, one in pairs:
             assert not mine.lines("launch") - one.lines("launch")
+
+
+SAMPLED = {  # how -> launches that sampling so adds to a step at most, whoever samples
+    "all tokens": ({"temperature": 0.8}, 11),
+    "top_k": ({"temperature": 0.8, "top_k": 9}, 12),
+    "top_p": ({"temperature": 0.8, "top_p": 0.9}, 26),
+    "logprobs": ({"logprobs": 4}, 2),
+}
+
+
+@pytest.mark.parametrize("how", SAMPLED)
+def test_requests_that_sample_alike_are_sampled_together(how: str) -> None:
+    options, most = SAMPLED[how]
+    with engine_on_it() as (engine, _):
+        greedy = answers(engine, 2)[-1].count("launch")
+        for n in (1, 8, 16):
+            log = answers(engine, n, **options)[-1]
+            assert log.count("launch") <= greedy + most, log.lines("launch")
+            assert log.count("sync") == log.count("upload") == 1
+
+
+def test_a_seed_costs_its_own_noise(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = torch.Generator  # none is there for a device that is not
+    monkeypatch.setattr(torch, "Generator", lambda device="cpu": made())
+    with engine_on_it() as (engine, _):
+        found = [answers(engine, n, temperature=0.8, seed=7)[-1] for n in (1, 8, 16)]
+        first = found[0].count("launch")
+        assert [log.count("launch") for log in found] == [first, first + 7, first + 15]
+        assert all(log.count("sync") == log.count("upload") == 1 for log in found)
 
 
 # ---- weaving
