@@ -30,6 +30,7 @@ from kvweave.run.model import Runner
 from kvweave.run.sampling import Sampling
 from kvweave.weave.calibration import Calibration, Curve
 from kvweave.weave.repair import STRATEGIES
+from kvweave.weave.session import run_all
 
 LAUNCHES = 1.2  # times those of transformers
 WEAVE_SYNCS = 4
@@ -142,6 +143,19 @@ def test_requests_that_sample_alike_are_sampled_together(how: str) -> None:
             log = answers(engine, n, **options)[-1]
             assert log.count("launch") <= greedy + most, log.lines("launch")
             assert log.count("sync") == log.count("upload") == 1
+
+
+def test_requests_of_every_kind_wait_once_a_step() -> None:
+    with engine_on_it() as (engine, _), counting() as whole:
+        turns = []
+        for i, (options, _) in enumerate([*SAMPLED.values(), ({}, 0)] * 2):
+            context = engine.context(f"{i}", repair="none", denoise=False)
+            context.append(text(12 + i, i))
+            turns.append(context.begin(Sampling(5, ignore_eos=True, **options)))
+        with steps_of(engine) as logs:
+            run_all(turns)
+        assert all(log.count("sync") == log.count("upload") == 1 for log in logs[STEADY])
+        check_clean(whole)
 
 
 def test_a_seed_costs_its_own_noise(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -22,10 +23,8 @@ from torch import Tensor
 from kvweave.errors import InvalidArgument
 from kvweave.run.draw import Kind, draw
 from kvweave.run.draw import Sampler as Sampler
-from kvweave.run.layers import span_of
 from kvweave.run.sampling import Choice as Choice
 from kvweave.run.sampling import Sampling as Sampling
-from kvweave.run.upload import up
 
 BROKEN = "\ufffd"  # what a decoder shows for bytes that are no character (yet)
 _PARTIAL = 3  # the longest incomplete UTF-8 sequence, bytes
@@ -40,43 +39,49 @@ def sample(logits: Tensor, samplers: Sequence[Sampler]) -> list[Choice | Excepti
     """
     if logits.ndim != 2 or not logits.shape[1]:
         raise InvalidArgument("logits", f"shape {tuple(logits.shape)} is not [row, V]")
-    logits = logits.float()
+    order = _by_kind(samplers)
+    if order != sorted(order):  # of rows, not by index: that would have to go up
+        logits = torch.stack([logits[row] for row in order])
+    found = _sample(logits.float(), [samplers[row] for row in order])
+    by_row = dict(zip(order, found, strict=True))
+    return [by_row[row] for row in range(len(samplers))]
+
+
+def _by_kind(samplers: Sequence[Sampler]) -> list[int]:
+    """Return the rows such that those follow each other that are drawn together."""
+    first: dict[Kind | None, int] = {}
+    places = [first.setdefault(_kind(s), row) for row, s in enumerate(samplers)]
+    return sorted(range(len(samplers)), key=places.__getitem__)
+
+
+def _kind(sampler: Sampler) -> Kind | None:
+    return None if sampler.greedy else sampler.kind
+
+
+def _sample(logits: Tensor, samplers: Sequence[Sampler]) -> list[Choice | Exception]:
+    """Choose for rows that stand by kind."""
     highest, tokens = logits.max(-1)  # NaN when any logit is; the first of equals
-    n_kept: list[tuple[list[int], Tensor]] = []
-    for rows in _alike(samplers):
-        at = _where(rows, logits.device)
-        tokens[at], kept = draw(logits[at], [samplers[row] for row in rows])
-        n_kept += [] if kept is None else [(rows, kept)]
+    n_kept: list[tuple[range, Tensor]] = []
+    stop = 0
+    for kind, alike in groupby(samplers, _kind):
+        mine = list(alike)
+        start, stop = stop, stop + len(mine)
+        if kind is not None:
+            tokens[start:stop], kept = draw(logits[start:stop], mine)
+            n_kept += [] if kept is None else [(range(start, stop), kept)]
     logprobs = logits.log_softmax(-1)
     found = _Found(highest, tokens, logprobs, n_kept, [s.sampling.logprobs for s in samplers])
-    choices: list[Choice | Exception] = []
-    again = []
-    for row, sampler in enumerate(samplers):
-        choices.append(found.choice(row))
-        finite = isinstance(choices[row], Choice)
-        if finite and row in found.n_kept and not sampler.keep(found.n_kept[row]):
-            again.append(row)
+    choices = [found.choice(row) for row in range(len(samplers))]
+    again = [
+        row
+        for row, n in found.n_kept.items()
+        if isinstance(choices[row], Choice) and not samplers[row].keep(n)
+    ]
     if again:
-        rest = sample(logits[_where(again, logits.device)], [samplers[row] for row in again])
+        rest = sample(torch.stack([logits[i] for i in again]), [samplers[i] for i in again])
         for row, choice in zip(again, rest, strict=True):
             choices[row] = choice
     return choices
-
-
-def _alike(samplers: Sequence[Sampler]) -> list[list[int]]:
-    """Return the rows to draw for, those together that ask for the same."""
-    kinds: dict[Kind, list[int]] = {}
-    for row, sampler in enumerate(samplers):
-        if not sampler.greedy:
-            kinds.setdefault(sampler.kind, []).append(row)
-    return list(kinds.values())
-
-
-def _where(rows: list[int], device: torch.device) -> slice | Tensor:
-    """Return an index of ``rows``, which increase."""
-    there = np.array(rows)
-    span = span_of(there)
-    return up(there, device) if span is None else span
 
 
 class _Found:
@@ -92,7 +97,7 @@ class _Found:
         highest: Tensor,
         tokens: Tensor,
         logprobs: Tensor,
-        n_kept: Sequence[tuple[list[int], Tensor]],
+        n_kept: Sequence[tuple[range, Tensor]],
         n_top: Sequence[int],
     ) -> None:
         chosen = logprobs.gather(-1, tokens[:, None])[:, 0]
