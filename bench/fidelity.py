@@ -26,10 +26,10 @@ from kvweave.demo import world
 from kvweave.errors import InvalidArgument
 from kvweave.run.model import Runner
 from kvweave.suite import calibrate, plot, prose, protocols, report, stream
-from kvweave.suite.exam import Outcome
-from kvweave.suite.method import Method, Mode
+from kvweave.suite.exam import Trial
+from kvweave.suite.method import Method, Pruning
 from kvweave.suite.run import NAMES, SEED, Suite
-from kvweave.weave import gate
+from kvweave.weave import calibration
 
 HERE = Path(__file__).parent
 MODEL = HERE.parent / "src" / "kvweave" / "demo" / "model"
@@ -39,7 +39,7 @@ DRAWN = ("random", "first_k", "deviation:v@1", "query", "rollout", "boundary", "
 BOUNDS = (0.01, 0.03, 0.1, 0.3)  # nats
 ENOUGH = 1000  # questions, for a calibration
 PARTS = 2  # of a protocol's cases: what one worker does at a time
-WIDE: tuple[Mode, ...] = ("forget", "never", "evict")  # of a prune
+WIDE: tuple[Pruning, ...] = ("forget", "never", "evict")  # of a prune
 FEW = ("none", "random", "deviation:v@1", "query", "auto")
 
 
@@ -99,7 +99,7 @@ class Cache:
         name = hashlib.blake2b(label.encode(), digest_size=8).hexdigest()
         return self.folder / f"{protocol}-{name}-{part}.json"
 
-    def put(self, protocol: str, label: str, part: int, outcomes: Sequence[Outcome]) -> None:
+    def put(self, protocol: str, label: str, part: int, outcomes: Sequence[Trial]) -> None:
         """Write a part, whole or not at all."""
         path = self.path(protocol, label, part)
         found = {"method": label, "outcomes": [o.to_dict() for o in outcomes]}
@@ -107,10 +107,10 @@ class Cache:
         temporary.write_text(json.dumps(found))
         temporary.replace(path)
 
-    def get(self, protocol: str, label: str, part: int) -> list[Outcome]:
+    def get(self, protocol: str, label: str, part: int) -> list[Trial]:
         """Read a part."""
         found = json.loads(self.path(protocol, label, part).read_text())
-        return [Outcome(**o) for o in found["outcomes"]]
+        return [Trial(**o) for o in found["outcomes"]]
 
 
 Task = tuple[str, int, list[Method]]  # protocol, part, methods still missing
@@ -130,7 +130,7 @@ def work(task: Task) -> tuple[str, int, int, float]:
     assert _suite is not None and _cache is not None
     protocol, part, methods = task
     started = time.process_time()
-    found: dict[str, list[Outcome]] = {m.label: [] for m in methods}
+    found: dict[str, list[Trial]] = {m.label: [] for m in methods}
     found[report.FULL] = []
     for outcomes in _suite.run(protocol, methods, range(part, _suite.units(protocol), PARTS)):
         for o in outcomes:
@@ -225,7 +225,7 @@ def gate_of(names: Sequence[str], options: argparse.Namespace) -> list[dict[str,
     if len(seen) < ENOUGH:
         return []
     mine = Runner.load(str(options.model), device="cpu").fingerprint
-    calibrate.fit(seen, mine).save(options.model / gate.FILE)
+    calibrate.fit(seen, mine).save(options.model / calibration.FILE)
     return calibrate.halves(seen, mine, (None, *BOUNDS))
 
 

@@ -317,7 +317,7 @@ def test_run_streams_text_and_explains_on_stderr(stocked):
     text = stocked(*words)
     assert text.endswith("\n") and stocked.err == ""
     assert stocked(*words, "--explain", "--check") == text
-    assert re.search(r"^docs/a +14  re(use|pair) +ram", stocked.err, re.M)
+    assert re.search(r"^docs/a +14  re(use|pair) +disk", stocked.err, re.M)
     assert "vs full prefill of 33 tokens" in stocked.err
     found = stocked.json(*words, "--check")
     assert found["text"] + "\n" == text and found["finish"] in ("stop", "length")

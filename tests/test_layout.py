@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -48,6 +49,21 @@ MAX_FILE, MAX_FUNCTION, MAX_PARAMETERS, MAX_DEPTH = 400, 60, 7, 2
 EXCUSED: dict[tuple[str, str, str], str] = {
     ("transformers", "demo/world.py", "transformers"): "makes the bundled model's tokenizer",
     ("parameters", "engine.py", "compose"): "its holes are keywords too, so options have no object",
+    **{
+        (
+            "parameters",
+            "run/fused.py",
+            kernel,
+        ): "a Triton kernel takes pointers and strides one by one"
+        for kernel in ("_turned", "_write", "_attend", "_join")
+    },
+    **{
+        ("local_imports", "run/kernel.py", name): "Triton is there only where a GPU is"
+        for name in ("_write_rows_on_cuda", "_interval_attention_on_cuda")
+    },
+    ("inheritance", "run/pool.py", "PooledRows"): "raw rows whose memory is a pool's",
+    ("one_name", "simulate/cost.py", "Tier"): "a tier too, of which only size and speed are known",
+    ("one_name", "simulate/trace.py", "Request"): "a request too, of which only blocks are known",
 }
 
 
@@ -215,7 +231,7 @@ def docstrings(file: File) -> Iterator[Complaint]:
         member.name
         for each in [*file.others.values(), file]
         for node in ast.walk(each.tree)
-        if isinstance(node, ast.ClassDef) and "Protocol" in base_names(node)
+        if isinstance(node, ast.ClassDef) and {"Protocol", "ABC"} & {*base_names(node)}
         for member in node.body
         if isinstance(member, ast.FunctionDef) and ast.get_docstring(member)
     }
@@ -224,6 +240,34 @@ def docstrings(file: File) -> Iterator[Complaint]:
             continue  # the tree in the module's docstring says it
         if node.name not in contracts:
             yield Complaint(node.name, node.lineno, f"{node.name} is public, without a docstring")
+
+
+def public_names(file: File) -> Iterator[tuple[str, int]]:
+    """Public classes and type aliases (capitalised, not constants) of a module."""
+    for node in file.tree.body:
+        if isinstance(node, ast.ClassDef):
+            found = [node.name]
+        elif isinstance(node, ast.Assign):
+            found = [target.id for target in node.targets if isinstance(target, ast.Name)]
+            found = [name for name in found if name[0].isupper() and not name.isupper()]
+        else:
+            continue
+        yield from ((name, node.lineno) for name in found if not name.startswith("_"))
+
+
+def one_name(file: File) -> Iterator[Complaint]:
+    """One name for one thing; of two files, the one further up has to find another name."""
+    others = [each for path, each in file.others.items() if path != file.path]
+    taken = {
+        name: other.path
+        for other in others
+        if (RANK.get(other.package, 0), other.path) < (RANK.get(file.package, 0), file.path)
+        for name, _ in public_names(other)
+    }
+    for name, line in public_names(file):
+        if name in taken:
+            yield Complaint(name, line, f"{taken[name]} has another {name}")
+        taken[name] = file.path
 
 
 Named = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
@@ -251,6 +295,7 @@ RULES: dict[str, Callable[[File], Iterator[Complaint]]] = {
     "inheritance": inheritance,
     "local_imports": local_imports,
     "docstrings": docstrings,
+    "one_name": one_name,
 }
 
 
@@ -280,6 +325,43 @@ def body(n_lines: int) -> str:
 
 BASES = "class A: ...\nclass B(A): ...\n"
 DOC = '"""Doc."""\n'
+
+
+def module_of(name: str) -> str | None:
+    """Return the file that a dotted name means, None for what is none of ours."""
+    path = name.removeprefix("kvweave").lstrip(".").replace(".", "/")
+    found = (f"{path}.py", f"{path}/__init__.py".lstrip("/"))
+    return next((each for each in found if name.startswith("kvweave") and each in FILES), None)
+
+
+def modules(file: File) -> set[str]:
+    """Return the files a file imports, anywhere in it; a package's own file where it must."""
+    found: set[str | None] = set()
+    for node in ast.walk(file.tree):
+        if isinstance(node, ast.Import):
+            found |= {module_of(alias.name) for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            for alias in node.names:
+                found.add(module_of(f"{node.module}.{alias.name}") or module_of(node.module))
+    return {path for path in found if path is not None} - {file.path}
+
+
+def test_modules_do_not_import_each_other_in_a_circle():
+    graph = {path: modules(file) for path, file in FILES.items()}
+    assert "run/base.py" in graph["weave/weaver.py"] and "run/attention.py" in graph["run/model.py"]
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        pytest.fail(" -> ".join(error.args[1]))
+
+
+def test_a_name_is_taken_by_the_file_further_down():
+    both = {path: File(path, "class A: ...") for path in ("run/one.py", "weave/other.py")}
+    for file in both.values():
+        file.others = both
+    assert not list(one_name(both["run/one.py"]))
+    assert [each.about for each in one_name(both["weave/other.py"])] == ["A"]
+
 
 BROKEN = [
     ("import_order", "chunk/table.py", "from kvweave.engine import Engine"),
@@ -318,9 +400,11 @@ BROKEN = [
     ("docstrings", "cli.py", DOC + "class A: ..."),
     ("docstrings", "cli.py", DOC + f"class A:\n    {DOC}    def f(self): ..."),
     ("docstrings", "errors.py", DOC + "def f(): ..."),
+    ("one_name", "run/loop.py", "class Abc: ...\nAbc = tuple[int, int]"),
 ]
 
 KEPT = [
+    ("one_name", "run/loop.py", "class _Abc: ...\n_Abc = int\nAbc = int\nSIZE = 1\nSIZE = 2"),
     (
         "import_order",
         "engine.py",

@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Any
 
 from kvweave.chunk.files import Entry, Files
-from kvweave.chunk.identity import ChunkId, Kind, Tier, check_name, check_namespace
+from kvweave.chunk.identity import ChunkId, Kind, TierName, check_name, check_namespace
 from kvweave.chunk.record import Record
 from kvweave.chunk.table import Table
 from kvweave.config import Config
@@ -27,8 +27,9 @@ from kvweave.weave.answer import Answer, request_from
 from kvweave.weave.calibration import calibration_of, check_bound
 from kvweave.weave.context import Context
 from kvweave.weave.contexts import Contexts
-from kvweave.weave.maker import Maker, Text
+from kvweave.weave.maker import Maker
 from kvweave.weave.naming import holder
+from kvweave.weave.parts import TextOrTokens
 from kvweave.weave.repair import strategy
 from kvweave.weave.session import Session, Turn, run_all
 from kvweave.weave.settings import Settings
@@ -144,7 +145,7 @@ class Engine:
     def put(
         self,
         name: str,
-        text: Text,
+        text: TextOrTokens,
         *,
         kind: Kind = "document",
         namespace: str = "",
@@ -154,7 +155,8 @@ class Engine:
         """Store a chunk with its canonical KV under ``name``.
 
         ``progress`` is told tokens computed. Raises NameTaken, InvalidName, EmptyChunk,
-        ContextTooLong, OverBudget, CannotMove; then nothing is stored.
+        ContextTooLong, OverBudget, CannotMove, and ChunkPinned when ``replace`` would take the
+        last name of a pinned chunk; then nothing is stored.
         """
         return self.put_many(
             [(name, text)], kind=kind, namespace=namespace, replace=replace, progress=progress
@@ -162,7 +164,7 @@ class Engine:
 
     def put_many(
         self,
-        items: Iterable[tuple[str, Text]],
+        items: Iterable[tuple[str, TextOrTokens]],
         *,
         kind: Kind = "document",
         namespace: str = "",
@@ -213,7 +215,7 @@ class Engine:
     def place(
         self,
         pattern: str,
-        tier: Tier,
+        tier: TierName,
         *,
         codec: str | None = None,
         namespace: str = "",
@@ -224,8 +226,9 @@ class Engine:
         ``codec`` (`kvweave.store.codec`) instead of the tier's own. Raises InvalidArgument.
         """
         choice = None if codec is None else parse(codec)
+        self.shelf.require_tier(tier)
 
-        def move(record: Record, where: Tier) -> int:
+        def move(record: Record, where: TierName) -> int:
             if where != "none":
                 self.maker.canonicalise([record.id])
             return self.shelf.place(record.id, where, choice)
@@ -272,8 +275,8 @@ class Engine:
         context = Context(name, Session(key, self.weaver, self.maker, self.loop, settings))
         try:
             if system is not None:
-                context.message("system", system)
-                self.maker.canonicalise([context.parts[0].id])
+                with context.edit():
+                    self.maker.canonicalise([context.message("system", system).id])
             elif self._base is not None:
                 context.set_base(self._base, "base")
         except BaseException:

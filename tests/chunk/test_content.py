@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvweave.chunk.cut import Span, by_content, cut
+from kvweave.chunk.cut import TokenRange, by_content, cut
 from kvweave.errors import InvalidArgument
 
 
@@ -26,7 +26,7 @@ def test_the_cuts_stay_where_they_are_in_every_version():
         186, 355, 807, 1109, 1430, 2624, 3581, 3685, 3826, 4000,
     ]  # fmt: skip
     assert by_content()(np.array(tokens)) == by_content()(tokens)
-    assert small([]) == [] and small([7]) == [Span(0, 1)]
+    assert small([]) == [] and small([7]) == [TokenRange(0, 1)]
 
 
 def test_pieces_are_about_the_average():

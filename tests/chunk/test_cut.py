@@ -4,14 +4,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvweave.chunk.cut import Span, by_boundary, by_message, by_paragraph, by_tokens, cut
+from kvweave.chunk.cut import TokenRange, by_boundary, by_message, by_paragraph, by_tokens, cut
 from kvweave.errors import InvalidArgument
 
 tokens_of = st.lists(st.integers(0, 5), max_size=40)
 
 
 def test_by_tokens():
-    assert by_tokens(3)([9, 8, 7, 6, 5, 4, 3]) == [Span(0, 3), Span(3, 6), Span(6, 7)]
+    assert by_tokens(3)([9, 8, 7, 6, 5, 4, 3]) == [
+        TokenRange(0, 3),
+        TokenRange(3, 6),
+        TokenRange(6, 7),
+    ]
     assert cut([9, 8, 7, 6], by_tokens(3)) == [[9, 8, 7], [6]]
     assert cut([], by_tokens(3)) == []
 
@@ -66,8 +70,8 @@ def test_by_message():
 
 
 def test_cut_refuses_a_cutter_that_loses_tokens():
-    bad = [[Span(0, 1)], [Span(1, 3)], [Span(0, 2), Span(1, 3)], [Span(0, 4)],
-           [Span(0, 0), Span(0, 3)], []]  # fmt: skip
+    bad = [[TokenRange(0, 1)], [TokenRange(1, 3)], [TokenRange(0, 2), TokenRange(1, 3)], [TokenRange(0, 4)],
+           [TokenRange(0, 0), TokenRange(0, 3)], []]  # fmt: skip
     for spans in bad:
         with pytest.raises(InvalidArgument, match="cutter"):
             cut([1, 2, 3], lambda _, spans=spans: spans)

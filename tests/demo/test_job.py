@@ -19,9 +19,9 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from kvweave import Config, Engine, Runner
 from kvweave.demo import baselines, job, plot, report, world
-from kvweave.demo.baselines import FullPrefill, PrefixCache, Reply
+from kvweave.demo.baselines import FullPrefill, GreedyReply, PrefixCache
 
-SMALL = job.Size(turns=4, tokens=300, cap=480, answer=6)
+SMALL = job.JobSize(turns=4, tokens=300, cap=480, answer=6)
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +65,7 @@ def scene(tiny):
     """An engine with the kvweave way and the script, in float64."""
     runner = job.CountedRunner.load(str(tiny), dtype="float64")
     engine = Engine(runner)
-    weaving = job.Weaving(engine, runner, world.SYSTEM)
+    weaving = job.WeavingWay(engine, runner, world.SYSTEM)
     return engine, weaving, job.Script(engine, weaving.chat.tokens(), SMALL)
 
 
@@ -183,12 +183,12 @@ def test_another_way_goes_first_each_turn():
     def way(name):
         def answer(what, max_tokens):
             calls.append((name, what))
-            return Reply((5, 2), 0.1, 0.2, 3)
+            return GreedyReply((5, 2), 0.1, 0.2, 3)
 
         return SimpleNamespace(answer=answer)
 
-    turn = world.Turn(0, "u", "a b c .", "a", "b", "c", 0, "recall")
-    steps = [job.Step(turn, 1, [index], []) for index in range(6)]
+    turn = world.Exchange(0, "u", "a b c .", "a", "b", "c", 0, "recall")
+    steps = [job.JobStep(turn, 1, [index], []) for index in range(6)]
     script = SimpleNamespace(step=iter(steps).__next__, size=SMALL)
     judge = SimpleNamespace(text=lambda reply: "a b c .", right=lambda turn, text: True)
     found = list(job._rows({name: way(name) for name in report.WAYS}, script, judge, 6))
@@ -215,7 +215,7 @@ def test_the_true_reply_stays_whatever_was_answered(scene):
 def test_other_tokens_than_those_of_the_other_ways_are_noticed(scene):
     _, weaving, script = scene
     step = script.step()
-    wrong = job.Step(step.turn, 0, [*step.prompt[:-2], 9, step.prompt[-1]], step.reply)
+    wrong = job.JobStep(step.turn, 0, [*step.prompt[:-2], 9, step.prompt[-1]], step.reply)
     with pytest.raises(AssertionError, match="not the one"):
         weaving.answer(wrong, 6)
 
@@ -227,7 +227,7 @@ def test_rows_are_counted_before_the_first_token_only(scene):
     assert reply.n_computed == len(step.prompt) - len(script.head)  # the system message was there
 
 
-@pytest.mark.parametrize("size", [SMALL, job.Size(turns=99, tokens=9_999, cap=330)])
+@pytest.mark.parametrize("size", [SMALL, job.JobSize(turns=99, tokens=9_999, cap=330)])
 def test_script_stays_within_the_cap_and_asks_what_is_in_the_context(scene, size):
     script = job.Script(scene[0], scene[2].head, size)
     for _ in range(80):
@@ -250,7 +250,7 @@ def test_script_stays_within_the_cap_and_asks_what_is_in_the_context(scene, size
     ],
 )
 def test_judge(scene, exact, text, right):
-    turn = world.Turn(0, "u", "a b givu .", "a", "b", "givu", 0, "recall")
+    turn = world.Exchange(0, "u", "a b givu .", "a", "b", "givu", 0, "recall")
     assert job.Judge(scene[0], exact=exact).right(turn, text) is right
 
 

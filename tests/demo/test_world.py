@@ -8,7 +8,7 @@ from pydoc_data import topics
 import pytest
 
 from kvweave.demo import world
-from kvweave.demo.world import Conversation, Spec, Turn
+from kvweave.demo.world import Conversation, Exchange, Spec
 
 
 def stated(text: str) -> list[tuple[str, str, str, str]]:
@@ -89,10 +89,10 @@ def test_one_key_gives_each_entity_one_attribute() -> None:
 
 
 def test_correct_needs_the_value() -> None:
-    turn = Turn(0, "ask pude river", "pude river ludi .", "pude", "river", "ludi", 0, "recall")
+    turn = Exchange(0, "ask pude river", "pude river ludi .", "pude", "river", "ludi", 0, "recall")
     assert turn.correct("pude river ludi .") and turn.correct(" pude river ludi")
     assert not turn.correct("pude river demu .") and not turn.correct("ludi")
-    assert not Turn(0, "so", "ok").correct("ok")
+    assert not Exchange(0, "so", "ok").correct("ok")
 
 
 def test_tokenizer_and_template() -> None:
@@ -102,7 +102,7 @@ def test_tokenizer_and_template() -> None:
         assert len(tokenizer.encode(f" {word}")) == 1, word
     for text in (topics.topics["lambda"], " a\n\tb  c", "ünïcode 漢字 🙂", "pude. Foze river!"):
         assert tokenizer.decode(tokenizer.encode(text)) == text
-    turn = Turn(0, "ask pude river", "pude river joti .")
+    turn = Exchange(0, "ask pude river", "pude river joti .")
     messages = [{"role": "system", "content": "keep the notes ."}, *turn.messages()]
 
     def render(part: list[dict[str, str]], **options: bool) -> str:

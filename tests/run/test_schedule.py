@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvweave.errors import InvalidArgument
-from kvweave.run.schedule import Job, Schedule, Turn
+from kvweave.run.schedule import Grant, Job, Schedule
 
 
 def jobs(*specs: tuple[int, int, int] | tuple[int, int, int, str]) -> list[Job]:
@@ -20,14 +20,14 @@ def run(schedule: Schedule, n_steps: int = 10_000) -> list[list[tuple[int, int, 
     """Run up to ``n_steps`` steps, or until there is nothing to do: what ran in each of them."""
     steps = []
     for _ in range(n_steps):
-        turns = schedule.step()
+        grants = schedule.step()
         schedule.check_integrity()
-        if not turns:
+        if not grants:
             break
-        for turn in turns:
-            schedule.done(turn.key, turn.n_rows, finished=False)
+        for grant in grants:
+            schedule.done(grant.key, grant.n_rows, finished=False)
             schedule.check_integrity()
-        steps.append([(turn.key, turn.n_rows, turn.is_decode) for turn in turns])
+        steps.append([(grant.key, grant.n_rows, grant.is_decode) for grant in grants])
     return steps
 
 
@@ -127,13 +127,13 @@ def test_what_a_tenant_leaves_of_its_turn_goes_to_no_one():
 
 def test_a_piece_done_short_is_planned_again():
     schedule = filled(4, 8, *jobs((1, 8, 2)))
-    assert schedule.step() == [Turn(1, 8, False)]
+    assert schedule.step() == [Grant(1, 8, False)]
     schedule.done(1, 5)
-    assert schedule.step() == [Turn(1, 3, False)]
+    assert schedule.step() == [Grant(1, 3, False)]
     schedule.done(1, 0)
-    assert schedule.step() == [Turn(1, 3, False)]
+    assert schedule.step() == [Grant(1, 3, False)]
     schedule.done(1, 3)
-    assert schedule.step() == [Turn(1, 1, True)]
+    assert schedule.step() == [Grant(1, 1, True)]
     schedule.done(1, 0)
     assert schedule.job(1).n_left == 1
     schedule.check_integrity()
@@ -141,22 +141,22 @@ def test_a_piece_done_short_is_planned_again():
 
 def test_a_job_that_turns_out_to_have_more_rows_keeps_its_place_and_yields_no_token_yet():
     schedule = filled(4, 8, *jobs((1, 3, 2), (2, 30, 0), (3, 0, 9)))
-    assert schedule.step() == [Turn(3, 1, True), Turn(1, 3, False), Turn(2, 4, False)]
+    assert schedule.step() == [Grant(3, 1, True), Grant(1, 3, False), Grant(2, 4, False)]
     schedule.done(3, 1)
     schedule.done(2, 4)
     schedule.done(1, 3, pending=5)
     assert schedule.job(1).n_left == 2
     schedule.check_integrity()
-    assert schedule.step() == [Turn(3, 1, True), Turn(1, 3, False), Turn(2, 4, False)]
+    assert schedule.step() == [Grant(3, 1, True), Grant(1, 3, False), Grant(2, 4, False)]
     schedule.done(3, 1)
     schedule.done(2, 4)
     schedule.done(1, 0, pending=1)  # other rows than those it was to run
-    assert [turn for turn in schedule.step() if turn.key == 1] == [Turn(1, 1, False)]
-    for turn in (3, 2):
-        schedule.done(turn, 0)
+    assert [grant for grant in schedule.step() if grant.key == 1] == [Grant(1, 1, False)]
+    for grant in (3, 2):
+        schedule.done(grant, 0)
     schedule.done(1, 1, pending=0)
     assert schedule.job(1).n_left == 1
-    assert schedule.step()[:2] == [Turn(3, 1, True), Turn(1, 1, True)]
+    assert schedule.step()[:2] == [Grant(3, 1, True), Grant(1, 1, True)]
     schedule.check_integrity()
 
 
@@ -171,11 +171,11 @@ def test_held_jobs_get_no_turn_and_keep_their_place():
     schedule = filled(2, 8, *jobs((1, 0, 9), (2, 0, 9), (3, 0, 9), (4, 5, 0), (5, 5, 0)))
 
     def keys(*held: int) -> list[int]:
-        turns = schedule.step(held)
+        grants = schedule.step(held)
         schedule.check_integrity()
-        for turn in turns:
-            schedule.done(turn.key, 0)
-        return [turn.key for turn in turns]
+        for grant in grants:
+            schedule.done(grant.key, 0)
+        return [grant.key for grant in grants]
 
     assert keys(1, 4) == [2, 3, 5]
     assert keys() == [1, 2, 4, 5]
@@ -186,24 +186,24 @@ def test_held_jobs_get_no_turn_and_keep_their_place():
 
 def test_who_is_held_leaves_its_rows_to_others_and_the_row_spared_for_it_to_decoding():
     schedule = filled(4, 4, *[Job(key, 0, 9) for key in range(4)], Job(8, 9, 0, "a"))
-    assert [turn.key for turn in schedule.step({8})] == [0, 1, 2, 3]
+    assert [grant.key for grant in schedule.step({8})] == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("n_pending", [0, 3])
 def test_finished_ends_a_job_that_had_more_to_do(n_pending):
     schedule = filled(4, 8, Job(1, n_pending, 50))
-    (turn,) = schedule.step()
-    schedule.done(1, turn.n_rows, finished=True)
+    (grant,) = schedule.step()
+    schedule.done(1, grant.n_rows, finished=True)
     schedule.check_integrity()
     assert len(schedule) == 0 and schedule.step() == []
 
 
 def test_cancel_frees_a_waiting_job_at_once_and_a_running_one_when_it_is_done():
     schedule = filled(4, 8, *jobs((1, 20, 5), (2, 0, 5)))
-    turns = schedule.step()
+    grants = schedule.step()
     assert schedule.cancel(1) and len(schedule) == 2
-    for turn in turns:
-        schedule.done(turn.key, turn.n_rows)
+    for grant in grants:
+        schedule.done(grant.key, grant.n_rows)
     assert 1 not in schedule and schedule.cancel(2) and len(schedule) == 0
     schedule.check_integrity()
     assert not schedule.cancel(2)
@@ -213,7 +213,7 @@ def test_a_flag_set_by_another_thread_frees_the_job_at_the_next_step():
     doomed = Job(1, 20, 5)
     schedule = filled(4, 8, doomed, Job(2, 3, 1))
     doomed.cancelled = True
-    assert schedule.step() == [Turn(2, 3, False)]
+    assert schedule.step() == [Grant(2, 3, False)]
     assert 1 not in schedule
 
 
@@ -251,7 +251,7 @@ def test_wrong_calls_are_refused_and_change_nothing(argument, call):
     schedule.check_integrity()
     schedule.done(2, 1)
     schedule.done(1, 5)
-    assert schedule.step() == [Turn(1, 1, True)]
+    assert schedule.step() == [Grant(1, 1, True)]
 
 
 traffic = st.lists(
@@ -292,13 +292,13 @@ def test_steps_stay_in_budget_and_every_job_gets_exactly_what_it_asked_for(specs
 @given(traffic, st.integers(1, 6), st.integers(2, 24))
 def test_no_row_is_left_unused_while_a_job_is_pending(specs, batch, rows):
     schedule = filled(batch, rows, *[Job(key, *spec) for key, spec in enumerate(specs)])
-    while turns := schedule.step():
+    while grants := schedule.step():
         pending = sum(schedule.job(k).n_pending for k in range(len(specs)) if k in schedule)
-        used = sum(turn.n_rows for turn in turns if not turn.is_decode)
-        n_decode = sum(turn.is_decode for turn in turns)
+        used = sum(grant.n_rows for grant in grants if not grant.is_decode)
+        n_decode = sum(grant.is_decode for grant in grants)
         assert used == min(pending, rows - n_decode)
-        for turn in turns:
-            schedule.done(turn.key, turn.n_rows)
+        for grant in grants:
+            schedule.done(grant.key, grant.n_rows)
 
 
 @given(
@@ -322,14 +322,14 @@ def test_any_sequence_of_calls_keeps_the_queues_whole(calls):
             schedule.add(Job(rest[0], rest[1], rest[2], "ab"[rest[0] % 2]))
         elif verb == "cancel":
             schedule.cancel(rest[0])
-            assert rest[0] not in schedule or rest[0] in {turn.key for turn in out}
+            assert rest[0] not in schedule or rest[0] in {grant.key for grant in out}
         elif verb == "flag" and rest[0] in schedule:
             schedule.job(rest[0]).cancelled = True
         elif verb == "step" and not out:
             out = schedule.step(rest[0])
-            assert not rest[0] & {turn.key for turn in out}
+            assert not rest[0] & {grant.key for grant in out}
         elif verb == "done" and out:
-            turn = out.pop()
-            pending = None if turn.is_decode else rest[2]
-            schedule.done(turn.key, round(rest[0] * turn.n_rows), rest[1], pending)
+            grant = out.pop()
+            pending = None if grant.is_decode else rest[2]
+            schedule.done(grant.key, round(rest[0] * grant.n_rows), rest[1], pending)
         schedule.check_integrity()

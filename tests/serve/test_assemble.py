@@ -14,7 +14,7 @@ from kvweave.demo.world import FILLER
 from kvweave.errors import ChunkNotFound
 from kvweave.serve.assemble import Assembler, Wanted
 from kvweave.serve.library import Library
-from kvweave.serve.render import Segment
+from kvweave.serve.render import PromptSegment
 
 Make = Callable[..., Engine]
 
@@ -25,11 +25,11 @@ def tokens(n: int, seed: int) -> list[int]:
 
 def segment(
     ids: list[int], label: str = "user 0", new: bool = False, kind: Any = "user"
-) -> Segment:
-    return Segment(kind, "", label, new, tokens=tuple(ids))
+) -> PromptSegment:
+    return PromptSegment(kind, "", label, new, tokens=tuple(ids))
 
 
-def system(ids: list[int]) -> Segment:
+def system(ids: list[int]) -> PromptSegment:
     return segment(ids, "system 0", kind="system")
 
 
@@ -49,7 +49,7 @@ class Desk:
         self.library.note(namespace, id)
         return id
 
-    def assemble(self, *segments: Segment, namespace: str = "", **options: Any) -> Wanted:
+    def assemble(self, *segments: PromptSegment, namespace: str = "", **options: Any) -> Wanted:
         wanted = self.assembler.assemble(segments, namespace, None, **options)
         given = [s.tokens for s in segments if s.chunk is None and s.kind != "system"]
         assert wanted.tokens().tolist() == [t for ids in given for t in ids or ()]
@@ -127,7 +127,7 @@ def test_nothing_crosses_namespaces(desk: Desk) -> None:
     wanted = desk.assemble(segment(page), namespace="berta")
     assert all(piece.id is None for piece in wanted.pieces)
     assert wanted.reasons[0]["found"] == 0
-    named = Segment("user", "", "user 0", True, chunk="page")
+    named = PromptSegment("user", "", "user 0", True, chunk="page")
     with pytest.raises(ChunkNotFound):
         desk.assemble(named, namespace="berta")
     assert shape(desk.assembler.assemble([named], "anna", None))[0][1:] == (0, 100)
@@ -157,7 +157,7 @@ def test_limited_reuse_leaves_all_text_new(desk: Desk) -> None:
         wanted = desk.assemble(segment(page), reuse=reuse)
         assert shape(wanted) == [(None, 0, 100)]
         assert wanted.reasons[0]["why"] == "reuse is limited"
-    named = Segment("user", "", "user 0", True, chunk="page")
+    named = PromptSegment("user", "", "user 0", True, chunk="page")
     assert shape(desk.assembler.assemble([named], "", None, "off")) == [(None, 0, 100)]
 
 
@@ -173,7 +173,7 @@ def test_an_answer_is_found_by_its_text_though_written_with_other_tokens(bundled
         assert desk.assembler.text(written) == text
         id = desk.put("a", written)
         desk.library.note_answer("", text, (id,))
-        old = Segment("assistant", text, "assistant 0", False)
+        old = PromptSegment("assistant", text, "assistant 0", False)
         wanted = desk.assembler.assemble([old], "", None)
         assert shape(wanted) == [(id, 0, len(written))]
         assert desk.assembler.assemble([old], "anna", None).pieces[0].id is None
@@ -192,9 +192,9 @@ def test_a_gap_of_known_text_is_called_a_seam(bundled: Any) -> None:
         stored = [*ids[:60], *(t for c in " town" for t in engine.maker.tokens(c)), *ids[61:]]
         assert desk.assembler.text(stored) == words and stored != ids
         desk.put("a", stored)
-        new = Segment("user", words, "user 0", True)
+        new = PromptSegment("user", words, "user 0", True)
         reason = desk.assembler.assemble([new], "", None).reasons[0]
         assert reason["why"] == "tokenised differently at the seam"
         assert (reason["found"], reason["new"]) == (119, 1)
-        other = Segment("user", words.replace(" town", " drink"), "user 0", True)
+        other = PromptSegment("user", words.replace(" town", " drink"), "user 0", True)
         assert desk.assembler.assemble([other], "", None).reasons[0]["why"] == "new text"

@@ -333,11 +333,11 @@ def test_an_error_in_a_step_fails_the_turns_of_that_step_only(drive, monkeypatch
     driven = drive({"max_batch": 1}, max_active=2)  # one decodes in a step, then the other
     real, armed = driven.engine.runner.forward, [True]
 
-    def forward(segments, want, **options):
-        if armed and len(driven.begun) == 2 and [segment.n for segment in segments] == [1]:
+    def forward(works):
+        if armed and len(driven.begun) == 2 and [work.n for work in works] == [1]:
             armed.clear()
             raise RuntimeError("no more memory")
-        return real(segments, want, **options)
+        return real(works)
 
     monkeypatch.setattr(driven.engine.runner, "forward", forward)
 

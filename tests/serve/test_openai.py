@@ -451,16 +451,14 @@ def test_an_answer_is_found_again_without_its_thinking(
     said = words(9, 40)
     script = tokenizer.encode(f" <think> so well then </think> {said}", add_special_tokens=False)
 
-    class Scripted:
-        """Writes the script instead of what the model says."""
+    end, left = tokenizer.convert_tokens_to_ids("<|end|>"), []
 
-        def __init__(self, *_: object) -> None:
-            self.left = [*script, tokenizer.convert_tokens_to_ids("<|end|>")]
+    def scripted(logits: Any, samplers: Any) -> list[Choice]:
+        """Write the script instead of what the model says."""
+        left[:] = left or [*script, end]
+        return [Choice(left.pop(0), 0.0, ())]
 
-        def __call__(self, logits: Any) -> Choice:
-            return Choice(self.left.pop(0), 0.0, ())
-
-    monkeypatch.setattr(loop, "Sampler", Scripted)
+    monkeypatch.setattr(loop, "sample", scripted)
     with engine, serving(engine) as server:
         messages = [SYSTEM, {"role": "user", "content": LINES[0]}]
         first = server.ask(messages, max_tokens=len(script))

@@ -20,8 +20,8 @@ from kvweave.serve.assemble import Assembler
 from kvweave.serve.autonames import AutoNames
 from kvweave.serve.library import Library
 from kvweave.serve.quota import Quota
-from kvweave.serve.render import Segment
-from kvweave.serve.session import How, Session
+from kvweave.serve.render import PromptSegment
+from kvweave.serve.session import PooledContext, WeaveOptions
 from kvweave.serve.sessions import Sessions
 from kvweave.weave.answer import Answer
 
@@ -40,21 +40,27 @@ class Pool:
         self.sessions = Sessions(engine, self.library, later=self.late.extend, **options)
 
     def open(
-        self, *messages: list[int], namespace: str = "", how: How | None = None, reuse: Any = "all"
-    ) -> Session:
+        self,
+        *messages: list[int],
+        namespace: str = "",
+        how: WeaveOptions | None = None,
+        reuse: Any = "all",
+    ) -> PooledContext:
         """Open a session for a system message and these; the last one is new."""
         last = len(messages) - 1
-        segments = [Segment("system", "", "system 0", False, tokens=tuple(SYSTEM))]
+        segments = [PromptSegment("system", "", "system 0", False, tokens=tuple(SYSTEM))]
         for i, message in enumerate(messages):
             kind: Any = "assistant" if i % 2 else "user"
-            segments.append(Segment(kind, "", f"{kind} {i}", i == last, tokens=tuple(message)))
+            segments.append(
+                PromptSegment(kind, "", f"{kind} {i}", i == last, tokens=tuple(message))
+            )
         base = self.sessions.engine_base
         wanted = self.assembler.assemble(segments, namespace, base, reuse)
-        session = self.sessions.open(wanted, how or How(), reuse)
+        session = self.sessions.open(wanted, how or WeaveOptions(), reuse)
         assert session.context.tokens() == [*SYSTEM, *(t for m in messages for t in m)]
         return session
 
-    def answer(self, session: Session, n: int = 3) -> Answer:
+    def answer(self, session: PooledContext, n: int = 3) -> Answer:
         sampling = Sampling(max_tokens=n, logprobs=1, ignore_eos=True)
         return self.sessions.begin(session, sampling, chat=False).run()
 
@@ -169,7 +175,7 @@ def test_sessions_in_use_are_not_shared(engines: Make) -> None:
 def test_how_a_request_is_woven_parts_sessions(engines: Make) -> None:
     pool = Pool(engines())
     said = pool.talk(2)
-    other = pool.open(*said, text(9, 9), how=How(repair="full"))
+    other = pool.open(*said, text(9, 9), how=WeaveOptions(repair="full"))
     assert other.context.settings.repair == "full"
     pool.sessions.give_back([other])
     assert len(pool.sessions) == 2

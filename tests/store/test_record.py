@@ -86,7 +86,7 @@ def test_the_layout_is_what_the_docstring_says():
     assert n_bytes == len(data) == 4096 + 3 * 40960  # 2 * 19200 bytes of rows, up to 10 pages
     assert json.loads(data[40 : 40 + n_json]) == {
         "model": MODEL, "n_tokens": 300, "dtype": "float32", "layers": [[2, 8, 2, 8]] * 3,
-        "codec": "raw", "block": 256,
+        "codec": "raw", "block": 256, "lossy": False,
     }  # fmt: skip
     at = -(-(40 + n_json) // 8) * 8
     offsets, lengths, sums = zip(

@@ -30,7 +30,7 @@ from kvweave.errors import StoreError
 from kvweave.store.base import Get, Put, Tier
 from kvweave.store.limit import Limit
 from kvweave.store.resp import LARGEST, Resp
-from kvweave.store.wire import Server, Wire
+from kvweave.store.wire import ServerAddress, Wire
 
 NUMBERS = itertools.count()
 
@@ -53,7 +53,7 @@ class Behind:
 
     def ask(self, *words: bytes | str | int) -> object:
         limit = Limit(None, 10)
-        wire = Wire(Server("127.0.0.1", self.running().port), limit)
+        wire = Wire(ServerAddress("127.0.0.1", self.running().port), limit)
         try:
             return wire.ask(limit, *words)
         finally:

@@ -15,7 +15,7 @@ from store.values import aligned, assert_untouched, in_time, put_one
 from kvweave.errors import InvalidArgument, StoreError
 from kvweave.store.base import Get
 from kvweave.store.resp import Resp
-from kvweave.store.wire import Server, command
+from kvweave.store.wire import ServerAddress, command
 
 
 class Fake:
@@ -129,20 +129,20 @@ def test_nobody_there() -> None:
 @pytest.mark.parametrize(
     ("url", "wanted"),
     [
-        ("redis://host", Server("host")),
-        ("redis://host:7000/2", Server("host", 7000, database=2)),
-        ("redis://u%40x:p%2Fw@[::1]:7/", Server("::1", 7, user="u@x", password="p/w")),
-        ("redis://:pw@host", Server("host", password="pw")),
-        ("unix:///run/redis.sock", Server(path="/run/redis.sock")),
-        ("unix://u:pw@/run/r%20s?db=4", Server("", path="/run/r s", user="u", password="pw", database=4)),
+        ("redis://host", ServerAddress("host")),
+        ("redis://host:7000/2", ServerAddress("host", 7000, database=2)),
+        ("redis://u%40x:p%2Fw@[::1]:7/", ServerAddress("::1", 7, user="u@x", password="p/w")),
+        ("redis://:pw@host", ServerAddress("host", password="pw")),
+        ("unix:///run/redis.sock", ServerAddress(path="/run/redis.sock")),
+        ("unix://u:pw@/run/r%20s?db=4", ServerAddress("", path="/run/r s", user="u", password="pw", database=4)),
     ],
 )  # fmt: skip
-def test_addresses(url: str, wanted: Server) -> None:
-    assert Server.parse(url) == wanted
+def test_addresses(url: str, wanted: ServerAddress) -> None:
+    assert ServerAddress.parse(url) == wanted
 
 
 def test_a_secure_address_verifies_the_server() -> None:
-    tls = Server.parse("rediss://host:1").tls
+    tls = ServerAddress.parse("rediss://host:1").tls
     assert tls is not None and tls.verify_mode == ssl.CERT_REQUIRED and tls.check_hostname
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from kvweave.chunk.identity import ModelFingerprint
 from kvweave.suite.calibrate import SHARES, Kept, fit, gather, halves
-from kvweave.suite.exam import Outcome
+from kvweave.suite.exam import Trial
 
 MINE = ModelFingerprint("m", "w", "t", "float32", "r")
 
@@ -24,7 +24,7 @@ def outcomes(n, seed=0):
             evidence = {"share": share, "moved": moved, "moved_max": moved, "stale": 0.1}
             evidence |= {"left": 0.2, "changed": 0.1}
             found.append(
-                Outcome("P1", i, 0, "recall", "", f"auto {share:.0%}", float(kl < 0.1), kl, 0.0,
+                Trial("P1", i, 0, "recall", "", f"auto {share:.0%}", float(kl < 0.1), kl, 0.0,
                         candidates=100, repaired=round(100 * share), evidence=evidence)
             )  # fmt: skip
     return found

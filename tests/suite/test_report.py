@@ -13,7 +13,7 @@ from kvweave.cli.app import main
 from kvweave.cli.parser import parse
 from kvweave.cli.show import Out
 from kvweave.suite import calibrate, plot, report
-from kvweave.suite.exam import Outcome
+from kvweave.suite.exam import Trial
 from kvweave.suite.method import FULL, Method
 from kvweave.weave.calibration import FILE, Calibration
 
@@ -24,7 +24,7 @@ NONE, QUERY = Method(), Method("query", 0.15)
 def outcomes(right, method=FULL, mode="", protocol="P1", kind="recall", **more):
     """One case for each list in `right`."""
     return [
-        Outcome(protocol, c, i, kind, mode, method, float(r), 0.1 * (method != FULL), 1.0, **more)
+        Trial(protocol, c, i, kind, mode, method, float(r), 0.1 * (method != FULL), 1.0, **more)
         for c, case in enumerate(right)
         for i, r in enumerate(case)
     ]
@@ -68,7 +68,7 @@ def test_leaks_are_told_apart_and_compared_with_never():
 
 
 def test_streams_have_a_slope_and_prose_a_perplexity():
-    made = [Outcome("P6", s, i, "recall", m, n, 1, 0.01 * i, 1, prunes=i) for s in (0, 1)
+    made = [Trial("P6", s, i, "recall", m, n, 1, 0.01 * i, 1, prunes=i) for s in (0, 1)
             for i in range(1, 9) for n, m in ((FULL, ""), (NONE.label, "forget"))]  # fmt: skip
     row = report.summarise(made, [NONE])[1]
     assert row["kl_per_prune"] == [0.01, 0.01, 0.01] and "KL a prune" in report.head(row)

@@ -11,7 +11,15 @@ from weaving import EXACT, again, chat, rows, text
 from kvweave import Engine
 from kvweave.cli import arguments, parser
 from kvweave.errors import InvalidArgument
-from kvweave.weave.repair import STRATEGIES, Boundary, Deviation, FirstK, Full, Patch, strategy
+from kvweave.weave.repair import (
+    STRATEGIES,
+    Boundary,
+    Deviation,
+    FirstK,
+    Full,
+    PatchRepair,
+    strategy,
+)
 
 Make = Callable[..., Engine]
 REACH_ALL = sorted(set(STRATEGIES) - {"none", "first_k"})
@@ -40,7 +48,7 @@ def test_options_stand_behind_the_name() -> None:
     made = strategy("first_k:16")
     assert isinstance(made, FirstK) and made.k == 16
     made = strategy("patch:8")
-    assert isinstance(made, Patch) and made.rank == 8
+    assert isinstance(made, PatchRepair) and made.rank == 8
     made = strategy("full:records")
     assert isinstance(made, Full) and made.records and made.name == "full"
 

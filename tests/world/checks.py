@@ -64,7 +64,9 @@ class Woven:
 
     def over(self, first: int, stop: int | None = None) -> Prefill:
         """Run tokens from ``first`` on again, over the rows before them."""
-        return self.twin.over(self.rows, self.places[:first], self.tokens[first:stop])
+        stop = len(self.tokens) if stop is None else stop
+        places = self.places[:stop]
+        return self.twin.over(self.rows, places[:first], self.tokens[first:stop], places[first:])
 
     @cached_property
     def kl(self) -> float:

@@ -41,14 +41,14 @@ class Twin:
         mask = None if is_plain else self._mask(positions, positions)
         return self._run(tokens, positions, DynamicCache(), mask, 0)
 
-    def over(self, rows: Layers, before: Sequence[int], tokens: Sequence[int]) -> Prefill:
-        """Run tokens right behind given rows, whose positions are ``before``."""
+    def over(
+        self, rows: Layers, before: Sequence[int], tokens: Sequence[int], positions: Sequence[int]
+    ) -> Prefill:
+        """Run tokens behind given rows, whose positions are ``before``."""
         cache = DynamicCache()
         for layer, (k, v) in enumerate(rows if before else ()):
             n = len(before)
             cache.update(k[:n].transpose(0, 1)[None], v[:n].transpose(0, 1)[None], layer)
-        first = before[-1] + 1 if before else 0
-        positions = range(first, first + len(tokens))
         mask = self._mask(positions, [*before, *positions])
         return self._run(tokens, positions, cache, mask, len(before))
 

@@ -7,17 +7,17 @@ from zlib import crc32
 
 from kvweave.chunk.changes import Changes
 from kvweave.chunk.identity import ChunkId
-from kvweave.chunk.journal import Batch
+from kvweave.chunk.journal import WriteBatch
 from kvweave.chunk.record import to_row
-from kvweave.chunk.state import State
+from kvweave.chunk.state import IndexState
 
 
-def make_batch(state: State, changes: Changes, uses: Collection[ChunkId]) -> Batch:
+def make_batch(state: IndexState, changes: Changes, uses: Collection[ChunkId]) -> WriteBatch:
     """Return the rows to write so that the journal is as ``state`` is, where it changed.
 
     ``uses`` are the chunks whose use statistics are written besides.
     """
-    batch, records = Batch(), state.records
+    batch, records = WriteBatch(), state.records
     for id in changes.chunks:
         record = records.get(id)
         if record is None:

@@ -16,7 +16,7 @@ _CONTENT = 0xD6E8FEB86659FD93
 """What by_content hashes with. Stored chunks were cut by it, so it stays as it is."""
 
 
-class Span(NamedTuple):
+class TokenRange(NamedTuple):
     """Tokens ``start`` (included) to ``stop`` (not included)."""
 
     start: int
@@ -26,7 +26,7 @@ class Span(NamedTuple):
 class Cutter(Protocol):
     """Say where to cut: spans that are not empty, in order, and cover all tokens once."""
 
-    def __call__(self, tokens: Sequence[int]) -> list[Span]: ...
+    def __call__(self, tokens: Sequence[int]) -> list[TokenRange]: ...
 
 
 def cut(tokens: Sequence[int], cutter: Cutter) -> list[list[int]]:
@@ -49,8 +49,8 @@ def by_tokens(n: int) -> Cutter:
     """Cut every ``n`` tokens; the last piece may be shorter."""
     _at_least_one("n", n)
 
-    def cutter(tokens: Sequence[int]) -> list[Span]:
-        return [Span(at, min(at + n, len(tokens))) for at in range(0, len(tokens), n)]
+    def cutter(tokens: Sequence[int]) -> list[TokenRange]:
+        return [TokenRange(at, min(at + n, len(tokens))) for at in range(0, len(tokens), n)]
 
     return cutter
 
@@ -67,7 +67,7 @@ def by_boundary(
         raise InvalidArgument("min_tokens", f"{min_tokens} is not in 1..{max_tokens} (max_tokens)")
     ends = is_end if callable(is_end) else frozenset(is_end).__contains__
 
-    def cutter(tokens: Sequence[int]) -> list[Span]:
+    def cutter(tokens: Sequence[int]) -> list[TokenRange]:
         cuts = _Cuts()
         for at, token in enumerate(tokens, 1):
             n = at - cuts.last
@@ -86,7 +86,7 @@ def by_paragraph(decode: Callable[[int], str], max_tokens: int) -> Cutter:
     """
     _at_least_one("max_tokens", max_tokens)
 
-    def cutter(tokens: Sequence[int]) -> list[Span]:
+    def cutter(tokens: Sequence[int]) -> list[TokenRange]:
         cuts = _Cuts()
         lines = _Lines()
         visible = False
@@ -112,7 +112,7 @@ def by_message(starts: Sequence[int]) -> Cutter:
     if any(b <= a for a, b in pairwise(firsts)) or min(firsts, default=0) < 0:
         raise InvalidArgument("starts", "they must increase, from 0 on")
 
-    def cutter(tokens: Sequence[int]) -> list[Span]:
+    def cutter(tokens: Sequence[int]) -> list[TokenRange]:
         if firsts and firsts[-1] >= len(tokens):
             raise InvalidArgument("starts", f"{firsts[-1]} is not before the end, {len(tokens)}")
         cuts = _Cuts()
@@ -138,7 +138,7 @@ def by_content(
         raise InvalidArgument("min_tokens", reason)
     limit = np.uint64((1 << 64) // (avg_tokens - min_tokens) - 1)
 
-    def cutter(tokens: Sequence[int]) -> list[Span]:
+    def cutter(tokens: Sequence[int]) -> list[TokenRange]:
         n = len(tokens)
         hashes = rolling(as_tokens(tokens), window, _CONTENT)
         places = (np.flatnonzero(hashes <= limit) + window).tolist()
@@ -172,9 +172,9 @@ class _Cuts:
         if at > self.at[-1]:
             self.at.append(at)
 
-    def spans(self, n: int) -> list[Span]:
+    def spans(self, n: int) -> list[TokenRange]:
         self.add(n)
-        return [Span(a, b) for a, b in pairwise(self.at)]
+        return [TokenRange(a, b) for a, b in pairwise(self.at)]
 
 
 class _Lines:

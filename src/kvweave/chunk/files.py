@@ -10,7 +10,7 @@ from typing import Any, Literal
 from kvweave.chunk.identity import (
     ChunkId,
     Kind,
-    Tier,
+    TierName,
     check_kind,
     check_name,
     check_tier,
@@ -28,7 +28,7 @@ from kvweave.errors import (
     NameTaken,
 )
 
-Mover = Callable[[Record, Tier], int]
+_Move = Callable[[Record, TierName], int]
 """Moves the KV of a chunk to a tier and returns how many bytes it takes there."""
 
 GROUPS = ("tier", "kind", "namespace", "dir")
@@ -43,7 +43,7 @@ class Entry:
     n_tokens: int
     n_bytes: int
     kind: Kind
-    tier: Tier
+    tier: TierName
     pinned: bool
     refs: int
     """Names + contexts that hold it + chunks it is the base of."""
@@ -128,7 +128,7 @@ class Files:
         pattern: str = "**",
         *,
         kind: Kind | None = None,
-        tier: Tier | None = None,
+        tier: TierName | None = None,
         pinned: bool | None = None,
         min_tokens: int | None = None,
         unused_since: float | None = None,
@@ -229,8 +229,8 @@ class Files:
     def place(
         self,
         pattern: str,
-        tier: Tier,
-        mover: Mover,
+        tier: TierName,
+        mover: _Move,
         *,
         again: bool = False,
         dry_run: bool = False,

@@ -16,11 +16,11 @@ from kvweave.errors import InvalidArgument, InvalidName, ModelMismatch
 
 ChunkId = NewType("ChunkId", int)
 Kind = Literal["system", "user", "assistant", "tool", "document", "memory", "thinking", "summary"]
-Tier = Literal["gpu", "ram", "disk", "remote", "none"]
+TierName = Literal["gpu", "ram", "disk", "remote", "none"]
 """Where KV rests; ``none``: only the tokens are kept and KV is recomputed on demand."""
 
 KINDS: tuple[Kind, ...] = get_args(Kind)
-TIERS: tuple[Tier, ...] = get_args(Tier)
+TIERS: tuple[TierName, ...] = get_args(TierName)
 
 DIGEST_BYTES = 16
 MAX_NAME = 200
@@ -72,7 +72,7 @@ def check_kind(kind: str) -> Kind:
     raise InvalidArgument("kind", f"{kind!r} is none of {', '.join(KINDS)}")
 
 
-def check_tier(tier: str) -> Tier:
+def check_tier(tier: str) -> TierName:
     """Return ``tier`` if it is one of TIERS; raise InvalidArgument otherwise."""
     for known in TIERS:
         if tier == known:

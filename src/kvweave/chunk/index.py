@@ -17,7 +17,7 @@ from kvweave.chunk.identity import NO_TOKEN, ChunkId, normal_name
 from kvweave.chunk.journal import Journal
 from kvweave.chunk.names import suggest
 from kvweave.chunk.record import Record
-from kvweave.chunk.state import State, load
+from kvweave.chunk.state import IndexState, load
 from kvweave.errors import ChunkNotFound, CorruptChunk, InvalidArgument, InvalidName
 
 CACHED_TOKENS = 1 << 20
@@ -43,7 +43,7 @@ class Index:
         self._closed = False
         self._journal = None if path is None else Journal(Path(path), busy_timeout=busy_timeout)
         try:
-            self._state = State() if self._journal is None else load(self._journal)
+            self._state = IndexState() if self._journal is None else load(self._journal)
         except BaseException:
             assert self._journal is not None  # an empty state cannot fail
             self._journal.close()

@@ -8,7 +8,7 @@ from collections.abc import Collection
 from kvweave.chunk.identity import ChunkId, check_name
 from kvweave.chunk.journal import Journal
 from kvweave.chunk.record import Row, to_row
-from kvweave.chunk.state import State
+from kvweave.chunk.state import IndexState
 
 _USES = slice(11, 13)
 """The columns of a row that may be older in the journal: last_used, n_uses."""
@@ -20,7 +20,7 @@ def require(truth: object, sentence: str) -> None:
         raise AssertionError(sentence)
 
 
-def check_memory(state: State) -> None:
+def check_memory(state: IndexState) -> None:
     """Raise AssertionError when the maps of the index contradict each other."""
     records = state.records
     for id, record in records.items():
@@ -40,7 +40,7 @@ def check_memory(state: State) -> None:
     _check_names(state)
 
 
-def _check_names(state: State) -> None:
+def _check_names(state: IndexState) -> None:
     n_names = 0
     for namespace, names in state.names.items():
         for name, id in names.items():
@@ -57,7 +57,7 @@ def _check_names(state: State) -> None:
     require(linked == n_names, f"chunks have {linked} names, {n_names} are filed")
 
 
-def check_journal(state: State, journal: Journal, unwritten_uses: Collection[ChunkId]) -> None:
+def check_journal(state: IndexState, journal: Journal, unwritten_uses: Collection[ChunkId]) -> None:
     """Raise AssertionError when the journal says something else than memory."""
     require(journal.damage() == "", f"SQLite finds {journal.damage()}")
     seen = 0

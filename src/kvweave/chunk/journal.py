@@ -53,7 +53,7 @@ _BUSY = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
 
 
 @dataclass(slots=True)
-class Batch:
+class WriteBatch:
     """Rows to write together: all of them, or none."""
 
     put_chunks: list[Row] = field(default_factory=list)
@@ -171,7 +171,7 @@ class Journal:
             found = [str(row[0]) for row in self._db.execute("PRAGMA integrity_check(10)")]
         return "" if found == ["ok"] else "; ".join(found)
 
-    def write(self, batch: Batch) -> None:
+    def write(self, batch: WriteBatch) -> None:
         """Write all rows of the batch, or none and raise StoreError."""
         db = self._db
         try:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from sys import intern
 from typing import TypeAlias
 
-from kvweave.chunk.identity import DIGEST_BYTES, KINDS, TIERS, ChunkId, Kind, Tier
+from kvweave.chunk.identity import DIGEST_BYTES, KINDS, TIERS, ChunkId, Kind, TierName
 
 Row: TypeAlias = tuple[
     ChunkId, bytes, int, int, str, ChunkId | None, bytes | None, int, int, int, float, float, int
@@ -31,7 +31,7 @@ class Record:
     """The chunk its canonical KV was computed after."""
     deps: tuple[ChunkId, ...]
     """The chunks its in-context KV was computed after; () if there is only canonical KV."""
-    tier: Tier
+    tier: TierName
     n_bytes: int
     """Bytes of KV in that tier."""
     pinned: bool

@@ -15,7 +15,7 @@ from kvweave.errors import CorruptChunk
 
 
 @dataclass(slots=True)
-class State:
+class IndexState:
     """The maps of an index; ``holders`` alone is not in the journal."""
 
     records: dict[ChunkId, Record] = field(default_factory=dict)
@@ -31,9 +31,9 @@ class State:
     """``next_id`` as the journal has it; it may lag while the newest chunk's row says the same."""
 
 
-def load(journal: Journal) -> State:
+def load(journal: Journal) -> IndexState:
     """Return the state the journal describes; raise CorruptChunk when it contradicts itself."""
-    state = State()
+    state = IndexState()
     state.written_next_id = state.next_id = journal.next_id()
     with no_garbage_collection():
         try:
@@ -47,7 +47,7 @@ def load(journal: Journal) -> State:
     return state
 
 
-def _load_chunks(state: State, journal: Journal) -> None:
+def _load_chunks(state: IndexState, journal: Journal) -> None:
     records, by_digest, n_children = state.records, state.by_digest, state.n_children
     id = ChunkId(0)
     for row in journal.chunks():
@@ -63,7 +63,7 @@ def _load_chunks(state: State, journal: Journal) -> None:
     state.next_id = max(state.next_id, id + 1)  # rows come by id
 
 
-def _load_names(state: State, journal: Journal) -> None:
+def _load_names(state: IndexState, journal: Journal) -> None:
     records = state.records
     space, names = "", state.names.setdefault("", {})
     for namespace, name, id in journal.names():

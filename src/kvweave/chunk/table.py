@@ -13,7 +13,7 @@ from kvweave.chunk.identity import (
     DIGEST_BYTES,
     ChunkId,
     Kind,
-    Tier,
+    TierName,
     check_kind,
     check_n_bytes,
     check_name,
@@ -24,10 +24,11 @@ from kvweave.chunk.identity import (
 )
 from kvweave.chunk.index import Index
 from kvweave.chunk.integrity import check_journal, check_memory
-from kvweave.chunk.journal import Batch, Journal
+from kvweave.chunk.journal import Journal, WriteBatch
 from kvweave.chunk.record import Record
 from kvweave.errors import (
     ChunkNotFound,
+    ChunkPinned,
     CorruptChunk,
     EmptyChunk,
     InvalidArgument,
@@ -42,7 +43,7 @@ UNWRITTEN_USES = 512
 class Updates(TypedDict, total=False):
     """What ``Table.update`` can change."""
 
-    tier: Tier
+    tier: TierName
     n_bytes: int
     deps: tuple[ChunkId, ...]
     pinned: bool
@@ -95,7 +96,7 @@ class Table(Index):
         namespace: str = "",
         base: ChunkId | None = None,
         n_bytes: int = 0,
-        tier: Tier = "none",
+        tier: TierName = "none",
     ) -> tuple[ChunkId, bool]:
         """Return the id of these tokens and whether it is new; equal digest, equal chunk.
 
@@ -197,7 +198,8 @@ class Table(Index):
     def bind(self, name: str, id: ChunkId, *, namespace: str = "", replace: bool = False) -> None:
         """Let ``name`` stand for ``id``; raise NameTaken, InvalidName or ChunkNotFound.
 
-        With ``replace`` the name lets go of what it stood for, which may be freed.
+        With ``replace`` the name lets go of what it stood for, which may be freed; raises
+        ChunkPinned for the last name of a pinned chunk.
         """
         name = check_name(name)
         with self.transaction():
@@ -211,6 +213,8 @@ class Table(Index):
             if old is not None:
                 if not replace:
                     raise NameTaken(name, old)
+                if (before := self.get(old)).pinned and before.n_names == 1:
+                    raise ChunkPinned(name, old)
                 self.unbind(name, namespace)
             changes = self._changes
             changes.set_item(names, name, id)
@@ -360,7 +364,7 @@ class Table(Index):
             self._n_cached -= len(self._tokens.pop(id, b"")) // 4
             self._unwritten_uses.discard(id)
 
-    def _write(self, journal: Journal, batch: Batch) -> None:
+    def _write(self, journal: Journal, batch: WriteBatch) -> None:
         state = self._state
         # The highest row may be gone, so the journal must say itself which ids were given.
         may_be_gone = batch.drop_chunks or self._ids_were_lost

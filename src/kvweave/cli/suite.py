@@ -15,7 +15,7 @@ from kvweave.cli.show import Out
 from kvweave.errors import InvalidArgument
 from kvweave.run.model import Runner
 from kvweave.suite import calibrate, report
-from kvweave.suite.exam import Outcome
+from kvweave.suite.exam import Trial
 from kvweave.suite.method import Method, methods
 from kvweave.suite.run import NAMES, Suite
 from kvweave.weave.calibration import FILE
@@ -98,7 +98,7 @@ def _check_home(home: Path, mine: ModelFingerprint) -> None:
         mine.require(ModelFingerprint.from_dict(read(home / "model.json")))
 
 
-def _calibrate(outcomes: Sequence[Outcome], mine: ModelFingerprint, file: Path) -> dict[str, Any]:
+def _calibrate(outcomes: Sequence[Trial], mine: ModelFingerprint, file: Path) -> dict[str, Any]:
     """Fit, write, and test each half on the other; None where a half has too few questions."""
     # contexts that never had a chunk would count twice, with those that forgot it
     seen = calibrate.gather(o for o in outcomes if o.mode in ("", "forget"))
@@ -143,8 +143,8 @@ def _print_calibration(found: dict[str, Any], out: Out) -> None:
     print(f"wrote {found['file']}: calibrated on {found['questions']} questions")
 
 
-def _run(suite: Suite, protocols: list[str], wanted: list[Method], out: Out) -> list[Outcome]:
-    found: list[Outcome] = []
+def _run(suite: Suite, protocols: list[str], wanted: list[Method], out: Out) -> list[Trial]:
+    found: list[Trial] = []
     units = {name: suite.units(name) for name in protocols}
     with out.progress("cases", sum(units.values())) as advance:
         for name, n in units.items():

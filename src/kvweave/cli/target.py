@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from kvweave.client import Client, RemoteFiles
 
 LONGEST_PIECE = 256  # tokens; a few paragraphs
-Named = tuple[str, str]  # a name and a text
+_Named = tuple[str, str]  # a name and a text
 
 
 def target(args: Namespace) -> Here | There:
@@ -86,7 +86,7 @@ class Here:
         with self.weaver() as engine:
             return engine.place(args.pattern, args.tier, codec=args.codec, dry_run=args.dry_run)
 
-    def store(self, texts: Sequence[Named]) -> list[str]:
+    def store(self, texts: Sequence[_Named]) -> list[str]:
         """Store texts as chunks, cut as asked; return the names."""
         args = self.args
         with self.weaver(make=True) as engine:
@@ -154,7 +154,7 @@ class There:
         with self.weaver() as client:
             return client.place(args.pattern, args.tier, codec=args.codec, dry_run=args.dry_run)
 
-    def store(self, texts: Sequence[Named]) -> list[str]:
+    def store(self, texts: Sequence[_Named]) -> list[str]:
         """Store texts as chunks; return the names. Raises UsageError for --cut."""
         args = self.args
         if args.cut != "none":

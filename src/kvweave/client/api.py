@@ -8,12 +8,13 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from kvweave.chunk.files import Entry
-from kvweave.chunk.identity import Kind, Tier, check_name
+from kvweave.chunk.identity import Kind, TierName, check_name
 from kvweave.client import parse
-from kvweave.client.context import CONTEXTS, RemoteContext, Text
+from kvweave.client.context import CONTEXTS, RemoteContext
 from kvweave.client.files import CHUNKS, RemoteFiles
 from kvweave.client.http import Http, part_of_path
 from kvweave.errors import ChunkNotFound, ContextNotFound, InvalidArgument, nearest
+from kvweave.weave.parts import TextOrTokens
 from kvweave.weave.template import Ref, Template
 
 if TYPE_CHECKING:
@@ -85,7 +86,7 @@ class Client:
     def put(
         self,
         name: str,
-        text: Text,
+        text: TextOrTokens,
         *,
         kind: Kind = "document",
         replace: bool = False,
@@ -101,7 +102,7 @@ class Client:
 
     def put_many(
         self,
-        items: Iterable[tuple[str, Text]],
+        items: Iterable[tuple[str, TextOrTokens]],
         *,
         kind: Kind = "document",
         replace: bool = False,
@@ -127,7 +128,7 @@ class Client:
         return made
 
     def place(
-        self, pattern: str, tier: Tier, *, codec: str | None = None, dry_run: bool = False
+        self, pattern: str, tier: TierName, *, codec: str | None = None, dry_run: bool = False
     ) -> list[Entry]:
         """Move the canonical KV of matching chunks to ram, disk, remote or none (tokens only)."""
         return self.files.place(pattern, tier, codec=codec, dry_run=dry_run)

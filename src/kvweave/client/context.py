@@ -20,13 +20,12 @@ from kvweave.run.sampling import Sampling
 from kvweave.weave.answer import Answer, request_from
 from kvweave.weave.check import Check
 from kvweave.weave.edits import find
-from kvweave.weave.parts import Mode, Part, Snapshot
+from kvweave.weave.parts import Mode, Part, Snapshot, TextOrTokens
 from kvweave.weave.plan import Plan
 
 CONTEXTS = "/v1/contexts"
 SETTLE_SECONDS = 5.0  # a server ends an answer between two steps of the model
-Text = str | Sequence[int]
-Ref = str | int | Part
+_PartRef = str | int | Part
 
 
 class RemoteContext:
@@ -65,7 +64,7 @@ class RemoteContext:
         """Say what a weave would do now, without doing it."""
         return parse.plan(self._do("preview"))
 
-    def index(self, ref: Ref) -> int:
+    def index(self, ref: _PartRef) -> int:
         """Return the index of a part. Raises ChunkNotFound."""
         return find(self.parts, ref)
 
@@ -79,7 +78,9 @@ class RemoteContext:
 
     # ---- editing
 
-    def append(self, content: Text, *, kind: Kind = "document", name: str | None = None) -> Part:
+    def append(
+        self, content: TextOrTokens, *, kind: Kind = "document", name: str | None = None
+    ) -> Part:
         """Add text or token ids at the end; ``name`` stores it by that name."""
         return self._append(_content(content) | {"kind": kind, "name": name})
 
@@ -92,7 +93,7 @@ class RemoteContext:
         return self._append({"chunk": ref, "start": start, "stop": stop})
 
     def insert(
-        self, index: int, content: Text, *, kind: Kind = "document", name: str | None = None
+        self, index: int, content: TextOrTokens, *, kind: Kind = "document", name: str | None = None
     ) -> Part:
         """Add text or token ids before the part at ``index``."""
         return self._append(_content(content) | {"kind": kind, "name": name, "at": index})
@@ -105,16 +106,16 @@ class RemoteContext:
         """Add one chat message, wrapped by the model's chat template."""
         return parse.part(self._do("message", role=role, content=content))
 
-    def drop(self, *refs: Ref, mode: Mode | None = None) -> None:
+    def drop(self, *refs: _PartRef, mode: Mode | None = None) -> None:
         """Remove parts: ``forget`` them, or ``evict`` only their memory; all of them or none."""
         self._do("drop", parts=self._refs(refs), mode=mode)
 
-    def replace(self, ref: Ref, content: Text, *, kind: Kind = "document") -> Part:
+    def replace(self, ref: _PartRef, content: TextOrTokens, *, kind: Kind = "document") -> Part:
         """Put new text in the place of a part; what stands behind is woven anew."""
         [index] = self._refs([ref])
         return parse.part(self._do("replace", part=index, kind=kind, **_content(content)))
 
-    def reorder(self, order: Sequence[Ref]) -> None:
+    def reorder(self, order: Sequence[_PartRef]) -> None:
         """Put the parts in another order; ``order`` names each of them once."""
         self._do("reorder", order=self._refs(order))
 
@@ -203,7 +204,7 @@ class RemoteContext:
         self._settle()
         return RemoteTurn(self._http, self._path, verb, body)
 
-    def _refs(self, refs: Sequence[Ref]) -> list[str | int]:
+    def _refs(self, refs: Sequence[_PartRef]) -> list[str | int]:
         """Return what the server understands: a `Part` becomes its index now."""
         if not any(isinstance(ref, Part) for ref in refs):
             return [ref for ref in refs if not isinstance(ref, Part)]
@@ -211,5 +212,5 @@ class RemoteContext:
         return [find(parts, ref) if isinstance(ref, Part) else ref for ref in refs]
 
 
-def _content(content: Text) -> dict[str, object]:
+def _content(content: TextOrTokens) -> dict[str, object]:
     return {"text": content} if isinstance(content, str) else {"tokens": [*map(int, content)]}

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from kvweave.chunk.files import Entry, Usage
-from kvweave.chunk.identity import Kind, Tier
+from kvweave.chunk.identity import Kind, TierName
 from kvweave.client import parse
 from kvweave.client.http import Http, part_of_path
 from kvweave.errors import InvalidArgument
@@ -48,7 +48,7 @@ class RemoteFiles:
         pattern: str = "**",
         *,
         kind: Kind | None = None,
-        tier: Tier | None = None,
+        tier: TierName | None = None,
         pinned: bool | None = None,
         min_tokens: int | None = None,
         unused_since: float | None = None,
@@ -115,7 +115,7 @@ class RemoteFiles:
         return self._do(pattern, "unpin", {"dry_run": dry_run})
 
     def place(
-        self, pattern: str, tier: Tier, *, codec: str | None = None, dry_run: bool = False
+        self, pattern: str, tier: TierName, *, codec: str | None = None, dry_run: bool = False
     ) -> list[Entry]:
         """Move the KV of chunks to a tier and return the entries of those it moved."""
         return self._do(pattern, "place", {"tier": tier, "codec": codec, "dry_run": dry_run})

@@ -23,7 +23,7 @@ WORTH_IT = 0.5
 
 
 @dataclass(frozen=True, slots=True)
-class Reply:
+class GreedyReply:
     """One greedy answer and what it took; ``details`` holds what only one way knows."""
 
     tokens: tuple[int, ...]  # the end token included
@@ -49,7 +49,7 @@ class Plain:
 
     def greedy(
         self, prompt: Sequence[int], n_cached: int, cache: Any, max_tokens: int
-    ) -> tuple[Reply, Any]:
+    ) -> tuple[GreedyReply, Any]:
         """Answer ``prompt``, of which ``cache`` holds the first ``n_cached`` tokens."""
         started = time.perf_counter()
         logits, cache = self.forward(prompt[n_cached:], cache)
@@ -59,13 +59,13 @@ class Plain:
             logits, cache = self.forward(out[-1:], cache)
             out.append(int(logits.argmax()))
         total = time.perf_counter() - started
-        return Reply(tuple(out), ttft, total, len(prompt) - n_cached), cache
+        return GreedyReply(tuple(out), ttft, total, len(prompt) - n_cached), cache
 
 
 class FullPrefill(Plain):
     """Computes every prompt from its first token on."""
 
-    def answer(self, prompt: Sequence[int], max_tokens: int) -> Reply:
+    def answer(self, prompt: Sequence[int], max_tokens: int) -> GreedyReply:
         """Return the greedy answer."""
         return self.greedy(prompt, 0, None, max_tokens)[0]
 
@@ -78,7 +78,7 @@ class PrefixCache(Plain):
         self._tokens: list[int] = []  # those whose KV is in the cache
         self._cache: Any = None
 
-    def answer(self, prompt: Sequence[int], max_tokens: int) -> Reply:
+    def answer(self, prompt: Sequence[int], max_tokens: int) -> GreedyReply:
         """Return the greedy answer."""
         started = time.perf_counter()
         n_cached = self.crop(prompt)
@@ -86,7 +86,7 @@ class PrefixCache(Plain):
         reply, self._cache = self.greedy(prompt, n_cached, self._cache, max_tokens)
         self._tokens = [*prompt, *reply.tokens[:-1]]
         details = {"exact": n_cached, "prefilled": reply.n_computed}
-        return Reply(
+        return GreedyReply(
             reply.tokens, reply.ttft + looking, reply.total + looking, reply.n_computed, details
         )
 

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from kvweave import Engine, Runner, Sampling
 from kvweave.demo import plot, world
-from kvweave.demo.baselines import FullPrefill, PrefixCache, Reply
+from kvweave.demo.baselines import FullPrefill, GreedyReply, PrefixCache
 from kvweave.demo.report import WAYS, line, machine, show, summarise, table
 from kvweave.run.base import Work
 
@@ -41,7 +41,7 @@ INSTRUCTION = (  # for models that were not trained on this world
 
 
 @dataclass(frozen=True, slots=True)
-class Size:
+class JobSize:
     """How long the context is: pruning begins at ``turns`` and ``tokens``, or near ``cap``."""
 
     turns: int = 24
@@ -50,15 +50,15 @@ class Size:
     answer: int = 8  # tokens to decode at most
 
 
-SIZE = Size()
-QUICK = Size(turns=6, tokens=600, cap=900)
+SIZE = JobSize()
+QUICK = JobSize(turns=6, tokens=600, cap=900)
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class JobStep:
     """One change of the context: what leaves in front, what comes, and the right reply."""
 
-    turn: world.Turn
+    turn: world.Exchange
     n_dropped: int  # turns
     prompt: list[int]  # the whole context, up to where the answer begins
     reply: list[int]  # the true assistant message
@@ -78,11 +78,11 @@ class CountedRunner(Runner):
 class Script:
     """The conversation and its window, as token ids, made without any of the three ways."""
 
-    def __init__(self, engine: Engine, head: list[int], size: Size) -> None:
+    def __init__(self, engine: Engine, head: list[int], size: JobSize) -> None:
         self.maker, self.head, self.size = engine.maker, head, size
         # a question at the end of every turn, so that every turn is measured
         self.talk = world.Conversation(SEED, replace(world.CONVERSATION, asks=1.0))
-        self.kept: list[tuple[world.Turn, list[int]]] = []
+        self.kept: list[tuple[world.Exchange, list[int]]] = []
         self.header = self.maker.tokens(self.maker.chat.header())
         self.full = False
 
@@ -90,7 +90,7 @@ class Script:
     def n_tokens(self) -> int:
         return len(self.head) + sum(len(tokens) for _, tokens in self.kept)
 
-    def step(self) -> Step:
+    def step(self) -> JobStep:
         """Drop one turn once the context is full (more only near the cap), and add one."""
         n_dropped = 0
         if self.full:
@@ -106,14 +106,14 @@ class Script:
         self.kept.append((turn, user + reply))
         long = len(self.kept) >= self.size.turns and self.n_tokens >= self.size.tokens
         self.full = self.full or long or n_dropped > 0
-        return Step(turn, n_dropped, prompt, reply)
+        return JobStep(turn, n_dropped, prompt, reply)
 
     def _drop(self) -> int:
         self.kept.pop(0)
         return 1
 
 
-class Weaving:
+class WeavingWay:
     """The kvweave way: one context of the engine, edited and asked."""
 
     def __init__(self, engine: Engine, runner: CountedRunner, system: str) -> None:
@@ -121,7 +121,7 @@ class Weaving:
         self.chat = engine.context("demo", system=system)
         self._late = False  # the last reply was corrected and has no canonical KV yet
 
-    def answer(self, step: Step, max_tokens: int) -> Reply:
+    def answer(self, step: JobStep, max_tokens: int) -> GreedyReply:
         """Edit, weave and decode; then, untimed, put the true reply into the context."""
         chat, rows = self.chat, self.runner.n_rows
         started = time.perf_counter()
@@ -148,7 +148,7 @@ class Weaving:
             raise AssertionError("kvweave's context is not the one the other ways were given")
         self._correct(step)
         n_decoded = len(answer.tokens) - 1
-        return Reply(
+        return GreedyReply(
             answer.tokens, editing + usage["ttft"], editing + usage["total"],
             computed - n_decoded, details,
         )  # fmt: skip
@@ -159,7 +159,7 @@ class Weaving:
             self.engine.denoise()
         return time.perf_counter() - started
 
-    def _correct(self, step: Step) -> None:
+    def _correct(self, step: JobStep) -> None:
         n_before = len(step.prompt) - len(self.engine.maker.tokens(self.engine.maker.chat.header()))
         self._late = self.chat.tokens()[n_before:] != step.reply
         if self._late:
@@ -203,7 +203,7 @@ def run(
 
 
 def measure(
-    model: str | None, turns: int, size: Size, repair: str | None, console: Console
+    model: str | None, turns: int, size: JobSize, repair: str | None, console: Console
 ) -> dict[str, Any]:
     """Run the conversation through ``turns`` pruned turns and return the report."""
     path = str(MODEL) if model is None else model
@@ -214,13 +214,13 @@ def measure(
     if model is not None:  # its tokenizer cuts the made-up words into pieces
         size = replace(size, cap=2 * size.cap, answer=3 * size.answer)
     size = replace(size, cap=min(size.cap, runner.limit) - size.answer)
-    weaving = Weaving(engine, runner, world.SYSTEM if model is None else INSTRUCTION)
+    weaving = WeavingWay(engine, runner, world.SYSTEM if model is None else INSTRUCTION)
     script = Script(engine, weaving.chat.tokens(), size)
     plain, eos = Runner.load(path), engine.runner.ends
     judge = Judge(engine, exact=model is None)
     ways: dict[str, Any] = {
         "kvweave": weaving,
-        "reuse": Weaving(unrepaired, runner, weaving.system),
+        "reuse": WeavingWay(unrepaired, runner, weaving.system),
         "full": FullPrefill(plain, eos),
         "prefix": PrefixCache(plain, eos),
     }
@@ -252,11 +252,11 @@ class Judge:
     def __init__(self, engine: Engine, *, exact: bool) -> None:
         self.decode, self.exact = engine.loop.decode(), exact
 
-    def text(self, reply: Reply) -> str:
+    def text(self, reply: GreedyReply) -> str:
         """Return the answer's text."""
         return "" if self.decode is None else self.decode(list(reply.tokens)).strip()
 
-    def right(self, turn: world.Turn, text: str) -> bool:
+    def right(self, turn: world.Exchange, text: str) -> bool:
         """Tell whether the expected value stands where it should."""
         if self.exact:
             return turn.correct(text)
@@ -293,7 +293,9 @@ def _rows(
         measured += step.n_dropped > 0
 
 
-def _cells(reply: Reply, full: Reply, turn: world.Turn, judge: Judge) -> dict[str, Any]:
+def _cells(
+    reply: GreedyReply, full: GreedyReply, turn: world.Exchange, judge: Judge
+) -> dict[str, Any]:
     text = judge.text(reply)
     return {
         "ttft_ms": 1e3 * reply.ttft,

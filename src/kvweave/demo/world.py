@@ -109,7 +109,7 @@ class Fact:
 
 
 @dataclass(frozen=True)
-class Turn:
+class Exchange:
     """A user message and the reply it should get."""
 
     index: int
@@ -163,7 +163,7 @@ class Conversation:
         self._rng.shuffle(pairs)
         self._fresh = [pair for pair in pairs if pair not in self.facts]
 
-    def turn(self, window: Collection[int] | None = None) -> Turn:
+    def turn(self, window: Collection[int] | None = None) -> Exchange:
         """The next turn. `window`: indexes of earlier turns in context (default: all)."""
         index = self._index
         self._index += 1
@@ -176,11 +176,11 @@ class Conversation:
             live = [f for f in self.facts.values() if f.stands({*kept, index})]
             asking = [f for f in live if f.asked is None or f.asked not in kept]
             if not asking or self._rng.random() >= self.spec.asks:
-                return Turn(index, " ".join(words), NO_QUESTION)
+                return Exchange(index, " ".join(words), NO_QUESTION)
         fact = self._pick(asking)
         fact.asked = index
         words += [ASK, fact.entity, fact.attribute]
-        return Turn(
+        return Exchange(
             index,
             " ".join(words),
             f"{fact.entity} {fact.attribute} {fact.value} {STOP}",

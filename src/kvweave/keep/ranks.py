@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from heapq import heapify, heappop, heappush
 
-Entry = tuple[float, int, int]  # rank, serial number, key
+_Entry = tuple[float, int, int]  # rank, serial number, key
 
 COMPACT = 64  # entries below which stale ones are left alone
 
@@ -56,8 +56,8 @@ class Ranks:
     """
 
     def __init__(self) -> None:
-        self._current: dict[int, Entry] = {}
-        self._heap: list[Entry] = []
+        self._current: dict[int, _Entry] = {}
+        self._heap: list[_Entry] = []
         self._serial = 0
 
     def __len__(self) -> int:

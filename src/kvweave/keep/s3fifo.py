@@ -14,7 +14,7 @@ MANY = 3  # uses are counted up to here
 PROMOTED = 2  # uses after the first that lead from the small queue to the big one
 
 
-class Step(NamedTuple):
+class _Step(NamedTuple):
     """What the hands of the two queues meet next."""
 
     key: int
@@ -61,7 +61,7 @@ class S3FIFO(Deaf):
         if key not in self._uses:
             return
         self._full = True
-        done: list[Step] = []
+        done: list[_Step] = []
         for step in self._steps():
             if step.goes and step.key == key:
                 break
@@ -90,7 +90,7 @@ class S3FIFO(Deaf):
             if step.goes:
                 yield step.key
 
-    def _steps(self) -> Iterator[Step]:
+    def _steps(self) -> Iterator[_Step]:
         """Yield what happens until all has gone."""
         small = Walk(self._small, self._uses)
         big = Walk(self._big, self._uses)
@@ -100,18 +100,18 @@ class S3FIFO(Deaf):
                 key, uses, n_bytes = big.next()
                 if uses:
                     big.add(key, uses - 1, n_bytes)
-                    yield Step(key, False, uses - 1)
+                    yield _Step(key, False, uses - 1)
                 else:
                     n_big -= n_bytes
-                    yield Step(key, True, 0)
+                    yield _Step(key, True, 0)
             else:
                 key, uses, n_bytes = small.next()
                 if uses >= PROMOTED:
                     n_big += n_bytes
                     big.add(key, uses, n_bytes)
-                    yield Step(key, False, uses)
+                    yield _Step(key, False, uses)
                 else:
-                    yield Step(key, True, 0)
+                    yield _Step(key, True, 0)
 
     def check_integrity(self) -> None:
         """Raise AssertionError when a key is in two queues or bytes are wrong."""

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvweave.run.batch import Batch
-from kvweave.run.part import Part, Piece
+from kvweave.run.part import BatchPart, Piece
 from kvweave.run.thinned import ThinnedRows
 from kvweave.run.together import Together
 from kvweave.run.upload import up
@@ -27,7 +27,7 @@ current: ContextVar[Batch] = ContextVar("kvweave_batch")
 
 
 @dataclass(frozen=True, slots=True)
-class How:
+class Scaling:
     """What a model does with scores."""
 
     scale: float
@@ -35,7 +35,7 @@ class How:
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class VisibleKV:
     """Keys and values [kv_head, slot, dim] that some rows see."""
 
     keys: Tensor
@@ -47,7 +47,7 @@ class Seen:
 def attend(layer: int, query: Tensor, scale: float | None, softcap: float | None) -> Tensor:
     """Return attention [1, total, head, v_dim] of unrotated ``query`` [1, head, total, dim]."""
     batch = current.get()
-    how = How(query.shape[-1] ** -0.5 if scale is None else scale, softcap)
+    how = Scaling(query.shape[-1] ** -0.5 if scale is None else scale, softcap)
     turned = batch.turned(layer, query[0].transpose(0, 1))
     if batch.together is not None:
         return _together(batch, batch.together, layer, turned, how)[None]
@@ -60,7 +60,7 @@ def attend(layer: int, query: Tensor, scale: float | None, softcap: float | None
     return (outs[0].contiguous() if len(outs) == 1 else torch.cat(outs))[None]
 
 
-def _together(batch: Batch, together: Together, layer: int, query: Tensor, how: How) -> Tensor:
+def _together(batch: Batch, together: Together, layer: int, query: Tensor, how: Scaling) -> Tensor:
     """Attention of all rows at once, ``query`` [total, head, dim] -> [total, head, v_dim]."""
     out, sums = together.attend(layer, query, how.scale, how.softcap)
     for part in batch.parts:
@@ -73,14 +73,14 @@ def _together(batch: Batch, together: Together, layer: int, query: Tensor, how: 
                 rows = slice(piece.first, piece.last)
                 keys, values = part.rows.layers[layer].seen(slice(piece.begin, piece.stop))
                 bias = batch.bias(part, piece, mask, sums.dtype)
-                seen = Seen(keys.to(sums.dtype), values, bias)
+                seen = VisibleKV(keys.to(sums.dtype), values, bias)
                 scores = _scores(mine[rows].to(sums.dtype), seen, how)
                 scores = scores.view(query.shape[1], piece.last - piece.first, -1)
                 _show(part, piece, layer, (scores - sums[part.span][rows].t()[..., None]).exp_())
     return out
 
 
-def _part(batch: Batch, part: Part, layer: int, query: Tensor, how: How) -> list[Tensor]:
+def _part(batch: Batch, part: BatchPart, layer: int, query: Tensor, how: Scaling) -> list[Tensor]:
     """Attention of one work's rows, ``query`` [row, head, dim] -> pieces [row, head, v_dim]."""
     mask = batch.infos[layer].mask
     pieces = part.cut(mask, _watched(part, layer))
@@ -94,7 +94,7 @@ def _part(batch: Batch, part: Part, layer: int, query: Tensor, how: How) -> list
         span = slice(piece.begin - begin, piece.stop - begin)
         causal = piece.causal and how.softcap is None
         bias = None if causal else batch.bias(part, piece, mask, q.dtype)
-        seen = Seen(keys[:, span], values[:, span], bias, causal)
+        seen = VisibleKV(keys[:, span], values[:, span], bias, causal)
         out, weights = _attention(q, seen, how, piece.watched)
         outs.append(out)
         if weights is not None:
@@ -102,7 +102,9 @@ def _part(batch: Batch, part: Part, layer: int, query: Tensor, how: How) -> list
     return outs
 
 
-def _thinned(batch: Batch, part: Part, piece: Piece, layer: int, query: Tensor, how: How) -> Tensor:
+def _thinned(
+    batch: Batch, part: BatchPart, piece: Piece, layer: int, query: Tensor, how: Scaling
+) -> Tensor:
     """The same for one piece and rows of which each head keeps its own."""
     rows, mask = part.rows.layers[layer], batch.infos[layer].mask
     assert isinstance(rows, ThinnedRows)
@@ -112,7 +114,7 @@ def _thinned(batch: Batch, part: Part, piece: Piece, layer: int, query: Tensor, 
         slots = up(kept, q.device)
         many = len(q) > 1
         bias = batch.bias_of(slots, part, piece, mask, q.dtype) if many else None
-        out, weights = _attention(q, Seen(keys, values, bias), how, piece.watched)
+        out, weights = _attention(q, VisibleKV(keys, values, bias), how, piece.watched)
         outs.append(out)
         if weights is not None:
             every = weights.new_zeros(*weights.shape[:2], piece.stop - piece.begin)
@@ -122,12 +124,14 @@ def _thinned(batch: Batch, part: Part, piece: Piece, layer: int, query: Tensor, 
     return torch.cat(outs, 1)
 
 
-def _show(part: Part, piece: Piece, layer: int, weights: Tensor) -> None:
+def _show(part: BatchPart, piece: Piece, layer: int, weights: Tensor) -> None:
     assert part.work.observer is not None
     part.work.observer.see(layer, part.work.at + piece.first, piece.begin, weights)
 
 
-def _attention(query: Tensor, seen: Seen, how: How, watched: bool) -> tuple[Tensor, Tensor | None]:
+def _attention(
+    query: Tensor, seen: VisibleKV, how: Scaling, watched: bool
+) -> tuple[Tensor, Tensor | None]:
     """Return attention [row, head, v_dim] of ``query`` [row, head, dim], and if it is watched its
     weights [head, row, slot]."""
     if how.softcap is None and not watched:
@@ -138,7 +142,7 @@ def _attention(query: Tensor, seen: Seen, how: How, watched: bool) -> tuple[Tens
     return out, weights.view(heads, n, -1) if watched else None
 
 
-def _watched(part: Part, layer: int) -> tuple[int, int]:
+def _watched(part: BatchPart, layer: int) -> tuple[int, int]:
     """Return the rows of a part whose attention its observer wants; it counts the whole work's."""
     observer, at = part.work.observer, part.work.at
     if observer is None:
@@ -162,7 +166,7 @@ def _unfolded(out: Tensor, n: int) -> Tensor:
     return out.view(kv_heads, group, n, dim).permute(2, 0, 1, 3).reshape(n, -1, dim)
 
 
-def _fused(query: Tensor, seen: Seen, scale: float) -> Tensor:
+def _fused(query: Tensor, seen: VisibleKV, scale: float) -> Tensor:
     """Attention of ``query`` [row, head, dim] in one kernel."""
     n, heads, dim = query.shape
     keys, values, bias = seen.keys, seen.values, seen.bias
@@ -187,14 +191,14 @@ def _fused(query: Tensor, seen: Seen, scale: float) -> Tensor:
     return out.permute(2, 0, 1, 3).reshape(n, heads, v_dim)
 
 
-def _weights(query: Tensor, seen: Seen, how: How) -> Tensor:
+def _weights(query: Tensor, seen: VisibleKV, how: Scaling) -> Tensor:
     """Return attention weights [kv_head, group * row, slot], in float32 at least."""
     scores = _scores(query, seen, how)
     half = scores.dtype in (torch.bfloat16, torch.float16)
     return scores.softmax(-1, dtype=torch.float32 if half else scores.dtype)
 
 
-def _scores(query: Tensor, seen: Seen, how: How) -> Tensor:
+def _scores(query: Tensor, seen: VisibleKV, how: Scaling) -> Tensor:
     """Return attention scores [kv_head, group * row, slot], -inf where a row sees nothing."""
     kv_heads = len(seen.keys)
     folded, keys = _folded(query, kv_heads), seen.keys.transpose(1, 2)

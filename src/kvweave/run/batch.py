@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kvweave.run.base import NO_SLOTS, Ints, LayerInfo, Mask, Work
 from kvweave.run.layers import At, span_of
-from kvweave.run.part import Part, Piece
+from kvweave.run.part import BatchPart, Piece
 from kvweave.run.pool import Pools
 from kvweave.run.rotary import Angles
 from kvweave.run.together import RawCopies, Together, filled, pooled
@@ -40,10 +40,10 @@ class Batch:
         pools: Pools | None = None,
     ) -> None:
         self.infos, self.device = layers, device
-        self.parts: list[Part] = []
+        self.parts: list[BatchPart] = []
         n = 0
         for work in works:
-            self.parts.append(Part(work, n))
+            self.parts.append(BatchPart(work, n))
             n += work.n
         for part in self.parts:
             part.last = self._last(part.work)
@@ -170,7 +170,7 @@ class Batch:
         if layer == self.last:
             raise StopPass
 
-    def bias(self, part: Part, piece: Piece, mask: Mask, dtype: torch.dtype) -> Tensor | None:
+    def bias(self, part: BatchPart, piece: Piece, mask: Mask, dtype: torch.dtype) -> Tensor | None:
         """Return which slots a piece's rows see, as 0 and -inf [row, slot]; None when all do."""
         if piece.bias is None and piece.last - piece.first > 1:
             slots = torch.arange(piece.begin, piece.stop, device=self.device)
@@ -178,7 +178,7 @@ class Batch:
         return piece.bias
 
     def bias_of(
-        self, slots: Tensor, part: Part, piece: Piece, mask: Mask, dtype: torch.dtype
+        self, slots: Tensor, part: BatchPart, piece: Piece, mask: Mask, dtype: torch.dtype
     ) -> Tensor:
         """Return which of ``slots`` a piece's rows see, as 0 and -inf [row, slot]."""
         rows = slice(part.span.start + piece.first, part.span.start + piece.last)

@@ -17,7 +17,7 @@ _COLD = 1e-6  # below this temperature float32 would divide by zero
 _PREFIX = 256  # likeliest tokens top_p looks at first: most nuclei are smaller
 _GROWTH = 8  # times as many when it needs more
 
-Kind = tuple[float, int, float, int]
+Manner = tuple[float, int, float, int]
 
 
 class Sampler:
@@ -37,7 +37,7 @@ class Sampler:
         return self.sampling.temperature < _COLD
 
     @property
-    def kind(self) -> Kind:
+    def kind(self) -> Manner:
         """What has to be equal for rows to be drawn together."""
         asked = self.sampling
         return asked.temperature, asked.top_k, asked.top_p, self._n_sorted

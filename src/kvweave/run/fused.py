@@ -19,8 +19,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvweave.run.kernel import TILE
-
 BLOCK = 64  # slots read at once, at most
 BLOCK_BYTES = 1 << 14  # and their keys' bytes
 SMALLEST = 16  # rows or dims that the units for matrix products take at least
@@ -170,13 +168,14 @@ def interval_attention(
     seen: Tensor,
     tiles: Tensor,
     how: tuple[float, float],
-    splits: int,
+    cut: tuple[int, int],
 ) -> tuple[Tensor, Tensor]:
-    """See `kernel.interval_attention`; ``how`` is scale and softcap, ``splits`` a power of two."""
+    """See `kernel.interval_attention`; ``how`` is scale and softcap, ``cut`` how many rows a tile has
+    at most and into how many parts its slots are split, a power of two."""
     n, heads, dim = query.shape
     kv_heads, n_slots, v_dim = pools[1].shape
     query, group = _dense(query), heads // kv_heads
-    rows = 1 if len(tiles) == n else TILE
+    rows, splits = cut
     wide = torch.promote_types(query.dtype, torch.float32)
     out = query.new_empty(n, heads, v_dim)
     lse = query.new_empty(n, heads, dtype=wide)

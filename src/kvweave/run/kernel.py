@@ -125,4 +125,5 @@ def _interval_attention_on_cuda(
 
     n_programs = 2 * torch.cuda.get_device_properties(query.device).multi_processor_count
     splits = fused.splits(len(tiles) * len(k_pool), n_programs)
-    return fused.interval_attention(query, (k_pool, v_pool), seen, tiles, (scale, softcap), splits)
+    cut = 1 if len(tiles) == len(query) else TILE, splits
+    return fused.interval_attention(query, (k_pool, v_pool), seen, tiles, (scale, softcap), cut)

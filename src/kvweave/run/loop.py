@@ -25,7 +25,7 @@ from torch import Tensor
 from kvweave.errors import InvalidArgument, LoadFailed
 from kvweave.run.base import Backend, Observer, Rows, Steps, Work
 from kvweave.run.sample import Choice, Detokenizer, Sampler, Sampling, StopScanner, sample
-from kvweave.run.schedule import Job, Schedule, Turn
+from kvweave.run.schedule import Grant, Job, Schedule
 from kvweave.store.kv import KV
 
 
@@ -144,10 +144,10 @@ class Loop:
 
         What fails fails only the requests at fault: see `Request.error`.
         """
-        turns = self._plan()
-        if not turns and all(request.logits is None for request in self.requests.values()):
+        grants = self._plan()
+        if not grants and all(request.logits is None for request in self.requests.values()):
             return False
-        interrupt = self._run(turns)
+        interrupt = self._run(grants)
         if interrupt is not None:
             raise interrupt
         self._sample([r for r in self.requests.values() if r.logits is not None])
@@ -167,53 +167,53 @@ class Loop:
             tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         )
 
-    def _plan(self) -> list[Turn]:
+    def _plan(self) -> list[Grant]:
         """Return who runs; who waits for chunks does when nobody else can, one at a time."""
         sampled = [key for key, r in self.requests.items() if r.logits is not None]
         loading = [key for key, r in self.requests.items() if r.logits is None and r.loading]
-        turns = self.schedule.step({*sampled, *loading})
-        if loading and not turns and not sampled:
-            turns = self.schedule.step(set(loading[1:]))
-        return turns
+        grants = self.schedule.step({*sampled, *loading})
+        if loading and not grants and not sampled:
+            grants = self.schedule.step(set(loading[1:]))
+        return grants
 
-    def _run(self, turns: Sequence[Turn]) -> BaseException | None:
-        """Run these turns and take them back; return what interrupted a request's own steps.
+    def _run(self, grants: Sequence[Grant]) -> BaseException | None:
+        """Run these grants and take them back; return what interrupted a request's own steps.
 
         What interrupts the pass is raised; it is run again with the next step.
         """
         try:
-            passed = self._forward(turns)
+            passed = self._forward(grants)
         except BaseException:
-            for turn in turns:
-                self.schedule.done(turn.key, 0)
+            for grant in grants:
+                self.schedule.done(grant.key, 0)
             raise
         interrupt: BaseException | None = None
-        for turn, logits in zip(turns, passed, strict=True):
-            request = self.requests.get(turn.key)
+        for grant, logits in zip(grants, passed, strict=True):
+            request = self.requests.get(grant.key)
             if request is None:  # cancelled meanwhile
-                self.schedule.done(turn.key, 0)
+                self.schedule.done(grant.key, 0)
                 continue
             try:
-                self._passed(request, turn, logits)
+                self._passed(request, grant, logits)
             except BaseException as error:
                 self._fail(request, error)
                 interrupt = interrupt if isinstance(error, Exception) else error
-            pending = None if turn.is_decode or not request.running else request.n_pending
-            self.schedule.done(turn.key, turn.n_rows, not request.running, pending)
+            pending = None if grant.is_decode or not request.running else request.n_pending
+            self.schedule.done(grant.key, grant.n_rows, not request.running, pending)
         return interrupt
 
-    def _forward(self, turns: Sequence[Turn]) -> list[Tensor | Exception]:
-        """Return each turn's logits, or why it has none."""
+    def _forward(self, grants: Sequence[Grant]) -> list[Tensor | Exception]:
+        """Return each grant's logits, or why it has none."""
         found: dict[int, Tensor | Exception] = {}
         works: dict[int, Work] = {}
-        for turn in turns:
+        for grant in grants:
             try:
-                works[turn.key] = self.requests[turn.key].next_work(turn.n_rows)
+                works[grant.key] = self.requests[grant.key].next_work(grant.n_rows)
             except Exception as error:
-                found[turn.key] = error
+                found[grant.key] = error
         if works:
             found |= zip(works, self._pass(list(works.values())), strict=True)
-        return [found[turn.key] for turn in turns]
+        return [found[grant.key] for grant in grants]
 
     def _pass(self, works: Sequence[Work]) -> Sequence[Tensor | Exception]:
         """Run works together; where that fails each alone, so that only who is at fault fails."""
@@ -224,17 +224,17 @@ class Loop:
                 return [error]
         return [self._pass([work])[0] for work in works]
 
-    def _passed(self, request: Request, turn: Turn, logits: Tensor | Exception) -> None:
-        """Take what a turn found: logits to sample from, or to go on with. Raises its fault."""
-        if isinstance(logits, LoadFailed) and not turn.is_decode:
+    def _passed(self, request: Request, grant: Grant, logits: Tensor | Exception) -> None:
+        """Take what a grant found: logits to sample from, or to go on with. Raises its fault."""
+        if isinstance(logits, LoadFailed) and not grant.is_decode:
             why = logits
             self._advance(request, lambda: request.steps.throw(why))
         elif isinstance(logits, Exception):
             raise logits
-        elif turn.is_decode:
+        elif grant.is_decode:
             request.logits = logits[0]
         else:
-            request.n_run += turn.n_rows
+            request.n_run += grant.n_rows
             request.found.append(logits)
             if not request.n_pending:
                 pieces = request.found

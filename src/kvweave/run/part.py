@@ -28,7 +28,7 @@ class Piece:
     bias: Tensor | None = None  # 0 and -inf [query, key], made once for all layers
 
 
-class Part:
+class BatchPart:
     """One work of a batch."""
 
     def __init__(self, work: Work, start: int) -> None:

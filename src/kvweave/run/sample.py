@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from kvweave.errors import InvalidArgument
-from kvweave.run.draw import Kind, draw
+from kvweave.run.draw import Manner, draw
 from kvweave.run.draw import Sampler as Sampler
 from kvweave.run.sampling import Choice as Choice
 from kvweave.run.sampling import Sampling as Sampling
@@ -49,12 +49,12 @@ def sample(logits: Tensor, samplers: Sequence[Sampler]) -> list[Choice | Excepti
 
 def _by_kind(samplers: Sequence[Sampler]) -> list[int]:
     """Return the rows such that those follow each other that are drawn together."""
-    first: dict[Kind | None, int] = {}
+    first: dict[Manner | None, int] = {}
     places = [first.setdefault(_kind(s), row) for row, s in enumerate(samplers)]
     return sorted(range(len(samplers)), key=places.__getitem__)
 
 
-def _kind(sampler: Sampler) -> Kind | None:
+def _kind(sampler: Sampler) -> Manner | None:
     return None if sampler.greedy else sampler.kind
 
 

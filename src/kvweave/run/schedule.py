@@ -1,14 +1,14 @@
 """Who runs in this step: one row for every decoding job, the rest of the rows shared fairly.
 
 A job has rows to prefill (or repair) first, then tokens to generate. The piece that ends its
-prefill also yields its first token, so ``n_left`` tokens cost ``n_left - 1`` decode turns::
+prefill also yields its first token, so ``n_left`` tokens cost ``n_left - 1`` decode steps::
 
     add(n_pending=700, n_left=3)   max_rows=512
     step 1  512 rows prefill       step 3  1 row  decode   (token 2)
     step 2  188 rows prefill       step 4  1 row  decode   (token 3, gone)
             (token 1)
 
-What comes before the first token may only be known bit by bit: a turn is taken back with the rows
+What comes before the first token may only be known bit by bit: a grant is taken back with the rows
 that are pending from then on, and the job keeps its place in the queue. Jobs that cannot run yet
 are held: they keep their place as well.
 
@@ -39,7 +39,7 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class Grant:
     """What one job runs in one step: ``n_rows`` rows, one if it decodes."""
 
     key: int
@@ -50,7 +50,7 @@ class Turn:
 class Schedule:
     """Plan steps of at most ``max_rows`` rows with at most ``max_batch`` decoding jobs.
 
-    ``step()`` hands out turns, ``done()`` takes each of them back before the next ``step()``.
+    ``step()`` hands out grants, ``done()`` takes each of them back before the next ``step()``.
     While jobs are pending, at least one row of every step is theirs.
     """
 
@@ -108,13 +108,13 @@ class Schedule:
             self._remove(job)
         return True
 
-    def step(self, held: Collection[int] = ()) -> list[Turn]:
-        """Return this step's turns, decoding ones first; empty when there is nothing to do.
+    def step(self, held: Collection[int] = ()) -> list[Grant]:
+        """Return this step's grants, decoding ones first; empty when there is nothing to do.
 
-        Jobs whose keys are in ``held`` get none. Raises InvalidArgument while turns of the step before have not been done.
+        Jobs whose keys are in ``held`` get none. Raises InvalidArgument while grants of the step before have not been done.
         """
         if self._out:
-            raise InvalidArgument("step", f"turns of {sorted(self._out)} are not done yet")
+            raise InvalidArgument("step", f"grants of {sorted(self._out)} are not done yet")
         for job in [job for job in self._jobs.values() if job.cancelled]:
             self._remove(job)
         waiting = {key for queue in self._pending.values() for key in queue if key not in held}
@@ -123,24 +123,24 @@ class Schedule:
         for key in decoding:
             self._decoding.remove(key)
             self._decoding.append(key)
-        turns = [Turn(key, 1, True) for key in decoding]
+        grants = [Grant(key, 1, True) for key in decoding]
         pieces = self._share(self.max_rows - len(decoding), waiting)
-        turns += [Turn(key, n_rows, False) for key, n_rows in pieces.items()]
-        self._out = {turn.key: turn.n_rows for turn in turns}
-        return turns
+        grants += [Grant(key, n_rows, False) for key, n_rows in pieces.items()]
+        self._out = {grant.key: grant.n_rows for grant in grants}
+        return grants
 
     def done(
         self, key: int, n_rows: int, finished: bool = False, pending: int | None = None
     ) -> None:
-        """Take a turn back: ``n_rows`` of its rows were run; ``finished`` ends the job early.
+        """Take a grant back: ``n_rows`` of its rows were run; ``finished`` ends the job early.
 
         ``pending`` says how many rows a job has before its first token from now on, where that is
-        not what the turn left of them. A failed turn is ``done(key, 0)`` to try again, or with
-        ``finished=True`` to give up. Raises InvalidArgument for a turn that was not handed out, or
+        not what the grant left of them. A failed grant is ``done(key, 0)`` to try again, or with
+        ``finished=True`` to give up. Raises InvalidArgument for a grant that was not handed out, or
         more rows than it had, and for pending rows of a job that decodes.
         """
         if key not in self._out:
-            raise InvalidArgument("key", f"job {key} has no turn")
+            raise InvalidArgument("key", f"job {key} has no grant")
         if not 0 <= n_rows <= self._out[key]:
             raise InvalidArgument("n_rows", f"{n_rows} is not in 0..{self._out[key]}")
         job = self._jobs[key]
@@ -172,7 +172,7 @@ class Schedule:
         assert sorted(self._tenants) == sorted(self._pending), "tenants and queues differ"
         assert 0 <= self._credit <= self.quantum, "credit out of range"
         assert self._tenants or not self._credit, "credit without a tenant"
-        assert set(self._out) <= set(self._jobs), "a turn without its job"
+        assert set(self._out) <= set(self._jobs), "a grant without its job"
         assert sum(self._out.values()) <= self.max_rows, "more rows than the budget"
 
     def _share(self, budget: int, waiting: set[int]) -> dict[int, int]:

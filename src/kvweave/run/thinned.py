@@ -22,21 +22,21 @@ from kvweave.run.upload import up
 
 
 @dataclass(slots=True)
-class Head:
+class HeadRows:
     """The rows that one head keeps, one after the other."""
 
     slots: Ints  # increasing
     k: Tensor  # [at least so many, dim]
     v: Tensor
 
-    def kept(self, which: Ints, room: int) -> Head:
+    def kept(self, which: Ints, room: int) -> HeadRows:
         """Copy some rows, with room for so many more."""
         slots, made = self.slots[which], []
         for old in (self.k, self.v):
             new = old.new_empty(len(slots) + room, old.shape[1])
             new[: len(slots)] = old[_where(which, old.device)]
             made.append(new)
-        return Head(slots, *made)
+        return HeadRows(slots, *made)
 
     def write(self, slots: Ints, keys: Tensor, values: Tensor) -> None:
         """Write rows [slot, dim] of slots that are kept; leave out the others."""
@@ -61,14 +61,14 @@ class Head:
 class ThinnedRows(LayerRows):
     """Rows of one layer, each head's own; slots ``[n, capacity)`` have not been written."""
 
-    def __init__(self, heads: list[Head], n: int, capacity: int) -> None:
+    def __init__(self, heads: list[HeadRows], n: int, capacity: int) -> None:
         self.heads, self.n, self.capacity = heads, n, capacity
 
     @classmethod
     def of(cls, rows: RawRows, n: int) -> ThinnedRows:
         """Copy the ``n`` rows of a layer; nothing is freed yet."""
         every = np.arange(n)
-        heads = [Head(every, k, v) for k, v in zip(rows.k, rows.v, strict=True)]
+        heads = [HeadRows(every, k, v) for k, v in zip(rows.k, rows.v, strict=True)]
         room = rows.capacity - n
         return cls([head.kept(every, room) for head in heads], n, rows.capacity)
 

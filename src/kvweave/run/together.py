@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kvweave.run.base import Ints, LayerInfo, Mask
 from kvweave.run.kernel import TILE, interval_attention, write_rows
-from kvweave.run.part import Part
+from kvweave.run.part import BatchPart
 from kvweave.run.pool import LayerPool, PooledRows
 from kvweave.run.upload import Upload
 
@@ -24,7 +24,7 @@ Key = tuple[
 ]  # of each part: where its rows of a layer start in the pool, -1: not run there
 
 
-def pooled(parts: Sequence[Part], infos: Sequence[LayerInfo]) -> bool:
+def pooled(parts: Sequence[BatchPart], infos: Sequence[LayerInfo]) -> bool:
     """Tell whether all rows of all layers stand in pools that the kernels can serve."""
     return all(info.shape.k_heads == info.shape.v_heads for info in infos) and all(
         isinstance(rows, PooledRows) for part in parts for rows in part.rows.layers
@@ -41,7 +41,7 @@ class Together:
     upload."""
 
     def __init__(
-        self, parts: Sequence[Part], infos: Sequence[LayerInfo], n: int, upload: Upload
+        self, parts: Sequence[BatchPart], infos: Sequence[LayerInfo], n: int, upload: Upload
     ) -> None:
         self._parts, self._infos, self._n, self._upload = parts, infos, n, upload
         self._pools: list[LayerPool] = []
@@ -126,7 +126,7 @@ class RawCopies:
         """Keep a layer's rows [row, head, dim]."""
         self._layers.append((layer, keys, values))
 
-    def write(self, parts: Sequence[Part]) -> None:
+    def write(self, parts: Sequence[BatchPart]) -> None:
         """Copy what has been kept to the works' `raw`."""
         to: list[Tensor] = []
         rows: list[Tensor] = []

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from kvweave.chunk.identity import ChunkId
 from kvweave.engine import Engine
 from kvweave.errors import KVWeaveError
-from kvweave.serve.work import Job
+from kvweave.serve.work import AnswerJob
 
 log = logging.getLogger("kvweave.serve")
 
@@ -20,9 +20,9 @@ class Ahead:
     """Tells the shelf what comes next. Used in the driver's thread only."""
 
     def __init__(self) -> None:
-        self._jobs: list[Job] = []
+        self._jobs: list[AnswerJob] = []
 
-    def look(self, engine: Engine, jobs: Sequence[Job]) -> None:
+    def look(self, engine: Engine, jobs: Sequence[AnswerJob]) -> None:
         """Note ``jobs``, the next to begin first, and begin to load what those seen for the first
         time use. An engine without a level below memory has nothing to load, and is left alone."""
         if not engine.shelf.mover.levels or self._jobs == [*jobs]:
@@ -38,7 +38,7 @@ class Ahead:
             log.debug("not brought ahead: %s", error)
 
 
-def _uses(engine: Engine, job: Job) -> list[int]:
+def _uses(engine: Engine, job: AnswerJob) -> list[int]:
     """Return the chunks of a request; what is wrong with it is told when its turn comes."""
     try:
         return list(job.wants(engine))

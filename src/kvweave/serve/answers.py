@@ -15,13 +15,13 @@ import numpy as np
 from kvweave.engine import Engine
 from kvweave.errors import ContextTooLong, InvalidArgument
 from kvweave.run.sample import Sampling
-from kvweave.serve.assemble import Assembler, Piece, Wanted
+from kvweave.serve.assemble import Assembler, PromptPiece, Wanted
 from kvweave.serve.driver import Driver
 from kvweave.serve.library import Library
 from kvweave.serve.options import Options
 from kvweave.serve.quota import Quota
 from kvweave.serve.render import Prompt, Renderer
-from kvweave.serve.session import How, Session
+from kvweave.serve.session import PooledContext, WeaveOptions
 from kvweave.serve.sessions import Sessions
 from kvweave.serve.work import Event
 from kvweave.weave.answer import Answer
@@ -67,21 +67,32 @@ class Opened:
     wanted: Wanted
     context: str
     n_tokens: int
-    counts: Counts
-    plan: Plan
-    seconds: float  # from the request's arrival to here: waiting, weaving
+    n_computed: int  # tokens of it that have KV only because this request computed it
+    n_completed: int
+    turn: Turn
+    woven: Plan | None  # before its answers began
+    seconds: float  # from the request's arrival to here: waiting, placing
 
+    @property
+    def plan(self) -> Plan:
+        """How it was woven; known from the first token on."""
+        plan = self.turn.plan if self.woven is None else self.woven
+        assert plan is not None, "the repair has not chosen yet"
+        return plan
 
-def _counts(plan: Plan, session: Session, n_prompt: int) -> Counts:
-    """Return ``usage.kv``: a plan's counts, less what had KV only because it was computed for this."""
-    counts = plan.counts()
-    n_exact, n_reused = plan.exact - session.n_computed, plan.reused
-    gone_reused = min(session.n_completed, n_reused)
-    gone_exact = min(session.n_completed - gone_reused, n_exact)  # the rest is repaired: computed
-    late = n_prompt - plan.n_tokens  # with several answers the header comes after the weave
-    counts["exact"], counts["reused"] = n_exact - gone_exact, n_reused - gone_reused
-    counts["prefilled"] = plan.prefilled + session.n_computed + gone_reused + gone_exact + late
-    return counts
+    def counts(self) -> Counts:
+        """Return ``usage.kv``: the plan's counts, less what had KV only because of this request."""
+        plan = self.plan
+        counts = plan.counts()
+        n_exact, n_reused = plan.exact - self.n_computed, plan.reused
+        gone_reused = min(self.n_completed, n_reused)
+        gone_exact = min(self.n_completed - gone_reused, n_exact)  # the rest is repaired: computed
+        late = (
+            self.n_tokens - plan.n_tokens
+        )  # with several answers the header comes after the weave
+        counts["exact"], counts["reused"] = n_exact - gone_exact, n_reused - gone_reused
+        counts["prefilled"] = plan.prefilled + self.n_computed + gone_reused + gone_exact + late
+        return counts
 
 
 @dataclass(slots=True)
@@ -93,12 +104,12 @@ class Asked:
     prompts: Sequence[MakePrompt]
     sampling: Sampling
     max_tokens: int | None
-    how: How
+    how: WeaveOptions
     n: int = 1
     chat: bool = True
     arrived: float = field(default_factory=time.perf_counter)
     opened: list[Opened] = field(default_factory=list)
-    _sessions: list[Session] = field(default_factory=list)
+    _sessions: list[PooledContext] = field(default_factory=list)
 
     def begin(self, engine: Engine) -> list[Turn]:
         """Open the contexts and begin all answers: ``n`` of the first prompt, of the second ..."""
@@ -137,7 +148,7 @@ class Asked:
         header = engine.maker.tokens(prompt.header)
         if header and not chat:
             tokens = np.asarray(header, dtype=np.uint32)
-            wanted.pieces.append(Piece("assistant", tokens, "header"))
+            wanted.pieces.append(PromptPiece("assistant", tokens, "header"))
         n_base = 0 if base is None else engine.table.get(base).n_tokens
         n = (n_base if wanted.base is None else wanted.base.n) + len(wanted.tokens())
         n += len(header) if chat else 0
@@ -146,18 +157,18 @@ class Asked:
         sampling = replace(self.sampling, max_tokens=self._n_new(n))
         session = sessions.open(wanted, self.how, reuse, [sampling.max_tokens] * self.n)
         self._sessions.append(session)
-        if self.n > 1:  # the rows of the prompt are computed once
-            plan = sessions.weave(session)
+        # the rows of the prompt are computed once
+        woven = sessions.weave(session) if self.n > 1 else None
         turns = self._turns(session, sampling, chat)
-        if self.n == 1:
-            plan = session.context.plan
-        counts = _counts(plan, session, n)
-        seconds = time.perf_counter() - self.arrived
-        name = session.context.name
-        self.opened.append(Opened(prompt, wanted, name, n, counts, plan, seconds))
+        self.opened.append(
+            Opened(
+                prompt, wanted, session.context.name, n, session.n_computed, session.n_completed,
+                turns[0], woven, time.perf_counter() - self.arrived,
+            )
+        )  # fmt: skip
         return turns
 
-    def _turns(self, session: Session, sampling: Sampling, chat: bool) -> list[Turn]:
+    def _turns(self, session: PooledContext, sampling: Sampling, chat: bool) -> list[Turn]:
         sessions, own = self.service.sessions, [session]
         for _ in range(self.n - 1):
             own.append(sessions.twin(session))
@@ -184,7 +195,7 @@ class Asked:
             raise ContextTooLong(n_prompt + max(1, wanted), limit)
         return wanted
 
-    def _remember(self, session: Session) -> None:
+    def _remember(self, session: PooledContext) -> None:
         parts = session.context.parts[session.n_asked :]
         ids = tuple(part.id for part in parts)
         if not ids:
@@ -198,11 +209,12 @@ class Asked:
     def usage(self, n_completion: int) -> dict[str, object]:
         """Return the usage; what was found counts as cached."""
         kv: dict[str, int | float | None] = {}
-        for opened in self.opened:
-            for key, value in opened.counts.items():
+        every = [opened.counts() for opened in self.opened]
+        for counts in every:
+            for key, value in counts.items():
                 if key != "drift":
                     kv[key] = int(kv.get(key) or 0) + int(value or 0)
-        drifts = [opened.counts["drift"] for opened in self.opened]
+        drifts = [counts["drift"] for counts in every]
         known = [drift for drift in drifts if drift is not None]
         kv["drift"] = max(known) if known and len(known) == len(drifts) else None
         n_prompt = sum(opened.n_tokens for opened in self.opened)

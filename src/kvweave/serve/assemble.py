@@ -20,11 +20,12 @@ import numpy as np
 from kvweave.chunk.cut import by_content
 from kvweave.chunk.identity import ChunkId, Kind, chunk_digest
 from kvweave.chunk.match import Match
+from kvweave.chunk.rolling import Tokens
 from kvweave.engine import Engine
 from kvweave.errors import ContextTooLong
-from kvweave.serve.library import Library, Tokens
-from kvweave.serve.options import Reuse
-from kvweave.serve.render import Segment
+from kvweave.serve.library import Library
+from kvweave.serve.options import ReuseMode
+from kvweave.serve.render import PromptSegment
 from kvweave.serve.text import tokens_of
 
 SEAM = 4  # tokens on both sides of a gap that are looked at to say why it is one
@@ -35,7 +36,7 @@ NEW, SEAM_WHY, MEASURED = "new text", "tokenised differently at the seam", "reus
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class PromptPiece:
     """Tokens of a prompt: ``id`` from token ``start`` on, or new text where ``id`` is None."""
 
     kind: Kind
@@ -48,7 +49,7 @@ class Piece:
     def n(self) -> int:
         return len(self.tokens)
 
-    def behind(self, n: int) -> Piece:
+    def behind(self, n: int) -> PromptPiece:
         """Return what is left without the first ``n`` tokens."""
         return replace(self, tokens=self.tokens[n:], start=self.start + n if self.id else 0)
 
@@ -58,8 +59,8 @@ class Wanted:
     """What a context must hold. ``base`` None: what the engine begins every context with."""
 
     namespace: str
-    base: Piece | None
-    pieces: list[Piece] = field(default_factory=list)
+    base: PromptPiece | None
+    pieces: list[PromptPiece] = field(default_factory=list)
     reasons: list[dict[str, object]] = field(default_factory=list)
 
     def tokens(self) -> Tokens:
@@ -79,10 +80,10 @@ class Assembler:
 
     def assemble(
         self,
-        segments: Sequence[Segment],
+        segments: Sequence[PromptSegment],
         namespace: str,
         engine_base: ChunkId | None,
-        reuse: Reuse = "all",
+        reuse: ReuseMode = "all",
     ) -> Wanted:
         """Return the pieces of a prompt; ``engine_base`` is what a context without system message
         begins with. Raises ChunkNotFound for a chunk that is named and not there, ContextTooLong.
@@ -106,8 +107,8 @@ class Assembler:
         return wanted
 
     def _base(
-        self, segments: Sequence[Segment], begin: list[int], namespace: str
-    ) -> tuple[Piece | None, Sequence[Segment]]:
+        self, segments: Sequence[PromptSegment], begin: list[int], namespace: str
+    ) -> tuple[PromptPiece | None, Sequence[PromptSegment]]:
         """Split off the system message; None where it is what the engine begins with anyway."""
         first = segments[0] if segments else None
         if first is None or first.kind != "system" or first.chunk is not None:
@@ -115,10 +116,10 @@ class Assembler:
         tokens = self.tokens(first, namespace)
         if not len(tokens) or tokens.tolist() == begin:
             return None, segments[1:]
-        return Piece("system", tokens, first.label), segments[1:]
+        return PromptPiece("system", tokens, first.label), segments[1:]
 
     def _below(
-        self, base: Piece | None, engine_base: ChunkId | None, namespace: str
+        self, base: PromptPiece | None, engine_base: ChunkId | None, namespace: str
     ) -> tuple[bytes, ChunkId | None]:
         """Return digest and id (None: not there yet) of what chunks here are computed after."""
         table = self.engine.table
@@ -130,7 +131,7 @@ class Assembler:
         known = table.find_digest(digest)
         return digest, None if known is None else known.id
 
-    def tokens(self, segment: Segment, namespace: str) -> Tokens:
+    def tokens(self, segment: PromptSegment, namespace: str) -> Tokens:
         """Return the token ids of a segment's text.
 
         A conversation comes again and again, so they are remembered: for each namespace by itself,
@@ -169,14 +170,14 @@ class _Finder:
         namespace: str,
         below: bytes,
         base: ChunkId | None,
-        reuse: Reuse,
+        reuse: ReuseMode,
     ) -> None:
         self.assembler, self.namespace, self.reuse = assembler, namespace, reuse
         self.below, self.base = below, base
         self.table, self.library = assembler.engine.table, assembler.library
         self.reason: dict[str, object] = {}
 
-    def pieces(self, segment: Segment) -> list[Piece]:
+    def pieces(self, segment: PromptSegment) -> list[PromptPiece]:
         """Return the pieces of a segment, in order."""
         found = list(self._find(segment))
         n_new = sum(p.n for p in found if p.id is None)
@@ -184,21 +185,21 @@ class _Finder:
         self.reason = _reason(segment.label, sum(p.n for p in found) - n_new, n_new, why)
         return found
 
-    def _find(self, segment: Segment) -> Iterator[Piece]:
+    def _find(self, segment: PromptSegment) -> Iterator[PromptPiece]:
         if segment.chunk is not None:
             yield self._named(segment, segment.chunk)
             return
         tokens = self.assembler.tokens(segment, self.namespace)
         if self.reuse != "all":
             if len(tokens):
-                yield Piece(segment.kind, tokens, segment.label)
+                yield PromptPiece(segment.kind, tokens, segment.label)
             return
         if not segment.is_new:
             known = self.library.find_answer(self.namespace, self.base, segment.text)
             if not known and (stored := self._stored(tokens)) is not None:
                 known = (stored,)
             for id in known:
-                yield Piece(segment.kind, self.table.tokens(id), segment.label, id)
+                yield PromptPiece(segment.kind, self.table.tokens(id), segment.label, id)
             if known:
                 return
         at = 0
@@ -207,15 +208,15 @@ class _Finder:
                 continue
             yield from self._gap(segment, tokens[at : match.start])
             run = tokens[match.start : match.stop]
-            yield Piece(segment.kind, run, segment.label, match.id, match.offset)
+            yield PromptPiece(segment.kind, run, segment.label, match.id, match.offset)
             at = match.stop
         yield from self._gap(segment, tokens[at:])
 
-    def _named(self, segment: Segment, ref: str) -> Piece:
+    def _named(self, segment: PromptSegment, ref: str) -> PromptPiece:
         """Return the chunk a content part names; as text where nothing may be reused."""
         record = self.table.resolve(ref, self.namespace)
         tokens = self.table.tokens(record.id)
-        return Piece(segment.kind, tokens, ref, record.id if self.reuse == "all" else None)
+        return PromptPiece(segment.kind, tokens, ref, record.id if self.reuse == "all" else None)
 
     def _counts(self, match: Match, is_new: bool) -> bool:
         """Tell whether a run is taken. Short chunks in new input are prefilled: that is exact."""
@@ -224,12 +225,12 @@ class _Finder:
         shortest = self.library.width if is_new else 1
         return n >= self.assembler.min_match or (whole and n >= shortest)
 
-    def _gap(self, segment: Segment, tokens: Tokens) -> Iterator[Piece]:
+    def _gap(self, segment: PromptSegment, tokens: Tokens) -> Iterator[PromptPiece]:
         """Yield what stands between runs; long text is cut, so that its pieces can be pruned."""
         for start, stop in self.assembler.cutter(tokens.tolist()):
             piece = tokens[start:stop]
             known = None if segment.is_new else self._stored(piece)
-            yield Piece(segment.kind, piece, segment.label, known)
+            yield PromptPiece(segment.kind, piece, segment.label, known)
 
     def _stored(self, tokens: Tokens) -> ChunkId | None:
         """Return the chunk of exactly these tokens after this base."""
@@ -240,7 +241,7 @@ class _Finder:
         record = self.table.find_digest(digest)
         return None if record is None else record.id
 
-    def _why(self, found: list[Piece]) -> str:
+    def _why(self, found: list[PromptPiece]) -> str:
         """Say why some of a segment is new."""
         if self.reuse != "all":
             return MEASURED
@@ -249,7 +250,7 @@ class _Finder:
                 return SEAM_WHY
         return NEW
 
-    def _is_seam(self, found: list[Piece], i: int) -> bool:
+    def _is_seam(self, found: list[PromptPiece], i: int) -> bool:
         """Tell whether a gap's text, with what stands around it, is in a chunk found beside it."""
         before = found[i - 1] if i else None
         after = found[i + 1] if i + 1 < len(found) else None

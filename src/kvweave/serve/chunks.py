@@ -9,17 +9,17 @@ from fastapi import APIRouter, Query
 from pydantic import BaseModel, FiniteFloat, StringConstraints
 
 from kvweave.chunk.files import Entry, Files
-from kvweave.chunk.identity import ChunkId, Kind, Tier
+from kvweave.chunk.identity import ChunkId, Kind, TierName
 from kvweave.engine import Engine
 from kvweave.errors import InvalidArgument
 from kvweave.serve.access import Tenant
 from kvweave.serve.common import (
     ERRORS,
     STRICT,
+    ChunkRef,
     Content,
     PathPattern,
     PathRef,
-    Ref,
     Serving,
     The,
     check_pattern,
@@ -29,7 +29,7 @@ from kvweave.serve.text import tokens_of
 router = APIRouter(prefix="/v1/chunks", tags=["chunks"], responses=ERRORS)
 
 Pattern = Annotated[str, Query(max_length=256, description="a name, glob or `docs/`")]
-Limit = Annotated[int | None, Query(ge=0, le=2**31)]
+_Limit = Annotated[int | None, Query(ge=0, le=2**31)]
 Sort = Literal[
     "name", "id", "n_tokens", "n_bytes", "kind", "tier", "pinned", "created", "last_used", "n_uses"
 ]  # fmt: skip
@@ -43,7 +43,7 @@ class ChunkEntry(BaseModel):
     n_tokens: int
     n_bytes: int
     kind: Kind
-    tier: Tier
+    tier: TierName
     pinned: bool
     refs: int
     created: float
@@ -68,7 +68,7 @@ class ChunkList(BaseModel):
     data: list[ChunkEntry]
 
 
-class Group(BaseModel):
+class GroupEntry(BaseModel):
     """What the chunks of one group take."""
 
     key: str
@@ -81,10 +81,10 @@ class GroupList(BaseModel):
     """Groups, the largest first."""
 
     object: Literal["list"] = "list"
-    data: list[Group]
+    data: list[GroupEntry]
 
 
-class Put(Content):
+class PutChunk(Content):
     """A chunk to store. ``durable``: its KV too is on disk before the answer."""
 
     kind: Kind = "document"
@@ -100,17 +100,17 @@ class DryRun(BaseModel):
     dry_run: bool = False
 
 
-class Place(DryRun):
+class PlaceChunks(DryRun):
     """Where the KV shall rest."""
 
-    tier: Tier
+    tier: TierName
     codec: str | None = None
 
 
 class Rename(DryRun):
     """The new name, or ``docs/`` for several."""
 
-    to: Ref
+    to: ChunkRef
     replace: bool = False
 
 
@@ -122,7 +122,7 @@ def listing(entries: Sequence[Entry]) -> dict[str, Any]:
 @router.get("", response_model=ChunkList)
 async def ls(
     tenant: Tenant, the: The, pattern: Pattern = "", sort: Sort = "name",
-    reverse: bool = False, limit: Limit = None,
+    reverse: bool = False, limit: _Limit = None,
 ) -> dict[str, Any]:  # fmt: skip
     """List names."""
     check_pattern(pattern)
@@ -134,14 +134,14 @@ async def ls(
     return await the.call(tenant, work)
 
 
-class Wanted(BaseModel):
+class FindQuery(BaseModel):
     """What to find."""
 
     model_config = STRICT
 
     pattern: Annotated[str, StringConstraints(max_length=256)] = "**"
     kind: Kind | None = None
-    tier: Tier | None = None
+    tier: TierName | None = None
     pinned: bool | None = None
     min_tokens: int | None = None
     unused_since: FiniteFloat | None = None
@@ -151,7 +151,7 @@ class Wanted(BaseModel):
 
 
 @router.get(":find", response_model=ChunkList, name="find")
-async def find(tenant: Tenant, the: The, wanted: Annotated[Wanted, Query()]) -> dict[str, Any]:
+async def find(tenant: Tenant, the: The, wanted: Annotated[FindQuery, Query()]) -> dict[str, Any]:
     """List names by what stands behind them."""
     check_pattern(wanted.pattern)
     given = wanted.model_dump()
@@ -197,7 +197,9 @@ async def unpin(
 
 
 @router.post("/{pattern:path}:place", response_model=ChunkList)
-async def place(tenant: Tenant, the: The, pattern: PathPattern, body: Place) -> dict[str, Any]:
+async def place(
+    tenant: Tenant, the: The, pattern: PathPattern, body: PlaceChunks
+) -> dict[str, Any]:
     """Move KV to a tier; ``none`` keeps only the tokens."""
     check_pattern(pattern)
 
@@ -232,13 +234,15 @@ def _rename(
 
 
 @router.put("/{name:path}", response_model=ChunkEntry, status_code=201)
-async def put(tenant: Tenant, the: The, name: PathRef, body: Put) -> dict[str, object]:
+async def put(tenant: Tenant, the: The, name: PathRef, body: PutChunk) -> dict[str, object]:
     """Store a chunk with its KV under a name."""
     name = the.new_name(name)
     return await the.call(tenant, lambda engine: store(engine, the, tenant, name, body))
 
 
-def store(engine: Engine, the: Serving, tenant: str, name: str, body: Put) -> dict[str, object]:
+def store(
+    engine: Engine, the: Serving, tenant: str, name: str, body: PutChunk
+) -> dict[str, object]:
     """Put a chunk, durably if asked to; on an error nothing is stored."""
     if body.durable and not engine.shelf.mover.levels:
         raise InvalidArgument(

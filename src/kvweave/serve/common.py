@@ -24,7 +24,7 @@ T = TypeVar("T")
 MAX_REF = 256  # characters of a name, ``#id`` or part, with a slice behind it
 MAX_STARS, MAX_BRACES = 3, 2  # of a pattern: what they cost multiplies
 
-Ref = Annotated[str, StringConstraints(min_length=1, max_length=MAX_REF)]
+ChunkRef = Annotated[str, StringConstraints(min_length=1, max_length=MAX_REF)]
 PathRef = Annotated[str, Path(min_length=1, max_length=MAX_REF, description="a name or `#17`")]
 PathPattern = Annotated[
     str,

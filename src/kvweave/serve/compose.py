@@ -10,10 +10,10 @@ from typing import Any
 from kvweave.chunk.identity import ChunkId
 from kvweave.engine import Engine
 from kvweave.errors import KVWeaveError
-from kvweave.serve.assemble import Piece, Wanted
+from kvweave.serve.assemble import PromptPiece, Wanted
 from kvweave.serve.autonames import AutoNames, new_context_name
-from kvweave.serve.options import Reuse
-from kvweave.serve.session import Common, How, Session
+from kvweave.serve.options import ReuseMode
+from kvweave.serve.session import Common, PooledContext, WeaveOptions
 from kvweave.weave.context import Context
 
 log = logging.getLogger("kvweave.serve")
@@ -28,14 +28,14 @@ class Composer:
         self.engine_base = probe.parts[0].id if probe.parts else None
         engine.close_context(probe.name)
 
-    def fresh(self, wanted: Wanted, how: How, reuse: Reuse) -> Session:
+    def fresh(self, wanted: Wanted, how: WeaveOptions, reuse: ReuseMode) -> PooledContext:
         """Return a session that holds the base only. Raises OverBudget, InvalidArgument."""
         # in a namespace of its own nothing can be found, not even by a request at the same time
         namespace = wanted.namespace if reuse != "off" else f"off-{secrets.token_hex(8)}"
         options: dict[str, Any] = how.options() | {"namespace": namespace, "denoise": False}
         context = self.engine.context(new_context_name(), **options)
         names = self.names.counter(context.name, context.namespace)
-        session = Session(context, how, reuse, names, len(context.parts), self.engine_base)
+        session = PooledContext(context, how, reuse, names, len(context.parts), self.engine_base)
         try:
             if reuse != "all":
                 self._drop_base(context)
@@ -51,7 +51,7 @@ class Composer:
         if context.parts:
             context.drop(0)
 
-    def _set_base(self, session: Session, base: Piece) -> None:
+    def _set_base(self, session: PooledContext, base: PromptPiece) -> None:
         engine, context = self.engine, session.context
         tokens = base.tokens.tolist()
         id = engine.maker.add(tokens, kind="system", namespace=context.namespace, name=base.label)
@@ -62,7 +62,7 @@ class Composer:
             session.n_computed = base.n
         session.n_base, session.base = 1, id
 
-    def edit(self, session: Session, common: Common, wanted: Wanted) -> None:
+    def edit(self, session: PooledContext, common: Common, wanted: Wanted) -> None:
         """Bring the context from what is common to what is wanted, in one edit."""
         context = session.context
         with context.edit():
@@ -78,7 +78,7 @@ class Composer:
                 if left.n:
                     self._append(session, left)
 
-    def complete(self, session: Session, wanted: Wanted) -> None:
+    def complete(self, session: PooledContext, wanted: Wanted) -> None:
         """Compute canonical KV that known chunks still lack, as there was no idle time for it.
 
         Prefilled, they would have to be again in the next request, and a busy server would compute
@@ -107,7 +107,7 @@ class Composer:
         else:
             session.n_completed = n_here
 
-    def _append(self, session: Session, piece: Piece) -> None:
+    def _append(self, session: PooledContext, piece: PromptPiece) -> None:
         context = session.context
         if piece.id is not None:
             whole = self.table.get(piece.id).n_tokens
@@ -138,6 +138,6 @@ class Composer:
         """Return the same prompt with its base as an ordinary piece, to be prefilled."""
         base = wanted.base
         if base is None and self.engine_base is not None:
-            base = Piece("system", self.table.tokens(self.engine_base), "base")
+            base = PromptPiece("system", self.table.tokens(self.engine_base), "base")
         pieces = [*([] if base is None else [base]), *wanted.pieces]
         return replace(wanted, base=None, pieces=pieces)

@@ -9,11 +9,11 @@ from typing import Annotated, Any, Literal, TypeVar
 from fastapi import APIRouter
 from pydantic import BaseModel, Field, StrictInt
 
-from kvweave.chunk.identity import Kind, Tier
+from kvweave.chunk.identity import Kind, TierName
 from kvweave.engine import Engine
 from kvweave.errors import InvalidArgument
 from kvweave.serve.access import Tenant
-from kvweave.serve.common import ERRORS, STRICT, Content, PathRef, Ref, Serving, The
+from kvweave.serve.common import ERRORS, STRICT, ChunkRef, Content, PathRef, Serving, The
 from kvweave.serve.text import sizes_of, tokens_of
 from kvweave.weave.context import Context
 from kvweave.weave.parts import Mode, Part, Positions
@@ -23,8 +23,8 @@ router = APIRouter(prefix="/v1", tags=["contexts"], responses=ERRORS)
 T = TypeVar("T")
 Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 Nats = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-PartRef = StrictInt | Ref
-Json = dict[str, Any]
+PartRef = StrictInt | ChunkRef
+_Json = dict[str, Any]
 
 
 class Weave(BaseModel):
@@ -32,7 +32,7 @@ class Weave(BaseModel):
 
     model_config = STRICT
 
-    repair: Ref | None = None
+    repair: ChunkRef | None = None
     share: Share | None = None
     max_drift: Nats | None = None
 
@@ -40,7 +40,7 @@ class Weave(BaseModel):
 class New(Weave):
     """A context to open."""
 
-    name: Ref
+    name: ChunkRef
     system: str | None = None
     prune: Mode | None = None
     positions: Positions | None = None
@@ -50,16 +50,16 @@ class Compose(Weave):
     """A context from text with ``{holes}``: a list fills one with stored chunks, a string with text."""
 
     template: str
-    values: dict[str, str | list[Ref]] = Field(default_factory=dict)
-    name: Ref | None = None
+    values: dict[str, str | list[ChunkRef]] = Field(default_factory=dict)
+    name: ChunkRef | None = None
 
 
 class Append(Content):
     """Text, tokens, or a stored chunk or ``[start, stop)`` of it; before part ``at``, or at the end."""
 
-    chunk: Ref | None = None
+    chunk: ChunkRef | None = None
     kind: Kind = "document"
-    name: Ref | None = None
+    name: ChunkRef | None = None
     at: Annotated[int, Field(ge=0)] | None = None
     start: int | None = None
     stop: int | None = None
@@ -70,7 +70,7 @@ class Append(Content):
         return n_given == 1 and not (is_slice and self.chunk is None)
 
 
-class Message(BaseModel):
+class NewMessage(BaseModel):
     """A chat message."""
 
     model_config = STRICT
@@ -108,7 +108,7 @@ class Fork(BaseModel):
 
     model_config = STRICT
 
-    to: Ref
+    to: ChunkRef
 
 
 class Summary(BaseModel):
@@ -143,7 +143,7 @@ class PartEntry(BaseModel):
     position: int
     kind: Kind
     pinned: bool
-    tier: Tier | Literal["-"]
+    tier: TierName | Literal["-"]
     how: str
     exact: bool
     n_repaired: int
@@ -152,15 +152,15 @@ class PartEntry(BaseModel):
     saw: list[int]
 
 
-class View(Summary):
+class ContextView(Summary):
     """One context in full. ``plan``: what the last weave did."""
 
     base: int | None
     parts: list[PartEntry]
-    plan: Json
+    plan: _Json
 
 
-def summary_of(the: Serving, context: Context) -> Json:
+def summary_of(the: Serving, context: Context) -> _Json:
     """Return one context in short."""
     return {
         "name": context.name,
@@ -171,13 +171,13 @@ def summary_of(the: Serving, context: Context) -> Json:
     }
 
 
-def view_of(engine: Engine, the: Serving, context: Context) -> Json:
+def view_of(engine: Engine, the: Serving, context: Context) -> _Json:
     """Return one context in full."""
     told = {"base": context.snapshot().base, "parts": parts_of(engine, context)}
     return summary_of(the, context) | told | {"plan": context.plan.to_dict()}
 
 
-def parts_of(engine: Engine, context: Context) -> list[Json]:
+def parts_of(engine: Engine, context: Context) -> list[_Json]:
     """Return the parts with what a weave would do now."""
     spans = context.preview().spans
     told = []
@@ -193,13 +193,13 @@ def parts_of(engine: Engine, context: Context) -> list[Json]:
     return told
 
 
-def _part(part: Part) -> Json:
+def _part(part: Part) -> _Json:
     return {
         "uid": part.uid, "name": part.name, "id": part.id, "start": part.start, "n_tokens": part.n
     }  # fmt: skip
 
 
-def _one(engine: Engine, context: Context, part: Part) -> Json:
+def _one(engine: Engine, context: Context, part: Part) -> _Json:
     return parts_of(engine, context)[context.index(part)]
 
 
@@ -208,7 +208,7 @@ async def on(the: Serving, tenant: str, name: str, work: Callable[[Engine, Conte
     return await the.call(tenant, lambda engine: work(engine, engine.get_context(name, tenant)))
 
 
-def given(body: Weave) -> Json:
+def given(body: Weave) -> _Json:
     """Return the options of a weave that were given."""
     told = {"repair": body.repair, "share": body.share, "max_drift": body.max_drift}
     return {key: value for key, value in told.items() if value is not None}
@@ -218,24 +218,24 @@ def given(body: Weave) -> Json:
 
 
 @router.get("/contexts", response_model=SummaryList)
-async def contexts(tenant: Tenant, the: The) -> Json:
+async def contexts(tenant: Tenant, the: The) -> _Json:
     """List the open contexts."""
 
-    def work(engine: Engine) -> Json:
+    def work(engine: Engine) -> _Json:
         mine = sorted(engine.contexts_of(tenant).items())
         return {"object": "list", "data": [summary_of(the, context) for _, context in mine]}
 
     return await the.call(tenant, work)
 
 
-@router.post("/contexts", response_model=View, status_code=201)
-async def create(tenant: Tenant, the: The, body: New) -> Json:
+@router.post("/contexts", response_model=ContextView, status_code=201)
+async def create(tenant: Tenant, the: The, body: New) -> _Json:
     """Open a context."""
     name = the.new_name(body.name)
     options = given(body) | {"denoise": False, "namespace": tenant}
     options |= {k: v for k, v in (("prune", body.prune), ("positions", body.positions)) if v}
 
-    def work(engine: Engine) -> Json:
+    def work(engine: Engine) -> _Json:
         if body.system is not None:
             the.quota.check(engine, tenant, [len(tokens_of(engine, body.system))])
         context = engine.context(name, system=body.system, **options)
@@ -244,12 +244,12 @@ async def create(tenant: Tenant, the: The, body: New) -> Json:
     return await the.call(tenant, work)
 
 
-@router.post("/compose", response_model=View, status_code=201)
-async def compose(tenant: Tenant, the: The, body: Compose) -> Json:
+@router.post("/compose", response_model=ContextView, status_code=201)
+async def compose(tenant: Tenant, the: The, body: Compose) -> _Json:
     """Make a context from text with holes; a hole that names a chunk needs no value."""
     name = None if body.name is None else the.new_name(body.name)
 
-    def work(engine: Engine) -> Json:
+    def work(engine: Engine) -> _Json:
         sizes = sizes_of(engine, (body.template, *body.values.values()))
         the.quota.check(engine, tenant, sizes)
         context = engine.compose(
@@ -265,10 +265,10 @@ async def compose(tenant: Tenant, the: The, body: Compose) -> Json:
 
 
 @router.post("/contexts/{name:path}:append", response_model=PartEntry)
-async def append(tenant: Tenant, the: The, name: PathRef, body: Append) -> Json:
+async def append(tenant: Tenant, the: The, name: PathRef, body: Append) -> _Json:
     """Add text, tokens, a stored chunk or a slice of one."""
 
-    def work(engine: Engine, context: Context) -> Json:
+    def work(engine: Engine, context: Context) -> _Json:
         at = len(context.parts) if body.at is None else body.at
         if body.chunk is None:
             tokens = tokens_of(engine, body.content)
@@ -289,10 +289,10 @@ async def append(tenant: Tenant, the: The, name: PathRef, body: Append) -> Json:
 
 
 @router.post("/contexts/{name:path}:message", response_model=PartEntry)
-async def message(tenant: Tenant, the: The, name: PathRef, body: Message) -> Json:
+async def message(tenant: Tenant, the: The, name: PathRef, body: NewMessage) -> _Json:
     """Add one chat message, wrapped by the model's chat template."""
 
-    def work(engine: Engine, context: Context) -> Json:
+    def work(engine: Engine, context: Context) -> _Json:
         the.quota.check(engine, tenant, [len(tokens_of(engine, body.content))])
         part = context.message(body.role, body.content)
         the.on_stored(tenant, part.id)
@@ -301,11 +301,11 @@ async def message(tenant: Tenant, the: The, name: PathRef, body: Message) -> Jso
     return await on(the, tenant, name, work)
 
 
-@router.post("/contexts/{name:path}:drop", response_model=View)
-async def drop(tenant: Tenant, the: The, name: PathRef, body: Drop) -> Json:
+@router.post("/contexts/{name:path}:drop", response_model=ContextView)
+async def drop(tenant: Tenant, the: The, name: PathRef, body: Drop) -> _Json:
     """Remove parts: forget them, or evict only their memory."""
 
-    def work(engine: Engine, context: Context) -> Json:
+    def work(engine: Engine, context: Context) -> _Json:
         context.drop(*body.parts, mode=body.mode)
         return view_of(engine, the, context)
 
@@ -313,10 +313,10 @@ async def drop(tenant: Tenant, the: The, name: PathRef, body: Drop) -> Json:
 
 
 @router.post("/contexts/{name:path}:replace", response_model=PartEntry)
-async def replace_part(tenant: Tenant, the: The, name: PathRef, body: Replace) -> Json:
+async def replace_part(tenant: Tenant, the: The, name: PathRef, body: Replace) -> _Json:
     """Put new text in the place of a part; what stands behind is woven anew."""
 
-    def work(engine: Engine, context: Context) -> Json:
+    def work(engine: Engine, context: Context) -> _Json:
         tokens = tokens_of(engine, body.content)
         the.quota.check(engine, tenant, [len(tokens)])
         return _one(engine, context, context.replace(body.part, tokens, kind=body.kind))
@@ -324,23 +324,23 @@ async def replace_part(tenant: Tenant, the: The, name: PathRef, body: Replace) -
     return await on(the, tenant, name, work)
 
 
-@router.post("/contexts/{name:path}:reorder", response_model=View)
-async def reorder(tenant: Tenant, the: The, name: PathRef, body: Reorder) -> Json:
+@router.post("/contexts/{name:path}:reorder", response_model=ContextView)
+async def reorder(tenant: Tenant, the: The, name: PathRef, body: Reorder) -> _Json:
     """Put the parts in another order."""
 
-    def work(engine: Engine, context: Context) -> Json:
+    def work(engine: Engine, context: Context) -> _Json:
         context.reorder(body.order)
         return view_of(engine, the, context)
 
     return await on(the, tenant, name, work)
 
 
-@router.post("/contexts/{name:path}:fork", response_model=View, status_code=201)
-async def fork(tenant: Tenant, the: The, name: PathRef, body: Fork) -> Json:
+@router.post("/contexts/{name:path}:fork", response_model=ContextView, status_code=201)
+async def fork(tenant: Tenant, the: The, name: PathRef, body: Fork) -> _Json:
     """Copy a context under another name."""
     to = the.new_name(body.to)
 
-    def work(engine: Engine, context: Context) -> Json:
+    def work(engine: Engine, context: Context) -> _Json:
         require_idle(the, context)
         return view_of(engine, the, engine.fork(context, to))
 
@@ -348,40 +348,40 @@ async def fork(tenant: Tenant, the: The, name: PathRef, body: Fork) -> Json:
 
 
 @router.post("/contexts/{name:path}:weave")
-async def weave(tenant: Tenant, the: The, name: PathRef, body: Weave | None = None) -> Json:
+async def weave(tenant: Tenant, the: The, name: PathRef, body: Weave | None = None) -> _Json:
     """Bring all rows up to date and return the plan."""
     options = given(body or Weave())
     return await on(the, tenant, name, lambda _, context: context.weave(**options).to_dict())
 
 
 @router.post("/contexts/{name:path}:preview")
-async def preview(tenant: Tenant, the: The, name: PathRef) -> Json:
+async def preview(tenant: Tenant, the: The, name: PathRef) -> _Json:
     """Say what a weave would do now."""
     return await on(the, tenant, name, lambda _, context: context.preview().to_dict())
 
 
 @router.post("/contexts/{name:path}:check")
-async def check(tenant: Tenant, the: The, name: PathRef) -> Json:
+async def check(tenant: Tenant, the: The, name: PathRef) -> _Json:
     """Measure the distance to a full prefill; it costs that prefill."""
 
-    def work(engine: Engine, context: Context) -> Json:
+    def work(engine: Engine, context: Context) -> _Json:
         require_idle(the, context)
         return context.check().to_dict()
 
     return await on(the, tenant, name, work)
 
 
-@router.get("/contexts/{name:path}", response_model=View)
-async def view(tenant: Tenant, the: The, name: PathRef) -> Json:
+@router.get("/contexts/{name:path}", response_model=ContextView)
+async def view(tenant: Tenant, the: The, name: PathRef) -> _Json:
     """Tell all about one context."""
     return await on(the, tenant, name, lambda engine, context: view_of(engine, the, context))
 
 
 @router.delete("/contexts/{name:path}", response_model=Summary)
-async def close(tenant: Tenant, the: The, name: PathRef) -> Json:
+async def close(tenant: Tenant, the: The, name: PathRef) -> _Json:
     """Free a context's rows and let go of its chunks; names stay."""
 
-    def work(engine: Engine, context: Context) -> Json:
+    def work(engine: Engine, context: Context) -> _Json:
         require_idle(the, context)
         told = summary_of(the, context)
         engine.close_context(context.name, tenant)

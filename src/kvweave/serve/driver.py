@@ -29,13 +29,13 @@ from kvweave.errors import ChunkNotFound, KVWeaveError, Overloaded
 from kvweave.serve.ahead import AHEAD, Ahead
 from kvweave.serve.fair import FairQueue
 from kvweave.serve.work import (
+    AnswerJob,
     Begin,
-    Call,
     Delta,
     Done,
+    DriverCall,
     Event,
     Finished,
-    Job,
     Sink,
     Wants,
     nothing,
@@ -71,9 +71,9 @@ class Driver:
         self.max_active = max_active or engine.config.max_batch
         self.on_answer: Callable[[str, Answer, float], None] = lambda tenant, answer, waited: None
         self._wake = threading.Condition()  # guards everything below that both sides touch
-        self._calls: FairQueue[Call] = FairQueue()
-        self._waiting: FairQueue[Job] = FairQueue()
-        self._active: list[Job] = []
+        self._calls: FairQueue[DriverCall] = FairQueue()
+        self._waiting: FairQueue[AnswerJob] = FairQueue()
+        self._active: list[AnswerJob] = []
         self._later: deque[ChunkId] = deque()
         self._ahead = Ahead()
         self._deadline: float | None = None  # time.monotonic(); set: no new work
@@ -117,7 +117,7 @@ class Driver:
         Raises Overloaded at once when too many of the tenant's calls wait. A cancelled call that
         has not begun never does.
         """
-        call = Call(work, asyncio.get_running_loop().create_future())
+        call = DriverCall(work, asyncio.get_running_loop().create_future())
         with self._wake:
             self._admit(self._calls.count(tenant))
             self._calls.put(tenant, call)
@@ -140,7 +140,7 @@ class Driver:
         Closing the generator cancels. Raises Overloaded at once when too many of the tenant's
         answers wait, and what ``begin`` or the model raises.
         """
-        job = Job(tenant, begin, done, Sink(), wants)
+        job = AnswerJob(tenant, begin, done, Sink(), wants)
         with self._wake:
             self._admit(self._waiting.count(tenant))
             self._waiting.put(tenant, job)
@@ -263,7 +263,7 @@ class Driver:
             waiting = self._waiting.first(AHEAD)
         self._ahead.look(self.engine, waiting)
 
-    def _begin(self, job: Job) -> None:
+    def _begin(self, job: AnswerJob) -> None:
         job.waited = time.monotonic() - job.asked
         try:
             job.turns = list(job.begin(self.engine))
@@ -286,7 +286,7 @@ class Driver:
         if not ran and self._active:
             self._fail(self._active, RuntimeError("an answer has nothing to run"))
 
-    def _hand_out(self, job: Job) -> None:
+    def _hand_out(self, job: AnswerJob) -> None:
         for index, turn in enumerate(job.turns):
             if index in job.answers:
                 continue
@@ -308,7 +308,7 @@ class Driver:
         if len(job.answers) == len(job.turns):
             self._end(job)
 
-    def _finished(self, job: Job, index: int, answer: Answer) -> None:
+    def _finished(self, job: AnswerJob, index: int, answer: Answer) -> None:
         job.answers[index] = answer
         total = answer.usage.get("total")
         if isinstance(total, float):
@@ -319,7 +319,7 @@ class Driver:
         except Exception:
             log.exception("an answer could not be counted")
 
-    def _fail(self, jobs: Iterable[Job], error: Exception) -> None:
+    def _fail(self, jobs: Iterable[AnswerJob], error: Exception) -> None:
         for job in list(jobs):
             job.sink.put(error)
             for index, turn in enumerate(job.turns):
@@ -327,7 +327,7 @@ class Driver:
                     self._abandon(turn)
             self._leave(job)
 
-    def _end(self, job: Job, cancelled: bool = False) -> None:
+    def _end(self, job: AnswerJob, cancelled: bool = False) -> None:
         """Let a job go whose turns are done, or cancel them."""
         for index, turn in enumerate(job.turns):
             if index in job.answers:
@@ -347,14 +347,14 @@ class Driver:
         except Exception:
             log.exception("a context could not be put back")
 
-    def _leave(self, job: Job) -> None:
+    def _leave(self, job: AnswerJob) -> None:
         self._remove(job)
         try:
             job.done(self.engine, [job.answers[i] for i in sorted(job.answers)])
         except Exception:
             log.exception("what follows an answer failed")
 
-    def _remove(self, job: Job) -> None:
+    def _remove(self, job: AnswerJob) -> None:
         with self._wake:
             if job in self._active:
                 self._active.remove(job)

@@ -9,16 +9,12 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 
-import numpy as np
-from numpy.typing import NDArray
-
 from kvweave.chunk.identity import ChunkId
 from kvweave.chunk.match import Match, Matcher
+from kvweave.chunk.rolling import Tokens
 from kvweave.chunk.table import Table
 
 MAX_ANSWERS = 10_000  # texts of answers that are remembered, the latest
-
-Tokens = NDArray[np.uint32]
 
 
 class Library:

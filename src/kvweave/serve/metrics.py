@@ -26,7 +26,7 @@ KINDS = ("exact", "reused", "repaired", "prefilled")
 
 
 @dataclass(frozen=True, slots=True)
-class Snapshot:
+class EngineSnapshot:
     """What an engine holds; taken in its thread."""
 
     bytes: dict[str, int]  # by tier
@@ -35,7 +35,7 @@ class Snapshot:
     n_contexts: int
 
     @classmethod
-    def of(cls, engine: Engine) -> Snapshot:
+    def of(cls, engine: Engine) -> EngineSnapshot:
         """Measure an engine, all namespaces together."""
         shelf = engine.shelf
         held: Counts[str] = Counts()
@@ -91,7 +91,7 @@ class Metrics:
             if isinstance(value, float):
                 histogram.observe(value)
 
-    def text(self, stats: dict[str, float], held: Snapshot | None) -> bytes:
+    def text(self, stats: dict[str, float], held: EngineSnapshot | None) -> bytes:
         """Return the exposition; without ``held`` the last known bytes and counts stay."""
         self.waiting.set(stats["waiting"])
         self.active.set(stats["active"])

@@ -21,8 +21,8 @@ from kvweave.serve.access import Tenant
 from kvweave.serve.answers import Asked, MakePrompt, Service
 from kvweave.serve.common import STREAMED
 from kvweave.serve.problems import make, problem_of
-from kvweave.serve.render import Prompt, Segment
-from kvweave.serve.schemas import ChatRequest, CompletionRequest, Request
+from kvweave.serve.render import Prompt, PromptSegment
+from kvweave.serve.schemas import ChatRequest, CompletionRequest, GenerationRequest
 from kvweave.serve.text import tokens_of
 from kvweave.serve.work import Delta, Event, Finished
 
@@ -48,10 +48,10 @@ class Written:
         return text[n:]
 
 
-class Reply:
+class ResponseBuilder:
     """Builds the bodies of one request's response."""
 
-    def __init__(self, service: Service, asked: Asked, body: Request) -> None:
+    def __init__(self, service: Service, asked: Asked, body: GenerationRequest) -> None:
         self.service, self.asked, self.body = service, asked, body
         self.is_chat = isinstance(body, ChatRequest)
         prefix = "chatcmpl" if self.is_chat else "cmpl"
@@ -220,7 +220,7 @@ def make_router(service: Service) -> APIRouter:
         how, n = body.how, body.n_choices
         prompts = [lambda service: service.renderer.render(messages, tools)]
         asked = Asked(service, tenant, prompts, sampling, body.limit, how, n)
-        return await _respond(Reply(service, asked, body))
+        return await _respond(ResponseBuilder(service, asked, body))
 
     @router.post("/v1/completions", response_model=None, responses=STREAMED)
     async def completions(body: CompletionRequest, tenant: Tenant) -> Response:
@@ -232,7 +232,7 @@ def make_router(service: Service) -> APIRouter:
         prompts = [_completion_prompt(prompt) for prompt in body.prompts()]
         how, n = body.how, body.n_choices
         asked = Asked(service, tenant, prompts, sampling, limit, how, n, chat=False)
-        return await _respond(Reply(service, asked, body))
+        return await _respond(ResponseBuilder(service, asked, body))
 
     return router
 
@@ -253,13 +253,13 @@ def _completion_prompt(given: str | list[int]) -> MakePrompt:
         text = given if isinstance(given, str) else service.assembler.text(tokens)
         if begin and tokens[: len(begin)] == begin:
             tokens = tokens[len(begin) :]
-        segment = Segment("document", text, "prompt", True, tokens=tuple(tokens))
+        segment = PromptSegment("document", text, "prompt", True, tokens=tuple(tokens))
         return Prompt((segment,) if tokens else (), "", "")
 
     return prompt
 
 
-async def _respond(reply: Reply) -> Response:
+async def _respond(reply: ResponseBuilder) -> Response:
     """Answer whole or as a stream; errors before the first token have their status.
 
     A client that goes away cancels this; closing the events cancels the answer.
@@ -282,7 +282,7 @@ async def _respond(reply: Reply) -> Response:
 
 
 async def _stream(
-    reply: Reply, first: Event, events: AsyncGenerator[Event, None]
+    reply: ResponseBuilder, first: Event, events: AsyncGenerator[Event, None]
 ) -> AsyncIterator[str]:
     """Yield server-sent events; the answer is cancelled when nobody reads them any more."""
     begun: set[int] = set()
@@ -301,7 +301,9 @@ async def _stream(
         await events.aclose()
 
 
-def _pieces(reply: Reply, event: Delta | Finished, begun: set[int]) -> list[dict[str, Any]]:
+def _pieces(
+    reply: ResponseBuilder, event: Delta | Finished, begun: set[int]
+) -> list[dict[str, Any]]:
     index, text, choices = reply.take(event)
     pieces = []
     if index not in begun:

@@ -10,7 +10,7 @@ from typing import Literal, get_args
 from kvweave.chunk.identity import MAX_NAME, check_namespace
 from kvweave.errors import InvalidArgument
 
-Reuse = Literal["all", "prefix", "off"]
+ReuseMode = Literal["all", "prefix", "off"]
 MIN_KEY = 8  # characters; shorter keys can be guessed
 
 
@@ -31,13 +31,13 @@ class Options:
     body_timeout: float = 30.0  # seconds a client has to send its request
     min_match: int = 32  # tokens; a shorter run of known text is not looked for
     max_sessions: int = 32  # idle contexts kept for the next request of a conversation
-    reuse: Reuse = "all"  # what the OpenAI endpoints reuse; the others are for measuring
+    reuse: ReuseMode = "all"  # what the OpenAI endpoints reuse; the others are for measuring
     model_name: str = "kvweave"  # what /v1/models calls it
 
     def __post_init__(self) -> None:
-        if self.reuse not in get_args(Reuse):
+        if self.reuse not in get_args(ReuseMode):
             raise InvalidArgument(
-                "reuse", f"{self.reuse!r} is none of {', '.join(get_args(Reuse))}"
+                "reuse", f"{self.reuse!r} is none of {', '.join(get_args(ReuseMode))}"
             )
         if not 0 <= self.port <= 65535:
             raise InvalidArgument("port", f"{self.port} is not in 0..65535")

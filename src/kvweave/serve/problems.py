@@ -28,6 +28,7 @@ STATUS: Sequence[tuple[type[KVWeaveError], int]] = (
     (errors.ChunkInUse, 409),
     (errors.CannotMove, 409),
     (errors.ModelMismatch, 409),
+    (errors.ChunkLost, 410),
     (errors.ChunkError, 400),
     (errors.WeaveError, 400),
     (errors.OverBudget, 503),

@@ -36,7 +36,7 @@ MAX_PREFIXES = 64  # renderings of growing prefixes for one prompt; each costs i
 
 
 @dataclass(frozen=True, slots=True)
-class Segment:
+class PromptSegment:
     """Text of one message (or a piece of it), or the name or ``#id`` of a stored ``chunk``."""
 
     kind: Kind
@@ -56,7 +56,7 @@ class Prompt:
     the client must not get it, or it would come twice when the answer is sent back.
     """
 
-    segments: tuple[Segment, ...]
+    segments: tuple[PromptSegment, ...]
     header: str
     lead: str
 
@@ -152,7 +152,7 @@ class Renderer:
 
     def _segments(
         self, body: str, messages: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]] | None
-    ) -> list[Segment]:
+    ) -> list[PromptSegment]:
         spend = _Budget(MAX_PREFIXES)
 
         def prefix(n: int) -> int | None:
@@ -170,7 +170,7 @@ class Renderer:
         last = max((i for i, m in enumerate(messages) if m["role"] == "assistant"), default=-1)
         segments = []
         if starts[0]:
-            segments.append(Segment("system", body[: starts[0]], "preamble", False))
+            segments.append(PromptSegment("system", body[: starts[0]], "preamble", False))
         numbers: dict[str, int] = {}
         for i, message in enumerate(messages):
             role = message["role"]
@@ -179,7 +179,7 @@ class Renderer:
             start = starts[i]
             if start is not None and start < stops[i]:
                 kind = KIND_OF.get(role, "user")
-                segments.append(Segment(kind, body[start : stops[i]], label, i > last))
+                segments.append(PromptSegment(kind, body[start : stops[i]], label, i > last))
         return segments
 
     def _starts(
@@ -272,7 +272,7 @@ def _next_known(places: list[int | None]) -> list[int]:
     return found[::-1]
 
 
-def _split(segment: Segment, refs: Mapping[str, str]) -> list[Segment]:
+def _split(segment: PromptSegment, refs: Mapping[str, str]) -> list[PromptSegment]:
     """Cut a segment at the marks of its chunks."""
     if not refs:
         return [segment]

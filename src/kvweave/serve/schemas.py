@@ -8,8 +8,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from kvweave.errors import InvalidArgument
 from kvweave.run.sample import Sampling
-from kvweave.serve.common import Ref
-from kvweave.serve.session import How
+from kvweave.serve.common import ChunkRef
+from kvweave.serve.session import WeaveOptions
 
 # Fields that say nothing about the answer's text.
 HARMLESS = frozenset(
@@ -33,10 +33,10 @@ class ChunkPart(BaseModel):
     """A stored chunk by name or ``#id``, in the place where it stands in the message."""
 
     type: Literal["chunk"]
-    name: Ref
+    name: ChunkRef
 
 
-Part = Annotated[TextPart | ChunkPart, Field(discriminator="type")]
+ContentPart = Annotated[TextPart | ChunkPart, Field(discriminator="type")]
 
 
 class ToolCall(BaseModel):
@@ -51,7 +51,7 @@ class Message(BaseModel):
 
     model_config = ConfigDict(extra="allow")
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: str | list[Part] | None = None
+    content: str | list[ContentPart] | None = None
     tool_calls: list[ToolCall] | None = None
 
 
@@ -70,7 +70,7 @@ class Extension(BaseModel):
     max_drift: float | None = None
 
 
-class Request(BaseModel):
+class GenerationRequest(BaseModel):
     """What both endpoints have in common."""
 
     model_config = ConfigDict(extra="allow")
@@ -116,9 +116,9 @@ class Request(BaseModel):
                 raise InvalidArgument(name, "this server does not know it", "leave it out")
 
     @property
-    def how(self) -> How:
+    def how(self) -> WeaveOptions:
         given = self.kvweave or Extension()
-        return How(given.repair, given.share, given.max_drift)
+        return WeaveOptions(given.repair, given.share, given.max_drift)
 
     @property
     def n_choices(self) -> int:
@@ -129,7 +129,7 @@ class Request(BaseModel):
         return self.stream_options is not None and self.stream_options.include_usage
 
 
-class ChatRequest(Request):
+class ChatRequest(GenerationRequest):
     """Body of ``POST /v1/chat/completions``."""
 
     messages: Annotated[list[Message], Field(min_length=1)]
@@ -144,7 +144,7 @@ class ChatRequest(Request):
 
     def check(self) -> None:
         """Raise InvalidArgument for what this server cannot do."""
-        Request.check(self)
+        GenerationRequest.check(self)
         if (self.response_format or {}).get("type", "text") != "text":
             raise InvalidArgument("response_format", "only text is supported", "leave it out")
         if self.tool_choice not in (None, "none", "auto"):
@@ -168,7 +168,7 @@ class ChatRequest(Request):
         return None if self.tool_choice == "none" else self.tools
 
 
-class CompletionRequest(Request):
+class CompletionRequest(GenerationRequest):
     """Body of ``POST /v1/completions``."""
 
     prompt: str | list[int] | list[str] | list[list[int]]
@@ -180,7 +180,7 @@ class CompletionRequest(Request):
 
     def check(self) -> None:
         """Raise InvalidArgument for what this server cannot do."""
-        Request.check(self)
+        GenerationRequest.check(self)
         if self.suffix:
             raise InvalidArgument("suffix", "text cannot be put in before other text")
         if self.best_of is not None and self.best_of != self.n_choices:

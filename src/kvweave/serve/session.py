@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvweave.chunk.identity import ChunkId
-from kvweave.serve.options import Reuse
+from kvweave.serve.options import ReuseMode
 from kvweave.weave.context import Context
 from kvweave.weave.naming import Names
 from kvweave.weave.parts import Part
 
 
 @dataclass(frozen=True, slots=True)
-class How:
+class WeaveOptions:
     """How a request wants to be woven; None leaves it to the engine."""
 
     repair: str | None = None
@@ -26,12 +26,12 @@ class How:
 
 
 @dataclass(eq=False, slots=True)
-class Session:
+class PooledContext:
     """A context of the pool, and what it may be used for again."""
 
     context: Context
-    how: How
-    reuse: Reuse
+    how: WeaveOptions
+    reuse: ReuseMode
     names: Names
     n_base: int  # parts in front that stay: 1 where there is a base
     base: ChunkId | None

@@ -20,16 +20,17 @@ from typing import TypeVar
 import numpy as np
 
 from kvweave.chunk.identity import ChunkId, chunk_digest
+from kvweave.chunk.rolling import Tokens
 from kvweave.engine import Engine
 from kvweave.errors import ChunkNotFound, OverBudget, OverQuota
 from kvweave.run.sample import Sampling
 from kvweave.serve.assemble import Wanted
 from kvweave.serve.autonames import AutoNames, new_context_name
 from kvweave.serve.compose import Composer
-from kvweave.serve.library import Library, Tokens
-from kvweave.serve.options import Reuse
+from kvweave.serve.library import Library
+from kvweave.serve.options import ReuseMode
 from kvweave.serve.quota import Quota
-from kvweave.serve.session import Common, How, Session
+from kvweave.serve.session import Common, PooledContext, WeaveOptions
 from kvweave.weave.context import Context
 from kvweave.weave.plan import Plan
 from kvweave.weave.session import Turn
@@ -61,7 +62,7 @@ class Sessions:
         self.names = AutoNames(engine.table)
         self.composer = Composer(engine, self.names)
         self.engine_base = self.composer.engine_base
-        self._idle: list[Session] = []  # least recently used first
+        self._idle: list[PooledContext] = []  # least recently used first
 
     def __len__(self) -> int:
         return len(self._idle)
@@ -69,8 +70,8 @@ class Sessions:
     # ---- taking
 
     def open(
-        self, wanted: Wanted, how: How, reuse: Reuse = "all", sizes: Sequence[int] = ()
-    ) -> Session:
+        self, wanted: Wanted, how: WeaveOptions, reuse: ReuseMode = "all", sizes: Sequence[int] = ()
+    ) -> PooledContext:
         """Return a context that holds what is wanted, to be given back.
 
         ``sizes`` are tokens of chunks that will come in it, for the quota. Raises OverBudget when no
@@ -99,23 +100,23 @@ class Sessions:
                 raise
         return taken
 
-    def twin(self, session: Session) -> Session:
+    def twin(self, session: PooledContext) -> PooledContext:
         """Return another session that holds the same. Raises OverBudget."""
         name = new_context_name()
         return self._afford(lambda: self._fork(session, name))
 
-    def weave(self, session: Session) -> Plan:
+    def weave(self, session: PooledContext) -> Plan:
         """Compute all rows. Raises OverBudget."""
         return self._afford(session.context.weave)
 
-    def begin(self, session: Session, sampling: Sampling, *, chat: bool) -> Turn:
+    def begin(self, session: PooledContext, sampling: Sampling, *, chat: bool) -> Turn:
         """Queue an answer. Raises OverBudget, ContextTooLong."""
         session.n_asked = len(session.context.parts)
         return self._afford(lambda: session.context.begin(sampling, chat=chat))
 
     # ---- giving back
 
-    def give_back(self, sessions: Sequence[Session]) -> None:
+    def give_back(self, sessions: Sequence[PooledContext]) -> None:
         """Keep contexts for the next requests, and learn what is new in them."""
         for session in sessions:
             context = session.context
@@ -133,7 +134,7 @@ class Sessions:
             pass
         self.names.trim()
 
-    def close(self, session: Session) -> None:
+    def close(self, session: PooledContext) -> None:
         """Close a session's context for good."""
         context = session.context
         if self.engine.contexts_of(context.namespace).get(context.name) is context:
@@ -155,9 +156,11 @@ class Sessions:
 
     # ---- choosing
 
-    def _best(self, wanted: Wanted, how: How, reuse: Reuse) -> tuple[Session | None, Common]:
+    def _best(
+        self, wanted: Wanted, how: WeaveOptions, reuse: ReuseMode
+    ) -> tuple[PooledContext | None, Common]:
         """Return the idle session with most in common, if any has more than the base."""
-        best: Session | None = None
+        best: PooledContext | None = None
         most = Common(0, 0, None)
         if reuse == "off":
             return best, most
@@ -175,7 +178,7 @@ class Sessions:
                 best, most = session, common
         return best, most
 
-    def _is_usable(self, session: Session) -> bool:
+    def _is_usable(self, session: PooledContext) -> bool:
         """Tell whether nobody uses a context over /v1/contexts, or took away its base there."""
         parts = session.context.parts
         if self.is_busy(session.context) or not parts:
@@ -189,7 +192,7 @@ class Sessions:
         record = self.table.find_digest(chunk_digest(fingerprint, b"", tokens, wanted.namespace))
         return None if record is None else record.id
 
-    def _common(self, session: Session, tokens: Tokens) -> Common:
+    def _common(self, session: PooledContext, tokens: Tokens) -> Common:
         at, index = 0, session.n_base
         for part in session.context.parts[session.n_base :]:
             mine = tokens_of(self.table, part)
@@ -200,21 +203,21 @@ class Sessions:
             at, index = at + n, index + 1
         return Common(index, at, None)
 
-    def _forked(self, session: Session) -> Session:
+    def _forked(self, session: PooledContext) -> PooledContext:
         """Return a copy of a session of which much would be lost; itself if there is no room."""
         try:
             return self._fork(session, new_context_name())
         except OverBudget:
             return session
 
-    def _fork(self, session: Session, name: str) -> Session:
+    def _fork(self, session: PooledContext, name: str) -> PooledContext:
         context = self.engine.fork(session.context, name)
         names = self.names.counter(name, context.namespace)
         return replace(session, context=context, names=names, n_computed=0)
 
     # ---- learning
 
-    def _learn(self, session: Session) -> None:
+    def _learn(self, session: PooledContext) -> None:
         context, namespace = session.context, session.context.namespace
         fresh: list[ChunkId] = []
         for part in context.parts[session.n_base :]:

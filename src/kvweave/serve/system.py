@@ -15,7 +15,7 @@ from kvweave.engine import Engine
 from kvweave.errors import Overloaded
 from kvweave.serve.access import Tenant
 from kvweave.serve.common import ERRORS, The
-from kvweave.serve.metrics import Snapshot
+from kvweave.serve.metrics import EngineSnapshot
 
 router = APIRouter(tags=["server"], responses={k: v for k, v in ERRORS.items() if k in (401, 500)})
 
@@ -77,7 +77,7 @@ async def health(the: The) -> Any:
 async def metrics(tenant: Tenant, the: The) -> Response:
     """Return all counters in the text format of Prometheus."""
     try:
-        held = await the.call(OURS, Snapshot.of)
+        held = await the.call(OURS, EngineSnapshot.of)
     except Overloaded:  # stopping: the last known will do
         held = None
     text = the.metrics.text(the.driver.stats(), held)

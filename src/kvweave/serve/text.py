@@ -6,13 +6,13 @@ from collections.abc import Iterable
 
 from kvweave.engine import Engine
 from kvweave.errors import ContextTooLong
-from kvweave.weave.maker import Text
+from kvweave.weave.parts import TextOrTokens
 
 PROBE = 8  # characters a token of the limit: of a longer text the front is tokenised first
 SLACK = 16  # tokens at the end of a piece of text that differ from those of the whole
 
 
-def tokens_of(engine: Engine, text: Text) -> list[int]:
+def tokens_of(engine: Engine, text: TextOrTokens) -> list[int]:
     """Return token ids as `Maker.tokens`. Raises ContextTooLong, as early as it is sure."""
     limit = engine.runner.limit
     if not isinstance(text, str) and len(text) > limit:

@@ -65,7 +65,7 @@ class Sink:
 
 
 @dataclass(eq=False, slots=True)
-class Call:
+class DriverCall:
     """Work to be run once between two steps, and who waits for its result."""
 
     work: Callable[[Engine], Any]
@@ -98,7 +98,7 @@ class Call:
 
 
 @dataclass(eq=False, slots=True)
-class Job:
+class AnswerJob:
     """One answer of one or more turns."""
 
     tenant: str

@@ -26,7 +26,7 @@ CLOSING = 1.0  # seconds that closing gives to deletes that are not done
 
 LOST = object()  # stands where a request has no answer yet
 
-Call = Callable[[], Awaitable[Any]]
+_Call = Callable[[], Awaitable[Any]]
 
 
 class Archive(Remembering):
@@ -102,7 +102,7 @@ class Archive(Remembering):
                 self._ledger.unsure(key)
         return outcomes
 
-    def _putting(self, put: Put) -> Call:
+    def _putting(self, put: Put) -> _Call:
         path, data = self.path(put.key), b"".join(put.data)
         return partial(self._api.put_async, self._store, path, data)
 
@@ -156,7 +156,7 @@ class Archive(Remembering):
                         outcomes[i] = checked(gets[i])
         return outcomes
 
-    def _reading(self, gets: Sequence[Get]) -> Call:
+    def _reading(self, gets: Sequence[Get]) -> _Call:
         starts, lengths = [get.offset for get in gets], [n_bytes_of(get.into) for get in gets]
         path = self.path(gets[0].key)
         return lambda: self._api.get_ranges_async(self._store, path, starts=starts, lengths=lengths)
@@ -177,7 +177,7 @@ class Archive(Remembering):
 
     def _do(
         self,
-        calls: Sequence[Call],
+        calls: Sequence[_Call],
         found: list[Any],
         limit: Limit,
         then: Callable[[], None] = lambda: None,
@@ -262,11 +262,11 @@ class Archive(Remembering):
         ]
 
 
-async def _together(calls: Sequence[Call], found: list[Any], limit: Limit) -> None:
+async def _together(calls: Sequence[_Call], found: list[Any], limit: Limit) -> None:
     """Await the calls, a few at a time, until time is up."""
     gate = asyncio.Semaphore(AT_ONCE)
 
-    async def one(i: int, call: Call) -> None:
+    async def one(i: int, call: _Call) -> None:
         async with gate:
             try:
                 found[i] = await call()

@@ -22,14 +22,14 @@ from typing import Literal, NamedTuple, Protocol
 
 import xxhash
 
-State = Literal["done", "missing", "late", "full", "wrong", "failed"]
+OutcomeState = Literal["done", "missing", "late", "full", "wrong", "failed"]
 PAGE = 4096  # bytes: what direct reads want offsets, lengths and addresses to be multiples of
 
 
 class Outcome(NamedTuple):
     """How one `Put` or `Get` of a batch went."""
 
-    state: State
+    state: OutcomeState
     why: str = ""
     """For people: what happened, unless it is done."""
 

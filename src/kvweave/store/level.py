@@ -9,7 +9,7 @@ from typing import NamedTuple
 from kvweave.errors import ModelMismatch
 from kvweave.keep.base import UNKNOWN, Facts, Policy
 from kvweave.store.base import Get, Outcome, Tier
-from kvweave.store.codec import Choice
+from kvweave.store.codec import CodecSpec
 from kvweave.store.kv import KV
 from kvweave.store.record import Head
 from kvweave.store.transfer import load_head, store_kv
@@ -33,7 +33,7 @@ class Level:
     """
 
     def __init__(
-        self, tier: Tier, choice: Choice, model: str, policy: Policy, budget: int | None = None
+        self, tier: Tier, choice: CodecSpec, model: str, policy: Policy, budget: int | None = None
     ) -> None:
         self.tier, self.choice, self.model = tier, choice, model
         self.policy, self.budget = policy, budget
@@ -65,7 +65,7 @@ class Level:
         return PLACES.get(self.name, "remote")
 
     def put(
-        self, id: int, key: str, kv: KV, *, durable: bool = False, choice: Choice | None = None
+        self, id: int, key: str, kv: KV, *, durable: bool = False, choice: CodecSpec | None = None
     ) -> Outcome:
         """Write a chunk's record, coded as this level does it, or as ``choice`` says."""
         choice = self.choice if choice is None else choice

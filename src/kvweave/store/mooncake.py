@@ -22,7 +22,7 @@ from functools import partial
 from typing import TypeVar
 
 from kvweave.errors import StoreError
-from kvweave.store.base import DONE, Get, Outcome, Put, State, checked
+from kvweave.store.base import DONE, Get, Outcome, OutcomeState, Put, checked
 from kvweave.store.keys import check_key, n_bytes_of, outside
 from kvweave.store.ledger import Ledger, Remembering
 from kvweave.store.limit import Absence, Limit, TimeUp
@@ -35,7 +35,7 @@ T = TypeVar("T")
 NO_ROOM, BAD_RANGE, NOT_READY, NOT_FOUND, TRANSFER, LOST = -200, -600, -703, -704, -800, -900
 EXPIRED = -707  # the lease ended before the read did: what came may be another value's
 AGAIN = {TRANSFER, NOT_READY, EXPIRED}
-STATES: dict[int, State] = {NO_ROOM: "full", NOT_READY: "missing", NOT_FOUND: "missing"}
+STATES: dict[int, OutcomeState] = {NO_ROOM: "full", NOT_READY: "missing", NOT_FOUND: "missing"}
 
 LARGEST = 1 << 30  # bytes of a value: a slot's memory grows to it
 RETRY = 5.0  # seconds until a node that died is known to the master

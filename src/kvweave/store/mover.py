@@ -23,7 +23,7 @@ import torch
 from kvweave.errors import OverBudget, StoreError
 from kvweave.store.arriving import Arriving, Load
 from kvweave.store.base import Outcome
-from kvweave.store.codec import Choice
+from kvweave.store.codec import CodecSpec
 from kvweave.store.kv import KV
 from kvweave.store.level import Level
 from kvweave.store.record import Head, record_bytes
@@ -91,7 +91,7 @@ class Mover:
         *,
         on: Level | None = None,
         durable: bool = False,
-        choice: Choice | None = None,
+        choice: CodecSpec | None = None,
     ) -> Level:
         """Write a chunk now and return where it is. Raises OverBudget when no level takes it.
 

@@ -17,7 +17,7 @@ from kvweave.store.kv import KV
 
 # All that stands before: (digest, position minus ours, first token of its chunk, tokens)
 Neighbours = tuple[tuple[bytes, int, int, int], ...]
-Key = tuple[int, Neighbours, int]  # chunk id, its neighbours, rank asked for
+PatchKey = tuple[int, Neighbours, int]  # chunk id, its neighbours, rank asked for
 Factors = tuple[Tensor, Tensor]  # [token, rank], [rank, head * dim]
 
 
@@ -69,7 +69,7 @@ class Patches:
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self.n_bytes = 0
-        self._patches: OrderedDict[Key, Patch] = OrderedDict()
+        self._patches: OrderedDict[PatchKey, Patch] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._patches)
@@ -77,14 +77,14 @@ class Patches:
     def __contains__(self, key: object) -> bool:
         return key in self._patches
 
-    def get(self, key: Key) -> Patch | None:
+    def get(self, key: PatchKey) -> Patch | None:
         """Return a patch and count it as used."""
         found = self._patches.get(key)
         if found is not None:
             self._patches.move_to_end(key)
         return found
 
-    def put(self, key: Key, patch: Patch, room: int) -> None:
+    def put(self, key: PatchKey, patch: Patch, room: int) -> None:
         """Keep a patch; skipped when it is over the limit, or ``room`` bytes and what older patches
         leave do not suffice."""
         if patch.n_bytes > min(self.limit, room + self.n_bytes):
@@ -106,7 +106,7 @@ class Patches:
             freed += self._remove(next(iter(self._patches)))
         return freed
 
-    def _remove(self, key: Key) -> int:
+    def _remove(self, key: PatchKey) -> int:
         patch = self._patches.pop(key, None)
         n_bytes = 0 if patch is None else patch.n_bytes
         self.n_bytes -= n_bytes

@@ -7,13 +7,13 @@ import threading
 from collections.abc import Iterator
 
 from kvweave.store.limit import Absence, Limit, TimeUp
-from kvweave.store.wire import LostConnection, Refused, Server, Wire
+from kvweave.store.wire import AccessDenied, LostConnection, ServerAddress, Wire
 
 
-class Pool:
+class ConnectionPool:
     """At most ``n`` connections, made when needed and kept."""
 
-    def __init__(self, server: Server, n: int) -> None:
+    def __init__(self, server: ServerAddress, n: int) -> None:
         self.server = server
         self._free = threading.BoundedSemaphore(n)
         self._lock = threading.Lock()
@@ -78,7 +78,7 @@ class Pool:
             raise LostConnection(f"{self.server} is lost; next try in {wait:.2f} s")
         try:
             made = Wire(self.server, limit)
-        except (LostConnection, Refused):
+        except (LostConnection, AccessDenied):
             self.leave_alone()
             raise
         self._absence.over()

@@ -8,7 +8,7 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 from kvweave.store.kv import KV
 
 # What KV was computed after: (id, its position minus ours, and, of chunks, which tokens)
-Seen = tuple[tuple[int, ...], ...]
+Stretches = tuple[tuple[int, ...], ...]  # what KV was computed after
 
 
 class Sized(Protocol):
@@ -23,7 +23,7 @@ class Sized(Protocol):
 class Exact(NamedTuple):
     """In-context KV, and what it was computed after."""
 
-    seen: Seen
+    seen: Stretches
     kv: KV
 
     @property

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from kvweave.errors import CorruptChunk, FormatTooNew, InvalidArgument
 from kvweave.store.base import PAGE, Get
-from kvweave.store.codec import BLOCK, Choice, Codec, Part, parse
+from kvweave.store.codec import BLOCK, Codec, CodecSpec, KeyOrValue, parse
 from kvweave.store.kv import KV, LayerShape
 
 MAGIC = b"kvweave\n"
@@ -39,11 +39,11 @@ SUM = struct.Struct("<Q")  # xxh3_64 of all else of the head
 SECTION = np.dtype([("offset", "<u8"), ("length", "<u8"), ("sum", "<u8")])
 DTYPES = {str(t).removeprefix("torch."): t
           for t in (torch.float64, torch.float32, torch.float16, torch.bfloat16)}  # fmt: skip
-PARTS: tuple[Part, Part] = ("k", "v")
+PARTS: tuple[KeyOrValue, KeyOrValue] = ("k", "v")
 START = FIXED.size + SUM.size  # of the JSON
 
 
-class Span(NamedTuple):
+class ByteRange(NamedTuple):
     """A byte range of a record: whole sections, one after the other."""
 
     offset: int
@@ -71,7 +71,7 @@ class Head:
     n_tokens: int
     dtype: torch.dtype
     shapes: tuple[LayerShape, ...]
-    choice: Choice
+    choice: CodecSpec
     n_head: int  # bytes of the head itself
     n_bytes: int  # of the whole record
     table: np.ndarray[Any, Any]  # SECTION
@@ -141,11 +141,11 @@ class Head:
         """Blocks of one layer's keys, or values."""
         return -(-self.n_tokens // BLOCK)
 
-    def layers(self, start: int, stop: int) -> Span:
+    def layers(self, start: int, stop: int) -> ByteRange:
         """Return where layers ``[start, stop)`` are; both ends are multiples of 4096."""
         return self._span(2 * self.n_blocks * start, 2 * self.n_blocks * stop)
 
-    def tokens(self, start: int, stop: int, layer: int) -> tuple[Span, Span]:
+    def tokens(self, start: int, stop: int, layer: int) -> tuple[ByteRange, ByteRange]:
         """Return where the blocks with tokens ``[start, stop)`` of a layer are: keys, values."""
         first, last = start // BLOCK, -(-stop // BLOCK)
         k, v = (self._index(layer, part, 0) for part in PARTS)
@@ -208,7 +208,7 @@ class Head:
     def _rows(
         self,
         layer: int,
-        part: Part,
+        part: KeyOrValue,
         first: int,
         shape: tuple[int, int, int],
         data: memoryview,
@@ -227,15 +227,15 @@ class Head:
             codec.decode(data[offset - begin :][:length], out[row : row + BLOCK])
         return out
 
-    def _index(self, layer: int, part: Part, block: int) -> int:
+    def _index(self, layer: int, part: KeyOrValue, block: int) -> int:
         return (2 * layer + PARTS.index(part)) * self.n_blocks + block
 
-    def _span(self, start: int, stop: int) -> Span:
+    def _span(self, start: int, stop: int) -> ByteRange:
         ends = [*self.table["offset"][start : stop + 1].tolist()]
         if stop == len(self.table):
             ends.append(self.n_bytes)
         lengths = tuple(b - a for a, b in pairwise(ends))
-        return Span(ends[0], lengths, tuple(self.table["sum"][start:stop].tolist()))
+        return ByteRange(ends[0], lengths, tuple(self.table["sum"][start:stop].tolist()))
 
     def _check(self) -> None:
         """Raise ValueError unless the sections tile the record."""
@@ -251,7 +251,7 @@ class Head:
             raise ValueError("sections that overlap or leave holes")
 
 
-def encode(kv: KV, choice: Choice, model: str) -> list[memoryview]:
+def encode(kv: KV, choice: CodecSpec, model: str) -> list[memoryview]:
     """Return the bytes of a record, in pieces; raw tensors on the CPU are not copied.
 
     They must not change until the pieces are written. ``model`` is the hex digest of the
@@ -295,7 +295,7 @@ def record_bytes(kv: KV) -> int:
     return kv.n_bytes + PAGE * (1 + len(kv.k))
 
 
-def _sections(kv: KV, choice: Choice) -> Iterator[tuple[Sequence[memoryview], int]]:
+def _sections(kv: KV, choice: CodecSpec) -> Iterator[tuple[Sequence[memoryview], int]]:
     """Yield the bytes of every section, and what the end of it is aligned to."""
     for layer, (k, v) in enumerate(zip(kv.k, kv.v, strict=True)):
         for part, tensor in zip(PARTS, (k, v), strict=True):

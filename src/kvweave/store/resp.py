@@ -16,17 +16,17 @@ from itertools import islice
 from typing import NamedTuple, cast
 
 from kvweave.errors import InvalidArgument, StoreError
-from kvweave.store.base import DONE, Get, Outcome, Put, State, checked
+from kvweave.store.base import DONE, Get, Outcome, OutcomeState, Put, checked
 from kvweave.store.keys import check_key, n_bytes_of, outside
 from kvweave.store.ledger import Ledger, Remembering
 from kvweave.store.limit import Limit, TimeUp
-from kvweave.store.pool import Pool
+from kvweave.store.pool import ConnectionPool
 from kvweave.store.wire import (
+    AccessDenied,
     LostConnection,
     NotResp,
-    Refused,
     Reply,
-    Server,
+    ServerAddress,
     ServerSaid,
     Wire,
     command,
@@ -37,7 +37,7 @@ LARGEST = 512 << 20  # bytes of a string, proto-max-bulk-len of the server
 WINDOW = 64, 8 << 20  # requests and bytes on the way at the same time
 KEYS = 1000  # asked of SCAN at a time
 CLOSING = 1.0  # seconds that closing gives to deletes that are not done
-BROKEN = (LostConnection, Refused, NotResp)
+BROKEN = (LostConnection, AccessDenied, NotResp)
 SHORT = Outcome("wrong", "the value has fewer bytes, or is not there")
 
 
@@ -72,10 +72,10 @@ class Resp(Remembering):
         """
         if connections < 1 or timeout <= 0:
             raise InvalidArgument("connections" if connections < 1 else "timeout", "must be over 0")
-        self.server = Server.parse(url, password, tls)
+        self.server = ServerAddress.parse(url, password, tls)
         self._prefix = prefix.encode()
         self._timeout = timeout
-        self._pool = Pool(self.server, connections)
+        self._pool = ConnectionPool(self.server, connections)
         self._ledger = Ledger(self._remove)
         try:
             with self._pool.take(Limit(None, timeout)):
@@ -178,7 +178,7 @@ class Resp(Remembering):
                 break
             except LostConnection as error:
                 why = Outcome("failed", str(error))
-            except (Refused, NotResp) as error:
+            except (AccessDenied, NotResp) as error:
                 why = Outcome("failed", f"{self.server}: {error}")
                 break
             except TimeUp:
@@ -274,7 +274,7 @@ def _talk(wire: Wire, waiting: deque[_Job], outcomes: list[Outcome], limit: Limi
 
 def _said(error: ServerSaid) -> Outcome:
     """Return the outcome of a request that the server refused."""
-    states: dict[str, State] = {"OOM": "full", "WRONGTYPE": "wrong"}
+    states: dict[str, OutcomeState] = {"OOM": "full", "WRONGTYPE": "wrong"}
     return Outcome(states.get(error.code, "failed"), str(error))
 
 

@@ -18,12 +18,12 @@ from kvweave.errors import InvalidArgument, LoadFailed, OverBudget
 from kvweave.keep.base import UNKNOWN, Facts, Policy
 from kvweave.store.arriving import Arriving
 from kvweave.store.base import Outcome
-from kvweave.store.codec import Choice
+from kvweave.store.codec import CodecSpec
 from kvweave.store.kv import KV
 from kvweave.store.level import Level
 from kvweave.store.mover import Mover
-from kvweave.store.patches import Key, Patch, Patches
-from kvweave.store.ram import Exact, Ram, Seen
+from kvweave.store.patches import Patch, Patches, PatchKey
+from kvweave.store.ram import Exact, Ram, Stretches
 
 PATCHES = 8  # the part of the budget that patches may take is one in so many
 HIGH, LOW = 0.9, 0.8  # of the budget: over the first, what is over the second is written behind
@@ -52,7 +52,7 @@ class Shelf:
         self.facts: Callable[[int], Facts] = lambda key: UNKNOWN
         self.session = ""  # whose weave is using chunks now
         self.on_tier: Callable[[int, str, int], None] = lambda key, tier, n_bytes: None
-        self.on_in_context: Callable[[int, Seen], None] = lambda key, seen: None
+        self.on_in_context: Callable[[int, Stretches], None] = lambda key, seen: None
         self._in_context: Ram[Exact] = Ram()
         self._charged: dict[str, int] = {}  # context name -> bytes of its rows
         self._n_charged = 0  # of all
@@ -132,7 +132,7 @@ class Shelf:
         self.mover.lost(key, Outcome("late" if is_late else "wrong", str(error.reason)))
         self.on_tier(key, self.tier(key), 0)
 
-    def place(self, key: int, tier: str, choice: Choice | None = None) -> int:
+    def place(self, key: int, tier: str, choice: CodecSpec | None = None) -> int:
         """Move canonical KV to ``tier`` and return its bytes there; 0 when there is none yet.
 
         ``choice`` codes it otherwise than the level does. Raises InvalidArgument, OverBudget.
@@ -163,6 +163,10 @@ class Shelf:
         if kv is not None:
             self.mover.save(key, kv, on=self.mover.levels[0], durable=True)
 
+    def require_tier(self, tier: str) -> None:
+        """Raise InvalidArgument for a place that this engine has not."""
+        self._level(tier)
+
     def _level(self, tier: str) -> Level | None:
         """Return the level of a place, None for memory and for none."""
         if tier in (self.memory, "none"):
@@ -176,7 +180,7 @@ class Shelf:
         hint = f"use {', '.join(first)} or {last}"
         raise InvalidArgument("tier", f"{tier!r} is not available here", hint)
 
-    def put_in_context(self, key: int, seen: Seen, kv: KV) -> None:
+    def put_in_context(self, key: int, seen: Stretches, kv: KV) -> None:
         """Keep exact in-context KV, the latest one per chunk; skipped when memory is short."""
         old = self._in_context.get(key)
         freed = old.n_bytes if old else 0
@@ -186,12 +190,12 @@ class Shelf:
             )  # a view would keep all of its buffer
             self.on_in_context(key, seen)
 
-    def in_context(self, key: int, seen: Seen) -> KV | None:
+    def in_context(self, key: int, seen: Stretches) -> KV | None:
         """Return exact in-context KV computed after exactly ``seen``."""
         found = self._in_context.get(key)
         return found.kv if found is not None and found.seen == seen else None
 
-    def put_patch(self, key: Key, patch: Patch) -> None:
+    def put_patch(self, key: PatchKey, patch: Patch) -> None:
         """Keep a patch; older ones make room, nothing else does."""
         self.patches.put(key, patch, self.budget - self.n_bytes)
 

@@ -39,8 +39,8 @@ from kvweave.store.base import DONE, PAGE, Get, Outcome, Put, checked
 from kvweave.store.buffers import Run, address, runs
 from kvweave.store.keys import check_key, n_bytes_of, outside
 from kvweave.store.locked import hold, let_go
-from kvweave.store.slab_reads import LATE, Pool, Reading, look_at_clock, verified
-from kvweave.store.slab_rows import Change, Rows, Slot, pages_of
+from kvweave.store.slab_reads import LATE, Reading, ReadThreads, look_at_clock, verified
+from kvweave.store.slab_rows import Change, Extent, SlabIndex, pages_of
 from kvweave.store.slab_segments import WHOLE, pieces, scratch
 from kvweave.store.slab_space import NO_ROOM, Space
 
@@ -77,17 +77,17 @@ class Slab:
         directory.mkdir(parents=True, exist_ok=True)
         self._hold = hold(directory / "slab.lock")
         self._lock = threading.Lock()
-        self._index: dict[str, Slot] = {}
-        self._leaving: set[Slot] = set()  # gone, but a row names them or somebody reads them
-        self._writing: set[Slot] = set()
+        self._index: dict[str, Extent] = {}
+        self._leaving: set[Extent] = set()  # gone, but a row names them or somebody reads them
+        self._writing: set[Extent] = set()
         self._n_leases = 0
         self._n_straight = 0
         self._counts: Counter[str] = Counter()
         self._closed = False
-        self._pool = Pool()
+        self._pool = ReadThreads()
         self._space = Space(directory, capacity, segment, direct)
         try:
-            self._rows = Rows(directory / "slab.sqlite", self._committed, lambda: self.trim(1))
+            self._rows = SlabIndex(directory / "slab.sqlite", self._committed, lambda: self.trim(1))
             self._load(direct)
         except BaseException:
             if hasattr(self, "_rows"):
@@ -112,12 +112,12 @@ class Slab:
             check_key(put.key)
         memory = [runs(put.data) for put in puts]
         outcomes: list[Outcome] = []
-        placed: list[tuple[int, Slot, Slot | None]] = []
+        placed: list[tuple[int, Extent, Extent | None]] = []
         for i, (put, data) in enumerate(zip(puts, memory, strict=True)):
             written = self._write(put, data, deadline)
-            if isinstance(written, Slot):
+            if isinstance(written, Extent):
                 placed.append((i, written, self._publish(put.key, written)))
-            outcomes.append(DONE if isinstance(written, Slot) else written)
+            outcomes.append(DONE if isinstance(written, Extent) else written)
         if durable and placed:
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
             why = self._rows.flush(left)
@@ -129,9 +129,9 @@ class Slab:
         self._count("put", outcomes)
         return outcomes
 
-    def _write(self, put: Put, memory: list[Run], deadline: float | None) -> Slot | Outcome:
+    def _write(self, put: Put, memory: list[Run], deadline: float | None) -> Extent | Outcome:
         """Write a value to pages of its own that nothing names yet."""
-        slot: Slot | None = None
+        slot: Extent | None = None
         try:
             slot = self._allocate(n_bytes_of(put.data), deadline)
             if slot is None:
@@ -145,7 +145,7 @@ class Slab:
             return Outcome("full" if error.errno in NO_ROOM else "failed", f"{put.key}: {error}")
         return slot
 
-    def _write_to(self, slot: Slot, key: str, memory: list[Run], deadline: float | None) -> None:
+    def _write_to(self, slot: Extent, key: str, memory: list[Run], deadline: float | None) -> None:
         """Write header and value. Raises OSError, TimeoutError at the deadline."""
         hashed = xxhash.xxh3_64()
         for run in memory:
@@ -159,7 +159,7 @@ class Slab:
                 look_at_clock(deadline)
                 slot.segment.write(position, parts)
 
-    def _allocate(self, n: int, deadline: float | None) -> Slot | None:
+    def _allocate(self, n: int, deadline: float | None) -> Extent | None:
         """Return pages for ``n`` bytes; waits for commits that would free some."""
         look_at_clock(deadline)
         with self._lock:
@@ -174,11 +174,11 @@ class Slab:
         if found is None:
             return None
         with self._lock:
-            slot = Slot(*found, n, next(self._seqs), True)
+            slot = Extent(*found, n, next(self._seqs), True)
             self._writing.add(slot)
             return slot
 
-    def _publish(self, key: str, slot: Slot) -> Slot | None:
+    def _publish(self, key: str, slot: Extent) -> Extent | None:
         """Make a written slot the value of ``key``; return the one it replaces."""
         with self._lock:
             self._writing.discard(slot)
@@ -187,13 +187,13 @@ class Slab:
             self._forget(key, slot, before)
             return before
 
-    def _forget(self, key: str, now: Slot | None, before: Slot | None) -> None:
+    def _forget(self, key: str, now: Extent | None, before: Extent | None) -> None:
         if before is not None:
             before.gone = True
             self._leaving.add(before)
         self._rows.change(key, now, before)
 
-    def _take_back(self, key: str, slot: Slot, before: Slot | None) -> bool:
+    def _take_back(self, key: str, slot: Extent, before: Extent | None) -> bool:
         """Undo `_publish` if that can be done; False if the value turns out to be durable."""
         with self._lock:
             if before is not None and before.loose:
@@ -209,7 +209,7 @@ class Slab:
             self._forget(key, before, slot)
             return True
 
-    def _discard(self, slot: Slot) -> None:
+    def _discard(self, slot: Extent) -> None:
         """Free a slot that nothing has named yet."""
         with self._lock:
             self._writing.discard(slot)
@@ -226,7 +226,7 @@ class Slab:
                             slot.loose = True
                             self._free_unused(slot)
 
-    def _free_unused(self, slot: Slot) -> None:
+    def _free_unused(self, slot: Extent) -> None:
         if slot.loose and not slot.leases:
             self._leaving.remove(slot)
             self._space.free(slot.segment, slot.page, slot.n_pages)
@@ -294,14 +294,14 @@ class Slab:
         self._n_leases += 1
         return Reading(get, into, slot, self._end)
 
-    def _end(self, slot: Slot) -> None:
+    def _end(self, slot: Extent) -> None:
         with self._lock:
             slot.leases -= 1
             self._n_leases -= 1
             if slot.loose:
                 self._free_unused(slot)
 
-    def _drop(self, key: str, slot: Slot) -> None:
+    def _drop(self, key: str, slot: Extent) -> None:
         """Let go of a value that cannot be read."""
         with self._lock:
             if self._index.get(key) is slot:

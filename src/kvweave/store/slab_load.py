@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from kvweave.store.slab_rows import Row, Slot, pages_of
+from kvweave.store.slab_rows import Extent, IndexRow, pages_of
 from kvweave.store.slab_segments import Segment
 
 _FILE = re.compile(r"seg-(\d{6,})\.slab")
@@ -17,7 +17,7 @@ class Found(NamedTuple):
     """What there is; ``segments`` with the (page, pages) that are taken, in order."""
 
     segments: list[tuple[Segment, list[tuple[int, int]]]]
-    slots: dict[str, Slot]
+    slots: dict[str, Extent]
     dropped: list[str]
     next_seq: int
     next_number: int
@@ -28,14 +28,14 @@ def file_name(number: int) -> str:
     return f"seg-{number:06d}.slab"
 
 
-def load(directory: Path, rows: Sequence[Row], *, direct: bool) -> Found:
+def load(directory: Path, rows: Sequence[IndexRow], *, direct: bool) -> Found:
     """Open the segments and place the rows in them, which come by segment and page.
 
     Rows outside their file and, of those that overlap, the older ones are dropped. Files that no
     row is left in are removed: there is nothing in them.
     """
     numbers = sorted(int(m[1]) for p in directory.iterdir() if (m := _FILE.fullmatch(p.name)))
-    by_segment: dict[int, list[Row]] = {number: [] for number in numbers}
+    by_segment: dict[int, list[IndexRow]] = {number: [] for number in numbers}
     dropped = []
     next_seq = 1
     for row in rows:
@@ -47,7 +47,7 @@ def load(directory: Path, rows: Sequence[Row], *, direct: bool) -> Found:
         else:
             dropped.append(key)
     segments: list[tuple[Segment, list[tuple[int, int]]]] = []
-    index: dict[str, Slot] = {}
+    index: dict[str, Extent] = {}
     for number, inside in by_segment.items():
         path = directory / file_name(number)
         if not inside:
@@ -59,7 +59,7 @@ def load(directory: Path, rows: Sequence[Row], *, direct: bool) -> Found:
 
 
 def _place(
-    segment: Segment, rows: list[Row], index: dict[str, Slot], dropped: list[str]
+    segment: Segment, rows: list[IndexRow], index: dict[str, Extent], dropped: list[str]
 ) -> list[tuple[int, int]]:
     """Add the rows of a segment, by page, to the index; return (page, pages) of those added."""
     taken: list[tuple[int, int]] = []
@@ -78,7 +78,7 @@ def _place(
         if page < end:
             dropped.append(key)
             continue
-        index[key] = Slot(segment, page, n, seq, False)
+        index[key] = Extent(segment, page, n, seq, False)
         keys.append(key)
         taken.append((page, n_pages))
         end = page + n_pages

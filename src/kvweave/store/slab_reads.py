@@ -24,7 +24,7 @@ import xxhash
 from kvweave.store.base import DONE, PAGE, Get, Outcome, checked
 from kvweave.store.buffers import Bytes, Run, address
 from kvweave.store.slab_header import fault, payload_sum
-from kvweave.store.slab_rows import Slot
+from kvweave.store.slab_rows import Extent
 from kvweave.store.slab_segments import PIECE, WHOLE, aligned, pieces, scratch
 
 N_THREADS = 4
@@ -41,7 +41,7 @@ class Reading:
     """One `Get` of a slot that is leased for it; ``outcome`` is None until it is there."""
 
     def __init__(
-        self, get: Get, memory: list[Run], slot: Slot, ended: Callable[[Slot], None]
+        self, get: Get, memory: list[Run], slot: Extent, ended: Callable[[Extent], None]
     ) -> None:
         self.get = get
         self.memory = memory
@@ -87,7 +87,7 @@ class Reading:
         self._ended(self.slot)
 
 
-def verified(key: str, slot: Slot) -> Outcome:
+def verified(key: str, slot: Extent) -> Outcome:
     """Read a whole leased slot and compare it with its header."""
     start, hashed = slot.page * PAGE, xxhash.xxh3_64()
     try:
@@ -108,7 +108,7 @@ def verified(key: str, slot: Slot) -> Outcome:
     return DONE
 
 
-class Call:
+class ReadBatch:
     """The pieces of one batch and who is at work on them."""
 
     def __init__(self, readings: Sequence[Reading], size: int, copies: bool) -> None:
@@ -202,12 +202,12 @@ class Call:
             reading.end()
 
 
-class Pool:
+class ReadThreads:
     """Threads that read; started by the first batch."""
 
     def __init__(self, n_threads: int = N_THREADS) -> None:
         self._n = n_threads
-        self._calls: SimpleQueue[Call | None] = SimpleQueue()
+        self._calls: SimpleQueue[ReadBatch | None] = SimpleQueue()
         self._threads: list[threading.Thread] = []
         self._starting = threading.Lock()
 
@@ -219,9 +219,9 @@ class Pool:
                 reading.end()
             return
         if deadline is None:
-            call = Call(readings, WHOLE, copies=False)
+            call = ReadBatch(readings, WHOLE, copies=False)
         else:
-            call = Call(readings, PIECE, copies=strict)
+            call = ReadBatch(readings, PIECE, copies=strict)
         helpers = min(self._n, call.n_pieces) - (deadline is None)
         if helpers > 0:
             self._start()

@@ -48,7 +48,7 @@ def pages_of(n: int) -> int:
     return 1 + -(-n // PAGE)
 
 
-class Slot:
+class Extent:
     """Where a value lies: a header page, then its bytes."""
 
     __slots__ = ("checked", "gone", "leases", "loose", "n", "page", "queued", "segment", "seq")
@@ -69,18 +69,18 @@ class Slot:
         return pages_of(self.n)
 
 
-Row = tuple[str, int, int, int, int]  # key, segment, page, bytes, seq
+IndexRow = tuple[str, int, int, int, int]  # key, segment, page, bytes, seq
 
 
 class Change(NamedTuple):
     """What a key names from now on, and what it no longer names."""
 
     key: str
-    now: Slot | None
-    before: Slot | None
+    now: Extent | None
+    before: Extent | None
 
 
-class Rows:
+class SlabIndex:
     """The open index; one thread of its own commits."""
 
     def __init__(
@@ -117,13 +117,13 @@ class Rows:
         self._thread = threading.Thread(target=self._work, name="kvweave-slab-rows", daemon=True)
         self._thread.start()
 
-    def load(self) -> list[Row]:
+    def load(self) -> list[IndexRow]:
         """Return every row that is committed, by segment and page."""
         with self._using:
             query = "SELECT key, segment, page, n, seq FROM slots ORDER BY segment, page"
             return self._db.execute(query).fetchall()
 
-    def change(self, key: str, now: Slot | None, before: Slot | None) -> None:
+    def change(self, key: str, now: Extent | None, before: Extent | None) -> None:
         """Queue a change. The caller's lock orders the calls; this takes no lock and no time."""
         if now is not None:
             now.queued += 1
@@ -220,7 +220,7 @@ class Rows:
             self._told.notify_all()
         return not why
 
-    def _write(self, final: dict[str, Slot | None]) -> None:
+    def _write(self, final: dict[str, Extent | None]) -> None:
         drops = [(key,) for key, slot in final.items() if slot is None]
         puts = [
             (key, slot.segment.number, slot.page, slot.n, slot.seq)

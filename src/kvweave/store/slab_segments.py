@@ -34,7 +34,7 @@ MAX_BUFFERS = 1024  # of one preadv: IOV_MAX on Linux
 O_DIRECT = getattr(os, "O_DIRECT", 0)
 PUNCH = 0x01 | 0x02  # FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE
 
-Call = Callable[..., int]  # os.preadv or os.pwritev
+_Call = Callable[..., int]  # os.preadv or os.pwritev
 
 _NOTHING: Bytes = np.empty(0, np.uint8)
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -117,7 +117,7 @@ class Segment:
                 self.write(position, arrays)
 
     def _direct(
-        self, call: Call, position: int, elements: Sequence[Bytes | int], memory: Bytes
+        self, call: _Call, position: int, elements: Sequence[Bytes | int], memory: Bytes
     ) -> bool:
         """Transfer past the page cache; False if this filesystem turns out not to do that."""
         buffers, at = [], 0
@@ -230,7 +230,7 @@ def pieces(position: int, memory: Sequence[Run], size: int) -> Iterator[tuple[in
         yield start, parts
 
 
-def _transfer(call: Call, file: int, position: int, buffers: list[Bytes]) -> None:
+def _transfer(call: _Call, file: int, position: int, buffers: list[Bytes]) -> None:
     """Read or write all of the buffers; raise OSError, EIO where a file ends too early."""
     while buffers:
         now = buffers[:MAX_BUFFERS]

@@ -178,12 +178,12 @@ class Turns:
             self._changed.notify_all()
 
 
-Item = TypeVar("Item", Put, Get)
+_Item = TypeVar("_Item", Put, Get)
 
 
-def batches(items: Sequence[Item], sizes: Sequence[int]) -> Iterator[list[Item]]:
+def batches(items: Sequence[_Item], sizes: Sequence[int]) -> Iterator[list[_Item]]:
     """Yield neighbours that go together; what is empty or larger than a batch goes alone."""
-    batch: list[Item] = []
+    batch: list[_Item] = []
     keys: set[str] = set()
     n_bytes = 0
     for item, n in zip(items, sizes, strict=True):

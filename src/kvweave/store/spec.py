@@ -38,7 +38,7 @@ from kvweave.store.slab import Slab
 
 HUGE = 1 << 50  # bytes: as much as the disk has
 SEGMENT = 64 << 20  # bytes a slab takes from the disk at a time
-Words = dict[str, str]
+_Words = dict[str, str]
 
 
 def open_shelf(
@@ -88,7 +88,7 @@ def open_levels(
     return levels
 
 
-def _parse(spec: str) -> tuple[str, Words]:
+def _parse(spec: str) -> tuple[str, _Words]:
     kind, *rest = shlex.split(spec) or [""]
     if kind not in KINDS:
         raise InvalidArgument("tier", f"no tier {kind!r}", f"one of {', '.join(KINDS)}")
@@ -101,50 +101,50 @@ def _parse(spec: str) -> tuple[str, Words]:
     return kind, words
 
 
-def _directory(words: Words, home: Path | None, name: str) -> Path:
+def _directory(words: _Words, home: Path | None, name: str) -> Path:
     path = words.pop("path", None)
     if path is None and home is None:
         raise InvalidArgument("tier", f"{name} has no directory", "pass home=, or path=DIR here")
     return Path(path) if path is not None else Path(str(home)) / name
 
 
-def _ram(words: Words, size: int | None, home: Path | None) -> Tier:
+def _ram(words: _Words, size: int | None, home: Path | None) -> Tier:
     if size is None:
         raise InvalidArgument("tier", "ram has no size", "write: ram size=4GiB")
     return Arena(size + size // 8)  # some is lost between the extents
 
 
-def _disk(words: Words, size: int | None, home: Path | None) -> Tier:
+def _disk(words: _Words, size: int | None, home: Path | None) -> Tier:
     room = HUGE if size is None else size + size // 8 + SEGMENT
     return Slab(_directory(words, home, "kv"), room, segment=SEGMENT)
 
 
-def _files(words: Words, size: int | None, home: Path | None) -> Tier:
+def _files(words: _Words, size: int | None, home: Path | None) -> Tier:
     return FileTier(_directory(words, home, "files"))
 
 
-def _redis(words: Words, size: int | None, home: Path | None) -> Tier:
+def _redis(words: _Words, size: int | None, home: Path | None) -> Tier:
     return Resp(_needed(words, "redis", "url"), prefix=words.pop("prefix", "kvweave:"))
 
 
-def _mooncake(words: Words, size: int | None, home: Path | None) -> Tier:
+def _mooncake(words: _Words, size: int | None, home: Path | None) -> Tier:
     master, prefix = _needed(words, "mooncake", "master"), words.pop("prefix", "kvweave.")
     segment = n_bytes(words.pop("segment")) if "segment" in words else 0
     listing, host = words.pop("listing", ""), words.pop("host", "127.0.0.1")
     return Mooncake(Cluster(master, listing, host, segment), prefix=prefix)
 
 
-def _s3(words: Words, size: int | None, home: Path | None) -> Tier:
+def _s3(words: _Words, size: int | None, home: Path | None) -> Tier:
     return Archive.at(_needed(words, "s3", "url"), prefix=words.pop("prefix", "kvweave"))
 
 
-def _needed(words: Words, kind: str, name: str) -> str:
+def _needed(words: _Words, kind: str, name: str) -> str:
     if name not in words:
         raise InvalidArgument("tier", f"{kind} needs {name}=", f"write: {kind} {name}=...")
     return words.pop(name)
 
 
-KINDS: Mapping[str, Callable[[Words, int | None, Path | None], Tier]] = {
+KINDS: Mapping[str, Callable[[_Words, int | None, Path | None], Tier]] = {
     "ram": _ram, "disk": _disk, "files": _files,
     "redis": _redis, "mooncake": _mooncake, "s3": _s3,
 }  # fmt: skip

@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 from kvweave.errors import InvalidArgument, ModelMismatch, StoreError
 from kvweave.store.base import DONE, PAGE, Get, Outcome, Put, Tier
-from kvweave.store.codec import Choice
+from kvweave.store.codec import CodecSpec
 from kvweave.store.kv import KV
-from kvweave.store.record import Head, Span, encode
+from kvweave.store.record import ByteRange, Head, encode
 
 FIRST = 4 * PAGE  # bytes read at first: the head of 2,000 tokens and 32 layers
 
@@ -28,7 +28,7 @@ def buffer(n: int) -> memoryview:
 
 
 def store_kv(
-    tier: Tier, key: str, kv: KV, choice: Choice, model: str, *, durable: bool = False
+    tier: Tier, key: str, kv: KV, choice: CodecSpec, model: str, *, durable: bool = False
 ) -> Outcome:
     """Put KV under ``key``, coded as ``choice`` says; ``model`` is the fingerprint's hex digest.
 
@@ -107,7 +107,7 @@ def load_kv(
     return Loaded(kv, DONE, head)
 
 
-def _buffers(spans: list[Span]) -> list[memoryview]:
+def _buffers(spans: list[ByteRange]) -> list[memoryview]:
     """Return memory for every span, each from a page on."""
     sizes = [-(-span.n_bytes // PAGE) * PAGE for span in spans]
     whole = buffer(sum(sizes))

@@ -32,7 +32,7 @@ class LostConnection(Exception):
     """The server is not there, or not any more."""
 
 
-class Refused(Exception):
+class AccessDenied(Exception):
     """The server does not want us: password, user, database."""
 
 
@@ -49,7 +49,7 @@ class NotResp(Exception):
 
 
 @dataclass(frozen=True)
-class Server:
+class ServerAddress:
     """Where a server is and who we are there; the password is not shown."""
 
     host: str = ""
@@ -61,7 +61,9 @@ class Server:
     tls: ssl.SSLContext | None = field(default=None, repr=False)
 
     @classmethod
-    def parse(cls, url: str, password: str = "", tls: ssl.SSLContext | None = None) -> Server:
+    def parse(
+        cls, url: str, password: str = "", tls: ssl.SSLContext | None = None
+    ) -> ServerAddress:
         """Read ``redis[s]://[user[:password]@]host[:port][/database]`` or ``unix://...path?db=n``.
 
         Raises InvalidArgument.
@@ -117,7 +119,7 @@ class Wire:
     NotResp the connection is of no use.
     """
 
-    def __init__(self, server: Server, limit: Limit) -> None:
+    def __init__(self, server: ServerAddress, limit: Limit) -> None:
         """Connect; raise Refused when the server does not let us in."""
         self._data = memoryview(bytearray(LINE))
         self._start = self._end = 0  # of what is in ``_data`` and not used yet
@@ -131,7 +133,7 @@ class Wire:
             self.close()
             raise
 
-    def _connect(self, server: Server, limit: Limit) -> socket.socket:
+    def _connect(self, server: ServerAddress, limit: Limit) -> socket.socket:
         if server.path:
             sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             try:
@@ -152,7 +154,7 @@ class Wire:
             sock.close()
             raise
 
-    def _enter(self, server: Server, limit: Limit) -> None:
+    def _enter(self, server: ServerAddress, limit: Limit) -> None:
         asked: list[list[str | int]] = [
             ["SELECT", server.database] if server.database else ["PING"]
         ]
@@ -162,7 +164,7 @@ class Wire:
             try:
                 answer = self.ask(limit, *words)
             except ServerSaid as error:
-                raise Refused(str(error)) from error
+                raise AccessDenied(str(error)) from error
             if answer not in (b"OK", b"PONG"):
                 raise NotResp(f"{answer!r} to {words[0]}")
 

@@ -14,11 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvweave.chunk.identity import ModelFingerprint
-from kvweave.suite.exam import Outcome
+from kvweave.suite.exam import Trial
 from kvweave.weave.calibration import Calibration, Curve, Evidence
 
 Array = NDArray[np.float64]
-Item = tuple[str, int, int, str, int]  # protocol, case, item, mode, prunes
+_Item = tuple[str, int, int, str, int]  # protocol, case, item, mode, prunes
 SHARES = (0.05, 0.15, 0.30)  # where a repair may begin, and where it may go on to
 COVERAGE = 0.95
 QUANTILE = 0.98  # of a bin: above COVERAGE, since the next context is of no protocol seen here
@@ -29,26 +29,26 @@ MARGIN = 0.3  # decades that a feature may lie outside what was seen
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class Observation:
     """One question: the evidence and the true KL (nats) of `auto` at every share."""
 
-    item: Item
+    item: _Item
     evidence: dict[float, Evidence]
     kl: dict[float, float]
     right: dict[float, float]
     repaired: dict[float, float]  # part of the candidates
 
 
-def gather(outcomes: Iterable[Outcome], shares: Sequence[float] = SHARES) -> list[Seen]:
+def gather(outcomes: Iterable[Trial], shares: Sequence[float] = SHARES) -> list[Observation]:
     """Return the questions that `auto` answered at all ``shares``."""
-    found: dict[Item, Seen] = {}
+    found: dict[_Item, Observation] = {}
     labels = {f"auto {share:.0%}": share for share in shares}
     for o in outcomes:
         share = labels.get(o.method)
         if share is None or o.evidence is None or not o.candidates:
             continue
         item = (o.protocol, o.case, o.item, o.mode, o.prunes)
-        seen = found.setdefault(item, Seen(item, {}, {}, {}, {}))
+        seen = found.setdefault(item, Observation(item, {}, {}, {}, {}))
         seen.evidence[share] = Evidence(**o.evidence)
         seen.kl[share], seen.right[share] = o.kl, o.right
         seen.repaired[share] = o.repaired / o.candidates
@@ -56,7 +56,7 @@ def gather(outcomes: Iterable[Outcome], shares: Sequence[float] = SHARES) -> lis
 
 
 def fit(
-    seen: Sequence[Seen], fingerprint: ModelFingerprint, shares: Sequence[float] = SHARES
+    seen: Sequence[Observation], fingerprint: ModelFingerprint, shares: Sequence[float] = SHARES
 ) -> Calibration:
     """Return the calibration that ``seen`` gives. Raises ValueError when there is too little."""
     if len(seen) < 10 * BINS:
@@ -108,7 +108,11 @@ class Kept:
 
     @classmethod
     def of(
-        cls, calibration: Calibration, seen: Sequence[Seen], max_drift: float | None, start: float
+        cls,
+        calibration: Calibration,
+        seen: Sequence[Observation],
+        max_drift: float | None,
+        start: float,
     ) -> Kept:
         """Let the gate decide on every question as `auto` would."""
         chosen = [_decide(calibration, s, max_drift, start) for s in seen]
@@ -132,7 +136,7 @@ class Kept:
 
 
 def halves(
-    seen: Sequence[Seen], fingerprint: ModelFingerprint, bounds: Sequence[float | None]
+    seen: Sequence[Observation], fingerprint: ModelFingerprint, bounds: Sequence[float | None]
 ) -> list[dict[str, object]]:
     """Calibrate on every other protocol and let the gate decide on the rest, both ways round.
 
@@ -153,7 +157,7 @@ def halves(
 
 
 def _decide(
-    calibration: Calibration, seen: Seen, max_drift: float | None, start: float
+    calibration: Calibration, seen: Observation, max_drift: float | None, start: float
 ) -> float | None:
     """Return the share the gate stops at; None for all rows."""
     if max_drift is None:

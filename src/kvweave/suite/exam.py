@@ -24,7 +24,7 @@ from torch import Tensor
 
 from kvweave.engine import Engine
 from kvweave.run.base import Backend, Work
-from kvweave.suite.method import FULL, Method, Mode
+from kvweave.suite.method import FULL, Method, Pruning
 from kvweave.suite.words import Paper, Question, Words
 from kvweave.weave.context import Context
 from kvweave.weave.maker import Maker
@@ -34,7 +34,7 @@ from kvweave.weave.repair import Auto
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class Trial:
     """How one method did on one question.
 
     ``right`` is 1 when the whole reply is the expected one (of leak questions: when it names the
@@ -84,14 +84,14 @@ class Exam:
         for engine in self._engines.values():
             engine.close()
 
-    def sit(self, paper: Paper, methods: Sequence[Method]) -> list[Outcome]:
+    def sit(self, paper: Paper, methods: Sequence[Method]) -> list[Trial]:
         """Return the outcome of every method for every question, the oracle's own first."""
         truth = self._truth(paper)
         found = [
             outcome(paper, i, truth[i], truth[i], method=FULL) for i in range(len(paper.questions))
         ]
         for method in methods:
-            modes: tuple[Mode | str, ...] = method.modes if paper.dropped is not None else ("",)
+            modes: tuple[Pruning | str, ...] = method.modes if paper.dropped is not None else ("",)
             for mode in modes:
                 found += self._under(paper, method, mode, truth)
         self._clear()
@@ -142,7 +142,7 @@ class Exam:
 
     def _under(
         self, paper: Paper, method: Method, mode: str, truth: list[Tensor]
-    ) -> Iterator[Outcome]:
+    ) -> Iterator[Trial]:
         """Weave the notes under one method and ask every question."""
         evict = mode == "evict"
         engine = self.engine(method.base, evict)
@@ -237,11 +237,11 @@ def oracle(runner: Backend, tokens: Sequence[int], questions: Sequence[Question]
 
 def outcome(
     paper: Paper, item: int, truth: Tensor, logits: Tensor, *, method: str, mode: str = ""
-) -> Outcome:
+) -> Trial:
     """Judge a reply by its logits [token, vocab]."""
     question = paper.questions[item]
     right, kl, nll = judge(question, truth, logits)
-    return Outcome(paper.protocol, paper.index, item, question.kind, mode, method, right, kl, nll)
+    return Trial(paper.protocol, paper.index, item, question.kind, mode, method, right, kl, nll)
 
 
 def judge(question: Question, truth: Tensor, logits: Tensor) -> tuple[float, float, float]:
@@ -260,7 +260,7 @@ def judge(question: Question, truth: Tensor, logits: Tensor) -> tuple[float, flo
 
 
 def counts(plan: Plan, kept: int = 0) -> dict[str, Any]:
-    """Return what a plan says about rows, for an `Outcome`; ``kept`` were repaired before."""
+    """Return what a plan says about rows, for a `Trial`; ``kept`` were repaired before."""
     reused = [s for s in plan.spans if s.how in ("reuse", "repair")]
     evidence: Any = getattr(plan, "evidence", None)
     if dataclasses.is_dataclass(evidence):

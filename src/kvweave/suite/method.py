@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from kvweave.weave.repair import Strategy, strategy
 
-Mode = Literal["forget", "evict", "never"]
+Pruning = Literal["forget", "evict", "never"]
 
 # Strategies that choose the same rows whatever is asked: one weave serves all questions of a case.
 BLIND = ("none", "random", "first_k", "deviation", "deps", "patch", "full")
@@ -29,7 +29,7 @@ class Method:
     base: bool = True
     before: str = ""
     settings: tuple[tuple[str, Any], ...] = ()
-    modes: tuple[Mode, ...] = ("forget", "never")
+    modes: tuple[Pruning, ...] = ("forget", "never")
 
     @property
     def name(self) -> str:

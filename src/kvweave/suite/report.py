@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from kvweave.suite import stats
-from kvweave.suite.exam import Outcome
+from kvweave.suite.exam import Trial
 from kvweave.suite.method import FULL, Method
 
 Row = dict[str, Any]
@@ -22,9 +22,9 @@ LINES = {
 }
 
 
-def summarise(outcomes: Iterable[Outcome], methods: Sequence[Method]) -> list[Row]:
+def summarise(outcomes: Iterable[Trial], methods: Sequence[Method]) -> list[Row]:
     """Return a row for every protocol, line, mode and method, full prefill first."""
-    groups: dict[tuple[str, str, str, str], list[Outcome]] = defaultdict(list)
+    groups: dict[tuple[str, str, str, str], list[Trial]] = defaultdict(list)
     for o in outcomes:
         for line in _lines(o):
             groups[o.protocol, line, o.mode, o.method].append(o)
@@ -41,9 +41,7 @@ def summarise(outcomes: Iterable[Outcome], methods: Sequence[Method]) -> list[Ro
     return rows
 
 
-def figures(
-    found: Sequence[Outcome], full: Sequence[Outcome], never: Sequence[Outcome] | None
-) -> Row:
+def figures(found: Sequence[Trial], full: Sequence[Trial], never: Sequence[Trial] | None) -> Row:
     """Return the figures of one method on one line of a protocol.
 
     ``relative`` is the accuracy over a full prefill's. Of leak questions ``accuracy`` is the share
@@ -81,7 +79,7 @@ def figures(
     return row
 
 
-def by_case(outcomes: Iterable[Outcome], what: str) -> list[list[float]]:
+def by_case(outcomes: Iterable[Trial], what: str) -> list[list[float]]:
     """Return a figure of the outcomes, case by case, in the order of cases and items."""
     found: dict[int, dict[int, float]] = defaultdict(dict)
     for o in outcomes:
@@ -142,7 +140,7 @@ def shown(interval: Sequence[float] | None) -> str:
     return f"{value} [{low}, {high}]"
 
 
-def _lines(o: Outcome) -> list[str]:
+def _lines(o: Trial) -> list[str]:
     if o.protocol != "P5":
         return [""]
     return [line for line, kinds in LINES.items() if o.kind in kinds]

@@ -12,7 +12,7 @@ from itertools import islice
 from kvweave.errors import InvalidArgument
 from kvweave.run.model import Runner
 from kvweave.suite import prose, stream
-from kvweave.suite.exam import Exam, Outcome
+from kvweave.suite.exam import Exam, Trial
 from kvweave.suite.method import Method
 from kvweave.suite.protocols import PROTOCOLS, TEST, cases
 from kvweave.suite.words import Paper
@@ -44,7 +44,7 @@ class Suite:
 
     def run(
         self, protocol: str, methods: Sequence[Method], units: Iterable[int]
-    ) -> Iterator[list[Outcome]]:
+    ) -> Iterator[list[Trial]]:
         """Yield the outcomes of unit after unit; the oracle's own are among them."""
         exam = self._exam(protocol == "prose")
         for unit in units:

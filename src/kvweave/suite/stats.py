@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 DRAWS = 2000
 LEVEL = 0.95
-Floats = NDArray[np.float64]
+_Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,13 +69,13 @@ def quantile(values: Sequence[float], q: float) -> float:
     return float(np.quantile(np.asarray(values, dtype=np.float64), q))
 
 
-def _sums(cases: Sequence[Sequence[float]]) -> tuple[Floats, Floats]:
+def _sums(cases: Sequence[Sequence[float]]) -> tuple[_Floats, _Floats]:
     return np.array([float(sum(c)) for c in cases]), np.array([float(len(c)) for c in cases])
 
 
 def _paired(
     a: Sequence[Sequence[float]], b: Sequence[Sequence[float]], seed: int
-) -> tuple[Floats, Floats, NDArray[np.int64]]:
+) -> tuple[_Floats, _Floats, NDArray[np.int64]]:
     if [len(c) for c in a] != [len(c) for c in b]:
         raise ValueError("the two are not of the same questions")
     return _sums(a)[0], _sums(b)[0], _draws(len(a), seed)
@@ -86,7 +86,7 @@ def _draws(n: int, seed: int) -> NDArray[np.int64]:
     return np.random.default_rng(seed).integers(0, n, (DRAWS, n))
 
 
-def _interval(value: float, drawn: Floats) -> Interval:
+def _interval(value: float, drawn: _Floats) -> Interval:
     tail = (1 - LEVEL) / 2
     finite = drawn[np.isfinite(drawn)]
     if finite.size == 0:
@@ -95,18 +95,18 @@ def _interval(value: float, drawn: Floats) -> Interval:
     return Interval(value, float(low), float(high))
 
 
-def _over(above: Floats, below: Floats) -> Floats:
+def _over(above: _Floats, below: _Floats) -> _Floats:
     """Divide; nothing right in both is no loss."""
     safe = np.where(below == 0, 1.0, below)
     return np.where(below == 0, np.where(above == 0, 1.0, np.inf), above / safe)
 
 
-def _moments(stream: Sequence[tuple[float, float]]) -> Floats:
+def _moments(stream: Sequence[tuple[float, float]]) -> _Floats:
     x, y = np.array(stream, dtype=np.float64).T
     return np.array([len(x), x.sum(), y.sum(), (x * x).sum(), (x * y).sum()])
 
 
-def _slope(moments: Floats) -> Floats:
+def _slope(moments: _Floats) -> _Floats:
     n, x, y, xx, xy = np.moveaxis(moments, -1, 0)
     below = n * xx - x * x
     return np.asarray((n * xy - x * y) / np.where(below == 0, np.nan, below))

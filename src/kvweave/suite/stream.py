@@ -19,7 +19,7 @@ from torch import Tensor
 
 from kvweave.demo.world import Conversation, Spec
 from kvweave.engine import Engine
-from kvweave.suite.exam import Exam, Outcome, clear, counts, oracle, outcome, replies
+from kvweave.suite.exam import Exam, Trial, clear, counts, oracle, outcome, replies
 from kvweave.suite.method import FULL, Method
 from kvweave.suite.words import Paper, Question
 from kvweave.weave.context import Context
@@ -40,7 +40,7 @@ SPEC = Spec(
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class StreamTurn:
     """One turn as tokens: the user's message, the header, the whole reply, and the question."""
 
     user: str
@@ -50,7 +50,7 @@ class Step:
     asks: bool
 
 
-def script(exam: Exam, seed: str, prunes: int = PRUNES, window: int = WINDOW) -> list[Step]:
+def script(exam: Exam, seed: str, prunes: int = PRUNES, window: int = WINDOW) -> list[StreamTurn]:
     """Return the turns of one conversation."""
     words, talk = exam.words, Conversation(seed, SPEC)
     steps = []
@@ -59,13 +59,17 @@ def script(exam: Exam, seed: str, prunes: int = PRUNES, window: int = WINDOW) ->
         asked = (*words.user(turn.user), *words.tokens(words.header))
         question = Question(turn.kind, asked, words.expected(turn.reply))
         reply = (*words.tokens(words.header), *words.reply(turn.reply))
-        steps.append(Step(turn.user, reply, question, i - window + 1, turn.asks))
+        steps.append(StreamTurn(turn.user, reply, question, i - window + 1, turn.asks))
     return steps
 
 
 def hold(
-    exam: Exam, index: int, steps: Sequence[Step], methods: Sequence[Method], window: int = WINDOW
-) -> list[Outcome]:
+    exam: Exam,
+    index: int,
+    steps: Sequence[StreamTurn],
+    methods: Sequence[Method],
+    window: int = WINDOW,
+) -> list[Trial]:
     """Return the outcomes of every question asked after a prune, the oracle's own first."""
     paper = Paper("P6", index, (), tuple(step.question for step in steps))
     measured = [i for i, step in enumerate(steps) if step.asks and step.prunes > 0]
@@ -85,7 +89,7 @@ def hold(
     return found
 
 
-def _truth(exam: Exam, steps: Sequence[Step], i: int, window: int) -> Tensor:
+def _truth(exam: Exam, steps: Sequence[StreamTurn], i: int, window: int) -> Tensor:
     before = steps[max(0, i - window + 1) : i]
     tokens = list(exam.words.head)
     for step in before:
@@ -94,7 +98,7 @@ def _truth(exam: Exam, steps: Sequence[Step], i: int, window: int) -> Tensor:
 
 
 def _under(
-    exam: Exam, steps: Sequence[Step], method: Method, evict: bool, window: int
+    exam: Exam, steps: Sequence[StreamTurn], method: Method, evict: bool, window: int
 ) -> Iterator[tuple[int, Plan, Tensor]]:
     """Hold the conversation under one method; yield each turn's plan and logits of the reply."""
     engine = exam.engine(method.base, evict)
@@ -125,7 +129,7 @@ def _under(
     clear(engine)
 
 
-def _store(engine: Engine, context: Context, i: int, step: Step) -> None:
+def _store(engine: Engine, context: Context, i: int, step: StreamTurn) -> None:
     """Give the turn canonical KV, as an engine does when it is idle."""
     user = [int(t) for t in engine.table.tokens(context.parts[-1].id)]
     engine.put_many([(f"turn/{i}/u", user), (f"turn/{i}/a", step.reply)])

@@ -16,9 +16,8 @@ from kvweave.run.sampling import Sampling
 from kvweave.weave.answer import Answer, request_from
 from kvweave.weave.check import Check
 from kvweave.weave.edits import dropped, find, inserted, part_of, renamed, reordered
-from kvweave.weave.maker import Text
 from kvweave.weave.naming import Names, holder
-from kvweave.weave.parts import Mode, Part, Snapshot, end
+from kvweave.weave.parts import Mode, Part, Snapshot, TextOrTokens, end
 from kvweave.weave.plan import Plan
 from kvweave.weave.repair import Strategy
 from kvweave.weave.session import Session, Turn
@@ -111,7 +110,7 @@ class Context:
 
     def append(
         self,
-        content: Text,
+        content: TextOrTokens,
         *,
         kind: Kind = "document",
         name: str | None = None,
@@ -131,7 +130,7 @@ class Context:
     def insert(
         self,
         index: int,
-        content: Text,
+        content: TextOrTokens,
         *,
         kind: Kind = "document",
         name: str | None = None,
@@ -212,7 +211,9 @@ class Context:
             self._parts = dropped(self._parts, gone, frozen=mode == "evict", gaps=gaps)
             self._base = self._base if self._parts else None
 
-    def replace(self, ref: str | int | Part, content: Text, *, kind: Kind = "document") -> Part:
+    def replace(
+        self, ref: str | int | Part, content: TextOrTokens, *, kind: Kind = "document"
+    ) -> Part:
         """Put new text in the place of a part; what stands behind is woven anew."""
         with self.edit():
             index = self.index(ref)

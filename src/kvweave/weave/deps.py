@@ -25,7 +25,7 @@ from kvweave.weave.parts import Part, Placement
 LIMIT = 64 << 20  # bytes of all that is known: of 16 million tokens
 PAIR = 16  # bytes counted for one pair of ids
 
-Floats = NDArray[np.float32]
+_Floats = NDArray[np.float32]
 
 
 class Reads(Observer):
@@ -41,13 +41,12 @@ class Reads(Observer):
         device: torch.device,
     ) -> None:
         sizes = [p.part.n for p in placed] + [n_new]
-        self.owner = up(
-            np.repeat(np.arange(len(sizes)), sizes), device
-        )  # [slot] the part it belongs to
+        # [slot] the part it belongs to
+        self.owner = up(np.repeat(np.arange(len(sizes)), sizes), device)
         self.mass = torch.zeros(n_rows + n_new, len(sizes), device=device)
         self.n_layers = n_layers
         self._passing: list[tuple[int, Tensor]] = []
-        self._host: Floats | None = None  # mass, brought down once
+        self._host: _Floats | None = None  # mass, brought down once
 
     def begin(self) -> None:
         """Forget a pass that did not end."""
@@ -67,7 +66,7 @@ class Reads(Observer):
         self._passing.clear()
         self._host = None
 
-    def of(self, start: int, stop: int) -> Floats:
+    def of(self, start: int, stop: int) -> _Floats:
         """Return the mass of rows ``[start, stop)``, on the host."""
         if self._host is None:
             self._host = self.mass.cpu().numpy()
@@ -78,7 +77,7 @@ class Reads(Observer):
 class Known:
     """What one chunk's rows read of others: ``rows`` [token], and the sum per other id."""
 
-    rows: Floats
+    rows: _Floats
     by: dict[int, float] = field(default_factory=dict)
 
     @property
@@ -98,7 +97,7 @@ class Dependence:
         self.n_bytes = 0
         self._known: OrderedDict[int, Known] = OrderedDict()
 
-    def rows(self, id: int) -> Floats | None:
+    def rows(self, id: int) -> _Floats | None:
         """Return the mass [token] each row of a chunk paid to others; None if it is unknown."""
         found = self._known.get(id)
         return None if found is None else found.rows
@@ -109,7 +108,7 @@ class Dependence:
         found = self._known.get(id)
         return {} if found is None else dict(found.by)
 
-    def of(self, spans: Sequence[Placement]) -> Floats:
+    def of(self, spans: Sequence[Placement]) -> _Floats:
         """Return the mass [row] of all rows of ``spans``, 0 where nothing is recorded."""
         found = []
         for p in spans:
@@ -133,7 +132,7 @@ class Dependence:
         elif 0 < missing <= n_rows:
             self.note(p.part, p.ready, reads.of(rows[1] - missing, rows[1]), before)
 
-    def note(self, part: Part, first: int, mass: Floats, before: Sequence[Placement]) -> None:
+    def note(self, part: Part, first: int, mass: _Floats, before: Sequence[Placement]) -> None:
         """Record ``mass`` [row, part] that rows of ``part`` from ``first`` on paid to the parts
         ``before`` it. Rows from 0 on replace what was known; later ones add to it."""
         id = int(part.id)

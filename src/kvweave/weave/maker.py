@@ -15,8 +15,8 @@ from kvweave.run.base import Backend, Ints, Rows, Work
 from kvweave.store.kv import KV
 from kvweave.store.shelf import Shelf
 from kvweave.weave.chat import ChatFormat
+from kvweave.weave.parts import TextOrTokens
 
-Text = str | Sequence[int]  # text, or token ids
 BLOCK = 512  # rows of one pass; bounds the mask to BLOCK x context
 
 
@@ -27,7 +27,7 @@ class Maker:
         self.backend, self.shelf, self.table = backend, shelf, table
         self.chat = ChatFormat(backend.tokenizer)
 
-    def tokens(self, text: Text) -> list[int]:
+    def tokens(self, text: TextOrTokens) -> list[int]:
         """Return token ids without special tokens added. Raises InvalidArgument."""
         if not isinstance(text, str):
             ids = [int(t) for t in text]

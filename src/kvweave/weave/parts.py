@@ -54,6 +54,7 @@ class Truth(IntEnum):
 
 Mode = Literal["forget", "evict"]
 Positions = Literal["compact", "keep"]
+TextOrTokens = str | Sequence[int]  # what becomes a part: text, or token ids
 
 
 class Stretch(NamedTuple):

@@ -18,7 +18,7 @@ from dataclasses import replace
 from kvweave.chunk.identity import ChunkId
 from kvweave.chunk.table import Table
 from kvweave.store.kv import KV
-from kvweave.store.patches import Key, Patch
+from kvweave.store.patches import Patch, PatchKey
 from kvweave.store.shelf import Shelf
 from kvweave.weave.parts import Placement, Truth, seen_from
 from kvweave.weave.repair import Strategy
@@ -63,7 +63,7 @@ class Patcher:
             patch = Patch.between(canonical, found, rank)
             self.shelf.put_patch(self._key(p, before, rank), patch)
 
-    def _key(self, p: Placement, before: Sequence[Placement], rank: int) -> Key:
+    def _key(self, p: Placement, before: Sequence[Placement], rank: int) -> PatchKey:
         neighbours = tuple(
             (self.table.get(ChunkId(s.id)).digest, s.distance, s.start, s.n)
             for s in seen_from(before, p.position)

@@ -19,9 +19,9 @@ from kvweave.run.loop import Loop
 from kvweave.run.sampling import Choice, Sampling
 from kvweave.weave.answer import Answer
 from kvweave.weave.check import Check
-from kvweave.weave.maker import Maker, Text
+from kvweave.weave.maker import Maker
 from kvweave.weave.oracle import compare
-from kvweave.weave.parts import Mode, Part, Snapshot, exact_prefix
+from kvweave.weave.parts import Mode, Part, Snapshot, TextOrTokens, exact_prefix
 from kvweave.weave.plan import Plan
 from kvweave.weave.repair import NoRepair, Strategy, Wish, strategy
 from kvweave.weave.settings import Settings, check_share
@@ -45,7 +45,9 @@ class Editor(Protocol):
         """Batch edits: all of them happen, or none."""
         ...
 
-    def append(self, content: Text, *, kind: Kind = "document", label: str | None = None) -> Part:
+    def append(
+        self, content: TextOrTokens, *, kind: Kind = "document", label: str | None = None
+    ) -> Part:
         """Add text or token ids at the end."""
         ...
 
@@ -209,6 +211,11 @@ class Turn:
     def done(self) -> bool:
         """Whether the last token was sampled."""
         return not self._weaving.request.running
+
+    @property
+    def plan(self) -> Plan | None:
+        """How its context is woven, once the repair has chosen."""
+        return self._weaving.plan
 
     @property
     def failed(self) -> bool:

@@ -49,7 +49,7 @@ class Ref:
     name: str
 
 
-Piece = Text | Ref
+_Piece = Text | Ref
 
 
 class Template:
@@ -68,7 +68,7 @@ class Template:
         """Return the template's literals and holes in order; no literal is empty."""
         return self._parts
 
-    def fill(self, values: Mapping[str, object], resolve: Callable[[str], bool]) -> list[Piece]:
+    def fill(self, values: Mapping[str, object], resolve: Callable[[str], bool]) -> list[_Piece]:
         """Return text and references in order, neighbouring texts as one.
 
         ``resolve(name)`` says whether a chunk has that name; it is asked only for holes without
@@ -78,7 +78,7 @@ class Template:
         for name in values:
             if name not in self.holes:
                 raise InvalidArgument(name, "the template has no such hole", self._suggest(name))
-        pieces: list[Piece] = []
+        pieces: list[_Piece] = []
         for part in self._parts:
             if isinstance(part, Literal):
                 pieces.append(Text(part.text))
@@ -138,7 +138,7 @@ def _wrong(text: str, at: int, reason: str, hint: str) -> InvalidArgument:
     return InvalidArgument("template", reason, hint)
 
 
-def _pieces(hole: str, value: object) -> list[Piece]:
+def _pieces(hole: str, value: object) -> list[_Piece]:
     if isinstance(value, str):
         return [Text(value)]
     if isinstance(value, Ref):
@@ -160,9 +160,9 @@ def _reference(hole: str, item: object) -> Ref:
     )
 
 
-def _merged(pieces: list[Piece]) -> list[Piece]:
+def _merged(pieces: list[_Piece]) -> list[_Piece]:
     """Join neighbouring texts, so that they are tokenized as the one text they read as."""
-    merged: list[Piece] = []
+    merged: list[_Piece] = []
     for piece in pieces:
         if isinstance(piece, Text) and merged and isinstance(merged[-1], Text):
             merged[-1] = Text(merged[-1].text + piece.text)

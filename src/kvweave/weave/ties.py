@@ -5,7 +5,7 @@ from __future__ import annotations
 from kvweave.chunk.identity import ChunkId
 from kvweave.chunk.table import Table
 from kvweave.keep.base import Facts
-from kvweave.store.ram import Seen
+from kvweave.store.ram import Stretches
 from kvweave.store.shelf import Shelf
 
 SECONDS_A_TOKEN = 1e-3  # of prefill; policies compare costs only with each other
@@ -54,6 +54,6 @@ class Ties:
     def _tier(self, id: int, tier: str, size: int) -> None:
         self.table.update(ChunkId(id), tier=tier, n_bytes=size)  # type: ignore[arg-type]
 
-    def _deps(self, id: int, seen: Seen) -> None:
+    def _deps(self, id: int, seen: Stretches) -> None:
         deps = dict.fromkeys(ChunkId(dep) for dep, *_ in seen)
         self.table.update(ChunkId(id), deps=tuple(deps))

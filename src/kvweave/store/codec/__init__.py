@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from kvweave.errors import InvalidArgument, nearest
-from kvweave.store.codec.base import BLOCK, Codec, Make, Part, Place
+from kvweave.store.codec.base import BLOCK, Codec, KeyOrValue, Make, Place
 from kvweave.store.codec.cachegen import cachegen
-from kvweave.store.codec.choice import Choice, Layers, Named, split
+from kvweave.store.codec.choice import CodecSpec, Layers, Named, split
 from kvweave.store.codec.fp8 import fp8
 from kvweave.store.codec.integer import integer
 from kvweave.store.codec.raw import packed, raw
@@ -27,7 +27,7 @@ CODECS: dict[str, Make] = {
 }
 
 
-def parse(spec: str) -> Choice:
+def parse(spec: str) -> CodecSpec:
     """Return the codecs a spec names; `choice` shows the grammar. Raises InvalidArgument."""
     layers: list[Layers] = []
     covered = 0
@@ -52,7 +52,7 @@ def parse(spec: str) -> Choice:
         covered = 0 if last is None else last + 1
         k, slash, v = rest.partition("/")
         layers.append(Layers(last, _named(spec, k), _named(spec, v if slash else k)))
-    return Choice(spec, tuple(layers))
+    return CodecSpec(spec, tuple(layers))
 
 
 def _named(spec: str, text: str) -> Named:
@@ -71,4 +71,4 @@ def _refused(spec: str, reason: str, hint: str) -> InvalidArgument:
     return InvalidArgument("codec", f"{reason} in {spec!r}", hint)
 
 
-__all__ = ["BLOCK", "CODECS", "Choice", "Codec", "Make", "Part", "Place", "parse"]
+__all__ = ["BLOCK", "CODECS", "Codec", "CodecSpec", "KeyOrValue", "Make", "Place", "parse"]

@@ -16,7 +16,7 @@ from torch import Tensor
 from kvweave.errors import CorruptChunk
 
 BLOCK = 256  # tokens coded together: what is read at least, and what scales stretch over
-Part = Literal["k", "v"]
+KeyOrValue = Literal["k", "v"]
 
 
 class Place(NamedTuple):
@@ -24,7 +24,7 @@ class Place(NamedTuple):
 
     layer: int
     n_layers: int
-    part: Part
+    part: KeyOrValue
 
 
 class Codec(Protocol):

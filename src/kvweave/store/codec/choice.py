@@ -14,7 +14,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from kvweave.store.codec.base import Codec, Make, Part, Place
+from kvweave.store.codec.base import Codec, KeyOrValue, Make, Place
 
 LOSSLESS = ("raw", "raw+zstd")
 _RANGE = re.compile(r"(\d+)(-(\d*))?:(?=[a-z])")
@@ -39,20 +39,20 @@ class Layers:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class CodecSpec:
     """A parsed codec spec."""
 
     spec: str
     layers: tuple[Layers, ...]
 
-    def named(self, layer: int, part: Part) -> Named:
+    def named(self, layer: int, part: KeyOrValue) -> Named:
         """Return what one tensor is coded with."""
         for each in self.layers:
             if each.last is None or layer <= each.last:
                 return each.k if part == "k" else each.v
         raise AssertionError("the last range has no end")
 
-    def codec(self, layer: int, n_layers: int, part: Part) -> Codec:
+    def codec(self, layer: int, n_layers: int, part: KeyOrValue) -> Codec:
         """Make the codec of one tensor."""
         named = self.named(layer, part)
         return named.make(Place(layer, n_layers, part), named.options)
@@ -62,7 +62,7 @@ class Choice:
         """Whether what comes back may differ from what was stored."""
         return any(named.name not in LOSSLESS for each in self.layers for named in (each.k, each.v))
 
-    def is_raw(self, layer: int, part: Part) -> bool:
+    def is_raw(self, layer: int, part: KeyOrValue) -> bool:
         """Whether the bytes of one tensor are its values as they are."""
         return self.named(layer, part).name == "raw"
 

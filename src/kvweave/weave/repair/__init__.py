@@ -16,7 +16,7 @@ from kvweave.weave.repair.deps import Deps
 from kvweave.weave.repair.deviation import Deviation
 from kvweave.weave.repair.first_k import FirstK
 from kvweave.weave.repair.options import made
-from kvweave.weave.repair.patch import Patch
+from kvweave.weave.repair.patch import PatchRepair
 from kvweave.weave.repair.query import Query
 from kvweave.weave.repair.rollout import Rollout
 
@@ -31,7 +31,7 @@ STRATEGIES: dict[str, type[Strategy]] = {
         Query,
         Rollout,
         Deps,
-        Patch,
+        PatchRepair,
         Random,
         Full,
     )
@@ -61,7 +61,7 @@ __all__ = [
     "FirstK",
     "Full",
     "NoRepair",
-    "Patch",
+    "PatchRepair",
     "Query",
     "Random",
     "Rollout",

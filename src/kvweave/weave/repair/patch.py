@@ -9,7 +9,7 @@ from kvweave.run.base import Ints
 from kvweave.weave.repair.base import Strategy, View
 
 
-class Patch(Strategy):
+class PatchRepair(Strategy):
     """A stored difference between in-context and canonical KV, of ``rank`` vectors a layer (Kamera,
     arXiv 2606.23581; deltas per context: KVCOMM, arXiv 2510.12872).
 
