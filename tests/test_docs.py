@@ -20,8 +20,10 @@ from served import served
 from kvweave import Engine
 from kvweave.cli import home
 from kvweave.cli.parser import UsageError, parse
+from kvweave.weave.repair import STRATEGIES
 
 ROOT = Path(__file__).parents[1]
+SRC = ROOT / "src" / "kvweave"
 MODEL = str(home.BUNDLED)
 HTTP = "docs/http.md"
 PLACEHOLDER = '"path/or/hf-id"'
@@ -140,9 +142,50 @@ def test_links_lead_somewhere(name):
             assert (ROOT / name).parent.joinpath(target).exists(), f"{name} links to {target}"
 
 
-def test_files_the_map_names_exist():
-    for path in re.findall(r"`((?:\w+/)+\w*(?:\.py)?|\w+\.py)`", PAGES["docs/map.md"]):
+def paths(text):
+    """Return the files and folders a page names, but for those that a reader is to write."""
+    found = re.findall(r"`((?:\w+/)+\w*(?:\.py)?|\w+\.py)`", text)
+    return [path for path in found if not path.endswith("mine.py")]
+
+
+@pytest.mark.parametrize("name", ["docs/map.md", "CONTRIBUTING.md"])
+def test_files_that_pages_of_the_code_name_exist(name):
+    for path in paths(PAGES[name]):
         assert any((base / path).exists() for base in (ROOT, ROOT / "src/kvweave")), path
+
+
+def test_the_map_says_of_every_module_what_belongs_there():
+    table = PAGES["docs/map.md"].split("## Where a line belongs")[1].split("\n## ")[0]
+    named = [path for line in re.findall(r"^\| (`.*?) \|", table, re.M) for path in paths(line)]
+    modules = [*SRC.glob("run/*.py"), *SRC.glob("weave/**/*.py")]
+    there = [path.relative_to(SRC).as_posix() for path in modules if path.read_text()]
+    assert sorted(named) == sorted(there), "each module once"
+
+
+def test_the_map_has_every_package():
+    rows = re.findall(r"^\| `(\w+)[/.]", PAGES["docs/map.md"].split("## The packages")[1], re.M)
+    there = {path.stem for path in SRC.iterdir() if not path.name.startswith("_")}
+    assert sorted(rows) == sorted(there)
+
+
+def test_where_to_register_what_is_so():
+    registered = re.findall(r"`([A-Z_]+)` in `([\w/]+\.py)`", PAGES["CONTRIBUTING.md"])
+    assert len(registered) > 4
+    for registry, path in registered:
+        file = next(base / path for base in (SRC, ROOT) if (base / path).exists())
+        assert re.search(rf"^{registry}\b", file.read_text(), re.M), f"no {registry} in {path}"
+
+
+def test_the_strategies_are_all_explained():
+    table = PAGES["docs/concepts.md"].split("| strategy |")[1].split("\n\n")[0]
+    rows = "".join(row.split("|")[1] for row in table.splitlines()[2:])
+    assert {name.split(":")[0] for name in re.findall(r"`([\w:@]+)`", rows)} == set(STRATEGIES)
+
+
+@pytest.mark.parametrize("name", [name for name in PAGES if name != "docs/LOG.md"])
+def test_no_page_counts_lines_of_code(name):
+    """They are wrong the next day; `test_layout.py` has the budgets."""
+    assert not re.search(r"\d[\d,.]*k? (lines|LOC)\b", PAGES[name])
 
 
 def test_the_page_of_commands_is_current():

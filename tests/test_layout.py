@@ -39,7 +39,12 @@ ORDER = (
     ("__main__",),
 )
 RANK = {name: rank for rank, names in enumerate(ORDER) for name in names}
-TORCH_FREE = ("chunk/", "keep/", "weave/plan.py", "weave/template.py", "run/schedule.py")
+TORCH_FREE = (
+    "chunk/", "keep/", "run/schedule.py", "run/sampling.py",
+    "weave/parts.py", "weave/edits.py", "weave/naming.py", "weave/context.py", "weave/contexts.py",
+    "weave/settings.py", "weave/template.py", "weave/chat.py", "weave/plan.py", "weave/answer.py",
+    "weave/check.py", "weave/calibration.py",
+)  # fmt: skip
 MODEL_SEAM = ("run/load.py", "run/model.py", "run/probe.py", "run/verify.py")
 LOCAL_IMPORTS_FREE = ("demo/", "cli/")  # these start fast by importing late
 SPEAK_FOR_THEMSELVES = {"property", "cached_property", "setter", "overload", "override"}

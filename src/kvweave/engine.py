@@ -77,11 +77,12 @@ class Engine:
         self.runner: Backend = Runner.load(str(model), **loading) if loads else model  # type: ignore[arg-type,assignment]
         self._home = None if home is None else Home(Path(home), self.runner.fingerprint)
         self.table = Table(None if self._home is None else self._home.index)
+        where = None if self._home is None else self._home.path
         ties = Ties(self.table)
         try:
             self.shelf = open_shelf(
                 self.config,
-                None if self._home is None else self._home.path,
+                where,
                 (self.runner.fingerprint.digest().hex(), self.runner.device),
                 ties.key,
                 ties.is_pinned,
@@ -93,8 +94,7 @@ class Engine:
         self.table.on_free = self._let_go
         self.loop = Loop(self.runner, self.config.max_batch, self.config.max_rows)
         self.maker = Maker(self.runner, self.shelf, self.table)
-        places = [None if self._home is None else self._home.path]
-        places.append(Path(model) if isinstance(model, str | Path) else None)
+        places = [where, Path(str(model)) if loads else None]
         found = calibration_of(self.runner.fingerprint, self.config.calibration, places)
         check_bound(self.config.max_drift, found, self.config.repair, self.config.share)
         self.weaver = Weaver(self.runner, self.shelf, self.table, found, self.config.rows)
@@ -172,9 +172,7 @@ class Engine:
         progress: Callable[[int], None] = lambda n: None,
     ) -> list[Entry]:
         """Store several chunks; short ones are computed together. All of them or none."""
-        self.runner.require_move()
-        if self._home is not None:
-            self._home.claim()
+        self._require_move()
         made: list[tuple[str, ChunkId]] = []
         base = self._base
         try:
@@ -204,9 +202,7 @@ class Engine:
         They are placed as they are, wherever they stand, and never computed: what is lost of them
         is lost. Raises NameTaken, InvalidName, InvalidArgument, OverBudget, CannotMove.
         """
-        self.runner.require_move()
-        if self._home is not None:
-            self._home.claim()
+        self._require_move()
         with self.table.transaction():
             id = self.maker.add_rows(kv, kind=kind, namespace=namespace)
             self.table.bind(name, id, namespace=namespace)
@@ -265,9 +261,7 @@ class Engine:
 
         Raises NameTaken, InvalidName, InvalidArgument.
         """
-        self.runner.require_move()
-        if self._home is not None:
-            self._home.claim()
+        self._require_move()
         check_name(name)
         settings = self._settings(options)
         self._contexts.require_free(name, settings.namespace)
@@ -301,9 +295,8 @@ class Engine:
 
         A list fills a hole with stored chunks, a string with text; a hole that names a chunk needs
         no value. ``values`` is for holes whose names cannot be keywords. All chunks are those of
-        ``namespace``. The text between chunks
-        is always prefilled here, also when the same text is stored. Raises HoleNotFilled,
-        ChunkNotFound, ContextTooLong, InvalidArgument.
+        ``namespace``. The text between chunks is always prefilled here, also when the same text is
+        stored. Raises HoleNotFilled, ChunkNotFound, ContextTooLong, InvalidArgument.
         """
         made = template if isinstance(template, Template) else Template(template)
         namespace = check_namespace(namespace)
@@ -374,6 +367,12 @@ class Engine:
             context.check_integrity()
 
     # ---- inside
+
+    def _require_move(self) -> None:
+        """Raise CannotMove; from here on the home is this model's."""
+        self.runner.require_move()
+        if self._home is not None:
+            self._home.claim()
 
     def _settings(self, options: dict[str, object]) -> Settings:
         check_options(options, (f.name for f in fields(Settings)))

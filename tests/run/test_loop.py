@@ -14,12 +14,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from run.backend import ids, off
+from run.backend import drive, ids, off
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import kvweave.run.loop
 from kvweave.errors import InvalidArgument, LoadFailed
-from kvweave.run.base import NO_SLOTS, Ints, Rows, Steps, Work, drive
+from kvweave.run.base import NO_SLOTS, Ints, Rows, Steps, Work
 from kvweave.run.loop import Loop, Request
 from kvweave.run.sample import Sampling
 

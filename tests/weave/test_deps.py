@@ -45,12 +45,6 @@ def assert_records(engine: Engine, context: Context, index: int, n_base: int = 0
     part = context.parts[index]
     wanted = mine[:, n_base : starts[index]].sum(1)
     assert np.allclose(found.rows(int(part.id)), wanted, atol=1e-6)
-    by = {
-        int(p.id): float(mine[:, starts[i] : starts[i + 1]].sum())
-        for i, p in enumerate(context.parts[:index])
-        if starts[i] >= n_base
-    }
-    assert found.on(int(part.id)) == pytest.approx(by, abs=1e-5)
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2", "gemma3", "gpt_neox"])
@@ -154,7 +148,7 @@ def test_records_go_with_their_chunk_and_within_their_limit(engines: Make) -> No
         context.append(text(6, i))
     context.weave()
     ids = [int(p.id) for p in context.parts]
-    assert found.n_bytes == 3 * 6 * 4 + 3 * 16
+    assert found.n_bytes == 3 * 6 * 4
     small = Dependence(engine.table, limit=100)
     for part in context.parts:
         small.note(part, 0, np.ones((6, 0), np.float32), ())
@@ -165,4 +159,4 @@ def test_records_go_with_their_chunk_and_within_their_limit(engines: Make) -> No
     context.drop(2)
     assert found.rows(ids[2]) is None and found.rows(ids[1]) is not None
     engine.close_context("c")
-    assert found.n_bytes == 0 and found.on(ids[1]) == {}
+    assert found.n_bytes == 0

@@ -276,14 +276,3 @@ class Backend(Protocol):
         Raises ContextTooLong before anything is written, LoadFailed when a chunk did not arrive.
         """
         ...
-
-
-def drive(backend: Backend, steps: Steps[T]) -> T:
-    """Run a job to its end with nothing beside it."""
-    try:
-        work = next(steps)
-        while True:
-            work = steps.send(backend.forward([work])[0])
-    except StopIteration as done:
-        found: T = done.value
-        return found

@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers.utils import logging as bars
 
 from kvweave.errors import InvalidArgument, ModelUnusable
+from kvweave.run.trouble import said
 
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 SMALL = 1 << 29  # bytes of weights that load without a progress bar
@@ -47,8 +48,7 @@ def load(path: str, dtype: str, device: str) -> tuple[PreTrainedModel, Any]:
         tokenizer = AutoTokenizer.from_pretrained(path) if _has_words(path) else None
         model, info = loaded
     except Exception as error:
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ModelUnusable(path, first) from error
+        raise ModelUnusable(path, said(error)) from error
     finally:
         if shown:
             bars.enable_progress_bar()  # type: ignore[no-untyped-call]

@@ -20,7 +20,6 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from transformers.cache_utils import CacheLayerMixin
 
 from kvweave.errors import CannotMove, ContextTooLong, InvalidArgument
 from kvweave.run import attention
@@ -30,7 +29,7 @@ from kvweave.run.fingerprint import fingerprint
 from kvweave.run.kernel import available
 from kvweave.run.load import load, twin
 from kvweave.run.pool import Pools
-from kvweave.run.probe import Refused, learn
+from kvweave.run.probe import KeptLayer, Refused, learn
 from kvweave.run.quantised import rows_as
 from kvweave.run.rows import KVRows
 from kvweave.run.sample import end_tokens
@@ -40,11 +39,11 @@ from kvweave.store.kv import KV, LayerShape
 ATTENTION = "kvweave"
 
 
-class _SlotLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
+class _SlotLayer(KeptLayer):  # type: ignore[no-untyped-call]
     """Hands the rows of layer ``index`` to the current batch."""
 
     def __init__(self, index: int) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.index = index
 
     def update(
@@ -54,18 +53,9 @@ class _SlotLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         attention.current.get().write(self.index, keys, values)
         return key_states, value_states
 
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        self.is_initialized = True
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return query_length, 0
-
     def get_seq_length(self) -> Any:
         # models that number the rows of a call themselves add 0, 1, ... to this
         return attention.current.get().offsets
-
-    def get_max_length(self) -> int:
-        return -1
 
 
 def _attention(

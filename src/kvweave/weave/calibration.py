@@ -134,14 +134,19 @@ def calibration_of(
     return None
 
 
+def check_nats(max_drift: float) -> None:
+    """Raise InvalidArgument unless ``max_drift`` is a number from 0 up."""
+    if not max_drift >= 0:
+        raise InvalidArgument("max_drift", f"{max_drift} is not a number from 0 up (nats)")
+
+
 def check_bound(
     max_drift: float | None, calibration: Calibration | None, repair: str, share: float
 ) -> None:
     """Raise InvalidArgument for a bound that nothing could keep."""
     if max_drift is None:
         return
-    if not max_drift >= 0:
-        raise InvalidArgument("max_drift", f"{max_drift} is not a number from 0 up (nats)")
+    check_nats(max_drift)
     if repair != "auto":
         raise InvalidArgument("max_drift", f"{repair!r} repairs a fixed share", 'use repair="auto"')
     if calibration is None:

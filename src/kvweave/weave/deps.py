@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -23,7 +22,6 @@ from kvweave.run.upload import up
 from kvweave.weave.parts import Part, Placement
 
 LIMIT = 64 << 20  # bytes of all that is known: of 16 million tokens
-PAIR = 16  # bytes counted for one pair of ids
 
 _Floats = NDArray[np.float32]
 
@@ -73,18 +71,6 @@ class Reads(Observer):
         return self._host[start:stop]
 
 
-@dataclass(slots=True)
-class Known:
-    """What one chunk's rows read of others: ``rows`` [token], and the sum per other id."""
-
-    rows: _Floats
-    by: dict[int, float] = field(default_factory=dict)
-
-    @property
-    def n_bytes(self) -> int:
-        return self.rows.nbytes + len(self.by) * PAIR
-
-
 class Dependence:
     """The latest of each chunk, within ``limit`` bytes; the least recently used go first.
 
@@ -95,18 +81,11 @@ class Dependence:
     def __init__(self, table: Table, limit: int = LIMIT) -> None:
         self.table, self.limit = table, limit
         self.n_bytes = 0
-        self._known: OrderedDict[int, Known] = OrderedDict()
+        self._known: OrderedDict[int, _Floats] = OrderedDict()
 
     def rows(self, id: int) -> _Floats | None:
         """Return the mass [token] each row of a chunk paid to others; None if it is unknown."""
-        found = self._known.get(id)
-        return None if found is None else found.rows
-
-    def on(self, id: int) -> dict[int, float]:
-        """Return the mass a chunk's rows paid in all to each other chunk's id, which may be gone by
-        now; {} if unknown."""
-        found = self._known.get(id)
-        return {} if found is None else dict(found.by)
+        return self._known.get(id)
 
     def of(self, spans: Sequence[Placement]) -> _Floats:
         """Return the mass [row] of all rows of ``spans``, 0 where nothing is recorded."""
@@ -138,15 +117,12 @@ class Dependence:
         id = int(part.id)
         base = self.table.get(part.id).base
         known = self._remove(id)
-        now = known if first and known is not None else Known(np.zeros(part.n, np.float32))
+        now = known if first and known is not None else np.zeros(part.n, np.float32)
         mass = mass[:, : len(before)]
         others = [i for i, p in enumerate(before) if p.part.id != base]
-        now.rows[first : first + len(mass)] = mass[:, others].sum(1)
-        for i, total in zip(others, mass[:, others].sum(0).tolist(), strict=True):
-            other = int(before[i].part.id)
-            now.by[other] = now.by.get(other, 0.0) + total
+        now[first : first + len(mass)] = mass[:, others].sum(1)
         self._known[id] = now
-        self.n_bytes += now.n_bytes
+        self.n_bytes += now.nbytes
         while self.n_bytes > self.limit:
             self._remove(next(iter(self._known)))
 
@@ -154,7 +130,7 @@ class Dependence:
         """Forget what is known of a chunk."""
         self._remove(id)
 
-    def _remove(self, id: int) -> Known | None:
+    def _remove(self, id: int) -> _Floats | None:
         known = self._known.pop(id, None)
-        self.n_bytes -= 0 if known is None else known.n_bytes
+        self.n_bytes -= 0 if known is None else known.nbytes
         return known

@@ -11,8 +11,8 @@ from torch import Tensor
 from kvweave.run.base import Backend, Ints, Rows, Work
 from kvweave.store.kv import KV
 from kvweave.weave.check import Check
+from kvweave.weave.maker import BLOCK
 
-BLOCK = 512  # rows of one pass; bounds the mask to BLOCK x context
 Given = Sequence[tuple[int, Sequence[KV]]]  # (slot, KV) of rows that no token made
 
 

@@ -25,8 +25,7 @@ from kvweave.weave.parts import Mode, Part, Snapshot, TextOrTokens, exact_prefix
 from kvweave.weave.plan import Plan
 from kvweave.weave.repair import NoRepair, Strategy, Wish, strategy
 from kvweave.weave.settings import Settings, check_share
-from kvweave.weave.slots import runs
-from kvweave.weave.sources import tokens_of
+from kvweave.weave.sources import runs, tokens_of
 from kvweave.weave.state import State
 from kvweave.weave.weaver import Weaver, Weaving
 

@@ -7,6 +7,7 @@ from typing import get_args
 
 from kvweave.chunk.identity import check_namespace
 from kvweave.errors import InvalidArgument
+from kvweave.weave.calibration import check_nats
 from kvweave.weave.parts import Mode, Positions
 from kvweave.weave.repair import Strategy, strategy
 
@@ -31,8 +32,8 @@ class Settings:
             value = getattr(self, name)
             if value not in get_args(kind):
                 raise InvalidArgument(name, f"{value!r}", f"one of {', '.join(get_args(kind))}")
-        if self.max_drift is not None and not self.max_drift >= 0:
-            raise InvalidArgument("max_drift", f"{self.max_drift} is not a number from 0 up (nats)")
+        if self.max_drift is not None:
+            check_nats(self.max_drift)
 
 
 def check_share(share: float) -> None:

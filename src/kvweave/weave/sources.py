@@ -1,8 +1,9 @@
-"""Where the KV of a part could come from: in-context KV that is exact here, else canonical KV."""
+"""Where the KV of a part could come from: in-context KV that is exact here, else canonical KV.
+And what of it is placed together."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,7 +12,9 @@ from kvweave.chunk.table import Table
 from kvweave.errors import ChunkLost, CorruptChunk
 from kvweave.store.kv import KV
 from kvweave.store.shelf import Shelf
-from kvweave.weave.parts import Available, Part, Seen, Stretch, chunk_seen, slice_seen
+from kvweave.weave.parts import Available, Part, Placement, Seen, Stretch, chunk_seen, slice_seen
+
+SHORT = 1 << 18  # bytes of one layer; chunks below are placed together
 
 
 def tokens_of(table: Table, part: Part) -> NDArray[np.uint32]:
@@ -87,3 +90,20 @@ class Sources:
             return slice_seen(part, ())
         n = self.table.get(base).n_tokens
         return slice_seen(part, (Stretch(int(base), -n, 0, n),))
+
+
+def runs(
+    moving: Sequence[Placement], own: dict[int, KV], loaded: dict[int, KV]
+) -> list[tuple[int, list[KV]]]:
+    """Return (slot, KV) to place; short neighbours go together, since each placing has a price."""
+    found: list[tuple[int, list[KV]]] = []
+    end, short = -1, False
+    for p in moving:
+        kv = (own if p.source == "own" else loaded)[p.part.uid].rows(0, p.ready)
+        was_short, short = short, kv.n_bytes < SHORT * len(kv.k)  # asks no layer that still arrives
+        if short and was_short and end == p.slot:
+            found[-1][1].append(kv)
+        else:
+            found.append((p.slot, [kv]))
+        end = p.slot + p.ready
+    return found

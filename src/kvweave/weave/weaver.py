@@ -24,7 +24,6 @@ from kvweave.weave.deps import Dependence, Reads
 from kvweave.weave.parts import (
     Part,
     Placement,
-    Seen,
     Truth,
     check_placement,
     first_change,
@@ -37,8 +36,7 @@ from kvweave.weave.passes import Passes, union
 from kvweave.weave.patching import Patcher
 from kvweave.weave.plan import How, Plan, Span
 from kvweave.weave.repair import Strategy, Verdict, Wish
-from kvweave.weave.slots import runs
-from kvweave.weave.sources import Sources, tokens_of
+from kvweave.weave.sources import Sources, runs, tokens_of
 from kvweave.weave.state import State
 
 
@@ -198,7 +196,7 @@ class Weaver:
         passes = Passes(
             self.backend, state.rows, tokens, positions, np.concatenate(missing), placed,
             self.dependence, state.repaired_until(first_change(placed), n),
-            again=state.keeps or strategy.records or strategy.rank > 0,
+            room=strategy.draft, again=state.keeps or strategy.records or strategy.rank > 0,
             lossy=bool(state.lossy) or state.rows.n_freed > 0,
         )  # fmt: skip
         verdict = yield from strategy.repair(passes, weaving.wish)
@@ -385,8 +383,7 @@ class Weaver:
             state.own[p.part.uid] = whole
         home = state.rows.positions[0] == 0  # behind a gap it would not be exact elsewhere
         if new.exact and home and kv.n_tokens == p.part.n and self.sources.is_whole(p.part):
-            seen: Seen = new.seen
-            self.shelf.put_in_context(int(p.part.id), seen, kv)
+            self.shelf.put_in_context(int(p.part.id), new.seen, kv)
 
 
 def _positions(placed: Sequence[Placement]) -> Ints:

@@ -106,7 +106,6 @@ class Strategy:
     records = False  # a context records what its rows read of other chunks
     rank = 0  # > 0: patches of that rank are stored and used
     draft = 0  # tokens of the reply it drafts at most: rows to have room for
-    gated = False  # rows that an earlier weave left approximate may be repaired, a drift be bounded
 
     def choose(self, view: View) -> Ints | Steps[Ints]:
         """Return slots to recompute, a subset of ``view.candidates``, in increasing order."""

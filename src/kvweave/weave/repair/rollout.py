@@ -43,7 +43,8 @@ class Rollout(Strategy):
 
     def choose(self, view: View) -> Steps[Ints]:
         """Return ``budget`` rows."""
-        mass = yield from view.needs(self.draft)
+        # a further token is seen by the first round, if there is more than one
+        mass = yield from view.needs(self.draft - (self.draft > 0 and self.rounds > 1))
         if not mass.any():
             return FirstK().choose(view)
         return (yield from follow(view, mass, self.rounds))
