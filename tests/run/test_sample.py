@@ -13,13 +13,13 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvweave.errors import InvalidArgument
+from kvweave.run.draw import candidates
 from kvweave.run.sample import (
     Choice,
     Detokenizer,
     Sampler,
     Sampling,
     StopScanner,
-    candidates,
     sample,
 )
 
@@ -93,19 +93,21 @@ def test_the_edges_of_what_makes_sense():
     ],
 )
 def test_what_may_be_drawn_and_how_likely(sampling, expected):
-    ids, probabilities, _ = candidates(logits(*P), Sampling(**({"temperature": 1.0} | sampling)))
-    found = dict(zip(ids.tolist(), probabilities.tolist(), strict=True))
+    ids, probabilities, _ = candidates(
+        logits(*P)[None], Sampling(**({"temperature": 1.0} | sampling))
+    )
+    found = dict(zip(ids[0].tolist(), probabilities[0].tolist(), strict=True))
     assert {id: p for id, p in found.items() if p} == pytest.approx(expected, rel=1e-5)
 
 
 def test_top_p_keeps_no_token_more_than_it_needs_and_the_lowest_of_equals():
     sampling = Sampling(temperature=1.0, top_p=0.25)
-    ids, probabilities, n_kept = candidates(torch.zeros(1024), sampling, 1024)
+    ids, probabilities, n_kept = candidates(torch.zeros(1, 1024), sampling, 1024)
     assert int(n_kept) == 256
-    assert ids[:256].tolist() == list(range(256))
-    assert probabilities.tolist() == [1 / 256] * 256 + [0] * 768
+    assert ids[0, :256].tolist() == list(range(256))
+    assert probabilities[0].tolist() == [1 / 256] * 256 + [0] * 768
     # of equals those with higher ids were looked at, perhaps: that is no answer
-    assert int(candidates(torch.zeros(1024), sampling, 512)[2]) == 0
+    assert int(candidates(torch.zeros(1, 1024), sampling, 512)[2]) == 0
 
 
 def by_the_book(logits: torch.Tensor, sampling: Sampling, made: torch.Generator) -> int:

@@ -4,15 +4,16 @@
 
     logits [V] -- sample --> token -- Detokenizer --> complete text -- StopScanner --> output
 
-A `Sampler`, a Detokenizer and a StopScanner are streams with a state of their own, one of each per
-request, so that what a request gets never depends on what else is in its batch. What a batch shares
-is the one copy to the host.
+A Sampler (`run/draw.py`), a Detokenizer and a StopScanner are streams with a state of their own,
+one of each per request, so that what a request gets never depends on what else is in its batch.
+What a batch shares is the launches and the one copy to the host.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -20,106 +21,14 @@ import torch
 from torch import Tensor
 
 from kvweave.errors import InvalidArgument
+from kvweave.run.draw import Manner, draw
+from kvweave.run.draw import Sampler as Sampler
 from kvweave.run.sampling import Choice as Choice
 from kvweave.run.sampling import Sampling as Sampling
 
 BROKEN = "\ufffd"  # what a decoder shows for bytes that are no character (yet)
 _PARTIAL = 3  # the longest incomplete UTF-8 sequence, bytes
-_COLD = 1e-6  # below this temperature float32 would divide by zero
-_PREFIX = 256  # likeliest tokens top_p looks at first: most nuclei are smaller
-_GROWTH = 8  # times as many when it needs more
 _CONTEXT = 8  # tokens; enough for any character, after that broken bytes are broken for good
-
-
-def candidates(
-    logits: Tensor, sampling: Sampling, n_sorted: int = _PREFIX
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return what may be drawn, likeliest first when filtered: token ids [n], probabilities [n].
-
-    Temperature first, then top_k, then top_p of what is left: its probabilities are 0 from where it
-    cuts, and third comes how many it keeps, else None. It looks at no more than ``n_sorted`` tokens,
-    where there is no top_k: it keeps 0 if that may have been too few. ``logits`` is [V],
-    temperature > 0.
-    """
-    scaled = logits.float()
-    scaled = (scaled - scaled.max()) / sampling.temperature  # never overflows: the top is 0
-    n_vocab = scaled.shape[0]
-    n_out = 0  # tokens that were not looked at
-    if sampling.top_k and sampling.top_k < n_vocab:
-        scaled, ids = torch.topk(scaled, sampling.top_k)
-        probabilities = scaled.softmax(-1)
-    elif sampling.top_p < 1:
-        n_out = max(0, n_vocab - n_sorted)
-        ids = _likeliest(scaled, n_sorted)
-        probabilities = scaled.softmax(-1)[ids]
-        scaled = scaled[ids]
-    else:
-        return torch.arange(n_vocab, device=logits.device), scaled.softmax(-1), None
-    if sampling.top_p == 1:
-        return ids, probabilities, None
-    kept = probabilities.cumsum(-1) - probabilities < sampling.top_p
-    kept[0] = True  # a smaller top_p than float32 has still leaves the likeliest
-    n_kept = kept.sum()
-    if n_out:  # a token as likely as the last may be among them, and have a lower id
-        n_kept = n_kept * (kept & (scaled == scaled[-1])).any().logical_not()
-    probabilities = probabilities * kept
-    return ids, probabilities / probabilities.sum(), n_kept
-
-
-def _likeliest(scaled: Tensor, n: int) -> Tensor:
-    """Return the ids of the ``n`` highest of ``scaled`` [V], in order, the lower of equals first."""
-    if n >= scaled.shape[0]:
-        return scaled.sort(descending=True, stable=True).indices
-    ids = scaled.topk(n, sorted=False).indices.sort().values
-    return ids[scaled[ids].sort(descending=True, stable=True).indices]
-
-
-class Sampler:
-    """Chooses one request's tokens; with a seed, from a generator nothing else draws from."""
-
-    def __init__(self, sampling: Sampling, device: torch.device | str = "cpu") -> None:
-        self.sampling = sampling
-        self._n_sorted = _PREFIX
-        self._before: Tensor | None = None  # the generator's state before the last draw
-        self._generator: torch.Generator | None = None
-        if sampling.seed is not None:
-            self._generator = torch.Generator(device).manual_seed(sampling.seed)
-
-    @property
-    def greedy(self) -> bool:
-        """Whether it takes the likeliest token."""
-        return self.sampling.temperature < _COLD
-
-    def draw(self, logits: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Draw from ``logits`` [V]: a token [], and what `keep` is to be told, if anything.
-
-        Both stay on the device.
-        """
-        ids, probabilities, n_kept = candidates(logits, self.sampling, self._n_sorted)
-        if n_kept is not None and self._generator is not None:
-            self._before = self._generator.get_state()
-        drawn = (probabilities / self._noise(probabilities)).argmax(-1)
-        return ids.take(drawn), n_kept  # indexing by a tensor [] would wait for it
-
-    def keep(self, n_kept: int) -> bool:
-        """Return whether the last draw stands: it does unless top_p looked at too few tokens.
-
-        Leaves the generator where noise for the ``n_kept`` tokens of top_p leaves it, so that what
-        a seed gives does not depend on how many were looked at.
-        """
-        if self._generator is not None and self._before is not None:
-            self._generator.set_state(self._before)
-            if n_kept:
-                self._noise(torch.empty(n_kept, device=self._generator.device))
-        if not n_kept:
-            self._n_sorted *= _GROWTH
-        return n_kept > 0
-
-    def _noise(self, like: Tensor) -> Tensor:
-        """Return noise by which the highest of probabilities / noise is a draw: as
-        torch.multinomial does it, which waits for the device."""
-        noise = torch.empty_like(like).exponential_(generator=self._generator)
-        return noise.clamp_min_(torch.finfo(noise.dtype).tiny)  # 0 / 0 would be drawn
 
 
 def sample(logits: Tensor, samplers: Sequence[Sampler]) -> list[Choice | Exception]:
@@ -130,24 +39,46 @@ def sample(logits: Tensor, samplers: Sequence[Sampler]) -> list[Choice | Excepti
     """
     if logits.ndim != 2 or not logits.shape[1]:
         raise InvalidArgument("logits", f"shape {tuple(logits.shape)} is not [row, V]")
-    logits = logits.float()
+    order = _by_kind(samplers)
+    if order != sorted(order):  # of rows, not by index: that would have to go up
+        logits = torch.stack([logits[row] for row in order])
+    found = _sample(logits.float(), [samplers[row] for row in order])
+    by_row = dict(zip(order, found, strict=True))
+    return [by_row[row] for row in range(len(samplers))]
+
+
+def _by_kind(samplers: Sequence[Sampler]) -> list[int]:
+    """Return the rows such that those follow each other that are drawn together."""
+    first: dict[Manner | None, int] = {}
+    places = [first.setdefault(_kind(s), row) for row, s in enumerate(samplers)]
+    return sorted(range(len(samplers)), key=places.__getitem__)
+
+
+def _kind(sampler: Sampler) -> Manner | None:
+    return None if sampler.greedy else sampler.kind
+
+
+def _sample(logits: Tensor, samplers: Sequence[Sampler]) -> list[Choice | Exception]:
+    """Choose for rows that stand by kind."""
     highest, tokens = logits.max(-1)  # NaN when any logit is; the first of equals
-    n_kept: dict[int, Tensor] = {}
-    for row, sampler in enumerate(samplers):
-        if not sampler.greedy:
-            tokens[row], kept = sampler.draw(logits[row])
-            n_kept |= {} if kept is None else {row: kept}
+    n_kept: list[tuple[range, Tensor]] = []
+    stop = 0
+    for kind, alike in groupby(samplers, _kind):
+        mine = list(alike)
+        start, stop = stop, stop + len(mine)
+        if kind is not None:
+            tokens[start:stop], kept = draw(logits[start:stop], mine)
+            n_kept += [] if kept is None else [(range(start, stop), kept)]
     logprobs = logits.log_softmax(-1)
     found = _Found(highest, tokens, logprobs, n_kept, [s.sampling.logprobs for s in samplers])
-    choices: list[Choice | Exception] = []
-    again = []
-    for row, sampler in enumerate(samplers):
-        choices.append(found.choice(row))
-        finite = isinstance(choices[row], Choice)
-        if finite and row in n_kept and not sampler.keep(found.n_kept[row]):
-            again.append(row)
+    choices = [found.choice(row) for row in range(len(samplers))]
+    again = [
+        row
+        for row, n in found.n_kept.items()
+        if isinstance(choices[row], Choice) and not samplers[row].keep(n)
+    ]
     if again:
-        rest = sample(logits[again], [samplers[row] for row in again])
+        rest = sample(torch.stack([logits[i] for i in again]), [samplers[i] for i in again])
         for row, choice in zip(again, rest, strict=True):
             choices[row] = choice
     return choices
@@ -158,7 +89,7 @@ class _Found:
 
     ::
 
-        tokens [row] | highest [row] | logprob [row] | n_kept [some] | ids [k], logprobs [k] of a row, ...
+        tokens [row] | highest [row] | logprob [row] | n_kept [some] | ids [row, k] | logprobs [row, k] ...
     """
 
     def __init__(
@@ -166,28 +97,32 @@ class _Found:
         highest: Tensor,
         tokens: Tensor,
         logprobs: Tensor,
-        n_kept: Mapping[int, Tensor],
+        n_kept: Sequence[tuple[range, Tensor]],
         n_top: Sequence[int],
     ) -> None:
         chosen = logprobs.gather(-1, tokens[:, None])[:, 0]
         parts = [tokens.int(), highest.view(torch.int32), chosen.view(torch.int32)]
-        parts += [kept.int()[None] for kept in n_kept.values()]
+        parts += [kept.int() for _, kept in n_kept]
         sizes = [min(k, logprobs.shape[1]) for k in n_top]
-        for row, k in enumerate(sizes):
-            if k:
-                best = logprobs[row].topk(k)
-                parts += [best.indices.int(), best.values.view(torch.int32)]
+        asked = sorted({*sizes} - {0})
+        for k in asked:
+            best = logprobs.topk(k)
+            parts += [best.indices.int().flatten(), best.values.view(torch.int32).flatten()]
         words = torch.cat(parts).cpu().numpy()
-        floats, n, at = words.view(np.float32), len(tokens), 3 * len(tokens) + len(n_kept)
+        floats, n = words.view(np.float32), len(tokens)
         self.tokens: list[int] = words[:n].tolist()
         self.highest: list[float] = floats[n : 2 * n].tolist()
         self.logprobs: list[float] = floats[2 * n : 3 * n].tolist()
-        self.n_kept: dict[int, int] = dict(zip(n_kept, words[3 * n : at].tolist(), strict=True))
-        self.top: list[list[tuple[int, float]]] = []
-        for k in sizes:
-            ids, values = words[at : at + k].tolist(), floats[at + k : at + 2 * k].tolist()
-            self.top.append(list(zip(ids, values, strict=True)))
-            at += 2 * k
+        drawn, at = [row for rows, _ in n_kept for row in rows], 3 * n
+        self.n_kept = dict(zip(drawn, words[at : at + len(drawn)].tolist(), strict=True))
+        at += len(drawn)
+        self.top: list[list[tuple[int, float]]] = [[] for _ in sizes]
+        for k in asked:
+            ids, values = words[at : at + n * k], floats[at + n * k : at + 2 * n * k]
+            for row in (row for row, size in enumerate(sizes) if size == k):
+                mine = slice(row * k, row * k + k)
+                self.top[row] = list(zip(ids[mine].tolist(), values[mine].tolist(), strict=True))
+            at += 2 * n * k
 
     def choice(self, row: int) -> Choice | Exception:
         """Return the row's choice, or what is wrong with its logits."""

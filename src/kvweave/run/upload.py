@@ -1,9 +1,12 @@
-"""Integers of the host on the device: all of a pass at once, and nobody waits for them."""
+"""Numbers of the host on the device: all integers of a pass at once, and nobody waits for them."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from kvweave.run.base import Ints
@@ -11,13 +14,13 @@ from kvweave.run.base import Ints
 PAGEABLE = ("cpu", "mps")  # no memory is pinned for these
 
 
-def up(ints: Ints, device: torch.device) -> Tensor:
-    """Return integers on ``device``; on a CPU they share the memory."""
-    return _pinned(ints, device).to(device, non_blocking=True)
+def up(numbers: NDArray[Any], device: torch.device) -> Tensor:
+    """Return an array on ``device``; on a CPU they share the memory."""
+    return _pinned(numbers, device).to(device, non_blocking=True)
 
 
-def _pinned(ints: Ints, device: torch.device) -> Tensor:
-    there = torch.from_numpy(ints)
+def _pinned(numbers: NDArray[Any], device: torch.device) -> Tensor:
+    there = torch.from_numpy(numbers)
     return there if device.type in PAGEABLE else there.pin_memory()
 
 

@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from torch import Tensor
 
@@ -30,12 +30,15 @@ class Load:
     ) -> None:
         self.key, self.shapes, self.n_tokens, self.itemsize = key, shapes, n_tokens, itemsize
         self.kv = KV([], [], lossy)
+        self._fences: list[Callable[[], None]] = []  # of each layer
         self._failed = ""
         self._arrived = threading.Condition()
 
-    def add(self, k: Tensor, v: Tensor) -> None:
-        """Hand over the next layer."""
+    def add(self, k: Tensor, v: Tensor, fence: Callable[[], None] = lambda: None) -> None:
+        """Hand over the next layer. Its copy may be under way: who waits for the layer calls
+        ``fence``, behind which the device uses it."""
         with self._arrived:
+            self._fences.append(fence)
             self.kv.k.append(k)
             self.kv.v.append(v)
             self._arrived.notify_all()
@@ -47,12 +50,13 @@ class Load:
             self._arrived.notify_all()
 
     def wait(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Return keys and values of a layer. Raises LoadFailed."""
+        """Return keys and values of a layer, for the current stream. Raises LoadFailed."""
         if layer >= len(self.kv.v):
             with self._arrived:
                 self._arrived.wait_for(lambda: layer < len(self.kv.v) or self._failed)
                 if layer >= len(self.kv.v):
                     raise LoadFailed(self.key, self._failed)
+        self._fences[layer]()
         return self.kv.k[layer], self.kv.v[layer]
 
     @property
@@ -86,6 +90,8 @@ class Arriving(KV):
     def rows(self, start: int, stop: int) -> KV:
         """Return a view of rows ``[start, stop)``, which may be arriving as well."""
         if self.load.complete:
+            for layer in range(len(self.load.shapes)):
+                self.load.wait(layer)
             return self.load.kv.rows(self.start + start, self.start + stop)
         return Arriving(self.load, self.start + start, self.start + stop)
 

@@ -62,13 +62,14 @@ class KV:
             return self
         return KV([t[start:stop] for t in self.k], [t[start:stop] for t in self.v], self.lossy)
 
-    def clone(self) -> KV:
-        """Return a copy that owns its memory."""
-        return KV([t.clone() for t in self.k], [t.clone() for t in self.v], self.lossy)
+    def clone(self, device: torch.device | None = None) -> KV:
+        """Return a copy that owns its memory, on ``device``, by default where this is."""
+        k, v = ([t.to(device or t.device, copy=True) for t in each] for each in (self.k, self.v))
+        return KV(k, v, self.lossy)
 
     def is_finite(self) -> bool:
         """Tell whether no value is NaN or infinite."""
-        return all(bool(torch.isfinite(t).all()) for t in (*self.k, *self.v))
+        return bool(torch.stack([torch.isfinite(t).all() for t in (*self.k, *self.v)]).all())
 
 
 def joined(parts: Sequence[KV]) -> KV:

@@ -27,7 +27,7 @@ from kvweave.store.codec import CodecSpec
 from kvweave.store.kv import KV
 from kvweave.store.level import Level
 from kvweave.store.record import Head, record_bytes
-from kvweave.store.transfer import buffer
+from kvweave.store.staging import HOST, Staging, staging
 
 BEHIND = 256 << 20  # bytes that may wait to be written
 TOGETHER = 1 << 20  # bytes of one request to a tier; layers of small chunks are read together
@@ -41,6 +41,7 @@ class _Wanted:
     level: Level
     head: Head
     load: Load
+    room: KV | None  # where it goes on the device
 
 
 class Mover:
@@ -61,10 +62,10 @@ class Mover:
         seconds: float = 10.0,
     ) -> None:
         self.levels, self.key_of, self.is_pinned = list(levels), key_of, is_pinned
-        self.device, self.seconds = device or torch.device("cpu"), seconds
+        self.staging, self.seconds = staging(device or torch.device("cpu")), seconds
         self.on_tier: Callable[[int, str, int], None] = lambda id, tier, n_bytes: None
         self.counts = {"loads": 0, "late": 0, "lost": 0, "bytes_read": 0, "bytes_written": 0}
-        self._behind: queue.Queue[tuple[int, str, KV] | None] = queue.Queue()
+        self._behind: queue.Queue[tuple[int, str, int, Callable[[], KV]] | None] = queue.Queue()
         self._writing: dict[int, bool] = {}  # chunk -> whether it is still wanted
         self._waiting_bytes = 0
         self._lock = threading.Lock()
@@ -101,6 +102,7 @@ class Mover:
         if known is not None and not durable and choice is None:
             return known
         self._forget_waiting(id)
+        kv = self.staging.down(kv)()
         last = Outcome("full", "there is no level")
         for level in self.levels if on is None else [on]:
             self._make_room(level, record_bytes(kv))
@@ -127,7 +129,7 @@ class Mover:
         if self._writer is None:
             self._writer = threading.Thread(target=self._write, name="kvweave-writer", daemon=True)
             self._writer.start()
-        self._behind.put((id, self.key_of(id), kv))
+        self._behind.put((id, self.key_of(id), kv.n_bytes, self.staging.down(kv)))
         return True
 
     def settle(self) -> None:
@@ -136,9 +138,10 @@ class Mover:
 
     def _write(self) -> None:
         while (item := self._behind.get()) is not None:
-            id, key, kv = item
+            id, key, n_bytes, landed = item
             level = self.levels[0]
             try:
+                kv = landed()
                 if self._writing.get(id):
                     outcome = level.put(id, key, kv)
                     if outcome.ok:
@@ -147,7 +150,7 @@ class Mover:
                 log.exception("#%s could not be written", id)
             with self._lock:
                 wanted = self._writing.pop(id, False)
-                self._waiting_bytes -= kv.n_bytes
+                self._waiting_bytes -= n_bytes
             if not wanted:  # dropped meanwhile
                 level.drop([id])
             self._behind.task_done()
@@ -190,7 +193,7 @@ class Mover:
         return not self.is_pinned(id)
 
     def _read(self, id: int, level: Level) -> KV | None:
-        found = self.load([id], level).get(id)
+        found = self.load([id], level, HOST).get(id)
         if found is None:
             return None
         try:
@@ -200,8 +203,11 @@ class Mover:
 
     # ---- up
 
-    def load(self, ids: Iterable[int], only: Level | None = None) -> dict[int, Arriving]:
+    def load(
+        self, ids: Iterable[int], only: Level | None = None, to: Staging | None = None
+    ) -> dict[int, Arriving]:
         """Begin to read chunks; return those whose records were found, arriving layer by layer."""
+        to = self.staging if to is None else to
         deadline = time.monotonic() + self.seconds
         wanted = []
         for id in ids:
@@ -213,10 +219,11 @@ class Mover:
                 self.lost(id, outcome, level)
                 continue
             load = Load(id, head.shapes, head.n_tokens, head.dtype.itemsize, head.lossy)
-            wanted.append(_Wanted(level, head, load))
+            room = to.room(head.shapes, head.n_tokens, head.dtype)
+            wanted.append(_Wanted(level, head, load, room))
         if wanted:
             reader = threading.Thread(
-                target=self._fetch, args=(wanted, deadline), name="kvweave-reader", daemon=True
+                target=self._fetch, args=(wanted, to, deadline), name="kvweave-reader", daemon=True
             )
             reader.start()
         self.counts["loads"] += len(wanted)
@@ -230,21 +237,27 @@ class Mover:
         if level is not None:
             level.drop([id])
 
-    def _fetch(self, wanted: list[_Wanted], deadline: float) -> None:
+    def _fetch(self, every: list[_Wanted], to: Staging, deadline: float) -> None:
         """Read layer 0 of every chunk, then layer 1, ...; several at once where they are small."""
+        wanted = every
         try:
             n_layers = max(len(each.head.shapes) for each in wanted)
             per_layer = sum(each.head.n_bytes for each in wanted) // n_layers + 1
             step = max(1, TOGETHER // per_layer)
             for start in range(0, n_layers, step):
-                self._layers(wanted, start, min(start + step, n_layers), deadline)
+                self._layers(wanted, (start, min(start + step, n_layers)), to, deadline)
                 wanted = [each for each in wanted if not each.load.ended]
         except Exception as error:
             log.exception("loading failed")
             for each in wanted:
                 each.load.fail(f"failed: {error}")
+        finally:
+            to.settle()  # before `every` lets go of the room of what failed
 
-    def _layers(self, wanted: list[_Wanted], start: int, stop: int, deadline: float) -> None:
+    def _layers(
+        self, wanted: list[_Wanted], layers: tuple[int, int], to: Staging, deadline: float
+    ) -> None:
+        start, stop = layers
         for level in {id(each.level): each.level for each in wanted}.values():
             mine = [each for each in wanted if each.level is level and not each.load.ended]
             gets, buffers = [], []
@@ -254,7 +267,7 @@ class Mover:
                     each.load.fail("missing: it was dropped")
                     continue
                 span = each.head.layers(start, stop)
-                memory = buffer(span.n_bytes)
+                memory = to.buffer(span.n_bytes)
                 gets.append(span.get(held.key, memory))
                 buffers.append((each, memory))
             for (each, memory), outcome in zip(buffers, level.get(gets, deadline), strict=True):
@@ -267,8 +280,8 @@ class Mover:
                 except StoreError as error:
                     each.load.fail(f"wrong: {error}")
                     continue
-                for k, v in zip(kv.k, kv.v, strict=True):
-                    each.load.add(*(t.to(self.device, non_blocking=True) for t in (k, v)))
+                for layer, rows in enumerate(zip(kv.k, kv.v, strict=True), start):
+                    each.load.add(*to.up(rows, each.room, layer))
 
     # ---- away
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from kvweave.chunk.table import Table
 from kvweave.run.base import Observer
+from kvweave.run.upload import up
 from kvweave.weave.parts import Part, Placement
 
 LIMIT = 64 << 20  # bytes of all that is known: of 16 million tokens
@@ -37,12 +38,13 @@ class Reads(Observer):
         n_layers: int,
         device: torch.device,
     ) -> None:
-        sizes = torch.tensor([p.part.n for p in placed] + [n_new])
-        owner = torch.repeat_interleave(torch.arange(len(sizes)), sizes)
-        self.owner = owner.to(device)  # [slot] the part it belongs to
+        sizes = [p.part.n for p in placed] + [n_new]
+        # [slot] the part it belongs to
+        self.owner = up(np.repeat(np.arange(len(sizes)), sizes), device)
         self.mass = torch.zeros(n_rows + n_new, len(sizes), device=device)
         self.n_layers = n_layers
         self._passing: list[tuple[int, Tensor]] = []
+        self._host: _Floats | None = None  # mass, brought down once
 
     def begin(self) -> None:
         """Forget a pass that did not end."""
@@ -60,11 +62,13 @@ class Reads(Observer):
         for first, found in self._passing:
             self.mass[first : first + len(found)] += found
         self._passing.clear()
+        self._host = None
 
     def of(self, start: int, stop: int) -> _Floats:
         """Return the mass of rows ``[start, stop)``, on the host."""
-        found: _Floats = self.mass[start:stop].cpu().numpy()
-        return found
+        if self._host is None:
+            self._host = self.mass.cpu().numpy()
+        return self._host[start:stop]
 
 
 class Dependence:

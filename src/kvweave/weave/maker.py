@@ -82,7 +82,7 @@ class Maker:
         tokens = [NO_TOKEN] * kv.n_tokens
         digest = chunk_digest(self.backend.fingerprint, content.digest(), tokens, namespace)
         id, _ = self.table.add(tokens, digest=digest, kind=kind, namespace=namespace)
-        self.shelf.put(id, kv.clone())
+        self.shelf.put(id, kv.clone(self.backend.device))
         return id
 
     def canonicalise(

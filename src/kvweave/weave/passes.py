@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvweave.run.base import NO_SLOTS, Backend, Ints, Observer, Rows, Steps, Work
+from kvweave.run.upload import up
 from kvweave.weave.deps import Dependence
 from kvweave.weave.parts import Placement
 
@@ -35,7 +36,7 @@ class Mass(Observer):
         counted = np.flatnonzero(weights)
         self.range = (int(counted[0]), len(weights)) if len(counted) else (0, 0)
         self.first_layer = first_layer
-        self.weights = torch.from_numpy(weights.astype(np.float32)).to(device)
+        self.weights = up(weights.astype(np.float32), device)
         self.total = torch.zeros(n, device=device)
         self._now = torch.zeros_like(self.total)
 
@@ -236,8 +237,7 @@ class Passes:
         found = self._values(slots)
         for part, old in reversed(self._replaced):
             _, here, there = np.intersect1d(slots, part, return_indices=True)
-            to = torch.from_numpy(here).to(self.backend.device)
-            from_ = torch.from_numpy(there).to(self.backend.device)
+            to, from_ = up(here, self.backend.device), up(there, self.backend.device)
             for layer, values in enumerate(old):
                 found[layer][to] = values[from_]
         return found

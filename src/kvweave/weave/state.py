@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from kvweave.run.base import Ints, Rows
+from kvweave.run.upload import up
 from kvweave.store.kv import KV, joined
 from kvweave.weave.parts import Placement
 
@@ -65,7 +65,7 @@ class State:
             old, before = self.redone[uid]
             both, kv = np.concatenate([offsets, old]), joined([kv, before])
             offsets, first = np.unique(both, return_index=True)
-            at = torch.from_numpy(first).to(kv.k[0].device)
+            at = up(first, kv.k[0].device)
             kv = KV([t[at] for t in kv.k], [t[at] for t in kv.v], kv.lossy)
         else:
             kv = kv.clone()
