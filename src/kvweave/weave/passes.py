@@ -62,13 +62,12 @@ class Mass(Observer):
 @dataclass(frozen=True, slots=True)
 class Look:
     """What the question sees: attention ``mass`` [slot], ``logits`` [row, vocab] of its rows (of the
-    last one, where nobody compares them) and the draft's, the ``draft`` [token] of the reply's
-    first tokens, and the token that ``follows`` it [at most 1]."""
+    last one, where nobody compares them) and the draft's, and the ``draft`` [token] of the reply's
+    first tokens."""
 
     mass: Floats
     logits: Tensor
     draft: Ints
-    follows: Ints
 
 
 @dataclass(slots=True)
@@ -76,7 +75,7 @@ class Passes:
     """A placed context: ``tokens`` and ``positions`` [slot], ``unready`` slots that have no row yet.
 
     ``repaired`` [slot] marks rows that an earlier weave recomputed behind what still stands there.
-    There is ``room`` for so many drafted rows behind them. With ``again`` all unready rows have to be computed by the last pass, whoever computed them
+    With ``again`` all unready rows have to be computed by the last pass, whoever computed them
     before.
     """
 
@@ -88,7 +87,6 @@ class Passes:
     placed: Sequence[Placement]
     dependence: Dependence
     repaired: NDArray[np.bool_]
-    room: int = 0
     again: bool = False
     lossy: bool = False  # rows of some part went through something lossy
     compares: bool = False  # a look has to give the logits of all its rows
@@ -152,10 +150,11 @@ class Passes:
         n_wanted = len(self.question) if self.compares else 1
         wanted = np.arange(len(self.unready) - n_wanted, len(self.unready))
         logits = [(yield self.work(self.unready, want=wanted, observer=seen[0]))]
-        drafted = [logits[0][-1:].argmax(-1)]
+        drafted: list[Tensor] = []
         ends = len(self.unready) and int(self.unready[-1]) == n - 1
-        room = min(self.room, base.limit - 1 - int(self.positions[-1])) if ends else 0
-        for i in range(min(n_draft, room)):
+        room = base.limit - 1 - int(self.positions[-1])
+        for i in range(min(n_draft, room) if ends else 0):
+            drafted.append(logits[-1][-1:].argmax(-1))
             seen.append(Mass(n + n_draft, np.ones(1), base.device, first))
             at = np.array([i + 1])
             draft = Work(
@@ -163,34 +162,25 @@ class Passes:
                 want=np.zeros(1, np.int64), observer=seen[-1],
             )  # fmt: skip
             logits.append((yield draft))
-            drafted.append(logits[-1][-1:].argmax(-1))
         self.rows.truncate(n)
         masses = torch.stack([each.total[:n] for each in seen])
-        come = _down(torch.cat([masses.flatten(), torch.cat(drafted).to(masses.dtype)]))
-        tokens = come[masses.numel() :].astype(np.int64)[: max(0, room)]
-        said = next((i for i, t in enumerate(tokens.tolist()) if t in base.ends), len(tokens))
-        kept = min(said, len(seen) - 1)
+        ids = torch.stack(drafted) if drafted else masses.new_zeros(0, 1)
+        come = _down(torch.cat([masses.flatten(), ids.flatten().to(masses.dtype)]))
+        tokens = come[masses.numel() :].astype(np.int64)
+        kept = next((i for i, t in enumerate(tokens.tolist()) if t in base.ends), len(tokens))
         mass = come[: masses.numel()].reshape(len(seen), n)[: 1 + kept].sum(0)
-        logits = logits[: 1 + kept]
-        self.looked = Look(mass, torch.cat(logits), tokens[:kept], tokens[kept:said])
+        self.looked = Look(mass, torch.cat(logits[: 1 + kept]), tokens[:kept])
         return self.looked
 
     def reads(self, slots: Ints, weights: Floats) -> Steps[Floats]:
         """Return the attention mass [slot] that ``slots`` pay when they are recomputed in place,
-        each times its weight, the first and the last layer not counted. The first call adds what
-        the token pays that follows the draft of a look: a pass of its own would cost more.
-        """
+        each times its weight, the first and the last layer not counted."""
         self.rows.settle()
         self._replaced.append((slots, self._values(slots)))
-        look, n_layers = self.looked, len(self.backend.layers)
-        behind = NO_SLOTS
-        if look is not None and len(look.follows) and len(self._replaced) == 1:
-            behind = np.concatenate([look.draft, look.follows])
-            weights = np.concatenate([weights, np.zeros(len(look.draft)), np.ones(1)])
-        seen = Mass(self.n + len(behind), weights, self.backend.device, min(1, n_layers - 1))
-        yield self._drafting(slots, behind, observer=seen, last=n_layers - 1)
-        self.rows.truncate(self.n)
-        return _down(seen.total[: self.n])
+        n_layers = len(self.backend.layers)
+        seen = Mass(self.n, weights, self.backend.device, min(1, n_layers - 1))
+        yield self.work(slots, observer=seen, last=n_layers - 1)
+        return _down(seen.total)
 
     def deviation(self, candidates: Ints, layer: int, what: str) -> Steps[Floats]:
         """Return the squared distance of placed rows of one layer from recomputed ones.
@@ -213,23 +203,19 @@ class Passes:
         """Recompute ``chosen`` and the unready rows that are left in place; return the logits of the
         question and of the reply that was drafted behind it."""
         draft = NO_SLOTS if self.looked is None else self.looked.draft
-        slots = union(chosen, self.left)
-        wanted = np.flatnonzero(np.isin(slots, self.question))
-        want = np.concatenate([wanted, len(slots) + np.arange(len(draft))])
-        logits = yield self._drafting(slots, draft, want=want)
+        behind = np.arange(self.n, self.n + len(draft))
+        slots = np.concatenate([union(chosen, self.left), behind])
+        logits = yield Work(
+            self.rows,
+            np.concatenate([self.tokens, draft])[slots],
+            slots,
+            np.concatenate([self.positions, self.positions[-1:] + 1 + np.arange(len(draft))])[
+                slots
+            ],
+            want=np.flatnonzero(np.isin(slots, np.concatenate([self.question, behind]))),
+        )
         self.rows.truncate(self.n)
         return logits
-
-    def _drafting(self, slots: Ints, draft: Ints, **options: object) -> Work:
-        """Return what recomputes ``slots``, and ``draft`` tokens behind the last row there is."""
-        behind = np.arange(len(draft))
-        return Work(
-            self.rows,
-            np.concatenate([self.tokens[slots], draft]),
-            np.concatenate([slots, self.n + behind]),
-            np.concatenate([self.positions[slots], self.positions[-1] + 1 + behind]),
-            **options,  # type: ignore[arg-type]
-        )
 
     def placed_values(self, slots: Ints) -> list[Tensor]:
         """Return the values [row, head, dim] of ``slots`` in each layer as they were placed."""

@@ -196,7 +196,7 @@ class Weaver:
         passes = Passes(
             self.backend, state.rows, tokens, positions, np.concatenate(missing), placed,
             self.dependence, state.repaired_until(first_change(placed), n),
-            room=strategy.draft, again=state.keeps or strategy.records or strategy.rank > 0,
+            again=state.keeps or strategy.records or strategy.rank > 0,
             lossy=bool(state.lossy) or state.rows.n_freed > 0,
         )  # fmt: skip
         verdict = yield from strategy.repair(passes, weaving.wish)

@@ -46,11 +46,10 @@ class Auto(Strategy):
         if lookahead < 0:
             raise InvalidArgument("lookahead", f"{lookahead} is below 0")
         self.draft, self.evidence = lookahead, evidence
-        self._drafted = max(0, lookahead - 1)  # the last token is seen by the first round
 
     def choose(self, view: View) -> Steps[Ints]:
         """Return ``budget`` rows."""
-        mass = yield from view.needs(self._drafted)
+        mass = yield from view.needs(self.draft)
         if mass.any():
             return (yield from follow(view, mass, rounds=2))
         read = view.dependence()
@@ -77,7 +76,7 @@ class Auto(Strategy):
             return Verdict(passes.slots(stale), 0.0)
         known = None if passes.lossy else wish.calibration
         passes.compares = bool(known or self.evidence or wish.max_drift is not None)
-        yield from passes.look(self._drafted)
+        yield from passes.look(self.draft)
         candidates = union(candidates, passes.early)
         if not passes.compares:
             return Verdict((yield from self.select(passes, spans, candidates, wish.share)))
@@ -106,7 +105,7 @@ class Auto(Strategy):
         self, passes: Passes, spans: Sequence[Placement], candidates: Ints, share: float
     ) -> Steps[tuple[Evidence, Ints, torch.Tensor | None]]:
         """Recompute the chosen and a few random rows; return what that showed, and all of them."""
-        look = yield from passes.look(self._drafted)
+        look = yield from passes.look(self.draft)
         budget = round(share * len(candidates))
         n_probes = min(PROBES, budget // 8) if budget < len(candidates) else 0
         order = np.random.default_rng(len(candidates)).permutation(len(candidates))

@@ -43,8 +43,7 @@ class Rollout(Strategy):
 
     def choose(self, view: View) -> Steps[Ints]:
         """Return ``budget`` rows."""
-        # a further token is seen by the first round, if there is more than one
-        mass = yield from view.needs(self.draft - (self.draft > 0 and self.rounds > 1))
+        mass = yield from view.needs(self.draft)
         if not mass.any():
             return FirstK().choose(view)
         return (yield from follow(view, mass, self.rounds))
