@@ -1,11 +1,12 @@
 """The engine against its twin, through random verbs. python -m pytest tests/world
 
-The quick part plays 2,000 steps, ``-m slow`` 100,000 more. A failure prints the verbs that lead to
-it, as few as were found, and how to play them again.
+The quick part plays 2,000 steps, ``-m slow`` 100,000 more (KVWEAVE_WORLD_STEPS says otherwise). A
+failure prints the verbs that lead to it, as few as were found, and how to play them again.
 """
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +15,8 @@ import pytest
 from kvweave import Context, Plan
 from world import play
 
+LONG = int(os.environ.get("KVWEAVE_WORLD_STEPS", 100_000))
+PARTS = 40
 DRAWN = 60  # verbs drawn for one world, of which some cannot happen
 
 
@@ -33,9 +36,9 @@ def test_the_engine_does_what_its_twin_does(part: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("part", range(40))
+@pytest.mark.parametrize("part", range(PARTS))
 def test_the_engine_does_what_its_twin_does_for_long(part: int) -> None:
-    many(1_000_000 + 1000 * part, 2500)
+    many(1_000_000 + 1000 * part, LONG // PARTS)
 
 
 def _all_exact(plan: Plan) -> Plan:
