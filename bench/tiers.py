@@ -107,8 +107,8 @@ def timeline(tier: Resting) -> dict[str, float]:
         if layer == 0:
             begun.append(time.perf_counter())
 
-    def added(self: Load, k: torch.Tensor, v: torch.Tensor) -> None:
-        add(self, k, v)
+    def added(self: Load, *layer: Any) -> None:
+        add(self, *layer)
         came.append(time.perf_counter())
 
     tier.leave()

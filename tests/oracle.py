@@ -133,13 +133,14 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
 # How far two ways to compute one number may be apart, relative to the largest, whatever the machine:
 # float64 all the way (4e6 eps: deep models amplify what each product rounds), and with one step in
 # float32. Such steps are logprobs, which are read off float32 logits, and rotary modules that scale
-# their cosines (yarn, longrope): they round that product, we scale the keys.
+# their cosines (yarn, longrope): they round that product, we scale the keys. Llama 4 makes float32
+# cosines by `polar`, which need not round as `cos` does.
 EXACT, SINGLE = 1e-9, 16 * torch.finfo(torch.float32).eps
 
 
 def bound(name: str) -> float:
     """Return the bound that holds for an entry of `MODELS` in float64."""
-    return SINGLE if name == "yarn" else EXACT
+    return SINGLE if name in ("yarn", "llama4_chunked") else EXACT
 
 
 class Float64(TorchFunctionMode):
@@ -165,8 +166,8 @@ class Float64(TorchFunctionMode):
 def _goes_to_float32(forward: Callable[..., Any]) -> bool:
     """Whether a module's code, or how it turns its keys, names another dtype than the model's."""
     forward = inspect.unwrap(forward)
-    turn = "apply_rotary_pos_emb"
-    called = [forward.__globals__[turn]] if turn in forward.__code__.co_names else []
+    turns = [name for name in forward.__code__.co_names if name.startswith("apply_rotary")]
+    called = [forward.__globals__[turn] for turn in turns]
     return any(re.search(r"\bfloat(32)?\b", inspect.getsource(f)) for f in (forward, *called))
 
 
