@@ -9,7 +9,14 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, TypeVar
 
 from fastapi import Depends, Path, Request
-from pydantic import BaseModel, ConfigDict, StrictInt, StringConstraints, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    StrictInt,
+    StringConstraints,
+    model_validator,
+)
 
 from kvweave.chunk.identity import ChunkId, check_name
 from kvweave.engine import Engine
@@ -69,6 +76,13 @@ The = Annotated[Serving, Depends(_serving)]
 """A route's parameter of this type is the running server."""
 
 
+def _no_bool(value: object) -> object:
+    if isinstance(value, bool):
+        raise ValueError("should be a number")
+    return value
+
+
+Int = Annotated[int, BeforeValidator(_no_bool)]  # pydantic's own takes true for 1
 STRICT = ConfigDict(extra="forbid")  # of requests: fields that are not known are refused
 
 

@@ -13,7 +13,7 @@ from kvweave.chunk.identity import Kind, TierName
 from kvweave.engine import Engine
 from kvweave.errors import InvalidArgument
 from kvweave.serve.access import Tenant
-from kvweave.serve.common import ERRORS, STRICT, ChunkRef, Content, PathRef, Serving, The
+from kvweave.serve.common import ERRORS, STRICT, ChunkRef, Content, Int, PathRef, Serving, The
 from kvweave.serve.text import sizes_of, tokens_of
 from kvweave.weave.context import Context
 from kvweave.weave.parts import Mode, Part, Positions
@@ -60,9 +60,9 @@ class Append(Content):
     chunk: ChunkRef | None = None
     kind: Kind = "document"
     name: ChunkRef | None = None
-    at: Annotated[int, Field(ge=0)] | None = None
-    start: int | None = None
-    stop: int | None = None
+    at: Annotated[Int, Field(ge=0)] | None = None
+    start: Int | None = None
+    stop: Int | None = None
 
     def _is_complete(self) -> bool:
         n_given = sum(x is not None for x in (self.text, self.tokens, self.chunk))

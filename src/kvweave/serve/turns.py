@@ -16,7 +16,7 @@ from starlette.responses import Response
 from kvweave.engine import Engine
 from kvweave.errors import InvalidArgument
 from kvweave.serve.access import Tenant
-from kvweave.serve.common import ERRORS, STREAMED, STRICT, PathRef, Serving, The
+from kvweave.serve.common import ERRORS, STREAMED, STRICT, Int, PathRef, Serving, The
 from kvweave.serve.contexts import Nats, require_idle
 from kvweave.serve.problems import problem_of
 from kvweave.serve.text import tokens_of
@@ -26,7 +26,7 @@ from kvweave.weave.session import Turn
 
 router = APIRouter(prefix="/v1/contexts", tags=["contexts"], responses=ERRORS)
 
-Count = Annotated[int, Field(ge=0, le=2**31)]
+Count = Annotated[Int, Field(ge=0, le=2**31)]
 
 
 class Sampled(BaseModel):
@@ -34,14 +34,14 @@ class Sampled(BaseModel):
 
     model_config = STRICT
 
-    max_tokens: Annotated[int, Field(ge=1, le=2**31)] = 256
+    max_tokens: Annotated[Int, Field(ge=1, le=2**31)] = 256
     temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     top_k: Count = 0
-    seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
+    seed: Annotated[Int, Field(ge=0, lt=2**63)] | None = None
     stop: str | list[str] = Field(default_factory=list)
     stop_tokens: list[StrictInt] = Field(default_factory=list)
-    logprobs: Annotated[int, Field(ge=0, le=100)] = 0
+    logprobs: Annotated[Int, Field(ge=0, le=100)] = 0
     ignore_eos: bool = False
     max_drift: Nats | None = None
     stream: bool = False
