@@ -82,7 +82,7 @@ def test_prune(bench: dict[str, ModuleType], pair: Any) -> None:
     found = bench["prune"].bench(pair, 512, 1)
     check_numbers(found)
     assert set(found["cases"]) == {
-        "prune/none", "prune/random", "prune/first_k", "prune/auto",
+        "prune/none", "prune/random", "prune/first_k", "prune/auto", "prune/own",
         "replace a middle turn/none", "reorder two turns/none", "re-add a dropped turn/none",
     }  # fmt: skip
     kept = found["kept_by_prefix_caching"]
