@@ -354,7 +354,7 @@ class Engine:
                 turns.append(context.begin(*request))
         except BaseException:
             for turn in turns:
-                turn.cancel()
+                turn.abandon()
             raise
         finally:
             self.shelf.upcoming(())

@@ -38,6 +38,7 @@ class Context:
         self._parts: tuple[Part, ...] = ()
         self._base: ChunkId | None = None
         self._next_uid = 0
+        self._owner = object()
         self._names = Names(name, lambda n: self._table.lookup(n, self.namespace) is None)
         self._editing = False
         self._closed = False
@@ -92,7 +93,7 @@ class Context:
         if self._editing:
             yield self
             return
-        before, base, uid, counts = self._parts, self._base, self._next_uid, self._names.counts()
+        before, base, counts = self._parts, self._base, self._names.counts()
         self._editing = True
         try:
             with self._table.transaction():
@@ -102,7 +103,8 @@ class Context:
                     raise ContextTooLong(n, limit)
                 self._sync_holds(before, self._parts)
         except BaseException:
-            self._parts, self._base, self._next_uid = before, base, uid
+            # uids go on: a weave in the block may have kept KV by them
+            self._parts, self._base = before, base
             self._names.reset(counts)
             raise
         finally:
@@ -240,7 +242,7 @@ class Context:
 
     def snapshot(self) -> Snapshot:
         """Return the parts as they are, to come back to."""
-        return Snapshot(self._parts, self._base, self.namespace)
+        return Snapshot(self._parts, self._base, self.namespace, self._owner)
 
     def restore(self, snapshot: Snapshot) -> None:
         """Bring back the parts of a snapshot. Raises ChunkNotFound if one was removed since, or is
@@ -251,6 +253,12 @@ class Context:
                 if snapshot.namespace != self.namespace:
                     raise ChunkNotFound(part.name)
             self._parts, self._base = snapshot.parts, snapshot.base
+            if snapshot.owner is not self._owner:  # its uids mean other parts here
+                uids = range(self._next_uid, self._next_uid + len(self._parts))
+                self._next_uid = uids.stop
+                self._parts = tuple(
+                    replace(part, uid=uid) for part, uid in zip(self._parts, uids, strict=True)
+                )
 
     def fork(self, name: str) -> Context:
         """Return a new context with the same parts and rows; the two do not affect each other.
@@ -329,6 +337,8 @@ class Context:
         the context was edited since, of the next token over the rows as they are woven now.
         """
         self._readable()
+        if self._parts[-1].virtual:
+            raise InvalidArgument("check", "the context ends in rows that no token made")
         return self.session.check(self._parts)
 
     def check_integrity(self) -> None:

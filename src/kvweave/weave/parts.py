@@ -30,8 +30,8 @@ A part may be a slice of a chunk. KV of token 16 was computed after the chunk's 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from typing import Literal, NamedTuple
 
@@ -104,6 +104,7 @@ class Snapshot:
     parts: tuple[Part, ...]
     base: ChunkId | None = None
     namespace: str = ""
+    owner: object = field(default=None, compare=False, repr=False)  # whose uids the parts have
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,13 +160,15 @@ def resolve(
     wanted: Sequence[Part],
     woven: Sequence[Placement],
     available: Callable[[Part, Seen], Available],
+    before: Mapping[int, Placement] | None = None,
 ) -> list[Placement]:
     """Decide for every wanted part where its KV comes from, front to back.
 
-    ``available`` is asked about one part and what would stand before it.
+    ``available`` is asked about one part and what would stand before it; ``before`` has, by uid,
+    what each part's KV was when it was last woven; by default that is ``woven``.
     """
+    before = {p.part.uid: p for p in woven} if before is None else before
     placed: list[Placement] = []
-    previous = {p.part.uid: p for p in woven}
     stable, exact = True, True
     slot = position = 0
     for index, part in enumerate(wanted):
@@ -178,10 +181,12 @@ def resolve(
             stable = False
             seen = seen_from(placed, position)
             home = (placed[0].position if placed else position) == 0
-            before = previous.get(part.uid)
             found = available(part, seen)
             at = Placement(part, slot, position, "none", 0, _truth(exact), seen)
-            placement = _choose(at, before, found, exact and home)
+            was = before.get(part.uid)
+            if was is not None and (was.part.id, was.part.start) != (part.id, part.start):
+                was = None
+            placement = _choose(at, was, found, exact and home)
         placed.append(placement)
         exact = exact and placement.exact
         slot, position = slot + part.n, position + part.n
@@ -356,3 +361,19 @@ def _covers(ranges: Sequence[tuple[int, int]], start: int, stop: int) -> bool:
         if first <= start:
             start = max(start, last)
     return start >= stop
+
+
+def both_seen(a: Seen, b: Seen) -> Seen:
+    """Return what KV saw of which some rows were recomputed after ``b``."""
+    return b + tuple(each for each in a if each not in b)
+
+
+def is_only_here(p: Placement) -> bool:
+    """Tell whether the KV a part is placed from may not be found again once other parts stand
+    before it."""
+    return p.source == "exact" or (p.patched and p.source == "canonical")
+
+
+def positions_of(placed: Sequence[Placement]) -> NDArray[np.int64]:
+    """Return the position of each slot."""
+    return np.concatenate([np.arange(p.position, p.position + p.part.n) for p in placed])

@@ -98,13 +98,13 @@ class Session:
         check_share(share)
         chosen = self.strategy if repair is None else strategy(repair)
         wish = self._wish(chosen, share, max_drift)
-        woven = list(self.state.woven)
-        if repair is not None:
-            del self.state.woven[exact_prefix(woven) :]
+        woven = self.state.woven
+        left = self.state.woven = woven[: None if repair is None else exact_prefix(woven)]
         try:
             weaving = self.weaver.prepare(self.state, parts, chosen, wish)
         except BaseException:
-            self.state.woven = woven
+            if self.state.woven is left:  # no row has changed
+                self.state.woven = woven
             raise
         self.strategy, self.plan = chosen, self._run(weaving)
         return self.plan
@@ -143,7 +143,7 @@ class Session:
         twin.state.rows, twin.state.woven = state.rows.clone(), list(state.woven)
         twin.state.own, twin.state.redone = dict(state.own), dict(state.redone)
         twin.state.known, twin.state.lossy = set(state.known), set(state.lossy)
-        twin.state.repaired = state.repaired.copy()
+        twin.state.repaired, twin.state.before = state.repaired.copy(), dict(state.before)
         twin.strategy, twin.plan = self.strategy, self.plan
         return twin
 

@@ -29,6 +29,7 @@ class State:
     woven: list[Placement] = field(default_factory=list)
     own: dict[int, KV] = field(default_factory=dict)  # uid -> raw KV computed in this context
     redone: dict[int, tuple[Ints, KV]] = field(default_factory=dict)  # uid -> repaired rows, raw
+    before: dict[int, Placement] = field(default_factory=dict)  # uid -> as it was last woven
     known: set[int] = field(default_factory=set)  # uids that were woven here before
     lossy: set[int] = field(default_factory=set)  # uids whose rows went through something lossy
     repaired: NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, bool))  # [slot]
@@ -59,6 +60,13 @@ class State:
                 n = int(np.searchsorted(offsets, p.part.n))
                 self.redone[p.part.uid] = offsets[:n], kv.rows(0, n).clone()
 
+    def redone_of(self, p: Placement) -> tuple[Ints, KV] | None:
+        """Return the recomputed rows that an evict froze with a part, offsets and raw KV."""
+        was = self.before.get(p.part.uid)
+        if was is None or not p.part.frozen or (p.source, p.seen) != (was.origin, was.seen):
+            return None
+        return self.redone.get(p.part.uid)
+
     def redo(self, uid: int, offsets: Ints, kv: KV) -> None:
         """Keep repaired rows of a part, beside those kept before; the newest of a row counts."""
         if uid in self.redone:
@@ -71,8 +79,11 @@ class State:
             kv = kv.clone()
         self.redone[uid] = offsets, kv
 
-    def forget_others(self, uids: set[int]) -> None:
-        """Let go of what belongs to parts that are not there any more."""
+    def remember(self) -> None:
+        """Note what the parts are now, and let go of what belongs to parts that are not there."""
+        self.before = {p.part.uid: p for p in self.woven}
+        uids = set(self.before)
+        self.known |= uids
         self.own = {uid: kv for uid, kv in self.own.items() if uid in uids}
         self.redone = {uid: kept for uid, kept in self.redone.items() if uid in uids}
         self.lossy &= uids

@@ -25,8 +25,11 @@ from kvweave.weave.parts import (
     Part,
     Placement,
     Truth,
+    both_seen,
     check_placement,
     first_change,
+    is_only_here,
+    positions_of,
     resolve,
     seen_from,
     spans_of,
@@ -80,6 +83,8 @@ class Weaver:
         check_bound(max_drift, self.calibration, strategy.name, share)
         if max_drift is not None and state.keeps:
             raise InvalidArgument("max_drift", "evict keeps what pruned chunks left", "use forget")
+        if max_drift is not None and state.rows.n_freed:
+            raise InvalidArgument("max_drift", "rows of this context were freed", "leave it out")
         if max_drift is not None and state.rows.lossy:
             reason = f"rows kept as {self.codec} are never those of a full prefill"
             raise InvalidArgument("max_drift", reason, 'use rows="raw"')
@@ -92,7 +97,9 @@ class Weaver:
         Rows to repair are counted for the whole budget; a strategy may choose fewer.
         """
         known, peek = state.known, self.sources.peek
-        placed = resolve(parts, state.woven, lambda part, seen: peek(part, seen, known))
+        placed = resolve(
+            parts, state.woven, lambda part, seen: peek(part, seen, known), state.before
+        )
         placed = self.patcher.patched(placed, strategy)
         share = {"none": 0.0, "full": 1.0}.get(strategy.name, share)
         counts = [round(share * p.ready) * (p.repairable and not p.patched) for p in placed]
@@ -112,6 +119,8 @@ class Weaver:
         Chunks that a tier loses or brings too late are prefilled. Raises ContextTooLong,
         OverBudget or CorruptChunk before any row changes.
         """
+        if sampling is not None and parts[-1].virtual:
+            raise InvalidArgument("context", "it ends in rows that no token made", "append text")
         weaving = Weaving(parts, strategy, wish, sampling)
         self._set_out(state, weaving)
         self._next_key += 1
@@ -130,7 +139,9 @@ class Weaver:
         self.sources.begin(parts, state.known)
         loaded: dict[int, KV] = {}
         known, load = state.known, self.sources.load
-        placed = resolve(parts, state.woven, lambda part, seen: load(part, seen, known, loaded))
+        placed = resolve(
+            parts, state.woven, lambda part, seen: load(part, seen, known, loaded), state.before
+        )
         weaving.placed = placed = self.patcher.patched(placed, weaving.strategy, loaded)
         n_rows = self._charge(state, weaving)
         self.table.touch(p.part.id for p in placed if p.source != "kept")
@@ -142,7 +153,7 @@ class Weaver:
         state.rows.reserve(n_rows)
         self._place(state, placed, loaded)
         if state.keeps:
-            state.own |= {p.part.uid: loaded[p.part.uid] for p in placed if _only_here(p)}
+            state.own |= {p.part.uid: loaded[p.part.uid] for p in placed if is_only_here(p)}
         for p in placed:
             if p.source == "canonical":
                 lossy = loaded[p.part.uid].lossy
@@ -159,39 +170,42 @@ class Weaver:
         n_rows = n + max(n_new, weaving.strategy.draft)
         n_bytes = state.rows.bytes_for(n_rows) + state.kept_bytes
         if state.keeps or weaving.strategy.rank:
-            n_bytes += (n - first_change(placed) + n_new) * self.backend.row_bytes
+            n_kept = sum(p.ready for p in placed if p.source == "kept" and not p.exact)
+            n_bytes += (n - first_change(placed) + n_kept + n_new) * self.backend.row_bytes
         self.shelf.charge(state.name, n_bytes)
         return n_rows
 
     def _place(self, state: State, placed: list[Placement], loaded: dict[int, KV]) -> None:
         """Write the rows of all parts that are not kept."""
         moving = [p for p in placed if p.source not in ("kept", "none")]
-        positions = _positions(placed)
+        positions = positions_of(placed)
         if moving:
             state.rows.place(runs(moving, state.own, loaded), positions)
-        for p in moving:
-            if p.part.frozen and p.part.uid in state.redone:
-                offsets, kv = state.redone[p.part.uid]
-                state.rows.settle()
-                state.rows.put(offsets + p.slot, kv)
 
     # ---- computing
 
     def _steps(self, state: State, weaving: Weaving) -> Steps[Tensor | None]:
         """Compute what is not there; begin again without the chunks that do not arrive."""
         kept = [p for p in weaving.placed if p.source == "kept"]
+        failed: set[str] = set()
         while True:
             try:
                 return (yield from self._compute(state, weaving))
             except LoadFailed as error:
+                if str(error) in failed:
+                    raise  # it is not asked for any more, and fails again
+                failed.add(str(error))
                 self.shelf.lost(error)
                 state.woven = kept
                 self._set_out(state, weaving)
 
     def _compute(self, state: State, weaving: Weaving) -> Steps[Tensor | None]:
         placed, strategy, sampling = weaving.placed, weaving.strategy, weaving.sampling
+        for p in placed:
+            if (redone := state.redone_of(p)) is not None:
+                state.rows.put(redone[0] + p.slot, redone[1])
         tokens = np.concatenate([tokens_of(self.table, p.part).astype(np.int64) for p in placed])
-        n, positions = len(tokens), _positions(placed)
+        n, positions = len(tokens), positions_of(placed)
         missing = [np.arange(p.slot + p.ready, p.slots[1]) for p in placed]
         passes = Passes(
             self.backend, state.rows, tokens, positions, np.concatenate(missing), placed,
@@ -315,7 +329,7 @@ class Weaver:
             right = right and (start == stop or all(b.right for b in done)) and first == last
             truth = Truth.STALE if not right else Truth.PATCHED if p.patched else Truth.RIGHT
             new = replace(p, ready=p.part.n, truth=Truth.EXACT if span.exact else truth)
-            if state.keeps and (p.patched or _only_here(p)):
+            if state.keeps and (p.patched or is_only_here(p)):
                 new = replace(new, origin="own")
             if p.source != "kept" and not p.part.frozen:
                 state.redone.pop(p.part.uid, None)
@@ -332,12 +346,12 @@ class Weaver:
                 if n_prefilled:
                     self._remember(state, p, raw.rows(tail, stop), new)
                 if tail > start and state.keeps:
+                    now = seen_from(done, p.position)
+                    new = replace(new, seen=now if whole else both_seen(new.seen, now))
                     state.redo(p.part.uid, slots[start:tail] - p.slot, raw.rows(start, tail))
             done.append(new)
         state.woven = done
-        uids = {p.part.uid for p in done}
-        state.known |= uids
-        state.forget_others(uids)
+        state.remember()
         self.settle_account(state)
 
     def extend(
@@ -364,11 +378,11 @@ class Weaver:
             state.woven.append(Placement(part, slot, position, "kept", ready, truth, seen, "own"))
             if weaving.reads is not None:
                 self.dependence.note(part, 0, weaving.reads.of(at, at + ready), before)
-            state.known.add(part.uid)
             if state.keeps and ready and weaving.raw is not None:
                 state.own[part.uid] = weaving.raw.rows(at, at + ready).clone()
             at, n_rows = at + ready, n_rows - ready
             slot, position = slot + part.n, position + part.n
+        state.remember()
         self.settle_account(state)
 
     def settle_account(self, state: State) -> None:
@@ -384,13 +398,3 @@ class Weaver:
         home = state.rows.positions[0] == 0  # behind a gap it would not be exact elsewhere
         if new.exact and home and kv.n_tokens == p.part.n and self.sources.is_whole(p.part):
             self.shelf.put_in_context(int(p.part.id), new.seen, kv)
-
-
-def _positions(placed: Sequence[Placement]) -> Ints:
-    return np.concatenate([np.arange(p.position, p.position + p.part.n) for p in placed])
-
-
-def _only_here(p: Placement) -> bool:
-    """Tell whether the KV a part is placed from may not be found again once other parts stand
-    before it."""
-    return p.source == "exact" or (p.patched and p.source == "canonical")
