@@ -17,6 +17,7 @@ from kvweave.errors import InvalidArgument, OverBudget
 from kvweave.run.layers import RawRows
 
 EXACT = 1e-9
+ONE = Sampling(max_tokens=1, ignore_eos=True)
 
 
 def ids(n: int, seed: int) -> list[int]:
@@ -86,7 +87,7 @@ def test_an_answer_that_did_not_begin_leaves_frozen_parts_what_they_are(engine: 
     context.weave()
     seen = [span.saw for span in context.preview().spans]
     before = context.session.state.rows.read(1)
-    turn = context.begin(*_one_token())
+    turn = context.begin(ONE)
     turn.abandon()
     plan = context.weave()
     assert [span.saw for span in plan.spans] == seen and any(seen)
@@ -95,12 +96,8 @@ def test_an_answer_that_did_not_begin_leaves_frozen_parts_what_they_are(engine: 
     full = repaired(engine, "full")
     full.drop("d0")
     full.weave()
-    full.begin(*_one_token()).abandon()
+    full.begin(ONE).abandon()
     keeps_its_word(full)
-
-
-def _one_token() -> tuple[Sampling]:
-    return (Sampling(max_tokens=1, ignore_eos=True),)
 
 
 def test_parts_of_another_contexts_snapshot_are_parts_of_their_own(engine: Engine) -> None:

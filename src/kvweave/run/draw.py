@@ -72,9 +72,8 @@ class Sampler:
 def draw(logits: Tensor, samplers: Sequence[Sampler]) -> tuple[Tensor, Tensor | None]:
     """Draw from ``logits`` [row, V] for samplers of one kind: tokens [row], and [row] what
     `Sampler.keep` is to be told, if anything. Both stay on the device."""
-    temperature, top_k, top_p, n_sorted = samplers[0].kind
-    asked = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
-    ids, probabilities, n_kept = candidates(logits, asked, n_sorted)
+    *_, n_sorted = samplers[0].kind
+    ids, probabilities, n_kept = candidates(logits, samplers[0].sampling, n_sorted)
     noise = torch.empty_like(probabilities)
     if any(sampler.seeded for sampler in samplers):
         for sampler, out in zip(samplers, noise, strict=True):

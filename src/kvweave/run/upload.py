@@ -10,8 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvweave.run.base import Ints
-
-PAGEABLE = ("cpu", "mps")  # no memory is pinned for these
+from kvweave.store.staging import PAGEABLE
 
 
 def up(numbers: NDArray[Any], device: torch.device) -> Tensor:

@@ -87,9 +87,8 @@ class Opened:
         n_exact, n_reused = plan.exact - self.n_computed, plan.reused
         gone_reused = min(self.n_completed, n_reused)
         gone_exact = min(self.n_completed - gone_reused, n_exact)  # the rest is repaired: computed
-        late = (
-            self.n_tokens - plan.n_tokens
-        )  # with several answers the header comes after the weave
+        # with several answers the header comes after the weave
+        late = self.n_tokens - plan.n_tokens
         counts["exact"], counts["reused"] = n_exact - gone_exact, n_reused - gone_reused
         counts["prefilled"] = plan.prefilled + self.n_computed + gone_reused + gone_exact + late
         return counts
