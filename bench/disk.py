@@ -24,11 +24,11 @@ import numpy as np
 import torch
 import xxhash
 
-from kvweave.store.arena import Arena
-from kvweave.store.base import PAGE, Get, Put
-from kvweave.store.extents import Extents
-from kvweave.store.slab import Slab
-from kvweave.store.slab_segments import aligned
+from kvweave.store.tier.base import PAGE, Get, Put
+from kvweave.store.tier.extents import Extents
+from kvweave.store.tier.memory import Arena
+from kvweave.store.tier.slab import Slab
+from kvweave.store.tier.slab_segments import aligned
 
 KIB, MIB, GB = 1 << 10, 1 << 20, 1e9
 BLOCKS = (64 * KIB, 256 * KIB, MIB, 4 * MIB)

@@ -21,8 +21,8 @@ import numpy as np
 import torch
 import xxhash
 
-from kvweave.store.base import Get, Put, Tier
-from kvweave.store.resp import Resp
+from kvweave.store.tier.base import Get, Put, Tier
+from kvweave.store.tier.resp import Resp
 
 KIB, MIB, GB = 1 << 10, 1 << 20, 1e9
 SIZES = (64 * KIB, MIB, 4 * MIB)
@@ -46,7 +46,7 @@ while what := sock.recv(1):
 """
 NODE = """
 import sys
-from kvweave.store.mooncake import Cluster, Mooncake
+from kvweave.store.tier.mooncake import Cluster, Mooncake
 node = Mooncake(Cluster(master=sys.argv[1], segment=int(sys.argv[2])), slots=1)
 print("ready", flush=True)
 sys.stdin.read()
@@ -175,7 +175,7 @@ def redis(folder: str) -> Iterator[int]:
 def mooncake(space: Space) -> Iterator[Tier]:
     """Run a master and a node and yield a tier of a third process: ours."""
     os.environ.setdefault("GLOG_minloglevel", "3")
-    from kvweave.store.mooncake import Cluster, Mooncake
+    from kvweave.store.tier.mooncake import Cluster, Mooncake
 
     port, metrics = free_port(), free_port()
     program = str(Path(sys.executable).with_name("mooncake_master"))

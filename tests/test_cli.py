@@ -25,7 +25,7 @@ import kvweave
 from kvweave.chunk.table import Table
 from kvweave.cli import app, chat, home, parser, show
 from kvweave.run.model import Runner
-from kvweave.store.slab import Slab
+from kvweave.store.tier.slab import Slab
 from kvweave.weave.calibration import Calibration, Curve
 
 MODEL = home.BUNDLED

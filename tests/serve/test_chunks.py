@@ -10,8 +10,8 @@ from urllib.parse import quote
 import pytest
 
 from kvweave import Engine
-from kvweave.store.base import Outcome
-from kvweave.store.slab import Slab
+from kvweave.store.tier.base import Outcome
+from kvweave.store.tier.slab import Slab
 
 A = "foze river habu . so well then we saw it ."
 B = "vabo metal zovo . so well ."

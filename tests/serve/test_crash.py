@@ -21,8 +21,8 @@ from kvweave import Engine
 from kvweave.demo.world import WORDS
 from kvweave.run.model import Runner
 from kvweave.store.kv import KV
-from kvweave.store.slab import Slab
-from kvweave.store.transfer import load_kv
+from kvweave.store.record.transfer import load_kv
+from kvweave.store.tier.slab import Slab
 
 ROUNDS = int(os.environ.get("KVWEAVE_CRASHES", "8"))
 SEED = int(os.environ.get("KVWEAVE_SEED", "2026"))

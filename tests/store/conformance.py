@@ -1,4 +1,4 @@
-"""What every tier must do (`kvweave.store.base`): derive a test class and say how to make one.
+"""What every tier must do (`kvweave.store.tier.base`): derive a test class and say how to make one.
 
 ::
 
@@ -40,7 +40,7 @@ from store.values import (
 )
 
 from kvweave.errors import InvalidArgument
-from kvweave.store.base import Get, Put, Tier
+from kvweave.store.tier.base import Get, Put, Tier
 
 Make = Callable[..., Tier]
 

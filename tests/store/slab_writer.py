@@ -14,8 +14,8 @@ from typing import Any
 
 from store.values import aligned, content
 
-from kvweave.store.base import Get, Put
-from kvweave.store.slab import Slab
+from kvweave.store.tier.base import Get, Put
+from kvweave.store.tier.slab import Slab
 
 CAPACITY, SEGMENT = 6 << 20, 1 << 20
 WRITERS, KEYS = 2, 10

@@ -17,8 +17,8 @@ from store.conformance import Conformance, Make
 from store.values import aligned, asking, assert_holds, content, filled, in_time, put_one, store
 
 from kvweave.errors import InvalidArgument
-from kvweave.store.archive import Archive
-from kvweave.store.base import Get, Put, Tier
+from kvweave.store.tier.base import Get, Put, Tier
+from kvweave.store.tier.s3 import Archive
 
 obstore = pytest.importorskip("obstore", reason=lack("obstore is not installed", PIP, "obstore"))
 stores = pytest.importorskip("obstore.store")

@@ -12,9 +12,9 @@ from store.conformance import Conformance, Make
 from store.values import aligned, asking, assert_holds, content, filled, put_one, store, together
 
 from kvweave.errors import InvalidArgument
-from kvweave.store.arena import Arena
-from kvweave.store.base import PAGE, Get, Put, Tier
-from kvweave.store.buffers import address, flat, runs
+from kvweave.store.tier.base import PAGE, Get, Put, Tier
+from kvweave.store.tier.buffers import address, flat, runs
+from kvweave.store.tier.memory import Arena
 
 
 class TestArena(Conformance):

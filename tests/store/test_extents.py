@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvweave.store.extents import MAX_KEPT, Extents, _class_of
+from kvweave.store.tier.extents import MAX_KEPT, Extents, _class_of
 
 
 def space(*regions: int) -> Extents:

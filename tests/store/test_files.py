@@ -14,8 +14,8 @@ from store.conformance import Conformance, Make
 from store.values import assert_holds, content, put_one, store
 
 from kvweave.errors import InvalidArgument
-from kvweave.store.base import Get, Tier
-from kvweave.store.files import FileTier
+from kvweave.store.tier.base import Get, Tier
+from kvweave.store.tier.files import FileTier
 
 
 class TestFiles(Conformance):

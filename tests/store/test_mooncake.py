@@ -15,10 +15,10 @@ from store.conformance import Conformance, Make
 from store.values import aligned, asking, assert_holds, assert_untouched, content, put_one, store
 
 from kvweave.errors import InvalidArgument, StoreError
-from kvweave.store import mooncake
-from kvweave.store.base import Get, Put, Tier
-from kvweave.store.limit import Limit
-from kvweave.store.mooncake import Cluster, Mooncake
+from kvweave.store.tier import mooncake
+from kvweave.store.tier.base import Get, Put, Tier
+from kvweave.store.tier.limit import Limit
+from kvweave.store.tier.mooncake import Cluster, Mooncake
 
 os.environ.setdefault("GLOG_minloglevel", "3")  # before it is loaded: it writes to stderr
 JOIN = mooncake.join
@@ -27,7 +27,7 @@ SEGMENT = 64 << 20  # bytes of the node
 LEASE = 100  # milliseconds
 NODE = """
 import os, sys, time
-from kvweave.store.mooncake import Cluster, Mooncake
+from kvweave.store.tier.mooncake import Cluster, Mooncake
 parent = os.getppid()
 node = Mooncake(Cluster(master=sys.argv[1], segment=int(sys.argv[2])), slots=1)
 print("ready", flush=True)

@@ -14,15 +14,15 @@ from hypothesis import strategies as st
 from kvweave.errors import LoadFailed, OverBudget
 from kvweave.keep import LRU
 from kvweave.store import mover as mover_module
-from kvweave.store.arena import Arena
 from kvweave.store.arriving import Arriving
-from kvweave.store.base import Get, Outcome, Put, Tier
 from kvweave.store.codec import parse
-from kvweave.store.files import FileTier
 from kvweave.store.kv import KV, LayerShape
 from kvweave.store.level import Level
 from kvweave.store.mover import Mover
 from kvweave.store.shelf import Shelf
+from kvweave.store.tier.base import Get, Outcome, Put, Tier
+from kvweave.store.tier.files import FileTier
+from kvweave.store.tier.memory import Arena
 
 SHAPES = [LayerShape(2, 4, 2, 4), LayerShape(1, 8, 3, 4), LayerShape(2, 4, 2, 4)]
 CPU = torch.device("cpu")

@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvweave.errors import CorruptChunk, FormatTooNew, InvalidArgument, ModelMismatch
-from kvweave.store.base import PAGE, Outcome, checked
 from kvweave.store.codec import parse
 from kvweave.store.kv import KV, LayerShape
-from kvweave.store.record import FIXED, START, Head, encode
-from kvweave.store.transfer import load_head, load_kv, store_kv
+from kvweave.store.record.layout import FIXED, START, Head, encode
+from kvweave.store.record.transfer import load_head, load_kv, store_kv
+from kvweave.store.tier.base import PAGE, Outcome, checked
 
 MODEL = "ab" * 16
 PLAIN = (LayerShape(2, 8, 2, 8),) * 3

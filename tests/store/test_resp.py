@@ -27,10 +27,10 @@ from store.values import (
 )
 
 from kvweave.errors import StoreError
-from kvweave.store.base import Get, Put, Tier
-from kvweave.store.limit import Limit
-from kvweave.store.resp import LARGEST, Resp
-from kvweave.store.wire import ServerAddress, Wire
+from kvweave.store.tier.base import Get, Put, Tier
+from kvweave.store.tier.limit import Limit
+from kvweave.store.tier.resp import LARGEST, Resp
+from kvweave.store.tier.wire import ServerAddress, Wire
 
 NUMBERS = itertools.count()
 

@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 
 from kvweave.errors import InvalidArgument, OverBudget
 from kvweave.keep import LRU
-from kvweave.store.base import Outcome, Put
 from kvweave.store.codec import parse
-from kvweave.store.files import FileTier
 from kvweave.store.kv import KV, LayerShape
 from kvweave.store.level import Level
 from kvweave.store.mover import Mover
+from kvweave.store.record.transfer import load_kv
 from kvweave.store.shelf import Shelf
-from kvweave.store.transfer import load_kv
+from kvweave.store.tier.base import Outcome, Put
+from kvweave.store.tier.files import FileTier
 
 SHAPES = [LayerShape(2, 4, 2, 4)] * 3
 ROW = 3 * 2 * 2 * 4 * 4  # bytes of one token: layers x (k, v) x heads x dim x float32

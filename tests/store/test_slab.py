@@ -26,11 +26,11 @@ from store.values import (
 )
 
 from kvweave.errors import CorruptChunk, FormatTooNew, InvalidArgument
-from kvweave.store import slab_reads, slab_rows
-from kvweave.store.base import PAGE, Get, Put, Tier
-from kvweave.store.buffers import flat, runs
-from kvweave.store.slab import Slab
-from kvweave.store.slab_segments import PIECE, pieces, plan
+from kvweave.store.tier import slab_reads, slab_rows
+from kvweave.store.tier.base import PAGE, Get, Put, Tier
+from kvweave.store.tier.buffers import flat, runs
+from kvweave.store.tier.slab import Slab
+from kvweave.store.tier.slab_segments import PIECE, pieces, plan
 
 SEGMENT = 4 << 20
 

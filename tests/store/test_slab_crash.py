@@ -17,8 +17,8 @@ from store import slab_writer
 from store.slab_writer import CAPACITY, WRITERS, keys_of, open_slab, value
 from store.values import aligned, assert_holds, content, put_one, store
 
-from kvweave.store.base import PAGE, Get
-from kvweave.store.slab import Slab
+from kvweave.store.tier.base import PAGE, Get
+from kvweave.store.tier.slab import Slab
 
 KILLS = int(os.environ.get("KVWEAVE_KILLS", "200"))
 
@@ -101,7 +101,7 @@ def killed_run(context: Any, directory: Path, seed: int, expected: Expected) -> 
 @pytest.mark.slow
 def test_killed_at_any_time(tmp_path: Path) -> None:
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["kvweave.store.slab"])
+    context.set_forkserver_preload(["kvweave.store.tier.slab"])
     expected = Expected()
     for seed in range(1, KILLS + 1):
         killed_run(context, tmp_path, seed, expected)

@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from store.values import together
 
-from kvweave.store.base import Get, Put
-from kvweave.store.ledger import Ledger
-from kvweave.store.limit import PAUSES, SLOWEST, Absence, Limit, TimeUp
-from kvweave.store.slots import ALIGN, TOGETHER, Slot, Slots, Turns, batches, layout, scatter
+from kvweave.store.tier.base import Get, Put
+from kvweave.store.tier.ledger import Ledger
+from kvweave.store.tier.limit import PAUSES, SLOWEST, Absence, Limit, TimeUp
+from kvweave.store.tier.slots import ALIGN, TOGETHER, Slot, Slots, Turns, batches, layout, scatter
 
 
 def soon() -> Limit:

@@ -15,7 +15,7 @@ from store import servers
 PAGE = Path(__file__).parents[2] / "docs" / "tiers.md"
 BLOCKS = re.findall(r"^```py\n(.*?)^```$", PAGE.read_text(), re.M | re.S)
 FIRST = """
-from kvweave.store.base import Get, Put
+from kvweave.store.tier.base import Get, Put
 into = memoryview(bytearray(2))
 """
 

@@ -13,9 +13,9 @@ from store import servers
 from store.values import aligned, assert_untouched, in_time, put_one
 
 from kvweave.errors import InvalidArgument, StoreError
-from kvweave.store.base import Get
-from kvweave.store.resp import Resp
-from kvweave.store.wire import ServerAddress, command
+from kvweave.store.tier.base import Get
+from kvweave.store.tier.resp import Resp
+from kvweave.store.tier.wire import ServerAddress, command
 
 
 class Fake:

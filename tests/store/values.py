@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import xxhash
 
-from kvweave.store.base import PAGE, Get, Outcome, Put, Tier
+from kvweave.store.tier.base import PAGE, Get, Outcome, Put, Tier
 
 PATIENCE = 30.0  # seconds after which a call counts as hanging
 

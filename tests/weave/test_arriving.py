@@ -15,8 +15,8 @@ from weaving import rows, same_rows, text
 from kvweave import Context, Engine
 from kvweave.run.rows import KVRows
 from kvweave.store import mover
-from kvweave.store.base import Get, Outcome
-from kvweave.store.files import FileTier
+from kvweave.store.tier.base import Get, Outcome
+from kvweave.store.tier.files import FileTier
 
 NAMES = ("a", "b", "c")
 GetMany = Callable[[FileTier, list[Get]], list[Outcome]]

@@ -6,7 +6,7 @@
                                 "tiers": what `serve --tier` was given
                model.json       the model's fingerprint     the engine's; KV of no other model enters
                index.sqlite     names, ids, tokens
-               kv/              KV on disk: `kvweave.store.slab`
+               kv/              KV on disk: `kvweave.store.tier.slab`
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ def _delete(home: Path, keys: list[str]) -> None:
     """Delete the KV of chunks from the tiers that lie in the home."""
     if not keys:
         return
-    from kvweave.store.files import FileTier
-    from kvweave.store.slab import Slab
+    from kvweave.store.tier.files import FileTier
+    from kvweave.store.tier.slab import Slab
 
     opens: dict[str, Callable[[Path], Slab | FileTier]] = {
         "kv": lambda path: Slab(path, 1 << 50), "files": FileTier,

@@ -8,11 +8,11 @@ from typing import NamedTuple
 
 from kvweave.errors import ModelMismatch
 from kvweave.keep.base import UNKNOWN, Facts, Policy
-from kvweave.store.base import Get, Outcome, Tier
 from kvweave.store.codec import CodecSpec
 from kvweave.store.kv import KV
-from kvweave.store.record import Head
-from kvweave.store.transfer import load_head, store_kv
+from kvweave.store.record.layout import Head
+from kvweave.store.record.transfer import load_head, store_kv
+from kvweave.store.tier.base import Get, Outcome, Tier
 
 HEADS = 4096  # of the records read last: a few KiB each
 PLACES = {"ram": "ram", "disk": "disk", "files": "disk"}  # what is elsewhere is remote

@@ -22,12 +22,12 @@ import torch
 
 from kvweave.errors import OverBudget, StoreError
 from kvweave.store.arriving import Arriving, Load
-from kvweave.store.base import Outcome
 from kvweave.store.codec import CodecSpec
 from kvweave.store.kv import KV
 from kvweave.store.level import Level
-from kvweave.store.record import Head, record_bytes
+from kvweave.store.record.layout import Head, record_bytes
 from kvweave.store.staging import HOST, Staging, staging
+from kvweave.store.tier.base import Outcome
 
 BEHIND = 256 << 20  # bytes that may wait to be written
 TOGETHER = 1 << 20  # bytes of one request to a tier; layers of small chunks are read together

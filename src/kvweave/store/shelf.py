@@ -17,13 +17,13 @@ from collections.abc import Callable, Iterable
 from kvweave.errors import InvalidArgument, LoadFailed, OverBudget
 from kvweave.keep.base import UNKNOWN, Facts, Policy
 from kvweave.store.arriving import Arriving
-from kvweave.store.base import Outcome
 from kvweave.store.codec import CodecSpec
 from kvweave.store.kv import KV
 from kvweave.store.level import Level
 from kvweave.store.mover import Mover
 from kvweave.store.patches import Patch, Patches, PatchKey
 from kvweave.store.ram import Exact, Ram, Stretches
+from kvweave.store.tier.base import Outcome
 
 PATCHES = 8  # the part of the budget that patches may take is one in so many
 HIGH, LOW = 0.9, 0.8  # of the budget: over the first, what is over the second is written behind

@@ -24,17 +24,17 @@ from kvweave.errors import InvalidArgument
 from kvweave.keep import POLICIES
 from kvweave.keep.base import Policy
 from kvweave.store import codec
-from kvweave.store.archive import Archive
-from kvweave.store.arena import Arena
-from kvweave.store.base import Tier
-from kvweave.store.files import FileTier
 from kvweave.store.level import Level
-from kvweave.store.mooncake import Mooncake
-from kvweave.store.mooncake_cluster import Cluster
 from kvweave.store.mover import Mover
-from kvweave.store.resp import Resp
 from kvweave.store.shelf import Shelf
-from kvweave.store.slab import Slab
+from kvweave.store.tier.base import Tier
+from kvweave.store.tier.files import FileTier
+from kvweave.store.tier.memory import Arena
+from kvweave.store.tier.mooncake import Mooncake
+from kvweave.store.tier.mooncake_cluster import Cluster
+from kvweave.store.tier.resp import Resp
+from kvweave.store.tier.s3 import Archive
+from kvweave.store.tier.slab import Slab
 
 HUGE = 1 << 50  # bytes: as much as the disk has
 SEGMENT = 64 << 20  # bytes a slab takes from the disk at a time

@@ -27,9 +27,9 @@ import xxhash
 from torch import Tensor
 
 from kvweave.errors import CorruptChunk, FormatTooNew, InvalidArgument
-from kvweave.store.base import PAGE, Get
 from kvweave.store.codec import BLOCK, Codec, CodecSpec, KeyOrValue, parse
 from kvweave.store.kv import KV, LayerShape
+from kvweave.store.tier.base import PAGE, Get
 
 MAGIC = b"kvweave\n"
 FORMAT = 1

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-from kvweave.store.limit import Limit
+from kvweave.store.tier.limit import Limit
 
 TOGETHER = 500  # keys removed in one request
 PAUSES = (0.05, 5.0)  # seconds: after the first failure, and at most

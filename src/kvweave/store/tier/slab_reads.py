@@ -21,11 +21,11 @@ from queue import SimpleQueue
 import numpy as np
 import xxhash
 
-from kvweave.store.base import DONE, PAGE, Get, Outcome, checked
-from kvweave.store.buffers import Bytes, Run, address
-from kvweave.store.slab_header import fault, payload_sum
-from kvweave.store.slab_rows import Extent
-from kvweave.store.slab_segments import PIECE, WHOLE, aligned, pieces, scratch
+from kvweave.store.tier.base import DONE, PAGE, Get, Outcome, checked
+from kvweave.store.tier.buffers import Bytes, Run, address
+from kvweave.store.tier.slab_header import fault, payload_sum
+from kvweave.store.tier.slab_rows import Extent
+from kvweave.store.tier.slab_segments import PIECE, WHOLE, aligned, pieces, scratch
 
 N_THREADS = 4
 LATE = Outcome("late", "the deadline has passed")

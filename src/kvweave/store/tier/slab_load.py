@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from kvweave.store.slab_rows import Extent, IndexRow, pages_of
-from kvweave.store.slab_segments import Segment
+from kvweave.store.tier.slab_rows import Extent, IndexRow, pages_of
+from kvweave.store.tier.slab_segments import Segment
 
 _FILE = re.compile(r"seg-(\d{6,})\.slab")
 

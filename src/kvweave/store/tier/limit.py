@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 
-from kvweave.store.base import Outcome
+from kvweave.store.tier.base import Outcome
 
 SLOWEST = 1 << 23  # bytes per second below which a link counts as broken
 PAUSES = (0.05, 5.0)  # seconds a lost server is left alone: at first, and at most

@@ -25,8 +25,8 @@ from pathlib import Path
 
 import numpy as np
 
-from kvweave.store.base import PAGE
-from kvweave.store.buffers import Bytes, Run, address
+from kvweave.store.tier.base import PAGE
+from kvweave.store.tier.buffers import Bytes, Run, address
 
 PIECE = 1 << 20  # bytes of one read with a deadline, which waits for those that have begun
 WHOLE = 4 << 20  # bytes of one read without a deadline, and of one write

@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvweave.errors import CorruptChunk, FormatTooNew, StoreError
-from kvweave.store.base import PAGE
-from kvweave.store.slab_segments import Segment
+from kvweave.store.tier.base import PAGE
+from kvweave.store.tier.slab_segments import Segment
 
 FORMAT = 1
 APPLICATION_ID = 0x6B76_736C  # "kvsl"

@@ -14,10 +14,10 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvweave.store.base import PAGE
-from kvweave.store.extents import Extents
-from kvweave.store.slab_load import file_name
-from kvweave.store.slab_segments import Segment
+from kvweave.store.tier.base import PAGE
+from kvweave.store.tier.extents import Extents
+from kvweave.store.tier.slab_load import file_name
+from kvweave.store.tier.slab_segments import Segment
 
 PUNCH_FROM = 1 << 20  # bytes of the smallest hole worth a system call of 3 ms
 PUNCH_ABOVE = 0.5  # share of a segment that is free

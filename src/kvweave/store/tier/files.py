@@ -21,9 +21,9 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from kvweave.store.base import DONE, PAGE, Get, Outcome, Put, checked
-from kvweave.store.keys import check_key, n_bytes_of, outside
-from kvweave.store.locked import hold, let_go
+from kvweave.store.tier.base import DONE, PAGE, Get, Outcome, Put, checked
+from kvweave.store.tier.keys import check_key, n_bytes_of, outside
+from kvweave.store.tier.locked import hold, let_go
 
 SUFFIX = ".kv"
 PIECE = 1 << 20  # bytes read or written between two looks at the clock

@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-from kvweave.store.base import Get, Put
-from kvweave.store.limit import Limit, TimeUp
+from kvweave.store.tier.base import Get, Put
+from kvweave.store.tier.limit import Limit, TimeUp
 
 T = TypeVar("T")
 SMALLEST = 1 << 20  # bytes of a slot's memory

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvweave.errors import InvalidArgument, StoreError
-from kvweave.store.limit import Limit, TimeUp
-from kvweave.store.slots import Slot
+from kvweave.store.tier.limit import Limit, TimeUp
+from kvweave.store.tier.slots import Slot
 
 JOINING = 10.0  # seconds a master may take to let us in
 

@@ -26,10 +26,10 @@ import numpy as np
 import torch
 
 from kvweave.errors import InvalidArgument
-from kvweave.store.base import DONE, PAGE, Get, Outcome, Put, checked
-from kvweave.store.buffers import Bytes, address, copy_in, copy_out
-from kvweave.store.extents import Extents
-from kvweave.store.keys import check_key, n_bytes_of, outside
+from kvweave.store.tier.base import DONE, PAGE, Get, Outcome, Put, checked
+from kvweave.store.tier.buffers import Bytes, address, copy_in, copy_out
+from kvweave.store.tier.extents import Extents
+from kvweave.store.tier.keys import check_key, n_bytes_of, outside
 
 UNIT = 64  # bytes: a cache line
 SEGMENT = 64 << 20  # bytes: registering them with CUDA takes some ms

@@ -6,8 +6,8 @@ import contextlib
 import threading
 from collections.abc import Iterator
 
-from kvweave.store.limit import Absence, Limit, TimeUp
-from kvweave.store.wire import AccessDenied, LostConnection, ServerAddress, Wire
+from kvweave.store.tier.limit import Absence, Limit, TimeUp
+from kvweave.store.tier.wire import AccessDenied, LostConnection, ServerAddress, Wire
 
 
 class ConnectionPool:

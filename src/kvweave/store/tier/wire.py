@@ -18,7 +18,7 @@ from itertools import islice
 from urllib.parse import parse_qs, unquote, urlsplit
 
 from kvweave.errors import InvalidArgument
-from kvweave.store.limit import Limit, TimeUp
+from kvweave.store.tier.limit import Limit, TimeUp
 
 PORT = 6379
 LINE = 1 << 14  # bytes: the buffer for headers; no line is longer

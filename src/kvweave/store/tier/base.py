@@ -1,28 +1,33 @@
 """The contract of a tier: a place where the bytes of chunks rest.
 
 A tier keeps values by key and knows nothing of tensors; `kvweave.store.record` says what the bytes
-mean. It may lose a value or be slow; it never returns wrong bytes: `get` compares what it read with
-the checksums that the caller brings, and says ``wrong`` instead of ``done``. Add a tier in its own
-file and give it to the conformance suite, ``tests/store/conformance.py``.
+mean. A value never changes: it is created once, whole, and is there until it is discarded. So several
+engines can use one tier, nothing that is read can be of two minds, and a put that is repeated does no
+harm. Add a tier in its own file and give it to the conformance suite, ``tests/store/conformance.py``.
 
 ::
 
-    put -> done                      from here on the value is whole or missing, never torn
+    put -> done | exists | full | late | failed       done, exists: whole, from here on
     get -> done | missing | late | wrong | failed
-    delete                           at once for us; a reader that has begun gets the old bytes or
-                                     ``missing``, never another value's bytes
+    look -> bytes | missing | late | failed
+    discard -> done | late | failed                   done: it is not there (any more)
 
-All methods may be called from any thread.
+``missing`` is knowledge, ``late`` and ``failed`` are doubt: the value may well be there, and nobody may
+conclude from them that it is not. ``wrong`` is about the bytes that were read. Who may discard: the
+engine that owns the tier, and the collector (`kvweave sweep`) where engines share it.
+
+All methods may be called from any thread, and return by their deadline plus half a second whatever the
+device or the server does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple, Protocol
 
 import xxhash
 
-OutcomeState = Literal["done", "missing", "late", "full", "wrong", "failed"]
+OutcomeState = Literal["done", "exists", "missing", "late", "full", "wrong", "failed"]
 PAGE = 4096  # bytes: what direct reads want offsets, lengths and addresses to be multiples of
 
 
@@ -39,10 +44,11 @@ class Outcome(NamedTuple):
 
 
 DONE = Outcome("done")
+LATE = Outcome("late", "the deadline has passed")
 
 
 class Put(NamedTuple):
-    """A value to store: the bytes of ``data``, one buffer after the other."""
+    """A value to create: the bytes of ``data``, one buffer after the other."""
 
     key: str
     data: Sequence[memoryview]
@@ -65,17 +71,21 @@ class Tier(Protocol):
     """Keeps values by key. A key is 1 to 200 characters of ``a-z 0-9 . - _``.
 
     A deadline is a time of `time.monotonic`; what is not there by then is ``late``, and its buffers
-    are not written any more once the call has returned.
+    are not written any more once the call has returned. Without one a call still ends: ``failed``
+    after a time of the tier's own.
     """
 
     name: str
+    shared: bool
+    """Others may use it too: an engine does not discard here."""
 
     def put(
         self, puts: Sequence[Put], *, durable: bool = False, deadline: float | None = None
     ) -> list[Outcome]:
-        """Store values; each replaces the one of its key, or leaves it when it is not ``done``.
+        """Create values. Where one of that key is, it stays as it is: ``exists``.
 
-        ``durable`` ones survive a crash of this machine, as far as the tier can promise that.
+        ``durable`` ones, those that exist included, survive a crash of this machine, as far as the
+        tier can promise that. What is ``late`` or ``failed`` may come to be after all.
         """
         ...
 
@@ -83,21 +93,21 @@ class Tier(Protocol):
         """Fill the callers' buffers. A range that leaves the value is ``wrong``."""
         ...
 
-    def delete(self, keys: Iterable[str]) -> None:
-        """Let go of values; unknown keys are ignored."""
+    def look(self, keys: Sequence[str], *, deadline: float | None = None) -> list[int | Outcome]:
+        """Return the bytes of each value, or why that cannot be told; one round trip for all."""
         ...
 
-    def size(self, key: str) -> int | None:
-        """Return the bytes of a value, None when it is not there."""
+    def discard(self, keys: Sequence[str], *, deadline: float | None = None) -> list[Outcome]:
+        """Remove values; a reader that has begun gets the old bytes or ``missing``."""
         ...
 
     def keys(self) -> Iterator[str]:
-        """Yield the keys of the values that are there, in any order."""
+        """Yield the keys of the values that are there, in any order. Raises StoreError."""
         ...
 
     @property
     def n_bytes(self) -> int:
-        """Bytes taken where the values rest, those lost to alignment included."""
+        """Bytes taken where the values rest, those lost to alignment included. Raises StoreError."""
         ...
 
     def check_integrity(self) -> None:
@@ -105,7 +115,7 @@ class Tier(Protocol):
         ...
 
     def close(self) -> None:
-        """Write what is not written and let go of files and connections."""
+        """Let go of files and connections; doing it twice does nothing."""
         ...
 
 

@@ -1,7 +1,7 @@
 """A tier in object storage (S3, Google, Azure, a directory, memory), through obstore.
 
 A value is one object, ``PREFIX/KEY.kv``; object stores make it whole or not at all. Requests of a
-batch run at the same time, aside (`kvweave.store.slots`), on copies: who is late leaves, and what is
+batch run at the same time, aside (`kvweave.store.tier.slots`), on copies: who is late leaves, and what is
 under way is called off. What a late put left behind under a new key is removed again.
 """
 
@@ -13,11 +13,11 @@ from functools import partial
 from typing import Any
 
 from kvweave.errors import InvalidArgument
-from kvweave.store.base import DONE, Get, Outcome, Put, checked
-from kvweave.store.keys import check_key, n_bytes_of, outside
-from kvweave.store.ledger import Ledger, Remembering
-from kvweave.store.limit import Absence, Limit, TimeUp
-from kvweave.store.slots import Slot, Slots, Turns, scatter
+from kvweave.store.tier.base import DONE, Get, Outcome, Put, checked
+from kvweave.store.tier.keys import check_key, n_bytes_of, outside
+from kvweave.store.tier.ledger import Ledger, Remembering
+from kvweave.store.tier.limit import Absence, Limit, TimeUp
+from kvweave.store.tier.slots import Slot, Slots, Turns, scatter
 
 SUFFIX = ".kv"  # no object may be called "..", a key may
 AT_ONCE = 16  # requests of a batch

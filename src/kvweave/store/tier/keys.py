@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 
 from kvweave.errors import InvalidArgument
-from kvweave.store.base import Get, Outcome
+from kvweave.store.tier.base import Get, Outcome
 
 _KEY = re.compile(r"[a-z0-9._-]{1,200}")
 

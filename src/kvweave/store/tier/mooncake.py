@@ -3,7 +3,7 @@
 Values are objects of a cluster, found by a master and read from the node that has them. What the
 store does otherwise than a tier, and how that is met:
 
-- Calls can hang as long as the master does. They run in slots (`kvweave.store.slots`) whose memory
+- Calls can hang as long as the master does. They run in slots (`kvweave.store.tier.slots`) whose memory
   is registered; who is late leaves.
 - A second put keeps the first value, so values are upserted. That is done in place: a reader at the
   same time sees a mix. Within this process readers and writers take turns; those of other processes
@@ -22,12 +22,12 @@ from functools import partial
 from typing import TypeVar
 
 from kvweave.errors import StoreError
-from kvweave.store.base import DONE, Get, Outcome, OutcomeState, Put, checked
-from kvweave.store.keys import check_key, n_bytes_of, outside
-from kvweave.store.ledger import Ledger, Remembering
-from kvweave.store.limit import Absence, Limit, TimeUp
-from kvweave.store.mooncake_cluster import Cluster, join
-from kvweave.store.slots import Slot, Slots, Turns, batches, layout, scatter
+from kvweave.store.tier.base import DONE, Get, Outcome, OutcomeState, Put, checked
+from kvweave.store.tier.keys import check_key, n_bytes_of, outside
+from kvweave.store.tier.ledger import Ledger, Remembering
+from kvweave.store.tier.limit import Absence, Limit, TimeUp
+from kvweave.store.tier.mooncake_cluster import Cluster, join
+from kvweave.store.tier.slots import Slot, Slots, Turns, batches, layout, scatter
 
 T = TypeVar("T")
 

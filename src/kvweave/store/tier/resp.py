@@ -16,12 +16,12 @@ from itertools import islice
 from typing import NamedTuple, cast
 
 from kvweave.errors import InvalidArgument, StoreError
-from kvweave.store.base import DONE, Get, Outcome, OutcomeState, Put, checked
-from kvweave.store.keys import check_key, n_bytes_of, outside
-from kvweave.store.ledger import Ledger, Remembering
-from kvweave.store.limit import Limit, TimeUp
-from kvweave.store.pool import ConnectionPool
-from kvweave.store.wire import (
+from kvweave.store.tier.base import DONE, Get, Outcome, OutcomeState, Put, checked
+from kvweave.store.tier.keys import check_key, n_bytes_of, outside
+from kvweave.store.tier.ledger import Ledger, Remembering
+from kvweave.store.tier.limit import Limit, TimeUp
+from kvweave.store.tier.pool import ConnectionPool
+from kvweave.store.tier.wire import (
     AccessDenied,
     LostConnection,
     NotResp,

@@ -3,7 +3,7 @@
 ::
 
     DIR/seg-000001.slab   extents of 4 KiB pages: a header page, the value, zeros to the page's end
-    DIR/slab.sqlite       which value lies where (`kvweave.store.slab_rows`)
+    DIR/slab.sqlite       which value lies where (`kvweave.store.tier.slab_rows`)
     DIR/slab.lock         held with flock by the process that has it open
 
     put       extent -> header and value written -> known in memory -> row committed soon,
@@ -17,7 +17,7 @@ A power cut can take values that were not durable, and leave rows of some: the f
 value after opening verifies its header, and the callers' checksums the rest.
 
 Reads and writes go past the page cache (O_DIRECT), into the callers' memory where it is aligned
-(`kvweave.store.slab_segments`); deadlines: `kvweave.store.slab_reads`.
+(`kvweave.store.tier.slab_segments`); deadlines: `kvweave.store.tier.slab_reads`.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ from pathlib import Path
 import xxhash
 
 from kvweave.errors import InvalidArgument
-from kvweave.store import slab_header, slab_load
-from kvweave.store.base import DONE, PAGE, Get, Outcome, Put, checked
-from kvweave.store.buffers import Run, address, runs
-from kvweave.store.keys import check_key, n_bytes_of, outside
-from kvweave.store.locked import hold, let_go
-from kvweave.store.slab_reads import LATE, Reading, ReadThreads, look_at_clock, verified
-from kvweave.store.slab_rows import Change, Extent, SlabIndex, pages_of
-from kvweave.store.slab_segments import WHOLE, pieces, scratch
-from kvweave.store.slab_space import NO_ROOM, Space
+from kvweave.store.tier import slab_header, slab_load
+from kvweave.store.tier.base import DONE, PAGE, Get, Outcome, Put, checked
+from kvweave.store.tier.buffers import Run, address, runs
+from kvweave.store.tier.keys import check_key, n_bytes_of, outside
+from kvweave.store.tier.locked import hold, let_go
+from kvweave.store.tier.slab_reads import LATE, Reading, ReadThreads, look_at_clock, verified
+from kvweave.store.tier.slab_rows import Change, Extent, SlabIndex, pages_of
+from kvweave.store.tier.slab_segments import WHOLE, pieces, scratch
+from kvweave.store.tier.slab_space import NO_ROOM, Space
 
 SEGMENT = 1 << 30  # bytes
 PATIENCE = 10.0  # seconds that closing waits for readers and writers

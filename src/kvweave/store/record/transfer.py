@@ -6,10 +6,10 @@ import mmap
 from typing import NamedTuple
 
 from kvweave.errors import InvalidArgument, ModelMismatch, StoreError
-from kvweave.store.base import DONE, PAGE, Get, Outcome, Put, Tier
 from kvweave.store.codec import CodecSpec
 from kvweave.store.kv import KV
-from kvweave.store.record import ByteRange, Head, encode
+from kvweave.store.record.layout import ByteRange, Head, encode
+from kvweave.store.tier.base import DONE, PAGE, Get, Outcome, Put, Tier
 
 FIRST = 4 * PAGE  # bytes read at first: the head of 2,000 tokens and 32 layers
 

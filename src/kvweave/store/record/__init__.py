@@ -1,0 +1,1 @@
+"""What the bytes of a chunk mean (`layout`), and how they come and go (`transfer`)."""

@@ -1,0 +1,1 @@
+"""Places where the bytes of chunks rest: the contract is `base`, every tier a file."""
