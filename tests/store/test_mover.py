@@ -21,7 +21,7 @@ from kvweave.store.level import Level
 from kvweave.store.mover import Mover
 from kvweave.store.shelf import Shelf
 from kvweave.store.tier.base import Get, Outcome, Put, Tier
-from kvweave.store.tier.files import FileTier
+from kvweave.store.tier.disk import Disk
 from kvweave.store.tier.memory import Arena
 
 SHAPES = [LayerShape(2, 4, 2, 4), LayerShape(1, 8, 3, 4), LayerShape(2, 4, 2, 4)]
@@ -63,7 +63,7 @@ class Held(Arena):
 @pytest.fixture
 def two(tmp_path: Path) -> Iterator[Mover]:
     """A small level over a large one."""
-    mover = Mover([level(Arena(1 << 20), 100_000), level(FileTier(tmp_path))], str)
+    mover = Mover([level(Arena(1 << 20), 100_000), level(Disk(tmp_path))], str)
     yield mover
     mover.check_integrity()
     mover.close()
@@ -101,7 +101,7 @@ def test_a_full_level_moves_its_coldest_chunks_down_but_for_pinned_ones(two: Mov
 
 
 def test_behind_the_last_level_chunks_are_lost_and_pinned_ones_stay(tmp_path: Path) -> None:
-    mover = Mover([level(FileTier(tmp_path), 100_000)], str, is_pinned=lambda id: id < 2)
+    mover = Mover([level(Disk(tmp_path), 100_000)], str, is_pinned=lambda id: id < 2)
     lost: list[int] = []
     mover.on_tier = lambda id, place, n: lost.append(id)
     for i in range(6):
@@ -198,7 +198,7 @@ def test_asking_for_a_layer_that_fails_says_which_chunk(two: Mover) -> None:
 
 
 def test_what_another_process_stored_is_found(tmp_path: Path) -> None:
-    tier = FileTier(tmp_path)
+    tier = Disk(tmp_path)
     for i in range(4):
         assert level(tier).put(i, f"d{i}", kv(10, i)).ok
     mover = Mover([level(tier)], lambda id: f"d{id}")

@@ -18,7 +18,7 @@ from kvweave.store.mover import Mover
 from kvweave.store.record.transfer import load_kv
 from kvweave.store.shelf import Shelf
 from kvweave.store.tier.base import Outcome, Put
-from kvweave.store.tier.files import FileTier
+from kvweave.store.tier.disk import Disk
 
 SHAPES = [LayerShape(2, 4, 2, 4)] * 3
 ROW = 3 * 2 * 2 * 4 * 4  # bytes of one token: layers x (k, v) x heads x dim x float32
@@ -111,7 +111,7 @@ def test_rows_of_contexts_count() -> None:
 
 
 def on_files(directory: Path, budget: int | None = None) -> Mover:
-    level = Level(FileTier(directory), parse("raw"), "model", LRU(), budget)
+    level = Level(Disk(directory), parse("raw"), "model", LRU(), budget)
     return Mover([level], str)
 
 
@@ -153,10 +153,10 @@ def test_a_level_that_takes_nothing_loses_only_what_had_to_go(
     shelf = Shelf(20 * ROW, LRU(), mover)
     shelf.put(1, kv(10, 1))
 
-    def full(self: FileTier, puts: list[Put], **how: object) -> list[Outcome]:
+    def full(self: Disk, puts: list[Put], **how: object) -> list[Outcome]:
         return [Outcome("full", "no space left") for _ in puts]
 
-    monkeypatch.setattr(FileTier, "put", full)
+    monkeypatch.setattr(Disk, "put", full)
     with pytest.raises(OverBudget):
         shelf.place(1, "disk")
     assert shelf.tier(1) == "ram" and same(shelf.get(1), kv(10, 1))

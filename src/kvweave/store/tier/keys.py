@@ -11,9 +11,14 @@ from kvweave.store.tier.base import Get, Outcome
 _KEY = re.compile(r"[a-z0-9._-]{1,200}")
 
 
+def is_key(text: str) -> bool:
+    """Tell whether a value can be called this."""
+    return _KEY.fullmatch(text) is not None
+
+
 def check_key(key: str) -> None:
     """Raise InvalidArgument unless ``key`` is 1 to 200 characters of ``a-z 0-9 . - _``."""
-    if _KEY.fullmatch(key) is None:
+    if not is_key(key):
         hint = "a key is 1 to 200 characters of a-z 0-9 . - _"
         raise InvalidArgument("key", f"{key[:80]!r} is not a key", hint)
 
