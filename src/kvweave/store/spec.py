@@ -29,10 +29,10 @@ from kvweave.store.mover import Mover
 from kvweave.store.shelf import Shelf
 from kvweave.store.tier.base import Tier
 from kvweave.store.tier.files import FileTier
-from kvweave.store.tier.memory import Arena
+from kvweave.store.tier.memory import Memory
 from kvweave.store.tier.mooncake import Mooncake
 from kvweave.store.tier.mooncake_cluster import Cluster
-from kvweave.store.tier.resp import Resp
+from kvweave.store.tier.redis import Redis
 from kvweave.store.tier.s3 import Archive
 from kvweave.store.tier.slab import Slab
 
@@ -111,7 +111,7 @@ def _directory(words: _Words, home: Path | None, name: str) -> Path:
 def _ram(words: _Words, size: int | None, home: Path | None) -> Tier:
     if size is None:
         raise InvalidArgument("tier", "ram has no size", "write: ram size=4GiB")
-    return Arena(size + size // 8)  # some is lost between the extents
+    return Memory(size)
 
 
 def _disk(words: _Words, size: int | None, home: Path | None) -> Tier:
@@ -124,7 +124,7 @@ def _files(words: _Words, size: int | None, home: Path | None) -> Tier:
 
 
 def _redis(words: _Words, size: int | None, home: Path | None) -> Tier:
-    return Resp(_needed(words, "redis", "url"), prefix=words.pop("prefix", "kvweave:"))
+    return Redis(_needed(words, "redis", "url"), prefix=words.pop("prefix", "kvweave:"))
 
 
 def _mooncake(words: _Words, size: int | None, home: Path | None) -> Tier:
