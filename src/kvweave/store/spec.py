@@ -33,11 +33,11 @@ from kvweave.store.shelf import Shelf
 from kvweave.store.tier.base import Tier
 from kvweave.store.tier.disk import Disk
 from kvweave.store.tier.guarded import Guarded
-from kvweave.store.tier.memory import Arena
+from kvweave.store.tier.memory import Memory
 from kvweave.store.tier.mooncake import Mooncake
 from kvweave.store.tier.mooncake_cluster import Cluster
 from kvweave.store.tier.owner import Relation, claim
-from kvweave.store.tier.resp import Resp
+from kvweave.store.tier.redis import Redis
 from kvweave.store.tier.s3 import Archive
 
 HUGE = 1 << 50  # bytes: as much as the disk has
@@ -129,8 +129,7 @@ def _parse(spec: str) -> tuple[str, _Words]:
 def _ram(words: _Words, site: Site) -> Opened:
     if site.size is None:
         raise InvalidArgument("tier", "ram has no size", "write: ram size=4GiB")
-    room = site.size + site.size // 8  # some is lost between the extents
-    return Opened(Arena(room), site.size, "mine")
+    return Opened(Memory(site.size), site.size, "mine")
 
 
 def _directory(name: str) -> _Open:
@@ -167,7 +166,7 @@ def _yes(words: _Words) -> bool:
 
 def _redis(words: _Words, site: Site) -> Opened:
     url, prefix = _needed(words, "redis", "url"), words.pop("prefix", "kvweave:")
-    return Opened(Resp(url, prefix=prefix), site.size)
+    return Opened(Redis(url, prefix=prefix), site.size)
 
 
 def _mooncake(words: _Words, site: Site) -> Opened:

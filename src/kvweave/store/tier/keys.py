@@ -34,3 +34,13 @@ def outside(get: Get, size: int) -> Outcome | None:
     if 0 <= get.offset and end <= size:
         return None
     return Outcome("wrong", f"{get.key}: bytes {get.offset} to {end} of a value of {size} bytes")
+
+
+def absent(key: str) -> Outcome:
+    """Return the outcome of a key that is not there."""
+    return Outcome("missing", f"{key} is not here")
+
+
+def present(key: str) -> Outcome:
+    """Return the outcome of a put that found a value."""
+    return Outcome("exists", f"{key} is here already")
