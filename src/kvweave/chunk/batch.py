@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from zlib import crc32
 
 from kvweave.chunk.changes import Changes
+from kvweave.chunk.format import tokens_sum
 from kvweave.chunk.identity import ChunkId
 from kvweave.chunk.journal import WriteBatch
 from kvweave.chunk.record import to_row
@@ -32,9 +32,9 @@ def make_batch(state: IndexState, changes: Changes, uses: Collection[ChunkId]) -
             batch.put_names.append((namespace, name, bound))
     for id, data in changes.tokens.items():
         if id in records:
-            batch.put_tokens.append((id, crc32(data), data))
+            batch.put_tokens.append((id, tokens_sum(id, data), data))
     for id in uses:
         record = records.get(id)
         if record is not None:
-            batch.uses.append((record.last_used, record.n_uses, id))
+            batch.uses.append(to_row(record))
     return batch

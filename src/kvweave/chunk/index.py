@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from threading import RLock
 from typing import Literal
+from uuid import uuid4
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,6 +43,8 @@ class Index:
         self._unwritten_uses: set[ChunkId] = set()
         self._closed = False
         self._journal = None if path is None else Journal(Path(path), busy_timeout=busy_timeout)
+        self.uuid = uuid4().hex if self._journal is None else self._journal.uuid
+        """Says whose index it is, 32 hex digits; another one each time when it is in memory only."""
         try:
             self._state = IndexState() if self._journal is None else load(self._journal)
         except BaseException:

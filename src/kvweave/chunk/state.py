@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from kvweave.chunk.format import damaged
 from kvweave.chunk.identity import ChunkId
 from kvweave.chunk.journal import Journal
 from kvweave.chunk.record import Record, from_row
-from kvweave.errors import CorruptChunk
 
 
 @dataclass(slots=True)
@@ -39,11 +39,13 @@ def load(journal: Journal) -> IndexState:
         try:
             _load_chunks(state, journal)
         except (ValueError, TypeError, IndexError, struct.error) as error:
-            raise CorruptChunk(str(journal.path), f"a chunk's row: {error}") from error
+            raise damaged(journal.path, f"a chunk's row: {error}") from error
         _load_names(state, journal)
     for base in state.n_children:
         if base not in state.records:
-            raise CorruptChunk(str(journal.path), f"#{base}, the base of others, is missing")
+            raise damaged(journal.path, f"#{base}, the base of others, is missing")
+    if not journal.is_whole:
+        journal.check_tokens()
     return state
 
 
@@ -69,7 +71,7 @@ def _load_names(state: IndexState, journal: Journal) -> None:
     for namespace, name, id in journal.names():
         record = records.get(id)
         if record is None or record.namespace != namespace:
-            raise CorruptChunk(str(journal.path), f"{name!r} names #{id}, which is not there")
+            raise damaged(journal.path, f"{name!r} names #{id}, which is not there")
         if namespace != space:  # they come sorted by namespace
             space, names = record.namespace, state.names.setdefault(record.namespace, {})
         names[name] = record.id
