@@ -38,8 +38,8 @@ from pathlib import Path
 sys.path.insert(0, sys.argv[2])
 from indexes import fill
 from kvweave.chunk.table import Table
-from kvweave.chunk.journal import Journal
-Journal.close = lambda self: os._exit(0)
+from kvweave.chunk.file import IndexFile
+IndexFile.close = lambda self: os._exit(0)
 fill(Path(sys.argv[1]))
 """
 
@@ -367,10 +367,10 @@ int fdatasync(int fd) {
 ON_A_BROKEN_DISK = """
 import sys, os
 from pathlib import Path
-from kvweave.chunk import journal
+from kvweave.chunk import file
 from kvweave.chunk.table import Table
 from kvweave.errors import StoreError
-journal.CHECKPOINT_BYTES = 100_000
+file.CHECKPOINT_BYTES = 100_000
 broken = Path(os.environ["BROKEN"])
 table = Table(sys.argv[1])
 for i in range(400):
@@ -381,7 +381,7 @@ for i in range(400):
         table.bind(f"n/{i}", id)
     if i == 200:
         broken.unlink()
-assert not table._journal._is_sure  # SQLite's own sync failed, in a checkpoint
+assert not table._rows._file._is_sure  # SQLite's own sync failed, in a checkpoint
 first = os.stat(sys.argv[1]).st_ino
 table.sync()
 assert os.stat(sys.argv[1]).st_ino != first

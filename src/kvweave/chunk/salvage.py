@@ -14,8 +14,8 @@ from uuid import uuid4
 from zlib import crc32
 
 from kvweave.chunk.format import meta_sum, name_sum, row_sum, tokens_sum
+from kvweave.chunk.guard import as_ours, free_name, take_lock
 from kvweave.chunk.identity import check_name
-from kvweave.chunk.journal import explained, free_name, take_lock
 from kvweave.chunk.pages import Cell, Pages
 from kvweave.chunk.rebuild import fsync, put_in_place, write_index
 from kvweave.chunk.record import Row, from_row
@@ -54,7 +54,7 @@ def salvage(path: Path) -> Salvage:
     Needs the memory of the whole file. Raises CorruptChunk when nothing in it is of an index, StoreError
     when the disk refuses; then nothing was changed. Raises InvalidArgument when it is open elsewhere.
     """
-    with explained(path), _locked(path):
+    with as_ours(path), _locked(path):
         wal = path.with_name(path.name + "-wal")
         seal = Seal(path)
         found = _Found(Pages(path.read_bytes(), wal.read_bytes() if wal.exists() else b""))

@@ -1,4 +1,4 @@
-"""The durable journal of the index: one SQLite file, written by one process at a time.
+"""The file of an index: one SQLite file, written by one process at a time.
 
 ::
 
@@ -15,32 +15,19 @@ what `sync` confirmed is there. What is not as it was written raises CorruptChun
 
 from __future__ import annotations
 
-import fcntl
 import os
 import shutil
 import sqlite3
-import struct
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from uuid import uuid4
 
-from kvweave.chunk.format import (
-    APPLICATION_ID,
-    FORMAT,
-    PAGE_BYTES,
-    SCHEMA,
-    damaged,
-    meta_sum,
-    name_sum,
-    row_sum,
-    tokens_sum,
-)
-from kvweave.chunk.identity import ChunkId
+from kvweave.chunk.check import check_rows
+from kvweave.chunk.format import APPLICATION_ID, FORMAT, PAGE_BYTES, SCHEMA, damaged, meta_sum
+from kvweave.chunk.guard import as_ours, free_name, take_lock
 from kvweave.chunk.pages import frames
 from kvweave.chunk.rebuild import create, fsync, put_in_place, set_meta, upgrade
-from kvweave.chunk.record import Row
 from kvweave.chunk.seal import Seal
 from kvweave.errors import FormatTooNew, InvalidArgument, StoreError
 
@@ -48,54 +35,8 @@ CACHE_KIB = 16_384
 CHECKPOINT_BYTES = 4 << 20
 """What the log may grow to before it is put into the file."""
 
-_CORRUPT = (
-    sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_FORMAT, sqlite3.SQLITE_TOOBIG,
-)  # fmt: skip
-_BUSY = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
 
-
-@dataclass(slots=True)
-class WriteBatch:
-    """Rows to write together: all of them, or none."""
-
-    put_chunks: list[Row] = field(default_factory=list)
-    drop_chunks: list[tuple[int]] = field(default_factory=list)
-    put_names: list[tuple[str, str, int]] = field(default_factory=list)
-    drop_names: list[tuple[str, str]] = field(default_factory=list)
-    put_tokens: list[tuple[int, int, bytes]] = field(default_factory=list)
-    uses: list[Row] = field(default_factory=list)
-    next_id: list[tuple[int]] = field(default_factory=list)
-
-    def statements(self) -> Iterator[tuple[str, Sequence[tuple[object, ...]]]]:
-        """Yield each statement with its rows, where there are any."""
-        if self.drop_names:
-            yield "DELETE FROM names WHERE namespace=? AND name=?", self.drop_names
-        if self.put_names:
-            rows = [(*row, name_sum(*row)) for row in self.put_names]
-            yield "INSERT OR REPLACE INTO names VALUES(?,?,?,?)", rows
-        if self.drop_chunks:
-            yield "DELETE FROM chunks WHERE id=?", self.drop_chunks
-            yield "DELETE FROM tokens WHERE id=?", self.drop_chunks
-        if self.put_chunks:
-            yield (
-                "INSERT OR REPLACE INTO chunks VALUES(?,?,?,?,?,?,?,?,?,?,?,?,?,?)",
-                [(*row, row_sum(row)) for row in self.put_chunks],
-            )
-        if self.put_tokens:
-            yield "INSERT OR REPLACE INTO tokens VALUES(?,?,?)", self.put_tokens
-        if self.uses:
-            yield (
-                "UPDATE chunks SET last_used=?, n_uses=?, sum=? WHERE id=?",
-                [(*row[11:], row_sum(row), row[0]) for row in self.uses],
-            )
-        if self.next_id:
-            yield (
-                "UPDATE meta SET value=?, sum=? WHERE key='next_id'",
-                [(id, meta_sum("next_id", id)) for (id,) in self.next_id],
-            )
-
-
-class Journal:
+class IndexFile:
     """The open file. Every method raises StoreError, or CorruptChunk, when SQLite cannot do it."""
 
     uuid = ""
@@ -117,7 +58,7 @@ class Journal:
         self._is_sure = True  # no sync has failed
         self._sealing = False
         try:
-            with self._explained():
+            with as_ours(self.path):
                 self._seal = Seal(path)
                 self._open()
         except BaseException:
@@ -143,7 +84,9 @@ class Journal:
             self._connect()
             self._prepare()
             if not is_new and not self.is_whole:
-                self._check(self._seal)
+                check_rows(self.db, self.path)
+                if missing := self._seal.missing(self.uuid, self.n_writes):
+                    raise damaged(self.path, missing)
 
     def _connect(self) -> None:
         # autocommit; the Table serialises threads
@@ -176,7 +119,7 @@ class Journal:
         schema = db.execute("SELECT sql FROM sqlite_master WHERE sql IS NOT NULL")
         if sorted(row[0] for row in schema) != sorted(SCHEMA):
             raise damaged(self.path, "its tables are not those of an index")
-        self.uuid, self.n_writes = str(self._meta("uuid")), int(self._meta("n_writes"))
+        self.uuid, self.n_writes = str(self.meta("uuid")), int(self.meta("n_writes"))
 
     def _settings(self) -> None:
         db = self.db
@@ -207,12 +150,6 @@ class Journal:
         finally:
             self._connect()
 
-    def _check(self, seal: Seal) -> None:
-        """Raise CorruptChunk when SQLite or the seal say that something is not there."""
-        found = self.damage() or seal.missing(self.uuid, self.n_writes)
-        if found:
-            raise damaged(self.path, found)
-
     @contextmanager
     def _log_kept(self) -> Iterator[None]:
         """Put a log back that is not whole if the file is refused: SQLite cuts it off."""
@@ -239,103 +176,28 @@ class Journal:
         found = list(frames(log))
         return bool(found) and all(frame.whole for frame in found)
 
-    def _meta(self, key: str) -> int | str:
+    def meta(self, key: str) -> int | str:
+        """Return a value of ``meta``. Raises CorruptChunk."""
         row = self.db.execute("SELECT value, sum FROM meta WHERE key=?", (key,)).fetchone()
         if row is None or row[1] != meta_sum(key, row[0]):
             raise damaged(self.path, f"its {key} is not what was written")
         value: int | str = row[0]
         return value
 
-    def chunks(self) -> Iterator[Row]:
-        """Yield every row of ``chunks``, by id. Raises CorruptChunk for one that was changed."""
-        with self._explained():
-            for columns in self.db.execute("SELECT * FROM chunks ORDER BY id"):
-                row: Row = columns[:-1]
-                try:
-                    same = row_sum(row) == columns[-1]
-                except (struct.error, TypeError, ValueError, AttributeError):
-                    same = False
-                if not same:
-                    raise damaged(self.path, f"a chunk's row, #{row[0]}")
-                yield row
-
-    def names(self) -> Iterator[tuple[str, str, ChunkId]]:
-        """Yield every namespace, name and id, sorted. Raises CorruptChunk."""
-        with self._explained():
-            for space, name, id, wanted in self.db.execute("SELECT * FROM names ORDER BY 1, 2"):
-                try:
-                    same = name_sum(space, name, id) == wanted
-                except (TypeError, ValueError, OverflowError):
-                    same = False
-                if not same:
-                    raise damaged(self.path, f"the name {name!r} of #{id}")
-                yield space, name, id
-
-    def next_id(self) -> int:
-        """Return the number below which no id may be given again."""
-        with self._explained():
-            return int(self._meta("next_id"))
-
-    def tokens(self, id: int) -> bytes:
-        """Return the tokens of a chunk; raise CorruptChunk when they are not what was written."""
-        with self._explained():
-            row = self.db.execute("SELECT sum, ids FROM tokens WHERE id=?", (id,)).fetchone()
-        if row is None:
-            raise damaged(self.path, f"the tokens of #{id} are missing")
-        if not isinstance(row[1], bytes) or tokens_sum(id, row[1]) != row[0]:
-            raise damaged(self.path, f"the checksum of the tokens of #{id} differs")
-        return row[1]
-
-    def check_tokens(self) -> None:
-        """Raise CorruptChunk unless the tokens of all chunks are what was written."""
-        with self._explained():
-            ids = [row[0] for row in self.db.execute("SELECT id FROM tokens ORDER BY id")]
-            chunks = [row[0] for row in self.db.execute("SELECT id FROM chunks ORDER BY id")]
-        if ids != chunks:
-            raise damaged(self.path, "it has tokens of other chunks than those it lists")
-        for id in ids:
-            self.tokens(id)
-
-    def token_ids(self) -> set[int]:
-        """Return the ids that have tokens."""
-        with self._explained():
-            return {row[0] for row in self.db.execute("SELECT id FROM tokens")}
-
-    def damage(self) -> str:
-        """Return what SQLite's own check finds wrong with the file, or ""."""
-        with self._explained():
-            found = [str(row[0]) for row in self.db.execute("PRAGMA integrity_check(10)")]
-        return "" if found == ["ok"] else "; ".join(found)
-
-    def write(self, batch: WriteBatch) -> None:
-        """Write all rows of the batch, or none and raise StoreError."""
-        db, n = self.db, self.n_writes + 1
-        try:
-            self._begin_sealing()
-            db.execute("BEGIN IMMEDIATE")
-            for statement, rows in batch.statements():
-                if len(rows) == 1:
-                    db.execute(statement, rows[0])
-                else:
-                    db.executemany(statement, rows)
-            set_meta(db, "n_writes", n)
-            db.execute("COMMIT")
-        except BaseException as error:
-            if db.in_transaction:  # a full disk has SQLite roll back by itself
-                db.execute("ROLLBACK")
-            if isinstance(error, sqlite3.Error | OSError):
-                raise _explain(error, self.path) from error
-            raise
-        self.n_writes = n
-        with suppress(OSError):  # then it says less than it could
-            self._seal.wrote(n)
-        if n % 32 == 0:
-            self._checkpoint()
-
-    def _begin_sealing(self) -> None:
+    def write(self) -> None:
+        """Count the transaction that is open, which changes the index; once in each."""
         if not self._sealing:
             self._seal.begin(self.uuid, self.n_writes)
             self._sealing = True
+        set_meta(self.db, "n_writes", self.n_writes + 1)
+
+    def wrote(self) -> None:
+        """Say that what `write` counted is committed."""
+        self.n_writes += 1
+        with suppress(OSError):  # then it says less than it could
+            self._seal.wrote(self.n_writes)
+        if self.n_writes % 32 == 0:
+            self._checkpoint()
 
     def _checkpoint(self) -> None:
         """Put a long log into the file. What fails is found again by `sync`."""
@@ -379,13 +241,9 @@ class Journal:
         fsync(new)
         self._replace(new)
         self._settings()
-        found = self.damage()
-        if found or self._meta("n_writes") != self.n_writes:
-            raise damaged(self.path, found or "its last writes are missing")
-        for rows in (self.chunks(), self.names()):
-            for _ in rows:
-                pass
-        self.check_tokens()
+        check_rows(self.db, self.path)
+        if self.meta("n_writes") != self.n_writes:
+            raise damaged(self.path, "its last writes are missing")
 
     def close(self) -> None:
         """Close the file and let the lock go; doing it twice does nothing."""
@@ -398,7 +256,7 @@ class Journal:
             self._abandon()
 
     def _close_sealed(self, db: sqlite3.Connection) -> None:
-        with self._explained():
+        with as_ours(self.path):
             db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
             db.close()
             self._db = None
@@ -415,56 +273,3 @@ class Journal:
             os.ftruncate(self._lock, 0)
             os.close(self._lock)
             self._lock = -1
-
-    def _explained(self) -> AbstractContextManager[None]:
-        return explained(self.path)
-
-
-@contextmanager
-def explained(path: Path) -> Iterator[None]:
-    """Raise SQLite's errors, and the system's, as ours."""
-    try:
-        yield
-    except (sqlite3.Error, OSError) as error:
-        raise _explain(error, path) from error
-
-
-def _explain(error: sqlite3.Error | OSError, path: Path) -> StoreError:
-    # the low byte is the error, the rest a refinement of it
-    code = getattr(error, "sqlite_errorcode", 0) & 0xFF
-    if code in _CORRUPT or "decode" in str(error):  # a text that is no UTF-8
-        return damaged(path, str(error))
-    where = {"path": str(path)}
-    if code in _BUSY:
-        hint = "close the program that has it open, then try again; nothing was changed"
-        return StoreError(f"{path} is locked by another program", hint=hint, **where)
-    if code == sqlite3.SQLITE_FULL:
-        hint = "free some disk space, then try again; nothing was changed"
-        return StoreError(f"no space left to write {path}", hint=hint, **where)
-    return StoreError(f"cannot use {path}: {error}", hint="nothing was changed", **where)
-
-
-def take_lock(path: Path) -> int:
-    """Return the locked file descriptor; raise InvalidArgument naming the pid that holds it."""
-    lock = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT, 0o644)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        pid = os.pread(lock, 32, 0).decode(errors="replace").strip() or "unknown"
-        os.close(lock)
-        raise InvalidArgument(
-            "home",
-            f"{path.parent} is open in process {pid}",
-            hint="stop that process, talk to its server, or give another home",
-        ) from error
-    os.ftruncate(lock, 0)
-    os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
-    return lock
-
-
-def free_name(path: Path, end: str = "") -> Path:
-    """Return a name for a damaged file to be kept under: ``index.sqlite.damaged-1``, the first free."""
-    n = 1
-    while (found := path.with_name(f"{path.name}.damaged-{n}{end}")).exists():
-        n += 1
-    return found
