@@ -83,7 +83,7 @@ class Engine:
             self.shelf = open_shelf(
                 self.config,
                 where,
-                None if self._home is None else getattr(self.table, "uuid", "dev"),
+                None if self._home is None else self.table.uuid,
                 (self.runner.fingerprint.digest().hex(), self.runner.device),
                 ties.about,
                 ties.is_pinned,

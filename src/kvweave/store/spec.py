@@ -30,6 +30,7 @@ from kvweave.store.level import Level
 from kvweave.store.mover import Mover
 from kvweave.store.record.transfer import Expected
 from kvweave.store.shelf import Shelf
+from kvweave.store.tier import old_slab
 from kvweave.store.tier.base import Tier
 from kvweave.store.tier.disk import Disk
 from kvweave.store.tier.guarded import Guarded
@@ -146,6 +147,8 @@ def _directory(name: str) -> _Open:
         claimed = claim(directory, site.uuid, shared=shared, inside=inside)
         try:
             disk = Disk(directory, shared=claimed.relation == "shared", claimed=claimed)
+            if claimed.relation == "mine":
+                old_slab.move(directory, disk)
             size = site.size
             if size is None:
                 size = (shutil.disk_usage(directory).free + disk.n_bytes) // 2
