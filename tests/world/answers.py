@@ -358,8 +358,8 @@ def _end(world: World, cancel: bool) -> bool:
     assert turn is not None
     world.note(f"{chat.context.name}: {'cancel' if cancel else 'run'} the answer under way")
     world.drive()
-    answer = world.attempt(turn.cancel if cancel else turn.run)
-    if answer is None:
+    answer, _ = world.tried(turn.cancel if cancel else turn.run)
+    if answer is None:  # the context is as it was before it
         chat.open, chat.pieces = None, list(open.before)
         return True
     answered(world, chat, open, answer)

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from random import Random
 
-from world import answers, chunks, closing, contexts, memory, models
+from world import answers, chunks, closing, contexts, faults, memory, models, pruned
 from world.world import World
 
 Steps = list[tuple[str, int]]  # verb and its seed
@@ -40,7 +40,10 @@ VERBS: dict[Callable[[World], bool], int] = {
     contexts.drop: 10,
     contexts.batch: 2,
     contexts.snapshot: 3,
-    contexts.restore: 3,
+    contexts.restore: 5,
+    contexts.from_elsewhere: 1,
+    pruned.evict: 5,
+    faults.fault: 8,
     contexts.while_answering: 3,
     answers.weave: 14,
     answers.preview: 2,
