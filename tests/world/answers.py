@@ -342,6 +342,20 @@ def cancel(world: World) -> bool:
     return _end(world, cancel=True)
 
 
+def abandon(world: World) -> bool:
+    """End an answer as if it had never been asked for."""
+    found = [chat for chat in world.chats.values() if chat.open is not None]
+    if not found:
+        return False
+    chat = world.rng.choice(found)
+    assert chat.open is not None and chat.open.turn is not None
+    world.note(f"{chat.context.name}: abandon the answer under way")
+    world.touch(chat)
+    chat.open.turn.abandon()
+    chat.pieces, chat.open = list(chat.open.before), None
+    return True
+
+
 def finish_all(world: World) -> None:
     """Cancel all answers under way."""
     while _end(world, cancel=True):

@@ -39,8 +39,8 @@ VERBS: dict[Callable[[World], bool], int] = {
     contexts.reorder: 4,
     contexts.drop: 10,
     contexts.batch: 2,
-    contexts.snapshot: 3,
-    contexts.restore: 5,
+    contexts.snapshot: 6,
+    contexts.restore: 9,
     contexts.from_elsewhere: 1,
     pruned.evict: 5,
     faults.fault: 8,
@@ -55,6 +55,7 @@ VERBS: dict[Callable[[World], bool], int] = {
     answers.drive: 9,
     answers.finish: 6,
     answers.cancel: 3,
+    answers.abandon: 2,
     answers.stream: 3,
 }
 BY_NAME = {verb.__name__: verb for verb in VERBS}
