@@ -404,7 +404,7 @@ def from_elsewhere(world: World) -> bool:
         for tokens in texts:
             there.append(tokens)
         saved, wanted = there.snapshot(), there.tokens()
-        same = not texts and base == world.base_text
+        same = not texts and base == world.base_text and world.folder is None  # ids of homes go on
 
         def call() -> bool:
             chat.context.restore(saved)
