@@ -75,7 +75,7 @@ class Engine:
         loads = isinstance(model, str | Path)
         self.runner: Backend = Runner.load(str(model), **loading) if loads else model  # type: ignore[arg-type,assignment]
         self._home = None if home is None else Home(Path(home), self.runner.fingerprint)
-        self.table = Table(None if self._home is None else self._home.index)
+        self.table = Table(self.config.index or (None if self._home is None else self._home.index))
         where = None if self._home is None else self._home.path
         with contextlib.ExitStack() as opened:  # what fails from here on leaves no lock behind
             opened.callback(self.table.close)
