@@ -81,14 +81,16 @@ class File:
     text: str
     others: dict[str, File] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        self.tree = ast.parse(self.text)
-
     @property
     def package(self) -> str:
         return self.path.split("/")[0].removesuffix(".py")
 
     # what rules ask of every file when they look at one
+
+    @cached_property
+    def tree(self) -> ast.Module:
+        return ast.parse(self.text)
+
     @cached_property
     def nodes(self) -> list[ast.AST]:
         return list(ast.walk(self.tree))
@@ -115,6 +117,11 @@ class File:
     def public_names(self) -> list[tuple[str, int]]:
         return list(public_names(self))
 
+    def forget(self) -> None:
+        """Let go of the tree: millions of objects slow down every test of the process."""
+        for name in ("tree", "nodes", "classes", "contracts", "public_names"):
+            self.__dict__.pop(name, None)
+
 
 class Complaint(NamedTuple):
     about: str
@@ -128,6 +135,13 @@ FILES = {
 }
 for _file in FILES.values():
     _file.others = FILES
+
+
+@pytest.fixture(scope="module", autouse=True)
+def trees_go() -> Iterator[None]:
+    yield
+    for file in FILES.values():
+        file.forget()
 
 
 def imports(file: File) -> Iterator[tuple[str, ast.stmt]]:
