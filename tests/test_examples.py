@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from needs import need
 from served import served
 
 from kvweave import Engine
@@ -20,6 +21,9 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 @pytest.fixture
 def run(capsys, monkeypatch, tmp_path):
     def run(name, *args, url=None):
+        for package in ("openai", "langchain_openai"):
+            if package.split("_")[0] in name:
+                need(package, package.replace("_", "-"))
         monkeypatch.setattr(sys, "argv", [name, *args])
         monkeypatch.setenv("KVWEAVE_URL", f"{url}/v1")
         (tmp_path / "empty").mkdir()

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from needs import need
 
 from kvweave.cli import suite
 from kvweave.cli.app import main
@@ -77,6 +78,7 @@ def test_streams_have_a_slope_and_prose_a_perplexity():
 
 
 def test_the_figure_is_drawn(tmp_path):
+    need("matplotlib")
     full = [
         o for p in ("P1", "P2", "P3", "P4", "P8", "P9") for o in outcomes([[1], [1]], protocol=p)
     ]
