@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import sys
 from pathlib import Path
@@ -186,6 +187,7 @@ def test_the_bench_resumes(tmp_path, monkeypatch, capsys):
     first, second = results
     assert first["rows"] == second["rows"] and "commit" in first["machine"]
     assert len(first["taken"]) == 4 and second["taken"] == []
-    assert (tmp_path / "x.png").exists() and "no-base" in capsys.readouterr().out
+    drawn = importlib.util.find_spec("matplotlib") is not None
+    assert (tmp_path / "x.png").exists() == drawn and "no-base" in capsys.readouterr().out
     labels = [m.label for m in fidelity.all_methods()]
     assert len(labels) == len(set(labels)) > 20

@@ -40,7 +40,9 @@ def find(path: str) -> Checkpoint:
         told = _ask(path)
         if not isinstance(told, str):
             return Checkpoint(path, told)
-        reason += f", and not on the hub either: {told}"
+        reason += f", and {told}"
+    if not KEPT.fullmatch(path):
+        raise ModelUnusable(path, reason)
     kept = _kept(path)
     if kept is None:
         raise ModelUnusable(path, f"{reason}; nothing of that name was downloaded before")
@@ -65,21 +67,19 @@ def _ask(path: str) -> frozenset[str] | str:
             )
             told.append(frozenset(files))
         except RepositoryNotFoundError:
-            told.append("it has no such model, or shows it to others")
+            told.append("the hub has no such model, or shows it to others")
         except Exception as error:
-            told.append(said(error))
+            told.append(f"the hub cannot be asked: {said(error)}")
 
     # a thread, as the lookup of the hub's own name has no deadline
     thread = threading.Thread(target=ask, name="kvweave-hub", daemon=True)
     thread.start()
     thread.join(ASK_SECONDS)
-    return told[0] if told else f"no answer in {ASK_SECONDS:g} s"
+    return told[0] if told else f"the hub gave no answer in {ASK_SECONDS:g} s"
 
 
 def _kept(path: str) -> Path | None:
     """Return the directory of what was downloaded of a model, if anything was."""
-    if not KEPT.fullmatch(path):
-        return None
     try:
         return Path(snapshot_download(path, local_files_only=True))
     except Exception:
