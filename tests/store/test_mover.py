@@ -57,7 +57,7 @@ def key(id: int) -> str:
 
 
 def level(tier: Tier, budget: int | None = None, codec: str = "raw") -> Level:
-    return Level(tier, parse(codec), "model", LRU(), budget)
+    return Level(tier, parse(codec), "model", LRU(), budget, index=("1" * 32, "here"))
 
 
 class Held(Memory):
