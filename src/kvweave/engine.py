@@ -91,7 +91,7 @@ class Engine:
         """Open what lies below the contexts."""
         ties = Ties(self.table, self.runner)
         model = self.runner.fingerprint.digest().hex(), self.runner.device
-        uuid = None if where is None else self.table.uuid
+        uuid = self.table.uuid if where or self.config.index else None
         self.shelf = open_shelf(self.config, where, uuid, model, ties.about, ties.is_pinned)
         opened.callback(self.shelf.mover.close)
         ties.bind(self.shelf)

@@ -57,3 +57,19 @@ def _of_open(path: Path) -> Iterator[bytes]:
             yield row[1]
         if n != wanted:
             raise damaged(path, f"{n} of {wanted} chunks could be read")
+
+
+def uuid_of(index: str | Path) -> str:
+    """Return the uuid of an index, which may be open in an engine. Raises StoreError."""
+    if is_shared(index):
+        with Table(index) as table:
+            return table.uuid
+    path = Path(index)
+    if not path.is_file():
+        raise StoreError(f"there is no index {path}", hint="give index.sqlite of a home")
+    with as_ours(path), closing(sqlite3.connect(path, isolation_level=None)) as db:
+        db.execute("PRAGMA query_only=1")
+        found = db.execute("SELECT value FROM meta WHERE key='uuid'").fetchone()
+    if found is None:
+        raise damaged(path, "it does not say which index it is")
+    return str(found[0])
