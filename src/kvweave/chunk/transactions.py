@@ -85,6 +85,7 @@ class Transactions:
             return found
 
     def find(self, id: ChunkId) -> Record | None:
+        """Return the record of an id, None if there is none."""
         with self._reading:
             record = self._recent.get(id)
             if record is not None:
@@ -97,11 +98,13 @@ class Transactions:
             return record
 
     def remember(self, record: Record) -> None:
+        """Keep a record in memory, for those who ask next."""
         self.live[record.id] = self._recent[record.id] = record
         if len(self._recent) > CACHED_RECORDS:
             self._recent.popitem(last=False)
 
     def forget(self, id: ChunkId) -> None:
+        """Do not keep a record and its tokens in memory."""
         with self._reading:
             self._recent.pop(id, None)
             self.live.pop(id, None)
@@ -109,6 +112,7 @@ class Transactions:
             self._n_cached -= len(self._tokens.pop(id, b"")) // 4
 
     def token_bytes(self, record: Record) -> bytes:
+        """Return the tokens of a record as uint32, little-endian."""
         id = record.id
         with self._reading:
             data = self._tokens.get(id)
@@ -143,6 +147,7 @@ class Transactions:
     # --- freeing and transactions ---
 
     def let_go(self, id: ChunkId) -> None:
+        """Free a chunk when this transaction ends, if nothing keeps it then."""
         self._loose[id] = None
 
     def sweep(self) -> None:
