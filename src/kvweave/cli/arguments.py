@@ -290,11 +290,6 @@ def demo(p: ArgumentParser) -> None:
     p.add_argument("--out", default="demo-out", metavar="DIR", help="for results (demo-out)")
     p.add_argument("--quick", action="store_true", help="a few turns of a short conversation")
     p.add_argument(
-        "--index",
-        metavar="ADDRESS",
-        help="postgresql://... of an index that several servers share, instead of the home's own",
-    )
-    p.add_argument(
         "--repair",
         type=_strategy,
         metavar="STRATEGY",
@@ -318,6 +313,11 @@ def serve(p: ArgumentParser) -> None:
         dest="tiers",
         help="below memory, fastest first; may be given several times: 'disk size=50GiB codec=int8', "
         "'redis url=redis://127.0.0.1:6379' (a disk in the home)",
+    )
+    add(
+        "--index",
+        metavar="ADDRESS",
+        help="postgresql://... of an index that several servers share, instead of the home's own",
     )
     _repair(p)
     keys = p.add_argument_group("API keys").add_argument
