@@ -330,6 +330,18 @@ def test_kill_9_loses_nothing_acknowledged(path):
         assert put(table, "after", 250) > pairs[-1][1]
 
 
+def test_what_changes_after_it_was_written_is_written_again(path):
+    filled(path)
+    with Table(path) as table, table.transaction():
+        table.update(1, tier="ram", n_bytes=5)
+        assert next(table.facts()).n_bytes == 5
+        table.update(1, tier="disk", n_bytes=6)
+        table.touch([2], now=3.0)
+    with Table(path) as table:
+        table.check_integrity()
+        assert (table.get(1).tier, table.get(1).n_bytes, table.get(2).n_uses) == ("disk", 6, 1)
+
+
 MARKS = """
 import sys
 from kvweave.chunk.marks import marks

@@ -1,5 +1,4 @@
-"""Transactions on an index: what is written together, taken back, freed and told; and what is
-remembered of it."""
+"""What is remembered of an index, and the transactions on it: written, taken back, freed, told."""
 
 from __future__ import annotations
 
@@ -19,7 +18,6 @@ CACHED_RECORDS = 8192
 """Records kept in memory after reading, some 500 bytes each."""
 CACHED_TOKENS = 1 << 20
 """Token ids kept in memory after reading, 4 bytes each."""
-
 UNWRITTEN = 512
 """How many chunks may have newer tiers, sizes and uses than the database; writing 512 takes 20 ms."""
 
@@ -27,11 +25,10 @@ UNWRITTEN = 512
 class Transactions:
     """What is remembered of an index's rows, and the transactions that change both."""
 
-    on_free: Callable[[ChunkId], None] | None = None
-
     def __init__(self, rows: IndexRows) -> None:
         self.rows = rows
-        self._is_settled = False  # this transaction wrote what was unwritten
+        self.on_free: Callable[[ChunkId], None] | None = None
+        self._written: dict[ChunkId, tuple[Record, int]] = {}  # of _dirty, by this transaction
         self.lock = RLock()  # of transactions
         self._reading = RLock()  # of caches; held for single statements only
         self.levels: list[Savepoint] = []
@@ -55,8 +52,7 @@ class Transactions:
             if self.levels:
                 raise InvalidArgument("table", "close() inside a transaction")
             try:
-                if self._dirty:
-                    self.settle()
+                self.settle()
             finally:
                 self._closed = True
                 self._recent.clear()
@@ -79,13 +75,10 @@ class Transactions:
     def same(self, record: Record) -> Record:
         """Return the record somebody has already, or this one that was just read."""
         with self._reading:
-            found = self.live.get(record.id)
-            if found is None:
-                self.live[record.id] = found = record
-            return found
+            return self.live.setdefault(record.id, record)
 
     def find(self, id: ChunkId) -> Record | None:
-        """Return the record of an id, None if there is none."""
+        """Return the record of ``id``, or None."""
         with self._reading:
             record = self._recent.get(id)
             if record is not None:
@@ -98,13 +91,13 @@ class Transactions:
             return record
 
     def remember(self, record: Record) -> None:
-        """Keep a record in memory, for those who ask next."""
+        """Keep a record, and let go of the one not used for longest."""
         self.live[record.id] = self._recent[record.id] = record
         if len(self._recent) > CACHED_RECORDS:
             self._recent.popitem(last=False)
 
     def forget(self, id: ChunkId) -> None:
-        """Do not keep a record and its tokens in memory."""
+        """Forget a chunk that is gone."""
         with self._reading:
             self._recent.pop(id, None)
             self.live.pop(id, None)
@@ -112,7 +105,7 @@ class Transactions:
             self._n_cached -= len(self._tokens.pop(id, b"")) // 4
 
     def token_bytes(self, record: Record) -> bytes:
-        """Return the tokens of a record as uint32, little-endian."""
+        """Return a chunk's tokens. Raises CorruptChunk."""
         id = record.id
         with self._reading:
             data = self._tokens.get(id)
@@ -147,7 +140,7 @@ class Transactions:
     # --- freeing and transactions ---
 
     def let_go(self, id: ChunkId) -> None:
-        """Free a chunk when this transaction ends, if nothing keeps it then."""
+        """Free a chunk at the end, unless something keeps it then."""
         self._loose[id] = None
 
     def sweep(self) -> None:
@@ -223,7 +216,7 @@ class Transactions:
             self._tell(freed)
 
     def _undo(self, level: Savepoint, n: int) -> None:
-        self._is_settled = False
+        self._written = {}
         level.undo(self.holders)
         self._loose = level.loose
         del self.freed[level.n_freed :]
@@ -239,9 +232,10 @@ class Transactions:
         """Forget, now that nothing can fail any more, what is gone and what is written."""
         freed, self.freed = self.freed, []
         self._loose = {}
-        if done and self._is_settled:
-            self._dirty.clear()
-        self._is_settled = False
+        for id, item in self._written.items():
+            if self._dirty.get(id) is item:  # else it was changed once more
+                del self._dirty[id]
+        self._written = {}
         for id in freed:
             self.forget(id)
         return freed if done else []
@@ -256,20 +250,20 @@ class Transactions:
             return True
         self.writing()
         self.levels[-1].keep(record)
-        if self.rows.fresh(record):
-            return True
-        self.forget(record.id)
-        return False
+        found = self.rows.fresh(record)
+        if not found:
+            self.forget(record.id)
+        return found
 
     def share(self, id: ChunkId) -> bool:
         """Keep other engines from removing a chunk; False when it is gone."""
         if not self.rows.is_shared:
             return True
         self.writing()
-        if self.rows.share(id):
-            return True
-        self.forget(id)
-        return False
+        found = self.rows.share(id)
+        if not found:
+            self.forget(id)
+        return found
 
     def to_change(self, id: ChunkId) -> Record:
         """Return the record of a chunk that is going to be changed; raise ChunkNotFound."""
@@ -318,8 +312,9 @@ class Transactions:
         self._dirty[record.id] = (record, n_uses + (known[1] if known else 0))
 
     def settle(self) -> None:
+        """Have the database know what is only in memory."""
         if self._dirty:
             with self.transaction():
                 self.writing()
-                self.rows.change_facts(list(self._dirty.values()))
-                self._is_settled = True
+                self._written = dict(self._dirty)
+                self.rows.change_facts(self._written.values())
