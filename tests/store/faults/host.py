@@ -72,7 +72,7 @@ class Host:
         self.link = self.listener.accept()
 
     def start(self, script: str, *args: Any) -> Child:
-        """Fork, and run a function of `store.faults.scripts` there."""
+        """Fork, and run a function of `store.faults.scripts` or `stories` there."""
         self.link.send(("fork", script, args))
         return Child(self, self.link.recv(), self.listener.accept())
 
@@ -91,8 +91,9 @@ class Host:
 
 def serve(address: str) -> None:
     """Fork when told to, until nobody tells any more."""
-    from store.faults import scripts
+    from store.faults import scripts, stories
 
+    known = {**vars(stories), **vars(scripts)}
     scripts.prepare()
     link = Client(address, "AF_UNIX")
     while True:
@@ -107,7 +108,7 @@ def serve(address: str) -> None:
         pid = os.fork()
         if pid == 0:
             link.close()
-            _live(address, getattr(scripts, first), args)
+            _live(address, known[first], args)
         link.send(pid)
 
 

@@ -36,7 +36,9 @@ def control() -> Control:
     return Control(Path(os.environ["KVWEAVE_FAULTS"]))
 
 
-def fill(say: Say, home: Path | None, tiers: Iterable[str], told: dict[str, Tokens], **more: Any) -> None:
+def fill(
+    say: Say, home: Path | None, tiers: Iterable[str], told: dict[str, Tokens], **more: Any
+) -> None:
     """Put chunks durably, and close."""
     with open_engine(TRUTH.runner, home, tiers, **more) as engine:
         for name, tokens in told.items():
@@ -45,11 +47,11 @@ def fill(say: Say, home: Path | None, tiers: Iterable[str], told: dict[str, Toke
 
 def look(
     say: Say, home: Path | None, tiers: Iterable[str], told: Told, durable: Iterable[str] = (),
-    options: dict[str, Any] | None = None, limit: float = 1e9, check: bool = True,
+    options: dict[str, Any] | None = None, limit: float = 1e9, ends: bool = True,
 ) -> Verdict:  # fmt: skip
     """Open, ask, compare, close."""
     more = options or {}
-    return examine(TRUTH, home, tiers, told, durable, limit=limit, check=check, **more)
+    return examine(TRUTH, home, tiers, told, durable, limit=limit, ends=ends, **more)
 
 
 def write(
@@ -131,5 +133,3 @@ def until(condition: Callable[[], bool], limit: float = 10.0) -> bool:
     while not condition() and time.monotonic() < end:
         time.sleep(0.005)
     return condition()
-
-

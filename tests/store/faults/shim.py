@@ -167,5 +167,3 @@ def build(directory: Path) -> Path:
     if done.returncode:
         pytest.skip(needs.lack("the C compiler finds no headers", needs.APT, "gcc", "libc6-dev"))
     return made
-
-

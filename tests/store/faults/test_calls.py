@@ -94,7 +94,7 @@ def test_writes_that_fail(host: Host, fresh: Fresh, tally: Tally, way: str, quic
 
 @slow_too(*READS)
 def test_reads_that_fail(host: Host, fresh: Fresh, tally: Tally, way: str, quick: bool) -> None:
-    """Answers are right or errors meanwhile, and nothing is lost by it."""
+    """Answers are right or errors meanwhile, and nothing is lost by it, also when it dies then."""
     aim, ops = READS[way], OPEN | LIST if "EMFILE" in way else READING
     for k in which(n_calls(host, fresh, ops, "look"), quick):
         world = fresh()

@@ -82,7 +82,9 @@ def drain(child: Child, book: Book, tally: Tally) -> None:
         book.note(heard, tally)
 
 
-def killed(host: Host, books: dict[str, Book], rng: random.Random, tally: Tally, **how: Any) -> None:
+def killed(
+    host: Host, books: dict[str, Book], rng: random.Random, tally: Tally, **how: Any
+) -> None:
     """Start an engine for each book, and kill them at random moments."""
     children: dict[str, Child] = {}
     for name, book in books.items():
@@ -112,7 +114,9 @@ def campaign(host: Host, root: Path, n: int, tally: Tally, *, tier: str = "") ->
         killed(host, books, rng, tally)
         for name, book in books.items():
             fine = book.check(host, tally, f"kill {tally.counts['kills']} {name}")
-            if not fine or rng.random() < 0.05:  # from the start again: opening for the first time, too
+            if (
+                not fine or rng.random() < 0.05
+            ):  # from the start again: opening for the first time, too
                 for path in (book.home, root / "kv", root / "shared"):
                     if not tier or path == book.home:
                         shutil.rmtree(path, ignore_errors=True)

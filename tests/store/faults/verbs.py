@@ -51,6 +51,7 @@ class Oracle:
         self.runner = runner
         self.engine = Engine(runner, repair="none", budget="1GiB")
         self._answers: dict[Tokens, Tokens] = {}
+        self.row_bytes = runner.new_kv(1).n_bytes
 
     def answer(self, tokens: Tokens) -> Tokens:
         """Greedy, by transformers' own forward over all of it, again for each token."""
@@ -102,6 +103,11 @@ def counts(engine: Engine) -> dict[str, int]:
     return dict(engine.shelf.mover.counts)
 
 
+def settle(engine: Engine) -> None:
+    """Wait for what is written behind."""
+    engine.shelf.mover.settle()
+
+
 @dataclass
 class Verdict:
     """What one look at an engine found. Only `refused` is no fault of the engine's."""
@@ -149,10 +155,13 @@ def examine(
     durable: Iterable[str] = (),
     *,
     limit: float = 1e9,
-    check: bool = True,
+    ends: bool = True,
     **options: Any,
 ) -> Verdict:
-    """Open, look at every name, and close. ``durable`` names must be found below memory."""
+    """Open, look at every name, and close. ``durable`` names must be found below memory.
+
+    Unless it ``ends`` it is left open: closing writes again what is in memory only.
+    """
     verdict = Verdict()
     engine = verdict.timed("open", limit, lambda: open_engine(truth.runner, home, tiers, **options))
     if engine is None:
@@ -167,9 +176,9 @@ def examine(
             verdict.caught(error, name)
     after = counts(engine)
     verdict.loaded = after["loads"] - before["loads"] - after["late"] - after["lost"]
-    if check:
+    if ends:
         verdict.timed("check", limit, engine.check_integrity)
-    verdict.timed("close", limit, engine.close)
+        verdict.timed("close", limit, engine.close)
     return verdict
 
 
