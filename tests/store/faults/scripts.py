@@ -11,12 +11,21 @@ from typing import Any
 
 import oracle
 import torch
-
-from kvweave.run.model import Runner
 from store.faults.shim import Control
 from store.faults.verbs import (
-    Oracle, Told, Tokens, Verdict, ask, chunks, draw, durable_put, examine, open_engine,
+    Oracle,
+    Tokens,
+    Told,
+    Verdict,
+    ask,
+    chunks,
+    draw,
+    durable_put,
+    examine,
+    open_engine,
 )  # fmt: skip
+
+from kvweave.run.model import Runner
 
 Say = Callable[[Any], None]
 TRUTH: Oracle

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import oracle
-
-from kvweave.run.model import Runner
 from store.faults import scripts
 from store.faults.scripts import control, until
 from store.faults.shim import HANG, WRITE
 from store.faults.verbs import Tokens, Verdict, ask, durable_put, examine, open_engine, settle
+
+from kvweave.run.model import Runner
 
 Say = Callable[[Any], None]
 WIDE = {"num_key_value_heads": 4, "head_dim": 512}  # 128 KiB of KV a token
@@ -65,7 +65,7 @@ def share(
     for i, (name, tokens) in enumerate(told.items()):
         durable_put(theirs, name, tokens)
         if i % 3 == 0:
-            theirs.place(name, "remote", codec="int8")
+            theirs.place(name, theirs.shelf.levels()[1][0], codec="int8")
         elif i % 3 == 1:
             theirs.files.rm(name)
         else:

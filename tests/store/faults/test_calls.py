@@ -12,7 +12,17 @@ from store.faults.conftest import Filled
 from store.faults.host import Died, Host
 from store.faults.scripts import after_write
 from store.faults.shim import (
-    DROP, EVER, HANG, LIST, OPEN, READ, READING, SHORT, SYNC, WRITING, power_cut,
+    DROP,
+    EVER,
+    HANG,
+    LIST,
+    OPEN,
+    READ,
+    READING,
+    SHORT,
+    SYNC,
+    WRITING,
+    power_cut,
 )  # fmt: skip
 from store.faults.tally import Tally
 from store.faults.verbs import Verdict, chunks

@@ -171,7 +171,7 @@ def flips(
     host: Host, fresh: Fresh, original: Filled, tally: Tally, n: int, *, log: bool = False
 ) -> None:
     """Turn one bit at a time; files are drawn alike, and places within them."""
-    rng, files = random.Random(SEED), [p for p in original.files()]
+    rng, files = random.Random(SEED), list(original.files())
     files = [p for p in files if (original.root / p).stat().st_size]
     if log:
         files = [p for p in files if p.name.endswith(("-wal", "-journal"))]

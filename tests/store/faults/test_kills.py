@@ -117,9 +117,8 @@ def campaign(host: Host, root: Path, n: int, tally: Tally, *, tier: str = "") ->
             if (
                 not fine or rng.random() < 0.05
             ):  # from the start again: opening for the first time, too
-                for path in (book.home, root / "kv", root / "shared"):
-                    if not tier or path == book.home:
-                        shutil.rmtree(path, ignore_errors=True)
+                for path in (book.home, root / "kv"):  # what is shared stays: the other needs it
+                    shutil.rmtree(path, ignore_errors=True)
                 books[name] = Book(name, book.home, book.tiers)
     tally.did("durable puts acknowledged", sum(book.n_durable for book in books.values()))
     tally.settle()
@@ -135,8 +134,12 @@ def test_kills_of_an_engine(host: Host, tmp_path: Path, tally: Tally) -> None:
 
 
 @pytest.mark.slow
-def test_kills_of_engines_that_share_a_store(host: Host, tmp_path: Path, tally: Tally) -> None:
-    campaign(host, tmp_path, KILLS // 2, tally, tier=shared_at(tmp_path / "shared"))
+@pytest.mark.parametrize("kind", ["disk", "s3"])
+def test_kills_of_engines_that_share_a_store(
+    host: Host, tmp_path: Path, tally: Tally, kind: str
+) -> None:
+    (tmp_path / "shared").mkdir()
+    campaign(host, tmp_path, KILLS // 4, tally, tier=shared_at(tmp_path / "shared", kind))
 
 
 def cuts(host: Host, root: Path, n: int, tally: Tally, **how: Any) -> None:

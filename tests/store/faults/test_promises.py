@@ -65,8 +65,9 @@ def test_no_mappings_left(host: Host, tmp_path: Path, tally: Tally) -> None:
     tally.settle()
 
 
-def test_engines_that_share_a_store(host: Host, tmp_path: Path, tally: Tally) -> None:
-    shared = shared_at(tmp_path / "shared")
+@pytest.mark.parametrize("kind", ["disk", "s3"])
+def test_engines_that_share_a_store(host: Host, tmp_path: Path, tally: Tally, kind: str) -> None:
+    shared = shared_at(tmp_path / "shared", kind)
     (tmp_path / "shared").mkdir()
     tally.judge(host.run("share", tmp_path / "a", tmp_path / "b", (shared,), CHUNKS), "shared")
     after = host.run("crowd_out", tmp_path / "c", tmp_path / "d", shared, chunks(6, seed=9))

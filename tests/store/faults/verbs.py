@@ -29,9 +29,9 @@ def tier_at(path: Path, more: str = "") -> str:
     return f"{ONE_FILE} path={path} {more}".strip()
 
 
-def shared_at(path: Path) -> str:
+def shared_at(path: Path, kind: str = "s3") -> str:
     """A tier that engines of several homes may use at once."""
-    return f"s3 url=file://{path}"
+    return f"s3 url=file://{path}" if kind == "s3" else f"disk path={path} shared=yes"
 
 
 def draw(rng: random.Random, n: int | None = None) -> Tokens:
