@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, replace
@@ -77,13 +78,14 @@ class Engine:
         self._home = None if home is None else Home(Path(home), self.runner.fingerprint)
         self.table = Table(None if self._home is None else self._home.index)
         where = None if self._home is None else self._home.path
-        ties = Ties(self.table)
+        ties = Ties(self.table, self.runner)
         try:
             self.shelf = open_shelf(
                 self.config,
                 where,
+                None if self._home is None else getattr(self.table, "uuid", "dev"),
                 (self.runner.fingerprint.digest().hex(), self.runner.device),
-                ties.key,
+                ties.about,
                 ties.is_pinned,
             )
         except BaseException:
@@ -104,8 +106,9 @@ class Engine:
             ties.mend()
             self._base = self._make_base(base) if self.runner.can_move else None
         except BaseException:
-            self.shelf.mover.close()
-            self.table.close()
+            with contextlib.ExitStack() as last:
+                last.callback(self.table.close)
+                self.shelf.mover.close()
             raise
 
     # ---- life
@@ -122,16 +125,21 @@ class Engine:
         self.close()
 
     def close(self) -> None:
-        """Close all contexts; with a home, write KV in memory to disk and close the index."""
-        for context in self._contexts:
-            self.close_context(context.name, context.namespace)
-        if self.shelf.mover.levels:
-            below = self.shelf.mover.levels[0].place
-            for record in list(self.table):
-                if record.tier == self.shelf.memory and record.names:
-                    self.shelf.place(record.id, below)
-        self.shelf.mover.close()
-        self.table.close()
+        """Close all contexts; with a home, write KV in memory to disk and close the index.
+
+        Everything is let go of whatever fails; the first failure is raised then. KV that could not
+        be written is computed again one day.
+        """
+        with contextlib.ExitStack() as last:
+            last.callback(self.table.close)
+            last.callback(self.shelf.mover.close)
+            for context in list(self._contexts):
+                self.close_context(context.name, context.namespace)
+            if self.shelf.mover.levels:
+                below = self.shelf.mover.levels[0].place
+                for record in list(self.table):
+                    if record.tier == self.shelf.memory and record.names:
+                        self.shelf.place(record.id, below)
 
     def can(self, what: str) -> Capability:
         """Tell whether the model can ``move`` (chunks at any position), and why not."""

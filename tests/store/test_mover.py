@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -19,10 +20,11 @@ from kvweave.store.codec import parse
 from kvweave.store.kv import KV, LayerShape
 from kvweave.store.level import Level
 from kvweave.store.mover import Mover
+from kvweave.store.record.transfer import Expected, key_of
 from kvweave.store.shelf import Shelf
 from kvweave.store.tier.base import Get, Outcome, Put, Tier
-from kvweave.store.tier.files import FileTier
-from kvweave.store.tier.memory import Arena
+from kvweave.store.tier.disk import Disk
+from kvweave.store.tier.memory import Memory
 
 SHAPES = [LayerShape(2, 4, 2, 4), LayerShape(1, 8, 3, 4), LayerShape(2, 4, 2, 4)]
 CPU = torch.device("cpu")
@@ -30,6 +32,7 @@ PER_ROW = sum(s.k_heads * s.k_dim + s.v_heads * s.v_dim for s in SHAPES) * 4  # 
 
 
 def kv(n: int, seed: int = 0) -> KV:
+    SIZES[seed] = n
     generator = torch.Generator().manual_seed(seed)
     made = KV.empty(SHAPES, n, torch.float32, CPU)
     for tensor in (*made.k, *made.v):
@@ -42,20 +45,32 @@ def same(a: KV | None, b: KV) -> bool:
     return all(torch.equal(x, y) for x, y in zip((*a.k, *a.v), (*b.k, *b.v), strict=True))
 
 
+def about(id: int) -> Expected:
+    return Expected(f"{id:032x}", SIZES.get(id, 10), tuple(SHAPES), torch.float32)
+
+
+SIZES: dict[int, int] = {}  # tokens of chunks: a chunk's id is the seed of its rows
+
+
+def key(id: int) -> str:
+    return key_of(about(id).digest, parse("raw"), False)
+
+
 def level(tier: Tier, budget: int | None = None, codec: str = "raw") -> Level:
     return Level(tier, parse(codec), "model", LRU(), budget)
 
 
-class Held(Arena):
+class Held(Memory):
     """Writes wait for `open`."""
 
     def __init__(self, capacity: int) -> None:
         super().__init__(capacity)
-        self.open = threading.Event()
+        self.open, self.begun = threading.Event(), False
 
     def put(
         self, puts: list[Put], *, durable: bool = False, deadline: float | None = None
     ) -> list[Outcome]:
+        self.begun = True
         assert self.open.wait(20)
         return super().put(puts, durable=durable, deadline=deadline)
 
@@ -63,7 +78,7 @@ class Held(Arena):
 @pytest.fixture
 def two(tmp_path: Path) -> Iterator[Mover]:
     """A small level over a large one."""
-    mover = Mover([level(Arena(1 << 20), 100_000), level(FileTier(tmp_path))], str)
+    mover = Mover([level(Memory(1 << 20), 100_000), level(Disk(tmp_path))], about)
     yield mover
     mover.check_integrity()
     mover.close()
@@ -96,12 +111,12 @@ def test_a_full_level_moves_its_coldest_chunks_down_but_for_pinned_ones(two: Mov
     assert sorted(where[0] + where[1]) == list(range(10)) and 9 in where[0]
     assert [id for id, *_ in moved] == where[1] and {place for _, place, _ in moved} == {"disk"}
     assert size * len(where[0]) == two.levels[0].n_bytes
-    two.save(0, kv(20))  # content never changes: where it is, is where it stays
+    two.save(0, kv(20, 0))  # content never changes: where it is, is where it stays
     assert all(same(two.load([i])[i], kv(20, i)) for i in range(10))
 
 
 def test_behind_the_last_level_chunks_are_lost_and_pinned_ones_stay(tmp_path: Path) -> None:
-    mover = Mover([level(FileTier(tmp_path), 100_000)], str, is_pinned=lambda id: id < 2)
+    mover = Mover([level(Disk(tmp_path), 100_000)], about, is_pinned=lambda id: id < 2)
     lost: list[int] = []
     mover.on_tier = lambda id, place, n: lost.append(id)
     for i in range(6):
@@ -113,7 +128,7 @@ def test_behind_the_last_level_chunks_are_lost_and_pinned_ones_stay(tmp_path: Pa
 
 
 def test_what_no_level_takes_is_refused(tmp_path: Path) -> None:
-    mover = Mover([level(Arena(4096))], str)
+    mover = Mover([level(Memory(4096))], about)
     with pytest.raises(OverBudget):
         mover.save(1, kv(100))
     assert mover.level_of(1) is None
@@ -125,7 +140,7 @@ def test_writing_behind_is_bounded_and_what_is_dropped_meanwhile_goes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     tier = Held(1 << 20)
-    mover = Mover([level(tier)], str)
+    mover = Mover([level(tier)], about)
     one = kv(10)
     monkeypatch.setattr(mover_module, "BEHIND", 3 * one.n_bytes)
     assert [mover.clean(i, kv(10, i)) for i in (1, 2, 3, 4)] == [True, True, True, False]
@@ -133,7 +148,7 @@ def test_writing_behind_is_bounded_and_what_is_dropped_meanwhile_goes(
     mover.drop(2)
     tier.open.set()
     mover.settle()
-    assert sorted(mover.levels[0].held) == [1, 3] and sorted(tier.keys()) == ["1", "3"]
+    assert sorted(mover.levels[0].held) == [1, 3] and sorted(tier.keys()) == [key(1), key(3)]
     assert not mover.clean(1, one), "it is there"
     assert same(mover.load([3])[3], kv(10, 3))
     mover.check_integrity()
@@ -143,7 +158,7 @@ def test_writing_behind_is_bounded_and_what_is_dropped_meanwhile_goes(
 def test_nearly_full_memory_is_written_behind_so_that_letting_go_costs_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    mover = Mover([level(Arena(1 << 20))], str)
+    mover = Mover([level(Memory(1 << 20))], about)
     shelf = Shelf(100 * PER_ROW, LRU(), mover, is_pinned=lambda id: id == 0)
     for i in range(9):
         shelf.put(i, kv(10, i))
@@ -156,63 +171,203 @@ def test_nearly_full_memory_is_written_behind_so_that_letting_go_costs_nothing(
     def refuse(*args: object, **how: object) -> list[Outcome]:
         raise AssertionError("nothing has to be written")
 
-    monkeypatch.setattr(Arena, "put", refuse)
+    monkeypatch.setattr(Memory, "put", refuse)
     shelf.reserve(20 * PER_ROW)
     assert [i for i in range(10) if i in shelf.ram] == [0, 3, 4, 5, 6, 7, 8, 9]
     shelf.check_integrity()
 
 
-def test_a_failed_load_is_a_chunk_that_is_not_there(
-    two: Mover, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shelf = Shelf(1 << 20, LRU(), two)
-    told: list[tuple[int, str, int]] = []
-    for i in (1, 2):
-        shelf.put(i, kv(10, i))
-        two.save(i, kv(10, i))
-        shelf._let_go(i)
-    shelf.on_tier = lambda *how: told.append(how)
-    get = Arena.get
+Answer = Callable[[Get, Outcome], Outcome]
 
-    def late(self: Arena, gets: list[Get], *, deadline: float | None = None) -> list[Outcome]:
+
+def answering(monkeypatch: pytest.MonkeyPatch, answer: Answer) -> None:
+    """Have memory say something else than it does."""
+    get = Memory.get
+
+    def said(self: Memory, gets: list[Get], *, deadline: float | None = None) -> list[Outcome]:
         found = get(self, gets, deadline=deadline)
-        return [Outcome("late", "slow") if g.key == "1" and g.offset else o
-                for g, o in zip(gets, found, strict=True)]  # fmt: skip
+        return [answer(g, o) for g, o in zip(gets, found, strict=True)]
 
-    monkeypatch.setattr(Arena, "get", late)
-    assert shelf.get(1) is None and shelf.tier(1) == "none"
-    assert same(shelf.get(2), kv(10, 2)) and shelf.tier(2) == "ram"
-    assert told[-1][:2] == (2, "ram") and (1, "none", 0) in told
-    assert (two.counts["late"], two.counts["lost"]) == (1, 0)
+    monkeypatch.setattr(Memory, "get", said)
+
+
+@pytest.fixture
+def shelf(two: Mover) -> Shelf:
+    """Chunks 1 and 2, on the first level only."""
+    made = Shelf(1 << 20, LRU(), two)
+    for i in (1, 2):
+        made.put(i, kv(10, i))
+        two.save(i, kv(10, i))
+        made._let_go(i)
+    return made
+
+
+@pytest.mark.parametrize("outcome", [Outcome("late", "slow"), Outcome("failed", "EIO")])
+def test_what_is_in_doubt_stays_and_is_tried_again(
+    shelf: Shelf, two: Mover, monkeypatch: pytest.MonkeyPatch, outcome: Outcome
+) -> None:
+    told: list[tuple[int, str, int]] = []
+    shelf.on_tier = lambda *how: told.append(how)
+    with monkeypatch.context() as patch:
+        answering(patch, lambda g, o: outcome if g.key == key(1) and g.offset else o)
+        assert shelf.get(1) is None and shelf.tier(1) == "none"
+        assert (1, "none", 0) in told and two.levels[0].tier.look([key(1)])[0] > 0  # type: ignore[operator]
+        n = int(outcome.state == "late")
+        assert (two.counts["late"], two.counts["lost"]) == (n, 1 - n)
+    monkeypatch.setattr(time, "monotonic", lambda real=time.monotonic: real() + 100)
+    assert same(shelf.get(1), kv(10, 1)) and same(shelf.get(2), kv(10, 2))
+    shelf.check_integrity()
+
+
+def test_wrong_bytes_are_read_twice_before_they_are_believed(
+    shelf: Shelf, two: Mover, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    once: list[Get] = []
+
+    def answer(get: Get, outcome: Outcome) -> Outcome:
+        if get.key == key(1) and get.offset and not once:
+            once.append(get)
+            return Outcome("wrong", "a bit of the bus")
+        return outcome
+
+    with monkeypatch.context() as patch:
+        answering(patch, answer)
+        assert same(shelf.get(1), kv(10, 1)) and once
+    tier = two.levels[0].tier
+    assert isinstance(tier, Memory)
+    tier._values[key(2)][-5] ^= 1
+    assert shelf.get(2) is None and list(tier.keys()) == [key(1)], "verified twice: it goes"
+    two.save(2, kv(10, 2))
+    assert same(two.load([2])[2], kv(10, 2))
+
+
+def test_what_is_missing_is_forgotten(shelf: Shelf, two: Mover) -> None:
+    two.levels[0].tier.discard([key(1)])
+    assert shelf.get(1) is None and 1 not in two.levels[0]
     shelf.check_integrity()
 
 
 def test_asking_for_a_layer_that_fails_says_which_chunk(two: Mover) -> None:
-    two.save(7, kv(10))
-    two.levels[0].head(7, None)
-    two.levels[0].tier.delete(["7"])
+    two.save(7, kv(10, 7))
+    two.levels[0].tier.discard([key(7)])
     arriving = two.load([7])[7]
     with pytest.raises(LoadFailed) as error:
         arriving.k[2]
     assert error.value.id == 7 and "missing" in str(error.value)
 
 
-def test_what_another_process_stored_is_found(tmp_path: Path) -> None:
-    tier = FileTier(tmp_path)
+def test_a_load_ends_though_its_reader_hangs(
+    shelf: Shelf, two: Mover, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free = threading.Event()
+
+    def hang(get: Get, outcome: Outcome) -> Outcome:
+        free.wait(20)
+        return outcome
+
+    answering(monkeypatch, hang)
+    two.seconds = 0.3
+    begin = time.monotonic()
+    assert shelf.get(1) is None
+    assert time.monotonic() - begin < 0.3 + 0.5
+    free.set()
+
+
+def test_no_byte_is_read_of_what_has_no_room(two: Mover, monkeypatch: pytest.MonkeyPatch) -> None:
+    shelf = Shelf(25 * PER_ROW, LRU(), two)
+    for i in (1, 2, 3):
+        two.save(i, kv(10, i))
+
+    def refuse(g: Get, o: Outcome) -> Outcome:
+        raise AssertionError("read")
+
+    answering(monkeypatch, refuse)
+    with pytest.raises(OverBudget):
+        shelf.begin([1, 2, 3])
+    assert shelf.n_bytes == 0 and two.counts["loads"] == 0
+
+
+class Shared(Memory):
+    """Memory that others use too."""
+
+    shared = True
+
+
+def test_what_another_process_stored_is_found_in_one_round_trip(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tier = Shared(1 << 20)
     for i in range(4):
-        assert level(tier).put(i, f"d{i}", kv(10, i)).ok
-    mover = Mover([level(tier)], lambda id: f"d{id}")
+        assert level(tier).put(i, about(i), kv(10, i)).ok
+    asked: list[int] = []
+    look = Shared.look
+    monkeypatch.setattr(
+        Shared, "look", lambda self, keys, **how: asked.append(len(keys)) or look(self, keys, **how)
+    )
+    mover = Mover([level(tier)], about)
     assert mover.level_of(1) is None
-    mover.find([1, 8])
-    assert mover.level_of(1) is not None and mover.level_of(8) is None
-    mover.levels[0].keep_only({"d1": 1, "d2": 2})
-    assert sorted(mover.levels[0].held) == [1, 2] and sorted(tier.keys()) == ["d1", "d2"]
+    mover.find([1, 8, 2])
+    assert mover.level_of(1) is not None and mover.level_of(8) is None and len(asked) == 1
+    mover.drop(1)
+    assert len(list(tier.keys())) == 4, "where others are, nothing is discarded"
     mover.check_integrity()
     mover.close()
 
 
+def test_an_index_takes_over_its_directory_and_touches_nothing_else(tmp_path: Path) -> None:
+    names = ("notes.kv", "~draft.txt", "seg-000001.slab", f"{0:031x}.raw.kv")
+    for name in names:
+        (tmp_path / name).write_text("a user's own")
+    tier = Disk(tmp_path)
+    for i in range(4):
+        assert level(tier).put(i, about(i), kv(10, i)).ok
+    known = {about(i).digest: i for i in (1, 2)}
+    for relation, left in (("cache", 4), ("mine", 2)):
+        mine = Level(tier, parse("raw"), "model", LRU(), relation=relation)
+        mine.adopt(known)
+        assert sorted(mine.held) == [1, 2] and len(list(tmp_path.glob("*.raw.kv"))) == left + 1
+        mine.check_integrity()
+    assert all((tmp_path / name).read_text() == "a user's own" for name in names)
+    tier.close()
+
+
+def test_the_same_text_put_again_keeps_what_an_old_write_brought(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """rm while it is written behind, then put again durably: the old write ends last."""
+    tier = Held(1 << 20)
+    mover = Mover([Level(tier, parse("raw"), "model", LRU(), relation="mine")], lambda id: about(1))
+    assert mover.clean(5, kv(10, 1))
+    while not tier.begun:
+        time.sleep(0.001)
+    mover.drop(5)
+    threading.Timer(0.05, tier.open.set).start()
+    mover.save(6, kv(10, 1), durable=True)
+    mover.settle()
+    assert 6 in mover.levels[0] and list(tier.keys()) == [key(1)]
+    assert same(mover.load([6])[6], kv(10, 1))
+    mover.check_integrity()
+    mover.close()
+
+
+def test_a_spoilt_record_where_others_are_is_passed_over() -> None:
+    tier = Shared(1 << 20)
+    first = level(tier)
+    assert first.put(1, about(1), kv(10, 1)).ok
+    tier._values[key(1)][-5] ^= 1
+    second = level(tier)
+    assert second.put(1, about(1), kv(10, 1), durable=True).ok
+    assert second.held[1].key == f"{key(1)}.1" and len(list(tier.keys())) == 2
+    third = Mover([level(tier)], about)
+    third.find([1])
+    shelf = Shelf(1 << 20, LRU(), third)
+    assert shelf.get(1) is None
+    third.find([1])
+    assert same(shelf.get(1), kv(10, 1)), "the good one is found"
+
+
 def test_a_chunk_may_be_coded_otherwise_than_its_level(two: Mover) -> None:
-    one = kv(64)
+    one = kv(64, 1)
     raw = two.save(1, one).held[1].n_bytes
     coded = two.save(1, one, on=two.levels[0], choice=parse("int8")).held[1].n_bytes
     assert coded < raw
@@ -240,7 +395,7 @@ def test_a_chunk_may_be_coded_otherwise_than_its_level(two: Mover) -> None:
 def test_budgets_hold_and_bytes_are_right_whatever_happens(
     ops: list[tuple[str, int, int]],
 ) -> None:
-    mover = Mover([level(Arena(1 << 20), 60_000), level(Arena(1 << 20), 140_000)], str)
+    mover = Mover([level(Memory(1 << 20), 60_000), level(Memory(1 << 20), 140_000)], about)
     mover.levels[1].name = "disk"
     shelf = Shelf(60 * PER_ROW, LRU(), mover, is_pinned=lambda id: id == 0)
     sizes: dict[int, int] = {}

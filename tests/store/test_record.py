@@ -1,4 +1,4 @@
-"""A record gives back what was stored, by layer and by token, or says that it cannot."""
+"""A record gives back what was stored, by layer, or says that it cannot, or that it is another's."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import torch
 import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from store.records import CHUNK, MODEL, about, load, store
 
-from kvweave.errors import CorruptChunk, FormatTooNew, InvalidArgument, ModelMismatch
+from kvweave.errors import CorruptChunk, FormatTooNew, InvalidArgument
 from kvweave.store.codec import parse
 from kvweave.store.kv import KV, LayerShape
 from kvweave.store.record.layout import FIXED, START, Head, encode
-from kvweave.store.record.transfer import load_head, load_kv, store_kv
+from kvweave.store.record.transfer import fault, key_of, read_heads
 from kvweave.store.tier.base import PAGE, Outcome, checked
 
-MODEL = "ab" * 16
 PLAIN = (LayerShape(2, 8, 2, 8),) * 3
 LATENT = (LayerShape(1, 5, 1, 3), LayerShape(2, 4, 3, 2))  # like MLA: two tensors of their own
 
@@ -54,8 +54,8 @@ class Held:
         self.read += at - get.offset
         return checked(get)
 
-    def size(self, key):
-        return len(self.values[key]) if key in self.values else None
+    def look(self, keys, *, deadline=None):
+        return [len(self.values[k]) if k in self.values else Outcome("missing") for k in keys]
 
 
 def make_kv(n, shapes=PLAIN, dtype=torch.float32, seed=0):
@@ -67,7 +67,7 @@ def make_kv(n, shapes=PLAIN, dtype=torch.float32, seed=0):
 
 
 def record(kv, spec="raw"):
-    return bytearray(b"".join(encode(kv, parse(spec), MODEL)))
+    return bytearray(b"".join(encode(kv, parse(spec), MODEL, CHUNK)))
 
 
 def body(data):
@@ -82,10 +82,10 @@ def same(a, b):
 def test_the_layout_is_what_the_docstring_says():
     data = record(make_kv(300))
     magic, version, n_head, n_json, n_sections, n_bytes = struct.unpack_from("<8s4IQ", data)
-    assert (magic, version, n_head, n_sections) == (b"kvweave\n", 1, 4096, 3 * 2 * 2)
+    assert (magic, version, n_head, n_sections) == (b"kvweave\n", 2, 4096, 3 * 2 * 2)
     assert n_bytes == len(data) == 4096 + 3 * 40960  # 2 * 19200 bytes of rows, up to 10 pages
     assert json.loads(data[40 : 40 + n_json]) == {
-        "model": MODEL, "n_tokens": 300, "dtype": "float32", "layers": [[2, 8, 2, 8]] * 3,
+        "model": MODEL, "chunk": CHUNK, "n_tokens": 300, "dtype": "float32", "layers": [[2, 8, 2, 8]] * 3,
         "codec": "raw", "block": 256, "lossy": False,
     }  # fmt: skip
     at = -(-(40 + n_json) // 8) * 8
@@ -117,7 +117,7 @@ def test_raw_is_bit_equal(n, shapes, dtype):
 
 def test_raw_is_not_copied_on_the_way_in_or_out():
     kv = make_kv(600)
-    pieces = encode(kv, parse("raw"), MODEL)
+    pieces = encode(kv, parse("raw"), MODEL, CHUNK)
     kv.k[1][299] += 1
     data = bytearray(b"".join(pieces))
     back = Head.parse(data).decode(body(data))
@@ -130,101 +130,108 @@ def test_raw_is_not_copied_on_the_way_in_or_out():
 
 @settings(max_examples=60, deadline=None)
 @given(st.data())
-def test_any_layers_and_tokens_are_read_alone(draw):
+def test_any_layers_are_read_alone(draw):
     shapes = draw.draw(st.sampled_from([PLAIN, LATENT]))
     spec = draw.draw(st.sampled_from(["raw", "0:raw,1-:int8", "raw/step", "int4+zstd"]))
-    n = draw.draw(st.integers(1, 800))
-    kv, tier = make_kv(n, shapes), Held()
-    assert store_kv(tier, "a", kv, parse(spec), MODEL).ok
-    whole = load_kv(tier, "a", MODEL).kv
+    data = record(make_kv(draw.draw(st.integers(1, 800)), shapes), spec)
+    head = Head.parse(data)
+    whole = head.decode(body(data))
     first = draw.draw(st.integers(0, len(shapes) - 1))
     last = draw.draw(st.integers(first + 1, len(shapes)))
-    start = draw.draw(st.integers(0, n - 1))
-    stop = draw.draw(st.integers(start + 1, n))
-    found = load_kv(tier, "a", MODEL, layers=(first, last), tokens=(start, stop))
-    part = whole.rows(start, stop)
-    assert found.outcome.ok and same(found.kv, KV(part.k[first:last], part.v[first:last]))
-
-
-def test_only_what_is_asked_for_is_read():
-    kv, tier = make_kv(2048), Held()
-    store_kv(tier, "a", kv, parse("raw"), MODEL)
-    head = load_kv(tier, "a", MODEL).head
-    tier.read = 0
-    assert load_kv(tier, "a", MODEL, layers=(1, 2), tokens=(300, 500), head=head).kv.n_tokens == 200
-    assert tier.read == 2 * 256 * 16 * 4, "one block of keys, one of values"
-    assert head.layers(1, 3).offset % PAGE == 0 == head.layers(1, 3).n_bytes % PAGE
-
-
-def test_rows_can_be_written_to_tensors_there_are():
-    kv = make_kv(300, dtype=torch.bfloat16)
-    data = record(kv)
-    head = Head.parse(data)
-    mine = (torch.empty(300, 2, 8), torch.empty(300, 2, 8))
-    span = head.layers(1, 2)
-    found = head.decode_layer(1, memoryview(data)[span.offset :][: span.n_bytes], mine)
-    assert found[0] is mine[0] and torch.equal(mine[0], kv.k[1].float())
-    assert found[1] is mine[1] and torch.equal(mine[1], kv.v[1].float())
-    k, v = head.tokens(10, 20, 1)
-    buffers = tuple(memoryview(data)[s.offset :][: s.n_bytes] for s in (k, v))
-    some = (torch.empty(10, 2, 8), torch.empty(10, 2, 8))
-    head.decode_tokens(10, 20, 1, buffers, some)
-    assert torch.equal(some[1], kv.v[1][10:20].float())
+    span = head.layers(first, last)
+    assert span.offset % PAGE == 0 == span.n_bytes % PAGE
+    found = head.decode(memoryview(data)[span.offset :][: span.n_bytes], first, last)
+    assert same(found, KV(whole.k[first:last], whole.v[first:last]))
 
 
 @settings(max_examples=150, deadline=None)
 @given(st.data())
 def test_no_changed_byte_goes_unnoticed(draw):
-    tier = Held()
-    store_kv(tier, "a", make_kv(270, LATENT), parse("raw"), MODEL)
-    value = tier.values["a"]
+    tier, kv = Held(), make_kv(270, LATENT)
+    key = store(tier, kv)
+    value = tier.values[key]
     value[draw.draw(st.integers(0, len(value) - 1))] ^= draw.draw(st.integers(1, 255))
-    found = load_kv(tier, "a", MODEL)
-    assert found.kv is None and found.outcome.state == "wrong" and found.outcome.why
+    found = load(tier, key, about(kv))
+    newer = value[8:12] != (2).to_bytes(4, "little")
+    assert isinstance(found, Outcome) and found.why
+    assert found.state == "wrong" or (newer and found.state == "failed")
 
 
 def test_a_shortened_or_foreign_value_is_wrong():
-    tier = Held()
-    store_kv(tier, "a", make_kv(270), parse("raw"), MODEL)
-    whole = tier.values["a"]
+    tier, kv = Held(), make_kv(270)
+    key = store(tier, kv)
+    whole = tier.values[key]
     for n in (0, 10, START, 4095, 4096, len(whole) - 1):
-        tier.values["a"] = whole[:n]
-        assert load_kv(tier, "a", MODEL).outcome.state == "wrong", n
-    tier.values["a"] = bytearray(b"something else") * 1000
-    assert load_kv(tier, "a", MODEL).outcome.state == "wrong"
+        tier.values[key] = whole[:n]
+        assert load(tier, key, about(kv)).state == "wrong", n
+    tier.values[key] = bytearray(b"something else") * 1000
+    assert load(tier, key, about(kv)).state == "wrong"
     with pytest.raises(CorruptChunk):
         Head.parse(bytes(5000))
 
 
 def test_what_cannot_be_had_is_said():
-    tier = Held()
-    assert load_kv(tier, "a", MODEL)[:2] == (None, Outcome("missing", "a"))
-    kv = make_kv(20)
-    store_kv(tier, "a", kv, parse("raw"), MODEL)
+    tier, kv = Held(), make_kv(20)
+    key = key_of(CHUNK, parse("raw"), False)
+    assert load(tier, key, about(kv)).state == "missing"
+    store(tier, kv)
     tier.answer = Outcome("late", "slow")
-    assert load_kv(tier, "a", MODEL).outcome.state == "late"
-    tier.answer = None
-    head = load_kv(tier, "a", MODEL).head
-    tier.values.clear()
-    assert load_kv(tier, "a", MODEL, head=head).outcome.state == "missing"
+    assert load(tier, key, about(kv)).state == "late"
 
 
-def test_kv_of_another_model_is_refused():
-    tier = Held()
-    store_kv(tier, "a", make_kv(20), parse("raw"), MODEL)
-    head = load_kv(tier, "a", MODEL).head
-    for known in (None, head):
-        with pytest.raises(ModelMismatch) as caught:
-            load_kv(tier, "a", "cd" * 16, head=known)
-        assert caught.value.data["found"] == MODEL
+def test_a_record_says_whose_it_is():
+    """Exchanged, of another model, too short, coded otherwise than its key says: all are wrong."""
+    tier, kv, other = Held(), make_kv(20), make_kv(20, seed=1)
+    mine, theirs = store(tier, kv), store(tier, other, chunk="0d" * 16)
+    tier.values[mine], tier.values[theirs] = tier.values[theirs], tier.values[mine]
+    for key, chunk in ((mine, CHUNK), (theirs, "0d" * 16)):
+        found = load(tier, key, about(kv, chunk))
+        assert found.state == "wrong" and "chunk" in found.why
+    tier.values[mine] = tier.values[theirs]
+    assert same(load(tier, mine, about(kv)), kv)
+    assert "model" in load(tier, mine, about(kv), model="cd" * 16).why
+    for wanted in (
+        about(make_kv(19)),
+        about(make_kv(20, LATENT)),
+        about(make_kv(20, dtype=torch.float16)),
+    ):
+        assert load(tier, mine, wanted).state == "wrong"
+    tier.values[key_of(CHUNK, parse("raw"), True)] = tier.values[mine]
+    assert load(tier, key_of(CHUNK, parse("raw"), True), about(kv)).state == "wrong"
+
+
+def test_a_record_of_format_1_is_read_and_does_not_say_whose_it_is():
+    data = record(make_kv(30))
+    struct.pack_into("<I", data, 8, 1)
+    head = Head.parse(resigned(data, lambda said: said))
+    assert head.chunk == "" and same(head.decode(body(data)), make_kv(30))
+    assert "does not say" in fault(
+        head, key_of(CHUNK, parse("raw"), False), MODEL, about(make_kv(30))
+    )
+
+
+def test_keys_tell_records_apart_that_may_differ():
+    specs = [
+        "raw",
+        "raw+zstd",
+        "int8",
+        "int4+zstd",
+        "int8/int4",
+        "0:raw,1-:int8",
+        "cachegen:absmax",
+    ]
+    made = {
+        key_of(CHUNK, parse(spec), lossy, g) for spec in specs for lossy in (0, 1) for g in (0, 1)
+    }
+    assert len(made) == 2 * (2 + 2 + 5), "what is coded with loss is lossy, whatever it was before"
 
 
 def test_a_newer_format_is_told_apart():
     data = record(make_kv(3))
-    struct.pack_into("<I", data, 8, 2)
+    struct.pack_into("<I", data, 8, 3)
     with pytest.raises(FormatTooNew) as caught:
         Head.parse(data, "here")
-    assert (caught.value.data["found"], caught.value.data["supported"]) == (2, 1)
+    assert (caught.value.data["found"], caught.value.data["supported"]) == (3, 2)
 
 
 def resigned(data, change):
@@ -258,25 +265,16 @@ def test_a_head_that_says_what_cannot_be_is_refused(old, new):
 
 def test_long_heads_are_read_in_two_steps():
     kv, tier = make_kv(256 * 200, (LayerShape(1, 1, 1, 1),) * 3, torch.float16), Held()
-    store_kv(tier, "a", kv, parse("raw"), MODEL)
-    head, outcome = load_head(tier, "a", MODEL)
-    assert outcome.ok and head.n_head == 32768 > 16384
-    assert same(load_kv(tier, "a", MODEL).kv, kv)
-
-
-def test_ranges_that_are_not_there_are_refused():
-    tier = Held()
-    store_kv(tier, "a", make_kv(20), parse("raw"), MODEL)
-    for wanted in ({"layers": (0, 4)}, {"tokens": (5, 21)}, {"tokens": (5, 5)}):
-        with pytest.raises(InvalidArgument):
-            load_kv(tier, "a", MODEL, **wanted)
+    key = store(tier, kv)
+    (head,) = read_heads(tier, [(key, about(kv))], MODEL, None)
+    assert head.n_head == 32768 > 16384 and same(load(tier, key, about(kv)), kv)
 
 
 def test_one_record_has_one_dtype_with_a_name():
     kv = make_kv(3)
     for k in (kv.k[0].to(torch.float16), kv.k[0].to(torch.complex64)):
         with pytest.raises(InvalidArgument):
-            encode(KV([k, *kv.k[1:]], kv.v), parse("raw"), MODEL)
+            encode(KV([k, *kv.k[1:]], kv.v), parse("raw"), MODEL, CHUNK)
 
 
 def test_no_tokens_are_a_record_too():

@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from store.records import MODEL, about, load
 
 from kvweave.errors import InvalidArgument, OverBudget
 from kvweave.keep import LRU
@@ -15,10 +16,9 @@ from kvweave.store.codec import parse
 from kvweave.store.kv import KV, LayerShape
 from kvweave.store.level import Level
 from kvweave.store.mover import Mover
-from kvweave.store.record.transfer import load_kv
 from kvweave.store.shelf import Shelf
 from kvweave.store.tier.base import Outcome, Put
-from kvweave.store.tier.files import FileTier
+from kvweave.store.tier.disk import Disk
 
 SHAPES = [LayerShape(2, 4, 2, 4)] * 3
 ROW = 3 * 2 * 2 * 4 * 4  # bytes of one token: layers x (k, v) x heads x dim x float32
@@ -111,8 +111,8 @@ def test_rows_of_contexts_count() -> None:
 
 
 def on_files(directory: Path, budget: int | None = None) -> Mover:
-    level = Level(FileTier(directory), parse("raw"), "model", LRU(), budget)
-    return Mover([level], str)
+    level = Level(Disk(directory), parse("raw"), MODEL, LRU(), budget)
+    return Mover([level], lambda id: about(kv(10), f"{id:032x}"))
 
 
 def test_full_memory_spills_to_disk_and_comes_back(tmp_path: Path) -> None:
@@ -125,9 +125,11 @@ def test_full_memory_spills_to_disk_and_comes_back(tmp_path: Path) -> None:
     assert [shelf.tier(k) for k in (1, 2, 3)] == ["ram", "disk", "ram"]
     shelf.place(3, "disk")
     assert shelf.tier(3) == "disk"
-    assert same(load_kv(mover.levels[0].tier, "3", "model").kv, kv(10, 3))
+    key = f"{3:032x}.raw"
+    found = load(mover.levels[0].tier, key)
+    assert isinstance(found, KV) and same(found, kv(10, 3))
     shelf.place(3, "none")
-    assert shelf.tier(3) == "none" and not (tmp_path / "3.kv").exists()
+    assert shelf.tier(3) == "none" and not (tmp_path / f"{key}.kv").exists()
     with pytest.raises(InvalidArgument, match="ram, disk or none"):
         shelf.place(1, "moon")
     shelf.check_integrity()
@@ -153,10 +155,10 @@ def test_a_level_that_takes_nothing_loses_only_what_had_to_go(
     shelf = Shelf(20 * ROW, LRU(), mover)
     shelf.put(1, kv(10, 1))
 
-    def full(self: FileTier, puts: list[Put], **how: object) -> list[Outcome]:
+    def full(self: Disk, puts: list[Put], **how: object) -> list[Outcome]:
         return [Outcome("full", "no space left") for _ in puts]
 
-    monkeypatch.setattr(FileTier, "put", full)
+    monkeypatch.setattr(Disk, "put", full)
     with pytest.raises(OverBudget):
         shelf.place(1, "disk")
     assert shelf.tier(1) == "ram" and same(shelf.get(1), kv(10, 1))

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import xxhash
@@ -13,6 +14,7 @@ import xxhash
 from kvweave.store.tier.base import PAGE, Get, Outcome, Put, Tier
 
 PATIENCE = 30.0  # seconds after which a call counts as hanging
+SLACK = 0.5  # seconds a call may return behind its deadline
 
 
 def content(key: str, n: int, version: int = 0) -> bytes:
@@ -64,7 +66,23 @@ def assert_holds(tier: Tier, key: str, data: bytes) -> None:
     (outcome,) = tier.get([get])
     assert outcome.ok, (key, outcome)
     assert filled(get) == data, key
-    assert tier.size(key) == len(data), key
+    assert tier.look([key]) == [len(data)], key
+
+
+def assert_gone(tier: Tier, key: str) -> None:
+    """Nothing is there, and the tier knows."""
+    (outcome,) = tier.get([Get(key, 0, [aligned(10)])])
+    assert outcome.state == "missing" and key in outcome.why, outcome
+    (found,) = tier.look([key])
+    assert isinstance(found, Outcome) and found.state == "missing", found
+
+
+@contextlib.contextmanager
+def ends_by(deadline: float) -> Iterator[None]:
+    """What is inside ends half a second behind its deadline, a time of `time.monotonic`."""
+    yield
+    behind = time.monotonic() - deadline
+    assert behind < SLACK, f"{behind:.2f} s behind the deadline"
 
 
 def in_time(call: Callable[[], object]) -> object:

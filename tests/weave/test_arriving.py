@@ -14,17 +14,17 @@ from weaving import rows, same_rows, text
 
 from kvweave import Context, Engine
 from kvweave.run.rows import KVRows
-from kvweave.store import mover
+from kvweave.store import reader
 from kvweave.store.tier.base import Get, Outcome
-from kvweave.store.tier.files import FileTier
+from kvweave.store.tier.disk import Disk
 
 NAMES = ("a", "b", "c")
-GetMany = Callable[[FileTier, list[Get]], list[Outcome]]
+GetMany = Callable[[Disk, list[Get]], list[Outcome]]
 
 
 @pytest.fixture(autouse=True)
 def layer_by_layer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mover, "TOGETHER", 1)
+    monkeypatch.setattr(reader, "TOGETHER", 1)
 
 
 @pytest.fixture
@@ -62,14 +62,14 @@ def reading(
     """Call ``before`` with 0, 1, .. before each request of a reader's thread."""
     counts: dict[int, int] = {}
 
-    def get(self: FileTier, gets: list[Get], *, deadline: float | None = None) -> list[Outcome]:
-        if threading.current_thread().name == "kvweave-reader":
+    def get(self: Disk, gets: list[Get], *, deadline: float | None = None) -> list[Outcome]:
+        if threading.current_thread().name in ("kvweave-tier",):
             me = threading.get_ident()
             counts[me] = counts.get(me, -1) + 1
             before(counts[me])
         return tier_get(self, gets, deadline=deadline)  # type: ignore[call-arg]
 
-    monkeypatch.setattr(FileTier, "get", get)
+    monkeypatch.setattr(Disk, "get", get)
 
 
 @pytest.mark.parametrize("repair", ["none", "auto", "first_k"])
@@ -88,7 +88,7 @@ def test_the_pass_begins_when_the_first_layer_is_there(
         assert n == 0 or begun.wait(20), "no pass came to layer 0 before layer 1 had arrived"
 
     monkeypatch.setattr(KVRows, "settle", settled)
-    reading(FileTier.get, monkeypatch, wait)
+    reading(Disk.get, monkeypatch, wait)
     plan = composed(engine).weave()
     assert plan.prefilled == 9 and begun.is_set()
     assert engine.shelf.mover.counts["loads"] == 3
@@ -122,7 +122,7 @@ def test_what_does_not_arrive_in_time_is_computed(
     bad_layer: int,
 ) -> None:
     engine = open_engine(repair=repair, load_seconds=0.5)
-    reading(FileTier.get, monkeypatch, lambda n: time.sleep(0.6 if n == bad_layer else 0))
+    reading(Disk.get, monkeypatch, lambda n: time.sleep(0.6 if n == bad_layer else 0))
     context = composed(engine)
     answer = context.generate(max_tokens=4, temperature=0, ignore_eos=True)
     assert (answer.plan.reused, answer.plan.prefilled) == (0, 90)

@@ -6,7 +6,7 @@
                                 "tiers": what `serve --tier` was given
                model.json       the model's fingerprint     the engine's; KV of no other model enters
                index.sqlite     names, ids, tokens
-               kv/              KV on disk: `kvweave.store.tier.slab`
+               kv/              KV on disk: `kvweave.store.tier.disk`
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import json
 import os
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -56,20 +56,18 @@ def open_table(args: Namespace) -> Iterator[Table]:
             _delete(home, [keys[id] for id in freed])
 
 
-def _delete(home: Path, keys: list[str]) -> None:
+def _delete(home: Path, digests: list[str]) -> None:
     """Delete the KV of chunks from the tiers that lie in the home."""
-    if not keys:
+    if not digests:
         return
-    from kvweave.store.tier.files import FileTier
-    from kvweave.store.tier.slab import Slab
+    from kvweave.store.record.transfer import digest_of
+    from kvweave.store.tier.disk import Disk
 
-    opens: dict[str, Callable[[Path], Slab | FileTier]] = {
-        "kv": lambda path: Slab(path, 1 << 50), "files": FileTier,
-    }  # fmt: skip
-    for name, open_tier in opens.items():
+    gone = set(digests)
+    for name in ("kv", "files"):
         if (home / name).exists():
-            tier = open_tier(home / name)
-            tier.delete(keys)
+            tier = Disk(home / name)
+            tier.discard([key for key in tier.keys() if digest_of(key) in gone])
             tier.close()
 
 

@@ -8,13 +8,17 @@
 
 from __future__ import annotations
 
+import math
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 
 from torch import Tensor
 
 from kvweave.errors import LoadFailed
 from kvweave.store.kv import KV, LayerShape
+
+GRACE = 0.2  # seconds in which a reader that is late says so itself
 
 
 class Load:
@@ -27,17 +31,22 @@ class Load:
         n_tokens: int,
         itemsize: int,
         lossy: bool = False,
+        ends: float = math.inf,
     ) -> None:
+        """``ends``: of `time.monotonic`; nobody waits for a layer longer than shortly after it."""
         self.key, self.shapes, self.n_tokens, self.itemsize = key, shapes, n_tokens, itemsize
         self.kv = KV([], [], lossy)
+        self._ends = ends
         self._fences: list[Callable[[], None]] = []  # of each layer
         self._failed = ""
         self._arrived = threading.Condition()
 
     def add(self, k: Tensor, v: Tensor, fence: Callable[[], None] = lambda: None) -> None:
-        """Hand over the next layer. Its copy may be under way: who waits for the layer calls
+        """Unless it was given up, hand over the next layer. Its copy may be under way: who waits for the layer calls
         ``fence``, behind which the device uses it."""
         with self._arrived:
+            if self._failed:
+                return
             self._fences.append(fence)
             self.kv.k.append(k)
             self.kv.v.append(v)
@@ -53,7 +62,10 @@ class Load:
         """Return keys and values of a layer, for the current stream. Raises LoadFailed."""
         if layer >= len(self.kv.v):
             with self._arrived:
-                self._arrived.wait_for(lambda: layer < len(self.kv.v) or self._failed)
+                left = None if math.isinf(self._ends) else self._ends - time.monotonic() + GRACE
+                self._arrived.wait_for(lambda: layer < len(self.kv.v) or self._failed, left)
+                if layer >= len(self.kv.v):
+                    self._failed = self._failed or "late: nothing came by the deadline"
                 if layer >= len(self.kv.v):
                     raise LoadFailed(self.key, self._failed)
         self._fences[layer]()

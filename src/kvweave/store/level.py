@@ -1,121 +1,325 @@
-"""One tier below memory: its codec, its budget, and what is known to be there."""
+"""One tier below memory: its codec, its budget, what is known to be there, and what is in doubt.
+
+::
+
+    doubt      a read was late or failed: the record is left alone for a while, then tried again
+    condemn    verified wrong, twice: discarded where the tier is ours, else never used again
+    forget     what is said to be missing: it is not known any more; nothing is removed
+    drop       the user's verb, or the budget: discarded where the tier is ours; where engines share
+               it, `kvweave sweep` collects what no index names
+"""
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import threading
-from collections.abc import Iterable
-from typing import NamedTuple
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TypeVar
 
-from kvweave.errors import ModelMismatch
 from kvweave.keep.base import UNKNOWN, Facts, Policy
+from kvweave.store.book import Book, Held
 from kvweave.store.codec import CodecSpec
 from kvweave.store.kv import KV
-from kvweave.store.record.layout import Head
-from kvweave.store.record.transfer import load_head, store_kv
-from kvweave.store.tier.base import Get, Outcome, Tier
+from kvweave.store.record.layout import Head, encode
+from kvweave.store.record.transfer import (
+    GENERATIONS,
+    MARK,
+    Expected,
+    digest_of,
+    is_lossy,
+    key_of,
+    read_heads,
+    verify,
+)
+from kvweave.store.tier.base import DONE, LATE, Get, Outcome, Put, Tier
+from kvweave.store.tier.limit import Absence
 
 HEADS = 4096  # of the records read last: a few KiB each
 PLACES = {"ram": "ram", "disk": "disk", "files": "disk"}  # what is elsewhere is remote
-LOW = 0.9  # of a full level that stays when room is made: moving one chunk for each is slow
-
-
-class Held(NamedTuple):
-    """A chunk on a level."""
-
-    key: str  # of its record
-    n_bytes: int
+LOW = 0.99  # of a full level that stays when room is made: moving one chunk for each is slow
+PAUSES = (1.0, 60.0)  # seconds a record in doubt is left alone: at first, and at most
+log = logging.getLogger("kvweave.store")
+T = TypeVar("T")
 
 
 class Level:
     """A tier with records of one model's chunks, by chunk id; what it may take is ``budget`` bytes.
 
-    Its methods may be called from any thread.
+    ``relation`` says what the tier is to us (`kvweave.store.tier.owner`). Its methods may be called
+    from any thread; none of them waits longer than the deadline it is given.
     """
 
     def __init__(
-        self, tier: Tier, choice: CodecSpec, model: str, policy: Policy, budget: int | None = None
+        self,
+        tier: Tier,
+        choice: CodecSpec,
+        model: str,
+        policy: Policy,
+        budget: int | None = None,
+        *,
+        relation: str = "cache",
     ) -> None:
         self.tier, self.choice, self.model = tier, choice, model
         self.policy, self.budget = policy, budget
         self.name = tier.name
-        self.held: dict[int, Held] = {}
-        self.n_bytes = 0  # of the chunks that are known to be there
+        self.relation = "shared" if tier.shared else relation
+        self._doubts: dict[int, tuple[float, float]] = {}  # chunk -> when it ends, its length
+        self._spoilt: set[str] = set()  # condemned where we may not discard
+        self._undone: set[str] = set()  # to be discarded still
         self._heads: dict[str, Head] = {}
+        self._absence = Absence()
         self._lock = threading.RLock()
+        self.book = Book(policy, self._lock)
+        self.held = self.book.held
+        self._making: set[str] = set()  # keys whose records are being created or discarded
+        self._made = threading.Condition(self._lock)
 
     def __contains__(self, id: int) -> bool:
         return id in self.held
-
-    def find(self, id: int, key: str) -> bool:
-        """Look for a chunk's record, and remember it."""
-        if id in self.held:
-            return True
-        n = self.tier.size(key)
-        if n is not None:
-            self._note(id, key, n)
-        return n is not None
-
-    def has_room(self, n_bytes: int) -> bool:
-        """Tell whether so much fits beside what is there."""
-        return self.budget is None or self.n_bytes + n_bytes <= self.budget
 
     @property
     def place(self) -> str:
         """What a chunk's entry calls this level: ram, disk or remote."""
         return PLACES.get(self.name, "remote")
 
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of all that is known to be there."""
+        return self.book.n_bytes
+
+    @property
+    def owned(self) -> bool:
+        """Whether records here may be discarded."""
+        return self.relation != "shared"
+
+    # ---- what is there
+
+    def ready(self, id: int) -> bool:
+        """Tell whether a chunk is here and not in doubt."""
+        if id not in self.held:
+            return False
+        doubt = self._doubts.get(id)
+        return (doubt is None or time.monotonic() >= doubt[0]) and not self._absence.left()
+
+    def lossy(self, id: int) -> bool:
+        """Tell whether a chunk's rows here went through a codec that loses something."""
+        return is_lossy(self.held[id].key)
+
+    def adopt(self, known: Mapping[str, int]) -> None:
+        """At a start: remember the records of chunks with these digests, and what else lies here.
+
+        On a tier of our own index what it does not know was left by a put that never ended, or a
+        deletion: it is discarded. Raises StoreError.
+        """
+        keys = [key for key in self.tier.keys() if digest_of(key)]
+        for key, n in zip(keys, self.tier.look(keys), strict=True):
+            if isinstance(n, Outcome):
+                continue
+            digest = digest_of(key)
+            id = known.get(digest)
+            if id is not None and (id not in self.held or not is_lossy(key)):
+                self._note(id, key, n)
+            else:
+                self.book.stray(key, n)
+        if self.relation == "mine":
+            self._discard(self.book.clear()[0], None)
+
+    def presume(self, id: int, digest: str, n_bytes: int) -> None:
+        """Believe without asking that a chunk's record is here, until it turns out otherwise."""
+        if id not in self.held:
+            self._note(id, key_of(digest, self.choice, False), n_bytes)
+
+    def find(self, wanted: Mapping[int, Expected], deadline: float | None) -> None:
+        """Look for records of chunks that are not known to be here, in one round trip."""
+        asked: list[tuple[int, str]] = []
+        for id, expected in wanted.items():
+            if id in self.held:
+                continue
+            strays = self.book.strays.get(expected.digest)
+            if strays:
+                self._note(id, *min(strays.items(), key=_lossy_last))
+            elif not self.owned:
+                asked += [(id, key) for key in self._names(expected.digest)]
+        if not asked or self._absence.left():
+            return
+        found = self.tier.look([key for _, key in asked], deadline=deadline)
+        self._judge(found)
+        for (id, key), n in zip(asked, found, strict=True):
+            if isinstance(n, int) and id not in self.held and key not in self._spoilt:
+                self._note(id, key, n)
+
+    def _names(self, digest: str) -> list[str]:
+        lossy = (True,) if self.choice.lossy else (False, True)
+        return [key_of(digest, self.choice, x, g) for x in lossy for g in range(2)]
+
+    def has_room(self, n_bytes: int) -> bool:
+        """Tell whether so much fits beside what is there."""
+        return self.budget is None or self.n_bytes + n_bytes <= self.budget
+
+    # ---- writing
+
     def put(
-        self, id: int, key: str, kv: KV, *, durable: bool = False, choice: CodecSpec | None = None
+        self,
+        id: int,
+        expected: Expected,
+        kv: KV,
+        *,
+        durable: bool = False,
+        choice: CodecSpec | None = None,
+        deadline: float | None = None,
     ) -> Outcome:
-        """Write a chunk's record, coded as this level does it, or as ``choice`` says."""
+        """Have a chunk's record here, coded as this level does it, or as ``choice`` says.
+
+        A record of its key that is there already is used, after it was verified: its head, and for
+        a ``durable`` one all of it. One that is spoilt, or about to be collected, is passed over.
+        """
+        if left := self._absence.left():
+            return Outcome("failed", f"{self.name} is left alone for {left:.2f} s")
         choice = self.choice if choice is None else choice
-        outcome = store_kv(self.tier, key, kv, choice, self.model, durable=durable)
-        if outcome.ok:
-            self._heads.pop(key, None)
-            self._note(id, key, self.tier.size(key) or 0)
+        data: list[memoryview] | None = None
+        outcome = Outcome("failed", "no name is free")
+        for generation in range(GENERATIONS):
+            key = key_of(expected.digest, choice, kv.lossy, generation)
+            if key in self._spoilt:
+                continue
+            with self._alone(key, deadline) as alone:
+                if not alone:
+                    return LATE
+                if durable and not self.owned:
+                    marked = self.tier.look([key + MARK], deadline=deadline)[0]
+                    if isinstance(marked, int):
+                        continue
+                    if marked.state != "missing":
+                        return self._judge([marked])[0]
+                if data is None:
+                    data = encode(kv, choice, self.model, expected.digest)
+                outcome = self._create(key, data, expected, durable, deadline)
+                if outcome.ok:
+                    self._note(id, key, sum(len(piece) for piece in data))
+                if outcome.state != "exists":
+                    return outcome
         return outcome
 
-    def head(self, id: int, deadline: float | None) -> tuple[Head | None, Outcome]:
-        """Return what a chunk's record holds. Raises ModelMismatch."""
-        held = self.held.get(id)
-        if held is None:
-            return None, Outcome("missing", f"#{id}")
-        known = self._heads.get(held.key)
-        if known is not None:
-            return known, Outcome("done")
-        try:
-            head, outcome = load_head(self.tier, held.key, self.model, deadline=deadline)
-        except ModelMismatch as error:
-            return None, Outcome("wrong", str(error))
-        if head is not None:
-            with self._lock:
-                while len(self._heads) >= HEADS:
-                    del self._heads[next(iter(self._heads))]
-                self._heads[held.key] = head
-        return head, outcome
+    def _create(
+        self,
+        key: str,
+        data: Sequence[memoryview],
+        expected: Expected,
+        durable: bool,
+        deadline: float | None,
+    ) -> Outcome:
+        """Have a good record of this key; ``exists`` when one is there that cannot be used."""
+        for _ in range(2):
+            outcome = self._put(key, data, durable, deadline)
+            if outcome.state != "exists":
+                return outcome
+            found = self._verify(key, expected, durable, deadline)
+            if found.ok or found.state == "late":
+                return found
+            if found.state != "wrong" or not self.owned:
+                break
+            self.tier.discard([key], deadline=deadline)
+        return outcome
+
+    def _put(
+        self, key: str, data: Sequence[memoryview], durable: bool, deadline: float | None
+    ) -> Outcome:
+        return self._judge(self.tier.put([Put(key, data)], durable=durable, deadline=deadline))[0]
+
+    def _verify(self, key: str, expected: Expected, whole: bool, deadline: float | None) -> Outcome:
+        self._heads.pop(key, None)
+        head = read_heads(self.tier, [(key, expected)], self.model, deadline)[0]
+        if isinstance(head, Outcome):
+            return head
+        return verify(self.tier, key, head, deadline) if whole else DONE
+
+    # ---- reading
+
+    def heads(
+        self, wanted: Mapping[int, Expected], deadline: float | None
+    ) -> dict[int, Head | Outcome]:
+        """Return what chunks' records hold, verified; one request for those not read lately."""
+        found: dict[int, Head | Outcome] = {}
+        asked: list[tuple[int, str, Expected]] = []
+        for id, expected in wanted.items():
+            held = self.held.get(id)
+            if held is None:
+                found[id] = Outcome("missing", f"#{id}")
+            elif (known := self._heads.get(held.key)) is not None:
+                found[id] = known
+            else:
+                asked.append((id, held.key, expected))
+        if not asked:
+            return found
+        heads = read_heads(self.tier, [(k, e) for _, k, e in asked], self.model, deadline)
+        self._judge(heads)
+        with self._lock:
+            for (id, key, _), head in zip(asked, heads, strict=True):
+                found[id] = head
+                if isinstance(head, Head):
+                    while len(self._heads) >= HEADS:
+                        del self._heads[next(iter(self._heads))]
+                    self._heads[key] = head
+        return found
+
+    def stale(self, id: int) -> None:
+        """Have the head of a chunk's record read again."""
+        if id in self.held:
+            self._heads.pop(self.held[id].key, None)
 
     def get(self, gets: list[Get], deadline: float | None) -> list[Outcome]:
         """Fill buffers."""
-        return self.tier.get(gets, deadline=deadline)
+        return self._judge(self.tier.get(gets, deadline=deadline))
 
     def used(self, id: int, facts: Facts = UNKNOWN) -> None:
         """Note that a chunk was read."""
         with self._lock:
+            self._doubts.pop(id, None)
             if id in self.held:
                 self.policy.used(id, self.held[id].n_bytes, facts)
 
-    def drop(self, ids: Iterable[int]) -> None:
-        """Delete chunks; unknown ones are ignored."""
-        gone = []
+    # ---- doubt, and going
+
+    def failed(self, id: int, outcome: Outcome) -> None:
+        """Note that a chunk's record could not be read: see the top of this file."""
+        held = self.held.get(id)
+        if held is None:
+            return
+        if outcome.state == "missing":
+            self.forget(id)
+        elif outcome.state == "wrong":
+            log.warning("%s: the record of #%s is spoilt: %s", self.name, id, outcome.why)
+            self.forget(id)
+            if self.owned:
+                self._discard([held.key], time.monotonic() + 1.0)
+            else:
+                self._spoilt.add(held.key)
+        else:
+            with self._lock:
+                pause = self._doubts.get(id, (0.0, PAUSES[0] / 2))[1] * 2
+                pause = min(pause, PAUSES[1])
+                self._doubts[id] = time.monotonic() + pause, pause
+
+    def forget(self, id: int) -> Held | None:
+        """Do not know any more that a chunk is here; return what was known."""
         with self._lock:
-            for id in ids:
-                held = self.held.pop(id, None)
-                if held is not None:
-                    gone.append(held)
-                    self.n_bytes -= held.n_bytes
-                    self._heads.pop(held.key, None)
-                    self.policy.dropped(id)
-        self.tier.delete(held.key for held in gone)
+            held = self.book.forget(id)
+            self._doubts.pop(id, None)
+            if held is not None and held.key not in self.book.users:
+                self._heads.pop(held.key, None)
+            return held
+
+    def drop(self, ids: Iterable[int], deadline: float | None = None) -> None:
+        """Let go of chunks; unknown ones are ignored. What cannot be discarded now is tried again."""
+        gone = set()
+        for id in ids:
+            held = self.forget(id)
+            if held is not None and self.owned:
+                gone.add(held.key)
+        if gone or self._undone:
+            self._discard(gone, deadline)
 
     def over(self, n_bytes: int) -> int:
         """Return the bytes that must go so that so much fits."""
@@ -124,33 +328,73 @@ class Level:
         assert self.budget is not None
         return self.n_bytes + n_bytes - int(LOW * self.budget)
 
-    def victims(self) -> list[int]:
-        """Return the chunks here, the first to go first."""
-        with self._lock:
-            return [id for id in self.policy.victims() if id in self.held]
+    def clear(self, n_bytes: int) -> int:
+        """Discard what is of no chunk we know, up to so many bytes; return the bytes freed."""
+        gone, freed = self.book.clear(n_bytes) if self.owned else (set(), 0)
+        if gone:
+            self._discard(gone, time.monotonic() + 1.0)
+        return freed
 
-    def keep_only(self, keys: dict[str, int]) -> None:
-        """After a restart: remember the chunks with these keys, delete the records of others."""
-        strange = []
-        for key in list(self.tier.keys()):
-            id = keys.get(key)
-            if id is None:
-                strange.append(key)
-            else:
-                self._note(id, key, self.tier.size(key) or 0)
-        self.tier.delete(strange)
+    def victims(self) -> Iterator[int]:
+        """Yield the chunks here, the first to go first."""
+        with self._lock:
+            return iter([id for id in self.policy.victims() if id in self.held])
+
+    def close(self) -> None:
+        """Discard what is to go still, and close the tier."""
+        try:
+            if self._undone:
+                self._discard((), time.monotonic() + 1.0)
+        finally:
+            self.tier.close()
 
     def check_integrity(self) -> None:
         """Raise AssertionError when accounting and content differ."""
         self.tier.check_integrity()
-        total = sum(held.n_bytes for held in self.held.values())
-        assert total == self.n_bytes, f"{total} bytes held, {self.n_bytes} counted"
+        self.book.check_integrity()
 
     def _note(self, id: int, key: str, n_bytes: int) -> None:
         with self._lock:
-            old = self.held.get(id)
-            if old is None:
-                self.policy.missed(id, n_bytes)
-            self.n_bytes += n_bytes - (old.n_bytes if old is not None else 0)
-            self.held[id] = Held(key, n_bytes)
-            self.policy.used(id, n_bytes)
+            self._doubts.pop(id, None)
+            self._undone.discard(key)
+            self.book.note(id, key, n_bytes, strays=self.owned)
+
+    def _discard(self, keys: Iterable[str], deadline: float | None) -> None:
+        """Remove records that no chunk uses; those that stay are tried again."""
+        wanted, self._undone = {*keys, *self._undone}, set()
+        for key in sorted(wanted):
+            with self._alone(key, deadline) as alone:
+                if key in self.book.users:
+                    continue  # the same text was put again
+                outcome = self.tier.discard([key], deadline=deadline)[0] if alone else LATE
+                if not outcome.ok:
+                    self._undone.add(key)
+                    log.warning("%s: %s stays for now: %s", self.name, key, outcome.why)
+
+    @contextlib.contextmanager
+    def _alone(self, key: str, deadline: float | None) -> Iterator[bool]:
+        """Keep others from creating or discarding a record meanwhile; False when it gets late."""
+        with self._made:
+            left = None if deadline is None else deadline - time.monotonic()
+            free = self._made.wait_for(lambda: key not in self._making, left)
+            if free:
+                self._making.add(key)
+        try:
+            yield free
+        finally:
+            if free:
+                with self._made:
+                    self._making.discard(key)
+                    self._made.notify_all()
+
+    def _judge(self, outcomes: list[T]) -> list[T]:
+        """Leave a tier alone for a while when it does not answer in time; return the outcomes."""
+        if any(isinstance(each, Outcome) and each.state == "late" for each in outcomes):
+            self._absence.note()
+        elif any(not isinstance(each, Outcome) or each.state != "failed" for each in outcomes):
+            self._absence.over()
+        return outcomes
+
+
+def _lossy_last(item: tuple[str, int]) -> bool:
+    return is_lossy(item[0])

@@ -7,6 +7,8 @@
              <-- load:  all chunks of a weave at once, layer by layer ---------
     a level over its budget moves its coldest chunks one level down; behind the last they are lost,
     pinned ones excepted, and are computed again when they are wanted
+
+Whoever calls waits for no device longer than ``seconds``.
 """
 
 from __future__ import annotations
@@ -16,71 +18,67 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 
 import torch
 
-from kvweave.errors import OverBudget, StoreError
+from kvweave.errors import KVWeaveError, OverBudget, StoreError
 from kvweave.store.arriving import Arriving, Load
 from kvweave.store.codec import CodecSpec
 from kvweave.store.kv import KV
 from kvweave.store.level import Level
-from kvweave.store.record.layout import Head, record_bytes
+from kvweave.store.reader import Reader, Wanted
+from kvweave.store.record.layout import record_bytes
+from kvweave.store.record.transfer import Expected
 from kvweave.store.staging import HOST, Staging, staging
-from kvweave.store.tier.base import Outcome
+from kvweave.store.tier.base import LATE, Outcome
 
 BEHIND = 256 << 20  # bytes that may wait to be written
-TOGETHER = 1 << 20  # bytes of one request to a tier; layers of small chunks are read together
+WRITING = 60.0  # seconds that a write nobody waits for may take
+LOOKING = 0.5  # seconds that a look for what others may have stored may take
 log = logging.getLogger("kvweave.store")
-
-
-@dataclass(slots=True)
-class _Wanted:
-    """A chunk that is being read, and from where."""
-
-    level: Level
-    head: Head
-    load: Load
-    room: KV | None  # where it goes on the device
 
 
 class Mover:
     """Knows which level has which chunk, and moves their KV.
 
-    ``key_of`` names a chunk's record: a digest of everything its KV depends on. ``seconds`` is what
-    a load may take; one that is late is given up, and the chunk is computed. ``is_pinned`` chunks
-    never leave the last level they are on.
+    ``about`` says what a chunk's record must be of. ``seconds`` is what a load or a write may take;
+    one that is late is given up, and the chunk is computed. ``is_pinned`` chunks never leave the
+    last level they are on.
     """
 
     def __init__(
         self,
         levels: Sequence[Level],
-        key_of: Callable[[int], str],
+        about: Callable[[int], Expected],
         *,
         is_pinned: Callable[[int], bool] = lambda id: False,
         device: torch.device | None = None,
         seconds: float = 10.0,
     ) -> None:
-        self.levels, self.key_of, self.is_pinned = list(levels), key_of, is_pinned
+        self.levels, self.about, self.is_pinned = list(levels), about, is_pinned
         self.staging, self.seconds = staging(device or torch.device("cpu")), seconds
         self.on_tier: Callable[[int, str, int], None] = lambda id, tier, n_bytes: None
         self.counts = {"loads": 0, "late": 0, "lost": 0, "bytes_read": 0, "bytes_written": 0}
-        self._behind: queue.Queue[tuple[int, str, int, Callable[[], KV]] | None] = queue.Queue()
+        self._behind: queue.Queue[tuple[int, Expected, int, Callable[[], KV]] | None] = (
+            queue.Queue()
+        )
         self._writing: dict[int, bool] = {}  # chunk -> whether it is still wanted
+        self._written = threading.Condition()  # guards it, and tells of its changes
         self._waiting_bytes = 0
-        self._lock = threading.Lock()
         self._writer: threading.Thread | None = None
+        self._sources: dict[int, Level] = {}  # chunk -> where it was last read from
 
     def level_of(self, id: int) -> Level | None:
-        """Return the fastest level that is known to have a chunk."""
-        return next((level for level in self.levels if id in level), None)
+        """Return the fastest level that is known to have a chunk, and is not in doubt."""
+        return next((level for level in self.levels if level.ready(id)), None)
 
     def find(self, ids: Iterable[int]) -> None:
-        """Ask the levels for chunks that are not known to be on any."""
-        for id in ids:
-            if self.level_of(id) is None:
-                key = self.key_of(id)
-                any(level.find(id, key) for level in self.levels)
+        """Ask the levels for chunks that are not known to be on any; one round trip for each."""
+        wanted = {id: self.about(id) for id in ids if not any(id in x for x in self.levels)}
+        for level in self.levels:
+            if wanted:
+                level.find(wanted, time.monotonic() + min(self.seconds, LOOKING))
+                wanted = {id: about for id, about in wanted.items() if id not in level}
 
     # ---- down
 
@@ -93,43 +91,55 @@ class Mover:
         durable: bool = False,
         choice: CodecSpec | None = None,
     ) -> Level:
-        """Write a chunk now and return where it is. Raises OverBudget when no level takes it.
+        """Write a chunk now and return where it is.
+
+        Raises OverBudget when no level has room for it, StoreError when none could be written.
 
         Content never changes: what is there already is not written again, unless ``durable`` or
         another codec than the level's is asked for.
         """
-        known = self.level_of(id) if on is None else (on if id in on else None)
-        if known is not None and not durable and choice is None:
-            return known
-        self._forget_waiting(id)
-        kv = self.staging.down(kv)()
+        if not durable and choice is None:
+            for level in self.levels if on is None else [on]:
+                if id in level:
+                    return level
+        ends = time.monotonic() + self.seconds
         last = Outcome("full", "there is no level")
-        for level in self.levels if on is None else [on]:
+        if not self._no_longer_waits(id, ends):
+            last, levels = LATE, []
+        else:
+            kv = self.staging.down(kv)()
+            levels = self.levels if on is None else [on]
+        about = self.about(id)
+        for level in levels:
             self._make_room(level, record_bytes(kv))
-            last = level.put(id, self.key_of(id), kv, durable=durable, choice=choice)
+            last = level.put(id, about, kv, durable=durable, choice=choice, deadline=ends)
             if last.state == "full" and self._make_room(level, record_bytes(kv), True):
-                last = level.put(id, self.key_of(id), kv, durable=durable, choice=choice)
+                last = level.put(id, about, kv, durable=durable, choice=choice, deadline=ends)
             if last.ok:
                 self.counts["bytes_written"] += level.held[id].n_bytes
                 return level
             log.warning("%s did not take #%s: %s", level.name, id, last.why)
-        budget = sum(level.budget or 0 for level in self.levels)
-        raise OverBudget(kv.n_bytes, budget, 0) from OSError(last.why)
+        if last.state == "full":
+            budget = sum(level.budget or 0 for level in self.levels)
+            raise OverBudget(kv.n_bytes, budget, 0) from OSError(last.why)
+        hint = "nothing was lost; see whether the device or server is well, and try again"
+        raise StoreError(f"#{id} could not be written: {last.why}", hint=hint)
 
     def clean(self, id: int, kv: KV) -> bool:
         """Have a chunk written behind; False when too much waits already, or it is there."""
-        if not self.levels or self.level_of(id) is not None or id in self._writing:
+        if not self.levels or any(id in level for level in self.levels):
             return False
-        with self._lock:
+        with self._written:
             n = record_bytes(kv)
-            if self._waiting_bytes + kv.n_bytes > BEHIND or not self.levels[0].has_room(n):
+            full = self._waiting_bytes + kv.n_bytes > BEHIND or not self.levels[0].has_room(n)
+            if full or id in self._writing:
                 return False
             self._waiting_bytes += kv.n_bytes
             self._writing[id] = True
         if self._writer is None:
             self._writer = threading.Thread(target=self._write, name="kvweave-writer", daemon=True)
             self._writer.start()
-        self._behind.put((id, self.key_of(id), kv.n_bytes, self.staging.down(kv)))
+        self._behind.put((id, self.about(id), kv.n_bytes, self.staging.down(kv)))
         return True
 
     def settle(self) -> None:
@@ -138,48 +148,55 @@ class Mover:
 
     def _write(self) -> None:
         while (item := self._behind.get()) is not None:
-            id, key, n_bytes, landed = item
+            id, about, n_bytes, landed = item
             level = self.levels[0]
             try:
                 kv = landed()
                 if self._writing.get(id):
-                    outcome = level.put(id, key, kv)
-                    if outcome.ok:
+                    ends = time.monotonic() + WRITING
+                    if level.put(id, about, kv, deadline=ends).ok:
                         self.counts["bytes_written"] += level.held[id].n_bytes
+                del kv
             except Exception:
                 log.exception("#%s could not be written", id)
-            with self._lock:
+            del item, landed
+            with self._written:
                 wanted = self._writing.pop(id, False)
                 self._waiting_bytes -= n_bytes
+                self._written.notify_all()
             if not wanted:  # dropped meanwhile
-                level.drop([id])
+                level.drop([id], time.monotonic() + WRITING)
             self._behind.task_done()
         self._behind.task_done()
 
-    def _forget_waiting(self, id: int) -> None:
-        """Let a write that waits be over before the same chunk is written again."""
-        if id in self._writing:
-            self._behind.join()
+    def _no_longer_waits(self, id: int, ends: float) -> bool:
+        """Let a write of a chunk be over before the same chunk is written again."""
+        with self._written:
+            return self._written.wait_for(
+                lambda: id not in self._writing, max(0.0, ends - time.monotonic())
+            )
 
     def _make_room(self, level: Level, n_bytes: int, force: bool = False) -> bool:
         """Move the coldest chunks of a level down, or drop them; tell whether any went."""
         short = level.over(n_bytes) or (n_bytes if force else 0)
+        if short <= 0 or not level.owned:
+            return False
+        freed = level.clear(short)
         below = self.levels[self.levels.index(level) + 1 :]
         gone = []
-        for id in level.victims() if short > 0 else ():
-            if short <= 0:
+        for id in level.victims():
+            if short <= freed:
                 break
-            size = level.held[id].n_bytes
             if not self._sink(id, level, below):
                 continue
             gone.append(id)
-            short -= size
-        level.drop(gone)
+            freed += level.held[id].n_bytes
+        level.drop(gone, time.monotonic() + self.seconds)
         for id in gone:
             there = self.level_of(id)
             n = 0 if there is None else there.held[id].n_bytes
             self.on_tier(id, "none" if there is None else there.place, n)
-        return bool(gone)
+        return freed > 0
 
     def _sink(self, id: int, level: Level, below: Sequence[Level]) -> bool:
         """Have a chunk one level down, if there is one; tell whether it may leave this one."""
@@ -188,7 +205,8 @@ class Mover:
         if below:
             kv = self._read(id, level)
             if kv is not None and below[0].has_room(record_bytes(kv)):
-                if below[0].put(id, level.held[id].key, kv).ok:
+                ends = time.monotonic() + self.seconds
+                if below[0].put(id, self.about(id), kv, deadline=ends).ok:
                     return True
         return not self.is_pinned(id)
 
@@ -198,7 +216,8 @@ class Mover:
             return None
         try:
             return KV([*found.k], [*found.v], found.lossy)
-        except StoreError:
+        except StoreError as error:
+            self.failed(id, Outcome("failed", str(error)))
             return None
 
     # ---- up
@@ -206,101 +225,60 @@ class Mover:
     def load(
         self, ids: Iterable[int], only: Level | None = None, to: Staging | None = None
     ) -> dict[int, Arriving]:
-        """Begin to read chunks; return those whose records were found, arriving layer by layer."""
+        """Begin to read chunks; return those that are known to be on a level, arriving by layers."""
         to = self.staging if to is None else to
-        deadline = time.monotonic() + self.seconds
+        ends = time.monotonic() + self.seconds
         wanted = []
         for id in ids:
             level = self.level_of(id) if only is None else only
-            if level is None:
+            if level is None or id not in level:
                 continue
-            head, outcome = level.head(id, deadline)
-            if head is None:
-                self.lost(id, outcome, level)
-                continue
-            load = Load(id, head.shapes, head.n_tokens, head.dtype.itemsize, head.lossy)
-            room = to.room(head.shapes, head.n_tokens, head.dtype)
-            wanted.append(_Wanted(level, head, load, room))
-        if wanted:
-            reader = threading.Thread(
-                target=self._fetch, args=(wanted, to, deadline), name="kvweave-reader", daemon=True
+            about = self.about(id)
+            load = Load(
+                id, about.shapes, about.n_tokens, about.dtype.itemsize, level.lossy(id), ends
             )
-            reader.start()
+            room = to.room(about.shapes, about.n_tokens, about.dtype)
+            wanted.append(Wanted(level, about, load, room))
+            self._sources[id] = level
+        if wanted:
+            reader = Reader(wanted, to, ends, self.counts)
+            threading.Thread(target=reader.run, name="kvweave-reader", daemon=True).start()
         self.counts["loads"] += len(wanted)
         return {each.load.key: Arriving(each.load) for each in wanted}
 
-    def lost(self, id: int, outcome: Outcome, level: Level | None = None) -> None:
-        """A chunk could not be read: it is not there any more for us."""
-        level = self.level_of(id) if level is None else level
+    def failed(self, id: int, outcome: Outcome) -> None:
+        """A chunk could not be read. Its record is in doubt, or condemned (`kvweave.store.level`)."""
+        level = self._sources.pop(id, None) or self.level_of(id)
         self.counts["late" if outcome.state == "late" else "lost"] += 1
         log.warning("#%s is computed again: %s", id, outcome.why or outcome.state)
         if level is not None:
-            level.drop([id])
-
-    def _fetch(self, every: list[_Wanted], to: Staging, deadline: float) -> None:
-        """Read layer 0 of every chunk, then layer 1, ...; several at once where they are small."""
-        wanted = every
-        try:
-            n_layers = max(len(each.head.shapes) for each in wanted)
-            per_layer = sum(each.head.n_bytes for each in wanted) // n_layers + 1
-            step = max(1, TOGETHER // per_layer)
-            for start in range(0, n_layers, step):
-                self._layers(wanted, (start, min(start + step, n_layers)), to, deadline)
-                wanted = [each for each in wanted if not each.load.ended]
-        except Exception as error:
-            log.exception("loading failed")
-            for each in wanted:
-                each.load.fail(f"failed: {error}")
-        finally:
-            to.settle()  # before `every` lets go of the room of what failed
-
-    def _layers(
-        self, wanted: list[_Wanted], layers: tuple[int, int], to: Staging, deadline: float
-    ) -> None:
-        start, stop = layers
-        for level in {id(each.level): each.level for each in wanted}.values():
-            mine = [each for each in wanted if each.level is level and not each.load.ended]
-            gets, buffers = [], []
-            for each in mine:
-                held = level.held.get(each.load.key)
-                if held is None:
-                    each.load.fail("missing: it was dropped")
-                    continue
-                span = each.head.layers(start, stop)
-                memory = to.buffer(span.n_bytes)
-                gets.append(span.get(held.key, memory))
-                buffers.append((each, memory))
-            for (each, memory), outcome in zip(buffers, level.get(gets, deadline), strict=True):
-                if not outcome.ok:
-                    each.load.fail(f"{outcome.state}: {outcome.why}")
-                    continue
-                self.counts["bytes_read"] += len(memory)
-                try:
-                    kv = each.head.decode(memory, start, stop)
-                except StoreError as error:
-                    each.load.fail(f"wrong: {error}")
-                    continue
-                for layer, rows in enumerate(zip(kv.k, kv.v, strict=True), start):
-                    each.load.add(*to.up(rows, each.room, layer))
+            level.failed(id, outcome)
 
     # ---- away
 
     def drop(self, id: int) -> None:
-        """Delete a chunk everywhere."""
-        with self._lock:
+        """Let go of a chunk everywhere."""
+        with self._written:
             if id in self._writing:
                 self._writing[id] = False
+        self._sources.pop(id, None)
         for level in self.levels:
-            level.drop([id])
+            level.drop([id], time.monotonic() + self.seconds)
 
     def close(self) -> None:
-        """Write what waits, stop the thread, close the tiers."""
+        """Write what waits, stop the thread, close the tiers: all of them, whatever fails."""
         if self._writer is not None:
             self._behind.put(None)
-            self._writer.join()
+            self._writer.join(WRITING)
             self._writer = None
+        failure: KVWeaveError | OSError | None = None
         for level in self.levels:
-            level.tier.close()
+            try:
+                level.close()
+            except (KVWeaveError, OSError) as error:
+                failure = failure or error
+        if failure is not None:
+            raise failure
 
     def check_integrity(self) -> None:
         """Raise AssertionError when a level's accounting and content differ."""

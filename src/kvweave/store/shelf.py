@@ -11,10 +11,9 @@ would go first are written behind, so that letting go of them is free.
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Iterable
 
-from kvweave.errors import InvalidArgument, LoadFailed, OverBudget
+from kvweave.errors import InvalidArgument, LoadFailed, OverBudget, StoreError
 from kvweave.keep.base import UNKNOWN, Facts, Policy
 from kvweave.store.arriving import Arriving
 from kvweave.store.codec import CodecSpec
@@ -23,11 +22,16 @@ from kvweave.store.level import Level
 from kvweave.store.mover import Mover
 from kvweave.store.patches import Patch, Patches, PatchKey
 from kvweave.store.ram import Exact, Ram, Stretches
+from kvweave.store.record.transfer import Expected
 from kvweave.store.tier.base import Outcome
 
 PATCHES = 8  # the part of the budget that patches may take is one in so many
 HIGH, LOW = 0.9, 0.8  # of the budget: over the first, what is over the second is written behind
 log = logging.getLogger("kvweave.store")
+
+
+def _nothing(id: int) -> Expected:
+    raise AssertionError(f"#{id} is on no level: there is none")
 
 
 class Shelf:
@@ -43,7 +47,7 @@ class Shelf:
     ) -> None:
         self.budget = budget
         self.policy = policy
-        self.mover = Mover((), str) if mover is None else mover
+        self.mover = Mover((), _nothing) if mover is None else mover
         self.mover.on_tier = self._sunk
         self.ram: Ram[KV] = Ram()
         self.patches = Patches(budget // PATCHES)
@@ -83,8 +87,7 @@ class Shelf:
         if kv is not None:
             return kv.lossy
         level = self.mover.level_of(key)
-        head = None if level is None else level.head(key, time.monotonic() + self.mover.seconds)[0]
-        return head is not None and head.lossy
+        return level is not None and level.lossy(key)
 
     def put(self, key: int, kv: KV) -> None:
         """Keep canonical KV in memory. Raises OverBudget, with nothing changed."""
@@ -99,9 +102,13 @@ class Shelf:
             self._clean()
 
     def begin(self, keys: Iterable[int]) -> None:
-        """Begin to bring chunks to memory; `get` waits for what is not there yet."""
-        away = [k for k in dict.fromkeys(keys) if k not in self.ram]
-        if away and self.mover.levels:
+        """Begin to bring chunks to memory; `get` waits for what is not there yet.
+
+        Room for all is made before anything is read. Raises OverBudget.
+        """
+        away = [k for k in dict.fromkeys(keys) if k not in self.ram and self.mover.level_of(k)]
+        if away:
+            self.reserve(sum(self.mover.about(key).n_bytes for key in away))
             for key, kv in self.mover.load(away).items():
                 self.put(key, kv)
 
@@ -128,14 +135,15 @@ class Shelf:
         key = int(str(error.id))
         self.ram.pop(key)
         self.policy.dropped(key)
-        is_late = str(error.reason).startswith("late")
-        self.mover.lost(key, Outcome("late" if is_late else "wrong", str(error.reason)))
+        state, _, why = str(error.reason).partition(": ")
+        known = state in ("late", "missing", "wrong")
+        self.mover.failed(key, Outcome(state if known else "failed", why or state))  # type: ignore[arg-type]
         self.on_tier(key, self.tier(key), 0)
 
     def place(self, key: int, tier: str, choice: CodecSpec | None = None) -> int:
         """Move canonical KV to ``tier`` and return its bytes there; 0 when there is none yet.
 
-        ``choice`` codes it otherwise than the level does. Raises InvalidArgument, OverBudget.
+        ``choice`` codes it otherwise than the level does. Raises InvalidArgument, OverBudget, StoreError.
         """
         level = self._level(tier)
         if tier == "none":
@@ -155,13 +163,19 @@ class Shelf:
     def save(self, key: int) -> None:
         """Have canonical KV on the first level, durably; it stays in memory too.
 
-        Raises OverBudget when it does not fit there, InvalidArgument when there is none.
+        Raises OverBudget when it does not fit there, StoreError when it cannot be written, and
+        InvalidArgument when there is no level that keeps anything for us.
         """
         if not self.mover.levels:
             raise InvalidArgument("durable", "there is no home directory", "pass home=")
+        first = self.mover.levels[0]
+        if first.relation == "cache" or first.place == "ram":
+            reason = f"{first.name} is a cache that others may empty"
+            raise InvalidArgument("durable", reason, "pass home=, or shared=yes with its path=")
         kv = self.get(key)
-        if kv is not None:
-            self.mover.save(key, kv, on=self.mover.levels[0], durable=True)
+        if kv is None:
+            raise LoadFailed(key, "failed: it has no KV now")
+        self.mover.save(key, kv, on=first, durable=True)
 
     def require_tier(self, tier: str) -> None:
         """Raise InvalidArgument for a place that this engine has not."""
@@ -279,8 +293,8 @@ class Shelf:
         else:
             try:
                 level = self.mover.save(key, kv) if self.mover.levels else None
-            except OverBudget as error:
-                log.warning("#%s is let go of: %s", key, error.__cause__)
+            except (OverBudget, StoreError) as error:
+                log.warning("#%s is let go of: %s", key, error.__cause__ or error)
                 level = None
         self._leave(key, level)
 

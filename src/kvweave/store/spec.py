@@ -4,8 +4,8 @@
 
     KIND [size=SIZE] [codec=CODEC] [what the kind takes]
     ram                         memory, coded; where the device is a GPU, the host's
-    disk   [path=DIR]           a slab in the home, or elsewhere
-    files  [path=DIR]           one file for each chunk
+    disk   [path=DIR] [shared=yes]   a directory, in the home or elsewhere; half of what is free
+    files  [path=DIR] [shared=yes]   another one
     redis  url=URL [prefix=P]   Redis or Valkey
     mooncake master=HOST:PORT [listing=HOST:PORT] [segment=SIZE] [prefix=P]   Mooncake Store
     s3     url=URL [prefix=P]   whatever `obstore` reaches: s3://bucket, file:///archive, ...
@@ -14,8 +14,10 @@
 from __future__ import annotations
 
 import shlex
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -26,47 +28,54 @@ from kvweave.keep.base import Policy
 from kvweave.store import codec
 from kvweave.store.level import Level
 from kvweave.store.mover import Mover
+from kvweave.store.record.transfer import Expected
 from kvweave.store.shelf import Shelf
 from kvweave.store.tier.base import Tier
-from kvweave.store.tier.files import FileTier
-from kvweave.store.tier.memory import Arena
+from kvweave.store.tier.disk import Disk
+from kvweave.store.tier.guarded import Guarded
+from kvweave.store.tier.memory import Memory
 from kvweave.store.tier.mooncake import Mooncake
 from kvweave.store.tier.mooncake_cluster import Cluster
-from kvweave.store.tier.resp import Resp
+from kvweave.store.tier.owner import Relation, claim
+from kvweave.store.tier.redis import Redis
 from kvweave.store.tier.s3 import Archive
-from kvweave.store.tier.slab import Slab
 
 HUGE = 1 << 50  # bytes: as much as the disk has
-SEGMENT = 64 << 20  # bytes a slab takes from the disk at a time
 _Words = dict[str, str]
 
 
 def open_shelf(
     config: Config,
     home: Path | None,
+    index: str | None,
     model: tuple[str, torch.device],
-    key_of: Callable[[int], str],
+    about: Callable[[int], Expected],
     is_pinned: Callable[[int], bool],
 ) -> Shelf:
     """Return a shelf with the levels of ``config``; ``model`` is a fingerprint's digest and where
-    the model runs. Raises as `open_levels`."""
+    the model runs, ``index`` the uuid of the index of ``home``. Raises as `open_levels`."""
     digest, device = model
     policy, budget = POLICIES[config.policy], n_bytes(config.budget)
     specs = ("disk",) if config.tiers is None and home is not None else config.tiers or ()
-    levels = open_levels(specs, home, digest, policy)
-    mover = Mover(levels, key_of, is_pinned=is_pinned, device=device, seconds=config.load_seconds)
+    levels = open_levels(specs, home, digest, policy, index)
+    mover = Mover(levels, about, is_pinned=is_pinned, device=device, seconds=config.load_seconds)
     return Shelf(
         budget, policy(budget), mover, is_pinned, "gpu" if device.type == "cuda" else "ram"
     )
 
 
 def open_levels(
-    specs: Sequence[str], home: Path | None, model: str, policy: Callable[[int], Policy]
+    specs: Sequence[str],
+    home: Path | None,
+    model: str,
+    policy: Callable[[int], Policy],
+    index: str | None = None,
 ) -> list[Level]:
     """Open the tiers of ``specs``, fastest first; ``model`` is the fingerprint's hex digest.
 
-    ``policy`` makes the order of leaving from a budget in bytes. Raises InvalidArgument for words
-    that mean nothing, or the same kind of place twice; what was opened is closed again then.
+    ``policy`` makes the order of leaving from a budget in bytes, ``index`` is the uuid of the
+    home's. Raises InvalidArgument for words that mean nothing, or a directory that is another
+    home's, StoreError for one that cannot be opened; what was opened is closed again then.
     """
     levels: list[Level] = []
     try:
@@ -74,18 +83,34 @@ def open_levels(
             kind, words = _parse(spec)
             size = n_bytes(words.pop("size")) if "size" in words else None
             choice = codec.parse(words.pop("codec", "raw"))
-            tier = KINDS[kind](words, size, home)
-            levels.append(Level(tier, choice, model, policy(size or HUGE), size))
+            opened = KINDS[kind](words, Site(size, home, index))
+            budget = opened.budget
+            made = policy(budget or HUGE)
+            levels.append(Level(opened.tier, choice, model, made, budget, relation=opened.relation))
+            levels[-1].name = kind
             if words:
                 raise InvalidArgument("tier", f"{kind} does not take {', '.join(words)}")
-        places = [level.place for level in levels]
-        if len(set(places)) < len(places):
-            raise InvalidArgument("tier", f"two of {', '.join(places)} are the same place")
     except BaseException:
         for level in levels:
-            level.tier.close()
+            level.close()
         raise
     return levels
+
+
+class Site(NamedTuple):
+    """What a kind is told besides its words."""
+
+    size: int | None  # bytes
+    home: Path | None
+    uuid: str | None  # of the home's index
+
+
+class Opened(NamedTuple):
+    """A tier, what it may take in bytes, and what it is to us."""
+
+    tier: Tier
+    budget: int | None
+    relation: Relation = "shared"
 
 
 def _parse(spec: str) -> tuple[str, _Words]:
@@ -101,41 +126,59 @@ def _parse(spec: str) -> tuple[str, _Words]:
     return kind, words
 
 
-def _directory(words: _Words, home: Path | None, name: str) -> Path:
-    path = words.pop("path", None)
-    if path is None and home is None:
-        raise InvalidArgument("tier", f"{name} has no directory", "pass home=, or path=DIR here")
-    return Path(path) if path is not None else Path(str(home)) / name
-
-
-def _ram(words: _Words, size: int | None, home: Path | None) -> Tier:
-    if size is None:
+def _ram(words: _Words, site: Site) -> Opened:
+    if site.size is None:
         raise InvalidArgument("tier", "ram has no size", "write: ram size=4GiB")
-    return Arena(size + size // 8)  # some is lost between the extents
+    return Opened(Memory(site.size), site.size, "mine")
 
 
-def _disk(words: _Words, size: int | None, home: Path | None) -> Tier:
-    room = HUGE if size is None else size + size // 8 + SEGMENT
-    return Slab(_directory(words, home, "kv"), room, segment=SEGMENT)
+def _directory(name: str) -> _Open:
+    """Return what opens a directory of values; without ``size=`` it may take half of what is free."""
+
+    def open_disk(words: _Words, site: Site) -> Opened:
+        path, shared = words.pop("path", None), _yes(words)
+        if path is None and site.home is None:
+            raise InvalidArgument(
+                "tier", f"{name} has no directory", "pass home=, or path=DIR here"
+            )
+        directory = Path(path) if path is not None else Path(str(site.home)) / name
+        inside = site.home is not None and directory.resolve().is_relative_to(site.home.resolve())
+        claimed = claim(directory, site.uuid, shared=shared, inside=inside)
+        try:
+            disk = Disk(directory, shared=claimed.relation == "shared", claimed=claimed)
+            size = site.size
+            if size is None:
+                size = (shutil.disk_usage(directory).free + disk.n_bytes) // 2
+        except BaseException:
+            claimed.close()
+            raise
+        return Opened(Guarded(disk), size, claimed.relation)
+
+    return open_disk
 
 
-def _files(words: _Words, size: int | None, home: Path | None) -> Tier:
-    return FileTier(_directory(words, home, "files"))
+def _yes(words: _Words) -> bool:
+    said = words.pop("shared", "no")
+    if said not in ("yes", "no"):
+        raise InvalidArgument("tier", f"shared={said}", "write shared=yes, or leave it out")
+    return said == "yes"
 
 
-def _redis(words: _Words, size: int | None, home: Path | None) -> Tier:
-    return Resp(_needed(words, "redis", "url"), prefix=words.pop("prefix", "kvweave:"))
+def _redis(words: _Words, site: Site) -> Opened:
+    url, prefix = _needed(words, "redis", "url"), words.pop("prefix", "kvweave:")
+    return Opened(Redis(url, prefix=prefix), site.size)
 
 
-def _mooncake(words: _Words, size: int | None, home: Path | None) -> Tier:
+def _mooncake(words: _Words, site: Site) -> Opened:
     master, prefix = _needed(words, "mooncake", "master"), words.pop("prefix", "kvweave.")
     segment = n_bytes(words.pop("segment")) if "segment" in words else 0
     listing, host = words.pop("listing", ""), words.pop("host", "127.0.0.1")
-    return Mooncake(Cluster(master, listing, host, segment), prefix=prefix)
+    return Opened(Mooncake(Cluster(master, listing, host, segment), prefix=prefix), site.size)
 
 
-def _s3(words: _Words, size: int | None, home: Path | None) -> Tier:
-    return Archive.at(_needed(words, "s3", "url"), prefix=words.pop("prefix", "kvweave"))
+def _s3(words: _Words, site: Site) -> Opened:
+    url, prefix = _needed(words, "s3", "url"), words.pop("prefix", "kvweave")
+    return Opened(Archive.at(url, prefix=prefix), site.size)
 
 
 def _needed(words: _Words, kind: str, name: str) -> str:
@@ -144,7 +187,8 @@ def _needed(words: _Words, kind: str, name: str) -> str:
     return words.pop(name)
 
 
-KINDS: Mapping[str, Callable[[_Words, int | None, Path | None], Tier]] = {
-    "ram": _ram, "disk": _disk, "files": _files,
+_Open = Callable[[_Words, Site], Opened]
+KINDS: Mapping[str, _Open] = {
+    "ram": _ram, "disk": _directory("kv"), "files": _directory("files"),
     "redis": _redis, "mooncake": _mooncake, "s3": _s3,
 }  # fmt: skip

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from kvweave.store.kv import KV, LayerShape
-from kvweave.store.record.transfer import buffer
+from kvweave.store.pages import buffer
 
 PAGEABLE = ("cpu", "mps")  # no memory is pinned for these, and they have no streams
 

@@ -5,26 +5,31 @@ from __future__ import annotations
 from kvweave.chunk.identity import ChunkId
 from kvweave.chunk.table import Table
 from kvweave.keep.base import Facts
+from kvweave.run.base import Backend
 from kvweave.store.ram import Stretches
+from kvweave.store.record.transfer import Expected
 from kvweave.store.shelf import Shelf
 
 SECONDS_A_TOKEN = 1e-3  # of prefill; policies compare costs only with each other
 
 
 class Ties:
-    """The index of one shelf."""
+    """The index of one shelf, and what the model's rows are like."""
 
-    def __init__(self, table: Table) -> None:
+    def __init__(self, table: Table, backend: Backend) -> None:
         self.table = table
+        self._shapes = tuple(layer.shape for layer in backend.layers)
+        self._dtype = backend.dtype
 
     def bind(self, shelf: Shelf) -> None:
         """Have ``shelf`` tell the index, and ask it for facts."""
         self.shelf = shelf
         shelf.facts, shelf.on_tier, shelf.on_in_context = self._facts, self._tier, self._deps
 
-    def key(self, id: int) -> str:
-        """Return what a chunk's record is called on tiers."""
-        return self.table.get(ChunkId(id)).digest.hex()
+    def about(self, id: int) -> Expected:
+        """Return what a chunk's record on a tier must be of."""
+        record = self.table.get(ChunkId(id))
+        return Expected(record.digest.hex(), record.n_tokens, self._shapes, self._dtype)
 
     def is_pinned(self, id: int) -> bool:
         """Tell whether a chunk must stay."""
@@ -33,15 +38,18 @@ class Ties:
     def mend(self) -> None:
         """After a restart: what was only in memory has no KV now; unnamed chunks are gone.
 
-        Records of digests the index does not know were written by a put that never ended.
+        What was said to be on a tier that others use too is believed to be there still.
         """
         self.table.collect()
         known = {record.digest.hex(): int(record.id) for record in self.table}
-        for level in self.shelf.mover.levels:
-            if level.place != "remote":  # others may use that one too
-                level.keep_only(known)
-        self.shelf.mover.find(known.values())
+        levels = self.shelf.mover.levels
+        for level in levels:
+            if level.owned:
+                level.adopt(known)
+        shared = {level.place: level for level in reversed(levels) if not level.owned}
         for record in list(self.table):
+            if record.tier in shared and self.shelf.tier(record.id) == "none":
+                shared[record.tier].presume(int(record.id), record.digest.hex(), record.n_bytes)
             tier = self.shelf.tier(record.id)
             if record.tier != tier or record.deps:
                 size = record.n_bytes if record.tier == tier else 0

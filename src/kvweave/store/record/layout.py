@@ -6,8 +6,9 @@
     4096.. layer 0: keys, blocks of 256 tokens | values, blocks of 256 tokens | zeros to 4 KiB
            layer 1: ...
 
-A section is one block of one layer's keys or values, coded alone. Sections begin at multiples of 64
-bytes, layers at multiples of 4096. The zeros behind a section belong to it: its xxh3 covers them,
+The JSON names the model and the chunk by their digests, so that a record under another's key is
+found out. A section is one block of one layer's keys or values, coded alone. Sections begin at
+multiples of 64 bytes, layers at multiples of 4096. The zeros behind a section belong to it: its xxh3 covers them,
 so that sections tile the record and any run of them can be read and verified in one request. Raw
 blocks are full but the last, so those of a layer are one tensor. Everything is little-endian.
 """
@@ -32,7 +33,7 @@ from kvweave.store.kv import KV, LayerShape
 from kvweave.store.tier.base import PAGE, Get
 
 MAGIC = b"kvweave\n"
-FORMAT = 1
+FORMAT = 2  # 1 did not name its chunk
 ALIGN = 64  # bytes: a cache line, and what vector loads want
 FIXED = struct.Struct("<8s4IQ")  # magic, version, bytes of head and JSON, sections, bytes in all
 SUM = struct.Struct("<Q")  # xxh3_64 of all else of the head
@@ -68,6 +69,7 @@ class Head:
     """What a record holds, and where."""
 
     model: str  # digest of the model's fingerprint, hex
+    chunk: str  # the chunk's digest, hex; "" in a record of format 1
     n_tokens: int
     dtype: torch.dtype
     shapes: tuple[LayerShape, ...]
@@ -106,7 +108,7 @@ class Head:
         """
         n_head = cls.needs(data, path)
         data = memoryview(data)[:n_head]
-        _, _, _, n_json, n_sections, n_bytes = FIXED.unpack_from(data)
+        _, version, _, n_json, n_sections, n_bytes = FIXED.unpack_from(data)
         if len(data) < n_head:
             raise CorruptChunk(path, f"{len(data)} of the {n_head} bytes of its head")
         if SUM.unpack_from(data, FIXED.size)[0] != _head_sum(data):
@@ -118,6 +120,7 @@ class Head:
                 raise ValueError(f"blocks of {said['block']} tokens")
             head = cls(
                 str(said["model"]),
+                str(said["chunk"]) if version > 1 else "",
                 int(said["n_tokens"]),
                 DTYPES[said["dtype"]],
                 tuple(LayerShape(*(int(n) for n in widths)) for widths in said["layers"]),
@@ -145,82 +148,38 @@ class Head:
         """Return where layers ``[start, stop)`` are; both ends are multiples of 4096."""
         return self._span(2 * self.n_blocks * start, 2 * self.n_blocks * stop)
 
-    def tokens(self, start: int, stop: int, layer: int) -> tuple[ByteRange, ByteRange]:
-        """Return where the blocks with tokens ``[start, stop)`` of a layer are: keys, values."""
-        first, last = start // BLOCK, -(-stop // BLOCK)
-        k, v = (self._index(layer, part, 0) for part in PARTS)
-        return self._span(k + first, k + last), self._span(v + first, v + last)
-
     def decode(self, buffer: memoryview, start: int = 0, stop: int | None = None) -> KV:
         """Return layers ``[start, stop)``, all by default; ``buffer`` is their `layers`.
 
-        Raw ones are views of it, if it can be written.
+        Raw ones are views of it, if it can be written, which must not change while they are used.
         """
         kv = KV([], [], self.lossy)
-        begin = int(self.table["offset"][self._index(start, "k", 0)]) if self.n_blocks else 0
         for layer in range(start, self.n_layers if stop is None else stop):
-            span = self.layers(layer, layer + 1)
-            k, v = self.decode_layer(layer, buffer[span.offset - begin :][: span.n_bytes])
-            kv.k.append(k)
-            kv.v.append(v)
+            shape = self.shapes[layer]
+            for part, tensors, heads, dim in (
+                ("k", kv.k, shape.k_heads, shape.k_dim),
+                ("v", kv.v, shape.v_heads, shape.v_dim),
+            ):
+                first = self._index(layer, part, 0)  # type: ignore[arg-type]
+                span = self._span(first, first + self.n_blocks)
+                rows = (self.n_tokens, heads, dim)
+                tensors.append(self._rows(layer, part, first, rows, buffer[: span.n_bytes]))  # type: ignore[arg-type]
+                buffer = buffer[span.n_bytes :]
         return kv
-
-    def decode_layer(
-        self, layer: int, buffer: memoryview, into: tuple[Tensor, Tensor] | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Return keys and values of a layer; ``buffer`` is its `layers`.
-
-        They are written to ``into`` [token, head, dim], if given; else raw ones are views of the
-        buffer, if it can be written, which must not change as long as they are used.
-        """
-        k, v = self.tokens(0, self.n_tokens, layer)
-        return self.decode_tokens(
-            0, self.n_tokens, layer, (buffer[: k.n_bytes], buffer[k.n_bytes :][: v.n_bytes]), into
-        )
-
-    def decode_tokens(
-        self,
-        start: int,
-        stop: int,
-        layer: int,
-        buffers: tuple[memoryview, memoryview],
-        into: tuple[Tensor, Tensor] | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """Return keys and values of tokens ``[start, stop)``; the buffers are their `tokens`."""
-        s = self.shapes[layer]
-        widths = {"k": (s.k_heads, s.k_dim), "v": (s.v_heads, s.v_dim)}
-        first, last = start // BLOCK, min(-(-stop // BLOCK) * BLOCK, self.n_tokens)
-        begin = first * BLOCK
-        made = []
-        for i, part in enumerate(PARTS):
-            shape = (last - begin, *widths[part])
-            target = None if into is None else into[i]
-            exact = target is not None and tuple(target.shape) == shape
-            rows = self._rows(layer, part, first, shape, buffers[i], target if exact else None)
-            if target is None:
-                made.append(rows[start - begin : stop - begin])
-            else:
-                made.append(target)
-                if not exact:
-                    target.copy_(rows[start - begin : stop - begin])
-        return made[0], made[1]
 
     def _rows(
         self,
         layer: int,
         part: KeyOrValue,
-        first: int,
+        index: int,
         shape: tuple[int, int, int],
         data: memoryview,
-        out: Tensor | None,
     ) -> Tensor:
-        """Decode blocks from ``first`` on as rows of ``shape``, into ``out`` or where they are."""
+        """Decode the blocks of one tensor; its sections begin with ``index``."""
         if self.choice.is_raw(layer, part):
-            rows = _view(data, shape, self.dtype)
-            return rows if out is None else out.copy_(rows)
-        out = torch.empty(shape, dtype=self.dtype) if out is None else out
+            return _view(data, shape, self.dtype)
+        out = torch.empty(shape, dtype=self.dtype)
         codec = self.choice.codec(layer, self.n_layers, part)
-        index = self._index(layer, part, first)
         begin = int(self.table["offset"][index]) if len(self.table) else 0
         for i, row in enumerate(range(0, shape[0], BLOCK)):
             offset, length, _ = self.table[index + i].tolist()
@@ -251,11 +210,11 @@ class Head:
             raise ValueError("sections that overlap or leave holes")
 
 
-def encode(kv: KV, choice: CodecSpec, model: str) -> list[memoryview]:
+def encode(kv: KV, choice: CodecSpec, model: str, chunk: str) -> list[memoryview]:
     """Return the bytes of a record, in pieces; raw tensors on the CPU are not copied.
 
     They must not change until the pieces are written. ``model`` is the hex digest of the
-    fingerprint. Raises InvalidArgument for a dtype that has no name here, CorruptChunk for values
+    fingerprint, ``chunk`` that of the chunk. Raises InvalidArgument for a dtype that has no name here, CorruptChunk for values
     that are not finite, unless they are raw.
     """
     dtypes = {str(t.dtype).removeprefix("torch.") for t in (*kv.k, *kv.v)}
@@ -263,7 +222,7 @@ def encode(kv: KV, choice: CodecSpec, model: str) -> list[memoryview]:
         found = ", ".join(sorted(dtypes))
         raise InvalidArgument("kv", f"{found} in one record", f"one of {', '.join(DTYPES)}")
     shapes = [(*k.shape[1:], *v.shape[1:]) for k, v in zip(kv.k, kv.v, strict=True)]
-    said = {"model": model, "n_tokens": kv.n_tokens, "dtype": dtypes.pop(), "layers": shapes,
+    said = {"model": model, "chunk": chunk, "n_tokens": kv.n_tokens, "dtype": dtypes.pop(), "layers": shapes,
             "codec": choice.spec, "block": BLOCK, "lossy": kv.lossy}  # fmt: skip
     text = json.dumps(said, separators=(",", ":")).encode()
     n_sections = 2 * len(shapes) * -(-kv.n_tokens // BLOCK)

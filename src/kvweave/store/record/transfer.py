@@ -2,121 +2,141 @@
 
 from __future__ import annotations
 
-import mmap
+import re
+from collections.abc import Sequence
 from typing import NamedTuple
 
-from kvweave.errors import InvalidArgument, ModelMismatch, StoreError
+import torch
+import xxhash
+
+from kvweave.errors import FormatTooNew, StoreError
 from kvweave.store.codec import CodecSpec
-from kvweave.store.kv import KV
-from kvweave.store.record.layout import ByteRange, Head, encode
-from kvweave.store.tier.base import DONE, PAGE, Get, Outcome, Put, Tier
+from kvweave.store.kv import LayerShape
+from kvweave.store.pages import buffer
+from kvweave.store.record.layout import Head
+from kvweave.store.tier.base import DONE, PAGE, Get, Outcome, Tier
 
 FIRST = 4 * PAGE  # bytes read at first: the head of 2,000 tokens and 32 layers
+GENERATIONS = 3  # names tried for a record, where others of its chunk are doomed or spoilt
+MARK = ".doomed"  # behind the key of what the collector is about to remove
+_DIGEST = re.compile(r"[0-9a-f]{32,128}")
 
 
-class Loaded(NamedTuple):
-    """KV, or why there is none; the head too, if it could be read."""
+class Expected(NamedTuple):
+    """What the record of a chunk must be of."""
 
-    kv: KV | None
-    outcome: Outcome = DONE
-    head: Head | None = None
+    digest: str  # of the chunk, hex
+    n_tokens: int
+    shapes: tuple[LayerShape, ...]
+    dtype: torch.dtype
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of the rows in memory."""
+        return self.n_tokens * self.dtype.itemsize * sum(s.width for s in self.shapes)
 
 
-def buffer(n: int) -> memoryview:
-    """Return ``n`` bytes that begin at a page, as direct reads want them."""
-    return memoryview(mmap.mmap(-1, max(n, 1)))[:n]
+def key_of(digest: str, choice: CodecSpec, lossy: bool, generation: int = 0) -> str:
+    """Return a record's key: its chunk, its codec, and whether its rows are still what was computed.
 
-
-def store_kv(
-    tier: Tier, key: str, kv: KV, choice: CodecSpec, model: str, *, durable: bool = False
-) -> Outcome:
-    """Put KV under ``key``, coded as ``choice`` says; ``model`` is the fingerprint's hex digest.
-
-    ``kv`` must not change until this returns. Raises as `encode`.
+    Equal key, equal meaning: whoever creates it first, the others can use it.
     """
-    return tier.put([Put(key, encode(kv, choice, model))], durable=durable)[0]
+    name = choice.spec.replace("+", "-")
+    if re.fullmatch(r"[a-z0-9-]{1,24}", name) is None:
+        name = f"x{xxhash.xxh3_64_hexdigest(choice.spec.encode())}"
+    behind = f".{generation}" if generation else ""
+    return f"{digest}.{name}{'-l' if lossy or choice.lossy else ''}{behind}"
 
 
-def load_head(
-    tier: Tier, key: str, model: str, *, deadline: float | None = None
-) -> tuple[Head | None, Outcome]:
-    """Read what a record holds, verified. Raises ModelMismatch."""
-    size = tier.size(key)
-    if size is None:
-        return None, Outcome("missing", key)
-    n = min(size, FIRST)
-    try:
-        while True:
-            data = buffer(n)
-            outcome = tier.get([Get(key, 0, [data])], deadline=deadline)[0]
-            if not outcome.ok:
-                return None, outcome
-            if n >= Head.needs(data, key):
-                break
-            n = Head.needs(data, key)
-        head = Head.parse(data, key)
-    except StoreError as error:
-        return None, Outcome("wrong", str(error))
+def digest_of(key: str) -> str:
+    """Return the chunk's digest in a record's key; "" where it is no such key."""
+    digest, _, rest = key.partition(".")
+    return digest if rest and not key.endswith(MARK) and _DIGEST.fullmatch(digest) else ""
+
+
+def is_lossy(key: str) -> bool:
+    """Tell what a record's key says of its rows."""
+    return key.split(".")[1].endswith("-l")
+
+
+def fault(head: Head, key: str, model: str, wanted: Expected) -> str:
+    """Return why a record is not the one that is wanted, or ""."""
     if head.model != model:
-        raise ModelMismatch("fingerprint", model, head.model)
-    return head, DONE
+        return f"it is of the model {head.model[:12]}, not {model[:12]}"
+    if head.chunk != wanted.digest:
+        return (
+            f"it is of the chunk {head.chunk[:12] or 'it does not say'}, not {wanted.digest[:12]}"
+        )
+    if (head.n_tokens, head.shapes) != (wanted.n_tokens, wanted.shapes):
+        return f"it has {head.n_tokens} tokens, or other layers, not {wanted.n_tokens}"
+    if head.dtype != wanted.dtype or head.lossy != is_lossy(key):
+        return f"its rows are {head.dtype}, or not as exact as its key says"
+    return ""
 
 
-def load_kv(
-    tier: Tier,
-    key: str,
-    model: str,
-    *,
-    layers: tuple[int, int] | None = None,
-    tokens: tuple[int, int] | None = None,
-    head: Head | None = None,
-    deadline: float | None = None,
-) -> Loaded:
-    """Read KV back: all of it, or layers and tokens ``[start, stop)``; only what is needed is read.
+def read_heads(
+    tier: Tier, wants: Sequence[tuple[str, Expected]], model: str, deadline: float | None
+) -> list[Head | Outcome]:
+    """Read what records hold, verified, in one request for all (two where heads are long)."""
+    sizes = [FIRST] * len(wants)
+    found: list[Head | Outcome] = [Outcome("wrong", "its head does not end")] * len(wants)
+    asked = list(range(len(wants)))
+    for _ in range(2):
+        gets = [Get(wants[i][0], 0, [buffer(sizes[i])]) for i in asked]
+        again = []
+        for i, get, outcome in zip(asked, gets, tier.get(gets, deadline=deadline), strict=True):
+            said: Head | Outcome | int = outcome
+            if outcome.state == "wrong":  # shorter than a first read
+                said = _short(tier, wants[i], model, deadline)
+            elif outcome.ok:
+                said = _parse(get.into[0], *wants[i], model)
+            if isinstance(said, int):
+                sizes[i] = said
+                again.append(i)
+            else:
+                found[i] = said
+        asked = again
+        if not asked:
+            break
+    return found
 
-    Pass the ``head`` of an earlier load to save a request. There is no KV when the record is
-    missing, late or wrong. Raises ModelMismatch, InvalidArgument for what it does not have.
-    """
-    if head is None:
-        head, outcome = load_head(tier, key, model, deadline=deadline)
-        if head is None:
-            return Loaded(None, outcome)
-    elif head.model != model:
-        raise ModelMismatch("fingerprint", model, head.model)
-    first, last = _within("layers", layers, head.n_layers)
-    start, stop = _within("tokens", tokens, head.n_tokens)
-    if (start, stop) == (0, head.n_tokens):
-        spans = [head.layers(first, last)]
-    else:
-        spans = [s for layer in range(first, last) for s in head.tokens(start, stop, layer)]
-    buffers = _buffers(spans)
-    gets = [span.get(key, data) for span, data in zip(spans, buffers, strict=True)]
-    for outcome in tier.get(gets, deadline=deadline):
-        if not outcome.ok:
-            return Loaded(None, outcome, head)
+
+def _parse(data: memoryview, key: str, wanted: Expected, model: str) -> Head | Outcome | int:
+    """Return what ``data`` begins with; the bytes of the head where that goes on behind it."""
     try:
-        if len(spans) == 1:
-            return Loaded(head.decode(buffers[0], first, last), DONE, head)
-        kv = KV([], [], head.lossy)
-        for i, layer in enumerate(range(first, last)):
-            k, v = head.decode_tokens(start, stop, layer, (buffers[2 * i], buffers[2 * i + 1]))
-            kv.k.append(k)
-            kv.v.append(v)
+        n = Head.needs(data, key)
+        if n > len(data):
+            return n
+        head = Head.parse(data, key)
+    except FormatTooNew as error:
+        return Outcome("failed", str(error))
     except StoreError as error:
-        return Loaded(None, Outcome("wrong", f"{key}: {error}"), head)
-    return Loaded(kv, DONE, head)
+        return Outcome("wrong", str(error))
+    why = fault(head, key, model, wanted)
+    return Outcome("wrong", f"{key}: {why}") if why else head
 
 
-def _buffers(spans: list[ByteRange]) -> list[memoryview]:
-    """Return memory for every span, each from a page on."""
-    sizes = [-(-span.n_bytes // PAGE) * PAGE for span in spans]
-    whole = buffer(sum(sizes))
-    begins = [sum(sizes[:i]) for i in range(len(sizes))]
-    return [whole[b : b + span.n_bytes] for b, span in zip(begins, spans, strict=True)]
+def _short(
+    tier: Tier, want: tuple[str, Expected], model: str, deadline: float | None
+) -> Head | Outcome | int:
+    """Read the head of a record that is shorter than a first read."""
+    key, wanted = want
+    n = tier.look([key], deadline=deadline)[0]
+    if isinstance(n, Outcome):
+        return n
+    if n >= FIRST or n < PAGE:
+        return Outcome("wrong", f"{key}: {n} bytes are no record")
+    data = buffer(n)
+    outcome = tier.get([Get(key, 0, [data])], deadline=deadline)[0]
+    return _parse(data, key, wanted, model) if outcome.ok else outcome
 
 
-def _within(what: str, span: tuple[int, int] | None, n: int) -> tuple[int, int]:
-    start, stop = (0, n) if span is None else span
-    if not 0 <= start <= stop <= n or (span is not None and start == stop):
-        raise InvalidArgument(what, f"[{start}, {stop}) of {n}")
-    return start, stop
+def verify(tier: Tier, key: str, head: Head, deadline: float | None) -> Outcome:
+    """Read a whole record and compare every checksum."""
+    for layer in range(head.n_layers):
+        span = head.layers(layer, layer + 1)
+        if span.n_bytes:
+            outcome = tier.get([span.get(key, buffer(span.n_bytes))], deadline=deadline)[0]
+            if not outcome.ok:
+                return outcome
+    return DONE

@@ -70,9 +70,10 @@ class Get(NamedTuple):
 class Tier(Protocol):
     """Keeps values by key. A key is 1 to 200 characters of ``a-z 0-9 . - _``.
 
-    A deadline is a time of `time.monotonic`; what is not there by then is ``late``, and its buffers
-    are not written any more once the call has returned. Without one a call still ends: ``failed``
-    after a time of the tier's own.
+    A deadline is a time of `time.monotonic`; what is not there by then is ``late``. Buffers of a `Get`
+    that is late may still be written to, those of a `Put` still be read: the caller lets go of them
+    and never uses them for anything else. Without a deadline a call still ends: ``failed`` after a
+    time of the tier's own.
     """
 
     name: str

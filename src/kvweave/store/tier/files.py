@@ -1,214 +1,156 @@
-"""A tier of one file per value, for looking at with ``ls``: slower than the slab, easy to debug.
-
-::
-
-    DIR/KEY.kv          the value's bytes and nothing else
-    DIR/~N.part         being written; left behind only by a crash, removed on opening
-    DIR/files.lock      held with flock by the process that has it open
-
-A value appears by rename, so it is whole or missing after the death of the process; after a power
-cut only ``durable`` ones are sure to be. Reads go through the page cache. A deadline is looked at
-between pieces of 1 MiB, in the caller's thread: a disk that hangs makes the call wait for it.
-"""
+"""Files of values: made whole under a name that is free, read past the page cache where that can be."""
 
 from __future__ import annotations
 
 import errno
-import itertools
+import fcntl
 import os
-import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
+from uuid import uuid4
 
-from kvweave.store.tier.base import DONE, PAGE, Get, Outcome, Put, checked
-from kvweave.store.tier.keys import check_key, n_bytes_of, outside
-from kvweave.store.tier.locked import hold, let_go
+import numpy as np
 
-SUFFIX = ".kv"
-PIECE = 1 << 20  # bytes read or written between two looks at the clock
-NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-LATE = Outcome("late", "the deadline has passed")
+from kvweave.store.pages import buffer
+from kvweave.store.tier.base import PAGE
+from kvweave.store.tier.buffers import Bytes, Run, copy_in
+
+PIECE = 4 << 20  # bytes of one system call, between two looks at the clock
+O_DIRECT = getattr(os, "O_DIRECT", 0)
+O_TMPFILE = getattr(os, "O_TMPFILE", 0)
+NO_TMPFILE = (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL)
+PROC = Path("/proc/self/fd")
 
 
-def _taken(n: int) -> int:
+class OpenFile:
+    """An open file; closed when nobody reads it any more."""
+
+    def __init__(self, path: Path, direct: bool) -> None:
+        self.fds: list[int] = []  # past the page cache if it is ``direct``; then through it
+        self.direct = direct and bool(O_DIRECT) and PROC.is_dir()
+        flags = os.O_RDONLY | os.O_CLOEXEC
+        try:
+            self.fds.append(os.open(path, flags | (O_DIRECT if self.direct else 0)))
+        except OSError as error:
+            if error.errno != errno.EINVAL or not self.direct:
+                raise
+            self.fds.append(os.open(path, flags))
+            self.direct = False
+        self.n = os.fstat(self.fds[0]).st_size
+
+    def cached(self) -> int:
+        """Return the same file opened through the page cache, whatever its name stands for now."""
+        if not self.direct:
+            return self.fds[0]
+        if len(self.fds) == 1:
+            self.fds.append(os.open(PROC / str(self.fds[0]), os.O_RDONLY | os.O_CLOEXEC))
+        return self.fds[1]
+
+    def __del__(self) -> None:
+        for fd in self.fds:
+            os.close(fd)
+
+
+class NewFile:
+    """A file that has no name until `link` gives it one; what is not linked is gone.
+
+    Where that cannot be done (network file systems) it is called ``~`` and something random first.
+    """
+
+    def __init__(self, directory: Path, direct: bool) -> None:
+        """Raises OSError."""
+        self._temporary: Path | None = None
+        self._direct = direct
+        flags = os.O_RDWR | os.O_CLOEXEC
+        if O_TMPFILE and PROC.is_dir():
+            try:
+                self.fd = os.open(directory, flags | O_TMPFILE, 0o600)
+                return
+            except OSError as error:
+                if error.errno not in NO_TMPFILE:
+                    raise
+        self._temporary = directory / f"~{uuid4().hex}"
+        self.fd = os.open(self._temporary, flags | os.O_CREAT | os.O_EXCL, 0o600)
+
+    def __enter__(self) -> NewFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self.fd)
+        if self._temporary is not None:
+            self._temporary.unlink(missing_ok=True)
+
+    def write(self, data: list[Run], deadline: float | None) -> None:
+        """Write everything through aligned memory. Raises OSError, TimeoutError at the deadline."""
+        n = sum(run.n for run in data)
+        window = buffer(min(PIECE, taken(n)))
+        space = np.frombuffer(window, np.uint8)
+        direct = self._direct and _set_direct(self.fd)
+        at = 0
+        for pieces in _windows(data, len(space)):
+            if deadline is not None and time.monotonic() >= deadline:
+                raise TimeoutError
+            size = sum(map(len, pieces))
+            copy_in([piece.data for piece in pieces], space[:size])
+            padded = taken(size) if direct else size
+            space[size:padded] = 0
+            _write_all(self.fd, window[:padded], at)
+            at += size
+        if direct and at % PAGE:
+            os.ftruncate(self.fd, n)
+
+    def link(self, path: Path) -> bool:
+        """Give the file its name; False if that is taken. Raises OSError."""
+        try:
+            if self._temporary is not None:
+                os.link(self._temporary, path)
+            else:
+                # with a src_dir_fd Python calls linkat, which follows the link; link does not
+                source = PROC / str(self.fd)
+                os.link(source, path, src_dir_fd=self.fd, follow_symlinks=True)
+        except FileExistsError:
+            return False
+        return True
+
+
+def taken(n: int) -> int:
     """Return the bytes that a file of ``n`` takes."""
     return -(-n // PAGE) * PAGE
 
 
-class FileTier:
-    """Values as files of one directory, up to ``capacity`` bytes."""
-
-    name = "files"
-
-    def __init__(self, directory: Path, capacity: int | None = None) -> None:
-        """Open or make the directory; raise InvalidArgument when another process has it."""
-        self.directory = directory
-        self.capacity = capacity
-        directory.mkdir(parents=True, exist_ok=True)
-        self._hold = hold(directory / "files.lock")
-        self._lock = threading.Lock()
-        self._numbers = itertools.count()
-        self._sizes: dict[str, int] = {}
-        self._taken = 0
-        for entry in os.scandir(directory):
-            if entry.name.startswith("~"):
-                os.unlink(entry.path)
-            elif entry.name.endswith(SUFFIX):
-                self._sizes[entry.name.removesuffix(SUFFIX)] = entry.stat().st_size
-        self._taken = sum(map(_taken, self._sizes.values()))
-
-    def path(self, key: str) -> Path:
-        """Return the file of a value."""
-        return self.directory / f"{key}{SUFFIX}"
-
-    def put(
-        self, puts: Sequence[Put], *, durable: bool = False, deadline: float | None = None
-    ) -> list[Outcome]:
-        for put in puts:
-            check_key(put.key)
-        outcomes = [self._put(put, durable, deadline) for put in puts]
-        if durable and any(outcome.ok for outcome in outcomes):
-            try:
-                _sync(self.directory)
-            except OSError as error:
-                return [Outcome("failed", str(error)) if o.ok else o for o in outcomes]
-        return outcomes
-
-    def _put(self, put: Put, durable: bool, deadline: float | None) -> Outcome:
-        n = n_bytes_of(put.data)
-        temporary = self.directory / f"~{next(self._numbers)}.part"
-        if not self._reserve(put.key, n):
-            return Outcome("full", f"{put.key}: {n} bytes do not fit into {self.capacity}")
-        try:
-            with temporary.open("xb", buffering=0) as file:
-                for piece in _pieces(put.data):
-                    if deadline is not None and time.monotonic() >= deadline:
-                        raise TimeoutError
-                    _write(file.fileno(), piece)
-                if durable:
-                    os.fsync(file.fileno())
-            with self._lock:  # rename and index agree on which of two writers was last
-                temporary.replace(self.path(put.key))
-                self._taken -= _taken(self._sizes[put.key]) if put.key in self._sizes else 0
-                self._sizes[put.key] = n
-        except OSError as error:
-            with self._lock:
-                self._taken -= _taken(n)
-            _remove(temporary)
-            if isinstance(error, TimeoutError) and error.errno is None:
-                return LATE
-            return Outcome("full" if error.errno in NO_ROOM else "failed", f"{put.key}: {error}")
-        return DONE
-
-    def _reserve(self, key: str, n: int) -> bool:
-        """Count ``n`` bytes as taken if they fit beside what is there, the old value included."""
-        with self._lock:
-            if self.capacity is not None and self._taken + _taken(n) > self.capacity:
-                return False
-            self._taken += _taken(n)
-            return True
-
-    def get(self, gets: Sequence[Get], *, deadline: float | None = None) -> list[Outcome]:
-        for get in gets:
-            check_key(get.key)
-        return [self._get(get, deadline) for get in gets]
-
-    def _get(self, get: Get, deadline: float | None) -> Outcome:
-        if get.key not in self._sizes:
-            return Outcome("missing", f"{get.key} is not here")
-        try:
-            with self.path(get.key).open("rb", buffering=0) as file:
-                bad = outside(get, os.fstat(file.fileno()).st_size)
-                if bad is not None:
-                    return bad
-                position = get.offset
-                for piece in _pieces(get.into):
-                    if deadline is not None and time.monotonic() >= deadline:
-                        return LATE
-                    position += _read(file.fileno(), piece, position)
-        except FileNotFoundError:
-            self._forget(get.key)
-            return Outcome("missing", f"{get.key} is not here any more")
-        except OSError as error:
-            return Outcome("failed", f"{get.key}: {error}")
-        if deadline is not None and time.monotonic() >= deadline:
-            return LATE
-        return checked(get)
-
-    def _forget(self, key: str) -> None:
-        """Leave out of the index what has no file any more."""
-        with self._lock:
-            if key in self._sizes and not self.path(key).exists():
-                self._taken -= _taken(self._sizes.pop(key))
-
-    def delete(self, keys: Iterable[str]) -> None:
-        for key in keys:
-            with self._lock:
-                if key not in self._sizes:
-                    continue
-                self._taken -= _taken(self._sizes.pop(key))
-                _remove(self.path(key))
-
-    def size(self, key: str) -> int | None:
-        return self._sizes.get(key)
-
-    def keys(self) -> Iterator[str]:
-        with self._lock:
-            return iter(list(self._sizes))
-
-    @property
-    def n_bytes(self) -> int:
-        return self._taken
-
-    def check_integrity(self) -> None:
-        with self._lock:
-            files = {p.name: p.stat().st_size for p in self.directory.glob(f"*{SUFFIX}")}
-            found = {name.removesuffix(SUFFIX): size for name, size in files.items()}
-            assert found == self._sizes, f"files {found}, index {self._sizes}"
-            wanted = sum(map(_taken, found.values()))
-            assert wanted == self._taken, f"files take {wanted} bytes, counted {self._taken}"
-
-    def close(self) -> None:
-        let_go(self._hold)
+def _windows(data: list[Run], n: int) -> Iterator[list[Bytes]]:
+    """Cut runs into groups of ``n`` bytes, the last one of what is left."""
+    group: list[Bytes] = []
+    left = n
+    for run in data:
+        at = 0
+        while at < run.n:
+            size = min(left, run.n - at)
+            group.append(run.array(at, size))
+            at, left = at + size, left - size
+            if left == 0:
+                yield group
+                group, left = [], n
+    if group:
+        yield group
 
 
-def _pieces(buffers: Sequence[memoryview]) -> Iterator[memoryview]:
-    for buffer in buffers:
-        flat = buffer.cast("B")
-        for start in range(0, flat.nbytes, PIECE):
-            yield flat[start : start + PIECE]
-
-
-def _write(file: int, piece: memoryview) -> None:
-    done = 0
-    while done < piece.nbytes:
-        done += os.write(file, piece[done:])
-
-
-def _read(file: int, piece: memoryview, position: int) -> int:
-    """Fill ``piece`` from ``position`` on and return its bytes; raise OSError if the file ends."""
-    done = 0
-    while done < piece.nbytes:
-        n = os.preadv(file, [piece[done:]], position + done)
-        if n == 0:
-            raise OSError(errno.EIO, "the file is shorter than it was")
-        done += n
-    return done
-
-
-def _remove(path: Path) -> None:
-    """Remove a file if that is possible; opening the tier again removes what is left."""
+def _set_direct(file: int) -> bool:
+    """Have an open file written past the page cache; False where that cannot be done."""
     try:
-        path.unlink(missing_ok=True)
+        fcntl.fcntl(file, fcntl.F_SETFL, fcntl.fcntl(file, fcntl.F_GETFL) | O_DIRECT)
     except OSError:
-        pass
+        return False
+    return bool(O_DIRECT)
 
 
-def _sync(directory: Path) -> None:
-    """Make renames in a directory survive a power cut."""
-    opened = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(opened)
-    finally:
-        os.close(opened)
+def _write_all(file: int, data: memoryview, position: int) -> None:
+    done = 0
+    while done < data.nbytes:
+        n = os.pwrite(file, data[done:], position + done)
+        if n % PAGE and done + n < data.nbytes:  # a short write: what follows is not aligned
+            n -= n % PAGE
+        if n <= 0:
+            raise OSError(errno.EIO, "the disk takes no more")
+        done += n

@@ -11,9 +11,14 @@ from kvweave.store.tier.base import Get, Outcome
 _KEY = re.compile(r"[a-z0-9._-]{1,200}")
 
 
+def is_key(text: str) -> bool:
+    """Tell whether a value can be called this."""
+    return _KEY.fullmatch(text) is not None
+
+
 def check_key(key: str) -> None:
     """Raise InvalidArgument unless ``key`` is 1 to 200 characters of ``a-z 0-9 . - _``."""
-    if _KEY.fullmatch(key) is None:
+    if not is_key(key):
         hint = "a key is 1 to 200 characters of a-z 0-9 . - _"
         raise InvalidArgument("key", f"{key[:80]!r} is not a key", hint)
 
@@ -29,3 +34,13 @@ def outside(get: Get, size: int) -> Outcome | None:
     if 0 <= get.offset and end <= size:
         return None
     return Outcome("wrong", f"{get.key}: bytes {get.offset} to {end} of a value of {size} bytes")
+
+
+def absent(key: str) -> Outcome:
+    """Return the outcome of a key that is not there."""
+    return Outcome("missing", f"{key} is not here")
+
+
+def present(key: str) -> Outcome:
+    """Return the outcome of a put that found a value."""
+    return Outcome("exists", f"{key} is here already")

@@ -1,11 +1,11 @@
-"""How long a call to a remote tier may take: to its deadline, and never without end."""
+"""How long a call to a remote tier may take, and how long a server that failed is left alone."""
 
 from __future__ import annotations
 
 import threading
 import time
 
-from kvweave.store.tier.base import Outcome
+from kvweave.store.tier.base import LATE, Outcome
 
 SLOWEST = 1 << 23  # bytes per second below which a link counts as broken
 PAUSES = (0.05, 5.0)  # seconds a lost server is left alone: at first, and at most
@@ -35,34 +35,38 @@ class Limit:
             raise TimeUp
         return left
 
-    @property
-    def is_over(self) -> bool:
-        return time.monotonic() >= self.ends
-
     def outcome(self) -> Outcome:
         """Return what a call is told that reached the end: ``late``, or ``failed`` without one."""
         if self.is_deadline:
-            return Outcome("late", "the deadline has passed")
+            return LATE
         return Outcome("failed", f"no answer within {self.patience:.1f} s")
 
 
 class Absence:
-    """How long a lost server is left alone: twice as long after every further failure."""
+    """Whether a server may be gone, and how long it is left alone: twice as long after each failure."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._pause = 0.0
         self._ends = 0.0
+        self.is_doubted = False
+        """Somebody waited in vain: it is to be asked for a sign of life before anything else."""
+
+    def doubt(self) -> None:
+        """An answer did not come in time, for whatever reason."""
+        self.is_doubted = True
 
     def note(self) -> None:
-        """It did not answer. Failures of one time count once."""
+        """It is not there. Failures of one time count once."""
         with self._lock:
+            self.is_doubted = True
             if time.monotonic() >= self._ends:
                 self._pause = min(max(PAUSES[0], 2 * self._pause), PAUSES[1])
                 self._ends = time.monotonic() + self._pause
 
     def over(self) -> None:
         """It answered."""
+        self.is_doubted = False
         self._pause = 0.0
 
     def left(self) -> float:

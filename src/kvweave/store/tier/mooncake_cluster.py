@@ -52,11 +52,15 @@ def join(cluster: Cluster) -> tuple[Any, Any]:
     config.replica_num = cluster.replicas
     c = cluster
     slot, host, port = Slot(), *c.master.rpartition(":")[::2]
-    try:
+
+    def enter() -> Any:
         # The store itself tries for a minute and a half.
         socket.create_connection((host, int(port)), JOINING).close()
         words = c.host, "P2PHANDSHAKE", c.segment, 0, c.protocol, c.devices, c.master
-        why = slot.run(Limit(None, JOINING), lambda: store.setup(*words))
+        return store.setup(*words)
+
+    try:
+        why = slot.run(Limit(None, JOINING), enter)
     except (OSError, ValueError, TimeUp) as error:
         why = str(error) or f"no answer within {JOINING:g} s"
     slot.stop()

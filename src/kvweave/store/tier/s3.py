@@ -1,38 +1,37 @@
 """A tier in object storage (S3, Google, Azure, a directory, memory), through obstore.
 
-A value is one object, ``PREFIX/KEY.kv``; object stores make it whole or not at all. Requests of a
-batch run at the same time, aside (`kvweave.store.tier.slots`), on copies: who is late leaves, and what is
-under way is called off. What a late put left behind under a new key is removed again.
+A value is one object, ``PREFIX/KEY.kv``, put on condition that there is none; object stores make it
+whole or not at all. Requests of a batch run at the same time, aside (`kvweave.store.tier.slots`), on
+copies: who is late leaves, and what is under way is called off.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
 from kvweave.errors import InvalidArgument
 from kvweave.store.tier.base import DONE, Get, Outcome, Put, checked
-from kvweave.store.tier.keys import check_key, n_bytes_of, outside
-from kvweave.store.tier.ledger import Ledger, Remembering
-from kvweave.store.tier.limit import Absence, Limit, TimeUp
-from kvweave.store.tier.slots import Slot, Slots, Turns, scatter
+from kvweave.store.tier.buffers import copy_out, flat
+from kvweave.store.tier.keys import absent, n_bytes_of, outside, present
+from kvweave.store.tier.limit import Limit, TimeUp
+from kvweave.store.tier.remote import KEYS, Link, Lost, Remote, judged
+from kvweave.store.tier.slots import Slots
 
 SUFFIX = ".kv"  # no object may be called "..", a key may
 AT_ONCE = 16  # requests of a batch
 NO_ROOM = ("os error 28", "os error 122", "QuotaExceeded", "InsufficientStorage", "507")
-CLOSING = 1.0  # seconds that closing gives to deletes that are not done
-
-LOST = object()  # stands where a request has no answer yet
 
 _Call = Callable[[], Awaitable[Any]]
 
 
-class Archive(Remembering):
+class Archive(Remote):
     """Values as objects of any store that obstore has."""
 
     name = "s3"
+    _largest = 5 << 30  # bytes of an object that is put by one request
 
     def __init__(
         self, store: Any, *, prefix: str = "kvweave", timeout: float = 30.0, slots: int = 4
@@ -46,11 +45,7 @@ class Archive(Remembering):
         self._store = store
         self._prefix = prefix.strip("/")
         self._timeout = timeout
-        self._slots = Slots(slots, lambda address, n: None, lambda address: None)
-        self._turns = Turns()
-        self._absence = Absence()
-        self._ledger = Ledger(self._remove)
-        self._closed = False
+        self._link = Link("the object store", Slots(slots), self._ping)
 
     @classmethod
     def at(cls, url: str, *, prefix: str = "kvweave") -> Archive:
@@ -67,214 +62,121 @@ class Archive(Remembering):
         """Return the object of a value."""
         return f"{self._prefix}/{key}{SUFFIX}" if self._prefix else f"{key}{SUFFIX}"
 
-    def put(
-        self, puts: Sequence[Put], *, durable: bool = False, deadline: float | None = None
-    ) -> list[Outcome]:
-        """Store values; all are as durable as the store is."""
-        for put in puts:
-            check_key(put.key)
-        limit = Limit(deadline, self._timeout, sum(n_bytes_of(put.data) for put in puts))
-        outcomes: list[Outcome] = []
-        while len(outcomes) < len(puts):
-            outcomes += self._put(_distinct(puts[len(outcomes) :]), limit)
-        return outcomes
-
     def _put(self, puts: Sequence[Put], limit: Limit) -> list[Outcome]:
-        """Store values of different keys at the same time."""
-        sizes = {put.key: n_bytes_of(put.data) for put in puts}
-        doomed: set[str] = set()
-        found: list[Any] = [LOST] * len(puts)
-        try:
-            doomed = self._ledger.claim(sizes, limit)
-            self._turns.write(sizes, limit)
-        except TimeUp:
-            self._ledger.doom(doomed)
-            return [limit.outcome()] * len(puts)
-        calls = [self._putting(put) for put in puts]
-        self._do(calls, found, limit, lambda: self._turns.wrote(sizes))
-        outcomes = [self._judge_put(put.key, r, limit) for put, r in zip(puts, found, strict=True)]
-        for (key, n), outcome in zip(sizes.items(), outcomes, strict=True):
-            if outcome.ok:
-                self._ledger.stored(key, n)
-            elif key in doomed or (outcome.state != "full" and self._ledger.size(key) is None):
-                self._ledger.doom([key])  # nor may it come back, or appear without being asked for
-            else:
-                self._ledger.unsure(key)
-        return outcomes
+        create = partial(self._api.put_async, self._store, mode="create")
+        calls = [partial(create, self.path(put.key), b"".join(put.data)) for put in puts]
+        found = self._do(calls, limit)
+        return [self._created(put.key, each) for put, each in zip(puts, found, strict=True)]
 
-    def _putting(self, put: Put) -> _Call:
-        path, data = self.path(put.key), b"".join(put.data)
-        return partial(self._api.put_async, self._store, path, data)
-
-    def _judge_put(self, key: str, result: Any, limit: Limit) -> Outcome:
-        if result is LOST:
-            return self._no_answer(limit)
+    def _created(self, key: str, result: Any) -> Outcome:
+        if isinstance(result, (self._api.exceptions.AlreadyExistsError, FileExistsError)):
+            return present(key)
         return _failed(key, result) if isinstance(result, Exception) else DONE
 
-    def get(self, gets: Sequence[Get], *, deadline: float | None = None) -> list[Outcome]:
-        for get in gets:
-            check_key(get.key)
-        limit = Limit(deadline, self._timeout, sum(n_bytes_of(get.into) for get in gets))
-        n_stored = self._ledger.n_stored
-        outcomes: dict[int, Outcome] = {}
+    def _get(self, gets: Sequence[Get], limit: Limit) -> list[Outcome]:
         groups: dict[str, list[int]] = {}  # key -> which gets
         for i, get in enumerate(gets):
-            if self._ledger.is_doomed(get.key):
-                outcomes[i] = _missing(get.key)
-            elif n_bytes_of(get.into) and get.offset >= 0:
+            if n_bytes_of(get.into) and get.offset >= 0:
                 groups.setdefault(get.key, []).append(i)
-        outcomes |= self._read(gets, list(groups.values()), limit)
-        # One range outside of a value fails those beside it: each alone.
-        again = [[i] for group in groups.values() if len(group) > 1 for i in group]
-        outcomes |= self._read(gets, [group for group in again if group[0] not in outcomes], limit)
-        unclear = [i for i in range(len(gets)) if i not in outcomes]
-        for i, size in zip(
-            unclear, self._heads([gets[i].key for i in unclear], limit), strict=True
-        ):
-            outcomes[i] = size if isinstance(size, Outcome) else _explain(gets[i], size)
-        found = [outcomes[i] for i in range(len(gets))]
-        gone = [g.key for g, o in zip(gets, found, strict=True) if o.state == "missing"]
-        self._ledger.lost(gone, n_stored)
-        return found
-
-    def _read(
-        self, gets: Sequence[Get], groups: Sequence[list[int]], limit: Limit
-    ) -> dict[int, Outcome]:
-        """Fill buffers, one request for each group of one key; leave out what has to be explained."""
-        found: list[Any] = [LOST] * len(groups)
-        self._do([self._reading([gets[i] for i in group]) for group in groups], found, limit)
+        calls = [partial(self._read, [gets[i] for i in group]) for group in groups.values()]
         outcomes: dict[int, Outcome] = {}
-        for group, result in zip(groups, found, strict=True):
-            if result is LOST:
-                outcomes |= dict.fromkeys(group, self._no_answer(limit))
-            elif isinstance(result, FileNotFoundError):
-                outcomes |= {i: _missing(gets[i].key) for i in group}
-            elif isinstance(result, list):
-                for i, data in zip(group, result, strict=True):
-                    if len(data) == n_bytes_of(gets[i].into):
-                        scatter(memoryview(data), gets[i].into, into=True)
-                        outcomes[i] = checked(gets[i])
-        return outcomes
+        errors: dict[int, Exception] = {}
+        for group, found in zip(groups.values(), self._do(calls, limit), strict=True):
+            for i, result in zip(group, found, strict=True):
+                if isinstance(result, FileNotFoundError):
+                    outcomes[i] = absent(gets[i].key)
+                elif isinstance(result, Exception):
+                    errors[i] = result
+                elif len(result) == n_bytes_of(gets[i].into):
+                    copy_out(flat(memoryview(result)), gets[i].into)
+                    outcomes[i] = checked(gets[i])
+        unclear = [i for i in range(len(gets)) if i not in outcomes]
+        for i, n in zip(unclear, self._look([gets[i].key for i in unclear], limit), strict=True):
+            outcomes[i] = n if isinstance(n, Outcome) else _odd(gets[i], n, errors.get(i))
+        return [outcomes[i] for i in range(len(gets))]
 
-    def _reading(self, gets: Sequence[Get]) -> _Call:
+    async def _read(self, gets: Sequence[Get]) -> list[Any]:
+        """Return the bytes for each get of one key, or the exception: all in one request, but each
+        alone where that fails, since one range outside fails those beside it."""
         starts, lengths = [get.offset for get in gets], [n_bytes_of(get.into) for get in gets]
         path = self.path(gets[0].key)
-        return lambda: self._api.get_ranges_async(self._store, path, starts=starts, lengths=lengths)
-
-    def size(self, key: str) -> int | None:
-        """Return the bytes of a value, None when it is not there or the store does not answer."""
-        check_key(key)
-        if self._ledger.is_doomed(key):
-            return None
-        (size,) = self._heads([key], Limit(None, self._timeout))
-        return size if isinstance(size, int) else None
-
-    def close(self) -> None:
-        self._ledger.close(0.0 if self._closed or self._absence.left() else CLOSING)
-        if not self._closed:
-            self._closed = True
-            self._slots.close(Limit(None, CLOSING))
-
-    def _do(
-        self,
-        calls: Sequence[_Call],
-        found: list[Any],
-        limit: Limit,
-        then: Callable[[], None] = lambda: None,
-    ) -> None:
-        """Run the calls; ``found`` gets results and exceptions; what it held stays where time was up.
-
-        ``then`` is called when none of them runs any more.
-        """
-        if self._closed or not calls or self._absence.left():
-            if self._closed:
-                found[:] = [OSError("the tier is closed")] * len(found)
-            then()
-            return
-        slot: Slot | None = None
         try:
-            with self._slots.take(limit) as slot:
-                slot.run(limit, lambda: asyncio.run(_together(calls, found, limit)))
-            self._absence.over()
-        except TimeUp:
-            if not limit.is_deadline:
-                self._absence.note()
-        finally:
-            if slot is None:
-                then()
-            else:
-                slot.when_done(then)
+            return list(
+                await self._api.get_ranges_async(self._store, path, starts=starts, lengths=lengths)
+            )
+        except FileNotFoundError as error:
+            return [error] * len(gets)
+        except Exception as error:  # of this object alone
+            if len(gets) == 1:
+                return [error]
+        return [(await self._read([get]))[0] for get in gets]
 
-    def _no_answer(self, limit: Limit) -> Outcome:
-        if limit.is_over:
-            return limit.outcome()
-        return Outcome("failed", f"the store is lost; next try in {self._absence.left():.2f} s")
-
-    def _heads(self, keys: Sequence[str], limit: Limit) -> list[int | Outcome | None]:
-        """Return the bytes of values, None for what is not there, an outcome where that failed."""
-        calls = [partial(self._api.head_async, self._store, self.path(key)) for key in keys]
-        found: list[Any] = [LOST] * len(keys)
-        self._do(calls, found, limit)
-        sizes: list[int | Outcome | None] = []
-        for key, result in zip(keys, found, strict=True):
-            if isinstance(result, dict):
-                sizes.append(result["size"])
-            elif isinstance(result, FileNotFoundError):
-                sizes.append(None)
-            else:
-                sizes.append(self._no_answer(limit) if result is LOST else _failed(key, result))
-        return sizes
-
-    def _there(self) -> dict[str, int] | None:
-        """Return the sizes of all values that are not doomed, None when there is no answer."""
-        doomed = self._ledger.doomed()
-
-        async def collect() -> dict[str, int]:
-            return {
-                meta["path"].rpartition("/")[2].removesuffix(SUFFIX): meta["size"]
-                async for page in self._api.list(self._store, self._prefix or None, chunk_size=1000)
-                for meta in page
-                if meta["path"].endswith(SUFFIX) and meta["path"].rpartition("/")[0] == self._prefix
-            }
-
-        found: list[Any] = [LOST]
-        self._do([collect], found, Limit(None, self._timeout))
-        if not isinstance(found[0], dict):
-            return None
-        doomed |= self._ledger.doomed()
-        return {key: n for key, n in found[0].items() if key not in doomed}
-
-    def _remove(self, keys: Sequence[str]) -> list[str]:
-        """Remove objects: all in one request if the store can, or else one by one."""
-        limit = Limit(None, self._timeout)
-        paths = [self.path(key) for key in keys]
-        delete = partial(self._api.delete_async, self._store)
-        all_of_them: list[Any] = [LOST]
-        self._do([partial(delete, paths)], all_of_them, limit)
-        if all_of_them[0] is None:
-            return list(keys)
-        found: list[Any] = [LOST] * len(keys)
-        self._do([partial(delete, path) for path in paths], found, limit)
+    def _look(self, keys: Sequence[str], limit: Limit) -> list[int | Outcome]:
+        head = partial(self._api.head_async, self._store)
+        found = self._do([partial(head, self.path(key)) for key in keys], limit)
         return [
-            key
-            for key, result in zip(keys, found, strict=True)
-            if result is None or isinstance(result, FileNotFoundError)
+            _failed(key, each) if isinstance(each, Exception) else each["size"]
+            for key, each in zip(keys, found, strict=True)
         ]
 
+    def _discard(self, keys: Sequence[str], limit: Limit) -> list[Outcome]:
+        delete = partial(self._api.delete_async, self._store)
+        paths = [self.path(key) for key in keys]
+        (of_all,) = self._do([partial(delete, paths)], limit)
+        if not isinstance(of_all, Exception):
+            return [DONE] * len(keys)
+        found = self._do([partial(delete, path) for path in paths], limit)  # who of them it was
+        return [
+            _failed(key, each)
+            if isinstance(each, Exception) and not isinstance(each, FileNotFoundError)
+            else DONE
+            for key, each in zip(keys, found, strict=True)
+        ]
 
-async def _together(calls: Sequence[_Call], found: list[Any], limit: Limit) -> None:
-    """Await the calls, a few at a time, until time is up."""
+    def _list(self) -> Iterator[dict[str, int | None]]:
+        try:
+            for page in self._api.list(self._store, self._prefix or None, chunk_size=KEYS):
+                places = [(meta["path"].rpartition("/"), meta["size"]) for meta in page]
+                yield {
+                    name.removesuffix(SUFFIX): size
+                    for (folder, _, name), size in places
+                    if folder == self._prefix and name.endswith(SUFFIX)
+                }
+        except (OSError, self._api.exceptions.BaseError) as error:
+            raise Lost(_said(error)) from error
+
+    def _do(self, calls: Sequence[_Call], limit: Limit) -> list[Any]:
+        """Return results and exceptions of the calls. Raises TimeUp and Lost."""
+        if not calls:
+            return []
+        return self._link.ask(limit, lambda slot: asyncio.run(_together(calls, limit)))
+
+    def _ping(self) -> None:
+        head = partial(self._api.head_async, self._store, self.path("none"))
+        try:
+            (found,) = asyncio.run(_together([head], Limit(None, self._timeout)))
+        except TimeUp as error:
+            raise Lost("the object store does not answer") from error
+        if isinstance(found, Exception) and not isinstance(found, FileNotFoundError):
+            raise Lost(_said(found))
+
+
+async def _together(calls: Sequence[_Call], limit: Limit) -> list[Any]:
+    """Await the calls, a few at a time; call off what is under way when time is up."""
     gate = asyncio.Semaphore(AT_ONCE)
 
-    async def one(i: int, call: _Call) -> None:
+    async def one(call: _Call) -> Any:
         async with gate:
             try:
-                found[i] = await call()
+                return await call()
             except Exception as error:  # of this request alone
-                found[i] = error
+                return error
 
-    async with asyncio.timeout(limit.left()):
-        await asyncio.gather(*(one(i, call) for i, call in enumerate(calls)))
+    try:
+        async with asyncio.timeout(limit.left()):
+            return await asyncio.gather(*(one(call) for call in calls))
+    except TimeoutError as error:
+        raise TimeUp from error
 
 
 def _load() -> Any:
@@ -286,35 +188,24 @@ def _load() -> Any:
     return obstore
 
 
-def _distinct(puts: Sequence[Put]) -> Sequence[Put]:
-    """Return the longest beginning in which no key comes twice."""
-    seen: set[str] = set()
-    for i, put in enumerate(puts):
-        if put.key in seen:
-            return puts[:i]
-        seen.add(put.key)
-    return puts
-
-
-def _explain(get: Get, size: int | None) -> Outcome:
-    """Say what a get is that could not be read, or has no bytes, of a value of ``size`` bytes."""
-    if size is None:
-        return _missing(get.key)
-    bad = outside(get, size)
-    if bad is None and n_bytes_of(get.into):
-        return Outcome("failed", f"{get.key}: the store gave fewer bytes than it has")
-    return bad or checked(get)
-
-
-def _missing(key: str) -> Outcome:
-    return Outcome("missing", f"{key} is not here")
+def _odd(get: Get, size: int, error: Exception | None) -> Outcome:
+    """Say why a get went wrong of a value that has ``size`` bytes, or that it has no bytes to read."""
+    if bad := outside(get, size):
+        return bad
+    if error is not None:
+        return _failed(get.key, error)
+    if n_bytes_of(get.into):
+        return judged("failed", get.key, "the store gave fewer bytes than it has")
+    return DONE
 
 
 def _failed(key: str, error: Exception) -> Outcome:
     """Return what an exception of the store means for a value."""
     if isinstance(error, FileNotFoundError):
-        return _missing(key)
-    text = str(error).split("\n\n")[0][:300]
-    return Outcome(
-        "full" if any(mark in str(error) for mark in NO_ROOM) else "failed", f"{key}: {text}"
-    )
+        return absent(key)
+    full = any(mark in str(error) for mark in NO_ROOM)
+    return judged("full" if full else "failed", key, _said(error))
+
+
+def _said(error: Exception) -> str:
+    return str(error).split("\n\n")[0][:300]

@@ -11,16 +11,15 @@ import ctypes
 import mmap
 import queue
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-from kvweave.store.tier.base import Get, Put
 from kvweave.store.tier.limit import Limit, TimeUp
 
 T = TypeVar("T")
 SMALLEST = 1 << 20  # bytes of a slot's memory
+KEPT = 64 << 20  # bytes of memory that a slot keeps between calls
 TOGETHER = 64, 16 << 20  # values and bytes in one call
 ALIGN = 64  # bytes: where values begin in a slot's memory
 
@@ -35,15 +34,22 @@ class Slot:
         self._future: Future[Any] | None = None
         threading.Thread(target=self._serve, daemon=True).start()
 
-    def run(self, limit: Limit, call: Callable[[], T]) -> T:
-        """Return what ``call`` returns or raise what it raises; TimeUp while it still runs."""
+    def start(self, call: Callable[[], T]) -> Future[T]:
+        """Do ``call`` in the thread of the slot, after what is under way there."""
         future: Future[T] = Future()
         self._future = future
         self._work.put((call, future))
+        return future
+
+    def run(self, limit: Limit, call: Callable[[], T]) -> T:
+        """Return what ``call`` returns or raise what it raises; TimeUp while it still runs."""
+        future = self.start(call)
         try:
             return future.result(limit.left())
         except TimeoutError as error:
-            raise TimeUp from error
+            if not future.done():
+                raise TimeUp from error
+        return future.result()
 
     def when_done(self, then: Callable[[], None]) -> None:
         """Call ``then`` when nothing runs in the slot any more: now, or from its thread."""
@@ -51,14 +57,6 @@ class Slot:
             then()
         else:
             self._future.add_done_callback(lambda _: then())
-
-    @property
-    def result(self) -> Any:
-        """What the last call returned, None if it raised or still runs."""
-        future = self._future
-        if future is None or not future.done() or future.exception() is not None:
-            return None
-        return future.result()
 
     def stop(self) -> None:
         """Let the thread end."""
@@ -75,6 +73,7 @@ class Slot:
                 future.set_exception(error)
             else:
                 future.set_result(made)
+            del call, future  # and what they hold
 
 
 def _stop() -> None:
@@ -85,13 +84,16 @@ class Slots:
     """``n`` slots; ``register`` and ``unregister`` are told their memory as (address, bytes)."""
 
     def __init__(
-        self, n: int, register: Callable[[int, int], None], unregister: Callable[[int], None]
+        self,
+        n: int,
+        register: Callable[[int, int], None] = lambda address, n: None,
+        unregister: Callable[[int], object] = lambda address: None,
     ) -> None:
         self._register, self._unregister = register, unregister
         self._free: queue.LifoQueue[Slot] = queue.LifoQueue()
-        self._all = [Slot() for _ in range(n)]
-        for slot in self._all:
-            self._free.put(slot)
+        self._n = n
+        for _ in range(n):
+            self._free.put(Slot())
 
     @contextlib.contextmanager
     def take(self, limit: Limit, n_bytes: int = 0) -> Iterator[Slot]:
@@ -105,12 +107,29 @@ class Slots:
                 self._grow(slot, n_bytes)
             yield slot
         finally:
-            slot.when_done(lambda: self._free.put(slot))
+            slot.when_done(lambda: self._take_back(slot))
+
+    def close(self, limit: Limit) -> bool:
+        """Wait for all slots and end them; say whether nothing is running any more."""
+        for _ in range(self._n):
+            try:
+                slot = self._free.get(timeout=limit.left())
+            except (queue.Empty, TimeUp):
+                return False
+            self._n -= 1
+            self._forget(slot)
+            slot.stop()
+        return True
+
+    def _take_back(self, slot: Slot) -> None:
+        if slot.memory.nbytes > KEPT:
+            self._forget(slot)
+        self._free.put(slot)
 
     def _grow(self, slot: Slot, n_bytes: int) -> None:
         self._forget(slot)
         n = max(SMALLEST, 1 << (n_bytes - 1).bit_length())
-        whole = mmap.mmap(-1, n)
+        whole = mmap.mmap(-1, n, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         address = ctypes.addressof(ctypes.c_char.from_buffer(whole))
         self._register(address, n)
         slot.memory, slot.address = memoryview(whole), address
@@ -120,80 +139,19 @@ class Slots:
             self._unregister(slot.address)
         slot.memory, slot.address = memoryview(b""), 0
 
-    def close(self, limit: Limit) -> bool:
-        """Wait for all slots and end them; say whether nothing is running any more."""
-        for _ in self._all:
-            try:
-                slot = self._free.get(timeout=limit.left())
-            except (queue.Empty, TimeUp):
-                return False
-            self._forget(slot)
-            slot.stop()
-        return True
+
+_Item = TypeVar("_Item")
 
 
-class Turns:
-    """Who writes a key is alone with it. Waiting ends with TimeUp."""
-
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._readers: Counter[str] = Counter()
-        self._writers: set[str] = set()
-
-    @contextlib.contextmanager
-    def reading(self, keys: Iterable[str], limit: Limit) -> Iterator[None]:
-        """While inside, nobody writes these keys."""
-        wanted = set(keys)
-        with self._changed:
-            while wanted & self._writers:
-                self._changed.wait(limit.left())
-            self._readers.update(wanted)
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._readers.subtract(wanted)
-                self._readers += Counter()  # drops those at zero
-                self._changed.notify_all()
-
-    def write(self, keys: Iterable[str], limit: Limit) -> None:
-        """Wait until nobody reads or writes these keys, and keep others away until `wrote`."""
-        wanted = set(keys)
-        with self._changed:
-            while wanted & self._writers:
-                self._changed.wait(limit.left())
-            self._writers |= wanted  # from here on no reader comes in
-            try:
-                while wanted & self._readers.keys():
-                    self._changed.wait(limit.left())
-            except TimeUp:
-                self._writers -= wanted
-                self._changed.notify_all()
-                raise
-
-    def wrote(self, keys: Iterable[str]) -> None:
-        """Let others to these keys again."""
-        with self._changed:
-            self._writers -= set(keys)
-            self._changed.notify_all()
-
-
-_Item = TypeVar("_Item", Put, Get)
-
-
-def batches(items: Sequence[_Item], sizes: Sequence[int]) -> Iterator[list[_Item]]:
-    """Yield neighbours that go together; what is empty or larger than a batch goes alone."""
+def batches(items: Sequence[_Item], sizes: Iterable[int]) -> Iterator[list[_Item]]:
+    """Yield neighbours that go together; what is larger than a batch goes alone."""
     batch: list[_Item] = []
-    keys: set[str] = set()
     n_bytes = 0
     for item, n in zip(items, sizes, strict=True):
-        alone = not 0 < n <= TOGETHER[1]
-        full = len(batch) == TOGETHER[0] or n_bytes + n > TOGETHER[1]
-        if batch and (alone or full or item.key in keys or n_bytes == 0):
+        if batch and (len(batch) == TOGETHER[0] or n_bytes + n > TOGETHER[1]):
             yield batch
-            batch, keys, n_bytes = [], set(), 0
+            batch, n_bytes = [], 0
         batch.append(item)
-        keys.add(item.key)
         n_bytes += n
     if batch:
         yield batch
@@ -206,15 +164,3 @@ def layout(sizes: Iterable[int]) -> tuple[list[int], int]:
         starts.append(end)
         end += -(-n // ALIGN) * ALIGN
     return starts, end
-
-
-def scatter(memory: memoryview, buffers: Sequence[memoryview], *, into: bool) -> None:
-    """Copy from ``memory`` into the buffers one after the other, or the other way round."""
-    start = 0
-    for view in (buffer.cast("B") for buffer in buffers if buffer.nbytes):
-        piece = memory[start : start + view.nbytes]
-        if into:
-            view[:] = piece
-        else:
-            piece[:] = view
-        start += view.nbytes

@@ -1,0 +1,129 @@
+"""One load: heads, then layer 0 of every chunk, then layer 1, ..., in a thread of its own."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+from kvweave.errors import StoreError
+from kvweave.store.arriving import Load
+from kvweave.store.kv import KV
+from kvweave.store.level import Level
+from kvweave.store.record.layout import Head
+from kvweave.store.record.transfer import Expected
+from kvweave.store.staging import Staging
+from kvweave.store.tier.base import Get, Outcome
+
+TOGETHER = 1 << 20  # bytes of one request to a tier; layers of small chunks are read together
+log = logging.getLogger("kvweave.store")
+
+
+@dataclass(slots=True, eq=False)
+class Wanted:
+    """A chunk that is being read, and from where."""
+
+    level: Level
+    about: Expected
+    load: Load
+    room: KV | None  # where it goes on the device
+    head: Head | None = None
+    memory: memoryview | None = None  # of all its layers
+
+
+class Reader:
+    """Fills the loads of ``wanted`` by ``ends``; ``counts`` are the mover's."""
+
+    def __init__(
+        self, wanted: list[Wanted], to: Staging, ends: float, counts: dict[str, int]
+    ) -> None:
+        self.wanted, self.to, self.ends, self.counts = wanted, to, ends, counts
+
+    def run(self) -> None:
+        """Read everything; what goes wrong is said to the loads."""
+        try:
+            self._heads()
+            wanted = self._left()
+            if wanted:
+                n_layers = max(len(each.about.shapes) for each in wanted)
+                per_layer = sum(each.about.n_bytes for each in wanted) // n_layers + 1
+                step = max(1, TOGETHER // per_layer)
+                for start in range(0, n_layers, step):
+                    self._layers(start, min(start + step, n_layers))
+        except Exception as error:
+            log.exception("loading failed")
+            for each in self.wanted:
+                each.load.fail(f"failed: {error}")
+        finally:
+            self.to.settle()  # before anybody lets go of the room of what failed
+
+    def _left(self) -> list[Wanted]:
+        return [each for each in self.wanted if not each.load.ended]
+
+    def _by_level(self) -> list[tuple[Level, list[Wanted]]]:
+        levels = {id(each.level): each.level for each in self._left()}
+        return [(x, [e for e in self._left() if e.level is x]) for x in levels.values()]
+
+    def _heads(self) -> None:
+        for level, mine in self._by_level():
+            heads = level.heads({each.load.key: each.about for each in mine}, self.ends)
+            for each in mine:
+                head = heads[each.load.key]
+                if isinstance(head, Outcome):
+                    if head.state == "wrong":  # once may be the bus or the cache: look again
+                        head = self._again(each)
+                    if isinstance(head, Outcome):
+                        each.load.fail(f"{head.state}: {head.why}")
+                        continue
+                each.head = head
+                each.memory = self.to.buffer(head.n_bytes - head.n_head)
+
+    def _again(self, each: Wanted) -> Head | Outcome:
+        each.level.stale(each.load.key)
+        return each.level.heads({each.load.key: each.about}, self.ends)[each.load.key]
+
+    def _layers(self, start: int, stop: int) -> None:
+        for level, mine in self._by_level():
+            gets, memory = [], []
+            for each in mine:
+                held = level.held.get(each.load.key)
+                if held is None:
+                    each.load.fail("missing: it was dropped")
+                    continue
+                gets.append(self._get(each, held.key, start, stop))
+                memory.append(each)
+            for each, outcome in zip(memory, level.get(gets, self.ends), strict=True):
+                if outcome.state == "wrong":
+                    outcome = self._reread(each, start, stop)
+                if outcome.ok:
+                    self._arrived(each, start, stop)
+                else:
+                    each.load.fail(f"{outcome.state}: {outcome.why}")
+
+    def _get(self, each: Wanted, key: str, start: int, stop: int) -> Get:
+        assert each.head is not None and each.memory is not None
+        span = each.head.layers(start, stop)
+        at = span.offset - each.head.n_head
+        return span.get(key, each.memory[at : at + span.n_bytes])
+
+    def _reread(self, each: Wanted, start: int, stop: int) -> Outcome:
+        """Read a span a second time, by a head that is read anew; ``wrong`` now is verified."""
+        old, head, held = each.head, self._again(each), each.level.held.get(each.load.key)
+        if isinstance(head, Outcome) or held is None:
+            return head if isinstance(head, Outcome) else Outcome("missing", "it was dropped")
+        assert old is not None
+        if head.table.tobytes() != old.table.tobytes():
+            return Outcome("failed", "its record was created anew meanwhile")
+        return each.level.get([self._get(each, held.key, start, stop)], self.ends)[0]
+
+    def _arrived(self, each: Wanted, start: int, stop: int) -> None:
+        assert each.head is not None and each.memory is not None
+        span = each.head.layers(start, stop)
+        at = span.offset - each.head.n_head
+        self.counts["bytes_read"] += span.n_bytes
+        try:
+            kv = each.head.decode(each.memory[at : at + span.n_bytes], start, stop)
+        except StoreError as error:
+            each.load.fail(f"wrong: {error}")
+            return
+        for layer, rows in enumerate(zip(kv.k, kv.v, strict=True), start):
+            each.load.add(*self.to.up(rows, each.room, layer))

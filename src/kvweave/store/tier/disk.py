@@ -1,0 +1,321 @@
+"""The disk tier: one file for each value, read and written past the page cache where that can be done.
+
+::
+
+    DIR/KEY.kv          the value's bytes and nothing else
+    DIR/~RANDOM         being written, where files without a name cannot be made (`fsck` removes them)
+    DIR/owner.json      whose it is (`kvweave.store.tier.owner`)
+
+A value is written to a file without a name, synced if it is to be durable, and linked to its name,
+which fails where that is taken: it appears whole, once, whoever writes at the same time. What else
+lies in the directory is never touched. Nothing is remembered but sizes, so several processes may
+use one directory. Blocking: what must end at a deadline whatever the device does is
+`kvweave.store.tier.guarded`'s.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from kvweave.errors import StoreError
+from kvweave.store.tier.base import DONE, LATE, PAGE, Get, Outcome, Put, checked
+from kvweave.store.tier.buffers import Run, runs
+from kvweave.store.tier.files import PIECE, NewFile, OpenFile, taken
+from kvweave.store.tier.keys import absent, check_key, is_key, n_bytes_of, outside, present
+from kvweave.store.tier.owner import Claim
+
+SUFFIX = ".kv"
+OPEN = 128  # files kept open for reading
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+CLOSED = Outcome("failed", "the tier is closed")
+
+
+class Disk:
+    """Values as files of one directory, up to ``capacity`` bytes."""
+
+    name = "disk"
+
+    def __init__(
+        self,
+        directory: Path,
+        capacity: int | None = None,
+        *,
+        shared: bool = False,
+        direct: bool = True,
+        claimed: Claim | None = None,
+    ) -> None:
+        """Open or make the directory; ``claimed`` is let go of when it is closed.
+
+        ``direct``: go past the page cache where that can be done. Raises StoreError.
+        """
+        self._claim = claimed
+        self.directory, self.capacity, self.shared = directory, capacity, shared
+        self._direct = direct
+        self._lock = threading.Lock()
+        self._open: OrderedDict[str, OpenFile] = OrderedDict()
+        self._n_bytes = 0  # of values, and of what is being written
+        self._closed = False
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            self._identity = _identity(directory)
+            self._recount()
+        except OSError as error:
+            raise StoreError(f"cannot open {directory}: {error}", path=str(directory)) from error
+
+    def path(self, key: str) -> Path:
+        """Return the file of a value."""
+        return self.directory / f"{key}{SUFFIX}"
+
+    # ---- writing
+
+    def put(
+        self, puts: Sequence[Put], *, durable: bool = False, deadline: float | None = None
+    ) -> list[Outcome]:
+        for put in puts:
+            check_key(put.key)
+        outcomes = [self._put(put, durable, deadline) for put in puts]
+        if durable and any(o.state in ("done", "exists") for o in outcomes):
+            why = self._sync_directory()
+            if why:  # a name that may not be on the disk is taken back: nobody relies on it
+                for put, outcome in zip(puts, outcomes, strict=True):
+                    if outcome.ok:
+                        self._remove(put.key)
+                bad = Outcome("failed", why)
+                return [bad if o.state in ("done", "exists") else o for o in outcomes]
+        return outcomes
+
+    def _put(self, put: Put, durable: bool, deadline: float | None) -> Outcome:
+        if self._closed:
+            return CLOSED
+        if _is_over(deadline):
+            return LATE
+        n, path = n_bytes_of(put.data), self.path(put.key)
+        if n == 0:
+            return Outcome("failed", f"{put.key}: nothing is no value")
+        if path.exists():
+            return self._exists(path, durable)
+        if not self._reserve(n):
+            return Outcome("full", f"{put.key}: {n} bytes do not fit into {self.capacity}")
+        done = False
+        try:
+            with NewFile(self.directory, self._direct) as file:
+                file.write(runs(put.data), deadline)
+                if durable:
+                    os.fsync(file.fd)
+                done = file.link(path)
+        except TimeoutError:
+            return LATE
+        except OSError as error:
+            return Outcome("full" if error.errno in NO_ROOM else "failed", f"{put.key}: {error}")
+        finally:
+            if not done:
+                self._count(-taken(n))
+        return DONE if done else self._exists(path, durable)
+
+    def _exists(self, path: Path, durable: bool) -> Outcome:
+        """Somebody has created it; have it on the disk too, if that is wanted."""
+        try:
+            if durable:
+                file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+                try:
+                    os.fsync(file)
+                finally:
+                    os.close(file)
+        except OSError as error:
+            return Outcome("failed", f"{path.name}: {error}")
+        return present(path.stem)
+
+    def _sync_directory(self) -> str:
+        """Have names on the disk; return "" or why they may not be."""
+        try:
+            opened = os.open(self.directory, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                os.fsync(opened)
+            finally:
+                os.close(opened)
+        except OSError as error:
+            return f"{self.directory}: {error}"
+        return ""
+
+    # ---- reading
+
+    def get(self, gets: Sequence[Get], *, deadline: float | None = None) -> list[Outcome]:
+        for get in gets:
+            check_key(get.key)
+        return [self._get(get, deadline) for get in gets]
+
+    def _get(self, get: Get, deadline: float | None) -> Outcome:
+        if self._closed:
+            return CLOSED
+        if _is_over(deadline):
+            return LATE
+        try:
+            file = self._opened(get.key)
+            bad = outside(get, file.n)
+            if bad is not None:
+                self._recount()  # it may have been longer when it was counted
+                return bad
+            at = get.offset
+            for run in runs(get.into):
+                for start in range(0, run.n, PIECE):
+                    if _is_over(deadline):
+                        return LATE
+                    self._read(file, run, start, at + start)
+                at += run.n
+        except FileNotFoundError:
+            return self._missing(get.key)
+        except OSError as error:
+            self._forget(get.key)
+            return Outcome("failed", f"{get.key}: {error}")
+        return checked(get)
+
+    def _read(self, file: OpenFile, run: Run, start: int, position: int) -> None:
+        """Fill one piece of a run. Raises OSError; a file that ends is EIO."""
+        part = run.array(start, min(PIECE, run.n - start))
+        aligned = not (run.address + start | position | part.size) % PAGE
+        fd, done = file.fds[0] if aligned else file.cached(), 0
+        while done < part.size:
+            n = os.preadv(fd, [part[done:].data], position + done)
+            if n == 0:
+                raise OSError(errno.EIO, "the file is shorter than it was")
+            done += n
+            if done % PAGE:
+                fd = file.cached()
+
+    def _opened(self, key: str) -> OpenFile:
+        with self._lock:
+            found = self._open.get(key)
+            if found is not None:
+                self._open.move_to_end(key)
+                return found
+        made = OpenFile(self.path(key), self._direct)
+        with self._lock:
+            self._open[key] = made
+            while len(self._open) > OPEN:
+                self._open.popitem(last=False)
+        return made
+
+    def _forget(self, key: str) -> None:
+        with self._lock:
+            self._open.pop(key, None)
+
+    def look(self, keys: Sequence[str], *, deadline: float | None = None) -> list[int | Outcome]:
+        for key in keys:
+            check_key(key)
+        return [self._look(key, deadline) for key in keys]
+
+    def _look(self, key: str, deadline: float | None) -> int | Outcome:
+        if self._closed:
+            return CLOSED
+        if _is_over(deadline):
+            return LATE
+        try:
+            return self.path(key).stat().st_size
+        except FileNotFoundError:
+            return self._missing(key)
+        except OSError as error:
+            return Outcome("failed", f"{key}: {error}")
+
+    def _missing(self, key: str) -> Outcome:
+        """There is no such file; that says something only while this is the directory we opened."""
+        try:
+            if _identity(self.directory) == self._identity:
+                return absent(key)
+            why = "is another directory now; is it mounted?"
+        except OSError as error:
+            why = str(error)
+        return Outcome("failed", f"{self.directory}: {why}")
+
+    # ---- going
+
+    def discard(self, keys: Sequence[str], *, deadline: float | None = None) -> list[Outcome]:
+        for key in keys:
+            check_key(key)
+        return [self._remove(key, deadline) for key in keys]
+
+    def _remove(self, key: str, deadline: float | None = None) -> Outcome:
+        if self._closed:
+            return CLOSED
+        if _is_over(deadline):
+            return LATE
+        self._forget(key)
+        path = self.path(key)
+        try:
+            n = path.stat().st_size
+            path.unlink()
+        except FileNotFoundError:
+            there = self._missing(key)
+            return DONE if there.state == "missing" else there
+        except OSError as error:
+            return Outcome("failed", f"{key}: {error}")
+        self._count(-taken(n))
+        return DONE
+
+    def keys(self) -> Iterator[str]:
+        return iter([key for key, _ in self.sizes()])
+
+    def sizes(self) -> list[tuple[str, int]]:
+        """Return keys with the bytes of their values. Raises StoreError."""
+        try:
+            if self._closed or _identity(self.directory) != self._identity:
+                raise OSError("the tier is closed" if self._closed else "it is another one now")
+            with os.scandir(self.directory) as entries:
+                return [
+                    (entry.name.removesuffix(SUFFIX), entry.stat().st_size)
+                    for entry in entries
+                    if entry.name.endswith(SUFFIX) and is_key(entry.name.removesuffix(SUFFIX))
+                ]
+        except OSError as error:
+            hint = "see whether the disk is there and mounted; nothing was changed"
+            raise StoreError(f"cannot list {self.directory}: {error}", hint=hint) from error
+
+    @property
+    def n_bytes(self) -> int:
+        if self._closed or not self.directory.is_dir():
+            raise StoreError(f"{self.directory} is not open", hint="open it again")
+        return self._n_bytes
+
+    def _recount(self) -> None:
+        found = sum(taken(n) for _, n in self.sizes())
+        with self._lock:
+            self._n_bytes = found
+
+    def _reserve(self, n: int) -> bool:
+        for _ in range(2):
+            with self._lock:
+                if self.capacity is None or self._n_bytes + taken(n) <= self.capacity:
+                    self._n_bytes += taken(n)
+                    return True
+            self._recount()  # others may have made room
+        return False
+
+    def _count(self, n: int) -> None:
+        with self._lock:
+            self._n_bytes += n
+
+    def check_integrity(self) -> None:
+        if not self.shared:
+            found = sum(taken(n) for _, n in self.sizes())
+            assert found == self._n_bytes, f"files take {found} bytes, counted {self._n_bytes}"
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            self._open.clear()
+        if self._claim is not None:
+            self._claim.close()
+
+
+def _is_over(deadline: float | None) -> bool:
+    return deadline is not None and time.monotonic() >= deadline
+
+
+def _identity(directory: Path) -> tuple[int, int]:
+    found = directory.stat()
+    return found.st_dev, found.st_ino

@@ -1,0 +1,109 @@
+"""Whose directory it is: who may remove values, and who may not even write.
+
+::
+
+    owner.json   {"format": 1, "owner": "3f9c...", "shared": false}      the uuid of an index
+
+    mine     the index that has this uuid has it open: what it does not know is left of it
+    cache    nobody's: engines without a home use it one after the other, or several at a time;
+             values may go when room is needed, none is durable
+    shared   of several engines by their users' wish: only `kvweave sweep` removes
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from pathlib import Path
+from typing import Literal
+
+from kvweave.errors import InvalidArgument, StoreError
+
+Relation = Literal["mine", "cache", "shared"]
+FILE = "owner.json"
+
+
+class Claim:
+    """A directory that is open, and what it is to whoever opened it."""
+
+    def __init__(self, relation: Relation, lock: int = -1, first: bool = False) -> None:
+        self.relation, self.first = relation, first
+        self._lock = lock
+
+    def close(self) -> None:
+        """Let the directory go; doing it twice does nothing."""
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+
+def claim(directory: Path, index: str | None, *, shared: bool, inside: bool) -> Claim:
+    """Make ``directory`` that of ``index`` (its uuid; None without a home), or find what it is.
+
+    ``inside`` a home it is taken over with what is in it. ``Claim.first`` says that it was nobody's
+    before. Raises InvalidArgument when it is another index's, or open elsewhere as its owner's.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    file = directory / FILE
+    said = _read(file)
+    owner, is_shared = said.get("owner"), bool(said.get("shared"))
+    if is_shared or (shared and owner is None):
+        if not is_shared:
+            _write(file, {"format": 1, "owner": None, "shared": True})
+        return Claim("shared")
+    if owner is not None and (owner != index or shared):
+        raise InvalidArgument(
+            "tier",
+            f"{directory} belongs to another home",
+            "give another path=, or make one that several may use with shared=yes",
+        )
+    if index is None:
+        return Claim("cache")
+    if owner is None and not inside and any(p.suffix == ".kv" for p in directory.iterdir()):
+        return Claim("cache")  # somebody's values are there: they are not left-overs of ours
+    lock = os.open(directory / "owner.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if owner is None:
+            _write(file, {"format": 1, "owner": index, "shared": False})
+    except OSError as error:
+        os.close(lock)
+        if isinstance(error, BlockingIOError):
+            raise InvalidArgument(
+                "tier",
+                f"{directory} is open in another process",
+                "stop that, or give another path=",
+            ) from error
+        raise StoreError(f"cannot claim {directory}: {error}", path=str(directory)) from error
+    return Claim("mine", lock, owner is None)
+
+
+def _read(file: Path) -> dict[str, object]:
+    try:
+        said = json.loads(file.read_text())
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError):
+        said = None
+    if not isinstance(said, dict) or said.get("format") != 1:
+        raise StoreError(
+            f"{file} does not say whose directory this is",
+            hint="`kvweave fsck --repair` writes it anew; until then nothing here is touched",
+            path=str(file),
+        )
+    return said
+
+
+def _write(file: Path, said: dict[str, object]) -> None:
+    temporary = file.with_suffix(f".{os.getpid()}.tmp")
+    with temporary.open("w") as out:
+        json.dump(said, out)
+        out.flush()
+        os.fsync(out.fileno())
+    temporary.replace(file)
+    opened = os.open(file.parent, os.O_RDONLY)
+    try:
+        os.fsync(opened)
+    finally:
+        os.close(opened)
