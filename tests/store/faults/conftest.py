@@ -31,35 +31,58 @@ def quiet(host: Host) -> Iterator[None]:
 
 
 class Filled:
-    """A home and a tier beside it with durable chunks, closed; `copy` makes another of it."""
+    """A home, and a tier in it or beside it, with durable chunks; `copy` makes another of it."""
 
-    def __init__(self, root: Path, told: dict[str, Tokens]) -> None:
-        self.root, self.told = root, told
-        self.home, self.tier = root / "home", root / "tier"
+    def __init__(self, root: Path, told: dict[str, Tokens], *, inside: bool = False) -> None:
+        self.root, self.told, self.inside = root, told, inside
+        self.home = root / "home"
+        self.tier = self.home / "tier" if inside else root / "tier"
         self.tiers = (tier_at(self.tier),)
 
     @property
     def may(self) -> dict[str, list[Tokens | None]]:
         return {name: [tokens] for name, tokens in self.told.items()}
 
+    def in_tier(self, path: Path) -> bool:
+        """Whether it is the tier's and not the index's."""
+        return self.tier in (self.root / path).parents
+
     def files(self) -> list[Path]:
-        """Every file, the largest last, as paths from the root."""
-        found = [p for p in self.root.rglob("*") if p.is_file()]
-        return sorted((p.relative_to(self.root) for p in found), key=lambda p: (p.parts[0], p.name))
+        """Every file, as paths from the root."""
+        return sorted(p.relative_to(self.root) for p in self.root.rglob("*") if p.is_file())
 
     def copy(self, to: Path) -> Filled:
         if to.exists():
             shutil.rmtree(to)
         shutil.copytree(self.root, to)
-        return Filled(to, self.told)
+        return Filled(to, self.told, inside=self.inside)
+
+    def restore(self, original: Filled, *, tier: bool) -> None:
+        """Put back the home's own files as they were, and with ``tier`` also what was in that."""
+        for path in self.files():
+            if not self.in_tier(path):
+                (self.root / path).unlink()
+        for path in original.files():
+            if tier or not original.in_tier(path):
+                (self.root / path).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(original.root / path, self.root / path)
+
+
+def _filled(host: Host, root: Path, inside: bool) -> Filled:
+    made = Filled(root, CHUNKS, inside=inside)
+    host.control.off()
+    host.run("fill", made.home, made.tiers, CHUNKS)
+    return made
 
 
 @pytest.fixture(scope="session")
 def pristine(host: Host, tmp_path_factory: pytest.TempPathFactory) -> Filled:
-    made = Filled(tmp_path_factory.mktemp("pristine"), CHUNKS)
-    host.control.off()
-    host.run("fill", made.home, made.tiers, CHUNKS)
-    return made
+    return _filled(host, tmp_path_factory.mktemp("pristine"), False)
+
+
+@pytest.fixture(scope="session")
+def pristine_inside(host: Host, tmp_path_factory: pytest.TempPathFactory) -> Filled:
+    return _filled(host, tmp_path_factory.mktemp("inside"), True)
 
 
 @pytest.fixture

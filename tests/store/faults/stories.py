@@ -12,7 +12,7 @@ import oracle
 from store.faults import scripts
 from store.faults.scripts import control, until
 from store.faults.shim import HANG, WRITE
-from store.faults.verbs import Tokens, Verdict, ask, durable_put, examine, open_engine, settle
+from store.faults.verbs import OWN, Tokens, Verdict, ask, durable_put, examine, open_engine, settle
 
 from kvweave.run.model import Runner
 
@@ -114,7 +114,9 @@ def unanswered(
     """
     verdict, truth, limit = Verdict(), scripts.TRUTH, load + 0.5
     options = {"load_seconds": load, "budget": "200KiB"}
-    engine = verdict.timed("open", limit, lambda: open_engine(truth.runner, home, tiers, **options))
+    engine = verdict.timed(
+        "open", OWN + limit, lambda: open_engine(truth.runner, home, tiers, **options)
+    )
     if engine is None:
         return verdict
     for again in range(3):  # a tier may leave its server alone for a while, and try again
@@ -126,7 +128,7 @@ def unanswered(
         verdict.timed("put", limit, lambda t=text, i=again: engine.put(f"more/{i}", t))
         verdict.timed("rm", limit, lambda i=again: engine.files.rm(f"more/{i}"))
         time.sleep(1.0)
-    verdict.timed("close", 5 + limit, engine.close)  # a tier's own limit
+    verdict.timed("close", OWN + limit, engine.close)
     return verdict
 
 

@@ -133,7 +133,7 @@ def test_a_tier_that_hangs(host: Host, fresh: Fresh, tally: Tally, way: str, qui
     for k in which(n, quick)[-1 if quick else 0 :]:
         world = fresh()
         host.control.aim(
-            READING, world.root, mode=HANG, seconds=3, first=k, count=count, only="/tier"
+            READING, world.root, mode=HANG, seconds=9, first=k, count=count, only="/tier"
         )
         options = {"load_seconds": LOAD}
         where = f"hangs {way} at {k}"

@@ -37,22 +37,20 @@ def look(host: Host, world: Filled, tally: Tally, where: str, *, may_lose: int) 
 
 def undone(host: Host, world: Filled, original: Filled, tally: Tally, where: str) -> None:
     """What was changed is put back: opening must have destroyed nothing else meanwhile."""
-    shutil.rmtree(world.home)
-    shutil.copytree(original.home, world.home)
-    for path in original.files():
-        if path.parts[0] == "tier":
-            (world.root / path).parent.mkdir(exist_ok=True)
-            shutil.copyfile(original.root / path, world.root / path)
-    verdict = look(host, world, tally, f"{where}, undone", may_lose=0)
-    if verdict is not None and verdict.refused:
-        tally.fault("lost", f"{where}, undone: {verdict.refused}")
+    world.restore(original, tier=True)
+    _open_again(host, world, tally, f"{where}, undone")
 
 
 def mended(host: Host, world: Filled, original: Filled, tally: Tally, where: str) -> None:
-    """The home is what it was, the tier as the engine left it: all its other records are there."""
-    shutil.rmtree(world.home)
-    shutil.copytree(original.home, world.home)
-    look(host, world, tally, f"{where}, the home restored", may_lose=0)
+    """The home is what it was, the tier as the engine left it: all its records are there."""
+    world.restore(original, tier=False)
+    _open_again(host, world, tally, f"{where}, the home restored")
+
+
+def _open_again(host: Host, world: Filled, tally: Tally, where: str) -> None:
+    verdict = look(host, world, tally, where, may_lose=0)
+    if verdict is not None and verdict.refused:
+        tally.fault("lost", f"{where}: {verdict.refused}")
 
 
 def spoilt(path: Path) -> Iterator[tuple[str, bytes | None]]:
@@ -86,34 +84,44 @@ def kind(path: Path) -> str:
     return f"{path.parts[0]}/*{path.suffix or path.name}"
 
 
-def damage(host: Host, fresh: Fresh, pristine: Filled, tally: Tally, *, quick: bool) -> None:
-    for path in pristine.files():
-        every = list(spoilt(pristine.root / path))
-        in_tier = path.parts[0] == "tier"
+def damage(host: Host, original: Filled, to: Path, tally: Tally, *, quick: bool = False) -> None:
+    records = 0
+    for path in original.files():
+        every = list(spoilt(original.root / path))
+        in_tier = original.in_tier(path)
         if quick:
-            keep = 1 if in_tier else 3
-            every = random.Random(str(path)).sample(every, min(keep, len(every)))
+            records += in_tier
+            n = 2 if "sqlite" in path.name else records <= 2
+            every = every[:1] * (n == 2) + random.Random(str(path)).sample(
+                every, min(n, len(every))
+            )
         for label, data in every:
-            world, where = fresh(), f"{path} {label}"
+            world, where = original.copy(to), f"{path} {label}"
             apply(world.root / path, data)
             # what only the index knew is gone with it; of a tier only what stood in that file
             may_lose = 1 if in_tier else len(world.told) * (label in ("missing", "empty"))
             look(host, world, tally, where, may_lose=may_lose)
             tally.did(f"damaged {kind(path)}")
-            if in_tier:
-                undone(host, world, pristine, tally, where)
-            else:
-                mended(host, world, pristine, tally, where)
+            (undone if in_tier else mended)(host, world, original, tally, where)
     tally.settle()
 
 
-def test_some_files_damaged(host: Host, fresh: Fresh, pristine: Filled, tally: Tally) -> None:
-    damage(host, fresh, pristine, tally, quick=True)
+def test_some_files_damaged(host: Host, pristine: Filled, tmp_path: Path, tally: Tally) -> None:
+    damage(host, pristine, tmp_path / "world", tally, quick=True)
+
+
+def test_some_files_damaged_of_a_tier_in_the_home(
+    host: Host, pristine_inside: Filled, tmp_path: Path, tally: Tally
+) -> None:
+    damage(host, pristine_inside, tmp_path / "world", tally, quick=True)
 
 
 @pytest.mark.slow
-def test_each_file_damaged(host: Host, fresh: Fresh, pristine: Filled, tally: Tally) -> None:
-    damage(host, fresh, pristine, tally, quick=False)
+@pytest.mark.parametrize("where", ["pristine", "pristine_inside"])
+def test_each_file_damaged(
+    host: Host, request: pytest.FixtureRequest, tmp_path: Path, tally: Tally, where: str
+) -> None:
+    damage(host, request.getfixturevalue(where), tmp_path / "world", tally)
 
 
 def exchange(host: Host, fresh: Fresh, pristine: Filled, tally: Tally, pairs: int | None) -> None:
@@ -130,7 +138,7 @@ def exchange(host: Host, fresh: Fresh, pristine: Filled, tally: Tally, pairs: in
         one, other = (pristine.root / a).read_bytes(), (pristine.root / b).read_bytes()
         (world.root / a).write_bytes(other)
         (world.root / b).write_bytes(one)
-        tier = {a.parts[0], b.parts[0]} == {"tier"}
+        tier = pristine.in_tier(a) and pristine.in_tier(b)
         where = f"{a} and {b} exchanged"
         hollow = not tier and 0 in (size[a], size[b])
         look(host, world, tally, where, may_lose=2 if tier else len(world.told) * hollow)
@@ -151,7 +159,7 @@ def test_any_two_files_exchanged(host: Host, fresh: Fresh, pristine: Filled, tal
 
 
 def copied(host: Host, fresh: Fresh, pristine: Filled, tally: Tally) -> None:
-    records = [p for p in pristine.files() if p.parts[0] == "tier"]
+    records = [p for p in pristine.files() if pristine.in_tier(p)]
     records = [p for p in records if (pristine.root / p).stat().st_size > 4096]
     small, *_, large = sorted(records, key=lambda p: (pristine.root / p).stat().st_size)
     for to, source in ((large, small), (small, large)):
@@ -176,14 +184,14 @@ def flips(
     if log:
         files = [p for p in files if p.name.endswith(("-wal", "-journal"))]
     for i in range(n):
-        home = [p for p in files if p.parts[0] == "home"]
+        home = [p for p in files if not original.in_tier(p)]
         path = rng.choice(home if i % 2 and home else files)
         world = fresh()
         data = bytearray((world.root / path).read_bytes())
         bit = rng.randrange(len(data) * 8)
         data[bit // 8] ^= 1 << bit % 8
         (world.root / path).write_bytes(data)
-        in_tier = path.parts[0] == "tier"
+        in_tier = original.in_tier(path)
         where = f"{path} bit {bit}"
         # behind a wrong frame SQLite's log has ended: nothing tells it from one that was cut
         look(host, world, tally, where, may_lose=1 if in_tier else len(world.told) * log)

@@ -18,6 +18,7 @@ from kvweave.run.model import Runner
 from kvweave.store import spec
 
 ANSWER = 3  # tokens asked for
+OWN = 5.0  # seconds: what a tier may take where nobody gave it a deadline
 KINDS = set(spec.KINDS)
 ONE_FILE = "files" if "files" in KINDS else "disk"  # the tier of one file for each value
 
@@ -173,7 +174,9 @@ def examine(
     Unless it ``ends`` it is left open: closing writes again what is in memory only.
     """
     verdict = Verdict()
-    engine = verdict.timed("open", limit, lambda: open_engine(truth.runner, home, tiers, **options))
+    engine = verdict.timed(
+        "open", limit + OWN, lambda: open_engine(truth.runner, home, tiers, **options)
+    )
     if engine is None:
         verdict.refused = (verdict.errors or verdict.hintless)[0]
         return verdict
@@ -187,8 +190,8 @@ def examine(
     after = counts(engine)
     verdict.loaded = after["loads"] - before["loads"] - after["late"] - after["lost"]
     if ends:
-        verdict.timed("check", limit, engine.check_integrity)
-        verdict.timed("close", limit, engine.close)
+        verdict.timed("check", limit + OWN, engine.check_integrity)
+        verdict.timed("close", limit + OWN, engine.close)
     return verdict
 
 
