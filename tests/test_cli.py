@@ -25,7 +25,7 @@ import kvweave
 from kvweave.chunk.table import Table
 from kvweave.cli import app, chat, home, parser, show
 from kvweave.run.model import Runner
-from kvweave.store.tier.slab import Slab
+from kvweave.store.tier.disk import Disk
 from kvweave.weave.calibration import Calibration, Curve
 
 MODEL = home.BUNDLED
@@ -157,8 +157,8 @@ def test_common_options_may_stand_before_the_command_and_between_arguments(sh):
 
 def on_disk(home: Path) -> list[int]:
     """Return the sizes of the records that a home has on its disk."""
-    disk = Slab(home / "kv", 1 << 40)
-    sizes = [disk.size(key) or 0 for key in disk.keys()]
+    disk = Disk(home / "kv")
+    sizes = [n for _, n in disk.sizes()]
     disk.close()
     return sizes
 
@@ -442,9 +442,9 @@ def test_an_unreadable_home_is_an_error_not_a_traceback(stocked, name, text):
 
 
 def test_a_corrupt_index_and_corrupt_kv_are_told(stocked):
-    for segment in (stocked.home / "kv").glob("*.slab"):
-        with segment.open("r+b") as file:
-            file.seek(3 * 4096)  # a header of the slab, a record's head, then the first layer
+    for record in (stocked.home / "kv").glob("*.kv"):
+        with record.open("r+b") as file:
+            file.seek(4096)  # behind the head: the first layer
             file.write(b"\x5a" * 4096)
     [span] = [
         s for s in stocked.json("run", "so {docs/a}")["plan"]["spans"] if s["part"] == "docs/a"

@@ -211,7 +211,7 @@ def test_wrong_bytes_on_disk_are_never_used(tmp_path: Path) -> None:
         digest = engine.table.get(id).digest.hex()
         put = engine.shelf.get(id)
         wanted = engine.compose("{docs/a}").generate(max_tokens=3, temperature=0).tokens
-    file = tmp_path / "files" / f"{digest}.kv"
+    file = tmp_path / "files" / f"{digest}.raw.kv"
     whole = file.read_bytes()
     for bytes_ in (whole[:-9], whole[:-4] + b"\x01\x02\x03\x04", whole[:100], b"", None):
         if bytes_ is None:
@@ -239,7 +239,7 @@ def test_records_of_a_put_that_never_ended_go(tmp_path: Path) -> None:
         engine.put("docs/a", text(7))
         engine.place("docs/a", "disk")
     (record,) = (tmp_path / "files").glob("*.kv")
-    orphan = record.with_stem("0" * 32)
+    orphan = record.with_name(f"{'0' * 32}.raw.kv")
     orphan.write_bytes(record.read_bytes())
     with Engine(tiny(), **files) as engine:
         assert not orphan.exists()

@@ -224,10 +224,10 @@ class OverBudget(StoreError):
 
 
 class CorruptChunk(StoreError):
-    def __init__(self, path: str, checksum: str) -> None:
+    def __init__(self, path: str, checksum: str, hint: str = "") -> None:
         super().__init__(
             f"wrong bytes in {path}: {checksum}",
-            hint="nothing of it was used; remove it and put the text again",
+            hint=hint or "nothing of it was used; remove it and put the text again",
             path=path,
             checksum=checksum,
         )

@@ -8,23 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from indexes import SOURCE, changed, digest_of, put
 
-import kvweave.errors
 from kvweave.chunk.table import Table
 from kvweave.errors import CorruptChunk, FormatTooNew, InvalidArgument, StoreError
-
-SOURCE = str(Path(kvweave.errors.__file__).parents[1])
-
-
-def digest_of(*tokens: int) -> bytes:
-    return bytes(tokens).rjust(16, b"\0")
-
-
-def put(table: Table, name: str, *tokens: int) -> int:
-    with table.transaction():
-        id, _ = table.add(tokens, digest=digest_of(*tokens))
-        table.bind(name, id)
-    return id
 
 
 @pytest.fixture
@@ -140,25 +127,23 @@ def test_a_truncated_file_is_refused(path):
     assert path.read_bytes() == data[:4096]
 
 
-def changed(path: Path, *statements: str) -> None:
-    db = sqlite3.connect(path, isolation_level=None)
-    for statement in statements:
-        db.execute(statement)
-    db.close()
-
-
 @pytest.mark.parametrize(
     ("statement", "message"),
     [
         ("UPDATE chunks SET kind=99 WHERE id=3", "a chunk's row"),
         ("UPDATE chunks SET digest=x'00' WHERE id=3", "a chunk's row"),
         ("UPDATE chunks SET n_tokens='many' WHERE id=3", "a chunk's row"),
-        (
-            "UPDATE chunks SET digest=(SELECT digest FROM chunks WHERE id=4) WHERE id=3",
-            "same digest",
-        ),
+        ("UPDATE chunks SET base=77 WHERE id=3", "a chunk's row, #3"),
+        ("UPDATE chunks SET namespace=CAST(x'ff' AS TEXT) WHERE id=3", "decode"),
+        ("UPDATE chunks SET n_uses=n_uses+1 WHERE id=3", "a chunk's row, #3"),
         ("DELETE FROM chunks WHERE id=3", "'docs/003' names #3, which is not there"),
-        ("UPDATE chunks SET base=77 WHERE id=3", "#77, the base of others, is missing"),
+        ("UPDATE names SET id=5 WHERE id=3", "the name 'docs/003' of #5"),
+        ("UPDATE names SET name='docs/x' WHERE id=3", "the name 'docs/x' of #3"),
+        ("UPDATE meta SET value=7 WHERE key='next_id'", "its next_id is not what was written"),
+        ("UPDATE tokens SET ids=x'0100000003000000' WHERE id=1", "the tokens of #1 differs"),
+        ("DELETE FROM tokens WHERE id=2", "the tokens of #2 are missing"),
+        ("DROP INDEX names_id", "its tables are not those of an index"),
+        ("PRAGMA user_version=0", "its format is said to be 0"),
     ],
 )
 def test_rows_that_contradict_are_refused(path, statement, message):
@@ -168,15 +153,24 @@ def test_rows_that_contradict_are_refused(path, statement, message):
         Table(path)
 
 
-def test_changed_tokens_are_noticed_when_read(path):
+def test_rows_that_were_exchanged_are_refused(path):
     filled(path)
     changed(
         path,
-        "UPDATE tokens SET ids=x'0100000003000000' WHERE id=1",
-        "DELETE FROM tokens WHERE id=2",
+        "CREATE TEMP TABLE t AS SELECT * FROM tokens WHERE id IN (1, 2)",
+        "UPDATE tokens SET (sum, ids) = (SELECT sum, ids FROM t WHERE t.id=3-tokens.id) WHERE id<3",
     )
+    with pytest.raises(CorruptChunk, match="the checksum of the tokens of #1 differs") as caught:
+        Table(path)
+    assert caught.value.hint == f"run `kvweave fsck {path.parent} --repair`"
+
+
+def test_tokens_that_change_under_it_are_noticed_when_read(path):
+    filled(path)
     with Table(path) as table:
-        with pytest.raises(CorruptChunk, match="crc32 of the tokens of #1"):
+        table._rows.db.execute("UPDATE tokens SET ids=x'0100000003000000' WHERE id=1")
+        table._rows.db.execute("DELETE FROM tokens WHERE id=2")
+        with pytest.raises(CorruptChunk, match="the tokens of #1 differs"):
             table.tokens(1)
         with pytest.raises(CorruptChunk, match="the tokens of #2 are missing"):
             table.tokens(2)
@@ -188,14 +182,17 @@ def test_changed_tokens_are_noticed_when_read(path):
 def test_check_integrity_sees_a_journal_that_says_something_else(path):
     filled(path)
     with Table(path) as table:
-        db = table._journal._db
+        db = table._rows.db
         db.execute("UPDATE chunks SET pinned=1 WHERE id=3")
-        with pytest.raises(AssertionError, match=r"#3 is .* in memory and .* in the journal"):
+        with pytest.raises(CorruptChunk, match="a chunk's row, #3"):
             table.check_integrity()
         db.execute("UPDATE chunks SET pinned=0 WHERE id=3")
+        table.check_integrity()
+        kept = table.get(4)
         db.execute("DELETE FROM names WHERE id=4")
-        with pytest.raises(AssertionError, match="names in memory and journal differ"):
+        with pytest.raises(AssertionError, match=r"#4 is .* in memory and .* below"):
             table.check_integrity()
+        assert kept.names
 
 
 def test_newer_format_and_other_databases(path, tmp_path):
@@ -203,7 +200,7 @@ def test_newer_format_and_other_databases(path, tmp_path):
     changed(path, "PRAGMA user_version=7")
     with pytest.raises(FormatTooNew) as caught:
         Table(path)
-    assert (caught.value.found, caught.value.supported) == (7, 1)
+    assert (caught.value.found, caught.value.supported) == (7, 2)
     other = tmp_path / "other.db"
     changed(other, "CREATE TABLE cookies(x)")
     with pytest.raises(CorruptChunk, match="some other SQLite file"):
@@ -220,15 +217,16 @@ def test_locked_by_another_program(path):
     filled(path)
     other = sqlite3.connect(path, isolation_level=None)
     other.execute("BEGIN IMMEDIATE")
-    with pytest.raises(StoreError, match="is locked by another program"):
-        Table(path, busy_timeout=0.05)
-    other.execute("ROLLBACK")
+    with Table(path, busy_timeout=0.05) as table:
+        with pytest.raises(StoreError, match="is locked by another program"):
+            put(table, "new", 77)
+        assert table.lookup("new") is None
+        other.execute("ROLLBACK")
     other.close()
     with Table(path) as table:
         assert len(table) == 39
         other = sqlite3.connect(path, timeout=0.05)
-        with pytest.raises(sqlite3.OperationalError, match="locked"):
-            other.execute("SELECT * FROM chunks").fetchall()
+        assert len(other.execute("SELECT * FROM chunks").fetchall()) == 39  # who only reads may
         other.close()
 
 
@@ -238,7 +236,7 @@ def test_a_write_that_fails_changes_nothing(path):
     with Table(path) as table:
         table.on_free = freed.append
         before = snapshot(table)
-        table._journal._db.execute("PRAGMA query_only=1")
+        table._rows.db.execute("PRAGMA query_only=1")
         for verb in (
             lambda: put(table, "new", 77),
             lambda: table.unbind("docs/001"),
@@ -247,17 +245,17 @@ def test_a_write_that_fails_changes_nothing(path):
             with pytest.raises(StoreError, match=r"cannot use .* readonly"):
                 verb()
             assert snapshot(table) == before
-        table._journal._db.execute("PRAGMA query_only=0")
+        table._rows.db.execute("PRAGMA query_only=0")
         assert freed == []
         table.check_integrity()
-        assert put(table, "new", 77) == 41  # #40 was given before, to a put that failed
+        assert put(table, "new", 77) == 40  # the put that failed never began
         table.check_integrity()
 
 
 def test_a_full_disk_changes_nothing(path):
     filled(path)
     with Table(path) as table:
-        db = table._journal._db
+        db = table._rows.db
         pages = db.execute("PRAGMA page_count").fetchone()[0]
         db.execute(f"PRAGMA max_page_count={pages}")
         before = snapshot(table)
@@ -272,10 +270,10 @@ def test_a_full_disk_changes_nothing(path):
 
 
 def test_unflushed_uses_are_written_in_batches(path, monkeypatch):
-    monkeypatch.setattr("kvweave.chunk.table.UNWRITTEN_USES", 3)
+    monkeypatch.setattr("kvweave.chunk.transactions.UNWRITTEN", 3)
     filled(path)
     with Table(path) as table:
-        stored = lambda: sum(row[12] for row in table._journal.chunks())  # noqa: E731
+        stored = lambda: sum(record.n_uses for record in table._rows.chunks())  # noqa: E731
         table.touch([1, 2], now=5.0)
         assert stored() == 0
         table.check_integrity()

@@ -91,12 +91,12 @@ def test_names(table):
 @pytest.mark.parametrize("ref", ["docs/fap", "docs/fq", "docs/fafq", "dosc/faq", "docs/faqs"])
 def test_not_found_says_what_was_meant(table, ref):
     table.bind("docs/faq", add(table, 1))
-    for i in range(1000):
-        table._state.names[""][f"zz/{i}"] = 1  # many newer names must not hide it
+    with table.transaction():
+        other = add(table, 2)
+        for i in range(1000):
+            table.bind(f"zz/{i}", other)  # many newer names must not hide it
     with pytest.raises(ChunkNotFound) as caught:
         table.resolve(ref)
-    for i in range(1000):
-        del table._state.names[""][f"zz/{i}"]
     assert caught.value.did_you_mean[0] == "docs/faq"
     assert table.lookup(ref) is None
 
@@ -262,16 +262,39 @@ def test_threads_share_a_table(table):
 def test_check_integrity_can_fail(table):
     id = add(table, 1)
     table.bind("a", id)
-    state = table._state
-    for break_it, mend, sentence in [
-        (lambda: state.names[""].update(b=id), lambda: state.names[""].pop("b"), "1 names, 2"),
-        (lambda: state.names[""].update(b=7), lambda: state.names[""].pop("b"), "which is gone"),
-        (lambda: state.holders.update({9: {"c": 1}}), state.holders.clear, "#9, held by"),
-        (lambda: state.n_children.update({1: 1}), state.n_children.clear, "counts of chunks"),
-        (lambda: state.by_digest.update({b"x": 1}), lambda: state.by_digest.pop(b"x"), "digests"),
-    ]:
+    record, db = table.get(id), table._rows.db
+    for break_it, mend, error, sentence in [
+        (lambda: setattr(record, "n_bytes", 7), lambda: setattr(record, "n_bytes", 0), AssertionError, "in memory and"),
+        (lambda: setattr(record, "names", ()), lambda: setattr(record, "names", ("a",)), AssertionError, "in memory and"),
+        (lambda: table._holders.update({9: {"c": 1}}), table._holders.clear, AssertionError, "#9, held by"),
+        (lambda: table._holders.update({id: {}}), table._holders.clear, AssertionError, "held by nobody"),
+        (lambda: db.execute("UPDATE names SET id=7"), lambda: db.execute("UPDATE names SET id=1"), CorruptChunk, "the name 'a' of #7"),
+    ]:  # fmt: skip
         break_it()
-        with pytest.raises(AssertionError, match=sentence):
+        with pytest.raises(error, match=sentence):
             table.check_integrity()
         mend()
     table.check_integrity()
+
+
+def test_bulk_facts(table):
+    a, b = add(table, 1, n_bytes=5, tier="gpu"), add(table, 2, namespace="b")
+    table.update(a, tier="disk", n_bytes=8)
+    assert table.known([digest_of(2), digest_of(9), digest_of(1)]) == {
+        digest_of(1): a, digest_of(2): b,
+    }  # fmt: skip
+    assert [tuple(facts) for facts in table.facts()] == [
+        (a, digest_of(1), 8, "disk"), (b, digest_of(2), 0, "none"),
+    ]  # fmt: skip
+    assert table.known([]) == {}
+
+
+def test_a_record_stays_the_same_while_somebody_has_it(table, monkeypatch):
+    monkeypatch.setattr("kvweave.chunk.index.CACHED_RECORDS", 3)
+    first = table.get(add(table, 1))
+    ids = [add(table, i) for i in range(2, 20)]
+    table.bind("a", first.id)
+    table.update(first.id, tier="disk")
+    assert first.names == ("a",) and table.get(first.id) is first
+    assert next(iter(table)) is first and table.lookup("a") is first
+    assert len(table._live) < len(ids)

@@ -11,7 +11,7 @@ import pytest
 
 from kvweave import Engine
 from kvweave.store.tier.base import Outcome
-from kvweave.store.tier.slab import Slab
+from kvweave.store.tier.disk import Disk
 
 A = "foze river habu . so well then we saw it ."
 B = "vabo metal zovo . so well ."
@@ -242,9 +242,10 @@ def test_a_durable_chunk_is_on_disk_and_in_memory_and_synced_before_the_answer(
     monkeypatch.setattr(os, "fsync", noted(os.fsync))
     monkeypatch.setattr(os, "fdatasync", noted(os.fdatasync))
     made = anna.put("a", A, durable=True)
-    assert made["tier"] == "ram" and list((tmp_path / "home" / "kv").glob("*.slab"))
-    segment, *_, journal, home = synced
-    assert segment.endswith(".slab") and (journal, home) == ("index.sqlite-wal", "home")
+    assert made["tier"] == "ram" and list((tmp_path / "home" / "kv").glob("*.kv"))
+    value, directory, journal, home = synced
+    assert "deleted" in value and directory == "kv", "a file without a name, then its name"
+    assert (journal, home) == ("index.sqlite-wal", "home")
     synced.clear()
     anna.put("b", B)
     assert synced == []
@@ -258,7 +259,7 @@ def test_a_durable_put_that_cannot_be_written_stores_nothing(serve, tmp_path, mo
         return [Outcome("full", "No space left on device") for _ in puts]
 
     with monkeypatch.context() as patch:
-        patch.setattr(Slab, "put", full)
+        patch.setattr(Disk, "put", full)
         body = {"text": A, "durable": True, "replace": True}
         served.anna.error("PUT", "/v1/chunks/new", body, 503)
         served.anna.error("PUT", "/v1/chunks/old", body, 503)

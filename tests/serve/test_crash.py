@@ -16,13 +16,14 @@ import pytest
 import torch
 from hostile import CHAT, USER
 from launching import Launched, launch
+from store.records import load
 
 from kvweave import Engine
 from kvweave.demo.world import WORDS
 from kvweave.run.model import Runner
 from kvweave.store.kv import KV
-from kvweave.store.record.transfer import load_kv
-from kvweave.store.tier.slab import Slab
+from kvweave.store.record.transfer import digest_of
+from kvweave.store.tier.disk import Disk
 
 ROUNDS = int(os.environ.get("KVWEAVE_CRASHES", "8"))
 SEED = int(os.environ.get("KVWEAVE_SEED", "2026"))
@@ -127,13 +128,13 @@ def under_load(server: Launched, ledgers: list[Ledger]) -> Iterator[list[BaseExc
 
 def records_of(home: Path, model: Runner) -> dict[str, KV]:
     """Read every record of a home that nobody has open, which checks its sums."""
-    disk, digest = Slab(home / "kv", 1 << 40), model.fingerprint.digest().hex()
-    found = {key: load_kv(disk, key, digest) for key in disk.keys()}
+    disk, digest = Disk(home / "kv"), model.fingerprint.digest().hex()
+    found = {digest_of(key): load(disk, key, model=digest) for key in disk.keys()}
     disk.check_integrity()
     disk.close()
-    wrong = {key: each.outcome for key, each in found.items() if each.kv is None}
+    wrong = {key: each for key, each in found.items() if not isinstance(each, KV)}
     assert not wrong, f"half there: {wrong}"
-    return {key: each.kv for key, each in found.items() if each.kv is not None}
+    return {key: each for key, each in found.items() if isinstance(each, KV)}
 
 
 def start(directory: Path) -> Launched:

@@ -59,14 +59,13 @@ def composed(engine: Engine, question: int = 9, **options: object) -> Context:
 def reading(
     tier_get: GetMany, monkeypatch: pytest.MonkeyPatch, before: Callable[[int], None]
 ) -> None:
-    """Call ``before`` with 0, 1, .. before each request of a reader's thread."""
-    counts: dict[int, int] = {}
+    """Call ``before`` with 0, 1, .. before each request for layers."""
+    counts: list[int] = []
 
     def get(self: Disk, gets: list[Get], *, deadline: float | None = None) -> list[Outcome]:
-        if threading.current_thread().name in ("kvweave-tier",):
-            me = threading.get_ident()
-            counts[me] = counts.get(me, -1) + 1
-            before(counts[me])
+        if gets[0].offset:  # no head
+            counts.append(0)
+            before(len(counts) - 1)
         return tier_get(self, gets, deadline=deadline)  # type: ignore[call-arg]
 
     monkeypatch.setattr(Disk, "get", get)
@@ -142,7 +141,7 @@ def test_a_lost_chunk_leaves_the_rows_before_it_as_they_are(
     kept = rows(context).read(0)[0][:20]
     context.append_chunk("b")
     context.append_chunk("c")
-    (engine.shelf.mover.levels[0].tier.directory / f"{key(engine, 'c')}.kv").unlink()  # type: ignore[attr-defined]
+    file_of(engine, "c").unlink()
     plan = context.weave()
     assert [(s.part, s.how) for s in plan.spans] == [
         ("a", "prefix"), ("b", "reuse"), ("c", "prefill"),
@@ -152,7 +151,7 @@ def test_a_lost_chunk_leaves_the_rows_before_it_as_they_are(
 
 def test_one_layer_of_wrong_bytes_is_enough(open_engine: Callable[..., Engine]) -> None:
     engine = open_engine()
-    file = engine.shelf.mover.levels[0].tier.directory / f"{key(engine, 'b')}.kv"  # type: ignore[attr-defined]
+    file = file_of(engine, "b")
     data = bytearray(file.read_bytes())
     data[-5000] ^= 1  # in the last layer, read when the pass is under way
     file.write_bytes(data)
@@ -160,6 +159,8 @@ def test_one_layer_of_wrong_bytes_is_enough(open_engine: Callable[..., Engine]) 
     assert [s.how for s in plan.spans] == ["prefix", "prefill", "reuse", "prefill"]
 
 
-def key(engine: Engine, name: str) -> str:
-    record = engine.table.resolve(name)
-    return record.digest.hex()
+def file_of(engine: Engine, name: str) -> Path:
+    level, id = engine.shelf.mover.levels[0], int(engine.table.resolve(name).id)
+    disk = level.tier.tier  # type: ignore[attr-defined]
+    assert isinstance(disk, Disk)
+    return disk.path(level.held[id].key)

@@ -16,9 +16,8 @@ from kvweave.chunk.identity import (
     check_tier,
     normal_name,
 )
-from kvweave.chunk.names import directory_of, has_glob, matching
+from kvweave.chunk.names import directory_of, has_glob, literal_prefix, matching
 from kvweave.chunk.record import Record
-from kvweave.chunk.state import no_garbage_collection
 from kvweave.chunk.table import Table
 from kvweave.errors import (
     ChunkInUse,
@@ -278,10 +277,9 @@ class Files:
             return [(pattern, table.resolve(pattern, self.namespace))]
         return self._match_many(pattern)
 
-    @no_garbage_collection()
     def _match_many(self, pattern: str) -> list[tuple[str, Record]]:
         table = self.table
-        names = matching(table.names(self.namespace), pattern)
+        names = matching(table.names(self.namespace, literal_prefix(pattern)), pattern)
         if not names and pattern and not has_glob(pattern):
             raise ChunkNotFound(pattern, table.similar_names(pattern.rstrip("/"), self.namespace))
         found = [(name, table.lookup(name, self.namespace)) for name in names]

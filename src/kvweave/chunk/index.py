@@ -1,25 +1,28 @@
-"""The in-memory index, as far as it can be read: records by id, name and digest, and tokens."""
+"""The index, as far as it can be read: records by id, name and digest, and tokens."""
 
 from __future__ import annotations
 
 import re
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from threading import RLock
 from typing import Literal
+from weakref import WeakValueDictionary
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvweave.chunk.changes import Changes
 from kvweave.chunk.identity import NO_TOKEN, ChunkId, normal_name
-from kvweave.chunk.journal import Journal
-from kvweave.chunk.names import suggest
+from kvweave.chunk.levels import Holders, Level
+from kvweave.chunk.names import RECENT, suggest
 from kvweave.chunk.record import Record
-from kvweave.chunk.state import IndexState, load
-from kvweave.errors import ChunkNotFound, CorruptChunk, InvalidArgument, InvalidName
+from kvweave.chunk.rows import ChunkFacts, Rows
+from kvweave.chunk.sqlite import SqliteRows
+from kvweave.errors import ChunkNotFound, InvalidArgument, InvalidName
 
+CACHED_RECORDS = 8192
+"""Records kept in memory after reading, some 500 bytes each."""
 CACHED_TOKENS = 1 << 20
 """Token ids kept in memory after reading, 4 bytes each."""
 
@@ -30,37 +33,71 @@ class Index:
     """What a Table can tell. Threads may share it: each answer is consistent in itself."""
 
     def __init__(self, path: str | Path | None = None, *, busy_timeout: float = 5.0) -> None:
-        """Open or make the journal file ``path``; None keeps everything in memory only.
+        """Open or make the index: a file, or the address of a PostgreSQL database, which other
+        engines may have open too; None keeps everything in memory only.
 
-        Raises CorruptChunk or FormatTooNew for a file it cannot read, InvalidArgument when another
-        process has it open.
+        Raises CorruptChunk or FormatTooNew for what it cannot read, InvalidArgument when another
+        process has the file open, StoreError when the server does not answer.
         """
-        self._lock = RLock()
-        self._changes = Changes()
+        self._lock = RLock()  # of transactions
+        self._reading = RLock()  # of caches; held for single statements only
+        self._levels: list[Level] = []
+        self._loose: dict[ChunkId, None] = {}
+        self._freed: list[ChunkId] = []
+        self._holders: Holders = {}
+        self._live: WeakValueDictionary[ChunkId, Record] = WeakValueDictionary()
+        self._recent: OrderedDict[ChunkId, Record] = OrderedDict()
+        self._dirty: dict[ChunkId, tuple[Record, int]] = {}
+        """Whose tier, size, deps or uses the database does not know yet, and how many uses."""
         self._tokens: OrderedDict[ChunkId, bytes] = OrderedDict()
         self._n_cached = 0
-        self._unwritten_uses: set[ChunkId] = set()
         self._closed = False
-        self._journal = None if path is None else Journal(Path(path), busy_timeout=busy_timeout)
-        try:
-            self._state = IndexState() if self._journal is None else load(self._journal)
-        except BaseException:
-            assert self._journal is not None  # an empty state cannot fail
-            self._journal.close()
-            raise
+        self._rows = _rows(path, busy_timeout)
+        self.uuid = self._rows.uuid
+        """Says whose index it is, 32 hex digits; another one each time when it is in memory only."""
 
     def __len__(self) -> int:
-        return len(self._state.records)
+        return self._rows.count()
 
     def __iter__(self) -> Iterator[Record]:
-        return iter(list(self._state.records.values()))
+        """Yield each record, by id. What is changed meanwhile is seen or not; takes a pass over all."""
+        for record in self._rows.chunks():
+            with self._reading:
+                found = self._live.get(record.id)
+                if found is None:
+                    self._live[record.id] = found = record
+            yield found
 
     def get(self, id: ChunkId) -> Record:
         """Return the record of ``id``, of any namespace; raise ChunkNotFound."""
-        record = self._state.records.get(id)
+        record = self._find(id)
         if record is None:
             raise ChunkNotFound(f"#{id}")
         return record
+
+    def _find(self, id: ChunkId) -> Record | None:
+        with self._reading:
+            record = self._recent.get(id)
+            if record is not None:
+                self._recent.move_to_end(id)
+                return record
+            self._check_open()
+            record = self._live.get(id) or self._rows.chunk(id)
+            if record is not None:
+                self._remember(record)
+            return record
+
+    def _remember(self, record: Record) -> None:
+        self._live[record.id] = self._recent[record.id] = record
+        if len(self._recent) > CACHED_RECORDS:
+            self._recent.popitem(last=False)
+
+    def _forget(self, id: ChunkId) -> None:
+        with self._reading:
+            self._recent.pop(id, None)
+            self._live.pop(id, None)
+            self._dirty.pop(id, None)
+            self._n_cached -= len(self._tokens.pop(id, b"")) // 4
 
     def resolve(self, ref: str, namespace: str = "") -> Record:
         """Return the record ``#17`` or a name stands for; raise ChunkNotFound."""
@@ -74,42 +111,55 @@ class Index:
         if ref.startswith("#"):
             if not _REF.fullmatch(ref):
                 raise InvalidName(ref, "after '#' stands a number")
-            record = self._state.records.get(ChunkId(int(ref[1:])))
+            record = self._find(ChunkId(int(ref[1:])))
             return record if record is not None and record.namespace == namespace else None
-        id = self._state.names.get(namespace, {}).get(normal_name(ref))
-        return None if id is None else self._state.records[id]
+        id = self._rows.by_name(namespace, normal_name(ref))
+        return None if id is None else self._find(id)
 
     def find_digest(self, digest: bytes) -> Record | None:
         """Return the record with this digest, or None."""
-        id = self._state.by_digest.get(digest)
-        return None if id is None else self._state.records[id]
+        id = self._rows.by_digest(digest)
+        return None if id is None else self._find(id)
 
-    def names(self, namespace: str = "") -> list[str]:
-        """Return the names of one namespace, in no order."""
-        return list(self._state.names.get(namespace, ()))
+    def known(self, digests: Iterable[bytes]) -> dict[bytes, ChunkId]:
+        """Return the ids of those digests that there are; about 3 us each."""
+        return self._rows.known(list(digests))
+
+    def facts(self) -> Iterator[ChunkFacts]:
+        """Yield id, digest, bytes and tier of each chunk, by id; about 1 us each."""
+        self._settle()
+        return self._rows.facts()
+
+    def names(self, namespace: str = "", prefix: str = "") -> list[str]:
+        """Return the names of one namespace, sorted, or those that begin with ``prefix``."""
+        return self._rows.names(namespace, prefix)
 
     def namespaces(self) -> list[str]:
         """Return the namespaces that have a chunk."""
-        return sorted({record.namespace for record in self})
+        return self._rows.namespaces()
 
     def similar_names(self, ref: str, namespace: str = "") -> tuple[str, ...]:
         """Return a few names that ``ref`` may have meant."""
         if ref.startswith("#"):
             return ()
-        return suggest(ref, self._state.names.get(namespace, {}))
+
+        def among(names: Sequence[str]) -> list[str]:
+            return self._rows.among(namespace, names)
+
+        return suggest(ref, among, self._rows.newest_names(namespace, RECENT))
 
     def names_of(self, id: ChunkId) -> tuple[str, ...]:
         """Return the names of a chunk, sorted; raise ChunkNotFound."""
         return self.get(id).names
 
     def contexts_of(self, id: ChunkId) -> tuple[str, ...]:
-        """Return the contexts that hold a chunk; raise ChunkNotFound."""
+        """Return the contexts that hold a chunk, of all engines; raise ChunkNotFound."""
         self.get(id)
-        return tuple(self._state.holders.get(id, ()))
+        return tuple(dict.fromkeys([*self._holders.get(id, ()), *self._rows.contexts(id)]))
 
     def n_children(self, id: ChunkId) -> int:
         """Return how many chunks have this one as base."""
-        return self._state.n_children.get(id, 0)
+        return self._rows.n_children(id)
 
     def n_bytes_by(self, key: Literal["tier", "kind", "namespace"]) -> dict[str, int]:
         """Return the bytes of KV for each tier, kind or namespace; takes one pass over all."""
@@ -131,38 +181,35 @@ class Index:
 
     def _token_bytes(self, record: Record) -> bytes:
         id = record.id
-        with self._lock:
-            data = self._tokens.get(id) or self._changes.tokens.get(id)
+        with self._reading:
+            data = self._tokens.get(id)
             if data is not None:
-                if self._journal is not None and id in self._tokens:
-                    self._tokens.move_to_end(id)
+                self._tokens.move_to_end(id)
                 return data
             self._check_open()
-            assert self._journal is not None  # without one, all tokens are in _tokens
-            data = self._journal.tokens(id)
-            if len(data) != 4 * record.n_tokens:
-                where = str(self._journal.path)
-                raise CorruptChunk(where, f"#{id} has {len(data)} bytes of tokens")
-            self._cache(id, data)
-            return data
-
-    def _cache(self, id: ChunkId, data: bytes) -> None:
-        self._tokens[id] = data
-        self._n_cached += len(data) // 4
-        if self._journal is not None:
+            data = self._rows.tokens(id, record.n_tokens)
+            self._tokens[id] = data
+            self._n_cached += len(data) // 4
             while self._n_cached > CACHED_TOKENS and len(self._tokens) > 1:
                 self._n_cached -= len(self._tokens.popitem(last=False)[1]) // 4
+            return data
 
     def is_kept(self, id: ChunkId) -> bool:
         """Return whether a name, a pin, a context or a living chunk keeps this one alive."""
-        record = self.get(id)
-        return bool(
-            record.linked
-            or record.pinned
-            or id in self._state.holders
-            or self._state.n_children.get(id)
-        )
+        return id in self._holders or self._rows.is_kept(id)
+
+    def _settle(self) -> None:
+        """Have the database know what is only in memory."""
+        raise NotImplementedError
 
     def _check_open(self) -> None:
         if self._closed:
             raise InvalidArgument("table", "it is closed")
+
+
+def _rows(path: str | Path | None, busy_timeout: float) -> Rows:
+    if isinstance(path, str) and path.startswith(("postgresql://", "postgres://")):
+        from kvweave.chunk.postgres import PostgresRows  # an extra
+
+        return PostgresRows(path, lock_timeout=busy_timeout)
+    return SqliteRows(None if path is None else Path(path), busy_timeout=busy_timeout)

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import lru_cache
-from itertools import islice
 from string import ascii_lowercase, digits
 
-from kvweave.chunk.identity import MAX_NAME, ChunkId
+from kvweave.chunk.identity import MAX_NAME
 from kvweave.errors import InvalidArgument, nearest
 
 _GLOB = re.compile(r"[*?\[\]{}]")
-_RECENT = 400
+RECENT = 400
 """How many of the newest names a suggestion looks at: comparing costs about 10 us each."""
 
 
@@ -106,17 +105,17 @@ class _Translation:
         return InvalidArgument("pattern", f"{self.pattern!r}: {reason}")
 
 
-def suggest(name: str, known: dict[str, ChunkId]) -> tuple[str, ...]:
+def suggest(
+    name: str, among: Callable[[Sequence[str]], list[str]], recent: Sequence[str]
+) -> tuple[str, ...]:
     """Return up to three known names that ``name`` may have meant.
 
-    The work is bounded however many names there are: names one edit away are looked up, and only
-    the newest few are compared.
+    The work is bounded however many names there are: ``among`` tells which of the names one edit
+    away there are, and only ``recent`` ones are compared.
     """
     if len(name) > MAX_NAME + 1:
         return ()
-    close = [edit for edit in _one_edit_away(name) if edit in known]
-    recent = list(islice(reversed(known), _RECENT))
-    return nearest(name, dict.fromkeys(close + recent))
+    return nearest(name, dict.fromkeys([*among(list(_one_edit_away(name))), *recent]))
 
 
 def _one_edit_away(name: str) -> Collection[str]:

@@ -1,4 +1,4 @@
-"""One chunk as the index knows it, and its row in the journal."""
+"""One chunk as the index knows it, and its row in a database."""
 
 from __future__ import annotations
 
@@ -13,14 +13,18 @@ Row: TypeAlias = tuple[
     ChunkId, bytes, int, int, str, ChunkId | None, bytes | None, int, int, int, float, float, int
 ]
 """The columns of table ``chunks``; kind and tier as their number in KINDS and TIERS."""
+Fields: TypeAlias = tuple[tuple[str, ...], TierName, int, tuple[ChunkId, ...], bool, float, int]
 
 KIND_CODE = {kind: code for code, kind in enumerate(KINDS)}
 TIER_CODE = {tier: code for code, tier in enumerate(TIERS)}
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, weakref_slot=True, eq=False)
 class Record:
-    """What the index knows of a chunk. Read it; only a Table changes it."""
+    """What the index knows of a chunk. Read it; only a Table changes it.
+
+    While somebody has it, the table gives the same one for its id, and keeps it up to date.
+    """
 
     id: ChunkId
     digest: bytes
@@ -39,41 +43,29 @@ class Record:
     """Seconds since 1970, as ``last_used``."""
     last_used: float
     n_uses: int
-    linked: str | dict[str, None] | None = None
-    """Its names: nearly all chunks have one, and a container for it would cost 200 bytes each."""
+    names: tuple[str, ...] = ()
+    """Its names, sorted."""
 
     @property
-    def names(self) -> tuple[str, ...]:
-        """Its names, sorted."""
-        if self.linked is None:
-            return ()
-        return (self.linked,) if isinstance(self.linked, str) else tuple(sorted(self.linked))
+    def linked(self) -> bool:
+        """Whether it has a name."""
+        return bool(self.names)
 
     @property
     def n_names(self) -> int:
-        if self.linked is None:
-            return 0
-        return 1 if isinstance(self.linked, str) else len(self.linked)
+        return len(self.names)
 
-    def link(self, name: str) -> None:
-        """Add a name it does not have."""
-        if self.linked is None:
-            self.linked = name
-        elif isinstance(self.linked, str):
-            self.linked = {self.linked: None, name: None}
-        else:
-            self.linked[name] = None
+    def fields(self) -> Fields:
+        """Return what may change of it."""
+        return (
+            self.names, self.tier, self.n_bytes, self.deps, self.pinned, self.last_used, self.n_uses,
+        )  # fmt: skip
 
-    def unlink(self, name: str) -> None:
-        """Take a name away; raise KeyError when it does not have it."""
-        if isinstance(self.linked, dict):
-            del self.linked[name]
-            if len(self.linked) == 1:
-                self.linked = next(iter(self.linked))
-        elif self.linked == name:
-            self.linked = None
-        else:
-            raise KeyError(name)
+    def set_fields(self, fields: Fields) -> None:
+        """Change it to what ``fields`` returned."""
+        (
+            self.names, self.tier, self.n_bytes, self.deps, self.pinned, self.last_used, self.n_uses,
+        ) = fields  # fmt: skip
 
 
 def to_row(record: Record) -> Row:
@@ -96,11 +88,8 @@ def to_row(record: Record) -> Row:
     )
 
 
-def from_row(row: Row) -> Record:
-    """Return the row's record, without names; raise an error of Python's when it cannot be one.
-
-    Called a million times at load, so it trusts what ``Journal`` wrote and checks only ranges.
-    """
+def from_row(row: Row, names: tuple[str, ...] = ()) -> Record:
+    """Return the row's record; raise an error of Python's when it cannot be one."""
     (
         id, digest, n_tokens, kind, namespace, base, deps, tier, n_bytes, pinned, created,
         last_used, n_uses,
@@ -121,4 +110,5 @@ def from_row(row: Row) -> Record:
         created,
         last_used,
         n_uses,
+        names,
     )

@@ -1,14 +1,11 @@
-"""The index: every chunk's record, names and holders in memory, with a durable journal."""
+"""The index: the verbs that change it, each of them whole or not at all."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Sequence
 from typing import TypedDict, Unpack
 
-from kvweave.chunk.batch import make_batch
-from kvweave.chunk.changes import Changes, Transaction
 from kvweave.chunk.identity import (
     DIGEST_BYTES,
     ChunkId,
@@ -22,10 +19,8 @@ from kvweave.chunk.identity import (
     normal_name,
     token_bytes,
 )
-from kvweave.chunk.index import Index
-from kvweave.chunk.integrity import check_journal, check_memory
-from kvweave.chunk.journal import Journal, WriteBatch
 from kvweave.chunk.record import Record
+from kvweave.chunk.transactions import Transactions
 from kvweave.errors import (
     ChunkNotFound,
     ChunkPinned,
@@ -34,10 +29,8 @@ from kvweave.errors import (
     InvalidArgument,
     InvalidName,
     NameTaken,
+    StoreError,
 )
-
-UNWRITTEN_USES = 512
-"""How many chunks may have newer use statistics than the journal; writing 512 takes 20 to 40 ms."""
 
 
 class Updates(TypedDict, total=False):
@@ -49,20 +42,16 @@ class Updates(TypedDict, total=False):
     pinned: bool
 
 
-class Table(Index):
+class Table(Transactions):
     """Chunks by id, digest and name; who holds them; what each verb changed, durably.
 
     A chunk lives as long as it has a name, is pinned, is held by a context, or is the base of a
     living chunk. It is freed when a transaction that let go of it ends and nothing else keeps it;
     a new chunk nobody has bound or held yet stays. Then ``on_free(id)`` tells the owner of its KV.
 
-    Each verb is a transaction: it happens, in memory and journal, or it raises and nothing changed.
+    Each verb is a transaction: it happens, in memory and database, or it raises and nothing changed.
     Verbs called inside ``transaction()`` happen together. Threads may share a Table.
     """
-
-    on_free: Callable[[ChunkId], None] | None = None
-    _ids_were_lost = False
-    """Whether an id was given whose chunk never came to be, and the journal does not know."""
 
     def __enter__(self) -> Table:
         return self
@@ -71,19 +60,18 @@ class Table(Index):
         self.close()
 
     def close(self) -> None:
-        """Write what is unwritten and close the journal; doing it twice does nothing."""
+        """Write what is unwritten and close the index; doing it twice does nothing."""
         with self._lock:
             if self._closed:
                 return
-            if self._changes.marks:
+            if self._levels:
                 raise InvalidArgument("table", "close() inside a transaction")
             try:
-                if self._unwritten_uses or self._ids_were_lost:
-                    self.flush()
+                self.flush()
             finally:
                 self._closed = True
-                if self._journal is not None:
-                    self._journal.close()
+                self._recent.clear()
+                self._rows.close()
 
     # --- chunks ---
 
@@ -114,30 +102,28 @@ class Table(Index):
         namespace = check_namespace(namespace)
         with self.transaction():
             known = self.find_digest(digest)
-            if known is not None:
+            if known is not None and self._fresh(known):
                 self._check_same(known, data, namespace, base)
                 return known.id, False
             if base is not None:
-                self.get(base)
+                self._to_change(base)
             now = time.time()
-            id = ChunkId(self._state.next_id)
             record = Record(
-                id, digest, len(data) // 4, kind, namespace, base, (), tier, n_bytes, False,
+                ChunkId(0), digest, len(data) // 4, kind, namespace, base, (), tier, n_bytes, False,
                 now, now, 0,
             )  # fmt: skip
-            self._state.next_id += 1
-            self._changes.given += 1
-            self._insert(record, data)
+            self._writing()
+            id = self._rows.add(record, data)
+            if id is None:  # another engine was faster
+                known = self.find_digest(digest)
+                if known is None:
+                    raise StoreError("another engine adds and removes this chunk", hint="try again")
+                self._check_same(known, data, namespace, base)
+                return known.id, False
+            self._levels[-1].records[id] = (record, None)
+            with self._reading:
+                self._remember(record)
             return id, True
-
-    def _insert(self, record: Record, data: bytes) -> None:
-        changes, id = self._changes, record.id
-        changes.set_item(self._state.records, id, record)
-        changes.set_item(self._state.by_digest, record.digest, id)
-        if record.base is not None:
-            self._count_child(record.base, 1)
-        changes.chunks.add(id)
-        changes.set_item(changes.tokens, id, data)
 
     def _check_same(self, known: Record, data: bytes, namespace: str, base: ChunkId | None) -> None:
         if known.namespace != namespace:
@@ -147,9 +133,8 @@ class Table(Index):
                 "base", f"{base}, but #{known.id} of this digest has {known.base}"
             )
         if self._token_bytes(known) != data:
-            where = "memory" if self._journal is None else str(self._journal.path)
             reason = f"#{known.id} has digest {known.digest.hex()} but other tokens"
-            raise CorruptChunk(where, reason)
+            raise CorruptChunk(self._rows.where, reason)
 
     def update(self, id: ChunkId, **changes: Unpack[Updates]) -> None:
         """Change tier, n_bytes, deps or pinned; raise ChunkNotFound or InvalidArgument.
@@ -167,10 +152,16 @@ class Table(Index):
             changes["pinned"] = bool(changes["pinned"])
         check_n_bytes(changes.get("n_bytes", 0))
         with self.transaction():
+            if "pinned" in changes:
+                record = self._to_change(id)
+                record.pinned = changes["pinned"]
+                self._rows.change(record)
             record = self.get(id)
+            self._levels[-1].keep(record)
             for name, value in changes.items():
-                self._changes.set_field(record, name, value)
-            self._changes.chunks.add(id)
+                setattr(record, name, value)
+            if changes.keys() != {"pinned"}:
+                self._note(record, 0)
 
     def touch(self, ids: Iterable[ChunkId], now: float | None = None) -> None:
         """Count one use of each; durable after ``flush``, ``close``, or a few thousand uses."""
@@ -178,20 +169,19 @@ class Table(Index):
         with self.transaction():
             for id in ids:
                 record = self.get(id)
-                self._changes.set_field(record, "last_used", when)
-                self._changes.set_field(record, "n_uses", record.n_uses + 1)
-                if self._journal is not None:
-                    self._unwritten_uses.add(id)
+                self._levels[-1].keep(record)
+                record.last_used, record.n_uses = when, record.n_uses + 1
+                self._note(record, 1)
 
     def flush(self) -> None:
-        """Write the use statistics that are only in memory."""
+        """Write tiers, sizes, deps and uses that are only in memory."""
         with self.transaction():
-            self._changes.write_uses = True
+            self._settle()
 
     def sync(self) -> None:
         """Wait until all that was written would survive a power cut. Raises StoreError."""
-        if self._journal is not None:
-            self._journal.sync()
+        self.flush()
+        self._rows.sync()
 
     # --- names ---
 
@@ -203,64 +193,68 @@ class Table(Index):
         """
         name = check_name(name)
         with self.transaction():
-            record = self.get(id)
+            record = self._to_change(id)
             if record.namespace != namespace:
                 raise ChunkNotFound(f"#{id}")
-            names = self._state.names.setdefault(namespace, {})
-            old = names.get(name)
-            if old == id:
+            old = self.lookup(name, namespace)
+            if old is record:
                 return
             if old is not None:
                 if not replace:
-                    raise NameTaken(name, old)
-                if (before := self.get(old)).pinned and before.n_names == 1:
-                    raise ChunkPinned(name, old)
+                    raise NameTaken(name, old.id)
+                if self._fresh(old) and old.pinned and old.names == (name,):
+                    raise ChunkPinned(name, old.id)
                 self.unbind(name, namespace)
-            changes = self._changes
-            changes.set_item(names, name, id)
-            changes.on_undo(record.unlink, name)
-            record.link(name)
-            changes.names.add((namespace, name))
+            self._writing()
+            self._rows.bind(namespace, name, id)
+            self._levels[-1].keep(record)
+            record.names = tuple(sorted((*record.names, name)))
 
     def unbind(self, name: str, namespace: str = "") -> None:
         """Remove a name; its chunk is freed if nothing else keeps it. Raises ChunkNotFound."""
         with self.transaction():
-            record = self.resolve(name, namespace)
+            record = self._to_change(self.resolve(name, namespace).id)
             name = normal_name(name)
             if name.startswith("#"):
                 raise InvalidName(name, "an id is not a name; it cannot be removed")
-            changes = self._changes
-            changes.del_item(self._state.names[namespace], name)
-            changes.on_undo(record.link, name)
-            record.unlink(name)
-            changes.names.add((namespace, name))
+            self._rows.unbind(namespace, name)
+            self._levels[-1].keep(record)
+            record.names = tuple(each for each in record.names if each != name)
             self._let_go(record.id)
 
     # --- contexts ---
 
     def hold(self, id: ChunkId, context: str) -> None:
-        """Keep a chunk alive for ``context``, once more; in memory only. Raises ChunkNotFound."""
+        """Keep a chunk alive for ``context``, once more, while this engine lives."""
         with self.transaction():
             self.get(id)
-            if id not in self._state.holders:
-                self._changes.set_item(self._state.holders, id, {})
-            holders = self._state.holders[id]
-            self._changes.set_item(holders, context, holders.get(context, 0) + 1)
+            self._levels[-1].keep_holders(self._holders, id)
+            holders = self._holders.setdefault(id, {})
+            holders[context] = holders.get(context, 0) + 1
+            self._hold(id, context, holders[context])
 
     def release(self, id: ChunkId, context: str) -> None:
         """Take back one ``hold``; the chunk is freed if nothing else keeps it."""
         with self.transaction():
             self.get(id)
-            holders = self._state.holders.get(id, {})
+            holders = self._holders.get(id, {})
             if context not in holders:
                 raise InvalidArgument("context", f"{context!r} does not hold #{id}")
-            if holders[context] > 1:
-                self._changes.set_item(holders, context, holders[context] - 1)
-                return
-            self._changes.del_item(holders, context)
+            self._levels[-1].keep_holders(self._holders, id)
+            holders[context] -= 1
+            n = holders[context]
+            if not n:
+                del holders[context]
             if not holders:
-                self._changes.del_item(self._state.holders, id)
-            self._let_go(id)
+                del self._holders[id]
+            self._hold(id, context, n)
+            if not n:
+                self._let_go(id)
+
+    def _hold(self, id: ChunkId, context: str, n: int) -> None:
+        if self._rows.is_shared and n <= 1:
+            self._writing()
+            self._rows.hold(id, context, n)
 
     # --- freeing ---
 
@@ -271,128 +265,33 @@ class Table(Index):
         ended: call it when no put is under way, such as at start.
         """
         with self.transaction():
-            before = len(self._changes.freed)
-            for id in [record.id for record in self] if ids is None else ids:
+            before = len(self._freed)
+            for id in self._rows.unkept() if ids is None else ids:
                 self._let_go(id)
             self._sweep()
-            return self._changes.freed[before:]
-
-    def _let_go(self, id: ChunkId) -> None:
-        if id not in self._changes.loose:
-            self._changes.set_item(self._changes.loose, id, None)
-
-    def _sweep(self) -> None:
-        """Free what was let go of and nothing keeps; bases follow the last chunk on them."""
-        changes = self._changes
-        while changes.loose:
-            id = next(iter(changes.loose))
-            changes.del_item(changes.loose, id)
-            if id in self._state.records and not self.is_kept(id):
-                self._free(self._state.records[id])
-
-    def _free(self, record: Record) -> None:
-        changes, id = self._changes, record.id
-        changes.del_item(self._state.records, id)
-        changes.del_item(self._state.by_digest, record.digest)
-        changes.chunks.add(id)
-        changes.on_undo(changes.freed.pop)
-        changes.freed.append(id)
-        if record.base is not None:
-            self._count_child(record.base, -1)
-            self._let_go(record.base)
-
-    def _count_child(self, base: ChunkId, more: int) -> None:
-        n = self._state.n_children.get(base, 0) + more
-        if n:
-            self._changes.set_item(self._state.n_children, base, n)
-        else:
-            self._changes.del_item(self._state.n_children, base)
-
-    # --- transactions ---
-
-    def transaction(self) -> AbstractContextManager[None]:
-        """Make all changes inside happen together, or none when an exception leaves it.
-
-        An inner transaction can fail alone; freeing and writing wait for the outermost to end. Ids
-        given inside are final only then: a process killed before may give them again.
-        """
-        return Transaction(self._begin, self._end)
-
-    def _begin(self) -> None:
-        self._lock.acquire()
-        if self._closed:
-            self._lock.release()
-            self._check_open()
-        self._changes.marks.append(self._changes.mark())
-
-    def _end(self, failed: bool) -> None:
-        changes = self._changes
-        outermost = len(changes.marks) == 1
-        done = False
-        try:
-            if outermost and not failed:
-                if changes.loose:
-                    self._sweep()
-                self._commit()
-            done = not failed
-        finally:
-            mark = changes.marks.pop()
-            if not done:
-                changes.undo(mark)
-                if outermost and changes.given:
-                    self._ids_were_lost = True
-            if outermost:
-                self._changes = Changes()
-            self._lock.release()
-        if outermost and done:
-            self._tell(changes.freed)
-
-    def _commit(self) -> None:
-        """Write what changed; then, nothing can fail any more, forget freed chunks' tokens."""
-        changes = self._changes
-        if self._journal is not None:
-            uses: Collection[ChunkId] = ()
-            if changes.write_uses or len(self._unwritten_uses) >= UNWRITTEN_USES:
-                uses = self._unwritten_uses
-            if changes.chunks or changes.names or uses or self._ids_were_lost:
-                self._write(self._journal, make_batch(self._state, changes, uses))
-        else:
-            for id, data in changes.tokens.items():
-                if id in self._state.records:
-                    self._cache(id, data)
-        for id in changes.freed:
-            self._n_cached -= len(self._tokens.pop(id, b"")) // 4
-            self._unwritten_uses.discard(id)
-
-    def _write(self, journal: Journal, batch: WriteBatch) -> None:
-        state = self._state
-        # The highest row may be gone, so the journal must say itself which ids were given.
-        may_be_gone = batch.drop_chunks or self._ids_were_lost
-        if may_be_gone and state.written_next_id < state.next_id:
-            batch.next_id = [(state.next_id,)]
-        journal.write(batch)
-        if batch.next_id:
-            state.written_next_id = state.next_id
-            self._ids_were_lost = False
-        if batch.uses:
-            self._unwritten_uses.clear()
-
-    def _tell(self, freed: list[ChunkId]) -> None:
-        """Tell the owner of the KV of every freed chunk, even when it fails for one."""
-        if self.on_free is None or not freed:
-            return
-        failure: Exception | None = None
-        for id in freed:
-            try:
-                self.on_free(id)
-            except Exception as error:
-                failure = failure or error
-        if failure is not None:
-            raise failure
+            return self._freed[before:]
 
     def check_integrity(self) -> None:
-        """Raise AssertionError with a sentence when anything contradicts anything."""
+        """Raise AssertionError with a sentence when anything contradicts anything, CorruptChunk when
+        the database does."""
         with self._lock:
-            check_memory(self._state)
-            if self._journal is not None and not self._changes.marks:
-                check_journal(self._state, self._journal, self._unwritten_uses)
+            self._rows.check()
+            for id, held in self._holders.items():
+                _require(self._rows.chunk(id), f"#{id}, held by {sorted(held)}, is gone")
+                _require(held and min(held.values()) > 0, f"#{id} is held by nobody")
+            for id, record in list(self._live.items()):
+                there = self._rows.chunk(id)
+                _require(there is not None or record.id != id, f"#{id} is in memory only")
+                if there is not None and id in self._dirty:
+                    there.set_fields(
+                        (there.names, *record.fields()[1:4], there.pinned, *record.fields()[5:])
+                    )
+                _require(
+                    repr(there) == repr(record), f"#{id} is {record} in memory and {there} below"
+                )
+
+
+def _require(truth: object, sentence: str) -> None:
+    """Raise AssertionError, also under ``python -O``."""
+    if not truth:
+        raise AssertionError(sentence)

@@ -41,10 +41,8 @@ class Range(NamedTuple):
     def end(self) -> int:
         return self.parts[-1].end
 
-    def fill(self, part: Part, reply: object) -> bool:
+    def fill(self, part: Part, reply: bytes) -> bool:
         """Copy what came for one part to where it is wanted; say whether all of it did."""
-        if not isinstance(reply, bytes):
-            return False
         data = np.frombuffer(reply, np.uint8)[part.offset - self.start : part.end - self.start]
         whole = data.size == part.end - part.offset
         if whole:

@@ -86,7 +86,10 @@ class Redis(Remote):
                 copy_in(put.data, flat(value))
                 requests.append(("SET", self._name(put.key), value, "NX"))
             replies = self._talk(slot, limit, [requests])
-        return [self._created(put.key, reply) for put, reply in zip(puts, replies, strict=True)]
+            made = [self._created(put.key, reply) for put, reply in zip(puts, replies, strict=True)]
+            if any(outcome.state == "full" for outcome in made):
+                self._give_up(slot)  # what the server keeps for this connection counts too
+        return made
 
     def _created(self, key: str, reply: object) -> Outcome:
         if isinstance(reply, self._api.exceptions.OutOfMemoryError):
@@ -103,7 +106,7 @@ class Redis(Remote):
         unclear = {i for i, get in enumerate(gets) if get.offset < 0 or not n_bytes_of(get.into)}
         for each, reply in zip(wanted, replies, strict=True):
             for part in each.parts:
-                if isinstance(reply, Exception):
+                if not isinstance(reply, bytes) or len(reply) > each.end - each.start:
                     outcomes[part.i] = _refused(each.key, reply)
                 elif not each.fill(part, reply):
                     unclear.add(part.i)
@@ -250,9 +253,11 @@ def _short(get: Get, size: int) -> Outcome:
     return absent(get.key) if n_bytes_of(get.into) else DONE  # it was created meanwhile
 
 
-def _refused(key: str, error: Exception) -> Outcome:
-    """Return the outcome of a read that the server refused."""
-    return judged("wrong" if str(error).startswith("WRONGTYPE") else "failed", key, error)
+def _refused(key: str, reply: object) -> Outcome:
+    """Return the outcome of a read that the server refused, or answered with what is no value."""
+    if isinstance(reply, Exception):
+        return judged("wrong" if str(reply).startswith("WRONGTYPE") else "failed", key, reply)
+    return judged("failed", key, "the server answers with something else")
 
 
 def _is_key(text: str) -> bool:

@@ -112,6 +112,8 @@ class Archive(Remote):
         return [(await self._read([get]))[0] for get in gets]
 
     def _look(self, keys: Sequence[str], limit: Limit) -> list[int | Outcome]:
+        if not keys:
+            return []
         head = partial(self._api.head_async, self._store)
         found = self._do([partial(head, self.path(key)) for key in keys], limit)
         return [

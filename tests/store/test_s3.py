@@ -1,3 +1,5 @@
+"""The tier in object storage: in memory, in a directory, and in S3 as moto has it."""
+
 from __future__ import annotations
 
 import asyncio
@@ -5,6 +7,7 @@ import contextlib
 import itertools
 import shutil
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,10 +17,22 @@ import pytest
 from needs import PIP, lack
 from store import servers
 from store.conformance import Conformance, Make
-from store.values import aligned, asking, assert_holds, content, filled, in_time, put_one, store
+from store.doubts import Stalling
+from store.values import (
+    SLACK,
+    aligned,
+    asking,
+    assert_gone,
+    assert_holds,
+    content,
+    filled,
+    in_time,
+    put_one,
+    store,
+)
 
-from kvweave.errors import InvalidArgument
-from kvweave.store.tier.base import Get, Put, Tier
+from kvweave.errors import InvalidArgument, StoreError
+from kvweave.store.tier.base import Get, Outcome, Put, Tier
 from kvweave.store.tier.s3 import Archive
 
 obstore = pytest.importorskip("obstore", reason=lack("obstore is not installed", PIP, "obstore"))
@@ -25,7 +40,28 @@ stores = pytest.importorskip("obstore.store")
 NUMBERS = itertools.count()
 
 
-class TestMemory(Conformance):
+class Held:
+    """obstore, with every request held up: until ``go`` is set, or for ``seconds``, in a way that
+    nobody can call off."""
+
+    def __init__(self, seconds: float = 0.0, go: threading.Event | None = None) -> None:
+        self.seconds, self.go = seconds, go
+
+    def __getattr__(self, name: str) -> Any:
+        real = getattr(obstore, name)
+        if not name.endswith("_async"):
+            return real
+
+        async def later(*args: Any, **options: Any) -> Any:
+            time.sleep(self.seconds)
+            while self.go is not None and not self.go.is_set():
+                await asyncio.sleep(0.01)
+            return await real(*args, **options)
+
+        return later
+
+
+class TestMemoryStore(Conformance, Stalling):
     @pytest.fixture
     def make(self) -> Make:
         def make(capacity: int | None = None) -> Tier:
@@ -35,9 +71,6 @@ class TestMemory(Conformance):
 
     def limited(self, make: Make) -> Tier:
         self._cannot("be full")
-
-    def settle(self, tier: Tier) -> None:
-        assert isinstance(tier, Archive) and tier.settle(10)
 
     def taken(self, n: int) -> int:
         return n
@@ -58,37 +91,33 @@ class TestMemory(Conformance):
     def tear(self, tier: Tier, key: str) -> None:
         data = self.held(tier, key)
         self.change(tier, key, data[: len(data) // 2])
-        assert isinstance(tier, Archive)
-        tier._ledger.unsure(key)
 
     @contextlib.contextmanager
     def slow(self, tier: Tier, seconds: float) -> Iterator[None]:
-        """Every read takes longer, in a way that nobody can call off."""
         assert isinstance(tier, Archive)
-        inner = tier._api
-        tier._api = Slow(inner, seconds)
+        tier._api = Held(seconds)
         yield
-        tier._api = inner
+        tier._api = obstore
+
+    @contextlib.contextmanager
+    def hang(self, tier: Tier) -> Iterator[None]:
+        assert isinstance(tier, Archive)
+        go = threading.Event()
+        tier._api = Held(go=go)
+        yield
+        go.set()
+        tier._api = obstore
 
     def reopen(self, tier: Tier) -> Tier:
-        assert isinstance(tier, Archive)
         tier.close()
-        return Archive(tier._store)
+        return self.beside(tier)
+
+    def beside(self, tier: Tier) -> Tier:
+        assert isinstance(tier, Archive)
+        return Archive(tier._store, prefix=tier._prefix)
 
 
-class Slow:
-    def __init__(self, api: Any, seconds: float) -> None:
-        self.api, self.seconds = api, seconds
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.api, name)
-
-    async def get_ranges_async(self, *args: Any, **options: Any) -> Any:
-        time.sleep(self.seconds)
-        return await self.api.get_ranges_async(*args, **options)
-
-
-class TestDirectory(TestMemory):
+class TestDirectory(TestMemoryStore):
     @pytest.fixture
     def make(self, tmp_path: Path) -> Make:
         self.folder = tmp_path
@@ -101,11 +130,6 @@ class TestDirectory(TestMemory):
     def lose(self, tier: Tier) -> None:
         shutil.rmtree(self.folder)
         self.folder.write_bytes(b"no directory any more")
-
-    def reopen(self, tier: Tier) -> Tier:
-        assert isinstance(tier, Archive)
-        tier.close()
-        return Archive(tier._store, prefix=tier._prefix)
 
 
 @pytest.fixture(scope="module")
@@ -136,7 +160,7 @@ def bucket(moto: list[servers.Server], folder: Path) -> Any:
 
 @servers.needs_moto
 @pytest.mark.slow
-class TestS3(TestMemory):
+class TestS3(TestMemoryStore):
     @pytest.fixture
     def make(self, moto: list[servers.Server], tmp_path: Path) -> Make:
         self.server = moto
@@ -149,13 +173,11 @@ class TestS3(TestMemory):
     def slow(self, tier: Tier, seconds: float) -> contextlib.AbstractContextManager[None]:
         return self.server[-1].frozen(seconds)
 
+    def hang(self, tier: Tier) -> contextlib.AbstractContextManager[None]:
+        return self.server[-1].frozen()
+
     def lose(self, tier: Tier) -> None:
         self.server[-1].kill()
-
-    def reopen(self, tier: Tier) -> Tier:
-        assert isinstance(tier, Archive)
-        tier.close()
-        return Archive(tier._store, prefix=tier._prefix)
 
 
 def test_objects_are_named_by_key(tmp_path: Path) -> None:
@@ -201,34 +223,17 @@ def test_ranges_of_one_value_are_one_request(monkeypatch: pytest.MonkeyPatch) ->
     tier.close()
 
 
-def test_empty_values() -> None:
-    tier = Archive(stores.MemoryStore())
-    store(tier, "a", b"")
-    assert tier.size("a") == 0 and tier.get([Get("a", 0, [])])[0].ok
-    assert tier.get([Get("b", 0, [])])[0].state == "missing"
-    tier.close()
-
-
-def test_the_same_key_twice_in_a_batch() -> None:
-    tier = Archive(stores.MemoryStore())
-    puts = [Put(key, [memoryview(f"{key}{i}".encode())]) for i, key in enumerate("aabca")]
-    assert all(outcome.ok for outcome in tier.put(puts))
-    assert_holds(tier, "a", b"a4")
-    assert tier.n_bytes == 6
-    tier.close()
-
-
 class Failing:
     """An API whose puts fail, or hang until they are called off."""
 
-    def __init__(self, error: Exception | None = None, **raised: Exception) -> None:
-        self.error, self.raised = error, raised
+    def __init__(self, error: Exception | None = None) -> None:
+        self.error = error
         self.called_off = False
 
     def __getattr__(self, name: str) -> Any:
         return getattr(obstore, name)
 
-    async def put_async(self, *args: Any) -> None:
+    async def put_async(self, *args: Any, **options: Any) -> None:
         if self.error is not None:
             raise self.error
         try:
@@ -250,14 +255,30 @@ def test_a_store_that_refuses(text: str, state: str) -> None:
     tier = Archive(stores.MemoryStore())
     store(tier, "old", b"value")
     tier._api = Failing(OSError(text))
-    outcome = put_one(tier, "old", b"new")
+    outcome = put_one(tier, "new", b"new")
     assert outcome.state == state and text in outcome.why
-    assert put_one(tier, "new", b"new").state == state
-    tier._api = obstore
-    assert tier.settle(10)
     assert list(tier.keys()) == ["old"]
     assert_holds(tier, "old", b"value")
-    tier.check_integrity()
+    tier.close()
+
+
+def test_a_store_that_refuses_to_be_asked() -> None:
+    tier = Archive(stores.MemoryStore())
+
+    class Refusing:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(obstore, name)
+
+        async def head_async(self, *args: Any) -> None:
+            raise OSError("403 Forbidden")
+
+        delete_async = get_ranges_async = head_async
+
+    tier._api = Refusing()
+    (found,) = tier.look(["a"])
+    assert isinstance(found, Outcome) and found.state == "failed" and "403" in found.why
+    assert tier.get([Get("a", 0, [aligned(5)])])[0].state == "failed"
+    assert [outcome.state for outcome in tier.discard(["a", "b"])] == ["failed", "failed"]
     tier.close()
 
 
@@ -286,9 +307,14 @@ def test_nobody_answers() -> None:
         client_options={"allow_http": True},
     )
     tier = Archive(nobody, timeout=0.3)
-    assert [put_one(tier, "a", b"x").state for _ in range(4)] == ["failed"] * 4
-    assert tier.get([Get("a", 0, [aligned(1)])])[0].state in ("failed", "missing")
-    assert tier.size("a") is None and list(tier.keys()) == [] and tier.n_bytes == 0
+    begin = time.monotonic()
+    assert [put_one(tier, "a", b"x").state for _ in range(8)] == ["failed"] * 8
+    assert time.monotonic() - begin < 0.3 + 2 * 0.25 + SLACK, "who comes later does not wait"
+    assert tier.get([Get("a", 0, [aligned(1)])])[0].state == "failed"
+    for ask in (lambda: list(tier.keys()), lambda: tier.n_bytes):
+        with pytest.raises(StoreError) as caught:
+            ask()
+        assert caught.value.hint
     in_time(tier.close)
 
 
@@ -297,23 +323,3 @@ def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(InvalidArgument, match="cannot be loaded") as caught:
         Archive(object())
     assert "kvweave[archive]" in caught.value.hint
-
-
-def test_what_was_deleted_does_not_come_back_by_a_put_that_fails() -> None:
-    tier = Archive(stores.MemoryStore())
-    store(tier, "a", b"value")
-
-    class Broken(Failing):
-        async def delete_async(self, *args: Any) -> None:
-            raise OSError("not now")
-
-    tier._api = Broken(OSError("not now"))
-    tier.delete(["a"])
-    assert put_one(tier, "a", b"new").state == "failed"
-    assert tier.get([Get("a", 0, [aligned(5)])])[0].state == "missing"
-    assert tier.size("a") is None and list(tier.keys()) == []
-    assert not tier.settle(0.1)
-    tier._api = obstore
-    assert tier.settle(20) and tier.n_bytes == 0
-    assert obstore.list(tier._store).collect() == []
-    tier.close()

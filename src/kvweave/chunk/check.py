@@ -1,0 +1,75 @@
+"""Whether an index file says what was written to it, and nothing that cannot be."""
+
+from __future__ import annotations
+
+import sqlite3
+import struct
+from pathlib import Path
+
+from kvweave.chunk.format import damaged, meta_sum, name_sum, row_sum, tokens_sum
+from kvweave.chunk.record import from_row
+
+_ERRORS = (struct.error, TypeError, ValueError, IndexError, AttributeError, OverflowError)
+
+_CONTRADICTIONS = (
+    (
+        "SELECT n.name, n.id FROM names n LEFT JOIN chunks c ON c.id=n.id"
+        " WHERE c.id IS NULL OR c.namespace<>n.namespace LIMIT 1",
+        "{0!r} names #{1}, which is not there",
+    ),
+    (
+        "SELECT c.base FROM chunks c LEFT JOIN chunks b ON b.id=c.base"
+        " WHERE c.base IS NOT NULL AND b.id IS NULL LIMIT 1",
+        "#{0}, the base of others, is missing",
+    ),
+    (
+        "SELECT c.id FROM chunks c LEFT JOIN tokens t ON t.id=c.id"
+        " WHERE t.id IS NULL OR length(t.ids)<>4*c.n_tokens LIMIT 1",
+        "the tokens of #{0} are missing",
+    ),
+    (
+        "SELECT t.id FROM tokens t LEFT JOIN chunks c ON c.id=t.id WHERE c.id IS NULL LIMIT 1",
+        "it has tokens of #{0}, which is not there",
+    ),
+)
+
+
+def check_rows(db: sqlite3.Connection, path: Path) -> None:
+    """Raise CorruptChunk, or an error of SQLite's, unless all of an open index is as it was written."""
+    found = "; ".join(str(row[0]) for row in db.execute("PRAGMA integrity_check(10)"))
+    if found != "ok":
+        raise damaged(path, found)
+    for row in db.execute("SELECT * FROM chunks"):
+        if not is_good_chunk(row):
+            raise damaged(path, f"a chunk's row, #{row[0]}")
+    for space, name, id, wanted in db.execute("SELECT * FROM names"):
+        if not _same(name_sum, (space, name, id), wanted):
+            raise damaged(path, f"the name {name!r} of #{id}")
+    for id, wanted, data in db.execute("SELECT * FROM tokens"):
+        if not _same(tokens_sum, (id, data), wanted):
+            raise damaged(path, f"the checksum of the tokens of #{id} differs")
+    for key, value, wanted in db.execute("SELECT * FROM meta"):
+        if not _same(meta_sum, (key, value), wanted):
+            raise damaged(path, f"its {key} is not what was written")
+    for query, sentence in _CONTRADICTIONS:
+        row = db.execute(query).fetchone()
+        if row is not None:
+            raise damaged(path, sentence.format(*row))
+
+
+def is_good_chunk(row: tuple[object, ...]) -> bool:
+    """Tell whether a row of ``chunks`` with its checksum is what was written."""
+    if not _same(row_sum, (row[:13],), row[13]):
+        return False
+    try:
+        from_row(row[:13])  # type: ignore[arg-type]
+    except _ERRORS:
+        return False
+    return True
+
+
+def _same(checksum: object, values: tuple[object, ...], wanted: object) -> bool:
+    try:
+        return bool(checksum(*values) == wanted)  # type: ignore[operator]
+    except _ERRORS:
+        return False

@@ -1,0 +1,68 @@
+"""What guards an index's file: its lock, its errors as ours, and a place for what is damaged."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import sqlite3
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from kvweave.chunk.format import damaged
+from kvweave.errors import InvalidArgument, StoreError
+
+_CORRUPT = (
+    sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_FORMAT, sqlite3.SQLITE_TOOBIG,
+)  # fmt: skip
+_BUSY = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
+
+
+@contextmanager
+def as_ours(path: Path) -> Iterator[None]:
+    """Raise SQLite's errors, and the system's, as ours."""
+    try:
+        yield
+    except (sqlite3.Error, OSError) as error:
+        raise _explain(error, path) from error
+
+
+def _explain(error: sqlite3.Error | OSError, path: Path) -> StoreError:
+    # the low byte is the error, the rest a refinement of it
+    code = getattr(error, "sqlite_errorcode", 0) & 0xFF
+    if code in _CORRUPT or "decode" in str(error):  # a text that is no UTF-8
+        return damaged(path, str(error))
+    where = {"path": str(path)}
+    if code in _BUSY:
+        hint = "close the program that has it open, then try again; nothing was changed"
+        return StoreError(f"{path} is locked by another program", hint=hint, **where)
+    if code == sqlite3.SQLITE_FULL:
+        hint = "free some disk space, then try again; nothing was changed"
+        return StoreError(f"no space left to write {path}", hint=hint, **where)
+    return StoreError(f"cannot use {path}: {error}", hint="nothing was changed", **where)
+
+
+def take_lock(path: Path) -> int:
+    """Return the locked file descriptor; raise InvalidArgument naming the pid that holds it."""
+    lock = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        pid = os.pread(lock, 32, 0).decode(errors="replace").strip() or "unknown"
+        os.close(lock)
+        raise InvalidArgument(
+            "home",
+            f"{path.parent} is open in process {pid}",
+            hint="stop that process, talk to its server, or give another home",
+        ) from error
+    os.ftruncate(lock, 0)
+    os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
+    return lock
+
+
+def free_name(path: Path, end: str = "") -> Path:
+    """Return a name for a damaged file to be kept under: ``index.sqlite.damaged-1``, the first free."""
+    n = 1
+    while (found := path.with_name(f"{path.name}.damaged-{n}{end}")).exists():
+        n += 1
+    return found

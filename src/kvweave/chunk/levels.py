@@ -1,0 +1,67 @@
+"""What an open transaction changed in memory, and how it is taken back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from kvweave.chunk.identity import ChunkId
+from kvweave.chunk.record import Fields, Record
+
+Holders = dict[ChunkId, dict[str, int]]
+"""id -> context -> how often it holds it"""
+
+
+@dataclass(slots=True)
+class Level:
+    """One of the transactions that stand in each other. Rows are the database's to take back."""
+
+    n_freed: int
+    loose: dict[ChunkId, None]
+    records: dict[ChunkId, tuple[Record, Fields | None]] = field(default_factory=dict)
+    """Each record that was changed, as it was before; None for a new one."""
+    holders: dict[ChunkId, dict[str, int] | None] = field(default_factory=dict)
+
+    def keep(self, record: Record) -> None:
+        """Remember a record before its first change."""
+        if record.id not in self.records:
+            self.records[record.id] = (record, record.fields())
+
+    def keep_holders(self, holders: Holders, id: ChunkId) -> None:
+        """Remember who holds a chunk before the first change of that."""
+        if id not in self.holders:
+            self.holders[id] = dict(holders[id]) if id in holders else None
+
+    def join(self, outer: Level) -> None:
+        """Let the transaction around it take it back too."""
+        for id, kept in self.records.items():
+            outer.records.setdefault(id, kept)
+        for id, held in self.holders.items():
+            outer.holders.setdefault(id, held)
+
+    def undo(self, holders: Holders) -> None:
+        """Put back what was there."""
+        for record, fields in self.records.values():
+            if fields is not None:
+                record.set_fields(fields)
+        for id, held in self.holders.items():
+            if held is None:
+                holders.pop(id, None)
+            else:
+                holders[id] = held
+
+
+class Transaction:
+    """What ``with`` wants; a generator would take three times as long, twice in each verb."""
+
+    __slots__ = ("_begin", "_end")
+
+    def __init__(self, begin: Callable[[], None], end: Callable[[bool], None]) -> None:
+        self._begin = begin
+        self._end = end
+
+    def __enter__(self) -> None:
+        self._begin()
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._end(kind is not None)

@@ -1,0 +1,135 @@
+"""A whole new index file from rows: for one of an older format, and for what is left of a damaged one."""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import struct
+from collections.abc import Iterable
+from pathlib import Path
+from zlib import crc32
+
+from kvweave.chunk.format import (
+    APPLICATION_ID,
+    FORMAT,
+    PAGE_BYTES,
+    SCHEMA,
+    damaged,
+    meta_sum,
+    name_sum,
+    row_sum,
+    tokens_sum,
+)
+from kvweave.chunk.record import Row, from_row
+
+
+def create(db: sqlite3.Connection, uuid: str) -> None:
+    """Make the tables of an empty index."""
+    db.execute("BEGIN IMMEDIATE")
+    for statement in SCHEMA:
+        db.execute(statement)
+    for key, value in (("uuid", uuid), ("next_id", 1), ("n_writes", 0)):
+        db.execute("INSERT INTO meta VALUES(?,?,?)", (key, value, meta_sum(key, value)))
+    db.execute(f"PRAGMA application_id = {APPLICATION_ID}")
+    db.execute(f"PRAGMA user_version = {FORMAT}")
+    db.execute("COMMIT")
+
+
+def set_meta(db: sqlite3.Connection, key: str, value: int) -> None:
+    """Write one row of ``meta``, in a transaction that is open."""
+    db.execute("UPDATE meta SET value=?, sum=? WHERE key=?", (value, meta_sum(key, value), key))
+
+
+def write_index(
+    path: Path,
+    meta: tuple[str, int, int],
+    chunks: Iterable[Row],
+    names: Iterable[tuple[str, str, int]],
+    tokens: Iterable[tuple[int, bytes]],
+) -> None:
+    """Make the index ``path`` of these rows, synced; ``meta``: uuid, next id, number of writes.
+
+    Raises OSError and SQLite's errors; then ``path`` is not there.
+    """
+    path.unlink(missing_ok=True)
+    try:
+        db = sqlite3.connect(path, isolation_level=None)
+        try:
+            db.execute(f"PRAGMA page_size={PAGE_BYTES}")
+            db.execute("PRAGMA journal_mode=OFF")
+            create(db, meta[0])
+            db.execute("BEGIN")
+            marks = ",".join("?" * 14)
+            db.executemany(
+                f"INSERT INTO chunks VALUES({marks})", ((*row, row_sum(row)) for row in chunks)
+            )
+            db.executemany(
+                "INSERT INTO names VALUES(?,?,?,?)", ((*row, name_sum(*row)) for row in names)
+            )
+            db.executemany(
+                "INSERT INTO tokens VALUES(?,?,?)",
+                ((id, tokens_sum(id, data), data) for id, data in tokens),
+            )
+            set_meta(db, "next_id", meta[1])
+            set_meta(db, "n_writes", meta[2])
+            db.execute("COMMIT")
+        finally:
+            db.close()
+        fsync(path)
+    except BaseException:
+        path.unlink(missing_ok=True)
+        raise
+
+
+def upgrade(db: sqlite3.Connection, path: Path, new: Path, uuid: str) -> None:
+    """Write the rows of ``db``, an index of format 1, to ``new``. Raises CorruptChunk."""
+    found = db.execute("PRAGMA integrity_check(1)").fetchone()[0]
+    if found != "ok":
+        raise damaged(path, found)
+    spaces, bases, digests = {}, set(), set()
+    for row in db.execute("SELECT * FROM chunks"):
+        try:
+            record = from_row(row)
+        except (ValueError, TypeError, IndexError, struct.error) as error:
+            raise damaged(path, f"a chunk's row: {error}") from error
+        spaces[record.id] = record.namespace
+        bases.add(record.base)
+        digests.add(record.digest)
+    if len(digests) != len(spaces):
+        raise damaged(path, "two chunks have the same digest")
+    for base in bases - {None} - spaces.keys():
+        raise damaged(path, f"#{base}, the base of others, is missing")
+    for namespace, name, id in db.execute("SELECT * FROM names"):
+        if spaces.get(id) != namespace:
+            raise damaged(path, f"{name!r} names #{id}, which is not there")
+    left = set(spaces)
+    for id, wanted, data in db.execute("SELECT * FROM tokens"):
+        if crc32(data) != wanted:
+            raise damaged(path, f"crc32 of the tokens of #{id} is {crc32(data)}, not {wanted}")
+        left.discard(id)
+    for id in left:
+        raise damaged(path, f"the tokens of #{id} are missing")
+    next_id = db.execute("SELECT value FROM meta WHERE key='next_id'").fetchone()
+    highest = max(spaces, default=0)
+    write_index(
+        new,
+        (uuid, max(highest + 1, next_id[0] if next_id else 1), 0),
+        db.execute("SELECT * FROM chunks ORDER BY id"),
+        db.execute("SELECT * FROM names ORDER BY namespace, name"),
+        db.execute("SELECT id, ids FROM tokens ORDER BY id"),
+    )
+
+
+def fsync(path: Path) -> None:
+    """Have the disk take what was written to a file or directory. Raises OSError."""
+    file = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)
+
+
+def put_in_place(new: Path, path: Path) -> None:
+    """Rename the synced file ``new`` to ``path``, for good. Raises OSError."""
+    os.replace(new, path)
+    fsync(path.parent)

@@ -1,0 +1,88 @@
+"""What a Table asks of the database that keeps its rows; SQLite and PostgreSQL answer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple, Protocol
+
+from kvweave.chunk.identity import ChunkId
+from kvweave.chunk.record import Record
+
+
+class ChunkFacts(NamedTuple):
+    """What tiers ask about each chunk when they start."""
+
+    id: ChunkId
+    digest: bytes
+    n_bytes: int
+    tier: str
+
+
+class Rows(Protocol):
+    """The rows of one index. All methods raise StoreError; after an error that was no refusal of one
+    row, the transaction can only be rolled back.
+
+    Transactions are levels, the outermost is 1: ``open`` begins what is not begun, the others do
+    nothing for a level that nothing was written in.
+    """
+
+    uuid: str
+    where: str
+    """What messages call it."""
+    is_shared: bool
+    """Whether other engines may change it meanwhile."""
+
+    def open(self, level: int) -> None: ...
+    def release(self, level: int) -> None: ...
+    def rollback(self, level: int) -> None: ...
+    def commit(self, n_freed: int) -> None: ...
+
+    def changed(self) -> Iterable[ChunkId]:
+        """Return chunks that others changed since the last call."""
+
+    def count(self) -> int: ...
+    def chunk(self, id: ChunkId) -> Record | None: ...
+    def fresh(self, record: Record) -> bool:
+        """Bring a record up to date before it is changed, and keep others from it until the end of the
+        transaction; False when it is gone."""
+
+    def by_digest(self, digest: bytes) -> ChunkId | None: ...
+    def by_name(self, namespace: str, name: str) -> ChunkId | None: ...
+    def tokens(self, id: ChunkId, n_tokens: int) -> bytes: ...
+    def chunks(self) -> Iterator[Record]: ...
+    def facts(self) -> Iterator[ChunkFacts]: ...
+    def known(self, digests: Sequence[bytes]) -> dict[bytes, ChunkId]: ...
+    def names(self, namespace: str, prefix: str) -> list[str]: ...
+    def among(self, namespace: str, names: Sequence[str]) -> list[str]:
+        """Return those of ``names`` that there are."""
+
+    def newest_names(self, namespace: str, n: int) -> list[str]: ...
+    def namespaces(self) -> list[str]: ...
+    def n_children(self, id: ChunkId) -> int: ...
+    def unkept(self) -> list[ChunkId]:
+        """Return the chunks without name, pin, child, or holder in another engine."""
+
+    def is_kept(self, id: ChunkId) -> bool: ...
+    def contexts(self, id: ChunkId) -> list[str]:
+        """Return the contexts of other engines that hold a chunk."""
+
+    def add(self, record: Record, data: bytes) -> ChunkId | None:
+        """Write a new chunk and return its id; None when somebody else just added this digest."""
+
+    def change(self, record: Record) -> None: ...
+    def change_facts(self, records: Iterable[tuple[Record, int]]) -> None:
+        """Write tier, size, deps and uses, of which so many are new."""
+
+    def drop(self, id: ChunkId) -> bool:
+        """Remove a chunk; False when somebody else keeps it."""
+
+    def bind(self, namespace: str, name: str, id: ChunkId) -> None: ...
+    def unbind(self, namespace: str, name: str) -> None: ...
+    def hold(self, id: ChunkId, context: str, n: int) -> None:
+        """Say that a context of this engine holds a chunk ``n`` times."""
+
+    def sync(self) -> None: ...
+    def check(self) -> None:
+        """Raise CorruptChunk when anything in it contradicts anything."""
+
+    def close(self) -> None: ...
