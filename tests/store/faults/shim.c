@@ -33,9 +33,11 @@ struct control {
     char roots[2][512]; /* what a power cut is modelled for */
     char shadow[512]; /* empty: not modelled */
     char what[768];   /* the last call that was hit */
+    char boot[512];   /* read instead of the kernel's id of this boot */
 };
 static struct control *C;
 enum { PAGE = 4096 };
+#define BOOT "/proc/sys/kernel/random/boot_id"
 
 __attribute__((constructor)) static void begin(void) {
     const char *path = getenv("KVWEAVE_FAULTS");
@@ -197,6 +199,7 @@ static void wrote(int fd, int64_t at, ssize_t n) {
     if (how & (O_CREAT | O_TMPFILE)) mode = va_arg(rest, mode_t);                                  \
     va_end(rest);                                                                                  \
     char buffer[1024];                                                                             \
+    if (C && C->boot[0] && !strcmp(path, BOOT)) path = C->boot;                                    \
     if (fault(OPEN, of_path(dirfd, path, buffer)) == 1) return -1;                                 \
     return syscall(SYS_openat, dirfd, path, how | O_LARGEFILE, mode)
 
@@ -204,8 +207,8 @@ int open(const char *p, int how, ...) { OPENING(AT_FDCWD, p, how); }
 int open64(const char *p, int how, ...) { OPENING(AT_FDCWD, p, how); }
 int openat(int d, const char *p, int how, ...) { OPENING(d, p, how); }
 int openat64(int d, const char *p, int how, ...) { OPENING(d, p, how); }
-int creat(const char *p, mode_t m) { return open(p, O_CREAT | O_WRONLY | O_TRUNC, m); }
-int creat64(const char *p, mode_t m) { return creat(p, m); }
+int creat64(const char *p, mode_t m) { return open(p, O_CREAT | O_WRONLY | O_TRUNC, m); }
+int creat(const char *p, mode_t m) { return creat64(p, m); }
 
 #define LOOK(op, fd)                                                                               \
     char path[1024];                                                                               \
@@ -272,19 +275,13 @@ static int sync_with(int fd, long number) {
 }
 int fsync(int fd) { return sync_with(fd, SYS_fsync); }
 int fdatasync(int fd) { return sync_with(fd, SYS_fdatasync); }
-int sync_file_range(int fd, off64_t at, off64_t n, unsigned how) {
-    LOOK(SYNC, fd) return syscall(SYS_sync_file_range, fd, at, n, how);
-}
+int sync_file_range(int fd, off64_t at, off64_t n, unsigned how) { LOOK(SYNC, fd) return syscall(SYS_sync_file_range, fd, at, n, how); }
 
 #define AT(op, dir, p) char name[1024]; if (fault(op, of_path(dir, p, name)) == 1) return -1
-int renameat2(int d, const char *p, int e, const char *q, unsigned how) {
-    AT(RENAME, e, q); return syscall(SYS_renameat2, d, p, e, q, how);
-}
+int renameat2(int d, const char *p, int e, const char *q, unsigned how) { AT(RENAME, e, q); return syscall(SYS_renameat2, d, p, e, q, how); }
 int renameat(int d, const char *p, int e, const char *q) { return renameat2(d, p, e, q, 0); }
 int rename(const char *p, const char *q) { return renameat2(AT_FDCWD, p, AT_FDCWD, q, 0); }
-int linkat(int d, const char *p, int e, const char *q, int how) {
-    AT(RENAME, e, q); return syscall(SYS_linkat, d, p, e, q, how);
-}
+int linkat(int d, const char *p, int e, const char *q, int how) { AT(RENAME, e, q); return syscall(SYS_linkat, d, p, e, q, how); }
 int link(const char *p, const char *q) { return linkat(AT_FDCWD, p, AT_FDCWD, q, 0); }
 int unlinkat(int d, const char *p, int how) { AT(UNLINK, d, p); return syscall(SYS_unlinkat, d, p, how); }
 int unlink(const char *p) { return unlinkat(AT_FDCWD, p, 0); }

@@ -9,6 +9,7 @@ import os
 import random
 import shutil
 import subprocess
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -39,6 +40,7 @@ class _Struct(ctypes.Structure):
         ("roots", ctypes.c_char * 512 * 2),
         ("shadow", ctypes.c_char * 512),
         ("what", ctypes.c_char * 768),
+        ("boot", ctypes.c_char * 512),
     ]
 
 
@@ -107,7 +109,11 @@ class Control:
         self.raw.shadow = os.fsencode(shadow)
 
     def unwatch(self) -> None:
+        """Whoever opens from now on is behind another boot."""
         self.raw.shadow = b""
+        boot = self.path.with_name("boot")
+        boot.write_text(f"{uuid.uuid4()}\n")
+        self.raw.boot = os.fsencode(boot)
 
 
 def _listing(directory: str | Path) -> str:

@@ -71,6 +71,13 @@ def test_a_read_hangs_and_the_wall_clock_jumps(under, control: Control, tmp_path
     assert abs(float(under("print(time.time())")) + 86400 - __import__("time").time()) < 60
 
 
+def test_behind_a_power_cut_is_another_boot(under, control: Control, tmp_path: Path) -> None:
+    boot = 'print(open("/proc/sys/kernel/random/boot_id").read())'
+    before = under(boot)
+    control.unwatch()
+    assert len(under(boot)) == len(before) and under(boot) != before
+
+
 def test_sqlite_is_under_it(under, control: Control, tmp_path: Path) -> None:
     control.aim(WRITE, tmp_path / "d", error=errno.EIO, only="it.db")
     code = """
