@@ -22,7 +22,7 @@ import torch
 import xxhash
 
 from kvweave.store.tier.base import Get, Put, Tier
-from kvweave.store.tier.resp import Resp
+from kvweave.store.tier.redis import Redis
 
 KIB, MIB, GB = 1 << 10, 1 << 20, 1e9
 SIZES = (64 * KIB, MIB, 4 * MIB)
@@ -54,10 +54,11 @@ sys.stdin.read()
 
 
 class Way(Protocol):
-    """One way to keep ``N_VALUES`` values of a size elsewhere."""
+    """One way to keep values of a size elsewhere, each put once until all are cleared."""
 
     def put(self, i: int) -> None: ...
     def get(self, i: int) -> None: ...
+    def clear(self) -> None: ...
 
 
 class Space:
@@ -89,6 +90,9 @@ class Bare:
         while done < self.space.n:
             done += self.sock.recv_into(self.space.into[done:])
 
+    def clear(self) -> None:
+        pass
+
 
 class OfTier:
     """A tier, with or without checksums."""
@@ -105,21 +109,30 @@ class OfTier:
         (outcome,) = self.tier.get([Get(f"v{i}", 0, [self.space.into], self.sums)])
         assert outcome.ok, outcome
 
+    def clear(self) -> None:
+        discard(self.tier)
+
 
 class Together:
     """A tier, ``N_VALUES`` values in one call; nothing is done for those before the last."""
 
     def __init__(self, space: Space, tier: Tier) -> None:
-        self.tier = tier
-        self.puts = [Put(f"v{i}", [space.value]) for i in range(N_VALUES)]
-        rooms = [np.ones(space.n, np.uint8).data for _ in range(N_VALUES)]
-        self.gets = [Get(f"v{i}", 0, [room]) for i, room in enumerate(rooms)]
+        self.space, self.tier = space, tier
+        self.rooms = [np.ones(space.n, np.uint8).data for _ in range(N_VALUES)]
 
     def put(self, i: int) -> None:
-        assert i < N_VALUES - 1 or all(outcome.ok for outcome in self.tier.put(self.puts))
+        if (i + 1) % N_VALUES == 0:
+            keys = [f"v{i - j}" for j in range(N_VALUES)]
+            puts = [Put(key, [self.space.value]) for key in keys]
+            assert all(outcome.ok for outcome in self.tier.put(puts))
 
     def get(self, i: int) -> None:
-        assert i < N_VALUES - 1 or all(outcome.ok for outcome in self.tier.get(self.gets))
+        if (i + 1) % N_VALUES == 0:
+            gets = [Get(f"v{i - j}", 0, [room]) for j, room in enumerate(self.rooms)]
+            assert all(outcome.ok for outcome in self.tier.get(gets))
+
+    def clear(self) -> None:
+        discard(self.tier)
 
 
 class RedisPy:
@@ -135,6 +148,14 @@ class RedisPy:
 
     def get(self, i: int) -> None:
         self.space.into[:] = self.client.get(f"py{i}")
+
+    def clear(self) -> None:
+        self.client.delete("py0", *self.client.scan_iter("py*"))
+
+
+def discard(tier: Tier) -> None:
+    """Remove what was put, of at most 256 values."""
+    assert all(outcome.ok for outcome in tier.discard([f"v{i}" for i in range(256)]))
 
 
 def free_port() -> int:
@@ -180,7 +201,8 @@ def mooncake(space: Space) -> Iterator[Tier]:
     port, metrics = free_port(), free_port()
     program = str(Path(sys.executable).with_name("mooncake_master"))
     words = [program, f"--rpc_port={port}", "--rpc_address=127.0.0.1", "--metrics_host=127.0.0.1"]
-    at, segment = f"127.0.0.1:{port}", str(max(64 * MIB, 4 * N_VALUES * space.n))
+    words.append("--default_kv_lease_ttl=20")  # ms: values are discarded between rounds
+    at, segment = f"127.0.0.1:{port}", str(max(256 * MIB, 8 * N_VALUES * space.n))
     with (
         started([*words, f"--metrics_port={metrics}"], port),
         started([sys.executable, "-c", NODE, at, segment]) as node,
@@ -212,7 +234,7 @@ def measure(n: int, rounds: int, calls: int) -> dict[str, Any]:
         ways: dict[str, Way] = {"socket": bare}
         if shutil.which("redis-server") or shutil.which("valkey-server"):
             port = stack.enter_context(redis(stack.enter_context(tempfile.TemporaryDirectory())))
-            tier = Resp(f"redis://127.0.0.1:{port}")
+            tier = Redis(f"redis://127.0.0.1:{port}")
             stack.callback(tier.close)
             ways["redis"] = OfTier(space, tier, checked=False)
             ways["redis, checked"] = OfTier(space, tier, checked=True)
@@ -226,9 +248,7 @@ def measure(n: int, rounds: int, calls: int) -> dict[str, Any]:
             ways["mooncake, 8 together"] = Together(space, far)
         found: dict[str, Any] = {}
         for what in ("put", "get"):
-            clock, cpu = take_turns(
-                {name: getattr(w, what) for name, w in ways.items()}, rounds, calls
-            )
+            clock, cpu = take_turns(ways, what, rounds, calls)
             gb = n * calls / GB
             found[what] = {
                 "gb_per_s": {way: common.median([gb / t for t in clock[way]]) for way in ways},
@@ -245,20 +265,23 @@ def measure(n: int, rounds: int, calls: int) -> dict[str, Any]:
 Times = dict[str, list[float]]
 
 
-def take_turns(
-    calls: dict[str, Callable[[int], None]], rounds: int, n_calls: int
-) -> tuple[Times, Times]:
+def take_turns(ways: dict[str, Way], what: str, rounds: int, n_calls: int) -> tuple[Times, Times]:
     """Return the seconds of clock and of this process's CPUs, of each way in each round."""
-    clock: Times = {way: [] for way in calls}
-    cpu: Times = {way: [] for way in calls}
-    names = list(calls)
+    clock: Times = {way: [] for way in ways}
+    cpu: Times = {way: [] for way in ways}
+    names = list(ways)
     for turn in range(rounds + 1):
         for way in names[turn % len(names) :] + names[: turn % len(names)]:
-            call = calls[way]
+            if what == "put" or not turn:
+                ways[way].clear()
+            if what == "get" and not turn:
+                for i in range(n_calls):
+                    ways[way].put(i)
+            call: Callable[[int], None] = getattr(ways[way], what)
 
             def work(call: Callable[[int], None] = call) -> None:
                 for i in range(n_calls):
-                    call(i % N_VALUES)
+                    call(i)
 
             times = common.took(work, torch.device("cpu"))
             if turn:  # the first one only warms up

@@ -216,6 +216,10 @@ class DenseRows:
     def n_freed(self) -> int:
         return sum(int((~live).sum()) for live in self.live)
 
+    def gone(self) -> Ints:
+        kept = np.any([live.numpy().any(1) for live in self.live], 0)[: self.n]
+        return np.flatnonzero(~kept)
+
     def check_integrity(self) -> None:
         assert self.n <= len(self.positions), f"{self.n} rows in {len(self.positions)} slots"
         assert (np.diff(self.positions[: self.n]) > 0).all(), "positions do not increase"

@@ -63,9 +63,8 @@ class Engine:
         config: Config | None = None,
         **options: object,
     ) -> None:
-        known = [f.name for f in fields(Config)]
-        check_options(options, [*known, *LOADING])
-        settings = {k: v for k, v in options.items() if k in known}
+        check_options(options, [*(f.name for f in fields(Config)), *LOADING])
+        settings = {k: v for k, v in options.items() if k not in LOADING}
         loading = {k: v for k, v in options.items() if k in LOADING}
         self.config = replace(config or Config(), **settings)  # type: ignore[arg-type]
         if self.config.policy not in POLICIES:
@@ -78,38 +77,31 @@ class Engine:
         self._home = None if home is None else Home(Path(home), self.runner.fingerprint)
         self.table = Table(None if self._home is None else self._home.index)
         where = None if self._home is None else self._home.path
+        with contextlib.ExitStack() as opened:  # what fails from here on leaves no lock behind
+            opened.callback(self.table.close)
+            self._open(where, opened)
+            places = [where, Path(str(model)) if loads else None]
+            found = calibration_of(self.runner.fingerprint, self.config.calibration, places)
+            check_bound(self.config.max_drift, found, self.config.repair, self.config.share)
+            self.weaver = Weaver(self.runner, self.shelf, self.table, found, self.config.rows)
+            self._base = self._make_base(base) if self.runner.can_move else None
+            opened.pop_all()
+
+    def _open(self, where: Path | None, opened: contextlib.ExitStack) -> None:
+        """Open what lies below the contexts."""
         ties = Ties(self.table, self.runner)
-        try:
-            self.shelf = open_shelf(
-                self.config,
-                where,
-                None if self._home is None else getattr(self.table, "uuid", "dev"),
-                (self.runner.fingerprint.digest().hex(), self.runner.device),
-                ties.about,
-                ties.is_pinned,
-            )
-        except BaseException:
-            self.table.close()
-            raise
+        model = self.runner.fingerprint.digest().hex(), self.runner.device
+        uuid = None if where is None else self.table.uuid
+        self.shelf = open_shelf(self.config, where, uuid, model, ties.about, ties.is_pinned)
+        opened.callback(self.shelf.mover.close)
         ties.bind(self.shelf)
         self.table.on_free = self._let_go
         self.loop = Loop(self.runner, self.config.max_batch, self.config.max_rows)
         self.maker = Maker(self.runner, self.shelf, self.table)
-        places = [where, Path(str(model)) if loads else None]
-        found = calibration_of(self.runner.fingerprint, self.config.calibration, places)
-        check_bound(self.config.max_drift, found, self.config.repair, self.config.share)
-        self.weaver = Weaver(self.runner, self.shelf, self.table, found, self.config.rows)
         self.files = Files(self.table)
         self._contexts = Contexts()
         self._n_composed: Counter[str] = Counter()  # by namespace
-        try:
-            ties.mend()
-            self._base = self._make_base(base) if self.runner.can_move else None
-        except BaseException:
-            with contextlib.ExitStack() as last:
-                last.callback(self.table.close)
-                self.shelf.mover.close()
-            raise
+        ties.mend()
 
     # ---- life
 

@@ -99,6 +99,7 @@ def test_rows_freed_everywhere_were_never_there(backend: Backend) -> None:
         for head in range(n_heads):
             rows.free(layer, head, gone)
     assert rows.n == 16 and rows.n_freed == len(gone) * sum(heads)
+    assert rows.gone().tolist() == gone.tolist()
     rows.reserve(n)
     less = room(backend, n - len(gone))
     for layer in range(len(backend.layers)):
@@ -124,6 +125,7 @@ def test_rows_are_freed_by_layer_and_head(backend: Backend) -> None:
     rows.free(layer, head, gone[:2])
     rows.free(layer, head, gone[1:])
     assert rows.n_freed == 3 and rows.n_bytes <= n_bytes
+    assert not len(rows.gone()), "other heads keep them"
     rows.check_integrity()
     last.observer = after
     logits = run(backend, last)

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 from needs import PIP, lack
@@ -18,6 +19,7 @@ from store.values import (
     assert_gone,
     assert_holds,
     assert_untouched,
+    content,
     ends_by,
     in_time,
     put_one,
@@ -184,8 +186,7 @@ def test_connecting_is_not_answered() -> None:
 
 
 @servers.needs_redis
-def test_a_server_behind_which_nobody_accepts_any_more(tmp_path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
-    server = servers.redis(tmp_path)
+def test_a_server_behind_which_nobody_accepts_any_more(server: servers.Server) -> None:
     tier = Redis(f"redis://127.0.0.1:{server.port}")
     store(tier, "a", b"0123456789")
     server.kill()
@@ -195,38 +196,72 @@ def test_a_server_behind_which_nobody_accepts_any_more(tmp_path, monkeypatch) ->
     in_time(tier.close)
 
 
-@servers.needs_redis
-def test_a_name_that_is_not_found_for_long(tmp_path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
-    server = servers.redis(tmp_path)
-    find, go = socket.getaddrinfo, threading.Event()
+class SlowNames:
+    """Host names are not found before ``go`` is set."""
 
-    def slowly(*args: object, **options: object) -> object:
-        go.wait(20)
-        return find(*args, **options)  # type: ignore[arg-type]
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.go, find = threading.Event(), socket.getaddrinfo
 
-    try:
-        tier = Redis(f"redis://localhost:{server.port}")
-        tier.close()
+        def slowly(*args: object, **options: object) -> object:
+            self.go.wait(20)
+            return find(*args, **options)  # type: ignore[arg-type]
+
+        self.go.set()
         monkeypatch.setattr(socket, "getaddrinfo", slowly)
-        begin = time.monotonic()
-        with pytest.raises(StoreError, match="no answer"):
-            Redis(f"redis://localhost:{server.port}", timeout=0.3)
-        assert time.monotonic() - begin < 0.3 + SLACK
-        go.set()
-        tier = Redis(f"redis://localhost:{server.port}")
-        go.clear()
-        all_are_doubts(tier, 0.3)
-        go.set()
-        end = time.monotonic() + 20
-        while not put_one(tier, "b", b"value").ok and time.monotonic() < end:
-            time.sleep(0.02)
-        assert_holds(tier, "b", b"value")
-        tier.discard(["a"])
-        assert_gone(tier, "a")
-        tier.close()
-    finally:
-        go.set()
-        server.stop()
+
+
+@pytest.fixture
+def names(monkeypatch: pytest.MonkeyPatch) -> Iterator[SlowNames]:
+    made = SlowNames(monkeypatch)
+    yield made
+    made.go.set()
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[servers.Server]:
+    made = servers.redis(tmp_path)
+    yield made
+    made.stop()
+
+
+@servers.needs_redis
+def test_a_name_that_is_not_found_for_long(names: SlowNames, server: servers.Server) -> None:
+    url = f"redis://localhost:{server.port}"
+    names.go.clear()
+    begin = time.monotonic()
+    with pytest.raises(StoreError, match="no answer"):
+        Redis(url, timeout=0.3)
+    assert time.monotonic() - begin < 0.3 + SLACK
+    names.go.set()
+    tier = Redis(url)
+    names.go.clear()
+    all_are_doubts(tier, 0.3)
+    names.go.set()
+    end = time.monotonic() + 20
+    while not put_one(tier, "b", b"value").ok and time.monotonic() < end:
+        time.sleep(0.02)
+    assert_holds(tier, "b", b"value")
+    tier.discard(["a"])
+    assert_gone(tier, "a")
+    tier.close()
+
+
+@servers.needs_redis
+def test_what_is_sent_late_is_what_was_put(names: SlowNames, server: servers.Server) -> None:
+    tier = Redis(f"redis://localhost:{server.port}")
+    data = content("a", 300_000)
+    source = bytearray(data)
+    names.go.clear()
+    late = tier.put([Put("a", [memoryview(source)])], deadline=time.monotonic() + 0.1)
+    assert late[0].state == "late"
+    source[:] = bytes(len(data))  # it is the caller's again
+    names.go.set()
+    end = time.monotonic() + 20
+    while tier.look(["a"]) != [len(data)]:
+        assert time.monotonic() < end, "this test needs a put that arrives late"
+        time.sleep(0.02)
+    assert_holds(tier, "a", data)
+    tier.close()
 
 
 @pytest.mark.parametrize("pong", [b"-LOADING the data set\r\n", b"+HELLO\r\n", b"SSH-2.0-x\r\n"])

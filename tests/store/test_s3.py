@@ -22,7 +22,6 @@ from store.values import (
     SLACK,
     aligned,
     asking,
-    assert_gone,
     assert_holds,
     content,
     filled,

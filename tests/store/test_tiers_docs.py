@@ -38,7 +38,7 @@ def test_every_block_is_run() -> None:
 def test_redis(tmp_path: Path) -> None:
     server = servers.redis(tmp_path)
     try:
-        run(0, "Resp", p6379=server.port)
+        run(0, "Redis(", p6379=server.port)
     finally:
         server.stop()
 

@@ -134,7 +134,7 @@ def test_evict_keeps_what_survivors_saw(engines: Make) -> None:
         new, old = after.read(layer)[1], before.read(layer)[1]
         assert torch.equal(new[5:11], old[13:19]), "values are untouched"
     turned = engine.runner.layers[2].rotation
-    raw = context.session.state.own[context.parts[1].uid].k[2]
+    raw = context.session.state.kept.own[context.parts[1].uid].k[2]
     positions = torch.arange(5, 11)
     assert torch.equal(after.read(2)[0][5:11], turned.apply(raw, turned.angles(positions)))
 

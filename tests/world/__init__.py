@@ -12,6 +12,8 @@
     chunks.py     verbs: what may happen to stored chunks
     contexts.py   verbs: what may happen to contexts
     answers.py    verbs: weaves and answers, each checked
+    pruned.py     verbs: what an evict froze, repaired as a whole
+    faults.py     verbs: something breaks in the middle of another one
     closing.py    verbs: close everything, open it again
     play.py       play a seed; make a failing list of verbs short, and print it
 """

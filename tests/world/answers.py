@@ -342,6 +342,20 @@ def cancel(world: World) -> bool:
     return _end(world, cancel=True)
 
 
+def abandon(world: World) -> bool:
+    """End an answer as if it had never been asked for."""
+    found = [chat for chat in world.chats.values() if chat.open is not None]
+    if not found:
+        return False
+    chat = world.rng.choice(found)
+    assert chat.open is not None and chat.open.turn is not None
+    world.note(f"{chat.context.name}: abandon the answer under way")
+    world.touch(chat)
+    chat.open.turn.abandon()
+    chat.pieces, chat.open = list(chat.open.before), None
+    return True
+
+
 def finish_all(world: World) -> None:
     """Cancel all answers under way."""
     while _end(world, cancel=True):
@@ -358,8 +372,8 @@ def _end(world: World, cancel: bool) -> bool:
     assert turn is not None
     world.note(f"{chat.context.name}: {'cancel' if cancel else 'run'} the answer under way")
     world.drive()
-    answer = world.attempt(turn.cancel if cancel else turn.run)
-    if answer is None:
+    answer, _ = world.tried(turn.cancel if cancel else turn.run)
+    if answer is None:  # the context is as it was before it
         chat.open, chat.pieces = None, list(open.before)
         return True
     answered(world, chat, open, answer)

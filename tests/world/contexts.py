@@ -6,10 +6,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from kvweave import KVWeaveError
+from kvweave import Engine, KVWeaveError
 from kvweave.errors import ChunkNotFound, ContextTooLong, HoleNotFilled, InvalidArgument
+from kvweave.weave.parts import Snapshot
 from world.checks import require
-from world.mirror import Chat, Piece, Stored, flat, whole
+from world.mirror import Chat, Piece, Stored, Tokens, flat, whole
 from world.models import END, LIMIT, ROLES, text
 from world.rows import checksum
 from world.world import SHARES, STRATEGIES, World
@@ -114,7 +115,9 @@ def fork(world: World) -> bool:
     context = world.attempt(lambda: world.engine.fork(chat.context, name))
     if context is None:
         return True
-    twin = replace(chat, context=context, pieces=list(chat.pieces), saved=[], answered=None)
+    twin = replace(
+        chat, context=context, pieces=list(chat.pieces), saved=[], answered=None, uids={}
+    )
     twin.was_woven = False
     world.chats[name] = twin
     same = checksum(world.rows_of(twin)) == checksum(world.rows_of(chat))
@@ -179,8 +182,11 @@ def _draw(world: World, chat: Chat) -> tuple[int, Callable[..., Any], tuple[Any,
 
 def append(world: World) -> bool:
     chat = world.idle()
-    if chat is None or chat.end > LONG:
-        return False
+    return chat is not None and chat.end <= LONG and add(world, chat)
+
+
+def add(world: World, chat: Chat) -> bool:
+    """Append text, a chunk or a slice of one."""
     _, verb, arguments, piece, says = _draw(world, chat)
     verb = getattr(chat.context, verb.__name__.replace("insert", "append"))
     after = [*chat.pieces, piece]
@@ -342,12 +348,32 @@ def snapshot(world: World) -> bool:
 
 
 def restore(world: World) -> bool:
+    """Also of another context, which may keep positions, or what its parts saw, where this does not."""
     chat = world.idle()
-    if chat is None or not chat.saved:
+    if chat is None:
         return False
-    context = chat.context
-    saved, pieces, base = world.rng.choice(chat.saved)
-    world.note(f"{context.name}.restore(of {len(pieces)} parts)")
+    found = [(other, each) for other in world.chats.values() for each in other.saved]
+    if world.rng.random() < 0.6:
+        found = [(chat, each) for each in chat.saved]
+    if not found:
+        return False
+    other, (saved, pieces, base) = world.rng.choice(found)
+    says = f"{other.context.name}'s {len(pieces)} parts"
+    bring_back(world, chat, saved, (pieces, base), says, is_own=other is chat)
+    return True
+
+
+def bring_back(
+    world: World,
+    chat: Chat,
+    saved: Snapshot,
+    was: tuple[list[Piece], Tokens],
+    says: str,
+    is_own: bool,
+) -> None:
+    """Restore a snapshot; those of other contexts come as if they had been appended here."""
+    context, (pieces, base) = chat.context, was
+    world.note(f"{context.name}.restore({says})")
     plan = context.plan if chat.was_woven else None
 
     def call() -> bool:
@@ -357,8 +383,42 @@ def restore(world: World) -> bool:
     allowed = () if all(_exists(world, f"#{p.id}") for p in saved.parts) else (ChunkNotFound,)
     if world.attempt(call, *allowed):
         chat.pieces, chat.base = list(pieces), base
-        require(context.parts == saved.parts, "other parts than those of the snapshot")
+        if not is_own and not chat.keeps_positions:
+            chat.pieces = [replace(piece, position=None) for piece in pieces]
+        require(
+            not is_own or context.parts == saved.parts, "other parts than those of the snapshot"
+        )
         require(plan is None or context.plan == plan, "another plan after restore")
+
+
+def from_elsewhere(world: World) -> bool:
+    """A snapshot of another engine: its ids mean other chunks here, and are refused where they do."""
+    chat, rng = world.idle(), world.rng
+    if chat is None:
+        return False
+    world.note("a snapshot of another engine is restored")
+    base = rng.choice((world.base_text, world.base_text, "t9 t10"))
+    texts = [world.some(8) for _ in range(rng.randint(0, 4))]
+    with Engine(world.runner, base=base) as other:
+        there = other.context("there")
+        for tokens in texts:
+            there.append(tokens)
+        saved, wanted = there.snapshot(), there.tokens()
+        same = not texts and base == world.base_text and world.folder is None  # ids of homes go on
+
+        def call() -> bool:
+            chat.context.restore(saved)
+            return True
+
+        if world.attempt(call, ChunkNotFound):
+            require(chat.context.tokens() == wanted, "ids of another engine mean other chunks here")
+            own = other.maker.bos() if base != "" else []
+            first = (*own, *world.ids(base or "")) if base != "" else ()
+            chat.base = first
+            chat.pieces = [whole(first, ())] if first else []
+            chat.pieces += [whole(tokens, first) for tokens in texts]
+        else:
+            require(not same, "a snapshot of chunks that are here too was refused")
     return True
 
 

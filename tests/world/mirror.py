@@ -90,6 +90,8 @@ class Chat:
         None  # parts, first row and number of the last answer
     )
 
+    uids: dict[int, object] = field(default_factory=dict)  # what each means, as long as it is open
+
     @property
     def first(self) -> int:
         """Where its own pieces begin: behind the base, if it has one."""

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from random import Random
 
-from world import answers, chunks, closing, contexts, memory, models
+from world import answers, chunks, closing, contexts, faults, memory, models, pruned
 from world.world import World
 
 Steps = list[tuple[str, int]]  # verb and its seed
@@ -39,8 +39,11 @@ VERBS: dict[Callable[[World], bool], int] = {
     contexts.reorder: 4,
     contexts.drop: 10,
     contexts.batch: 2,
-    contexts.snapshot: 3,
-    contexts.restore: 3,
+    contexts.snapshot: 6,
+    contexts.restore: 9,
+    contexts.from_elsewhere: 1,
+    pruned.evict: 5,
+    faults.fault: 8,
     contexts.while_answering: 3,
     answers.weave: 14,
     answers.preview: 2,
@@ -52,6 +55,7 @@ VERBS: dict[Callable[[World], bool], int] = {
     answers.drive: 9,
     answers.finish: 6,
     answers.cancel: 3,
+    answers.abandon: 2,
     answers.stream: 3,
 }
 BY_NAME = {verb.__name__: verb for verb in VERBS}

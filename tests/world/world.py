@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from random import Random
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any, TypeVar
+from unittest.mock import patch
 
-from kvweave import Engine, KVWeaveError
+from kvweave import Engine, KVWeaveError, Plan
 from kvweave.errors import OverBudget
 from world import memory
 from world.checks import require
@@ -29,6 +33,48 @@ CALIBRATED = 0.25  # the share that a calibrated world knows bounds of
 # Beside KV: tokens, positions, angles, the logits and the drafts of answers under way.
 BESIDE = 64 << 10  # bytes
 MEMORY_EVERY = 16  # steps between two counts of what is alive, which take as long as an answer
+
+
+class Broken(RuntimeError):
+    """An error that is not the engine's own."""
+
+
+@dataclass
+class Fault:
+    """Call ``n`` of a method raises, and only that one."""
+
+    kind: type
+    method: str
+    n: int
+    error: type[BaseException]
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it was raised."""
+        return self.n <= 0
+
+    @contextmanager
+    def armed(self) -> Iterator[None]:
+        """Count calls, and raise."""
+        whole = getattr(self.kind, self.method)
+
+        def half(*args: Any, **options: Any) -> Any:
+            if self.error is KeyboardInterrupt and _is_called_by("_denoise"):
+                return whole(*args, **options)  # the answer is there already
+            self.n -= 1
+            if self.n == 0:
+                raise self.error("it broke")
+            return whole(*args, **options)
+
+        with patch.object(self.kind, self.method, half):
+            yield
+
+
+def _is_called_by(name: str) -> bool:
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code.co_name != name:
+        frame = frame.f_back
+    return frame is not None
 
 
 class World:
@@ -57,6 +103,7 @@ class World:
         self.n_contexts = self.n_steps = 0
         self.log = [f"{self.model}, base {self.base}, home {bool(self.folder)}, {self.options}"]
         self.engine = self.opened()
+        self.fault: Fault | None = None  # what breaks in the next verb
         self.touched: set[str] = set()
         self.sums: dict[str, int] = {}
 
@@ -147,6 +194,8 @@ class World:
     @staticmethod
     def _picture(chat: Chat) -> tuple[object, ...]:
         context = chat.context
+        if chat.open is not None:  # it may break, too
+            return context.name, context.settings
         plan = context.plan if chat.was_woven else None
         return context.name, context.parts, context.settings, context.preview().strategy, plan
 
@@ -157,16 +206,34 @@ class World:
     def attempt(self, call: Callable[[], T], *allowed: type[KVWeaveError]) -> T | None:
         """Call it. An error is allowed where it is said, OverBudget where the budget is small; it
         changes nothing and gives None."""
-        before, log = self.picture(), len(self.log)
-        try:
-            return call()
-        except KVWeaveError as error:
-            budget = (OverBudget,) if self.budget is not None else ()
-            if not isinstance(error, (*allowed, *budget)):
-                raise
-            self.log[log - 1] += f" -> {type(error).__name__}"
+        before = self.picture()
+        done, error = self.tried(call, *allowed)
+        if isinstance(error, Broken | KeyboardInterrupt):
+            self._same_picture(before, "what broke", plans=False)  # a weave may have been complete
+            self._one_touched()
+        elif error is not None:
             self.unchanged(before, f"a refused verb ({error})")
-            return None
+        return done
+
+    def _one_touched(self) -> None:
+        """What broke may have changed the rows of one context: they are woven anew."""
+        found = [name for name, sum in self.checksums().items() if self.sums.get(name, sum) != sum]
+        require(len({*found} - self.touched) <= 1, f"what broke has changed rows of {found}")
+        self.touched |= {*found}
+
+    def tried(
+        self, call: Callable[[], T], *allowed: type[KVWeaveError]
+    ) -> tuple[T | None, BaseException | None]:
+        """Call it; return what it gives, or its error where that is allowed."""
+        log = len(self.log)
+        budget = (OverBudget,) if self.budget is not None else ()
+        armed = () if self.fault is None else (Broken, KeyboardInterrupt)
+        try:
+            with nullcontext() if self.fault is None else self.fault.armed():
+                return call(), None
+        except (*allowed, *budget, *armed) as error:
+            self.log[log - 1] += f" -> {type(error).__name__}"
+            return None, error
 
     def refused(self, error: type[KVWeaveError], call: Callable[[], object]) -> None:
         """Call what makes no sense: it raises this error and changes nothing."""
@@ -180,11 +247,17 @@ class World:
 
     def unchanged(self, before: tuple[object, ...], who: str) -> None:
         """Require the picture of before, and the rows."""
-        for a, b in zip(_flat(before), _flat(self.picture()), strict=True):
-            require(a == b, f"{who} has changed what was there:\n  {a}\n  {b}")
+        self._same_picture(before, who)
         for name, sum in self.checksums().items():
             same = name in self.touched or self.sums.get(name, sum) == sum
             require(same, f"{who} has changed rows of {name}")
+
+    def _same_picture(self, before: tuple[object, ...], who: str, plans: bool = True) -> None:
+        for a, b in zip(_flat(before), _flat(self.picture()), strict=True):
+            require(
+                a == b or isinstance(a, Plan) > plans,
+                f"{who} has changed what was there:\n  {a}\n  {b}",
+            )
 
     def checksums(self) -> dict[str, int]:
         """Of the rows of contexts without an answer under way."""
@@ -206,6 +279,10 @@ class World:
             if chat.open is None:
                 found = chat.context.tokens()
                 require(found == chat.tokens, f"tokens of {chat.context.name}: {found}")
+                for part in chat.context.parts:
+                    is_ = part.id, part.start, part.n
+                    same = chat.uids.setdefault(part.uid, is_) == is_
+                    require(same, f"uid {part.uid} of {chat.context.name} means other tokens now")
         self.engine.check_integrity()
         if self.n_steps % MEMORY_EVERY == 0:
             self.within_budget()

@@ -75,6 +75,29 @@ def _size(text: str) -> int:
         raise ArgumentTypeError(f"{text!r} is no size: write 2GiB or 500MB") from error
 
 
+def fsck(p: ArgumentParser) -> None:
+    """Add what `kvweave fsck` takes."""
+    p.add_argument("--repair", action="store_true", help="keep what verifies, remove the rest")
+
+
+def sweep(p: ArgumentParser) -> None:
+    """Add what `kvweave sweep` takes."""
+    p.add_argument("tier", help="the tier, as serve --tier takes it")
+    for name, metavar, help in (
+        ("--index", "HOME", "a home, or a postgresql:// address; again for each"),
+        ("--retire", "UUID", "an index that is no more: forget that it was registered"),
+    ):
+        p.add_argument(name, action="append", default=[], metavar=metavar, help=help)
+    p.add_argument(
+        "--grace",
+        type=_age,
+        default=0.0,
+        metavar="AGE",
+        help="remove only what an earlier sweep marked so long ago (90s, 15m, 2h, 7d)",
+    )
+    p.add_argument("--dry-run", action="store_true", help="say what would go")
+
+
 def put(p: ArgumentParser) -> None:
     """Add what `kvweave put` takes."""
     p.add_argument(

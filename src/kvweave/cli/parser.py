@@ -147,7 +147,7 @@ def _command_at(words: Sequence[str]) -> int | None:
     return None
 
 
-FILES, TEXT = "kvweave.cli.files", "kvweave.cli.text"
+FILES, TEXT, UPKEEP = "kvweave.cli.files", "kvweave.cli.text", "kvweave.cli.upkeep"
 COMMANDS = {
     command.name: command
     for command in (
@@ -274,6 +274,30 @@ COMMANDS = {
                 "kvweave serve",
                 "kvweave serve path/to/model --port 0 --json",
                 "kvweave serve path/to/model --host 0.0.0.0 --keys keys.txt --quota 1GiB",
+            ),
+            remote=False,
+        ),
+        Command(
+            "fsck",
+            f"{UPKEEP}:fsck",
+            "Check a home: every row of its index, every byte of its KV.",
+            arguments.fsck,
+            "The status is 1 when something is wrong. --repair rebuilds a damaged index from the rows\n"
+            "that verify (the old file is kept), and removes records that do not. Needs no model; no\n"
+            "other process may have the home open.",
+            ("kvweave fsck", "kvweave fsck --repair --json"),
+            remote=False,
+        ),
+        Command(
+            "sweep",
+            f"{UPKEEP}:sweep",
+            "Remove from a shared tier what no index names any more.",
+            arguments.sweep,
+            "Give every index that uses the tier: homes, or postgresql:// addresses. Those that are\n"
+            "registered there and not given are told, and nothing is removed. Engines may go on meanwhile.",
+            (
+                "kvweave sweep 'redis url=redis://127.0.0.1:6379' --index ~/.kvweave --dry-run",
+                "kvweave sweep 's3 url=s3://bucket' --index homes/a --index homes/b --grace 1d",
             ),
             remote=False,
         ),

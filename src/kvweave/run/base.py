@@ -230,6 +230,10 @@ class Rows(Protocol):
         """Rows freed, summed over layers and heads."""
         ...
 
+    def gone(self) -> Ints:
+        """Return the slots, increasing, that no head of any layer keeps: to recompute them is vain."""
+        ...
+
     def check_integrity(self) -> None:
         """Raise AssertionError unless positions increase strictly and sizes agree."""
         ...

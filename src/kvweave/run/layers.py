@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvweave.run.base import Ints
+from kvweave.run.base import NO_SLOTS, Ints
 from kvweave.run.rotary import Angles, Rotation
 from kvweave.run.upload import up
 from kvweave.store.kv import LayerShape
@@ -55,6 +55,10 @@ class LayerRows(ABC):
     def n_freed(self) -> int:
         """Rows freed, summed over heads."""
         return 0
+
+    def gone(self) -> Ints:
+        """Return the slots that no head keeps, increasing."""
+        return NO_SLOTS
 
     @property
     @abstractmethod

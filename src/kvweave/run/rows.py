@@ -84,10 +84,18 @@ class KVRows:
         """Rows freed, summed over layers and heads."""
         return sum(layer.n_freed for layer in self.layers)
 
+    def gone(self) -> Ints:
+        """Return the slots that no head of any layer keeps."""
+        left = None
+        for layer in self.layers if self.n_freed else ():
+            freed = layer.gone()
+            left = freed if left is None else np.intersect1d(left, freed)
+        return NO_SLOTS if left is None else left
+
     def bytes_for(self, n: int) -> int:
         """Return the bytes that will be allocated once ``n`` rows are reserved."""
         capacity = self._capacity_for(n)
-        return sum(layer.bytes_at(capacity) for layer in self.layers)
+        return sum(layer.bytes_at(max(capacity, layer.capacity)) for layer in self.layers)
 
     def _capacity_for(self, n: int) -> int:
         return self.capacity if n <= self.capacity else n + n // SLACK
@@ -99,8 +107,10 @@ class KVRows:
         self.settle()
         capacity = self._capacity_for(n)
         for i, layer in enumerate(self.layers):
-            # one layer at a time: the peak is one layer, not a copy
-            self.layers[i] = layer.grown(capacity, self.n)
+            # one layer at a time: the peak is one layer, not a copy. Those that have more room
+            # already grew in a call that failed behind them
+            if layer.capacity < capacity:
+                self.layers[i] = layer.grown(capacity, self.n)
         positions = np.zeros(capacity, np.int64)
         positions[: self.n] = self.positions[: self.n]
         self.positions, self.capacity = positions, capacity
@@ -229,7 +239,7 @@ class KVRows:
         used = self.positions[: self.n]
         assert bool((used[1:] > used[:-1]).all()), "positions do not increase"
         for layer in self.layers:
-            assert layer.capacity == self.capacity, "layers of different capacity"
+            assert layer.capacity >= self.capacity, "a layer with less room than is said"
             layer.check(self.n)
 
 

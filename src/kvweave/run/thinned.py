@@ -76,6 +76,12 @@ class ThinnedRows(LayerRows):
     def n_freed(self) -> int:
         return sum(self.n - len(head.slots) for head in self.heads)
 
+    def gone(self) -> Ints:
+        kept = np.zeros(self.n, bool)
+        for head in self.heads:
+            kept[head.slots] = True
+        return np.flatnonzero(~kept)
+
     @property
     def n_bytes(self) -> int:
         return sum(head.n_bytes for head in self.heads)

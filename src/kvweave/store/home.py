@@ -6,8 +6,8 @@ import json
 import os
 from pathlib import Path
 
-from kvweave.chunk.identity import ModelFingerprint
 from kvweave.chunk.guard import free_name
+from kvweave.chunk.identity import ModelFingerprint
 from kvweave.chunk.rebuild import fsync, put_in_place
 from kvweave.errors import CorruptChunk, InvalidArgument, StoreError
 

@@ -21,6 +21,7 @@ from typing import TypeVar
 from kvweave.keep.base import UNKNOWN, Facts, Policy
 from kvweave.store.book import Book, Held
 from kvweave.store.codec import CodecSpec
+from kvweave.store.collect import register
 from kvweave.store.kv import KV
 from kvweave.store.record.layout import Head, encode
 from kvweave.store.record.transfer import (
@@ -60,7 +61,9 @@ class Level:
         budget: int | None = None,
         *,
         relation: str = "cache",
+        index: tuple[str, str] | None = None,
     ) -> None:
+        """``index``: the uuid of our index and where it is, for those who sweep a shared tier."""
         self.tier, self.choice, self.model = tier, choice, model
         self.policy, self.budget = policy, budget
         self.name = tier.name
@@ -70,6 +73,8 @@ class Level:
         self._undone: set[str] = set()  # to be discarded still
         self._heads: dict[str, Head] = {}
         self._absence = Absence()
+        self._index = index
+        self._registered = False
         self._lock = threading.RLock()
         self.book = Book(policy, self._lock)
         self.held = self.book.held
@@ -177,6 +182,8 @@ class Level:
         """
         if left := self._absence.left():
             return Outcome("failed", f"{self.name} is left alone for {left:.2f} s")
+        if durable and not self.owned and (why := self._register(deadline)) is not None:
+            return why
         choice = self.choice if choice is None else choice
         data: list[memoryview] | None = None
         outcome = Outcome("failed", "no name is free")
@@ -201,6 +208,17 @@ class Level:
                 if outcome.state != "exists":
                     return outcome
         return outcome
+
+    def _register(self, deadline: float | None) -> Outcome | None:
+        """Have our index known to whoever sweeps this tier; return why that cannot be done."""
+        if self._index is None:
+            return Outcome("failed", "no index would keep it: there is no home")
+        if not self._registered:
+            outcome = register(self.tier, *self._index, deadline)
+            self._registered = outcome.state in ("done", "exists")
+            if not self._registered:
+                return self._judge([outcome])[0]
+        return None
 
     def _create(
         self,

@@ -26,7 +26,7 @@ from kvweave.store.arriving import Arriving, Load
 from kvweave.store.codec import CodecSpec
 from kvweave.store.kv import KV
 from kvweave.store.level import Level
-from kvweave.store.reader import Reader, Wanted
+from kvweave.store.reader import Reader, ToRead
 from kvweave.store.record.layout import record_bytes
 from kvweave.store.record.transfer import Expected
 from kvweave.store.staging import HOST, Staging, staging
@@ -238,7 +238,7 @@ class Mover:
                 id, about.shapes, about.n_tokens, about.dtype.itemsize, level.lossy(id), ends
             )
             room = to.room(about.shapes, about.n_tokens, about.dtype)
-            wanted.append(Wanted(level, about, load, room))
+            wanted.append(ToRead(level, about, load, room))
             self._sources[id] = level
         if wanted:
             reader = Reader(wanted, to, ends, self.counts)

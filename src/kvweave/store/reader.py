@@ -19,7 +19,7 @@ log = logging.getLogger("kvweave.store")
 
 
 @dataclass(slots=True, eq=False)
-class Wanted:
+class ToRead:
     """A chunk that is being read, and from where."""
 
     level: Level
@@ -34,7 +34,7 @@ class Reader:
     """Fills the loads of ``wanted`` by ``ends``; ``counts`` are the mover's."""
 
     def __init__(
-        self, wanted: list[Wanted], to: Staging, ends: float, counts: dict[str, int]
+        self, wanted: list[ToRead], to: Staging, ends: float, counts: dict[str, int]
     ) -> None:
         self.wanted, self.to, self.ends, self.counts = wanted, to, ends, counts
 
@@ -56,10 +56,10 @@ class Reader:
         finally:
             self.to.settle()  # before anybody lets go of the room of what failed
 
-    def _left(self) -> list[Wanted]:
+    def _left(self) -> list[ToRead]:
         return [each for each in self.wanted if not each.load.ended]
 
-    def _by_level(self) -> list[tuple[Level, list[Wanted]]]:
+    def _by_level(self) -> list[tuple[Level, list[ToRead]]]:
         levels = {id(each.level): each.level for each in self._left()}
         return [(x, [e for e in self._left() if e.level is x]) for x in levels.values()]
 
@@ -77,7 +77,7 @@ class Reader:
                 each.head = head
                 each.memory = self.to.buffer(head.n_bytes - head.n_head)
 
-    def _again(self, each: Wanted) -> Head | Outcome:
+    def _again(self, each: ToRead) -> Head | Outcome:
         each.level.stale(each.load.key)
         return each.level.heads({each.load.key: each.about}, self.ends)[each.load.key]
 
@@ -99,13 +99,13 @@ class Reader:
                 else:
                     each.load.fail(f"{outcome.state}: {outcome.why}")
 
-    def _get(self, each: Wanted, key: str, start: int, stop: int) -> Get:
+    def _get(self, each: ToRead, key: str, start: int, stop: int) -> Get:
         assert each.head is not None and each.memory is not None
         span = each.head.layers(start, stop)
         at = span.offset - each.head.n_head
         return span.get(key, each.memory[at : at + span.n_bytes])
 
-    def _reread(self, each: Wanted, start: int, stop: int) -> Outcome:
+    def _reread(self, each: ToRead, start: int, stop: int) -> Outcome:
         """Read a span a second time, by a head that is read anew; ``wrong`` now is verified."""
         old, head, held = each.head, self._again(each), each.level.held.get(each.load.key)
         if isinstance(head, Outcome) or held is None:
@@ -115,7 +115,7 @@ class Reader:
             return Outcome("failed", "its record was created anew meanwhile")
         return each.level.get([self._get(each, held.key, start, stop)], self.ends)[0]
 
-    def _arrived(self, each: Wanted, start: int, stop: int) -> None:
+    def _arrived(self, each: ToRead, start: int, stop: int) -> None:
         assert each.head is not None and each.memory is not None
         span = each.head.layers(start, stop)
         at = span.offset - each.head.n_head

@@ -163,6 +163,8 @@ class Shelf:
     def save(self, key: int) -> None:
         """Have canonical KV on the first level, durably; it stays in memory too.
 
+        Where others use that level, what is not committed may be swept: save again after it is.
+
         Raises OverBudget when it does not fit there, StoreError when it cannot be written, and
         InvalidArgument when there is no level that keeps anything for us.
         """

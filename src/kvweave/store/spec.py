@@ -30,6 +30,7 @@ from kvweave.store.level import Level
 from kvweave.store.mover import Mover
 from kvweave.store.record.transfer import Expected
 from kvweave.store.shelf import Shelf
+from kvweave.store.tier import old_slab
 from kvweave.store.tier.base import Tier
 from kvweave.store.tier.disk import Disk
 from kvweave.store.tier.guarded import Guarded
@@ -105,7 +106,7 @@ class Site(NamedTuple):
     uuid: str | None  # of the home's index
 
 
-class Opened(NamedTuple):
+class OpenTier(NamedTuple):
     """A tier, what it may take in bytes, and what it is to us."""
 
     tier: Tier
@@ -126,16 +127,16 @@ def _parse(spec: str) -> tuple[str, _Words]:
     return kind, words
 
 
-def _ram(words: _Words, site: Site) -> Opened:
+def _ram(words: _Words, site: Site) -> OpenTier:
     if site.size is None:
         raise InvalidArgument("tier", "ram has no size", "write: ram size=4GiB")
-    return Opened(Memory(site.size), site.size, "mine")
+    return OpenTier(Memory(site.size), site.size, "mine")
 
 
 def _directory(name: str) -> _Open:
     """Return what opens a directory of values; without ``size=`` it may take half of what is free."""
 
-    def open_disk(words: _Words, site: Site) -> Opened:
+    def open_disk(words: _Words, site: Site) -> OpenTier:
         path, shared = words.pop("path", None), _yes(words)
         if path is None and site.home is None:
             raise InvalidArgument(
@@ -146,13 +147,15 @@ def _directory(name: str) -> _Open:
         claimed = claim(directory, site.uuid, shared=shared, inside=inside)
         try:
             disk = Disk(directory, shared=claimed.relation == "shared", claimed=claimed)
+            if claimed.relation == "mine":
+                old_slab.move(directory, disk)
             size = site.size
             if size is None:
                 size = (shutil.disk_usage(directory).free + disk.n_bytes) // 2
         except BaseException:
             claimed.close()
             raise
-        return Opened(Guarded(disk), size, claimed.relation)
+        return OpenTier(Guarded(disk), size, claimed.relation)
 
     return open_disk
 
@@ -164,21 +167,21 @@ def _yes(words: _Words) -> bool:
     return said == "yes"
 
 
-def _redis(words: _Words, site: Site) -> Opened:
+def _redis(words: _Words, site: Site) -> OpenTier:
     url, prefix = _needed(words, "redis", "url"), words.pop("prefix", "kvweave:")
-    return Opened(Redis(url, prefix=prefix), site.size)
+    return OpenTier(Redis(url, prefix=prefix), site.size)
 
 
-def _mooncake(words: _Words, site: Site) -> Opened:
+def _mooncake(words: _Words, site: Site) -> OpenTier:
     master, prefix = _needed(words, "mooncake", "master"), words.pop("prefix", "kvweave.")
     segment = n_bytes(words.pop("segment")) if "segment" in words else 0
     listing, host = words.pop("listing", ""), words.pop("host", "127.0.0.1")
-    return Opened(Mooncake(Cluster(master, listing, host, segment), prefix=prefix), site.size)
+    return OpenTier(Mooncake(Cluster(master, listing, host, segment), prefix=prefix), site.size)
 
 
-def _s3(words: _Words, site: Site) -> Opened:
+def _s3(words: _Words, site: Site) -> OpenTier:
     url, prefix = _needed(words, "s3", "url"), words.pop("prefix", "kvweave")
-    return Opened(Archive.at(url, prefix=prefix), site.size)
+    return OpenTier(Archive.at(url, prefix=prefix), site.size)
 
 
 def _needed(words: _Words, kind: str, name: str) -> str:
@@ -187,7 +190,7 @@ def _needed(words: _Words, kind: str, name: str) -> str:
     return words.pop(name)
 
 
-_Open = Callable[[_Words, Site], Opened]
+_Open = Callable[[_Words, Site], OpenTier]
 KINDS: Mapping[str, _Open] = {
     "ram": _ram, "disk": _directory("kv"), "files": _directory("files"),
     "redis": _redis, "mooncake": _mooncake, "s3": _s3,

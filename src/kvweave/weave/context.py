@@ -15,7 +15,7 @@ from kvweave.errors import ChunkNotFound, ContextTooLong, InvalidArgument
 from kvweave.run.sampling import Sampling
 from kvweave.weave.answer import Answer, request_from
 from kvweave.weave.check import Check
-from kvweave.weave.edits import dropped, find, inserted, part_of, renamed, reordered
+from kvweave.weave.edits import adopted, dropped, find, inserted, part_of, renamed, reordered
 from kvweave.weave.naming import Names, holder
 from kvweave.weave.parts import Mode, Part, Snapshot, TextOrTokens, end
 from kvweave.weave.plan import Plan
@@ -242,23 +242,22 @@ class Context:
 
     def snapshot(self) -> Snapshot:
         """Return the parts as they are, to come back to."""
-        return Snapshot(self._parts, self._base, self.namespace, self._owner)
+        digests = tuple(self._table.get(part.id).digest for part in self._parts)
+        return Snapshot(self._parts, self._base, self.namespace, self._owner, digests)
 
     def restore(self, snapshot: Snapshot) -> None:
-        """Bring back the parts of a snapshot. Raises ChunkNotFound if one was removed since, or is
-        of another namespace."""
+        """Bring back the parts of a snapshot; those of another context as if they were appended here.
+        Raises ChunkNotFound if one was removed since, or is of another namespace or engine."""
         with self.edit():
-            for part in snapshot.parts:
-                self._table.get(part.id)
-                if snapshot.namespace != self.namespace:
+            for part, digest in zip(snapshot.parts, snapshot.digests, strict=True):
+                same = self._table.get(part.id).digest == digest  # an id says nothing elsewhere
+                if not same or snapshot.namespace != self.namespace:
                     raise ChunkNotFound(part.name)
             self._parts, self._base = snapshot.parts, snapshot.base
-            if snapshot.owner is not self._owner:  # its uids mean other parts here
-                uids = range(self._next_uid, self._next_uid + len(self._parts))
-                self._next_uid = uids.stop
-                self._parts = tuple(
-                    replace(part, uid=uid) for part, uid in zip(self._parts, uids, strict=True)
-                )
+            if snapshot.owner is not self._owner:
+                gaps, uid = self.settings.positions == "keep", self._next_uid
+                self._parts = adopted(snapshot.parts, uid, gaps=gaps)
+                self._next_uid += len(self._parts)
 
     def fork(self, name: str) -> Context:
         """Return a new context with the same parts and rows; the two do not affect each other.
@@ -318,11 +317,14 @@ class Context:
     def ask(self, content: str, max_tokens: int = 256, **options: object) -> Answer:
         """Add a user message and return the model's answer; both become chunks."""
         request = request_from(max_tokens, options)
-        before, counts, asked = self.snapshot(), self._names.counts(), None
+        before, counts, asked, turn = self.snapshot(), self._names.counts(), None, None
         try:
             asked = self.message("user", content)
-            return self.begin(*request, chat=True).run()
+            turn = self.begin(*request, chat=True)
+            return turn.run()
         except BaseException:
+            if turn is not None and turn.complete:
+                raise
             with self._table.transaction():
                 if asked is not None:
                     self.restore(before)
@@ -337,8 +339,6 @@ class Context:
         the context was edited since, of the next token over the rows as they are woven now.
         """
         self._readable()
-        if self._parts[-1].virtual:
-            raise InvalidArgument("check", "the context ends in rows that no token made")
         return self.session.check(self._parts)
 
     def check_integrity(self) -> None:

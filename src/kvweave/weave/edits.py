@@ -66,6 +66,15 @@ def dropped(
     )
 
 
+def adopted(parts: Sequence[Part], first_uid: int, *, gaps: bool) -> tuple[Part, ...]:
+    """Return parts of another context as new ones: what they saw there is not known here, and only
+    with ``gaps`` they keep their positions."""
+    return tuple(
+        replace(p, uid=first_uid + i, frozen=False, position=p.position if gaps else None)
+        for i, p in enumerate(parts)
+    )
+
+
 def reordered(parts: Sequence[Part], order: Sequence[int]) -> tuple[Part, ...]:
     """Return the parts in the given order of their indices; from the first moved one on they thaw.
 

@@ -39,6 +39,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvweave.chunk.identity import ChunkId
+from kvweave.errors import InvalidArgument
 
 Source = Literal["kept", "exact", "canonical", "own", "none"]  # where rows come from
 
@@ -77,7 +78,7 @@ Seen = tuple[Stretch, ...]  # what KV was computed after
 class Part:
     """One entry of a context: a chunk or a slice of one, and whether it keeps what it saw.
 
-    ``uid`` tells apart two entries of the same chunk. ``literal`` text was written into this
+    ``uid`` tells apart two entries of the same chunk, and means the same tokens for ever. ``literal`` text was written into this
     context and not named as a stored chunk. A slice's name ends in its range: ``docs/faq[16:80]``.
     """
 
@@ -105,6 +106,7 @@ class Snapshot:
     base: ChunkId | None = None
     namespace: str = ""
     owner: object = field(default=None, compare=False, repr=False)  # whose uids the parts have
+    digests: tuple[bytes, ...] = field(default=(), compare=False, repr=False)  # of their chunks
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,10 +185,7 @@ def resolve(
             home = (placed[0].position if placed else position) == 0
             found = available(part, seen)
             at = Placement(part, slot, position, "none", 0, _truth(exact), seen)
-            was = before.get(part.uid)
-            if was is not None and (was.part.id, was.part.start) != (part.id, part.start):
-                was = None
-            placement = _choose(at, was, found, exact and home)
+            placement = _choose(at, before.get(part.uid), found, exact and home)
         placed.append(placement)
         exact = exact and placement.exact
         slot, position = slot + part.n, position + part.n
@@ -320,6 +319,12 @@ def end(parts: Sequence[Part]) -> int:
     for part in parts:
         position = (position if part.position is None else part.position) + part.n
     return position
+
+
+def require_speech(parts: Sequence[Part]) -> None:
+    """Raise InvalidArgument where the last row is of no token: nothing is predicted there."""
+    if parts[-1].virtual:
+        raise InvalidArgument("context", "it ends in rows that no token made", "append text")
 
 
 def exact_prefix(placed: Sequence[Placement]) -> int:

@@ -113,9 +113,9 @@ class Passes:
         return self.unready if self.again or self.looked is None else self.question
 
     def slots(self, spans: Sequence[Placement]) -> Ints:
-        """Return the slots of ``spans`` that have rows, increasing."""
+        """Return the slots of ``spans`` that have rows, increasing; not those freed everywhere."""
         found = [np.arange(p.slot, p.slot + p.ready) for p in spans]
-        return np.concatenate(found) if found else NO_SLOTS
+        return np.setdiff1d(np.concatenate(found), self.rows.gone()) if found else NO_SLOTS
 
     def candidates(self, spans: Sequence[Placement]) -> Ints:
         """Return those of them that a repair may recompute."""

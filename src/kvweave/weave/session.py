@@ -6,10 +6,9 @@ puts its text into whatever gives it the verbs of `Editor`.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Generator, Sequence
-from contextlib import AbstractContextManager
-from typing import Protocol
 
 import numpy as np
 
@@ -19,9 +18,14 @@ from kvweave.run.loop import Loop
 from kvweave.run.sampling import Choice, Sampling
 from kvweave.weave.answer import Answer
 from kvweave.weave.check import Check
+from kvweave.weave.editor import Editor
 from kvweave.weave.maker import Maker
 from kvweave.weave.oracle import compare
-from kvweave.weave.parts import Mode, Part, Snapshot, TextOrTokens, exact_prefix
+from kvweave.weave.parts import (
+    Part,
+    exact_prefix,
+    require_speech,
+)
 from kvweave.weave.plan import Plan
 from kvweave.weave.repair import NoRepair, Strategy, Wish, strategy
 from kvweave.weave.settings import Settings, check_share
@@ -29,42 +33,10 @@ from kvweave.weave.sources import runs, tokens_of
 from kvweave.weave.state import State
 from kvweave.weave.weaver import Weaver, Weaving
 
+# parts that were there and the first and last of the rows that spoke, when a context answered last
+NO_ANSWER: tuple[tuple[Part, ...], int, int] = ((), 0, 0)
+log = logging.getLogger("kvweave.weave")
 COMPARED = 64  # predictions of the last answer that `check` compares, at most
-
-
-class Editor(Protocol):
-    """What a running answer asks of the context it is an answer of."""
-
-    @property
-    def parts(self) -> tuple[Part, ...]:
-        """The parts in order."""
-        ...
-
-    def edit(self) -> AbstractContextManager[object]:
-        """Batch edits: all of them happen, or none."""
-        ...
-
-    def append(
-        self, content: TextOrTokens, *, kind: Kind = "document", label: str | None = None
-    ) -> Part:
-        """Add text or token ids at the end."""
-        ...
-
-    def answer_part(self, kind: Kind, tokens: Sequence[int]) -> Part:
-        """Add tokens the model wrote."""
-        ...
-
-    def drop(self, *refs: str | int | Part, mode: Mode | None = None) -> None:
-        """Remove parts."""
-        ...
-
-    def snapshot(self) -> Snapshot:
-        """Return the parts as they are."""
-        ...
-
-    def restore(self, snapshot: Snapshot) -> None:
-        """Bring back the parts of a snapshot."""
-        ...
 
 
 class Session:
@@ -80,7 +52,7 @@ class Session:
         self.strategy = strategy(settings.repair)
         self.plan: Plan | None = None  # of the last weave
         self.turn: Turn | None = None  # between its beginning and its end
-        self._answered: tuple[tuple[Part, ...], int, int] = ((), 0, 0)  # rows of the last answer
+        self._answered = NO_ANSWER
 
     def preview(self, parts: Sequence[Part]) -> Plan:
         """Say what a weave would do now, without doing it."""
@@ -120,6 +92,7 @@ class Session:
     def check(self, parts: tuple[Part, ...]) -> Check:
         """Measure the distance to a full prefill over the rows as the last answer saw them, or, when
         parts were edited since, as they are woven now."""
+        require_speech(parts)
         answered, start, stop = self._answered
         plan = self.preview(parts)
         if answered != parts or any(s.placed for s in plan.spans):
@@ -138,12 +111,12 @@ class Session:
     def fork(self, key: str) -> Session:
         """Return a session with copies of the rows. Raises OverBudget."""
         twin = Session(key, self.weaver, self.maker, self.loop, self.settings)
-        state = self.state
-        self.weaver.shelf.charge(key, state.rows.n_bytes + state.kept_bytes)
-        twin.state.rows, twin.state.woven = state.rows.clone(), list(state.woven)
-        twin.state.own, twin.state.redone = dict(state.own), dict(state.redone)
-        twin.state.known, twin.state.lossy = set(state.known), set(state.lossy)
-        twin.state.repaired, twin.state.before = state.repaired.copy(), dict(state.before)
+        self.weaver.shelf.charge(key, self.state.n_bytes)
+        try:
+            twin.state = self.state.copy(key)
+        except BaseException:
+            self.weaver.shelf.charge(key, 0)
+            raise
         twin.strategy, twin.plan = self.strategy, self.plan
         return twin
 
@@ -151,8 +124,7 @@ class Session:
         """End what runs and let go of the rows."""
         if self.turn is not None:
             self.turn.abandon()
-        self.state.rows = self.weaver.backend.new_rows(self.weaver.codec)
-        self.state.woven, self.state.own, self.state.redone = [], {}, {}
+        self.state = State(self.key, self.weaver.backend.new_rows(self.weaver.codec))
         self.weaver.shelf.charge(self.key, 0)
 
     def _wish(self, chosen: Strategy, share: float, max_drift: float | None) -> Wish:
@@ -162,19 +134,19 @@ class Session:
     def _run(self, weaving: Weaving) -> Plan:
         """Compute the rows of a weave, and record it."""
         request = weaving.request
-        self.loop.add(request)
         try:
+            self.loop.add(request)
             self.loop.run(lambda: not request.running)
+            if request.error is not None:
+                raise request.error
+            self.weaver.commit(self.state, weaving)
         except BaseException:
             self.loop.cancel(request.key)
-            raise
-        if request.error is not None:
             self.weaver.settle_account(self.state)
-            raise request.error
-        self.weaver.commit(self.state, weaving)
+            raise
         assert weaving.plan is not None
         if any(span.placed for span in weaving.plan.spans):
-            self._answered = ((), 0, 0)  # its rows are not these
+            self._answered = NO_ANSWER  # its rows are not these
         return weaving.plan
 
 
@@ -200,17 +172,23 @@ class Turn:
             self._weaving = session.weaver.prepare(
                 session.state, context.parts, session.strategy, wish, sampling
             )
+            self._weave_seconds = time.perf_counter() - self._started
+            self._weaving.request.started = self._started
+            session.loop.add(self._weaving.request)
         except BaseException:
+            session.weaver.settle_account(session.state)
             context.restore(self._before)
             raise
-        self._weave_seconds = time.perf_counter() - self._started
-        self._weaving.request.started = self._started
-        session.loop.add(self._weaving.request)
 
     @property
     def done(self) -> bool:
         """Whether the last token was sampled."""
         return not self._weaving.request.running
+
+    @property
+    def complete(self) -> bool:
+        """Whether the context has its text."""
+        return self._answer is not None and not self._gone
 
     @property
     def plan(self) -> Plan | None:
@@ -283,7 +261,7 @@ class Turn:
         if self._gone or self._answer is not None:
             return
         self._gone, session.turn = True, None
-        session._answered = ((), 0, 0)
+        session._answered = NO_ANSWER
         session.state.woven = []
         session.weaver.settle_account(session.state)
         self.context.restore(self._before)
@@ -304,11 +282,13 @@ class Turn:
             self.abandon()  # cancelled before its rows were complete
         plan = self._weaving.plan
         if not self._gone:
-            session.weaver.commit(session.state, self._weaving)
+            try:
+                session.weaver.commit(session.state, self._weaving)
+                self._add_parts(self._kept_tokens())
+            except BaseException:
+                self.abandon()
+                raise
             session.plan = plan
-            self._add_parts(self._kept_tokens())
-        started = time.perf_counter()
-        self._denoise()
         plan = session.preview(self.context.parts) if plan is None else plan
         usage: dict[str, object] = {
             "prompt_tokens": plan.n_tokens,
@@ -317,15 +297,18 @@ class Turn:
             "ttft": request.first_token,
             "weave": self._weave_seconds,
             "total": request.ended,
-            "idle": time.perf_counter() - started,
         }
         self._answer = Answer(
             request.text, tuple(request.out), request.finish, tuple(request.choices), plan, usage
         )
+        started = time.perf_counter()
+        self._denoise()
+        usage["idle"] = time.perf_counter() - started
         return self._answer
 
     def _denoise(self) -> None:
-        """Compute canonical KV of this turn; without room the next prune prefills it instead."""
+        """Compute canonical KV of this turn; what fails there is not the answer's fault, and the next
+        prune prefills it instead."""
         if not self._session.settings.denoise:
             return
         known = {p.uid for p in self._before.parts[:-1]}
@@ -334,6 +317,8 @@ class Turn:
             self._session.maker.canonicalise(new)
         except OverBudget:
             return
+        except Exception:
+            log.exception("no canonical KV of an answer in %s", self._session.key)
 
     def _kept_tokens(self) -> list[int]:
         """Return the generated tokens that stay: no end token, nothing past a stop string."""
@@ -369,8 +354,8 @@ class Turn:
                     parts.append(context.answer_part(kind, piece))
                 else:
                     parts.append(context.append(piece, kind="assistant"))
+            session.weaver.extend(session.state, parts, (len(head), n_rows), self._weaving)
         first = self._weaving.placed[-1].slots[1] - 1  # this row predicted the first token
-        session.weaver.extend(session.state, parts, (len(head), n_rows), self._weaving)
         session._answered = (context.parts, first, first + max(1, len(tokens)))
 
     def _split(self, whole: list[int], n_text: int) -> list[tuple[Kind, list[int]]]:

@@ -1,8 +1,8 @@
-"""What the rows of one context hold."""
+"""What the rows of one context hold, and the raw KV that is kept beside them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -11,7 +11,80 @@ from numpy.typing import NDArray
 from kvweave.run.base import Ints, Rows
 from kvweave.run.upload import up
 from kvweave.store.kv import KV, joined
-from kvweave.weave.parts import Placement
+from kvweave.weave.parts import Placement, is_only_here
+
+
+@dataclass(slots=True)
+class Kept:
+    """Raw KV that outlives its rows, by uid of the part; never changed in place, so copies share it.
+
+    A weave fills a copy, which becomes the context's when it is complete: `State.before` says what
+    the KV is worth, and the two change together.
+    """
+
+    own: dict[int, KV] = field(default_factory=dict)  # computed in this context
+    redone: dict[int, tuple[Ints, KV]] = field(default_factory=dict)  # repaired rows, offsets
+    lossy: set[int] = field(default_factory=set)  # whose rows went through something lossy
+
+    @property
+    def n_bytes(self) -> int:
+        redone = (kv for _, kv in self.redone.values())
+        return sum(kv.n_bytes for kv in (*self.own.values(), *redone))
+
+    def copy(self) -> Kept:
+        """Return one that can be filled without changing this."""
+        return Kept(dict(self.own), dict(self.redone), set(self.lossy))
+
+    def only(self, uids: Collection[int]) -> Kept:
+        """Return what belongs to these parts."""
+        own, redone = self.own.items(), self.redone.items()
+        return Kept(
+            {uid: kv for uid, kv in own if uid in uids},
+            {uid: rows for uid, rows in redone if uid in uids},
+            self.lossy.intersection(uids),
+        )
+
+    def inherited(self, woven: Sequence[Placement], placed: Sequence[Placement]) -> Kept:
+        """Return a copy in which rows that stay belong to the parts that stand there now, with all
+        that was kept of them and nothing else."""
+        new = self.copy()
+        for old, p in zip(woven, placed, strict=False):
+            if p.source != "kept":
+                break
+            was, uid = old.part.uid, p.part.uid
+            if was == uid:
+                continue
+            new.own.pop(uid, None)
+            new.redone.pop(uid, None)
+            (new.lossy.add if was in self.lossy else new.lossy.discard)(uid)
+            if was in self.own:
+                new.own[uid] = self.own[was].rows(0, p.ready).clone()
+            if was in self.redone:
+                offsets, kv = self.redone[was]
+                n = int(np.searchsorted(offsets, p.part.n))
+                new.redone[uid] = offsets[:n], kv.rows(0, n).clone()
+        return new
+
+    def take(self, placed: Sequence[Placement], loaded: Mapping[int, KV], *, own: bool) -> None:
+        """Note what was ``loaded``: its loss, and with ``own`` all that may not be found again."""
+        for p in placed:
+            uid = p.part.uid
+            if own and is_only_here(p):
+                self.own[uid] = loaded[uid]
+            if p.source == "canonical":
+                (self.lossy.add if loaded[uid].lossy else self.lossy.discard)(uid)
+
+    def redo(self, uid: int, offsets: Ints, kv: KV) -> None:
+        """Keep repaired rows of a part, beside those kept before; the newest of a row counts."""
+        if uid in self.redone:
+            old, before = self.redone[uid]
+            both, kv = np.concatenate([offsets, old]), joined([kv, before])
+            offsets, first = np.unique(both, return_index=True)
+            at = up(first, kv.k[0].device)
+            kv = KV([t[at] for t in kv.k], [t[at] for t in kv.v], kv.lossy)
+        else:
+            kv = kv.clone()
+        self.redone[uid] = offsets, kv
 
 
 @dataclass(slots=True)
@@ -27,18 +100,22 @@ class State:
     keeps: bool = False  # survivors of a prune keep what they saw: their raw KV is kept too
     tenant: str = ""
     woven: list[Placement] = field(default_factory=list)
-    own: dict[int, KV] = field(default_factory=dict)  # uid -> raw KV computed in this context
-    redone: dict[int, tuple[Ints, KV]] = field(default_factory=dict)  # uid -> repaired rows, raw
     before: dict[int, Placement] = field(default_factory=dict)  # uid -> as it was last woven
+    kept: Kept = field(default_factory=Kept)
     known: set[int] = field(default_factory=set)  # uids that were woven here before
-    lossy: set[int] = field(default_factory=set)  # uids whose rows went through something lossy
     repaired: NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, bool))  # [slot]
 
     @property
-    def kept_bytes(self) -> int:
-        """Bytes of the KV that is kept beside the rows."""
-        redone = (kv for _, kv in self.redone.values())
-        return sum(kv.n_bytes for kv in (*self.own.values(), *redone))
+    def n_bytes(self) -> int:
+        """Bytes of the rows and of the KV that is kept beside them."""
+        return self.rows.n_bytes + self.kept.n_bytes
+
+    def copy(self, name: str) -> State:
+        """Return a copy for another context."""
+        return State(
+            name, self.rows.clone(), self.keeps, self.tenant, list(self.woven), dict(self.before),
+            self.kept.copy(), set(self.known), self.repaired.copy(),
+        )  # fmt: skip
 
     def repaired_until(self, keep: int, n: int) -> NDArray[np.bool_]:
         """Return which of ``n`` slots were repaired, as far as slots up to ``keep`` still hold."""
@@ -46,44 +123,15 @@ class State:
         found[: min(keep, len(self.repaired))] = self.repaired[:keep]
         return found
 
-    def inherit(self, placed: Sequence[Placement]) -> None:
-        """Give the raw KV of kept rows to the parts that stand there now."""
-        for old, p in zip(self.woven, placed, strict=False):
-            if p.source != "kept":
-                return
-            if old.part.uid == p.part.uid and old.part.n == p.part.n:
-                continue
-            if old.part.uid in self.own:
-                self.own[p.part.uid] = self.own[old.part.uid].rows(0, p.ready).clone()
-            if old.part.uid in self.redone:
-                offsets, kv = self.redone[old.part.uid]
-                n = int(np.searchsorted(offsets, p.part.n))
-                self.redone[p.part.uid] = offsets[:n], kv.rows(0, n).clone()
-
     def redone_of(self, p: Placement) -> tuple[Ints, KV] | None:
         """Return the recomputed rows that an evict froze with a part, offsets and raw KV."""
         was = self.before.get(p.part.uid)
         if was is None or not p.part.frozen or (p.source, p.seen) != (was.origin, was.seen):
             return None
-        return self.redone.get(p.part.uid)
+        return self.kept.redone.get(p.part.uid)
 
-    def redo(self, uid: int, offsets: Ints, kv: KV) -> None:
-        """Keep repaired rows of a part, beside those kept before; the newest of a row counts."""
-        if uid in self.redone:
-            old, before = self.redone[uid]
-            both, kv = np.concatenate([offsets, old]), joined([kv, before])
-            offsets, first = np.unique(both, return_index=True)
-            at = up(first, kv.k[0].device)
-            kv = KV([t[at] for t in kv.k], [t[at] for t in kv.v], kv.lossy)
-        else:
-            kv = kv.clone()
-        self.redone[uid] = offsets, kv
-
-    def remember(self) -> None:
-        """Note what the parts are now, and let go of what belongs to parts that are not there."""
-        self.before = {p.part.uid: p for p in self.woven}
-        uids = set(self.before)
-        self.known |= uids
-        self.own = {uid: kv for uid, kv in self.own.items() if uid in uids}
-        self.redone = {uid: kept for uid, kept in self.redone.items() if uid in uids}
-        self.lossy &= uids
+    def remember(self, woven: list[Placement], kept: Kept) -> None:
+        """Take what the parts are now and the KV they keep; let go of that of all others."""
+        before = {p.part.uid: p for p in woven}
+        self.woven, self.before, self.kept = woven, before, kept.only(before.keys())
+        self.known |= before.keys()

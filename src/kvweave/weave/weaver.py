@@ -30,6 +30,7 @@ from kvweave.weave.parts import (
     first_change,
     is_only_here,
     positions_of,
+    require_speech,
     resolve,
     seen_from,
     spans_of,
@@ -40,7 +41,7 @@ from kvweave.weave.patching import Patcher
 from kvweave.weave.plan import How, Plan, Span
 from kvweave.weave.repair import Strategy, Verdict, Wish
 from kvweave.weave.sources import Sources, runs, tokens_of
-from kvweave.weave.state import State
+from kvweave.weave.state import Kept, State
 
 
 @dataclass(slots=True)
@@ -57,6 +58,7 @@ class Weaving:
     tiers: dict[int, str] = field(default_factory=dict)  # chunk -> where its KV was
     computed: Ints = field(default_factory=lambda: NO_SLOTS)  # slots, over all that was repaired
     early: Ints = field(default_factory=lambda: NO_SLOTS)  # slots, over what was not
+    kept: Kept = field(default_factory=Kept)  # what the context keeps once this is complete
     raw: KV | None = None  # of the computed rows, then of generated ones
     reads: Reads | None = None  # of the same
 
@@ -119,10 +121,14 @@ class Weaver:
         Chunks that a tier loses or brings too late are prefilled. Raises ContextTooLong,
         OverBudget or CorruptChunk before any row changes.
         """
-        if sampling is not None and parts[-1].virtual:
-            raise InvalidArgument("context", "it ends in rows that no token made", "append text")
+        if sampling is not None:
+            require_speech(parts)
         weaving = Weaving(parts, strategy, wish, sampling)
-        self._set_out(state, weaving)
+        try:
+            self._set_out(state, weaving)
+        except BaseException:
+            self.settle_account(state)
+            raise
         self._next_key += 1
         weaving.request = Request(
             self._next_key, state.rows, self._steps(state, weaving), sampling, state.tenant
@@ -146,18 +152,12 @@ class Weaver:
         n_rows = self._charge(state, weaving)
         self.table.touch(p.part.id for p in placed if p.source != "kept")
         keep = first_change(placed)
-        if state.keeps:
-            state.inherit(placed)
+        weaving.kept = kept = state.kept.inherited(state.woven, placed)
         state.woven = []
         state.rows.truncate(keep)
         state.rows.reserve(n_rows)
         self._place(state, placed, loaded)
-        if state.keeps:
-            state.own |= {p.part.uid: loaded[p.part.uid] for p in placed if is_only_here(p)}
-        for p in placed:
-            if p.source == "canonical":
-                lossy = loaded[p.part.uid].lossy
-                (state.lossy.add if lossy else state.lossy.discard)(p.part.uid)
+        kept.take(placed, loaded, own=state.keeps)
 
     def _charge(self, state: State, weaving: Weaving) -> int:
         """Account all that the weave will take; return the rows. Raises ContextTooLong, OverBudget."""
@@ -168,7 +168,7 @@ class Weaver:
         if last > self.backend.limit:
             raise ContextTooLong(last, self.backend.limit)
         n_rows = n + max(n_new, weaving.strategy.draft)
-        n_bytes = state.rows.bytes_for(n_rows) + state.kept_bytes
+        n_bytes = state.rows.bytes_for(n_rows) + state.kept.n_bytes
         if state.keeps or weaving.strategy.rank:
             n_kept = sum(p.ready for p in placed if p.source == "kept" and not p.exact)
             n_bytes += (n - first_change(placed) + n_kept + n_new) * self.backend.row_bytes
@@ -180,7 +180,7 @@ class Weaver:
         moving = [p for p in placed if p.source not in ("kept", "none")]
         positions = positions_of(placed)
         if moving:
-            state.rows.place(runs(moving, state.own, loaded), positions)
+            state.rows.place(runs(moving, state.kept.own, loaded), positions)
 
     # ---- computing
 
@@ -211,7 +211,7 @@ class Weaver:
             self.backend, state.rows, tokens, positions, np.concatenate(missing), placed,
             self.dependence, state.repaired_until(first_change(placed), n),
             again=state.keeps or strategy.records or strategy.rank > 0,
-            lossy=bool(state.lossy) or state.rows.n_freed > 0,
+            lossy=bool(weaving.kept.lossy) or state.rows.n_freed > 0,
         )  # fmt: skip
         verdict = yield from strategy.repair(passes, weaving.wish)
         chosen = np.setdiff1d(verdict.chosen, passes.left)
@@ -254,9 +254,8 @@ class Weaver:
         if state.keeps or (weaving.strategy.rank > 0 and plan.repaired > 0):
             return self.backend.new_kv(n)  # accounted since the weave began
         if any(s.exact and s.n_prefilled for s in plan.spans):
-            mine = state.rows.n_bytes + state.kept_bytes
             try:
-                self.shelf.charge(state.name, mine + n * self.backend.row_bytes)
+                self.shelf.charge(state.name, state.n_bytes + n * self.backend.row_bytes)
             except OverBudget:
                 return None
             return self.backend.new_kv(n)
@@ -284,11 +283,8 @@ class Weaver:
             placed, counts, still_seen(placed), looked, strict=True
         ):
             check_placement(p)
-            n, n_prefilled, is_placed = (
-                p.part.n,
-                p.part.n - p.ready,
-                p.source not in ("kept", "none"),
-            )
+            n, n_prefilled = p.part.n, p.part.n - p.ready
+            is_placed = p.source not in ("kept", "none")
             was = was and (p.exact or p.ready == 0)
             whole = n_repaired + n_prefilled == n and (sure or p.ready == 0)
             exact = exact and (p.exact or whole) and (was or first == last)
@@ -314,12 +310,8 @@ class Weaver:
     def commit(self, state: State, weaving: Weaving) -> None:
         """Record what the rows hold after the request ran."""
         done: list[Placement] = []
-        raw, slots = weaving.raw, weaving.computed
+        raw, slots, kept = weaving.raw, weaving.computed, weaving.kept
         assert weaving.plan is not None, "the request has not prepared"
-        state.repaired = state.repaired_until(
-            first_change(weaving.placed), weaving.placed[-1].slots[1]
-        )
-        state.repaired[slots] = True
         spans, looked = spans_of(weaving.placed, slots), spans_of(weaving.placed, weaving.early)
         for p, span, (start, stop), (first, last) in zip(
             weaving.placed, weaving.plan.spans, spans, looked, strict=True
@@ -332,9 +324,9 @@ class Weaver:
             if state.keeps and (p.patched or is_only_here(p)):
                 new = replace(new, origin="own")
             if p.source != "kept" and not p.part.frozen:
-                state.redone.pop(p.part.uid, None)
+                kept.redone.pop(p.part.uid, None)
             if whole:
-                state.lossy.discard(p.part.uid)
+                kept.lossy.discard(p.part.uid)
             self.dependence.computed(weaving.reads, done, p, (start, stop))
             if raw is not None and right:
                 self.patcher.keep(p, done, weaving.strategy, raw.rows(start, stop))
@@ -344,14 +336,16 @@ class Weaver:
             if raw is not None and stop > start:
                 tail = stop - n_prefilled
                 if n_prefilled:
-                    self._remember(state, p, raw.rows(tail, stop), new)
+                    self._remember(state, kept, raw.rows(tail, stop), new)
                 if tail > start and state.keeps:
                     now = seen_from(done, p.position)
                     new = replace(new, seen=now if whole else both_seen(new.seen, now))
-                    state.redo(p.part.uid, slots[start:tail] - p.slot, raw.rows(start, tail))
+                    kept.redo(p.part.uid, slots[start:tail] - p.slot, raw.rows(start, tail))
             done.append(new)
-        state.woven = done
-        state.remember()
+        end = weaving.placed[-1].slots[1]
+        state.repaired = state.repaired_until(first_change(weaving.placed), end)
+        state.repaired[slots] = True
+        state.remember(done, kept)
         self.settle_account(state)
 
     def extend(
@@ -363,38 +357,39 @@ class Weaver:
         last token, the closing text) waits for the next weave.
         """
         n_head, n_rows = sizes
-        if n_head:
-            state.woven.pop()
+        woven, kept = state.woven[: len(state.woven) - bool(n_head)], state.kept.copy()
         slot = weaving.placed[-1].slots[1] - n_head
         state.rows.truncate(slot + n_rows)
-        last = state.woven[-1] if state.woven else None
+        last = woven[-1] if woven else None
         position = last.position + last.part.n if last is not None else 0
-        best = Truth.RIGHT if all(p.right for p in state.woven) else Truth.STALE
+        best = Truth.RIGHT if all(p.right for p in woven) else Truth.STALE
         exact = not (state.rows.lossy or state.rows.n_freed) and (last is None or last.exact)
-        at, before = weaving.request.n_raw - n_head, list(state.woven)
+        at, before = weaving.request.n_raw - n_head, list(woven)
         for part in parts:
             ready = min(part.n, n_rows)
-            seen, truth = seen_from(state.woven, position), Truth.EXACT if exact else best
-            state.woven.append(Placement(part, slot, position, "kept", ready, truth, seen, "own"))
+            seen, truth = seen_from(woven, position), Truth.EXACT if exact else best
+            woven.append(Placement(part, slot, position, "kept", ready, truth, seen, "own"))
             if weaving.reads is not None:
                 self.dependence.note(part, 0, weaving.reads.of(at, at + ready), before)
             if state.keeps and ready and weaving.raw is not None:
-                state.own[part.uid] = weaving.raw.rows(at, at + ready).clone()
+                kept.own[part.uid] = weaving.raw.rows(at, at + ready).clone()
             at, n_rows = at + ready, n_rows - ready
             slot, position = slot + part.n, position + part.n
-        state.remember()
+        state.remember(woven, kept)
         self.settle_account(state)
 
     def settle_account(self, state: State) -> None:
         """Count what a context takes now that nothing is under way."""
-        self.shelf.charge(state.name, state.rows.n_bytes + state.kept_bytes)
+        self.shelf.charge(state.name, state.n_bytes)
 
-    def _remember(self, state: State, p: Placement, kv: KV, new: Placement) -> None:
-        """Keep the raw KV of a part computed in this context where someone may ask for it."""
+    def _remember(self, state: State, kept: Kept, kv: KV, p: Placement) -> None:
+        """Keep the raw KV of a part's last rows, computed in this context, where someone may ask for
+        it."""
         if state.keeps:
-            before = state.own.get(p.part.uid) if p.ready else None
-            whole = kv.clone() if before is None else joined([before.rows(0, p.ready), kv])
-            state.own[p.part.uid] = whole
+            n = p.part.n - kv.n_tokens
+            before = kept.own.get(p.part.uid) if n else None
+            whole = kv.clone() if before is None else joined([before.rows(0, n), kv])
+            kept.own[p.part.uid] = whole
         home = state.rows.positions[0] == 0  # behind a gap it would not be exact elsewhere
-        if new.exact and home and kv.n_tokens == p.part.n and self.sources.is_whole(p.part):
-            self.shelf.put_in_context(int(p.part.id), new.seen, kv)
+        if p.exact and home and kv.n_tokens == p.part.n and self.sources.is_whole(p.part):
+            self.shelf.put_in_context(int(p.part.id), p.seen, kv)

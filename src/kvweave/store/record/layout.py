@@ -240,13 +240,31 @@ def encode(kv: KV, choice: CodecSpec, model: str, chunk: str) -> list[memoryview
         sections.append((at, length, state.intdigest()))
         pieces += section
         at += length + len(padding)
+    return [_head(text, np.array(sections, SECTION), n_head, at), *pieces]
+
+
+def renamed(head: Head, data: memoryview, chunk: str) -> list[memoryview]:
+    """Return a record with the same sections that names ``chunk``; ``head`` is that of ``data``."""
+    said = {"model": head.model, "chunk": chunk, "n_tokens": head.n_tokens,
+            "dtype": str(head.dtype).removeprefix("torch."),
+            "layers": [(s.k_heads, s.k_dim, s.v_heads, s.v_dim) for s in head.shapes],
+            "codec": head.choice.spec, "block": BLOCK, "lossy": head.lossy}  # fmt: skip
+    table = head.table.copy()
+    text = json.dumps(said, separators=(",", ":")).encode()
+    n_head = _up(_table_at(len(text)) + table.nbytes, PAGE)
+    table["offset"] += n_head - head.n_head
+    made = _head(text, table, n_head, head.n_bytes - head.n_head + n_head)
+    return [made, data[head.n_head :]]
+
+
+def _head(text: bytes, table: np.ndarray[Any, Any], n_head: int, n_bytes: int) -> memoryview:
     head = bytearray(n_head)
-    FIXED.pack_into(head, 0, MAGIC, FORMAT, n_head, len(text), n_sections, at)
+    FIXED.pack_into(head, 0, MAGIC, FORMAT, n_head, len(text), len(table), n_bytes)
     head[START : START + len(text)] = text
-    table = np.array(sections, SECTION).tobytes()
-    head[_table_at(len(text)) : _table_at(len(text)) + len(table)] = table
+    at = _table_at(len(text))
+    head[at : at + table.nbytes] = table.tobytes()
     SUM.pack_into(head, FIXED.size, _head_sum(memoryview(head)))
-    return [memoryview(head), *pieces]
+    return memoryview(head)
 
 
 def record_bytes(kv: KV) -> int:

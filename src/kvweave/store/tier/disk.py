@@ -226,6 +226,8 @@ class Disk:
         """There is no such file; that says something only while this is the directory we opened."""
         try:
             if _identity(self.directory) == self._identity:
+                if not self.shared:
+                    self._recount()  # it may have been counted: somebody else removed it
                 return absent(key)
             why = "is another directory now; is it mounted?"
         except OSError as error:

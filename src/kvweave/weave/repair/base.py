@@ -94,7 +94,8 @@ class View:
         """Return the attention mass each candidate paid to other chunks when it was last computed
         among them (mean over heads and layers), 0 where nothing is recorded. Costs nothing."""
         passes, found = self.passes, np.zeros(self.passes.n)
-        found[passes.slots(self.spans)] = passes.dependence.of(self.spans)
+        for p in self.spans:
+            found[p.slot : p.slot + p.ready] = passes.dependence.of([p])
         return found[self.candidates]
 
 

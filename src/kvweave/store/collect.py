@@ -1,0 +1,166 @@
+"""Mark and sweep for tiers that engines share: nothing that an index names is ever removed.
+
+::
+
+    sweep                                    an engine that puts a chunk durably
+    1  which records do no indexes name?     a  commit the chunk's row
+    2  mark them:  KEY.doomed                b  is KEY marked? then use another name (KEY.1)
+    3  read the indexes again                c  create KEY, or find it
+    4  unmark what is named now
+    5  remove what was marked long enough    so: b before 2, then a before 3, and 4 saves KEY;
+    6  remove its mark                           b after 2, then KEY is not relied on
+
+That every index which relies on the tier was read is checked too: each registers on it
+(``index.UUID``) before it says that anything is durable there.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+
+from kvweave.errors import InvalidArgument, StoreError
+from kvweave.store.record.transfer import MARK, digest_of
+from kvweave.store.tier.base import Get, Outcome, Put, Tier
+
+REGISTERED = "index."
+TOGETHER = 500  # keys of one request
+SECONDS = 60.0  # of one request
+
+
+@dataclass(slots=True)
+class Swept:
+    """What a sweep found and did; with ``dry_run`` what it would have done."""
+
+    n_records: int = 0
+    n_named: int = 0
+    n_bytes: int = 0
+    """Of what was removed."""
+    removed: list[str] = field(default_factory=list)
+    waiting: list[str] = field(default_factory=list)
+    """Named by nobody, marked, and not long enough yet."""
+    failed: list[str] = field(default_factory=list)
+
+    def to_dict(self) -> dict[str, object]:
+        """Return the fields, JSON-ready."""
+        return asdict(self)
+
+
+def register(tier: Tier, index: str, where: str, deadline: float | None) -> Outcome:
+    """Say on a tier that an index relies on it; doing it again changes nothing."""
+    said = json.dumps({"where": where}).encode()
+    return tier.put([Put(REGISTERED + index, [memoryview(said)])], durable=True, deadline=deadline)[
+        0
+    ]
+
+
+def retire(tier: Tier, index: str) -> None:
+    """Say that an index is no more: what only it names may be swept. Raises StoreError."""
+    _done(tier.discard([REGISTERED + index], deadline=_soon()))
+
+
+def sweep(
+    tier: Tier,
+    marks: Callable[[], set[str]],
+    indexes: set[str],
+    *,
+    grace: float = 0.0,
+    dry_run: bool = False,
+) -> Swept:
+    """Remove the records whose chunk no index names, and that have been marked for ``grace`` seconds.
+
+    ``marks`` reads the digests (hex) that the indexes name now, ``indexes`` are their uuids. Raises
+    InvalidArgument, with nothing changed, when another index is registered; StoreError when the
+    tier cannot be read.
+    """
+    keys = list(tier.keys())
+    others = {k.removeprefix(REGISTERED) for k in keys if k.startswith(REGISTERED)} - indexes
+    if others:
+        some = ", ".join(f"{uuid[:8]} ({_where(tier, uuid)})" for uuid in sorted(others))
+        hint = "give --index for each of them, or --retire UUID for one that is no more"
+        raise InvalidArgument("index", f"others keep chunks here too: {some}", hint)
+    found = Swept()
+    records = [key for key in keys if digest_of(key)]
+    marked = {key.removesuffix(MARK) for key in keys if key.endswith(MARK)}
+    named = marks()
+    unnamed = [key for key in records if digest_of(key) not in named]
+    found.n_records, found.n_named = len(records), len(records) - len(unnamed)
+    if dry_run:
+        found.removed = unnamed
+        return found
+    fresh = [key for key in unnamed if key not in marked]
+    for batch in _batches(fresh):
+        said = memoryview(json.dumps({"at": time.time()}).encode())
+        puts = [Put(key + MARK, [said]) for key in batch]
+        for key, outcome in zip(batch, tier.put(puts, durable=True, deadline=_soon()), strict=True):
+            if outcome.state not in ("done", "exists"):
+                found.failed.append(key)
+    named = marks()  # whoever did not see a mark had committed his row before: it is read now
+    gone_before = marked - set(records)  # an earlier sweep ended between 5 and 6
+    alive = {key for key in [*unnamed, *marked] if digest_of(key) in named}
+    _unmark(tier, sorted(alive), found)
+    doomed = [key for key in unnamed if key not in alive and key not in found.failed]
+    _remove(tier, doomed, marked, grace, found)
+    _unmark(tier, sorted({*found.removed, *(gone_before - alive)}), found)
+    return found
+
+
+def _remove(tier: Tier, doomed: list[str], marked: set[str], grace: float, found: Swept) -> None:
+    until = time.time() - grace
+    for batch in _batches(doomed):
+        old = batch  # what was marked just now has no time to wait, unless there is a grace
+        if grace > 0:
+            old = [key for key in batch if key in marked and _marked_at(tier, key) <= until]
+        found.waiting += [key for key in batch if key not in old]
+        sizes = tier.look(old, deadline=_soon())
+        for key, size, outcome in zip(old, sizes, tier.discard(old, deadline=_soon()), strict=True):
+            if outcome.ok:
+                found.removed.append(key)
+                found.n_bytes += size if isinstance(size, int) else 0
+            else:
+                found.failed.append(key)
+
+
+def _unmark(tier: Tier, keys: Sequence[str], found: Swept) -> None:
+    for batch in _batches(keys):
+        outcomes = tier.discard([key + MARK for key in batch], deadline=_soon())
+        found.failed += [k for k, o in zip(batch, outcomes, strict=True) if not o.ok]
+
+
+def _read(tier: Tier, key: str) -> dict[str, object]:
+    n = tier.look([key], deadline=_soon())[0]
+    if isinstance(n, Outcome):
+        return {}
+    data = bytearray(n)
+    _done(tier.get([Get(key, 0, [memoryview(data)])], deadline=_soon()))
+    try:
+        said = json.loads(data)
+    except ValueError:
+        return {}
+    return said if isinstance(said, dict) else {}
+
+
+def _marked_at(tier: Tier, key: str) -> float:
+    at = _read(tier, key + MARK).get("at")
+    return float(at) if isinstance(at, int | float) else time.time()
+
+
+def _where(tier: Tier, uuid: str) -> str:
+    return str(_read(tier, REGISTERED + uuid).get("where", "nobody knows where"))
+
+
+def _done(outcomes: Sequence[Outcome]) -> None:
+    for outcome in outcomes:
+        if not outcome.ok:
+            raise StoreError(outcome.why, hint="nothing was removed; try again")
+
+
+def _batches(keys: Sequence[str]) -> Iterator[list[str]]:
+    for start in range(0, len(keys), TOGETHER):
+        yield list(keys[start : start + TOGETHER])
+
+
+def _soon() -> float:
+    return time.monotonic() + SECONDS

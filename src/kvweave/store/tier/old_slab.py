@@ -1,0 +1,100 @@
+"""Values of kvweave before 2026-11-23, which kept them in slabs, become files of their own.
+
+::
+
+    DIR/seg-000001.slab   extents of 4 KiB pages: a header page, the value, zeros to the page's end
+    DIR/slab.sqlite       slots(key, segment, page, n, seq)
+
+A header says whose bytes follow (`_HEADER`, then the key), so a record of format 1, which does not
+name its chunk, can be trusted here, and is written anew with its name. A slab goes when all that it
+holds is safe elsewhere; what does not verify stays where it is.
+"""
+
+from __future__ import annotations
+
+import logging
+import sqlite3
+import struct
+from pathlib import Path
+
+import xxhash
+
+from kvweave.errors import StoreError
+from kvweave.store.record.layout import Head, renamed
+from kvweave.store.record.transfer import key_of
+from kvweave.store.tier.base import PAGE, Put, Tier
+
+_HEADER = struct.Struct(
+    "<8sIIQQQQ"
+)  # magic, version, bytes of key, its xxh3, seq, bytes, their xxh3
+log = logging.getLogger("kvweave.store")
+
+
+def move(directory: Path, to: Tier) -> int:
+    """Put the values of a slab in ``directory`` into ``to``, durably; return how many.
+
+    Raises StoreError when there is a slab that cannot be read, or no room; then it stays.
+    """
+    index = directory / "slab.sqlite"
+    if not index.exists():
+        return 0
+    try:
+        moved, left = _move(directory, index, to)
+    except (sqlite3.Error, OSError) as error:
+        hint = "its values are computed again; move the slab's files away to be rid of this"
+        log.warning("%s cannot be read: %s (%s)", index, error, hint)
+        return 0
+    if left:
+        log.warning("%s values of %s do not verify, and stay there", left, index)
+        return moved
+    for path in [*directory.glob("seg-*.slab"), *directory.glob("slab.*")]:
+        path.unlink()
+    return moved
+
+
+def _move(directory: Path, index: Path, to: Tier) -> tuple[int, int]:
+    db = sqlite3.connect(index)
+    try:
+        rows = db.execute("SELECT key, segment, page, n FROM slots ORDER BY segment, page")
+        moved = left = 0
+        for key, segment, page, n in rows.fetchall():
+            data = _value(directory / f"seg-{segment:06d}.slab", str(key), page, n)
+            if data is None:
+                left += 1
+                continue
+            head = Head.parse(data, key)
+            pieces = renamed(head, data, key)
+            name = key_of(key, head.choice, head.lossy)
+            (outcome,) = to.put([Put(name, pieces)], durable=True)
+            if outcome.state not in ("done", "exists"):
+                raise StoreError(
+                    f"{index}: its values cannot be moved: {outcome.why}",
+                    hint="make room on this disk, then open the home again; nothing was lost",
+                )
+            moved += 1
+        return moved, left
+    finally:
+        db.close()
+
+
+def _value(path: Path, key: str, page: int, n: int) -> memoryview | None:
+    """Return a value whose header and checksum are right and whose record verifies."""
+    try:
+        with path.open("rb") as file:
+            file.seek(page * PAGE)
+            header, data = file.read(PAGE), file.read(n)
+    except OSError:
+        return None
+    if len(header) < PAGE or len(data) < n:
+        return None
+    magic, _, n_key, _, _, said, payload = _HEADER.unpack_from(header)
+    name = header[_HEADER.size : _HEADER.size + n_key]
+    if (magic, name, said) != (b"kvwslab1", key.encode(), n):
+        return None
+    if xxhash.xxh3_64_intdigest(data) != payload:
+        return None
+    try:
+        Head.parse(data, key)
+    except StoreError:
+        return None
+    return memoryview(data)
