@@ -29,6 +29,8 @@ from kvweave.run.model import Runner
 
 Say = Callable[[Any], None]
 TRUTH: Oracle
+# few, so that one is removed and put again while it is written behind
+TEXTS = [draw(random.Random(i)) for i in range(12)]
 
 
 def prepare() -> None:
@@ -36,7 +38,7 @@ def prepare() -> None:
     global TRUTH
     torch.set_num_threads(1)
     TRUTH = Oracle(Runner(oracle.build("llama", {}), name="llama"))
-    for tokens in chunks(8).values():
+    for tokens in (*chunks(8).values(), *chunks(3, seed=5).values(), *TEXTS):
         TRUTH.answer(tokens)
         TRUTH.engine.put("t" + "-".join(map(str, tokens)), list(tokens))
 
@@ -119,8 +121,7 @@ def live(
         if skew:
             faults.raw.skew = rng.choice([0, -86400, 86400, -3e9 + 2e9, 4e8])
         if dice < 0.45 or there is None:
-            # few texts, so that one is removed and put again while it is written behind
-            tokens = draw(random.Random(rng.randrange(12)))
+            tokens = rng.choice(TEXTS)
             lasting = dice < 0.35
             say(("begin", name, tokens))
             if lasting:

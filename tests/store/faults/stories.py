@@ -12,7 +12,17 @@ import oracle
 from store.faults import scripts
 from store.faults.scripts import control, until
 from store.faults.shim import HANG, WRITE
-from store.faults.verbs import OWN, Tokens, Verdict, ask, durable_put, examine, open_engine, settle
+from store.faults.verbs import (
+    ANSWER,
+    OWN,
+    Tokens,
+    Verdict,
+    ask,
+    durable_put,
+    examine,
+    open_engine,
+    settle,
+)
 
 from kvweave.run.model import Runner
 
@@ -44,7 +54,7 @@ def crowded(
 
         def begin(name: str = name) -> Tokens:
             contexts.append(engine.compose("{" + name + "}", repair="none"))
-            return tuple(contexts[-1].generate(max_tokens=3, temperature=0).tokens)
+            return tuple(contexts[-1].generate(max_tokens=ANSWER, temperature=0).tokens)
 
         found = verdict.timed(name, 60, begin)
         if found not in (scripts.TRUTH.answer(tokens), None):
