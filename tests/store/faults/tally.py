@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Iterable
+from pathlib import Path
 
 from store.faults.verbs import Verdict
 
+LOG = os.environ.get("KVWEAVE_FAULT_LOG", "")
 FAULTS = ("wrong", "lost", "hintless", "late")
 
 
@@ -34,6 +37,9 @@ class Tally:
     def fault(self, kind: str, what: str) -> None:
         self.did(kind)
         self.found.append(f"{kind}: {what}")
+        if LOG:  # long runs can be watched
+            with Path(LOG).open("a") as file:
+                file.write(f"{kind}: {what}\n")
 
     def settle(self) -> None:
         """Fail with all that was found."""
