@@ -21,8 +21,8 @@ demo-model: $(READY)  # trains the bundled model again, about two hours on two c
 	$(PY) demo/train.py
 	$(PY) demo/further.py
 
-test: $(READY)  # PYTEST_ARGS="-k template" for some of them
-	$(PY) -m pytest $(PYTEST_ARGS)
+test: $(READY)  # PYTEST_ARGS="-k template" for some of them, "-n 0" for one after the other
+	$(PY) -m pytest -n auto --maxprocesses 8 --dist worksteal $(PYTEST_ARGS)
 
 test-slow: $(READY)  # pytest's status 5: there are none
 	$(PY) -m pytest -m slow $(PYTEST_ARGS) || test $$? -eq 5

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
@@ -111,12 +112,18 @@ def measure(path: Path, n: int, n_calls: int) -> dict[str, object]:
             "bytes_per_entry": round(memory / n),
             "stat_us": microseconds(lambda i: files.stat(name_of(i)), some),
             "tokens_us": microseconds(lambda i: table.tokens(ChunkId(i + 1)), some),
+            "get_us": microseconds(lambda i: table.get(ChunkId(i + 1)), some),
+            "get_again_us": microseconds(lambda i: table.get(ChunkId(i + 1)), some),
+            "lookup_us": microseconds(lambda i: table.lookup(name_of(i)), some),
+            "lookup_none_us": microseconds(lambda i: table.lookup(f"none/{i}"), some),
+            "tier_us": microseconds(lambda i: table.update(ChunkId(i + 1), tier="ram"), some),
             "touch_us": microseconds(lambda i: table.touch([ChunkId(i + 1)]), some),
             "put_us": microseconds(put, added),
             "cp_us": microseconds(lambda i: files.cp(name_of(i), f"copy/{i}"), some),
             "mv_us": microseconds(lambda i: files.mv(f"copy/{i}", f"moved/{i}"), some),
             "pin_us": microseconds(lambda i: files.pin(name_of(i)), some),
             "rm_us": microseconds(lambda i: files.rm(name_of(i)), chosen[2 * part : 3 * part]),
+            "iterate_us_each": round(1e6 * seconds(lambda: deque(table, 0)) / n, 2),
             "ls_glob_s": seconds(lambda: files.ls("chat/42?/u-*1", limit=100)),
             "ls_prefix_s": seconds(lambda: files.ls("chat/421/")),
             "du_by_tier_s": seconds(files.du),

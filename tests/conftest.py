@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -22,6 +23,12 @@ from kvweave.run.model import Runner
 torch.set_num_threads(1)  # tiny tensors: more threads only wait for each other
 
 BUNDLED = Path(__file__).parents[1] / "src" / "kvweave" / "demo" / "model"
+
+
+def pytest_collection_finish() -> None:
+    """Spare the collector what was imported: to go through it takes up to a second, each time."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -10,7 +10,7 @@ import kvweave.errors
 from kvweave.chunk.table import Table
 
 SOURCE = str(Path(kvweave.errors.__file__).parents[1])
-N = 120
+N = 60
 
 Content = dict[str, tuple[int, tuple[int, ...]]]
 
@@ -20,8 +20,8 @@ def fill(path: Path, remove: bool = True) -> None:
     rows = random.Random(1)
     with Table(path) as table:
         with table.transaction():
-            for i in range(1, N + 60):
-                long = [i, *rows.choices(range(50_000), k=3000 if i % 40 == 0 else 9)]
+            for i in range(1, N + 30):
+                long = [i, *rows.choices(range(50_000), k=3000 if i == 40 else 9)]
                 base = i - 1 if i % 7 == 0 else None
                 space = "" if i % 5 else "tenant"
                 if base is not None and table.get(base).namespace != space:
@@ -29,7 +29,7 @@ def fill(path: Path, remove: bool = True) -> None:
                 digest = i.to_bytes(16, "little")
                 id, _ = table.add(long, digest=digest, namespace=space, base=base, tier="disk")
                 table.bind(f"docs/part-{i:03}", id, namespace=space)
-        for i in range(N, N + 60 if remove else 0):
+        for i in range(N, N + 30 if remove else 0):
             space = "" if i % 5 else "tenant"
             table.unbind(f"docs/part-{i:03}", space)
         table.touch([3, 4, 5], now=7.0)

@@ -11,6 +11,9 @@ import shutil
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterable
+from typing import Any
+
+import pytest
 
 APT, PIP = "apt-get install", "pip install"
 LACK = re.compile(f"(.*); ({APT}|{PIP}) (.*)", re.DOTALL)
@@ -19,6 +22,12 @@ LACK = re.compile(f"(.*); ({APT}|{PIP}) (.*)", re.DOTALL)
 def lack(what: str, how: str, *packages: str) -> str:
     """Return the reason to skip a test: ``what`` is lacking, ``how`` (APT or PIP) gets it."""
     return f"{what}; {how} {' '.join(packages)}"
+
+
+def need(module: str, package: str = "") -> Any:
+    """Return a module; without it, skip the tests that call this, or all of the file that does."""
+    package = package or module.split(".")[0]
+    return pytest.importorskip(module, reason=lack(f"{package} is not installed", PIP, package))
 
 
 def summary(reasons: Iterable[str]) -> list[str]:

@@ -625,7 +625,7 @@ def test_kv_survives_from_process_to_process(stocked):
         capture_output=True,
         text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
-        timeout=120,
+        timeout=600,
     )
     assert found.returncode == 0 and found.stderr == "", found.stderr
     plan = json.loads(found.stdout)["plan"]

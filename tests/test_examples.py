@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import runpy
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from needs import need
 from served import served
 
 from kvweave import Engine
@@ -21,12 +20,19 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 
 @pytest.fixture
 def run(capsys, monkeypatch, tmp_path):
-    def run(name):
-        monkeypatch.setattr(sys, "argv", [name])
-        monkeypatch.chdir(tmp_path)
+    def run(name, *args, url=None):
+        for package in ("openai", "langchain_openai"):
+            if package.split("_")[0] in name:
+                need(package, package.replace("_", "-"))
+        monkeypatch.setattr(sys, "argv", [name, *args])
+        monkeypatch.setenv("KVWEAVE_URL", f"{url}/v1")
+        (tmp_path / "empty").mkdir()
+        monkeypatch.chdir(tmp_path / "empty")
         runpy.run_path(str(EXAMPLES / name), run_name="__main__")
-        assert not list(tmp_path.iterdir()), f"{name} left files behind"
-        return capsys.readouterr().out
+        assert not list((tmp_path / "empty").iterdir()), f"{name} left files behind"
+        said = capsys.readouterr()
+        assert not said.err
+        return said.out
 
     return run
 
@@ -68,22 +74,8 @@ def server(bundled):
         yield server
 
 
-def run_against(url, name, *args):
-    """Run an example as a user does; return what it prints."""
-    done = subprocess.run(
-        [sys.executable, str(EXAMPLES / name), *args],
-        env=os.environ | {"KVWEAVE_URL": f"{url}/v1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert (done.returncode, done.stderr) == (0, ""), done.stderr
-    return done.stdout
-
-
-def test_openai_chat_computes_only_the_new_turn(server):
-    text = run_against(server.url, "openai_chat.py")
+def test_openai_chat_computes_only_the_new_turn(server, run):
+    text = run("openai_chat.py", url=server.url)
     source = (EXAMPLES / "openai_chat.py").read_text()
     counts = r" +of +(\d+) tokens: prefilled +(\d+), exact +(\d+), reused +(\d+), repaired (\d+)"
     found = re.findall(FACT + counts, text)
@@ -98,8 +90,8 @@ def test_openai_chat_computes_only_the_new_turn(server):
     assert all(n > 160 and reused > 90 for n, _, _, reused, _ in pruned)
 
 
-def test_openai_rag_finds_pasted_text_and_named_chunks(server):
-    text = run_against(server.url, "openai_rag.py")
+def test_openai_rag_finds_pasted_text_and_named_chunks(server, run):
+    text = run("openai_rag.py", url=server.url)
     found = re.findall(rf"(pasted|named ): {FACT} +known +(\d+), prefilled +(\d+)", text)
     answers = ["pude river ludi", "givu town zeja", "joti stone ruve"]
     assert [how for how, *_ in found] == ["pasted"] * 3 + ["named "] * 3
@@ -129,11 +121,11 @@ def check_agent(text):
     assert sorted(n_new)[1] < 70
 
 
-def test_openai_agent_drops_old_results(server):
-    check_agent(run_against(server.url, "openai_agent.py"))
+def test_openai_agent_drops_old_results(server, run):
+    check_agent(run("openai_agent.py", url=server.url))
 
 
-def test_openai_agent_with_the_role_tool(bundled, tmp_path):
+def test_openai_agent_with_the_role_tool(bundled, tmp_path, run):
     """A template that knows the role: the bundled one, with results in place of what users say."""
     model = tmp_path / "model"
     shutil.copytree(bundled, model)
@@ -145,11 +137,11 @@ def test_openai_agent_with_the_role_tool(bundled, tmp_path):
     config["chat_template"] = template.replace(said, f"'<|' + {role} + '|> '")
     (model / "tokenizer_config.json").write_text(json.dumps(config))
     with Engine(model) as engine, served(engine, model_name="demo") as server:
-        check_agent(run_against(server.url, "openai_agent.py", "tool"))
+        check_agent(run("openai_agent.py", "tool", url=server.url))
 
 
-def test_langchain_chat_reuses_what_it_sends_again(server):
-    text = run_against(server.url, "langchain_chat.py")
+def test_langchain_chat_reuses_what_it_sends_again(server, run):
+    text = run("langchain_chat.py", url=server.url)
     found = re.findall(rf"{FACT} +cached +(\d+) of +(\d+) tokens", text)
     source = (EXAMPLES / "langchain_chat.py").read_text()
     assert len(found) == 6 and all(fact in source for fact, _, _ in found)

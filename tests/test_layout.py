@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import NamedTuple
@@ -80,12 +81,46 @@ class File:
     text: str
     others: dict[str, File] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        self.tree = ast.parse(self.text)
-
     @property
     def package(self) -> str:
         return self.path.split("/")[0].removesuffix(".py")
+
+    # what rules ask of every file when they look at one
+
+    @cached_property
+    def tree(self) -> ast.Module:
+        return ast.parse(self.text)
+
+    @cached_property
+    def nodes(self) -> list[ast.AST]:
+        return list(ast.walk(self.tree))
+
+    @cached_property
+    def classes(self) -> dict[str, list[str]]:
+        """Names of classes and of what they inherit from."""
+        return {
+            node.name: base_names(node) for node in self.nodes if isinstance(node, ast.ClassDef)
+        }
+
+    @cached_property
+    def contracts(self) -> set[str]:
+        """Names of methods that a protocol or an abstract class documents."""
+        return {
+            member.name
+            for node in self.nodes
+            if isinstance(node, ast.ClassDef) and {"Protocol", "ABC"} & {*base_names(node)}
+            for member in node.body
+            if isinstance(member, ast.FunctionDef) and ast.get_docstring(member)
+        }
+
+    @cached_property
+    def public_names(self) -> list[tuple[str, int]]:
+        return list(public_names(self))
+
+    def forget(self) -> None:
+        """Let go of the tree: millions of objects slow down every test of the process."""
+        for name in ("tree", "nodes", "classes", "contracts", "public_names"):
+            self.__dict__.pop(name, None)
 
 
 class Complaint(NamedTuple):
@@ -102,10 +137,17 @@ for _file in FILES.values():
     _file.others = FILES
 
 
+@pytest.fixture(scope="module", autouse=True)
+def trees_go() -> Iterator[None]:
+    yield
+    for file in FILES.values():
+        file.forget()
+
+
 def imports(file: File) -> Iterator[tuple[str, ast.stmt]]:
     """Every absolute module name a file imports, anywhere in it."""
     here = ["kvweave", *file.path.removesuffix(".py").split("/")]
-    for node in ast.walk(file.tree):
+    for node in file.nodes:
         if isinstance(node, ast.Import):
             for alias in node.names:
                 yield alias.name, node
@@ -122,7 +164,7 @@ def imports(file: File) -> Iterator[tuple[str, ast.stmt]]:
 
 
 def functions(file: File) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
-    for node in ast.walk(file.tree):
+    for node in file.nodes:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             yield node
 
@@ -199,13 +241,11 @@ def base_names(node: ast.ClassDef) -> list[str]:
 def inheritance(file: File) -> Iterator[Complaint]:
     if file.path == "errors.py":
         return
-    classes = {
-        node.name: base_names(node)
-        for each in [*file.others.values(), file]
-        for node in ast.walk(each.tree)
-        if isinstance(node, ast.ClassDef) and each.path != "errors.py"
-    }
-    for node in ast.walk(file.tree):
+    classes: dict[str, list[str]] = {}
+    for each in [*file.others.values(), file]:
+        if each.path != "errors.py":
+            classes |= each.classes
+    for node in file.nodes:
         if isinstance(node, ast.ClassDef) and depth(node.name, classes) > MAX_DEPTH:
             says = f"{node.name} inherits over more than {MAX_DEPTH} classes of ours"
             yield Complaint(node.name, node.lineno, says)
@@ -216,7 +256,7 @@ def local_imports(file: File) -> Iterator[Complaint]:
         return
     optional = {
         node
-        for guard in ast.walk(file.tree)
+        for guard in file.nodes
         if isinstance(guard, ast.Try)
         and any("ImportError" in ast.unparse(h.type) for h in guard.handlers if h.type)
         for statement in guard.body
@@ -232,14 +272,7 @@ def local_imports(file: File) -> Iterator[Complaint]:
 def docstrings(file: File) -> Iterator[Complaint]:
     if file.path != "__init__.py" and file.tree.body and not ast.get_docstring(file.tree):
         yield Complaint("module", 1, "the module has no docstring")
-    contracts = {
-        member.name
-        for each in [*file.others.values(), file]
-        for node in ast.walk(each.tree)
-        if isinstance(node, ast.ClassDef) and {"Protocol", "ABC"} & {*base_names(node)}
-        for member in node.body
-        if isinstance(member, ast.FunctionDef) and ast.get_docstring(member)
-    }
+    contracts = set().union(*(each.contracts for each in [*file.others.values(), file]))
     for node in undocumented(file.tree):
         if file.path == "errors.py" and isinstance(node, ast.ClassDef):
             continue  # the tree in the module's docstring says it
@@ -267,9 +300,9 @@ def one_name(file: File) -> Iterator[Complaint]:
         name: other.path
         for other in others
         if (RANK.get(other.package, 0), other.path) < (RANK.get(file.package, 0), file.path)
-        for name, _ in public_names(other)
+        for name, _ in other.public_names
     }
-    for name, line in public_names(file):
+    for name, line in file.public_names:
         if name in taken:
             yield Complaint(name, line, f"{taken[name]} has another {name}")
         taken[name] = file.path
@@ -304,12 +337,12 @@ RULES: dict[str, Callable[[File], Iterator[Complaint]]] = {
 }
 
 
-@pytest.mark.parametrize("path", FILES)
 @pytest.mark.parametrize("rule", RULES)
-def test_source_keeps_the_rule(rule, path):
+def test_source_keeps_the_rule(rule):
     complaints = [
         f"src/kvweave/{path}:{complaint.line}: {complaint.says}"
-        for complaint in RULES[rule](FILES[path])
+        for path, file in FILES.items()
+        for complaint in RULES[rule](file)
         if (rule, path, complaint.about) not in EXCUSED
     ]
     assert not complaints, "\n".join(complaints)
@@ -342,7 +375,7 @@ def module_of(name: str) -> str | None:
 def modules(file: File) -> set[str]:
     """Return the files a file imports, anywhere in it; a package's own file where it must."""
     found: set[str | None] = set()
-    for node in ast.walk(file.tree):
+    for node in file.nodes:
         if isinstance(node, ast.Import):
             found |= {module_of(alias.name) for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:

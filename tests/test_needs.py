@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
 from conftest import pytest_terminal_summary
-from needs import APT, PIP, lack, summary
+from needs import APT, PIP, lack, need, summary
 
 
 def test_one_command_gets_all_that_is_lacking(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -28,6 +29,13 @@ def test_one_command_gets_all_that_is_lacking(monkeypatch: pytest.MonkeyPatch) -
         f" && {sys.executable} -m pip install flask 'moto[s3]'",
     ]
     assert summary(["needs CUDA"]) == ["    1 needs CUDA"], "nothing to install"
+
+
+def test_what_cannot_be_imported_is_named() -> None:
+    assert need("json") is json
+    with pytest.raises(pytest.skip.Exception) as skipped:
+        need("no_such.module", "no-such")
+    assert str(skipped.value) == lack("no-such is not installed", PIP, "no-such")
 
 
 class Reporter(list[str]):

@@ -35,6 +35,7 @@ class Config:
     tiers: tuple[str, ...] | None = (
         None  # see kvweave.store.spec; None: a disk where there is a home
     )
+    index: str | None = None  # postgresql://... that engines share; None: index.sqlite of the home
     load_seconds: float = 10.0  # a load that takes longer is given up, and the chunk computed
     denoise: Literal["after", "never"] = "after"  # canonical KV of new turns: after the answer
     max_batch: int = 16  # contexts that decode together

@@ -75,7 +75,7 @@ class Engine:
         loads = isinstance(model, str | Path)
         self.runner: Backend = Runner.load(str(model), **loading) if loads else model  # type: ignore[arg-type,assignment]
         self._home = None if home is None else Home(Path(home), self.runner.fingerprint)
-        self.table = Table(None if self._home is None else self._home.index)
+        self.table = Table(self.config.index or (None if self._home is None else self._home.index))
         where = None if self._home is None else self._home.path
         with contextlib.ExitStack() as opened:  # what fails from here on leaves no lock behind
             opened.callback(self.table.close)
@@ -91,7 +91,7 @@ class Engine:
         """Open what lies below the contexts."""
         ties = Ties(self.table, self.runner)
         model = self.runner.fingerprint.digest().hex(), self.runner.device
-        uuid = None if where is None else self.table.uuid
+        uuid = self.table.uuid if where or self.config.index else None
         self.shelf = open_shelf(self.config, where, uuid, model, ties.about, ties.is_pinned)
         opened.callback(self.shelf.mover.close)
         ties.bind(self.shelf)

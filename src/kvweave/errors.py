@@ -169,7 +169,8 @@ class ModelUnusable(WeaveError):
     def __init__(self, path: str, reason: str) -> None:
         super().__init__(
             f"cannot load a model from {path!r}: {reason}",
-            hint="give a directory with config.json, safetensors weights and a tokenizer",
+            hint="give a directory with config.json, safetensors weights and a tokenizer, "
+            "or owner/name on the hub",
             path=path,
             reason=reason,
         )

@@ -25,9 +25,12 @@ def add(table: Table, *tokens: int, **more) -> int:
     return table.add(tokens, digest=digest_of(*tokens), **more)[0]
 
 
-@pytest.fixture(params=["memory", "disk"])
+@pytest.fixture(params=["memory", "disk", "postgres"])
 def table(request, tmp_path):
-    with Table(None if request.param == "memory" else tmp_path / "index.sqlite") as made:
+    where = {"memory": None, "disk": tmp_path / "index.sqlite"}.get(request.param)
+    if request.param == "postgres":
+        where = request.getfixturevalue("server").fresh()
+    with Table(where) as made:
         made.freed = []
         made.on_free = made.freed.append
         yield made
@@ -93,7 +96,7 @@ def test_not_found_says_what_was_meant(table, ref):
     table.bind("docs/faq", add(table, 1))
     with table.transaction():
         other = add(table, 2)
-        for i in range(1000):
+        for i in range(450):
             table.bind(f"zz/{i}", other)  # many newer names must not hide it
     with pytest.raises(ChunkNotFound) as caught:
         table.resolve(ref)
@@ -260,12 +263,14 @@ def test_threads_share_a_table(table):
 
 
 def test_check_integrity_can_fail(table):
+    if table._rows.is_shared:
+        pytest.skip("what it breaks is SQLite's")
     id = add(table, 1)
     table.bind("a", id)
     record, db = table.get(id), table._rows.db
     for break_it, mend, error, sentence in [
-        (lambda: setattr(record, "n_bytes", 7), lambda: setattr(record, "n_bytes", 0), AssertionError, "in memory and"),
-        (lambda: setattr(record, "names", ()), lambda: setattr(record, "names", ("a",)), AssertionError, "in memory and"),
+        (lambda: setattr(record, "n_bytes", 7), lambda: setattr(record, "n_bytes", 0), AssertionError, "in memory, "),
+        (lambda: setattr(record, "names", ()), lambda: setattr(record, "names", ("a",)), AssertionError, "in memory, "),
         (lambda: table._holders.update({9: {"c": 1}}), table._holders.clear, AssertionError, "#9, held by"),
         (lambda: table._holders.update({id: {}}), table._holders.clear, AssertionError, "held by nobody"),
         (lambda: db.execute("UPDATE names SET id=7"), lambda: db.execute("UPDATE names SET id=1"), CorruptChunk, "the name 'a' of #7"),

@@ -5,10 +5,17 @@ import tempfile
 from collections import Counter
 from pathlib import Path
 
+import postgres
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from kvweave.chunk.files import Files
 from kvweave.chunk.table import Table
@@ -22,6 +29,8 @@ def digest_of(*tokens: int) -> bytes:
 class Model(RuleBasedStateMachine):
     """A Table on disk against plain dicts, with aborts and restarts."""
 
+    gives_all_ids = True
+
     names = st.sampled_from(["a", "b", "d/a", "d/b", "d/e/a"])
     tokens = st.integers(1, 6)
     bases = st.none() | st.integers(1, 3)
@@ -31,6 +40,7 @@ class Model(RuleBasedStateMachine):
     def __init__(self):
         super().__init__()
         self.directory = Path(tempfile.mkdtemp())
+        self.where = self.make()
         self.bound: dict[str, int] = {}
         self.chunks: dict[int, tuple[int, int | None]] = {}  # id -> token, base id
         self.held: Counter[tuple[int, str]] = Counter()
@@ -39,8 +49,11 @@ class Model(RuleBasedStateMachine):
         self.freed: set[int] = set()
         self.open()
 
+    def make(self) -> str | Path:
+        return self.directory / "index.sqlite"
+
     def open(self):
-        self.table = Table(self.directory / "index.sqlite")
+        self.table = Table(self.where)
         self.table.on_free = self.freed.add
         self.files = Files(self.table)
 
@@ -72,7 +85,7 @@ class Model(RuleBasedStateMachine):
         id, new = self.table.add([token], digest=digest, base=base)
         assert new == ((token, base) not in known)
         if new:
-            assert id == self.given + 1
+            assert id == self.given + 1 if self.gives_all_ids else id > self.given
             self.given = id
             self.chunks[id] = (token, base)
         return id
@@ -90,7 +103,7 @@ class Model(RuleBasedStateMachine):
         except NameTaken:
             assert old is not None and old != id and not replace
             self.chunks = before
-            assert self.given in (n, n + 1)
+            assert self.given in (n, n + 1) or not self.gives_all_ids
             return
         except ChunkPinned:
             assert replace and old in self.pinned and list(self.bound.values()).count(old) == 1
@@ -202,3 +215,24 @@ TestModel.settings = settings(
     max_examples=15, stateful_step_count=25, deadline=None,
     suppress_health_check=[HealthCheck.too_slow],
 )  # fmt: skip
+
+
+class SharedModel(Model):
+    """The same on PostgreSQL; ids of transactions that failed are left out there."""
+
+    gives_all_ids = False
+    server: postgres.Server
+
+    def make(self) -> str:
+        return self.server.fresh()
+
+
+def test_shared_model(server):
+    SharedModel.server = server
+    run_state_machine_as_test(
+        SharedModel,
+        settings=settings(
+            max_examples=5, stateful_step_count=25, deadline=None, database=None,
+            suppress_health_check=[HealthCheck.too_slow],
+        ),
+    )  # fmt: skip

@@ -9,11 +9,10 @@ import shutil
 import sys
 from types import SimpleNamespace
 
-import matplotlib.colors
-import matplotlib.image
 import numpy as np
 import pytest
 import torch
+from needs import need
 from rich.console import Console
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -147,9 +146,9 @@ def test_times_are_in_order(rows):
 
 
 def test_figure_shows_all_three_ways(quick):
-    image = matplotlib.image.imread(quick[1] / "demo.png")[..., :3]
+    image = need("matplotlib.image").imread(quick[1] / "demo.png")[..., :3]
     for name, colour, _ in plot.LOOKS.values():
-        wanted = np.array(matplotlib.colors.to_rgb(colour))
+        wanted = np.array(need("matplotlib.colors").to_rgb(colour))
         n = (np.abs(image - wanted).max(-1) < 0.02).sum()
         assert n > 500, f"{n} pixels of {name}"
 

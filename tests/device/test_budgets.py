@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import oracle
@@ -39,13 +40,21 @@ MODELS = ["llama", "gemma3", "mistral", "qwen3", "smollm3_nope", "cohere_interle
 WISHES = ["none", "random", "auto", "query", "deps", "deviation"]
 
 
+@cache
+def on_it(name: str) -> tuple[Runner, Any]:
+    """A model on the counted device, for the engine and as transformers runs it; looked at once."""
+    with counting():
+        model = oracle.build(*oracle.MODELS[name], torch.float32).to(DEVICE)
+        return Runner(model, name=name), model
+
+
 @contextmanager
 def engine_on_it(name: str = "llama", **options: Any) -> Iterator[tuple[Engine, Any]]:
     """An engine on the counted device, and its model as transformers runs it."""
+    runner, model = on_it(name)
+    runner.pools = None  # rows are made room for as if nobody had been here
     with counting():
-        kind, changes = oracle.MODELS[name]
-        model = oracle.build(kind, changes, torch.float32).to(DEVICE)
-        engine = Engine(Runner(model, name=name), base="", **options)
+        engine = Engine(runner, base="", **options)
         assert engine.runner.can_move, engine.runner.can_move.reason
         yield engine, model
         engine.check_integrity()

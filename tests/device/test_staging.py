@@ -6,10 +6,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import oracle
 import pytest
 import torch
+from conftest import tiny
 from device.counted import DEVICE, MAIN, Counted, Log, Stream, counting
+from device.test_budgets import on_it
 from weaving import text
 
 from kvweave import Engine
@@ -41,13 +42,13 @@ def seen() -> Iterator[Log]:
 @pytest.fixture
 def open_engine(tmp_path: Path, seen: Log) -> Iterator[Open]:
     """Make engines over one model, on the device or on the host."""
-    model = oracle.build(*oracle.MODELS["llama"], torch.float32)
     made: list[Engine] = []
 
     def make(tier: str, device: torch.device | str = DEVICE, **options: Any) -> Engine:
-        where = model.to(device)
+        runner = on_it("llama")[0] if device == DEVICE else tiny("llama", torch.float32)
+        runner.pools = None
         home = tmp_path / str(len(made))
-        made.append(Engine(Runner(where), home=home, tiers=(tier,), base="", **options))
+        made.append(Engine(runner, home=home, tiers=(tier,), base="", **options))
         made[-1].shelf.memory = "gpu"  # as on CUDA: "ram" is the host's
         for i in range(3):
             made[-1].put(f"doc/{i}", text(20 + 7 * i, i))

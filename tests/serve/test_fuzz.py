@@ -7,14 +7,16 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-import schemathesis
-from schemathesis.config import SchemathesisConfig
-from schemathesis.engine import StopReason, events, from_schema
-from schemathesis.python.asgi import shutdown_lifespans
+from needs import need
 
 from kvweave import Engine
 from kvweave.serve.app import create_app
 from kvweave.serve.options import Options
+
+schemathesis = need("schemathesis")
+from schemathesis.config import SchemathesisConfig  # noqa: E402
+from schemathesis.engine import StopReason, events, from_schema  # noqa: E402
+from schemathesis.python.asgi import shutdown_lifespans  # noqa: E402
 
 EXAMPLES = int(os.environ.get("KVWEAVE_FUZZ", "20"))  # of one operation
 CHECKS = (

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import openai
 import oracle
 import pytest
 import torch
 import uvicorn
+from needs import need
 from oracle import full_prefill
 from transformers import AutoTokenizer
 
@@ -28,6 +28,7 @@ from kvweave.serve.answers import Service
 from kvweave.serve.app import create_app
 from kvweave.serve.options import Options
 
+openai = need("openai")
 SYSTEM = {"role": "system", "content": "keep the notes ."}
 LINES = (
     "pude river ludi . so well then we saw it was a day of rain . ask pude river",
@@ -45,7 +46,7 @@ class Server:
     url: str
     service: Service
 
-    def client(self, key: str = "key-of-anna") -> openai.OpenAI:
+    def client(self, key: str = "key-of-anna") -> Any:
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0)
 
     def settle(self) -> None:

@@ -53,6 +53,7 @@ class Index:
         self._n_cached = 0
         self._closed = False
         self._rows = _rows(path, busy_timeout)
+        self._rows.held = self._holders
         self.uuid = self._rows.uuid
         """Says whose index it is, 32 hex digits; another one each time when it is in memory only."""
 
@@ -108,6 +109,7 @@ class Index:
 
     def lookup(self, ref: str, namespace: str = "") -> Record | None:
         """Return the record ``#17`` or a name stands for, or None; cheap when there is none."""
+        self._catch_up()
         if ref.startswith("#"):
             if not _REF.fullmatch(ref):
                 raise InvalidName(ref, "after '#' stands a number")
@@ -129,6 +131,10 @@ class Index:
         """Yield id, digest, bytes and tier of each chunk, by id; about 1 us each."""
         self._settle()
         return self._rows.facts()
+
+    def digests(self) -> Iterator[bytes]:
+        """Yield the digest of each chunk there is now, those of other engines too; see also `marks`."""
+        return self._rows.digests()
 
     def names(self, namespace: str = "", prefix: str = "") -> list[str]:
         """Return the names of one namespace, sorted, or those that begin with ``prefix``."""
@@ -202,14 +208,26 @@ class Index:
         """Have the database know what is only in memory."""
         raise NotImplementedError
 
+    def _catch_up(self) -> None:
+        """Learn what other engines changed."""
+        raise NotImplementedError
+
     def _check_open(self) -> None:
         if self._closed:
             raise InvalidArgument("table", "it is closed")
 
 
-def _rows(path: str | Path | None, busy_timeout: float) -> Rows:
-    if isinstance(path, str) and path.startswith(("postgresql://", "postgres://")):
-        from kvweave.chunk.postgres import PostgresRows  # an extra
+def is_shared(path: str | Path | None) -> bool:
+    """Tell whether this is the address of a database, not a file."""
+    return isinstance(path, str) and path.startswith(("postgresql://", "postgres://"))
 
-        return PostgresRows(path, lock_timeout=busy_timeout)
+
+def _rows(path: str | Path | None, busy_timeout: float) -> Rows:
+    if is_shared(path):
+        try:
+            from kvweave.chunk.postgres import PostgresRows
+        except ImportError as error:
+            how = "pip install 'kvweave[postgres]'"
+            raise InvalidArgument("index", f"PostgreSQL needs psycopg: {how}") from error
+        return PostgresRows(str(path), lock_timeout=busy_timeout)
     return SqliteRows(None if path is None else Path(path), busy_timeout=busy_timeout)

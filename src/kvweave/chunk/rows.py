@@ -6,7 +6,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 from kvweave.chunk.identity import ChunkId
+from kvweave.chunk.levels import Holders
 from kvweave.chunk.record import Record
+
+ALL = ChunkId(-1)
+"""Stands for every chunk, where it is not known which ones changed."""
 
 
 class ChunkFacts(NamedTuple):
@@ -31,6 +35,8 @@ class Rows(Protocol):
     """What messages call it."""
     is_shared: bool
     """Whether other engines may change it meanwhile."""
+    held: Holders
+    """What contexts of this engine hold; the Table's own."""
 
     def open(self, level: int) -> None: ...
     def release(self, level: int) -> None: ...
@@ -38,7 +44,7 @@ class Rows(Protocol):
     def commit(self, n_freed: int) -> None: ...
 
     def changed(self) -> Iterable[ChunkId]:
-        """Return chunks that others changed since the last call."""
+        """Return chunks that others changed since the last call; or ALL."""
 
     def count(self) -> int: ...
     def chunk(self, id: ChunkId) -> Record | None: ...
@@ -46,11 +52,17 @@ class Rows(Protocol):
         """Bring a record up to date before it is changed, and keep others from it until the end of the
         transaction; False when it is gone."""
 
+    def share(self, id: ChunkId) -> bool:
+        """Keep others from removing a chunk until the end of the transaction; False when it is gone."""
+
     def by_digest(self, digest: bytes) -> ChunkId | None: ...
     def by_name(self, namespace: str, name: str) -> ChunkId | None: ...
     def tokens(self, id: ChunkId, n_tokens: int) -> bytes: ...
     def chunks(self) -> Iterator[Record]: ...
     def facts(self) -> Iterator[ChunkFacts]: ...
+    def digests(self) -> Iterator[bytes]:
+        """Yield every digest as of one moment."""
+
     def known(self, digests: Sequence[bytes]) -> dict[bytes, ChunkId]: ...
     def names(self, namespace: str, prefix: str) -> list[str]: ...
     def among(self, namespace: str, names: Sequence[str]) -> list[str]:

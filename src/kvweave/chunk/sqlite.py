@@ -13,6 +13,7 @@ from kvweave.chunk.file import IndexFile
 from kvweave.chunk.format import damaged, name_sum, row_sum, tokens_sum
 from kvweave.chunk.guard import as_ours
 from kvweave.chunk.identity import TIERS, ChunkId
+from kvweave.chunk.levels import Holders
 from kvweave.chunk.rebuild import create, set_meta
 from kvweave.chunk.record import Record, from_row, to_row
 from kvweave.chunk.rows import ChunkFacts
@@ -46,6 +47,7 @@ class SqliteRows:
         self._path = path or Path("memory")
         self.where = str(self._path)
         self._level = 0
+        self.held: Holders = {}
         self._memory: sqlite3.Connection | None = None
         if self._file is None:
             self.uuid = uuid4().hex
@@ -57,13 +59,13 @@ class SqliteRows:
             return
         self.uuid = self._file.uuid
         try:
+            self._kept_next_id = int(self._file.meta("next_id"))
+            """Below which the file knows by itself that ids were given."""
             highest = self._one("SELECT max(id) FROM chunks")[0] or 0
-            self._next_id = max(int(self._file.meta("next_id")), highest + 1)
+            self._next_id = max(self._kept_next_id, highest + 1)
         except BaseException:
             self._file.close()
             raise
-        self._kept_next_id = self._next_id
-        """Below which the file knows by itself that ids were given."""
 
     @property
     def db(self) -> sqlite3.Connection:
@@ -130,6 +132,9 @@ class SqliteRows:
     def fresh(self, record: Record) -> bool:
         return True
 
+    def share(self, id: ChunkId) -> bool:
+        return True
+
     def by_digest(self, digest: bytes) -> ChunkId | None:
         row = self._one("SELECT id FROM chunks WHERE digest=?", digest)
         return None if row is None else row[0]
@@ -164,6 +169,10 @@ class SqliteRows:
             for id, digest, n_bytes, tier in rows:
                 yield ChunkFacts(id, digest, n_bytes, TIERS[tier])
             last = rows[-1][0]
+
+    def digests(self) -> Iterator[bytes]:
+        # One statement: nothing of this connection comes in between.
+        return iter([row[0] for row in self._all("SELECT digest FROM chunks")])
 
     def known(self, digests: Sequence[bytes]) -> dict[bytes, ChunkId]:
         return dict(self._in("SELECT digest, id FROM chunks WHERE digest", digests))

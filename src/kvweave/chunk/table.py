@@ -102,11 +102,11 @@ class Table(Transactions):
         namespace = check_namespace(namespace)
         with self.transaction():
             known = self.find_digest(digest)
-            if known is not None and self._fresh(known):
+            if known is not None and self._share(known.id):
                 self._check_same(known, data, namespace, base)
                 return known.id, False
             if base is not None:
-                self._to_change(base)
+                self.get(base)
             now = time.time()
             record = Record(
                 ChunkId(0), digest, len(data) // 4, kind, namespace, base, (), tier, n_bytes, False,
@@ -279,16 +279,12 @@ class Table(Transactions):
             for id, held in self._holders.items():
                 _require(self._rows.chunk(id), f"#{id}, held by {sorted(held)}, is gone")
                 _require(held and min(held.values()) > 0, f"#{id} is held by nobody")
-            for id, record in list(self._live.items()):
+            for id, record in () if self._rows.is_shared else list(self._live.items()):
                 there = self._rows.chunk(id)
-                _require(there is not None or record.id != id, f"#{id} is in memory only")
                 if there is not None and id in self._dirty:
-                    there.set_fields(
-                        (there.names, *record.fields()[1:4], there.pinned, *record.fields()[5:])
-                    )
-                _require(
-                    repr(there) == repr(record), f"#{id} is {record} in memory and {there} below"
-                )
+                    below, here = there.fields(), record.fields()
+                    there.set_fields((below[0], *here[1:4], below[4], *here[5:]))
+                _require(repr(there) == repr(record), f"#{id} is {record} in memory, {there} below")
 
 
 def _require(truth: object, sentence: str) -> None:

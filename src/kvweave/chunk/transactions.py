@@ -9,6 +9,7 @@ from kvweave.chunk.identity import ChunkId
 from kvweave.chunk.index import Index
 from kvweave.chunk.levels import Level, Transaction
 from kvweave.chunk.record import Record
+from kvweave.chunk.rows import ALL
 from kvweave.errors import ChunkNotFound
 
 UNWRITTEN = 512
@@ -136,6 +137,16 @@ class Transactions(Index):
         self._forget(record.id)
         return False
 
+    def _share(self, id: ChunkId) -> bool:
+        """Keep other engines from removing a chunk; False when it is gone."""
+        if not self._rows.is_shared:
+            return True
+        self._writing()
+        if self._rows.share(id):
+            return True
+        self._forget(id)
+        return False
+
     def _to_change(self, id: ChunkId) -> Record:
         """Return the record of a chunk that is going to be changed; raise ChunkNotFound."""
         record = self.get(id)
@@ -146,15 +157,23 @@ class Transactions(Index):
         return record
 
     def _catch_up(self) -> None:
-        """Learn what other engines changed."""
-        gone = []
-        for id in self._rows.changed():
-            record = self._live.get(id)
-            if record is not None and not self._rows.fresh(record):
-                self._forget(id)
-            if record is None or id not in self._live:
-                gone.append(id)
-        self._tell([id for id in gone if self._rows.chunk(id) is None])
+        """Learn what other engines changed, and tell of what they freed."""
+        if not self._rows.is_shared or self._levels or not self._lock.acquire(blocking=False):
+            return
+        try:
+            ids, gone = set(self._rows.changed()), []
+            if ALL in ids:
+                ids = {*ids, *self._live.keys(), *self._dirty} - {ALL}
+            for id in ids:
+                there, record = self._rows.chunk(id), self._live.get(id)
+                if there is None:
+                    self._forget(id)
+                    gone.append(id)
+                elif record is not None:
+                    record.pinned, record.names = there.pinned, there.names
+        finally:
+            self._lock.release()
+        self._tell(gone)
 
     def _tell(self, freed: list[ChunkId]) -> None:
         """Tell the owner of the KV of every freed chunk, even when it fails for one."""

@@ -290,6 +290,11 @@ def demo(p: ArgumentParser) -> None:
     p.add_argument("--out", default="demo-out", metavar="DIR", help="for results (demo-out)")
     p.add_argument("--quick", action="store_true", help="a few turns of a short conversation")
     p.add_argument(
+        "--index",
+        metavar="ADDRESS",
+        help="postgresql://... of an index that several servers share, instead of the home's own",
+    )
+    p.add_argument(
         "--repair",
         type=_strategy,
         metavar="STRATEGY",

@@ -19,7 +19,7 @@ LIMITS = (
     "max_waiting", "max_active", "max_body", "max_prompt", "max_sessions", "min_match", "quota",
     "quota_chunks", "reuse",
 )  # fmt: skip
-ENGINE = ("budget", "policy", "tiers", "repair", "share", "max_drift")
+ENGINE = ("budget", "policy", "tiers", "index", "repair", "share", "max_drift")
 
 
 def serve(args: Namespace) -> int:

@@ -5,12 +5,16 @@ from __future__ import annotations
 from argparse import Namespace
 from pathlib import Path
 
+from kvweave.chunk.index import is_shared
+from kvweave.chunk.marks import marks, uuid_of
 from kvweave.chunk.salvage import salvage
 from kvweave.chunk.table import Table
 from kvweave.cli.home import home_of
 from kvweave.cli.show import Out, size
-from kvweave.errors import CorruptChunk, StoreError
+from kvweave.errors import CorruptChunk, InvalidArgument, StoreError
+from kvweave.store import collect
 from kvweave.store import fsck as files
+from kvweave.store.spec import open_shared
 
 
 def fsck(args: Namespace) -> int:
@@ -67,3 +71,42 @@ def _lines(found: files.Found) -> list[str]:
     lines += [f"  {digest}: not there; it is computed again" for digest in found.missing]
     lines += [f"  {found.owner}"] * bool(found.owner)
     return lines + [f"  {each}" for each in found.repaired]
+
+
+def sweep(args: Namespace) -> int:
+    """Remove from a shared tier what no index names; the status is 1 when something could not go."""
+    indexes = [_index(word) for word in args.index]
+    if not indexes and not args.retire:
+        raise InvalidArgument("index", "none is given", "write --index HOME for each that uses it")
+    tier = open_shared(args.tier)
+    try:
+        for uuid in args.retire:
+            collect.retire(tier, uuid)
+        swept = collect.sweep(
+            tier,
+            lambda: {digest.hex() for index in indexes for digest in marks(index)},
+            {uuid_of(index) for index in indexes},
+            grace=args.grace,
+            dry_run=args.dry_run,
+        )
+    finally:
+        tier.close()
+    out = Out.of(args)
+    if out.as_json:
+        out.data(swept.to_dict())
+    else:
+        would = "would remove" if args.dry_run else "removed"
+        waiting = f", {len(swept.waiting)} wait for their time" if swept.waiting else ""
+        print(
+            f"{swept.n_records} records, {swept.n_named} are named; {would} {len(swept.removed)}"
+            f" ({size(swept.n_bytes)}){waiting}"
+        )
+        for key in swept.failed:
+            print(f"  {key} could not be removed; it is tried again next time")
+    return 1 if swept.failed else 0
+
+
+def _index(word: str) -> str | Path:
+    """Return the index of a home, or a shared one by its address."""
+    path = Path(word).expanduser()
+    return word if is_shared(word) else path / "index.sqlite" if path.is_dir() else path

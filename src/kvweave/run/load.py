@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import logging
-import re
+from collections.abc import Iterable
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,14 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers.utils import logging as bars
 
 from kvweave.errors import InvalidArgument, ModelUnusable
+from kvweave.run.find import find
 from kvweave.run.trouble import said
 
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 SMALL = 1 << 29  # bytes of weights that load without a progress bar
 WORDS = ("tokenizer*", "vocab*", "merges*", "spiece*", "tekken*", "*.tiktoken", "*.model")
-HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
+SETTINGS = "tokenizer_config.json"
+BYTES = 256  # words a tokenizer of bytes has at least; it needs no file for them
 # flags of x86 (AMX, AVX-512) and of ARM, as Linux names them
 BF16_UNITS = frozenset({"amx_bf16", "avx512_bf16", "bf16"})
 
@@ -33,19 +36,19 @@ def load(path: str, dtype: str, device: str) -> tuple[PreTrainedModel, Any]:
     where = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
     if dtype not in DTYPES:
         raise InvalidArgument("dtype", f"{dtype!r}", f"one of {', '.join(DTYPES)}")
-    _check_path(path)
-    small = sum(f.stat().st_size for f in Path(path).glob("*.safetensors")) < SMALL
+    found = find(path)
+    small = sum(f.stat().st_size for f in Path(found.path).glob("*.safetensors")) < SMALL
     shown = bars.is_progress_bar_enabled()
     try:
-        if small and Path(path).is_dir():
+        if small and Path(found.path).is_dir():
             bars.disable_progress_bar()  # type: ignore[no-untyped-call]
-        stored = AutoConfig.from_pretrained(path).get_text_config().dtype
+        stored = AutoConfig.from_pretrained(found.path).get_text_config().dtype
         kind, why = choose_dtype(dtype, stored, where, has_bf16_units())
         log.info("%s runs in %s: %s", path, kind, why)
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            path, dtype=kind, output_loading_info=True
+            found.path, dtype=kind, output_loading_info=True
         )
-        tokenizer = AutoTokenizer.from_pretrained(path) if _has_words(path) else None
+        tokenizer = _tokenizer(found.path, found.files)
         model, info = loaded
     except Exception as error:
         raise ModelUnusable(path, said(error)) from error
@@ -97,17 +100,21 @@ def twin(model: PreTrainedModel, name: str) -> PreTrainedModel:
     return own.eval()  # type: ignore[no-untyped-call, no-any-return]
 
 
-def _check_path(path: str) -> None:
-    """Refuse at once what can only be a mistyped directory: the hub would be asked for long."""
-    if Path(path).exists():
-        return
-    parent = Path(path).parent
-    if HUB_ID.fullmatch(path) and (parent == Path() or not parent.is_dir()):
-        return
-    raise ModelUnusable(path, "there is no such directory")
+def _tokenizer(path: str, files: Iterable[str]) -> Any:
+    """Load the tokenizer there is, or None.
 
-
-def _has_words(path: str) -> bool:
-    """Whether there is a tokenizer to load; a hub id is taken to have one."""
-    where = Path(path)
-    return not where.is_dir() or any(any(where.glob(each)) for each in WORDS)
+    Asked for one that is not there, transformers either fails or makes one of a few special tokens,
+    to which every text is nothing.
+    """
+    words = [file for file in files if any(fnmatch(file, each) for each in WORDS)]
+    if words and words != [SETTINGS]:
+        return AutoTokenizer.from_pretrained(path)
+    if words:
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(path)
+            if len(tokenizer.get_vocab()) >= BYTES:
+                return tokenizer
+        except Exception as error:
+            log.info("%s: %s", path, said(error))
+    log.warning("%s came without a tokenizer: it takes and gives token ids", path)
+    return None

@@ -123,6 +123,9 @@ class Loop:
             request.scanner = StopScanner(request.sampling.stop)
         self.requests[request.key] = request
         try:
+            if request.sampling is not None and request.sampling.stop and decode is None:
+                reason = "this model came without a tokenizer, so nothing it writes is text"
+                raise InvalidArgument("stop", reason, "use stop_tokens")
             self._advance(request, lambda: next(request.steps))
         except BaseException as error:
             self._fail(request, error)

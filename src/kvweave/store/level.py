@@ -11,7 +11,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
 import time
@@ -36,6 +35,7 @@ from kvweave.store.record.transfer import (
 )
 from kvweave.store.tier.base import DONE, LATE, Get, Outcome, Put, Tier
 from kvweave.store.tier.limit import Absence
+from kvweave.store.turns import Turns
 
 HEADS = 4096  # of the records read last: a few KiB each
 PLACES = {"ram": "ram", "disk": "disk", "files": "disk"}  # what is elsewhere is remote
@@ -78,8 +78,7 @@ class Level:
         self._lock = threading.RLock()
         self.book = Book(policy, self._lock)
         self.held = self.book.held
-        self._making: set[str] = set()  # keys whose records are being created or discarded
-        self._made = threading.Condition(self._lock)
+        self._turns = Turns()  # of those who create or discard a record
 
     def __contains__(self, id: int) -> bool:
         return id in self.held
@@ -191,7 +190,7 @@ class Level:
             key = key_of(expected.digest, choice, kv.lossy, generation)
             if key in self._spoilt:
                 continue
-            with self._alone(key, deadline) as alone:
+            with self._turns.alone(key, deadline) as alone:
                 if not alone:
                     return LATE
                 if durable and not self.owned:
@@ -305,16 +304,15 @@ class Level:
         held = self.held.get(id)
         if held is None:
             return
-        if outcome.state == "missing":
+        if outcome.state in ("missing", "wrong"):
             self.forget(id)
-        elif outcome.state == "wrong":
+        if outcome.state == "wrong":
             log.warning("%s: the record of #%s is spoilt: %s", self.name, id, outcome.why)
-            self.forget(id)
             if self.owned:
                 self._discard([held.key], time.monotonic() + 1.0)
             else:
                 self._spoilt.add(held.key)
-        else:
+        elif outcome.state != "missing":
             with self._lock:
                 pause = self._doubts.get(id, (0.0, PAUSES[0] / 2))[1] * 2
                 pause = min(pause, PAUSES[1])
@@ -381,29 +379,13 @@ class Level:
         """Remove records that no chunk uses; those that stay are tried again."""
         wanted, self._undone = {*keys, *self._undone}, set()
         for key in sorted(wanted):
-            with self._alone(key, deadline) as alone:
+            with self._turns.alone(key, deadline) as alone:
                 if key in self.book.users:
                     continue  # the same text was put again
                 outcome = self.tier.discard([key], deadline=deadline)[0] if alone else LATE
                 if not outcome.ok:
                     self._undone.add(key)
                     log.warning("%s: %s stays for now: %s", self.name, key, outcome.why)
-
-    @contextlib.contextmanager
-    def _alone(self, key: str, deadline: float | None) -> Iterator[bool]:
-        """Keep others from creating or discarding a record meanwhile; False when it gets late."""
-        with self._made:
-            left = None if deadline is None else deadline - time.monotonic()
-            free = self._made.wait_for(lambda: key not in self._making, left)
-            if free:
-                self._making.add(key)
-        try:
-            yield free
-        finally:
-            if free:
-                with self._made:
-                    self._making.discard(key)
-                    self._made.notify_all()
 
     def _judge(self, outcomes: list[T]) -> list[T]:
         """Leave a tier alone for a while when it does not answer in time; return the outcomes."""

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import shlex
 import shutil
+import socket
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -78,6 +79,7 @@ def open_levels(
     home's. Raises InvalidArgument for words that mean nothing, or a directory that is another
     home's, StoreError for one that cannot be opened; what was opened is closed again then.
     """
+    mine = None if index is None else (index, f"{socket.gethostname()}:{home}")
     levels: list[Level] = []
     try:
         for spec in specs:
@@ -87,8 +89,11 @@ def open_levels(
             opened = KINDS[kind](words, Site(size, home, index))
             budget = opened.budget
             made = policy(budget or HUGE)
-            levels.append(Level(opened.tier, choice, model, made, budget, relation=opened.relation))
-            levels[-1].name = kind
+            level = Level(
+                opened.tier, choice, model, made, budget, relation=opened.relation, index=mine
+            )
+            level.name = kind
+            levels.append(level)
             if words:
                 raise InvalidArgument("tier", f"{kind} does not take {', '.join(words)}")
     except BaseException:
@@ -112,6 +117,21 @@ class OpenTier(NamedTuple):
     tier: Tier
     budget: int | None
     relation: Relation = "shared"
+
+
+def open_shared(spec: str) -> Tier:
+    """Open the tier of one spec, which must be one that engines share. Raises InvalidArgument."""
+    kind, words = _parse(spec)
+    words.pop("size", None)
+    words.pop("codec", None)
+    if kind in ("disk", "files"):
+        words["shared"] = "yes"
+    opened = KINDS[kind](words, Site(None, None, None))
+    if opened.relation != "shared" or words:
+        opened.tier.close()
+        hint = "a home looks after its own; `kvweave fsck` checks it"
+        raise InvalidArgument("tier", f"{spec!r} is not a tier that engines share", hint)
+    return opened.tier
 
 
 def _parse(spec: str) -> tuple[str, _Words]:

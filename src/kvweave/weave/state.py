@@ -15,7 +15,7 @@ from kvweave.weave.parts import Placement, is_only_here
 
 
 @dataclass(slots=True)
-class Kept:
+class KeptRows:
     """Raw KV that outlives its rows, by uid of the part; never changed in place, so copies share it.
 
     A weave fills a copy, which becomes the context's when it is complete: `State.before` says what
@@ -31,20 +31,20 @@ class Kept:
         redone = (kv for _, kv in self.redone.values())
         return sum(kv.n_bytes for kv in (*self.own.values(), *redone))
 
-    def copy(self) -> Kept:
+    def copy(self) -> KeptRows:
         """Return one that can be filled without changing this."""
-        return Kept(dict(self.own), dict(self.redone), set(self.lossy))
+        return KeptRows(dict(self.own), dict(self.redone), set(self.lossy))
 
-    def only(self, uids: Collection[int]) -> Kept:
+    def only(self, uids: Collection[int]) -> KeptRows:
         """Return what belongs to these parts."""
         own, redone = self.own.items(), self.redone.items()
-        return Kept(
+        return KeptRows(
             {uid: kv for uid, kv in own if uid in uids},
             {uid: rows for uid, rows in redone if uid in uids},
             self.lossy.intersection(uids),
         )
 
-    def inherited(self, woven: Sequence[Placement], placed: Sequence[Placement]) -> Kept:
+    def inherited(self, woven: Sequence[Placement], placed: Sequence[Placement]) -> KeptRows:
         """Return a copy in which rows that stay belong to the parts that stand there now, with all
         that was kept of them and nothing else."""
         new = self.copy()
@@ -101,7 +101,7 @@ class State:
     tenant: str = ""
     woven: list[Placement] = field(default_factory=list)
     before: dict[int, Placement] = field(default_factory=dict)  # uid -> as it was last woven
-    kept: Kept = field(default_factory=Kept)
+    kept: KeptRows = field(default_factory=KeptRows)
     known: set[int] = field(default_factory=set)  # uids that were woven here before
     repaired: NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, bool))  # [slot]
 
@@ -130,7 +130,7 @@ class State:
             return None
         return self.kept.redone.get(p.part.uid)
 
-    def remember(self, woven: list[Placement], kept: Kept) -> None:
+    def remember(self, woven: list[Placement], kept: KeptRows) -> None:
         """Take what the parts are now and the KV they keep; let go of that of all others."""
         before = {p.part.uid: p for p in woven}
         self.woven, self.before, self.kept = woven, before, kept.only(before.keys())

@@ -41,7 +41,7 @@ from kvweave.weave.patching import Patcher
 from kvweave.weave.plan import How, Plan, Span
 from kvweave.weave.repair import Strategy, Verdict, Wish
 from kvweave.weave.sources import Sources, runs, tokens_of
-from kvweave.weave.state import Kept, State
+from kvweave.weave.state import KeptRows, State
 
 
 @dataclass(slots=True)
@@ -58,7 +58,7 @@ class Weaving:
     tiers: dict[int, str] = field(default_factory=dict)  # chunk -> where its KV was
     computed: Ints = field(default_factory=lambda: NO_SLOTS)  # slots, over all that was repaired
     early: Ints = field(default_factory=lambda: NO_SLOTS)  # slots, over what was not
-    kept: Kept = field(default_factory=Kept)  # what the context keeps once this is complete
+    kept: KeptRows = field(default_factory=KeptRows)  # what the context keeps once this is complete
     raw: KV | None = None  # of the computed rows, then of generated ones
     reads: Reads | None = None  # of the same
 
@@ -382,7 +382,7 @@ class Weaver:
         """Count what a context takes now that nothing is under way."""
         self.shelf.charge(state.name, state.n_bytes)
 
-    def _remember(self, state: State, kept: Kept, kv: KV, p: Placement) -> None:
+    def _remember(self, state: State, kept: KeptRows, kv: KV, p: Placement) -> None:
         """Keep the raw KV of a part's last rows, computed in this context, where someone may ask for
         it."""
         if state.keeps:

@@ -15,7 +15,7 @@ PIECE = 1 << 20  # bytes of one range at most
 GAP = PAGE  # bytes between two ranges that are rather read than asked for apart
 
 
-class Piece(NamedTuple):
+class RangePart(NamedTuple):
     """A piece of what the get with number ``i`` wants."""
 
     i: int
@@ -31,7 +31,7 @@ class Range(NamedTuple):
     """Bytes to ask for, and the parts that lie in them, which are in order."""
 
     key: str
-    parts: list[Piece]
+    parts: list[RangePart]
 
     @property
     def start(self) -> int:
@@ -41,7 +41,7 @@ class Range(NamedTuple):
     def end(self) -> int:
         return self.parts[-1].end
 
-    def fill(self, part: Piece, reply: bytes) -> bool:
+    def fill(self, part: RangePart, reply: bytes) -> bool:
         """Copy what came for one part to where it is wanted; say whether all of it did."""
         data = np.frombuffer(reply, np.uint8)[part.offset - self.start : part.end - self.start]
         whole = data.size == part.end - part.offset
@@ -62,7 +62,7 @@ def ranges(gets: Sequence[Get]) -> list[Range]:
     return found
 
 
-def _cut(i: int, get: Get) -> Iterator[Piece]:
+def _cut(i: int, get: Get) -> Iterator[RangePart]:
     at, into, left = get.offset, list[memoryview](), PIECE
     for buffer in get.into:
         view = buffer.cast("B") if buffer.nbytes else memoryview(b"")
@@ -71,12 +71,12 @@ def _cut(i: int, get: Get) -> Iterator[Piece]:
             left -= into[-1].nbytes
             view = view[into[-1].nbytes :]
             if not left:
-                yield Piece(i, at, into)
+                yield RangePart(i, at, into)
                 at, into, left = at + PIECE, [], PIECE
     if into:
-        yield Piece(i, at, into)
+        yield RangePart(i, at, into)
 
 
-def _belongs(part: Piece, key: str, last: Range) -> bool:
+def _belongs(part: RangePart, key: str, last: Range) -> bool:
     near = 0 <= part.offset - last.end <= GAP
     return last.key == key and near and part.end - last.start <= PIECE

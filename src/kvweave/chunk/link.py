@@ -1,0 +1,239 @@
+"""The connections of an index in PostgreSQL: its tables, its transactions, and what others say."""
+
+from __future__ import annotations
+
+import re
+from collections import deque
+from collections.abc import Iterable
+from threading import Event, Thread
+from typing import Any
+from uuid import uuid4
+
+import psycopg
+from psycopg import errors
+
+from kvweave.chunk.identity import ChunkId
+from kvweave.chunk.levels import Holders
+from kvweave.chunk.rows import ALL
+from kvweave.errors import ChunkNotFound, FormatTooNew, StoreError
+
+FORMAT = 1
+LEASE_SECONDS = 30.0
+"""How long an engine's holds count after it was last heard of."""
+CONNECT_SECONDS = 5
+_MOST_TOLD = 7000  # bytes of a NOTIFY; 8000 are allowed
+
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS kvweave_meta(key TEXT PRIMARY KEY, value TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS kvweave_engines(
+    id BIGSERIAL PRIMARY KEY, seen TIMESTAMPTZ NOT NULL DEFAULT clock_timestamp());
+CREATE TABLE IF NOT EXISTS kvweave_chunks(
+    id BIGSERIAL PRIMARY KEY, digest BYTEA NOT NULL UNIQUE, n_tokens BIGINT NOT NULL,
+    kind SMALLINT NOT NULL, namespace TEXT NOT NULL, base BIGINT REFERENCES kvweave_chunks(id),
+    pinned BOOLEAN NOT NULL, created FLOAT8 NOT NULL, last_used FLOAT8 NOT NULL,
+    n_uses BIGINT NOT NULL, maker BIGINT NOT NULL, sum BIGINT NOT NULL, tokens BYTEA NOT NULL);
+CREATE INDEX IF NOT EXISTS kvweave_chunks_base ON kvweave_chunks(base) WHERE base IS NOT NULL;
+CREATE TABLE IF NOT EXISTS kvweave_names(
+    namespace TEXT COLLATE "C", name TEXT COLLATE "C",
+    id BIGINT NOT NULL REFERENCES kvweave_chunks(id), PRIMARY KEY(namespace, name));
+CREATE INDEX IF NOT EXISTS kvweave_names_id ON kvweave_names(id);
+CREATE TABLE IF NOT EXISTS kvweave_holds(
+    engine BIGINT REFERENCES kvweave_engines(id) ON DELETE CASCADE,
+    id BIGINT REFERENCES kvweave_chunks(id), context TEXT, PRIMARY KEY(engine, id, context));
+CREATE INDEX IF NOT EXISTS kvweave_holds_id ON kvweave_holds(id);
+"""
+ALIVE = "e.seen > clock_timestamp() - make_interval(secs => %(lease)s)"
+
+
+class Link:
+    """One connection for statements, and one, in a thread, that hears and is heard of."""
+
+    is_shared = True
+
+    def __init__(self, url: str, *, lock_timeout: float = 5.0) -> None:
+        """Raises StoreError when the server does not answer, FormatTooNew."""
+        self._url, self._lock_timeout = url, lock_timeout
+        self.where = re.sub(r"//([^:@/]*):[^@]*@", r"//\1:***@", url)
+        self._level = 0
+        self._changed: set[ChunkId] = set()
+        self._inbox: deque[ChunkId] = deque()
+        self.held: Holders = {}
+        self._db: psycopg.Connection[Any] | None = None
+        self._db = self._connect()
+        self.uuid = self._prepare()
+        self._engine = int(self._one("INSERT INTO kvweave_engines DEFAULT VALUES RETURNING id")[0])
+        self._stop = Event()
+        self._thread = Thread(target=self._listen, name="kvweave-index", daemon=True)
+        self._thread.start()
+
+    def _connect(self) -> psycopg.Connection[Any]:
+        try:
+            db = psycopg.connect(self._url, autocommit=True, connect_timeout=CONNECT_SECONDS)
+            db.execute(f"SET lock_timeout = {int(self._lock_timeout * 1000)}")
+            db.execute("SET synchronous_commit = on")
+            return db
+        except psycopg.Error as error:
+            raise self._lost(error) from error
+
+    def _prepare(self) -> str:
+        with self._explained_transaction():
+            self._run("SELECT pg_advisory_xact_lock(7455871)")
+            self._run(_SCHEMA)
+            for key, value in (("uuid", uuid4().hex), ("format", str(FORMAT))):
+                self._run(
+                    "INSERT INTO kvweave_meta VALUES(%s, %s) ON CONFLICT DO NOTHING", key, value
+                )
+            self._run(
+                "DELETE FROM kvweave_engines e WHERE e.seen < clock_timestamp()"
+                " - make_interval(secs => %s)",
+                10 * LEASE_SECONDS,
+            )
+        meta = dict(self._all("SELECT key, value FROM kvweave_meta"))
+        if int(meta["format"]) > FORMAT:
+            raise FormatTooNew(self.where, int(meta["format"]), FORMAT)
+        return str(meta["uuid"])
+
+    def _explained_transaction(self) -> Any:
+        assert self._db is not None
+        return self._db.transaction()
+
+    # --- transactions ---
+
+    def open(self, level: int) -> None:
+        while self._level < level:
+            self._run("BEGIN" if self._level == 0 else f"SAVEPOINT s{self._level + 1}")
+            self._level += 1
+
+    def release(self, level: int) -> None:
+        if self._level >= level:
+            self._run(f"RELEASE SAVEPOINT s{level}")
+            self._level = level - 1
+
+    def rollback(self, level: int) -> None:
+        if self._level < level:
+            return
+        self._level = level - 1
+        if level == 1:
+            self._changed.clear()
+        if self._db is None or self._db.closed:
+            return  # the server takes back what was not committed
+        if level == 1:
+            self._run("ROLLBACK")
+        else:
+            self._run(f"ROLLBACK TO SAVEPOINT s{level}")
+
+    def commit(self, n_freed: int) -> None:
+        if not self._level:
+            return
+        told = ",".join(map(str, self._changed))
+        told = told if len(told) < _MOST_TOLD else str(ALL)
+        mine = self._one(
+            "SELECT pg_current_xact_id_if_assigned()::text, pg_notify(%s, %s)",
+            f"kvweave_{self.uuid}",
+            f"{self._engine}:{told}",
+        )[0]
+        try:
+            self._run("COMMIT")
+        except StoreError:
+            if mine is None or (self._db is not None and not self._db.closed):
+                raise
+            self._level = 0  # nobody knows whether it was the question or the answer that was lost
+            if self._one("SELECT pg_xact_status(%s::xid8)", mine)[0] != "committed":
+                raise
+        self._level = 0
+        self._changed.clear()
+
+    def changed(self) -> Iterable[ChunkId]:
+        ids: set[ChunkId] = set()
+        while self._inbox:
+            ids.add(self._inbox.popleft())
+        return ids
+
+    def close(self) -> None:
+        self._stop.set()
+        self._thread.join(CONNECT_SECONDS)
+        try:
+            self._run("DELETE FROM kvweave_engines WHERE id=%s", self._engine)
+        except StoreError:
+            pass  # its lease ends by itself
+        if self._db is not None:
+            self._db.close()
+
+    # --- how ---
+
+    def _listen(self) -> None:
+        """Hear what others change, and have them know that this engine lives."""
+        beat = "UPDATE kvweave_engines SET seen=clock_timestamp() WHERE id=%s RETURNING id"
+        while not self._stop.is_set():
+            try:
+                with psycopg.connect(
+                    self._url, autocommit=True, connect_timeout=CONNECT_SECONDS
+                ) as db:
+                    db.execute(f"LISTEN kvweave_{self.uuid}")
+                    self._inbox.append(ALL)  # what was said meanwhile, nobody heard
+                    while not self._stop.is_set():
+                        if db.execute(beat, (self._engine,)).fetchone() is None:
+                            self._come_back(db)
+                        for _ in range(max(1, int(LEASE_SECONDS / 4 / 0.2))):
+                            for notice in db.notifies(timeout=0.2):
+                                self._hear(notice.payload)
+                            if self._stop.is_set():
+                                break
+            except psycopg.Error:
+                self._stop.wait(0.5)
+
+    def _hear(self, said: str) -> None:
+        engine, _, ids = said.partition(":")
+        if int(engine) != self._engine:
+            self._inbox.extend(ChunkId(int(id)) for id in ids.split(",") if id)
+
+    def _come_back(self, db: psycopg.Connection[Any]) -> None:
+        """Hold again what is still there: others took this engine for dead."""
+        db.execute("INSERT INTO kvweave_engines(id) VALUES(%s)", (self._engine,))
+        for id, contexts in list(self.held.items()):
+            for context in list(contexts):
+                db.execute(
+                    "INSERT INTO kvweave_holds SELECT %s, id, %s FROM kvweave_chunks WHERE id=%s"
+                    " ON CONFLICT DO NOTHING",
+                    (self._engine, context, id),
+                )
+
+    def _one(self, query: str, *values: object, chunk: int | None = None) -> Any:
+        return self._run(query, *values, chunk=chunk).fetchone()
+
+    def _all(self, query: str, *values: object) -> list[Any]:
+        found: list[Any] = self._run(query, *values).fetchall()
+        return found
+
+    def _named(self, query: str, **values: object) -> list[Any]:
+        cursor = self._execute(query, {**values, "lease": LEASE_SECONDS}, None)
+        found: list[Any] = cursor.fetchall() if cursor.description else []
+        return found
+
+    def _run(self, query: str, *values: object, chunk: int | None = None) -> Any:
+        return self._execute(query, values or None, chunk)
+
+    def _execute(self, query: str, values: Any, chunk: int | None) -> Any:
+        for again in (True, False):
+            if self._db is None or self._db.closed:
+                if self._level:
+                    raise self._lost(None)
+                self._db = self._connect()
+            try:
+                return self._db.execute(query, values)
+            except errors.ForeignKeyViolation as error:
+                raise ChunkNotFound(f"#{chunk}") from error
+            except (errors.LockNotAvailable, errors.DeadlockDetected) as error:
+                raise StoreError(
+                    f"another engine is changing the same in {self.where}", hint="try again"
+                ) from error
+            except psycopg.Error as error:
+                # Outside of a transaction a statement may be said again.
+                if not (again and self._db.closed and not self._level):
+                    raise self._lost(error) from error
+        raise AssertionError
+
+    def _lost(self, error: Exception | None) -> StoreError:
+        reason = " ".join(str(error or "the connection was lost").split())
+        hint = "is the server running, and the address right? nothing was changed; try again then"
+        return StoreError(f"the index {self.where} does not answer: {reason}", hint=hint)

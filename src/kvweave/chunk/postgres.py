@@ -1,0 +1,241 @@
+"""The rows of an index in PostgreSQL, which several engines on several machines share.
+
+::
+
+    kvweave_chunks(id, digest unique, ...)  kvweave_names(namespace, name -> id)
+    kvweave_engines(id, seen)    one for each engine that has it open; a lease
+    kvweave_holds(engine, id, context)    what its contexts hold; worth nothing when the lease is over
+
+The server's constraints decide races: a digest and a name are unique, and a chunk cannot be deleted
+that a name, a chunk or a hold refers to. Tier, size and deps are each engine's own and stay here.
+A commit tells the other engines (NOTIFY) which chunks changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from xxhash import xxh3_64_intdigest
+
+from kvweave.chunk.identity import KINDS, TIERS, ChunkId, TierName
+from kvweave.chunk.link import ALIVE, Link
+from kvweave.chunk.record import KIND_CODE, Record
+from kvweave.chunk.rows import ChunkFacts
+from kvweave.errors import ChunkNotFound, CorruptChunk, NameTaken
+
+_STEP = 2000
+_CHUNK = (
+    "SELECT c.id, c.digest, c.n_tokens, c.kind, c.namespace, c.base, c.pinned, c.created,"
+    " c.last_used, c.n_uses, ARRAY(SELECT name FROM kvweave_names n WHERE n.id=c.id ORDER BY name)"
+    " FROM kvweave_chunks c WHERE c.id"
+)
+_UNKEPT = f"""SELECT c.id FROM kvweave_chunks c WHERE NOT pinned
+    AND NOT EXISTS(SELECT 1 FROM kvweave_names n WHERE n.id=c.id)
+    AND NOT EXISTS(SELECT 1 FROM kvweave_chunks o WHERE o.base=c.id)
+    AND NOT EXISTS(SELECT 1 FROM kvweave_holds h JOIN kvweave_engines e ON e.id=h.engine
+        WHERE h.id=c.id AND {ALIVE})"""
+_MASK = (1 << 63) - 1
+
+
+def tokens_sum(digest: bytes, data: bytes) -> int:
+    """Return the checksum of a chunk's tokens."""
+    return xxh3_64_intdigest(data, int.from_bytes(digest[:8])) & _MASK
+
+
+class PostgresRows(Link):
+    """See `Rows`."""
+
+    def __init__(self, url: str, *, lock_timeout: float = 5.0) -> None:
+        """Raises what `Link` raises."""
+        super().__init__(url, lock_timeout=lock_timeout)
+        self._facts: dict[ChunkId, tuple[TierName, int, tuple[ChunkId, ...]]] = {}
+
+    # --- reading ---
+
+    def count(self) -> int:
+        return int(self._one("SELECT count(*) FROM kvweave_chunks")[0])
+
+    def chunk(self, id: ChunkId) -> Record | None:
+        row = self._one(f"{_CHUNK}=%s", id)
+        return None if row is None else self._record(row)
+
+    def fresh(self, record: Record) -> bool:
+        row = self._one(f"{_CHUNK}=%s FOR NO KEY UPDATE OF c", record.id)
+        if row is None:
+            return False
+        record.pinned, record.names = row[6], tuple(row[10])
+        return True
+
+    def share(self, id: ChunkId) -> bool:
+        query = "SELECT 1 FROM kvweave_chunks WHERE id=%s FOR KEY SHARE"
+        return bool(self._one(query, id))
+
+    def by_digest(self, digest: bytes) -> ChunkId | None:
+        row = self._one("SELECT id FROM kvweave_chunks WHERE digest=%s", digest)
+        return None if row is None else row[0]
+
+    def by_name(self, namespace: str, name: str) -> ChunkId | None:
+        query = "SELECT id FROM kvweave_names WHERE namespace=%s AND name=%s"
+        row = self._one(query, namespace, name)
+        return None if row is None else row[0]
+
+    def tokens(self, id: ChunkId, n_tokens: int) -> bytes:
+        row = self._one("SELECT digest, sum, tokens FROM kvweave_chunks WHERE id=%s", id)
+        if row is None:
+            raise ChunkNotFound(f"#{id}")
+        data = bytes(row[2])
+        if len(data) != 4 * n_tokens or tokens_sum(bytes(row[0]), data) != row[1]:
+            raise CorruptChunk(self.where, f"the checksum of the tokens of #{id} differs")
+        return data
+
+    def chunks(self) -> Iterator[Record]:
+        last = 0
+        while rows := self._all(f"{_CHUNK}>%s ORDER BY c.id LIMIT {_STEP}", last):
+            yield from map(self._record, rows)
+            last = rows[-1][0]
+
+    def facts(self) -> Iterator[ChunkFacts]:
+        last = 0
+        query = f"SELECT id, digest FROM kvweave_chunks WHERE id>%s ORDER BY id LIMIT {_STEP}"
+        while rows := self._all(query, last):
+            for id, digest in rows:
+                tier, n_bytes, _ = self._facts.get(id, (TIERS[-1], 0, ()))
+                yield ChunkFacts(id, digest, n_bytes, tier)
+            last = rows[-1][0]
+
+    def digests(self) -> Iterator[bytes]:
+        return iter([bytes(row[0]) for row in self._all("SELECT digest FROM kvweave_chunks")])
+
+    def known(self, digests: Sequence[bytes]) -> dict[bytes, ChunkId]:
+        query = "SELECT digest, id FROM kvweave_chunks WHERE digest=ANY(%s)"
+        return {bytes(digest): id for digest, id in self._all(query, list(digests))}
+
+    def names(self, namespace: str, prefix: str) -> list[str]:
+        query = (
+            "SELECT name FROM kvweave_names WHERE namespace=%s AND starts_with(name, %s) ORDER BY 1"
+        )
+        return [row[0] for row in self._all(query, namespace, prefix)]
+
+    def among(self, namespace: str, names: Sequence[str]) -> list[str]:
+        query = "SELECT name FROM kvweave_names WHERE namespace=%s AND name=ANY(%s)"
+        return [row[0] for row in self._all(query, namespace, list(names))]
+
+    def newest_names(self, namespace: str, n: int) -> list[str]:
+        query = "SELECT name FROM kvweave_names WHERE namespace=%s ORDER BY id DESC LIMIT %s"
+        return [row[0] for row in self._all(query, namespace, n)]
+
+    def namespaces(self) -> list[str]:
+        return sorted(row[0] for row in self._all("SELECT DISTINCT namespace FROM kvweave_chunks"))
+
+    def n_children(self, id: ChunkId) -> int:
+        return int(self._one("SELECT count(*) FROM kvweave_chunks WHERE base=%s", id)[0])
+
+    def unkept(self) -> list[ChunkId]:
+        # What another engine just added has no name yet.
+        query = (
+            f"{_UNKEPT} AND NOT EXISTS(SELECT 1 FROM kvweave_engines e WHERE e.id=c.maker"
+            f" AND e.id<>%(mine)s AND {ALIVE}) ORDER BY c.id"
+        )
+        return [row[0] for row in self._named(query, mine=self._engine)]
+
+    def is_kept(self, id: ChunkId) -> bool:
+        return not self._named(f"{_UNKEPT} AND c.id=%(id)s", id=id)
+
+    def contexts(self, id: ChunkId) -> list[str]:
+        query = (
+            "SELECT DISTINCT h.context FROM kvweave_holds h JOIN kvweave_engines e ON e.id=h.engine"
+            f" WHERE h.id=%(id)s AND e.id<>%(mine)s AND {ALIVE} ORDER BY 1"
+        )
+        return [row[0] for row in self._named(query, id=id, mine=self._engine)]
+
+    # --- writing ---
+
+    def add(self, record: Record, data: bytes) -> ChunkId | None:
+        query = (
+            "INSERT INTO kvweave_chunks(digest, n_tokens, kind, namespace, base, pinned, created,"
+            " last_used, n_uses, maker, sum, tokens) VALUES(%s,%s,%s,%s,%s,%s,%s,%s,%s,%s,%s,%s)"
+            " ON CONFLICT DO NOTHING RETURNING id"
+        )
+        row = self._one(
+            query, record.digest, record.n_tokens, KIND_CODE[record.kind], record.namespace,
+            record.base, record.pinned, record.created, record.last_used, record.n_uses,
+            self._engine, tokens_sum(record.digest, data), data, chunk=record.base,
+        )  # fmt: skip
+        if row is None:
+            return None
+        record.id = ChunkId(row[0])
+        self._facts[record.id] = (record.tier, record.n_bytes, record.deps)
+        self._changed.add(record.id)
+        return record.id
+
+    def change(self, record: Record) -> None:
+        self._run("UPDATE kvweave_chunks SET pinned=%s WHERE id=%s", record.pinned, record.id)
+        self._changed.add(record.id)
+
+    def change_facts(self, records: Iterable[tuple[Record, int]]) -> None:
+        for record, n in sorted(records, key=lambda item: item[0].id):
+            self._facts[record.id] = (record.tier, record.n_bytes, record.deps)
+            if n:
+                self._run(
+                    "UPDATE kvweave_chunks SET n_uses=n_uses+%s, last_used=%s WHERE id=%s",
+                    n, record.last_used, record.id,
+                )  # fmt: skip
+
+    def drop(self, id: ChunkId) -> bool:
+        self._run("SAVEPOINT drop")
+        try:
+            self._named(
+                "DELETE FROM kvweave_holds h USING kvweave_engines e"
+                f" WHERE h.id=%(id)s AND e.id=h.engine AND NOT {ALIVE}",
+                id=id,
+            )
+            n = self._run("DELETE FROM kvweave_chunks WHERE id=%s AND NOT pinned", id).rowcount
+        except ChunkNotFound:  # something refers to it since
+            n = 0
+            self._run("ROLLBACK TO SAVEPOINT drop")
+        self._run("RELEASE SAVEPOINT drop")
+        if n:
+            self._changed.add(id)
+        return bool(n)
+
+    def bind(self, namespace: str, name: str, id: ChunkId) -> None:
+        query = "INSERT INTO kvweave_names VALUES(%s,%s,%s) ON CONFLICT DO NOTHING RETURNING id"
+        if self._one(query, namespace, name, id, chunk=id) is None:
+            raise NameTaken(name, self.by_name(namespace, name) or 0)
+        self._changed.add(id)
+
+    def unbind(self, namespace: str, name: str) -> None:
+        query = "DELETE FROM kvweave_names WHERE namespace=%s AND name=%s RETURNING id"
+        row = self._one(query, namespace, name)
+        if row is None:
+            raise ChunkNotFound(name)
+        self._changed.add(row[0])
+
+    def hold(self, id: ChunkId, context: str, n: int) -> None:
+        if n:
+            query = "INSERT INTO kvweave_holds VALUES(%s,%s,%s) ON CONFLICT DO NOTHING"
+            self._run(query, self._engine, id, context, chunk=id)
+        else:
+            query = "DELETE FROM kvweave_holds WHERE engine=%s AND id=%s AND context=%s"
+            self._run(query, self._engine, id, context)
+
+    def sync(self) -> None:
+        """Do nothing: the server syncs what it commits."""
+
+    def check(self) -> None:
+        for id, digest, n, total, data in self._all(
+            "SELECT id, digest, n_tokens, sum, tokens FROM kvweave_chunks"
+        ):
+            if len(data) != 4 * n or tokens_sum(bytes(digest), bytes(data)) != total:
+                raise CorruptChunk(self.where, f"the checksum of the tokens of #{id} differs")
+
+    # --- how ---
+
+    def _record(self, row: tuple[Any, ...]) -> Record:
+        id, digest, n_tokens, kind, namespace, base, pinned, created, last_used, n_uses, names = row
+        tier, n_bytes, deps = self._facts.get(id, (TIERS[-1], 0, ()))
+        return Record(
+            id, bytes(digest), n_tokens, KINDS[kind], namespace, base, deps, tier, n_bytes, pinned,
+            created, last_used, n_uses, tuple(names),
+        )  # fmt: skip
