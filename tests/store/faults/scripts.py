@@ -25,6 +25,7 @@ from store.faults.verbs import (
     open_engine,
 )  # fmt: skip
 
+from kvweave.cli import main
 from kvweave.run.model import Runner
 
 Say = Callable[[Any], None]
@@ -105,6 +106,11 @@ def after_write(
     for name, tokens in new.items():
         told[name] = [tokens] if name in done else [tokens, None]
     return told, [name for name in (*old, *done) if name != first]
+
+
+def repair(say: Say, home: Path) -> int:
+    """What the hint of a refusal says to do."""
+    return main(["fsck", "--home", str(home), "--repair", "--json"])
 
 
 def live(

@@ -99,6 +99,16 @@ def crowd_out(say: Say, one: Path, other: Path, shared: str, told: dict[str, Tok
     return examine(truth, one, (shared,), {n: [t] for n, t in told.items()}, told)
 
 
+def converse(say: Say, home: Path, tiers: Iterable[str], told: dict[str, Tokens]) -> None:
+    """Die with contexts open that have text of their own, said and generated."""
+    engine = open_engine(scripts.TRUTH.runner, home, tiers)
+    for i, (name, tokens) in enumerate(told.items()):
+        durable_put(engine, name, tokens)
+        context = engine.compose("{" + name + "}", name=f"chat-{i}", repair="none")
+        context.generate(max_tokens=ANSWER, temperature=0)
+    engine.table.sync()
+
+
 def race(say: Say, home: Path, tier: Path, tiers: Iterable[str], told: dict[str, Tokens]) -> None:
     """Remove what is being written behind, put the same text again, durably, and die."""
     n_bytes = sum(map(len, told.values())) * scripts.TRUTH.row_bytes

@@ -19,6 +19,7 @@ FLIPS = int(os.environ.get("KVWEAVE_FLIPS", "1000"))
 SEED = int(os.environ.get("KVWEAVE_SEED", "2026"))
 Fresh = Callable[[], Filled]
 SQLITE = b"SQLite format 3\0"
+LOST_BY_A_BIT = 6  # names that may stand in the page of SQLite that a repair must give up
 VERSION = slice(60, 64)  # of an SQLite file: PRAGMA user_version
 
 
@@ -33,6 +34,27 @@ def look(host: Host, world: Filled, tally: Tally, where: str, *, may_lose: int) 
     tally.judge(verdict, where, but=lost if len(lost) <= may_lose else ())
     tally.did("refused" if verdict.refused else "opened")
     return verdict
+
+
+def repaired(
+    host: Host, world: Filled, verdict: Verdict | None, tally: Tally, where: str, *, may_lose: int
+) -> None:
+    """Who is refused and told of `kvweave fsck` follows that, and can go on with what it kept."""
+    if verdict is None or "fsck" not in verdict.refused:
+        return
+    try:
+        host.run("repair", world.home)
+    except Died as died:
+        tally.fault("hintless", f"{where}, fsck: {died}")
+        return
+    tally.did("repaired by fsck")
+    after = look(host, world, tally, f"{where}, repaired", may_lose=may_lose)
+    if after is not None and after.refused:
+        tally.fault("lost", f"{where}, repaired: {after.refused}")
+    elif after is not None:
+        n = sum(tokens is not None for tokens in after.found.values())
+        tally.did("names kept by a repair", n)
+        tally.did("names lost by a repair", len(world.told) - n)
 
 
 def undone(host: Host, world: Filled, original: Filled, tally: Tally, where: str) -> None:
@@ -100,8 +122,10 @@ def damage(host: Host, original: Filled, to: Path, tally: Tally, *, quick: bool 
             apply(world.root / path, data)
             # what only the index knew is gone with it; of a tier only what stood in that file
             may_lose = 1 if in_tier else len(world.told) * (label in ("missing", "empty"))
-            look(host, world, tally, where, may_lose=may_lose)
+            verdict = look(host, world, tally, where, may_lose=may_lose)
             tally.did(f"damaged {kind(path)}")
+            most = 1 if in_tier else len(world.told)  # a file cut in half is half a file
+            repaired(host, world, verdict, tally, where, may_lose=most)
             (undone if in_tier else mended)(host, world, original, tally, where)
     tally.settle()
 
@@ -194,8 +218,10 @@ def flips(
         in_tier = original.in_tier(path)
         where = f"{path} bit {bit}"
         # behind a wrong frame SQLite's log has ended: nothing tells it from one that was cut
-        look(host, world, tally, where, may_lose=1 if in_tier else len(world.told) * log)
+        most = 1 if in_tier else len(world.told) * log
+        verdict = look(host, world, tally, where, may_lose=most)
         tally.did(f"flips in {kind(path)}")
+        repaired(host, world, verdict, tally, where, may_lose=max(most, LOST_BY_A_BIT))
         if not in_tier:
             mended(host, world, original, tally, where)
     tally.settle()

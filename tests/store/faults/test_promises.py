@@ -64,6 +64,14 @@ def test_no_mappings_left(host: Host, tmp_path: Path, tally: Tally) -> None:
     tally.settle()
 
 
+def test_dying_in_the_middle_of_conversations(host: Host, tmp_path: Path, tally: Tally) -> None:
+    """What only contexts held is of nobody when it is opened again, and goes."""
+    world = Filled(tmp_path, CHUNKS)
+    host.run("converse", world.home, world.tiers, CHUNKS)
+    intact(host, world, tally, "opened again")
+    tally.settle()
+
+
 @pytest.mark.parametrize("kind", ["disk", "s3"])
 def test_engines_that_share_a_store(host: Host, tmp_path: Path, tally: Tally, kind: str) -> None:
     shared = shared_at(tmp_path / "shared", kind)
