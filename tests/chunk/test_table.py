@@ -271,8 +271,8 @@ def test_check_integrity_can_fail(table):
     for break_it, mend, error, sentence in [
         (lambda: setattr(record, "n_bytes", 7), lambda: setattr(record, "n_bytes", 0), AssertionError, "in memory, "),
         (lambda: setattr(record, "names", ()), lambda: setattr(record, "names", ("a",)), AssertionError, "in memory, "),
-        (lambda: table._holders.update({9: {"c": 1}}), table._holders.clear, AssertionError, "#9, held by"),
-        (lambda: table._holders.update({id: {}}), table._holders.clear, AssertionError, "held by nobody"),
+        (lambda: table._tx.holders.update({9: {"c": 1}}), table._tx.holders.clear, AssertionError, "#9, held by"),
+        (lambda: table._tx.holders.update({id: {}}), table._tx.holders.clear, AssertionError, "held by nobody"),
         (lambda: db.execute("UPDATE names SET id=7"), lambda: db.execute("UPDATE names SET id=1"), CorruptChunk, "the name 'a' of #7"),
     ]:  # fmt: skip
         break_it()
@@ -295,11 +295,11 @@ def test_bulk_facts(table):
 
 
 def test_a_record_stays_the_same_while_somebody_has_it(table, monkeypatch):
-    monkeypatch.setattr("kvweave.chunk.index.CACHED_RECORDS", 3)
+    monkeypatch.setattr("kvweave.chunk.transactions.CACHED_RECORDS", 3)
     first = table.get(add(table, 1))
     ids = [add(table, i) for i in range(2, 20)]
     table.bind("a", first.id)
     table.update(first.id, tier="disk")
     assert first.names == ("a",) and table.get(first.id) is first
     assert next(iter(table)) is first and table.lookup("a") is first
-    assert len(table._live) < len(ids)
+    assert len(table._tx.live) < len(ids)

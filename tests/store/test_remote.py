@@ -15,7 +15,7 @@ from store.values import aligned, content, filled
 from kvweave.store.tier.base import PAGE, Get, Put
 from kvweave.store.tier.limit import PAUSES, SLOWEST, Absence, Limit, TimeUp
 from kvweave.store.tier.ranges import GAP, ranges
-from kvweave.store.tier.remote import SIGN, Link, Lost
+from kvweave.store.tier.remote import SIGN, Lost, RemoteCalls
 from kvweave.store.tier.slots import ALIGN, KEPT, TOGETHER, Slot, Slots, batches, layout
 
 
@@ -112,7 +112,7 @@ class Behind:
         self.is_there = True
         self.pings = 0
         self.left: list[Slot] = []
-        self.link = Link("it", Slots(2), self.ping, self.left.append)
+        self.link = RemoteCalls("it", Slots(2), self.ping, self.left.append)
 
     def ping(self) -> None:
         self.pings += 1

@@ -3,28 +3,20 @@
 from __future__ import annotations
 
 import re
-from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from threading import RLock
 from typing import Literal
-from weakref import WeakValueDictionary
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvweave.chunk.identity import NO_TOKEN, ChunkId, normal_name
-from kvweave.chunk.levels import Holders, Level
 from kvweave.chunk.names import RECENT, suggest
 from kvweave.chunk.record import Record
-from kvweave.chunk.rows import ChunkFacts, Rows
+from kvweave.chunk.rows import ChunkFacts, IndexRows
 from kvweave.chunk.sqlite import SqliteRows
+from kvweave.chunk.transactions import Transactions
 from kvweave.errors import ChunkNotFound, InvalidArgument, InvalidName
-
-CACHED_RECORDS = 8192
-"""Records kept in memory after reading, some 500 bytes each."""
-CACHED_TOKENS = 1 << 20
-"""Token ids kept in memory after reading, 4 bytes each."""
 
 _REF = re.compile(r"#[0-9]{1,18}")
 
@@ -39,21 +31,8 @@ class Index:
         Raises CorruptChunk or FormatTooNew for what it cannot read, InvalidArgument when another
         process has the file open, StoreError when the server does not answer.
         """
-        self._lock = RLock()  # of transactions
-        self._reading = RLock()  # of caches; held for single statements only
-        self._levels: list[Level] = []
-        self._loose: dict[ChunkId, None] = {}
-        self._freed: list[ChunkId] = []
-        self._holders: Holders = {}
-        self._live: WeakValueDictionary[ChunkId, Record] = WeakValueDictionary()
-        self._recent: OrderedDict[ChunkId, Record] = OrderedDict()
-        self._dirty: dict[ChunkId, tuple[Record, int]] = {}
-        """Whose tier, size, deps or uses the database does not know yet, and how many uses."""
-        self._tokens: OrderedDict[ChunkId, bytes] = OrderedDict()
-        self._n_cached = 0
-        self._closed = False
         self._rows = _rows(path, busy_timeout)
-        self._rows.held = self._holders
+        self._tx = Transactions(self._rows)
         self.uuid = self._rows.uuid
         """Says whose index it is, 32 hex digits; another one each time when it is in memory only."""
 
@@ -63,42 +42,11 @@ class Index:
     def __iter__(self) -> Iterator[Record]:
         """Yield each record, by id. What is changed meanwhile is seen or not; takes a pass over all."""
         for record in self._rows.chunks():
-            with self._reading:
-                found = self._live.get(record.id)
-                if found is None:
-                    self._live[record.id] = found = record
-            yield found
+            yield self._tx.same(record)
 
     def get(self, id: ChunkId) -> Record:
         """Return the record of ``id``, of any namespace; raise ChunkNotFound."""
-        record = self._find(id)
-        if record is None:
-            raise ChunkNotFound(f"#{id}")
-        return record
-
-    def _find(self, id: ChunkId) -> Record | None:
-        with self._reading:
-            record = self._recent.get(id)
-            if record is not None:
-                self._recent.move_to_end(id)
-                return record
-            self._check_open()
-            record = self._live.get(id) or self._rows.chunk(id)
-            if record is not None:
-                self._remember(record)
-            return record
-
-    def _remember(self, record: Record) -> None:
-        self._live[record.id] = self._recent[record.id] = record
-        if len(self._recent) > CACHED_RECORDS:
-            self._recent.popitem(last=False)
-
-    def _forget(self, id: ChunkId) -> None:
-        with self._reading:
-            self._recent.pop(id, None)
-            self._live.pop(id, None)
-            self._dirty.pop(id, None)
-            self._n_cached -= len(self._tokens.pop(id, b"")) // 4
+        return self._tx.get(id)
 
     def resolve(self, ref: str, namespace: str = "") -> Record:
         """Return the record ``#17`` or a name stands for; raise ChunkNotFound."""
@@ -109,27 +57,27 @@ class Index:
 
     def lookup(self, ref: str, namespace: str = "") -> Record | None:
         """Return the record ``#17`` or a name stands for, or None; cheap when there is none."""
-        self._catch_up()
+        self._tx.catch_up()
         if ref.startswith("#"):
             if not _REF.fullmatch(ref):
                 raise InvalidName(ref, "after '#' stands a number")
-            record = self._find(ChunkId(int(ref[1:])))
+            record = self._tx.find(ChunkId(int(ref[1:])))
             return record if record is not None and record.namespace == namespace else None
         id = self._rows.by_name(namespace, normal_name(ref))
-        return None if id is None else self._find(id)
+        return None if id is None else self._tx.find(id)
 
     def find_digest(self, digest: bytes) -> Record | None:
         """Return the record with this digest, or None."""
         id = self._rows.by_digest(digest)
-        return None if id is None else self._find(id)
+        return None if id is None else self._tx.find(id)
 
     def known(self, digests: Iterable[bytes]) -> dict[bytes, ChunkId]:
-        """Return the ids of those digests that there are; about 3 us each."""
+        """Return the ids of those digests that there are; 3 us each, 30 where pages are not in memory."""
         return self._rows.known(list(digests))
 
     def facts(self) -> Iterator[ChunkFacts]:
         """Yield id, digest, bytes and tier of each chunk, by id; about 1 us each."""
-        self._settle()
+        self._tx.settle()
         return self._rows.facts()
 
     def digests(self) -> Iterator[bytes]:
@@ -161,7 +109,7 @@ class Index:
     def contexts_of(self, id: ChunkId) -> tuple[str, ...]:
         """Return the contexts that hold a chunk, of all engines; raise ChunkNotFound."""
         self.get(id)
-        return tuple(dict.fromkeys([*self._holders.get(id, ()), *self._rows.contexts(id)]))
+        return tuple(dict.fromkeys([*self._tx.holders.get(id, ()), *self._rows.contexts(id)]))
 
     def n_children(self, id: ChunkId) -> int:
         """Return how many chunks have this one as base."""
@@ -181,40 +129,13 @@ class Index:
         """Tell whether a chunk's rows were given, not made from tokens. Raises ChunkNotFound."""
         return int(self.tokens(id)[0]) == NO_TOKEN
 
-    def tokens(self, id: ChunkId) -> NDArray[np.uint32]:
-        """Return the token ids of a chunk, not writable; raise ChunkNotFound or CorruptChunk."""
-        return np.frombuffer(self._token_bytes(self.get(id)), dtype="<u4")
-
-    def _token_bytes(self, record: Record) -> bytes:
-        id = record.id
-        with self._reading:
-            data = self._tokens.get(id)
-            if data is not None:
-                self._tokens.move_to_end(id)
-                return data
-            self._check_open()
-            data = self._rows.tokens(id, record.n_tokens)
-            self._tokens[id] = data
-            self._n_cached += len(data) // 4
-            while self._n_cached > CACHED_TOKENS and len(self._tokens) > 1:
-                self._n_cached -= len(self._tokens.popitem(last=False)[1]) // 4
-            return data
-
     def is_kept(self, id: ChunkId) -> bool:
         """Return whether a name, a pin, a context or a living chunk keeps this one alive."""
-        return id in self._holders or self._rows.is_kept(id)
+        return self._tx.is_kept(id)
 
-    def _settle(self) -> None:
-        """Have the database know what is only in memory."""
-        raise NotImplementedError
-
-    def _catch_up(self) -> None:
-        """Learn what other engines changed."""
-        raise NotImplementedError
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise InvalidArgument("table", "it is closed")
+    def tokens(self, id: ChunkId) -> NDArray[np.uint32]:
+        """Return the token ids of a chunk, not writable; raise ChunkNotFound or CorruptChunk."""
+        return np.frombuffer(self._tx.token_bytes(self.get(id)), dtype="<u4")
 
 
 def is_shared(path: str | Path | None) -> bool:
@@ -222,7 +143,7 @@ def is_shared(path: str | Path | None) -> bool:
     return isinstance(path, str) and path.startswith(("postgresql://", "postgres://"))
 
 
-def _rows(path: str | Path | None, busy_timeout: float) -> Rows:
+def _rows(path: str | Path | None, busy_timeout: float) -> IndexRows:
     if is_shared(path):
         try:
             from kvweave.chunk.postgres import PostgresRows

@@ -13,8 +13,8 @@ Holders = dict[ChunkId, dict[str, int]]
 
 
 @dataclass(slots=True)
-class Level:
-    """One of the transactions that stand in each other. Rows are the database's to take back."""
+class Savepoint:
+    """One of the transactions that stand in each other. IndexRows are the database's to take back."""
 
     n_freed: int
     loose: dict[ChunkId, None]
@@ -32,7 +32,7 @@ class Level:
         if id not in self.holders:
             self.holders[id] = dict(holders[id]) if id in holders else None
 
-    def join(self, outer: Level) -> None:
+    def join(self, outer: Savepoint) -> None:
         """Let the transaction around it take it back too."""
         for id, kept in self.records.items():
             outer.records.setdefault(id, kept)
@@ -65,3 +65,9 @@ class Transaction:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._end(kind is not None)
+
+
+def require(truth: object, sentence: str) -> None:
+    """Raise AssertionError, also under ``python -O``."""
+    if not truth:
+        raise AssertionError(sentence)

@@ -21,7 +21,7 @@ Value = int | float | bytes | str | None
 Cell = tuple[int | None, tuple[Value, ...]]
 """A row's id, if its table has such, and its columns."""
 
-Words = NDArray[np.uint64]
+FrameWords = NDArray[np.uint64]
 Sums = tuple[int, int]
 
 _FRAME = 24
@@ -31,16 +31,16 @@ _WIDTHS = (0, 1, 2, 3, 4, 6, 8)
 _MOST = 1 << 30  # bytes of a row
 
 
-def _weights() -> tuple[Words, Words]:
+def _weights() -> tuple[FrameWords, FrameWords]:
     """Return what each word of a frame adds to the two sums, and what the sums before it add.
 
     A log's checksum is s0 += x + s1; s1 += y + s0 over pairs of words: a product of matrices.
     """
-    step: Words = np.array([[1, 1], [1, 2]], np.uint64)
-    pair: Words = np.array([[1, 0], [1, 1]], np.uint64)
+    step: FrameWords = np.array([[1, 1], [1, 2]], np.uint64)
+    pair: FrameWords = np.array([[1, 0], [1, 1]], np.uint64)
     n_pairs = (8 + PAGE_BYTES) // 8
-    weights: Words = np.zeros((n_pairs, 2, 2), np.uint64)
-    power: Words = np.eye(2, dtype=np.uint64)
+    weights: FrameWords = np.zeros((n_pairs, 2, 2), np.uint64)
+    power: FrameWords = np.eye(2, dtype=np.uint64)
     for at in reversed(range(n_pairs)):
         weights[at] = (power @ pair) & np.uint64(0xFFFFFFFF)
         power = (power @ step) & np.uint64(0xFFFFFFFF)
@@ -95,13 +95,13 @@ def frames(log: bytes) -> Iterator[Frame]:
         yield Frame(page, ends != 0, data[8:], whole, known)
 
 
-def _mixed(words: Words, sums: Sums) -> Sums:
+def _mixed(words: FrameWords, sums: Sums) -> Sums:
     """Return the checksum of a frame behind what has ``sums``."""
     mixed = (_WORDS @ words + _SUMS @ np.array(sums, np.uint64)) & _LOW  # modulo 2**64 is enough
     return int(mixed[0]), int(mixed[1])
 
 
-def _put_right(words: Words, found: Sums, wanted: Sums) -> bool:
+def _put_right(words: FrameWords, found: Sums, wanted: Sums) -> bool:
     """Flip the one bit of ``words`` that makes the checksum as wanted, if there is one."""
     gap = (np.array(wanted, np.int64) - np.array(found, np.int64)).astype(np.uint64) & _LOW
     for bit in range(32):

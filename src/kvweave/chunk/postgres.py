@@ -44,7 +44,7 @@ def tokens_sum(digest: bytes, data: bytes) -> int:
 
 
 class PostgresRows(Link):
-    """See `Rows`."""
+    """See `IndexRows`."""
 
     def __init__(self, url: str, *, lock_timeout: float = 5.0) -> None:
         """Raises what `Link` raises."""

@@ -22,7 +22,7 @@ class ChunkFacts(NamedTuple):
     tier: str
 
 
-class Rows(Protocol):
+class IndexRows(Protocol):
     """The rows of one index. All methods raise StoreError; after an error that was no refusal of one
     row, the transaction can only be rolled back.
 
@@ -38,16 +38,27 @@ class Rows(Protocol):
     held: Holders
     """What contexts of this engine hold; the Table's own."""
 
-    def open(self, level: int) -> None: ...
-    def release(self, level: int) -> None: ...
-    def rollback(self, level: int) -> None: ...
-    def commit(self, n_freed: int) -> None: ...
+    def open(self, level: int) -> None:
+        """Begin the transactions up to ``level`` that are not begun."""
+
+    def release(self, level: int) -> None:
+        """Join a transaction to the one around it."""
+
+    def rollback(self, level: int) -> None:
+        """Take back what was written since ``level`` began."""
+
+    def commit(self, n_freed: int) -> None:
+        """Write all for good, of which ``n_freed`` chunks are gone."""
 
     def changed(self) -> Iterable[ChunkId]:
         """Return chunks that others changed since the last call; or ALL."""
 
-    def count(self) -> int: ...
-    def chunk(self, id: ChunkId) -> Record | None: ...
+    def count(self) -> int:
+        """Return how many chunks there are."""
+
+    def chunk(self, id: ChunkId) -> Record | None:
+        """Return the record of a chunk, or None."""
+
     def fresh(self, record: Record) -> bool:
         """Bring a record up to date before it is changed, and keep others from it until the end of the
         transaction; False when it is gone."""
@@ -55,46 +66,77 @@ class Rows(Protocol):
     def share(self, id: ChunkId) -> bool:
         """Keep others from removing a chunk until the end of the transaction; False when it is gone."""
 
-    def by_digest(self, digest: bytes) -> ChunkId | None: ...
-    def by_name(self, namespace: str, name: str) -> ChunkId | None: ...
-    def tokens(self, id: ChunkId, n_tokens: int) -> bytes: ...
-    def chunks(self) -> Iterator[Record]: ...
-    def facts(self) -> Iterator[ChunkFacts]: ...
+    def by_digest(self, digest: bytes) -> ChunkId | None:
+        """Return the chunk with this digest, or None."""
+
+    def by_name(self, namespace: str, name: str) -> ChunkId | None:
+        """Return the chunk with this name, or None."""
+
+    def tokens(self, id: ChunkId, n_tokens: int) -> bytes:
+        """Return the tokens of a chunk. Raises CorruptChunk."""
+
+    def chunks(self) -> Iterator[Record]:
+        """Yield every record, by id."""
+
+    def facts(self) -> Iterator[ChunkFacts]:
+        """Yield the facts of every chunk, by id."""
+
     def digests(self) -> Iterator[bytes]:
         """Yield every digest as of one moment."""
 
-    def known(self, digests: Sequence[bytes]) -> dict[bytes, ChunkId]: ...
-    def names(self, namespace: str, prefix: str) -> list[str]: ...
+    def known(self, digests: Sequence[bytes]) -> dict[bytes, ChunkId]:
+        """Return the ids of those digests that there are."""
+
+    def names(self, namespace: str, prefix: str) -> list[str]:
+        """Return the names that begin with ``prefix``, sorted."""
+
     def among(self, namespace: str, names: Sequence[str]) -> list[str]:
         """Return those of ``names`` that there are."""
 
-    def newest_names(self, namespace: str, n: int) -> list[str]: ...
-    def namespaces(self) -> list[str]: ...
-    def n_children(self, id: ChunkId) -> int: ...
+    def newest_names(self, namespace: str, n: int) -> list[str]:
+        """Return some names of the newest chunks."""
+
+    def namespaces(self) -> list[str]:
+        """Return the namespaces that have a chunk, sorted."""
+
+    def n_children(self, id: ChunkId) -> int:
+        """Return how many chunks have this one as base."""
+
     def unkept(self) -> list[ChunkId]:
         """Return the chunks without name, pin, child, or holder in another engine."""
 
-    def is_kept(self, id: ChunkId) -> bool: ...
+    def is_kept(self, id: ChunkId) -> bool:
+        """Tell whether a name, a pin, a child or another engine keeps a chunk."""
+
     def contexts(self, id: ChunkId) -> list[str]:
         """Return the contexts of other engines that hold a chunk."""
 
     def add(self, record: Record, data: bytes) -> ChunkId | None:
         """Write a new chunk and return its id; None when somebody else just added this digest."""
 
-    def change(self, record: Record) -> None: ...
+    def change(self, record: Record) -> None:
+        """Write what changed of a record."""
+
     def change_facts(self, records: Iterable[tuple[Record, int]]) -> None:
         """Write tier, size, deps and uses, of which so many are new."""
 
     def drop(self, id: ChunkId) -> bool:
         """Remove a chunk; False when somebody else keeps it."""
 
-    def bind(self, namespace: str, name: str, id: ChunkId) -> None: ...
-    def unbind(self, namespace: str, name: str) -> None: ...
+    def bind(self, namespace: str, name: str, id: ChunkId) -> None:
+        """Write a name. Raises NameTaken when another engine was faster."""
+
+    def unbind(self, namespace: str, name: str) -> None:
+        """Remove a name."""
+
     def hold(self, id: ChunkId, context: str, n: int) -> None:
         """Say that a context of this engine holds a chunk ``n`` times."""
 
-    def sync(self) -> None: ...
+    def sync(self) -> None:
+        """Wait until all that was committed would survive a power cut."""
+
     def check(self) -> None:
         """Raise CorruptChunk when anything in it contradicts anything."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Let go of the database."""

@@ -20,7 +20,7 @@ from kvweave.chunk.rows import ChunkFacts
 from kvweave.errors import StoreError
 
 TOGETHER = 500
-"""Rows of one statement, and of one step of a pass over all."""
+"""IndexRows of one statement, and of one step of a pass over all."""
 
 _CHUNK = (
     "SELECT c.*, (SELECT group_concat(n.name || char(10) || n.sum, char(10)) FROM names n"
@@ -37,7 +37,7 @@ _MARKS = ",".join("?" * 14)
 
 
 class SqliteRows:
-    """The rows of `kvweave.chunk.file`; without a path, of nothing that lasts. See `Rows`."""
+    """The rows of `kvweave.chunk.file`; without a path, of nothing that lasts. See `IndexRows`."""
 
     is_shared = False
 
@@ -69,6 +69,7 @@ class SqliteRows:
 
     @property
     def db(self) -> sqlite3.Connection:
+        """The connection."""
         return self._file.db if self._memory is None else self._memory  # type: ignore[union-attr]
 
     # --- transactions ---

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from typing import TypedDict, Unpack
 
 from kvweave.chunk.identity import (
@@ -19,8 +20,8 @@ from kvweave.chunk.identity import (
     normal_name,
     token_bytes,
 )
+from kvweave.chunk.index import Index
 from kvweave.chunk.record import Record
-from kvweave.chunk.transactions import Transactions
 from kvweave.errors import (
     ChunkNotFound,
     ChunkPinned,
@@ -42,7 +43,7 @@ class Updates(TypedDict, total=False):
     pinned: bool
 
 
-class Table(Transactions):
+class Table(Index):
     """Chunks by id, digest and name; who holds them; what each verb changed, durably.
 
     A chunk lives as long as it has a name, is pinned, is held by a context, or is the base of a
@@ -61,17 +62,24 @@ class Table(Transactions):
 
     def close(self) -> None:
         """Write what is unwritten and close the index; doing it twice does nothing."""
-        with self._lock:
-            if self._closed:
-                return
-            if self._levels:
-                raise InvalidArgument("table", "close() inside a transaction")
-            try:
-                self.flush()
-            finally:
-                self._closed = True
-                self._recent.clear()
-                self._rows.close()
+        self._tx.close()
+
+    @property
+    def on_free(self) -> Callable[[ChunkId], None] | None:
+        """What is told the id of every chunk that was freed."""
+        return self._tx.on_free
+
+    @on_free.setter
+    def on_free(self, call: Callable[[ChunkId], None] | None) -> None:
+        self._tx.on_free = call
+
+    def transaction(self) -> AbstractContextManager[None]:
+        """Make all changes inside happen together, or none when an exception leaves it.
+
+        An inner transaction can fail alone; freeing and writing wait for the outermost to end. Ids
+        given inside are final only then: a process killed before may give them again.
+        """
+        return self._tx.transaction()
 
     # --- chunks ---
 
@@ -102,7 +110,7 @@ class Table(Transactions):
         namespace = check_namespace(namespace)
         with self.transaction():
             known = self.find_digest(digest)
-            if known is not None and self._share(known.id):
+            if known is not None and self._tx.share(known.id):
                 self._check_same(known, data, namespace, base)
                 return known.id, False
             if base is not None:
@@ -112,7 +120,7 @@ class Table(Transactions):
                 ChunkId(0), digest, len(data) // 4, kind, namespace, base, (), tier, n_bytes, False,
                 now, now, 0,
             )  # fmt: skip
-            self._writing()
+            self._tx.writing()
             id = self._rows.add(record, data)
             if id is None:  # another engine was faster
                 known = self.find_digest(digest)
@@ -120,9 +128,8 @@ class Table(Transactions):
                     raise StoreError("another engine adds and removes this chunk", hint="try again")
                 self._check_same(known, data, namespace, base)
                 return known.id, False
-            self._levels[-1].records[id] = (record, None)
-            with self._reading:
-                self._remember(record)
+            self._tx.levels[-1].records[id] = (record, None)
+            self._tx.remember(record)
             return id, True
 
     def _check_same(self, known: Record, data: bytes, namespace: str, base: ChunkId | None) -> None:
@@ -132,7 +139,7 @@ class Table(Transactions):
             raise InvalidArgument(
                 "base", f"{base}, but #{known.id} of this digest has {known.base}"
             )
-        if self._token_bytes(known) != data:
+        if self._tx.token_bytes(known) != data:
             reason = f"#{known.id} has digest {known.digest.hex()} but other tokens"
             raise CorruptChunk(self._rows.where, reason)
 
@@ -153,15 +160,15 @@ class Table(Transactions):
         check_n_bytes(changes.get("n_bytes", 0))
         with self.transaction():
             if "pinned" in changes:
-                record = self._to_change(id)
+                record = self._tx.to_change(id)
                 record.pinned = changes["pinned"]
                 self._rows.change(record)
             record = self.get(id)
-            self._levels[-1].keep(record)
+            self._tx.levels[-1].keep(record)
             for name, value in changes.items():
                 setattr(record, name, value)
             if changes.keys() != {"pinned"}:
-                self._note(record, 0)
+                self._tx.note(record, 0)
 
     def touch(self, ids: Iterable[ChunkId], now: float | None = None) -> None:
         """Count one use of each; durable after ``flush``, ``close``, or a few thousand uses."""
@@ -169,14 +176,14 @@ class Table(Transactions):
         with self.transaction():
             for id in ids:
                 record = self.get(id)
-                self._levels[-1].keep(record)
+                self._tx.levels[-1].keep(record)
                 record.last_used, record.n_uses = when, record.n_uses + 1
-                self._note(record, 1)
+                self._tx.note(record, 1)
 
     def flush(self) -> None:
         """Write tiers, sizes, deps and uses that are only in memory."""
         with self.transaction():
-            self._settle()
+            self._tx.settle()
 
     def sync(self) -> None:
         """Wait until all that was written would survive a power cut. Raises StoreError."""
@@ -193,7 +200,7 @@ class Table(Transactions):
         """
         name = check_name(name)
         with self.transaction():
-            record = self._to_change(id)
+            record = self._tx.to_change(id)
             if record.namespace != namespace:
                 raise ChunkNotFound(f"#{id}")
             old = self.lookup(name, namespace)
@@ -202,25 +209,25 @@ class Table(Transactions):
             if old is not None:
                 if not replace:
                     raise NameTaken(name, old.id)
-                if self._fresh(old) and old.pinned and old.names == (name,):
+                if self._tx.fresh(old) and old.pinned and old.names == (name,):
                     raise ChunkPinned(name, old.id)
                 self.unbind(name, namespace)
-            self._writing()
+            self._tx.writing()
             self._rows.bind(namespace, name, id)
-            self._levels[-1].keep(record)
+            self._tx.levels[-1].keep(record)
             record.names = tuple(sorted((*record.names, name)))
 
     def unbind(self, name: str, namespace: str = "") -> None:
         """Remove a name; its chunk is freed if nothing else keeps it. Raises ChunkNotFound."""
         with self.transaction():
-            record = self._to_change(self.resolve(name, namespace).id)
+            record = self._tx.to_change(self.resolve(name, namespace).id)
             name = normal_name(name)
             if name.startswith("#"):
                 raise InvalidName(name, "an id is not a name; it cannot be removed")
             self._rows.unbind(namespace, name)
-            self._levels[-1].keep(record)
+            self._tx.levels[-1].keep(record)
             record.names = tuple(each for each in record.names if each != name)
-            self._let_go(record.id)
+            self._tx.let_go(record.id)
 
     # --- contexts ---
 
@@ -228,8 +235,8 @@ class Table(Transactions):
         """Keep a chunk alive for ``context``, once more, while this engine lives."""
         with self.transaction():
             self.get(id)
-            self._levels[-1].keep_holders(self._holders, id)
-            holders = self._holders.setdefault(id, {})
+            self._tx.levels[-1].keep_holders(self._tx.holders, id)
+            holders = self._tx.holders.setdefault(id, {})
             holders[context] = holders.get(context, 0) + 1
             self._hold(id, context, holders[context])
 
@@ -237,23 +244,23 @@ class Table(Transactions):
         """Take back one ``hold``; the chunk is freed if nothing else keeps it."""
         with self.transaction():
             self.get(id)
-            holders = self._holders.get(id, {})
+            holders = self._tx.holders.get(id, {})
             if context not in holders:
                 raise InvalidArgument("context", f"{context!r} does not hold #{id}")
-            self._levels[-1].keep_holders(self._holders, id)
+            self._tx.levels[-1].keep_holders(self._tx.holders, id)
             holders[context] -= 1
             n = holders[context]
             if not n:
                 del holders[context]
             if not holders:
-                del self._holders[id]
+                del self._tx.holders[id]
             self._hold(id, context, n)
             if not n:
-                self._let_go(id)
+                self._tx.let_go(id)
 
     def _hold(self, id: ChunkId, context: str, n: int) -> None:
         if self._rows.is_shared and n <= 1:
-            self._writing()
+            self._tx.writing()
             self._rows.hold(id, context, n)
 
     # --- freeing ---
@@ -265,29 +272,14 @@ class Table(Transactions):
         ended: call it when no put is under way, such as at start.
         """
         with self.transaction():
-            before = len(self._freed)
+            before = len(self._tx.freed)
             for id in self._rows.unkept() if ids is None else ids:
-                self._let_go(id)
-            self._sweep()
-            return self._freed[before:]
+                self._tx.let_go(id)
+            self._tx.sweep()
+            return self._tx.freed[before:]
 
     def check_integrity(self) -> None:
         """Raise AssertionError with a sentence when anything contradicts anything, CorruptChunk when
         the database does."""
-        with self._lock:
-            self._rows.check()
-            for id, held in self._holders.items():
-                _require(self._rows.chunk(id), f"#{id}, held by {sorted(held)}, is gone")
-                _require(held and min(held.values()) > 0, f"#{id} is held by nobody")
-            for id, record in () if self._rows.is_shared else list(self._live.items()):
-                there = self._rows.chunk(id)
-                if there is not None and id in self._dirty:
-                    below, here = there.fields(), record.fields()
-                    there.set_fields((below[0], *here[1:4], below[4], *here[5:]))
-                _require(repr(there) == repr(record), f"#{id} is {record} in memory, {there} below")
-
-
-def _require(truth: object, sentence: str) -> None:
-    """Raise AssertionError, also under ``python -O``."""
-    if not truth:
-        raise AssertionError(sentence)
+        self._rows.check()
+        self._tx.check_memory()

@@ -1,51 +1,175 @@
-"""Transactions on an index: what is written together, taken back, freed and told."""
+"""Transactions on an index: what is written together, taken back, freed and told; and what is
+remembered of it."""
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from threading import RLock
+from weakref import WeakValueDictionary
 
 from kvweave.chunk.identity import ChunkId
-from kvweave.chunk.index import Index
-from kvweave.chunk.levels import Level, Transaction
+from kvweave.chunk.levels import Holders, Savepoint, Transaction, require
 from kvweave.chunk.record import Record
-from kvweave.chunk.rows import ALL
-from kvweave.errors import ChunkNotFound
+from kvweave.chunk.rows import ALL, IndexRows
+from kvweave.errors import ChunkNotFound, InvalidArgument
+
+CACHED_RECORDS = 8192
+"""Records kept in memory after reading, some 500 bytes each."""
+CACHED_TOKENS = 1 << 20
+"""Token ids kept in memory after reading, 4 bytes each."""
 
 UNWRITTEN = 512
 """How many chunks may have newer tiers, sizes and uses than the database; writing 512 takes 20 ms."""
 
 
-class Transactions(Index):
-    """An index that is changed in transactions; `Table` has the verbs."""
+class Transactions:
+    """What is remembered of an index's rows, and the transactions that change both."""
 
     on_free: Callable[[ChunkId], None] | None = None
-    _is_settled = False
-    """Whether this transaction wrote what was unwritten."""
 
-    def _let_go(self, id: ChunkId) -> None:
+    def __init__(self, rows: IndexRows) -> None:
+        self.rows = rows
+        self._is_settled = False  # this transaction wrote what was unwritten
+        self.lock = RLock()  # of transactions
+        self._reading = RLock()  # of caches; held for single statements only
+        self.levels: list[Savepoint] = []
+        self._loose: dict[ChunkId, None] = {}
+        self.freed: list[ChunkId] = []
+        self.holders: Holders = {}
+        self.live: WeakValueDictionary[ChunkId, Record] = WeakValueDictionary()
+        self._recent: OrderedDict[ChunkId, Record] = OrderedDict()
+        self._dirty: dict[ChunkId, tuple[Record, int]] = {}
+        """Whose tier, size, deps or uses the database does not know yet, and how many uses."""
+        self._tokens: OrderedDict[ChunkId, bytes] = OrderedDict()
+        self._n_cached = 0
+        self._closed = False
+        rows.held = self.holders
+
+    def close(self) -> None:
+        """Write what is unwritten and close the rows; doing it twice does nothing."""
+        with self.lock:
+            if self._closed:
+                return
+            if self.levels:
+                raise InvalidArgument("table", "close() inside a transaction")
+            try:
+                if self._dirty:
+                    self.settle()
+            finally:
+                self._closed = True
+                self._recent.clear()
+                self._tokens.clear()
+                self.rows.close()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise InvalidArgument("table", "it is closed")
+
+    # --- what is remembered ---
+
+    def get(self, id: ChunkId) -> Record:
+        """Return the record of ``id``; raise ChunkNotFound."""
+        record = self.find(id)
+        if record is None:
+            raise ChunkNotFound(f"#{id}")
+        return record
+
+    def same(self, record: Record) -> Record:
+        """Return the record somebody has already, or this one that was just read."""
+        with self._reading:
+            found = self.live.get(record.id)
+            if found is None:
+                self.live[record.id] = found = record
+            return found
+
+    def find(self, id: ChunkId) -> Record | None:
+        """Return the record of an id, None if there is none."""
+        with self._reading:
+            record = self._recent.get(id)
+            if record is not None:
+                self._recent.move_to_end(id)
+                return record
+            self._check_open()
+            record = self.live.get(id) or self.rows.chunk(id)
+            if record is not None:
+                self.remember(record)
+            return record
+
+    def remember(self, record: Record) -> None:
+        """Keep a record in memory, for those who ask next."""
+        self.live[record.id] = self._recent[record.id] = record
+        if len(self._recent) > CACHED_RECORDS:
+            self._recent.popitem(last=False)
+
+    def forget(self, id: ChunkId) -> None:
+        """Do not keep a record and its tokens in memory."""
+        with self._reading:
+            self._recent.pop(id, None)
+            self.live.pop(id, None)
+            self._dirty.pop(id, None)
+            self._n_cached -= len(self._tokens.pop(id, b"")) // 4
+
+    def token_bytes(self, record: Record) -> bytes:
+        """Return the tokens of a record as uint32, little-endian."""
+        id = record.id
+        with self._reading:
+            data = self._tokens.get(id)
+            if data is not None:
+                self._tokens.move_to_end(id)
+                return data
+            self._check_open()
+            data = self.rows.tokens(id, record.n_tokens)
+            self._tokens[id] = data
+            self._n_cached += len(data) // 4
+            while self._n_cached > CACHED_TOKENS and len(self._tokens) > 1:
+                self._n_cached -= len(self._tokens.popitem(last=False)[1]) // 4
+            return data
+
+    def is_kept(self, id: ChunkId) -> bool:
+        """Return whether a name, a pin, a context or a living chunk keeps this one alive."""
+        return id in self.holders or self.rows.is_kept(id)
+
+    def check_memory(self) -> None:
+        """Raise AssertionError when what is remembered is not what the rows say."""
+        with self.lock:
+            for id, held in self.holders.items():
+                require(self.rows.chunk(id), f"#{id}, held by {sorted(held)}, is gone")
+                require(held and min(held.values()) > 0, f"#{id} is held by nobody")
+            for id, record in () if self.rows.is_shared else list(self.live.items()):
+                there = self.rows.chunk(id)
+                if there is not None and id in self._dirty:
+                    below, here = there.fields(), record.fields()
+                    there.set_fields((below[0], *here[1:4], below[4], *here[5:]))
+                require(repr(there) == repr(record), f"#{id} is {record} in memory, {there} below")
+
+    # --- freeing and transactions ---
+
+    def let_go(self, id: ChunkId) -> None:
+        """Free a chunk when this transaction ends, if nothing keeps it then."""
         self._loose[id] = None
 
-    def _sweep(self) -> None:
+    def sweep(self) -> None:
         """Free what was let go of and nothing keeps; bases follow the last chunk on them."""
         while self._loose:
             id = next(iter(self._loose))
             del self._loose[id]
-            record = self._find(id)
+            record = self.find(id)
             if record is not None and not self.is_kept(id):
                 self._free(record)
 
     def _free(self, record: Record) -> None:
-        self._writing()
-        if not self._rows.drop(record.id):
+        self.writing()
+        if not self.rows.drop(record.id):
             return
-        self._levels[-1].keep(record)
+        self.levels[-1].keep(record)
         with self._reading:
             self._recent.pop(record.id, None)
-            self._live.pop(record.id, None)
-        self._freed.append(record.id)
+            self.live.pop(record.id, None)
+        self.freed.append(record.id)
         if record.base is not None:
-            self._let_go(record.base)
+            self.let_go(record.base)
 
     # --- transactions ---
 
@@ -58,31 +182,31 @@ class Transactions(Index):
         return Transaction(self._begin, self._end)
 
     def _begin(self) -> None:
-        self._lock.acquire()
+        self.lock.acquire()
         if self._closed:
-            self._lock.release()
+            self.lock.release()
             self._check_open()
-        if not self._levels:
+        if not self.levels:
             try:
-                self._catch_up()
+                self.catch_up()
             except BaseException:
-                self._lock.release()
+                self.lock.release()
                 raise
-        self._levels.append(Level(len(self._freed), dict(self._loose)))
+        self.levels.append(Savepoint(len(self.freed), dict(self._loose)))
 
     def _end(self, failed: bool) -> None:
-        levels = self._levels
+        levels = self.levels
         level, n = levels[-1], len(levels)
         done, freed = False, []
         try:
             if not failed and n == 1:
                 if self._loose:
-                    self._sweep()
+                    self.sweep()
                 if len(self._dirty) >= UNWRITTEN:
-                    self._settle()
-                self._rows.commit(len(self._freed))
+                    self.settle()
+                self.rows.commit(len(self.freed))
             elif not failed:
-                self._rows.release(n)
+                self.rows.release(n)
             done = not failed
         finally:
             levels.pop()
@@ -94,85 +218,85 @@ class Transactions(Index):
             finally:
                 if n == 1:
                     freed = self._finish(done)
-                self._lock.release()
+                self.lock.release()
         if freed:
             self._tell(freed)
 
-    def _undo(self, level: Level, n: int) -> None:
+    def _undo(self, level: Savepoint, n: int) -> None:
         self._is_settled = False
-        level.undo(self._holders)
+        level.undo(self.holders)
         self._loose = level.loose
-        del self._freed[level.n_freed :]
+        del self.freed[level.n_freed :]
         with self._reading:
             for id, (record, fields) in level.records.items():
                 if fields is None:
-                    self._forget(id)
+                    self.forget(id)
                 else:
-                    self._remember(record)
-        self._rows.rollback(n)
+                    self.remember(record)
+        self.rows.rollback(n)
 
     def _finish(self, done: bool) -> list[ChunkId]:
         """Forget, now that nothing can fail any more, what is gone and what is written."""
-        freed, self._freed = self._freed, []
+        freed, self.freed = self.freed, []
         self._loose = {}
         if done and self._is_settled:
             self._dirty.clear()
         self._is_settled = False
         for id in freed:
-            self._forget(id)
+            self.forget(id)
         return freed if done else []
 
-    def _writing(self) -> None:
+    def writing(self) -> None:
         """Begin the transactions in the database too."""
-        self._rows.open(len(self._levels))
+        self.rows.open(len(self.levels))
 
-    def _fresh(self, record: Record) -> bool:
+    def fresh(self, record: Record) -> bool:
         """Bring a record up to date and keep others from it; False when it is gone."""
-        if not self._rows.is_shared:
+        if not self.rows.is_shared:
             return True
-        self._writing()
-        self._levels[-1].keep(record)
-        if self._rows.fresh(record):
+        self.writing()
+        self.levels[-1].keep(record)
+        if self.rows.fresh(record):
             return True
-        self._forget(record.id)
+        self.forget(record.id)
         return False
 
-    def _share(self, id: ChunkId) -> bool:
+    def share(self, id: ChunkId) -> bool:
         """Keep other engines from removing a chunk; False when it is gone."""
-        if not self._rows.is_shared:
+        if not self.rows.is_shared:
             return True
-        self._writing()
-        if self._rows.share(id):
+        self.writing()
+        if self.rows.share(id):
             return True
-        self._forget(id)
+        self.forget(id)
         return False
 
-    def _to_change(self, id: ChunkId) -> Record:
+    def to_change(self, id: ChunkId) -> Record:
         """Return the record of a chunk that is going to be changed; raise ChunkNotFound."""
         record = self.get(id)
-        if not self._fresh(record):
+        if not self.fresh(record):
             raise ChunkNotFound(f"#{id}")
-        self._writing()
-        self._levels[-1].keep(record)
+        self.writing()
+        self.levels[-1].keep(record)
         return record
 
-    def _catch_up(self) -> None:
+    def catch_up(self) -> None:
         """Learn what other engines changed, and tell of what they freed."""
-        if not self._rows.is_shared or self._levels or not self._lock.acquire(blocking=False):
+        if not self.rows.is_shared or self.levels or not self.lock.acquire(blocking=False):
             return
         try:
-            ids, gone = set(self._rows.changed()), []
+            ids, gone = set(self.rows.changed()), []
             if ALL in ids:
-                ids = {*ids, *self._live.keys(), *self._dirty} - {ALL}
+                ids = {*ids, *self.live.keys(), *self._dirty} - {ALL}
             for id in ids:
-                there, record = self._rows.chunk(id), self._live.get(id)
+                there, record = self.rows.chunk(id), self.live.get(id)
                 if there is None:
-                    self._forget(id)
+                    self.forget(id)
                     gone.append(id)
                 elif record is not None:
                     record.pinned, record.names = there.pinned, there.names
         finally:
-            self._lock.release()
+            self.lock.release()
         self._tell(gone)
 
     def _tell(self, freed: list[ChunkId]) -> None:
@@ -188,14 +312,14 @@ class Transactions(Index):
         if failure is not None:
             raise failure
 
-    def _note(self, record: Record, n_uses: int) -> None:
+    def note(self, record: Record, n_uses: int) -> None:
         """Have the database know later what may be lost when the process dies."""
         known = self._dirty.get(record.id)
         self._dirty[record.id] = (record, n_uses + (known[1] if known else 0))
 
-    def _settle(self) -> None:
+    def settle(self) -> None:
         if self._dirty:
             with self.transaction():
-                self._writing()
-                self._rows.change_facts(list(self._dirty.values()))
+                self.writing()
+                self.rows.change_facts(list(self._dirty.values()))
                 self._is_settled = True

@@ -88,6 +88,8 @@ def sweep(
     unnamed = [key for key in records if digest_of(key) not in named]
     found.n_records, found.n_named = len(records), len(records) - len(unnamed)
     if dry_run:
+        sizes = [n for batch in _batches(unnamed) for n in tier.look(batch, deadline=_soon())]
+        found.n_bytes = sum(n for n in sizes if isinstance(n, int))
         found.removed = unnamed
         return found
     fresh = [key for key in unnamed if key not in marked]

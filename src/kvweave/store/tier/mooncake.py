@@ -26,7 +26,7 @@ from kvweave.store.tier.buffers import copy_in, copy_out, flat
 from kvweave.store.tier.keys import absent, n_bytes_of, outside, present
 from kvweave.store.tier.limit import Limit, TimeUp
 from kvweave.store.tier.mooncake_cluster import Cluster, join
-from kvweave.store.tier.remote import KEYS, Link, Lost, Remote, judged
+from kvweave.store.tier.remote import KEYS, Lost, Remote, RemoteCalls, judged
 from kvweave.store.tier.slots import Slot, Slots, layout
 
 # Codes of the store, as its documentation's error table has them.
@@ -65,7 +65,7 @@ class Mooncake(Remote):
         self._prefix, self._timeout = prefix, timeout
         self._store, self._config = join(cluster)
         lent = Slots(slots, self._register, self._store.unregister_buffer)
-        self._link = Link(f"Mooncake's master at {cluster.master}", lent, self._ping)
+        self._link = RemoteCalls(f"Mooncake's master at {cluster.master}", lent, self._ping)
 
     def close(self) -> None:
         """Leave the cluster; with a master that is lost that takes up to 15 s."""

@@ -20,7 +20,7 @@ from kvweave.store.tier.buffers import copy_in, flat
 from kvweave.store.tier.keys import absent, check_key, n_bytes_of, outside, present
 from kvweave.store.tier.limit import SLOWEST, Limit, TimeUp
 from kvweave.store.tier.ranges import PIECE, Range, ranges
-from kvweave.store.tier.remote import KEYS, Link, Lost, Remote, judged
+from kvweave.store.tier.remote import KEYS, Lost, Remote, RemoteCalls, judged
 from kvweave.store.tier.slots import Slot, Slots, layout
 
 WINDOW = 64  # requests on the way at a time
@@ -60,7 +60,9 @@ class Redis(Remote):
         self._prefix = prefix.encode()
         self._password, self._timeout = password, timeout
         self._clients: dict[Slot, Any] = {}  # each used by who has the slot
-        self._link = Link(f"Redis at {self._server}", Slots(connections), self._ping, self._give_up)
+        self._link = RemoteCalls(
+            f"Redis at {self._server}", Slots(connections), self._ping, self._give_up
+        )
         limit = Limit(None, timeout)
         try:
             self._link.ask(limit, lambda slot: self._ping())

@@ -37,7 +37,7 @@ class Lost(Exception):
     """The server does not answer, or not as one; the text is for people."""
 
 
-class Link:
+class RemoteCalls:
     """The way to a server, for any thread. ``name`` is what people are told.
 
     ``ping`` asks for a sign of life and raises Lost without one; ``give_up`` is told the slot of a
@@ -115,11 +115,11 @@ class Link:
 
 
 class Remote:
-    """A tier behind a `Link`: what is said of each batch is left to the kinds."""
+    """A tier behind a `RemoteCalls`: what is said of each batch is left to the kinds."""
 
     name: str
     shared = True
-    _link: Link
+    _link: RemoteCalls
     _timeout: float
     _largest: int
     """Bytes of a value."""

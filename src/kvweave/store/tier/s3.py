@@ -17,7 +17,7 @@ from kvweave.store.tier.base import DONE, Get, Outcome, Put, checked
 from kvweave.store.tier.buffers import copy_out, flat
 from kvweave.store.tier.keys import absent, n_bytes_of, outside, present
 from kvweave.store.tier.limit import Limit, TimeUp
-from kvweave.store.tier.remote import KEYS, Link, Lost, Remote, judged
+from kvweave.store.tier.remote import KEYS, Lost, Remote, RemoteCalls, judged
 from kvweave.store.tier.slots import Slots
 
 SUFFIX = ".kv"  # no object may be called "..", a key may
@@ -45,7 +45,7 @@ class Archive(Remote):
         self._store = store
         self._prefix = prefix.strip("/")
         self._timeout = timeout
-        self._link = Link("the object store", Slots(slots), self._ping)
+        self._link = RemoteCalls("the object store", Slots(slots), self._ping)
 
     @classmethod
     def at(cls, url: str, *, prefix: str = "kvweave") -> Archive:

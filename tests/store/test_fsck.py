@@ -1,0 +1,118 @@
+"""`kvweave fsck`: what is wrong in a home is found, told, and mended without harming the rest."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sqlite3
+import struct
+import time
+from pathlib import Path
+
+import pytest
+import xxhash
+from conftest import tiny
+from weaving import text
+
+from kvweave import Engine
+from kvweave.store import fsck
+from kvweave.store.codec import parse
+from kvweave.store.record.layout import FIXED, START, encode
+from kvweave.store.tier.base import PAGE
+
+NAMES = ("a", "b", "c", "d")
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    with Engine(tiny(), home=tmp_path / "home", repair="none") as engine:
+        for i, name in enumerate(NAMES):
+            engine.put(name, text(20, i))
+    return tmp_path / "home"
+
+
+def check(home: Path, repair: bool = False) -> fsck.Found:
+    with Engine(tiny(), home=home, tiers=()) as engine:
+        chunks = {r.digest.hex(): (r.n_tokens, True) for r in engine.table}
+        uuid = engine.table.uuid
+    return fsck.check(home / "kv", fsck.model_of(home), chunks, uuid, repair)
+
+
+def test_a_whole_home_has_nothing_wrong(home: Path) -> None:
+    found = check(home)
+    assert found.ok and found.n_records == 4 and not found.strays and not found.repaired
+
+
+def test_each_kind_of_damage_is_told_and_mended_alone(home: Path) -> None:
+    first, second, third, fourth = sorted((home / "kv").glob("*.kv"))
+    data = bytearray(first.read_bytes())
+    data[-PAGE] ^= 1
+    first.write_bytes(data)
+    second.write_bytes(third.read_bytes())
+    (home / "kv" / "notes.kv").write_text("a user's own")
+    half = home / "kv" / f"~{'a' * 32}"
+    half.write_text("half")
+    os.utime(half, (0, time.time() - 7200))
+    (home / "kv" / "owner.json").write_text("{")
+    found = check(home)
+    assert not found.ok and set(found.spoilt) == {first.stem, second.stem}
+    assert "checksum" in found.spoilt[first.stem] and "chunk" in found.spoilt[second.stem]
+    assert len(found.missing) == 2 and found.unfinished == [half.name] and found.owner
+    assert not found.repaired and first.exists()
+    assert len(check(home, repair=True).repaired) == 4
+    assert not first.exists() and not second.exists() and not half.exists()
+    assert third.exists() and fourth.exists() and (home / "kv" / "notes.kv").exists()
+    with Engine(tiny(), home=home, repair="none") as engine:
+        assert sorted(e.tier for e in engine.files.ls()) == ["disk", "disk", "none", "none"]
+        engine.denoise()
+    assert check(home).ok
+
+
+def old_slab(home: Path) -> None:
+    """Turn a home's files into a slab, as kvweave kept them until 2026-11-22."""
+    directory = home / "kv"
+    page = 0
+    with Engine(tiny(), home=home, tiers=("disk",)) as engine:
+        model = engine.runner.fingerprint.digest().hex()
+        found = [(r.digest.hex(), engine.shelf.get(int(r.id))) for r in engine.table]
+    db = sqlite3.connect(directory / "slab.sqlite")
+    db.execute("CREATE TABLE slots(key TEXT PRIMARY KEY, segment INT, page INT, n INT, seq INT)")
+    with (directory / "seg-000001.slab").open("wb") as file:
+        for seq, (key, kv) in enumerate(found):
+            assert kv is not None
+            data = bytearray(b"".join(encode(kv, parse("raw"), model, key)))
+            struct.pack_into("<I", data, 8, 1)
+            n_json = FIXED.unpack_from(data)[3]
+            said = bytes(data[START : START + n_json]).replace(f'"chunk":"{key}",'.encode(), b"")
+            data[START : START + n_json] = said.ljust(n_json)
+            state = xxhash.xxh3_64(data[: FIXED.size])
+            state.update(data[START:PAGE])
+            struct.pack_into("<Q", data, FIXED.size, state.intdigest())
+            head = struct.pack(
+                "<8sIIQQQQ", b"kvwslab1", 1, len(key), xxhash.xxh3_64_intdigest(key.encode()),
+                seq, len(data), xxhash.xxh3_64_intdigest(data),
+            ) + key.encode()  # fmt: skip
+            file.write(head.ljust(PAGE, b"\0") + data)
+            db.execute("INSERT INTO slots VALUES(?,1,?,?,?)", (key, page, len(data), seq))
+            page += 1 + len(data) // PAGE
+    db.commit()
+    db.close()
+    for path in directory.glob("*.kv"):
+        path.unlink()
+
+
+def test_a_slab_of_an_older_version_becomes_files(home: Path, tmp_path: Path) -> None:
+    wanted = {path.name: path.read_bytes() for path in (home / "kv").glob("*.kv")}
+    old_slab(home)
+    shutil.copytree(home, tmp_path / "spoilt")
+    with Engine(tiny(), home=home, repair="none") as engine:
+        assert [e.tier for e in engine.files.ls()] == ["disk"] * 4
+    assert {path.name: path.read_bytes() for path in (home / "kv").glob("*.kv")} == wanted
+    assert not list((home / "kv").glob("*slab*"))
+    segment = tmp_path / "spoilt" / "kv" / "seg-000001.slab"
+    data = bytearray(segment.read_bytes())
+    data[2 * PAGE + 5] ^= 1  # in the first value
+    segment.write_bytes(data)
+    with Engine(tiny(), home=tmp_path / "spoilt", repair="none") as engine:
+        assert sorted(e.tier for e in engine.files.ls()) == ["disk"] * 3 + ["none"]
+    assert segment.exists(), "what does not verify stays where it is"
