@@ -217,8 +217,6 @@ def _one(
         to.wrong.append(f"{name}: other tokens")
         return
     first, there = durable and record.id in below, below.pop(record.id, True)
-    if first and not there:
-        to.lost.append(f"{name}: its KV is nowhere below memory")
     before = counts(engine)
     if to.timed(name, limit, lambda: ask(engine, name)) not in (truth.answer(tokens), None):
         to.wrong.append(f"{name}: another answer")
@@ -226,7 +224,8 @@ def _one(
     if kv is not None and not truth.is_kv(kv, tokens):
         to.wrong.append(f"{name}: other KV")
     after = counts(engine)
-    if first and there and after["loads"] == before["loads"]:
-        to.lost.append(f"{name}: its KV was not read but computed")
+    if first and after["loads"] == before["loads"]:  # a shared tier need not be asked earlier
+        where = "was not read" if there else "is nowhere below memory"
+        to.lost.append(f"{name}: its KV {where} but computed")
     if first and (after["lost"], after["late"]) != (before["lost"], before["late"]):
         to.lost.append(f"{name}: its KV could not be read")
