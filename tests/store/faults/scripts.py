@@ -1,0 +1,151 @@
+"""What the forks of `store.faults.host` do: lives of an engine, and looks at what it left."""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import oracle
+import torch
+from store.faults.shim import Control
+from store.faults.verbs import (
+    Oracle,
+    Tokens,
+    Told,
+    Verdict,
+    ask,
+    chunks,
+    draw,
+    durable_put,
+    examine,
+    open_engine,
+)  # fmt: skip
+
+from kvweave.cli import main
+from kvweave.run.model import Runner
+
+Say = Callable[[Any], None]
+TRUTH: Oracle
+# few, so that one is removed and put again while it is written behind
+TEXTS = [draw(random.Random(i)) for i in range(12)]
+
+
+def prepare() -> None:
+    """Load the model once; forks inherit it, and what the oracle said about the usual chunks."""
+    global TRUTH
+    torch.set_num_threads(1)
+    TRUTH = Oracle(Runner(oracle.build("llama", {}), name="llama"))
+    for tokens in (*chunks(8).values(), *chunks(3, seed=5).values(), *TEXTS):
+        TRUTH.answer(tokens)
+        TRUTH.engine.put("t" + "-".join(map(str, tokens)), list(tokens))
+
+
+def control() -> Control:
+    return Control(Path(os.environ["KVWEAVE_FAULTS"]))
+
+
+def fill(
+    say: Say, home: Path | None, tiers: Iterable[str], told: dict[str, Tokens], **more: Any
+) -> None:
+    """Put chunks durably, and close."""
+    with open_engine(TRUTH.runner, home, tiers, **more) as engine:
+        for name, tokens in told.items():
+            durable_put(engine, name, tokens)
+
+
+def look(
+    say: Say, home: Path | None, tiers: Iterable[str], told: Told, durable: Iterable[str] = (),
+    options: dict[str, Any] | None = None, limit: float = 1e9, ends: bool = True,
+) -> Verdict:  # fmt: skip
+    """Open, ask, compare, close."""
+    more = options or {}
+    return examine(TRUTH, home, tiers, told, durable, limit=limit, ends=ends, **more)
+
+
+def write(
+    say: Say, home: Path, tiers: Iterable[str], old: dict[str, Tokens], new: dict[str, Tokens],
+    ends: bool = True,
+) -> tuple[Verdict, list[str], Verdict]:  # fmt: skip
+    """Put ``new`` durably, remove the first of ``old``, while the shim does what it was told.
+
+    Returns what went wrong, the names that were acknowledged, and what the same process finds when
+    it opens all again without faults: a lock that was kept shows. Unless it ``ends``: then it is
+    killed as it is.
+    """
+    verdict, done = Verdict(), []
+    engine = verdict.timed("open", 60, lambda: open_engine(TRUTH.runner, home, tiers))
+    if engine is not None:
+
+        def put(name: str, tokens: Tokens) -> None:
+            durable_put(engine, name, tokens)
+            done.append(name)
+
+        for name, tokens in new.items():
+            verdict.timed(f"put {name}", 60, lambda n=name, t=tokens: put(n, t))
+        verdict.timed("rm", 60, lambda: engine.files.rm(next(iter(old))))
+        if not ends:
+            say(("did", verdict, done))
+            time.sleep(600)
+        verdict.timed("close", 60, engine.close)
+    control().off()
+    told, durable = after_write(old, new, done)
+    return verdict, done, examine(TRUTH, home, tiers, told, durable)
+
+
+def after_write(
+    old: dict[str, Tokens], new: dict[str, Tokens], done: Iterable[str]
+) -> tuple[dict[str, list[Tokens | None]], list[str]]:
+    """What may be there after `write`, and which of it must be."""
+    first = next(iter(old))
+    told: dict[str, list[Tokens | None]] = {name: [tokens] for name, tokens in old.items()}
+    told[first].append(None)
+    for name, tokens in new.items():
+        told[name] = [tokens] if name in done else [tokens, None]
+    return told, [name for name in (*old, *done) if name != first]
+
+
+def repair(say: Say, home: Path) -> int:
+    """What the hint of a refusal says to do."""
+    return main(["fsck", "--home", str(home), "--repair", "--json"])
+
+
+def live(
+    say: Say, home: Path | None, tiers: Iterable[str], seed: int, prefix: str, names: int = 10,
+    options: dict[str, Any] | None = None, skew: bool = False,
+) -> None:  # fmt: skip
+    """Put, remove and ask at random until killed, and say before and after what is done."""
+    rng, faults = random.Random(seed), control()
+    engine = open_engine(TRUTH.runner, home, tiers, **({"budget": "512KiB"} | (options or {})))
+    say(("open",))
+    while True:
+        name = f"{prefix}/{rng.randrange(names)}"
+        there, dice = engine.table.lookup(name), rng.random()
+        if skew:
+            faults.raw.skew = rng.choice([0, -86400, 86400, -3e9 + 2e9, 4e8])
+        if dice < 0.45 or there is None:
+            tokens = rng.choice(TEXTS)
+            lasting = dice < 0.35
+            say(("begin", name, tokens))
+            if lasting:
+                durable_put(engine, name, tokens)
+            else:
+                engine.put(name, list(tokens), replace=there is not None)
+            say(("done", name, lasting))
+        elif dice < 0.6:
+            say(("begin", name, None))
+            engine.files.rm(name)
+            say(("done", name, False))
+        else:
+            tokens = tuple(int(t) for t in engine.table.tokens(there.id))
+            say(("said", name, tokens, ask(engine, name) == TRUTH.answer(tokens)))
+
+
+def until(condition: Callable[[], bool], limit: float = 10.0) -> bool:
+    end = time.monotonic() + limit
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.005)
+    return condition()
