@@ -8,8 +8,13 @@ A file has a JSON object a line. Both formats have ``timestamp``, ``input_length
     Mooncake   timestamp in ms, blocks of 512 tokens
     Bailian    timestamp in s, blocks of 16; chat_id, parent_chat_id (-1: none), type, turn
     ours       as Mooncake's, and of these what is known: session; kinds and sizes (tokens), one
-               per block; pruned (ids declared dropped after this request); ended (true: the session
+               per block; made ([id, tokens, kind] of each chunk the answer becomes, stored when
+               it is done); pruned (ids declared dropped after this request); ended (true: the session
                is over after it). A line with declarations only has no hash_ids.
+
+The ids of the two published formats are *prefix-chained*: a hash of the block and all before it. Equal
+content behind another beginning has another id, so such traces say nothing about chunks that are used
+at any position; `Trace.chained` tells.
 """
 
 from __future__ import annotations
@@ -17,17 +22,26 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvweave.errors import InvalidArgument
 
 MOONCAKE, BAILIAN = 512, 16  # tokens of a block
 
 
+class Made(NamedTuple):
+    """A chunk that an answer becomes."""
+
+    id: int
+    size: int  # tokens
+    kind: str
+
+
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One prompt as blocks, and what was declared after it."""
+    """One prompt as blocks, what its answer becomes, and what was declared after it."""
 
     time: float  # seconds
     n_output: int
@@ -37,6 +51,7 @@ class Request:
     session: str = ""
     pruned: tuple[int, ...] = ()
     ended: bool = False
+    made: tuple[Made, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -54,7 +69,18 @@ class Trace:
     def unique_tokens(self) -> int:
         """Return for how many tokens all different blocks take memory."""
         sizes = {id: n for r in self.requests for id, n in zip(r.blocks, r.sizes, strict=True)}
+        sizes |= {made.id: made.size for r in self.requests for made in r.made}
         return sum(map(self.held_tokens, sizes.values()))
+
+    @cached_property
+    def chained(self) -> bool:
+        """Whether no block is ever used behind another predecessor: prefixes are all that is shared."""
+        before: dict[int, int] = {}
+        for request in self.requests:
+            for last, id in zip((-1, *request.blocks), request.blocks, strict=False):
+                if before.setdefault(id, last) != last:
+                    return False
+        return True
 
 
 def read(path: str | Path) -> Trace:
@@ -101,10 +127,13 @@ def _request(row: dict[str, Any], roots: dict[int, str]) -> Request:
     kinds = tuple(str(kind) for kind in row.get("kinds", ("",) * len(blocks)))
     if not len(sizes) == len(kinds) == len(blocks) or min(sizes, default=1) < 1:
         raise ValueError("sizes, kinds and hash_ids do not match")
+    made = tuple(Made(int(id), int(n), str(kind)) for id, n, kind in row.get("made", ()))
+    if any(each.size < 1 for each in made):
+        raise ValueError("an answer's chunk has no tokens")
     return Request(
         time / 1000, n_output, blocks, sizes, kinds,
         str(row.get("session", "")), tuple(int(id) for id in row.get("pruned", ())),
-        row.get("ended", False) is True,
+        row.get("ended", False) is True, made,
     )  # fmt: skip
 
 
@@ -142,6 +171,8 @@ def rows(trace: Trace) -> Iterator[dict[str, object]]:
             row["kinds"] = list(request.kinds)
         if request.session:
             row["session"] = request.session
+        if request.made:
+            row["made"] = [list(made) for made in request.made]
         if request.pruned:
             row["pruned"] = list(request.pruned)
         if request.ended:
