@@ -49,6 +49,7 @@ class Source:
         self.arrivals, self._trace = arrivals, trace
         self._visits = deque(visits(trace, decode))
         self._open: dict[int, Visit] = {}  # by the request that is under way
+        self.until = 0.0  # when the last session began, as far as is known
 
     def begin(self) -> list[tuple[float, Request]]:
         """Return what comes whatever happens, with times in seconds."""
@@ -58,6 +59,7 @@ class Source:
             asked = [r for r in self._trace.requests if r.blocks]
             first, span = asked[0].time, asked[-1].time - asked[0].time
             slower = len(asked) / load / span if span else 0.0
+            self.until = span * slower
             return [(max(0.0, r.time - first) * slower, r) for r in self._trace.requests]
         if kind == "closed":
             thinking = [gap for visit in self._visits for gap, _ in list(visit.turns)[1:]]
@@ -82,6 +84,7 @@ class Source:
         return [self._next_visit(now)] if self.arrivals.kind == "closed" and self._visits else []
 
     def _next_visit(self, now: float) -> tuple[float, Request]:
+        self.until = max(self.until, now)
         return self._turn(self._visits.popleft(), now)
 
     def _turn(self, visit: Visit, now: float) -> tuple[float, Request]:

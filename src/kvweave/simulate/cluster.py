@@ -5,7 +5,7 @@ A simulation of events. Each node has tiers of its own; nothing is shared betwee
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
 from typing import Literal
@@ -19,11 +19,13 @@ from kvweave.simulate.node import Job, Node
 from kvweave.simulate.play import Hits, Player
 from kvweave.simulate.replay import Result, counted, percentile, replay, require_policy
 from kvweave.simulate.route import ROUTERS, Router
-from kvweave.simulate.trace import Request, Trace
+from kvweave.simulate.trace import Request, Trace, prefix_chained
 
 Event = tuple[float, int, Literal["comes", "first", "ends", "free"], Request | Job | None, int]
-STEPS, RANGE = 7, 64.0  # of the search for the largest load: to 3 %, this far below what is possible
-BEHIND = 0.05  # of the time: more canonical KV than this left to compute is too much
+STEPS, RANGE = (
+    7,
+    64.0,
+)  # of the search for the largest load: to 3 %, this far below what is possible
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,7 @@ class Setup:
     nodes: int = 1
     slots: int = 64  # requests that decode together on a node
     router: str = "rendezvous"
-    warmup: float = 0.1  # of the requests, whose times do not count
+    warmup: float = 0.3  # of the time in which sessions begin, that does not count
     prices: Prices = field(default_factory=Prices)
 
     def __post_init__(self) -> None:
@@ -52,27 +54,29 @@ class Setup:
 
 @dataclass
 class Served:
-    """What serving a trace came to. Times in seconds."""
+    """What serving a trace came to. Times in seconds.
+
+    Times and rates are of the requests that came in a window: after the warm-up, and before the last
+    session began, since from then on the load goes down. All else is of the whole run.
+    """
 
     setup: Setup
     arrivals: Arrivals
     result: Result  # of all nodes; its times to the first token have the queue in them
     waited: list[float] = field(default_factory=list, repr=False)
     per_node: list[int] = field(default_factory=list)  # requests
-    busy: float = 0.0  # of the devices, with canonical KV
-    later: float = 0.0  # canonical KV that was not computed by the end
-    span: float = 0.0  # from the first request to the last first token
+    busy: float = 0.0  # seconds of the devices, with canonical KV
+    rate: float = 0.0  # requests a second that came in the window
 
     @property
-    def rate(self) -> float:
-        """Requests a second that were served."""
-        return self.result.requests / self.span
+    def utilisation(self) -> float:
+        """The part of its time that a device is busy at this rate; over 1 it falls behind."""
+        return self.busy / self.result.requests * self.rate / self.setup.nodes
 
     def keeps(self, slo: float, share: float = 0.99) -> bool:
         """Tell whether ``share`` of the requests had their first token in ``slo`` seconds, and the
-        devices kept up with what is computed behind answers."""
-        kept_up = self.later <= BEHIND * self.span * self.setup.nodes
-        return kept_up and percentile(self.result.ttft, share) <= slo
+        devices kept up, with what is computed behind answers too."""
+        return self.utilisation < 1 and percentile(self.result.ttft, share) <= slo
 
     def to_dict(self, slo: float | None = None) -> dict[str, object]:
         """Return figures, JSON-ready."""
@@ -85,16 +89,14 @@ class Served:
             "arrivals": self.arrivals.kind,
             "load": round(self.arrivals.load, 4),
             "requests_per_s": round(self.rate, 4),
-            "span_s": round(self.span, 1),
             "wait_s": {
                 "p50": round(percentile(self.waited, 0.5), 6),
                 "p99": round(percentile(self.waited, 0.99), 6),
             },
-            "busy": round(self.busy / self.span / self.setup.nodes, 4),
-            "later_s": round(self.later, 2),
+            "utilisation": round(self.utilisation, 4),
             "per_node": self.per_node,
-            "dollars": bill(self.result, self.span, self.setup.nodes, self.setup.prices),
-            "wear": wear(self.result, self.span, self.setup.nodes),
+            "dollars": bill(self.result, self.rate, self.setup.nodes, self.setup.prices),
+            "wear": wear(self.result, self.rate, self.setup.nodes),
         }
         if slo is not None:
             within = sum(t <= slo for t in self.result.ttft) / len(self.result.ttft)
@@ -108,6 +110,7 @@ class Cluster:
     def __init__(
         self, trace: Trace, setup: Setup, arrivals: Arrivals, router: Router | None = None
     ) -> None:
+        trace = prefix_chained(trace) if setup.hits == "prefix" else trace
         self.trace, self.setup, self.arrivals = trace, setup, arrivals
         self.router = ROUTERS[setup.router](setup.tiers) if router is None else router
         self.nodes = [
@@ -186,33 +189,23 @@ class Cluster:
         for job in self._jobs:
             assert job.played is not None
             result.add(job.played, cost)
-        late = sorted(self._jobs, key=lambda job: job.arrived)
-        late = late[int(self.setup.warmup * len(late)) :]
-        result.ttft = [job.first - job.arrived for job in late]
-        served.waited = [job.started - job.arrived for job in late]
+        begin, end = self.setup.warmup * self.source.until, self.source.until
+        counts = [job for job in self._jobs if begin <= job.arrived <= end] or self._jobs
+        result.ttft = [job.first - job.arrived for job in counts]
+        served.waited = [job.started - job.arrived for job in counts]
+        served.rate = len(counts) / max(end - begin, 1e-9)
         served.per_node = [node.served for node in self.nodes]
         served.busy = sum(node.busy + node.filled for node in self.nodes)
-        served.later = sum(node.later for node in self.nodes)
-        served.span = max(job.first for job in self._jobs) - min(j.arrived for j in self._jobs)
-        served.span = max(served.span, 1e-9)
         counted(result, [node.player for node in self.nodes])
         return served
 
 
-def serve(
-    trace: Trace, setup: Setup, arrivals: Arrivals, router: Router | None = None
-) -> Served:
+def serve(trace: Trace, setup: Setup, arrivals: Arrivals, router: Router | None = None) -> Served:
     """Serve a trace as it comes, by ``setup.router`` or one of your own."""
     return Cluster(trace, setup, arrivals, router).run()
 
 
-def largest_load(
-    trace: Trace,
-    setup: Setup,
-    arrivals: Arrivals,
-    slo: float,
-    keeps: Callable[[Served, float], bool] = Served.keeps,
-) -> Served | None:
+def largest_load(trace: Trace, setup: Setup, arrivals: Arrivals, slo: float) -> Served | None:
     """Return what serving came to at the largest load that keeps an SLO; None if none that was tried
     does.
 
@@ -227,7 +220,7 @@ def largest_load(
         load = (low * high) ** 0.5
         load = float(round(load)) if arrivals.kind == "closed" else load
         served = serve(trace, setup, replace(arrivals, load=load))
-        if keeps(served, slo):
+        if served.keeps(slo):
             low, best = load, served
         else:
             high = load

@@ -47,7 +47,9 @@ class Cost:
     seconds: float = 1 / 8000  # of prefill, per token
     doubles_at: int = 32_768  # tokens before a token that double what it takes
     token_bytes: int = 131_072  # KV of a token: 32 layers x (k, v) x 8 heads x 128 x 2 bytes
-    repair: float = 0.1  # of the prefill of placed chunks: `auto` at 5 % of the rows (bench/prune.py)
+    repair: float = (
+        0.1  # of the prefill of placed chunks: `auto` at 5 % of the rows (bench/prune.py)
+    )
     overlap: float = 0.0  # the part of loads that computing hides, of what it could hide
     decode: float = 0.02  # seconds per token of an answer
     fixed: float = 0.0  # seconds of any request

@@ -7,8 +7,9 @@ Two ways to hit:
     chunks   every block that is anywhere: KV that can be placed at any position. All but the first
              block of a request, its base, are repaired. What was computed gets canonical KV of its
              own behind the answer, which nobody waits for but the device.
-    prefix   blocks up to the first that is nowhere: prefix caching, exact. Blocks are used from the
-             last to the first, so that the front of a prompt is what stays longest.
+    prefix   blocks up to the first that is nowhere behind what stands before it: prefix caching,
+             exact (`kvweave.simulate.trace.prefix_chained`). Blocks are used from the last to the
+             first, so that the front of a prompt is what stays longest.
 """
 
 from __future__ import annotations
@@ -61,9 +62,7 @@ class Player:
             id, n_tokens = request.blocks[at], request.sizes[at]
             n_bytes = trace.held_tokens(n_tokens) * self.cost.token_bytes
             seconds = self.cost.prefill(befores[at], n_tokens)
-            where = self.store.use(
-                id, n_bytes, Facts(seconds, request.kinds[at], request.session)
-            )
+            where = self.store.use(id, n_bytes, Facts(seconds, request.kinds[at], request.session))
             if where == "none" or at >= usable:
                 played.prefill += seconds
                 played.canonical += self._canonical(n_tokens) if where == "none" else 0.0

@@ -15,7 +15,7 @@ from kvweave.keep import POLICIES, Belady, Future, Policy
 from kvweave.simulate.cost import DEFAULT, HOURS, Cost, Tier
 from kvweave.simulate.play import Hits, Played, Player, order
 from kvweave.simulate.store import Moved
-from kvweave.simulate.trace import Trace
+from kvweave.simulate.trace import Trace, prefix_chained
 
 NAMES = (*POLICIES, "belady")
 
@@ -147,6 +147,7 @@ def replay(
     Raises InvalidArgument for an unknown policy.
     """
     require_policy(policy)
+    trace = prefix_chained(trace) if hits == "prefix" else trace
     step: Callable[[], None] = _nothing
     make: Callable[[int], Policy]
     if policy == "belady":

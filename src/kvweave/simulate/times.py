@@ -45,4 +45,3 @@ class Zipf:
     def draw(self, rng: Random) -> int:
         """Return a rank."""
         return min(bisect(self._sums, rng.random() * self._sums[-1]), len(self._sums) - 1)
-

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -81,6 +81,32 @@ class Trace:
                 if before.setdefault(id, last) != last:
                     return False
         return True
+
+
+def prefix_chained(trace: Trace) -> Trace:
+    """Return the trace as a prefix cache sees it: a block behind other blocks is another block.
+
+    An answer's chunks stand behind its prompt and one another: what is used behind another prompt, or
+    without the thinking before it, is not they. Nobody can prune the inside of a prefix.
+    """
+    if trace.chained:
+        return trace
+    known: dict[tuple[int, int], int] = {}
+
+    def chain(ids: Iterable[int]) -> tuple[int, ...]:
+        found, last = [], -1
+        for id in ids:
+            last = known.setdefault((last, id), len(known))
+            found.append(last)
+        return tuple(found)
+
+    requests = []
+    for request in trace.requests:
+        keys = chain([*request.blocks, *(made.id for made in request.made)])
+        n = len(request.blocks)
+        made = tuple(m._replace(id=key) for m, key in zip(request.made, keys[n:], strict=True))
+        requests.append(replace(request, blocks=keys[:n], made=made, pruned=()))
+    return Trace(requests, trace.block)
 
 
 def read(path: str | Path) -> Trace:
