@@ -276,12 +276,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
             return summed(list(pool.map(partial(run, shape), range(seeds))))
 
         result["generated"] = each(generated, n)
+        shape = Shape(sessions=3) if quick else shape
         result["shapes"] = each(shaped, n)
         result["tiered"] = each(tiered, n)
         result["planned"] = each(planned, max(1, n // 3 + 1))
         found = pool.map(on_trace, paths)
         result["traces"] = {path.stem: by for path, by in zip(paths, found, strict=True)}
-    result["calibration"] = calibrated(12 if quick else 80)
+    result["calibration"] = calibrated(10 if quick else 80)
     result["machine"] = machine(torch.device("cpu"))
     report(result, tables(result), options, "policies")
 

@@ -77,7 +77,8 @@ class Trace:
         """Whether no block is ever used behind another predecessor: prefixes are all that is shared."""
         before: dict[int, int] = {}
         for request in self.requests:
-            for last, id in zip((-1, *request.blocks), request.blocks, strict=False):
+            ids = (*request.blocks, *(made.id for made in request.made))
+            for last, id in zip((-1, *ids), ids, strict=False):
                 if before.setdefault(id, last) != last:
                     return False
         return True
