@@ -91,7 +91,13 @@ def _load(p: ArgumentParser) -> None:
         metavar="LIST",
         help=f"some of {', '.join(ROUTERS)}; or all (rendezvous)",
     )
-    add("--slots", type=_positive, default=64, metavar="N", help="requests that decode on a node")
+    add(
+        "--slots",
+        type=_positive,
+        default=64,
+        metavar="N",
+        help="requests that decode on a node (64)",
+    )
     add("--node-price", type=_number, default=2.5, metavar="N", help="$ an hour (2.5)")
 
 

@@ -42,7 +42,7 @@ class Visit:
     turns: deque[tuple[float, Request]] = field(default_factory=deque)
 
 
-class Source:
+class Visitors:
     """Hands out requests as time goes."""
 
     def __init__(self, trace: Trace, arrivals: Arrivals, decode: float) -> None:

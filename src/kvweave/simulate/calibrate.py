@@ -25,8 +25,8 @@ from kvweave.errors import InvalidArgument
 from kvweave.simulate.cost import DEFAULT, Cost, Tier
 from kvweave.weave.plan import Plan
 
-Row = dict[str, Any]
-Floats = NDArray[np.float64]
+LogRow = dict[str, Any]
+_Floats = NDArray[np.float64]
 FEWEST = 8  # answers
 
 
@@ -60,7 +60,7 @@ class Fit:
         ]
 
 
-def entry(plan: Plan, seconds: float) -> Row:
+def entry(plan: Plan, seconds: float) -> LogRow:
     """Return the log's line of an answer: its plan, and ``usage["ttft"]`` as seconds.
 
     Repaired rows are taken to lie in the middle of their part, prefilled ones at its end.
@@ -76,13 +76,13 @@ def entry(plan: Plan, seconds: float) -> Row:
     return {"seconds": seconds, "computed": computed, "attended": attended, "loaded": loaded}
 
 
-def read_log(path: str | Path) -> list[Row]:
+def read_log(path: str | Path) -> list[LogRow]:
     """Return the lines of a log. Raises InvalidArgument, which names the line, and OSError."""
     with open(path, encoding="utf-8") as lines:
         return parse_log(lines)
 
 
-def parse_log(lines: Iterable[str]) -> list[Row]:
+def parse_log(lines: Iterable[str]) -> list[LogRow]:
     """Return the answers in lines. Raises InvalidArgument, which names the line."""
     rows = []
     for number, line in enumerate(lines, 1):
@@ -101,7 +101,7 @@ def parse_log(lines: Iterable[str]) -> list[Row]:
     return rows
 
 
-def fit(rows: Sequence[Row]) -> Fit:
+def fit(rows: Sequence[LogRow]) -> Fit:
     """Return the costs that explain a log: least squares of relative errors, none below 0.
 
     The error is that of a five-fold cross-validation. Raises InvalidArgument for a short log.
@@ -126,7 +126,7 @@ def fit(rows: Sequence[Row]) -> Fit:
     return Fit(len(rows), fixed, token, attended, by_tier, float(np.median(errors)))
 
 
-def _solve(terms: Floats, seconds: Floats) -> Floats:
+def _solve(terms: _Floats, seconds: _Floats) -> _Floats:
     """Return the factors, none negative: the most negative is left out until none is."""
     scaled = terms / seconds[:, None]
     size = np.abs(scaled).max(axis=0)

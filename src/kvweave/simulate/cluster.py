@@ -12,16 +12,16 @@ from typing import Literal
 
 from kvweave.errors import InvalidArgument, nearest
 from kvweave.keep import POLICIES
-from kvweave.simulate.arrive import Arrivals, Source, visits
+from kvweave.simulate.arrive import Arrivals, Visitors, visits
 from kvweave.simulate.bill import Prices, bill, wear
 from kvweave.simulate.cost import DEFAULT, Cost, Tier
-from kvweave.simulate.node import Job, Node
+from kvweave.simulate.node import Node, Queued
 from kvweave.simulate.play import Hits, Player
 from kvweave.simulate.replay import Result, counted, percentile, replay, require_policy
 from kvweave.simulate.route import ROUTERS, Router
 from kvweave.simulate.trace import Request, Trace, prefix_chained
 
-Event = tuple[float, int, Literal["comes", "first", "ends", "free"], Request | Job | None, int]
+_Event = tuple[float, int, Literal["comes", "first", "ends", "free"], Request | Queued | None, int]
 STEPS, RANGE = (
     7,
     64.0,
@@ -104,7 +104,7 @@ class Served:
         return found
 
 
-class Cluster:
+class Fleet:
     """Nodes, the router before them, and the clock."""
 
     def __init__(
@@ -117,23 +117,23 @@ class Cluster:
             Node(i, Player(setup.tiers, POLICIES[setup.policy], setup.cost, setup.hits), trace, setup.slots)
             for i in range(setup.nodes)
         ]  # fmt: skip
-        self.source = Source(trace, arrivals, setup.cost.decode)
+        self.visitors = Visitors(trace, arrivals, setup.cost.decode)
         self.served = Served(setup, arrivals, Result(setup.policy, list(setup.tiers)))
-        self._events: list[Event] = []
+        self._events: list[_Event] = []
         self._serial = 0
-        self._jobs: list[Job] = []
+        self._jobs: list[Queued] = []
         self._now = 0.0
 
     def run(self) -> Served:
         """Serve everything that comes."""
         try:
-            for at, request in self.source.begin():
+            for at, request in self.visitors.begin():
                 self._at(at, "comes", request)
             while self._events:
                 self._now, _, what, about, number = heappop(self._events)
                 if isinstance(about, Request):
                     self._comes(about)
-                elif isinstance(about, Job):
+                elif isinstance(about, Queued):
                     self._first(about, number) if what == "first" else self._ends(about, number)
                 else:
                     self._go_on(self.nodes[number])
@@ -146,7 +146,7 @@ class Cluster:
         self,
         time: float,
         what: Literal["comes", "first", "ends", "free"],
-        about: Request | Job | None = None,
+        about: Request | Queued | None = None,
         number: int = 0,
     ) -> None:
         self._serial += 1
@@ -157,7 +157,7 @@ class Cluster:
             self._declare(request)
             return
         number = self.router.choose(request, self.nodes, self._now) if len(self.nodes) > 1 else 0
-        self.nodes[number].waiting.append(Job(request, self._now))
+        self.nodes[number].waiting.append(Queued(request, self._now))
         self._go_on(self.nodes[number])
 
     def _go_on(self, node: Node) -> None:
@@ -168,12 +168,12 @@ class Cluster:
         elif node.fill(self._now):
             self._at(node.free_at, "free", None, node.number)
 
-    def _first(self, job: Job, number: int) -> None:
+    def _first(self, job: Queued, number: int) -> None:
         self._jobs.append(job)
         self._at(self._now + job.request.n_output * self.setup.cost.decode, "ends", job, number)
         self._go_on(self.nodes[number])
 
-    def _ends(self, job: Job, number: int) -> None:
+    def _ends(self, job: Queued, number: int) -> None:
         self.nodes[number].end(job)
         self._declare(job.request)
         self._go_on(self.nodes[number])
@@ -181,7 +181,7 @@ class Cluster:
     def _declare(self, request: Request) -> None:
         for node in self.nodes:
             node.player.declare(request)
-        for at, following in self.source.answered(request, self._now):
+        for at, following in self.visitors.answered(request, self._now):
             self._at(at, "comes", following)
 
     def _summed(self) -> Served:
@@ -189,7 +189,7 @@ class Cluster:
         for job in self._jobs:
             assert job.played is not None
             result.add(job.played, cost)
-        begin, end = self.setup.warmup * self.source.until, self.source.until
+        begin, end = self.setup.warmup * self.visitors.until, self.visitors.until
         counts = [job for job in self._jobs if begin <= job.arrived <= end] or self._jobs
         result.ttft = [job.first - job.arrived for job in counts]
         served.waited = [job.started - job.arrived for job in counts]
@@ -202,7 +202,7 @@ class Cluster:
 
 def serve(trace: Trace, setup: Setup, arrivals: Arrivals, router: Router | None = None) -> Served:
     """Serve a trace as it comes, by ``setup.router`` or one of your own."""
-    return Cluster(trace, setup, arrivals, router).run()
+    return Fleet(trace, setup, arrivals, router).run()
 
 
 def largest_load(trace: Trace, setup: Setup, arrivals: Arrivals, slo: float) -> Served | None:

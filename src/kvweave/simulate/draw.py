@@ -7,7 +7,7 @@ from pathlib import Path
 
 from kvweave.simulate.sweep import Point, front
 
-View = tuple[str, str, Callable[[Point], float], Callable[[Point], float]]
+_View = tuple[str, str, Callable[[Point], float], Callable[[Point], float]]
 RIGHT = 1000 / 3600  # $ an hour over requests a second to $ per thousand requests
 
 
@@ -47,7 +47,7 @@ def draw(points: Sequence[Point], path: Path) -> bool:
     return True
 
 
-def _views(points: Sequence[Point]) -> tuple[View, View]:
+def _views(points: Sequence[Point]) -> tuple[_View, _View]:
     def each(point: Point) -> float:
         return point.price / point.throughput * RIGHT
 

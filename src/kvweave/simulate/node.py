@@ -24,7 +24,7 @@ AHEAD = 16  # waiting requests that policies are told of
 
 
 @dataclass
-class Job:
+class Queued:
     """A request on its way. Times in seconds."""
 
     request: Request
@@ -39,7 +39,7 @@ class Node:
 
     def __init__(self, number: int, player: Player, trace: Trace, slots: int) -> None:
         self.number, self.player, self.trace, self.slots = number, player, trace, slots
-        self.waiting: deque[Job] = deque()
+        self.waiting: deque[Queued] = deque()
         self.decoding = 0
         self.free_at = 0.0
         self.later = 0.0  # seconds of canonical KV still to compute
@@ -65,7 +65,7 @@ class Node:
         """Return the tier that has a chunk, ``none`` for none."""
         return self.player.store.where(id)
 
-    def start(self, now: float) -> Job | None:
+    def start(self, now: float) -> Queued | None:
         """Begin the next request if the device is free and so is a slot; `free_at` says when it ends."""
         if self.free_at > now or not self.waiting or self.decoding >= self.slots:
             return None
@@ -93,7 +93,7 @@ class Node:
         self.filled += seconds
         return True
 
-    def end(self, job: Job) -> None:
+    def end(self, job: Queued) -> None:
         """Store the answer; its canonical KV, and that of what was prefilled, is for later."""
         assert job.played is not None
         self.decoding -= 1
