@@ -84,7 +84,7 @@ def closed(by_policy: Found) -> None:
     for what in ("tokens", "blocks"):
         low, high = by_policy["lru"][what], by_policy["belady"][what]
         for by in by_policy.values():
-            by[f"{what}_closed"] = (by[what] - low) / (high - low)
+            by[f"{what}_closed"] = (by[what] - low) / (high - low) if high > low else None
 
 
 def bare(trace: Trace) -> Trace:
