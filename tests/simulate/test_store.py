@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -13,13 +11,13 @@ from kvweave.errors import OverBudget
 from kvweave.keep import POLICIES, Facts
 from kvweave.simulate.cost import Tier
 from kvweave.simulate.store import Moved, SizedStore
-from kvweave.store.base import DONE, Get, Outcome, Put
-from kvweave.store.base import Tier as StoreTier
 from kvweave.store.codec import parse
 from kvweave.store.kv import KV, LayerShape
 from kvweave.store.level import Level
 from kvweave.store.mover import Mover
+from kvweave.store.record.transfer import Expected
 from kvweave.store.shelf import Shelf
+from kvweave.store.tier.memory import Memory
 
 UNIT = (
     1 << 18
@@ -29,46 +27,11 @@ ROWS = UNIT // 256
 MEMORY, DISK, REMOTE = (int(n * UNIT) for n in (5.2, 7.5, 12.5))
 
 
-class Bytes:
-    """A tier with real bytes in memory."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.held: dict[str, bytes] = {}
-
-    def put(
-        self, puts: Sequence[Put], *, durable: bool = False, deadline: float | None = None
-    ) -> list[Outcome]:
-        self.held |= {each.key: b"".join(each.data) for each in puts}
-        return [DONE for _ in puts]
-
-    def get(self, gets: Sequence[Get], *, deadline: float | None = None) -> list[Outcome]:
-        for each in gets:
-            at = each.offset
-            for into in each.into:
-                into[:] = self.held[each.key][at : at + len(into)]
-                at += len(into)
-        return [DONE for _ in gets]
-
-    def delete(self, keys: Iterable[str]) -> None:
-        for key in keys:
-            self.held.pop(key, None)
-
-    def size(self, key: str) -> int | None:
-        return len(self.held[key]) if key in self.held else None
-
-    def keys(self) -> Iterator[str]:
-        return iter(list(self.held))
-
-    @property
-    def n_bytes(self) -> int:
-        return sum(map(len, self.held.values()))
-
-    def check_integrity(self) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
+def memory(name: str) -> Memory:
+    """Return a tier with real bytes in memory."""
+    made = Memory(1 << 40)
+    made.name = name
+    return made
 
 
 class Settled(Mover):
@@ -85,17 +48,20 @@ class Real:
 
     def __init__(self, policy: str) -> None:
         self.facts = Facts()
-        self.tiers = [Bytes("disk"), Bytes("remote")]
-        made: list[StoreTier] = [*self.tiers]
+        self.units: dict[int, int] = {}
         self.levels = [
             Level(tier, parse("raw"), "m", POLICIES[policy](budget), budget)
-            for tier, budget in zip(made, (DISK, REMOTE), strict=True)
+            for tier, budget in ((memory("disk"), DISK), (memory("remote"), REMOTE))
         ]
-        self.shelf = Shelf(MEMORY, POLICIES[policy](MEMORY), Settled(self.levels, str))
+        self.shelf = Shelf(MEMORY, POLICIES[policy](MEMORY), Settled(self.levels, self.about))
         self.shelf.facts = lambda id: self.facts
+
+    def about(self, id: int) -> Expected:
+        return Expected(f"{id:032x}", self.units[id] * ROWS, (SHAPE,), torch.float32)
 
     def use(self, id: int, units: int, facts: Facts) -> None:
         self.facts = facts
+        self.units[id] = units
         try:
             if self.shelf.get(id) is None:
                 kv = KV.empty([SHAPE], units * ROWS, torch.float32, torch.device("cpu"))

@@ -22,14 +22,15 @@ import torch
 from kvweave.errors import OverBudget
 from kvweave.keep import Facts, Policy
 from kvweave.simulate.cost import Tier
-from kvweave.store.base import DONE, Get, Outcome, Put
 from kvweave.store.codec import CodecSpec, parse
-from kvweave.store.kv import KV
+from kvweave.store.kv import KV, LayerShape
 from kvweave.store.level import Level
 from kvweave.store.mover import Mover
-from kvweave.store.record import record_bytes
+from kvweave.store.record.layout import record_bytes
+from kvweave.store.record.transfer import Expected, key_of
 from kvweave.store.shelf import Shelf
 from kvweave.store.staging import Staging
+from kvweave.store.tier.base import DONE, Get, Outcome, Put
 
 
 class Moved(NamedTuple):
@@ -43,6 +44,8 @@ class Moved(NamedTuple):
 
 class Sizes:
     """A tier that remembers how many bytes each value would have."""
+
+    shared = False
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -66,14 +69,15 @@ class Sizes:
         """Have no bytes to give."""
         return [Outcome("missing", each.key) for each in gets]
 
-    def delete(self, keys: Iterable[str]) -> None:
+    def discard(self, keys: Sequence[str], *, deadline: float | None = None) -> list[Outcome]:
         """Forget values."""
         for key in keys:
             self.n_bytes -= self.held.pop(key, 0)
+        return [DONE for _ in keys]
 
-    def size(self, key: str) -> int | None:
-        """Return the bytes a value would have."""
-        return self.held.get(key)
+    def look(self, keys: Sequence[str], *, deadline: float | None = None) -> list[int | Outcome]:
+        """Return the bytes that values would have."""
+        return [self.held.get(key, Outcome("missing", key)) for key in keys]
 
     def keys(self) -> Iterator[str]:
         """Yield what is held."""
@@ -96,13 +100,20 @@ class SizedLevel(Level):
         super().__init__(self.sized, parse("raw"), "", policy, budget)
 
     def put(
-        self, id: int, key: str, kv: KV, *, durable: bool = False, choice: CodecSpec | None = None
+        self,
+        id: int,
+        expected: Expected,
+        kv: KV,
+        *,
+        durable: bool = False,
+        choice: CodecSpec | None = None,
+        deadline: float | None = None,
     ) -> Outcome:
         """Note a record of the size a raw one has, and count the write."""
-        n = record_bytes(kv)
+        n, key = record_bytes(kv), key_of(expected.digest, self.choice, False)
         self.written, self.n_writes = self.written + n, self.n_writes + 1
         self.sized.note(key, n)
-        self.find(id, key)
+        self._note(id, key, n)
         return DONE
 
 
@@ -110,10 +121,15 @@ class SizedMover(Mover):
     """Moves sizes, at once, and counts reads."""
 
     def __init__(self, levels: Sequence[SizedLevel], kv_of: Callable[[int], KV]) -> None:
-        super().__init__(levels, str)
+        super().__init__(levels, self._about)
         self._kv_of = kv_of
         self.read: Counter[str] = Counter()
         self.n_reads: Counter[str] = Counter()
+
+    def _about(self, id: int) -> Expected:
+        """Return a record of one byte a token."""
+        n = self._kv_of(id).n_bytes
+        return Expected(f"{id:032x}", n, (LayerShape(1, 1, 1, 0),), torch.uint8)
 
     def load(  # type: ignore[override]  # nothing is on its way: it is there
         self, ids: Iterable[int], only: Level | None = None, to: Staging | None = None
