@@ -267,11 +267,6 @@ def demo(p: ArgumentParser) -> None:
     p.add_argument("--out", default="demo-out", metavar="DIR", help="for results (demo-out)")
     p.add_argument("--quick", action="store_true", help="a few turns of a short conversation")
     p.add_argument(
-        "--index",
-        metavar="ADDRESS",
-        help="postgresql://... of an index that several servers share, instead of the home's own",
-    )
-    p.add_argument(
         "--repair",
         type=_strategy,
         metavar="STRATEGY",
@@ -288,6 +283,11 @@ def serve(p: ArgumentParser) -> None:
     add("--name", metavar="NAME", help="what /v1/models calls it (the end of MODEL)")
     add("--budget", type=_size, metavar="SIZE", help="memory for KV (2GiB)")
     add("--policy", choices=POLICIES, help="which chunk leaves memory first (declared)")
+    add(
+        "--index",
+        metavar="ADDRESS",
+        help="postgresql://... of an index that several servers share, instead of the home's own",
+    )
     add(
         "--tier",
         action="append",
