@@ -16,10 +16,14 @@ import postgres
 import pytest
 from indexes import SOURCE, digest_of, put
 
-from kvweave.chunk import link
 from kvweave.chunk.marks import marks
 from kvweave.chunk.table import Table
 from kvweave.errors import ChunkNotFound, InvalidArgument, NameTaken, StoreError
+
+if postgres.LACKING:
+    pytest.skip(postgres.LACKING, allow_module_level=True)
+
+from kvweave.chunk import link
 
 
 @pytest.fixture
@@ -139,8 +143,6 @@ def test_one_of_two_gets_a_name(url):
 
 
 def test_a_server_that_is_gone_is_told_and_come_back_to(monkeypatch):
-    if postgres.LACKING:
-        pytest.skip(postgres.LACKING)
     monkeypatch.setattr(link, "LEASE_SECONDS", 1.0)
     with postgres.running() as server:
         url = server.fresh()
