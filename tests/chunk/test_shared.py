@@ -276,10 +276,10 @@ def test_kills_lose_nothing_acknowledged(n, url, tmp_path):
             command, stdout=subprocess.PIPE, stderr=errors, env=environment(), text=True
         )
 
-    def read(worker: subprocess.Popen[str]) -> None:
+    def read(worker: subprocess.Popen[str], first: str) -> None:
         nonlocal n_done
         assert worker.stdout is not None
-        lines = [line.split() for line in worker.stdout.read().splitlines()]
+        lines = [line.split() for line in (first + worker.stdout.read()).splitlines()]
         worker.stdout.close()
         lines.append(["killed"])
         for line, then in pairwise(lines):
@@ -295,13 +295,14 @@ def test_kills_lose_nothing_acknowledged(n, url, tmp_path):
 
     while n_done < n:
         workers = [start(me) for me in range(3)]
+        firsts = [worker.stdout.readline() for worker in workers if worker.stdout]
         for worker in dice.sample(workers, 3):
             time.sleep(dice.uniform(0.8, 2.0))
             assert worker.poll() is None, Path(tmp_path / "errors").read_text()
             worker.kill()
-        for worker in workers:
+        for worker, first in zip(workers, firsts, strict=True):
             worker.wait()
-            read(worker)
+            read(worker, first)
     errors.close()
     assert (tmp_path / "errors").read_text() == ""
     time.sleep(1.2)
