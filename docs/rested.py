@@ -46,17 +46,17 @@ def first_token(tiers: Found) -> list[str]:
 
 def on_disk(disk: Found) -> list[str]:
     """Return how near the disk tier is to the disk."""
-    large = [each for name, each in disk["read"].items() if not name.startswith("64 ")]
-    of_bare = sorted(each["of_bare"]["slab"]["median"] for each in large)
-    checked = sorted(each["of_bare"]["slab, checked"]["median"] for each in large)
-    small = disk["read"]["64 KiB, 1 thread"]["of_bare"]
+    batches = sorted(each["batches"]["of_bare"] for each in disk["read"].values())
+    cpu = max(each["batches"]["cpu_s_per_gb"] for each in disk["read"].values())
+    loads = sorted(each["loaded"]["of_bare"] for each in disk["load"].values())
+    writes = sorted(each["of_bare"] for each in disk["write"].values())
+    waits = disk["waits"]
     return [
         "",
-        f"The disk tier reads at {of_bare[0]:.2f} to {of_bare[-1]:.2f} of bare `preadv` past the page cache from 256 KiB on, "
-        f"{checked[0]:.2f} to {checked[-1]:.2f} with every checksum compared; at 64 KiB {small['slab']['median']:.2f} and "
-        f"{small['slab, checked']['median']:.2f}. A delete takes {disk['delete']['delete_us']['p50']:.1f} us, a restart with "
-        f"{disk['restart']['n']:,} chunks {disk['restart']['open_s']:.1f} s, and a million random puts and deletes leave "
-        f"{disk['accounting']['bytes_left']} bytes behind ([bench/disk.py](bench/disk.py)).",
+        f"The disk tier, one file a value, reads batches at {batches[0]:.2f} to {batches[-1]:.2f} of bare `preadv` past the page "
+        f"cache, 64 KiB to 4 MiB, with every checksum compared, for at most {cpu:.2f} CPU s/GB, and writes at {writes[0]:.2f} to "
+        f"{writes[-1]:.2f} of bare writes. An engine loads whole chunks at {loads[0]:.2f} to {loads[-1]:.2f} of reading their files "
+        f"bare. {waits['n']} chunks of a tier 5 ms away hold its thread for {waits['ms']:.0f} ms ([bench/disk.py](bench/disk.py)).",
     ]
 
 
