@@ -107,4 +107,4 @@ def running() -> Iterator[Server]:
     finally:
         if server is not None:
             server.stop()
-        shutil.rmtree(directory)
+        shutil.rmtree(directory, ignore_errors=True)

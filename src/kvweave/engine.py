@@ -79,16 +79,17 @@ class Engine:
         where = None if self._home is None else self._home.path
         with contextlib.ExitStack() as opened:  # what fails from here on leaves no lock behind
             opened.callback(self.table.close)
-            self._open(where, opened)
+            ties = self._open(where, opened)
             places = [where, Path(str(model)) if loads else None]
             found = calibration_of(self.runner.fingerprint, self.config.calibration, places)
             check_bound(self.config.max_drift, found, self.config.repair, self.config.share)
             self.weaver = Weaver(self.runner, self.shelf, self.table, found, self.config.rows)
+            ties.mend()
             self._base = self._make_base(base) if self.runner.can_move else None
             opened.pop_all()
 
-    def _open(self, where: Path | None, opened: contextlib.ExitStack) -> None:
-        """Open what lies below the contexts."""
+    def _open(self, where: Path | None, opened: contextlib.ExitStack) -> Ties:
+        """Open what lies below the contexts; `Ties.mend` is called when all of it stands."""
         ties = Ties(self.table, self.runner)
         model = self.runner.fingerprint.digest().hex(), self.runner.device
         uuid = self.table.uuid if where or self.config.index else None
@@ -101,7 +102,7 @@ class Engine:
         self.files = Files(self.table)
         self._contexts = Contexts()
         self._n_composed: Counter[str] = Counter()  # by namespace
-        ties.mend()
+        return ties
 
     # ---- life
 

@@ -16,7 +16,7 @@ from weaving import text
 from kvweave import Engine
 from kvweave.errors import InvalidArgument
 from kvweave.run.model import Runner
-from kvweave.store import mover as mover_module
+from kvweave.store import reader as reader_module
 from kvweave.store.arriving import Load
 from kvweave.store.kv import KV, LayerShape
 from kvweave.store.staging import HOST, Side, staging
@@ -88,7 +88,7 @@ def test_what_went_down_and_came_up_answers_as_on_the_host(open_engine: Open, ti
 def test_a_pass_waits_for_a_layer_when_it_comes_to_it(
     open_engine: Open, monkeypatch: pytest.MonkeyPatch, repair: str
 ) -> None:
-    monkeypatch.setattr(mover_module, "TOGETHER", 1)  # layer by layer
+    monkeypatch.setattr(reader_module, "TOGETHER", 1)  # layer by layer
     engine = open_engine("files")
     there = answer(engine, repair)
     engine.place("doc/*", "disk")

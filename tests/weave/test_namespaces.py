@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+from conftest import tiny
 from weaving import EXACT, rows, same_rows, text
 
 from kvweave import Engine, KVWeaveError
@@ -172,8 +173,8 @@ def test_compose_uses_the_chunks_of_its_namespace(engines: Make) -> None:
         engine.context("c", namespace="a|b")
 
 
-def test_closing_the_engine_closes_all(engines: Make) -> None:
-    engine = engines()
+def test_closing_the_engine_closes_all() -> None:
+    engine = Engine(tiny(), repair="none")
     two(engine)
     engine.context("chat")
     engine.close()

@@ -25,7 +25,7 @@ from uuid import uuid4
 
 from kvweave.chunk.check import check_rows
 from kvweave.chunk.format import APPLICATION_ID, FORMAT, PAGE_BYTES, SCHEMA, damaged, meta_sum
-from kvweave.chunk.guard import as_ours, free_name, take_lock
+from kvweave.chunk.guard import as_ours, free_name, give_lock, take_lock
 from kvweave.chunk.pages import frames
 from kvweave.chunk.rebuild import create, fsync, put_in_place, set_meta, upgrade
 from kvweave.chunk.seal import Seal
@@ -269,7 +269,8 @@ class IndexFile:
             self._db.close()
             self._db = None
         if self._lock >= 0:
-            self._seal.close()
-            os.ftruncate(self._lock, 0)
-            os.close(self._lock)
-            self._lock = -1
+            lock, self._lock = self._lock, -1
+            try:
+                self._seal.close()
+            finally:
+                give_lock(lock)

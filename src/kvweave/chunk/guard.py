@@ -6,7 +6,7 @@ import fcntl
 import os
 import sqlite3
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from kvweave.chunk.format import damaged
@@ -55,9 +55,17 @@ def take_lock(path: Path) -> int:
             f"{path.parent} is open in process {pid}",
             hint="stop that process, talk to its server, or give another home",
         ) from error
-    os.ftruncate(lock, 0)
-    os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
+    with suppress(OSError):  # the text is for people; a full disk has no room for it
+        os.ftruncate(lock, 0)
+        os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
     return lock
+
+
+def give_lock(lock: int) -> None:
+    """Let a lock go, whatever the disk says."""
+    with suppress(OSError):
+        os.ftruncate(lock, 0)
+    os.close(lock)
 
 
 def free_name(path: Path, end: str = "") -> Path:

@@ -14,7 +14,7 @@ from uuid import uuid4
 from zlib import crc32
 
 from kvweave.chunk.format import meta_sum, name_sum, row_sum, tokens_sum
-from kvweave.chunk.guard import as_ours, free_name, take_lock
+from kvweave.chunk.guard import as_ours, free_name, give_lock, take_lock
 from kvweave.chunk.identity import check_name
 from kvweave.chunk.pages import Cell, Pages
 from kvweave.chunk.rebuild import fsync, put_in_place, write_index
@@ -219,8 +219,7 @@ def _locked(path: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        os.ftruncate(lock, 0)
-        os.close(lock)
+        give_lock(lock)
 
 
 def _keep(path: Path, aside: Path) -> None:

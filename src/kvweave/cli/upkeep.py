@@ -5,6 +5,7 @@ from __future__ import annotations
 from argparse import Namespace
 from pathlib import Path
 
+from kvweave.chunk.guard import free_name
 from kvweave.chunk.index import is_shared
 from kvweave.chunk.marks import marks, uuid_of
 from kvweave.chunk.salvage import salvage
@@ -39,6 +40,16 @@ def fsck(args: Namespace) -> int:
                 f"  rebuilt: {report.n_chunks} chunks, {report.n_names} names; {lost} chunks and "
                 f"{len(report.lost_names)} names are lost; the old file is {report.kept_aside}"
             )
+    fingerprint = home / "model.json"
+    if fingerprint.exists() and files.model_of(home) is None:
+        said["model"] = "damaged"
+        lines.append("model.json: it is no model's fingerprint")
+        if args.repair:
+            kept = free_name(fingerprint)
+            fingerprint.rename(kept)
+            lines.append(
+                f"  put aside as {kept.name}; the next engine that puts a chunk writes it anew"
+            )
     checked = []
     if said["index"] == "ok" or args.repair:
         with Table(index) as table:
@@ -48,7 +59,7 @@ def fsck(args: Namespace) -> int:
             out.note(f"reading {directory}")
             checked.append(files.check(directory, files.model_of(home), chunks, uuid, args.repair))
     said["directories"] = [each.to_dict() for each in checked]
-    ok = all(each.ok for each in checked) and (said["index"] == "ok" or args.repair)
+    ok = all(each.ok for each in checked) and said["index"] == "ok" and "model" not in said
     if args.repair:
         ok = all(not each.owner for each in checked)
     said["ok"] = ok

@@ -263,7 +263,8 @@ def store(
         raise
     if body.durable:
         engine.table.sync()
-        if not engine.shelf.mover.levels[0].owned:
+        level = engine.shelf.durable_level()
+        if level is not None and not level.owned:
             engine.shelf.save(made)
     the.on_stored(tenant, entry.id)
     return entry.to_dict()

@@ -160,8 +160,13 @@ class Shelf:
         self.mover.save(key, kv, on=level, choice=choice)
         return self._leave(key, level)
 
+    def durable_level(self) -> Level | None:
+        """Return the first level that keeps what it has for us, None if none does."""
+        levels = (x for x in self.mover.levels if x.relation != "cache" and x.place != "ram")
+        return next(levels, None)
+
     def save(self, key: int) -> None:
-        """Have canonical KV on the first level, durably; it stays in memory too.
+        """Have canonical KV on the first level that keeps it, durably; it stays in memory too.
 
         Where others use that level, what is not committed may be swept: save again after it is.
 
@@ -170,9 +175,9 @@ class Shelf:
         """
         if not self.mover.levels:
             raise InvalidArgument("durable", "there is no home directory", "pass home=")
-        first = self.mover.levels[0]
-        if first.relation == "cache" or first.place == "ram":
-            reason = f"{first.name} is a cache that others may empty"
+        first = self.durable_level()
+        if first is None:
+            reason = "what is below memory here is a cache that others may empty"
             raise InvalidArgument("durable", reason, "pass home=, or shared=yes with its path=")
         kv = self.get(key)
         if kv is None:
