@@ -64,9 +64,8 @@ class Engine:
         **options: object,
     ) -> None:
         check_options(options, [*(f.name for f in fields(Config)), *LOADING])
-        settings = {k: v for k, v in options.items() if k not in LOADING}
-        loading = {k: v for k, v in options.items() if k in LOADING}
-        self.config = replace(config or Config(), **settings)  # type: ignore[arg-type]
+        loading = {k: options.pop(k) for k in LOADING if k in options}
+        self.config = replace(config or Config(), **options)  # type: ignore[arg-type]
         if self.config.policy not in POLICIES:
             raise InvalidArgument(
                 "policy", f"no policy {self.config.policy!r}", f"one of {', '.join(POLICIES)}"
@@ -89,7 +88,7 @@ class Engine:
             opened.pop_all()
 
     def _open(self, where: Path | None, opened: contextlib.ExitStack) -> Ties:
-        """Open what lies below the contexts; `Ties.mend` is called when all of it stands."""
+        """Open what lies below the contexts; `Ties.mend` comes when all of it stands."""
         ties = Ties(self.table, self.runner)
         model = self.runner.fingerprint.digest().hex(), self.runner.device
         uuid = self.table.uuid if where or self.config.index else None
@@ -128,8 +127,8 @@ class Engine:
             last.callback(self.shelf.mover.close)
             for context in list(self._contexts):
                 self.close_context(context.name, context.namespace)
-            if self.shelf.mover.levels:
-                below = self.shelf.mover.levels[0].place
+            below = next((x.place for x in self.shelf.mover.levels if x.place != "ram"), None)
+            if below is not None:
                 for record in list(self.table):
                     if record.tier == self.shelf.memory and record.names:
                         self.shelf.place(record.id, below)

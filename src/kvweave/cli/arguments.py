@@ -307,11 +307,6 @@ def serve(p: ArgumentParser) -> None:
     add("--budget", type=_size, metavar="SIZE", help="memory for KV (2GiB)")
     add("--policy", choices=POLICIES, help="which chunk leaves memory first (declared)")
     add(
-        "--index",
-        metavar="ADDRESS",
-        help="postgresql://... of an index that several servers share, instead of the home's own",
-    )
-    add(
         "--tier",
         action="append",
         metavar="SPEC",

@@ -98,6 +98,11 @@ class Level:
         """Whether records here may be discarded."""
         return self.relation != "shared"
 
+    @property
+    def keeps(self) -> bool:
+        """Whether what is here is there after a restart, for us."""
+        return self.relation != "cache" and self.place != "ram"
+
     # ---- what is there
 
     def ready(self, id: int) -> bool:

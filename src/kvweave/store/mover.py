@@ -182,6 +182,8 @@ class Mover:
         if short <= 0 or not level.owned:
             return False
         freed = level.clear(short)
+        if force and level.keeps:
+            return freed > 0  # a full disk is no bound that anybody declared
         below = self.levels[self.levels.index(level) + 1 :]
         gone = []
         for id in level.victims():

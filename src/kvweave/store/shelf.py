@@ -162,8 +162,7 @@ class Shelf:
 
     def durable_level(self) -> Level | None:
         """Return the first level that keeps what it has for us, None if none does."""
-        levels = (x for x in self.mover.levels if x.relation != "cache" and x.place != "ram")
-        return next(levels, None)
+        return next((level for level in self.mover.levels if level.keeps), None)
 
     def save(self, key: int) -> None:
         """Have canonical KV on the first level that keeps it, durably; it stays in memory too.
