@@ -55,7 +55,7 @@ SHAPES = {
 }  # fmt: skip
 REPAIRS = (0.0, 0.05, 0.1, 0.3)
 SLO = 3.0  # seconds: a long prompt that nobody knows takes two
-TRACES = Path(__file__).parents[2] / "shared" / "data" / "traces"
+TRACES = Path(__file__).parents[2] / "shared" / "data" / "traces"  # or give them as arguments
 LARGEST = ("requests_per_s", "p50_s", "p99_s", "utilisation", "dollars_per_thousand", "disk_years")
 Found = dict[str, Any]
 

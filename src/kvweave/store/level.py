@@ -153,8 +153,7 @@ class Level:
                 asked += [(id, key) for key in self._names(expected.digest)]
         if not asked or self._absence.left():
             return
-        found = self.tier.look([key for _, key in asked], deadline=deadline)
-        self._judge(found)
+        found = self._judge(self.tier.look([key for _, key in asked], deadline=deadline))
         for (id, key), n in zip(asked, found, strict=True):
             if isinstance(n, int) and id not in self.held and key not in self._spoilt:
                 self._note(id, key, n)
@@ -234,7 +233,8 @@ class Level:
     ) -> Outcome:
         """Have a good record of this key; ``exists`` when one is there that cannot be used."""
         for _ in range(2):
-            outcome = self._put(key, data, durable, deadline)
+            put = [Put(key, data)]
+            outcome = self._judge(self.tier.put(put, durable=durable, deadline=deadline))[0]
             if outcome.state != "exists":
                 return outcome
             found = self._verify(key, expected, durable, deadline)
@@ -244,11 +244,6 @@ class Level:
                 break
             self.tier.discard([key], deadline=deadline)
         return outcome
-
-    def _put(
-        self, key: str, data: Sequence[memoryview], durable: bool, deadline: float | None
-    ) -> Outcome:
-        return self._judge(self.tier.put([Put(key, data)], durable=durable, deadline=deadline))[0]
 
     def _verify(self, key: str, expected: Expected, whole: bool, deadline: float | None) -> Outcome:
         self._heads.pop(key, None)
@@ -288,8 +283,7 @@ class Level:
 
     def stale(self, id: int) -> None:
         """Have the head of a chunk's record read again."""
-        if id in self.held:
-            self._heads.pop(self.held[id].key, None)
+        self._heads.pop(self.held[id].key if id in self.held else "", None)
 
     def get(self, gets: list[Get], deadline: float | None) -> list[Outcome]:
         """Fill buffers."""
@@ -393,7 +387,7 @@ class Level:
                     log.warning("%s: %s stays for now: %s", self.name, key, outcome.why)
 
     def _judge(self, outcomes: list[T]) -> list[T]:
-        """Leave a tier alone for a while when it does not answer in time; return the outcomes."""
+        """Leave a tier alone when it does not answer in time; return the outcomes."""
         if any(isinstance(each, Outcome) and each.state == "late" for each in outcomes):
             self._absence.note()
         elif any(not isinstance(each, Outcome) or each.state != "failed" for each in outcomes):
