@@ -129,7 +129,7 @@ def campaign(host: Host, root: Path, n: int, tally: Tally, *, tier: str = "") ->
 
 
 def test_a_few_kills(host: Host, tmp_path: Path, tally: Tally) -> None:
-    campaign(host, tmp_path, 6, tally)
+    campaign(host, tmp_path, 4, tally)
 
 
 @pytest.mark.slow
