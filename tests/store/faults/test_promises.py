@@ -134,6 +134,7 @@ def test_removed_while_it_is_written_behind(host: Host, tmp_path: Path, tally: T
     tally.settle()
 
 
+@pytest.mark.slow
 @needs_redis
 def test_a_server_that_says_nothing_any_more(host: Host, tmp_path: Path, tally: Tally) -> None:
     """It is stopped, not gone: connections are taken, and nobody answers."""
