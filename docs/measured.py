@@ -1,4 +1,4 @@
-"""Write the measured numbers of README.md, docs/fidelity.md and docs/codecs.md from ``bench/results/*.json``.
+"""Write the measured numbers of README.md and of fidelity, codecs and simulate in docs/ from ``bench/results/*.json``.
 
 ``python docs/measured.py`` rewrites them between their markers; ``--check`` only compares. Of the
 suite's results nothing is written while there are none.
@@ -13,11 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from rested import codec_page, rested
+from simulated import simulated
 from tables import table
 
 ROOT = Path(__file__).parents[1]
 README, FIDELITY = ROOT / "README.md", ROOT / "docs" / "fidelity.md"
 CODECS = ROOT / "docs" / "codecs.md"
+SIMULATE = ROOT / "docs" / "simulate.md"
 FIGURE = ROOT / "docs" / "fidelity.png"
 Row = dict[str, Any]
 SHOWN = (  # in the README: strategy and share
@@ -367,6 +369,7 @@ def main() -> int:
         (README, render()),
         (FIDELITY, page()),
         (CODECS, codec_page(find("kv_codecs"))),
+        (SIMULATE, simulated(find("policies"))),
     ):
         text = file.read_text()
         head, rest = text.split(BEGIN)

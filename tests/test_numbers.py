@@ -22,6 +22,7 @@ def test_the_documents_have_the_measured_numbers():
         "README": MEASURED["render"](),
         "docs/fidelity": MEASURED["page"](),
         "docs/codecs": codecs,
+        "docs/simulate": MEASURED["simulated"](MEASURED["find"]("policies")),
     }
     for file, numbers in made.items():
         assert between((ROOT / f"{file}.md").read_text()) == numbers, "run `make docs`"

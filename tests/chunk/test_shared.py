@@ -254,8 +254,8 @@ for step in range(100_000):
         assert error.hint == "try again", error
         print("refused", flush=True)
         continue
-    except ChunkNotFound:
-        assert what == "race", what  # another engine freed it meanwhile
+    except ChunkNotFound as error:
+        assert what == "race", (what, error)  # another engine freed it meanwhile
         print("refused", flush=True)
         continue
     print("done", flush=True)

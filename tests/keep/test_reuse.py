@@ -6,7 +6,7 @@ from math import exp
 
 import pytest
 
-from kvweave.keep import LRU, Declared, Facts, Policy, ReuseTime
+from kvweave.keep import LRU, DeadFirst, Declared, Facts, Policy, ReuseTime
 from kvweave.keep.reuse import Reuse
 
 KEYS = [1, 2, 3, 1, 4, 2, 5, 1, 6, 3, 2, 1, 7, 5, 4]
@@ -131,6 +131,21 @@ def test_declared_lets_the_dead_go_first() -> None:
     policy.ended("c")
     policy.pruned(5)
     assert next(policy.victims()) == 2 and 5 not in set(policy.victims())
+    policy.check_integrity()
+
+
+def test_dead_first_is_lru_behind_the_dead() -> None:
+    policy = DeadFirst()
+    for key, session in ((1, "a"), (2, "a"), (3, "b"), (1, "b"), (4, "b")):
+        policy.used(key, 1, Facts(session=session))
+    assert list(policy.victims()) == [2, 3, 1, 4]
+    policy.pruned(4)
+    policy.pruned(9)
+    policy.ended("a")  # the last use of 1 was b's
+    assert list(policy.victims()) == [4, 2, 3, 1]
+    policy.used(4, 1, Facts(session="b"))
+    assert list(policy.victims()) == [2, 3, 1, 4], "asked for after all"
+    assert evictions(DeadFirst(), 3, KEYS) == evictions(LRU(), 3, KEYS) != []
     policy.check_integrity()
 
 

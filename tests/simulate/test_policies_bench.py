@@ -15,10 +15,18 @@ def test_quick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(BENCH))
     import policies
 
-    policies.main(["--quick", "--json", "--out", str(tmp_path / "p.json")])
-    found = json.loads((tmp_path / "p.json").read_text())["generated"]
-    assert len(found) == 1 and list(found[0]) == ["1%", "3%", "10%", "30%"]
-    closed = found[0]["10%"]["closed"]["tokens"]
-    assert closed["lru"] == 0 and closed["belady"] == 1
-    assert closed["undeclared"] < closed["declared"] < closed["queue of 16"]
+    policies.main(["--quick", "--json", "--jobs", "1", "--out", str(tmp_path / "p.json")])
+    found = json.loads((tmp_path / "p.json").read_text())
+    assert list(found["generated"]) == ["1%", "3%", "10%"]
+    at = found["generated"]["10%"]
+    assert at["lru"]["tokens_closed"] == [0, 0, 0] and at["belady"]["tokens_closed"] == [1, 1, 1]
+    assert (
+        at["undeclared"]["tokens"][0] < at["declared"]["tokens"][0] < at["queue of 16"]["tokens"][0]
+    )
+    repaired = [
+        by["ttft_s"][0] for name, by in found["tiered"]["repair"].items() if "chunks" in name
+    ]
+    assert repaired == sorted(repaired) and repaired[0] < repaired[-1]
+    assert set(found["planned"]["routers"]) >= {"rendezvous", "chunk_sets"}
+    assert found["calibration"]["answers"] == 8
     assert "policies" in sys.modules

@@ -223,7 +223,7 @@ class IndexFile:
             self._is_sure = True
             if self._sealing:
                 self._seal.synced()
-        except (OSError, sqlite3.Error) as error:
+        except (OSError, sqlite3.Error, UnicodeDecodeError) as error:
             hint = "mend or change the disk, then try again: all is written anew before it is confirmed"
             where = str(self.path)
             raise StoreError(f"cannot sync {where}: {error}", hint=hint, path=where) from error

@@ -23,11 +23,11 @@ def as_ours(path: Path) -> Iterator[None]:
     """Raise SQLite's errors, and the system's, as ours."""
     try:
         yield
-    except (sqlite3.Error, OSError) as error:
+    except (sqlite3.Error, OSError, UnicodeDecodeError) as error:
         raise _explain(error, path) from error
 
 
-def _explain(error: sqlite3.Error | OSError, path: Path) -> StoreError:
+def _explain(error: Exception, path: Path) -> StoreError:
     # the low byte is the error, the rest a refinement of it
     code = getattr(error, "sqlite_errorcode", 0) & 0xFF
     if code in _CORRUPT or "decode" in str(error):  # a text that is no UTF-8

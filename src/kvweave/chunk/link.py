@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import deque
 from collections.abc import Iterable
+from contextlib import suppress
 from threading import Event, Thread
 from typing import Any
 from uuid import uuid4
@@ -76,26 +77,33 @@ class Link:
             raise self._lost(error) from error
 
     def _prepare(self) -> str:
-        with self._explained_transaction():
+        if self._one("SELECT to_regclass('kvweave_meta')")[0] is None:
+            self._make()
+        meta = dict(self._all("SELECT key, value FROM kvweave_meta"))
+        if int(meta["format"]) > FORMAT:
+            raise FormatTooNew(self.where, int(meta["format"]), FORMAT)
+        with suppress(StoreError):  # somebody else is at it
+            self._run(
+                "DELETE FROM kvweave_engines e WHERE e.seen < clock_timestamp()"
+                " - make_interval(secs => %s)",
+                10 * LEASE_SECONDS,
+            )
+        return str(meta["uuid"])
+
+    def _make(self) -> None:
+        self.open(1)
+        try:
             self._run("SELECT pg_advisory_xact_lock(7455871)")
             self._run(_SCHEMA)
             for key, value in (("uuid", uuid4().hex), ("format", str(FORMAT))):
                 self._run(
                     "INSERT INTO kvweave_meta VALUES(%s, %s) ON CONFLICT DO NOTHING", key, value
                 )
-            self._run(
-                "DELETE FROM kvweave_engines e WHERE e.seen < clock_timestamp()"
-                " - make_interval(secs => %s)",
-                10 * LEASE_SECONDS,
-            )
-        meta = dict(self._all("SELECT key, value FROM kvweave_meta"))
-        if int(meta["format"]) > FORMAT:
-            raise FormatTooNew(self.where, int(meta["format"]), FORMAT)
-        return str(meta["uuid"])
-
-    def _explained_transaction(self) -> Any:
-        assert self._db is not None
-        return self._db.transaction()
+            self._run("COMMIT")
+            self._level = 0
+        except BaseException:
+            self.rollback(1)
+            raise
 
     # --- transactions ---
 
@@ -152,10 +160,8 @@ class Link:
     def close(self) -> None:
         self._stop.set()
         self._thread.join(CONNECT_SECONDS)
-        try:
+        with suppress(StoreError):  # else its lease ends by itself
             self._run("DELETE FROM kvweave_engines WHERE id=%s", self._engine)
-        except StoreError:
-            pass  # its lease ends by itself
         if self._db is not None:
             self._db.close()
 

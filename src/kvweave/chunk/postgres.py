@@ -22,7 +22,7 @@ from kvweave.chunk.identity import KINDS, TIERS, ChunkId, TierName
 from kvweave.chunk.link import ALIVE, Link
 from kvweave.chunk.record import KIND_CODE, Record
 from kvweave.chunk.rows import ChunkFacts
-from kvweave.errors import ChunkNotFound, CorruptChunk, NameTaken
+from kvweave.errors import ChunkNotFound, CorruptChunk
 
 _STEP = 2000
 _CHUNK = (
@@ -199,18 +199,19 @@ class PostgresRows(Link):
             self._changed.add(id)
         return bool(n)
 
-    def bind(self, namespace: str, name: str, id: ChunkId) -> None:
+    def bind(self, namespace: str, name: str, id: ChunkId) -> bool:
         query = "INSERT INTO kvweave_names VALUES(%s,%s,%s) ON CONFLICT DO NOTHING RETURNING id"
         if self._one(query, namespace, name, id, chunk=id) is None:
-            raise NameTaken(name, self.by_name(namespace, name) or 0)
+            return False
         self._changed.add(id)
+        return True
 
-    def unbind(self, namespace: str, name: str) -> None:
+    def unbind(self, namespace: str, name: str) -> bool:
         query = "DELETE FROM kvweave_names WHERE namespace=%s AND name=%s RETURNING id"
         row = self._one(query, namespace, name)
-        if row is None:
-            raise ChunkNotFound(name)
-        self._changed.add(row[0])
+        if row is not None:
+            self._changed.add(row[0])
+        return row is not None
 
     def hold(self, id: ChunkId, context: str, n: int) -> None:
         if n:

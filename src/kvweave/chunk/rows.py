@@ -123,11 +123,11 @@ class IndexRows(Protocol):
     def drop(self, id: ChunkId) -> bool:
         """Remove a chunk; False when somebody else keeps it."""
 
-    def bind(self, namespace: str, name: str, id: ChunkId) -> None:
-        """Write a name. Raises NameTaken when another engine was faster."""
+    def bind(self, namespace: str, name: str, id: ChunkId) -> bool:
+        """Write a name; False when another engine just did."""
 
-    def unbind(self, namespace: str, name: str) -> None:
-        """Remove a name."""
+    def unbind(self, namespace: str, name: str) -> bool:
+        """Remove a name; False when another engine just did."""
 
     def hold(self, id: ChunkId, context: str, n: int) -> None:
         """Say that a context of this engine holds a chunk ``n`` times."""

@@ -231,12 +231,14 @@ class SqliteRows:
         self._do("DELETE FROM tokens WHERE id=?", id)
         return True
 
-    def bind(self, namespace: str, name: str, id: ChunkId) -> None:
+    def bind(self, namespace: str, name: str, id: ChunkId) -> bool:
         row = (namespace, name, id)
         self._do("INSERT INTO names VALUES(?,?,?,?)", *row, name_sum(*row))
+        return True
 
-    def unbind(self, namespace: str, name: str) -> None:
+    def unbind(self, namespace: str, name: str) -> bool:
         self._do("DELETE FROM names WHERE namespace=? AND name=?", namespace, name)
+        return True
 
     def hold(self, id: ChunkId, context: str, n: int) -> None:
         """Do nothing: what this process holds, its Table knows."""
@@ -282,26 +284,26 @@ class SqliteRows:
     def _one(self, query: str, *values: object) -> Any:
         try:
             return self.db.execute(query, values).fetchone()
-        except sqlite3.Error as error:
+        except (sqlite3.Error, UnicodeDecodeError) as error:
             self._refuse(error)
 
     def _all(self, query: str, *values: object) -> list[Any]:
         try:
             return self.db.execute(query, values).fetchall()
-        except sqlite3.Error as error:
+        except (sqlite3.Error, UnicodeDecodeError) as error:
             self._refuse(error)
 
     def _do(self, statement: str, *values: object) -> None:
         try:
             self.db.execute(statement, values)
-        except sqlite3.Error as error:
+        except (sqlite3.Error, UnicodeDecodeError) as error:
             self._refuse(error)
 
     def _guarded(self, call: Any) -> None:
         with as_ours(self._path):
             call()
 
-    def _refuse(self, error: sqlite3.Error) -> NoReturn:
+    def _refuse(self, error: Exception) -> NoReturn:
         with as_ours(self._path):
             raise error
         raise AssertionError

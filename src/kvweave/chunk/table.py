@@ -33,6 +33,9 @@ from kvweave.errors import (
     StoreError,
 )
 
+ATTEMPTS = 5
+"""How often a chunk is looked for that other engines add and remove meanwhile."""
+
 
 class Updates(TypedDict, total=False):
     """What ``Table.update`` can change."""
@@ -109,10 +112,6 @@ class Table(Index):
         check_n_bytes(n_bytes)
         namespace = check_namespace(namespace)
         with self.transaction():
-            known = self.find_digest(digest)
-            if known is not None and self._tx.share(known.id):
-                self._check_same(known, data, namespace, base)
-                return known.id, False
             if base is not None:
                 self.get(base)
             now = time.time()
@@ -120,17 +119,20 @@ class Table(Index):
                 ChunkId(0), digest, len(data) // 4, kind, namespace, base, (), tier, n_bytes, False,
                 now, now, 0,
             )  # fmt: skip
-            self._tx.writing()
-            id = self._rows.add(record, data)
-            if id is None:  # another engine was faster
+            for _ in range(ATTEMPTS):
                 known = self.find_digest(digest)
-                if known is None:
-                    raise StoreError("another engine adds and removes this chunk", hint="try again")
-                self._check_same(known, data, namespace, base)
-                return known.id, False
-            self._tx.levels[-1].records[id] = (record, None)
-            self._tx.remember(record)
-            return id, True
+                if known is not None and self._tx.share(known.id):
+                    self._check_same(known, data, namespace, base)
+                    return known.id, False
+                self._tx.writing()
+                id = self._rows.add(record, data)
+                if id is not None:
+                    self._tx.levels[-1].records[id] = (record, None)
+                    self._tx.remember(record)
+                    return id, True
+            raise StoreError(
+                "other engines add and remove this chunk all the time", hint="try again"
+            )
 
     def _check_same(self, known: Record, data: bytes, namespace: str, base: ChunkId | None) -> None:
         if known.namespace != namespace:
@@ -203,19 +205,22 @@ class Table(Index):
             record = self._tx.to_change(id)
             if record.namespace != namespace:
                 raise ChunkNotFound(f"#{id}")
-            old = self.lookup(name, namespace)
-            if old is record:
-                return
-            if old is not None:
-                if not replace:
-                    raise NameTaken(name, old.id)
-                if self._tx.fresh(old) and old.pinned and old.names == (name,):
-                    raise ChunkPinned(name, old.id)
-                self.unbind(name, namespace)
-            self._tx.writing()
-            self._rows.bind(namespace, name, id)
-            self._tx.levels[-1].keep(record)
-            record.names = tuple(sorted((*record.names, name)))
+            for _ in range(ATTEMPTS):
+                old = self.lookup(name, namespace)
+                if old is record:
+                    return
+                if old is not None:
+                    if not replace:
+                        raise NameTaken(name, old.id)
+                    if self._tx.fresh(old) and old.pinned and old.names == (name,):
+                        raise ChunkPinned(name, old.id)
+                    self._take(name, old)
+                self._tx.writing()
+                if self._rows.bind(namespace, name, id):
+                    self._tx.levels[-1].keep(record)
+                    record.names = tuple(sorted((*record.names, name)))
+                    return
+            raise StoreError(f"other engines bind {name!r} all the time", hint="try again")
 
     def unbind(self, name: str, namespace: str = "") -> None:
         """Remove a name; its chunk is freed if nothing else keeps it. Raises ChunkNotFound."""
@@ -224,10 +229,18 @@ class Table(Index):
             name = normal_name(name)
             if name.startswith("#"):
                 raise InvalidName(name, "an id is not a name; it cannot be removed")
-            self._rows.unbind(namespace, name)
-            self._tx.levels[-1].keep(record)
-            record.names = tuple(each for each in record.names if each != name)
-            self._tx.let_go(record.id)
+            if not self._take(name, record):
+                raise ChunkNotFound(name)
+
+    def _take(self, name: str, record: Record) -> bool:
+        """Take a name from its chunk; False when another engine did."""
+        self._tx.writing()
+        if name not in record.names or not self._rows.unbind(record.namespace, name):
+            return False
+        self._tx.levels[-1].keep(record)
+        record.names = tuple(each for each in record.names if each != name)
+        self._tx.let_go(record.id)
+        return True
 
     # --- contexts ---
 

@@ -349,51 +349,5 @@ def serve(p: ArgumentParser) -> None:
     add("--reuse", choices=REUSE, help="what the OpenAI endpoints reuse (all)")
 
 
-def simulate(p: ArgumentParser) -> None:
-    """Add what `kvweave simulate` takes."""
-    p.add_argument("trace", metavar="TRACE", help="JSONL file in Mooncake's or Bailian's format")
-    p.add_argument(
-        "--policy",
-        type=_list,
-        default=["lru"],
-        metavar="LIST",
-        help="some of lru, lfu, gdsf, arc, s3fifo, reuse, declared, belady; or all (lru)",
-    )
-    p.add_argument(
-        "--tiers",
-        type=_list,
-        default=["ram:10%"],
-        metavar="LIST",
-        help="NAME:SIZE[:BANDWIDTH[:PRICE]], fastest first, NAME gpu, ram, disk or remote, SIZE as 2GiB or "
-        "10%% of all different blocks, BANDWIDTH as bytes a second, PRICE of a GiB as that of memory (ram:10%%)",
-    )
-    p.add_argument(
-        "--hits",
-        choices=("chunks", "prefix"),
-        default="chunks",
-        help="count any block that is held, or only those whose whole prefix is (chunks)",
-    )
-    p.add_argument(
-        "--sizes", type=_list, metavar="LIST", help="try every tier at these sizes: 1%%,3%%,10%%"
-    )
-    p.add_argument("--plot", metavar="FILE", help="write a figure of what --sizes found")
-    p.add_argument(
-        "--look-ahead",
-        type=_positive,
-        default=0,
-        metavar="N",
-        help="tell policies what the next N requests use, as from a queue (0)",
-    )
-    costs = p.add_argument_group("costs").add_argument
-    costs("--prefill-rate", type=_positive, metavar="N", help="tokens a second (8000)")
-    costs(
-        "--doubles-at",
-        type=_positive,
-        metavar="N",
-        help="position where a token takes twice as long (32768)",
-    )
-    costs("--token-bytes", type=_size, metavar="SIZE", help="KV of a token (128KiB)")
-
-
 def nothing(p: ArgumentParser) -> None:
     """Add nothing."""

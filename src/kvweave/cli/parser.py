@@ -13,6 +13,7 @@ from typing import NoReturn
 
 import kvweave
 from kvweave.cli import arguments
+from kvweave.cli.simulate_arguments import simulate as simulate_arguments
 from kvweave.errors import nearest
 
 
@@ -304,16 +305,19 @@ COMMANDS = {
         Command(
             "simulate",
             "kvweave.cli.simulate:simulate",
-            "Replay a trace against tiers and eviction policies.",
-            arguments.simulate,
-            "Needs no model. Times to the first token follow from costs: prefill grows with the position,\n"
-            "loads take bytes over bandwidth, nothing overlaps and nobody waits. Requests a second are what\n"
-            "the busiest of prefill and tiers allows. With --sizes, a star marks what nothing else beats\n"
-            "in price, mean time and requests a second together.",
+            "Replay a trace against tiers and policies, or serve it under a load.",
+            simulate_arguments,
+            "Needs no model. Without a load the requests are replayed one after the other and nobody waits:\n"
+            "hits, bytes moved, and times that follow from costs. With --load they come to nodes with a queue,\n"
+            "a device, decode slots and tiers of their own, and there are waits, percentiles, an SLO and a\n"
+            "bill; with --slo alone, the largest load that keeps it. With --sizes, a star marks what nothing\n"
+            "else beats in price, time and (without a load) requests a second together.",
             (
-                "kvweave simulate trace.jsonl --policy lru,gdsf,belady --tiers ram:10%,disk:50%",
-                "kvweave simulate trace.jsonl --policy all --hits prefix --tiers ram:64GiB",
+                "kvweave simulate trace.jsonl --policy lru,declared,belady --tiers ram:10%,disk:50%",
+                "kvweave simulate generated --pauses lognormal --regret 0.1 --policy all",
                 "kvweave simulate trace.jsonl --tiers ram:1%,disk:1% --sizes 1%,3%,10% --plot front.png",
+                "kvweave simulate generated --load 2 --arrivals bursty --nodes 4 --router all --slo 2",
+                "kvweave simulate generated --slo 2 --tiers ram:5%,disk:20%::0.1:3600 --json",
             ),
             remote=False,
         ),

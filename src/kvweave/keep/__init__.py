@@ -10,6 +10,7 @@ from collections.abc import Callable
 from kvweave.keep.arc import ARC
 from kvweave.keep.base import UNKNOWN, Facts, Policy
 from kvweave.keep.belady import Belady, Future
+from kvweave.keep.dead import DeadFirst
 from kvweave.keep.declared import Declared
 from kvweave.keep.gdsf import GDSF
 from kvweave.keep.lfu import LFU
@@ -24,10 +25,11 @@ POLICIES: dict[str, Callable[[int], Policy]] = {
     "arc": ARC,
     "s3fifo": S3FIFO,
     "reuse": ReuseTime,
+    "dead_first": DeadFirst,
     "declared": Declared,
 }
 
 __all__ = [
-    "ARC", "GDSF", "LFU", "LRU", "POLICIES", "S3FIFO", "UNKNOWN", "Belady", "Declared", "Facts",
-    "Future", "Policy", "ReuseTime",
+    "ARC", "GDSF", "LFU", "LRU", "POLICIES", "S3FIFO", "UNKNOWN", "Belady", "DeadFirst", "Declared",
+    "Facts", "Future", "Policy", "ReuseTime",
 ]  # fmt: skip

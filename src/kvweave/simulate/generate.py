@@ -1,10 +1,11 @@
 """Seeded traces of conversations whose application declares prunes and ends of sessions.
 
-Sessions come at exponential times. Each has one of a few system prompts (a popular one more often),
-and turns at exponential intervals. A turn adds a user chunk, sometimes a shared document (Zipf), a
-thinking chunk and an answer. Thinking is declared dropped when the next turn comes without it, and
-the oldest turn is when the conversation is over its limit; a few pruned chunks come back all the
-same. Most sessions say when they end, some time after their last turn; the others just stop.
+Sessions come as a Poisson process. Each has one of a few system prompts, and turns at random intervals.
+A turn adds a user chunk, sometimes a shared document, and is answered with thinking and an answer,
+which are stored when they are done. Thinking is declared dropped when the next turn comes without it,
+and the oldest turn is when the conversation is over its limit. A part of what was dropped is put into
+a later turn again: the application regrets. Most sessions say when they end, some time after their
+last turn; the others just stop.
 """
 
 from __future__ import annotations
@@ -12,7 +13,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from random import Random
 
-from kvweave.simulate.trace import Request, Trace
+from kvweave.simulate.times import Shaped, Zipf, draw_time
+from kvweave.simulate.trace import Made, Request, Trace
+
+DECODE = 0.02  # seconds a token of an answer is taken to last, until the pause begins
 
 
 @dataclass(frozen=True)
@@ -23,12 +27,14 @@ class Shape:
     arrival: float = 12.0  # mean time between sessions
     turns: int = 8  # mean turns of a session
     pause: float = 60.0  # mean time between turns
+    pauses: Shaped = "exponential"
     most_turns: int = 12  # kept in the prompt; older ones are pruned
     systems: int = 4
     documents: int = 300
+    zipf: float = 0.8  # exponent of both: .64 to .83 on the web (Breslau et al., INFOCOM'99)
     declares: float = 0.8  # the part of the sessions that say when they end
     lingers: float = 30.0  # mean time from the last turn until then
-    regret: float = 0.02  # the part of the pruned chunks that is asked for once more
+    regret: float = 0.02  # the part of what is pruned before the last turn that is asked for again
 
 
 DEFAULT = Shape()
@@ -41,18 +47,30 @@ class _Chunks:
     sizes: list[int] = field(default_factory=list)
     kinds: list[str] = field(default_factory=list)
 
-    def new(self, kind: str, size: int) -> int:
+    def new(self, kind: str, size: float) -> int:
         """Return the id of a new chunk."""
-        self.sizes.append(max(1, size))
+        self.sizes.append(max(1, int(size)))
         self.kinds.append(kind)
         return len(self.sizes) - 1
 
-    def request(self, time: float, session: str, blocks: list[int]) -> Request:
-        """Return a request for chunks, with nothing declared."""
-        return Request(
-            time, 200, tuple(blocks), tuple(self.sizes[b] for b in blocks),
-            tuple(self.kinds[b] for b in blocks), session,
-        )  # fmt: skip
+    def made(self, id: int) -> Made:
+        """Return what is known of a chunk."""
+        return Made(id, self.sizes[id], self.kinds[id])
+
+
+@dataclass(frozen=True)
+class _World:
+    """What all sessions share."""
+
+    shape: Shape
+    rng: Random
+    chunks: _Chunks
+    systems: tuple[list[int], Zipf]
+    documents: tuple[list[int], Zipf]
+
+    def pick(self, what: tuple[list[int], Zipf]) -> int:
+        """Return one of them, by popularity."""
+        return what[0][what[1].draw(self.rng)]
 
 
 def generate(shape: Shape = DEFAULT, seed: int = 0) -> Trace:
@@ -61,54 +79,67 @@ def generate(shape: Shape = DEFAULT, seed: int = 0) -> Trace:
     chunks = _Chunks()
     systems = [chunks.new("system", rng.randint(300, 1500)) for _ in range(shape.systems)]
     documents = [chunks.new("document", rng.randint(200, 2000)) for _ in range(shape.documents)]
+    world = _World(
+        shape, rng, chunks,
+        (systems, Zipf(shape.systems, shape.zipf)), (documents, Zipf(shape.documents, shape.zipf)),
+    )  # fmt: skip
     requests: list[Request] = []
     time = 0.0
     for number in range(shape.sessions):
-        time += rng.expovariate(1 / shape.arrival)
-        system = systems[min(int(rng.expovariate(1.0)), shape.systems - 1)]
-        _session(shape, rng, chunks, (f"s{number}", time, system, documents), requests)
+        time += draw_time(rng, shape.arrival)
+        requests += _session(world, f"s{number}", time)
     requests.sort(key=lambda request: request.time)
     return Trace(requests, 0)
 
 
-def _session(
-    shape: Shape,
-    rng: Random,
-    chunks: _Chunks,
-    about: tuple[str, float, int, list[int]],
-    requests: list[Request],
-) -> None:
-    name, time, system, documents = about
-    turns: list[list[int]] = []
+def _session(world: _World, name: str, time: float) -> list[Request]:
+    shape, rng, chunks = world.shape, world.rng, world.chunks
+    requests: list[Request] = []
+    system, turns = world.pick(world.systems), list[list[int]]()
+    n_turns = 1 + int(draw_time(rng, shape.turns))
+    again: dict[int, list[int]] = {}  # pruned chunks by the turn that asks for them again
     thought: list[int] = []
-    for _ in range(1 + int(rng.expovariate(1 / shape.turns))):
-        turn = [chunks.new("user", int(rng.expovariate(1 / 120)) + 10)]
+    for number in range(n_turns):
+        turn = [*again.pop(number, ())]
         if rng.random() < 0.4:
-            at = min(int(len(documents) * rng.random() ** 3), len(documents) - 1)
-            turn.insert(0, documents[at])
-        pruned = [id for id in thought if rng.random() >= shape.regret]
-        kept = [id for id in thought if id not in pruned]
-        if turns:
-            turns[-1] += kept
+            turn.append(world.pick(world.documents))
+        turn.append(chunks.new("user", 10 + draw_time(rng, 120)))
+        pruned = thought
         turns.append(turn)
         if len(turns) > shape.most_turns:
-            pruned += [id for id in turns.pop(0) if chunks.kinds[id] != "document"]
-        blocks = [system, *dict.fromkeys(id for each in turns for id in each)]
-        made = chunks.request(time, name, blocks)
-        requests.append(_declaring(made, pruned, False))
-        answer = chunks.new("assistant", int(rng.expovariate(1 / 250)) + 20)
-        thought = [chunks.new("thinking", int(rng.expovariate(1 / 600)) + 50)]
-        turn += [answer]
-        # the end of the answer: its own chunks come to memory, in a request of their own
-        requests.append(chunks.request(time + 5, name, [*thought, answer]))
-        time += 5 + rng.expovariate(1 / shape.pause)
+            pruned = pruned + [id for id in turns.pop(0) if chunks.kinds[id] != "document"]
+        blocks = tuple(dict.fromkeys([system, *(id for each in turns for id in each)]))
+        pruned = [id for id in pruned if id not in blocks]
+        for id in pruned if number < n_turns - 1 else ():
+            if rng.random() < shape.regret:
+                again.setdefault(rng.randint(number + 1, n_turns - 1), []).append(id)
+        thought = [chunks.new("thinking", 50 + draw_time(rng, 600))]
+        answer = chunks.new("assistant", 20 + draw_time(rng, 250))
+        made = tuple(chunks.made(id) for id in (*thought, answer))
+        about = [chunks.made(id) for id in blocks]
+        n_output = sum(each.size for each in made)
+        requests.append(
+            Request(
+                time, n_output, blocks, tuple(each.size for each in about),
+                tuple(each.kind for each in about), name, tuple(pruned), made=made,
+            )
+        )  # fmt: skip
+        turn.append(answer)
+        time += n_output * DECODE + draw_time(rng, shape.pause, shape.pauses)
     if rng.random() < shape.declares:
-        end = chunks.request(time + rng.expovariate(1 / shape.lingers), name, [])
-        requests.append(_declaring(end, [], True))
+        end = time + draw_time(rng, shape.lingers)
+        requests.append(Request(end, 0, (), (), (), name, ended=True))
+    return requests
 
 
-def _declaring(request: Request, pruned: list[int], ended: bool) -> Request:
-    return Request(
-        request.time, request.n_output, request.blocks, request.sizes, request.kinds,
-        request.session, tuple(pruned), ended,
-    )  # fmt: skip
+def asked_again(trace: Trace) -> float:
+    """Return the part of the declared prunes whose chunk is used by a later request."""
+    waiting: dict[int, int] = {}
+    n_pruned, n_again = 0, 0
+    for request in trace.requests:
+        for id in request.blocks:
+            n_again += waiting.pop(id, 0)
+        for id in request.pruned:
+            waiting[id] = waiting.get(id, 0) + 1
+            n_pruned += 1
+    return n_again / n_pruned if n_pruned else 0.0

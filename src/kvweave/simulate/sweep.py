@@ -3,50 +3,72 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import product
-from pathlib import Path
 
-from kvweave.simulate.cost import DEFAULT, Cost, Tier
-from kvweave.simulate.replay import Hits, Result, replay
+from kvweave.simulate.arrive import Arrivals
+from kvweave.simulate.cluster import Served, Setup, serve
+from kvweave.simulate.cost import HOURS, Tier
+from kvweave.simulate.replay import Result
 from kvweave.simulate.trace import Trace
 
 Aims = tuple[float, float, float]  # less is better in each
 
 
-def sweep(
-    trace: Trace,
-    policies: Sequence[str],
-    tiers: Sequence[Tier],
-    sizes: Sequence[int],
-    cost: Cost = DEFAULT,
-    hits: Hits = "chunks",
-    look_ahead: int = 0,
-) -> list[Result]:
-    """Replay under each policy with each tier at each size (bytes), in all combinations."""
+@dataclass(frozen=True)
+class Point:
+    """One choice of tiers and policy, and what it comes to."""
+
+    result: Result
+    price: float  # $ an hour, for tiers and, under a load, nodes
+    ttft: float  # seconds: the mean, and under a load the 99th percentile
+    throughput: float  # requests a second that are possible, and under a load that came
+    served: Served | None = None
+
+    @classmethod
+    def of(cls, found: Result | Served) -> Point:
+        """Return the point of a replay, or of a trace that was served."""
+        if isinstance(found, Result):
+            return cls(found, found.monthly / HOURS, found.mean_ttft, found.throughput)
+        nodes, result = found.setup.nodes, found.result
+        price = nodes * (result.monthly / HOURS + found.setup.prices.node)
+        return cls(result, price, result.percentile(0.99), found.rate, found)
+
+
+def sizes_of(tiers: Sequence[Tier], sizes: Sequence[int]) -> list[list[Tier]]:
+    """Return the tiers with each at each size (bytes), in all combinations."""
     return [
-        replay(
-            trace,
-            policy,
-            [replace(t, budget=n) for t, n in zip(tiers, chosen, strict=True)],
-            cost,
-            hits,
-            look_ahead,
-        )
-        for policy in policies
+        [replace(tier, budget=n) for tier, n in zip(tiers, chosen, strict=True)]
         for chosen in product(sizes, repeat=len(tiers))
     ]
 
 
-def front(results: Sequence[Result]) -> list[Result]:
+def sweep(
+    policies: Sequence[str],
+    choices: Sequence[Sequence[Tier]],
+    run: Callable[[str, Sequence[Tier]], Result | Served | None],
+) -> list[Point]:
+    """Run every policy with every choice of tiers; a run that comes to nothing has no point."""
+    found = [run(policy, tiers) for policy in policies for tiers in choices]
+    return [Point.of(each) for each in found if each is not None]
+
+
+def under_load(
+    trace: Trace, setup: Setup, arrivals: Arrivals
+) -> Callable[[str, Sequence[Tier]], Served]:
+    """Return what `sweep` may run: the trace served by ``setup`` with other tiers and policies."""
+    return lambda policy, tiers: serve(trace, replace(setup, policy=policy, tiers=tiers), arrivals)
+
+
+def front(points: Sequence[Point]) -> list[Point]:
     """Return those that no other one beats, cheapest first.
 
-    One beats another if it is no worse in price, mean time to first token and throughput, and better
-    in one of them, as in Kareto (arXiv 2603.08739). Of equal ones the first stays. The oracle takes
-    no part beside others: nobody can have it.
+    One beats another if it is no worse in price, time to the first token and throughput, and better in
+    one of them, as in Kareto (arXiv 2603.08739). Under a load throughput is what came, and does not
+    count. Of equal ones the first stays. The oracle takes no part beside others: nobody can have it.
     """
-    real = [result for result in results if result.policy != "belady"] or results
-    aims = [(r.cost, r.mean_ttft, -r.throughput) for r in real]
+    real = [point for point in points if point.result.policy != "belady"] or list(points)
+    aims = [(p.price, p.ttft, 0.0 if p.served else -p.throughput) for p in real]
     best = [
         at
         for at, mine in enumerate(aims)
@@ -57,40 +79,3 @@ def front(results: Sequence[Result]) -> list[Result]:
 
 def _beats(one: Aims, other: Aims) -> bool:
     return one != other and all(a <= b for a, b in zip(one, other, strict=True))
-
-
-def draw(results: Sequence[Result], path: Path) -> bool:
-    """Write a figure of all results and their front; return False without matplotlib.
-
-    Two views of the same points: price against time to first token, and against throughput.
-    """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError:
-        return False
-    figure = Figure(figsize=(10, 4.2), layout="constrained")
-    FigureCanvasAgg(figure)  # no window, whatever the user's default backend is
-    best = front(results)
-    views: tuple[tuple[str, Callable[[Result], float]], ...] = (
-        ("mean time to first token (s)", lambda result: result.mean_ttft),
-        ("requests a second", lambda result: result.throughput),
-    )
-    for axes, (label, of) in zip(figure.subplots(1, 2), views, strict=True):
-        axes.scatter(
-            [r.cost for r in best], [of(r) for r in best],
-            s=70, facecolors="none", edgecolors="#222222", linewidths=1.0, label="front",
-        )  # fmt: skip
-        for policy in dict.fromkeys(result.policy for result in results):
-            mine = [result for result in results if result.policy == policy]
-            axes.scatter([r.cost for r in mine], [of(r) for r in mine], s=18, label=policy)
-        axes.set_xscale("log")
-        axes.set_ylim(bottom=0)
-        axes.set_xlabel("price of the tiers (as GiB of host memory)")
-        axes.set_ylabel(label)
-        axes.grid(True, color="#dddddd", linewidth=0.6)
-        axes.set_axisbelow(True)
-    handles, labels = figure.axes[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside right upper", frameon=False)
-    figure.savefig(path, dpi=150)
-    return True

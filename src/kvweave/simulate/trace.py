@@ -8,26 +8,40 @@ A file has a JSON object a line. Both formats have ``timestamp``, ``input_length
     Mooncake   timestamp in ms, blocks of 512 tokens
     Bailian    timestamp in s, blocks of 16; chat_id, parent_chat_id (-1: none), type, turn
     ours       as Mooncake's, and of these what is known: session; kinds and sizes (tokens), one
-               per block; pruned (ids declared dropped after this request); ended (true: the session
+               per block; made ([id, tokens, kind] of each chunk the answer becomes, stored when
+               it is done); pruned (ids declared dropped after this request); ended (true: the session
                is over after it). A line with declarations only has no hash_ids.
+
+The ids of the two published formats are *prefix-chained*: a hash of the block and all before it. Equal
+content behind another beginning has another id, so such traces say nothing about chunks that are used
+at any position; `Trace.chained` tells.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvweave.errors import InvalidArgument
 
 MOONCAKE, BAILIAN = 512, 16  # tokens of a block
 
 
+class Made(NamedTuple):
+    """A chunk that an answer becomes."""
+
+    id: int
+    size: int  # tokens
+    kind: str
+
+
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One prompt as blocks, and what was declared after it."""
+    """One prompt as blocks, what its answer becomes, and what was declared after it."""
 
     time: float  # seconds
     n_output: int
@@ -37,6 +51,7 @@ class Request:
     session: str = ""
     pruned: tuple[int, ...] = ()
     ended: bool = False
+    made: tuple[Made, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -54,7 +69,45 @@ class Trace:
     def unique_tokens(self) -> int:
         """Return for how many tokens all different blocks take memory."""
         sizes = {id: n for r in self.requests for id, n in zip(r.blocks, r.sizes, strict=True)}
+        sizes |= {made.id: made.size for r in self.requests for made in r.made}
         return sum(map(self.held_tokens, sizes.values()))
+
+    @cached_property
+    def chained(self) -> bool:
+        """Whether no block is ever used behind another predecessor: prefixes are all that is shared."""
+        before: dict[int, int] = {}
+        for request in self.requests:
+            ids = (*request.blocks, *(made.id for made in request.made))
+            for last, id in zip((-1, *ids), ids, strict=False):
+                if before.setdefault(id, last) != last:
+                    return False
+        return True
+
+
+def prefix_chained(trace: Trace) -> Trace:
+    """Return the trace as a prefix cache sees it: a block behind other blocks is another block.
+
+    An answer's chunks stand behind its prompt and one another: what is used behind another prompt, or
+    without the thinking before it, is not they. Nobody can prune the inside of a prefix.
+    """
+    if trace.chained:
+        return trace
+    known: dict[tuple[int, int], int] = {}
+
+    def chain(ids: Iterable[int]) -> tuple[int, ...]:
+        found, last = [], -1
+        for id in ids:
+            last = known.setdefault((last, id), len(known))
+            found.append(last)
+        return tuple(found)
+
+    requests = []
+    for request in trace.requests:
+        keys = chain([*request.blocks, *(made.id for made in request.made)])
+        n = len(request.blocks)
+        made = tuple(m._replace(id=key) for m, key in zip(request.made, keys[n:], strict=True))
+        requests.append(replace(request, blocks=keys[:n], made=made, pruned=()))
+    return Trace(requests, trace.block)
 
 
 def read(path: str | Path) -> Trace:
@@ -101,10 +154,13 @@ def _request(row: dict[str, Any], roots: dict[int, str]) -> Request:
     kinds = tuple(str(kind) for kind in row.get("kinds", ("",) * len(blocks)))
     if not len(sizes) == len(kinds) == len(blocks) or min(sizes, default=1) < 1:
         raise ValueError("sizes, kinds and hash_ids do not match")
+    made = tuple(Made(int(id), int(n), str(kind)) for id, n, kind in row.get("made", ()))
+    if any(each.size < 1 for each in made):
+        raise ValueError("an answer's chunk has no tokens")
     return Request(
         time / 1000, n_output, blocks, sizes, kinds,
         str(row.get("session", "")), tuple(int(id) for id in row.get("pruned", ())),
-        row.get("ended", False) is True,
+        row.get("ended", False) is True, made,
     )  # fmt: skip
 
 
@@ -142,6 +198,8 @@ def rows(trace: Trace) -> Iterator[dict[str, object]]:
             row["kinds"] = list(request.kinds)
         if request.session:
             row["session"] = request.session
+        if request.made:
+            row["made"] = [list(made) for made in request.made]
         if request.pruned:
             row["pruned"] = list(request.pruned)
         if request.ended:

@@ -1,29 +1,64 @@
-"""Memory that KV is read to: private, from a page on, in huge pages where it is large."""
+"""Memory that KV is read to: from a page on, and used again instead of given back to the system.
+
+Memory that is fresh costs more than the read into it: a fault for each page, which is zeroed first.
+"""
 
 from __future__ import annotations
 
-import mmap
+import threading
+import weakref
+from bisect import bisect_left, insort
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvweave.store.tier.base import PAGE
 
-HUGE = 2 << 20  # bytes of a huge page; below, the heap reuses what was freed without a system call
+IDLE = 64 << 20  # bytes that are kept for those who come next
+LARGE = 1 << 18  # bytes from which on it is worth it
+WASTE = 1.25  # times what is wanted, that a used piece may have
+
+_lock = threading.RLock()  # a piece may come back while one is taken: the collector runs anywhere
+_idle: list[tuple[int, int]] = []  # (bytes, address) of pieces nobody uses, sorted
+_pieces: dict[int, NDArray[np.uint8]] = {}  # address -> piece
+_n_idle = 0
 
 
 def buffer(n: int) -> memoryview:
-    """Return ``n`` bytes that begin at a page, as direct reads want them; zeroed or not.
+    """Return ``n`` bytes that begin at a page, as direct reads want them, with anything in them.
 
-    A fault for each 4 KiB of a fresh mapping costs more than the read into it.
+    They are used again when the last view of them is gone.
     """
-    if n >= HUGE:
-        try:
-            made = mmap.mmap(-1, n, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            if hasattr(mmap, "MADV_HUGEPAGE"):
-                made.madvise(mmap.MADV_HUGEPAGE)
-            return memoryview(made)
-        except OSError:
-            pass  # too many mappings, or no such advice: the heap has another way
-    room = np.empty(n + PAGE, np.uint8)
+    if n < LARGE:
+        return _aligned(np.empty(n + PAGE, np.uint8), n)
+    piece = _take(n)
+    if piece is None:
+        piece = np.empty(n + PAGE, np.uint8)
+    lent = piece.view()  # an object of its own: all that is made of it keeps it alive
+    weakref.finalize(lent, _back, piece).atexit = False
+    return _aligned(lent, n)
+
+
+def _aligned(room: NDArray[np.uint8], n: int) -> memoryview:
     start = -room.ctypes.data % PAGE
-    return memoryview(room[start : start + n])  # type: ignore[arg-type]
+    return memoryview(room)[start : start + n]  # type: ignore[arg-type]
+
+
+def _take(n: int) -> NDArray[np.uint8] | None:
+    global _n_idle
+    with _lock:
+        at = bisect_left(_idle, (n + PAGE, 0))
+        if at == len(_idle) or _idle[at][0] > WASTE * n + PAGE:
+            return None
+        size, address = _idle.pop(at)
+        _n_idle -= size
+        return _pieces.pop(address)
+
+
+def _back(piece: NDArray[np.uint8]) -> None:
+    global _n_idle
+    with _lock:
+        if _n_idle + piece.size <= IDLE:
+            _pieces[piece.ctypes.data] = piece
+            insort(_idle, (piece.size, piece.ctypes.data))
+            _n_idle += piece.size
