@@ -161,10 +161,10 @@ def exchange(host: Host, fresh: Fresh, pristine: Filled, tally: Tally, pairs: in
         one, other = (pristine.root / a).read_bytes(), (pristine.root / b).read_bytes()
         (world.root / a).write_bytes(other)
         (world.root / b).write_bytes(one)
-        tier = pristine.in_tier(a) and pristine.in_tier(b)
+        n = pristine.in_tier(a) + pristine.in_tier(b)
         where = f"{a} and {b} exchanged"
-        hollow = not tier and 0 in (size[a], size[b])
-        look(host, world, tally, where, may_lose=2 if tier else len(world.told) * hollow)
+        hollow = n < 2 and 0 in (size[a], size[b])
+        look(host, world, tally, where, may_lose=max(n, len(world.told) * hollow))
         tally.did("exchanged")
         undone(host, world, pristine, tally, where)
     tally.settle()
