@@ -139,7 +139,7 @@ def unanswered(
     )
     if engine is None:
         return verdict
-    for again in range(3):  # a tier may leave its server alone for a while, and try again
+    for again in range(2):  # a tier may leave its server alone for a while, and try again
         for name, tokens in told.items():
             found = verdict.timed(f"ask {name}", limit, lambda n=name: ask(engine, n))
             if found not in (truth.answer(tokens), None):
@@ -147,7 +147,7 @@ def unanswered(
         text = [5 + again, *range(5, 35)]
         verdict.timed("put", limit, lambda t=text, i=again: engine.put(f"more/{i}", t))
         verdict.timed("rm", limit, lambda i=again: engine.files.rm(f"more/{i}"))
-        time.sleep(1.0)
+        time.sleep(0.5)
     verdict.timed("close", OWN + limit, engine.close)
     return verdict
 

@@ -72,7 +72,7 @@ def test_dying_in_the_middle_of_conversations(host: Host, tmp_path: Path, tally:
     tally.settle()
 
 
-@pytest.mark.parametrize("kind", ["disk", "s3"])
+@pytest.mark.parametrize("kind", ["disk", pytest.param("s3", marks=pytest.mark.slow)])
 def test_engines_that_share_a_store(host: Host, tmp_path: Path, tally: Tally, kind: str) -> None:
     shared = shared_at(tmp_path / "shared", kind)
     (tmp_path / "shared").mkdir()
@@ -134,6 +134,7 @@ def test_removed_while_it_is_written_behind(host: Host, tmp_path: Path, tally: T
     tally.settle()
 
 
+@pytest.mark.slow
 @needs_redis
 def test_a_server_that_says_nothing_any_more(host: Host, tmp_path: Path, tally: Tally) -> None:
     """It is stopped, not gone: connections are taken, and nobody answers."""
@@ -187,7 +188,9 @@ def test_a_stack_of_levels(host: Host, tmp_path: Path, tally: Tally) -> None:
     tally.settle()
 
 
-@pytest.mark.parametrize("skew", [-1e9, -3600.0, 3600.0, 1e9])
+@pytest.mark.parametrize(
+    "skew", [-1e9, *(pytest.param(s, marks=pytest.mark.slow) for s in (-3600.0, 3600.0, 1e9))]
+)
 def test_the_wall_clock_jumps(host: Host, fresh: Fresh, tally: Tally, skew: float) -> None:
     world = fresh()
     host.control.raw.skew = skew
