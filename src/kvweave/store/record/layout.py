@@ -222,9 +222,8 @@ def encode(kv: KV, choice: CodecSpec, model: str, chunk: str) -> list[memoryview
         found = ", ".join(sorted(dtypes))
         raise InvalidArgument("kv", f"{found} in one record", f"one of {', '.join(DTYPES)}")
     shapes = [(*k.shape[1:], *v.shape[1:]) for k, v in zip(kv.k, kv.v, strict=True)]
-    said = {"model": model, "chunk": chunk, "n_tokens": kv.n_tokens, "dtype": dtypes.pop(), "layers": shapes,
-            "codec": choice.spec, "block": BLOCK, "lossy": kv.lossy}  # fmt: skip
-    text = json.dumps(said, separators=(",", ":")).encode()
+    dtype = DTYPES[dtypes.pop()]
+    text = _said(model, chunk, kv.n_tokens, dtype, shapes, choice, kv.lossy)
     n_sections = 2 * len(shapes) * -(-kv.n_tokens // BLOCK)
     n_head = _up(_table_at(len(text)) + n_sections * SECTION.itemsize, PAGE)
     sections: list[tuple[int, int, int]] = []
@@ -245,16 +244,29 @@ def encode(kv: KV, choice: CodecSpec, model: str, chunk: str) -> list[memoryview
 
 def renamed(head: Head, data: memoryview, chunk: str) -> list[memoryview]:
     """Return a record with the same sections that names ``chunk``; ``head`` is that of ``data``."""
-    said = {"model": head.model, "chunk": chunk, "n_tokens": head.n_tokens,
-            "dtype": str(head.dtype).removeprefix("torch."),
-            "layers": [(s.k_heads, s.k_dim, s.v_heads, s.v_dim) for s in head.shapes],
-            "codec": head.choice.spec, "block": BLOCK, "lossy": head.lossy}  # fmt: skip
     table = head.table.copy()
-    text = json.dumps(said, separators=(",", ":")).encode()
+    shapes = [(s.k_heads, s.k_dim, s.v_heads, s.v_dim) for s in head.shapes]
+    text = _said(head.model, chunk, head.n_tokens, head.dtype, shapes, head.choice, head.lossy)
     n_head = _up(_table_at(len(text)) + table.nbytes, PAGE)
     table["offset"] += n_head - head.n_head
     made = _head(text, table, n_head, head.n_bytes - head.n_head + n_head)
     return [made, data[head.n_head :]]
+
+
+def _said(
+    model: str,
+    chunk: str,
+    n_tokens: int,
+    dtype: torch.dtype,
+    shapes: Sequence[tuple[int, ...]],
+    choice: CodecSpec,
+    lossy: bool,
+) -> bytes:
+    """Return the JSON of a head."""
+    said = {"model": model, "chunk": chunk, "n_tokens": n_tokens,
+            "dtype": str(dtype).removeprefix("torch."), "layers": shapes,
+            "codec": choice.spec, "block": BLOCK, "lossy": lossy}  # fmt: skip
+    return json.dumps(said, separators=(",", ":")).encode()
 
 
 def _head(text: bytes, table: np.ndarray[Any, Any], n_head: int, n_bytes: int) -> memoryview:
