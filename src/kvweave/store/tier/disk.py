@@ -8,8 +8,8 @@
 
 A value is written to a file without a name, synced if it is to be durable, and linked to its name,
 which fails where that is taken: it appears whole, once, whoever writes at the same time. What else
-lies in the directory is never touched. Nothing is remembered but sizes, so several processes may
-use one directory. Blocking: what must end at a deadline whatever the device does is
+lies in the directory is never touched. Nothing is remembered, so several processes may use one
+directory. Blocking: what must end at a deadline whatever the device does is
 `kvweave.store.tier.guarded`'s.
 """
 
@@ -23,6 +23,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from kvweave.chunk.rebuild import fsync
 from kvweave.errors import StoreError
 from kvweave.store.tier.base import DONE, LATE, PAGE, Get, Outcome, Put, checked
 from kvweave.store.tier.buffers import Run, runs
@@ -59,12 +60,11 @@ class Disk:
         self._direct = direct
         self._lock = threading.Lock()
         self._open: OrderedDict[str, OpenFile] = OrderedDict()
-        self._n_bytes = 0  # of values, and of what is being written
+        self._n_writing = 0  # bytes of what is being written, where there is a capacity
         self._closed = False
         try:
             directory.mkdir(parents=True, exist_ok=True)
             self._identity = _identity(directory)
-            self._recount()
         except OSError as error:
             raise StoreError(f"cannot open {directory}: {error}", path=str(directory)) from error
 
@@ -102,7 +102,6 @@ class Disk:
             return self._exists(path, durable)
         if not self._reserve(n):
             return Outcome("full", f"{put.key}: {n} bytes do not fit into {self.capacity}")
-        done = False
         try:
             with NewFile(self.directory, self._direct) as file:
                 file.write(runs(put.data), deadline)
@@ -114,19 +113,14 @@ class Disk:
         except OSError as error:
             return Outcome("full" if error.errno in NO_ROOM else "failed", f"{put.key}: {error}")
         finally:
-            if not done:
-                self._count(-taken(n))
+            self._release(n)
         return DONE if done else self._exists(path, durable)
 
     def _exists(self, path: Path, durable: bool) -> Outcome:
         """Somebody has created it; have it on the disk too, if that is wanted."""
         try:
             if durable:
-                file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-                try:
-                    os.fsync(file)
-                finally:
-                    os.close(file)
+                fsync(path)
         except OSError as error:
             return Outcome("failed", f"{path.name}: {error}")
         return present(path.stem)
@@ -134,11 +128,7 @@ class Disk:
     def _sync_directory(self) -> str:
         """Have names on the disk; return "" or why they may not be."""
         try:
-            opened = os.open(self.directory, os.O_RDONLY | os.O_CLOEXEC)
-            try:
-                os.fsync(opened)
-            finally:
-                os.close(opened)
+            fsync(self.directory)
         except OSError as error:
             return f"{self.directory}: {error}"
         return ""
@@ -159,7 +149,6 @@ class Disk:
             file = self._opened(get.key)
             bad = outside(get, file.n)
             if bad is not None:
-                self._recount()  # it may have been longer when it was counted
                 return bad
             at = get.offset
             for run in runs(get.into):
@@ -226,8 +215,6 @@ class Disk:
         """There is no such file; that says something only while this is the directory we opened."""
         try:
             if _identity(self.directory) == self._identity:
-                if not self.shared:
-                    self._recount()  # it may have been counted: somebody else removed it
                 return absent(key)
             why = "is another directory now; is it mounted?"
         except OSError as error:
@@ -247,64 +234,70 @@ class Disk:
         if _is_over(deadline):
             return LATE
         self._forget(key)
-        path = self.path(key)
         try:
-            n = path.stat().st_size
-            path.unlink()
+            self.path(key).unlink()
         except FileNotFoundError:
             there = self._missing(key)
             return DONE if there.state == "missing" else there
         except OSError as error:
             return Outcome("failed", f"{key}: {error}")
-        self._count(-taken(n))
         return DONE
 
     def keys(self) -> Iterator[str]:
-        return iter([key for key, _ in self.sizes()])
+        return iter([key for key, _ in self._entries()])
 
     def sizes(self) -> list[tuple[str, int]]:
         """Return keys with the bytes of their values. Raises StoreError."""
+        found = []
+        for key, entry in self._entries():
+            try:
+                found.append((key, entry.stat().st_size))
+            except FileNotFoundError:
+                continue  # it went meanwhile
+            except OSError as error:
+                raise self._unlisted(error) from error
+        return found
+
+    def _entries(self) -> list[tuple[str, os.DirEntry[str]]]:
+        """Return the files of values, by key. Raises StoreError."""
         try:
             if self._closed or _identity(self.directory) != self._identity:
                 raise OSError("the tier is closed" if self._closed else "it is another one now")
             with os.scandir(self.directory) as entries:
                 return [
-                    (entry.name.removesuffix(SUFFIX), entry.stat().st_size)
+                    (key, entry)
                     for entry in entries
-                    if entry.name.endswith(SUFFIX) and is_key(entry.name.removesuffix(SUFFIX))
+                    if entry.name.endswith(SUFFIX)
+                    and is_key(key := entry.name.removesuffix(SUFFIX))
                 ]
         except OSError as error:
-            hint = "see whether the disk is there and mounted; nothing was changed"
-            raise StoreError(f"cannot list {self.directory}: {error}", hint=hint) from error
+            raise self._unlisted(error) from error
+
+    def _unlisted(self, error: OSError) -> StoreError:
+        hint = "see whether the disk is there and mounted; nothing was changed"
+        return StoreError(f"cannot list {self.directory}: {error}", hint=hint)
 
     @property
     def n_bytes(self) -> int:
-        if self._closed or not self.directory.is_dir():
-            raise StoreError(f"{self.directory} is not open", hint="open it again")
-        return self._n_bytes
-
-    def _recount(self) -> None:
-        found = sum(taken(n) for _, n in self.sizes())
-        with self._lock:
-            self._n_bytes = found
+        return sum(taken(n) for _, n in self.sizes())
 
     def _reserve(self, n: int) -> bool:
-        for _ in range(2):
-            with self._lock:
-                if self.capacity is None or self._n_bytes + taken(n) <= self.capacity:
-                    self._n_bytes += taken(n)
-                    return True
-            self._recount()  # others may have made room
-        return False
-
-    def _count(self, n: int) -> None:
+        """Say whether a value of ``n`` bytes fits beside what is there and what is being written."""
+        if self.capacity is None:
+            return True
         with self._lock:
-            self._n_bytes += n
+            if self.n_bytes + self._n_writing + taken(n) > self.capacity:
+                return False
+            self._n_writing += taken(n)
+            return True
+
+    def _release(self, n: int) -> None:
+        if self.capacity is not None:
+            with self._lock:
+                self._n_writing -= taken(n)
 
     def check_integrity(self) -> None:
-        if not self.shared:
-            found = sum(taken(n) for _, n in self.sizes())
-            assert found == self._n_bytes, f"files take {found} bytes, counted {self._n_bytes}"
+        """Do nothing: no accounts are kept that could differ from the files."""
 
     def close(self) -> None:
         with self._lock:

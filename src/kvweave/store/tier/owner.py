@@ -18,6 +18,7 @@ import os
 from pathlib import Path
 from typing import Literal
 
+from kvweave.chunk.rebuild import fsync, put_in_place
 from kvweave.errors import InvalidArgument, StoreError
 
 Relation = Literal["mine", "cache", "shared"]
@@ -97,13 +98,6 @@ def _read(file: Path) -> dict[str, object]:
 
 def _write(file: Path, said: dict[str, object]) -> None:
     temporary = file.with_suffix(f".{os.getpid()}.tmp")
-    with temporary.open("w") as out:
-        json.dump(said, out)
-        out.flush()
-        os.fsync(out.fileno())
-    temporary.replace(file)
-    opened = os.open(file.parent, os.O_RDONLY)
-    try:
-        os.fsync(opened)
-    finally:
-        os.close(opened)
+    temporary.write_text(json.dumps(said))
+    fsync(temporary)
+    put_in_place(temporary, file)
