@@ -41,7 +41,7 @@ class Ties:
         What was said to be on a tier that others use too is believed to be there still.
         """
         self.table.collect()
-        known = {record.digest.hex(): int(record.id) for record in self.table}
+        known = {fact.digest.hex(): int(fact.id) for fact in self.table.facts()}
         levels = self.shelf.mover.levels
         for level in levels:
             if level.owned:
