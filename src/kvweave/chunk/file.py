@@ -83,7 +83,9 @@ class IndexFile:
         with self._log_kept():
             self._connect()
             self._prepare()
-            if not is_new and not self.is_whole:
+            if is_new:
+                self.sync()  # others will be told its uuid: it must not have another one later
+            elif not self.is_whole:
                 check_rows(self.db, self.path)
                 if missing := self._seal.missing(self.uuid, self.n_writes):
                     raise damaged(self.path, missing)

@@ -169,6 +169,23 @@ def test_a_few_power_cuts(host: Host, tmp_path: Path, tally: Tally) -> None:
     cuts(host, tmp_path, 4, tally, life=20)
 
 
+def test_a_power_cut_just_after_the_first_opening(host: Host, tmp_path: Path, tally: Tally) -> None:
+    """Nothing was put yet; what was synced of two directories must still belong together."""
+    home, tier = tmp_path / "home", tmp_path / "kv"
+    home.mkdir()
+    tier.mkdir()
+    book, shadow = Book("a", home, (tier_at(tier),)), tmp_path / "shadow"
+    host.control.watch(shadow, home, tier)
+    child = host.start("live", home, book.tiers, 1, "a", NAMES)
+    assert child.hear(60) == ("open",)
+    child.kill()
+    drain(child, book, tally)
+    host.control.unwatch()
+    power_cut(shadow, home, tier)
+    book.check(host, tally, "the first opening")
+    tally.settle()
+
+
 @pytest.mark.slow
 def test_power_cuts(host: Host, tmp_path: Path, tally: Tally) -> None:
     cuts(host, tmp_path, CUTS, tally)
