@@ -15,6 +15,7 @@ from conftest import tiny
 from weaving import text
 
 from kvweave import Engine
+from kvweave.cli.app import main
 from kvweave.store import fsck
 from kvweave.store.codec import parse
 from kvweave.store.record.layout import FIXED, START, encode
@@ -116,3 +117,18 @@ def test_a_slab_of_an_older_version_becomes_files(home: Path, tmp_path: Path) ->
     with Engine(tiny(), home=tmp_path / "spoilt", repair="none") as engine:
         assert sorted(e.tier for e in engine.files.ls()) == ["disk"] * 3 + ["none"]
     assert segment.exists(), "what does not verify stays where it is"
+
+
+@pytest.mark.parametrize("said", ["{", "[]", '{"format": 7}', '{"format": 1, "owner": "1f"}'])
+def test_an_owner_that_cannot_be_read_is_written_anew(
+    home: Path, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By the command as the hint gives it."""
+    owner = home / "kv" / "owner.json"
+    wanted = owner.read_text()
+    for spoilt in (said, wanted.replace("1", "7", 1)):
+        owner.write_text(spoilt)
+        assert main(["fsck", str(home)]) == 1
+        assert main(["fsck", str(home), "--repair"]) == 0
+        assert owner.read_text() == wanted
+    assert "Traceback" not in capsys.readouterr().err

@@ -77,6 +77,7 @@ def _size(text: str) -> int:
 
 def fsck(p: ArgumentParser) -> None:
     """Add what `kvweave fsck` takes."""
+    p.add_argument("directory", metavar="HOME", nargs="?", help="the home; as --home")
     p.add_argument("--repair", action="store_true", help="keep what verifies, remove the rest")
 
 

@@ -20,7 +20,8 @@ from kvweave.store.spec import open_shared
 
 def fsck(args: Namespace) -> int:
     """Check a home, and repair it if asked to; the status is 1 when something is wrong and stays so."""
-    home, out = home_of(args), Out.of(args)
+    home = home_of(args) if args.directory is None else Path(args.directory).expanduser()
+    out = Out.of(args)
     index = home / "index.sqlite"
     if not home.is_dir():
         raise StoreError(f"there is no home {home}", hint="give another --home", path=str(home))
@@ -55,9 +56,10 @@ def fsck(args: Namespace) -> int:
         with Table(index) as table:
             chunks = {r.digest.hex(): (r.n_tokens, r.tier == "disk") for r in table}
             uuid = table.uuid
+        model = files.model_of(home)
         for directory in files.directories(home):
             out.note(f"reading {directory}")
-            checked.append(files.check(directory, files.model_of(home), chunks, uuid, args.repair))
+            checked.append(files.check(directory, model, chunks, uuid, args.repair))
     said["directories"] = [each.to_dict() for each in checked]
     ok = all(each.ok for each in checked) and said["index"] == "ok" and "model" not in said
     if args.repair:
@@ -68,7 +70,7 @@ def fsck(args: Namespace) -> int:
     else:
         print("\n".join([*lines, *(line for each in checked for line in _lines(each))]))
         if not ok and not args.repair:
-            print(f"`kvweave fsck --home {home} --repair` keeps what verifies and removes the rest")
+            print(f"`kvweave fsck {home} --repair` keeps what verifies and removes the rest")
     return 0 if ok else 1
 
 

@@ -23,7 +23,7 @@ from kvweave.store.record.layout import Head
 from kvweave.store.record.transfer import digest_of, verify
 from kvweave.store.tier.base import PAGE
 from kvweave.store.tier.disk import Disk
-from kvweave.store.tier.owner import FILE, claim
+from kvweave.store.tier.owner import FILE, claim, mend
 
 DIRECTORIES = ("kv", "files")  # of a home: the kinds disk and files without path=
 UNFINISHED = re.compile(r"~[0-9a-f]{32}|.+\.\d+\.tmp")
@@ -65,8 +65,8 @@ def check(
     what is unfinished are removed, strays kept. Raises StoreError.
     """
     found = Found(str(directory))
-    if repair:
-        _repair_owner(directory, uuid, found)
+    if repair and mend(directory, uuid):
+        found.repaired.append(f"{FILE}: written anew")
     try:
         claim(directory, uuid, shared=False, inside=True).close()
     except KVWeaveError as error:
@@ -123,21 +123,6 @@ def _head(disk: Disk, key: str) -> Head | str:
             return Head.parse(file.read(Head.needs(file.peek(PAGE), key)), key)
     except (StoreError, OSError) as error:
         return str(error)
-
-
-def _repair_owner(directory: Path, uuid: str, found: Found) -> None:
-    """Write owner.json anew where it cannot be read: what lies in a home is the home's."""
-    file = directory / FILE
-    try:
-        said = json.loads(file.read_text())
-        if isinstance(said, dict) and said.get("owner") in (None, uuid):
-            return
-    except FileNotFoundError:
-        return
-    except (OSError, ValueError):
-        pass
-    file.unlink()
-    found.repaired.append(f"{FILE}: written anew")
 
 
 def model_of(home: Path) -> str | None:

@@ -80,6 +80,22 @@ def claim(directory: Path, index: str | None, *, shared: bool, inside: bool) -> 
     return Claim("mine", lock, owner is None)
 
 
+def mend(directory: Path, index: str) -> bool:
+    """Put away an ``owner.json`` that says nothing, or another index than that of the home around it.
+
+    What lies in a home is the home's: the next `claim` writes the file anew. Returns whether it was
+    put away. Raises OSError.
+    """
+    file = directory / FILE
+    try:
+        if _read(file).get("owner") in (None, index):
+            return False
+    except StoreError:
+        pass
+    file.unlink()
+    return True
+
+
 def _read(file: Path) -> dict[str, object]:
     try:
         said = json.loads(file.read_text())
