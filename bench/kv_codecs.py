@@ -77,7 +77,7 @@ class Coder:
     def __call__(self, kv: KV) -> KV:
         choice = parse(self.spec)
         t0 = time.process_time()
-        pieces = encode(kv, choice, "model")
+        pieces = encode(kv, choice, "model", "0" * 64)
         t1 = time.process_time()
         data = memoryview(bytearray(b"".join(pieces)))
         head = Head.parse(data)

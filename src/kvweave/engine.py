@@ -83,7 +83,7 @@ class Engine:
             found = calibration_of(self.runner.fingerprint, self.config.calibration, places)
             check_bound(self.config.max_drift, found, self.config.repair, self.config.share)
             self.weaver = Weaver(self.runner, self.shelf, self.table, found, self.config.rows)
-            ties.mend()
+            ties.mend(self._home is not None and self._home.is_partial)
             self._base = self._make_base(base) if self.runner.can_move else None
             opened.pop_all()
 

@@ -36,6 +36,7 @@ Bad input is refused before any state changes: after one of these, what was ther
 from __future__ import annotations
 
 import difflib
+import errno
 from collections.abc import Iterable
 
 
@@ -81,6 +82,24 @@ class StoreError(KVWeaveError):
 
 class ServerError(KVWeaveError):
     """The server cannot take the request now."""
+
+
+def of_system(error: OSError, doing: str, path: object) -> StoreError:
+    """Return a StoreError for what the system refused: ``doing`` what, to which file."""
+    hint = _HINTS.get(error.errno or 0, "look at the device, then try again; nothing was changed")
+    why = error.strerror or str(error)
+    return StoreError(f"cannot {doing} {path}: {why}", hint=hint, path=str(path))
+
+
+_ROOM = "free some space, or raise the quota, then try again; nothing was changed"
+_MANY = "too many files are open: raise the limit (`ulimit -n`), or close some"
+_RIGHTS = "give another path, or the right to use this one"
+_HINTS = {
+    errno.ENOSPC: _ROOM, errno.EDQUOT: _ROOM, errno.EFBIG: _ROOM, errno.EMFILE: _MANY,
+    errno.ENFILE: _MANY, errno.EACCES: _RIGHTS, errno.EPERM: _RIGHTS, errno.EROFS: _RIGHTS,
+    errno.ENOENT: "give another path", errno.ENOTDIR: "give another path",
+    errno.EISDIR: "give the path of a file",
+}  # fmt: skip
 
 
 def nearest(name: str, known: Iterable[str], n: int = 3) -> tuple[str, ...]:

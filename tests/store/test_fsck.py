@@ -36,7 +36,8 @@ def check(home: Path, repair: bool = False) -> fsck.Found:
     with Engine(tiny(), home=home, tiers=()) as engine:
         chunks = {r.digest.hex(): (r.n_tokens, True) for r in engine.table}
         uuid = engine.table.uuid
-    return fsck.check(home / "kv", fsck.model_of(home), chunks, uuid, repair)
+    known = fsck.Known(home / "index.sqlite", uuid, chunks, fsck.model_of(home))
+    return fsck.check(home / "kv", known, repair=repair)
 
 
 def test_a_whole_home_has_nothing_wrong(home: Path) -> None:

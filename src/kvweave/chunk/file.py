@@ -29,7 +29,7 @@ from kvweave.chunk.guard import as_ours, free_name, give_lock, take_lock
 from kvweave.chunk.pages import frames
 from kvweave.chunk.rebuild import create, fsync, put_in_place, set_meta, upgrade
 from kvweave.chunk.seal import Seal
-from kvweave.errors import FormatTooNew, InvalidArgument, StoreError
+from kvweave.errors import FormatTooNew, InvalidArgument, StoreError, of_system
 
 CACHE_KIB = 16_384
 CHECKPOINT_BYTES = 4 << 20
@@ -53,7 +53,7 @@ class IndexFile:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._lock = take_lock(path)
         except OSError as error:
-            raise StoreError(f"cannot open {path}: {error}", path=str(path)) from error
+            raise of_system(error, "open", path) from error
         self._db: sqlite3.Connection | None = None
         self._is_sure = True  # no sync has failed
         self._sealing = False

@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from kvweave.chunk.format import damaged
-from kvweave.errors import InvalidArgument, StoreError
+from kvweave.errors import InvalidArgument, StoreError, of_system
 
 _CORRUPT = (
     sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_FORMAT, sqlite3.SQLITE_TOOBIG,
@@ -32,6 +32,8 @@ def _explain(error: Exception, path: Path) -> StoreError:
     code = getattr(error, "sqlite_errorcode", 0) & 0xFF
     if code in _CORRUPT or "decode" in str(error):  # a text that is no UTF-8
         return damaged(path, str(error))
+    if isinstance(error, OSError):
+        return of_system(error, "use", path)
     where = {"path": str(path)}
     if code in _BUSY:
         hint = "close the program that has it open, then try again; nothing was changed"
@@ -66,6 +68,15 @@ def give_lock(lock: int) -> None:
     with suppress(OSError):
         os.ftruncate(lock, 0)
     os.close(lock)
+
+
+def lost_of(index: Path) -> Path:
+    """Return the file that says what an index lost when it was salvaged.
+
+    While it is there nobody removes KV because the index does not know it: its chunk may be among
+    the lost ones, and come back with an older copy of the index, or when its text is put again.
+    """
+    return index.with_name(index.name + ".lost")
 
 
 def free_name(path: Path, end: str = "") -> Path:

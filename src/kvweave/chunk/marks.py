@@ -10,7 +10,7 @@ from pathlib import Path
 
 from kvweave.chunk.check import is_good_chunk
 from kvweave.chunk.format import APPLICATION_ID, FORMAT, damaged
-from kvweave.chunk.guard import as_ours, take_lock
+from kvweave.chunk.guard import as_ours, lost_of, take_lock
 from kvweave.chunk.index import is_shared
 from kvweave.chunk.table import Table
 from kvweave.errors import FormatTooNew, InvalidArgument, StoreError
@@ -30,6 +30,9 @@ def marks(index: str | Path) -> Iterator[bytes]:
     path = Path(index)
     if not path.is_file():
         raise StoreError(f"there is no index {path}", hint="give index.sqlite of a home")
+    if lost_of(path).exists():
+        hint = "`kvweave fsck --repair --discard-strays` accepts that; put back what you can first"
+        raise StoreError(f"{path} was salvaged, and what it lost would be swept", hint=hint)
     try:
         lock = take_lock(path)
     except InvalidArgument:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sqlite3
 import struct
@@ -127,6 +128,18 @@ def fsync(path: Path) -> None:
         os.fsync(file)
     finally:
         os.close(file)
+
+
+def write_json(path: Path, data: object) -> None:
+    """Write a file anew, whole and for good. Raises OSError; then it is what it was."""
+    new = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    try:
+        new.write_text(json.dumps(data))
+        fsync(new)
+        put_in_place(new, path)
+    except OSError:
+        new.unlink(missing_ok=True)
+        raise
 
 
 def put_in_place(new: Path, path: Path) -> None:

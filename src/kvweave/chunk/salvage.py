@@ -1,4 +1,7 @@
-"""A good index of what a damaged one still says; what does not verify is left out and reported."""
+"""A good index of what a damaged one still says; what does not verify is left out and reported.
+
+If anything was lost the report stays beside the index, ``index.sqlite.lost``: `lost_of`.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +17,10 @@ from uuid import uuid4
 from zlib import crc32
 
 from kvweave.chunk.format import meta_sum, name_sum, row_sum, tokens_sum
-from kvweave.chunk.guard import as_ours, free_name, give_lock, take_lock
+from kvweave.chunk.guard import as_ours, free_name, give_lock, lost_of, take_lock
 from kvweave.chunk.identity import check_name
 from kvweave.chunk.pages import Cell, Pages
-from kvweave.chunk.rebuild import fsync, put_in_place, write_index
+from kvweave.chunk.rebuild import fsync, put_in_place, write_index, write_json
 from kvweave.chunk.record import Row, from_row
 from kvweave.chunk.seal import Seal
 from kvweave.errors import CorruptChunk, InvalidName, StoreError
@@ -84,12 +87,15 @@ def salvage(path: Path) -> Salvage:
             ((*key, found.names[key]) for key in sorted(found.names)),
             ((id, found.tokens[id]) for id in sorted(found.chunks)),
         )
+        report.n_chunks, report.n_names = len(found.chunks), len(found.names)
+        is_told = "n_writes" in found.meta or (found.is_old and found.chunks)
+        if missing or report.lost_chunks or report.n_unreadable or not is_told:
+            write_json(lost_of(path), report.to_dict())
         _keep(path, aside)
         if wal.exists():
             wal.rename(aside.with_name(aside.name + "-wal"))
         put_in_place(new, path)
         seal.end(uuid, n + 1)
-        report.n_chunks, report.n_names = len(found.chunks), len(found.names)
         return report
 
 

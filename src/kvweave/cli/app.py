@@ -20,7 +20,7 @@ from importlib import import_module
 from types import FrameType
 
 from kvweave.cli.parser import COMMANDS, UsageError, parse
-from kvweave.errors import KVWeaveError, StoreError
+from kvweave.errors import KVWeaveError, of_system
 
 INTERRUPTED, BROKEN_PIPE = 130, 141
 TOGETHER = 0.2  # seconds; nobody presses Ctrl-C twice in so short a time
@@ -52,8 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return BROKEN_PIPE
     except OSError as error:
-        where = f": {error.filename}" if error.filename else ""
-        return _fail(StoreError(f"{error.strerror or error}{where}"), as_json)
+        return _fail(of_system(error, "use", error.filename or "what it needs"), as_json)
 
 
 @contextmanager

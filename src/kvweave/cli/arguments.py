@@ -79,6 +79,17 @@ def fsck(p: ArgumentParser) -> None:
     """Add what `kvweave fsck` takes."""
     p.add_argument("directory", metavar="HOME", nargs="?", help="the home; as --home")
     p.add_argument("--repair", action="store_true", help="keep what verifies, remove the rest")
+    p.add_argument(
+        "--tier",
+        action="append",
+        metavar="SPEC",
+        help="a tier outside the home, as serve --tier takes it; once for each (default: as served)",
+    )
+    p.add_argument(
+        "--discard-strays",
+        action="store_true",
+        help="with --repair: remove KV of chunks that the index does not know, or has lost",
+    )
 
 
 def sweep(p: ArgumentParser) -> None:

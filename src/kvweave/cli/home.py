@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import kvweave
+from kvweave.chunk.rebuild import write_json
 from kvweave.chunk.table import Table
 from kvweave.cli.show import Out
 from kvweave.errors import ChunkNotFound, ModelMismatch, ModelUnusable, StoreError
@@ -53,22 +54,35 @@ def open_table(args: Namespace) -> Iterator[Table]:
                 error.hint = below(str(error.name))
             raise
         finally:
-            _delete(home, [keys[id] for id in freed])
+            _delete(home, table.uuid, [keys[id] for id in freed])
 
 
-def _delete(home: Path, digests: list[str]) -> None:
-    """Delete the KV of chunks from the tiers that lie in the home."""
+def _delete(home: Path, uuid: str, digests: list[str]) -> None:
+    """Delete the KV of chunks from the home's directories."""
     if not digests:
         return
+    from kvweave.store.fsck import directories
     from kvweave.store.record.transfer import digest_of
     from kvweave.store.tier.disk import Disk
+    from kvweave.store.tier.owner import owner_of
 
     gone = set(digests)
-    for name in ("kv", "files"):
-        if (home / name).exists():
-            tier = Disk(home / name)
-            tier.discard([key for key in tier.keys() if digest_of(key) in gone])
-            tier.close()
+    for directory in directories(home, tiers_of(home)):
+        if owner_of(directory) != uuid and directory.parent != home:
+            continue
+        tier = Disk(directory)
+        tier.discard([key for key in tier.keys() if digest_of(key) in gone])
+        tier.close()
+
+
+def tiers_of(home: Path, given: list[str] | None = None) -> list[str]:
+    """Return the specs of tiers that were given, or that the home was served with.
+
+    Raises StoreError for a config that cannot be read.
+    """
+    if given is not None or not (home / "config.json").exists():
+        return given or []
+    return [str(tier) for tier in read(home / "config.json").get("tiers") or ()]
 
 
 def below(name: str) -> str:
@@ -108,8 +122,7 @@ def open_engine(args: Namespace, *, make: bool = False, **options: Any) -> Itera
     bound = (home / "model.json").exists()
     if bound:
         read(home / "model.json")
-    known = read(home / "config.json") if (home / "config.json").exists() else {}
-    tiers = options.pop("tiers", None) or known.get("tiers")
+    tiers = options.pop("tiers", None) or tiers_of(home) or None
     if tiers is not None:
         options["tiers"] = tuple(str(tier) for tier in tiers)
     try:
@@ -131,7 +144,7 @@ def open_engine(args: Namespace, *, make: bool = False, **options: Any) -> Itera
             (home / "model.json").unlink(missing_ok=True)
     if make and kept:
         words = {} if tiers is None else {"tiers": list(tiers)}
-        _write(home / "config.json", {"model": model, **words})
+        write_json(home / "config.json", {"model": model, **words})
 
 
 def read(file: Path) -> dict[str, Any]:
@@ -147,12 +160,6 @@ def read(file: Path) -> dict[str, Any]:
             path=str(file),
         ) from error
     return value
-
-
-def _write(file: Path, value: dict[str, object]) -> None:
-    temporary = file.with_suffix(f".{os.getpid()}.tmp")
-    temporary.write_text(json.dumps(value) + "\n")
-    temporary.replace(file)
 
 
 def quieten(args: Namespace) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from kvweave.cli.home import BUNDLED, home_of, model_of, open_engine
 from kvweave.cli.show import Out
-from kvweave.errors import InvalidArgument, ServerError, StoreError
+from kvweave.errors import InvalidArgument, ServerError, of_system
 
 if TYPE_CHECKING:
     from kvweave.serve.options import Options
@@ -68,8 +68,12 @@ def keys_of(args: Namespace) -> dict[str, str]:
     if args.keys is not None:
         try:
             texts.append(Path(args.keys).read_text())
-        except (OSError, UnicodeDecodeError) as error:
-            raise StoreError(f"cannot read {args.keys}: {error}", path=args.keys) from error
+        except OSError as error:
+            raise of_system(error, "read", args.keys) from error
+        except UnicodeDecodeError as error:
+            raise InvalidArgument(
+                "keys", f"{args.keys} is no text", "write KEY:NAMESPACE lines"
+            ) from error
     keys: dict[str, str] = {}
     for text in texts:
         for key, namespace in parse_keys(text).items():

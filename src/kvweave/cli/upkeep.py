@@ -5,12 +5,12 @@ from __future__ import annotations
 from argparse import Namespace
 from pathlib import Path
 
-from kvweave.chunk.guard import free_name
+from kvweave.chunk.guard import free_name, lost_of
 from kvweave.chunk.index import is_shared
 from kvweave.chunk.marks import marks, uuid_of
 from kvweave.chunk.salvage import salvage
 from kvweave.chunk.table import Table
-from kvweave.cli.home import home_of
+from kvweave.cli.home import home_of, tiers_of
 from kvweave.cli.show import Out, size
 from kvweave.errors import CorruptChunk, InvalidArgument, StoreError
 from kvweave.store import collect
@@ -20,6 +20,8 @@ from kvweave.store.spec import open_shared
 
 def fsck(args: Namespace) -> int:
     """Check a home, and repair it if asked to; the status is 1 when something is wrong and stays so."""
+    if args.discard_strays and not args.repair:
+        raise InvalidArgument("discard-strays", "it goes with --repair", "add --repair")
     home = home_of(args) if args.directory is None else Path(args.directory).expanduser()
     out = Out.of(args)
     index = home / "index.sqlite"
@@ -55,11 +57,15 @@ def fsck(args: Namespace) -> int:
     if said["index"] == "ok" or args.repair:
         with Table(index) as table:
             chunks = {r.digest.hex(): (r.n_tokens, r.tier == "disk") for r in table}
-            uuid = table.uuid
-        model = files.model_of(home)
-        for directory in files.directories(home):
+            known = files.Known(index, table.uuid, chunks, files.model_of(home))
+        discard = args.repair and args.discard_strays
+        for directory in files.directories(home, tiers_of(home, args.tier)):
             out.note(f"reading {directory}")
-            checked.append(files.check(directory, model, chunks, uuid, args.repair))
+            checked.append(
+                files.check(directory, known, repair=args.repair, discard_strays=discard)
+            )
+        if discard:
+            lost_of(index).unlink(missing_ok=True)
     said["directories"] = [each.to_dict() for each in checked]
     ok = all(each.ok for each in checked) and said["index"] == "ok" and "model" not in said
     if args.repair:

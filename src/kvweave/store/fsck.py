@@ -17,13 +17,16 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from kvweave.chunk.guard import lost_of
 from kvweave.chunk.identity import ModelFingerprint
+from kvweave.chunk.rebuild import write_json
 from kvweave.errors import KVWeaveError, StoreError
 from kvweave.store.record.layout import Head
 from kvweave.store.record.transfer import digest_of, verify
+from kvweave.store.spec import parse
 from kvweave.store.tier.base import PAGE
 from kvweave.store.tier.disk import Disk
-from kvweave.store.tier.owner import FILE, claim, mend
+from kvweave.store.tier.owner import FILE, claim, disown, owner_of
 
 DIRECTORIES = ("kv", "files")  # of a home: the kinds disk and files without path=
 UNFINISHED = re.compile(r"~[0-9a-f]{32}|.+\.\d+\.tmp")
@@ -55,40 +58,58 @@ class Found:
         return asdict(self) | {"ok": self.ok}
 
 
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What a home says of what ought to be in its tiers."""
+
+    index: Path
+    uuid: str
+    chunks: dict[str, tuple[int, bool]]
+    """Digest -> tokens, and whether the index says that its KV is on disk."""
+    model: str | None = None
+    """The fingerprint's digest, hex; None when it cannot be read."""
+
+
 def check(
-    directory: Path, model: str | None, chunks: dict[str, tuple[int, bool]], uuid: str, repair: bool
+    directory: Path, known: Known, *, repair: bool = False, discard_strays: bool = False
 ) -> Found:
     """Look through one directory.
 
-    ``model`` is the home's fingerprint's digest (hex; None when it is not known), ``chunks`` maps
-    digests to (tokens, whether the index says it is on disk). With ``repair`` spoilt records and
-    what is unfinished are removed, strays kept. Raises StoreError.
+    With ``repair`` spoilt records and what is unfinished are removed; strays are kept unless
+    ``discard_strays`` says otherwise. An ``owner.json`` that is damaged, or in the home of another
+    index, is written anew; then engines keep the strays too. Raises StoreError, OSError.
     """
     found = Found(str(directory))
-    if repair and mend(directory, uuid):
+    if repair and _is_to_be_ours(directory, known):
+        if not lost_of(known.index).exists():
+            write_json(lost_of(known.index), {"taken_over": str(directory)})
+        disown(directory)
         found.repaired.append(f"{FILE}: written anew")
     try:
-        claim(directory, uuid, shared=False, inside=True).close()
+        claim(directory, known.uuid, shared=False, inside=True).close()
     except KVWeaveError as error:
         found.owner = str(error)
+        if directory.parent != known.index.parent:
+            return found  # another home's, as far as anybody knows
     disk = Disk(directory, shared=True)
     try:
         keys = [key for key in disk.keys() if digest_of(key)]
         for key in keys:
-            why = _fault(disk, key, model, chunks.get(digest_of(key)))
+            why = _fault(disk, key, known.model, known.chunks.get(digest_of(key)))
             if why:
                 found.spoilt[key] = why
-            elif digest_of(key) not in chunks:
+            elif digest_of(key) not in known.chunks:
                 found.strays.append(key)
         found.n_records, found.n_bytes = len(keys), disk.n_bytes
         there = {digest_of(key) for key in keys if key not in found.spoilt}
-        found.missing = sorted(d for d, (_, on) in chunks.items() if on and d not in there)
+        found.missing = sorted(d for d, (_, on) in known.chunks.items() if on and d not in there)
         old = time.time() - 3600
         for path in directory.iterdir():
             if UNFINISHED.fullmatch(path.name) and path.stat().st_mtime < old:
                 found.unfinished.append(path.name)
         if repair:
-            for key, outcome in zip(found.spoilt, disk.discard([*found.spoilt]), strict=True):
+            gone = [*found.spoilt, *(found.strays if discard_strays else ())]
+            for key, outcome in zip(gone, disk.discard(gone), strict=True):
                 found.repaired.append(f"{key}: {'removed' if outcome.ok else outcome.why}")
             for name in found.unfinished:
                 (directory / name).unlink(missing_ok=True)
@@ -96,6 +117,14 @@ def check(
     finally:
         disk.close()
     return found
+
+
+def _is_to_be_ours(directory: Path, known: Known) -> bool:
+    try:
+        owner = owner_of(directory)
+    except StoreError:
+        return True
+    return owner not in (None, known.uuid) and directory.parent == known.index.parent
 
 
 def _fault(disk: Disk, key: str, model: str | None, known: tuple[int, bool] | None) -> str:
@@ -134,6 +163,15 @@ def model_of(home: Path) -> str | None:
         return None
 
 
-def directories(home: Path) -> Iterable[Path]:
-    """Return the directories of a home that hold values."""
-    return [home / name for name in DIRECTORIES if (home / name).is_dir()]
+def directories(home: Path, specs: Iterable[str]) -> list[Path]:
+    """Return the directories of values that are a home's own: those in it, and those of tiers.
+
+    Raises InvalidArgument for a spec that means nothing.
+    """
+    found = {path.parent for path in home.glob(f"*/{FILE}")}
+    found |= {home / name for name in DIRECTORIES if (home / name).is_dir()}
+    for spec in specs:
+        kind, words = parse(spec)
+        if kind in ("disk", "files") and "path" in words and words.get("shared") != "yes":
+            found.add(Path(words["path"]))
+    return sorted(path for path in found if path.is_dir())

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
-from kvweave.chunk.guard import free_name
+from kvweave.chunk.guard import lost_of
 from kvweave.chunk.identity import ModelFingerprint
-from kvweave.chunk.rebuild import fsync, put_in_place
-from kvweave.errors import CorruptChunk, InvalidArgument, StoreError
+from kvweave.chunk.rebuild import write_json
+from kvweave.errors import CorruptChunk, InvalidArgument, of_system
 
 
 class Home:
@@ -24,49 +23,35 @@ class Home:
         self.index = path / "index.sqlite"
         self._file = path / "model.json"
         self._check()
-        path.mkdir(parents=True, exist_ok=True)
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise of_system(error, "make", path) from error
 
     def claim(self) -> None:
         """Make it this model's, for good; called before the first chunk. Raises StoreError."""
-        if not self._file.exists():
-            self._write()
-
-    def mend(self) -> Path | None:
-        """Write ``model.json`` anew if it cannot be read; return where the damaged one is kept.
-
-        Only who knows that the home is this model's may call it. Raises ModelMismatch, StoreError.
-        """
         try:
-            self._check()
-        except CorruptChunk:
-            aside = free_name(self._file)
-            self._file.rename(aside)
-            self._write()
-            return aside
-        return None
-
-    def _write(self) -> None:
-        new = self._file.with_suffix(f".{os.getpid()}.tmp")
-        try:
-            new.write_text(json.dumps(self.mine.to_dict()))
-            fsync(new)
-            put_in_place(new, self._file)
+            if not self._file.exists():
+                write_json(self._file, self.mine.to_dict())
         except OSError as error:
-            new.unlink(missing_ok=True)
-            hint = "free some space, or give another home"
-            raise StoreError(
-                f"cannot write {self._file}: {error}", hint=hint, path=str(self._file)
-            ) from error
+            raise of_system(error, "write", self._file) from error
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether its index was salvaged, and chunks were lost: see `kvweave.chunk.salvage`."""
+        return lost_of(self.index).exists()
 
     def _check(self) -> None:
-        if not self._file.exists():
-            return
         try:
             theirs = ModelFingerprint.from_dict(json.loads(self._file.read_bytes()))
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            raise of_system(error, "read", self._file) from error
         except (ValueError, TypeError, InvalidArgument) as error:
             raise CorruptChunk(
                 str(self._file),
                 f"not a model's fingerprint: {error}",
-                hint=f"run `kvweave fsck {self.path} --repair` with the home's model",
+                hint=f"`kvweave fsck {self.path} --repair` puts it aside",
             ) from error
         self.mine.require(theirs)

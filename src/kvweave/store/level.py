@@ -34,6 +34,7 @@ from kvweave.store.record.transfer import (
     verify,
 )
 from kvweave.store.tier.base import DONE, LATE, Get, Outcome, Put, Tier
+from kvweave.store.tier.guarded import QUIET, listed
 from kvweave.store.tier.limit import Absence
 from kvweave.store.turns import Turns
 
@@ -116,24 +117,22 @@ class Level:
         """Tell whether a chunk's rows here went through a codec that loses something."""
         return is_lossy(self.held[id].key)
 
-    def adopt(self, known: Mapping[str, int]) -> None:
+    def adopt(self, known: Mapping[str, int], *, keep: bool = False) -> None:
         """At a start: remember the records of chunks with these digests, and what else lies here.
 
         On a tier of our own index what it does not know was left by a put that never ended, or a
-        deletion: it is discarded. Raises StoreError.
+        deletion: it is discarded, unless we are to ``keep`` it. Raises StoreError.
         """
-        keys = [key for key in self.tier.keys() if digest_of(key)]
-        for key, n in zip(keys, self.tier.look(keys), strict=True):
-            if isinstance(n, Outcome):
+        for key, n in listed(self.tier):
+            if isinstance(n, Outcome) or not digest_of(key):
                 continue
-            digest = digest_of(key)
-            id = known.get(digest)
+            id = known.get(digest_of(key))
             if id is not None and (id not in self.held or not is_lossy(key)):
                 self._note(id, key, n)
             else:
                 self.book.stray(key, n)
-        if self.relation == "mine":
-            self._discard(self.book.clear()[0], None)
+        if self.relation == "mine" and not keep:
+            self._discard(self.book.clear()[0], time.monotonic() + QUIET)
 
     def presume(self, id: int, digest: str, n_bytes: int) -> None:
         """Believe without asking that a chunk's record is here, until it turns out otherwise."""

@@ -34,11 +34,11 @@ from kvweave.store.shelf import Shelf
 from kvweave.store.tier import old_slab
 from kvweave.store.tier.base import Tier
 from kvweave.store.tier.disk import Disk
-from kvweave.store.tier.guarded import Guarded
+from kvweave.store.tier.guarded import Guarded, in_time
 from kvweave.store.tier.memory import Memory
 from kvweave.store.tier.mooncake import Mooncake
 from kvweave.store.tier.mooncake_cluster import Cluster
-from kvweave.store.tier.owner import Relation, claim
+from kvweave.store.tier.owner import Claim, Relation, claim
 from kvweave.store.tier.redis import Redis
 from kvweave.store.tier.s3 import Archive
 
@@ -83,7 +83,7 @@ def open_levels(
     levels: list[Level] = []
     try:
         for spec in specs:
-            kind, words = _parse(spec)
+            kind, words = parse(spec)
             size = n_bytes(words.pop("size")) if "size" in words else None
             choice = codec.parse(words.pop("codec", "raw"))
             opened = KINDS[kind](words, Site(size, home, index))
@@ -121,7 +121,7 @@ class OpenTier(NamedTuple):
 
 def open_shared(spec: str) -> Tier:
     """Open the tier of one spec, which must be one that engines share. Raises InvalidArgument."""
-    kind, words = _parse(spec)
+    kind, words = parse(spec)
     words.pop("size", None)
     words.pop("codec", None)
     if kind in ("disk", "files"):
@@ -134,7 +134,8 @@ def open_shared(spec: str) -> Tier:
     return opened.tier
 
 
-def _parse(spec: str) -> tuple[str, _Words]:
+def parse(spec: str) -> tuple[str, _Words]:
+    """Return the kind and the words of a spec. Raises InvalidArgument."""
     kind, *rest = shlex.split(spec) or [""]
     if kind not in KINDS:
         raise InvalidArgument("tier", f"no tier {kind!r}", f"one of {', '.join(KINDS)}")
@@ -163,19 +164,28 @@ def _directory(name: str) -> _Open:
                 "tier", f"{name} has no directory", "pass home=, or path=DIR here"
             )
         directory = Path(path) if path is not None else Path(str(site.home)) / name
-        inside = site.home is not None and directory.resolve().is_relative_to(site.home.resolve())
-        claimed = claim(directory, site.uuid, shared=shared, inside=inside)
+
+        def take() -> Claim:
+            home = site.home
+            inside = home is not None and directory.resolve().is_relative_to(home.resolve())
+            return claim(directory, site.uuid, shared=shared, inside=inside)
+
+        def look() -> tuple[Disk, bool, int]:
+            disk = Disk(directory, shared=relation == "shared", claimed=claimed)
+            return disk, old_slab.is_in(directory), shutil.disk_usage(directory).free
+
+        claimed = in_time(take, directory, Claim.close)
+        relation = claimed.relation
         try:
-            disk = Disk(directory, shared=claimed.relation == "shared", claimed=claimed)
-            if claimed.relation == "mine":
+            disk, has_slab, free = in_time(look, directory, lambda made: made[0].close())
+            if has_slab and relation == "mine":
                 old_slab.move(directory, disk)
-            size = site.size
-            if size is None:
-                size = (shutil.disk_usage(directory).free + disk.n_bytes) // 2
+            guarded = Guarded(disk)
+            size = (free + guarded.n_bytes) // 2 if site.size is None else site.size
         except BaseException:
             claimed.close()
             raise
-        return OpenTier(Guarded(disk), size, claimed.relation)
+        return OpenTier(guarded, size, relation)
 
     return open_disk
 

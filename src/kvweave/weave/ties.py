@@ -35,8 +35,10 @@ class Ties:
         """Tell whether a chunk must stay."""
         return self.table.get(ChunkId(id)).pinned
 
-    def mend(self) -> None:
+    def mend(self, is_partial: bool = False) -> None:
         """After a restart: what was only in memory has no KV now; unnamed chunks are gone.
+
+        An index that ``is_partial`` lost chunks when it was salvaged: their KV stays for now.
 
         What was said to be on a tier that others use too is believed to be there still.
         """
@@ -45,7 +47,7 @@ class Ties:
         levels = self.shelf.mover.levels
         for level in levels:
             if level.owned:
-                level.adopt(known)
+                level.adopt(known, keep=is_partial)
         shared = {level.place: level for level in reversed(levels) if not level.owned}
         for record in list(self.table):
             if record.tier in shared and self.shelf.tier(record.id) == "none":

@@ -108,9 +108,10 @@ def after_write(
     return told, [name for name in (*old, *done) if name != first]
 
 
-def repair(say: Say, home: Path) -> int:
+def repair(say: Say, home: Path, tiers: Iterable[str]) -> int:
     """What the hint of a refusal says to do."""
-    return main(["fsck", "--home", str(home), "--repair", "--json"])
+    given = [word for tier in tiers for word in ("--tier", tier)]
+    return main(["fsck", "--home", str(home), "--repair", "--json", *given])
 
 
 def live(

@@ -43,7 +43,7 @@ def repaired(
     if verdict is None or "fsck" not in verdict.refused:
         return
     try:
-        host.run("repair", world.home)
+        host.run("repair", world.home, world.tiers)
     except Died as died:
         tally.fault("hintless", f"{where}, fsck: {died}")
         return

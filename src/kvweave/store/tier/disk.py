@@ -24,7 +24,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from kvweave.chunk.rebuild import fsync
-from kvweave.errors import StoreError
+from kvweave.errors import StoreError, of_system
 from kvweave.store.tier.base import DONE, LATE, PAGE, Get, Outcome, Put, checked
 from kvweave.store.tier.buffers import Run, runs
 from kvweave.store.tier.files import PIECE, NewFile, OpenFile, taken
@@ -66,7 +66,7 @@ class Disk:
             directory.mkdir(parents=True, exist_ok=True)
             self._identity = _identity(directory)
         except OSError as error:
-            raise StoreError(f"cannot open {directory}: {error}", path=str(directory)) from error
+            raise of_system(error, "open", directory) from error
 
     def path(self, key: str) -> Path:
         """Return the file of a value."""

@@ -16,17 +16,22 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError, wait
+from contextlib import suppress
 from functools import partial
+from itertools import islice
+from pathlib import Path
 from typing import Any, TypeVar
 
-from kvweave.errors import StoreError
+from kvweave.errors import StoreError, of_system
 from kvweave.store.tier.base import LATE, Get, Outcome, Put, Tier
 from kvweave.store.tier.keys import n_bytes_of
 
 THREADS = 8
 APART = 1 << 20  # bytes of reads that are worth a thread of their own
 AT_ONCE = 4  # threads that one batch is divided among
+QUIET = 4.0  # seconds without a sign of life after which nothing is opened
+LISTED = 1024  # keys listed at a time
 PATIENCE = 30.0  # seconds of a call without a deadline, and as long again for each 256 MiB
 T = TypeVar("T")
 
@@ -70,15 +75,14 @@ class Guarded:
         return self._wait(self._begin(partial(self.tier.discard, keys, deadline=ends)), ends, late)
 
     def keys(self) -> Iterator[str]:
-        begun = self._begin(lambda: [list(self.tier.keys())])
-        found: list[list[str]] = self._wait(begun, _ends(None, 0), [])
-        if not found:
-            raise StoreError(f"{self.name} does not answer", hint="look at the device, try again")
-        return iter(found[0])
+        """Yield keys. Raises StoreError, also when for `QUIET` seconds none came."""
+        rest = self._soon(lambda: iter(self.tier.keys()))
+        while some := self._soon(lambda: list(islice(rest, LISTED))):
+            yield from some
 
     @property
     def n_bytes(self) -> int:
-        return self.tier.n_bytes
+        return sum(n for _, n in listed(self) if isinstance(n, int))
 
     def check_integrity(self) -> None:
         self.tier.check_integrity()
@@ -99,6 +103,13 @@ class Guarded:
                 threading.Thread(target=self._serve, name="kvweave-tier", daemon=True).start()
         self._calls.put((call, future))
         return future
+
+    def _soon(self, call: Callable[[], T]) -> T:
+        """Return what ``call`` returns. Raises StoreError when it takes longer than `QUIET`."""
+        try:
+            return self._begin(call).result(QUIET)
+        except TimeoutError as error:
+            raise silent(self.name) from error
 
     def _wait(self, future: Future[T], ends: float, late: T) -> T:
         try:
@@ -123,6 +134,51 @@ class Guarded:
             del call, future  # buffers of callers among them
             with self._lock:
                 self._n_busy -= 1
+
+
+def in_time(call: Callable[[], T], directory: Path, undo: Callable[[T], object]) -> T:
+    """Return what ``call`` returns; raise StoreError for an OSError, or after `QUIET` seconds.
+
+    What it returns later is given to ``undo``.
+    """
+    future: Future[T] = Future()
+
+    def serve() -> None:
+        try:
+            made = call()
+        except BaseException as error:
+            with suppress(InvalidStateError):  # nobody waits any more
+                future.set_exception(error)
+            return
+        try:
+            future.set_result(made)
+        except InvalidStateError:
+            undo(made)
+
+    threading.Thread(target=serve, name="kvweave-open", daemon=True).start()
+    wait([future], QUIET)
+    if future.cancel():
+        raise silent(directory)
+    try:
+        return future.result()
+    except OSError as error:
+        raise of_system(error, "open", directory) from error
+
+
+def listed(tier: Tier) -> Iterator[tuple[str, int | Outcome]]:
+    """Yield what is on a tier, and its bytes. Raises StoreError, also when it is silent."""
+    keys = tier.keys()
+    while some := list(islice(keys, LISTED)):
+        sizes = tier.look(some, deadline=time.monotonic() + QUIET)
+        if LATE in sizes:
+            raise silent(tier.name)
+        yield from zip(some, sizes, strict=True)
+
+
+def silent(what: object) -> StoreError:
+    """Return the error for a device that does not answer."""
+    hint = "look at the device, then try again; nothing was changed"
+    return StoreError(f"{what} does not answer", hint=hint)
 
 
 def _stop() -> None:

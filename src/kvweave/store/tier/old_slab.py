@@ -27,7 +27,13 @@ from kvweave.store.tier.base import PAGE, Put, Tier
 _HEADER = struct.Struct(
     "<8sIIQQQQ"
 )  # magic, version, bytes of key, its xxh3, seq, bytes, their xxh3
+INDEX = "slab.sqlite"
 log = logging.getLogger("kvweave.store")
+
+
+def is_in(directory: Path) -> bool:
+    """Tell whether there is a slab in ``directory``. Raises OSError."""
+    return (directory / INDEX).exists()
 
 
 def move(directory: Path, to: Tier) -> int:
@@ -35,7 +41,7 @@ def move(directory: Path, to: Tier) -> int:
 
     Raises StoreError when there is a slab that cannot be read, or no room; then it stays.
     """
-    index = directory / "slab.sqlite"
+    index = directory / INDEX
     if not index.exists():
         return 0
     try:

@@ -18,8 +18,8 @@ import os
 from pathlib import Path
 from typing import Literal
 
-from kvweave.chunk.rebuild import fsync, put_in_place
-from kvweave.errors import InvalidArgument, StoreError
+from kvweave.chunk.rebuild import write_json
+from kvweave.errors import InvalidArgument, StoreError, of_system
 
 Relation = Literal["mine", "cache", "shared"]
 FILE = "owner.json"
@@ -28,8 +28,8 @@ FILE = "owner.json"
 class Claim:
     """A directory that is open, and what it is to whoever opened it."""
 
-    def __init__(self, relation: Relation, lock: int = -1, first: bool = False) -> None:
-        self.relation, self.first = relation, first
+    def __init__(self, relation: Relation, lock: int = -1) -> None:
+        self.relation = relation
         self._lock = lock
 
     def close(self) -> None:
@@ -42,16 +42,23 @@ class Claim:
 def claim(directory: Path, index: str | None, *, shared: bool, inside: bool) -> Claim:
     """Make ``directory`` that of ``index`` (its uuid; None without a home), or find what it is.
 
-    ``inside`` a home it is taken over with what is in it. ``Claim.first`` says that it was nobody's
-    before. Raises InvalidArgument when it is another index's, or open elsewhere as its owner's.
+    ``inside`` a home it is taken over with what is in it. Raises InvalidArgument when it is another
+    index's, or open elsewhere as its owner's; StoreError when it cannot be read or written.
     """
+    try:
+        return _claim(directory, index, shared, inside)
+    except OSError as error:
+        raise of_system(error, "claim", directory) from error
+
+
+def _claim(directory: Path, index: str | None, shared: bool, inside: bool) -> Claim:
     directory.mkdir(parents=True, exist_ok=True)
     file = directory / FILE
     said = _read(file)
     owner, is_shared = said.get("owner"), bool(said.get("shared"))
     if is_shared or (shared and owner is None):
         if not is_shared:
-            _write(file, {"format": 1, "owner": None, "shared": True})
+            write_json(file, {"format": 1, "owner": None, "shared": True})
         return Claim("shared")
     if owner is not None and (owner != index or shared):
         raise InvalidArgument(
@@ -67,41 +74,40 @@ def claim(directory: Path, index: str | None, *, shared: bool, inside: bool) -> 
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if owner is None:
-            _write(file, {"format": 1, "owner": index, "shared": False})
-    except OSError as error:
+            write_json(file, {"format": 1, "owner": index, "shared": False})
+    except BlockingIOError as error:
         os.close(lock)
-        if isinstance(error, BlockingIOError):
-            raise InvalidArgument(
-                "tier",
-                f"{directory} is open in another process",
-                "stop that, or give another path=",
-            ) from error
-        raise StoreError(f"cannot claim {directory}: {error}", path=str(directory)) from error
-    return Claim("mine", lock, owner is None)
+        raise InvalidArgument(
+            "tier",
+            f"{directory} is open in another process",
+            "stop that, or give another path=",
+        ) from error
+    except BaseException:
+        os.close(lock)
+        raise
+    return Claim("mine", lock)
 
 
-def mend(directory: Path, index: str) -> bool:
-    """Put away an ``owner.json`` that says nothing, or another index than that of the home around it.
+def owner_of(directory: Path) -> str | None:
+    """Return the uuid that a directory's ``owner.json`` says, None when it says none.
 
-    What lies in a home is the home's: the next `claim` writes the file anew. Returns whether it was
-    put away. Raises OSError.
+    Raises StoreError when it cannot be understood, OSError.
     """
-    file = directory / FILE
-    try:
-        if _read(file).get("owner") in (None, index):
-            return False
-    except StoreError:
-        pass
-    file.unlink()
-    return True
+    owner = _read(directory / FILE).get("owner")
+    return None if owner is None else str(owner)
+
+
+def disown(directory: Path) -> None:
+    """Have ``owner.json`` written anew by the next `claim`. Raises OSError."""
+    (directory / FILE).unlink(missing_ok=True)
 
 
 def _read(file: Path) -> dict[str, object]:
     try:
-        said = json.loads(file.read_text())
+        said = json.loads(file.read_bytes())
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError):
+    except ValueError:
         said = None
     if not isinstance(said, dict) or said.get("format") != 1:
         raise StoreError(
@@ -110,10 +116,3 @@ def _read(file: Path) -> dict[str, object]:
             path=str(file),
         )
     return said
-
-
-def _write(file: Path, said: dict[str, object]) -> None:
-    temporary = file.with_suffix(f".{os.getpid()}.tmp")
-    temporary.write_text(json.dumps(said))
-    fsync(temporary)
-    put_in_place(temporary, file)
