@@ -199,7 +199,7 @@ def test_put_refuses_a_taken_name_and_replaces_when_told(stocked):
     [
         (["put", "x"], "", "'x' has no tokens"),
         (["put", "x"], b"\xff\xfe\x00", "-: it is not UTF-8 text"),
-        (["put", "x", "nofile"], "", "No such file or directory: nofile"),
+        (["put", "x", "nofile"], "", "cannot use nofile: No such file"),
         (["put", "a*"], "hi", "'a*' is not a chunk name"),
         (["put", "x"], "so " * 5000, "the model's limit is 4096"),
         (["put", "x", "--model", "./nomodel"], "hi", "cannot load a model from './nomodel'"),

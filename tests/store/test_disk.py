@@ -6,17 +6,21 @@ import errno
 import os
 import shutil
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from store.conformance import Conformance, Make
 from store.values import assert_holds, content, put_one, store
 
 from kvweave.errors import InvalidArgument, StoreError
+from kvweave.keep import LRU
+from kvweave.store.spec import open_levels
 from kvweave.store.tier import disk as module
-from kvweave.store.tier import files
+from kvweave.store.tier import files, guarded, owner
 from kvweave.store.tier.base import PAGE, Put, Tier
 from kvweave.store.tier.disk import Disk
 from kvweave.store.tier.guarded import Guarded
@@ -191,7 +195,7 @@ def test_threads_that_hang_are_bounded_and_others_are_late_in_time(tmp_path: Pat
 
 def test_whose_directory_it_is(tmp_path: Path) -> None:
     mine = claim(tmp_path / "d", "1" * 32, shared=False, inside=False)
-    assert (mine.relation, mine.first) == ("mine", True)
+    assert mine.relation == "mine"
     with pytest.raises(InvalidArgument, match="open in another process"):
         claim(tmp_path / "d", "1" * 32, shared=False, inside=False)
     for other in ("2" * 32, None):
@@ -199,7 +203,7 @@ def test_whose_directory_it_is(tmp_path: Path) -> None:
             claim(tmp_path / "d", other, shared=False, inside=False)
     mine.close()
     again = claim(tmp_path / "d", "1" * 32, shared=False, inside=False)
-    assert (again.relation, again.first) == ("mine", False)
+    assert again.relation == "mine"
     again.close()
     for index in (None, "1" * 32, "2" * 32):
         assert claim(tmp_path / "s", index, shared=True, inside=False).relation == "shared"
@@ -210,3 +214,63 @@ def test_whose_directory_it_is(tmp_path: Path) -> None:
     (tmp_path / "d" / "owner.json").write_text("{")
     with pytest.raises(StoreError, match="does not say whose"):
         claim(tmp_path / "d", "1" * 32, shared=False, inside=True)
+
+
+def test_what_opens_too_late_is_closed_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(guarded, "QUIET", 0.05)
+    go, undone = threading.Event(), threading.Event()
+
+    def slow() -> str:
+        assert go.wait(10)
+        return "opened"
+
+    with pytest.raises(StoreError, match="does not answer") as caught:
+        guarded.in_time(slow, tmp_path, lambda made: made == "opened" and undone.set())
+    assert caught.value.hint
+    go.set()
+    assert undone.wait(10)
+    with pytest.raises(StoreError, match="cannot open") as caught:
+        guarded.in_time(lambda: (tmp_path / "no").stat(), tmp_path, bool)
+    assert caught.value.hint
+
+
+def test_a_directory_that_hangs_is_not_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever hangs: claiming it, looking at it, listing it; and it opens when it is well again."""
+    monkeypatch.setattr(guarded, "QUIET", 0.1)
+    spec = f"disk path={tmp_path / 'd'}"
+    uuid = "1" * 32
+
+    def opened() -> None:
+        (level,) = open_levels((spec,), tmp_path / "home", "m", LRU, uuid)
+        try:
+            level.adopt({})
+        finally:
+            level.close()
+
+    opened()
+    for where, name in ((owner, "_claim"), (module, "_identity"), (Disk, "_entries")):
+        well, wake = getattr(where, name), threading.Event()
+
+        def hangs(*args: Any, wake: threading.Event = wake, well: Any = well) -> Any:
+            wake.wait(10)
+            return well(*args)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(where, name, hangs)
+            start = time.monotonic()
+            with pytest.raises(StoreError, match="does not answer"):
+                opened()
+            assert time.monotonic() - start < 5
+        wake.set()
+        for _ in range(100):  # until what hung has let go
+            try:
+                opened()
+                break
+            except InvalidArgument:
+                time.sleep(0.05)
+        else:
+            pytest.fail(f"{name} keeps its lock")

@@ -15,7 +15,9 @@ from conftest import tiny
 from weaving import text
 
 from kvweave import Engine
+from kvweave.chunk.marks import marks
 from kvweave.cli.app import main
+from kvweave.errors import StoreError
 from kvweave.store import fsck
 from kvweave.store.codec import parse
 from kvweave.store.record.layout import FIXED, START, encode
@@ -133,3 +135,63 @@ def test_an_owner_that_cannot_be_read_is_written_anew(
         assert main(["fsck", str(home), "--repair"]) == 0
         assert owner.read_text() == wanted
     assert "Traceback" not in capsys.readouterr().err
+
+
+def tiers(home: Path, *more: str) -> list[str]:
+    with Engine(tiny(), home=home, repair="none", tiers=more or None) as engine:
+        return [e.tier for e in engine.files.ls()]
+
+
+def test_what_a_salvage_lost_keeps_its_kv_until_the_user_lets_it_go(
+    home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(home, tmp_path / "backup")
+    index = home / "index.sqlite"
+    index.write_bytes(index.read_bytes()[:10])
+    assert main(["fsck", str(home), "--repair"]) == 0
+    assert tiers(home) == []
+    with pytest.raises(StoreError, match="salvaged") as caught:
+        list(marks(index))
+    assert "--discard-strays" in caught.value.hint
+    with Engine(tiny(), home=home, repair="none") as engine:
+        engine.put("a", text(20, 0))  # computed or not, one record
+        engine.put("e", text(20, 9))
+    assert len(list((home / "kv").glob("*.kv"))) == 5
+    again = tmp_path / "again"
+    shutil.copytree(home, again)
+    for path in home.glob("index.sqlite*"):
+        path.unlink()
+    for path in (tmp_path / "backup").glob("index.sqlite*"):
+        shutil.copy2(path, home)
+    assert tiers(home) == ["disk"] * 4
+    assert main(["fsck", str(again), "--discard-strays"]) == 1
+    assert main(["fsck", str(again), "--repair", "--discard-strays"]) == 0
+    assert len(list((again / "kv").glob("*.kv"))) == 2 and tiers(again) == ["disk"] * 2
+    assert len(list(marks(again / "index.sqlite"))) == 2
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_a_tier_outside_the_home_is_looked_through_too(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    there, spec = tmp_path / "there", f"disk path={tmp_path / 'there'}"
+    with Engine(tiny(), home=tmp_path / "home", repair="none", tiers=(spec,)) as engine:
+        for i, name in enumerate(NAMES):
+            engine.put(name, text(20, i))
+    with Engine(tiny(), home=tmp_path / "other", repair="none"):
+        pass
+    command = ["fsck", str(tmp_path / "home"), "--tier", spec, "--repair", "--json"]
+    owner = there / "owner.json"
+    said = owner.read_text()
+    owner.write_text("{")
+    first = min(there.glob("*.kv"))
+    first.write_bytes(first.read_bytes()[:-1])
+    assert main(command[:-2]) == 1 and owner.read_text() == "{" and first.exists()
+    assert main(command) == 0
+    assert owner.read_text() == said and not first.exists()
+    assert sorted(tiers(tmp_path / "home", spec)) == ["disk"] * 3 + ["none"]
+    other = ["fsck", str(tmp_path / "other"), "--tier", spec, "--repair", "--discard-strays"]
+    before = sorted(there.iterdir())
+    assert main(other) == 1, "it belongs to another home"
+    assert owner.read_text() == said and sorted(there.iterdir()) == before
+    assert "another" in capsys.readouterr().out

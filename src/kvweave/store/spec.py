@@ -34,7 +34,8 @@ from kvweave.store.shelf import Shelf
 from kvweave.store.tier import old_slab
 from kvweave.store.tier.base import Tier
 from kvweave.store.tier.disk import Disk
-from kvweave.store.tier.guarded import Guarded, in_time
+from kvweave.store.tier.files import taken
+from kvweave.store.tier.guarded import Guarded, in_time, listed
 from kvweave.store.tier.memory import Memory
 from kvweave.store.tier.mooncake import Mooncake
 from kvweave.store.tier.mooncake_cluster import Cluster
@@ -181,7 +182,9 @@ def _directory(name: str) -> _Open:
             if has_slab and relation == "mine":
                 old_slab.move(directory, disk)
             guarded = Guarded(disk)
-            size = (free + guarded.n_bytes) // 2 if site.size is None else site.size
+            size = site.size
+            if size is None:
+                size = (free + sum(taken(n) for _, n in listed(guarded) if isinstance(n, int))) // 2
         except BaseException:
             claimed.close()
             raise

@@ -244,7 +244,7 @@ class Disk:
         return DONE
 
     def keys(self) -> Iterator[str]:
-        return iter([key for key, _ in self._entries()])
+        return (key for key, _ in self._entries())
 
     def sizes(self) -> list[tuple[str, int]]:
         """Return keys with the bytes of their values. Raises StoreError."""
@@ -258,18 +258,16 @@ class Disk:
                 raise self._unlisted(error) from error
         return found
 
-    def _entries(self) -> list[tuple[str, os.DirEntry[str]]]:
-        """Return the files of values, by key. Raises StoreError."""
+    def _entries(self) -> Iterator[tuple[str, os.DirEntry[str]]]:
+        """Yield the files of values, by key. Raises StoreError."""
         try:
             if self._closed or _identity(self.directory) != self._identity:
                 raise OSError("the tier is closed" if self._closed else "it is another one now")
             with os.scandir(self.directory) as entries:
-                return [
-                    (key, entry)
-                    for entry in entries
-                    if entry.name.endswith(SUFFIX)
-                    and is_key(key := entry.name.removesuffix(SUFFIX))
-                ]
+                for entry in entries:
+                    key = entry.name.removesuffix(SUFFIX)
+                    if key != entry.name and is_key(key):
+                        yield key, entry
         except OSError as error:
             raise self._unlisted(error) from error
 

@@ -82,7 +82,7 @@ class Guarded:
 
     @property
     def n_bytes(self) -> int:
-        return sum(n for _, n in listed(self) if isinstance(n, int))
+        return self.tier.n_bytes
 
     def check_integrity(self) -> None:
         self.tier.check_integrity()
