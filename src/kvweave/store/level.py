@@ -182,7 +182,7 @@ class Level:
         A record of its key that is there already is used, after it was verified: its head, and for
         a ``durable`` one all of it. One that is spoilt, or about to be collected, is passed over.
         """
-        if left := self._absence.left():
+        if left := self._absence.wait(deadline):
             return Outcome("failed", f"{self.name} is left alone for {left:.2f} s")
         if durable and not self.owned and (why := self._register(deadline)) is not None:
             return why

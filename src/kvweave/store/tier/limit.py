@@ -72,3 +72,11 @@ class Absence:
     def left(self) -> float:
         """Return the seconds until the next try, 0 if it may be asked."""
         return max(0.0, self._ends - time.monotonic())
+
+    def wait(self, deadline: float | None) -> float:
+        """Wait for the next try if half of the time is left then; else return as `left` does."""
+        left = self.left()
+        if deadline is None or 2 * left <= deadline - time.monotonic():
+            time.sleep(left)
+            left = 0.0
+        return left
