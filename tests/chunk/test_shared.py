@@ -268,18 +268,20 @@ for step in range(100_000):
 def test_kills_lose_nothing_acknowledged(n, url, tmp_path):
     """Three engines, random verbs, and SIGKILL again and again."""
     dice, expected, n_done = random.Random(5), {}, 0
-    errors = (tmp_path / "errors").open("w+")
+    errors = tmp_path / "errors"
 
     def start(me: int) -> subprocess.Popen[str]:
         command = [sys.executable, "-c", WORKER, url, f"w{me}", str(dice.randrange(10**6))]
-        return subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=errors, env=environment(), text=True
-        )
+        with errors.open("a") as file:
+            return subprocess.Popen(
+                command, stdout=subprocess.PIPE, stderr=file, env=environment(), text=True
+            )
 
     def read(worker: subprocess.Popen[str], first: str) -> None:
         nonlocal n_done
         assert worker.stdout is not None
-        lines = [line.split() for line in (first + worker.stdout.read()).splitlines()]
+        whole, _, _ = (first + worker.stdout.read()).rpartition("\n")  # it may die in a line
+        lines = [line.split() for line in whole.splitlines()]
         worker.stdout.close()
         lines.append(["killed"])
         for line, then in pairwise(lines):
@@ -298,13 +300,12 @@ def test_kills_lose_nothing_acknowledged(n, url, tmp_path):
         firsts = [worker.stdout.readline() for worker in workers if worker.stdout]
         for worker in dice.sample(workers, 3):
             time.sleep(dice.uniform(0.8, 2.0))
-            assert worker.poll() is None, Path(tmp_path / "errors").read_text()
+            assert worker.poll() is None, errors.read_text()
             worker.kill()
         for worker, first in zip(workers, firsts, strict=True):
             worker.wait()
             read(worker, first)
-    errors.close()
-    assert (tmp_path / "errors").read_text() == ""
+    assert errors.read_text() == ""
     time.sleep(1.2)
     with Table(url) as table:
         table.collect()
