@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from itertools import pairwise
-from pathlib import Path
 
 import postgres
 import pytest
