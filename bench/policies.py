@@ -215,10 +215,11 @@ def calibrated(n: int) -> Found:
             rows.append(entry(answer.plan, float(answer.usage["ttft"])))  # type: ignore[arg-type]
             context.close()
     found = fit(rows[2:])  # the first ones warm up
+    seen = found.token > 0  # else the machine was too busy to see what tokens cost
     return {
         "answers": found.n, "error": round(found.error, 4), "fixed_s": round(found.fixed, 5),
-        "tokens_per_s": round(1 / found.token, 1) if found.token else None,
-        "doubles_at": found.cost().doubles_at,
+        "tokens_per_s": round(1 / found.token, 1) if seen else None,
+        "doubles_at": found.cost().doubles_at if seen else None,
     }  # fmt: skip
 
 
