@@ -25,8 +25,13 @@ from store.faults.verbs import (
     open_engine,
 )  # fmt: skip
 
+from kvweave.chunk.marks import marks, uuid_of
 from kvweave.cli import main
+from kvweave.errors import KVWeaveError
 from kvweave.run.model import Runner
+from kvweave.store.collect import REGISTERED, Swept, sweep
+from kvweave.store.record.transfer import digest_of
+from kvweave.store.spec import open_shared
 
 Say = Callable[[Any], None]
 TRUTH: Oracle
@@ -143,6 +148,53 @@ def live(
         else:
             tokens = tuple(int(t) for t in engine.table.tokens(there.id))
             say(("said", name, tokens, ask(engine, name) == TRUTH.answer(tokens)))
+
+
+def swept(spec: str, homes: Iterable[Path]) -> Swept:
+    """What `kvweave sweep` does."""
+    indexes = [home / "index.sqlite" for home in homes]
+    tier = open_shared(spec)
+    try:
+        return sweep(
+            tier,
+            lambda: {digest.hex() for index in indexes for digest in marks(index)},
+            {uuid_of(index) for index in indexes},
+        )
+    finally:
+        tier.close()
+
+
+def collect(say: Say, spec: str, homes: list[Path]) -> None:
+    """Sweep again and again until killed."""
+    while True:
+        try:
+            say(("swept", len(swept(spec, homes).removed)))
+        except KVWeaveError as error:
+            if not error.hint:
+                raise
+            say(("refused", type(error).__name__))
+
+
+def keys_after(
+    say: Say, spec: str, engines: list[tuple[Path, tuple[str, ...]]], remove: bool
+) -> list[str]:
+    """Sweep when nothing runs; return what the tier has and no index names. Perhaps remove all first."""
+    for home, tiers in engines:
+        with open_engine(TRUTH.runner, home, tiers) as engine:
+            for name in engine.table.names() if remove else ():
+                engine.files.rm(name)
+            engine.table.collect()
+    homes = [home for home, _ in engines]
+    assert not swept(spec, homes).failed
+    named = {digest.hex() for home in homes for digest in marks(home / "index.sqlite")}
+    assert not (remove and named)
+    tier = open_shared(spec)
+    try:
+        return [
+            k for k in tier.keys() if not k.startswith(REGISTERED) and digest_of(k) not in named
+        ]
+    finally:
+        tier.close()
 
 
 def until(condition: Callable[[], bool], limit: float = 10.0) -> bool:

@@ -47,6 +47,7 @@ class Book:
             self.durable.discard(name)
         elif what == "done":
             name, lasting = rest
+            tally.did("changes")
             if lasting:  # the same sync took all names with it
                 tally.did("durable puts acknowledged")
                 self.states = {n: states[-1:] for n, states in self.states.items()}
