@@ -24,9 +24,10 @@ from kvweave.serve.common import (
     The,
     check_pattern,
 )
+from kvweave.serve.strict import DryQuery, DryRun, StrictRoute, is_dry
 from kvweave.serve.text import tokens_of
 
-router = APIRouter(prefix="/v1/chunks", tags=["chunks"], responses=ERRORS)
+router = APIRouter(prefix="/v1/chunks", tags=["chunks"], responses=ERRORS, route_class=StrictRoute)
 
 Pattern = Annotated[str, Query(max_length=256, description="a name, glob or `docs/`")]
 _Limit = Annotated[int | None, Query(ge=0, le=2**31)]
@@ -90,14 +91,6 @@ class PutChunk(Content):
     kind: Kind = "document"
     replace: bool = False
     durable: bool = False
-
-
-class DryRun(BaseModel):
-    """Whether only to say what would happen."""
-
-    model_config = STRICT
-
-    dry_run: bool = False
 
 
 class PlaceChunks(DryRun):
@@ -174,10 +167,11 @@ async def du(
 
 @router.post("/{pattern:path}:pin", response_model=ChunkList)
 async def pin(
-    tenant: Tenant, the: The, pattern: PathPattern, body: DryRun | None = None
-) -> dict[str, Any]:
+    tenant: Tenant, the: The, pattern: PathPattern, dry: DryQuery = False,
+    body: DryRun | None = None,
+) -> dict[str, Any]:  # fmt: skip
     """Keep chunks from being removed or evicted."""
-    dry = body is not None and body.dry_run
+    dry = is_dry(dry, body)
     check_pattern(pattern)
     return await the.call(
         tenant, lambda e: listing(Files(e.table, tenant).pin(pattern, dry_run=dry))
@@ -186,10 +180,11 @@ async def pin(
 
 @router.post("/{pattern:path}:unpin", response_model=ChunkList)
 async def unpin(
-    tenant: Tenant, the: The, pattern: PathPattern, body: DryRun | None = None
-) -> dict[str, Any]:
+    tenant: Tenant, the: The, pattern: PathPattern, dry: DryQuery = False,
+    body: DryRun | None = None,
+) -> dict[str, Any]:  # fmt: skip
     """Take back pin; nothing is freed by it."""
-    dry = body is not None and body.dry_run
+    dry = is_dry(dry, body)
     check_pattern(pattern)
     return await the.call(
         tenant, lambda e: listing(Files(e.table, tenant).unpin(pattern, dry_run=dry))
@@ -198,39 +193,47 @@ async def unpin(
 
 @router.post("/{pattern:path}:place", response_model=ChunkList)
 async def place(
-    tenant: Tenant, the: The, pattern: PathPattern, body: PlaceChunks
+    tenant: Tenant, the: The, pattern: PathPattern, body: PlaceChunks, dry: DryQuery = False
 ) -> dict[str, Any]:
     """Move KV to a tier; ``none`` keeps only the tokens."""
     check_pattern(pattern)
 
     def work(engine: Engine) -> dict[str, Any]:
-        how = {"codec": body.codec, "namespace": tenant, "dry_run": body.dry_run}
+        how = {"codec": body.codec, "namespace": tenant, "dry_run": is_dry(dry, body)}
         return listing(engine.place(pattern, body.tier, **how))  # type: ignore[arg-type]
 
     return await the.call(tenant, work)
 
 
 @router.post("/{pattern:path}:cp", response_model=ChunkList)
-async def cp(tenant: Tenant, the: The, pattern: PathPattern, body: Rename) -> dict[str, Any]:
+async def cp(
+    tenant: Tenant, the: The, pattern: PathPattern, body: Rename, dry: DryQuery = False
+) -> dict[str, Any]:
     """Give chunks another name; no KV is copied."""
-    return await the.call(tenant, lambda e: _rename(e, the, tenant, pattern, body, keep=True))
+    return await the.call(
+        tenant, lambda e: _rename(e, the, tenant, pattern, body, is_dry(dry, body), keep=True)
+    )
 
 
 @router.post("/{pattern:path}:mv", response_model=ChunkList)
-async def mv(tenant: Tenant, the: The, pattern: PathPattern, body: Rename) -> dict[str, Any]:
+async def mv(
+    tenant: Tenant, the: The, pattern: PathPattern, body: Rename, dry: DryQuery = False
+) -> dict[str, Any]:
     """Rename; the KV stays where it is."""
-    return await the.call(tenant, lambda e: _rename(e, the, tenant, pattern, body, keep=False))
+    return await the.call(
+        tenant, lambda e: _rename(e, the, tenant, pattern, body, is_dry(dry, body), keep=False)
+    )
 
 
 def _rename(
-    engine: Engine, the: Serving, tenant: str, pattern: str, body: Rename, *, keep: bool
+    engine: Engine, the: Serving, tenant: str, pattern: str, body: Rename, dry: bool, *, keep: bool
 ) -> dict[str, Any]:
     check_pattern(pattern)
     if not body.to.endswith("/"):
         the.new_name(body.to)
     files = Files(engine.table, tenant)
     verb = files.cp if keep else files.mv
-    return listing(verb(pattern, body.to, body.replace, dry_run=body.dry_run))
+    return listing(verb(pattern, body.to, body.replace, dry_run=dry))
 
 
 @router.put("/{name:path}", response_model=ChunkEntry, status_code=201)
@@ -289,12 +292,14 @@ async def stat(tenant: Tenant, the: The, name: PathRef, text: bool = False) -> d
 
 @router.delete("/{pattern:path}", response_model=ChunkList)
 async def rm(
-    tenant: Tenant, the: The, pattern: PathPattern, force: bool = False, dry_run: bool = False
-) -> dict[str, Any]:
+    tenant: Tenant, the: The, pattern: PathPattern, force: bool = False, dry: DryQuery = False,
+    body: DryRun | None = None,
+) -> dict[str, Any]:  # fmt: skip
     """Remove names and return them as they were; a chunk that nothing else keeps is freed."""
     check_pattern(pattern)
+    dry = is_dry(dry, body)
 
     def work(engine: Engine) -> dict[str, Any]:
-        return listing(Files(engine.table, tenant).rm(pattern, dry_run=dry_run, force=force))
+        return listing(Files(engine.table, tenant).rm(pattern, dry_run=dry, force=force))
 
     return await the.call(tenant, work)

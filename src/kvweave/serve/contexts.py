@@ -14,11 +14,12 @@ from kvweave.engine import Engine
 from kvweave.errors import InvalidArgument
 from kvweave.serve.access import Tenant
 from kvweave.serve.common import ERRORS, STRICT, ChunkRef, Content, Int, PathRef, Serving, The
+from kvweave.serve.strict import StrictRoute
 from kvweave.serve.text import sizes_of, tokens_of
 from kvweave.weave.context import Context
 from kvweave.weave.parts import Mode, Part, Positions
 
-router = APIRouter(prefix="/v1", tags=["contexts"], responses=ERRORS)
+router = APIRouter(prefix="/v1", tags=["contexts"], responses=ERRORS, route_class=StrictRoute)
 
 T = TypeVar("T")
 Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]

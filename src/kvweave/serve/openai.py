@@ -23,6 +23,7 @@ from kvweave.serve.common import STREAMED
 from kvweave.serve.problems import make, problem_of
 from kvweave.serve.render import Prompt, PromptSegment
 from kvweave.serve.schemas import ChatRequest, CompletionRequest, GenerationRequest
+from kvweave.serve.strict import StrictRoute
 from kvweave.serve.text import tokens_of
 from kvweave.serve.work import Delta, Event, Finished
 
@@ -191,7 +192,7 @@ class ResponseBuilder:
 
 def make_router(service: Service) -> APIRouter:
     """Return the routes of one server."""
-    router = APIRouter(tags=["openai"])
+    router = APIRouter(tags=["openai"], route_class=StrictRoute)
     started = int(time.time())
     name = service.options.model_name
     model = {"id": name, "object": "model", "created": started, "owned_by": "kvweave"}

@@ -16,8 +16,13 @@ from kvweave.errors import Overloaded
 from kvweave.serve.access import Tenant
 from kvweave.serve.common import ERRORS, The
 from kvweave.serve.metrics import EngineSnapshot
+from kvweave.serve.strict import StrictRoute
 
-router = APIRouter(tags=["server"], responses={k: v for k, v in ERRORS.items() if k in (401, 500)})
+router = APIRouter(
+    tags=["server"],
+    responses={k: v for k, v in ERRORS.items() if k in (401, 500)},
+    route_class=StrictRoute,
+)
 
 OURS = "|"  # no namespace: what the server asks itself waits behind no tenant's calls
 

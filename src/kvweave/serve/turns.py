@@ -19,12 +19,15 @@ from kvweave.serve.access import Tenant
 from kvweave.serve.common import ERRORS, STREAMED, STRICT, Int, PathRef, Serving, The
 from kvweave.serve.contexts import Nats, require_idle
 from kvweave.serve.problems import problem_of
+from kvweave.serve.strict import StrictRoute
 from kvweave.serve.text import tokens_of
 from kvweave.serve.work import Delta, Event, Finished
 from kvweave.weave.answer import Answer, request_from
 from kvweave.weave.session import Turn
 
-router = APIRouter(prefix="/v1/contexts", tags=["contexts"], responses=ERRORS)
+router = APIRouter(
+    prefix="/v1/contexts", tags=["contexts"], responses=ERRORS, route_class=StrictRoute
+)
 
 Count = Annotated[Int, Field(ge=0, le=2**31)]
 

@@ -1,0 +1,77 @@
+"""Routes that refuse what they do not know: a parameter that is ignored is a deletion one day."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine
+from typing import Annotated, Any, get_origin
+
+from fastapi import Query, Request, Response, params
+from fastapi.dependencies.utils import get_flat_params
+from fastapi.routing import APIRoute
+from pydantic import BaseModel
+
+from kvweave.errors import InvalidArgument, nearest
+from kvweave.serve.common import STRICT
+
+NOTHING = (b"", b"{}", b"null")  # bodies that say nothing
+Handler = Callable[[Request], Coroutine[Any, Any, Response]]
+
+
+class StrictRoute(APIRoute):
+    """A route that takes the query parameters and the body it declares, and no others.
+
+    Raises InvalidArgument (400) for another parameter, one that is given twice, and a body where
+    none is wanted.
+    """
+
+    def get_route_handler(self) -> Handler:
+        """Return what answers a request."""
+        handle = super().get_route_handler()
+        known = _declared(self)
+        takes_body = self.body_field is not None
+
+        async def strict(request: Request) -> Response:
+            _check_query(request, known)
+            if not takes_body and (await request.body()).strip() not in NOTHING:
+                raise InvalidArgument("body", "this takes no body", "leave it out")
+            return await handle(request)
+
+        return strict
+
+
+class DryRun(BaseModel):
+    """Whether only to say what would happen."""
+
+    model_config = STRICT
+
+    dry_run: bool = False
+
+
+DryQuery = Annotated[bool, Query(alias="dry_run", description="as in the body")]
+
+
+def is_dry(query: bool, body: DryRun | None) -> bool:
+    """Tell whether nothing may be changed: said in the query, in the body, or in both."""
+    return query or (body is not None and body.dry_run)
+
+
+def _declared(route: APIRoute) -> dict[str, bool]:
+    """Return the query parameters of a route, and whether each may be repeated."""
+    elsewhere = (params.Path, params.Header, params.Cookie)
+    return {
+        field.alias: get_origin(field.field_info.annotation) is list
+        for field in get_flat_params(route.dependant)
+        if not isinstance(field.field_info, elsewhere)
+    }
+
+
+def _check_query(request: Request, known: dict[str, bool]) -> None:
+    seen = set()
+    for name, _ in request.query_params.multi_items():
+        if name not in known:
+            near = nearest(name, known)
+            hint = f"did you mean {near[0]}?" if near else ", ".join(known) or "it takes none"
+            raise InvalidArgument(name[:64], "there is no such parameter", hint)
+        if name in seen and not known[name]:
+            raise InvalidArgument(name, "it is given twice", "give it once")
+        seen.add(name)
