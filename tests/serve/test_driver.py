@@ -83,17 +83,38 @@ def test_admission_is_round_robin_over_tenants_exactly(drive):
     driven = drive(max_active=1)
 
     async def main():
-        first = asyncio.create_task(driven.finishes("a0", "a"))
-        await driven.until(lambda: driven.begun == ["a0"])
+        first = [asyncio.create_task(driven.finishes(f"{x}0", x)) for x in "abc"]
+        await driven.until(lambda: driven.begun == ["a0", "b0", "c0"])
         rest = []
         for name in ("a1", "a2", "a3", "b1", "b2", "c1"):
             rest.append(asyncio.create_task(driven.finishes(name, name[0])))
             await driven.until(lambda: driven.driver.stats()["waiting"] == len(rest))
         driven.steps.open.set()
-        assert await asyncio.gather(first, *rest) == [["length"]] * 7
+        assert await asyncio.gather(*first, *rest) == [["length"]] * 9
 
     run(main())
-    assert driven.begun == ["a0", "a1", "b1", "c1", "a2", "b2", "a3"]
+    assert driven.begun[3:] == ["a1", "b1", "c1", "a2", "b2", "a3"]
+
+
+def test_long_answers_of_one_tenant_keep_nobody_out(drive):
+    driven = drive(max_active=2)
+
+    async def main():
+        long = [asyncio.create_task(driven.finishes(f"a{i}", "a", n=200)) for i in range(4)]
+        await driven.until(lambda: driven.begun == ["a0", "a1"])
+        short = [asyncio.create_task(driven.finishes(f"b{i}", "b")) for i in range(2)]
+        await driven.until(lambda: driven.driver.stats()["waiting"] == 4)
+        driven.steps.allow()
+        await driven.until(lambda: driven.begun == ["a0", "a1", "b0"])
+        driven.steps.open.set()
+        assert await asyncio.gather(*short) == [["length"]] * 2
+        assert not any(task.done() for task in long) and "a2" not in driven.begun
+        for task in long:
+            task.cancel()
+        await asyncio.gather(*long, return_exceptions=True)
+        await driven.settled()
+
+    run(main())
 
 
 def test_at_most_max_active_answers_run_together(drive):

@@ -60,7 +60,8 @@ class Driver:
     """Runs calls and answers of many asyncio tasks on one engine, in one thread.
 
     ``max_waiting`` bounds the answers, and apart from them the calls, one tenant may have in the
-    queue; ``max_active`` the answers that run together.
+    queue; ``max_active`` the answers that run together. Beyond that a tenant of which nothing runs
+    may have one: long answers of others do not keep it out, and decoding takes turns.
     """
 
     def __init__(
@@ -250,9 +251,12 @@ class Driver:
         until = time.monotonic() + BEGIN_SECONDS
         while True:
             with self._wake:
-                if not self._waiting or len(self._active) >= self.max_active:
+                full = len(self._active) >= self.max_active
+                running = {job.tenant for job in self._active} if full else set()
+                try:
+                    job = self._waiting.take(lambda tenant: tenant not in running)
+                except IndexError:
                     return
-                job = self._waiting.take()
                 self._active.append(job)
             self._begin(job)
             if self._active and time.monotonic() >= until:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from itertools import chain, islice, zip_longest
 from typing import Generic, TypeVar
 
@@ -26,11 +27,11 @@ class FairQueue(Generic[T]):
         """Queue behind the tenant's others; a tenant with none so far is last to take a turn."""
         self._queues.setdefault(tenant, deque()).append(item)
 
-    def take(self) -> T:
-        """Return the next item. Raises IndexError when there is none."""
-        if not self._queues:
+    def take(self, may: Callable[[str], bool] = lambda tenant: True) -> T:
+        """Return the next item of a tenant that ``may``. Raises IndexError when there is none."""
+        tenant = next((tenant for tenant in self._queues if may(tenant)), None)
+        if tenant is None:
             raise IndexError("nothing waits")
-        tenant = next(iter(self._queues))
         queue = self._queues.pop(tenant)
         item = queue.popleft()
         if queue:
