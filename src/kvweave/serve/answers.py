@@ -106,6 +106,7 @@ class Asked:
     how: WeaveOptions
     n: int = 1
     chat: bool = True
+    private: bool = False  # ``store: false``
     arrived: float = field(default_factory=time.perf_counter)
     opened: list[Opened] = field(default_factory=list)
     _sessions: list[PooledContext] = field(default_factory=list)
@@ -134,7 +135,7 @@ class Asked:
     def done(self, engine: Engine, answers: list[Answer]) -> None:
         """Give the contexts back, and remember the answers by their text."""
         for session in self._sessions:
-            if self.chat and session.reuse == "all":
+            if self.chat and session.reuse == "all" and not session.private:
                 self._remember(session)
         self.service.sessions.give_back(self._sessions)
 
@@ -154,7 +155,8 @@ class Asked:
         if n == 0:
             raise InvalidArgument("prompt", "it is empty")
         sampling = replace(self.sampling, max_tokens=self._n_new(n))
-        session = sessions.open(wanted, self.how, reuse, [sampling.max_tokens] * self.n)
+        sizes = [sampling.max_tokens] * self.n
+        session = sessions.open(wanted, self.how, reuse, sizes, private=self.private)
         self._sessions.append(session)
         # the rows of the prompt are computed once
         woven = sessions.weave(session) if self.n > 1 else None

@@ -254,7 +254,7 @@ class Driver:
                 full = len(self._active) >= self.max_active
                 running = {job.tenant for job in self._active} if full else set()
                 try:
-                    job = self._waiting.take(lambda tenant: tenant not in running)
+                    job = self._waiting.take(but=running)
                 except IndexError:
                     return
                 self._active.append(job)

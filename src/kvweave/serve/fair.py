@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Collection
 from itertools import chain, islice, zip_longest
 from typing import Generic, TypeVar
 
@@ -27,9 +27,9 @@ class FairQueue(Generic[T]):
         """Queue behind the tenant's others; a tenant with none so far is last to take a turn."""
         self._queues.setdefault(tenant, deque()).append(item)
 
-    def take(self, may: Callable[[str], bool] = lambda tenant: True) -> T:
-        """Return the next item of a tenant that ``may``. Raises IndexError when there is none."""
-        tenant = next((tenant for tenant in self._queues if may(tenant)), None)
+    def take(self, but: Collection[str] = ()) -> T:
+        """Return the next item, of no tenant in ``but``. Raises IndexError when there is none."""
+        tenant = next((tenant for tenant in self._queues if tenant not in but), None)
         if tenant is None:
             raise IndexError("nothing waits")
         queue = self._queues.pop(tenant)

@@ -220,7 +220,8 @@ def make_router(service: Service) -> APIRouter:
         messages, tools = body.plain_messages(), body.plain_tools()
         how, n = body.how, body.n_choices
         prompts = [lambda service: service.renderer.render(messages, tools)]
-        asked = Asked(service, tenant, prompts, sampling, body.limit, how, n)
+        private = body.store is False
+        asked = Asked(service, tenant, prompts, sampling, body.limit, how, n, private=private)
         return await _respond(ResponseBuilder(service, asked, body))
 
     @router.post("/v1/completions", response_model=None, responses=STREAMED)
@@ -232,7 +233,8 @@ def make_router(service: Service) -> APIRouter:
         sampling = body.sampling(limit, body.logprobs or 0)
         prompts = [_completion_prompt(prompt) for prompt in body.prompts()]
         how, n = body.how, body.n_choices
-        asked = Asked(service, tenant, prompts, sampling, limit, how, n, chat=False)
+        private = body.store is False
+        asked = Asked(service, tenant, prompts, sampling, limit, how, n, False, private)
         return await _respond(ResponseBuilder(service, asked, body))
 
     return router

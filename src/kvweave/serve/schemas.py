@@ -13,7 +13,7 @@ from kvweave.serve.session import WeaveOptions
 
 # Fields that say nothing about the answer's text.
 HARMLESS = frozenset(
-    "user metadata store service_tier safety_identifier prompt_cache_key prompt_cache_retention "
+    "user metadata service_tier safety_identifier prompt_cache_key prompt_cache_retention "
     "parallel_tool_calls".split()
 )
 MAX_CHOICES = 16
@@ -86,6 +86,8 @@ class GenerationRequest(BaseModel):
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
+    store: bool | None = None
+    """False: nothing of the request or its answer is kept for later ones, or can be read."""
     kvweave: Extension | None = None
 
     def sampling(self, max_tokens: int, logprobs: int) -> Sampling:

@@ -70,11 +70,13 @@ class Sessions:
     # ---- taking
 
     def open(
-        self, wanted: Wanted, how: WeaveOptions, reuse: ReuseMode = "all", sizes: Sequence[int] = ()
-    ) -> PooledContext:
+        self, wanted: Wanted, how: WeaveOptions, reuse: ReuseMode = "all", sizes: Sequence[int] = (),
+        *, private: bool = False,
+    ) -> PooledContext:  # fmt: skip
         """Return a context that holds what is wanted, to be given back.
 
-        ``sizes`` are tokens of chunks that will come in it, for the quota. Raises OverBudget when no
+        ``sizes`` are tokens of chunks that will come in it, for the quota. A ``private`` one uses
+        what is known, and leaves nothing behind. Raises OverBudget when no
         idle context is left to be closed, OverQuota, ContextTooLong, InvalidArgument.
         """
         if reuse != "all":
@@ -83,12 +85,16 @@ class Sessions:
             new = [piece.n for piece in wanted.pieces if piece.id is None]
             self._make_room(wanted.namespace, [*new, *sizes])
             best, common = self._best(wanted, how, reuse)
-            if best is None:
+            taken = None
+            if best is not None:
+                much = 2 * common.n_tokens >= best.context.n_tokens
+                taken = best if much and not private else self._forked(best, private)
+            if taken is None:
                 taken = self._afford(lambda: self.composer.fresh(wanted, how, reuse))
                 common = Common(taken.n_base, 0, None)
             else:
-                taken = best if 2 * common.n_tokens >= best.context.n_tokens else self._forked(best)
                 taken.n_computed = 0
+            taken.private = private
             if taken in self._idle:
                 self._idle.remove(taken)
             try:
@@ -122,11 +128,11 @@ class Sessions:
             context = session.context
             if self.engine.contexts_of(context.namespace).get(context.name) is not context:
                 continue  # its owner closed it over /v1/contexts
-            if session.reuse == "all":
+            if session.reuse == "all" and not session.private:
                 self._learn(session)
             else:
                 self._unname(context)
-            if session.reuse == "off":
+            if session.reuse == "off" or session.private:
                 self.close(session)
             else:
                 self._idle.append(session)
@@ -203,12 +209,13 @@ class Sessions:
             at, index = at + n, index + 1
         return Common(index, at, None)
 
-    def _forked(self, session: PooledContext) -> PooledContext:
-        """Return a copy of a session of which much would be lost; itself if there is no room."""
+    def _forked(self, session: PooledContext, private: bool) -> PooledContext | None:
+        """Return a copy of a session of which much would be lost; if there is no room itself, or
+        None for a request that may not leave anything in it."""
         try:
             return self._fork(session, new_context_name())
         except OverBudget:
-            return session
+            return None if private else session
 
     def _fork(self, session: PooledContext, name: str) -> PooledContext:
         context = self.engine.fork(session.context, name)

@@ -1,0 +1,111 @@
+"""``store: false`` leaves nothing behind: no name, no token, no KV, no file; others lose nothing by it."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+WORDS = "pude river ludi so well givu metal demu keep the notes rain light".split()
+
+
+def conversation(rng: random.Random, n: int) -> list[dict[str, str]]:
+    roles = ("user", "assistant")
+    return [
+        {"role": roles[i % 2], "content": " ".join(rng.choices(WORDS, k=rng.randint(3, 40)))}
+        for i in range(2 * n + 1)
+    ]
+
+
+def ask(caller: Any, messages: Any, **more: Any) -> Any:
+    body = {"model": "kvweave", "messages": messages, "max_tokens": 6, "temperature": 0} | more
+    return caller("POST", "/v1/chat/completions", body)
+
+
+def kept(served: Any) -> dict[str, Any]:
+    """All there is in the engine, by what it is."""
+    found: dict[str, Any] = {}
+
+    def look(engine: Any) -> None:
+        table = engine.table
+        found["tokens"] = {tuple(table.tokens(r.id).tolist()) for r in table}
+        found["names"] = {(s, n) for s in table.namespaces() for n in table.names(s)}
+        found["contexts"] = {
+            (space, name) for space in ("", "anna", "berta") for name in engine.contexts_of(space)
+        }
+        found["kv"] = sorted(int(r.id) for r in table if engine.shelf.tier(r.id) != "none")
+
+    served.client.portal.call(served.driver.call, look)
+    return found
+
+
+def settle(served: Any) -> None:
+    while served.driver.stats()["later"] or served.driver.stats()["active"]:
+        served.client.portal.call(served.driver.call, lambda engine: None)
+
+
+@pytest.mark.parametrize("how", [{}, {"n": 3}, {"kvweave": {"repair": "none"}}])
+def test_nothing_is_left(serve: Any, how: dict[str, Any]) -> None:
+    served, rng = serve(), random.Random(1)
+    anna = served.anna
+    talk = conversation(rng, 1)
+    ask(anna, talk[:1])
+    settle(served)
+    before = kept(served)
+    private = [*talk[:1], *conversation(rng, 2)]
+    first = ask(anna, private, store=False, **how)
+    settle(served)
+    assert kept(served) == before
+    again = ask(anna, private, store=False, **how)
+    assert [c["message"] for c in first["choices"]] == [c["message"] for c in again["choices"]]
+    settle(served)
+    assert kept(served) == before
+    ask(anna, private)
+    settle(served)
+    assert kept(served)["tokens"] > before["tokens"], "the default keeps what was said"
+
+
+def test_what_was_stored_before_is_reused_and_stays(serve: Any) -> None:
+    served, rng = serve(), random.Random(2)
+    anna = served.anna
+    talk = conversation(rng, 3)
+    ask(anna, talk)
+    settle(served)
+    before = kept(served)
+    more = [*talk, {"role": "assistant", "content": "so well"}, {"role": "user", "content": "rain"}]
+    told = ask(anna, more, store=False)
+    assert told["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+    settle(served)
+    assert kept(served) == before
+    stored = ask(anna, talk)
+    assert stored["usage"]["kv"]["prefilled"] <= 8, "its own context is where it was"
+
+
+def test_a_private_request_that_fails_or_completes_text_leaves_nothing(serve: Any) -> None:
+    served = serve()
+    before = kept(served)
+    body = {"model": "kvweave", "prompt": "pude river ludi so well", "max_tokens": 4}
+    served.anna("POST", "/v1/completions", body | {"store": False})
+    too_long = [{"role": "user", "content": "pude river " * 5000}]
+    body = {"model": "kvweave", "messages": too_long, "store": False}
+    served.anna.error("POST", "/v1/chat/completions", body, 400)
+    settle(served)
+    assert kept(served) == before
+
+
+def test_no_file_of_the_home_has_the_words(serve: Any, tmp_path: Path) -> None:
+    served = serve(home=tmp_path / "home")
+    rng = random.Random(3)
+    private = conversation(rng, 2)
+    ask(served.anna, private, store=False)
+    tokens: list[list[int]] = []
+    text = private[0]["content"]
+    served.client.portal.call(
+        served.driver.call, lambda engine: tokens.append(list(engine.maker.tokens(text)))
+    )
+    served.close()
+    middle = b"".join(t.to_bytes(4, "little") for t in tokens[0][2:8])
+    for path in (tmp_path / "home").rglob("*"):
+        assert not path.is_file() or middle not in path.read_bytes(), path
