@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+import torch
 from store.records import MODEL, about, load
 from store.test_record import make_kv
 
@@ -14,7 +15,9 @@ from kvweave.store.codec import parse
 from kvweave.store.collect import register, retire, sweep
 from kvweave.store.kv import KV
 from kvweave.store.level import Level
-from kvweave.store.record.transfer import MARK, key_of
+from kvweave.store.mover import Mover
+from kvweave.store.record.transfer import MARK, digest_of, key_of
+from kvweave.store.tier.base import Put
 from kvweave.store.tier.memory import Memory
 
 MINE, OTHER = "1" * 32, "2" * 32
@@ -199,3 +202,26 @@ def test_without_an_index_nothing_is_durable_there() -> None:
     level = Level(Shared(), parse("raw"), MODEL, LRU())
     assert level.put(1, about(ROWS), ROWS, durable=True).state == "failed"
     assert level.put(1, about(ROWS), ROWS).ok
+
+
+@pytest.mark.parametrize("n_doomed", [1, 2])
+def test_a_record_under_another_name_is_found_by_who_does_not_know_it(n_doomed: int) -> None:
+    """Dead sweeps left marks: who put it used the next name, and whoever comes later finds that."""
+    index = Index(Shared())
+    names = [key_of(CHUNK, parse("raw"), False, g) for g in range(n_doomed + 1)]
+    said = memoryview(b"{}")
+    for name in names[:-1]:
+        index.tier.put([Put(name + MARK, [said])])
+    index.put()
+    assert {key for key in index.tier.keys() if digest_of(key) and not key.endswith(MARK)} == {
+        names[-1]
+    }
+    for believed in (False, True):  # or it believes that the record has its first name
+        level = Level(index.tier, parse("raw"), MODEL, LRU(), index=(MINE, "here"))
+        mover = Mover([level], lambda id: about(ROWS, CHUNK), is_pinned=lambda id: False)
+        if believed:
+            level.presume(1, CHUNK, 100)
+        mover.find([1])
+        found = mover.load([1])[1]
+        assert all(torch.equal(mine, theirs) for mine, theirs in zip(found.k, ROWS.k, strict=True))
+        assert mover.counts["lost"] == 0

@@ -159,7 +159,7 @@ class Level:
 
     def _names(self, digest: str) -> list[str]:
         lossy = (True,) if self.choice.lossy else (False, True)
-        return [key_of(digest, self.choice, x, g) for x in lossy for g in range(2)]
+        return [key_of(digest, self.choice, x, g) for x in lossy for g in range(GENERATIONS)]
 
     def has_room(self, n_bytes: int) -> bool:
         """Tell whether so much fits beside what is there."""

@@ -71,6 +71,8 @@ class Reader:
                 if isinstance(head, Outcome):
                     if head.state == "wrong":  # once may be the bus or the cache: look again
                         head = self._again(each)
+                    elif head.state == "missing" and not level.owned:
+                        head = self._elsewhere(each)
                     if isinstance(head, Outcome):
                         each.load.fail(f"{head.state}: {head.why}")
                         continue
@@ -80,6 +82,13 @@ class Reader:
     def _again(self, each: ToRead) -> Head | Outcome:
         each.level.stale(each.load.key)
         return each.level.heads({each.load.key: each.about}, self.ends)[each.load.key]
+
+    def _elsewhere(self, each: ToRead) -> Head | Outcome:
+        """Look for a record that got another name, as its first one was about to be swept."""
+        wanted = {each.load.key: each.about}
+        each.level.forget(each.load.key)
+        each.level.find(wanted, self.ends)
+        return each.level.heads(wanted, self.ends)[each.load.key]
 
     def _layers(self, start: int, stop: int) -> None:
         for level, mine in self._by_level():
