@@ -347,8 +347,14 @@ def serve(p: ArgumentParser) -> None:
     limits("--max-body", type=_size, metavar="SIZE", help="of a request (8MiB)")
     limits("--max-prompt", type=_positive, metavar="N", help="tokens (the model's limit)")
     limits("--max-sessions", type=int, metavar="N", help="idle conversations kept (32)")
-    limits("--quota", type=_size, metavar="SIZE", help="KV a namespace may store (no limit)")
+    limits(
+        "--quota",
+        type=_size,
+        metavar="SIZE",
+        help="KV a namespace may store, and hold in contexts (no limit)",
+    )
     limits("--quota-chunks", type=_positive, metavar="N", help="chunks a namespace may store")
+    limits("--max-contexts", type=_positive, metavar="N", help="open in a namespace (256)")
     limits(
         "--grace", type=float, default=10.0, metavar="SECONDS", help="for answers at the end (10)"
     )

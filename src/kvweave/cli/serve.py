@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 KEYS = "KVWEAVE_KEYS"  # the environment's keys, as in a file of --keys
 LIMITS = (
     "max_waiting", "max_active", "max_body", "max_prompt", "max_sessions", "min_match", "quota",
-    "quota_chunks", "reuse",
+    "quota_chunks", "max_contexts", "reuse",
 )  # fmt: skip
 ENGINE = ("budget", "policy", "tiers", "index", "repair", "share", "max_drift")
 

@@ -48,7 +48,7 @@ class Service:
             self.library,
             max_sessions=options.max_sessions,
             later=driver.later,
-            quota=Quota(options.quota, options.quota_chunks),
+            quota=Quota.of(options),
             is_busy=driver.is_busy,
         )
         self.fingerprint = f"fp_{engine.runner.fingerprint.digest().hex()[:12]}"

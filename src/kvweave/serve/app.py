@@ -39,6 +39,7 @@ def create_app(engine: Engine, options: Options | None = None) -> FastAPI:
     driver = Driver(engine, max_waiting=options.max_waiting, max_active=options.max_active)
     serving = Serving(driver, options)
     service = Service(driver, options)
+    serving.quota.bound_rows(engine.shelf)
     serving.on_stored = service.library.note
 
     def count(tenant: str, answer: Answer, waited: float) -> None:

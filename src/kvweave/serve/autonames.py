@@ -24,17 +24,22 @@ def new_context_name() -> str:
 
 
 class AutoNames:
-    """The names given here, oldest first; those of an earlier run are the oldest."""
+    """The names given here, oldest first; those of an earlier run are the oldest.
+
+    When there are too many, the namespace that has most of them loses its oldest: nobody's names go
+    because another one has many.
+    """
 
     def __init__(self, table: Table, most: int = MAX_NAMES) -> None:
         self.table, self.most = table, most
-        self._names: OrderedDict[tuple[str, str], None] = OrderedDict()
+        self._names: dict[str, OrderedDict[str, None]] = {}  # by namespace
+        self._n = 0
         for namespace in table.namespaces():
             for name in sorted(filter(_OURS.fullmatch, table.names(namespace))):
-                self._names[namespace, name] = None
+                self._add(name, namespace)
 
     def __len__(self) -> int:
-        return len(self._names)
+        return self._n
 
     def counter(self, context: str, namespace: str) -> Names:
         """Return what numbers the messages of one context."""
@@ -44,28 +49,37 @@ class AutoNames:
         """Give a chunk the next name."""
         name = names.next(kind)
         self.table.bind(name, id, namespace=namespace)
-        self._names[namespace, name] = None
+        self._add(name, namespace)
 
     def note(self, name: str, namespace: str) -> None:
         """Count a name of this form that was given elsewhere."""
         if _OURS.fullmatch(name):
-            self._names.setdefault((namespace, name))
+            self._add(name, namespace)
 
     def trim(self) -> None:
         """Take away the oldest names over the limit."""
-        while len(self._names) > self.most:
-            self._forget(*next(iter(self._names)))
+        while self._n > self.most:
+            namespace = max(self._names, key=lambda space: len(self._names[space]))
+            self._forget(namespace, next(iter(self._names[namespace])))
 
     def forget_some(self, namespace: str) -> int:
         """Take away the oldest quarter of a namespace's names; return how many."""
-        mine = [name for space, name in self._names if space == namespace]
+        mine = list(self._names.get(namespace, ()))
         gone = mine[: (len(mine) + 3) // 4]
         for name in gone:
             self._forget(namespace, name)
         return len(gone)
 
+    def _add(self, name: str, namespace: str) -> None:
+        mine = self._names.setdefault(namespace, OrderedDict())
+        self._n += name not in mine
+        mine.setdefault(name)
+
     def _forget(self, namespace: str, name: str) -> None:
-        del self._names[namespace, name]
+        del self._names[namespace][name]
+        self._n -= 1
+        if not self._names[namespace]:
+            del self._names[namespace]
         record = self.table.lookup(name, namespace)
         if record is not None and not record.pinned:
             self.table.unbind(name, namespace)

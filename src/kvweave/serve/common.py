@@ -53,7 +53,7 @@ class Serving:
 
     @property
     def quota(self) -> Quota:
-        return Quota(self.options.quota, self.options.quota_chunks)
+        return Quota.of(self.options)
 
     async def call(self, tenant: str, work: Callable[[Engine], T]) -> T:
         """Run ``work`` in the engine's thread; see `Driver.call`."""

@@ -239,6 +239,7 @@ async def create(tenant: Tenant, the: The, body: New) -> _Json:
     def work(engine: Engine) -> _Json:
         if body.system is not None:
             the.quota.check(engine, tenant, [len(tokens_of(engine, body.system))])
+        the.quota.check_context(engine, tenant)
         context = engine.context(name, system=body.system, **options)
         return view_of(engine, the, context)
 
@@ -253,6 +254,7 @@ async def compose(tenant: Tenant, the: The, body: Compose) -> _Json:
     def work(engine: Engine) -> _Json:
         sizes = sizes_of(engine, (body.template, *body.values.values()))
         the.quota.check(engine, tenant, sizes)
+        the.quota.check_context(engine, tenant)
         context = engine.compose(
             body.template, body.values, name=name, namespace=tenant, **given(body)
         )
@@ -343,6 +345,7 @@ async def fork(tenant: Tenant, the: The, name: PathRef, body: Fork) -> _Json:
 
     def work(engine: Engine, context: Context) -> _Json:
         require_idle(the, context)
+        the.quota.check_context(engine, tenant)
         return view_of(engine, the, engine.fork(context, to))
 
     return await on(the, tenant, name, work)

@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 from kvweave.engine import Engine
 from kvweave.errors import OverQuota
+from kvweave.serve.options import Options
+from kvweave.store.shelf import Shelf
+from kvweave.weave.naming import namespace_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +21,37 @@ class Quota:
 
     n_bytes: int | None = None
     n_chunks: int | None = None
+    n_contexts: int | None = None
+
+    @staticmethod
+    def of(options: Options) -> Quota:
+        """Return what a server was told."""
+        return Quota(options.quota, options.quota_chunks, options.max_contexts)
+
+    def bound_rows(self, shelf: Shelf) -> None:
+        """Have the rows of each namespace's contexts bounded too, by as many bytes again.
+
+        Whoever makes them grow then gets OverQuota: weaving, forking, and what an answer may need,
+        before it begins.
+        """
+        most = self.n_bytes
+        if most is None:
+            return
+
+        def may_charge(holder: str, n_bytes: int) -> None:
+            space = namespace_of(holder)
+            mine = ((h, n) for h, n in shelf.charged() if namespace_of(h) == space)
+            others = sum(n for h, n in mine if h != holder)
+            if others + n_bytes > most:
+                raise OverQuota("bytes of rows in contexts", n_bytes, others, most)
+
+        shelf.may_charge = may_charge
+
+    def check_context(self, engine: Engine, namespace: str) -> None:
+        """Raise OverQuota unless a namespace may open another context."""
+        n = len(engine.contexts_of(namespace))
+        if self.n_contexts is not None and n >= self.n_contexts:
+            raise OverQuota("contexts", 1, n, self.n_contexts)
 
     def check(self, engine: Engine, namespace: str, sizes: list[int], replaces: str = "") -> None:
         """Raise OverQuota unless chunks of these sizes (tokens) may be stored.

@@ -12,6 +12,7 @@ matter how an earlier request was cut into parts.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -90,7 +91,9 @@ class Sessions:
                 much = 2 * common.n_tokens >= best.context.n_tokens
                 taken = best if much and not private else self._forked(best, private)
             if taken is None:
-                taken = self._afford(lambda: self.composer.fresh(wanted, how, reuse))
+                taken = self._afford(
+                    wanted.namespace, lambda: self.composer.fresh(wanted, how, reuse)
+                )
                 common = Common(taken.n_base, 0, None)
             else:
                 taken.n_computed = 0
@@ -109,16 +112,18 @@ class Sessions:
     def twin(self, session: PooledContext) -> PooledContext:
         """Return another session that holds the same. Raises OverBudget."""
         name = new_context_name()
-        return self._afford(lambda: self._fork(session, name))
+        return self._afford(session.context.namespace, lambda: self._fork(session, name))
 
     def weave(self, session: PooledContext) -> Plan:
         """Compute all rows. Raises OverBudget."""
-        return self._afford(session.context.weave)
+        return self._afford(session.context.namespace, session.context.weave)
 
     def begin(self, session: PooledContext, sampling: Sampling, *, chat: bool) -> Turn:
         """Queue an answer. Raises OverBudget, ContextTooLong."""
         session.n_asked = len(session.context.parts)
-        return self._afford(lambda: session.context.begin(sampling, chat=chat))
+        return self._afford(
+            session.context.namespace, lambda: session.context.begin(sampling, chat=chat)
+        )
 
     # ---- giving back
 
@@ -146,9 +151,14 @@ class Sessions:
         if self.engine.contexts_of(context.namespace).get(context.name) is context:
             self.engine.close_context(context.name, context.namespace)
 
-    def close_oldest(self) -> bool:
-        """Close the idle context that was used least recently; False when there is none."""
-        session = next((s for s in self._idle if not self.is_busy(s.context)), None)
+    def close_oldest(self, namespace: str | None = None) -> bool:
+        """Close the idle context that was used least recently, of a namespace or of the one that
+        has most of them; False when there is none."""
+        idle = [session for session in self._idle if not self.is_busy(session.context)]
+        counts = Counter(session.context.namespace for session in idle)
+        if namespace is None and counts:
+            namespace = counts.most_common(1)[0][0]
+        session = next((s for s in idle if s.context.namespace == namespace), None)
         if session is None:
             return False
         self._idle.remove(session)
@@ -214,7 +224,7 @@ class Sessions:
         None for a request that may not leave anything in it."""
         try:
             return self._fork(session, new_context_name())
-        except OverBudget:
+        except (OverBudget, OverQuota):
             return None if private else session
 
     def _fork(self, session: PooledContext, name: str) -> PooledContext:
@@ -255,25 +265,21 @@ class Sessions:
                 self.quota.check(self.engine, namespace, sizes)
                 return
             except OverQuota:
-                mine = [
-                    session
-                    for session in self._idle
-                    if session.context.namespace == namespace and not self.is_busy(session.context)
-                ]
                 n_names = self.names.forget_some(namespace)
-                if not mine and not n_names:
+                if not self.close_oldest(namespace) and not n_names:
                     raise
-                for session in mine[:1]:
-                    self._idle.remove(session)
-                    self.close(session)
 
-    def _afford(self, make: Callable[[], T]) -> T:
-        """Return what ``make`` does, closing idle contexts for as long as memory is short."""
+    def _afford(self, namespace: str, make: Callable[[], T]) -> T:
+        """Return what ``make`` does, closing idle contexts for as long as memory is short, or its
+        namespace's own while they are over its quota."""
         while True:
             try:
                 return make()
             except OverBudget:
                 if not self.close_oldest():
+                    raise
+            except OverQuota:
+                if not self.close_oldest(namespace):
                     raise
 
     @contextmanager

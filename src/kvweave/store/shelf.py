@@ -11,7 +11,7 @@ would go first are written behind, so that letting go of them is free.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 from kvweave.errors import InvalidArgument, LoadFailed, OverBudget, StoreError
 from kvweave.keep.base import UNKNOWN, Facts, Policy
@@ -59,6 +59,7 @@ class Shelf:
         self.on_in_context: Callable[[int, Stretches], None] = lambda key, seen: None
         self._in_context: Ram[Exact] = Ram()
         self._charged: dict[str, int] = {}  # context name -> bytes of its rows
+        self.may_charge: Callable[[str, int], None] = lambda context, n_bytes: None
         self._n_charged = 0  # of all
         self._busy: set[int] = set()  # chunks a weave is reading: not to be let go of now
         self._to_clean = 0  # bytes stored since the last look for what to write behind
@@ -228,14 +229,22 @@ class Shelf:
         self.policy.dropped(key)
 
     def charge(self, context: str, n_bytes: int) -> None:
-        """Set the bytes a context's rows take. Raises OverBudget, with nothing changed."""
+        """Set the bytes a context's rows take; ``may_charge`` is asked before they grow.
+
+        Raises OverBudget, and what that raises, with nothing changed.
+        """
         more = n_bytes - self._charged.get(context, 0)
         if more > 0:
+            self.may_charge(context, n_bytes)
             self.reserve(more)
         self._charged[context] = n_bytes
         self._n_charged += more
         if n_bytes == 0:
             del self._charged[context]
+
+    def charged(self) -> Iterator[tuple[str, int]]:
+        """Yield contexts and the bytes of their rows."""
+        yield from self._charged.items()
 
     def busy(self, keys: Iterable[int], session: str = "") -> None:
         """Declare which chunks must stay in memory until the next call, and who uses them."""

@@ -14,6 +14,11 @@ def holder(name: str, namespace: str) -> str:
     return f"{namespace}|{name}" if namespace else name
 
 
+def namespace_of(holder: str) -> str:
+    """Return the namespace of what `holder` returned."""
+    return holder.rpartition("|")[0]
+
+
 class Names:
     """Numbers the messages of one context, each role by itself."""
 

@@ -1,0 +1,99 @@
+"""What one namespace holds is bounded, whatever verbs it uses, and costs no other one anything."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from typing import Any
+
+import pytest
+
+A = "pude river ludi so well then we saw it was a day of rain"
+
+
+def rows_of(served: Any, namespace: str) -> int:
+    def look(engine: Any) -> int:
+        own = (n for h, n in engine.shelf.charged() if h.startswith(f"{namespace}|"))
+        return sum(own)
+
+    return int(served.client.portal.call(served.driver.call, look))
+
+
+def test_random_verbs_stay_within_the_bounds(serve: Any) -> None:
+    """Forks, weaves and answers in any order: what is over is refused in the tenant's own terms."""
+    row = serve().engine.runner.row_bytes
+    most = 120 * row
+    served, rng, told = serve(quota=most, max_contexts=6), random.Random(4), Counter[str]()
+    anna, n = served.anna, 0
+    for _ in range(150):
+        names = [c["name"] for c in anna("GET", "/v1/contexts")["data"]]
+        verb, n = rng.choice(["open", "append", "weave", "fork", "ask", "chat", "close"]), n + 1
+        name = f"c/{n}" if verb == "open" or not names else rng.choice(names)
+        body: Any = {
+            "open": {"name": name},
+            "append": {"text": f"{A} {n}"},
+            "fork": {"to": f"f/{n}"},
+            "ask": {"content": "so well", "max_tokens": 8},
+            "chat": {
+                "model": "kvweave", "messages": [{"role": "user", "content": f"rain {n}"}],
+                "max_tokens": 8,
+            },
+        }.get(verb, {})  # fmt: skip
+        path = {"open": "/v1/contexts", "chat": "/v1/chat/completions"}.get(
+            verb, f"/v1/contexts/{name}" + ("" if verb == "close" else f":{verb}")
+        )
+        method = "DELETE" if verb == "close" else "POST"
+        found = served.client.request(
+            method, path, headers=anna.headers, json=None if verb == "close" else body
+        )
+        empty = found.status_code == 400 and "it is empty" in found.text
+        assert found.status_code in (200, 201, 404, 429) or empty, found.text
+        if found.status_code == 429:
+            error = found.json()["error"]
+            assert error["code"] == "insufficient_quota" and error["hint"]
+            told[error["what"]] += 1
+        assert rows_of(served, "anna") <= most
+        assert len(anna("GET", "/v1/contexts")["data"]) <= 6 + 32
+        berta = served.berta("POST", "/v1/chat/completions", {
+            "model": "kvweave", "messages": [{"role": "user", "content": "rain"}], "max_tokens": 2,
+        }) if n % 10 == 0 else {"choices": [1]}  # fmt: skip
+        assert berta["choices"]
+    assert {"contexts", "bytes of rows in contexts"} <= set(told), told
+
+
+def test_the_pool_of_one_is_not_flushed_by_another(serve: Any) -> None:
+    served = serve(max_sessions=4)
+
+    def ask(caller: Any, text: str) -> Any:
+        message = {"role": "user", "content": text}
+        body = {"model": "kvweave", "messages": [message], "max_tokens": 2, "temperature": 0}
+        return caller("POST", "/v1/chat/completions", body)
+
+    def contexts(caller: Any) -> set[str]:
+        return {c["name"] for c in caller("GET", "/v1/contexts")["data"]}
+
+    ask(served.berta, A)
+    mine = contexts(served.berta)
+    assert len(mine) == 1
+    for i in range(9):
+        ask(served.anna, f"{i} {A} and {i}")
+    assert contexts(served.berta) == mine, "she keeps hers"
+    assert len(contexts(served.anna)) == 3
+
+
+def test_names_of_the_one_with_most_go_first(serve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvweave.serve.autonames.MAX_NAMES", 12)
+    served = serve()
+    names = served.app.state.service.sessions.names
+    names.most = 12
+
+    def ask(caller: Any, text: str) -> None:
+        message = {"role": "user", "content": text}
+        body = {"model": "kvweave", "messages": [message], "max_tokens": 2}
+        caller("POST", "/v1/chat/completions", body)
+
+    ask(served.berta, A)
+    mine = served.berta.names("auto/**")
+    for i in range(15):
+        ask(served.anna, f"{i} {A}")
+    assert served.berta.names("auto/**") == mine and len(names) <= 12
