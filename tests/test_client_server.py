@@ -211,7 +211,7 @@ def test_a_context_is_busy_while_it_answers(client):
     pieces = ctx.stream(2000, ignore_eos=True)
     next(pieces)
     for edit in (lambda: ctx.drop(-1), lambda: ctx.generate(1), ctx.close):
-        with pytest.raises(errors.InvalidArgument, match="under way"):
+        with pytest.raises(errors.ContextBusy, match="under way"):
             edit()
     pieces.close()
 

@@ -18,6 +18,7 @@
     |   |-- HoleNotFilled              .hole
     |   |-- ContextTooLong             .n, .limit
     |   |-- ContextNotFound            .name, .did_you_mean
+    |   |-- ContextBusy                .name
     |   `-- InvalidArgument            .argument, .reason
     |-- StoreError
     |   |-- OverBudget                 .needed, .budget, .evictable (bytes)
@@ -224,6 +225,13 @@ class ContextNotFound(WeaveError):
     def __init__(self, name: str, did_you_mean: tuple[str, ...] = ()) -> None:
         hint = f"did you mean {' or '.join(map(repr, did_you_mean))}?" if did_you_mean else ""
         super().__init__(f"no context {name!r}", hint=hint, name=name, did_you_mean=did_you_mean)
+
+
+class ContextBusy(WeaveError):
+    def __init__(self, name: str) -> None:
+        super().__init__(
+            f"an answer of {name} is under way", hint="wait for it, or cancel it first", name=name
+        )
 
 
 class InvalidArgument(WeaveError):

@@ -269,11 +269,11 @@ def test_while_an_answer_runs_its_context_is_busy_and_nothing_else_is(serve):
     busy.join(20)
     asking.join(20)
     assert told == [
-        ("c", ":append", 400),
-        ("c", ":ask", 400),
-        ("c", ":fork", 400),
+        ("c", ":append", 409),
+        ("c", ":ask", 409),
+        ("c", ":fork", 409),
         ("d", ":append", 200),
-        400,
+        409,
         True,
     ]
     assert len(found[0]["tokens"]) == 30

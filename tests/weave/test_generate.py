@@ -11,7 +11,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from kvweave import Engine, Runner, Sampling
-from kvweave.errors import InvalidArgument
+from kvweave.errors import ContextBusy, InvalidArgument
 from kvweave.weave.chat import ChatFormat
 
 TEMPLATE = (
@@ -121,10 +121,10 @@ def test_a_context_is_not_edited_while_it_answers(engine: Engine) -> None:
     turn = chat.begin(_greedy(9), chat=True)
     engine.loop.step()
     for change in (lambda: chat.append("x"), lambda: chat.drop(-1), lambda: chat.ask("y", 3)):
-        with pytest.raises(InvalidArgument, match="under way"):
+        with pytest.raises(ContextBusy, match="under way"):
             change()
     for read in (chat.weave, chat.check, lambda: chat.begin(_greedy(3))):
-        with pytest.raises(InvalidArgument, match="under way"):
+        with pytest.raises(ContextBusy, match="under way"):
             read()
     answer = turn.cancel()
     assert answer.finish == "cancelled" and chat.parts[-1].name == "chat/a-000"

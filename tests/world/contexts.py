@@ -7,7 +7,13 @@ from dataclasses import replace
 from typing import Any
 
 from kvweave import Engine, KVWeaveError
-from kvweave.errors import ChunkNotFound, ContextTooLong, HoleNotFilled, InvalidArgument
+from kvweave.errors import (
+    ChunkNotFound,
+    ContextBusy,
+    ContextTooLong,
+    HoleNotFilled,
+    InvalidArgument,
+)
 from kvweave.weave.parts import Snapshot
 from world.checks import require
 from world.mirror import Chat, Piece, Stored, Tokens, flat, whole
@@ -444,5 +450,5 @@ def while_answering(world: World) -> bool:
     ]
     says, call = world.rng.choice(calls)
     world.note(f"{context.name}.{says} is refused: an answer is under way")
-    world.refused(InvalidArgument, call)
+    world.refused(ContextBusy, call)
     return True

@@ -11,7 +11,7 @@ from pydantic import BaseModel, Field, StrictInt
 
 from kvweave.chunk.identity import Kind, TierName
 from kvweave.engine import Engine
-from kvweave.errors import InvalidArgument
+from kvweave.errors import ContextBusy
 from kvweave.serve.access import Tenant
 from kvweave.serve.common import ERRORS, STRICT, ChunkRef, Content, Int, PathRef, Serving, The
 from kvweave.serve.strict import StrictRoute
@@ -395,7 +395,6 @@ async def close(tenant: Tenant, the: The, name: PathRef) -> _Json:
 
 
 def require_idle(the: Serving, context: Context) -> None:
-    """Raise InvalidArgument while an answer of the context is under way."""
+    """Raise ContextBusy while an answer of the context is under way."""
     if the.driver.is_busy(context):
-        reason = f"an answer of {context.name} is under way"
-        raise InvalidArgument("context", reason, "wait for it, or hang up")
+        raise ContextBusy(context.name)

@@ -27,6 +27,7 @@ STATUS: Sequence[tuple[type[KVWeaveError], int]] = (
     (errors.ChunkPinned, 409),
     (errors.ChunkInUse, 409),
     (errors.CannotMove, 409),
+    (errors.ContextBusy, 409),
     (errors.ModelMismatch, 409),
     (errors.ChunkLost, 410),
     (errors.ChunkError, 400),

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from kvweave.chunk.identity import ChunkId, Kind
-from kvweave.errors import ChunkNotFound, ContextTooLong, InvalidArgument
+from kvweave.errors import ChunkNotFound, ContextBusy, ContextTooLong, InvalidArgument
 from kvweave.run.sampling import Sampling
 from kvweave.weave.answer import Answer, request_from
 from kvweave.weave.check import Check
@@ -365,7 +365,7 @@ class Context:
         if self._closed:
             raise InvalidArgument(verb, f"{self.name} is closed", "open another context")
         if self.session.turn is not None:
-            raise InvalidArgument(verb, "an answer is under way", "finish or cancel it first")
+            raise ContextBusy(self.name)
 
     def _readable(self) -> None:
         self._idle("weave")
