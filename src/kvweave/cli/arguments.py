@@ -344,7 +344,7 @@ def serve(p: ArgumentParser) -> None:
     add(
         "--access-log",
         action="store_true",
-        help="a line on stderr about each request, without names and text (refused keys only)",
+        help="a line on stderr about each request, without names and text (only those answered 401 or 403)",
     )
 
 
