@@ -94,11 +94,12 @@ def launch(directory: Path, *options: str, keys: Sequence[str] = ()) -> Launched
     environment = os.environ | {
         "HOME": str(directory / "user"),
         "TMPDIR": str(directory / "tmp"),
-        "KVWEAVE_KEYS": ",".join(keys),
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": "1",
         "PYTHONDONTWRITEBYTECODE": "1",
     }
+    environment.pop("KVWEAVE_KEYS", None)
+    environment |= {"KVWEAVE_KEYS": ",".join(keys)} if keys else {}
     words = ["serve", "--port", "0", "--json", "--home", str(directory / "home"), *options]
     with (directory / "log").open("a") as log:
         process = subprocess.Popen(

@@ -97,6 +97,7 @@ def run(main: Awaitable[None]) -> None:
 
 
 KEYS = {"key-of-anna": "anna", "key-of-berta": "berta"}
+METRICS_KEY = "key-of-metrics"
 BUNDLED = Path(__file__).parents[1] / "src" / "kvweave" / "demo" / "model"
 
 
@@ -141,7 +142,7 @@ class Served:
     def __init__(self, engine: Engine, app: FastAPI) -> None:
         self.engine, self.app = engine, app
         self.started = self.closed = False
-        self.client = TestClient(app, raise_server_exceptions=True)
+        self.client = TestClient(app, "http://localhost", raise_server_exceptions=True)
         self.driver: Driver = app.state.serving.driver
         self.anna, self.berta = (Caller(self.client, key) for key in KEYS)
         self.nobody = Caller(self.client, None)

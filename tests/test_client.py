@@ -116,6 +116,15 @@ def test_a_malformed_request_is_an_invalid_argument():
     assert caught.value.argument == "limit"
 
 
+@pytest.mark.parametrize("status", [401, 404, 500])
+def test_an_error_has_the_id_of_its_request_beside_its_data(status):
+    body = {"error": {"message": "x", "code": "chunk_not_found", "name": "a", "request_id": "r-1"}}
+    with pytest.raises(errors.KVWeaveError) as caught:
+        client_of(httpx.Response(status, json=body)).files.ls()
+    assert caught.value.request_id == "r-1" and "request_id" not in caught.value.data
+    assert errors.ChunkNotFound("a").request_id == ""
+
+
 def test_a_wrong_key_hints_at_the_variable():
     body = {"error": {"message": "the API key is not known", "code": "invalid_api_key"}}
     with pytest.raises(KeyRefused, match="the API key is not known") as caught:

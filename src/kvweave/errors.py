@@ -42,7 +42,12 @@ from collections.abc import Iterable
 
 
 class KVWeaveError(Exception):
-    """Base of all errors; ``hint`` is a sentence that says what to do."""
+    """Base of all errors; ``hint`` is a sentence that says what to do.
+
+    ``request_id`` names the request to a server that it came from; its log has that too.
+    """
+
+    request_id = ""
 
     def __init__(self, message: str, *, hint: str = "", **data: object) -> None:
         super().__init__(message)

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from serving import KEYS, Driven, Served, bundled_runner
+from serving import KEYS, METRICS_KEY, Driven, Served, bundled_runner
 
 from kvweave import Engine
 from kvweave.serve.app import create_app
@@ -46,7 +46,9 @@ def serve() -> Iterator[Callable[..., Served]]:
         engine = Engine(
             bundled_runner(), home=home, **({"repair": "none"} | (engine_options or {}))
         )
-        served = Served(engine, create_app(engine, Options(**({"keys": KEYS} | options))))
+        given = {"keys": KEYS} | options
+        given = ({"metrics_key": METRICS_KEY} if given["keys"] else {}) | given
+        served = Served(engine, create_app(engine, Options(**given)))
         made.append(served)
         if start:
             served.start()

@@ -12,7 +12,7 @@ from serving import run
 
 from kvweave import errors
 from kvweave.errors import InvalidArgument
-from kvweave.serve.access import Access, Keys, parse_keys, tenant_of
+from kvweave.serve.access import Access, Keys, tenant_of
 from kvweave.serve.limits import MAX_DEPTH, MAX_INNER, MAX_URL, Limits, check_json
 from kvweave.serve.options import Options, is_loopback
 from kvweave.serve.problems import Problem, problem_of, snake_case
@@ -150,17 +150,8 @@ def test_every_key_is_compared_whatever_is_found(monkeypatch):
         assert compared == [True] * 5
 
 
-def test_keys_are_read_from_text():
-    text = "key-of-anna:anna\n# a comment\n\nkey-of-root, key-of-berta:berta # hers\n"
-    assert parse_keys(text) == {"key-of-anna": "anna", "key-of-root": "", "key-of-berta": "berta"}
-    with pytest.raises(InvalidArgument, match="two namespaces"):
-        parse_keys("key-of-anna:a, key-of-anna:b")
-    with pytest.raises(InvalidArgument):
-        parse_keys(":anna")
-
-
 def test_keys_are_in_no_repr_and_no_dict():
-    options = Options(keys=KEYS)
+    options = Options(keys=KEYS, metrics_key="key-of-metrics")
     assert "key-of" not in repr(options) + str(options.to_dict())
     assert "key-of" not in repr(vars(Keys(KEYS)))
 
@@ -213,6 +204,46 @@ def test_a_key_is_long_and_plain_and_not_in_the_error(key):
 )
 def test_an_open_server_answers_no_page_of_another_origin(method, headers, status):
     assert played(Access(echo, {}), method=method, headers=headers).status == status
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        ("localhost", 200), ("LOCALHOST.:80", 200), ("127.9.8.7", 200), ("[::1]:8700", 200),
+        ("box.example", 200), ("Box.Example.:8700", 200), ("[fd00::1]", 200), ("10.0.0.7", 200),
+        ("box", 403), ("intranet:8700", 403), ("localhost.evil.example", 403), ("notlocalhost", 403),
+        ("x.box.example", 403), ("box.example.evil", 403), ("2130706433", 403), ("0x7f000001", 403),
+        ("127.0.0.1.nip.io", 403), ("0.0.0.0", 403), ("localhost@evil.example", 403), ("", 403),
+        ("[fd00::2]", 403), ("[box.example]", 403), ("..", 403), ("*", 403),
+    ],
+)  # fmt: skip
+def test_only_names_that_were_told_are_answered(host, status):
+    names = ("BOX.example.", "[FD00::1]")
+    app = Access(echo, {}, host="10.0.0.7", allowed_hosts=names)
+    found = played(app, headers={"Host": host})
+    assert found.status == status
+    if status == 403:
+        assert found.headers["connection"] == "close"
+
+
+def test_an_open_server_answers_no_name_that_has_no_dot():
+    for host in ("intranet", "printer:80", "a"):
+        refused = played(Access(echo, {}), headers={"Host": host})
+        assert refused.status == 403 and "--allowed-host" in refused.error["hint"]
+    assert played(Access(echo, {})).status == 403  # a browser always sends a name
+
+
+def test_with_keys_a_host_matters_only_where_names_were_told():
+    key = {"Authorization": "Bearer key-of-anna"}
+    for host in ("evil.example", "intranet", ""):
+        headers = key | {"Host": host}
+        assert played(Access(echo, KEYS), headers=headers).status == 200
+        bound = Access(echo, KEYS, allowed_hosts=("box.example",))
+        assert played(bound, headers=headers).status == 403
+        assert played(bound, path="/health", headers={"Host": host}).status == 403
+        assert played(bound, headers=key | {"Host": "box.example"}).status == 200
+        assert played(bound, headers=key | {"Host": "localhost"}).status == 200
+        assert played(bound, headers={"Host": "box.example"}).status == 401
 
 
 def test_with_keys_the_origin_does_not_matter():

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from serving import BUNDLED
+from serving import BUNDLED, METRICS_KEY
 
 from kvweave import Engine
 from kvweave.cli import parser
@@ -30,7 +30,7 @@ A = "foze river habu . so well then we saw it ."
 
 
 def scrape(served):
-    text = served.client.get("/metrics", headers=served.anna.headers).text
+    text = served.client.get("/metrics", headers=headers(METRICS_KEY)).text
     families = text_string_to_metric_families(text)
     return {(s.name, *sorted(s.labels.values())): s.value for f in families for s in f.samples}
 
@@ -49,7 +49,7 @@ def test_health_needs_no_key_and_says_when_the_server_stops(serve):
     refused = served.client.put("/v1/chunks/a", json={"text": A}, headers=served.anna.headers)
     assert refused.status_code == 503 and refused.json()["error"]["code"] == "overloaded"
     assert refused.headers["retry-after"] == "10"
-    assert served.client.get("/metrics", headers=served.anna.headers).status_code == 200
+    assert served.client.get("/metrics", headers=headers(METRICS_KEY)).status_code == 200
 
 
 def test_metrics_count_exactly(serve):
@@ -78,8 +78,25 @@ def test_metrics_count_exactly(serve):
     assert not [key for key in found if "secret" in str(key) or "anna" in str(key)]
 
 
-def test_metrics_need_a_key(serve):
-    assert serve().nobody.error("GET", "/metrics", status=401)
+def test_metrics_need_a_key_of_their_own(serve):
+    served = serve()
+    assert served.nobody.error("GET", "/metrics", status=401)
+    refused = served.anna.error("GET", "/metrics", status=403)
+    assert "--metrics-key" in refused["hint"]
+    for path in ("/v1/status", "/v1/chunks", "/metrics/"):  # it opens nothing else
+        found = served.client.get(path, headers=headers(METRICS_KEY))
+        assert found.status_code == 401 and found.json()["error"]["code"] == "invalid_api_key"
+
+
+def test_nobody_sees_metrics_when_there_are_keys_and_none_of_metrics(serve):
+    served = serve(metrics_key=None)
+    assert served.anna.error("GET", "/metrics", status=403)
+    assert served.nobody.error("GET", "/metrics", status=401)
+
+
+def test_metrics_of_an_open_server_are_open(serve):
+    served = serve(keys={})
+    assert served.client.get("/metrics").status_code == 200
 
 
 def test_the_description_names_every_route_its_errors_and_no_other_host(serve):
@@ -129,6 +146,16 @@ def test_a_stored_chunk_is_found_in_a_chat_that_has_its_text(serve):
         {"max_sessions": -1},
         {"quota": 0},
         {"keys": {"key-of-anna": "a/b"}},
+        {"metrics_key": "key-of-metrics"},  # the server is open: it would protect nothing
+        {"keys": {"key-of-anna": ""}, "metrics_key": ""},
+        {"keys": {"key-of-anna": ""}, "metrics_key": "short"},
+        {"keys": {"key-of-anna": ""}, "metrics_key": "key-of-anna"},
+        {"allowed_hosts": ("",)},
+        {"allowed_hosts": ("*",)},
+        {"allowed_hosts": ("*.example",)},
+        {"allowed_hosts": ("http://box.example",)},
+        {"allowed_hosts": ("box.example:8700",)},
+        {"allowed_hosts": ("box.example", "b\u00f6x.example")},
     ],
 )
 def test_options_that_make_no_sense_are_refused(wrong):

@@ -21,6 +21,7 @@ from kvweave.run.model import Runner
 
 ANNA, BERTA = "key-of-anna", "key-of-berta"
 KEYS = {ANNA: "anna", BERTA: "berta"}
+MINE = {"X-Request-Id": "mine"}  # else each error has an id of its own
 TIMES = 4  # anna asks the same so often
 N_WORDS = 160
 OPENAI = {"model": "demo", "max_tokens": 1, "temperature": 0}
@@ -243,7 +244,9 @@ def test_an_error_tells_no_more_of_a_foreign_thing_than_of_none(worlds, world):
         ("POST", "/v1/compose", {"template": "{docs/secre}"}),
         ("POST", "/v1/chunks/docs/:cp", {"to": "mine/"}),
     ):
-        there, here = (place.get(BERTA, path, method, json=body) for place in (alone, world))
+        there, here = (
+            place.get(BERTA, path, method, json=body, headers=MINE) for place in (alone, world)
+        )
         assert (here.status_code, here.json()) == (there.status_code, there.json()), path
     for path, body in (("docs/secret", {"text": "x"}),):
         assert world.get(BERTA, f"/v1/chunks/{path}", "PUT", json=body).status_code == 201

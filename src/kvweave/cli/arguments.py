@@ -332,32 +332,8 @@ def serve(p: ArgumentParser) -> None:
         help="postgresql://... of an index that several servers share, instead of the home's own",
     )
     _repair(p)
-    keys = p.add_argument_group("API keys").add_argument
-    keys(
-        "--key",
-        action="append",
-        default=[],
-        metavar="KEY[:NAMESPACE]",
-        help="ask for a key; each namespace sees its own chunks only",
-    )
-    keys("--keys", metavar="FILE", help="keys, one a line; also those in $KVWEAVE_KEYS are taken")
-    limits = p.add_argument_group("limits").add_argument
-    limits("--max-waiting", type=_positive, metavar="N", help="answers that may wait, a key (64)")
-    limits("--max-active", type=_positive, metavar="N", help="answers that run together (16)")
-    limits("--max-body", type=_size, metavar="SIZE", help="of a request (8MiB)")
-    limits("--max-prompt", type=_positive, metavar="N", help="tokens (the model's limit)")
-    limits("--max-sessions", type=int, metavar="N", help="idle conversations kept (32)")
-    limits(
-        "--quota",
-        type=_size,
-        metavar="SIZE",
-        help="KV a namespace may store, and hold in contexts (no limit)",
-    )
-    limits("--quota-chunks", type=_positive, metavar="N", help="chunks a namespace may store")
-    limits("--max-contexts", type=_positive, metavar="N", help="open in a namespace (256)")
-    limits(
-        "--grace", type=float, default=10.0, metavar="SECONDS", help="for answers at the end (10)"
-    )
+    _access(p)
+    _limits(p)
     add(
         "--min-match",
         type=_positive,
@@ -365,6 +341,57 @@ def serve(p: ArgumentParser) -> None:
         help="shortest run that is found again, tokens (32)",
     )
     add("--reuse", choices=REUSE, help="what the OpenAI endpoints reuse (all)")
+    add(
+        "--access-log",
+        action="store_true",
+        help="a line on stderr about each request, without names and text (only those answered 401 or 403)",
+    )
+
+
+def _access(p: ArgumentParser) -> None:
+    add = p.add_argument_group("who may ask").add_argument
+    add(
+        "--key",
+        action="append",
+        default=[],
+        metavar="KEY[:NAMESPACE]",
+        help="ask for a key; each namespace sees its own chunks only. All users of this machine see "
+        "it in the list of processes: --keys and $KVWEAVE_KEYS they do not",
+    )
+    add(
+        "--keys",
+        metavar="FILE",
+        help="keys, KEY[:NAMESPACE], one a line or comma, '#' begins a comment; also those in "
+        "$KVWEAVE_KEYS are taken",
+    )
+    add(
+        "--metrics-key",
+        metavar="KEY",
+        help="what /metrics asks for where there are keys (default: $KVWEAVE_METRICS_KEY, or nobody "
+        "sees them)",
+    )
+    add(
+        "--allowed-host",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="a name to answer under besides --host and local ones; may be given several times "
+        "(with keys: any name)",
+    )
+
+
+def _limits(p: ArgumentParser) -> None:
+    add = p.add_argument_group("limits").add_argument
+    add("--max-waiting", type=_positive, metavar="N", help="answers that may wait, a key (64)")
+    add("--max-active", type=_positive, metavar="N", help="answers that run together (16)")
+    add("--max-body", type=_size, metavar="SIZE", help="of a request (8MiB)")
+    add("--max-prompt", type=_positive, metavar="N", help="tokens (the model's limit)")
+    add("--max-sessions", type=int, metavar="N", help="idle conversations kept (32)")
+    add(
+        "--quota", type=_size, metavar="SIZE", help="KV a namespace may store, and hold in contexts"
+    )
+    add("--quota-chunks", type=_positive, metavar="N", help="chunks a namespace may store")
+    add("--grace", type=float, default=10.0, metavar="SECONDS", help="for answers at the end (10)")
 
 
 def nothing(p: ArgumentParser) -> None:

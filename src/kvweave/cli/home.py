@@ -35,6 +35,16 @@ def home_of(args: Namespace) -> Path:
 
 
 @contextmanager
+def private() -> Iterator[None]:
+    """Let only their owner read the files that are made meanwhile, by any thread."""
+    before = os.umask(0o077)
+    try:
+        yield
+    finally:
+        os.umask(before)
+
+
+@contextmanager
 def open_table(args: Namespace) -> Iterator[Table]:
     """Open the index alone, which needs no model; a home that is not there is empty."""
     home = home_of(args)
@@ -44,7 +54,7 @@ def open_table(args: Namespace) -> Iterator[Table]:
         return
 
     freed: list[int] = []
-    with Table(home / "index.sqlite") as table:
+    with private(), Table(home / "index.sqlite") as table:
         keys = {int(record.id): record.digest.hex() for record in table}
         table.on_free = freed.append
         try:
@@ -116,6 +126,12 @@ def open_engine(args: Namespace, *, make: bool = False, **options: Any) -> Itera
 
     ``options`` are the engine's. A home that is made here and gets no chunk is not bound to the model. Raises ModelMismatch.
     """
+    with private(), _opened(args, make, options) as engine:
+        yield engine
+
+
+@contextmanager
+def _opened(args: Namespace, make: bool, options: dict[str, Any]) -> Iterator[kvweave.Engine]:
     home = home_of(args)
     model = model_of(args)
     quieten(args)

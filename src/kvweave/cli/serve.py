@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import sys
 from argparse import Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,6 +17,11 @@ if TYPE_CHECKING:
     from kvweave.serve.options import Options
 
 KEYS = "KVWEAVE_KEYS"  # the environment's keys, as in a file of --keys
+METRICS_KEY = "KVWEAVE_METRICS_KEY"
+OPEN = (
+    "warning: no key is asked for: every user and program of this machine can read, change and "
+    "remove what is stored; give --keys FILE or $KVWEAVE_KEYS to close it"
+)
 LIMITS = (
     "max_waiting", "max_active", "max_body", "max_prompt", "max_sessions", "min_match", "quota",
     "quota_chunks", "max_contexts", "reuse",
@@ -35,11 +42,14 @@ def serve(args: Namespace) -> int:
     out = Out.of(args)
     args.model = args.checkpoint or args.model
     options = options_of(args)
+    _log(access=args.access_log)
     settings = {name: getattr(args, name) for name in ENGINE if getattr(args, name) is not None}
     with listen(options.host, options.port) as sock:
         url = url_of(sock)
 
         def ready() -> None:
+            if not options.keys:
+                print(OPEN, file=sys.stderr, flush=True)
             if out.as_json:
                 told = {"url": url, "host": options.host, "port": sock.getsockname()[1]}
                 out.data(told | {"model": options.model_name, "home": str(home_of(args))})
@@ -51,32 +61,48 @@ def serve(args: Namespace) -> int:
     return 0
 
 
+def _log(*, access: bool) -> None:
+    """Show warnings on stderr, whatever KVWEAVE_LOG says of requests, and each request if asked to."""
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.getLogger("kvweave.access").setLevel(logging.INFO if access else logging.WARNING)
+
+
 def options_of(args: Namespace) -> Options:
     """Return the server's options. Raises InvalidArgument, StoreError for an unreadable file."""
     from kvweave.serve.options import Options
 
     given = {name: getattr(args, name) for name in LIMITS if getattr(args, name) is not None}
     name = args.name or ("demo" if model_of(args) == str(BUNDLED) else Path(model_of(args)).name)
+    given["metrics_key"] = (
+        os.environ.get(METRICS_KEY) if args.metrics_key is None else args.metrics_key
+    )
+    given["allowed_hosts"] = tuple(args.allowed_host)
     return Options(host=args.host, port=args.port, keys=keys_of(args), model_name=name, **given)
 
 
 def keys_of(args: Namespace) -> dict[str, str]:
-    """Return API keys and their namespaces, of --key, --keys and KVWEAVE_KEYS."""
-    from kvweave.serve.access import parse_keys
+    """Return API keys and their namespaces, of --key, --keys and KVWEAVE_KEYS.
 
-    texts = [*args.key, os.environ.get(KEYS, "")]
+    Raises InvalidArgument when one of them is given and has no key, StoreError for an unreadable file.
+    """
+    from kvweave.serve.keys import joined, parse_key, parse_keys
+
+    found = [parse_key(text, "--key") for text in args.key]
     if args.keys is not None:
-        try:
-            texts.append(Path(args.keys).read_text())
-        except OSError as error:
-            raise of_system(error, "read", args.keys) from error
-        except UnicodeDecodeError as error:
-            raise InvalidArgument(
-                "keys", f"{args.keys} is no text", "write KEY:NAMESPACE lines"
-            ) from error
-    keys: dict[str, str] = {}
-    for text in texts:
-        for key, namespace in parse_keys(text).items():
-            if keys.setdefault(key, namespace) != namespace:
-                raise InvalidArgument("keys", "one key is given for two namespaces")
-    return keys
+        found += parse_keys(_text_of(args.keys), "--keys").items()
+    if KEYS in os.environ:
+        found += parse_keys(os.environ[KEYS], KEYS).items()
+    return joined(found)
+
+
+def _text_of(file: str) -> str:
+    if not file:
+        raise InvalidArgument("--keys", "it names no file", "write --keys FILE, or leave it away")
+    try:
+        return Path(os.path.expanduser(file)).read_text("utf-8-sig")
+    except OSError as error:
+        raise of_system(error, "read", file) from error
+    except UnicodeDecodeError as error:
+        raise InvalidArgument(
+            "--keys", f"{file} is no text", "write KEY:NAMESPACE lines"
+        ) from error

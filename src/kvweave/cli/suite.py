@@ -84,7 +84,7 @@ def _file(args: Namespace, model: str) -> Path:
         file = Path(args.calibrate).expanduser()
     elif args.home or os.environ.get("KVWEAVE_HOME") or not Path(model).is_dir():
         file = home_of(args) / FILE
-        file.parent.mkdir(parents=True, exist_ok=True)
+        file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     else:
         file = Path(model) / FILE
     if file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK):

@@ -10,7 +10,7 @@ from kvweave.chunk.index import is_shared
 from kvweave.chunk.marks import marks, uuid_of
 from kvweave.chunk.salvage import salvage
 from kvweave.chunk.table import Table
-from kvweave.cli.home import home_of, tiers_of
+from kvweave.cli.home import home_of, private, tiers_of
 from kvweave.cli.show import Out, size
 from kvweave.errors import CorruptChunk, InvalidArgument, StoreError
 from kvweave.store import collect
@@ -18,6 +18,7 @@ from kvweave.store import fsck as files
 from kvweave.store.spec import open_shared
 
 
+@private()
 def fsck(args: Namespace) -> int:
     """Check a home, and repair it if asked to; the status is 1 when something is wrong and stays so."""
     if args.discard_strays and not args.repair:

@@ -130,8 +130,10 @@ class Http:
         except ValueError:
             body = None
         if found.status_code == 401:
-            reason = _error_part(body).get("message") or "it asks for one"
-            raise KeyRefused(self.url, str(reason))
+            told = _error_part(body)
+            refused = KeyRefused(self.url, str(told.get("message") or "it asks for one"))
+            refused.request_id = str(told.get("request_id") or "")
+            raise refused
         raise error_of(body, found.status_code)
 
     def _json(self, found: httpx.Response) -> Any:
@@ -164,6 +166,7 @@ def error_of(body: object, status: int) -> errors.KVWeaveError:
     code, message = str(told.pop("code", "")), str(told.pop("message", ""))
     hint = str(told.pop("hint", None) or "")
     told.pop("type", None)
+    request_id = str(told.pop("request_id", None) or "")
     param = told.pop("param", None)
     data = {k: tuple(v) if isinstance(v, list) else v for k, v in told.items()}
     kind = _CLASSES.get(code.replace("_", "").lower())
@@ -174,6 +177,7 @@ def error_of(body: object, status: int) -> errors.KVWeaveError:
         message = message or f"the server answers with status {status}"
     made = kind.__new__(kind)
     errors.KVWeaveError.__init__(made, message.removesuffix(f" ({hint})"), hint=hint, **data)
+    made.request_id = request_id
     return made
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from hashlib import sha256
 from hmac import compare_digest
 from typing import Annotated, Any
@@ -13,12 +13,12 @@ from fastapi.security import HTTPBearer
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from kvweave.errors import InvalidArgument
-from kvweave.serve.options import is_loopback
+from kvweave.serve.options import is_loopback, plain_host
 from kvweave.serve.problems import CLOSE, Problem, make
 
 OPEN = ("/", "/health", "/openapi.json", "/favicon.ico")  # without a key
 OPEN_BELOW = "/web/"
+METRICS = "/metrics"  # of all namespaces together, so it has a key of its own
 SAFE_METHODS = ("GET", "HEAD", "OPTIONS")
 
 
@@ -40,39 +40,27 @@ class Keys:
         return found
 
 
-def parse_key(text: str) -> tuple[str, str]:
-    """Return key and namespace of ``KEY`` or ``KEY:NAMESPACE``. Raises InvalidArgument."""
-    key, _, namespace = text.strip().partition(":")
-    if not key:
-        raise InvalidArgument("key", "there is an empty one", "write KEY or KEY:NAMESPACE")
-    return key, namespace
-
-
-def parse_keys(text: str) -> dict[str, str]:
-    """Return the keys of a text with one ``KEY[:NAMESPACE]`` a line or comma; # begins a comment.
-
-    Raises InvalidArgument when a key stands for two namespaces.
-    """
-    keys: dict[str, str] = {}
-    for line in text.replace(",", "\n").splitlines():
-        words = line.split("#")[0].strip()
-        if not words:
-            continue
-        key, namespace = parse_key(words)
-        if keys.setdefault(key, namespace) != namespace:
-            raise InvalidArgument("keys", "one key is given for two namespaces")
-    return keys
-
-
 class Access:
     """ASGI middleware: sets ``scope["state"]["tenant"]``, or answers 401 or 403.
 
     An open server can be reached by every web page its user visits, through his browser: so it
-    refuses names of other hosts (DNS rebinding) and what a page of another origin sends.
+    refuses names of other hosts (DNS rebinding) and what a page of another origin sends. With keys
+    only ``allowed_hosts``, if there are any, bind it to names.
     """
 
-    def __init__(self, app: ASGIApp, keys: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        keys: Mapping[str, str],
+        metrics_key: str | None = None,
+        host: str = "",
+        allowed_hosts: Iterable[str] = (),
+    ) -> None:
         self.app, self.keys = app, Keys(keys)
+        self._of_metrics = Keys({} if metrics_key is None else {metrics_key: ""})
+        allowed = {plain_host(name) for name in allowed_hosts}
+        self._checks_host = bool(allowed) or not keys
+        self._hosts = (allowed | {plain_host(host)}) - {""}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -86,14 +74,20 @@ class Access:
 
     def _problem(self, scope: Scope) -> Problem | None:
         headers, state = Headers(scope=scope), scope.setdefault("state", {})
-        state["tenant"] = ""
+        state["tenant"], state["sees_metrics"] = "", not self.keys
+        if self._checks_host and (problem := self._other_host(headers)):
+            return problem
         if not self.keys:
             return _from_elsewhere(scope["method"], headers)
         path = scope["path"]
         if path in OPEN or path.startswith(OPEN_BELOW):
             return None
         scheme, _, key = headers.get("authorization", "").partition(" ")
-        namespace = self.keys.namespace(key.strip()) if scheme.lower() == "bearer" else None
+        key = key.strip() if scheme.lower() == "bearer" else ""
+        if path == METRICS and self._of_metrics.namespace(key) is not None:
+            state["sees_metrics"] = True
+            return None
+        namespace = self.keys.namespace(key)
         if namespace is None:
             return make(
                 401,
@@ -105,16 +99,24 @@ class Access:
         state["tenant"] = namespace
         return None
 
+    def _other_host(self, headers: Headers) -> Problem | None:
+        try:
+            name = plain_host(urlsplit(f"//{headers.get('host', '')}").hostname or "")
+        except ValueError:
+            return make(403, "Host names no place", headers=CLOSE)
+        if name in self._hosts or is_loopback(name):
+            return None
+        hint = "start it with --allowed-host NAME for each name"
+        hint += "" if self.keys else ", or with --key to ask for a key instead"
+        return make(403, "this server does not answer under that name", hint=hint, headers=CLOSE)
+
 
 def _from_elsewhere(method: str, headers: Headers) -> Problem | None:
     host, origin = headers.get("host", ""), headers.get("origin")
     try:
-        name, theirs = urlsplit(f"//{host}").hostname or "", urlsplit(origin or "").netloc
+        theirs = urlsplit(origin or "").netloc
     except ValueError:
-        return make(403, "Host or Origin names no place", headers=CLOSE)
-    if "." in name.rstrip(".") and not is_loopback(name):
-        hint = "start it with --key to serve other names"
-        return make(403, "this server answers under local names only", hint=hint, headers=CLOSE)
+        return make(403, "Origin names no place", headers=CLOSE)
     if origin is None or method in SAFE_METHODS or theirs == host:
         return None
     return make(403, "a page of another origin may not change anything here", headers=CLOSE)
@@ -124,6 +126,12 @@ def tenant_of(request: Request) -> str:
     """Return the namespace of the request's key."""
     tenant: str = request.scope["state"]["tenant"]
     return tenant
+
+
+def sees_metrics(request: Request) -> bool:
+    """Tell whether the caller may see figures of all namespaces together."""
+    sees: bool = request.scope["state"]["sees_metrics"]
+    return sees
 
 
 def _tenant(request: Request, _: Annotated[Any, Depends(HTTPBearer(auto_error=False))]) -> str:

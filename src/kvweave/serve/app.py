@@ -2,7 +2,8 @@
 
 ::
 
-    Requests (count) -> Access (key -> namespace) -> Limits (body, JSON, hang-ups) -> routes
+    AccessLog (id, line) -> Requests (count) -> Access (key -> namespace)
+        -> Limits (body, JSON, hang-ups) -> routes
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from fastapi.routing import APIRoute
 from kvweave.engine import Engine
 from kvweave.serve import chunks, contexts, openai, page, problems, system, turns
 from kvweave.serve.access import Access
+from kvweave.serve.access_log import AccessLog
 from kvweave.serve.answers import Service
 from kvweave.serve.common import ERRORS, Serving
 from kvweave.serve.driver import Driver
@@ -75,8 +77,15 @@ def create_app(engine: Engine, options: Options | None = None) -> FastAPI:
     app.include_router(page.make_router())
     # the last one added is the first to see a request
     app.add_middleware(Limits, max_body=options.max_body, body_timeout=options.body_timeout)
-    app.add_middleware(Access, keys=options.keys)
+    app.add_middleware(
+        Access,
+        keys=options.keys,
+        metrics_key=options.metrics_key,
+        host=options.host,
+        allowed_hosts=options.allowed_hosts,
+    )
     app.add_middleware(Requests, metrics=serving.metrics)
+    app.add_middleware(AccessLog)
     return app
 
 

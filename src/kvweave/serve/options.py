@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Literal, get_args
 
 from kvweave.chunk.identity import MAX_NAME, check_namespace
 from kvweave.errors import InvalidArgument
+from kvweave.serve.keys import check_key
 
 ReuseMode = Literal["all", "prefix", "off"]
-MIN_KEY = 8  # characters; shorter keys can be guessed
+SECRET = ("keys", "metrics_key")
+_HOST = re.compile(r"\w([\w.-]*\w)?\.?", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +24,8 @@ class Options:
     host: str = "127.0.0.1"
     port: int = 8700  # 0 takes a free one
     keys: Mapping[str, str] = field(default_factory=dict, repr=False)  # API key -> namespace
+    metrics_key: str | None = field(default=None, repr=False)  # of /metrics, where there are keys
+    allowed_hosts: Sequence[str] = ()  # names it answers under besides its own; without ports
     max_waiting: int = 64  # answers of one namespace, and as many other calls, that may wait
     max_active: int | None = None  # answers that run together; None: the engine's max_batch
     max_body: int = 8 * 2**20  # bytes of a request
@@ -51,11 +56,11 @@ class Options:
             raise InvalidArgument("max_sessions", f"{self.max_sessions} is below 0")
         for key, namespace in self.keys.items():
             check_namespace(namespace)
-            if len(key) < MIN_KEY or not key.isascii() or not key.isprintable() or " " in key:
-                reason = (
-                    f"a key of namespace {namespace!r} is not {MIN_KEY} or more plain characters"
-                )
-                raise InvalidArgument("keys", reason, "take letters, digits and signs, no spaces")
+            check_key(key, "keys", f"a key of namespace {namespace!r}")
+        if self.metrics_key is not None:
+            self._check_metrics_key(self.metrics_key)
+        for host in self.allowed_hosts:
+            check_host(host)
         if not self.keys and not is_loopback(self.host):
             raise InvalidArgument(
                 "host",
@@ -63,9 +68,36 @@ class Options:
                 "give --key KEY, --keys FILE or KVWEAVE_KEYS, or stay on 127.0.0.1",
             )
 
+    def _check_metrics_key(self, key: str) -> None:
+        check_key(key, "metrics_key", "it")
+        if not self.keys:
+            reason = "without other keys the server is open, /metrics too"
+            raise InvalidArgument(
+                "metrics_key", reason, "give --key KEY, --keys FILE or KVWEAVE_KEYS"
+            )
+        if key in self.keys:
+            reason = "it is also the key of a namespace"
+            raise InvalidArgument("metrics_key", reason, "take another one")
+
     def to_dict(self) -> dict[str, object]:
         """Return the fields without the keys, JSON-ready."""
-        return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "keys"}
+        told = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in SECRET}
+        return told | {"allowed_hosts": list(self.allowed_hosts)}
+
+
+def check_host(name: str) -> None:
+    """Raise InvalidArgument unless ``name`` is the name or the address of a host, without a port."""
+    try:
+        ipaddress.ip_address(plain_host(name))
+    except ValueError:
+        if not _HOST.fullmatch(name):
+            hint = "a name or an address, without http:// and without a port; no wildcards"
+            raise InvalidArgument("allowed_hosts", f"{name!r} is no host", hint) from None
+
+
+def plain_host(name: str) -> str:
+    """Return a host's name as names are compared: small letters, no brackets, no last dot."""
+    return name.lower().removeprefix("[").removesuffix("]").removesuffix(".")
 
 
 def is_loopback(host: str) -> bool:

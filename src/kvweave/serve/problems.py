@@ -6,6 +6,7 @@ import logging
 import re
 import uuid
 from collections.abc import Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any
@@ -19,6 +20,8 @@ from kvweave import errors
 from kvweave.errors import KVWeaveError
 
 log = logging.getLogger("kvweave.serve")
+
+REQUEST_ID: ContextVar[str] = ContextVar("request_id", default="")  # of the request under way
 
 STATUS: Sequence[tuple[type[KVWeaveError], int]] = (
     (errors.ChunkNotFound, 404),
@@ -52,7 +55,8 @@ class Problem:
 
     @property
     def body(self) -> dict[str, Any]:
-        return {"error": self.error}
+        id = REQUEST_ID.get()
+        return {"error": self.error | ({"request_id": id} if id else {})}
 
     @property
     def response(self) -> JSONResponse:
@@ -120,7 +124,7 @@ def _where(found: Mapping[str, Any]) -> str:
 def _unexpected(error: BaseException) -> Problem:
     """Log the error with its trace; the client gets the id to ask about, and no insight."""
     id = uuid.uuid4().hex[:12]
-    log.error("error %s", id, exc_info=error)
+    log.error("error %s of request %s", id, REQUEST_ID.get() or "-", exc_info=error)
     if isinstance(error, errors.CorruptChunk):
         message, hint = "a stored chunk is damaged", "remove it and put its text again"
         return make(500, message, code="corrupt_chunk", hint=hint, id=id)

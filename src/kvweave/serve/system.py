@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Request
 from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel
 from starlette.responses import Response
@@ -13,9 +13,10 @@ from starlette.responses import Response
 from kvweave.chunk.files import Files
 from kvweave.engine import Engine
 from kvweave.errors import Overloaded
-from kvweave.serve.access import Tenant
+from kvweave.serve.access import Tenant, sees_metrics
 from kvweave.serve.common import ERRORS, The
 from kvweave.serve.metrics import EngineSnapshot
+from kvweave.serve.problems import make
 from kvweave.serve.strict import StrictRoute
 
 router = APIRouter(
@@ -78,9 +79,19 @@ async def health(the: The) -> Any:
     return told
 
 
-@router.get("/metrics", response_class=Response)
-async def metrics(tenant: Tenant, the: The) -> Response:
-    """Return all counters in the text format of Prometheus."""
+@router.get(
+    "/metrics",
+    response_class=Response,
+    responses={403: ERRORS[403] | {"description": "asked for with the key of a namespace"}},
+)
+async def metrics(tenant: Tenant, request: Request, the: The) -> Response:
+    """Return all counters in the text format of Prometheus.
+
+    They are of all namespaces: where there are keys, they take the one of `--metrics-key`.
+    """
+    if not sees_metrics(request):
+        hint = "use the key of --metrics-key; /v1/status has what is of your namespace"
+        return make(403, "this key is of one namespace, these figures of all", hint=hint).response
     try:
         held = await the.call(OURS, EngineSnapshot.of)
     except Overloaded:  # stopping: the last known will do

@@ -23,8 +23,8 @@ class Home:
         self.index = path / "index.sqlite"
         self._file = path / "model.json"
         self._check()
-        try:
-            path.mkdir(parents=True, exist_ok=True)
+        try:  # text can be recovered from what is stored: a new home is its owner's alone
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
             raise of_system(error, "make", path) from error
 
