@@ -24,6 +24,7 @@
     |   |-- OverBudget                 .needed, .budget, .evictable (bytes)
     |   |-- CorruptChunk               .path, .checksum
     |   |-- LoadFailed                 .id, .reason
+    |   |-- NoSpace                    .path
     |   `-- FormatTooNew               .path, .found, .supported
     `-- ServerError
         |-- Overloaded                 .retry_after (seconds)
@@ -38,6 +39,7 @@ from __future__ import annotations
 
 import difflib
 import errno
+import sqlite3
 from collections.abc import Iterable
 
 
@@ -92,17 +94,25 @@ class ServerError(KVWeaveError):
 
 def of_system(error: OSError, doing: str, path: object) -> StoreError:
     """Return a StoreError for what the system refused: ``doing`` what, to which file."""
+    if is_full(error):
+        return NoSpace(f"cannot {doing} {path}", str(path))
     hint = _HINTS.get(error.errno or 0, "look at the device, then try again; nothing was changed")
     why = error.strerror or str(error)
     return StoreError(f"cannot {doing} {path}: {why}", hint=hint, path=str(path))
 
 
-_ROOM = "free some space, or raise the quota, then try again; nothing was changed"
+def is_full(error: Exception) -> bool:
+    """Tell whether a device, or the user's part of it, is full."""
+    full = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+    return getattr(error, "errno", None) in full or (
+        getattr(error, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_FULL
+    )
+
+
 _MANY = "too many files are open: raise the limit (`ulimit -n`), or close some"
 _RIGHTS = "give another path, or the right to use this one"
 _HINTS = {
-    errno.ENOSPC: _ROOM, errno.EDQUOT: _ROOM, errno.EFBIG: _ROOM, errno.EMFILE: _MANY,
-    errno.ENFILE: _MANY, errno.EACCES: _RIGHTS, errno.EPERM: _RIGHTS, errno.EROFS: _RIGHTS,
+    errno.EMFILE: _MANY, errno.ENFILE: _MANY, errno.EACCES: _RIGHTS, errno.EPERM: _RIGHTS, errno.EROFS: _RIGHTS,
     errno.ENOENT: "give another path", errno.ENOTDIR: "give another path",
     errno.EISDIR: "give the path of a file",
 }  # fmt: skip
@@ -273,6 +283,15 @@ class LoadFailed(StoreError):
             hint="it is computed again when it is asked for",
             id=id,
             reason=reason,
+        )
+
+
+class NoSpace(StoreError):
+    def __init__(self, message: str, path: str) -> None:
+        super().__init__(
+            f"{message}: no space left",
+            hint="free some space, or raise the quota, then try again; nothing was changed",
+            path=path,
         )
 
 

@@ -29,7 +29,7 @@ from kvweave.chunk.guard import as_ours, free_name, give_lock, take_lock
 from kvweave.chunk.pages import frames
 from kvweave.chunk.rebuild import create, fsync, put_in_place, set_meta, upgrade
 from kvweave.chunk.seal import Seal
-from kvweave.errors import FormatTooNew, InvalidArgument, StoreError, of_system
+from kvweave.errors import FormatTooNew, InvalidArgument, NoSpace, StoreError, is_full, of_system
 
 CACHE_KIB = 16_384
 CHECKPOINT_BYTES = 4 << 20
@@ -226,6 +226,8 @@ class IndexFile:
             if self._sealing:
                 self._seal.synced()
         except (OSError, sqlite3.Error, UnicodeDecodeError) as error:
+            if is_full(error):
+                raise NoSpace(f"cannot sync {self.path}", str(self.path)) from error
             hint = "mend or change the disk, then try again: all is written anew before it is confirmed"
             where = str(self.path)
             raise StoreError(f"cannot sync {where}: {error}", hint=hint, path=where) from error

@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from kvweave.chunk.format import damaged
-from kvweave.errors import InvalidArgument, StoreError, of_system
+from kvweave.errors import InvalidArgument, NoSpace, StoreError, is_full, of_system
 
 _CORRUPT = (
     sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_FORMAT, sqlite3.SQLITE_TOOBIG,
@@ -38,9 +38,8 @@ def _explain(error: Exception, path: Path) -> StoreError:
     if code in _BUSY:
         hint = "close the program that has it open, then try again; nothing was changed"
         return StoreError(f"{path} is locked by another program", hint=hint, **where)
-    if code == sqlite3.SQLITE_FULL:
-        hint = "free some disk space, then try again; nothing was changed"
-        return StoreError(f"no space left to write {path}", hint=hint, **where)
+    if is_full(error):
+        return NoSpace(f"cannot write {path}", str(path))
     return StoreError(f"cannot use {path}: {error}", hint="nothing was changed", **where)
 
 

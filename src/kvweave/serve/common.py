@@ -28,6 +28,7 @@ from kvweave.serve.quota import Quota
 
 T = TypeVar("T")
 
+FULL_SECONDS = 60.0
 MAX_REF = 256  # characters of a name, ``#id`` or part, with a slice behind it
 MAX_STARS, MAX_BRACES = 3, 2  # of a pattern: what they cost multiplies
 
@@ -50,6 +51,13 @@ class Serving:
     started: float = field(default_factory=time.time)
     on_stored: Callable[[str, ChunkId], None] = lambda namespace, id: None
     """Told, in the driver's thread, of each chunk a client stores."""
+
+    was_full: float = float("-inf")
+    """When the disk had no room for a request, by `time.monotonic`."""
+
+    @property
+    def is_full(self) -> bool:
+        return time.monotonic() - self.was_full < FULL_SECONDS
 
     @property
     def quota(self) -> Quota:
@@ -149,6 +157,7 @@ ERRORS: dict[int | str, dict[str, Any]] = {
         414: "the address is too long",
         429: "too much waits (see Retry-After), or the namespace is over its quota",
         500: "the server failed",
+        507: "the server's disk is full",
         503: "the engine's memory is full, or the server is stopping",
     }.items()
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+import time
 import uuid
 from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
@@ -83,6 +84,8 @@ def problem_of(error: BaseException, *, stopping: bool = False) -> Problem:
         return _malformed(error)
     if isinstance(error, HTTPException):
         return make(error.status_code, str(error.detail), headers=error.headers)
+    if isinstance(error, errors.NoSpace):
+        return _full(error)
     known = [status for kind, status in STATUS if isinstance(error, kind)]
     if not isinstance(error, KVWeaveError) or not known or isinstance(error, INTERNAL):
         return _unexpected(error)
@@ -131,11 +134,19 @@ def _unexpected(error: BaseException) -> Problem:
     return make(500, "the server failed", code="internal_error", hint=f"its log has {id}", id=id)
 
 
+def _full(error: errors.NoSpace) -> Problem:
+    log.error("request %s: %s", REQUEST_ID.get() or "-", error)
+    hint = "what is stored is still there; try again when its operator has made room"
+    return make(507, "the server's disk is full", code="no_space", hint=hint)
+
+
 def install(app: FastAPI) -> None:
     """Let the app answer every error that leaves a route in this shape."""
 
     def answer(request: Request, error: Exception) -> JSONResponse:
         driver = getattr(request.app.state, "driver", None)
+        if isinstance(error, errors.NoSpace):
+            request.app.state.serving.was_full = time.monotonic()
         return problem_of(error, stopping=bool(driver and driver.stopping)).response
 
     for kind in (KVWeaveError, RequestValidationError, HTTPException):

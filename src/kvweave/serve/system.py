@@ -65,10 +65,13 @@ class Status(BaseModel):
 
 @router.get("/health", response_model=Health, responses={503: {"model": Health}})
 async def health(the: The) -> Any:
-    """Tell whether requests are taken: 200, or 503 while the server stops. Needs no key."""
+    """Tell whether requests are taken: 200, or 503 while the server stops. Needs no key.
+
+    ``degraded``: they are, and in the last minute the disk had no room for one of them.
+    """
     stats = the.driver.stats()
     told = Health(
-        status="stopping" if the.driver.stopping else "ok",
+        status="stopping" if the.driver.stopping else "degraded" if the.is_full else "ok",
         model=the.options.model_name,
         uptime=time.time() - the.started,
         waiting=int(stats["waiting"]),

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
-from kvweave.errors import KVWeaveError, OverBudget, StoreError
+from kvweave.errors import KVWeaveError, NoSpace, OverBudget, StoreError
 from kvweave.store.arriving import Arriving, Load
 from kvweave.store.codec import CodecSpec
 from kvweave.store.kv import KV
@@ -119,6 +119,8 @@ class Mover:
                 self.counts["bytes_written"] += level.held[id].n_bytes
                 return level
             log.warning("%s did not take #%s: %s", level.name, id, last.why)
+        if last.state == "full" and levels[-1].has_room(record_bytes(kv)):
+            raise NoSpace(f"cannot write #{id} to {levels[-1].name}", levels[-1].name)
         if last.state == "full":
             budget = sum(level.budget or 0 for level in self.levels)
             raise OverBudget(kv.n_bytes, budget, 0) from OSError(last.why)

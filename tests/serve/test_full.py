@@ -1,0 +1,72 @@
+"""A full disk is said as such (507, a degraded /health), loses nothing, and is over when there is room."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvweave.store.tier import files
+
+A = "pude river ludi so well"
+
+
+def health(served: Any) -> str:
+    return str(served.nobody("GET", "/health")["status"])
+
+
+def test_an_index_without_room(serve: Any, tmp_path: Path) -> None:
+    served = serve(home=tmp_path / "home")
+    anna = served.anna
+    anna.put("a", A)
+    assert health(served) == "ok"
+
+    def pages(engine: Any, more: int) -> None:
+        db = engine.table._rows.db
+        n = db.execute("PRAGMA page_count").fetchone()[0]
+        db.execute(f"PRAGMA max_page_count={n + more}")
+
+    served.client.portal.call(served.driver.call, lambda engine: pages(engine, 0))
+    for n in range(40):  # until what is free in its pages is used up
+        body = {"text": f"{n} {A} " * 60}
+        if anna.client.put(f"/v1/chunks/f{n}", json=body, headers=anna.headers).is_error:
+            break
+    before = anna.names()
+    long = {"text": " ".join(f"{A} {i}" for i in range(100))}
+    chat = {"model": "kvweave", "messages": [{"role": "user", "content": long["text"]}]}
+    for method, path, body in (
+        ("PUT", "/v1/chunks/b", long),
+        ("POST", "/v1/chat/completions", chat | {"max_tokens": 2}),
+        ("POST", "/v1/compose", {"template": long["text"]}),
+    ):
+        told = anna.error(method, path, body, 507)
+        assert told["code"] == "no_space" and told["hint"] and "sqlite" not in told["message"]
+    assert health(served) == "degraded"
+    assert anna.names() == before and anna("GET", "/v1/chunks/a", params={"text": "true"})["text"]
+    assert anna("DELETE", "/v1/chunks/a")["data"], "what goes needs no room"
+    served.client.portal.call(served.driver.call, lambda engine: pages(engine, 1000))
+    anna("PUT", "/v1/chunks/b", long, 201)
+    served.app.state.serving.was_full -= 61
+    assert health(served) == "ok"
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+def test_a_tier_without_room(
+    serve: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    served = serve(home=tmp_path / "home")
+    anna = served.anna
+
+    def full(*args: Any) -> None:
+        raise OSError(number, os.strerror(number))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(files, "_write_all", full)
+        told = anna.error("PUT", "/v1/chunks/a", {"text": A, "durable": True}, 507)
+        assert told["code"] == "no_space" and health(served) == "degraded"
+        assert anna.names() == [], "it is not half there"
+    anna("PUT", "/v1/chunks/a", {"text": A, "durable": True}, 201)
+    assert anna("GET", "/v1/chunks/a")["name"] == "a"
