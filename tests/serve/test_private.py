@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from pathlib import Path
 from typing import Any
 
@@ -109,3 +110,35 @@ def test_no_file_of_the_home_has_the_words(serve: Any, tmp_path: Path) -> None:
     middle = b"".join(t.to_bytes(4, "little") for t in tokens[0][2:8])
     for path in (tmp_path / "home").rglob("*"):
         assert not path.is_file() or middle not in path.read_bytes(), path
+
+
+def test_what_nobody_used_for_long_is_forgotten(serve: Any) -> None:
+    served, rng = serve(retain=3600.0), random.Random(5)
+    anna, sessions = served.anna, served.app.state.service.sessions
+    anna.put("docs/a", "the museum opens at nine")
+    ask(anna, conversation(rng, 1))
+    settle(served)
+    kept_name = anna.names("auto/**")[0]
+    anna("POST", f"/v1/chunks/{kept_name}:pin")
+    later = time.time() + 10
+    ask(served.berta, conversation(rng, 1))
+    settle(served)
+
+    def expire(before: float) -> None:
+        served.client.portal.call(served.driver.call, lambda engine: sessions.expire(before))
+
+    expire(time.time() - 3600)
+    assert len(anna.names("auto/**")) > 1 and len(sessions) == 2
+    expire(later)
+    assert anna.names() == [kept_name, "docs/a"] and len(sessions) == 0
+    assert served.berta.names() == []
+    assert len({name for _, name in kept(served)["names"]}) == 2
+
+
+def test_it_is_forgotten_without_anybody_asking(serve: Any) -> None:
+    served = serve(retain=0.5)
+    ask(served.anna, conversation(random.Random(6), 1))
+    end = time.monotonic() + 20
+    while served.anna.names() and time.monotonic() < end:
+        time.sleep(0.1)
+    assert served.anna.names() == [] and kept(served)["tokens"] == set()

@@ -391,6 +391,8 @@ def _limits(p: ArgumentParser) -> None:
         "--quota", type=_size, metavar="SIZE", help="KV a namespace may store, and hold in contexts"
     )
     add("--quota-chunks", type=_positive, metavar="N", help="chunks a namespace may store")
+    add("--max-contexts", type=_positive, metavar="N", help="open in a namespace (256)")
+    add("--retain", type=_age, metavar="AGE", help="unused text of conversations (7d)")
     add("--grace", type=float, default=10.0, metavar="SECONDS", help="for answers at the end (10)")
 
 

@@ -9,6 +9,8 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import time
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from importlib.metadata import version
@@ -18,6 +20,7 @@ from fastapi import FastAPI
 from fastapi.routing import APIRoute
 
 from kvweave.engine import Engine
+from kvweave.errors import KVWeaveError
 from kvweave.serve import chunks, contexts, openai, page, problems, system, turns
 from kvweave.serve.access import Access
 from kvweave.serve.access_log import AccessLog
@@ -27,8 +30,10 @@ from kvweave.serve.driver import Driver
 from kvweave.serve.limits import Limits
 from kvweave.serve.metrics import Requests
 from kvweave.serve.options import Options
+from kvweave.serve.system import OURS
 from kvweave.weave.answer import Answer
 
+log = logging.getLogger("kvweave.serve")
 GRACE = 10.0  # seconds that running answers get at the end
 
 
@@ -53,9 +58,11 @@ def create_app(engine: Engine, options: Options | None = None) -> FastAPI:
     @asynccontextmanager
     async def life(app: FastAPI) -> AsyncGenerator[None, None]:
         driver.start()
+        expiring = asyncio.create_task(_expire(service, options.retain))
         try:
             yield
         finally:
+            expiring.cancel()
             await asyncio.to_thread(driver.stop, GRACE)
 
     app = _App(
@@ -87,6 +94,18 @@ def create_app(engine: Engine, options: Options | None = None) -> FastAPI:
     app.add_middleware(Requests, metrics=serving.metrics)
     app.add_middleware(AccessLog)
     return app
+
+
+async def _expire(service: Service, seconds: float) -> None:
+    """Forget again and again what was kept for so long without a use."""
+    while True:
+        await asyncio.sleep(min(max(seconds / 10, 0.1), 600.0))
+        try:
+            await service.driver.call(
+                lambda engine: service.sessions.expire(time.time() - seconds), tenant=OURS
+            )
+        except KVWeaveError as error:  # busy, or a disk that is full: another time
+            log.warning("nothing was forgotten: %s", error)
 
 
 class _App(FastAPI):

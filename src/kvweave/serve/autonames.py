@@ -10,6 +10,7 @@ import re
 import secrets
 from collections import OrderedDict
 
+from kvweave.chunk.files import Files
 from kvweave.chunk.identity import ChunkId, Kind
 from kvweave.chunk.table import Table
 from kvweave.weave.naming import Names
@@ -69,6 +70,16 @@ class AutoNames:
         for name in gone:
             self._forget(namespace, name)
         return len(gone)
+
+    def expire(self, before: float) -> int:
+        """Take away names whose chunk was not used since ``before``; return how many."""
+        n = 0
+        for namespace in list(self._names):
+            old = Files(self.table, namespace).find("auto/*/*", pinned=False, unused_since=before)
+            for name in [e.name for e in old if e.name in self._names.get(namespace, ())]:
+                self._forget(namespace, name)
+                n += 1
+        return n
 
     def _add(self, name: str, namespace: str) -> None:
         mine = self._names.setdefault(namespace, OrderedDict())

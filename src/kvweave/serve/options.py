@@ -37,6 +37,7 @@ class Options:
     body_timeout: float = 30.0  # seconds a client has to send its request
     min_match: int = 32  # tokens; a shorter run of known text is not looked for
     max_sessions: int = 32  # idle contexts kept for the next request of a conversation
+    retain: float = 7 * 86400.0  # seconds that what a conversation said is kept after its last use
     reuse: ReuseMode = "all"  # what the OpenAI endpoints reuse; the others are for measuring
     model_name: str = "kvweave"  # what /v1/models calls it
 
@@ -48,7 +49,7 @@ class Options:
         if not 0 <= self.port <= 65535:
             raise InvalidArgument("port", f"{self.port} is not in 0..65535")
         positive = ("max_waiting", "max_active", "max_body", "max_prompt", "max_name", "min_match")
-        for name in (*positive, "max_contexts", "quota", "quota_chunks", "body_timeout"):
+        for name in (*positive, "max_contexts", "retain", "quota", "quota_chunks", "body_timeout"):
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise InvalidArgument(name, f"{value} is not above 0")

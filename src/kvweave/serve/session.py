@@ -38,6 +38,7 @@ class PooledContext:
     n_computed: int = 0  # tokens of the base computed for the present request
     n_completed: int = 0  # tokens of other chunks, whose canonical KV was computed for it
     n_asked: int = 0  # parts in front of the present answer
+    given_back: float = 0.0  # time.time()
     private: bool = False  # nothing that came with its request is kept
 
 

@@ -12,6 +12,7 @@ matter how an earlier request was cut into parts.
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -140,6 +141,7 @@ class Sessions:
             if session.reuse == "off" or session.private:
                 self.close(session)
             else:
+                session.given_back = time.time()
                 self._idle.append(session)
         while len(self._idle) > self.max_sessions and self.close_oldest():
             pass
@@ -169,6 +171,14 @@ class Sessions:
         """Close every idle context."""
         while self.close_oldest():
             pass
+
+    def expire(self, before: float) -> int:
+        """Forget what only the server kept and nobody used since ``before``; return how many names."""
+        for session in [s for s in self._idle if s.given_back < before]:
+            if not self.is_busy(session.context):
+                self._idle.remove(session)
+                self.close(session)
+        return self.names.expire(before)
 
     # ---- choosing
 
