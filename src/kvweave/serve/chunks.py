@@ -22,7 +22,6 @@ from kvweave.serve.common import (
     PathRef,
     Serving,
     The,
-    check_pattern,
 )
 from kvweave.serve.text import tokens_of
 
@@ -125,7 +124,6 @@ async def ls(
     reverse: bool = False, limit: _Limit = None,
 ) -> dict[str, Any]:  # fmt: skip
     """List names."""
-    check_pattern(pattern)
 
     def work(engine: Engine) -> dict[str, Any]:
         found = Files(engine.table, tenant).ls(pattern, sort=sort, reverse=reverse, limit=limit)
@@ -153,7 +151,6 @@ class FindQuery(BaseModel):
 @router.get(":find", response_model=ChunkList, name="find")
 async def find(tenant: Tenant, the: The, wanted: Annotated[FindQuery, Query()]) -> dict[str, Any]:
     """List names by what stands behind them."""
-    check_pattern(wanted.pattern)
     given = wanted.model_dump()
     return await the.call(tenant, lambda e: listing(Files(e.table, tenant).find(**given)))
 
@@ -163,7 +160,6 @@ async def du(
     tenant: Tenant, the: The, pattern: Pattern = "", by: Literal["tier", "kind", "dir"] = "tier"
 ) -> dict[str, Any]:
     """Add up tokens and bytes."""
-    check_pattern(pattern)
 
     def work(engine: Engine) -> dict[str, Any]:
         groups = Files(engine.table, tenant).du(pattern, by)
@@ -178,7 +174,6 @@ async def pin(
 ) -> dict[str, Any]:
     """Keep chunks from being removed or evicted."""
     dry = body is not None and body.dry_run
-    check_pattern(pattern)
     return await the.call(
         tenant, lambda e: listing(Files(e.table, tenant).pin(pattern, dry_run=dry))
     )
@@ -190,7 +185,6 @@ async def unpin(
 ) -> dict[str, Any]:
     """Take back pin; nothing is freed by it."""
     dry = body is not None and body.dry_run
-    check_pattern(pattern)
     return await the.call(
         tenant, lambda e: listing(Files(e.table, tenant).unpin(pattern, dry_run=dry))
     )
@@ -201,7 +195,6 @@ async def place(
     tenant: Tenant, the: The, pattern: PathPattern, body: PlaceChunks
 ) -> dict[str, Any]:
     """Move KV to a tier; ``none`` keeps only the tokens."""
-    check_pattern(pattern)
 
     def work(engine: Engine) -> dict[str, Any]:
         how = {"codec": body.codec, "namespace": tenant, "dry_run": body.dry_run}
@@ -225,7 +218,6 @@ async def mv(tenant: Tenant, the: The, pattern: PathPattern, body: Rename) -> di
 def _rename(
     engine: Engine, the: Serving, tenant: str, pattern: str, body: Rename, *, keep: bool
 ) -> dict[str, Any]:
-    check_pattern(pattern)
     if not body.to.endswith("/"):
         the.new_name(body.to)
     files = Files(engine.table, tenant)
@@ -292,7 +284,6 @@ async def rm(
     tenant: Tenant, the: The, pattern: PathPattern, force: bool = False, dry_run: bool = False
 ) -> dict[str, Any]:
     """Remove names and return them as they were; a chunk that nothing else keeps is freed."""
-    check_pattern(pattern)
 
     def work(engine: Engine) -> dict[str, Any]:
         return listing(Files(engine.table, tenant).rm(pattern, dry_run=dry_run, force=force))
