@@ -260,11 +260,15 @@ class _Finder:
             after.tokens[:SEAM] if after is not None else found[i].tokens[:0],
         ]
         text = self.assembler.text(np.concatenate(around))
-        for beside in (before, after):
-            if beside is not None and beside.id is not None:
-                if text in self.assembler.text(self.table.tokens(beside.id)):
-                    return True
-        return False
+        most = len(text.encode(errors="replace"))  # tokens of it, however it was cut
+        beside = []
+        if before is not None and before.id is not None:
+            end = before.start + before.n
+            beside.append(self.table.tokens(before.id)[max(0, end - SEAM) : end + most])
+        if after is not None and after.id is not None:
+            start = after.start
+            beside.append(self.table.tokens(after.id)[max(0, start - most) : start + SEAM])
+        return any(text in self.assembler.text(tokens) for tokens in beside)
 
 
 def _reason(label: str, found: int, new: int, why: str) -> dict[str, object]:

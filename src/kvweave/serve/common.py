@@ -12,6 +12,7 @@ from pydantic import (
     BaseModel,
     BeforeValidator,
     ConfigDict,
+    Field,
     StrictInt,
     StringConstraints,
     model_validator,
@@ -29,6 +30,10 @@ T = TypeVar("T")
 
 MAX_REF = 256  # characters of a name, ``#id`` or part, with a slice behind it
 
+MAX_STOPS, MAX_STOP = 64, 256  # texts that end an answer, characters of one
+
+Stop = Annotated[str, StringConstraints(max_length=MAX_STOP)]
+Stops = Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)]
 ChunkRef = Annotated[str, StringConstraints(min_length=1, max_length=MAX_REF)]
 PathRef = Annotated[str, Path(min_length=1, max_length=MAX_REF, description="a name or `#17`")]
 PathPattern = Annotated[
