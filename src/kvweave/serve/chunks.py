@@ -84,11 +84,20 @@ class GroupList(BaseModel):
 
 
 class PutChunk(Content):
-    """A chunk to store. ``durable``: its KV too is on disk before the answer."""
+    """A chunk to store. ``durable``: its KV too is on disk before the answer.
+
+    ``special_tokens``: names of special tokens in the text are these, so it can change roles.
+    """
 
     kind: Kind = "document"
     replace: bool = False
     durable: bool = False
+    special_tokens: bool = False
+
+    @property
+    def content(self) -> str | list[int]:
+        given = super().content
+        return str(given) if self.special_tokens and isinstance(given, str) else given
 
 
 class DryRun(BaseModel):

@@ -25,6 +25,7 @@ from kvweave.serve.driver import Driver
 from kvweave.serve.metrics import History, Metrics
 from kvweave.serve.options import Options
 from kvweave.serve.quota import Quota
+from kvweave.weave.special import PlainText
 
 T = TypeVar("T")
 
@@ -108,7 +109,8 @@ class Content(BaseModel):
 
     @property
     def content(self) -> str | list[int]:
-        return self.text if self.text is not None else self.tokens or []
+        """What is given; text cannot have special tokens in it."""
+        return PlainText(self.text) if self.text is not None else self.tokens or []
 
 
 class ErrorBody(BaseModel):

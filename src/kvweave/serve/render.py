@@ -21,6 +21,7 @@ from typing import Any
 from kvweave.chunk.identity import Kind
 from kvweave.errors import ContextTooLong, InvalidArgument
 from kvweave.weave.chat import ChatFormat, Wrap
+from kvweave.weave.special import Extent, Special
 
 KIND_OF: dict[str, Kind] = {
     "system": "system",
@@ -32,6 +33,8 @@ KIND_OF: dict[str, Kind] = {
 }
 MARK = "\u2039chunk {}\u203a"
 _MARK = re.compile(f"({MARK.format('[0-9a-f]{24}')})")
+SPELT = "special{}"  # stands for a special token that content spells; no filter changes it
+_SPELT = re.compile(f"({SPELT.format('[0-9a-f]{24}')})")
 MAX_PREFIXES = 64  # renderings of growing prefixes for one prompt
 PREFIXED = 4  # so often all messages may be rendered in prefixes, and FREE_PREFIXED messages more
 FREE_PREFIXED = 4096
@@ -49,6 +52,7 @@ class PromptSegment:
     is_new: bool  # behind the last answer: nobody has seen it yet
     chunk: str | None = None
     tokens: tuple[int, ...] | None = None  # given instead of text
+    plain: tuple[Extent, ...] = ()  # of the text: special tokens that content only spells
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +76,7 @@ class Renderer:
         """``limit``: tokens of the longest prompt; messages and chunks cannot be more."""
         self.chat, self.limit = chat, limit
         template = chat.tokenizer.chat_template if chat.tokenizer is not None else None
+        self._special = Special(chat.tokenizer)
         self._wraps: dict[str, Wrap | None] = {}
         self._knows_developer = "developer" in str(template or "")
 
@@ -91,6 +96,8 @@ class Renderer:
         refs: dict[str, str] = {}  # mark in the text -> chunk it stands for
         plain = [self._plain(message, refs) for message in messages]
         self._check_number(len(refs))
+        spelt: dict[str, str] = {}  # mark in the text -> what it stands for
+        plain, tools = self._masked(plain, spelt), self._masked(tools, spelt)
         if not self.chat.has_template:
             if tools:
                 raise InvalidArgument("tools", "this model came without a chat template")
@@ -98,9 +105,10 @@ class Renderer:
         else:
             whole = self._render(plain, tools, add_generation_prompt=True)
         header = self._header(whole, plain, tools)
+        header = "" if spelt and _SPELT.search(header) else header
         body = whole[: len(whole) - len(header)]
         segments = self._segments(body, plain, tools)
-        cut = [piece for segment in segments for piece in _split(segment, refs)]
+        cut = [_spelt(p, spelt) for segment in segments for p in _split(segment, refs)]
         before = self.chat.wrap("assistant").before
         lead = before[len(header) :] if before.startswith(header) else ""
         return Prompt(tuple(cut), header, lead if lead.isspace() else "")
@@ -121,6 +129,29 @@ class Renderer:
         if made.get("tool_calls"):
             made["tool_calls"] = [_with_arguments(call) for call in made["tool_calls"]]
         return made
+
+    def _masked(self, value: Any, spelt: dict[str, str]) -> Any:
+        """Return messages with a mark for each special token they spell.
+
+        The template would mix them with its own. Raises InvalidArgument for what is nested too deep.
+        """
+
+        def mark(name: str) -> str:
+            made = SPELT.format(secrets.token_hex(12))  # nobody can write it beforehand
+            spelt[made] = name
+            return made
+
+        def masked(value: Any) -> Any:
+            if isinstance(value, str):
+                return self._special.masked(value, mark)
+            if isinstance(value, Mapping):
+                return {masked(key): masked(each) for key, each in value.items()}
+            return [masked(each) for each in value] if isinstance(value, list) else value
+
+        try:
+            return masked(value)
+        except RecursionError as error:
+            raise InvalidArgument("messages", "they are nested too deep") from error
 
     def _expected(self, message: Mapping[str, Any]) -> list[str]:
         """Return what a message may look like if it is rendered like any of its role.
@@ -189,7 +220,11 @@ class Renderer:
                 return None
             return len(text) if body.startswith(text) else None
 
-        starts = self._starts(body, messages, prefix)
+        cuts = self._starts(body, messages, prefix)
+        # content may look like the front of a control token that stands where it was left out
+        inside = {at for a, b in self._special.find(body) for at in range(a + 1, b)}
+        starts = [None if cut in inside else cut for cut in cuts]
+        starts[0] = starts[0] or 0
         stops = _next_known([*starts[1:], len(body)])
         last = max((i for i, m in enumerate(messages) if m["role"] == "assistant"), default=-1)
         segments = []
@@ -295,7 +330,7 @@ def _with_arguments(call: Mapping[str, Any]) -> dict[str, Any]:
     function = dict(call.get("function") or {})
     try:
         arguments = json.loads(function.get("arguments") or "{}")
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, RecursionError):
         return dict(call)
     if isinstance(arguments, dict):
         function["arguments"] = arguments
@@ -326,3 +361,18 @@ def _split(segment: PromptSegment, refs: Mapping[str, str]) -> list[PromptSegmen
             pieces.append(replace(segment, text="", chunk=refs[piece]))
         texts = []
     return pieces
+
+
+def _spelt(segment: PromptSegment, spelt: Mapping[str, str]) -> PromptSegment:
+    """Return a segment with special tokens spelt where their marks are, and told where that is."""
+    if not spelt or segment.chunk is not None:
+        return segment
+    texts: list[str] = []
+    spans: list[Extent] = []
+    at = 0
+    for piece in _SPELT.split(segment.text):
+        texts.append(spelt.get(piece, piece))
+        if piece in spelt:
+            spans.append((at, at + len(texts[-1])))
+        at += len(texts[-1])
+    return replace(segment, text="".join(texts), plain=tuple(spans))

@@ -33,6 +33,7 @@ from kvweave.serve.text import tokens_of
 from kvweave.serve.work import Delta, Event, Finished
 from kvweave.weave.answer import Answer, request_from
 from kvweave.weave.session import Turn
+from kvweave.weave.special import PlainText
 
 router = APIRouter(prefix="/v1/contexts", tags=["contexts"], responses=ERRORS)
 
@@ -97,7 +98,7 @@ class _Asked:
         before = context.snapshot()
         try:
             if self.body.content is not None:
-                context.message("user", self.body.content)
+                context.message("user", PlainText(self.body.content))
             self.known = {part.uid for part in context.parts[:-1]}
             return [context.begin(self.sampling, self.max_drift, chat=self.chat)]
         except BaseException:
