@@ -44,7 +44,7 @@ TORCH_FREE = (
     "chunk/", "keep/", "run/schedule.py", "run/sampling.py",
     "weave/parts.py", "weave/edits.py", "weave/naming.py", "weave/context.py", "weave/contexts.py",
     "weave/settings.py", "weave/template.py", "weave/chat.py", "weave/plan.py", "weave/answer.py",
-    "weave/check.py", "weave/calibration.py",
+    "weave/check.py", "weave/calibration.py", "weave/special.py",
 )  # fmt: skip
 MODEL_SEAM = ("run/load.py", "run/model.py", "run/probe.py", "run/verify.py")
 LOCAL_IMPORTS_FREE = ("demo/", "cli/")  # these start fast by importing late

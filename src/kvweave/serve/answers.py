@@ -40,7 +40,7 @@ class Service:
     def __init__(self, driver: Driver, options: Options) -> None:
         engine = driver.engine
         self.driver, self.options = driver, options
-        self.renderer = Renderer(engine.maker.chat)
+        self.renderer = Renderer(engine.maker.chat, engine.runner.limit)
         self.library = Library(engine.table)
         self.assembler = Assembler(engine, self.library, min_match=options.min_match)
         self.sessions = Sessions(

@@ -26,7 +26,8 @@ from kvweave.errors import ContextTooLong
 from kvweave.serve.library import Library
 from kvweave.serve.options import ReuseMode
 from kvweave.serve.render import PromptSegment
-from kvweave.serve.text import tokens_of
+from kvweave.serve.text import tokens_of_mixed
+from kvweave.weave.special import Extent
 
 SEAM = 4  # tokens on both sides of a gap that are looked at to say why it is one
 MAX_CACHED = 1 << 20  # tokens of texts that are remembered
@@ -75,7 +76,7 @@ class Assembler:
         """``min_match``: tokens of the shortest run that is reused inside a message."""
         self.engine, self.library, self.min_match = engine, library, min_match
         self.cutter = by_content(64, 256, 1024)
-        self._tokens: OrderedDict[tuple[str, str], Tokens] = OrderedDict()
+        self._tokens: OrderedDict[tuple[str, str, tuple[Extent, ...]], Tokens] = OrderedDict()
         self._n_cached = 0
 
     def assemble(
@@ -139,12 +140,13 @@ class Assembler:
         """
         if segment.tokens is not None:
             return np.asarray(self.engine.maker.tokens(segment.tokens), dtype=np.uint32)
-        key = (namespace, segment.text)
+        key = (namespace, segment.text, segment.plain)
         known = self._tokens.get(key)
         if known is not None:
             self._tokens.move_to_end(key)
             return known
-        known = np.asarray(tokens_of(self.engine, segment.text), dtype=np.uint32)
+        ids = tokens_of_mixed(self.engine, segment.text, segment.plain)
+        known = np.asarray(ids, dtype=np.uint32)
         known.flags.writeable = False
         self._tokens[key] = known
         self._n_cached += len(known)
@@ -195,7 +197,9 @@ class _Finder:
                 yield PromptPiece(segment.kind, tokens, segment.label)
             return
         if not segment.is_new:
-            known = self.library.find_answer(self.namespace, self.base, segment.text)
+            # an answer's text may have the special tokens that this one only spells
+            text = None if segment.plain else segment.text
+            known = (text and self.library.find_answer(self.namespace, self.base, text)) or ()
             if not known and (stored := self._stored(tokens)) is not None:
                 known = (stored,)
             for id in known:
@@ -260,11 +264,15 @@ class _Finder:
             after.tokens[:SEAM] if after is not None else found[i].tokens[:0],
         ]
         text = self.assembler.text(np.concatenate(around))
-        for beside in (before, after):
-            if beside is not None and beside.id is not None:
-                if text in self.assembler.text(self.table.tokens(beside.id)):
-                    return True
-        return False
+        most = len(text.encode(errors="replace"))  # tokens of it, however it was cut
+        beside = []
+        if before is not None and before.id is not None:
+            end = before.start + before.n
+            beside.append(self.table.tokens(before.id)[max(0, end - SEAM) : end + most])
+        if after is not None and after.id is not None:
+            start = after.start
+            beside.append(self.table.tokens(after.id)[max(0, start - most) : start + SEAM])
+        return any(text in self.assembler.text(tokens) for tokens in beside)
 
 
 def _reason(label: str, found: int, new: int, why: str) -> dict[str, object]:

@@ -22,7 +22,6 @@ from kvweave.serve.common import (
     PathRef,
     Serving,
     The,
-    check_pattern,
 )
 from kvweave.serve.strict import DryQuery, DryRun, StrictRoute, is_dry
 from kvweave.serve.text import tokens_of
@@ -86,11 +85,20 @@ class GroupList(BaseModel):
 
 
 class PutChunk(Content):
-    """A chunk to store. ``durable``: its KV too is on disk before the answer."""
+    """A chunk to store. ``durable``: its KV too is on disk before the answer.
+
+    ``special_tokens``: names of special tokens in the text are these, so it can change roles.
+    """
 
     kind: Kind = "document"
     replace: bool = False
     durable: bool = False
+    special_tokens: bool = False
+
+    @property
+    def content(self) -> str | list[int]:
+        given = super().content
+        return str(given) if self.special_tokens and isinstance(given, str) else given
 
 
 class PlaceChunks(DryRun):
@@ -118,7 +126,6 @@ async def ls(
     reverse: bool = False, limit: _Limit = None,
 ) -> dict[str, Any]:  # fmt: skip
     """List names."""
-    check_pattern(pattern)
 
     def work(engine: Engine) -> dict[str, Any]:
         found = Files(engine.table, tenant).ls(pattern, sort=sort, reverse=reverse, limit=limit)
@@ -146,7 +153,6 @@ class FindQuery(BaseModel):
 @router.get(":find", response_model=ChunkList, name="find")
 async def find(tenant: Tenant, the: The, wanted: Annotated[FindQuery, Query()]) -> dict[str, Any]:
     """List names by what stands behind them."""
-    check_pattern(wanted.pattern)
     given = wanted.model_dump()
     return await the.call(tenant, lambda e: listing(Files(e.table, tenant).find(**given)))
 
@@ -156,7 +162,6 @@ async def du(
     tenant: Tenant, the: The, pattern: Pattern = "", by: Literal["tier", "kind", "dir"] = "tier"
 ) -> dict[str, Any]:
     """Add up tokens and bytes."""
-    check_pattern(pattern)
 
     def work(engine: Engine) -> dict[str, Any]:
         groups = Files(engine.table, tenant).du(pattern, by)
@@ -172,7 +177,6 @@ async def pin(
 ) -> dict[str, Any]:  # fmt: skip
     """Keep chunks from being removed or evicted."""
     dry = is_dry(dry, body)
-    check_pattern(pattern)
     return await the.call(
         tenant, lambda e: listing(Files(e.table, tenant).pin(pattern, dry_run=dry))
     )
@@ -185,7 +189,6 @@ async def unpin(
 ) -> dict[str, Any]:  # fmt: skip
     """Take back pin; nothing is freed by it."""
     dry = is_dry(dry, body)
-    check_pattern(pattern)
     return await the.call(
         tenant, lambda e: listing(Files(e.table, tenant).unpin(pattern, dry_run=dry))
     )
@@ -196,7 +199,6 @@ async def place(
     tenant: Tenant, the: The, pattern: PathPattern, body: PlaceChunks, dry: DryQuery = False
 ) -> dict[str, Any]:
     """Move KV to a tier; ``none`` keeps only the tokens."""
-    check_pattern(pattern)
 
     def work(engine: Engine) -> dict[str, Any]:
         how = {"codec": body.codec, "namespace": tenant, "dry_run": is_dry(dry, body)}
@@ -228,7 +230,6 @@ async def mv(
 def _rename(
     engine: Engine, the: Serving, tenant: str, pattern: str, body: Rename, dry: bool, *, keep: bool
 ) -> dict[str, Any]:
-    check_pattern(pattern)
     if not body.to.endswith("/"):
         the.new_name(body.to)
     files = Files(engine.table, tenant)
@@ -296,7 +297,6 @@ async def rm(
     body: DryRun | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """Remove names and return them as they were; a chunk that nothing else keeps is freed."""
-    check_pattern(pattern)
     dry = is_dry(dry, body)
 
     def work(engine: Engine) -> dict[str, Any]:

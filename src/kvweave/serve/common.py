@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -13,6 +12,7 @@ from pydantic import (
     BaseModel,
     BeforeValidator,
     ConfigDict,
+    Field,
     StrictInt,
     StringConstraints,
     model_validator,
@@ -20,18 +20,22 @@ from pydantic import (
 
 from kvweave.chunk.identity import ChunkId, check_name
 from kvweave.engine import Engine
-from kvweave.errors import InvalidArgument, InvalidName
+from kvweave.errors import InvalidName
 from kvweave.serve.driver import Driver
 from kvweave.serve.metrics import History, Metrics
 from kvweave.serve.options import Options
 from kvweave.serve.quota import Quota
+from kvweave.weave.special import PlainText
 
 T = TypeVar("T")
 
 FULL_SECONDS = 60.0
 MAX_REF = 256  # characters of a name, ``#id`` or part, with a slice behind it
-MAX_STARS, MAX_BRACES = 3, 2  # of a pattern: what they cost multiplies
 
+MAX_STOPS, MAX_STOP = 64, 256  # texts that end an answer, characters of one
+
+Stop = Annotated[str, StringConstraints(max_length=MAX_STOP)]
+Stops = Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)]
 ChunkRef = Annotated[str, StringConstraints(min_length=1, max_length=MAX_REF)]
 PathRef = Annotated[str, Path(min_length=1, max_length=MAX_REF, description="a name or `#17`")]
 PathPattern = Annotated[
@@ -113,17 +117,8 @@ class Content(BaseModel):
 
     @property
     def content(self) -> str | list[int]:
-        return self.text if self.text is not None else self.tokens or []
-
-
-def check_pattern(pattern: str) -> str:
-    """Return a pattern that is cheap to match. Raises InvalidArgument."""
-    stars = len(re.findall(r"\*+", pattern.removesuffix("*").removesuffix("*")))
-    if stars > MAX_STARS or pattern.count("{") > MAX_BRACES or len(pattern) > MAX_REF:
-        raise InvalidArgument(
-            "pattern", "it has too many wildcards", f"{MAX_STARS} stars and {MAX_BRACES} {{a,b}}"
-        )
-    return pattern
+        """What is given; text cannot have special tokens in it."""
+        return PlainText(self.text) if self.text is not None else self.tokens or []
 
 
 class ErrorBody(BaseModel):

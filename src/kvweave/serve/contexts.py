@@ -15,9 +15,10 @@ from kvweave.errors import ContextBusy
 from kvweave.serve.access import Tenant
 from kvweave.serve.common import ERRORS, STRICT, ChunkRef, Content, Int, PathRef, Serving, The
 from kvweave.serve.strict import StrictRoute
-from kvweave.serve.text import sizes_of, tokens_of
+from kvweave.serve.text import plain, sizes_of, tokens_of
 from kvweave.weave.context import Context
 from kvweave.weave.parts import Mode, Part, Positions
+from kvweave.weave.special import PlainText
 
 router = APIRouter(prefix="/v1", tags=["contexts"], responses=ERRORS, route_class=StrictRoute)
 
@@ -240,7 +241,8 @@ async def create(tenant: Tenant, the: The, body: New) -> _Json:
         if body.system is not None:
             the.quota.check(engine, tenant, [len(tokens_of(engine, body.system))])
         the.quota.check_context(engine, tenant)
-        context = engine.context(name, system=body.system, **options)
+        system = None if body.system is None else PlainText(body.system)
+        context = engine.context(name, system=system, **options)
         return view_of(engine, the, context)
 
     return await the.call(tenant, work)
@@ -256,7 +258,7 @@ async def compose(tenant: Tenant, the: The, body: Compose) -> _Json:
         the.quota.check(engine, tenant, sizes)
         the.quota.check_context(engine, tenant)
         context = engine.compose(
-            body.template, body.values, name=name, namespace=tenant, **given(body)
+            PlainText(body.template), plain(body.values), name=name, namespace=tenant, **given(body)
         )
         context.settings = replace(context.settings, denoise=False)
         return view_of(engine, the, context)
@@ -297,7 +299,7 @@ async def message(tenant: Tenant, the: The, name: PathRef, body: NewMessage) -> 
 
     def work(engine: Engine, context: Context) -> _Json:
         the.quota.check(engine, tenant, [len(tokens_of(engine, body.content))])
-        part = context.message(body.role, body.content)
+        part = context.message(body.role, PlainText(body.content))
         the.on_stored(tenant, part.id)
         return _one(engine, context, part)
 

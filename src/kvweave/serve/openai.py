@@ -11,6 +11,7 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 from fastapi import APIRouter
@@ -159,7 +160,7 @@ class ResponseBuilder:
             "tokens": texts,
             "token_logprobs": [choice.logprob for choice in choices],
             "top_logprobs": [{self._text(t): p for t, p in choice.top} for choice in choices],
-            "text_offset": [sum(map(len, texts[:i])) for i in range(len(texts))],
+            "text_offset": list(accumulate(map(len, texts), initial=0))[: len(texts)],
         }
 
     def _token(self, choice: Choice) -> dict[str, Any]:

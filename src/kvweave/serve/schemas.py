@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from kvweave.errors import InvalidArgument
 from kvweave.run.sample import Sampling
-from kvweave.serve.common import ChunkRef
+from kvweave.serve.common import ChunkRef, Stops
 from kvweave.serve.session import WeaveOptions
 
 # Fields that say nothing about the answer's text.
@@ -18,7 +18,6 @@ HARMLESS = frozenset(
 )
 MAX_CHOICES = 16
 MAX_TOP = 20
-MAX_STOPS = 64
 MAX_ANSWERS = 64  # of one request
 
 
@@ -78,7 +77,7 @@ class GenerationRequest(BaseModel):
     stream: bool = False
     stream_options: StreamOptions | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = 1
-    stop: str | Annotated[list[str], Field(max_length=MAX_STOPS)] | None = None
+    stop: Stops | None = None
     seed: int | None = None
     temperature: float | None = None
     top_p: float | None = None

@@ -16,7 +16,17 @@ from starlette.responses import Response
 from kvweave.engine import Engine
 from kvweave.errors import InvalidArgument
 from kvweave.serve.access import Tenant
-from kvweave.serve.common import ERRORS, STREAMED, STRICT, Int, PathRef, Serving, The
+from kvweave.serve.common import (
+    ERRORS,
+    MAX_STOPS,
+    STREAMED,
+    STRICT,
+    Int,
+    PathRef,
+    Serving,
+    Stops,
+    The,
+)
 from kvweave.serve.contexts import Nats, require_idle
 from kvweave.serve.problems import problem_of
 from kvweave.serve.strict import StrictRoute
@@ -24,6 +34,7 @@ from kvweave.serve.text import tokens_of
 from kvweave.serve.work import Delta, Event, Finished
 from kvweave.weave.answer import Answer, request_from
 from kvweave.weave.session import Turn
+from kvweave.weave.special import PlainText
 
 router = APIRouter(
     prefix="/v1/contexts", tags=["contexts"], responses=ERRORS, route_class=StrictRoute
@@ -42,8 +53,10 @@ class Sampled(BaseModel):
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     top_k: Count = 0
     seed: Annotated[Int, Field(ge=0, lt=2**63)] | None = None
-    stop: str | list[str] = Field(default_factory=list)
-    stop_tokens: list[StrictInt] = Field(default_factory=list)
+    stop: Stops = Field(default_factory=list)
+    stop_tokens: Annotated[list[StrictInt], Field(max_length=MAX_STOPS)] = Field(
+        default_factory=list
+    )
     logprobs: Annotated[Int, Field(ge=0, le=100)] = 0
     ignore_eos: bool = False
     max_drift: Nats | None = None
@@ -88,7 +101,7 @@ class _Asked:
         before = context.snapshot()
         try:
             if self.body.content is not None:
-                context.message("user", self.body.content)
+                context.message("user", PlainText(self.body.content))
             self.known = {part.uid for part in context.parts[:-1]}
             return [context.begin(self.sampling, self.max_drift, chat=self.chat)]
         except BaseException:

@@ -169,8 +169,8 @@ class Context:
         """Add one chat message, wrapped by the model's chat template and named
         ``CONTEXT/u-007`` by role and number."""
         with self.edit():
-            text = self._maker.chat.message(role, content)
-            part = self.append(text, kind=role, name=self._names.next(role))
+            tokens = self._maker.message(role, content)
+            part = self.append(tokens, kind=role, name=self._names.next(role))
             if role == "system" and len(self._parts) == 1:
                 self._base = part.id
             return part

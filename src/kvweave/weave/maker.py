@@ -16,6 +16,7 @@ from kvweave.store.kv import KV
 from kvweave.store.shelf import Shelf
 from kvweave.weave.chat import ChatFormat
 from kvweave.weave.parts import TextOrTokens
+from kvweave.weave.special import PlainText, Special
 
 BLOCK = 512  # rows of one pass; bounds the mask to BLOCK x context
 
@@ -26,9 +27,11 @@ class Maker:
     def __init__(self, backend: Backend, shelf: Shelf, table: Table) -> None:
         self.backend, self.shelf, self.table = backend, shelf, table
         self.chat = ChatFormat(backend.tokenizer)
+        self.special = Special(backend.tokenizer)
 
     def tokens(self, text: TextOrTokens) -> list[int]:
-        """Return token ids without special tokens added. Raises InvalidArgument."""
+        """Return token ids without special tokens added; of `PlainText` text none is a special one.
+        Raises InvalidArgument."""
         if not isinstance(text, str):
             ids = [int(t) for t in text]
             if any(not 0 <= t < self.backend.n_vocab for t in ids):
@@ -36,7 +39,21 @@ class Maker:
             return ids
         if self.backend.tokenizer is None:
             raise InvalidArgument("text", "this model came without a tokenizer", "pass token ids")
-        ids = self.backend.tokenizer.encode(text, add_special_tokens=False)
+        ids = self._encode(text)
+        if isinstance(text, PlainText) and not self.special.ids.isdisjoint(ids):
+            ids = self._encode(text, split_special_tokens=True)
+        return ids
+
+    def message(self, role: str, content: str) -> list[int]:
+        """Return the tokens of one chat message. Raises InvalidArgument."""
+        wrap = self.chat.wrap(role)
+        found = self.special.find(content) if isinstance(content, PlainText) else []
+        spans = [(start + len(wrap.before), stop + len(wrap.before)) for start, stop in found]
+        text = wrap.before + content + wrap.after
+        return [token for run in self.special.runs(text, spans) for token in self.tokens(run)]
+
+    def _encode(self, text: str, **options: bool) -> list[int]:
+        ids = self.backend.tokenizer.encode(str(text), add_special_tokens=False, **options)
         return [int(t) for t in ids]
 
     def bos(self) -> list[int]:

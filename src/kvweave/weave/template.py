@@ -14,8 +14,10 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import groupby
 
 from kvweave.errors import HoleNotFilled, InvalidArgument, nearest
+from kvweave.weave.special import PlainText
 
 _NAME = re.compile(r"#\d+|\w[\w.\-@:+=~]*(/[\w.\-@:+=~]+)*")
 _BRACE = re.compile(r"\{\{|\}\}|\{|\}")
@@ -75,13 +77,14 @@ class Template:
         a value. Raises HoleNotFilled, or InvalidArgument for a value of a wrong type or a name
         that is no hole.
         """
+        known, is_plain = set(self.holes), isinstance(self.text, PlainText)
         for name in values:
-            if name not in self.holes:
+            if name not in known:
                 raise InvalidArgument(name, "the template has no such hole", self._suggest(name))
         pieces: list[_Piece] = []
         for part in self._parts:
             if isinstance(part, Literal):
-                pieces.append(Text(part.text))
+                pieces.append(Text(PlainText(part.text) if is_plain else part.text))
             elif part.name in values:
                 pieces.extend(_pieces(part.name, values[part.name]))
             elif resolve(part.name):
@@ -163,9 +166,14 @@ def _reference(hole: str, item: object) -> Ref:
 def _merged(pieces: list[_Piece]) -> list[_Piece]:
     """Join neighbouring texts, so that they are tokenized as the one text they read as."""
     merged: list[_Piece] = []
-    for piece in pieces:
-        if isinstance(piece, Text) and merged and isinstance(merged[-1], Text):
-            merged[-1] = Text(merged[-1].text + piece.text)
-        elif not isinstance(piece, Text) or piece.text:
-            merged.append(piece)
+    for is_text, run in groupby(pieces, lambda piece: isinstance(piece, Text)):
+        if not is_text:
+            merged += run
+            continue
+        texts = [piece.text for piece in run if isinstance(piece, Text)]
+        text = "".join(texts)
+        if text:
+            merged.append(
+                Text(PlainText(text) if any(isinstance(t, PlainText) for t in texts) else text)
+            )
     return merged
