@@ -79,7 +79,7 @@ def test_a_line_has_what_was_asked_for_but_no_content(serve, lines):
     put, got, lost, odd = lines()
     assert got.startswith("mine-2 namespace='anna' GET /v1/chunks/{name:path} ")
     told = fields(got)
-    assert (told["status"], told["bytes"]) == ("200", str(len(found.content)))
+    assert (told["status"], told["bytes"]) == ("400", str(len(found.content)))
     assert float(told["ms"]) > 0 and "peer" not in told
     assert " PUT /v1/chunks/{name:path} status=201 " in put
     assert " GET none status=404 " in lost and " other none " in odd

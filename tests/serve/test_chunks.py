@@ -276,8 +276,8 @@ def test_a_durable_put_that_cannot_be_written_stores_nothing(serve, tmp_path, mo
     with monkeypatch.context() as patch:
         patch.setattr(Disk, "put", full)
         body = {"text": A, "durable": True, "replace": True}
-        served.anna.error("PUT", "/v1/chunks/new", body, 503)
-        served.anna.error("PUT", "/v1/chunks/old", body, 503)
+        served.anna.error("PUT", "/v1/chunks/new", body, 507)
+        served.anna.error("PUT", "/v1/chunks/old", body, 507)
     assert served.anna.names() == ["old"]
     assert served.anna("GET", "/v1/chunks/old", params={"text": "true"})["text"] == B
     served.on_engine(lambda engine: engine.check_integrity())

@@ -212,11 +212,7 @@ async def on(the: Serving, tenant: str, name: str, work: Callable[[Engine, Conte
 
 def given(body: Weave) -> _Json:
     """Return the options of a weave that were given."""
-    told = {"repair": body.repair, "share": body.share, "max_drift": body.max_drift}
-    return {key: value for key, value in told.items() if value is not None}
-
-
-# ---- all contexts
+    return body.model_dump(include={"repair", "share", "max_drift"}, exclude_none=True)
 
 
 @router.get("/contexts", response_model=SummaryList)

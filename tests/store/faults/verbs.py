@@ -85,6 +85,9 @@ def durable_put(engine: Engine, name: str, tokens: Tokens) -> None:
         id = engine.put(name, list(tokens), replace=engine.table.lookup(name) is not None).id
         engine.shelf.save(id)
     engine.table.sync()
+    level = engine.shelf.durable_level()
+    if level is not None and not level.owned:  # a sweep may have come before the commit
+        engine.shelf.save(id)
 
 
 def ask(engine: Engine, name: str) -> Tokens:
