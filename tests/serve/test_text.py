@@ -8,6 +8,7 @@ from serving import bundled_runner
 from kvweave import Engine
 from kvweave.errors import ContextTooLong
 from kvweave.serve.text import PROBE, tokens_of
+from kvweave.weave.template import Template
 
 A = "foze river habu . so well then we saw it . "
 
@@ -72,3 +73,17 @@ def test_a_chat_that_is_far_too_long_is_refused_early(serve, monkeypatch):
         refused = served.anna.error("POST", "/v1/chat/completions", body)
         assert refused["code"] == "context_length_exceeded"
         assert sum(given) <= 2 * PROBE * served.engine.runner.limit
+
+
+@pytest.mark.parametrize("value", ["x " * 3000, ["docs/a"] * 50])
+def test_many_holes_for_one_value_are_refused_before_they_are_filled(serve, monkeypatch, value):
+    anna = serve().anna
+    anna.put("docs/a", "the museum opens at nine")
+    filled = []
+    real = Template.fill
+    monkeypatch.setattr(Template, "fill", lambda self, *a: filled.append(1) or real(self, *a))
+    body = {"template": "{a} " * 3000, "values": {"a": value}}
+    assert anna.error("POST", "/v1/compose", body)["code"] == "context_length_exceeded"
+    assert not filled
+    anna("POST", "/v1/compose", {"template": "{a} {a}", "values": {"a": ["docs/a"]}}, 201)
+    assert filled

@@ -15,7 +15,7 @@ from kvweave.errors import ContextBusy
 from kvweave.serve.access import Tenant
 from kvweave.serve.common import ERRORS, STRICT, ChunkRef, Content, Int, PathRef, Serving, The
 from kvweave.serve.strict import StrictRoute
-from kvweave.serve.text import plain, sizes_of, tokens_of
+from kvweave.serve.text import check_filled, plain, sizes_of, tokens_of
 from kvweave.weave.context import Context
 from kvweave.weave.parts import Mode, Part, Positions
 from kvweave.weave.special import PlainText
@@ -250,6 +250,7 @@ async def compose(tenant: Tenant, the: The, body: Compose) -> _Json:
     name = None if body.name is None else the.new_name(body.name)
 
     def work(engine: Engine) -> _Json:
+        check_filled(engine, body.template, body.values)
         sizes = sizes_of(engine, (body.template, *body.values.values()))
         the.quota.check(engine, tenant, sizes)
         the.quota.check_context(engine, tenant)

@@ -9,6 +9,7 @@ from kvweave.errors import ContextTooLong
 from kvweave.weave.parts import TextOrTokens
 from kvweave.weave.special import Extent, PlainText
 
+MOST = 64  # characters that a token has at most, on the average of a long text
 PROBE = 8  # characters a token of the limit: of a longer text the front is tokenised first
 SLACK = 16  # tokens at the end of a piece of text that differ from those of the whole
 
@@ -52,6 +53,22 @@ def sizes_of(engine: Engine, values: Iterable[str | list[str]]) -> list[int]:
         elif len(value) > engine.runner.limit:
             raise ContextTooLong(len(value), engine.runner.limit)
     return sizes
+
+
+def check_filled(engine: Engine, template: str, values: Mapping[str, str | list[str]]) -> None:
+    """Raise ContextTooLong for a template that values would make far too long, before it is filled."""
+    limit = engine.runner.limit
+    n_chars = n_chunks = 0
+    for name, value in values.items():
+        holes = template.count("{" + name + "}")
+        if isinstance(value, str):
+            n_chars += holes * len(value)
+        else:
+            n_chunks += holes * len(value)
+    if n_chunks > limit:
+        raise ContextTooLong(n_chunks, limit)
+    if n_chars > MOST * limit:
+        raise ContextTooLong(n_chars // MOST, limit)
 
 
 def plain(values: Mapping[str, str | list[str]]) -> dict[str, str | list[str]]:
