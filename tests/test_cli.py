@@ -86,6 +86,17 @@ def stocked(sh):
     return sh
 
 
+def test_cat_gives_back_what_was_put(stocked):
+    assert stocked("cat", "docs/a").strip() == A.strip()
+    told = stocked.json("cat", "docs/b")
+    assert (
+        told["text"].strip() == B.strip()
+        and len(told["tokens"]) == stocked.json("stat", "docs/b")["n_tokens"]
+    )
+    stocked("cat", "docs/aa", status=1)
+    assert "did you mean 'docs/a' or" in stocked.err
+
+
 # --- help and usage
 
 

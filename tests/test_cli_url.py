@@ -151,6 +151,7 @@ def test_nothing_of_this_machine_is_touched(sh, server, tmp_path):
     assert sh.json("stat", "memory/x", *url)["tier"] == "none"
     assert re.search(r"^names +memory/x$", sh("stat", "#1", *url), re.M)
     assert sh.json("du", "--by", "dir", *url)[0]["key"] == "memory/"
+    assert sh("cat", "memory/x", *url).strip() == A.strip()
     sh("run", "so {memory/x}", "--explain", "--max-tokens", "1", *url)
     assert re.search(r"^memory/x +14 ", sh.err, re.M)
     assert not (tmp_path / "home").exists()

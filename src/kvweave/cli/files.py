@@ -8,6 +8,7 @@ from datetime import datetime
 
 from kvweave.cli.show import Out, aligned, size
 from kvweave.cli.target import target
+from kvweave.errors import InvalidArgument
 
 
 def ls(args: Namespace) -> None:
@@ -50,6 +51,18 @@ def stat(args: Namespace) -> None:
         "base": "-" if about["base"] is None else f"#{about['base']}",
     }
     print("\n".join(aligned([(key, str(value)) for key, value in shown.items()], left=2)))
+
+
+def cat(args: Namespace) -> None:
+    """Print what a chunk says."""
+    out = Out.of(args)
+    told = target(args).text(args.ref)
+    if out.as_json:
+        out.data({"ref": args.ref} | told)
+        return
+    if told["text"] is None:
+        raise InvalidArgument("ref", "this model has no tokenizer, so there is no text", "--json")
+    print(told["text"], end="" if told["text"].endswith("\n") else "\n")
 
 
 def rm(args: Namespace) -> None:

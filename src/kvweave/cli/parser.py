@@ -175,6 +175,13 @@ COMMANDS = {
         ),
         Command("stat", f"{FILES}:stat", "Tell all about one chunk.", arguments.stat),
         Command(
+            "cat",
+            f"{FILES}:cat",
+            "Print what a chunk says.",
+            arguments.stat,
+            examples=("kvweave cat docs/faq", "kvweave cat docs/faq --json"),
+        ),
+        Command(
             "rm",
             f"{FILES}:rm",
             "Remove names; a chunk without names is freed.",

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvweave.chunk.cut import by_paragraph, by_tokens, cut
 from kvweave.chunk.files import Entry, Files
-from kvweave.cli.home import below, home_of, open_engine, open_table
+from kvweave.cli.home import below, home_of, model_of, open_engine, open_table, quieten
 from kvweave.cli.parser import UsageError
 from kvweave.cli.show import Out
 from kvweave.errors import ChunkNotFound
@@ -67,6 +67,17 @@ class Here:
         """Open the file verbs; they need no model."""
         with open_table(self.args) as table:
             yield LocalFiles(table)
+
+    def text(self, ref: str) -> dict[str, Any]:
+        """Return the tokens and the text of a chunk; of the model only the tokenizer is loaded."""
+        with self.files() as files:
+            tokens = [int(token) for token in files.table.tokens(files.stat(ref).id)]
+        from kvweave.run.load import load_tokenizer, text_of
+
+        quieten(self.args)
+        tokenizer = load_tokenizer(model_of(self.args))
+        text = None if tokenizer is None else text_of(tokenizer, tokens)
+        return {"tokens": tokens, "text": text}
 
     @contextmanager
     def weaver(self, *, make: bool = False) -> Iterator[kvweave.Engine]:
@@ -139,6 +150,11 @@ class There:
                 ):
                     error.hint = below(name)
                 raise
+
+    def text(self, ref: str) -> dict[str, Any]:
+        """Return the tokens and the text of a chunk."""
+        with self.files() as files:
+            return files.text(ref)
 
     @contextmanager
     def weaver(self, *, make: bool = False) -> Iterator[Client]:

@@ -43,6 +43,14 @@ class RemoteFiles:
         found = self._http.get(f"{CHUNKS}/{part_of_path(ref)}")
         return {k: v for k, v in found.items() if k not in ("text", "tokens")}
 
+    def text(self, ref: str) -> dict[str, Any]:
+        """Return the ``tokens`` and the ``text`` of a chunk, None where the model has no tokenizer.
+
+        Raises ChunkNotFound.
+        """
+        found = self._http.get(f"{CHUNKS}/{part_of_path(ref)}", text=True)
+        return {"tokens": found["tokens"], "text": found["text"]}
+
     def find(
         self,
         pattern: str = "**",

@@ -62,6 +62,21 @@ def load(path: str, dtype: str, device: str) -> tuple[PreTrainedModel, Any]:
     return model.to(where), tokenizer
 
 
+def load_tokenizer(path: str) -> Any:
+    """Load the tokenizer of a checkpoint alone; None if it has none. Raises ModelUnusable."""
+    found = find(path)
+    try:
+        return _tokenizer(found.path, found.files)
+    except Exception as error:
+        raise ModelUnusable(path, said(error)) from error
+
+
+def text_of(tokenizer: Any, ids: list[int]) -> str:
+    """Return the text of tokens, without special ones and as it was spaced."""
+    made = tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    return str(made)
+
+
 def choose_dtype(
     wanted: str, stored: torch.dtype | None, device: str, bf16_units: bool
 ) -> tuple[Any, str]:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import torch
@@ -24,6 +25,7 @@ from torch import Tensor
 
 from kvweave.errors import InvalidArgument, LoadFailed
 from kvweave.run.base import Backend, Observer, Rows, Steps, Work
+from kvweave.run.load import text_of
 from kvweave.run.sample import Choice, Detokenizer, Sampler, Sampling, StopScanner, sample
 from kvweave.run.schedule import Grant, Job, Schedule
 from kvweave.store.kv import KV
@@ -166,9 +168,7 @@ class Loop:
         tokenizer = self.backend.tokenizer
         if tokenizer is None:
             return None
-        return lambda ids: str(
-            tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        )
+        return partial(text_of, tokenizer)
 
     def _plan(self) -> list[Grant]:
         """Return who runs; who waits for chunks does when nobody else can, one at a time."""
