@@ -72,7 +72,8 @@ class Here:
         """Return the tokens and the text of a chunk; of the model only the tokenizer is loaded."""
         with self.files() as files:
             tokens = [int(token) for token in files.table.tokens(files.stat(ref).id)]
-        from kvweave.run.load import load_tokenizer, text_of
+        from kvweave.run.load import load_tokenizer
+        from kvweave.run.sample import text_of
 
         quieten(self.args)
         tokenizer = load_tokenizer(model_of(self.args))

@@ -71,12 +71,6 @@ def load_tokenizer(path: str) -> Any:
         raise ModelUnusable(path, said(error)) from error
 
 
-def text_of(tokenizer: Any, ids: list[int]) -> str:
-    """Return the text of tokens, without special ones and as it was spaced."""
-    made = tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-    return str(made)
-
-
 def choose_dtype(
     wanted: str, stored: torch.dtype | None, device: str, bf16_units: bool
 ) -> tuple[Any, str]:

@@ -25,8 +25,7 @@ from torch import Tensor
 
 from kvweave.errors import InvalidArgument, LoadFailed
 from kvweave.run.base import Backend, Observer, Rows, Steps, Work
-from kvweave.run.load import text_of
-from kvweave.run.sample import Choice, Detokenizer, Sampler, Sampling, StopScanner, sample
+from kvweave.run.sample import Choice, Detokenizer, Sampler, Sampling, StopScanner, sample, text_of
 from kvweave.run.schedule import Grant, Job, Schedule
 from kvweave.store.kv import KV
 

@@ -181,6 +181,12 @@ class StopScanner:
         return 0
 
 
+def text_of(tokenizer: Any, ids: list[int]) -> str:
+    """Return the text of tokens, without special ones and as it was spaced."""
+    made = tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    return str(made)
+
+
 class Detokenizer:
     """Turns a stream of tokens into text, whole characters only.
 
