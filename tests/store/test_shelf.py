@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from store.records import MODEL, about, load
 
-from kvweave.errors import InvalidArgument, OverBudget
+from kvweave.errors import InvalidArgument, NoSpace, OverBudget
 from kvweave.keep import LRU
 from kvweave.store.codec import parse
 from kvweave.store.kv import KV, LayerShape
@@ -159,7 +159,7 @@ def test_a_level_that_takes_nothing_loses_only_what_had_to_go(
         return [Outcome("full", "no space left") for _ in puts]
 
     monkeypatch.setattr(Disk, "put", full)
-    with pytest.raises(OverBudget):
+    with pytest.raises(NoSpace):
         shelf.place(1, "disk")
     assert shelf.tier(1) == "ram" and same(shelf.get(1), kv(10, 1))
     shelf.put(2, kv(15, 2))

@@ -93,7 +93,8 @@ class Mover:
     ) -> Level:
         """Write a chunk now and return where it is.
 
-        Raises OverBudget when no level has room for it, StoreError when none could be written.
+        Raises OverBudget when no level has room for it, NoSpace when the last one's disk has none,
+        StoreError when none could be written.
 
         Content never changes: what is there already is not written again, unless ``durable`` or
         another codec than the level's is asked for.
@@ -119,8 +120,10 @@ class Mover:
                 self.counts["bytes_written"] += level.held[id].n_bytes
                 return level
             log.warning("%s did not take #%s: %s", level.name, id, last.why)
-        if last.state == "full" and levels[-1].has_room(record_bytes(kv)):
-            raise NoSpace(f"cannot write #{id} to {levels[-1].name}", levels[-1].name)
+        lowest = levels[-1] if levels else None
+        if last.state == "full" and lowest and lowest.place == "disk":
+            if lowest.has_room(record_bytes(kv)):  # the level is not full, its device is
+                raise NoSpace(f"cannot write #{id} to {lowest.name}", lowest.name)
         if last.state == "full":
             budget = sum(level.budget or 0 for level in self.levels)
             raise OverBudget(kv.n_bytes, budget, 0) from OSError(last.why)
