@@ -112,7 +112,8 @@ def is_full(error: Exception) -> bool:
 _MANY = "too many files are open: raise the limit (`ulimit -n`), or close some"
 _RIGHTS = "give another path, or the right to use this one"
 _HINTS = {
-    errno.EMFILE: _MANY, errno.ENFILE: _MANY, errno.EACCES: _RIGHTS, errno.EPERM: _RIGHTS, errno.EROFS: _RIGHTS,
+    errno.EMFILE: _MANY, errno.ENFILE: _MANY,
+    errno.EACCES: _RIGHTS, errno.EPERM: _RIGHTS, errno.EROFS: _RIGHTS,
     errno.ENOENT: "give another path", errno.ENOTDIR: "give another path",
     errno.EISDIR: "give the path of a file",
 }  # fmt: skip

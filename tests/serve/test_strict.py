@@ -9,6 +9,13 @@ import pytest
 
 A = "The museum opens at nine."
 DRY = ("dryrun", "dry-run", "Dry_Run", "dry_run ", "dry")
+CHANGES: tuple[tuple[str, str, dict[str, Any]], ...] = (
+    ("DELETE", "/v1/chunks/a/**", {}),
+    ("POST", "/v1/chunks/a/x:mv", {"to": "b"}),
+    ("POST", "/v1/chunks/a/x:cp", {"to": "b"}),
+    ("POST", "/v1/chunks/a/x:pin", {}),
+    ("POST", "/v1/chunks/a/x:place", {"tier": "none"}),
+)  # each on its own would change what is there
 
 
 def test_every_route_is_strict(serve: Any) -> None:
@@ -28,13 +35,7 @@ def test_a_dry_run_that_is_misspelt_removes_nothing(serve: Any, name: str) -> No
     anna.put("a/x", A)
     told = anna.error("DELETE", "/v1/chunks/a/**", None, 400, params={name: "true"})
     assert "dry_run" in told["hint"]
-    for method, path, body in (
-        ("DELETE", "/v1/chunks/a/**", {}),
-        ("POST", "/v1/chunks/a/x:mv", {"to": "b"}),
-        ("POST", "/v1/chunks/a/x:cp", {"to": "b"}),
-        ("POST", "/v1/chunks/a/x:pin", {}),
-        ("POST", "/v1/chunks/a/x:place", {"tier": "none"}),
-    ):
+    for method, path, body in CHANGES:
         anna.error(method, path, body | {name: True}, 400)
     assert anna.names() == ["a/x"] and not anna("GET", "/v1/chunks/a/x")["pinned"]
 
@@ -47,13 +48,7 @@ def test_a_dry_run_is_one_wherever_it_is_said(serve: Any, where: str) -> None:
     params = {"dry_run": "true"} if where != "body" else {}
     said: dict[str, Any] = {"body": {"dry_run": True}, "both": {"dry_run": True}}.get(where, {})
     said |= {"dry_run": False} if where == "against" else {}
-    for method, path, body in (
-        ("DELETE", "/v1/chunks/a/**", {}),
-        ("POST", "/v1/chunks/a/x:mv", {"to": "b"}),
-        ("POST", "/v1/chunks/a/x:cp", {"to": "b"}),
-        ("POST", "/v1/chunks/a/x:pin", {}),
-        ("POST", "/v1/chunks/a/x:place", {"tier": "none"}),
-    ):
+    for method, path, body in CHANGES:
         anna(method, path, body | said, params=params)
         assert anna("GET", "/v1/chunks/a/x") == before, (method, path)
         assert anna.names() == ["a/x"]

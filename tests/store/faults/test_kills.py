@@ -88,6 +88,18 @@ def drain(child: Child, book: Book, tally: Tally) -> None:
         book.note(heard, tally)
 
 
+def kill_all(
+    children: dict[str, Child], books: dict[str, Book], rng: random.Random, tally: Tally
+) -> None:
+    """Kill one after the other, while those that are left go on."""
+    for name in rng.sample(sorted(children), len(children)):
+        child = children.pop(name)
+        child.kill()
+        tally.did("kills")
+        drain(child, books[name], tally)
+        hear(children, books, tally, rng.randrange(10), rng.uniform(0, 0.01))
+
+
 def killed(
     host: Host, books: dict[str, Book], rng: random.Random, tally: Tally, **how: Any
 ) -> None:
@@ -100,12 +112,7 @@ def killed(
         if rng.random() < 0.8:  # else also while it opens
             books[name].note(child.hear(60) or ("raised", "it says nothing", ""), tally)
     hear(children, books, tally, rng.randrange(how.get("life", 60)), rng.uniform(0, 0.01))
-    for name in rng.sample(sorted(children), len(children)):
-        child = children.pop(name)
-        child.kill()
-        tally.did("kills")
-        drain(child, books[name], tally)
-        hear(children, books, tally, rng.randrange(10), rng.uniform(0, 0.01))
+    kill_all(children, books, rng, tally)
 
 
 def books_of(root: Path, *, tier: str = "") -> dict[str, Book]:

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from needs import PIP, lack
 from store import servers
-from store.faults.host import Host
+from store.faults.host import Child, Host
 from store.faults.tally import Tally
-from store.faults.test_kills import NAMES, SEED, Book, drain, hear
+from store.faults.test_kills import NAMES, SEED, Book, hear, kill_all
 from store.faults.verbs import shared_at
 
 STEPS = int(os.environ.get("KVWEAVE_STEPS", "10000"))
@@ -53,12 +53,7 @@ def campaign(host: Host, root: Path, spec: str, n: int, life: int, tally: Tally)
             collector.kill()
             drain_collector(collector, tally)
             collector = host.start("collect", spec, homes)
-        for name in rng.sample(sorted(children), len(children)):
-            child = children.pop(name)
-            child.kill()
-            tally.did("kills")
-            drain(child, books[name], tally)
-            hear(children, books, tally, rng.randrange(10), rng.uniform(0, 0.01))
+        kill_all(children, books, rng, tally)
         collector.kill()
         drain_collector(collector, tally)
         for name, book in books.items():
@@ -72,8 +67,8 @@ def campaign(host: Host, root: Path, spec: str, n: int, life: int, tally: Tally)
     assert tally.counts["swept records"], "the collector found nothing to do"
 
 
-def drain_collector(collector: object, tally: Tally) -> None:
-    while (heard := collector.hear(0)) is not None:  # type: ignore[attr-defined]
+def drain_collector(collector: Child, tally: Tally) -> None:
+    while (heard := collector.hear(0)) is not None:
         what, n = heard[0], heard[1]
         if what == "raised":
             tally.fault("hintless", " | ".join(str(n).split("\n")[-4:]))

@@ -41,9 +41,9 @@ def move(directory: Path, to: Tier) -> int:
 
     Raises StoreError when there is a slab that cannot be read, or no room; then it stays.
     """
-    index = directory / INDEX
-    if not index.exists():
+    if not is_in(directory):
         return 0
+    index = directory / INDEX
     try:
         moved, left = _move(directory, index, to)
     except (sqlite3.Error, OSError) as error:
