@@ -14,7 +14,7 @@ import uvicorn
 
 from kvweave import Engine
 from kvweave.serve.app import create_app
-from kvweave.serve.driver import Driver
+from kvweave.serve.driver.thread import Driver
 from kvweave.serve.options import Options
 
 
@@ -48,7 +48,7 @@ def served(engine: Engine, **options: Any) -> Iterator[Server]:
         time.sleep(0.005)
     port = server.servers[0].sockets[0].getsockname()[1]
     try:
-        yield Server(f"http://127.0.0.1:{port}", app.state.driver)
+        yield Server(f"http://127.0.0.1:{port}", app.state.kvweave.driver)
     finally:
         server.should_exit = True
         thread.join(30)

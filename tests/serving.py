@@ -15,7 +15,7 @@ from weaving import text
 
 from kvweave import Engine, Sampling
 from kvweave.run.model import Runner
-from kvweave.serve.driver import Driver, Finished
+from kvweave.serve.driver.thread import Driver, Finished
 from kvweave.weave.answer import Answer
 
 
@@ -143,7 +143,7 @@ class Served:
         self.engine, self.app = engine, app
         self.started = self.closed = False
         self.client = TestClient(app, "http://localhost", raise_server_exceptions=True)
-        self.driver: Driver = app.state.serving.driver
+        self.driver: Driver = app.state.kvweave.driver
         self.anna, self.berta = (Caller(self.client, key) for key in KEYS)
         self.nobody = Caller(self.client, None)
 

@@ -16,7 +16,7 @@ from kvweave import Client, errors
 from kvweave.chunk.files import Entry
 from kvweave.client import http
 from kvweave.errors import KeyRefused, KVWeaveError, Overloaded, Unreachable
-from kvweave.serve.problems import problem_of
+from kvweave.serve.guard.problems import problem_of
 
 URL = "http://127.0.0.1:9"  # nothing listens there
 ENTRY = {

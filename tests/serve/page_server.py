@@ -13,7 +13,7 @@ import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, StreamingResponse
 
-from kvweave.serve.page import make_router
+from kvweave.serve.routes.page import make_router
 
 WORDS = "the pump is in the old hall and its valve opens to the left when the lamp is green".split()
 XSS = "notes/<img src=x onerror=document.title='owned'>"

@@ -12,10 +12,10 @@ from serving import run
 
 from kvweave import errors
 from kvweave.errors import InvalidArgument
-from kvweave.serve.access import Access, Keys, tenant_of
-from kvweave.serve.limits import MAX_DEPTH, MAX_INNER, MAX_URL, Limits, check_json
+from kvweave.serve.guard.access import Access, Keys, tenant_of
+from kvweave.serve.guard.limits import MAX_DEPTH, MAX_INNER, MAX_URL, Limits, check_json
+from kvweave.serve.guard.problems import Problem, problem_of, snake_case
 from kvweave.serve.options import Options, is_loopback
-from kvweave.serve.problems import Problem, problem_of, snake_case
 
 
 class Exchange:

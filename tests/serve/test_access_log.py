@@ -11,8 +11,8 @@ from serving import run
 from starlette.datastructures import Headers
 from starlette.responses import StreamingResponse
 
-from kvweave.serve.access_log import AccessLog, request_id
-from kvweave.serve.problems import REQUEST_ID, make
+from kvweave.serve.guard.access_log import AccessLog, request_id
+from kvweave.serve.guard.problems import REQUEST_ID, make
 
 NEW = re.compile(r"[0-9a-f]{32}")
 A = "foze river habu . so well then we saw it ."

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from serving import Driven, run
 from weaving import text
 
-from kvweave.serve.driver import Driver
-from kvweave.serve.fair import FairQueue
-from kvweave.serve.work import nothing, unknown
+from kvweave.serve.driver.fair import FairQueue
+from kvweave.serve.driver.thread import Driver
+from kvweave.serve.driver.work import nothing, unknown
 
 A = "foze river habu . so well then we saw it ."
 

@@ -12,9 +12,9 @@ from kvweave import Engine
 from kvweave.chunk.identity import ChunkId
 from kvweave.demo.world import FILLER
 from kvweave.errors import ChunkNotFound
-from kvweave.serve.assemble import Assembler, Wanted
-from kvweave.serve.library import Library
-from kvweave.serve.render import PromptSegment
+from kvweave.serve.reuse.find import Assembler, Wanted
+from kvweave.serve.reuse.library import Library
+from kvweave.serve.reuse.render import PromptSegment
 
 Make = Callable[..., Engine]
 

@@ -82,9 +82,9 @@ def test_the_pool_of_one_is_not_flushed_by_another(serve: Any) -> None:
 
 
 def test_names_of_the_one_with_most_go_first(serve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvweave.serve.autonames.MAX_NAMES", 12)
+    monkeypatch.setattr("kvweave.serve.reuse.names.MAX_NAMES", 12)
     served = serve()
-    names = served.app.state.service.sessions.names
+    names = served.app.state.kvweave.sessions.names
     names.most = 12
 
     def ask(caller: Any, text: str) -> None:

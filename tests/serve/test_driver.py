@@ -13,8 +13,8 @@ from weaving import text
 
 from kvweave import Sampling
 from kvweave.errors import ChunkNotFound, OverBudget, Overloaded
-from kvweave.serve.driver import Delta, Finished
-from kvweave.serve.fair import FairQueue
+from kvweave.serve.driver.fair import FairQueue
+from kvweave.serve.driver.thread import Delta, Finished
 
 # ---- the queue
 
@@ -131,7 +131,7 @@ def test_at_most_max_active_answers_run_together(drive):
 
 
 def test_answers_that_take_long_to_begin_take_turns_with_steps(drive, monkeypatch):
-    monkeypatch.setattr("kvweave.serve.driver.BEGIN_SECONDS", 0.0)
+    monkeypatch.setattr("kvweave.serve.driver.thread.BEGIN_SECONDS", 0.0)
     driven = drive()
 
     async def main():

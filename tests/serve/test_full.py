@@ -49,7 +49,7 @@ def test_an_index_without_room(serve: Any, tmp_path: Path) -> None:
     assert anna("DELETE", "/v1/chunks/a")["data"], "what goes needs no room"
     served.client.portal.call(served.driver.call, lambda engine: pages(engine, 1000))
     anna("PUT", "/v1/chunks/b", long, 201)
-    served.app.state.serving.was_full -= 61
+    served.app.state.kvweave.was_full -= 61
     assert health(served) == "ok"
 
 

@@ -87,7 +87,7 @@ def test_the_server_answers_as_its_description_says(bundled: Path) -> None:
             found, answered = run(api)
         finally:
             shutdown_lifespans()
-        stats = app.state.driver.stats()
+        stats = app.state.kvweave.driver.stats()
         assert not any(stats[what] for what in ("waiting", "active", "calls")), stats
         engine.check_integrity()
     print("\nanswers:", dict(sorted(answered.items())))

@@ -12,7 +12,7 @@ from kvweave.cli import app, parser
 from kvweave.cli import serve as command
 from kvweave.cli.serve import keys_of, options_of
 from kvweave.errors import InvalidArgument, StoreError
-from kvweave.serve.keys import parse_key, parse_keys
+from kvweave.serve.guard.keys import parse_key, parse_keys
 from kvweave.serve.options import Options
 
 NO_KEY = [

@@ -24,9 +24,9 @@ from kvweave import Engine, Runner
 from kvweave.demo.world import FILLER
 from kvweave.run import loop
 from kvweave.run.sample import Choice
-from kvweave.serve.answers import Service
 from kvweave.serve.app import create_app
 from kvweave.serve.options import Options
+from kvweave.serve.state import ServerState
 
 openai = need("openai")
 SYSTEM = {"role": "system", "content": "keep the notes ."}
@@ -44,7 +44,7 @@ class Server:
     """A running server, and what its engine says."""
 
     url: str
-    service: Service
+    service: ServerState
 
     def client(self, key: str = "key-of-anna") -> Any:
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0)
@@ -80,7 +80,7 @@ def serving(engine: Engine, **options: Any) -> Iterator[Server]:
         time.sleep(0.01)
     port = server.servers[0].sockets[0].getsockname()[1]
     try:
-        yield Server(f"http://127.0.0.1:{port}", app.state.service)
+        yield Server(f"http://127.0.0.1:{port}", app.state.kvweave)
     finally:
         server.should_exit = True
         thread.join()

@@ -20,7 +20,7 @@ from serve.page_server import XSS, Fake, app_of
 from kvweave import Engine
 from kvweave.serve.app import create_app
 from kvweave.serve.options import Options
-from kvweave.serve.page import TYPES, Asset, make_router, read_assets
+from kvweave.serve.routes.page import TYPES, Asset, make_router, read_assets
 
 WEB = {file.name: file.read_text() for file in files("kvweave.serve").joinpath("web").iterdir()}
 

@@ -114,7 +114,7 @@ def test_no_file_of_the_home_has_the_words(serve: Any, tmp_path: Path) -> None:
 
 def test_what_nobody_used_for_long_is_forgotten(serve: Any) -> None:
     served, rng = serve(retain=3600.0), random.Random(5)
-    anna, sessions = served.anna, served.app.state.service.sessions
+    anna, sessions = served.anna, served.app.state.kvweave.sessions
     anna.put("docs/a", "the museum opens at nine")
     ask(anna, conversation(rng, 1))
     settle(served)

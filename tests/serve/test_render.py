@@ -13,7 +13,7 @@ from templates import DEFAULT, MERGING, PLAIN, TEMPLATES, THINKING, say, tokeniz
 from transformers import AutoTokenizer
 
 from kvweave.errors import InvalidArgument
-from kvweave.serve.render import MARK, Renderer
+from kvweave.serve.reuse.render import MARK, Renderer
 from kvweave.weave.chat import ChatFormat
 
 

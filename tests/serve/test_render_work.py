@@ -9,8 +9,8 @@ import pytest
 from templates import TEMPLATES, say, tokenizer_with
 
 from kvweave.errors import ContextTooLong
-from kvweave.serve import render
-from kvweave.serve.render import Renderer
+from kvweave.serve.reuse import render
+from kvweave.serve.reuse.render import Renderer
 from kvweave.weave.chat import ChatFormat
 
 

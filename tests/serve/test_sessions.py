@@ -16,13 +16,13 @@ from weaving import text
 from kvweave import Engine, Sampling
 from kvweave.chunk.identity import ChunkId
 from kvweave.errors import OverBudget, OverQuota
-from kvweave.serve.assemble import Assembler
-from kvweave.serve.autonames import AutoNames
-from kvweave.serve.library import Library
-from kvweave.serve.quota import Quota
-from kvweave.serve.render import PromptSegment
-from kvweave.serve.session import PooledContext, WeaveOptions
-from kvweave.serve.sessions import Sessions
+from kvweave.serve.guard.quota import Quota
+from kvweave.serve.reuse.find import Assembler
+from kvweave.serve.reuse.library import Library
+from kvweave.serve.reuse.names import AutoNames
+from kvweave.serve.reuse.pool import Sessions
+from kvweave.serve.reuse.pooled import PooledContext, WeaveOptions
+from kvweave.serve.reuse.render import PromptSegment
 from kvweave.weave.answer import Answer
 
 Make = Callable[..., Engine]

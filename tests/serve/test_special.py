@@ -18,8 +18,8 @@ from tokenizers import AddedToken
 
 from kvweave import Engine
 from kvweave.chunk.table import Table
-from kvweave.serve.render import Renderer
-from kvweave.serve.text import tokens_of_mixed
+from kvweave.serve.guard.text import tokens_of_mixed
+from kvweave.serve.reuse.render import Renderer
 from kvweave.weave.special import PlainText, Special
 
 ADDED = ["<|im_start|>", "<|im_end|>", "<|Odd|>", "<turn>", "<bos>", "<end>", "[INST]"]

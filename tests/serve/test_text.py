@@ -7,7 +7,7 @@ from serving import bundled_runner
 
 from kvweave import Engine
 from kvweave.errors import ContextTooLong
-from kvweave.serve.text import PROBE, tokens_of
+from kvweave.serve.guard.text import PROBE, tokens_of
 from kvweave.weave.template import Template
 
 A = "foze river habu . so well then we saw it . "

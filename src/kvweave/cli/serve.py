@@ -85,7 +85,7 @@ def keys_of(args: Namespace) -> dict[str, str]:
 
     Raises InvalidArgument when one of them is given and has no key, StoreError for an unreadable file.
     """
-    from kvweave.serve.keys import joined, parse_key, parse_keys
+    from kvweave.serve.guard.keys import joined, parse_key, parse_keys
 
     found = [parse_key(text, "--key") for text in args.key]
     if args.keys is not None:

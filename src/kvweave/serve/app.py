@@ -21,16 +21,18 @@ from fastapi.routing import APIRoute
 
 from kvweave.engine import Engine
 from kvweave.errors import KVWeaveError
-from kvweave.serve import chunks, contexts, openai, page, problems, system, turns
-from kvweave.serve.access import Access
-from kvweave.serve.access_log import AccessLog
-from kvweave.serve.answers import Service
-from kvweave.serve.common import ERRORS, Serving
-from kvweave.serve.driver import Driver
-from kvweave.serve.limits import Limits
+from kvweave.serve.driver.thread import Driver
+from kvweave.serve.guard import problems
+from kvweave.serve.guard.access import Access
+from kvweave.serve.guard.access_log import AccessLog
+from kvweave.serve.guard.limits import Limits
 from kvweave.serve.metrics import Requests
+from kvweave.serve.openai import routes as openai
 from kvweave.serve.options import Options
-from kvweave.serve.system import OURS
+from kvweave.serve.routes import chunks, contexts, page, system, turns
+from kvweave.serve.routes.base import ERRORS
+from kvweave.serve.routes.system import OURS
+from kvweave.serve.state import ServerState
 from kvweave.weave.answer import Answer
 
 log = logging.getLogger("kvweave.serve")
@@ -40,25 +42,23 @@ GRACE = 10.0  # seconds that running answers get at the end
 def create_app(engine: Engine, options: Options | None = None) -> FastAPI:
     """Return the app of one engine. Its lifespan starts and stops the driver; the engine stays open.
 
-    ``app.state.serving`` has the driver, the options and what is counted.
+    ``app.state.kvweave`` is its `ServerState`.
     """
     options = options or Options()
     driver = Driver(engine, max_waiting=options.max_waiting, max_active=options.max_active)
-    serving = Serving(driver, options)
-    service = Service(driver, options)
-    serving.quota.bound_rows(engine.shelf)
-    serving.on_stored = service.library.note
+    state = ServerState(driver, options)
+    state.quota.bound_rows(engine.shelf)
 
     def count(tenant: str, answer: Answer, waited: float) -> None:
-        serving.metrics.answered(answer, waited)
-        serving.history.add(tenant, answer, waited)
+        state.metrics.answered(answer, waited)
+        state.history.add(tenant, answer, waited)
 
     driver.on_answer = count
 
     @asynccontextmanager
     async def life(app: FastAPI) -> AsyncGenerator[None, None]:
         driver.start()
-        expiring = asyncio.create_task(_expire(service, options.retain))
+        expiring = asyncio.create_task(_expire(state, options.retain))
         try:
             yield
         finally:
@@ -75,12 +75,11 @@ def create_app(engine: Engine, options: Options | None = None) -> FastAPI:
         redirect_slashes=False,
         generate_unique_id_function=_operation,
     )
-    app.state.serving, app.state.driver = serving, driver
-    app.state.service = service
+    app.state.kvweave = state
     problems.install(app)
     for router in (turns.router, contexts.router, chunks.router, system.router):
         app.include_router(router)
-    app.include_router(openai.make_router(service), responses=ERRORS)
+    app.include_router(openai.make_router(state), responses=ERRORS)
     app.include_router(page.make_router())
     # the last one added is the first to see a request
     app.add_middleware(Limits, max_body=options.max_body, body_timeout=options.body_timeout)
@@ -91,18 +90,18 @@ def create_app(engine: Engine, options: Options | None = None) -> FastAPI:
         host=options.host,
         allowed_hosts=options.allowed_hosts,
     )
-    app.add_middleware(Requests, metrics=serving.metrics)
+    app.add_middleware(Requests, metrics=state.metrics)
     app.add_middleware(AccessLog)
     return app
 
 
-async def _expire(service: Service, seconds: float) -> None:
+async def _expire(state: ServerState, seconds: float) -> None:
     """Forget again and again what was kept for so long without a use."""
     while True:
         await asyncio.sleep(min(max(seconds / 10, 0.1), 600.0))
         try:
-            await service.driver.call(
-                lambda engine: service.sessions.expire(time.time() - seconds), tenant=OURS
+            await state.driver.call(
+                lambda engine: state.sessions.expire(time.time() - seconds), tenant=OURS
             )
         except KVWeaveError as error:  # busy, or a disk that is full: another time
             log.warning("nothing was forgotten: %s", error)

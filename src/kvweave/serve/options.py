@@ -10,7 +10,7 @@ from typing import Literal, get_args
 
 from kvweave.chunk.identity import MAX_NAME, check_namespace
 from kvweave.errors import InvalidArgument
-from kvweave.serve.keys import check_key
+from kvweave.serve.guard.keys import check_key
 
 ReuseMode = Literal["all", "prefix", "off"]
 SECRET = ("keys", "metrics_key")

@@ -16,7 +16,7 @@ from fastapi import FastAPI
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from kvweave.serve.app import GRACE
-from kvweave.serve.common import Serving
+from kvweave.serve.state import ServerState
 
 HEADER_SECONDS = 10.0  # a client has to send its headers
 KEEP_ALIVE = 30.0  # seconds an idle connection stays open
@@ -74,7 +74,7 @@ class Server(uvicorn.Server):
             "timeout_graceful_shutdown": round(grace + 5),
         }  # fmt: skip
         super().__init__(uvicorn.Config(app, **config))
-        self._serving: Serving = app.state.serving
+        self._state: ServerState = app.state.kvweave
         self._ready, self._grace = ready, grace
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -87,7 +87,7 @@ class Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Refuse what waits at once, so that only running answers are waited for."""
-        self._serving.driver.refuse(self._grace)
+        self._state.driver.refuse(self._grace)
         await super().shutdown(sockets)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:

@@ -80,7 +80,7 @@ def open_engine(runner: Runner, home: Path | None, tiers: Iterable[str], **optio
 
 
 def durable_put(engine: Engine, name: str, tokens: Tokens) -> None:
-    """Acknowledged on return: as `kvweave.serve.chunks.store` does it."""
+    """Acknowledged on return: as `kvweave.serve.routes.chunks.store` does it."""
     with engine.table.transaction():
         id = engine.put(name, list(tokens), replace=engine.table.lookup(name) is not None).id
         engine.shelf.save(id)

@@ -10,10 +10,10 @@ from typing import Any
 from kvweave.chunk.identity import ChunkId
 from kvweave.engine import Engine
 from kvweave.errors import KVWeaveError
-from kvweave.serve.assemble import PromptPiece, Wanted
-from kvweave.serve.autonames import AutoNames, new_context_name
 from kvweave.serve.options import ReuseMode
-from kvweave.serve.session import Common, PooledContext, WeaveOptions
+from kvweave.serve.reuse.find import PromptPiece, Wanted
+from kvweave.serve.reuse.names import AutoNames, new_context_name
+from kvweave.serve.reuse.pooled import Common, PooledContext, WeaveOptions
 from kvweave.weave.context import Context
 
 log = logging.getLogger("kvweave.serve")

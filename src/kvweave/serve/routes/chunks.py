@@ -12,19 +12,19 @@ from kvweave.chunk.files import Entry, Files
 from kvweave.chunk.identity import ChunkId, Kind, TierName
 from kvweave.engine import Engine
 from kvweave.errors import InvalidArgument
-from kvweave.serve.access import Tenant
-from kvweave.serve.common import (
+from kvweave.serve.guard.access import Tenant
+from kvweave.serve.guard.text import tokens_of
+from kvweave.serve.routes.base import (
     ERRORS,
     STRICT,
     ChunkRef,
     Content,
     PathPattern,
     PathRef,
-    Serving,
     The,
 )
-from kvweave.serve.strict import DryQuery, DryRun, StrictRoute, is_dry
-from kvweave.serve.text import tokens_of
+from kvweave.serve.routes.strict import DryQuery, DryRun, StrictRoute, is_dry
+from kvweave.serve.state import ServerState
 
 router = APIRouter(prefix="/v1/chunks", tags=["chunks"], responses=ERRORS, route_class=StrictRoute)
 
@@ -228,7 +228,14 @@ async def mv(
 
 
 def _rename(
-    engine: Engine, the: Serving, tenant: str, pattern: str, body: Rename, dry: bool, *, keep: bool
+    engine: Engine,
+    the: ServerState,
+    tenant: str,
+    pattern: str,
+    body: Rename,
+    dry: bool,
+    *,
+    keep: bool,
 ) -> dict[str, Any]:
     if not body.to.endswith("/"):
         the.new_name(body.to)
@@ -245,7 +252,7 @@ async def put(tenant: Tenant, the: The, name: PathRef, body: PutChunk) -> dict[s
 
 
 def store(
-    engine: Engine, the: Serving, tenant: str, name: str, body: PutChunk
+    engine: Engine, the: ServerState, tenant: str, name: str, body: PutChunk
 ) -> dict[str, object]:
     """Put a chunk, durably if asked to; on an error nothing is stored."""
     if body.durable and not engine.shelf.mover.levels:
@@ -270,7 +277,7 @@ def store(
         level = engine.shelf.durable_level()
         if level is not None and not level.owned:
             engine.shelf.save(made)
-    the.on_stored(tenant, entry.id)
+    the.library.note(tenant, entry.id)
     return entry.to_dict()
 
 

@@ -1,11 +1,8 @@
-"""What the routers share: the running server, checked names and patterns, documented errors."""
+"""What the routers share: the running server, checked references, documented errors."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 from fastapi import Depends, Path, Request
 from pydantic import (
@@ -18,18 +15,9 @@ from pydantic import (
     model_validator,
 )
 
-from kvweave.chunk.identity import ChunkId, check_name
-from kvweave.engine import Engine
-from kvweave.errors import InvalidName
-from kvweave.serve.driver import Driver
-from kvweave.serve.metrics import History, Metrics
-from kvweave.serve.options import Options
-from kvweave.serve.quota import Quota
+from kvweave.serve.state import ServerState
 from kvweave.weave.special import PlainText
 
-T = TypeVar("T")
-
-FULL_SECONDS = 60.0
 MAX_REF = 256  # characters of a name, ``#id`` or part, with a slice behind it
 
 MAX_STOPS, MAX_STOP = 64, 256  # texts that end an answer, characters of one
@@ -44,47 +32,12 @@ PathPattern = Annotated[
 ]
 
 
-@dataclass(slots=True)
-class Serving:
-    """One running server."""
-
-    driver: Driver
-    options: Options
-    metrics: Metrics = field(default_factory=Metrics)
-    history: History = field(default_factory=History)
-    started: float = field(default_factory=time.time)
-    on_stored: Callable[[str, ChunkId], None] = lambda namespace, id: None
-    """Told, in the driver's thread, of each chunk a client stores."""
-
-    was_full: float = float("-inf")
-    """When the disk had no room for a request, by `time.monotonic`."""
-
-    @property
-    def is_full(self) -> bool:
-        return time.monotonic() - self.was_full < FULL_SECONDS
-
-    @property
-    def quota(self) -> Quota:
-        return Quota.of(self.options)
-
-    async def call(self, tenant: str, work: Callable[[Engine], T]) -> T:
-        """Run ``work`` in the engine's thread; see `Driver.call`."""
-        return await self.driver.call(work, tenant=tenant)
-
-    def new_name(self, name: str) -> str:
-        """Return the normal form of a name to be given. Raises InvalidName."""
-        name = check_name(name)
-        if len(name) > self.options.max_name:
-            raise InvalidName(name, f"it has {len(name)} characters, not {self.options.max_name}")
-        return name
+def _state(request: Request) -> ServerState:
+    state: ServerState = request.app.state.kvweave
+    return state
 
 
-def _serving(request: Request) -> Serving:
-    serving: Serving = request.app.state.serving
-    return serving
-
-
-The = Annotated[Serving, Depends(_serving)]
+The = Annotated[ServerState, Depends(_state)]
 """A route's parameter of this type is the running server."""
 
 

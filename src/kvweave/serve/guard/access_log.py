@@ -13,8 +13,8 @@ import uuid
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from kvweave.serve.guard.problems import REQUEST_ID
 from kvweave.serve.metrics import METHODS
-from kvweave.serve.problems import REQUEST_ID
 
 log = logging.getLogger("kvweave.access")
 

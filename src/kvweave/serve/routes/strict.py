@@ -11,7 +11,7 @@ from fastapi.routing import APIRoute
 from pydantic import BaseModel
 
 from kvweave.errors import InvalidArgument, nearest
-from kvweave.serve.common import STRICT
+from kvweave.serve.routes.base import STRICT
 
 NOTHING = (b"", b"{}", b"null")  # bodies that say nothing
 Handler = Callable[[Request], Coroutine[Any, Any, Response]]

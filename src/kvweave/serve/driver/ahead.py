@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from kvweave.chunk.identity import ChunkId
 from kvweave.engine import Engine
 from kvweave.errors import KVWeaveError
-from kvweave.serve.work import AnswerJob
+from kvweave.serve.driver.work import AnswerJob
 
 log = logging.getLogger("kvweave.serve")
 

@@ -13,11 +13,11 @@ from starlette.responses import Response
 from kvweave.chunk.files import Files
 from kvweave.engine import Engine
 from kvweave.errors import Overloaded
-from kvweave.serve.access import Tenant, sees_metrics
-from kvweave.serve.common import ERRORS, The
+from kvweave.serve.guard.access import Tenant, sees_metrics
+from kvweave.serve.guard.problems import make
 from kvweave.serve.metrics import EngineSnapshot
-from kvweave.serve.problems import make
-from kvweave.serve.strict import StrictRoute
+from kvweave.serve.routes.base import ERRORS, The
+from kvweave.serve.routes.strict import StrictRoute
 
 router = APIRouter(
     tags=["server"],

@@ -15,7 +15,7 @@ from urllib.parse import unquote_to_bytes
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from kvweave.serve.problems import CLOSE, Problem, make, problem_of
+from kvweave.serve.guard.problems import CLOSE, Problem, make, problem_of
 
 MAX_DEPTH = 100  # of nested lists and objects
 MAX_INNER = 100_000  # lists and objects in one request; parsing them holds up everybody

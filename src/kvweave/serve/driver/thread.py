@@ -26,9 +26,9 @@ from typing import TypeVar
 from kvweave.chunk.identity import ChunkId
 from kvweave.engine import Engine
 from kvweave.errors import ChunkNotFound, KVWeaveError, Overloaded
-from kvweave.serve.ahead import AHEAD, Ahead
-from kvweave.serve.fair import FairQueue
-from kvweave.serve.work import (
+from kvweave.serve.driver.ahead import AHEAD, Ahead
+from kvweave.serve.driver.fair import FairQueue
+from kvweave.serve.driver.work import (
     AnswerJob,
     Begin,
     Delta,

@@ -13,8 +13,8 @@ from fastapi.security import HTTPBearer
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from kvweave.serve.guard.problems import CLOSE, Problem, make
 from kvweave.serve.options import is_loopback, plain_host
-from kvweave.serve.problems import CLOSE, Problem, make
 
 OPEN = ("/", "/health", "/openapi.json", "/favicon.ico")  # without a key
 OPEN_BELOW = "/web/"

@@ -8,8 +8,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from kvweave.errors import InvalidArgument
 from kvweave.run.sample import Sampling
-from kvweave.serve.common import ChunkRef, Stops
-from kvweave.serve.session import WeaveOptions
+from kvweave.serve.reuse.pooled import WeaveOptions
+from kvweave.serve.routes.base import ChunkRef, Stops
 
 # Fields that say nothing about the answer's text.
 HARMLESS = frozenset(

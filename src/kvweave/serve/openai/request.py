@@ -15,15 +15,11 @@ import numpy as np
 from kvweave.engine import Engine
 from kvweave.errors import ContextTooLong, InvalidArgument
 from kvweave.run.sample import Sampling
-from kvweave.serve.assemble import Assembler, PromptPiece, Wanted
-from kvweave.serve.driver import Driver
-from kvweave.serve.library import Library
-from kvweave.serve.options import Options
-from kvweave.serve.quota import Quota
-from kvweave.serve.render import Prompt, Renderer
-from kvweave.serve.session import PooledContext, WeaveOptions
-from kvweave.serve.sessions import Sessions
-from kvweave.serve.work import Event
+from kvweave.serve.driver.work import Event
+from kvweave.serve.reuse.find import PromptPiece, Wanted
+from kvweave.serve.reuse.pooled import PooledContext, WeaveOptions
+from kvweave.serve.reuse.render import Prompt
+from kvweave.serve.state import ServerState
 from kvweave.weave.answer import Answer
 from kvweave.weave.plan import Plan
 from kvweave.weave.session import Turn
@@ -31,32 +27,7 @@ from kvweave.weave.session import Turn
 NEW_TOKENS = 1024  # at most so many when a chat request does not say
 
 Counts = dict[str, int | float | None]
-MakePrompt = Callable[["Service"], Prompt]
-
-
-class Service:
-    """What the OpenAI endpoints share. Make it before the driver starts."""
-
-    def __init__(self, driver: Driver, options: Options) -> None:
-        engine = driver.engine
-        self.driver, self.options = driver, options
-        self.renderer = Renderer(engine.maker.chat, engine.runner.limit)
-        self.library = Library(engine.table)
-        self.assembler = Assembler(engine, self.library, min_match=options.min_match)
-        self.sessions = Sessions(
-            engine,
-            self.library,
-            max_sessions=options.max_sessions,
-            later=driver.later,
-            quota=Quota.of(options),
-            is_busy=driver.is_busy,
-        )
-        self.fingerprint = f"fp_{engine.runner.fingerprint.digest().hex()[:12]}"
-        self.limit = engine.runner.limit
-
-    def answer(self, asked: Asked) -> AsyncGenerator[Event, None]:
-        """Queue a request; see `Driver.answer`."""
-        return self.driver.answer(asked.tenant, asked.begin, asked.done, asked.wants)
+MakePrompt = Callable[[ServerState], Prompt]
 
 
 @dataclass(slots=True)
@@ -98,7 +69,7 @@ class Opened:
 class Asked:
     """A request: prompts, and ``n`` answers to each."""
 
-    service: Service
+    state: ServerState
     tenant: str
     prompts: Sequence[MakePrompt]
     sampling: Sampling
@@ -111,24 +82,28 @@ class Asked:
     opened: list[Opened] = field(default_factory=list)
     _sessions: list[PooledContext] = field(default_factory=list)
 
+    def events(self) -> AsyncGenerator[Event, None]:
+        """Queue it; see `Driver.answer`."""
+        return self.state.driver.answer(self.tenant, self.begin, self.done, self.wants)
+
     def begin(self, engine: Engine) -> list[Turn]:
         """Open the contexts and begin all answers: ``n`` of the first prompt, of the second ..."""
         turns: list[Turn] = []
         try:
             for make in self.prompts:
-                turns += self._begin(make(self.service), engine)
+                turns += self._begin(make(self.state), engine)
         except BaseException:
             for turn in turns:
                 turn.abandon()
-            self.service.sessions.give_back(self._sessions)
+            self.state.sessions.give_back(self._sessions)
             raise
         return turns
 
     def wants(self, engine: Engine) -> list[int]:
         """Return the stored chunks that are in the prompts, as far as they are known now."""
-        service, base, ids = self.service, self.service.sessions.engine_base, []
-        for make in self.prompts if service.options.reuse == "all" else ():
-            wanted = service.assembler.assemble(make(service).segments, self.tenant, base)
+        state, base, ids = self.state, self.state.sessions.engine_base, []
+        for make in self.prompts if state.options.reuse == "all" else ():
+            wanted = state.assembler.assemble(make(state).segments, self.tenant, base)
             ids += [int(piece.id) for piece in wanted.pieces if piece.id is not None]
         return ids
 
@@ -137,12 +112,12 @@ class Asked:
         for session in self._sessions:
             if self.chat and session.reuse == "all" and not session.private:
                 self._remember(session)
-        self.service.sessions.give_back(self._sessions)
+        self.state.sessions.give_back(self._sessions)
 
     def _begin(self, prompt: Prompt, engine: Engine) -> list[Turn]:
-        service, sessions, reuse = self.service, self.service.sessions, self.service.options.reuse
+        state, sessions, reuse = self.state, self.state.sessions, self.state.options.reuse
         base = sessions.engine_base
-        wanted = service.assembler.assemble(prompt.segments, self.tenant, base, reuse)
+        wanted = state.assembler.assemble(prompt.segments, self.tenant, base, reuse)
         # the turn adds the usual header itself, and makes it one chunk with the answer
         chat = self.chat and prompt.header == engine.maker.chat.header()
         header = engine.maker.tokens(prompt.header)
@@ -170,7 +145,7 @@ class Asked:
         return turns
 
     def _turns(self, session: PooledContext, sampling: Sampling, chat: bool) -> list[Turn]:
-        sessions, own = self.service.sessions, [session]
+        sessions, own = self.state.sessions, [session]
         for _ in range(self.n - 1):
             own.append(sessions.twin(session))
             self._sessions.append(own[-1])
@@ -187,7 +162,7 @@ class Asked:
 
     def _n_new(self, n_prompt: int) -> int:
         """Return how many tokens may come. Raises ContextTooLong."""
-        limit, most = self.service.limit, self.service.options.max_prompt
+        limit, most = self.state.limit, self.state.options.max_prompt
         if most is not None and n_prompt > most:
             raise ContextTooLong(n_prompt, most)
         left = limit - n_prompt
@@ -201,9 +176,9 @@ class Asked:
         ids = tuple(part.id for part in parts)
         if not ids:
             return
-        assembler, table = self.service.assembler, self.service.driver.engine.table
+        assembler, table = self.state.assembler, self.state.driver.engine.table
         text = "".join(assembler.text(table.tokens(id)) for id in ids)
-        self.service.library.note_answer(self.tenant, text, ids)
+        self.state.library.note_answer(self.tenant, text, ids)
 
     # ---- what is told of it
 

@@ -26,13 +26,13 @@ from kvweave.chunk.rolling import Tokens
 from kvweave.engine import Engine
 from kvweave.errors import ChunkNotFound, OverBudget, OverQuota
 from kvweave.run.sample import Sampling
-from kvweave.serve.assemble import Wanted
-from kvweave.serve.autonames import AutoNames, new_context_name
-from kvweave.serve.compose import Composer
-from kvweave.serve.library import Library
+from kvweave.serve.guard.quota import Quota
 from kvweave.serve.options import ReuseMode
-from kvweave.serve.quota import Quota
-from kvweave.serve.session import Common, PooledContext, WeaveOptions
+from kvweave.serve.reuse.build import Composer
+from kvweave.serve.reuse.find import Wanted
+from kvweave.serve.reuse.library import Library
+from kvweave.serve.reuse.names import AutoNames, new_context_name
+from kvweave.serve.reuse.pooled import Common, PooledContext, WeaveOptions
 from kvweave.weave.context import Context
 from kvweave.weave.plan import Plan
 from kvweave.weave.session import Turn

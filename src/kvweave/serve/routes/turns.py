@@ -2,36 +2,33 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import aclosing
+from collections.abc import AsyncGenerator
 from dataclasses import asdict
 from typing import Annotated, Any
 
 from fastapi import APIRouter
-from fastapi.responses import JSONResponse, StreamingResponse
 from pydantic import BaseModel, Field, StrictInt
 from starlette.responses import Response
 
 from kvweave.engine import Engine
 from kvweave.errors import InvalidArgument
-from kvweave.serve.access import Tenant
-from kvweave.serve.common import (
+from kvweave.serve.driver.work import Delta, Event
+from kvweave.serve.guard.access import Tenant
+from kvweave.serve.guard.text import tokens_of
+from kvweave.serve.routes.base import (
     ERRORS,
     MAX_STOPS,
     STREAMED,
     STRICT,
     Int,
     PathRef,
-    Serving,
     Stops,
     The,
 )
-from kvweave.serve.contexts import Nats, require_idle
-from kvweave.serve.problems import problem_of
-from kvweave.serve.strict import StrictRoute
-from kvweave.serve.text import tokens_of
-from kvweave.serve.work import Delta, Event, Finished
+from kvweave.serve.routes.contexts import Nats, require_idle
+from kvweave.serve.routes.strict import StrictRoute
+from kvweave.serve.state import ServerState
+from kvweave.serve.stream import Reply, respond
 from kvweave.weave.answer import Answer, request_from
 from kvweave.weave.session import Turn
 from kvweave.weave.special import PlainText
@@ -69,19 +66,21 @@ async def generate(tenant: Tenant, the: The, name: PathRef, body: Sampled) -> Re
     """Continue a context; the new text becomes its last part."""
     if body.content is not None:
         raise InvalidArgument("content", "generate takes none", "use :ask, or :append first")
-    return await _respond(body, _Asked(the, tenant, name, body, chat=False).events())
+    return await respond(_Turn(the, tenant, name, body, chat=False).events(), _Reply(body.stream))
 
 
 @router.post("/{name:path}:ask", response_model=None, responses=STREAMED)
 async def ask(tenant: Tenant, the: The, name: PathRef, body: Sampled) -> Response:
     """Add a user's message and the model's answer; both become chunks."""
-    return await _respond(body, _Asked(the, tenant, name, body, chat=True).events())
+    return await respond(_Turn(the, tenant, name, body, chat=True).events(), _Reply(body.stream))
 
 
-class _Asked:
+class _Turn:
     """One answer of one context."""
 
-    def __init__(self, the: Serving, tenant: str, name: str, body: Sampled, *, chat: bool) -> None:
+    def __init__(
+        self, the: ServerState, tenant: str, name: str, body: Sampled, *, chat: bool
+    ) -> None:
         self.the, self.tenant, self.name, self.body, self.chat = the, tenant, name, body, chat
         options = body.model_dump(exclude={"max_tokens", "stream", "content"})
         options["stop_tokens"] = tuple(body.stop_tokens)
@@ -116,7 +115,7 @@ class _Asked:
         new = [part.id for part in parts if part.uid not in self.known]
         self.the.driver.later(new)
         for id in new:
-            self.the.on_stored(self.tenant, id)
+            self.the.library.note(self.tenant, id)
 
 
 def answer_of(answer: Answer) -> dict[str, Any]:
@@ -131,45 +130,20 @@ def answer_of(answer: Answer) -> dict[str, Any]:
     }
 
 
-async def _respond(body: Sampled, events: AsyncGenerator[Event, None]) -> Response:
-    """Answer whole or as a stream; what goes wrong before the first token has its status."""
-    if not body.stream:
-        async with aclosing(events):
-            async for event in events:
-                if isinstance(event, Finished):
-                    return JSONResponse(answer_of(event.answer))
-        raise RuntimeError("an answer ended without a word")
-    try:
-        first = await anext(events)
-    except BaseException:
-        await events.aclose()
-        raise
-    return StreamingResponse(
-        _stream(first, events),
-        media_type="text/event-stream",
-        headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
-    )
+class _Reply(Reply):
+    """``{"text": ...}`` for each piece, at last ``{"answer": ...}``."""
 
+    def __init__(self, streams: bool) -> None:
+        self.streams = streams
+        self.answer: dict[str, Any] = {}
 
-async def _stream(first: Event, events: AsyncGenerator[Event, None]) -> AsyncIterator[str]:
-    """Yield ``{"text": ...}`` for each piece, at last ``{"answer": ...}`` and ``[DONE]``."""
-    try:
-        event: Event | None = first
-        while event is not None:
-            if isinstance(event, Delta):
-                if event.text:
-                    yield _sse({"text": event.text})
-            else:
-                answer = answer_of(event.answer)
-                short = {key: answer[key] for key in ("finish", "usage", "plan")}
-                yield _sse(short | {"answer": answer})
-            event = await anext(events, None)
-        yield "data: [DONE]\n\n"
-    except Exception as error:  # the status is sent: it can only be said here
-        yield _sse(problem_of(error).body)
-    finally:
-        await events.aclose()
+    def take(self, event: Event) -> list[dict[str, Any]]:
+        if isinstance(event, Delta):
+            return [{"text": event.text}] if event.text else []
+        self.answer = answer_of(event.answer)
+        return [
+            {key: self.answer[key] for key in ("finish", "usage", "plan")} | {"answer": self.answer}
+        ]
 
-
-def _sse(data: dict[str, Any]) -> str:
-    return f"data: {json.dumps(data, ensure_ascii=False)}\n\n"
+    def whole(self) -> dict[str, Any]:
+        return self.answer

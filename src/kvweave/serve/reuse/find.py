@@ -23,10 +23,10 @@ from kvweave.chunk.match import Match
 from kvweave.chunk.rolling import Tokens
 from kvweave.engine import Engine
 from kvweave.errors import ContextTooLong
-from kvweave.serve.library import Library
+from kvweave.serve.guard.text import tokens_of_mixed
 from kvweave.serve.options import ReuseMode
-from kvweave.serve.render import PromptSegment
-from kvweave.serve.text import tokens_of_mixed
+from kvweave.serve.reuse.library import Library
+from kvweave.serve.reuse.render import PromptSegment
 from kvweave.weave.special import Extent
 
 SEAM = 4  # tokens on both sides of a gap that are looked at to say why it is one

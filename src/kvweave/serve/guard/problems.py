@@ -144,10 +144,10 @@ def install(app: FastAPI) -> None:
     """Let the app answer every error that leaves a route in this shape."""
 
     def answer(request: Request, error: Exception) -> JSONResponse:
-        driver = getattr(request.app.state, "driver", None)
+        state = getattr(request.app.state, "kvweave", None)
         if isinstance(error, errors.NoSpace):
-            request.app.state.serving.was_full = time.monotonic()
-        return problem_of(error, stopping=bool(driver and driver.stopping)).response
+            request.app.state.kvweave.was_full = time.monotonic()
+        return problem_of(error, stopping=bool(state and state.driver.stopping)).response
 
     for kind in (KVWeaveError, RequestValidationError, HTTPException):
         app.add_exception_handler(kind, answer)

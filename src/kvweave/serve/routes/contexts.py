@@ -12,10 +12,11 @@ from pydantic import BaseModel, Field, StrictInt
 from kvweave.chunk.identity import Kind, TierName
 from kvweave.engine import Engine
 from kvweave.errors import ContextBusy
-from kvweave.serve.access import Tenant
-from kvweave.serve.common import ERRORS, STRICT, ChunkRef, Content, Int, PathRef, Serving, The
-from kvweave.serve.strict import StrictRoute
-from kvweave.serve.text import check_filled, plain, sizes_of, tokens_of
+from kvweave.serve.guard.access import Tenant
+from kvweave.serve.guard.text import check_filled, plain, sizes_of, tokens_of
+from kvweave.serve.routes.base import ERRORS, STRICT, ChunkRef, Content, Int, PathRef, The
+from kvweave.serve.routes.strict import StrictRoute
+from kvweave.serve.state import ServerState
 from kvweave.weave.context import Context
 from kvweave.weave.parts import Mode, Part, Positions
 from kvweave.weave.special import PlainText
@@ -162,7 +163,7 @@ class ContextView(Summary):
     plan: _Json
 
 
-def summary_of(the: Serving, context: Context) -> _Json:
+def summary_of(the: ServerState, context: Context) -> _Json:
     """Return one context in short."""
     return {
         "name": context.name,
@@ -173,7 +174,7 @@ def summary_of(the: Serving, context: Context) -> _Json:
     }
 
 
-def view_of(engine: Engine, the: Serving, context: Context) -> _Json:
+def view_of(engine: Engine, the: ServerState, context: Context) -> _Json:
     """Return one context in full."""
     told = {"base": context.snapshot().base, "parts": parts_of(engine, context)}
     return summary_of(the, context) | told | {"plan": context.plan.to_dict()}
@@ -205,7 +206,7 @@ def _one(engine: Engine, context: Context, part: Part) -> _Json:
     return parts_of(engine, context)[context.index(part)]
 
 
-async def on(the: Serving, tenant: str, name: str, work: Callable[[Engine, Context], T]) -> T:
+async def on(the: ServerState, tenant: str, name: str, work: Callable[[Engine, Context], T]) -> T:
     """Run ``work`` on a context of the tenant in the engine's thread."""
     return await the.call(tenant, lambda engine: work(engine, engine.get_context(name, tenant)))
 
@@ -278,7 +279,7 @@ async def append(tenant: Tenant, the: The, name: PathRef, body: Append) -> _Json
             chosen = None if body.name is None else the.new_name(body.name)
             part = context.insert(at, tokens, kind=body.kind, name=chosen)
             if chosen is not None:
-                the.on_stored(tenant, part.id)
+                the.library.note(tenant, part.id)
         elif body.start is None and body.stop is None:
             part = context.insert_chunk(at, body.chunk)
         else:
@@ -297,7 +298,7 @@ async def message(tenant: Tenant, the: The, name: PathRef, body: NewMessage) -> 
     def work(engine: Engine, context: Context) -> _Json:
         the.quota.check(engine, tenant, [len(tokens_of(engine, body.content))])
         part = context.message(body.role, PlainText(body.content))
-        the.on_stored(tenant, part.id)
+        the.library.note(tenant, part.id)
         return _one(engine, context, part)
 
     return await on(the, tenant, name, work)
@@ -393,7 +394,7 @@ async def close(tenant: Tenant, the: The, name: PathRef) -> _Json:
     return await on(the, tenant, name, work)
 
 
-def require_idle(the: Serving, context: Context) -> None:
+def require_idle(the: ServerState, context: Context) -> None:
     """Raise ContextBusy while an answer of the context is under way."""
     if the.driver.is_busy(context):
         raise ContextBusy(context.name)

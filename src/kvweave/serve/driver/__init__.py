@@ -1,0 +1,1 @@
+"""The one thread that owns the engine, and whose turn it is."""

@@ -1,0 +1,1 @@
+"""OpenAI's endpoints: their schemas, a request, its reply."""

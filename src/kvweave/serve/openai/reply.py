@@ -1,0 +1,199 @@
+"""The bodies of one response of OpenAI's endpoints, whole or piece by piece."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Any
+
+from kvweave.run.sample import BROKEN, Choice
+from kvweave.serve.driver.work import Event, Finished
+from kvweave.serve.openai.request import Asked
+from kvweave.serve.openai.schemas import ChatRequest, CompletionRequest, GenerationRequest
+from kvweave.serve.state import ServerState
+from kvweave.serve.stream import Reply
+
+
+@dataclass(slots=True)
+class Written:
+    """What has come of one choice so far."""
+
+    lead: str = ""  # white space still to be left out at its front
+    text: str = ""
+    choices: list[Choice] = field(default_factory=list)
+    n_tokens: int = 0
+    finish: str | None = None
+
+    def add(self, text: str) -> str:
+        """Take new text and return what of it the client gets."""
+        n = 0
+        while n < min(len(self.lead), len(text)) and self.lead[n] == text[n]:
+            n += 1
+        if text:
+            self.lead = self.lead[n:] if n == len(text) else ""
+        self.text += text[n:]
+        return text[n:]
+
+
+class ResponseBuilder(Reply):
+    """Builds the bodies of one request's response."""
+
+    def __init__(self, state: ServerState, asked: Asked, body: GenerationRequest) -> None:
+        self.state, self.asked, self.body = state, asked, body
+        self.is_chat = isinstance(body, ChatRequest)
+        prefix = "chatcmpl" if self.is_chat else "cmpl"
+        self.streams = body.stream
+        self._begun: set[int] = set()
+        self.id, self.created = f"{prefix}-{uuid.uuid4().hex}", int(time.time())
+        self.written: dict[int, Written] = {}
+        self.ttft: float | None = None
+
+    # ---- events
+
+    def take_in(self, event: Event) -> tuple[int, str, list[Choice]]:
+        """Take in an event; return the choice's index and what is new of it."""
+        if self.ttft is None:
+            self.ttft = time.perf_counter() - self.asked.arrived
+        written = self.of(event.index)
+        if isinstance(event, Finished):
+            answer = event.answer
+            written.finish = "stop" if answer.finish == "stop" else "length"
+            written.n_tokens = len(answer.tokens)
+            return event.index, "", []
+        ends = self.state.driver.engine.runner.ends
+        choices = [choice for choice in event.choices if choice.token not in ends]
+        written.choices += choices
+        return event.index, written.add(event.text), choices
+
+    def take(self, event: Event) -> list[dict[str, Any]]:
+        """Take in an event; return the chunks of the stream that tell of it."""
+        index, text, choices = self.take_in(event)
+        pieces = []
+        if index not in self._begun:
+            self._begun.add(index)
+            if self.is_chat:
+                pieces.append(self.role(index))
+            elif self.echo(index):
+                pieces.append(self.piece(index, self.echo(index), []))
+        if isinstance(event, Finished):
+            piece = self.piece(index, None, [], self.of(index).finish)
+            pieces.append(piece | (self.extension if self.is_complete else {}))
+        elif text or (choices and self.logprobs(choices)):
+            pieces.append(self.piece(index, text, choices))
+        return pieces
+
+    def of(self, index: int) -> Written:
+        """Return what has come of a choice."""
+        if index not in self.written:
+            lead = self.asked.opened[index // self.asked.n].prompt.lead if self.is_chat else ""
+            self.written[index] = Written(lead)
+        return self.written[index]
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all choices have ended."""
+        n_ended = sum(written.finish is not None for written in self.written.values())
+        return n_ended == self.asked.n * len(self.asked.prompts)
+
+    @property
+    def usage(self) -> dict[str, object]:
+        """What is charged, for all choices."""
+        return self.asked.usage(sum(written.n_tokens for written in self.written.values()))
+
+    @property
+    def extension(self) -> dict[str, object]:
+        """What only this server tells."""
+        return {"kvweave": self.asked.report(self.ttft)}
+
+    # ---- bodies
+
+    def whole(self) -> dict[str, Any]:
+        """Return the body of a response that is not streamed."""
+        choices = []
+        for index, written in sorted(self.written.items()):
+            choice: dict[str, Any] = {"index": index, "finish_reason": written.finish}
+            if self.is_chat:
+                choice["message"] = {"role": "assistant", "content": written.text, "refusal": None}
+            else:
+                choice["text"] = self.echo(index) + written.text
+            choice["logprobs"] = self.logprobs(written.choices)
+            choices.append(choice)
+        kind = "chat.completion" if self.is_chat else "text_completion"
+        return self._frame(kind, choices) | {"usage": self.usage} | self.extension
+
+    def piece(
+        self, index: int, text: str | None, choices: list[Choice], finish: str | None = None
+    ) -> dict[str, Any]:
+        """Return one chunk of a stream."""
+        made: dict[str, Any] = {"index": index, "finish_reason": finish}
+        if self.is_chat:
+            made["delta"] = {} if text is None else {"content": text}
+        else:
+            made["text"] = text or ""
+        made["logprobs"] = self.logprobs(choices) if choices else None
+        return self._piece([made])
+
+    def role(self, index: int) -> dict[str, Any]:
+        """Return the first chunk of a chat's stream: it says who speaks."""
+        delta = {"role": "assistant", "content": "", "refusal": None}
+        return self._piece(
+            [{"index": index, "delta": delta, "finish_reason": None, "logprobs": None}]
+        )
+
+    def last(self) -> list[dict[str, Any]]:
+        """Return the last chunk of a stream, if the usage was asked for; it has no choices."""
+        if not self.body.include_usage:
+            return []
+        return [self._piece([]) | {"usage": self.usage} | self.extension]
+
+    def echo(self, index: int) -> str:
+        """Return the prompt in front of a completion, where the client wants it."""
+        if not isinstance(self.body, CompletionRequest) or not self.body.echo:
+            return ""
+        prompt = self.asked.opened[index // self.asked.n].prompt
+        return "".join(segment.text for segment in prompt.segments)
+
+    def logprobs(self, choices: list[Choice]) -> dict[str, Any] | None:
+        """Return log-probabilities in the endpoint's own shape; None when not asked for."""
+        if isinstance(self.body, ChatRequest):
+            if not self.body.logprobs:
+                return None
+            return {"content": [self._token(choice) for choice in choices], "refusal": None}
+        if not isinstance(self.body, CompletionRequest) or self.body.logprobs is None:
+            return None
+        texts = [self._text(choice.token) for choice in choices]
+        return {
+            "tokens": texts,
+            "token_logprobs": [choice.logprob for choice in choices],
+            "top_logprobs": [{self._text(t): p for t, p in choice.top} for choice in choices],
+            "text_offset": list(accumulate(map(len, texts), initial=0))[: len(texts)],
+        }
+
+    def _token(self, choice: Choice) -> dict[str, Any]:
+        top = [self._entry(token, logprob) for token, logprob in choice.top]
+        return self._entry(choice.token, choice.logprob) | {"top_logprobs": top}
+
+    def _entry(self, token: int, logprob: float) -> dict[str, Any]:
+        text = self._text(token)
+        whole = None if BROKEN in text else list(text.encode())  # a part of a character
+        return {"token": text, "logprob": logprob, "bytes": whole}
+
+    def _text(self, token: int) -> str:
+        tokenizer = self.state.driver.engine.runner.tokenizer
+        return "" if tokenizer is None else str(tokenizer.decode([token]))
+
+    def _piece(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        made = self._frame("chat.completion.chunk" if self.is_chat else "text_completion", choices)
+        return made | ({"usage": None} if self.body.include_usage else {})
+
+    def _frame(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {
+            "id": self.id,
+            "object": kind,
+            "created": self.created,
+            "model": self.state.options.model_name,
+            "system_fingerprint": self.state.fingerprint,
+            "choices": choices,
+        }

@@ -1,0 +1,97 @@
+"""``/v1/models``, ``/v1/chat/completions``, ``/v1/completions``, as OpenAI's clients expect them.
+
+Tools go through the model's chat template; what the model answers comes back as text, calls of
+tools are not parsed out of it. Messages may have parts ``{"type": "chunk", "name": "docs/faq"}``.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from fastapi import APIRouter
+from fastapi.responses import Response
+
+from kvweave.serve.guard.access import Tenant
+from kvweave.serve.guard.problems import make
+from kvweave.serve.guard.text import tokens_of
+from kvweave.serve.openai.reply import ResponseBuilder
+from kvweave.serve.openai.request import Asked, MakePrompt
+from kvweave.serve.openai.schemas import ChatRequest, CompletionRequest
+from kvweave.serve.reuse.render import Prompt, PromptSegment
+from kvweave.serve.routes.base import STREAMED
+from kvweave.serve.routes.strict import StrictRoute
+from kvweave.serve.state import ServerState
+from kvweave.serve.stream import respond
+
+
+def make_router(state: ServerState) -> APIRouter:
+    """Return the routes of one server."""
+    router = APIRouter(tags=["openai"], route_class=StrictRoute)
+    started = int(time.time())
+    name = state.options.model_name
+    model = {"id": name, "object": "model", "created": started, "owned_by": "kvweave"}
+
+    @router.get("/v1/models")
+    def models(tenant: Tenant) -> dict[str, Any]:
+        """List the one model there is."""
+        return {"object": "list", "data": [model]}
+
+    @router.get("/v1/models/{wanted:path}", response_model=None)
+    def one_model(wanted: str, tenant: Tenant) -> dict[str, Any] | Response:
+        """Describe the model."""
+        return model if wanted == name else _no_model(wanted, name)
+
+    @router.post("/v1/chat/completions", response_model=None, responses=STREAMED)
+    async def chat(body: ChatRequest, tenant: Tenant) -> Response:
+        """Answer a conversation; what of it is known is found again, at any position.
+
+        Tools are shown to the model by its chat template; the answer is text, calls are not parsed.
+        """
+        if body.model != name:
+            return _no_model(body.model, name)
+        logprobs = (body.top_logprobs or 0) if body.logprobs else 0
+        sampling = body.sampling(1 if body.limit is None else body.limit, logprobs)
+        messages, tools = body.plain_messages(), body.plain_tools()
+        how, n = body.how, body.n_choices
+        prompts = [lambda state: state.renderer.render(messages, tools)]
+        private = body.store is False
+        asked = Asked(state, tenant, prompts, sampling, body.limit, how, n, private=private)
+        return await respond(asked.events(), ResponseBuilder(state, asked, body))
+
+    @router.post("/v1/completions", response_model=None, responses=STREAMED)
+    async def completions(body: CompletionRequest, tenant: Tenant) -> Response:
+        """Continue text or tokens."""
+        if body.model != name:
+            return _no_model(body.model, name)
+        limit = 16 if body.max_tokens is None else body.max_tokens
+        sampling = body.sampling(limit, body.logprobs or 0)
+        prompts = [_completion_prompt(prompt) for prompt in body.prompts()]
+        how, n = body.how, body.n_choices
+        private = body.store is False
+        asked = Asked(state, tenant, prompts, sampling, limit, how, n, False, private)
+        return await respond(asked.events(), ResponseBuilder(state, asked, body))
+
+    return router
+
+
+def _no_model(wanted: str, name: str) -> Response:
+    return make(
+        404, f"no model {wanted!r}", code="model_not_found", param="model", hint=f"it is {name!r}"
+    ).response
+
+
+def _completion_prompt(given: str | list[int]) -> MakePrompt:
+    """Return what makes the prompt; a BOS the engine begins with anyway is not put twice."""
+
+    def prompt(state: ServerState) -> Prompt:
+        engine, base = state.driver.engine, state.sessions.engine_base
+        tokens = tokens_of(engine, given)
+        begin = [] if base is None else [int(t) for t in engine.table.tokens(base)]
+        text = given if isinstance(given, str) else state.assembler.text(tokens)
+        if begin and tokens[: len(begin)] == begin:
+            tokens = tokens[len(begin) :]
+        segment = PromptSegment("document", text, "prompt", True, tokens=tuple(tokens))
+        return Prompt((segment,) if tokens else (), "", "")
+
+    return prompt

@@ -1,0 +1,1 @@
+"""What is known of a prompt, and the contexts that have it already."""

@@ -1,0 +1,1 @@
+"""Routes of the native endpoints and the page: a file a noun."""

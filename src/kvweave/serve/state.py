@@ -1,0 +1,65 @@
+"""One running server: what its routes, guards and idle work share."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+from kvweave.chunk.identity import check_name
+from kvweave.engine import Engine
+from kvweave.errors import InvalidName
+from kvweave.serve.driver.thread import Driver
+from kvweave.serve.guard.quota import Quota
+from kvweave.serve.metrics import History, Metrics
+from kvweave.serve.options import Options
+from kvweave.serve.reuse.find import Assembler
+from kvweave.serve.reuse.library import Library
+from kvweave.serve.reuse.pool import Sessions
+from kvweave.serve.reuse.render import Renderer
+
+T = TypeVar("T")
+
+FULL_SECONDS = 60.0  # a disk that had no room is called full for so long
+
+
+class ServerState:
+    """The driver, the options, what is counted, and what is known of prompts.
+
+    Make it before the driver starts.
+    """
+
+    def __init__(self, driver: Driver, options: Options) -> None:
+        engine = driver.engine
+        self.driver, self.options = driver, options
+        self.metrics, self.history, self.started = Metrics(), History(), time.time()
+        self.quota = Quota.of(options)
+        self.renderer = Renderer(engine.maker.chat, engine.runner.limit)
+        self.library = Library(engine.table)
+        self.assembler = Assembler(engine, self.library, min_match=options.min_match)
+        self.sessions = Sessions(
+            engine,
+            self.library,
+            max_sessions=options.max_sessions,
+            later=driver.later,
+            quota=self.quota,
+            is_busy=driver.is_busy,
+        )
+        self.fingerprint = f"fp_{engine.runner.fingerprint.digest().hex()[:12]}"
+        self.limit = engine.runner.limit
+        self.was_full = float("-inf")  # when the disk had no room, by `time.monotonic`
+
+    @property
+    def is_full(self) -> bool:
+        return time.monotonic() - self.was_full < FULL_SECONDS
+
+    async def call(self, tenant: str, work: Callable[[Engine], T]) -> T:
+        """Run ``work`` in the engine's thread; see `Driver.call`."""
+        return await self.driver.call(work, tenant=tenant)
+
+    def new_name(self, name: str) -> str:
+        """Return the normal form of a name to be given. Raises InvalidName."""
+        name = check_name(name)
+        if len(name) > self.options.max_name:
+            raise InvalidName(name, f"it has {len(name)} characters, not {self.options.max_name}")
+        return name
