@@ -19,6 +19,7 @@ from kvweave.run.sampling import Choice, Sampling
 from kvweave.weave.answer import Answer
 from kvweave.weave.check import Check
 from kvweave.weave.editor import Editor
+from kvweave.weave.history import BEGUN
 from kvweave.weave.maker import Maker
 from kvweave.weave.oracle import compare
 from kvweave.weave.parts import (
@@ -166,7 +167,8 @@ class Turn:
         header = session.maker.chat.header() if chat else ""
         self._header: Part | None = None
         if header:
-            self._header = context.append(header, kind="assistant", label="answer")
+            with context.edit(BEGUN):
+                self._header = context.append(header, kind="assistant", label="answer")
         sampling, wish = asked
         try:
             self._weaving = session.weaver.prepare(
@@ -284,6 +286,8 @@ class Turn:
         if not self._gone:
             try:
                 session.weaver.commit(session.state, self._weaving)
+                if plan is not None:
+                    self.context.wove(tuple(p.part for p in self._weaving.placed), plan)
                 self._add_parts(self._kept_tokens())
             except BaseException:
                 self.abandon()
@@ -345,7 +349,7 @@ class Turn:
             return
         n_rows = len(head) + min(len(tokens), max(0, len(request.out) - 1))
         pieces = self._split(whole, len(head) + len(tokens))
-        with context.edit():
+        with context.edit("answer"):
             if self._header is not None:
                 context.drop(self._header, mode="forget")
             parts = []
