@@ -19,6 +19,7 @@
     |   |-- ContextTooLong             .n, .limit
     |   |-- ContextNotFound            .name, .did_you_mean
     |   |-- ContextBusy                .name
+    |   |-- ContextChanged             .name, .wanted, .found (versions)
     |   `-- InvalidArgument            .argument, .reason
     |-- StoreError
     |   |-- OverBudget                 .needed, .budget, .evictable (bytes)
@@ -247,6 +248,17 @@ class ContextBusy(WeaveError):
     def __init__(self, name: str) -> None:
         super().__init__(
             f"an answer of {name} is under way", hint="wait for it, or cancel it first", name=name
+        )
+
+
+class ContextChanged(WeaveError):
+    def __init__(self, name: str, wanted: int, found: int) -> None:
+        super().__init__(
+            f"{name} is at version {found}, not {wanted}",
+            hint="somebody else edited it: read it again, then decide",
+            name=name,
+            wanted=wanted,
+            found=found,
         )
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kvweave import Context, Plan
-from kvweave.weave.session import Turn
+from kvweave.weave.turn import Turn
 
 Tokens = tuple[int, ...]
 

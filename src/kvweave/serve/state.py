@@ -9,6 +9,7 @@ from typing import TypeVar
 from kvweave.chunk.identity import check_name
 from kvweave.engine import Engine
 from kvweave.errors import InvalidName
+from kvweave.run.loop import Task
 from kvweave.serve.driver.thread import Driver
 from kvweave.serve.guard.quota import Quota
 from kvweave.serve.metrics import History, Metrics
@@ -55,6 +56,10 @@ class ServerState:
 
     async def call(self, tenant: str, work: Callable[[Engine], T]) -> T:
         """Run ``work`` in the engine's thread; see `Driver.call`."""
+        return await self.driver.call(work, tenant=tenant)
+
+    async def run(self, tenant: str, work: Callable[[Engine], Task[T]]) -> T:
+        """As `call`, for work that goes on beside the answers under way."""
         return await self.driver.call(work, tenant=tenant)
 
     def new_name(self, name: str) -> str:

@@ -9,6 +9,7 @@ from collections.abc import Generator, Sequence
 
 from kvweave.chunk.identity import ChunkId, Kind
 from kvweave.errors import ChunkNotFound, InvalidArgument
+from kvweave.run.loop import Task
 from kvweave.run.sampling import Sampling
 from kvweave.weave.answer import Answer, request_from
 from kvweave.weave.check import Check
@@ -19,7 +20,7 @@ from kvweave.weave.naming import holder
 from kvweave.weave.parts import Mode, Part, TextOrTokens
 from kvweave.weave.plan import Plan
 from kvweave.weave.repair import Strategy
-from kvweave.weave.session import Turn
+from kvweave.weave.turn import Turn, begin
 
 
 class Context(EditedParts):
@@ -171,11 +172,11 @@ class Context(EditedParts):
             if self._base is not None and indices[0] != 0:
                 raise InvalidArgument("order", "the base stays in front")
 
-    def fork(self, name: str) -> Context:
+    def fork(self, name: str, key: str = "") -> Context:
         """Return a new context with the same parts and rows; the two do not affect each other.
         Raises OverBudget."""
         self._idle("fork")
-        twin = Context(name, self.session.fork(holder(name, self.namespace)))
+        twin = Context(name, self.session.fork(key or holder(name, self.namespace)))
         twin._parts, twin._base, twin._next_uid = self._parts, self._base, self._next_uid
         twin._names.reset(self._names.counts())
         twin.history = self.history.copy()
@@ -205,8 +206,17 @@ class Context(EditedParts):
         With ``repair``, parts that are not exact are woven again by that strategy. ``max_drift``:
         see `begin`. What is refused leaves everything as it was.
         """
+        return self.session.loop.finish(self.weaving(repair, share, max_drift))
+
+    def weaving(
+        self,
+        repair: str | Strategy | None = None,
+        share: float | None = None,
+        max_drift: float | None = None,
+    ) -> Task[Plan]:
+        """As `weave`, as a task of the loop: others go on meanwhile."""
         self._readable()
-        plan = self.session.weave(self._parts, repair, share, max_drift)
+        plan = yield from self.session.weaving(self._parts, repair, share, max_drift)
         self.wove(self._parts, plan)
         return plan
 
@@ -228,7 +238,7 @@ class Context(EditedParts):
         InvalidArgument for a bound that cannot be kept.
         """
         self._readable()
-        return self.session.begin(self, sampling, max_drift, chat)
+        return begin(self.session, self, sampling, max_drift, chat)
 
     def generate(self, max_tokens: int = 256, **options: object) -> Answer:
         """Continue the context; the new text becomes its last part. Options: see Sampling, begin."""
@@ -262,8 +272,12 @@ class Context(EditedParts):
         Compared are the predictions of the last answer's tokens over the rows that it saw, or, when
         the context was edited since, of the next token over the rows as they are woven now.
         """
+        return self.session.loop.finish(self.checking())
+
+    def checking(self) -> Task[Check]:
+        """As `check`, as a task of the loop: others go on meanwhile."""
         self._readable()
-        return self.session.check(self._parts)
+        return (yield from self.session.checking(self._parts))
 
     def _readable(self) -> None:
         self._idle("weave")

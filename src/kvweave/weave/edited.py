@@ -181,7 +181,7 @@ class EditedParts:
     def _idle(self, verb: str) -> None:
         if self._closed:
             raise InvalidArgument(verb, f"{self.name} is closed", "open another context")
-        if self.session.turn is not None:
+        if self.session.busy:
             raise ContextBusy(self.name)
 
     def _no_gaps(self, verb: str) -> None:

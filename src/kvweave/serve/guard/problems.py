@@ -32,6 +32,7 @@ STATUS: Sequence[tuple[type[KVWeaveError], int]] = (
     (errors.ChunkInUse, 409),
     (errors.CannotMove, 409),
     (errors.ContextBusy, 409),
+    (errors.ContextChanged, 412),
     (errors.ModelMismatch, 409),
     (errors.ChunkLost, 410),
     (errors.ChunkError, 400),
