@@ -75,8 +75,8 @@ class Engine:
         loads = isinstance(model, str | Path)
         self.runner: Backend = Runner.load(str(model), **loading) if loads else model  # type: ignore[arg-type,assignment]
         self._home = None if home is None else Home(Path(home), self.runner.fingerprint)
-        self.table = Table(self.config.index or (None if self._home is None else self._home.index))
-        where = None if self._home is None else self._home.path
+        where, index = (self._home.path, self._home.index) if self._home else (None, None)
+        self.table = Table(self.config.index or index)
         with contextlib.ExitStack() as opened:  # what fails from here on leaves no lock behind
             opened.callback(self.table.close)
             ties = self._open(where, opened)
@@ -313,9 +313,8 @@ class Engine:
         """
         made = template if isinstance(template, Template) else Template(template)
         namespace = check_namespace(namespace)
-        pieces = made.fill(
-            {**(values or {}), **holes}, lambda ref: self.table.lookup(ref, namespace) is not None
-        )
+        known = lambda ref: self.table.lookup(ref, namespace) is not None  # noqa: E731
+        pieces = made.fill({**(values or {}), **holes}, known)
         if len(pieces) > self.runner.limit:  # each has a token at least
             raise ContextTooLong(len(pieces), self.runner.limit)
         self._n_composed[namespace] += 1

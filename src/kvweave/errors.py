@@ -30,6 +30,7 @@
     `-- ServerError
         |-- Overloaded                 .retry_after (seconds)
         |-- OverQuota                  .what, .needed, .used, .quota
+        |-- IdempotencyKeyReused       .key
         |-- Unreachable                .url, .reason
         `-- KeyRefused                 .url, .reason
 
@@ -337,6 +338,15 @@ class OverQuota(ServerError):
             needed=needed,
             used=used,
             quota=quota,
+        )
+
+
+class IdempotencyKeyReused(ServerError):
+    def __init__(self, key: str) -> None:
+        super().__init__(
+            f"another request was sent with the idempotency key {key!r}",
+            hint="make a new key for every request that is not the same again",
+            key=key,
         )
 
 

@@ -77,15 +77,8 @@ def create_app(engine: Engine, options: Options | None = None) -> FastAPI:
     )
     app.state.kvweave = state
     problems.install(app)
-    for router in (
-        turns.router,
-        edits.router,
-        history.router,
-        contexts.router,
-        chunks.router,
-        system.router,
-    ):
-        app.include_router(router)
+    for rooms in (turns, edits, history, contexts, chunks, system):
+        app.include_router(rooms.router)
     app.include_router(openai.make_router(state), responses=ERRORS)
     app.include_router(page.make_router())
     # the last one added is the first to see a request

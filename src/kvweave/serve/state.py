@@ -11,6 +11,7 @@ from kvweave.engine import Engine
 from kvweave.errors import InvalidName
 from kvweave.run.loop import Task
 from kvweave.serve.driver.thread import Driver
+from kvweave.serve.guard.idempotent import Idempotent
 from kvweave.serve.guard.quota import Quota
 from kvweave.serve.metrics import History, Metrics
 from kvweave.serve.options import Options
@@ -48,6 +49,7 @@ class ServerState:
         )
         self.fingerprint = f"fp_{engine.runner.fingerprint.digest().hex()[:12]}"
         self.limit = engine.runner.limit
+        self.idempotent = Idempotent()
         self.was_full = float("-inf")  # when the disk had no room, by `time.monotonic`
 
     @property

@@ -252,6 +252,7 @@ class Context(EditedParts):
         """Add a user message and return the model's answer; both become chunks."""
         request = request_from(max_tokens, options)
         before, counts, asked, turn = self.snapshot(), self._names.counts(), None, None
+        version = self.history.version
         try:
             asked = self.message("user", content)
             turn = self.begin(*request, chat=True)
@@ -264,6 +265,7 @@ class Context(EditedParts):
                     self.restore(before)
                     self._table.unbind(asked.name, self.namespace)
             self._names.reset(counts)
+            self.history.back_to(version)
             raise
 
     def check(self) -> Check:

@@ -198,6 +198,15 @@ class ContextHistory:
         if last is None or is_news or last[1] != parts:
             self._weaves.append((self.version, parts, plan))
 
+    def back_to(self, version: int) -> None:
+        """Forget what was done after a version that stands again."""
+        now = self._versions[-1]
+        while self._versions[-1].version > version and len(self._versions) > 1:
+            self._forget(-1)
+        if (now.parts, now.base) != (self._versions[-1].parts, self._versions[-1].base):
+            self._versions.append(now)
+            self._n_parts += len(now.parts)
+
     def at(self, version: int) -> Version:
         """Return a version. Raises InvalidArgument for one that is not known (any more)."""
         for each in self._versions:

@@ -7,7 +7,7 @@ puts its text into whatever gives it the verbs of `Editor`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import numpy as np
 
@@ -28,8 +28,13 @@ from kvweave.weave.sources import runs, tokens_of
 from kvweave.weave.state import State
 from kvweave.weave.weaver import Weaver, Weaving
 
-if TYPE_CHECKING:
-    from kvweave.weave.turn import Turn
+
+class UnderWay(Protocol):
+    """An answer under way, as far as its session knows it."""
+
+    def abandon(self) -> None:
+        """Give it up."""
+
 
 # parts that were there and the first and last of the rows that spoke, when a context answered last
 NO_ANSWER: tuple[tuple[Part, ...], int, int] = ((), 0, 0)
@@ -48,7 +53,7 @@ class Session:
         self.state = State(key, rows, settings.prune == "evict", settings.namespace)
         self.strategy = strategy(settings.repair)
         self.plan: Plan | None = None  # of the last weave
-        self.turn: Turn | None = None  # between its beginning and its end
+        self.turn: UnderWay | None = None  # between its beginning and its end
         self.answered = NO_ANSWER
         self.waits_for: int | None = None  # the request of a task that is under way
 

@@ -27,8 +27,8 @@ def begin(
 ) -> Turn:
     """Queue an answer. Raises InvalidArgument for a bound that cannot be kept."""
     wish = session.wish(session.strategy, session.settings.share, max_drift)
-    session.turn = Turn(session, context, (sampling, wish), chat)
-    return session.turn
+    session.turn = turn = Turn(session, context, (sampling, wish), chat)
+    return turn
 
 
 class Turn:

@@ -73,6 +73,9 @@ class Tasks:
         try:
             following = next(task) if request is None else goes_on(task, request)
             self._loop.add(following)
+            while not following.running:  # nothing of it had to be run
+                following = goes_on(task, following)
+                self._loop.add(following)
         except StopIteration as done:
             if call is not None:
                 call.tell(None, done.value)

@@ -39,6 +39,7 @@ STATUS: Sequence[tuple[type[KVWeaveError], int]] = (
     (errors.WeaveError, 400),
     (errors.OverBudget, 503),
     (errors.Overloaded, 429),
+    (errors.IdempotencyKeyReused, 422),
     (errors.OverQuota, 429),
 )
 TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}

@@ -70,6 +70,7 @@ class ChunkList(BaseModel):
 
     object: Literal["list"] = "list"
     data: list[ChunkEntry]
+    next: str | None = None
 
 
 class GroupEntry(BaseModel):
@@ -88,43 +89,41 @@ class GroupList(BaseModel):
     data: list[GroupEntry]
 
 
-class NewContent(Content):
-    """What a chunk shall say.
+class PutChunk(Content):
+    """A chunk to store. ``durable``: its KV too is on disk before the answer.
 
     ``special_tokens``: names of special tokens in the text are these, so it can change roles.
     """
 
     kind: Kind = "document"
+    replace: bool = False
+    durable: bool = False
     special_tokens: bool = False
 
     @property
     def content(self) -> str | list[int]:
-        given = super().content
-        return str(given) if self.special_tokens and isinstance(given, str) else given
+        return _as_it_is(super().content, self.special_tokens)
 
 
-class PutOptions(BaseModel):
-    """How to store. ``durable``: the KV too is on disk before the answer."""
+class NamedContent(Content):
+    """One of several chunks to store."""
+
+    name: ChunkRef
+    kind: Kind = "document"
+    special_tokens: bool = False
+
+    @property
+    def content(self) -> str | list[int]:
+        return _as_it_is(super().content, self.special_tokens)
+
+
+class PutMany(BaseModel):
+    """Chunks to store together: see `PutChunk`."""
 
     model_config = STRICT
 
     replace: bool = False
     durable: bool = False
-
-
-class PutChunk(NewContent, PutOptions):
-    """A chunk to store."""
-
-
-class NamedContent(NewContent):
-    """One of several chunks to store."""
-
-    name: ChunkRef
-
-
-class PutMany(PutOptions):
-    """Chunks to store together."""
-
     items: Annotated[list[NamedContent], Field(min_length=1, max_length=MAX_ITEMS)]
 
 
@@ -142,6 +141,10 @@ class Rename(DryRun):
     replace: bool = False
 
 
+def _as_it_is(given: str | list[int], special_tokens: bool) -> str | list[int]:
+    return str(given) if special_tokens and isinstance(given, str) else given
+
+
 def listing(entries: Sequence[Entry]) -> dict[str, Any]:
     """Return entries as a list object."""
     return {"object": "list", "data": [entry.to_dict() for entry in entries]}
@@ -151,12 +154,18 @@ def listing(entries: Sequence[Entry]) -> dict[str, Any]:
 async def ls(
     tenant: Tenant, the: The, pattern: Pattern = "", sort: Sort = "name",
     reverse: bool = False, limit: _Limit = None,
+    after: Annotated[str | None, Query(max_length=256)] = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """List names."""
+    """List names; with ``limit``, ``next`` is what to give as ``after`` for those that follow."""
+    if after is not None and (sort != "name" or reverse):
+        raise InvalidArgument("after", "only lists by name go on", "leave sort and reverse out")
 
     def work(engine: Engine) -> dict[str, Any]:
-        found = Files(engine.table, tenant).ls(pattern, sort=sort, reverse=reverse, limit=limit)
-        return listing(found)
+        found = Files(engine.table, tenant).ls(pattern, sort=sort, reverse=reverse)
+        found = [entry for entry in found if after is None or entry.name > after]
+        page = found[:limit]
+        more = page[-1].name if page and len(page) < len(found) and sort == "name" else None
+        return listing(page) | {"next": more}
 
     return await the.call(tenant, work)
 
@@ -219,6 +228,19 @@ async def unpin(
     return await the.call(
         tenant, lambda e: listing(Files(e.table, tenant).unpin(pattern, dry_run=dry))
     )
+
+
+@router.post("/{pattern:path}:denoise", response_model=ChunkList)
+async def denoise(tenant: Tenant, the: The, pattern: PathPattern) -> dict[str, Any]:
+    """Compute canonical KV where it is missing."""
+
+    def work(engine: Engine) -> Task[dict[str, Any]]:
+        files = Files(engine.table, tenant)
+        for entry in files.ls(pattern):
+            yield from engine.maker.computing(entry.id, tenant)
+        return listing(files.ls(pattern))
+
+    return await the.run(tenant, work)
 
 
 @router.post("/{pattern:path}:place", response_model=ChunkList)
@@ -307,8 +329,8 @@ def store(
     engine: Engine,
     the: ServerState,
     tenant: str,
-    named: Sequence[tuple[str, NewContent]],
-    how: PutOptions,
+    named: Sequence[tuple[str, PutChunk | NamedContent]],
+    how: PutChunk | PutMany,
 ) -> Task[list[dict[str, object]]]:
     """Put chunks, durably if asked to; on an error nothing is stored."""
     shelf = engine.shelf

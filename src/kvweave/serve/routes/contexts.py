@@ -13,7 +13,7 @@ from kvweave.run.loop import Task
 from kvweave.serve.guard.access import Tenant
 from kvweave.serve.guard.text import check_filled, plain, sizes_of, tokens_of
 from kvweave.serve.routes.base import ERRORS, STRICT, ChunkRef, The
-from kvweave.serve.routes.named import At
+from kvweave.serve.routes.named import OnContext
 from kvweave.serve.routes.shown import ContextView, Summary, SummaryList, summary_of, view_of
 from kvweave.serve.routes.strict import StrictRoute
 from kvweave.weave.context import Context
@@ -129,69 +129,69 @@ async def compose(tenant: Tenant, the: The, body: Compose) -> _Json:
 
 
 @router.post("/contexts/{name:path}:fork", response_model=ContextView, status_code=201)
-async def fork(at: At, body: To) -> _Json:
+async def fork(here: OnContext, body: To) -> _Json:
     """Copy a context under another name."""
-    to = at.the.new_name(body.to)
+    to = here.the.new_name(body.to)
 
     def work(engine: Engine, context: Context) -> _Json:
-        at.the.quota.check_context(engine, at.tenant)
-        return view_of(engine, at.the, engine.fork(context, to))
+        here.the.quota.check_context(engine, here.tenant)
+        return view_of(engine, here.the, engine.fork(context, to))
 
-    return await at.change(work)
+    return await here.change(work)
 
 
 @router.post("/contexts/{name:path}:rename", response_model=ContextView)
-async def rename(at: At, body: To) -> _Json:
+async def rename(here: OnContext, body: To) -> _Json:
     """Give a context another name; the names of its messages stay."""
-    to = at.the.new_name(body.to)
+    to = here.the.new_name(body.to)
 
     def work(engine: Engine, context: Context) -> _Json:
-        engine.rename_context(context.name, to, at.tenant)
-        return view_of(engine, at.the, context)
+        engine.rename_context(context.name, to, here.tenant)
+        return view_of(engine, here.the, context)
 
-    return await at.change(work)
+    return await here.change(work)
 
 
 @router.post("/contexts/{name:path}:weave")
-async def weave(at: At, body: Weave | None = None) -> _Json:
+async def weave(here: OnContext, body: Weave | None = None) -> _Json:
     """Bring all rows up to date and return the plan."""
     options = given(body or Weave())
 
     def work(engine: Engine, context: Context) -> Task[_Json]:
         return (yield from context.weaving(**options)).to_dict()
 
-    return await at.run(work)
+    return await here.run(work)
 
 
 @router.post("/contexts/{name:path}:preview")
-async def preview(at: At) -> _Json:
+async def preview(here: OnContext) -> _Json:
     """Say what a weave would do now."""
-    return await at.read(lambda _, context: context.preview().to_dict())
+    return await here.read(lambda _, context: context.preview().to_dict())
 
 
 @router.post("/contexts/{name:path}:check")
-async def check(at: At) -> _Json:
+async def check(here: OnContext) -> _Json:
     """Measure the distance to a full prefill; it costs that prefill."""
 
     def work(engine: Engine, context: Context) -> Task[_Json]:
         return (yield from context.checking()).to_dict()
 
-    return await at.run(work)
+    return await here.run(work)
 
 
 @router.get("/contexts/{name:path}", response_model=ContextView)
-async def view(at: At) -> _Json:
+async def view(here: OnContext) -> _Json:
     """Tell all about one context."""
-    return await at.read(lambda engine, context: view_of(engine, at.the, context))
+    return await here.read(lambda engine, context: view_of(engine, here.the, context))
 
 
 @router.delete("/contexts/{name:path}", response_model=Summary)
-async def close(at: At) -> _Json:
+async def close(here: OnContext) -> _Json:
     """Free a context's rows and let go of its chunks; names stay."""
 
     def work(engine: Engine, context: Context) -> _Json:
-        told = summary_of(at.the, context)
-        engine.close_context(context.name, at.tenant)
+        told = summary_of(here.the, context)
+        engine.close_context(context.name, here.tenant)
         return told
 
-    return await at.change(work)
+    return await here.change(work)

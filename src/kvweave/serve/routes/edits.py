@@ -11,8 +11,8 @@ from kvweave.chunk.identity import Kind
 from kvweave.engine import Engine
 from kvweave.serve.guard.text import tokens_of
 from kvweave.serve.routes.base import ERRORS, STRICT, ChunkRef, Content, Int
-from kvweave.serve.routes.named import At, Named
-from kvweave.serve.routes.shown import ContextView, PartEntry, part_entry, view_of
+from kvweave.serve.routes.named import NamedContext, OnContext
+from kvweave.serve.routes.shown import ContextView, PartEntry, Summary, part_entry, view_of
 from kvweave.serve.routes.strict import StrictRoute
 from kvweave.weave.context import Context
 from kvweave.weave.parts import Mode, Part
@@ -48,6 +48,7 @@ def part_of(context: Context, ref: PartRef) -> int:
 class Append(Content):
     """Text, tokens, or a stored chunk or ``[start, stop)`` of it; before part ``at``, or at the end."""
 
+    verb: Literal["append"] = "append"
     chunk: ChunkRef | None = None
     kind: Kind = "document"
     name: ChunkRef | None = None
@@ -60,7 +61,7 @@ class Append(Content):
         is_slice = self.start is not None or self.stop is not None
         return n_given == 1 and not (is_slice and self.chunk is None)
 
-    def apply(self, named: Named, engine: Engine, context: Context) -> Part:
+    def apply(self, named: NamedContext, engine: Engine, context: Context) -> Part:
         """Do it."""
         at = len(context.parts) if self.at is None else self.at
         if self.chunk is None:
@@ -83,10 +84,11 @@ class NewMessage(BaseModel):
 
     model_config = STRICT
 
+    verb: Literal["message"] = "message"
     role: Literal["system", "user", "assistant", "tool"]
     content: str
 
-    def apply(self, named: Named, engine: Engine, context: Context) -> Part:
+    def apply(self, named: NamedContext, engine: Engine, context: Context) -> Part:
         """Do it."""
         named.the.quota.check(engine, named.tenant, [len(tokens_of(engine, self.content))])
         part = context.message(self.role, PlainText(self.content))
@@ -99,10 +101,11 @@ class Drop(BaseModel):
 
     model_config = STRICT
 
+    verb: Literal["drop"] = "drop"
     parts: list[PartRef]
     mode: Mode | None = None
 
-    def apply(self, named: Named, engine: Engine, context: Context) -> None:
+    def apply(self, named: NamedContext, engine: Engine, context: Context) -> None:
         """Do it."""
         context.drop(*(part_of(context, ref) for ref in self.parts), mode=self.mode)
 
@@ -110,10 +113,11 @@ class Drop(BaseModel):
 class Replace(Content):
     """A part, and what shall stand there."""
 
+    verb: Literal["replace"] = "replace"
     part: PartRef
     kind: Kind = "document"
 
-    def apply(self, named: Named, engine: Engine, context: Context) -> Part:
+    def apply(self, named: NamedContext, engine: Engine, context: Context) -> Part:
         """Do it."""
         tokens = tokens_of(engine, self.content)
         named.the.quota.check(engine, named.tenant, [len(tokens)])
@@ -125,46 +129,15 @@ class Reorder(BaseModel):
 
     model_config = STRICT
 
+    verb: Literal["reorder"] = "reorder"
     order: list[PartRef]
 
-    def apply(self, named: Named, engine: Engine, context: Context) -> None:
+    def apply(self, named: NamedContext, engine: Engine, context: Context) -> None:
         """Do it."""
         context.reorder([part_of(context, ref) for ref in self.order])
 
 
-class AppendEdit(Append):
-    """One edit of several: see ``:append``."""
-
-    verb: Literal["append"]
-
-
-class MessageEdit(NewMessage):
-    """One edit of several: see ``:message``."""
-
-    verb: Literal["message"]
-
-
-class DropEdit(Drop):
-    """One edit of several: see ``:drop``."""
-
-    verb: Literal["drop"]
-
-
-class ReplaceEdit(Replace):
-    """One edit of several: see ``:replace``."""
-
-    verb: Literal["replace"]
-
-
-class ReorderEdit(Reorder):
-    """One edit of several: see ``:reorder``."""
-
-    verb: Literal["reorder"]
-
-
-AnyEdit = Annotated[
-    AppendEdit | MessageEdit | DropEdit | ReplaceEdit | ReorderEdit, Field(discriminator="verb")
-]
+AnyEdit = Annotated[Append | NewMessage | Drop | Replace | Reorder, Field(discriminator="verb")]
 
 
 class Edits(BaseModel):
@@ -175,66 +148,69 @@ class Edits(BaseModel):
     edits: Annotated[list[AnyEdit], Field(max_length=MAX_EDITS)]
 
 
-class EditedView(ContextView):
-    """A context, and the part that each edit made, null where it made none."""
+class EditedView(Summary):
+    """A context in full, and the part that each edit made, null where it made none."""
 
+    base: int | None
+    parts: list[PartEntry]
+    plan: _Json
     made: list[PartEntry | None]
 
 
 @router.post("/{name:path}:append", response_model=PartEntry)
-async def append(at: At, body: Append) -> _Json:
+async def append(here: OnContext, body: Append) -> _Json:
     """Add text, tokens, or a chunk or a slice of one, at the end or before part ``at``."""
-    return await _made(at, body)
+    return await _made(here, body)
 
 
 @router.post("/{name:path}:message", response_model=PartEntry)
-async def message(at: At, body: NewMessage) -> _Json:
+async def message(here: OnContext, body: NewMessage) -> _Json:
     """Add one chat message, wrapped by the model's chat template."""
-    return await _made(at, body)
+    return await _made(here, body)
 
 
 @router.post("/{name:path}:replace", response_model=PartEntry)
-async def replace_part(at: At, body: Replace) -> _Json:
+async def replace_part(here: OnContext, body: Replace) -> _Json:
     """Put new text in the place of a part; what stands behind is woven anew."""
-    return await _made(at, body)
+    return await _made(here, body)
 
 
 @router.post("/{name:path}:drop", response_model=ContextView)
-async def drop(at: At, body: Drop) -> _Json:
+async def drop(here: OnContext, body: Drop) -> _Json:
     """Remove parts: forget them, or evict only their memory."""
-    return await _edited(at, body)
+    return await _edited(here, body)
 
 
 @router.post("/{name:path}:reorder", response_model=ContextView)
-async def reorder(at: At, body: Reorder) -> _Json:
+async def reorder(here: OnContext, body: Reorder) -> _Json:
     """Put the parts in another order."""
-    return await _edited(at, body)
+    return await _edited(here, body)
 
 
 @router.post("/{name:path}:edit", response_model=EditedView)
-async def edit(at: At, body: Edits) -> _Json:
+async def edit(here: OnContext, body: Edits) -> _Json:
     """Do several edits as one version: all of them, or none."""
 
     def work(engine: Engine, context: Context) -> _Json:
         with context.edit():
-            made = [each.apply(at, engine, context) for each in body.edits]
-        view = view_of(engine, at.the, context)
+            made = [each.apply(here, engine, context) for each in body.edits]
+        view = view_of(engine, here.the, context)
         shown = {part["uid"]: part for part in view["parts"]}
         return view | {"made": [part and shown.get(part.uid) for part in made]}
 
-    return await at.change(work)
+    return await here.change(work)
 
 
-async def _made(at: Named, body: Append | NewMessage | Replace) -> _Json:
+async def _made(here: NamedContext, body: Append | NewMessage | Replace) -> _Json:
     def work(engine: Engine, context: Context) -> _Json:
-        return part_entry(engine, context, body.apply(at, engine, context))
+        return part_entry(engine, context, body.apply(here, engine, context))
 
-    return await at.change(work)
+    return await here.change(work)
 
 
-async def _edited(at: Named, body: Drop | Reorder) -> _Json:
+async def _edited(here: NamedContext, body: Drop | Reorder) -> _Json:
     def work(engine: Engine, context: Context) -> _Json:
-        body.apply(at, engine, context)
-        return view_of(engine, at.the, context)
+        body.apply(here, engine, context)
+        return view_of(engine, here.the, context)
 
-    return await at.change(work)
+    return await here.change(work)

@@ -9,7 +9,7 @@ from pydantic import BaseModel, Field, StrictInt
 
 from kvweave.engine import Engine
 from kvweave.serve.routes.base import ERRORS, STRICT
-from kvweave.serve.routes.named import At
+from kvweave.serve.routes.named import OnContext
 from kvweave.serve.routes.shown import ContextView, view_of
 from kvweave.serve.routes.strict import StrictRoute
 from kvweave.weave.context import Context
@@ -95,36 +95,36 @@ class Revert(BaseModel):
 
 
 @router.get("/{name:path}:log", response_model=EditList)
-async def log(at: At, limit: Annotated[int, Query(ge=1, le=1000)] = 100) -> _Json:
+async def log(here: OnContext, limit: Annotated[int, Query(ge=1, le=1000)] = 100) -> _Json:
     """List what was done to a context, the newest first."""
 
     def work(engine: Engine, context: Context) -> _Json:
         edits = context.history.log()[:limit]
         return {"object": "list", "data": [edit.to_dict() for edit in edits]}
 
-    return await at.read(work)
+    return await here.read(work)
 
 
 @router.get("/{name:path}:diff", response_model=DiffView)
 async def diff(
-    at: At, since: Annotated[int, Query(alias="from", ge=0)], to: Number | None = None
+    here: OnContext, since: Annotated[int, Query(alias="from", ge=0)], to: Number | None = None
 ) -> _Json:
     """Tell which parts a version has that another has not; ``to`` is by default the last."""
-    return await at.read(lambda _, context: context.history.diff(since, to).to_dict())
+    return await here.read(lambda _, context: context.history.diff(since, to).to_dict())
 
 
 @router.get("/{name:path}:why", response_model=WhyView)
-async def why(at: At) -> _Json:
+async def why(here: OnContext) -> _Json:
     """Tell what was and was not reused, and which edit was the cause."""
-    return await at.read(lambda _, context: context.why().to_dict())
+    return await here.read(lambda _, context: context.why().to_dict())
 
 
 @router.post("/{name:path}:revert", response_model=ContextView)
-async def revert(at: At, body: Revert) -> _Json:
+async def revert(here: OnContext, body: Revert) -> _Json:
     """Bring back the parts of a version, as a new one."""
 
     def work(engine: Engine, context: Context) -> _Json:
         context.revert(body.to)
-        return view_of(engine, at.the, context)
+        return view_of(engine, here.the, context)
 
-    return await at.change(work)
+    return await here.change(work)

@@ -26,7 +26,7 @@ IfMatch = Annotated[
 
 
 @dataclass(slots=True)
-class Named:
+class NamedContext:
     """A context of the caller; what works on it refuses another version than it wants (412).
 
     Answers carry the version that there is then as their ``ETag``.
@@ -85,15 +85,15 @@ class Named:
 
 def _named(
     the: The, tenant: Tenant, name: PathRef, response: Response, if_match: IfMatch = None
-) -> Named:
+) -> NamedContext:
     wanted = None
     if if_match is not None and if_match.strip() != "*":
         found = _ETAG.fullmatch(if_match.strip())
         if found is None:
             raise InvalidArgument("If-Match", f"{if_match!r} is no version", 'such as "7"')
         wanted = int(found[1])
-    return Named(the, tenant, name, wanted, response)
+    return NamedContext(the, tenant, name, wanted, response)
 
 
-At = Annotated[Named, Depends(_named)]
+OnContext = Annotated[NamedContext, Depends(_named)]
 """A route's parameter of this type is the context that its path names."""

@@ -110,4 +110,5 @@ def _part(part: Part) -> _Json:
 
 
 def part_entry(engine: Engine, context: Context, part: Part) -> _Json:
+    """Return one part of a context."""
     return parts_of(engine, context)[context.index(part)]

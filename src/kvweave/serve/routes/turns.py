@@ -23,7 +23,7 @@ from kvweave.serve.routes.base import (
     Stops,
 )
 from kvweave.serve.routes.contexts import Nats
-from kvweave.serve.routes.named import At, Named
+from kvweave.serve.routes.named import NamedContext, OnContext
 from kvweave.serve.routes.strict import StrictRoute
 from kvweave.serve.stream import Reply, respond
 from kvweave.weave.answer import Answer, request_from
@@ -59,39 +59,39 @@ class Sampled(BaseModel):
 
 
 @router.post("/{name:path}:generate", response_model=None, responses=STREAMED)
-async def generate(at: At, body: Sampled) -> Response:
+async def generate(here: OnContext, body: Sampled) -> Response:
     """Continue a context; the new text becomes its last part."""
     if body.content is not None:
         raise InvalidArgument("content", "generate takes none", "use :ask, or :append first")
-    return await respond(_Turn(at, body, chat=False).events(), _Reply(body.stream))
+    return await respond(_Turn(here, body, chat=False).events(), _Reply(body.stream))
 
 
 @router.post("/{name:path}:ask", response_model=None, responses=STREAMED)
-async def ask(at: At, body: Sampled) -> Response:
+async def ask(here: OnContext, body: Sampled) -> Response:
     """Add a user's message and the model's answer; both become chunks."""
-    return await respond(_Turn(at, body, chat=True).events(), _Reply(body.stream))
+    return await respond(_Turn(here, body, chat=True).events(), _Reply(body.stream))
 
 
 class _Turn:
     """One answer of one context."""
 
-    def __init__(self, at: Named, body: Sampled, *, chat: bool) -> None:
-        self.at, self.body, self.chat = at, body, chat
+    def __init__(self, here: NamedContext, body: Sampled, *, chat: bool) -> None:
+        self.here, self.body, self.chat = here, body, chat
         options = body.model_dump(exclude={"max_tokens", "stream", "content"})
         options["stop_tokens"] = tuple(body.stop_tokens)
         self.sampling, self.max_drift = request_from(body.max_tokens, options)
         self.known: set[int] = set()  # uids of parts before the one that is answered
 
     def events(self) -> AsyncGenerator[Event, None]:
-        return self.at.the.driver.answer(self.at.tenant, self.begin, self.done, self.wants)
+        return self.here.the.driver.answer(self.here.tenant, self.begin, self.done, self.wants)
 
     def begin(self, engine: Engine) -> list[Turn]:
-        context = self.at.open(engine)
+        context = self.here.open(engine)
         sizes = [self.body.max_tokens]
         if self.body.content is not None:
             sizes.append(len(tokens_of(engine, self.body.content)))
-        self.at.the.quota.check(engine, self.at.tenant, sizes)
-        before = context.snapshot()
+        self.here.the.quota.check(engine, self.here.tenant, sizes)
+        before, version = context.snapshot(), context.history.version
         try:
             if self.body.content is not None:
                 context.message("user", PlainText(self.body.content))
@@ -99,17 +99,18 @@ class _Turn:
             return [context.begin(self.sampling, self.max_drift, chat=self.chat)]
         except BaseException:
             context.restore(before)
+            context.history.back_to(version)
             raise
 
     def wants(self, engine: Engine) -> list[int]:
-        return [int(part.id) for part in engine.get_context(self.at.name, self.at.tenant).parts]
+        return [int(part.id) for part in engine.get_context(self.here.name, self.here.tenant).parts]
 
     def done(self, engine: Engine, answers: list[Answer]) -> None:
-        parts = engine.get_context(self.at.name, self.at.tenant).parts
+        parts = engine.get_context(self.here.name, self.here.tenant).parts
         new = [part.id for part in parts if part.uid not in self.known]
-        self.at.the.driver.later(new)
+        self.here.the.driver.later(new)
         for id in new:
-            self.at.the.library.note(self.at.tenant, id)
+            self.here.the.library.note(self.here.tenant, id)
 
 
 def answer_of(answer: Answer) -> dict[str, Any]:
