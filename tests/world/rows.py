@@ -30,5 +30,5 @@ def checksum(layers: Layers) -> int:
     """Return a number that changes when any bit of the rows does."""
     sum = xxhash.xxh3_64()
     for tensor in (t for pair in layers for t in pair):
-        sum.update(tensor.contiguous().numpy())
+        sum.update(tensor.contiguous().cpu().numpy())
     return sum.intdigest()
