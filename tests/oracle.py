@@ -20,6 +20,7 @@ from kvweave.run.model import Runner
 from kvweave.run.rows import KVRows
 
 DEVICE = torch.device(os.environ.get("KVWEAVE_TEST_DEVICE", "cpu"))  # of all tiny models
+MEMORY = "gpu" if DEVICE.type == "cuda" else "ram"  # the tier there
 
 BASE: dict[str, Any] = {
     "vocab_size": 101,
@@ -221,6 +222,13 @@ def full_prefill(runner: Runner, ids: Tensor, attention: str = "eager") -> Tenso
             return logits.cpu()
     finally:
         runner.model.set_attn_implementation("kvweave")
+
+
+def same(found: Tensor, wanted: Tensor) -> bool:
+    """Whether these are the same bits; kernels of a GPU may round the last one otherwise."""
+    if DEVICE.type == "cpu":
+        return torch.equal(found, wanted)
+    return found.shape == wanted.shape and torch.allclose(found, wanted, rtol=1e-12, atol=1e-12)
 
 
 def rows_of(runner: Runner, ids: Tensor, positions: Tensor | None = None) -> tuple[KVRows, Tensor]:

@@ -125,6 +125,8 @@ def test_repaired_row_does_not_see_its_future(monkeypatch: pytest.MonkeyPatch) -
     slots = np.array([2, 5, 11])
     (found,) = runner.forward([work(rows, tokens, slots)])
     assert oracle.relative(found, wanted[slots]) < EXACT
+    if runner.pooled:
+        return  # intervals, no mask that could be wrong
 
     def bottom_right(*_: object) -> torch.Tensor:
         hidden = torch.full((3, 12), -torch.inf, dtype=torch.float64, device=oracle.DEVICE)

@@ -136,7 +136,7 @@ def test_evict_keeps_what_survivors_saw(engines: Make) -> None:
     turned = engine.runner.layers[2].rotation
     raw = context.session.state.kept.own[context.parts[1].uid].k[2]
     positions = torch.arange(5, 11, device=oracle.DEVICE)
-    assert torch.equal(after.read(2)[0][5:11], turned.apply(raw, turned.angles(positions)))
+    assert oracle.same(after.read(2)[0][5:11], turned.apply(raw, turned.angles(positions)))
 
 
 def test_evict_with_kept_positions_does_no_work(engines: Make) -> None:

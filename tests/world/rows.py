@@ -23,12 +23,12 @@ def rows_of(context: Context, n_layers: int) -> Layers:
         rows = inside._state.rows
         rows.settle()
         read = list(zip(rows.k, rows.v, strict=True))
-    return [(k[: rows.n], v[: rows.n]) for k, v in read]
+    return [(k[: rows.n].cpu(), v[: rows.n].cpu()) for k, v in read]
 
 
 def checksum(layers: Layers) -> int:
     """Return a number that changes when any bit of the rows does."""
     sum = xxhash.xxh3_64()
     for tensor in (t for pair in layers for t in pair):
-        sum.update(tensor.contiguous().cpu().numpy())
+        sum.update(tensor.contiguous().numpy())
     return sum.intdigest()

@@ -23,7 +23,7 @@ BLOCK = 64  # slots read at once, at most
 BLOCK_BYTES = 1 << 14  # and their keys' bytes
 SMALLEST = 16  # rows or dims that the units for matrix products take at least
 MOST_SPLITS = 32
-STAGES = 2  # blocks of slots on their way at once
+STAGES = 3  # blocks of slots on their way at once
 MANY = 128  # rows from which on a program writes several
 
 

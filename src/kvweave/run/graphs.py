@@ -69,7 +69,8 @@ class Graphs:
         if form is None or not self._works:
             return call(batch)
         if n_moves != self._n_moves or len(self._known) > MOST:
-            self._known, self._n_moves = {}, n_moves
+            self._drop()
+            self._n_moves = n_moves
         if form not in self._known:
             self._known[form] = None
             return call(batch)
@@ -78,7 +79,7 @@ class Graphs:
             try:
                 known = self._known[form] = self.record(batch, call)
             except RuntimeError as error:  # a model that waits for the device amid a pass
-                log.info("passes are launched one by one: %s", error)
+                log.warning("passes are launched one by one: %s", error)
                 self._works = False
                 batch.forget()
                 return call(batch)
@@ -86,6 +87,12 @@ class Graphs:
         self.n_played += 1
         batch.raw = known.raw
         return known.logits.clone()
+
+    def _drop(self) -> None:
+        """Forget all that was recorded."""
+        if self._memory is not None:
+            torch.cuda.synchronize(self._device)  # the last one may be playing
+        self._known, self._memory = {}, None  # memory goes with the last graph that has it
 
     def record(self, batch: P, call: Callable[[P], Tensor]) -> Recorded:
         """Record a pass, which does not run. Raises RuntimeError where this is not possible."""

@@ -23,7 +23,7 @@ from kvweave.run.base import LayerInfo
 from kvweave.run.graphs import Graphs
 from kvweave.run.kernel import write_rows
 from kvweave.run.layers import RawRows
-from kvweave.run.rotary import Rotation
+from kvweave.run.rotary import Angles, Rotation
 from kvweave.store.kv import LayerShape
 
 FIRST = 1  # slot 0 is nobody's
@@ -116,6 +116,16 @@ class PooledRows(RawRows):
         made = PooledRows(self.pool, capacity)
         made.k[:, :n], made.v[:, :n] = self.k[:, :n], self.v[:, :n]
         return made
+
+    def place(
+        self, span: slice, rotation: Rotation, keys: Tensor, angles: Angles, values: Tensor
+    ) -> None:
+        if self.pool.turns:  # the same bits as `place_at`
+            first = self.start + span.start
+            slots = torch.arange(first, first + len(keys), device=keys.device)
+            self.place_at(slots, rotation, keys, torch.stack(angles), values)
+        else:
+            super().place(span, rotation, keys, angles, values)
 
     def place_at(
         self, slots: Tensor, rotation: Rotation, keys: Tensor, angles: Tensor, values: Tensor
