@@ -6,6 +6,7 @@ import asyncio
 import gc
 import signal
 import socket
+import sys
 from collections import Counter
 from collections.abc import Callable
 from types import FrameType
@@ -22,6 +23,7 @@ from kvweave.serve.state import ServerState
 HEADER_SECONDS = 10.0  # a client has to send its headers
 KEEP_ALIVE = 30.0  # seconds an idle connection stays open
 HEADER_BYTES = 32_768
+SWITCH_SECONDS = 0.0005  # the thread that computes must not wait long for one that parses
 CONNECTIONS = 1024  # then those that ask nothing make room
 BACKLOG = 512
 
@@ -120,6 +122,7 @@ class Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Begin to accept, and say so."""
+        sys.setswitchinterval(SWITCH_SECONDS)
         gc.collect()
         gc.freeze()  # to go through all of torch again takes a quarter of a second, in some request
         await super().startup(sockets)

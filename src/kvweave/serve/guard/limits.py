@@ -18,6 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvweave.errors import Overloaded
 from kvweave.serve.guard.problems import CLOSE, Problem, make, problem_of
+from kvweave.serve.guard.throttle import Throttle
 
 MAX_DEPTH = 100  # of nested lists and objects
 MAX_INNER = 100_000  # lists and objects in one request; parsing them holds up everybody
@@ -43,6 +44,7 @@ class Limits:
 
     def __init__(self, app: ASGIApp, max_body: int, body_timeout: float) -> None:
         self.app, self.max_body, self.body_timeout = app, max_body, body_timeout
+        self._throttle = Throttle()
         self._under_way: Counter[str] = Counter()  # bytes of bodies, by namespace
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -53,12 +55,13 @@ class Limits:
             body = check_path(scope) or await self._body(scope, receive)
         except Gone:
             return
-        if not isinstance(body, Problem):
-            body = check_json(body) if _is_json(scope) and body else body
+        tenant = scope["state"]["tenant"]
+        if not isinstance(body, Problem) and _is_json(scope) and body:
+            async with self._throttle.turn(tenant, len(body)):
+                body = check_json(body)
         if isinstance(body, Problem):
             await body.response(scope, receive, send)
             return
-        tenant = scope["state"]["tenant"]
         if self._under_way[tenant] + len(body) > TOGETHER * self.max_body:
             problem = problem_of(Overloaded(RETRY_SECONDS))
             await problem.response(scope, receive, send)
