@@ -1,4 +1,4 @@
-"""How much of the model each tenant had lately, so that who asks little is not slowed by who asks much."""
+"""How much of something each tenant had lately, so that who asks little is not slowed by who asks much."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ LITTLE = 0.5  # of a fair share: who had less is let through
 
 
 class Ledger:
-    """Rows that each tenant had, the older the less they count."""
+    """Rows (or milliseconds) that each tenant had, the older the less they count."""
 
     def __init__(self) -> None:
         self._had: dict[str, float] = {}
 
-    def note(self, rows: Iterable[tuple[str, int]]) -> None:
-        """Take down the rows of one step."""
+    def note(self, rows: Iterable[tuple[str, float]]) -> None:
+        """Take down what was had in one step."""
         for tenant in list(self._had):
             self._had[tenant] *= 1 - FORGETS
             if self._had[tenant] < 1:

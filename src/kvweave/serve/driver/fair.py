@@ -27,11 +27,23 @@ class FairQueue(Generic[T]):
         """Queue behind the tenant's others; a tenant with none so far is last to take a turn."""
         self._queues.setdefault(tenant, deque()).append(item)
 
+    def tenants(self) -> list[str]:
+        """Return who has something here, in the order of their turns."""
+        return list(self._queues)
+
+    def next(self, but: Collection[str] = ()) -> str | None:
+        """Return whose turn it is, of those not in ``but``; None where there is nobody."""
+        return next((tenant for tenant in self._queues if tenant not in but), None)
+
     def take(self, but: Collection[str] = ()) -> T:
         """Return the next item, of no tenant in ``but``. Raises IndexError when there is none."""
-        tenant = next((tenant for tenant in self._queues if tenant not in but), None)
+        tenant = self.next(but)
         if tenant is None:
             raise IndexError("nothing waits")
+        return self.take_of(tenant)
+
+    def take_of(self, tenant: str) -> T:
+        """Return the next item of a tenant that has one."""
         queue = self._queues.pop(tenant)
         item = queue.popleft()
         if queue:

@@ -134,7 +134,9 @@ def sees_metrics(request: Request) -> bool:
     return sees
 
 
-def _tenant(request: Request, _: Annotated[Any, Depends(HTTPBearer(auto_error=False))]) -> str:
+async def _tenant(
+    request: Request, _: Annotated[Any, Depends(HTTPBearer(auto_error=False))]
+) -> str:
     return tenant_of(request)
 
 

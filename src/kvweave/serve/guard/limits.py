@@ -51,14 +51,14 @@ class Limits:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
+        tenant = scope["state"]["tenant"]
         try:
-            body = check_path(scope) or await self._body(scope, receive)
+            async with self._throttle.turn(tenant, self._said(scope)):
+                body = check_path(scope) or await self._body(scope, receive)
+                if not isinstance(body, Problem) and _is_json(scope) and body:
+                    body = check_json(body)
         except Gone:
             return
-        tenant = scope["state"]["tenant"]
-        if not isinstance(body, Problem) and _is_json(scope) and body:
-            async with self._throttle.turn(tenant, len(body)):
-                body = check_json(body)
         if isinstance(body, Problem):
             await body.response(scope, receive, send)
             return
@@ -71,6 +71,14 @@ class Limits:
             await _Exchange(scope, receive, send, body).run(self.app)
         finally:
             self._under_way[tenant] -= len(body)
+
+    def _said(self, scope: Scope) -> int:
+        """Return how many bytes a body has, by what is said of it; of the worst kind if nothing is."""
+        headers = Headers(scope=scope)
+        length = headers.get("content-length", "")
+        if length.isdecimal():
+            return min(int(length), self.max_body)
+        return self.max_body if "transfer-encoding" in headers else 0
 
     async def _body(self, scope: Scope, receive: Receive) -> bytes | Problem:
         """Return the whole body, or why it is refused. Raises Gone."""

@@ -33,12 +33,12 @@ def make_router(state: ServerState) -> APIRouter:
     model = {"id": name, "object": "model", "created": started, "owned_by": "kvweave"}
 
     @router.get("/v1/models")
-    def models(tenant: Tenant) -> dict[str, Any]:
+    async def models(tenant: Tenant) -> dict[str, Any]:
         """List the one model there is."""
         return {"object": "list", "data": [model]}
 
     @router.get("/v1/models/{wanted:path}", response_model=None)
-    def one_model(wanted: str, tenant: Tenant) -> dict[str, Any] | Response:
+    async def one_model(wanted: str, tenant: Tenant) -> dict[str, Any] | Response:
         """Describe the model."""
         return model if wanted == name else _no_model(wanted, name)
 

@@ -32,7 +32,7 @@ PathPattern = Annotated[
 ]
 
 
-def _state(request: Request) -> ServerState:
+async def _state(request: Request) -> ServerState:  # no thread of its own
     state: ServerState = request.app.state.kvweave
     return state
 

@@ -83,7 +83,7 @@ class NamedContext:
         return found[0]
 
 
-def _named(
+async def _named(
     the: The, tenant: Tenant, name: PathRef, response: Response, if_match: IfMatch = None
 ) -> NamedContext:
     wanted = None
