@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import uvicorn
+from newer import newer
 
 from kvweave import Engine
 from kvweave.serve.app import create_app
@@ -37,7 +38,7 @@ class Server:
 @contextmanager
 def served(engine: Engine, **options: Any) -> Iterator[Server]:
     """Serve an engine; the engine stays open."""
-    app = create_app(engine, Options(**options))
+    app = newer(create_app(engine, Options(**options)))
     config = uvicorn.Config(app, port=0, log_level="error", ws="none", lifespan="on")
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, daemon=True)

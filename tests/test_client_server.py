@@ -6,9 +6,10 @@ import dataclasses
 import threading
 
 import pytest
+from faces import FACES, faces
 from served import served
 
-from kvweave import Client, Engine, errors
+from kvweave import Engine, errors
 from kvweave.run.model import Runner
 from kvweave.run.sampling import Sampling
 from kvweave.weave.parts import Part
@@ -38,9 +39,15 @@ def server(engine):
         yield server
 
 
+@pytest.fixture(params=FACES)
+def make(request):
+    with faces(request.param) as make:
+        yield make
+
+
 @pytest.fixture
-def client(server):
-    with Client(server.url) as client:
+def client(server, make):
+    with make(server.url) as client:
         yield client
 
 
@@ -251,15 +258,15 @@ def test_status_and_health(client):
     assert client.files.about("docs/a")["names"] == ["docs/a"]
 
 
-def test_keys_see_their_own_chunks_only(engine):
+def test_keys_see_their_own_chunks_only(engine, make):
     with served(engine, keys=KEYS) as server:
-        with Client(server.url) as nobody:
+        with make(server.url) as nobody:
             assert nobody.health()["status"] == "ok"
             with pytest.raises(errors.KeyRefused, match="needs an API key"):
                 nobody.files.ls()
-        with Client(server.url, "key-of-eve") as eve, pytest.raises(errors.KeyRefused):
+        with make(server.url, "key-of-eve") as eve, pytest.raises(errors.KeyRefused):
             eve.put("docs/a", A)
-        with Client(server.url, "key-of-anna") as anna, Client(server.url, "key-of-berta") as berta:
+        with make(server.url, "key-of-anna") as anna, make(server.url, "key-of-berta") as berta:
             assert anna.put("docs/a", A).id and berta.files.ls() == []
             anna.context("chat/1")
             assert berta.contexts == {} and list(anna.contexts) == ["chat/1"]
@@ -269,27 +276,27 @@ def test_keys_see_their_own_chunks_only(engine):
                 berta.close_context("chat/1")
 
 
-def test_a_quota_is_told(engine):
-    with served(engine, quota_chunks=1) as server, Client(server.url) as client:
+def test_a_quota_is_told(engine, make):
+    with served(engine, quota_chunks=1) as server, make(server.url) as client:
         client.put("docs/a", A)
         with pytest.raises(errors.OverQuota) as caught:
             client.put("docs/b", B)
         assert caught.value.quota == 1 and [e.name for e in client.files.ls()] == ["docs/a"]
 
 
-def test_durable_needs_a_home(runner, client, tmp_path):
+def test_durable_needs_a_home(runner, client, make, tmp_path):
     with pytest.raises(errors.InvalidArgument, match="no home directory"):
         client.put("docs/a", A, durable=True)
     assert client.files.ls() == []
     with Engine(runner, home=tmp_path / "home") as engine, served(engine) as server:
-        with Client(server.url) as other:
+        with make(server.url) as other:
             other.put("docs/a", A, durable=True)
         assert engine.shelf.levels()[1][1] > 0
 
 
-def test_a_stopped_server_is_unreachable(engine):
+def test_a_stopped_server_is_unreachable(engine, make):
     with served(engine) as server:
-        client = Client(server.url)
+        client = make(server.url)
         client.put("docs/a", A)
     with client, pytest.raises(errors.Unreachable, match=server.url):
         client.files.ls()

@@ -2,47 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
+from collections.abc import AsyncGenerator, Generator, Mapping
 from typing import Any
 
 from kvweave.client import parse
-from kvweave.client.http import Http
-from kvweave.errors import InvalidArgument
+from kvweave.client.faces import Awaited, Blocking, Verb
+from kvweave.client.settle import settle
+from kvweave.client.steps import HangUp, Steps, Walk
+from kvweave.client.wires import Wire
+from kvweave.errors import InvalidArgument, Unreachable
 from kvweave.weave.answer import Answer
 
 
-class RemoteTurn:
+class TurnVerbs:
     """An answer that begins when it is read. `run` waits for all of it, `stream` yields pieces,
     `cancel` hangs up, which stops it in the server."""
 
-    def __init__(self, http: Http, context: str, verb: str, body: Mapping[str, object]) -> None:
-        self._http, self._context, self._verb, self._body = http, context, verb, body
-        self._events: Generator[dict[str, Any]] | None = None
+    def __init__(self, wire: Wire, path: str, verb: str, body: Mapping[str, object]) -> None:
+        self._wire: Any = wire
+        self._link = wire.link
+        self._path, self._verb, self._body = path, verb, body
+        self._walked: Walk[Answer] | None = None
         self._answer: Answer | None = None
 
-    def run(self) -> Answer:
+    @Verb
+    def run(self) -> Steps[Answer]:
         """Return the whole answer."""
-        for _ in self.stream():
-            pass
-        return self.finish()
+        return (yield from self._steps())
 
-    def stream(self) -> Generator[str]:
-        """Yield text as it comes; closing the iterator cancels."""
-        path = f"{self._context}:{self._verb}"
-        self._events = self._http.events(path, {**self._body, "stream": True})
-        try:
-            for event in self._events:
-                if "answer" in event:
-                    self._answer = parse.answer(event["answer"])
-                elif event.get("text"):
-                    yield str(event["text"])
-        finally:
-            self._hang_up()
-
-    def cancel(self) -> None:
+    @Verb
+    def cancel(self) -> Steps[None]:
         """Hang up; the server stops, and what it had written stays as a chunk."""
-        if self._events is not None:
-            self._hang_up()
+        if self._walked is not None:
+            yield HangUp(self._walked)
 
     def finish(self) -> Answer:
         """Return the answer once it was read to its end. Raises InvalidArgument before."""
@@ -50,8 +42,37 @@ class RemoteTurn:
             raise InvalidArgument("finish", "the answer did not end", "read all of stream() first")
         return self._answer
 
-    def _hang_up(self) -> None:
-        assert self._events is not None
-        if self._answer is None:  # no request here: this may run when garbage is collected
-            self._http.left.add(self._context)
-        self._events.close()
+    def _walk(self) -> Walk[Answer]:
+        self._walked = Walk(self._steps())
+        return self._walked
+
+    def _steps(self) -> Steps[Answer]:
+        link = self._link
+        yield from settle(link, self._path)
+        try:
+            last = yield from link.events(f"{self._path}:{self._verb}", self._body)
+            if "answer" not in last:
+                raise Unreachable(link.url, "the stream ended without an answer")
+            self._answer = parse.answer(last["answer"])
+            return self._answer
+        finally:
+            if self._answer is None:  # no request here: this may run when garbage is collected
+                link.left.add(self._path)
+
+
+class RemoteTurn(TurnVerbs, Blocking):
+    """An answer of a `RemoteContext`."""
+
+    def stream(self) -> Generator[str]:
+        """Yield text as it comes; closing the iterator cancels."""
+        pieces: Generator[str] = self._wire.stream(self._walk())
+        return pieces
+
+
+class AsyncRemoteTurn(TurnVerbs, Awaited):
+    """An answer of an `AsyncRemoteContext`."""
+
+    def stream(self) -> AsyncGenerator[str]:
+        """Yield text as it comes; closing the iterator, or cancelling the task, cancels the answer."""
+        pieces: AsyncGenerator[str] = self._wire.stream(self._walk())
+        return pieces
