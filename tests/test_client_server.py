@@ -9,7 +9,9 @@ import pytest
 from faces import FACES, faces
 from served import served
 
-from kvweave import Engine, errors
+from kvweave import AsyncClient, Client, Context, Engine, errors
+from kvweave.chunk.files import Files
+from kvweave.client import AsyncRemoteContext, AsyncRemoteFiles, RemoteContext, RemoteFiles
 from kvweave.run.model import Runner
 from kvweave.run.sampling import Sampling
 from kvweave.weave.parts import Part
@@ -93,6 +95,7 @@ def file_script(weaver):
     yield failure(files.rm, "**")
     yield files.unpin(""), files.find("**", pinned=False, tier="none", unused_since=4e9)
     yield weaver.place("old/b", "none"), weaver.place("old/*", "none", dry_run=True)
+    yield weaver.denoise(), files.find(tier="none"), weaver.can("move").ok
     yield files.du(by="kind"), files.du("old/", by="dir"), files.du()
     yield files.rm("faq", dry_run=True), files.rm("old/b"), files.ls()
     yield failure(files.stat, "old/aa"), failure(files.stat, "#99"), failure(files.ls, "nothing/")
@@ -120,11 +123,21 @@ def context_script(weaver, settle):
     yield twin.replace(0, "then we saw it"), twin.parts, ctx.parts
     twin.reorder([2, 1, 0, *range(3, len(twin.parts))])
     twin.drop(twin.parts[0], "docs/a[2:9]", -1)
-    yield twin.parts, twin.index("docs/b"), twin.weave()
+    yield twin.parts, twin.index("docs/b"), twin.weave(), twin.tokens()
+    with twin.edit() as edit:
+        edit.insert_slice(1, "docs/a", 0, 4)
+        edit.append("late rain .")
+        edit.drop("docs/b")
+    yield twin.parts, twin.insert_slice(0, "docs/b", 3, 5), twin.namespace
     yield failure(twin.drop, "nothing"), failure(twin.drop, 99), failure(twin.reorder, [0])
     yield failure(twin.drop, 0, mode="evict"), failure(twin.append_slice, "docs/a", 5, 5)
     yield failure(twin.append_chunk, "docs/aa"), failure(twin.append, "x", name="docs/a")
     yield failure(twin.generate, 5000), failure(weaver.files.rm, "docs/*")
+    pair = [weaver.compose("so {docs/a} well", name=name) for name in ("one", "two")]
+    yield [answer.text for answer in weaver.generate_many(pair, 4, ignore_eos=True)]
+    settle()
+    for name in ("one", "two"):
+        weaver.close_context(name)
     yield sorted(weaver.contexts), weaver.get_context("twin").name
     weaver.close_context("twin")
     yield sorted(weaver.contexts), failure(weaver.get_context, "twin")
@@ -181,6 +194,38 @@ def test_templates_and_references_go_through(client):
     assert [p.name for p in ctx.parts if p.id == id] == ["docs/a", "#1", "docs/a"]
     with pytest.raises(errors.InvalidArgument, match="cannot be int"):
         client.compose("{n}", n=3)
+
+
+EXCUSED = {
+    "put_rows": "tensors do not travel",
+    "contexts_of": "a key has one namespace",
+    "check_integrity": "of the process",
+    "answer_part": "the server's own, when an answer is out",
+    "set_base": "the server's own, when a context is opened",
+}
+
+
+@pytest.mark.parametrize(
+    ("here", "there"),
+    [
+        (Engine, (Client, AsyncClient)),
+        (Context, (RemoteContext, AsyncRemoteContext)),
+        (Files, (RemoteFiles, AsyncRemoteFiles)),
+    ],
+)
+def test_the_clients_have_every_verb(here, there):
+    def public(kind):
+        return {name for name in dir(kind) if not name.startswith("_")}
+
+    for kind in there:
+        missing = public(here) - public(kind)
+        assert missing <= EXCUSED.keys(), f"{kind.__name__} lacks {missing - EXCUSED.keys()}"
+    assert public(there[0]) == public(there[1]), "two faces of one client"
+
+
+def test_no_excuse_is_left_over():
+    names = {*dir(Engine), *dir(Context), *dir(Files)}
+    assert names >= EXCUSED.keys() and not EXCUSED.keys() & {*dir(Client), *dir(RemoteContext)}
 
 
 # --- what only a server has

@@ -195,7 +195,7 @@ class ContextVerbs(Generic[TurnT]):
     def generate(self, /, max_tokens: int = 256, **options: object) -> Steps[Answer]:
         """Continue the context; the new text becomes its last part. Options: see Sampling, begin."""
         turn = self.begin(*request_from(max_tokens, options))
-        return (yield from TurnVerbs.run.steps(turn))
+        return (yield from turn.steps())
 
     @Streamed
     def stream(self, /, max_tokens: int = 256, **options: object) -> TurnT:
@@ -207,7 +207,7 @@ class ContextVerbs(Generic[TurnT]):
         """Add a user message and return the model's answer; both become chunks."""
         sampling, max_drift = request_from(max_tokens, options)
         turn = self._begin(sampling, max_drift, "ask", content)
-        return (yield from TurnVerbs.run.steps(turn))
+        return (yield from turn.steps())
 
     @Verb
     def check(self) -> Steps[Check]:

@@ -14,7 +14,14 @@ from urllib.parse import quote, urlsplit
 from kvweave.client.events import EventParser
 from kvweave.client.problems import error_of, error_part
 from kvweave.client.steps import Pause, Piece, Read, Send, Steps
-from kvweave.errors import InvalidArgument, InvalidName, KeyRefused, KVWeaveError, Unreachable
+from kvweave.errors import (
+    InvalidArgument,
+    InvalidName,
+    KeyRefused,
+    KVWeaveError,
+    OverBudget,
+    Unreachable,
+)
 
 if TYPE_CHECKING:
     import httpx
@@ -131,12 +138,11 @@ class Link:
 
     def _wait_or_raise(self, found: httpx.Response, left: int) -> Steps[None]:
         """Wait as long as the server asks if it may be tried again, else raise its error."""
-        wait = _seconds(found.headers.get("retry-after"))
-        if left and found.status_code in REFUSED_FOR_NOW and wait is not None:
-            if wait <= LONGEST_WAIT:
-                yield Pause(wait)
-                return
-        raise self._refusal(found)
+        error, wait = self._refusal(found), _seconds(found.headers.get("retry-after"))
+        may = found.status_code in REFUSED_FOR_NOW and not isinstance(error, OverBudget)
+        if not (left and may and wait is not None and wait <= LONGEST_WAIT):
+            raise error
+        yield Pause(wait)
 
     def _refusal(self, found: httpx.Response) -> KVWeaveError:
         try:

@@ -79,7 +79,7 @@ class Walk(Generic[T]):
 
     def __init__(self, steps: Steps[T]) -> None:
         self._steps = steps
-        self._result: list[T] = []
+        self.results: list[T] = []  # one, once the steps have ended
         self.command: Command | None = None
         self.stopped = False
         self.response: httpx.Response | None = None  # what is open
@@ -109,14 +109,9 @@ class Walk(Generic[T]):
         """Let the steps clean up."""
         self._steps.close()
 
-    @property
-    def result(self) -> T:
-        """What the steps returned."""
-        return self._result[0]
-
     def _advance(self, take: Callable[[], Command]) -> None:
         try:
             self.command = take()
         except StopIteration as end:
             self.command = None
-            self._result.append(end.value)
+            self.results.append(end.value)

@@ -26,15 +26,14 @@ class TurnVerbs:
         self._answer: Answer | None = None
 
     @Verb
-    def run(self) -> Steps[Answer]:
-        """Return the whole answer."""
-        return (yield from self._steps())
-
-    @Verb
     def cancel(self) -> Steps[None]:
         """Hang up; the server stops, and what it had written stays as a chunk."""
         if self._walked is not None:
             yield HangUp(self._walked)
+
+    def _walk(self) -> Walk[Answer]:
+        self._walked = Walk(self.steps())
+        return self._walked
 
     def finish(self) -> Answer:
         """Return the answer once it was read to its end. Raises InvalidArgument before."""
@@ -42,11 +41,8 @@ class TurnVerbs:
             raise InvalidArgument("finish", "the answer did not end", "read all of stream() first")
         return self._answer
 
-    def _walk(self) -> Walk[Answer]:
-        self._walked = Walk(self._steps())
-        return self._walked
-
-    def _steps(self) -> Steps[Answer]:
+    def steps(self) -> Steps[Answer]:
+        """The steps of the whole answer, for other verbs' use."""
         link = self._link
         yield from settle(link, self._path)
         try:
@@ -63,6 +59,11 @@ class TurnVerbs:
 class RemoteTurn(TurnVerbs, Blocking):
     """An answer of a `RemoteContext`."""
 
+    def run(self) -> Answer:
+        """Return the whole answer."""
+        self._wire.finish(self._walk())
+        return self.finish()
+
     def stream(self) -> Generator[str]:
         """Yield text as it comes; closing the iterator cancels."""
         pieces: Generator[str] = self._wire.stream(self._walk())
@@ -71,6 +72,11 @@ class RemoteTurn(TurnVerbs, Blocking):
 
 class AsyncRemoteTurn(TurnVerbs, Awaited):
     """An answer of an `AsyncRemoteContext`."""
+
+    async def run(self) -> Answer:
+        """Return the whole answer."""
+        await self._wire.finish(self._walk())
+        return self.finish()
 
     def stream(self) -> AsyncGenerator[str]:
         """Yield text as it comes; closing the iterator, or cancelling the task, cancels the answer."""

@@ -47,17 +47,18 @@ class BlockingWire:
 
     def run(self, steps: Steps[T]) -> T:
         """Return what the steps return."""
-        return self._finish(Walk(steps))
+        return self.finish(Walk(steps))[0]
 
     def stream(self, walk: Walk[Any]) -> Generator[str]:
         """Yield the pieces of text; closing the generator hangs up."""
         walk.pieces = self._stream(walk)
         return walk.pieces  # type: ignore[no-any-return]
 
-    def _finish(self, walk: Walk[T]) -> T:
+    def finish(self, walk: Walk[T]) -> list[T]:
+        """Go to the end; return the result, in a list, or none where it was stopped."""
         for _ in self.stream(walk):
             pass
-        return walk.result
+        return walk.results
 
     def _stream(self, walk: Walk[Any]) -> Generator[str]:
         try:
@@ -104,7 +105,7 @@ class BlockingWire:
 
     def _together(self, walks: list[Walk[Any]]) -> list[Any]:
         with ThreadPoolExecutor(max(1, len(walks))) as threads:
-            runs: list[Future[Any]] = [threads.submit(self._finish, walk) for walk in walks]
+            runs: list[Future[Any]] = [threads.submit(self.finish, walk) for walk in walks]
             try:
                 for done in as_completed(runs):
                     done.result()
@@ -112,7 +113,7 @@ class BlockingWire:
                 for walk in walks:
                     walk.stop()
                 raise
-        return [done.result() for done in runs]
+        return [done.result()[0] for done in runs]
 
 
 class AwaitedWire:
@@ -126,17 +127,18 @@ class AwaitedWire:
 
     async def run(self, steps: Steps[T]) -> T:
         """Return what the steps return."""
-        return await self._finish(Walk(steps))
+        return (await self.finish(Walk(steps)))[0]
 
     def stream(self, walk: Walk[Any]) -> AsyncGenerator[str]:
         """Yield the pieces of text; closing the generator hangs up."""
         walk.pieces = self._stream(walk)
         return walk.pieces  # type: ignore[no-any-return]
 
-    async def _finish(self, walk: Walk[T]) -> T:
+    async def finish(self, walk: Walk[T]) -> list[T]:
+        """Go to the end; return the result, in a list, or none where it was stopped."""
         async for _ in self.stream(walk):
             pass
-        return walk.result
+        return walk.results
 
     async def _stream(self, walk: Walk[Any]) -> AsyncGenerator[str]:
         try:
@@ -147,20 +149,26 @@ class AwaitedWire:
                     walk.send(None)
                     continue
                 try:
-                    with anyio.CancelScope() as walk.scope:
-                        result = await self._do(walk.command, walk)
-                    if walk.scope.cancelled_caught:
-                        return
+                    result = await self._unless_stopped(walk.command, walk)
                 except Exception as error:
                     walk.throw(error)
                 else:
-                    walk.send(result)
+                    if not walk.stopped:
+                        walk.send(result)
         finally:
-            walk.scope = None
             walk.close()
             if walk.response is not None:
                 with anyio.CancelScope(shield=True):
                     await walk.response.aclose()
+
+    async def _unless_stopped(self, command: Command, walk: Walk[Any]) -> object:
+        """Do a command, and break it off where another task stops the walk."""
+        with anyio.CancelScope() as walk.scope:
+            try:
+                return await self._do(command, walk)
+            finally:
+                walk.scope = None  # one that was left must not be cancelled
+        return None
 
     async def _do(self, command: Command, walk: Walk[Any]) -> object:
         match command:
@@ -191,7 +199,7 @@ class AwaitedWire:
 
         async def one(walk: Walk[Any]) -> None:
             try:
-                await self._finish(walk)
+                await self.finish(walk)
             except Exception as error:
                 failed.append(error)
                 group.cancel_scope.cancel()
@@ -201,7 +209,7 @@ class AwaitedWire:
                 group.start_soon(one, walk)
         if failed:
             raise failed[0]
-        return [walk.result for walk in walks]
+        return [walk.results[0] for walk in walks]
 
 
 Wire = BlockingWire | AwaitedWire
