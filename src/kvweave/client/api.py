@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 URL = "http://127.0.0.1:8700"  # where `kvweave serve` listens
 TIMEOUT = 600.0  # seconds without a byte; a long text takes a small machine minutes
 
-ContextT = TypeVar("ContextT", bound=ContextVerbs[Any])
+ContextT = TypeVar("ContextT", bound=ContextVerbs[Any, Any])
 
 
 class ClientVerbs(Generic[ContextT]):
@@ -140,8 +140,13 @@ class ClientVerbs(Generic[ContextT]):
     @Told
     def contexts(self) -> Steps[dict[str, ContextT]]:
         """The open contexts by name."""
-        names = [str(each["name"]) for each in (yield from self._link.pages(CONTEXTS))]
+        names = [each["name"] for each in (yield from ClientVerbs.summaries.steps(self))]
         return {name: self._context(self._wire, name) for name in names}
+
+    @Verb
+    def summaries(self) -> Steps[list[dict[str, Any]]]:
+        """Return name, length and whether an answer is under way of each open context, by name."""
+        return [dict(each) for each in (yield from self._link.pages(CONTEXTS))]
 
     @Verb
     def context(

@@ -7,7 +7,7 @@ may edit it too.
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 from kvweave.client import parse
 from kvweave.client.block import Edit, require_closed
@@ -28,11 +28,12 @@ from kvweave.weave.plan import Plan
 
 CONTEXTS = "/v1/contexts"
 TurnT = TypeVar("TurnT", bound=TurnVerbs)
+ContextT = TypeVar("ContextT")
 T = TypeVar("T")
 _Json = dict[str, Any]
 
 
-class ContextVerbs(Generic[TurnT]):
+class ContextVerbs(Generic[TurnT, ContextT]):
     """A context of a server; two of one name are the same context.
 
     A part is addressed by its name, its chunk's ``#id``, its index, or the `Part` itself.
@@ -155,10 +156,10 @@ class ContextVerbs(Generic[TurnT]):
             yield from self._send(EditVerbs.drop.edit(self, *now[n:], mode="forget"))
 
     @Verb
-    def fork(self, name: str) -> Steps[Self]:
+    def fork(self, name: str) -> Steps[ContextT]:
         """Return a new context with the same parts and rows."""
         yield from self._do("fork", to=name)
-        return type(self)(self._wire, name)
+        return cast(ContextT, type(self)(self._wire, name))
 
     @Verb
     def rename(self, name: str) -> Steps[None]:
@@ -240,7 +241,7 @@ class ContextVerbs(Generic[TurnT]):
         return self._turn(self._wire, self._path, verb, body)
 
 
-class RemoteContext(ContextVerbs[RemoteTurn], EditVerbs, Blocking):
+class RemoteContext(ContextVerbs[RemoteTurn, "RemoteContext"], EditVerbs, Blocking):
     """A context of a server; its verbs return when they are done."""
 
     _turn = RemoteTurn
@@ -254,7 +255,7 @@ class RemoteContext(ContextVerbs[RemoteTurn], EditVerbs, Blocking):
         return EditBlock(self._wire, self._path, version)
 
 
-class AsyncRemoteContext(ContextVerbs[AsyncRemoteTurn], EditVerbs, Awaited):
+class AsyncRemoteContext(ContextVerbs[AsyncRemoteTurn, "AsyncRemoteContext"], EditVerbs, Awaited):
     """A context of a server; its verbs are awaited, and so is what a `RemoteContext` has as a
     property: ``await context.parts``."""
 
