@@ -80,7 +80,7 @@ def _options(parser: argparse.ArgumentParser) -> str:
 
 def _word(action: argparse.Action) -> str:
     name = str(action.metavar)
-    return {"?": f"[{name}]", "*": f"[{name} ...]", None: name}[action.nargs]  # type: ignore[index]
+    return {"?": f"[{name}]", "*": f"[{name} ...]", "+": f"{name} ...", None: name}[action.nargs]  # type: ignore[index]
 
 
 def _row(action: argparse.Action) -> str:

@@ -227,7 +227,9 @@ def test_put_cuts_and_replaces_all_pieces(sh):
     names = [e["name"] for e in sh.json("put", "m", "--cut", "paragraph", stdin=text)]
     assert names == [f"m/{i:03d}" for i in range(5)]
     sh("put", "m/own", stdin="kept")
-    entries = sh.json("put", "m", "--cut", "tokens", "--piece-tokens", "40", "--replace", stdin=text)
+    entries = sh.json(
+        "put", "m", "--cut", "tokens", "--piece-tokens", "40", "--replace", stdin=text
+    )
     assert [e["name"] for e in entries] == ["m/000", "m/001"] and entries[0]["n_tokens"] == 40
     assert sh("ls", "m/") == "m/000\nm/001\nm/own\n"
 

@@ -11,11 +11,11 @@ from kvweave.chunk.files import Entry
 from kvweave.chunk.identity import Kind, TierName, check_name
 from kvweave.client import parse
 from kvweave.client.context import CONTEXTS, AsyncRemoteContext, ContextVerbs, RemoteContext
+from kvweave.client.course import AtOnce, Course, Disconnect, Running
 from kvweave.client.edits import content_of
 from kvweave.client.faces import Awaited, Blocking, Told, Verb
 from kvweave.client.files import CHUNKS, AsyncRemoteFiles, FileVerbs, RemoteFiles
-from kvweave.client.link import Link, part_of_path
-from kvweave.client.steps import Disconnect, Steps, Together, Walk
+from kvweave.client.peer import Peer, part_of_path
 from kvweave.client.wires import AwaitedWire, BlockingWire, Wire, require_httpx
 from kvweave.errors import InvalidArgument
 from kvweave.run.capability import Capability
@@ -29,18 +29,18 @@ if TYPE_CHECKING:
 URL = "http://127.0.0.1:8700"  # where `kvweave serve` listens
 TIMEOUT = 600.0  # seconds without a byte; a long text takes a small machine minutes
 
-ContextT = TypeVar("ContextT", bound=ContextVerbs[Any, Any])
+_ContextT = TypeVar("_ContextT", bound=ContextVerbs[Any, Any])
 
 
-class ClientVerbs(Generic[ContextT]):
+class ClientVerbs(Generic[_ContextT]):
     """What both clients can do."""
 
-    _context: type[ContextT]
+    _context: type[_ContextT]
 
     def __init__(self, wire: Wire) -> None:
         self._wire: Any = wire
-        self._link = wire.link
-        self.url = wire.link.url
+        self._peer = wire.peer
+        self.url = wire.peer.url
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.url!r})"
@@ -48,24 +48,24 @@ class ClientVerbs(Generic[ContextT]):
     # ---- life
 
     @Verb
-    def close(self) -> Steps[None]:
+    def close(self) -> Course[None]:
         """Close the connections; the server's contexts stay open."""
         yield Disconnect()
 
     @Verb
-    def health(self) -> Steps[dict[str, Any]]:
+    def health(self) -> Course[dict[str, Any]]:
         """Return whether the server takes requests, which needs no key."""
-        return dict((yield from self._link.get("/health")))
+        return dict((yield from self._peer.get("/health")))
 
     @Verb
-    def status(self) -> Steps[dict[str, Any]]:
+    def status(self) -> Course[dict[str, Any]]:
         """Return what the server is doing and how full it is."""
-        return dict((yield from self._link.get("/v1/status")))
+        return dict((yield from self._peer.get("/v1/status")))
 
     @Verb
-    def can(self, what: str) -> Steps[Capability]:
+    def can(self, what: str) -> Course[Capability]:
         """Tell whether the server's model can ``move`` (chunks at any position), and why not."""
-        told = (yield from self._link.get("/v1/status"))["can"]
+        told = (yield from self._peer.get("/v1/status"))["can"]
         if what not in told:
             known = " or ".join(map(repr, told))
             raise InvalidArgument("can", f"nothing is known about {what!r}", f"ask for {known}")
@@ -83,7 +83,7 @@ class ClientVerbs(Generic[ContextT]):
         replace: bool = False,
         durable: bool = False,
         special_tokens: bool = False,
-    ) -> Steps[Entry]:
+    ) -> Course[Entry]:
         """Store a chunk with its canonical KV under ``name``.
 
         With ``durable`` it is on the server's disk when this returns; with ``special_tokens`` the
@@ -92,7 +92,7 @@ class ClientVerbs(Generic[ContextT]):
         body = {**content_of(text), "kind": kind, "replace": replace, "durable": durable}
         body["special_tokens"] = special_tokens
         path = f"{CHUNKS}/{part_of_path(name)}"
-        return parse.entry((yield from self._link.call("PUT", path, body)))
+        return parse.entry((yield from self._peer.call("PUT", path, body)))
 
     @Verb
     def put_many(
@@ -104,7 +104,7 @@ class ClientVerbs(Generic[ContextT]):
         durable: bool = False,
         special_tokens: bool = False,
         progress: Callable[[int], None] = lambda n: None,
-    ) -> Steps[list[Entry]]:
+    ) -> Course[list[Entry]]:
         """Store several chunks with one request, all of them or none.
 
         ``progress`` is told the tokens of each when all are stored.
@@ -114,7 +114,7 @@ class ClientVerbs(Generic[ContextT]):
         if not wanted:
             return []
         body = {"items": wanted, "replace": replace, "durable": durable}
-        found = yield from self._link.call("POST", f"{CHUNKS}:put", body)
+        found = yield from self._peer.call("POST", f"{CHUNKS}:put", body)
         entries = [parse.entry(each) for each in found["data"]]
         for entry in entries:
             progress(entry.n_tokens)
@@ -123,35 +123,35 @@ class ClientVerbs(Generic[ContextT]):
     @Verb
     def place(
         self, pattern: str, tier: TierName, *, codec: str | None = None, dry_run: bool = False
-    ) -> Steps[list[Entry]]:
+    ) -> Course[list[Entry]]:
         """Move the canonical KV of matching chunks to ram, disk, remote or none (tokens only)."""
         files = FileVerbs(self._wire)
-        place = FileVerbs.place.steps
+        place = FileVerbs.place.course
         return (yield from place(files, pattern, tier, codec=codec, dry_run=dry_run))
 
     @Verb
-    def denoise(self) -> Steps[int]:
+    def denoise(self) -> Course[int]:
         """Compute canonical KV for every chunk that has none; return the tokens computed."""
-        found = yield from FileVerbs.denoise.steps(FileVerbs(self._wire))
+        found = yield from FileVerbs.denoise.course(FileVerbs(self._wire))
         return sum(entry.n_tokens for entry in found)
 
     # ---- contexts
 
     @Told
-    def contexts(self) -> Steps[dict[str, ContextT]]:
+    def contexts(self) -> Course[dict[str, _ContextT]]:
         """The open contexts by name."""
-        names = [each["name"] for each in (yield from ClientVerbs.summaries.steps(self))]
+        names = [each["name"] for each in (yield from ClientVerbs.summaries.course(self))]
         return {name: self._context(self._wire, name) for name in names}
 
     @Verb
-    def summaries(self) -> Steps[list[dict[str, Any]]]:
+    def summaries(self) -> Course[list[dict[str, Any]]]:
         """Return name, length and whether an answer is under way of each open context, by name."""
-        return [dict(each) for each in (yield from self._link.pages(CONTEXTS))]
+        return [dict(each) for each in (yield from self._peer.pages(CONTEXTS))]
 
     @Verb
     def context(
         self, /, name: str, *, system: str | None = None, **options: object
-    ) -> Steps[ContextT]:
+    ) -> Course[_ContextT]:
         """Open a conversation.
 
         Args:
@@ -161,7 +161,7 @@ class ClientVerbs(Generic[ContextT]):
         Raises NameTaken, InvalidName, InvalidArgument.
         """
         body = {**options, "name": name, "system": system}
-        return self._made((yield from self._link.call("POST", CONTEXTS, body)))
+        return self._made((yield from self._peer.call("POST", CONTEXTS, body)))
 
     @Verb
     def compose(
@@ -175,7 +175,7 @@ class ClientVerbs(Generic[ContextT]):
         share: float | None = None,
         max_drift: float | None = None,
         **holes: object,
-    ) -> Steps[ContextT]:
+    ) -> Course[_ContextT]:
         """Make a context from text with ``{holes}``; see `Engine.compose`."""
         body = {
             "template": template.text if isinstance(template, Template) else template,
@@ -185,48 +185,48 @@ class ClientVerbs(Generic[ContextT]):
             "share": share,
             "max_drift": max_drift,
         }
-        return self._made((yield from self._link.call("POST", f"{CONTEXTS}:compose", body)))
+        return self._made((yield from self._peer.call("POST", f"{CONTEXTS}:compose", body)))
 
     @Verb
-    def get_context(self, name: str) -> Steps[ContextT]:
+    def get_context(self, name: str) -> Course[_ContextT]:
         """Return an open context. Raises ContextNotFound."""
         found = self._context(self._wire, name)
-        yield from ContextVerbs.describe.steps(found)
+        yield from ContextVerbs.describe.course(found)
         return found
 
     @Verb
-    def fork(self, context: ContextT, name: str) -> Steps[ContextT]:
+    def fork(self, context: _ContextT, name: str) -> Course[_ContextT]:
         """Return a copy of ``context`` under another name."""
-        yield from ContextVerbs.fork.steps(context, name)
+        yield from ContextVerbs.fork.course(context, name)
         return self._context(self._wire, name)
 
     @Verb
-    def rename(self, context: ContextT, name: str) -> Steps[None]:
+    def rename(self, context: _ContextT, name: str) -> Course[None]:
         """Give a context another name. Raises NameTaken, InvalidName."""
-        yield from ContextVerbs.rename.steps(context, name)
+        yield from ContextVerbs.rename.course(context, name)
 
     @Verb
-    def close_context(self, name: str) -> Steps[None]:
+    def close_context(self, name: str) -> Course[None]:
         """Free a context's rows and let go of its chunks. Raises ContextNotFound."""
-        yield from ContextVerbs.close.steps(self._context(self._wire, name))
+        yield from ContextVerbs.close.course(self._context(self._wire, name))
 
     @Verb
     def generate_many(
-        self, /, contexts: Sequence[ContextT], max_tokens: int = 256, **options: object
-    ) -> Steps[list[Answer]]:
+        self, /, contexts: Sequence[_ContextT], max_tokens: int = 256, **options: object
+    ) -> Course[list[Answer]]:
         """Continue several contexts at the same time; the server packs them into one model pass a step.
 
         When one fails, the others are stopped.
         """
         if len({context.name for context in contexts}) < len(contexts):
             raise InvalidArgument("contexts", "one of them is there twice")
-        generate = ContextVerbs.generate.steps
-        walks = [Walk(generate(context, max_tokens, **options)) for context in contexts]
-        return list((yield Together(walks)))
+        generate = ContextVerbs.generate.course
+        several = [Running(generate(context, max_tokens, **options)) for context in contexts]
+        return list((yield AtOnce(several)))
 
     # ---- inside
 
-    def _made(self, told: Mapping[str, Any]) -> ContextT:
+    def _made(self, told: Mapping[str, Any]) -> _ContextT:
         return self._context(self._wire, str(told["name"]))
 
 
@@ -255,7 +255,7 @@ class Client(ClientVerbs[RemoteContext], Blocking):
         retries: int = 2,
         transport: httpx.BaseTransport | None = None,
     ) -> None:
-        super().__init__(BlockingWire(_link(url, key, retries), timeout, transport))
+        super().__init__(BlockingWire(_peer(url, key, retries), timeout, transport))
         self.files = RemoteFiles(self._wire)
 
     def __enter__(self) -> Client:
@@ -288,7 +288,7 @@ class AsyncClient(ClientVerbs[AsyncRemoteContext], Awaited):
         retries: int = 2,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
-        super().__init__(AwaitedWire(_link(url, key, retries), timeout, transport))
+        super().__init__(AwaitedWire(_peer(url, key, retries), timeout, transport))
         self.files = AsyncRemoteFiles(self._wire)
 
     async def __aenter__(self) -> AsyncClient:
@@ -303,10 +303,10 @@ class AsyncClient(ClientVerbs[AsyncRemoteContext], Awaited):
         await self.close()
 
 
-def _link(url: str | None, key: str | None, retries: int) -> Link:
+def _peer(url: str | None, key: str | None, retries: int) -> Peer:
     require_httpx()
     url = url or os.environ.get("KVWEAVE_URL") or URL
-    return Link(url, key or os.environ.get("KVWEAVE_KEY"), retries)
+    return Peer(url, key or os.environ.get("KVWEAVE_KEY"), retries)
 
 
 def _value(hole: str, value: object) -> object:

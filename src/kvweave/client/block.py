@@ -7,8 +7,8 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
+from kvweave.client.course import Course
 from kvweave.client.settle import settle
-from kvweave.client.steps import Steps
 from kvweave.client.wires import Wire
 from kvweave.errors import InvalidArgument
 
@@ -27,7 +27,7 @@ class Edit(Generic[T]):
 
 
 @dataclass(slots=True)
-class Made(Generic[T]):
+class Promise(Generic[T]):
     """What an edit makes once the block it stands in has ended."""
 
     edit: Edit[T]
@@ -50,12 +50,12 @@ class Block:
     def __init__(self, wire: Wire, path: str, version: int | None) -> None:
         self.version = version
         self._wire: Any = wire
-        self._link, self._path = wire.link, path
-        self._edits: list[Made[Any]] = []
+        self._peer, self._path = wire.peer, path
+        self._edits: list[Promise[Any]] = []
 
-    def take(self, edit: Edit[T]) -> Made[T]:
+    def take(self, edit: Edit[T]) -> Promise[T]:
         """Collect one more edit."""
-        made = Made(edit)
+        made = Promise(edit)
         self._edits.append(made)
         return made
 
@@ -66,12 +66,12 @@ class Block:
     def _leave(self) -> None:
         _OPEN.set([path for path in _OPEN.get() if path != self._path])
 
-    def _steps(self) -> Steps[None]:
+    def _course(self) -> Course[None]:
         if not self._edits:
             return
-        yield from settle(self._link, self._path)
+        yield from settle(self._peer, self._path)
         edits = [{"verb": each.edit.verb, **each.edit.body} for each in self._edits]
-        told = yield from self._link.call(
+        told = yield from self._peer.call(
             "POST", f"{self._path}:edit", {"edits": edits}, headers=if_match(self.version)
         )
         self.version = told.get("version")

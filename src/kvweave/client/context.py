@@ -11,11 +11,11 @@ from typing import Any, Generic, TypeVar, cast
 
 from kvweave.client import parse
 from kvweave.client.block import Edit, require_closed
-from kvweave.client.edits import AsyncEditBlock, EditBlock, EditVerbs, PartRef
+from kvweave.client.course import Course
+from kvweave.client.edits import AnyPart, AsyncEditBlock, EditBlock, EditVerbs
 from kvweave.client.faces import Awaited, Blocking, Streamed, Told, Verb
-from kvweave.client.link import part_of_path
+from kvweave.client.peer import part_of_path
 from kvweave.client.settle import settle
-from kvweave.client.steps import Steps
 from kvweave.client.turn import AsyncRemoteTurn, RemoteTurn, TurnVerbs
 from kvweave.client.wires import Wire
 from kvweave.errors import ChunkNotFound, InvalidArgument
@@ -27,24 +27,24 @@ from kvweave.weave.parts import Part, Snapshot
 from kvweave.weave.plan import Plan
 
 CONTEXTS = "/v1/contexts"
-TurnT = TypeVar("TurnT", bound=TurnVerbs)
-ContextT = TypeVar("ContextT")
+_TurnT = TypeVar("_TurnT", bound=TurnVerbs)
+_ContextT = TypeVar("_ContextT")
 T = TypeVar("T")
 _Json = dict[str, Any]
 
 
-class ContextVerbs(Generic[TurnT, ContextT]):
+class ContextVerbs(Generic[_TurnT, _ContextT]):
     """A context of a server; two of one name are the same context.
 
     A part is addressed by its name, its chunk's ``#id``, its index, or the `Part` itself.
     """
 
-    _turn: type[TurnT]
+    _turn: type[_TurnT]
 
     def __init__(self, wire: Wire, name: str) -> None:
         self.name = name
         self._wire: Any = wire
-        self._link = wire.link
+        self._peer = wire.peer
         self._path = f"{CONTEXTS}/{part_of_path(name)}"
 
     def __repr__(self) -> str:
@@ -53,59 +53,59 @@ class ContextVerbs(Generic[TurnT, ContextT]):
     # ---- reading
 
     @Verb
-    def describe(self) -> Steps[_Json]:
+    def describe(self) -> Course[_Json]:
         """Return all the server tells about it, parts and plan included."""
-        return dict((yield from self._link.get(self._path)))
+        return dict((yield from self._peer.get(self._path)))
 
     @Told
-    def namespace(self) -> Steps[str]:
+    def namespace(self) -> Course[str]:
         """The namespace of its name and of all its chunks."""
         return str((yield from self._told())["namespace"])
 
     @Told
-    def version(self) -> Steps[int]:
+    def version(self) -> Course[int]:
         """How often it was edited; see `edit`."""
         return int((yield from self._told())["version"])
 
     @Told
-    def parts(self) -> Steps[tuple[Part, ...]]:
+    def parts(self) -> Course[tuple[Part, ...]]:
         """The parts in order."""
         return (yield from self._parts())
 
     @Told
-    def n_tokens(self) -> Steps[int]:
+    def n_tokens(self) -> Course[int]:
         """Tokens of all parts."""
         return int((yield from self._told())["n_tokens"])
 
     @Told
-    def plan(self) -> Steps[Plan]:
+    def plan(self) -> Course[Plan]:
         """What the last weave did; what the next one would do when there was none."""
         return parse.plan((yield from self._told())["plan"])
 
     @Verb
-    def preview(self) -> Steps[Plan]:
+    def preview(self) -> Course[Plan]:
         """Say what a weave would do now, without doing it."""
         return parse.plan((yield from self._do("preview")))
 
     @Verb
-    def tokens(self) -> Steps[list[int]]:
+    def tokens(self) -> Course[list[int]]:
         """Return the token ids of the whole context."""
         whole: dict[int, list[int]] = {}
         tokens: list[int] = []
         for part in (yield from self._parts()):
             if part.id not in whole:
                 path = f"/v1/chunks/{part_of_path(f'#{part.id}')}"
-                whole[part.id] = (yield from self._link.get(path, text=True))["tokens"]
+                whole[part.id] = (yield from self._peer.get(path, text=True))["tokens"]
             tokens += whole[part.id][part.start : part.stop]
         return tokens
 
     @Verb
-    def index(self, ref: PartRef) -> Steps[int]:
+    def index(self, ref: AnyPart) -> Course[int]:
         """Return the index of a part. Raises ChunkNotFound."""
         return find((yield from self._parts()), ref)
 
     @Verb
-    def oldest(self) -> Steps[Part]:
+    def oldest(self) -> Course[Part]:
         """Return the first part that may go: the one after the base. Raises ChunkNotFound."""
         told = yield from self._told()
         first = 1 if told["base"] is not None else 0
@@ -116,39 +116,39 @@ class ContextVerbs(Generic[TurnT, ContextT]):
     # ---- what happened
 
     @Verb
-    def log(self, limit: int | None = None) -> Steps[list[_Json]]:
+    def log(self, limit: int | None = None) -> Course[list[_Json]]:
         """Return its versions, the latest first: what each edit did to which parts."""
         return [dict(each) for each in (yield from self._ask("log", limit=limit))["data"]]
 
     @Verb
-    def diff(self, before: int, after: int | None = None) -> Steps[_Json]:
+    def diff(self, before: int, after: int | None = None) -> Course[_Json]:
         """Return the parts added, removed and moved between two versions, by default up to now."""
         return dict((yield from self._ask("diff", **{"from": before, "to": after})))
 
     @Verb
-    def why(self) -> Steps[_Json]:
+    def why(self) -> Course[_Json]:
         """Return what the next answer computes, part by part, and which edit is the cause."""
         return dict((yield from self._ask("why")))
 
     @Verb
-    def revert(self, version: int) -> Steps[None]:
+    def revert(self, version: int) -> Course[None]:
         """Bring back the parts of a version; that is a new version."""
         yield from self._do("revert", to=version)
 
     # ---- whole contexts
 
     @Verb
-    def snapshot(self) -> Steps[Snapshot]:
+    def snapshot(self) -> Course[Snapshot]:
         """Return the parts as they are, to come back to."""
         return Snapshot((yield from self._parts()))
 
     @Verb
-    def restore(self, snapshot: Snapshot) -> Steps[None]:
+    def restore(self, snapshot: Snapshot) -> Course[None]:
         """Drop what was added behind the parts of a snapshot.
 
         Raises InvalidArgument when parts of the snapshot are gone or moved.
         """
-        yield from settle(self._link, self._path)
+        yield from settle(self._peer, self._path)
         now, n = (yield from self._parts()), len(snapshot.parts)
         if [p.uid for p in now[:n]] != [p.uid for p in snapshot.parts]:
             raise InvalidArgument("snapshot", "not all of its parts are in the context any more")
@@ -156,22 +156,22 @@ class ContextVerbs(Generic[TurnT, ContextT]):
             yield from self._send(EditVerbs.drop.edit(self, *now[n:], mode="forget"))
 
     @Verb
-    def fork(self, name: str) -> Steps[ContextT]:
+    def fork(self, name: str) -> Course[_ContextT]:
         """Return a new context with the same parts and rows."""
         yield from self._do("fork", to=name)
-        return cast(ContextT, type(self)(self._wire, name))
+        return cast(_ContextT, type(self)(self._wire, name))
 
     @Verb
-    def rename(self, name: str) -> Steps[None]:
+    def rename(self, name: str) -> Course[None]:
         """Give it another name, which this object has from then on. Raises NameTaken, InvalidName."""
         yield from self._do("rename", to=name)
         self.name, self._path = name, f"{CONTEXTS}/{part_of_path(name)}"
 
     @Verb
-    def close(self) -> Steps[None]:
+    def close(self) -> Course[None]:
         """Free the rows and let go of the chunks. Names stay; unnamed chunks go."""
-        yield from settle(self._link, self._path)
-        yield from self._link.call("DELETE", self._path)
+        yield from settle(self._peer, self._path)
+        yield from self._peer.call("DELETE", self._path)
 
     # ---- weaving and answering
 
@@ -181,62 +181,62 @@ class ContextVerbs(Generic[TurnT, ContextT]):
         repair: str | None = None,
         share: float | None = None,
         max_drift: float | None = None,
-    ) -> Steps[Plan]:
+    ) -> Course[Plan]:
         """Bring all rows up to date and return the plan."""
         found = yield from self._do("weave", repair=repair, share=share, max_drift=max_drift)
         return parse.plan(found)
 
     def begin(
         self, sampling: Sampling, max_drift: float | None = None, *, chat: bool = False
-    ) -> TurnT:
+    ) -> _TurnT:
         """Return an answer that begins when it is read."""
         return self._begin(sampling, max_drift, "ask" if chat else "generate", None)
 
     @Verb
-    def generate(self, /, max_tokens: int = 256, **options: object) -> Steps[Answer]:
+    def generate(self, /, max_tokens: int = 256, **options: object) -> Course[Answer]:
         """Continue the context; the new text becomes its last part. Options: see Sampling, begin."""
         turn = self.begin(*request_from(max_tokens, options))
-        return (yield from turn.steps())
+        return (yield from turn.course())
 
     @Streamed
-    def stream(self, /, max_tokens: int = 256, **options: object) -> TurnT:
+    def stream(self, /, max_tokens: int = 256, **options: object) -> _TurnT:
         """Yield pieces of the continuation as they come; closing the iterator cancels."""
         return self.begin(*request_from(max_tokens, options))
 
     @Verb
-    def ask(self, /, content: str, max_tokens: int = 256, **options: object) -> Steps[Answer]:
+    def ask(self, /, content: str, max_tokens: int = 256, **options: object) -> Course[Answer]:
         """Add a user message and return the model's answer; both become chunks."""
         sampling, max_drift = request_from(max_tokens, options)
         turn = self._begin(sampling, max_drift, "ask", content)
-        return (yield from turn.steps())
+        return (yield from turn.course())
 
     @Verb
-    def check(self) -> Steps[Check]:
+    def check(self) -> Course[Check]:
         """Weave, then measure the distance to a full prefill (costs that full prefill)."""
         return parse.check((yield from self._do("check")))
 
     # ---- inside
 
-    def _told(self) -> Steps[_Json]:
-        return (yield from ContextVerbs.describe.steps(self))
+    def _told(self) -> Course[_Json]:
+        return (yield from ContextVerbs.describe.course(self))
 
-    def _parts(self) -> Steps[tuple[Part, ...]]:
+    def _parts(self) -> Course[tuple[Part, ...]]:
         return tuple(parse.part(part) for part in (yield from self._told())["parts"])
 
-    def _ask(self, verb: str, **params: object) -> Steps[Any]:
-        return (yield from self._link.get(f"{self._path}:{verb}", **params))
+    def _ask(self, verb: str, **params: object) -> Course[Any]:
+        return (yield from self._peer.get(f"{self._path}:{verb}", **params))
 
-    def _do(self, verb: str, **body: object) -> Steps[Any]:
+    def _do(self, verb: str, **body: object) -> Course[Any]:
         require_closed(self._path)
-        yield from settle(self._link, self._path)
-        return (yield from self._link.call("POST", f"{self._path}:{verb}", body))
+        yield from settle(self._peer, self._path)
+        return (yield from self._peer.call("POST", f"{self._path}:{verb}", body))
 
-    def _send(self, edit: Edit[T]) -> Steps[T]:
+    def _send(self, edit: Edit[T]) -> Course[T]:
         return edit.read((yield from self._do(edit.verb, **edit.body)))
 
     def _begin(
         self, sampling: Sampling, max_drift: float | None, verb: str, content: str | None
-    ) -> TurnT:
+    ) -> _TurnT:
         body = asdict(sampling) | {"max_drift": max_drift, "content": content, "stream": True}
         return self._turn(self._wire, self._path, verb, body)
 

@@ -12,7 +12,7 @@ from kvweave.client.block import Block, Edit
 from kvweave.client.faces import Awaited, Blocking, Editing
 from kvweave.weave.parts import Mode, Part, TextOrTokens
 
-PartRef = str | int | Part
+AnyPart = str | int | Part
 
 
 class EditVerbs:
@@ -59,20 +59,20 @@ class EditVerbs:
         return Edit("message", {"role": role, "content": content}, parse.part)
 
     @Editing
-    def drop(self, *refs: PartRef, mode: Mode | None = None) -> Edit[None]:
+    def drop(self, *refs: AnyPart, mode: Mode | None = None) -> Edit[None]:
         """Remove parts: ``forget`` them, or ``evict`` only their memory; all of them or none."""
         return _edit("drop", parts=refs_of(refs), mode=mode)
 
     @Editing
     def replace(
-        self, ref: PartRef, content: TextOrTokens, *, kind: Kind = "document"
+        self, ref: AnyPart, content: TextOrTokens, *, kind: Kind = "document"
     ) -> Edit[Part]:
         """Put new text in the place of a part; what stands behind is woven anew."""
         body = {"part": ref_of(ref), "kind": kind, **content_of(content)}
         return Edit("replace", body, parse.part)
 
     @Editing
-    def reorder(self, order: Sequence[PartRef]) -> Edit[None]:
+    def reorder(self, order: Sequence[AnyPart]) -> Edit[None]:
         """Put the parts in another order; ``order`` names each of them once."""
         return _edit("reorder", order=refs_of(order))
 
@@ -92,7 +92,7 @@ class EditBlock(Block, EditVerbs, Blocking):
     ) -> None:
         self._leave()
         if kind is None:
-            self._wire.run(self._steps())
+            self._wire.run(self._course())
 
 
 class AsyncEditBlock(Block, EditVerbs, Awaited):
@@ -110,7 +110,7 @@ class AsyncEditBlock(Block, EditVerbs, Awaited):
     ) -> None:
         self._leave()
         if kind is None:
-            await self._wire.run(self._steps())
+            await self._wire.run(self._course())
 
 
 def content_of(content: TextOrTokens) -> dict[str, object]:
@@ -118,12 +118,12 @@ def content_of(content: TextOrTokens) -> dict[str, object]:
     return {"text": content} if isinstance(content, str) else {"tokens": [*map(int, content)]}
 
 
-def ref_of(ref: PartRef) -> str | int | dict[str, int]:
+def ref_of(ref: AnyPart) -> str | int | dict[str, int]:
     """Return a part as a request addresses it: a `Part` by its uid, which no edit changes."""
     return {"uid": ref.uid} if isinstance(ref, Part) else ref
 
 
-def refs_of(refs: Sequence[PartRef]) -> list[str | int | dict[str, int]]:
+def refs_of(refs: Sequence[AnyPart]) -> list[str | int | dict[str, int]]:
     """Return parts as a request addresses them."""
     return [ref_of(ref) for ref in refs]
 

@@ -1,6 +1,6 @@
 """One verb, three faces: it blocks, it is awaited, or it is collected with other edits.
 
-A class of verbs has each of them once, as steps. Its subclasses say with `Blocking`, `Awaited` or
+A class of verbs has each of them once, as a course. Its subclasses say with `Blocking`, `Awaited` or
 `Block` what calling one does.
 """
 
@@ -10,13 +10,13 @@ import functools
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, cast, overload
 
-from kvweave.client.block import Block, Edit, Made
-from kvweave.client.steps import Steps
+from kvweave.client.block import Block, Edit, Promise
+from kvweave.client.course import Course
 from kvweave.client.wires import AwaitedWire, BlockingWire
 
 P = ParamSpec("P")
 T = TypeVar("T")
-Coming = Coroutine[Any, Any, T]
+Soon = Coroutine[Any, Any, T]
 
 
 class Blocking:
@@ -32,37 +32,37 @@ class Awaited:
 
 
 class Verb(Generic[P, T]):
-    """A method that does what its steps say; on a class, `steps` are for other verbs' use."""
+    """A method that goes its course; on a class, `course` is for other verbs' use."""
 
-    def __init__(self, steps: Callable[Concatenate[Any, P], Steps[T]]) -> None:
-        self.steps = steps
-        functools.update_wrapper(cast(Any, self), steps)
+    def __init__(self, course: Callable[Concatenate[Any, P], Course[T]]) -> None:
+        self.course = course
+        functools.update_wrapper(cast(Any, self), course)
 
     @overload
     def __get__(self, face: None, owner: type) -> Verb[P, T]: ...
     @overload
     def __get__(self, face: Blocking, owner: type) -> Callable[P, T]: ...
     @overload
-    def __get__(self, face: Awaited, owner: type) -> Callable[P, Coming[T]]: ...
+    def __get__(self, face: Awaited, owner: type) -> Callable[P, Soon[T]]: ...
     def __get__(self, face: Any, owner: type) -> Any:
-        return self if face is None else _driven(face, self.steps)
+        return self if face is None else _driven(face, self.course)
 
 
 class Told(Generic[T]):
     """A property that is asked of the server; of an awaited face, it is awaited."""
 
-    def __init__(self, steps: Callable[[Any], Steps[T]]) -> None:
-        self.steps = steps
-        functools.update_wrapper(cast(Any, self), steps)
+    def __init__(self, course: Callable[[Any], Course[T]]) -> None:
+        self.course = course
+        functools.update_wrapper(cast(Any, self), course)
 
     @overload
     def __get__(self, face: None, owner: type) -> Told[T]: ...
     @overload
     def __get__(self, face: Blocking, owner: type) -> T: ...
     @overload
-    def __get__(self, face: Awaited, owner: type) -> Coming[T]: ...
+    def __get__(self, face: Awaited, owner: type) -> Soon[T]: ...
     def __get__(self, face: Any, owner: type) -> Any:
-        return self if face is None else _driven(face, self.steps)()
+        return self if face is None else _driven(face, self.course)()
 
 
 class Editing(Generic[P, T]):
@@ -75,24 +75,24 @@ class Editing(Generic[P, T]):
     @overload
     def __get__(self, face: None, owner: type) -> Editing[P, T]: ...
     @overload
-    def __get__(self, face: Block, owner: type) -> Callable[P, Made[T]]: ...
+    def __get__(self, face: Block, owner: type) -> Callable[P, Promise[T]]: ...
     @overload
     def __get__(self, face: Blocking, owner: type) -> Callable[P, T]: ...
     @overload
-    def __get__(self, face: Awaited, owner: type) -> Callable[P, Coming[T]]: ...
+    def __get__(self, face: Awaited, owner: type) -> Callable[P, Soon[T]]: ...
     def __get__(self, face: Any, owner: type) -> Any:
         if face is None:
             return self
         if not isinstance(face, Block):
 
-            def send(face: Any, /, *args: Any, **options: Any) -> Steps[T]:
-                return cast(Steps[T], face._send(self.edit(face, *args, **options)))
+            def send(face: Any, /, *args: Any, **options: Any) -> Course[T]:
+                return cast(Course[T], face._send(self.edit(face, *args, **options)))
 
             return _driven(face, functools.update_wrapper(send, self.edit))
 
         @functools.wraps(self.edit)
-        def collect(*args: Any, **options: Any) -> Made[T]:
-            return cast(Made[T], face.take(self.edit(face, *args, **options)))
+        def collect(*args: Any, **options: Any) -> Promise[T]:
+            return cast(Promise[T], face.take(self.edit(face, *args, **options)))
 
         return collect
 
@@ -121,18 +121,18 @@ class Streamed(Generic[P]):
         return stream
 
 
-def _driven(face: Any, steps: Callable[..., Steps[Any]]) -> Callable[..., Any]:
-    """Return the bound method that runs the steps; a coroutine function of an awaited face."""
+def _driven(face: Any, course: Callable[..., Course[Any]]) -> Callable[..., Any]:
+    """Return the bound method that runs the course; a coroutine function of an awaited face."""
     if isinstance(face, Awaited):
 
-        @functools.wraps(steps)
+        @functools.wraps(course)
         async def awaited(*args: Any, **options: Any) -> Any:
-            return await face._wire.run(steps(face, *args, **options))
+            return await face._wire.run(course(face, *args, **options))
 
         return awaited
 
-    @functools.wraps(steps)
+    @functools.wraps(course)
     def blocking(*args: Any, **options: Any) -> Any:
-        return face._wire.run(steps(face, *args, **options))
+        return face._wire.run(course(face, *args, **options))
 
     return blocking

@@ -8,9 +8,9 @@ from typing import Any, Literal
 from kvweave.chunk.files import Entry, Usage
 from kvweave.chunk.identity import Kind, TierName
 from kvweave.client import parse
+from kvweave.client.course import Course
 from kvweave.client.faces import Awaited, Blocking, Verb
-from kvweave.client.link import part_of_path
-from kvweave.client.steps import Steps
+from kvweave.client.peer import part_of_path
 from kvweave.client.wires import Wire
 from kvweave.errors import InvalidArgument
 
@@ -22,7 +22,7 @@ class FileVerbs:
 
     def __init__(self, wire: Wire) -> None:
         self._wire: Any = wire
-        self._link = wire.link
+        self._peer = wire.peer
 
     # --- reading ---
 
@@ -34,29 +34,29 @@ class FileVerbs:
         sort: str = "name",
         reverse: bool = False,
         limit: int | None = None,
-    ) -> Steps[list[Entry]]:
+    ) -> Course[list[Entry]]:
         """Return the names that match, in order of an Entry's field."""
         query = {"pattern": pattern, "sort": sort, "reverse": reverse, "limit": limit}
-        return _entries((yield from self._link.pages(CHUNKS, **query)))
+        return _entries((yield from self._peer.pages(CHUNKS, **query)))
 
     @Verb
-    def stat(self, ref: str) -> Steps[Entry]:
+    def stat(self, ref: str) -> Course[Entry]:
         """Return the entry of one name or ``#17``; raise ChunkNotFound."""
-        return parse.entry((yield from FileVerbs.about.steps(self, ref)))
+        return parse.entry((yield from FileVerbs.about.course(self, ref)))
 
     @Verb
-    def about(self, ref: str) -> Steps[dict[str, Any]]:
+    def about(self, ref: str) -> Course[dict[str, Any]]:
         """Return the entry as a dict, with all names, the base's id and the digest."""
-        found = yield from self._link.get(f"{CHUNKS}/{part_of_path(ref)}")
+        found = yield from self._peer.get(f"{CHUNKS}/{part_of_path(ref)}")
         return {k: v for k, v in found.items() if k not in ("text", "tokens")}
 
     @Verb
-    def text(self, ref: str) -> Steps[dict[str, Any]]:
+    def text(self, ref: str) -> Course[dict[str, Any]]:
         """Return the ``tokens`` and the ``text`` of a chunk, None where the model has no tokenizer.
 
         Raises ChunkNotFound.
         """
-        found = yield from self._link.get(f"{CHUNKS}/{part_of_path(ref)}", text=True)
+        found = yield from self._peer.get(f"{CHUNKS}/{part_of_path(ref)}", text=True)
         return {"tokens": found["tokens"], "text": found["text"]}
 
     @Verb
@@ -69,7 +69,7 @@ class FileVerbs:
         pinned: bool | None = None,
         min_tokens: int | None = None,
         unused_since: float | None = None,
-    ) -> Steps[list[Entry]]:
+    ) -> Course[list[Entry]]:
         """Return the names that match and whose chunk is as asked, by name."""
         query = {
             "pattern": pattern,
@@ -79,7 +79,7 @@ class FileVerbs:
             "min_tokens": min_tokens,
             "unused_since": unused_since,
         }
-        return _entries((yield from self._link.pages(f"{CHUNKS}:find", **query)))
+        return _entries((yield from self._peer.pages(f"{CHUNKS}:find", **query)))
 
     @Verb
     def du(
@@ -88,7 +88,7 @@ class FileVerbs:
         by: Literal["tier", "kind", "namespace", "dir"] = "tier",
         *,
         all_namespaces: bool = False,
-    ) -> Steps[list[Usage]]:
+    ) -> Course[list[Usage]]:
         """Return what the chunks that match take, the largest group first.
 
         Raises InvalidArgument for ``all_namespaces``: a key sees its own only.
@@ -97,7 +97,7 @@ class FileVerbs:
             raise InvalidArgument(
                 "all_namespaces", "a server shows each key its own", "take tier, kind or dir"
             )
-        found = yield from self._link.get(f"{CHUNKS}:du", pattern=pattern, by=by)
+        found = yield from self._peer.get(f"{CHUNKS}:du", pattern=pattern, by=by)
         return [parse.usage(group) for group in found["data"]]
 
     # --- names ---
@@ -105,42 +105,44 @@ class FileVerbs:
     @Verb
     def cp(
         self, src: str, dst: str, replace: bool = False, *, dry_run: bool = False
-    ) -> Steps[list[Entry]]:
+    ) -> Course[list[Entry]]:
         """Give chunks another name and return the new entries; no KV is copied."""
         return (yield from self._do(src, "cp", {"to": dst, "replace": replace, "dry_run": dry_run}))
 
     @Verb
     def mv(
         self, src: str, dst: str, replace: bool = False, *, dry_run: bool = False
-    ) -> Steps[list[Entry]]:
+    ) -> Course[list[Entry]]:
         """As ``cp``, and take the old names away."""
         return (yield from self._do(src, "mv", {"to": dst, "replace": replace, "dry_run": dry_run}))
 
     @Verb
-    def rm(self, pattern: str, *, dry_run: bool = False, force: bool = False) -> Steps[list[Entry]]:
+    def rm(
+        self, pattern: str, *, dry_run: bool = False, force: bool = False
+    ) -> Course[list[Entry]]:
         """Remove names and return them as they were."""
         if not pattern:
             raise InvalidArgument("pattern", "it is empty; '**' stands for everything")
         path = f"{CHUNKS}/{part_of_path(pattern)}"
         query = {"dry_run": dry_run, "force": force}
-        return _entries((yield from self._link.call("DELETE", path, params=query))["data"])
+        return _entries((yield from self._peer.call("DELETE", path, params=query))["data"])
 
     # --- attributes ---
 
     @Verb
-    def pin(self, pattern: str, *, dry_run: bool = False) -> Steps[list[Entry]]:
+    def pin(self, pattern: str, *, dry_run: bool = False) -> Course[list[Entry]]:
         """Keep chunks from being removed or evicted."""
         return (yield from self._do(pattern, "pin", {"dry_run": dry_run}))
 
     @Verb
-    def unpin(self, pattern: str, *, dry_run: bool = False) -> Steps[list[Entry]]:
+    def unpin(self, pattern: str, *, dry_run: bool = False) -> Course[list[Entry]]:
         """Take back ``pin``."""
         return (yield from self._do(pattern, "unpin", {"dry_run": dry_run}))
 
     @Verb
     def place(
         self, pattern: str, tier: TierName, *, codec: str | None = None, dry_run: bool = False
-    ) -> Steps[list[Entry]]:
+    ) -> Course[list[Entry]]:
         """Move the KV of chunks to a tier and return the entries of those it moved."""
         return (
             yield from self._do(
@@ -149,15 +151,15 @@ class FileVerbs:
         )
 
     @Verb
-    def denoise(self, pattern: str = "**", *, passes: int | None = None) -> Steps[list[Entry]]:
+    def denoise(self, pattern: str = "**", *, passes: int | None = None) -> Course[list[Entry]]:
         """Compute canonical KV for the chunks that match and have none; return their entries."""
         return (yield from self._do(pattern, "denoise", {"passes": passes}))
 
     # --- how ---
 
-    def _do(self, pattern: str, verb: str, body: Mapping[str, object]) -> Steps[list[Entry]]:
+    def _do(self, pattern: str, verb: str, body: Mapping[str, object]) -> Course[list[Entry]]:
         path = f"{CHUNKS}/{part_of_path(pattern or '**')}:{verb}"
-        return _entries((yield from self._link.call("POST", path, body))["data"])
+        return _entries((yield from self._peer.call("POST", path, body))["data"])
 
 
 class RemoteFiles(FileVerbs, Blocking):

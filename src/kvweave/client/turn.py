@@ -6,9 +6,9 @@ from collections.abc import AsyncGenerator, Generator, Mapping
 from typing import Any
 
 from kvweave.client import parse
+from kvweave.client.course import Course, HangUp, Running
 from kvweave.client.faces import Awaited, Blocking, Verb
 from kvweave.client.settle import settle
-from kvweave.client.steps import HangUp, Steps, Walk
 from kvweave.client.wires import Wire
 from kvweave.errors import InvalidArgument, Unreachable
 from kvweave.weave.answer import Answer
@@ -20,20 +20,20 @@ class TurnVerbs:
 
     def __init__(self, wire: Wire, path: str, verb: str, body: Mapping[str, object]) -> None:
         self._wire: Any = wire
-        self._link = wire.link
+        self._peer = wire.peer
         self._path, self._verb, self._body = path, verb, body
-        self._walked: Walk[Answer] | None = None
+        self._running: Running[Answer] | None = None
         self._answer: Answer | None = None
 
     @Verb
-    def cancel(self) -> Steps[None]:
+    def cancel(self) -> Course[None]:
         """Hang up; the server stops, and what it had written stays as a chunk."""
-        if self._walked is not None:
-            yield HangUp(self._walked)
+        if self._running is not None:
+            yield HangUp(self._running)
 
-    def _walk(self) -> Walk[Answer]:
-        self._walked = Walk(self.steps())
-        return self._walked
+    def _run(self) -> Running[Answer]:
+        self._running = Running(self.course())
+        return self._running
 
     def finish(self) -> Answer:
         """Return the answer once it was read to its end. Raises InvalidArgument before."""
@@ -41,19 +41,19 @@ class TurnVerbs:
             raise InvalidArgument("finish", "the answer did not end", "read all of stream() first")
         return self._answer
 
-    def steps(self) -> Steps[Answer]:
-        """The steps of the whole answer, for other verbs' use."""
-        link = self._link
-        yield from settle(link, self._path)
+    def course(self) -> Course[Answer]:
+        """The course of the whole answer, for other verbs' use."""
+        peer = self._peer
+        yield from settle(peer, self._path)
         try:
-            last = yield from link.events(f"{self._path}:{self._verb}", self._body)
+            last = yield from peer.events(f"{self._path}:{self._verb}", self._body)
             if "answer" not in last:
-                raise Unreachable(link.url, "the stream ended without an answer")
+                raise Unreachable(peer.url, "the stream ended without an answer")
             self._answer = parse.answer(last["answer"])
             return self._answer
         finally:
             if self._answer is None:  # no request here: this may run when garbage is collected
-                link.left.add(self._path)
+                peer.left.add(self._path)
 
 
 class RemoteTurn(TurnVerbs, Blocking):
@@ -61,12 +61,12 @@ class RemoteTurn(TurnVerbs, Blocking):
 
     def run(self) -> Answer:
         """Return the whole answer."""
-        self._wire.finish(self._walk())
+        self._wire.finish(self._run())
         return self.finish()
 
     def stream(self) -> Generator[str]:
         """Yield text as it comes; closing the iterator cancels."""
-        pieces: Generator[str] = self._wire.stream(self._walk())
+        pieces: Generator[str] = self._wire.stream(self._run())
         return pieces
 
 
@@ -75,10 +75,10 @@ class AsyncRemoteTurn(TurnVerbs, Awaited):
 
     async def run(self) -> Answer:
         """Return the whole answer."""
-        await self._wire.finish(self._walk())
+        await self._wire.finish(self._run())
         return self.finish()
 
     def stream(self) -> AsyncGenerator[str]:
         """Yield text as it comes; closing the iterator, or cancelling the task, cancels the answer."""
-        pieces: AsyncGenerator[str] = self._wire.stream(self._walk())
+        pieces: AsyncGenerator[str] = self._wire.stream(self._run())
         return pieces

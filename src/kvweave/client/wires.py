@@ -1,4 +1,4 @@
-"""Two ways to take a verb's steps: a wire that blocks, and one that is awaited."""
+"""Two ways to go a verb's course: a wire that blocks, and one that is awaited."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from collections.abc import AsyncGenerator, Generator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from kvweave.client.link import Link
-from kvweave.client.steps import (
-    Command,
+from kvweave.client.course import (
+    AtOnce,
+    Course,
     Disconnect,
+    Emit,
     HangUp,
+    Order,
     Pause,
-    Piece,
     Read,
+    Running,
     Send,
-    Steps,
-    Together,
-    Walk,
 )
+from kvweave.client.peer import Peer
 from kvweave.errors import ServerError
 
 if TYPE_CHECKING:
@@ -37,64 +37,64 @@ CONNECT_SECONDS = 10.0
 
 
 class BlockingWire:
-    """Takes steps one after the other in the caller's thread. Threads may share it."""
+    """Carries out orders in the caller's thread. Threads may share it."""
 
     def __init__(
-        self, link: Link, timeout: float, transport: httpx.BaseTransport | None = None
+        self, peer: Peer, timeout: float, transport: httpx.BaseTransport | None = None
     ) -> None:
-        self.link = link
-        self._client = httpx.Client(**_settings(link, timeout), transport=transport)
+        self.peer = peer
+        self._client = httpx.Client(**_settings(peer, timeout), transport=transport)
 
-    def run(self, steps: Steps[T]) -> T:
-        """Return what the steps return."""
-        return self.finish(Walk(steps))[0]
+    def run(self, course: Course[T]) -> T:
+        """Return what the course returns."""
+        return self.finish(Running(course))[0]
 
-    def stream(self, walk: Walk[Any]) -> Generator[str]:
+    def stream(self, running: Running[Any]) -> Generator[str]:
         """Yield the pieces of text; closing the generator hangs up."""
-        walk.pieces = self._stream(walk)
-        return walk.pieces  # type: ignore[no-any-return]
+        running.pieces = self._stream(running)
+        return running.pieces  # type: ignore[no-any-return]
 
-    def finish(self, walk: Walk[T]) -> list[T]:
+    def finish(self, running: Running[T]) -> list[T]:
         """Go to the end; return the result, in a list, or none where it was stopped."""
-        for _ in self.stream(walk):
+        for _ in self.stream(running):
             pass
-        return walk.results
+        return running.results
 
-    def _stream(self, walk: Walk[Any]) -> Generator[str]:
+    def _stream(self, running: Running[Any]) -> Generator[str]:
         try:
-            walk.begin()
-            while walk.command is not None and not walk.stopped:
-                if isinstance(walk.command, Piece):
-                    yield walk.command.text
-                    walk.send(None)
+            running.begin()
+            while running.order is not None and not running.stopped:
+                if isinstance(running.order, Emit):
+                    yield running.order.text
+                    running.send(None)
                     continue
                 try:
-                    result = self._do(walk.command, walk)
+                    result = self._do(running.order, running)
                 except Exception as error:
-                    walk.throw(error)
+                    running.throw(error)
                 else:
-                    walk.send(result)
+                    running.send(result)
         finally:
-            walk.close()
-            if walk.response is not None:
-                walk.response.close()
+            running.close()
+            if running.response is not None:
+                running.response.close()
 
-    def _do(self, command: Command, walk: Walk[Any]) -> object:
-        match command:
+    def _do(self, order: Order, running: Running[Any]) -> object:
+        match order:
             case Send():
-                walk.response, sent = None, self._client.build_request(**_request(command))
-                found = self._client.send(sent, stream=command.open)
-                if command.open and found.is_success:
-                    walk.response, walk.chunks = found, found.iter_bytes()
-                elif command.open:
+                running.response, sent = None, self._client.build_request(**_request(order))
+                found = self._client.send(sent, stream=order.open)
+                if order.open and found.is_success:
+                    running.response, running.chunks = found, found.iter_bytes()
+                elif order.open:
                     found.read()
                 return found
             case Read():
-                return next(walk.chunks, b"")
+                return next(running.chunks, b"")
             case Pause(seconds):
                 time.sleep(seconds)
-            case Together(walks):
-                return self._together(list(walks))
+            case AtOnce(several):
+                return self._together(list(several))
             case HangUp(other):
                 other.stop()
                 if other.pieces is not None and not other.pieces.gi_running:
@@ -103,89 +103,89 @@ class BlockingWire:
                 self._client.close()
         return None
 
-    def _together(self, walks: list[Walk[Any]]) -> list[Any]:
-        with ThreadPoolExecutor(max(1, len(walks))) as threads:
-            runs: list[Future[Any]] = [threads.submit(self.finish, walk) for walk in walks]
+    def _together(self, several: list[Running[Any]]) -> list[Any]:
+        with ThreadPoolExecutor(max(1, len(several))) as threads:
+            runs: list[Future[Any]] = [threads.submit(self.finish, running) for running in several]
             try:
                 for done in as_completed(runs):
                     done.result()
             except BaseException:
-                for walk in walks:
-                    walk.stop()
+                for running in several:
+                    running.stop()
                 raise
         return [done.result()[0] for done in runs]
 
 
 class AwaitedWire:
-    """Takes steps in the caller's task. A task that is cancelled hangs up."""
+    """Carries out orders in the caller's task. A task that is cancelled hangs up."""
 
     def __init__(
-        self, link: Link, timeout: float, transport: httpx.AsyncBaseTransport | None = None
+        self, peer: Peer, timeout: float, transport: httpx.AsyncBaseTransport | None = None
     ) -> None:
-        self.link = link
-        self._client = httpx.AsyncClient(**_settings(link, timeout), transport=transport)
+        self.peer = peer
+        self._client = httpx.AsyncClient(**_settings(peer, timeout), transport=transport)
 
-    async def run(self, steps: Steps[T]) -> T:
-        """Return what the steps return."""
-        return (await self.finish(Walk(steps)))[0]
+    async def run(self, course: Course[T]) -> T:
+        """Return what the course returns."""
+        return (await self.finish(Running(course)))[0]
 
-    def stream(self, walk: Walk[Any]) -> AsyncGenerator[str]:
+    def stream(self, running: Running[Any]) -> AsyncGenerator[str]:
         """Yield the pieces of text; closing the generator hangs up."""
-        walk.pieces = self._stream(walk)
-        return walk.pieces  # type: ignore[no-any-return]
+        running.pieces = self._stream(running)
+        return running.pieces  # type: ignore[no-any-return]
 
-    async def finish(self, walk: Walk[T]) -> list[T]:
+    async def finish(self, running: Running[T]) -> list[T]:
         """Go to the end; return the result, in a list, or none where it was stopped."""
-        async for _ in self.stream(walk):
+        async for _ in self.stream(running):
             pass
-        return walk.results
+        return running.results
 
-    async def _stream(self, walk: Walk[Any]) -> AsyncGenerator[str]:
+    async def _stream(self, running: Running[Any]) -> AsyncGenerator[str]:
         try:
-            walk.begin()
-            while walk.command is not None and not walk.stopped:
-                if isinstance(walk.command, Piece):
-                    yield walk.command.text
-                    walk.send(None)
+            running.begin()
+            while running.order is not None and not running.stopped:
+                if isinstance(running.order, Emit):
+                    yield running.order.text
+                    running.send(None)
                     continue
                 try:
-                    result = await self._unless_stopped(walk.command, walk)
+                    result = await self._unless_stopped(running.order, running)
                 except Exception as error:
-                    walk.throw(error)
+                    running.throw(error)
                 else:
-                    if not walk.stopped:
-                        walk.send(result)
+                    if not running.stopped:
+                        running.send(result)
         finally:
-            walk.close()
-            if walk.response is not None:
+            running.close()
+            if running.response is not None:
                 with anyio.CancelScope(shield=True):
-                    await walk.response.aclose()
+                    await running.response.aclose()
 
-    async def _unless_stopped(self, command: Command, walk: Walk[Any]) -> object:
-        """Do a command, and break it off where another task stops the walk."""
-        with anyio.CancelScope() as walk.scope:
+    async def _unless_stopped(self, order: Order, running: Running[Any]) -> object:
+        """Do a order, and break it off where another task stops the running."""
+        with anyio.CancelScope() as running.scope:
             try:
-                return await self._do(command, walk)
+                return await self._do(order, running)
             finally:
-                walk.scope = None  # one that was left must not be cancelled
+                running.scope = None  # one that was left must not be cancelled
         return None
 
-    async def _do(self, command: Command, walk: Walk[Any]) -> object:
-        match command:
+    async def _do(self, order: Order, running: Running[Any]) -> object:
+        match order:
             case Send():
-                walk.response, sent = None, self._client.build_request(**_request(command))
-                found = await self._client.send(sent, stream=command.open)
-                if command.open and found.is_success:
-                    walk.response, walk.chunks = found, found.aiter_bytes()
-                elif command.open:
+                running.response, sent = None, self._client.build_request(**_request(order))
+                found = await self._client.send(sent, stream=order.open)
+                if order.open and found.is_success:
+                    running.response, running.chunks = found, found.aiter_bytes()
+                elif order.open:
                     await found.aread()
                 return found
             case Read():
-                return await anext(walk.chunks, b"")
+                return await anext(running.chunks, b"")
             case Pause(seconds):
                 await anyio.sleep(seconds)
-            case Together(walks):
-                return await self._together(list(walks))
+            case AtOnce(several):
+                return await self._together(list(several))
             case HangUp(other):
                 other.stop()
                 if other.pieces is not None and not other.pieces.ag_running:
@@ -194,22 +194,22 @@ class AwaitedWire:
                 await self._client.aclose()
         return None
 
-    async def _together(self, walks: list[Walk[Any]]) -> list[Any]:
+    async def _together(self, several: list[Running[Any]]) -> list[Any]:
         failed: list[Exception] = []
 
-        async def one(walk: Walk[Any]) -> None:
+        async def one(running: Running[Any]) -> None:
             try:
-                await self.finish(walk)
+                await self.finish(running)
             except Exception as error:
                 failed.append(error)
                 group.cancel_scope.cancel()
 
         async with anyio.create_task_group() as group:
-            for walk in walks:
-                group.start_soon(one, walk)
+            for running in several:
+                group.start_soon(one, running)
         if failed:
             raise failed[0]
-        return [walk.results[0] for walk in walks]
+        return [running.results[0] for running in several]
 
 
 Wire = BlockingWire | AwaitedWire
@@ -221,20 +221,20 @@ def require_httpx() -> None:
         raise ServerError("httpx is not installed", hint="pip install 'kvweave[client]'")
 
 
-def _settings(link: Link, timeout: float) -> dict[str, Any]:
+def _settings(peer: Peer, timeout: float) -> dict[str, Any]:
     return {
-        "base_url": link.url,
-        "headers": link.headers,
+        "base_url": peer.url,
+        "headers": peer.headers,
         "timeout": httpx.Timeout(timeout, connect=min(timeout, CONNECT_SECONDS)),
-        "trust_env": not link.is_local,  # a proxy cannot reach this machine
+        "trust_env": not peer.is_local,  # a proxy cannot reach this machine
     }
 
 
-def _request(command: Send) -> Mapping[str, Any]:
+def _request(order: Send) -> Mapping[str, Any]:
     return {
-        "method": command.method,
-        "url": command.path,
-        "json": command.body,
-        "params": command.params,
-        "headers": command.headers,
+        "method": order.method,
+        "url": order.path,
+        "json": order.body,
+        "params": order.params,
+        "headers": order.headers,
     }

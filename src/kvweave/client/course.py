@@ -1,7 +1,7 @@
-"""A verb without its transport: steps that say what to send, and are sent what came of it.
+"""A verb without its transport: a course of orders, each of which is answered with what came of it.
 
-A generator of commands is run by a wire (`kvweave.client.wires`), one that blocks or one that is
-awaited. So each verb is written once.
+A generator yields what is to be sent. A wire (`kvweave.client.wires`) carries it out, one that blocks
+or one that is awaited, so each verb is written once.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ if TYPE_CHECKING:
     import httpx
 
 T = TypeVar("T")
-Steps = Generator["Command", Any, T]
+Course = Generator["Order", Any, T]
 
 
-class Command:
+class Order:
     """What a verb asks its wire to do."""
 
     __slots__ = ()
 
 
 @dataclass(frozen=True, slots=True)
-class Send(Command):
+class Send(Order):
     """Send a request; the `httpx.Response` comes back. With ``open`` its body is yet to be read."""
 
     method: str
@@ -36,82 +36,82 @@ class Send(Command):
 
 
 @dataclass(frozen=True, slots=True)
-class Read(Command):
+class Read(Order):
     """Read some more of what was opened: bytes, none at the end."""
 
 
 @dataclass(frozen=True, slots=True)
-class Piece(Command):
+class Emit(Order):
     """Hand text to who reads the stream."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
-class Pause(Command):
+class Pause(Order):
     """Wait."""
 
     seconds: float
 
 
 @dataclass(frozen=True, slots=True)
-class Together(Command):
-    """Take several walks at the same time; their results come back, in order. One that fails stops
+class AtOnce(Order):
+    """Go several courses at the same time; their results come back, in order. One that fails stops
     the others."""
 
-    walks: Sequence[Walk[Any]]
+    several: Sequence[Running[Any]]
 
 
 @dataclass(frozen=True, slots=True)
-class HangUp(Command):
-    """Close the stream of a walk."""
+class HangUp(Order):
+    """Close the stream of a course that is under way."""
 
-    walk: Walk[Any]
+    running: Running[Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Disconnect(Command):
+class Disconnect(Order):
     """Close all connections."""
 
 
-class Walk(Generic[T]):
-    """Steps on their way: the next command, or the result."""
+class Running(Generic[T]):
+    """A course under way: the next order, or the result."""
 
-    def __init__(self, steps: Steps[T]) -> None:
-        self._steps = steps
-        self.results: list[T] = []  # one, once the steps have ended
-        self.command: Command | None = None
+    def __init__(self, course: Course[T]) -> None:
+        self._course = course
+        self.results: list[T] = []  # one, once the course has ended
+        self.order: Order | None = None
         self.stopped = False
         self.response: httpx.Response | None = None  # what is open
         self.chunks: Any = None  # its bytes
-        self.pieces: Any = None  # the generator that walks, where pieces are read
-        self.scope: Any = None  # of the command that is awaited now
+        self.pieces: Any = None  # the generator that goes the course
+        self.scope: Any = None  # of the order that is awaited now
 
     def begin(self) -> None:
-        """Go to the first command."""
-        self._advance(lambda: next(self._steps))
+        """Go to the first order."""
+        self._advance(lambda: next(self._course))
 
     def send(self, result: object) -> None:
-        """Go on with what came of the command."""
-        self._advance(lambda: self._steps.send(result))
+        """Go on with what came of the order."""
+        self._advance(lambda: self._course.send(result))
 
     def throw(self, error: Exception) -> None:
         """Go on with what went wrong."""
-        self._advance(lambda: self._steps.throw(error))
+        self._advance(lambda: self._course.throw(error))
 
     def stop(self) -> None:
-        """Go no further, as soon as the command under way has ended; a wire may break that off."""
+        """Go no further, as soon as the order under way has ended; a wire may break that off."""
         self.stopped = True
         if self.scope is not None:
             self.scope.cancel()
 
     def close(self) -> None:
-        """Let the steps clean up."""
-        self._steps.close()
+        """Let the course clean up."""
+        self._course.close()
 
-    def _advance(self, take: Callable[[], Command]) -> None:
+    def _advance(self, take: Callable[[], Order]) -> None:
         try:
-            self.command = take()
+            self.order = take()
         except StopIteration as end:
-            self.command = None
+            self.order = None
             self.results.append(end.value)

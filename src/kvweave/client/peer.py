@@ -1,4 +1,4 @@
-"""Requests to one server, as steps: the key, retries, errors as exceptions, events of a stream."""
+"""Requests to one server, as courses: the key, retries, errors as exceptions, events of a stream."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, urlsplit
 
+from kvweave.client.course import Course, Emit, Pause, Read, Send
 from kvweave.client.events import EventParser
 from kvweave.client.problems import error_of, error_part
-from kvweave.client.steps import Pause, Piece, Read, Send, Steps
 from kvweave.errors import (
     InvalidArgument,
     InvalidName,
@@ -36,7 +36,7 @@ FIRST_PAUSE = 0.1  # seconds before a broken connection is tried again; twice as
 REFUSED_FOR_NOW = (429, 503)
 
 
-class Link:
+class Peer:
     """What is known of one server. Every method raises the server's errors as `KVWeaveError`.
 
     ``retries``: how often to try again what the server refused for now (with a Retry-After), or what
@@ -54,11 +54,11 @@ class Link:
                 raise InvalidArgument("key", "it has characters no API key has")
             self.headers["authorization"] = f"Bearer {key}"
 
-    def get(self, path: str, **params: object) -> Steps[Any]:
+    def get(self, path: str, **params: object) -> Course[Any]:
         """Return the JSON of a GET; parameters that are None are left out."""
         return (yield from self.call("GET", path, params=params))
 
-    def pages(self, path: str, **params: Any) -> Steps[list[Any]]:
+    def pages(self, path: str, **params: Any) -> Course[list[Any]]:
         """Return all of a list that comes in pages, or its first ``limit``."""
         limit, found = params.pop("limit", None), list[Any]()
         after = None
@@ -77,7 +77,7 @@ class Link:
         body: Mapping[str, object] | None = None,
         params: Mapping[str, object] | None = None,
         headers: Mapping[str, str] | None = None,
-    ) -> Steps[Any]:
+    ) -> Course[Any]:
         """Send one request and return its JSON; None when there is none."""
         headers = dict(headers or {})
         if method in ("POST", "PUT"):
@@ -96,7 +96,7 @@ class Link:
             yield from self._wait_or_raise(found, left)
         raise AssertionError("unreachable")
 
-    def events(self, path: str, body: Mapping[str, object]) -> Steps[dict[str, Any]]:
+    def events(self, path: str, body: Mapping[str, object]) -> Course[dict[str, Any]]:
         """Hand on the text of a stream of server-sent events; return the last event before its end.
 
         What is no text is not handed on.
@@ -113,11 +113,11 @@ class Link:
                     return last
                 last = self._event(data)
                 if last.get("text"):
-                    yield Piece(str(last["text"]))
+                    yield Emit(str(last["text"]))
             if not more:
                 raise Unreachable(self.url, "the stream broke off")
 
-    def _open(self, send: Send) -> Steps[None]:
+    def _open(self, send: Send) -> Course[None]:
         for left in range(self.retries, -1, -1):
             try:
                 found = yield send
@@ -136,7 +136,7 @@ class Link:
             raise error_of(event, 200)
         return dict(event)
 
-    def _wait_or_raise(self, found: httpx.Response, left: int) -> Steps[None]:
+    def _wait_or_raise(self, found: httpx.Response, left: int) -> Course[None]:
         """Wait as long as the server asks if it may be tried again, else raise its error."""
         error, wait = self._refusal(found), _seconds(found.headers.get("retry-after"))
         may = found.status_code in REFUSED_FOR_NOW and not isinstance(error, OverBudget)
