@@ -65,7 +65,8 @@ def serve(args: Namespace) -> int:
 
 
 def _listen(listen: Callable[[str, int], socket], options: Options) -> socket:
-    where = f"{options.host}:{options.port}"
+    host = f"[{options.host}]" if ":" in options.host else options.host
+    where = f"{host}:{options.port}"
     try:
         return listen(options.host, options.port)
     except (OSError, OverflowError) as error:
