@@ -69,10 +69,10 @@ def _listen(listen: Callable[[str, int], socket], options: Options) -> socket:
     where = f"{host}:{options.port}"
     try:
         return listen(options.host, options.port)
-    except (OSError, OverflowError) as error:
-        taken = getattr(error, "errno", None) == errno.EADDRINUSE
+    except OSError as error:
+        taken = error.errno == errno.EADDRINUSE
         hint = "something listens there already: end it, or take another --port; 0 takes a free one"
-        reason = getattr(error, "strerror", None) or str(error)
+        reason = error.strerror or str(error)
         raise ServerError(
             f"cannot listen at {where}: {reason}",
             hint=hint if taken else "give another --host or --port",
