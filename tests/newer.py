@@ -65,7 +65,7 @@ async def edit(tenant: Tenant, the: The, name: str, request: Request) -> Any:
         uids = {entry["uid"]: entry for entry in entries}
         return view_of(engine, the, context) | {
             "version": 1,
-            "made": [uids[part.uid] for part in made if part is not None],
+            "made": [part and uids[part.uid] for part in made],
         }
 
     return await on(the, tenant, name, work)

@@ -98,12 +98,12 @@ def test_contexts_are_copied_and_closed(there):
 
 
 def test_history_is_shown(there):
-    entry = {"name": "docs/b", "id": 7, "n_tokens": 3, "index": 2}
+    entry = {"name": "docs/b", "id": 7, "n_tokens": 3, "uid": 2}
     log = [{"version": 3, "at": 1e9, "verb": "append", "says": "added docs/b", "n_tokens": 21,
             "added": ["docs/b"], "removed": []}]  # fmt: skip
     diff = {"from": 2, "to": 3, "added": [entry], "removed": [], "moved": []}
-    part = {"name": "docs/a", "uid": 2, "n_tokens": 14, "how": "prefill", "n_computed": 14,
-            "cause": None, "says": "it was never woven"}  # fmt: skip
+    part = {"name": "docs/a", "uid": 2, "n_tokens": 14, "how": "new", "n_computed": 14,
+            "edit": None, "says": "it was never woven"}  # fmt: skip
     why = {"version": 3, "n_tokens": 14, "n_kept": 0, "says": "0 of 14 are kept", "parts": [part]}
     done = []
     for name, found in (("log", log), ("diff", diff), ("why", why)):
@@ -114,9 +114,9 @@ def test_history_is_shown(there):
         )
     shown = there("context", "log", "chat/42", "--limit", "1")
     assert re.search(r"^3 +2001-09-\S+ \S+ +added docs/b +21$", shown, re.M)
-    assert there("context", "diff", "chat/42", "2") == "+ docs/b  #7, 3 tokens, at 2\n"
+    assert there("context", "diff", "chat/42", "2") == "+ docs/b  #7, 3 tokens\n"
     assert re.search(
-        r"^docs/a +prefill +it was never woven +14 +14$", there("context", "why", "chat/42"), re.M
+        r"^docs/a +new +it was never woven +14 +14$", there("context", "why", "chat/42"), re.M
     )
     assert there.out.endswith("0 of 14 are kept\n")
     there("context", "revert", "chat/42", "2")

@@ -426,7 +426,9 @@ def test_a_part_is_sent_by_its_uid_and_nothing_is_asked_before(context_of):
 
 
 def test_a_block_of_edits_is_one_request(context_of):
-    context, fake = context_of(httpx.Response(200, json=VIEW | {"version": 9, "made": [PART]}))
+    context, fake = context_of(
+        httpx.Response(200, json=VIEW | {"version": 9, "made": [PART, None]})
+    )
     with context.edit(version=7) as edit:
         made = edit.append("so well", name="docs/a")
         edit.drop(THE_PART, mode="forget")

@@ -93,7 +93,7 @@ def diff(args: Namespace) -> None:
         out.data(found)
         return
     lines = [
-        f"{sign} {e['name']}  #{e['id']}, {e['n_tokens']} tokens, at {e['index']}"
+        f"{sign} {e['name']}  #{e['id']}, {e['n_tokens']} tokens"
         for sign, what in (("-", "removed"), ("+", "added"), ("~", "moved"))
         for e in found[what]
     ]

@@ -39,7 +39,7 @@ def _lines(url: str, health: dict[str, Any], told: dict[str, Any]) -> list[str]:
 
 
 def _model(told: dict[str, Any]) -> str:
-    move = told.get("can", {}).get("move", {"ok": told["can_move"], "reason": "see its log"})
+    move = told["can"]["move"]
     return str(told["model"]) + ("" if move["ok"] else f", cannot move chunks: {move['reason']}")
 
 

@@ -11,7 +11,7 @@ from kvweave.chunk.files import Entry
 from kvweave.chunk.identity import Kind, TierName, check_name
 from kvweave.client import parse
 from kvweave.client.context import CONTEXTS, AsyncRemoteContext, ContextVerbs, RemoteContext
-from kvweave.client.course import AtOnce, Course, Disconnect, Running
+from kvweave.client.course import AtOnce, Course, Disconnect, UnderWay
 from kvweave.client.edits import content_of
 from kvweave.client.faces import Awaited, Blocking, Told, Verb
 from kvweave.client.files import CHUNKS, AsyncRemoteFiles, FileVerbs, RemoteFiles
@@ -132,8 +132,10 @@ class ClientVerbs(Generic[_ContextT]):
     @Verb
     def denoise(self) -> Course[int]:
         """Compute canonical KV for every chunk that has none; return the tokens computed."""
-        found = yield from FileVerbs.denoise.course(FileVerbs(self._wire))
-        return sum(entry.n_tokens for entry in found)
+        files = FileVerbs(self._wire)
+        cold = yield from FileVerbs.find.course(files, "**", tier="none")
+        yield from FileVerbs.denoise.course(files)
+        return sum({entry.id: entry.n_tokens for entry in cold}.values())
 
     # ---- contexts
 
@@ -201,9 +203,11 @@ class ClientVerbs(Generic[_ContextT]):
         return self._context(self._wire, name)
 
     @Verb
-    def rename(self, context: _ContextT, name: str) -> Course[None]:
-        """Give a context another name. Raises NameTaken, InvalidName."""
-        yield from ContextVerbs.rename.course(context, name)
+    def rename_context(self, name: str, to: str) -> Course[_ContextT]:
+        """Give a context another name, and return it. Raises ContextNotFound, NameTaken, InvalidName."""
+        context = self._context(self._wire, name)
+        yield from ContextVerbs.rename.course(context, to)
+        return context
 
     @Verb
     def close_context(self, name: str) -> Course[None]:
@@ -221,7 +225,7 @@ class ClientVerbs(Generic[_ContextT]):
         if len({context.name for context in contexts}) < len(contexts):
             raise InvalidArgument("contexts", "one of them is there twice")
         generate = ContextVerbs.generate.course
-        several = [Running(generate(context, max_tokens, **options)) for context in contexts]
+        several = [UnderWay(generate(context, max_tokens, **options)) for context in contexts]
         return list((yield AtOnce(several)))
 
     # ---- inside

@@ -17,20 +17,19 @@ _OPEN: ContextVar[Collection[str]] = ContextVar("kvweave_edits", default=())  # 
 
 
 @dataclass(frozen=True, slots=True)
-class Edit(Generic[T]):
+class OneEdit(Generic[T]):
     """One edit of a context: its verb and fields, and how to read what it made."""
 
     verb: str
     body: dict[str, object]
     read: Callable[[Any], T]
-    makes: bool = True  # a part, which is what it is answered with
 
 
 @dataclass(slots=True)
 class Promise(Generic[T]):
     """What an edit makes once the block it stands in has ended."""
 
-    edit: Edit[T]
+    edit: OneEdit[T]
     found: list[T] = field(default_factory=list)
 
     @property
@@ -53,7 +52,7 @@ class Block:
         self._peer, self._path = wire.peer, path
         self._edits: list[Promise[Any]] = []
 
-    def take(self, edit: Edit[T]) -> Promise[T]:
+    def take(self, edit: OneEdit[T]) -> Promise[T]:
         """Collect one more edit."""
         made = Promise(edit)
         self._edits.append(made)
@@ -75,8 +74,7 @@ class Block:
             "POST", f"{self._path}:edit", {"edits": edits}, headers=if_match(self.version)
         )
         self.version = told.get("version")
-        making = [each for each in self._edits if each.edit.makes]
-        for each, entry in zip(making, told["made"], strict=True):
+        for each, entry in zip(self._edits, told["made"], strict=True):
             each.found.append(each.edit.read(entry))
 
 

@@ -10,7 +10,7 @@ from dataclasses import asdict
 from typing import Any, Generic, TypeVar, cast
 
 from kvweave.client import parse
-from kvweave.client.block import Edit, require_closed
+from kvweave.client.block import OneEdit, require_closed
 from kvweave.client.course import Course
 from kvweave.client.edits import AnyPart, AsyncEditBlock, EditBlock, EditVerbs
 from kvweave.client.faces import Awaited, Blocking, Streamed, Told, Verb
@@ -231,7 +231,7 @@ class ContextVerbs(Generic[_TurnT, _ContextT]):
         yield from settle(self._peer, self._path)
         return (yield from self._peer.call("POST", f"{self._path}:{verb}", body))
 
-    def _send(self, edit: Edit[T]) -> Course[T]:
+    def _send(self, edit: OneEdit[T]) -> Course[T]:
         return edit.read((yield from self._do(edit.verb, **edit.body)))
 
     def _begin(

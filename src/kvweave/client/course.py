@@ -59,14 +59,14 @@ class AtOnce(Order):
     """Go several courses at the same time; their results come back, in order. One that fails stops
     the others."""
 
-    several: Sequence[Running[Any]]
+    several: Sequence[UnderWay[Any]]
 
 
 @dataclass(frozen=True, slots=True)
 class HangUp(Order):
     """Close the stream of a course that is under way."""
 
-    running: Running[Any]
+    running: UnderWay[Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ class Disconnect(Order):
     """Close all connections."""
 
 
-class Running(Generic[T]):
+class UnderWay(Generic[T]):
     """A course under way: the next order, or the result."""
 
     def __init__(self, course: Course[T]) -> None:

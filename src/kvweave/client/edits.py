@@ -8,7 +8,7 @@ from typing import Any
 
 from kvweave.chunk.identity import Kind
 from kvweave.client import parse
-from kvweave.client.block import Block, Edit
+from kvweave.client.block import Block, OneEdit
 from kvweave.client.faces import Awaited, Blocking, Editing
 from kvweave.weave.parts import Mode, Part, TextOrTokens
 
@@ -22,57 +22,57 @@ class EditVerbs:
     @Editing
     def append(
         self, content: TextOrTokens, *, kind: Kind = "document", name: str | None = None
-    ) -> Edit[Part]:
+    ) -> OneEdit[Part]:
         """Add text or token ids at the end; ``name`` stores it by that name."""
         return _append(**content_of(content), kind=kind, name=name)
 
     @Editing
-    def append_chunk(self, ref: str) -> Edit[Part]:
+    def append_chunk(self, ref: str) -> OneEdit[Part]:
         """Add a stored chunk at the end. Raises ChunkNotFound."""
         return _append(chunk=ref)
 
     @Editing
-    def append_slice(self, ref: str, start: int, stop: int) -> Edit[Part]:
+    def append_slice(self, ref: str, start: int, stop: int) -> OneEdit[Part]:
         """Add tokens ``[start, stop)`` of a stored chunk at the end."""
         return _append(chunk=ref, start=start, stop=stop)
 
     @Editing
     def insert(
         self, index: int, content: TextOrTokens, *, kind: Kind = "document", name: str | None = None
-    ) -> Edit[Part]:
+    ) -> OneEdit[Part]:
         """Add text or token ids before the part at ``index``."""
         return _append(**content_of(content), kind=kind, name=name, at=index)
 
     @Editing
-    def insert_chunk(self, index: int, ref: str) -> Edit[Part]:
+    def insert_chunk(self, index: int, ref: str) -> OneEdit[Part]:
         """Add a stored chunk before the part at ``index``. Raises ChunkNotFound."""
         return _append(chunk=ref, at=index)
 
     @Editing
-    def insert_slice(self, index: int, ref: str, start: int, stop: int) -> Edit[Part]:
+    def insert_slice(self, index: int, ref: str, start: int, stop: int) -> OneEdit[Part]:
         """Add tokens ``[start, stop)`` of a stored chunk before the part at ``index``."""
         return _append(chunk=ref, start=start, stop=stop, at=index)
 
     @Editing
-    def message(self, role: Kind, content: str) -> Edit[Part]:
+    def message(self, role: Kind, content: str) -> OneEdit[Part]:
         """Add one chat message, wrapped by the model's chat template."""
-        return Edit("message", {"role": role, "content": content}, parse.part)
+        return OneEdit("message", {"role": role, "content": content}, parse.part)
 
     @Editing
-    def drop(self, *refs: AnyPart, mode: Mode | None = None) -> Edit[None]:
+    def drop(self, *refs: AnyPart, mode: Mode | None = None) -> OneEdit[None]:
         """Remove parts: ``forget`` them, or ``evict`` only their memory; all of them or none."""
         return _edit("drop", parts=refs_of(refs), mode=mode)
 
     @Editing
     def replace(
         self, ref: AnyPart, content: TextOrTokens, *, kind: Kind = "document"
-    ) -> Edit[Part]:
+    ) -> OneEdit[Part]:
         """Put new text in the place of a part; what stands behind is woven anew."""
         body = {"part": ref_of(ref), "kind": kind, **content_of(content)}
-        return Edit("replace", body, parse.part)
+        return OneEdit("replace", body, parse.part)
 
     @Editing
-    def reorder(self, order: Sequence[AnyPart]) -> Edit[None]:
+    def reorder(self, order: Sequence[AnyPart]) -> OneEdit[None]:
         """Put the parts in another order; ``order`` names each of them once."""
         return _edit("reorder", order=refs_of(order))
 
@@ -128,12 +128,12 @@ def refs_of(refs: Sequence[AnyPart]) -> list[str | int | dict[str, int]]:
     return [ref_of(ref) for ref in refs]
 
 
-def _append(**body: object) -> Edit[Part]:
-    return Edit("append", {k: v for k, v in body.items() if v is not None}, parse.part)
+def _append(**body: object) -> OneEdit[Part]:
+    return OneEdit("append", {k: v for k, v in body.items() if v is not None}, parse.part)
 
 
-def _edit(verb: str, **body: object) -> Edit[None]:
-    return Edit(verb, {k: v for k, v in body.items() if v is not None}, _nothing, makes=False)
+def _edit(verb: str, **body: object) -> OneEdit[None]:
+    return OneEdit(verb, {k: v for k, v in body.items() if v is not None}, _nothing)
 
 
 def _nothing(_: Any) -> None:

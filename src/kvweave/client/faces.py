@@ -10,7 +10,7 @@ import functools
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, cast, overload
 
-from kvweave.client.block import Block, Edit, Promise
+from kvweave.client.block import Block, OneEdit, Promise
 from kvweave.client.course import Course
 from kvweave.client.wires import AwaitedWire, BlockingWire
 
@@ -68,7 +68,7 @@ class Told(Generic[T]):
 class Editing(Generic[P, T]):
     """A method that edits a context: sent at once, or collected."""
 
-    def __init__(self, edit: Callable[Concatenate[Any, P], Edit[T]]) -> None:
+    def __init__(self, edit: Callable[Concatenate[Any, P], OneEdit[T]]) -> None:
         self.edit = edit
         functools.update_wrapper(cast(Any, self), edit)
 

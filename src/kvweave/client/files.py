@@ -151,13 +151,15 @@ class FileVerbs:
         )
 
     @Verb
-    def denoise(self, pattern: str = "**", *, passes: int | None = None) -> Course[list[Entry]]:
-        """Compute canonical KV for the chunks that match and have none; return their entries."""
-        return (yield from self._do(pattern, "denoise", {"passes": passes}))
+    def denoise(self, pattern: str = "**") -> Course[list[Entry]]:
+        """Compute canonical KV for those of the chunks that match that have none; return all of them."""
+        return (yield from self._do(pattern, "denoise", None))
 
     # --- how ---
 
-    def _do(self, pattern: str, verb: str, body: Mapping[str, object]) -> Course[list[Entry]]:
+    def _do(
+        self, pattern: str, verb: str, body: Mapping[str, object] | None
+    ) -> Course[list[Entry]]:
         path = f"{CHUNKS}/{part_of_path(pattern or '**')}:{verb}"
         return _entries((yield from self._peer.call("POST", path, body))["data"])
 
