@@ -11,7 +11,7 @@ from kvweave.chunk.files import Entry
 from kvweave.chunk.identity import Kind, TierName, check_name
 from kvweave.client import parse
 from kvweave.client.context import CONTEXTS, AsyncRemoteContext, ContextVerbs, RemoteContext
-from kvweave.client.course import AtOnce, Course, Disconnect, UnderWay
+from kvweave.client.course import AtOnce, Course, Disconnect, Journey
 from kvweave.client.edits import content_of
 from kvweave.client.faces import Awaited, Blocking, Told, Verb
 from kvweave.client.files import CHUNKS, AsyncRemoteFiles, FileVerbs, RemoteFiles
@@ -225,7 +225,7 @@ class ClientVerbs(Generic[_ContextT]):
         if len({context.name for context in contexts}) < len(contexts):
             raise InvalidArgument("contexts", "one of them is there twice")
         generate = ContextVerbs.generate.course
-        several = [UnderWay(generate(context, max_tokens, **options)) for context in contexts]
+        several = [Journey(generate(context, max_tokens, **options)) for context in contexts]
         return list((yield AtOnce(several)))
 
     # ---- inside

@@ -59,14 +59,14 @@ class AtOnce(Order):
     """Go several courses at the same time; their results come back, in order. One that fails stops
     the others."""
 
-    several: Sequence[UnderWay[Any]]
+    several: Sequence[Journey[Any]]
 
 
 @dataclass(frozen=True, slots=True)
 class HangUp(Order):
     """Close the stream of a course that is under way."""
 
-    running: UnderWay[Any]
+    running: Journey[Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +74,8 @@ class Disconnect(Order):
     """Close all connections."""
 
 
-class UnderWay(Generic[T]):
-    """A course under way: the next order, or the result."""
+class Journey(Generic[T]):
+    """A course on its way: the next order, or the result."""
 
     def __init__(self, course: Course[T]) -> None:
         self._course = course

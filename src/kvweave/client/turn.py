@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, Generator, Mapping
 from typing import Any
 
 from kvweave.client import parse
-from kvweave.client.course import Course, HangUp, UnderWay
+from kvweave.client.course import Course, HangUp, Journey
 from kvweave.client.faces import Awaited, Blocking, Verb
 from kvweave.client.settle import settle
 from kvweave.client.wires import Wire
@@ -22,7 +22,7 @@ class TurnVerbs:
         self._wire: Any = wire
         self._peer = wire.peer
         self._path, self._verb, self._body = path, verb, body
-        self._running: UnderWay[Answer] | None = None
+        self._running: Journey[Answer] | None = None
         self._answer: Answer | None = None
 
     @Verb
@@ -31,8 +31,8 @@ class TurnVerbs:
         if self._running is not None:
             yield HangUp(self._running)
 
-    def _run(self) -> UnderWay[Answer]:
-        self._running = UnderWay(self.course())
+    def _run(self) -> Journey[Answer]:
+        self._running = Journey(self.course())
         return self._running
 
     def finish(self) -> Answer:

@@ -13,11 +13,11 @@ from kvweave.client.course import (
     Disconnect,
     Emit,
     HangUp,
+    Journey,
     Order,
     Pause,
     Read,
     Send,
-    UnderWay,
 )
 from kvweave.client.peer import Peer
 from kvweave.errors import ServerError
@@ -47,20 +47,20 @@ class BlockingWire:
 
     def run(self, course: Course[T]) -> T:
         """Return what the course returns."""
-        return self.finish(UnderWay(course))[0]
+        return self.finish(Journey(course))[0]
 
-    def stream(self, running: UnderWay[Any]) -> Generator[str]:
+    def stream(self, running: Journey[Any]) -> Generator[str]:
         """Yield the pieces of text; closing the generator hangs up."""
         running.pieces = self._stream(running)
         return running.pieces  # type: ignore[no-any-return]
 
-    def finish(self, running: UnderWay[T]) -> list[T]:
+    def finish(self, running: Journey[T]) -> list[T]:
         """Go to the end; return the result, in a list, or none where it was stopped."""
         for _ in self.stream(running):
             pass
         return running.results
 
-    def _stream(self, running: UnderWay[Any]) -> Generator[str]:
+    def _stream(self, running: Journey[Any]) -> Generator[str]:
         try:
             running.begin()
             while running.order is not None and not running.stopped:
@@ -79,7 +79,7 @@ class BlockingWire:
             if running.response is not None:
                 running.response.close()
 
-    def _do(self, order: Order, running: UnderWay[Any]) -> object:
+    def _do(self, order: Order, running: Journey[Any]) -> object:
         match order:
             case Send():
                 running.response, sent = None, self._client.build_request(**_request(order))
@@ -103,7 +103,7 @@ class BlockingWire:
                 self._client.close()
         return None
 
-    def _together(self, several: list[UnderWay[Any]]) -> list[Any]:
+    def _together(self, several: list[Journey[Any]]) -> list[Any]:
         with ThreadPoolExecutor(max(1, len(several))) as threads:
             runs: list[Future[Any]] = [threads.submit(self.finish, running) for running in several]
             try:
@@ -127,20 +127,20 @@ class AwaitedWire:
 
     async def run(self, course: Course[T]) -> T:
         """Return what the course returns."""
-        return (await self.finish(UnderWay(course)))[0]
+        return (await self.finish(Journey(course)))[0]
 
-    def stream(self, running: UnderWay[Any]) -> AsyncGenerator[str]:
+    def stream(self, running: Journey[Any]) -> AsyncGenerator[str]:
         """Yield the pieces of text; closing the generator hangs up."""
         running.pieces = self._stream(running)
         return running.pieces  # type: ignore[no-any-return]
 
-    async def finish(self, running: UnderWay[T]) -> list[T]:
+    async def finish(self, running: Journey[T]) -> list[T]:
         """Go to the end; return the result, in a list, or none where it was stopped."""
         async for _ in self.stream(running):
             pass
         return running.results
 
-    async def _stream(self, running: UnderWay[Any]) -> AsyncGenerator[str]:
+    async def _stream(self, running: Journey[Any]) -> AsyncGenerator[str]:
         try:
             running.begin()
             while running.order is not None and not running.stopped:
@@ -161,7 +161,7 @@ class AwaitedWire:
                 with anyio.CancelScope(shield=True):
                     await running.response.aclose()
 
-    async def _unless_stopped(self, order: Order, running: UnderWay[Any]) -> object:
+    async def _unless_stopped(self, order: Order, running: Journey[Any]) -> object:
         """Do a order, and break it off where another task stops the running."""
         with anyio.CancelScope() as running.scope:
             try:
@@ -170,7 +170,7 @@ class AwaitedWire:
                 running.scope = None  # one that was left must not be cancelled
         return None
 
-    async def _do(self, order: Order, running: UnderWay[Any]) -> object:
+    async def _do(self, order: Order, running: Journey[Any]) -> object:
         match order:
             case Send():
                 running.response, sent = None, self._client.build_request(**_request(order))
@@ -194,10 +194,10 @@ class AwaitedWire:
                 await self._client.aclose()
         return None
 
-    async def _together(self, several: list[UnderWay[Any]]) -> list[Any]:
+    async def _together(self, several: list[Journey[Any]]) -> list[Any]:
         failed: list[Exception] = []
 
-        async def one(running: UnderWay[Any]) -> None:
+        async def one(running: Journey[Any]) -> None:
             try:
                 await self.finish(running)
             except Exception as error:
