@@ -31,7 +31,7 @@ from transformers import DynamicCache
 from kvweave import Engine
 from kvweave.run.sample import Sampling
 from kvweave.weave.context import Context
-from kvweave.weave.session import Turn
+from kvweave.weave.turn import Turn
 
 N_BASE, PIECE = 16, 512
 Pace = tuple[float, float]  # seconds of the clock, seconds of all CPUs

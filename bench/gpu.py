@@ -35,7 +35,7 @@ from common import (
 from kvweave.run.sample import Sampling
 from kvweave.weave.context import Context
 from kvweave.weave.repair import FirstK, Strategy, strategy
-from kvweave.weave.session import Turn
+from kvweave.weave.turn import Turn
 
 N_BASE, N_SUFFIX, PIECE = 64, 64, 512
 FIRST = Sampling(max_tokens=1, ignore_eos=True)

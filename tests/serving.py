@@ -115,12 +115,18 @@ class Caller:
         self.headers = {} if key is None else {"Authorization": f"Bearer {key}"}
 
     def __call__(
-        self, method: str, path: str, body: Any = None, status: int = 200, **more: Any
+        self,
+        method: str,
+        path: str,
+        body: Any = None,
+        status: int | tuple[int, ...] = 200,
+        **more: Any,
     ) -> Any:
-        """Return the JSON of an answer that has this status."""
+        """Return the JSON of an answer that has this status, or one of these."""
         content = more | ({} if body is None else {"json": body})
         found = self.client.request(method, path, headers=self.headers, **content)
-        assert found.status_code == status, f"{method} {path}: {found.status_code} {found.text}"
+        wanted = status if isinstance(status, tuple) else (status,)
+        assert found.status_code in wanted, f"{method} {path}: {found.status_code} {found.text}"
         return found.json()
 
     def error(
@@ -130,7 +136,7 @@ class Caller:
         return self(method, path, body, status, **more)["error"]
 
     def put(self, name: str, text: str, **more: Any) -> Any:
-        return self("PUT", f"/v1/chunks/{name}", {"text": text, **more}, 201)
+        return self("PUT", f"/v1/chunks/{name}", {"text": text, **more}, (200, 201))
 
     def names(self, pattern: str = "") -> list[str]:
         return [e["name"] for e in self("GET", "/v1/chunks", params={"pattern": pattern})["data"]]

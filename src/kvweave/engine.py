@@ -18,7 +18,7 @@ from kvweave.config import Config
 from kvweave.errors import ContextTooLong, InvalidArgument, check_options
 from kvweave.keep import POLICIES
 from kvweave.run.base import Backend, Capability
-from kvweave.run.loop import Loop
+from kvweave.run.loop import Loop, Task
 from kvweave.run.model import Runner
 from kvweave.store.codec import parse
 from kvweave.store.home import Home
@@ -27,15 +27,16 @@ from kvweave.store.spec import open_shelf
 from kvweave.weave.answer import Answer, request_from
 from kvweave.weave.calibration import calibration_of, check_bound
 from kvweave.weave.context import Context
-from kvweave.weave.contexts import Contexts
+from kvweave.weave.contexts import Contexts, begin_all
 from kvweave.weave.maker import Maker
-from kvweave.weave.naming import holder
 from kvweave.weave.parts import TextOrTokens
+from kvweave.weave.putting import NewChunk, putting
 from kvweave.weave.repair import strategy
-from kvweave.weave.session import Session, Turn, run_all
+from kvweave.weave.session import Session
 from kvweave.weave.settings import Settings
 from kvweave.weave.template import Ref, Template
 from kvweave.weave.ties import Ties
+from kvweave.weave.turn import run_all
 from kvweave.weave.weaver import Weaver
 
 LOADING = ("dtype", "device", "max_positions")  # options of Runner.load
@@ -74,8 +75,8 @@ class Engine:
         loads = isinstance(model, str | Path)
         self.runner: Backend = Runner.load(str(model), **loading) if loads else model  # type: ignore[arg-type,assignment]
         self._home = None if home is None else Home(Path(home), self.runner.fingerprint)
-        self.table = Table(self.config.index or (None if self._home is None else self._home.index))
-        where = None if self._home is None else self._home.path
+        where, index = (self._home.path, self._home.index) if self._home else (None, None)
+        self.table = Table(self.config.index or index)
         with contextlib.ExitStack() as opened:  # what fails from here on leaves no lock behind
             opened.callback(self.table.close)
             ties = self._open(where, opened)
@@ -84,7 +85,7 @@ class Engine:
             check_bound(self.config.max_drift, found, self.config.repair, self.config.share)
             self.weaver = Weaver(self.runner, self.shelf, self.table, found, self.config.rows)
             ties.mend(self._home is not None and self._home.is_partial)
-            self._base = self._make_base(base) if self.runner.can_move else None
+            self._base = self.maker.base(base) if self.runner.can_move else None
             opened.pop_all()
 
     def _open(self, where: Path | None, opened: contextlib.ExitStack) -> Ties:
@@ -195,6 +196,19 @@ class Engine:
             raise
         return [Files(self.table, namespace).stat(name) for name, _ in made]
 
+    def putting(
+        self,
+        items: Sequence[NewChunk],
+        *,
+        namespace: str = "",
+        replace: bool = False,
+        then: Callable[[Sequence[ChunkId]], None] = lambda ids: None,
+    ) -> Task[list[Entry]]:
+        """As `put_many`, as a task of the loop; see `kvweave.weave.putting`."""
+        self._require_move()
+        yield from putting(self.maker, items, self._base, namespace, replace, then)
+        return [Files(self.table, namespace).stat(item.name) for item in items]
+
     def put_rows(self, name: str, kv: KV, *, kind: Kind = "memory", namespace: str = "") -> Entry:
         """Store rows that no token made (a learned prefix, say) under ``name``; keys unrotated.
 
@@ -264,7 +278,7 @@ class Engine:
         check_name(name)
         settings = self._settings(options)
         self._contexts.require_free(name, settings.namespace)
-        key = holder(name, settings.namespace)
+        key = self._contexts.new_key(name, settings.namespace)
         context = Context(name, Session(key, self.weaver, self.maker, self.loop, settings))
         try:
             if system is not None:
@@ -299,23 +313,20 @@ class Engine:
         """
         made = template if isinstance(template, Template) else Template(template)
         namespace = check_namespace(namespace)
-        pieces = made.fill(
-            {**(values or {}), **holes}, lambda ref: self.table.lookup(ref, namespace) is not None
-        )
+        known = lambda ref: self.table.lookup(ref, namespace) is not None  # noqa: E731
+        pieces = made.fill({**(values or {}), **holes}, known)
         if len(pieces) > self.runner.limit:  # each has a token at least
             raise ContextTooLong(len(pieces), self.runner.limit)
         self._n_composed[namespace] += 1
         name = name or f"compose-{self._n_composed[namespace]}"
-        given = {"repair": repair, "share": share, "max_drift": max_drift}
-        options: dict[str, Any] = {k: v for k, v in given.items() if v is not None}
+        given: dict[str, Any] = {"repair": repair, "share": share, "max_drift": max_drift}
+        options = {k: v for k, v in given.items() if v is not None}
         context = self.context(name, namespace=namespace, **options)
         try:
             with context.edit():
                 for piece in pieces:
-                    if isinstance(piece, Ref):
-                        context.append_chunk(piece.name)
-                    else:
-                        context.append(piece.text)
+                    add = context.append_chunk if isinstance(piece, Ref) else context.append
+                    add(piece.name if isinstance(piece, Ref) else piece.text)
         except BaseException:
             self.close_context(context.name, namespace)
             raise
@@ -329,33 +340,31 @@ class Engine:
         """Return a copy of ``context`` under another name, in the same namespace."""
         check_name(name)
         self._contexts.require_free(name, context.namespace)
-        twin = context.fork(name)
+        twin = context.fork(name, self._contexts.new_key(name, context.namespace))
         self._contexts.add(twin)
         return twin
+
+    def rename_context(self, name: str, to: str, namespace: str = "") -> Context:
+        """Give a context another name. Raises ContextNotFound, NameTaken, InvalidName."""
+        context = self._contexts.get(name, namespace)
+        self._contexts.rename(context, check_name(to))
+        return context
 
     def close_context(self, name: str, namespace: str = "") -> None:
         """Free a context's rows and let go of its chunks. Raises ContextNotFound."""
         context = self._contexts.get(name, namespace)
         context.close()
         self._contexts.remove(context)
-        self.shelf.ended(holder(name, namespace))
+        self.shelf.ended(context.session.key)
 
     def generate_many(
         self, contexts: Sequence[Context], max_tokens: int = 256, **options: object
     ) -> list[Answer]:
         """Continue several contexts together, one packed model pass a step."""
         request = request_from(max_tokens, options)
-        if len({id(context) for context in contexts}) < len(contexts):
-            raise InvalidArgument("contexts", "one of them is there twice")
         self.shelf.upcoming(int(part.id) for context in contexts for part in context.parts)
-        turns: list[Turn] = []
         try:
-            for context in contexts:
-                turns.append(context.begin(*request))
-        except BaseException:
-            for turn in turns:
-                turn.abandon()
-            raise
+            turns = begin_all(contexts, *request)
         finally:
             self.shelf.upcoming(())
         return run_all(turns)
@@ -385,15 +394,6 @@ class Engine:
         }
         options = {**options, "namespace": check_namespace(str(options.get("namespace", "")))}
         return Settings(**(defaults | options))  # type: ignore[arg-type]
-
-    def _make_base(self, text: str | None) -> ChunkId | None:
-        tokens = self.maker.bos() + (self.maker.tokens(text) if text else [])
-        if not tokens or text == "":
-            return None
-        id = self.maker.add(tokens, kind="system", name="base")
-        self.table.hold(id, "engine")
-        self.maker.canonicalise([id])
-        return id
 
     def _let_go(self, id: int) -> None:
         self.shelf.drop(id)

@@ -19,6 +19,7 @@
     |   |-- ContextTooLong             .n, .limit
     |   |-- ContextNotFound            .name, .did_you_mean
     |   |-- ContextBusy                .name
+    |   |-- ContextChanged             .name, .wanted, .found (versions)
     |   `-- InvalidArgument            .argument, .reason
     |-- StoreError
     |   |-- OverBudget                 .needed, .budget, .evictable (bytes)
@@ -29,6 +30,7 @@
     `-- ServerError
         |-- Overloaded                 .retry_after (seconds)
         |-- OverQuota                  .what, .needed, .used, .quota
+        |-- IdempotencyKeyReused       .key
         |-- Unreachable                .url, .reason
         `-- KeyRefused                 .url, .reason
 
@@ -250,6 +252,17 @@ class ContextBusy(WeaveError):
         )
 
 
+class ContextChanged(WeaveError):
+    def __init__(self, name: str, wanted: int, found: int) -> None:
+        super().__init__(
+            f"{name} is at version {found}, not {wanted}",
+            hint="somebody else edited it: read it again, then decide",
+            name=name,
+            wanted=wanted,
+            found=found,
+        )
+
+
 class InvalidArgument(WeaveError):
     def __init__(self, argument: str, reason: str, hint: str = "") -> None:
         super().__init__(f"{argument}: {reason}", hint=hint, argument=argument, reason=reason)
@@ -325,6 +338,15 @@ class OverQuota(ServerError):
             needed=needed,
             used=used,
             quota=quota,
+        )
+
+
+class IdempotencyKeyReused(ServerError):
+    def __init__(self, key: str) -> None:
+        super().__init__(
+            f"another request was sent with the idempotency key {key!r}",
+            hint="make a new key for every request that is not the same again",
+            key=key,
         )
 
 

@@ -31,7 +31,7 @@ from kvweave.run.model import Runner
 from kvweave.run.sampling import Sampling
 from kvweave.weave.calibration import Calibration, Curve
 from kvweave.weave.repair import STRATEGIES
-from kvweave.weave.session import run_all
+from kvweave.weave.turn import run_all
 
 LAUNCHES = 1.2  # times those of transformers
 WEAVE_SYNCS = 4

@@ -462,6 +462,8 @@ ERRORS = [
     (errors.ChunkPinned("x", 1), 409, "chunk_pinned", "invalid_request_error"),
     (errors.ChunkInUse("x", 1, ("c",)), 409, "chunk_in_use", "invalid_request_error"),
     (errors.ContextBusy("x"), 409, "context_busy", "invalid_request_error"),
+    (errors.IdempotencyKeyReused("x"), 422, "idempotency_key_reused", "invalid_request_error"),
+    (errors.ContextChanged("x", 1, 2), 412, "context_changed", "invalid_request_error"),
     (errors.CannotMove("x"), 409, "cannot_move", "invalid_request_error"),
     (errors.ModelMismatch("a", "b", "c"), 409, "model_mismatch", "invalid_request_error"),
     (errors.InvalidName("x", "y"), 400, "invalid_name", "invalid_request_error"),

@@ -108,7 +108,7 @@ def test_the_description_names_every_route_its_errors_and_no_other_host(serve):
         ("POST", "/v1/contexts/{name}:ask"),
         ("GET", "/v1/status"),
         ("POST", "/v1/chat/completions"),
-        ("POST", "/v1/compose"),
+        ("POST", "/v1/contexts:compose"),
     ):
         assert wanted in routes
     ids = [way["operationId"] for ways in told["paths"].values() for way in ways.values()]

@@ -42,7 +42,7 @@ def test_a_context_is_opened_told_and_closed(serve):
     [part] = made["parts"]
     assert part["name"] == "c/s-000" and part["kind"] == "system" and made["base"] == part["id"]
     assert (part["start"], part["position"], part["how"], part["exact"]) == (0, 0, "prefix", True)
-    short = {k: made[k] for k in ("name", "namespace", "n_tokens", "n_parts", "busy")}
+    short = {k: made[k] for k in ("name", "version", "namespace", "n_tokens", "n_parts", "busy")}
     assert anna("GET", "/v1/contexts")["data"] == [short]
     assert anna("GET", "/v1/contexts/c") == made
     taken = anna.error("POST", "/v1/contexts", {"name": "c"}, 409)

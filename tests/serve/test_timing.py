@@ -221,7 +221,8 @@ def test_lists_of_another_key_are_empty(world):
         "/v1/chunks:du",
         "/v1/contexts",
     ):
-        assert world.get(BERTA, path).json() == {"object": "list", "data": []}, path
+        told = world.get(BERTA, path).json()
+        assert told == {"object": "list", "data": []} | ({"next": None} if "next" in told else {})
     status = world.get(BERTA, "/v1/status").json()
     assert (status["chunks"], status["contexts"], status["history"], status["last_plan"]) == (
         0,

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kvweave import Context, Plan
-from kvweave.weave.session import Turn
+from kvweave.weave.turn import Turn
 
 Tokens = tuple[int, ...]
 
@@ -86,6 +86,7 @@ class Chat:
     open: Open | None = None
     was_woven: bool = False  # so that its plan is that of a weave, not of the next one
     saved: list[tuple[Any, list[Piece], Tokens]] = field(default_factory=list)  # snapshots
+    versions: list[tuple[int, list[Piece], Tokens]] = field(default_factory=list)
     answered: tuple[object, int, int] | None = (
         None  # parts, first row and number of the last answer
     )

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from random import Random
 
-from world import answers, chunks, closing, contexts, faults, memory, models, pruned
+from world import answers, chunks, closing, contexts, faults, memory, models, pruned, versions
 from world.world import World
 
 Steps = list[tuple[str, int]]  # verb and its seed
@@ -42,6 +42,9 @@ VERBS: dict[Callable[[World], bool], int] = {
     contexts.snapshot: 6,
     contexts.restore: 9,
     contexts.from_elsewhere: 1,
+    versions.remember: 5,
+    versions.revert: 7,
+    versions.why: 4,
     pruned.evict: 5,
     faults.fault: 8,
     contexts.while_answering: 3,

@@ -15,9 +15,11 @@ A request's fault is its own: `Loop.step` never raises it, and the others go on.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import count
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -28,6 +30,14 @@ from kvweave.run.base import Backend, Observer, Rows, Steps, Work
 from kvweave.run.sample import Choice, Detokenizer, Sampler, Sampling, StopScanner, sample, text_of
 from kvweave.run.schedule import Grant, Job, Schedule
 from kvweave.store.kv import KV
+
+T = TypeVar("T")
+_KEYS = count(1)
+
+
+def new_key() -> int:
+    """Return a key that no other request of this process has."""
+    return next(_KEYS)
 
 
 @dataclass(slots=True)
@@ -100,6 +110,10 @@ class Request:
         )
 
 
+# Work on an engine that waits for requests: yields each, goes on when it is over, returns T.
+Task = Generator[Request, None, T]
+
+
 class Loop:
     """Runs requests until they are finished. Not thread-safe: one driver calls `step`."""
 
@@ -161,6 +175,21 @@ class Loop:
         """Step until ``until()`` or nothing is left."""
         while not until() and self.step():
             pass
+
+    def finish(self, task: Task[T]) -> T:
+        """Run a task here and now, with all other requests; raises what ends it."""
+        try:
+            request = next(task)
+            while True:
+                self.add(request)
+                while request.running and self.step():
+                    pass
+                request = goes_on(task, request)
+        except StopIteration as done:
+            result: T = done.value
+            return result
+        finally:
+            task.close()
 
     def decode(self) -> Callable[[list[int]], str] | None:
         """Return tokens -> text, None for a model without a tokenizer."""
@@ -333,3 +362,13 @@ class Loop:
         if text:
             request.text += text
             request.fresh.append(text)
+
+
+def goes_on(task: Task[T], request: Request) -> Request:
+    """Go on with a task whose request is over; return what it waits for then.
+
+    Raises StopIteration at its end, and what it ends in.
+    """
+    if request.error is not None:
+        return task.throw(request.error)
+    return next(task)

@@ -51,7 +51,8 @@ class Schedule:
     """Plan steps of at most ``max_rows`` rows with at most ``max_batch`` decoding jobs.
 
     ``step()`` hands out grants, ``done()`` takes each of them back before the next ``step()``.
-    While jobs are pending, at least one row of every step is theirs.
+    While jobs are pending, at least one row of every step is theirs; where others
+    only decode, up to ``beside`` if none of the pending ones generates anything (it stores a chunk).
     """
 
     def __init__(self, max_batch: int = 16, max_rows: int = 512) -> None:
@@ -61,6 +62,12 @@ class Schedule:
             raise InvalidArgument("max_rows", f"{max_rows} is below 2: one to decode, one to fill")
         self.max_batch = max_batch
         self.max_rows = max_rows
+        self.beside = max_rows
+        """Rows of jobs that generate nothing, in a step in which others only decode."""
+
+        self.rows = 0, 0, False
+        """Of the last step: rows that decode, other rows, and whether some were of a prompt."""
+
         self.quantum = max(1, max_rows // 4)  # rows; a shorter prefill is never cut by a rival
         self._jobs: dict[int, Job] = {}
         self._decoding: deque[int] = deque()  # keys, next to run first
@@ -124,7 +131,12 @@ class Schedule:
             self._decoding.remove(key)
             self._decoding.append(key)
         grants = [Grant(key, 1, True) for key in decoding]
-        pieces = self._share(self.max_rows - len(decoding), waiting)
+        left, n_urgent = (
+            self.max_rows - len(decoding),
+            sum(self._jobs[k].n_left > 0 for k in waiting),
+        )
+        pieces = self._share(left if n_urgent or not decoding else min(self.beside, left), waiting)
+        self.rows = len(decoding), sum(pieces.values()), n_urgent > 0
         grants += [Grant(key, n_rows, False) for key, n_rows in pieces.items()]
         self._out = {grant.key: grant.n_rows for grant in grants}
         return grants

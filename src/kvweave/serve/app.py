@@ -29,7 +29,7 @@ from kvweave.serve.guard.limits import Limits
 from kvweave.serve.metrics import Requests
 from kvweave.serve.openai import routes as openai
 from kvweave.serve.options import Options
-from kvweave.serve.routes import chunks, contexts, page, system, turns
+from kvweave.serve.routes import chunks, contexts, edits, history, page, system, turns
 from kvweave.serve.routes.base import ERRORS
 from kvweave.serve.routes.system import OURS
 from kvweave.serve.state import ServerState
@@ -77,8 +77,8 @@ def create_app(engine: Engine, options: Options | None = None) -> FastAPI:
     )
     app.state.kvweave = state
     problems.install(app)
-    for router in (turns.router, contexts.router, chunks.router, system.router):
-        app.include_router(router)
+    for rooms in (turns, edits, history, contexts, chunks, system):
+        app.include_router(rooms.router)
     app.include_router(openai.make_router(state), responses=ERRORS)
     app.include_router(page.make_router())
     # the last one added is the first to see a request

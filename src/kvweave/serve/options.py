@@ -26,9 +26,11 @@ class Options:
     keys: Mapping[str, str] = field(default_factory=dict, repr=False)  # API key -> namespace
     metrics_key: str | None = field(default=None, repr=False)  # of /metrics, where there are keys
     allowed_hosts: Sequence[str] = ()  # names it answers under besides its own; without ports
-    max_waiting: int = 64  # answers of one namespace, and as many other calls, that may wait
+    max_waiting: int = 1024  # answers of one namespace, and as many other calls, that may wait
     max_active: int | None = None  # answers that run together; None: the engine's max_batch
-    max_body: int = 8 * 2**20  # bytes of a request
+    max_body: int = (
+        8 * 2**20
+    )  # bytes of a request; of those of a namespace under way 8 times as many
     max_prompt: int | None = None  # tokens; None: the model's limit
     max_name: int = MAX_NAME  # characters of a chunk's or context's name
     quota: int | None = None  # bytes of KV a namespace may store, and of rows in its contexts

@@ -6,6 +6,7 @@ import asyncio
 import gc
 import signal
 import socket
+from collections import Counter
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
@@ -21,22 +22,43 @@ from kvweave.serve.state import ServerState
 HEADER_SECONDS = 10.0  # a client has to send its headers
 KEEP_ALIVE = 30.0  # seconds an idle connection stays open
 HEADER_BYTES = 32_768
-CONNECTIONS = 512
+CONNECTIONS = 1024  # then those that ask nothing make room
 BACKLOG = 512
 
 
+FULL = (
+    b"HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\nRetry-After: 5\r\n"
+    b"Connection: close\r\n\r\n"
+    b'{"error": {"message": "the server has no connection left", "type": "server_error", '
+    b'"param": null, "code": "overloaded", "hint": "try again"}}'
+)
+
+
 class Protocol(H11Protocol):
-    """Hangs up on who takes too long to send headers, also the second request's."""
+    """Hangs up on who takes too long to send headers, also the second request's.
+
+    Where there are too many connections, one that asks nothing is closed for each new one: the
+    oldest of the address that has most of them.
+    """
 
     _headers: asyncio.TimerHandle | None = None
+    _since = 0.0
+    _refused = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Start the clock."""
         super().connection_made(transport)
+        self._since = self.loop.time()
         self._watch()
+        if len(self.connections) > CONNECTIONS:
+            self._make_room()
 
     def data_received(self, data: bytes) -> None:
         """Stop the clock when the headers are complete."""
+        if self._refused:  # answered now, since what is closed unread is reset
+            self.transport.write(FULL)
+            self.transport.close()
+            return
         super().data_received(data)
         if self.conn.their_state is not h11.IDLE:
             self._unwatch()
@@ -47,6 +69,25 @@ class Protocol(H11Protocol):
         """Stop the clock."""
         self._unwatch()
         super().connection_lost(exc)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no request of it is being answered."""
+        return self.cycle is None or self.cycle.response_complete
+
+    def _make_room(self) -> None:
+        others = [each for each in self.connections if isinstance(each, Protocol)]
+        idle = [each for each in others if each is not self and each.is_idle]
+        if not idle:
+            self._refused = True
+            return
+        by_host = Counter(each.host for each in others)
+        max(idle, key=lambda each: (by_host[each.host], -each._since))._give_up()
+
+    @property
+    def host(self) -> str:
+        """The address that it comes from."""
+        return self.client[0] if self.client else ""
 
     def _watch(self) -> None:
         self._headers = self.loop.call_later(HEADER_SECONDS, self._give_up)
@@ -70,7 +111,7 @@ class Server(uvicorn.Server):
             "http": Protocol, "ws": "none", "loop": "asyncio", "lifespan": "on",
             "log_config": None, "access_log": False, "server_header": False,
             "proxy_headers": False, "timeout_keep_alive": KEEP_ALIVE, "backlog": BACKLOG,
-            "limit_concurrency": CONNECTIONS, "h11_max_incomplete_event_size": HEADER_BYTES,
+            "h11_max_incomplete_event_size": HEADER_BYTES,
             "timeout_graceful_shutdown": round(grace + 5),
         }  # fmt: skip
         super().__init__(uvicorn.Config(app, **config))

@@ -9,7 +9,9 @@ from typing import TypeVar
 from kvweave.chunk.identity import check_name
 from kvweave.engine import Engine
 from kvweave.errors import InvalidName
+from kvweave.run.loop import Task
 from kvweave.serve.driver.thread import Driver
+from kvweave.serve.guard.idempotent import Idempotent
 from kvweave.serve.guard.quota import Quota
 from kvweave.serve.metrics import History, Metrics
 from kvweave.serve.options import Options
@@ -47,6 +49,7 @@ class ServerState:
         )
         self.fingerprint = f"fp_{engine.runner.fingerprint.digest().hex()[:12]}"
         self.limit = engine.runner.limit
+        self.idempotent = Idempotent()
         self.was_full = float("-inf")  # when the disk had no room, by `time.monotonic`
 
     @property
@@ -55,6 +58,10 @@ class ServerState:
 
     async def call(self, tenant: str, work: Callable[[Engine], T]) -> T:
         """Run ``work`` in the engine's thread; see `Driver.call`."""
+        return await self.driver.call(work, tenant=tenant)
+
+    async def run(self, tenant: str, work: Callable[[Engine], Task[T]]) -> T:
+        """As `call`, for work that goes on beside the answers under way."""
         return await self.driver.call(work, tenant=tenant)
 
     def new_name(self, name: str) -> str:

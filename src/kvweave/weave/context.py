@@ -5,60 +5,31 @@ Here are the parts and their edits, without a tensor; their rows are a `Session`
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Generator, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Generator, Sequence
 
 from kvweave.chunk.identity import ChunkId, Kind
-from kvweave.errors import ChunkNotFound, ContextBusy, ContextTooLong, InvalidArgument
+from kvweave.errors import ChunkNotFound, InvalidArgument
+from kvweave.run.loop import Task
 from kvweave.run.sampling import Sampling
 from kvweave.weave.answer import Answer, request_from
 from kvweave.weave.check import Check
-from kvweave.weave.edits import adopted, dropped, find, inserted, part_of, renamed, reordered
-from kvweave.weave.naming import Names, holder
-from kvweave.weave.parts import Mode, Part, Snapshot, TextOrTokens, end
+from kvweave.weave.edited import EditedParts
+from kvweave.weave.edits import dropped, part_of, renamed, reordered
+from kvweave.weave.history import Why
+from kvweave.weave.naming import holder
+from kvweave.weave.parts import Mode, Part, TextOrTokens
 from kvweave.weave.plan import Plan
 from kvweave.weave.repair import Strategy
-from kvweave.weave.session import Session, Turn
-from kvweave.weave.sources import tokens_of
+from kvweave.weave.turn import Turn, begin
 
 
-class Context:
+class Context(EditedParts):
     """Named parts in order; every edit happens wholly or not at all.
 
     A part is addressed by its name, its chunk's ``#id``, its index, or the `Part` itself.
     """
 
-    def __init__(self, name: str, session: Session) -> None:
-        self.name = name
-        self.settings = session.settings
-        self.session, self._key = session, session.key
-        self._maker, self._table = session.maker, session.weaver.table
-        self._parts: tuple[Part, ...] = ()
-        self._base: ChunkId | None = None
-        self._next_uid = 0
-        self._owner = object()
-        self._names = Names(name, lambda n: self._table.lookup(n, self.namespace) is None)
-        self._editing = False
-        self._closed = False
-
     # ---- reading
-
-    @property
-    def namespace(self) -> str:
-        """The namespace of its name and of all its chunks."""
-        return self.settings.namespace
-
-    @property
-    def parts(self) -> tuple[Part, ...]:
-        """The parts in order."""
-        return self._parts
-
-    @property
-    def n_tokens(self) -> int:
-        """Tokens of all parts."""
-        return sum(p.n for p in self._parts)
 
     @property
     def plan(self) -> Plan:
@@ -69,46 +40,7 @@ class Context:
         """Say what a weave would do now, without doing it."""
         return self.session.preview(self._parts)
 
-    def tokens(self) -> list[int]:
-        """Return the token ids of the whole context."""
-        return [int(t) for p in self._parts for t in tokens_of(self._table, p)]
-
-    def index(self, ref: str | int | Part) -> int:
-        """Return the index of a part. Raises ChunkNotFound."""
-        return find(self._parts, ref)
-
-    def oldest(self) -> Part:
-        """Return the first part that may go: the one after the base. Raises ChunkNotFound."""
-        first = 1 if self._base is not None else 0
-        if len(self._parts) <= first:
-            raise ChunkNotFound(f"a part of {self.name} that can be dropped")
-        return self._parts[first]
-
     # ---- editing
-
-    @contextmanager
-    def edit(self) -> Iterator[Context]:
-        """Batch edits: all of them happen, or none when an error leaves the block."""
-        self._idle("edit")
-        if self._editing:
-            yield self
-            return
-        before, base, counts = self._parts, self._base, self._names.counts()
-        self._editing = True
-        try:
-            with self._table.transaction():
-                yield self
-                n, limit = end(self._parts), self._maker.backend.limit
-                if n > limit:
-                    raise ContextTooLong(n, limit)
-                self._sync_holds(before, self._parts)
-        except BaseException:
-            # uids go on: a weave in the block may have kept KV by them
-            self._parts, self._base = before, base
-            self._names.reset(counts)
-            raise
-        finally:
-            self._editing = False
 
     def append(
         self,
@@ -139,7 +71,7 @@ class Context:
         label: str | None = None,
     ) -> Part:
         """Add text or token ids before the part at ``index``."""
-        with self.edit():
+        with self.edit("append" if index == len(self._parts) else "insert"):
             shown = name or label or f"text-{self._next_uid}"
             tokens = self._maker.tokens(content)
             id = self._maker.add(
@@ -151,7 +83,7 @@ class Context:
 
     def insert_chunk(self, index: int, ref: str) -> Part:
         """Add a stored chunk before the part at ``index``. Raises ChunkNotFound."""
-        with self.edit():
+        with self.edit("append" if index == len(self._parts) else "insert"):
             record = self._table.resolve(ref, self.namespace)
             return self._insert(index, part_of(record, ref))
 
@@ -161,14 +93,14 @@ class Context:
         Its KV is the chunk's, which saw the chunk's tokens before ``start`` too: exact only behind
         these. Raises ChunkNotFound, or InvalidArgument for a range not inside the chunk.
         """
-        with self.edit():
+        with self.edit("append" if index == len(self._parts) else "insert"):
             record = self._table.resolve(ref, self.namespace)
             return self._insert(index, part_of(record, ref, start, stop))
 
     def message(self, role: Kind, content: str) -> Part:
         """Add one chat message, wrapped by the model's chat template and named
         ``CONTEXT/u-007`` by role and number."""
-        with self.edit():
+        with self.edit("message"):
             tokens = self._maker.message(role, content)
             part = self.append(tokens, kind=role, name=self._names.next(role))
             if role == "system" and len(self._parts) == 1:
@@ -177,12 +109,12 @@ class Context:
 
     def answer_part(self, kind: Kind, tokens: Sequence[int]) -> Part:
         """Add tokens the model wrote as the next ``CONTEXT/a-007``."""
-        with self.edit():
+        with self.edit("answer"):
             return self.append(tokens, kind=kind, name=self._names.next(kind))
 
     def set_base(self, id: ChunkId, name: str) -> None:
         """Begin an empty context with the base other chunks were computed after."""
-        with self.edit():
+        with self.edit("open"):
             if self._parts:
                 raise InvalidArgument("base", "the context already has parts")
             record = self._table.get(id)
@@ -204,7 +136,7 @@ class Context:
         if mode == "evict" and self.settings.prune != "evict":
             reason = "this context does not keep what its parts saw"
             raise InvalidArgument("mode", reason, 'use prune="evict"')
-        with self.edit():
+        with self.edit("drop" if mode == "forget" else mode):
             gone = {self.index(r) for r in refs}
             if self._base is not None and 0 in gone and len(self._parts) > len(gone):
                 raise InvalidArgument("drop", "the base carries all other parts", "use replace")
@@ -217,7 +149,7 @@ class Context:
         self, ref: str | int | Part, content: TextOrTokens, *, kind: Kind = "document"
     ) -> Part:
         """Put new text in the place of a part; what stands behind is woven anew."""
-        with self.edit():
+        with self.edit("replace"):
             index = self.index(ref)
             old = self._parts[index]
             self._no_gaps("replace")
@@ -233,39 +165,21 @@ class Context:
 
     def reorder(self, order: Sequence[str | int | Part]) -> None:
         """Put the parts in another order; ``order`` names each of them once."""
-        with self.edit():
+        with self.edit("reorder"):
             self._no_gaps("reorder")
             indices = [self.index(r) for r in order]
             self._parts = reordered(self._parts, indices)
             if self._base is not None and indices[0] != 0:
                 raise InvalidArgument("order", "the base stays in front")
 
-    def snapshot(self) -> Snapshot:
-        """Return the parts as they are, to come back to."""
-        digests = tuple(self._table.get(part.id).digest for part in self._parts)
-        return Snapshot(self._parts, self._base, self.namespace, self._owner, digests)
-
-    def restore(self, snapshot: Snapshot) -> None:
-        """Bring back the parts of a snapshot; those of another context as if they were appended here.
-        Raises ChunkNotFound if one was removed since, or is of another namespace or engine."""
-        with self.edit():
-            for part, digest in zip(snapshot.parts, snapshot.digests, strict=True):
-                same = self._table.get(part.id).digest == digest  # an id says nothing elsewhere
-                if not same or snapshot.namespace != self.namespace:
-                    raise ChunkNotFound(part.name)
-            self._parts, self._base = snapshot.parts, snapshot.base
-            if snapshot.owner is not self._owner:
-                gaps, uid = self.settings.positions == "keep", self._next_uid
-                self._parts = adopted(snapshot.parts, uid, gaps=gaps)
-                self._next_uid += len(self._parts)
-
-    def fork(self, name: str) -> Context:
+    def fork(self, name: str, key: str = "") -> Context:
         """Return a new context with the same parts and rows; the two do not affect each other.
         Raises OverBudget."""
         self._idle("fork")
-        twin = Context(name, self.session.fork(holder(name, self.namespace)))
+        twin = Context(name, self.session.fork(key or holder(name, self.namespace)))
         twin._parts, twin._base, twin._next_uid = self._parts, self._base, self._next_uid
         twin._names.reset(self._names.counts())
+        twin.history = self.history.copy()
         twin._sync_holds((), twin._parts)
         return twin
 
@@ -292,8 +206,28 @@ class Context:
         With ``repair``, parts that are not exact are woven again by that strategy. ``max_drift``:
         see `begin`. What is refused leaves everything as it was.
         """
+        return self.session.loop.finish(self.weaving(repair, share, max_drift))
+
+    def weaving(
+        self,
+        repair: str | Strategy | None = None,
+        share: float | None = None,
+        max_drift: float | None = None,
+    ) -> Task[Plan]:
+        """As `weave`, as a task of the loop: others go on meanwhile."""
         self._readable()
-        return self.session.weave(self._parts, repair, share, max_drift)
+        plan = yield from self.session.weaving(self._parts, repair, share, max_drift)
+        self.wove(self._parts, plan)
+        return plan
+
+    def wove(self, parts: tuple[Part, ...], plan: Plan) -> None:
+        """Note what a weave of these parts did, for `why`."""
+        self.history.wove(parts, plan)
+
+    def why(self) -> Why:
+        """Tell what the last weave reused, and which edit was the cause of what it did not; where
+        parts were edited since, what the next one would do."""
+        return self.history.why(self._parts, self.preview())
 
     def begin(
         self, sampling: Sampling, max_drift: float | None = None, *, chat: bool = False
@@ -304,7 +238,7 @@ class Context:
         InvalidArgument for a bound that cannot be kept.
         """
         self._readable()
-        return self.session.begin(self, sampling, max_drift, chat)
+        return begin(self.session, self, sampling, max_drift, chat)
 
     def generate(self, max_tokens: int = 256, **options: object) -> Answer:
         """Continue the context; the new text becomes its last part. Options: see Sampling, begin."""
@@ -318,6 +252,7 @@ class Context:
         """Add a user message and return the model's answer; both become chunks."""
         request = request_from(max_tokens, options)
         before, counts, asked, turn = self.snapshot(), self._names.counts(), None, None
+        version = self.history.version
         try:
             asked = self.message("user", content)
             turn = self.begin(*request, chat=True)
@@ -330,6 +265,7 @@ class Context:
                     self.restore(before)
                     self._table.unbind(asked.name, self.namespace)
             self._names.reset(counts)
+            self.history.back_to(version)
             raise
 
     def check(self) -> Check:
@@ -338,47 +274,14 @@ class Context:
         Compared are the predictions of the last answer's tokens over the rows that it saw, or, when
         the context was edited since, of the next token over the rows as they are woven now.
         """
+        return self.session.loop.finish(self.checking())
+
+    def checking(self) -> Task[Check]:
+        """As `check`, as a task of the loop: others go on meanwhile."""
         self._readable()
-        return self.session.check(self._parts)
-
-    def check_integrity(self) -> None:
-        """Raise AssertionError when rows, parts and the index disagree."""
-        self.session.state.rows.check_integrity()
-        for part in self._parts:
-            n = self._table.get(part.id).n_tokens
-            assert 0 <= part.start < part.stop <= n, f"{part.name} has another length"
-            assert self._key in self._table.contexts_of(part.id), f"{part.name} is not held"
-
-    # ---- inside
-
-    def _insert(self, index: int, new: Part) -> Part:
-        if not 0 <= index <= len(self._parts):
-            raise InvalidArgument("index", f"{index} is not in 0..{len(self._parts)}")
-        if index < len(self._parts):
-            self._no_gaps("insert")
-        part = replace(new, uid=self._next_uid, virtual=self._table.is_virtual(new.id))
-        self._next_uid += 1
-        self._parts = inserted(self._parts, index, part)
-        return part
-
-    def _idle(self, verb: str) -> None:
-        if self._closed:
-            raise InvalidArgument(verb, f"{self.name} is closed", "open another context")
-        if self.session.turn is not None:
-            raise ContextBusy(self.name)
+        return (yield from self.session.checking(self._parts))
 
     def _readable(self) -> None:
         self._idle("weave")
         if not self._parts:
             raise InvalidArgument("context", "it is empty", "append something first")
-
-    def _no_gaps(self, verb: str) -> None:
-        if self.settings.positions == "keep":
-            raise InvalidArgument(verb, 'positions="keep" cannot make room', 'use "compact"')
-
-    def _sync_holds(self, before: Sequence[Part], after: Sequence[Part]) -> None:
-        old, new = Counter(p.id for p in before), Counter(p.id for p in after)
-        for id in (new - old).elements():
-            self._table.hold(id, self._key)
-        for id in (old - new).elements():
-            self._table.release(id, self._key)

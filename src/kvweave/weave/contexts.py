@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import count
 
-from kvweave.errors import ContextNotFound, NameTaken, nearest
+from kvweave.errors import ContextNotFound, InvalidArgument, NameTaken, nearest
+from kvweave.run.sampling import Sampling
 from kvweave.weave.context import Context
+from kvweave.weave.naming import holder
+from kvweave.weave.turn import Turn
 
 
 class Contexts:
@@ -33,9 +37,22 @@ class Contexts:
         if name in self.of(namespace):
             raise NameTaken(name, 0)
 
+    def new_key(self, name: str, namespace: str) -> str:
+        """Return what tells a new context from all others, also from one that had its name once."""
+        known = {context.session.key for context in self}
+        keys = (holder(name, namespace) + (f"\t{i}" if i else "") for i in count())
+        return next(key for key in keys if key not in known)
+
     def add(self, context: Context) -> None:
         """Add a context under its own name and namespace."""
         self._spaces.setdefault(context.namespace, {})[context.name] = context
+
+    def rename(self, context: Context, name: str) -> None:
+        """Let a context go by another name. Raises NameTaken."""
+        self.require_free(name, context.namespace)
+        self.remove(context)
+        context.name = name
+        self.add(context)
 
     def remove(self, context: Context) -> None:
         """Forget a context."""
@@ -43,3 +60,20 @@ class Contexts:
         del mine[context.name]
         if not mine and context.namespace:
             del self._spaces[context.namespace]
+
+
+def begin_all(
+    contexts: Sequence[Context], sampling: Sampling, max_drift: float | None
+) -> list[Turn]:
+    """Queue an answer of each, or of none. Raises InvalidArgument for one that is there twice."""
+    if len({id(context) for context in contexts}) < len(contexts):
+        raise InvalidArgument("contexts", "one of them is there twice")
+    turns: list[Turn] = []
+    try:
+        for context in contexts:
+            turns.append(context.begin(sampling, max_drift))
+    except BaseException:
+        for turn in turns:
+            turn.abandon()
+        raise
+    return turns

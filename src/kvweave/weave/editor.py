@@ -8,6 +8,7 @@ from typing import Protocol
 
 from kvweave.chunk.identity import Kind
 from kvweave.weave.parts import Mode, Part, Snapshot, TextOrTokens
+from kvweave.weave.plan import Plan
 
 
 class Editor(Protocol):
@@ -18,7 +19,7 @@ class Editor(Protocol):
         """The parts in order."""
         ...
 
-    def edit(self) -> AbstractContextManager[object]:
+    def edit(self, verb: str = "edit") -> AbstractContextManager[object]:
         """Batch edits: all of them happen, or none."""
         ...
 
@@ -42,4 +43,8 @@ class Editor(Protocol):
 
     def restore(self, snapshot: Snapshot) -> None:
         """Bring back the parts of a snapshot."""
+        ...
+
+    def wove(self, parts: tuple[Part, ...], plan: Plan) -> None:
+        """Note what the weave before it did."""
         ...

@@ -10,8 +10,16 @@ import torch
 
 from kvweave.chunk.identity import NO_TOKEN, ChunkId, Kind, chunk_digest
 from kvweave.chunk.table import Table
-from kvweave.errors import ChunkLost, ContextTooLong, CorruptChunk, EmptyChunk, InvalidArgument
-from kvweave.run.base import Backend, Ints, Rows, Work
+from kvweave.errors import (
+    ChunkLost,
+    ChunkNotFound,
+    ContextTooLong,
+    CorruptChunk,
+    EmptyChunk,
+    InvalidArgument,
+)
+from kvweave.run.base import Backend, Ints, Rows, Steps, Work
+from kvweave.run.loop import Request, Task, new_key
 from kvweave.store.kv import KV
 from kvweave.store.shelf import Shelf
 from kvweave.weave.chat import ChatFormat
@@ -64,6 +72,17 @@ class Maker:
         bos = tokenizer.bos_token_id
         found = [] if bos is None else [int(bos)]
         return found if found and tokenizer.encode("a")[:1] == found else []
+
+    def base(self, text: str | None) -> ChunkId | None:
+        """Make what all chunks are computed after: BOS and ``text``; None if that is nothing, or
+        ``text`` is empty."""
+        tokens = self.bos() + (self.tokens(text) if text else [])
+        if not tokens or text == "":
+            return None
+        id = self.add(tokens, kind="system", name="base")
+        self.table.hold(id, "engine")
+        self.canonicalise([id])
+        return id
 
     def add(
         self,
@@ -133,6 +152,33 @@ class Maker:
             rows += n
         return total + (self._batch(batch, progress) if batch else 0)
 
+    def computing(self, id: ChunkId, tenant: str = "") -> Task[int]:
+        """Compute canonical KV of one chunk as a task of the loop; return the tokens computed.
+
+        Its base has some; a chunk that goes meanwhile is let go of. Raises as `canonicalise`.
+        """
+        self.backend.require_move()
+        if self.table.is_virtual(id):
+            raise ChunkLost(f"#{id}")
+        self.shelf.mover.find([id])
+        if self.shelf.tier(id) != "none":
+            return 0
+        n = self.table.get(id).n_tokens
+        self.shelf.reserve(n * self.backend.row_bytes)
+        kv, rows = self.backend.new_kv(n), self._after_base(id, n)
+
+        def steps() -> Steps[None]:
+            yield self._work(id, rows, kv, 0, n)
+
+        yield Request(new_key(), rows, steps(), None, tenant)
+        try:
+            self.table.get(id)
+        except ChunkNotFound:
+            return 0
+        if self.shelf.tier(id) == "none":  # or somebody else was quicker
+            self._store([id], [kv])
+        return n
+
     def _batch(self, ids: list[ChunkId], progress: Callable[[int], None]) -> int:
         """Compute several chunks in one packed pass (a long one alone, piece by piece)."""
         sizes = [self.table.get(i).n_tokens for i in ids]
@@ -140,15 +186,20 @@ class Maker:
         made = [self.backend.new_kv(n) for n in sizes]
         rows = [self._after_base(i, n) for i, n in zip(ids, sizes, strict=True)]
         for start in range(0, max(sizes), BLOCK):
-            works = [self._work(i, r, kv, start) for i, r, kv in zip(ids, rows, made, strict=True)]
+            each = zip(ids, rows, made, strict=True)
+            works = [self._work(i, r, kv, start, BLOCK) for i, r, kv in each]
             self.backend.forward(works)
             progress(sum(work.n for work in works))
+        self._store(ids, made)
+        return sum(sizes)
+
+    def _store(self, ids: Sequence[ChunkId], made: Sequence[KV]) -> None:
+        """Keep KV that was computed: of all of these, or of none."""
         for id, kv in zip(ids, made, strict=True):
             if not kv.is_finite():
                 raise CorruptChunk(f"#{id}", "its KV has NaN or infinite values")
         for id, kv in zip(ids, made, strict=True):
             self.shelf.put(id, kv)
-        return sum(sizes)
 
     def _after_base(self, id: ChunkId, n: int) -> Rows:
         """Return rows that hold the chunk's base: as it was computed, never as a codec left it."""
@@ -168,8 +219,8 @@ class Maker:
             rows.place([(0, [kv])], slots)
         return rows
 
-    def _work(self, id: ChunkId, rows: Rows, kv: KV, start: int) -> Work:
-        tokens = self._tokens(id)[start : start + BLOCK]
+    def _work(self, id: ChunkId, rows: Rows, kv: KV, start: int, most: int) -> Work:
+        tokens = self._tokens(id)[start : start + most]
         slots = np.arange(rows.n, rows.n + len(tokens))
         return Work(rows, tokens, slots, slots, raw=kv, last=self._last, at=start)
 

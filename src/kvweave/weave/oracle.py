@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvweave.run.base import Backend, Ints, Rows, Work
+from kvweave.run.base import Backend, Ints, Rows, Steps, T, Work
 from kvweave.store.kv import KV
 from kvweave.weave.check import Check
 from kvweave.weave.maker import BLOCK
@@ -20,6 +20,26 @@ def prefill(
     backend: Backend, tokens: Ints, positions: Ints, span: slice, given: Given = ()
 ) -> tuple[Rows, Tensor]:
     """Return rows and the logits [span, vocab] of a full prefill; ``given`` rows are as they are."""
+    return drive(backend, prefilling(backend, tokens, positions, span, given))
+
+
+def drive(backend: Backend, steps: Steps[T]) -> T:
+    """Run steps here and now, so many rows a pass."""
+    work = next(steps)
+    try:
+        while True:
+            cuts = range(0, work.n, BLOCK)
+            found = [backend.forward([work.part(at, at + BLOCK)])[0] for at in cuts]
+            work = steps.send(torch.cat(found))
+    except StopIteration as done:
+        result: T = done.value
+        return result
+
+
+def prefilling(
+    backend: Backend, tokens: Ints, positions: Ints, span: slice, given: Given = ()
+) -> Steps[tuple[Rows, Tensor]]:
+    """As `prefill`, as steps."""
     n = len(tokens)
     rows = backend.new_rows()
     rows.reserve(n)
@@ -28,26 +48,24 @@ def prefill(
         there[slot : slot + sum(kv.n_tokens for kv in kvs)] = True
     if given:
         rows.place(given, positions)
-    missing = np.flatnonzero(~there)
-    found = []
-    for slots in np.split(missing, range(BLOCK, len(missing), BLOCK)):
-        want = np.flatnonzero((slots >= span.start) & (slots < span.stop))
-        work = Work(rows, tokens[slots], slots, positions[slots], want)
-        found.append(backend.forward([work])[0])
-    return rows, torch.cat(found)
+    slots = np.flatnonzero(~there)
+    want = np.flatnonzero((slots >= span.start) & (slots < span.stop))
+    logits = yield Work(rows, tokens[slots], slots, positions[slots], want)
+    return rows, logits
 
 
-def compare(backend: Backend, rows: Rows, tokens: Ints, span: slice, given: Given = ()) -> Check:
+def comparing(
+    backend: Backend, rows: Rows, tokens: Ints, span: slice, given: Given = ()
+) -> Steps[Check]:
     """Compare woven ``rows`` of ``tokens`` with the oracle; changes nothing.
 
     The logits after the tokens of ``span`` are computed again over a copy of the rows.
     """
     n, n_compared = len(tokens), span.stop - span.start
     positions = rows.positions[:n].copy()
-    true_rows, wanted = prefill(backend, tokens, positions, span, given)
+    true_rows, wanted = yield from prefilling(backend, tokens, positions, span, given)
     slots = np.arange(span.start, span.stop)
-    work = Work(rows.clone(), tokens[slots], slots, positions[slots], np.arange(n_compared))
-    found = backend.forward([work])[0]
+    found = yield Work(rows.clone(), tokens[slots], slots, positions[slots], np.arange(n_compared))
     wanted_log, found_log = wanted.double().log_softmax(-1), found.double().log_softmax(-1)
     kl = (wanted_log.exp() * (wanted_log - found_log)).sum(-1).clamp_min(0)
     difference = (wanted - found).double().abs()

@@ -15,7 +15,7 @@ from torch import Tensor
 from kvweave.chunk.table import Table
 from kvweave.errors import ContextTooLong, InvalidArgument, LoadFailed, OverBudget
 from kvweave.run.base import NO_SLOTS, Backend, Ints, Steps, Work
-from kvweave.run.loop import Request
+from kvweave.run.loop import Request, new_key
 from kvweave.run.sampling import Sampling
 from kvweave.store.kv import KV, joined
 from kvweave.store.shelf import Shelf
@@ -78,7 +78,6 @@ class Weaver:
         self.calibration, self.codec = calibration, codec
         self.dependence, self.patcher = Dependence(table), Patcher(shelf, table)
         self.sources = Sources(shelf, table)
-        self._next_key = 0
 
     def wish(self, state: State, strategy: Strategy, share: float, max_drift: float | None) -> Wish:
         """Return what a weave is asked for. Raises InvalidArgument if nothing can keep the bound."""
@@ -129,9 +128,8 @@ class Weaver:
         except BaseException:
             self.settle_account(state)
             raise
-        self._next_key += 1
         weaving.request = Request(
-            self._next_key, state.rows, self._steps(state, weaving), sampling, state.tenant
+            new_key(), state.rows, self._steps(state, weaving), sampling, state.tenant
         )
         return weaving
 

@@ -3,7 +3,8 @@
 ::
 
     asyncio                                     the driver's thread
-    call(work)    -> calls   (fair over tenants) -> work(engine) between two steps
+    call(work)    -> calls   (fair over tenants) -> work(engine) between two steps; a task goes on
+                                                    with each step (`Tasks`), slowly (`Pace`)
     answer(begin) -> waiting (fair over tenants) -> begin(engine) when there is room
                      active                      -> engine.loop.step(), Delta ..., Finished
     later(ids)                                   -> canonical KV, when nothing waits
@@ -19,15 +20,18 @@ import asyncio
 import logging
 import threading
 import time
-from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterable
 from typing import TypeVar
 
 from kvweave.chunk.identity import ChunkId
 from kvweave.engine import Engine
-from kvweave.errors import ChunkNotFound, KVWeaveError, Overloaded
+from kvweave.errors import Overloaded
+from kvweave.run.loop import Task
 from kvweave.serve.driver.ahead import AHEAD, Ahead
 from kvweave.serve.driver.fair import FairQueue
+from kvweave.serve.driver.idle import Idle
+from kvweave.serve.driver.pace import Pace
+from kvweave.serve.driver.tasks import Tasks
 from kvweave.serve.driver.work import (
     AnswerJob,
     Begin,
@@ -43,15 +47,13 @@ from kvweave.serve.driver.work import (
 )
 from kvweave.weave.answer import Answer
 from kvweave.weave.context import Context
-from kvweave.weave.session import Turn
+from kvweave.weave.turn import Turn
 
 __all__ = ["Begin", "Delta", "Done", "Driver", "Event", "Finished"]
 
 T = TypeVar("T")
 log = logging.getLogger("kvweave.serve")
 
-LATER_TOKENS = 256  # of one batch of idle work: what a request may have to wait for
-LATER_STEPS = 16  # steps between two such batches while answers run
 CALL_SECONDS = 0.02  # calls between two steps; at least one is run
 BEGIN_SECONDS = 0.02  # answers begun between two steps; at least one is
 
@@ -75,8 +77,10 @@ class Driver:
         self._calls: FairQueue[DriverCall] = FairQueue()
         self._waiting: FairQueue[AnswerJob] = FairQueue()
         self._active: list[AnswerJob] = []
-        self._later: deque[ChunkId] = deque()
         self._ahead = Ahead()
+        self._tasks = Tasks(engine.loop)
+        self._idle = Idle(engine.maker)
+        self._pace = Pace(engine.config.max_rows)
         self._deadline: float | None = None  # time.monotonic(); set: no new work
         self._thread: threading.Thread | None = None
         self._steps = self._tokens = self._cancelled = 0
@@ -112,8 +116,9 @@ class Driver:
 
     # ---- from asyncio
 
-    async def call(self, work: Callable[[Engine], T], *, tenant: str = "") -> T:
-        """Run ``work`` between two steps and return or raise what it does.
+    async def call(self, work: Callable[[Engine], T | Task[T]], *, tenant: str = "") -> T:
+        """Run ``work`` between two steps and return or raise what it does; if that is a task, what
+        comes of it. A task whose call is cancelled is closed.
 
         Raises Overloaded at once when too many of the tenant's calls wait. A cancelled call that
         has not begun never does.
@@ -161,7 +166,7 @@ class Driver:
     def later(self, ids: Iterable[ChunkId]) -> None:
         """Compute canonical KV of these chunks when there is nothing better to do."""
         with self._wake:
-            self._later.extend(ids)
+            self._idle.add(ids)
             self._wake.notify()
 
     def stats(self) -> dict[str, float]:
@@ -171,7 +176,7 @@ class Driver:
                 "waiting": len(self._waiting),
                 "active": len(self._active),
                 "calls": len(self._calls),
-                "later": len(self._later),
+                "later": len(self._idle),
                 "steps": self._steps,
                 "tokens": self._tokens,
                 "cancelled": self._cancelled,
@@ -179,6 +184,8 @@ class Driver:
 
     def is_busy(self, context: Context) -> bool:
         """Tell whether an answer of a context is under way; in the driver's thread."""
+        if context.session.busy:
+            return True
         return any(turn.context is context for job in self._active for turn in job.turns)
 
     def _admit(self, n_waiting: int) -> None:
@@ -203,9 +210,10 @@ class Driver:
             except Exception as error:  # not one request's fault: nobody may wait for ever
                 log.exception("the driver failed")
                 self._fail(self._active, error)
+                self._tasks.fail(error)
 
     def _has_work(self) -> bool:
-        return bool(self._calls or self._waiting or self._active or self._later)
+        return bool(self._calls or self._waiting or self._active or self._idle or self._tasks)
 
     def _turn(self) -> None:
         """Do one round: cancel, call, admit, step, hand out, or idle work."""
@@ -215,18 +223,18 @@ class Driver:
             self._end(job, cancelled=True)
         self._run_calls()
         self._begin_waiting()
-        if self._active:
+        if self._active or self._tasks:
             self._look_ahead()
             self._step()
-        if not self._waiting and (not self._active or self._steps % LATER_STEPS == 0):
-            self._canonicalise()
+        if not self._waiting and not self._tasks.n_own:
+            self._idle.work(self._tasks if self._active else None)
 
     def _close(self, deadline: float) -> None:
         """Turn away what waits; past the deadline end what runs."""
         with self._wake:
             left = [*self._waiting.clear()]
             calls = self._calls.clear()
-            self._later.clear()
+            self._idle.clear()
         for job in left:
             job.sink.put(Overloaded(10))
         for call in calls:
@@ -234,6 +242,7 @@ class Driver:
         if time.monotonic() >= deadline:
             for job in list(self._active):
                 self._end(job, cancelled=True)
+            self._tasks.fail(Overloaded(10))
 
     def _run_calls(self) -> None:
         until = time.monotonic() + CALL_SECONDS
@@ -242,7 +251,10 @@ class Driver:
                 if not self._calls:
                     return
                 call = self._calls.take()
-            call.run(self.engine)
+            try:
+                self._tasks.take(call.work(self.engine), call)
+            except Exception as error:
+                call.tell(error)
             if time.monotonic() >= until:
                 return
 
@@ -278,17 +290,22 @@ class Driver:
         self._hand_out(job)  # a gate may have computed the first token
 
     def _step(self) -> None:
-        ran = True
+        ran, loop, started = True, self.engine.loop, time.monotonic()
+        loop.schedule.beside = self._pace.rows
         try:
-            ran = self.engine.loop.step()
+            ran = loop.step()
+            self._pace.note(time.monotonic() - started, *loop.schedule.rows)
         except Exception as error:  # what is one answer's fault is found when it is handed out
             log.exception("a step failed")
             self._fail(self._active, error)
         self._steps += 1
         for job in list(self._active):
             self._hand_out(job)
-        if not ran and self._active:
-            self._fail(self._active, RuntimeError("an answer has nothing to run"))
+        self._tasks.go_on()
+        if not ran and (self._active or self._tasks):
+            stuck = RuntimeError("an answer has nothing to run")
+            self._fail(self._active, stuck)
+            self._tasks.fail(stuck)
 
     def _hand_out(self, job: AnswerJob) -> None:
         for index, turn in enumerate(job.turns):
@@ -362,23 +379,3 @@ class Driver:
         with self._wake:
             if job in self._active:
                 self._active.remove(job)
-
-    def _canonicalise(self) -> None:
-        """Compute one small batch; chunks that are gone or do not fit are left as they are."""
-        table, batch, n_tokens = self.engine.table, [], 0
-        while n_tokens < LATER_TOKENS:
-            with self._wake:
-                if not self._later:
-                    break
-                id = self._later.popleft()
-            try:
-                n_tokens += table.get(id).n_tokens
-                batch.append(id)
-            except ChunkNotFound:
-                continue
-        if not batch:
-            return
-        try:
-            self.engine.maker.canonicalise(batch)
-        except KVWeaveError as error:
-            log.info("no canonical KV for %s chunks: %s", len(batch), error)

@@ -12,7 +12,7 @@ from typing import Any
 from kvweave.engine import Engine
 from kvweave.run.sample import Choice
 from kvweave.weave.answer import Answer
-from kvweave.weave.session import Turn
+from kvweave.weave.turn import Turn
 
 log = logging.getLogger("kvweave.serve")
 
@@ -70,15 +70,6 @@ class DriverCall:
 
     work: Callable[[Engine], Any]
     future: asyncio.Future[Any]
-
-    def run(self, engine: Engine) -> None:
-        """Do the work and tell what came of it."""
-        try:
-            result = self.work(engine)
-        except Exception as error:
-            self.tell(error)
-        else:
-            self.tell(None, result)
 
     def tell(self, error: Exception | None, result: object = None) -> None:
         """Settle the future, unless nobody waits for it any more."""

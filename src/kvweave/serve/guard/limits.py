@@ -10,11 +10,13 @@ import asyncio
 import json
 import math
 import re
+from collections import Counter
 from urllib.parse import unquote_to_bytes
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from kvweave.errors import Overloaded
 from kvweave.serve.guard.problems import CLOSE, Problem, make, problem_of
 
 MAX_DEPTH = 100  # of nested lists and objects
@@ -25,15 +27,23 @@ _STRING = re.compile(rb'"(?:[^"\\]|\\.)*+"', re.DOTALL)
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
 
+TOGETHER = 8
+RETRY_SECONDS = 5
+
+
 class Gone(Exception):
     """The client went away."""
 
 
 class Limits:
-    """ASGI middleware in front of all routes; also answers what they fail to."""
+    """ASGI middleware in front of all routes; also answers what they fail to.
+
+    A namespace may have requests under way whose bodies have `TOGETHER` times ``max_body`` bytes.
+    """
 
     def __init__(self, app: ASGIApp, max_body: int, body_timeout: float) -> None:
         self.app, self.max_body, self.body_timeout = app, max_body, body_timeout
+        self._under_way: Counter[str] = Counter()  # bytes of bodies, by namespace
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -48,7 +58,16 @@ class Limits:
         if isinstance(body, Problem):
             await body.response(scope, receive, send)
             return
-        await _Exchange(scope, receive, send, body).run(self.app)
+        tenant = scope["state"]["tenant"]
+        if self._under_way[tenant] + len(body) > TOGETHER * self.max_body:
+            problem = problem_of(Overloaded(RETRY_SECONDS))
+            await problem.response(scope, receive, send)
+            return
+        self._under_way[tenant] += len(body)
+        try:
+            await _Exchange(scope, receive, send, body).run(self.app)
+        finally:
+            self._under_way[tenant] -= len(body)
 
     async def _body(self, scope: Scope, receive: Receive) -> bytes | Problem:
         """Return the whole body, or why it is refused. Raises Gone."""

@@ -32,12 +32,14 @@ STATUS: Sequence[tuple[type[KVWeaveError], int]] = (
     (errors.ChunkInUse, 409),
     (errors.CannotMove, 409),
     (errors.ContextBusy, 409),
+    (errors.ContextChanged, 412),
     (errors.ModelMismatch, 409),
     (errors.ChunkLost, 410),
     (errors.ChunkError, 400),
     (errors.WeaveError, 400),
     (errors.OverBudget, 503),
     (errors.Overloaded, 429),
+    (errors.IdempotencyKeyReused, 422),
     (errors.OverQuota, 429),
 )
 TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}

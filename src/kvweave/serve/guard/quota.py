@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvweave.engine import Engine
@@ -53,17 +54,22 @@ class Quota:
         if self.n_contexts is not None and n >= self.n_contexts:
             raise OverQuota("contexts", 1, n, self.n_contexts)
 
-    def check(self, engine: Engine, namespace: str, sizes: list[int], replaces: str = "") -> None:
+    def check(
+        self, engine: Engine, namespace: str, sizes: list[int], replaces: Sequence[str] = ()
+    ) -> None:
         """Raise OverQuota unless chunks of these sizes (tokens) may be stored.
 
-        ``replaces`` is a name that one of them takes away. Takes one pass over all chunks.
+        ``replaces`` are names that they take away. Takes one pass over all chunks.
         """
         if self.n_bytes is None and self.n_chunks is None:
             return
         mine = [record for record in engine.table if record.namespace == namespace]
-        old = engine.table.lookup(replaces, namespace) if replaces else None
-        if old is not None and old.n_names == 1 and not engine.table.contexts_of(old.id):
-            mine = [record for record in mine if record.id != old.id]
+        gone = set()
+        for name in replaces:
+            old = engine.table.lookup(name, namespace)
+            if old is not None and old.n_names == 1 and not engine.table.contexts_of(old.id):
+                gone.add(old.id)
+        mine = [record for record in mine if record.id not in gone]
         if self.n_chunks is not None and len(mine) + len(sizes) > self.n_chunks:
             raise OverQuota("chunks", len(sizes), len(mine), self.n_chunks)
         row = engine.runner.row_bytes

@@ -22,7 +22,7 @@ from kvweave.serve.reuse.render import Prompt
 from kvweave.serve.state import ServerState
 from kvweave.weave.answer import Answer
 from kvweave.weave.plan import Plan
-from kvweave.weave.session import Turn
+from kvweave.weave.turn import Turn
 
 NEW_TOKENS = 1024  # at most so many when a chat request does not say
 

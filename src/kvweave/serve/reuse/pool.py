@@ -35,8 +35,8 @@ from kvweave.serve.reuse.names import AutoNames, new_context_name
 from kvweave.serve.reuse.pooled import Common, PooledContext, WeaveOptions
 from kvweave.weave.context import Context
 from kvweave.weave.plan import Plan
-from kvweave.weave.session import Turn
 from kvweave.weave.sources import tokens_of
+from kvweave.weave.turn import Turn
 
 T = TypeVar("T")
 

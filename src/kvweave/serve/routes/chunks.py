@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Query
-from pydantic import BaseModel, FiniteFloat, StringConstraints
+from fastapi import APIRouter, Query, Response
+from pydantic import BaseModel, Field, FiniteFloat, StringConstraints
 
 from kvweave.chunk.files import Entry, Files
 from kvweave.chunk.identity import ChunkId, Kind, TierName
 from kvweave.engine import Engine
 from kvweave.errors import InvalidArgument
+from kvweave.run.loop import Task
 from kvweave.serve.guard.access import Tenant
 from kvweave.serve.guard.text import tokens_of
 from kvweave.serve.routes.base import (
@@ -25,8 +26,11 @@ from kvweave.serve.routes.base import (
 )
 from kvweave.serve.routes.strict import DryQuery, DryRun, StrictRoute, is_dry
 from kvweave.serve.state import ServerState
+from kvweave.weave.putting import NewChunk
 
 router = APIRouter(prefix="/v1/chunks", tags=["chunks"], responses=ERRORS, route_class=StrictRoute)
+
+MAX_ITEMS = 1024  # chunks of one request
 
 Pattern = Annotated[str, Query(max_length=256, description="a name, glob or `docs/`")]
 _Limit = Annotated[int | None, Query(ge=0, le=2**31)]
@@ -66,6 +70,7 @@ class ChunkList(BaseModel):
 
     object: Literal["list"] = "list"
     data: list[ChunkEntry]
+    next: str | None = None
 
 
 class GroupEntry(BaseModel):
@@ -97,8 +102,29 @@ class PutChunk(Content):
 
     @property
     def content(self) -> str | list[int]:
-        given = super().content
-        return str(given) if self.special_tokens and isinstance(given, str) else given
+        return _as_it_is(super().content, self.special_tokens)
+
+
+class NamedContent(Content):
+    """One of several chunks to store."""
+
+    name: ChunkRef
+    kind: Kind = "document"
+    special_tokens: bool = False
+
+    @property
+    def content(self) -> str | list[int]:
+        return _as_it_is(super().content, self.special_tokens)
+
+
+class PutMany(BaseModel):
+    """Chunks to store together: see `PutChunk`."""
+
+    model_config = STRICT
+
+    replace: bool = False
+    durable: bool = False
+    items: Annotated[list[NamedContent], Field(min_length=1, max_length=MAX_ITEMS)]
 
 
 class PlaceChunks(DryRun):
@@ -115,6 +141,10 @@ class Rename(DryRun):
     replace: bool = False
 
 
+def _as_it_is(given: str | list[int], special_tokens: bool) -> str | list[int]:
+    return str(given) if special_tokens and isinstance(given, str) else given
+
+
 def listing(entries: Sequence[Entry]) -> dict[str, Any]:
     """Return entries as a list object."""
     return {"object": "list", "data": [entry.to_dict() for entry in entries]}
@@ -124,12 +154,18 @@ def listing(entries: Sequence[Entry]) -> dict[str, Any]:
 async def ls(
     tenant: Tenant, the: The, pattern: Pattern = "", sort: Sort = "name",
     reverse: bool = False, limit: _Limit = None,
+    after: Annotated[str | None, Query(max_length=256)] = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """List names."""
+    """List names; with ``limit``, ``next`` is what to give as ``after`` for those that follow."""
+    if after is not None and (sort != "name" or reverse):
+        raise InvalidArgument("after", "only lists by name go on", "leave sort and reverse out")
 
     def work(engine: Engine) -> dict[str, Any]:
-        found = Files(engine.table, tenant).ls(pattern, sort=sort, reverse=reverse, limit=limit)
-        return listing(found)
+        found = Files(engine.table, tenant).ls(pattern, sort=sort, reverse=reverse)
+        found = [entry for entry in found if after is None or entry.name > after]
+        page = found[:limit]
+        more = page[-1].name if page and len(page) < len(found) and sort == "name" else None
+        return listing(page) | {"next": more}
 
     return await the.call(tenant, work)
 
@@ -194,6 +230,19 @@ async def unpin(
     )
 
 
+@router.post("/{pattern:path}:denoise", response_model=ChunkList)
+async def denoise(tenant: Tenant, the: The, pattern: PathPattern) -> dict[str, Any]:
+    """Compute canonical KV where it is missing."""
+
+    def work(engine: Engine) -> Task[dict[str, Any]]:
+        files = Files(engine.table, tenant)
+        for entry in files.ls(pattern):
+            yield from engine.maker.computing(entry.id, tenant)
+        return listing(files.ls(pattern))
+
+    return await the.run(tenant, work)
+
+
 @router.post("/{pattern:path}:place", response_model=ChunkList)
 async def place(
     tenant: Tenant, the: The, pattern: PathPattern, body: PlaceChunks, dry: DryQuery = False
@@ -244,41 +293,68 @@ def _rename(
     return listing(verb(pattern, body.to, body.replace, dry_run=dry))
 
 
+@router.post(":put", response_model=ChunkList)
+async def put_many(tenant: Tenant, the: The, body: PutMany) -> dict[str, Any]:
+    """Store several chunks: all of them, or none."""
+    names = [the.new_name(item.name) for item in body.items]
+    if len(set(names)) < len(names):
+        raise InvalidArgument("items", "a name is there twice")
+
+    def work(engine: Engine) -> Task[dict[str, Any]]:
+        named = list(zip(names, body.items, strict=True))
+        made = yield from store(engine, the, tenant, named, body)
+        return {"object": "list", "data": made}
+
+    return await the.run(tenant, work)
+
+
 @router.put("/{name:path}", response_model=ChunkEntry, status_code=201)
-async def put(tenant: Tenant, the: The, name: PathRef, body: PutChunk) -> dict[str, object]:
-    """Store a chunk with its KV under a name."""
+async def put(
+    tenant: Tenant, the: The, name: PathRef, body: PutChunk, response: Response
+) -> dict[str, object]:
+    """Store a chunk with its KV under a name; 200 where there was one of that name."""
     name = the.new_name(name)
-    return await the.call(tenant, lambda engine: store(engine, the, tenant, name, body))
+
+    def work(engine: Engine) -> Task[tuple[bool, dict[str, object]]]:
+        known = engine.table.lookup(name, tenant) is not None
+        [made] = yield from store(engine, the, tenant, [(name, body)], body)
+        return known, made
+
+    known, made = await the.run(tenant, work)
+    response.status_code = 200 if known else 201
+    return made
 
 
 def store(
-    engine: Engine, the: ServerState, tenant: str, name: str, body: PutChunk
-) -> dict[str, object]:
-    """Put a chunk, durably if asked to; on an error nothing is stored."""
-    if body.durable and not engine.shelf.mover.levels:
+    engine: Engine,
+    the: ServerState,
+    tenant: str,
+    named: Sequence[tuple[str, PutChunk | NamedContent]],
+    how: PutChunk | PutMany,
+) -> Task[list[dict[str, object]]]:
+    """Put chunks, durably if asked to; on an error nothing is stored."""
+    shelf = engine.shelf
+    if how.durable and not shelf.mover.levels:
         raise InvalidArgument(
             "durable", "this server has no home directory", "start it with --home"
         )
-    tokens = tokens_of(engine, body.content)
-    the.quota.check(engine, tenant, [len(tokens)], name if body.replace else "")
-    made: ChunkId | None = None
-    try:
-        with engine.table.transaction():
-            entry = engine.put(name, tokens, kind=body.kind, namespace=tenant, replace=body.replace)
-            made = entry.id
-            if body.durable:
-                engine.shelf.save(made)
-    except BaseException:
-        if made is not None and engine.table.lookup(f"#{made}", tenant) is None:
-            engine.shelf.drop(made)
-        raise
-    if body.durable:
+    items = [NewChunk(name, tokens_of(engine, item.content), item.kind) for name, item in named]
+    replaced = [item.name for item in items] if how.replace else []
+    the.quota.check(engine, tenant, [len(item.tokens) for item in items], replaced)
+
+    def save(ids: Sequence[ChunkId]) -> None:
+        for id in ids if how.durable else ():
+            shelf.save(id)
+
+    entries = yield from engine.putting(items, namespace=tenant, replace=how.replace, then=save)
+    if how.durable:
         engine.table.sync()
-        level = engine.shelf.durable_level()
-        if level is not None and not level.owned:
-            engine.shelf.save(made)
-    the.library.note(tenant, entry.id)
-    return entry.to_dict()
+        level = shelf.durable_level()
+        for entry in entries if level is not None and not level.owned else ():
+            shelf.save(entry.id)
+    for entry in entries:
+        the.library.note(tenant, entry.id)
+    return [entry.to_dict() for entry in entries]
 
 
 @router.get("/{name:path}", response_model=ChunkStat, response_model_exclude_none=False)

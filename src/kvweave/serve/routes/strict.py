@@ -11,6 +11,8 @@ from fastapi.routing import APIRoute
 from pydantic import BaseModel
 
 from kvweave.errors import InvalidArgument, nearest
+from kvweave.serve.guard.access import tenant_of
+from kvweave.serve.guard.idempotent import HEADER
 from kvweave.serve.routes.base import STRICT
 
 NOTHING = (b"", b"{}", b"null")  # bodies that say nothing
@@ -19,6 +21,8 @@ Handler = Callable[[Request], Coroutine[Any, Any, Response]]
 
 class StrictRoute(APIRoute):
     """A route that takes the query parameters and the body it declares, and no others.
+
+    A request with an ``Idempotency-Key`` is done once (`guard/idempotent.py`).
 
     Raises InvalidArgument (400) for another parameter, one that is given twice, and a body where
     none is wanted.
@@ -34,6 +38,10 @@ class StrictRoute(APIRoute):
             _check_query(request, known)
             if not takes_body and (await request.body()).strip() not in NOTHING:
                 raise InvalidArgument("body", "this takes no body", "leave it out")
+            if request.method in ("POST", "PUT") and HEADER in request.headers:
+                idempotent = request.app.state.kvweave.idempotent
+                response: Response = await idempotent.answer(tenant_of(request), request, handle)
+                return response
             return await handle(request)
 
         return strict

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import Any, Literal
 
 from fastapi import APIRouter, Request
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -46,6 +46,13 @@ class Budget(BaseModel):
     budget: int | None
 
 
+class Can(BaseModel):
+    """Whether the model can do something, and why not."""
+
+    ok: bool
+    reason: str
+
+
 class Status(BaseModel):
     """What the page shows: all of it is the caller's namespace's, but for the queue's lengths."""
 
@@ -56,7 +63,7 @@ class Status(BaseModel):
     active: int
     chunks: int
     contexts: int
-    can_move: bool
+    can: dict[Literal["move"], Can]
     budgets: list[Budget]
     history: list[dict[str, Any]]
     hit_rate: float | None
@@ -112,11 +119,11 @@ async def status(tenant: Tenant, the: The) -> dict[str, Any]:
     reused = sum(each["hit_rate"] * each["prompt_tokens"] for each in history)
 
     def work(engine: Engine) -> dict[str, Any]:
-        groups = Files(engine.table, tenant).du()
+        groups, move = Files(engine.table, tenant).du(), engine.can("move")
         return {
             "chunks": sum(group.n_chunks for group in groups),
             "contexts": len(engine.contexts_of(tenant)),
-            "can_move": bool(engine.can("move")),
+            "can": {"move": {"ok": bool(move), "reason": move.reason}},
             "budgets": _budgets(engine, {group.key: group.n_bytes for group in groups}, the),
         }
 

@@ -13,7 +13,6 @@ from starlette.responses import Response
 from kvweave.engine import Engine
 from kvweave.errors import InvalidArgument
 from kvweave.serve.driver.work import Delta, Event
-from kvweave.serve.guard.access import Tenant
 from kvweave.serve.guard.text import tokens_of
 from kvweave.serve.routes.base import (
     ERRORS,
@@ -21,17 +20,15 @@ from kvweave.serve.routes.base import (
     STREAMED,
     STRICT,
     Int,
-    PathRef,
     Stops,
-    The,
 )
-from kvweave.serve.routes.contexts import Nats, require_idle
+from kvweave.serve.routes.contexts import Nats
+from kvweave.serve.routes.named import NamedContext, OnContext
 from kvweave.serve.routes.strict import StrictRoute
-from kvweave.serve.state import ServerState
 from kvweave.serve.stream import Reply, respond
 from kvweave.weave.answer import Answer, request_from
-from kvweave.weave.session import Turn
 from kvweave.weave.special import PlainText
+from kvweave.weave.turn import Turn
 
 router = APIRouter(
     prefix="/v1/contexts", tags=["contexts"], responses=ERRORS, route_class=StrictRoute
@@ -62,42 +59,39 @@ class Sampled(BaseModel):
 
 
 @router.post("/{name:path}:generate", response_model=None, responses=STREAMED)
-async def generate(tenant: Tenant, the: The, name: PathRef, body: Sampled) -> Response:
+async def generate(here: OnContext, body: Sampled) -> Response:
     """Continue a context; the new text becomes its last part."""
     if body.content is not None:
         raise InvalidArgument("content", "generate takes none", "use :ask, or :append first")
-    return await respond(_Turn(the, tenant, name, body, chat=False).events(), _Reply(body.stream))
+    return await respond(_Turn(here, body, chat=False).events(), _Reply(body.stream))
 
 
 @router.post("/{name:path}:ask", response_model=None, responses=STREAMED)
-async def ask(tenant: Tenant, the: The, name: PathRef, body: Sampled) -> Response:
+async def ask(here: OnContext, body: Sampled) -> Response:
     """Add a user's message and the model's answer; both become chunks."""
-    return await respond(_Turn(the, tenant, name, body, chat=True).events(), _Reply(body.stream))
+    return await respond(_Turn(here, body, chat=True).events(), _Reply(body.stream))
 
 
 class _Turn:
     """One answer of one context."""
 
-    def __init__(
-        self, the: ServerState, tenant: str, name: str, body: Sampled, *, chat: bool
-    ) -> None:
-        self.the, self.tenant, self.name, self.body, self.chat = the, tenant, name, body, chat
+    def __init__(self, here: NamedContext, body: Sampled, *, chat: bool) -> None:
+        self.here, self.body, self.chat = here, body, chat
         options = body.model_dump(exclude={"max_tokens", "stream", "content"})
         options["stop_tokens"] = tuple(body.stop_tokens)
         self.sampling, self.max_drift = request_from(body.max_tokens, options)
         self.known: set[int] = set()  # uids of parts before the one that is answered
 
     def events(self) -> AsyncGenerator[Event, None]:
-        return self.the.driver.answer(self.tenant, self.begin, self.done, self.wants)
+        return self.here.the.driver.answer(self.here.tenant, self.begin, self.done, self.wants)
 
     def begin(self, engine: Engine) -> list[Turn]:
-        context = engine.get_context(self.name, self.tenant)
-        require_idle(self.the, context)
+        context = self.here.open(engine)
         sizes = [self.body.max_tokens]
         if self.body.content is not None:
             sizes.append(len(tokens_of(engine, self.body.content)))
-        self.the.quota.check(engine, self.tenant, sizes)
-        before = context.snapshot()
+        self.here.the.quota.check(engine, self.here.tenant, sizes)
+        before, version = context.snapshot(), context.history.version
         try:
             if self.body.content is not None:
                 context.message("user", PlainText(self.body.content))
@@ -105,17 +99,18 @@ class _Turn:
             return [context.begin(self.sampling, self.max_drift, chat=self.chat)]
         except BaseException:
             context.restore(before)
+            context.history.back_to(version)
             raise
 
     def wants(self, engine: Engine) -> list[int]:
-        return [int(part.id) for part in engine.get_context(self.name, self.tenant).parts]
+        return [int(part.id) for part in engine.get_context(self.here.name, self.here.tenant).parts]
 
     def done(self, engine: Engine, answers: list[Answer]) -> None:
-        parts = engine.get_context(self.name, self.tenant).parts
+        parts = engine.get_context(self.here.name, self.here.tenant).parts
         new = [part.id for part in parts if part.uid not in self.known]
-        self.the.driver.later(new)
+        self.here.the.driver.later(new)
         for id in new:
-            self.the.library.note(self.tenant, id)
+            self.here.the.library.note(self.here.tenant, id)
 
 
 def answer_of(answer: Answer) -> dict[str, Any]:

@@ -1,0 +1,199 @@
+"""The parts of one context and all their versions: every edit happens wholly or not at all."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Self
+
+from kvweave.chunk.identity import ChunkId
+from kvweave.errors import ChunkNotFound, ContextBusy, ContextTooLong, InvalidArgument
+from kvweave.weave.edits import adopted, find, inserted
+from kvweave.weave.history import ContextHistory
+from kvweave.weave.naming import Names
+from kvweave.weave.parts import Part, Snapshot, end
+from kvweave.weave.session import Session
+from kvweave.weave.sources import tokens_of
+
+
+class EditedParts:
+    """What is true of a context's parts whatever the edit; `Context` has the edits."""
+
+    def __init__(self, name: str, session: Session) -> None:
+        self.name = name
+        self.settings = session.settings
+        self.session, self._key = session, session.key
+        self._maker, self._table = session.maker, session.weaver.table
+        self._parts: tuple[Part, ...] = ()
+        self._base: ChunkId | None = None
+        self._next_uid = 0
+        self._owner = object()
+        self._names = Names(name, lambda n: self._table.lookup(n, self.namespace) is None)
+        self.history = ContextHistory()
+        self._depth = 0  # of edits in edits
+        self._verbs: list[str] = []  # of the edits in the outermost
+        self._closed = False
+
+    @property
+    def namespace(self) -> str:
+        """The namespace of its name and of all its chunks."""
+        return self.settings.namespace
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """The parts in order."""
+        return self._parts
+
+    @property
+    def n_tokens(self) -> int:
+        """Tokens of all parts."""
+        return sum(p.n for p in self._parts)
+
+    def tokens(self) -> list[int]:
+        """Return the token ids of the whole context."""
+        return [int(t) for p in self._parts for t in tokens_of(self._table, p)]
+
+    def index(self, ref: str | int | Part) -> int:
+        """Return the index of a part. Raises ChunkNotFound."""
+        return find(self._parts, ref)
+
+    def oldest(self) -> Part:
+        """Return the first part that may go: the one after the base. Raises ChunkNotFound."""
+        first = 1 if self._base is not None else 0
+        if len(self._parts) <= first:
+            raise ChunkNotFound(f"a part of {self.name} that can be dropped")
+        return self._parts[first]
+
+    # ---- versions
+
+    @contextmanager
+    def edit(self, verb: str = "edit") -> Iterator[Self]:
+        """Batch edits: all of them happen, or none when an error leaves the block.
+
+        They are one version of the context; ``verb`` is what its log calls it.
+        """
+        self._idle("edit")
+        if self._depth:
+            self._verbs += [verb] if self._depth == 1 else []
+            self._depth += 1
+            try:
+                yield self
+            finally:
+                self._depth -= 1
+            return
+        before, base, counts = self._parts, self._base, self._names.counts()
+        self._depth, self._verbs = 1, []
+        try:
+            with self._table.transaction():
+                yield self
+                n, limit = end(self._parts), self._maker.backend.limit
+                if n > limit:
+                    raise ContextTooLong(n, limit)
+                self._sync_holds(before, self._parts)
+        except BaseException:
+            # uids go on: a weave in the block may have kept KV by them
+            self._parts, self._base = before, base
+            self._names.reset(counts)
+            raise
+        finally:
+            self._depth = 0
+        verbs = self._verbs if verb == "edit" else [verb]
+        self.history.record(", ".join(dict.fromkeys(verbs)) or verb, self._parts, self._base)
+
+    def snapshot(self) -> Snapshot:
+        """Return the parts as they are, to come back to."""
+        digests = tuple(self._table.get(part.id).digest for part in self._parts)
+        return Snapshot(self._parts, self._base, self.namespace, self._owner, digests)
+
+    def restore(self, snapshot: Snapshot) -> None:
+        """Bring back the parts of a snapshot; those of another context as if they were appended here.
+        Raises ChunkNotFound if one was removed since, or is of another namespace or engine."""
+        with self.edit("restore"):
+            for part, digest in zip(snapshot.parts, snapshot.digests, strict=True):
+                same = self._table.get(part.id).digest == digest  # an id says nothing elsewhere
+                if not same or snapshot.namespace != self.namespace:
+                    raise ChunkNotFound(part.name)
+            self._parts, self._base = snapshot.parts, snapshot.base
+            if snapshot.owner is not self._owner:
+                gaps, uid = self.settings.positions == "keep", self._next_uid
+                self._parts = adopted(snapshot.parts, uid, gaps=gaps)
+                self._next_uid += len(self._parts)
+
+    def revert(self, version: int) -> None:
+        """Bring back the parts of a version (see ``history.log()``), as a new one.
+
+        What was freed since is made again from its tokens, and computed again when it is woven.
+        Raises InvalidArgument, ChunkNotFound for a chunk that was removed by its name.
+        """
+        past = self.history.at(version)
+        with self.edit(f"revert to {version}"):
+            made = {p.id: self._again(p) for p in past.parts}
+            self._parts = tuple(
+                p
+                if made[p.id] == p.id
+                else replace(p, id=made[p.id], uid=self._new_uid(), frozen=False)
+                for p in past.parts
+            )
+            self._base = None if past.base is None else made[past.base]
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError when rows, parts and the index disagree."""
+        self.session.state.rows.check_integrity()
+        for part in self._parts:
+            n = self._table.get(part.id).n_tokens
+            assert 0 <= part.start < part.stop <= n, f"{part.name} has another length"
+            assert self._key in self._table.contexts_of(part.id), f"{part.name} is not held"
+
+    # ---- inside
+
+    def _insert(self, index: int, new: Part) -> Part:
+        if not 0 <= index <= len(self._parts):
+            raise InvalidArgument("index", f"{index} is not in 0..{len(self._parts)}")
+        if index < len(self._parts):
+            self._no_gaps("insert")
+        part = replace(new, uid=self._new_uid(), virtual=self._table.is_virtual(new.id))
+        self._parts = inserted(self._parts, index, part)
+        return part
+
+    def _new_uid(self) -> int:
+        self._next_uid += 1
+        return self._next_uid - 1
+
+    def _again(self, part: Part) -> ChunkId:
+        """Return the chunk of a part of an earlier version; one that is gone is made again."""
+        try:
+            return self._table.get(part.id).id
+        except ChunkNotFound:
+            kept = self.history.tokens(part.id)
+            if kept is None:
+                raise ChunkNotFound(part.name) from None
+        kind, tokens = kept
+        return self._maker.add(
+            [int(t) for t in tokens],
+            kind=kind,
+            base=self._base,
+            namespace=self.namespace,
+            name=part.name,
+        )
+
+    def _idle(self, verb: str) -> None:
+        if self._closed:
+            raise InvalidArgument(verb, f"{self.name} is closed", "open another context")
+        if self.session.busy:
+            raise ContextBusy(self.name)
+
+    def _no_gaps(self, verb: str) -> None:
+        if self.settings.positions == "keep":
+            raise InvalidArgument(verb, 'positions="keep" cannot make room', 'use "compact"')
+
+    def _sync_holds(self, before: Sequence[Part], after: Sequence[Part]) -> None:
+        old, new = Counter(p.id for p in before), Counter(p.id for p in after)
+        for id in (new - old).elements():
+            self._table.hold(id, self._key)
+        for id in (old - new).elements():
+            record = self._table.get(id)
+            if after and not record.names and not self._table.is_virtual(id):
+                self.history.keep(id, record.kind, self._table.tokens(id))
+            self._table.release(id, self._key)

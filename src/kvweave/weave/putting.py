@@ -1,0 +1,69 @@
+"""Chunks stored while others are answered: computed slice by slice, named all at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+from kvweave.chunk.identity import ChunkId, Kind
+from kvweave.run.loop import Task
+from kvweave.weave.maker import Maker
+
+
+class _TriedError(Exception):
+    """Takes back what was only tried."""
+
+
+PUTTING = "|put"  # who holds chunks that have no name yet; ``|`` is in no name
+
+
+@dataclass(frozen=True, slots=True)
+class NewChunk:
+    """Tokens to store under a name."""
+
+    name: str
+    tokens: Sequence[int]
+    kind: Kind = "document"
+
+
+def putting(
+    maker: Maker,
+    items: Sequence[NewChunk],
+    base: ChunkId | None,
+    namespace: str = "",
+    replace: bool = False,
+    then: Callable[[Sequence[ChunkId]], None] = lambda ids: None,
+) -> Task[list[ChunkId]]:
+    """Store chunks with their canonical KV: all of them or none, as a task of the loop.
+
+    Names are bound when all is computed, and only if ``then`` lets them. Raises as `Engine.put`.
+    """
+    table = maker.table
+
+    def bind() -> None:
+        for item, id in zip(items, held, strict=True):
+            table.bind(item.name, id, namespace=namespace, replace=replace)
+
+    held: list[ChunkId] = []
+    try:
+        for item in items:
+            with table.transaction():
+                id = maker.add(
+                    item.tokens, kind=item.kind, base=base, namespace=namespace, name=item.name
+                )
+                table.hold(id, PUTTING)
+            held.append(id)
+        with suppress(_TriedError), table.transaction():  # what cannot be named is not computed
+            bind()
+            raise _TriedError
+        for id in dict.fromkeys(held):
+            yield from maker.computing(id, namespace)
+        with table.transaction():
+            bind()
+            then(held)
+        return list(held)
+    finally:
+        with table.transaction():
+            for id in held:
+                table.release(id, PUTTING)

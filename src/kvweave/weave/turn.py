@@ -1,0 +1,269 @@
+"""A running answer: from its header to the chunks that keep its text."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Generator
+
+from kvweave.chunk.identity import Kind
+from kvweave.errors import OverBudget
+from kvweave.run.sampling import Choice, Sampling
+from kvweave.weave.answer import Answer
+from kvweave.weave.editor import Editor
+from kvweave.weave.history import BEGUN
+from kvweave.weave.parts import (
+    Part,
+)
+from kvweave.weave.plan import Plan
+from kvweave.weave.repair import Wish
+from kvweave.weave.session import NO_ANSWER, Session
+
+log = logging.getLogger("kvweave.weave")
+
+
+def begin(
+    session: Session, context: Editor, sampling: Sampling, max_drift: float | None, chat: bool
+) -> Turn:
+    """Queue an answer. Raises InvalidArgument for a bound that cannot be kept."""
+    wish = session.wish(session.strategy, session.settings.share, max_drift)
+    session.turn = turn = Turn(session, context, (sampling, wish), chat)
+    return turn
+
+
+class Turn:
+    """A running answer. `run` drives it to the end, `stream` piece by piece, `cancel` stops it."""
+
+    def __init__(
+        self, session: Session, context: Editor, asked: tuple[Sampling, Wish], chat: bool
+    ) -> None:
+        self.context, self.chat = context, chat
+        self._session = session
+        self._started = time.perf_counter()
+        self._before = context.snapshot()
+        self._answer: Answer | None = None
+        self._gone = False  # the context was put back to before
+        self._n_taken = 0  # choices that `take` has handed out
+        header = session.maker.chat.header() if chat else ""
+        self._header: Part | None = None
+        if header:
+            with context.edit(BEGUN):
+                self._header = context.append(header, kind="assistant", label="answer")
+        sampling, wish = asked
+        try:
+            self._weaving = session.weaver.prepare(
+                session.state, context.parts, session.strategy, wish, sampling
+            )
+            self._weave_seconds = time.perf_counter() - self._started
+            self._weaving.request.started = self._started
+            session.loop.add(self._weaving.request)
+        except BaseException:
+            session.weaver.settle_account(session.state)
+            context.restore(self._before)
+            raise
+
+    @property
+    def done(self) -> bool:
+        """Whether the last token was sampled."""
+        return not self._weaving.request.running
+
+    @property
+    def complete(self) -> bool:
+        """Whether the context has its text."""
+        return self._answer is not None and not self._gone
+
+    @property
+    def plan(self) -> Plan | None:
+        """How its context is woven, once the repair has chosen."""
+        return self._weaving.plan
+
+    @property
+    def failed(self) -> bool:
+        """Whether it ended in an error; only `abandon` makes sense then."""
+        return self.error is not None
+
+    @property
+    def error(self) -> Exception | None:
+        """What it ended in, if that is an error."""
+        return self._weaving.request.error
+
+    def take(self) -> tuple[str, list[Choice]]:
+        """Return the text and the choices that are new since the last call, for who drives the
+        loop himself; a choice may come before its text."""
+        request = self._weaving.request
+        text = "".join(request.fresh)
+        request.fresh.clear()
+        choices = request.choices[self._n_taken :]
+        self._n_taken += len(choices)
+        return text, choices
+
+    def run(self) -> Answer:
+        """Drive the loop until this answer is complete; other turns progress with it."""
+        try:
+            self._session.loop.run(lambda: self.done)
+        except BaseException:
+            self.abandon()
+            raise
+        return self.finish()
+
+    def stream(self) -> Generator[str]:
+        """Yield text as it comes; finishes, or cancels when the iterator is closed or let go of."""
+        pieces = self._pieces()
+        next(pieces)  # closing what has not begun would not reach the answer
+        return pieces
+
+    def _pieces(self) -> Generator[str]:
+        request = self._weaving.request
+        try:
+            yield ""
+            while True:
+                while request.fresh:
+                    yield request.fresh.pop(0)
+                if self.done or not self._session.loop.step():
+                    break
+            yield from request.fresh
+            request.fresh.clear()
+        except GeneratorExit:
+            self.cancel()
+            raise
+        except BaseException:
+            self.abandon()
+            raise
+        self.finish()
+
+    def cancel(self) -> Answer:
+        """Stop here; what was generated stays as a chunk."""
+        self._session.loop.cancel(self._weaving.request.key)
+        return self.finish()
+
+    def abandon(self) -> None:
+        """Stop here and put the context back to what it was before the answer."""
+        session = self._session
+        session.loop.cancel(self._weaving.request.key)
+        if self._gone or self._answer is not None:
+            return
+        self._gone, session.turn = True, None
+        session.answered = NO_ANSWER
+        session.state.woven = []
+        session.weaver.settle_account(session.state)
+        self.context.restore(self._before)
+
+    def finish(self) -> Answer:
+        """Make the new text a chunk of the context and return the answer; the second call too.
+
+        Raises what the answer ended in, with the context put back to before it.
+        """
+        if self._answer is not None:
+            return self._answer
+        session, request = self._session, self._weaving.request
+        if request.error is not None:
+            self.abandon()
+            raise request.error
+        session.turn = None
+        if not self._gone and not request.prepared:
+            self.abandon()  # cancelled before its rows were complete
+        plan = self._weaving.plan
+        if not self._gone:
+            try:
+                session.weaver.commit(session.state, self._weaving)
+                if plan is not None:
+                    self.context.wove(tuple(p.part for p in self._weaving.placed), plan)
+                self._add_parts(self._kept_tokens())
+            except BaseException:
+                self.abandon()
+                raise
+            session.plan = plan
+        plan = session.preview(self.context.parts) if plan is None else plan
+        usage: dict[str, object] = {
+            "prompt_tokens": plan.n_tokens,
+            "completion_tokens": len(request.out),
+            "kv": plan.counts(),
+            "ttft": request.first_token,
+            "weave": self._weave_seconds,
+            "total": request.ended,
+        }
+        self._answer = Answer(
+            request.text, tuple(request.out), request.finish, tuple(request.choices), plan, usage
+        )
+        started = time.perf_counter()
+        self._denoise()
+        usage["idle"] = time.perf_counter() - started
+        return self._answer
+
+    def _denoise(self) -> None:
+        """Compute canonical KV of this turn; what fails there is not the answer's fault, and the next
+        prune prefills it instead."""
+        if not self._session.settings.denoise:
+            return
+        known = {p.uid for p in self._before.parts[:-1]}
+        new = [p.id for p in self.context.parts if p.uid not in known and not p.virtual]
+        try:
+            self._session.maker.canonicalise(new)
+        except OverBudget:
+            return
+        except Exception:
+            log.exception("no canonical KV of an answer in %s", self._session.key)
+
+    def _kept_tokens(self) -> list[int]:
+        """Return the generated tokens that stay: no end token, nothing past a stop string."""
+        request, loop = self._weaving.request, self._session.loop
+        assert request.sampling is not None
+        out = list(request.out)
+        ends = self._session.weaver.backend.ends | set(request.sampling.stop_tokens)
+        if request.finish == "stop" and out and out[-1] in ends:
+            return out[:-1]
+        decode = loop.decode()
+        if request.finish == "stop" and decode is not None:
+            while out and not request.text.startswith(decode(out)):
+                out.pop()
+        return out
+
+    def _add_parts(self, tokens: list[int]) -> None:
+        """Put header, generated tokens and the closing text into one chunk (two with thinking)."""
+        session, context, request = self._session, self.context, self._weaving.request
+        table, maker = session.weaver.table, session.maker
+        head = [int(t) for t in table.tokens(self._header.id)] if self._header else []
+        after = maker.chat.wrap("assistant").after if self.chat else ""
+        whole = head + tokens + (maker.tokens(after) if after else [])
+        if not whole or (not tokens and self._header is None):
+            return
+        n_rows = len(head) + min(len(tokens), max(0, len(request.out) - 1))
+        pieces = self._split(whole, len(head) + len(tokens))
+        with context.edit("answer"):
+            if self._header is not None:
+                context.drop(self._header, mode="forget")
+            parts = []
+            for kind, piece in pieces:
+                if self.chat:
+                    parts.append(context.answer_part(kind, piece))
+                else:
+                    parts.append(context.append(piece, kind="assistant"))
+            session.weaver.extend(session.state, parts, (len(head), n_rows), self._weaving)
+        first = self._weaving.placed[-1].slots[1] - 1  # this row predicted the first token
+        session.answered = (context.parts, first, first + max(1, len(tokens)))
+
+    def _split(self, whole: list[int], n_text: int) -> list[tuple[Kind, list[int]]]:
+        """Cut a thinking block off the answer, so that it can be pruned on its own."""
+        mark = self._session.maker.chat.think_end
+        if not self.chat or mark is None or mark not in whole[: n_text - 1]:
+            return [("assistant", whole)]
+        cut = whole.index(mark) + 1
+        return [("thinking", whole[:cut]), ("assistant", whole[cut:])]
+
+
+def run_all(turns: list[Turn]) -> list[Answer]:
+    """Drive several contexts' turns together, one packed pass a step; return their answers.
+
+    What one of them ends in is raised when the others have their answers.
+    """
+    if not turns:
+        return []
+    try:
+        turns[0]._session.loop.run(lambda: all(t.done for t in turns))
+    except BaseException:
+        for turn in turns:
+            turn.abandon()
+        raise
+    for turn in (t for t in turns if not t.failed):
+        turn.finish()
+    return [turn.finish() for turn in turns]
