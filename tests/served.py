@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import uvicorn
-from newer import newer
 
 from kvweave import Engine
 from kvweave.serve.app import create_app
@@ -38,7 +37,7 @@ class Server:
 @contextmanager
 def served(engine: Engine, **options: Any) -> Iterator[Server]:
     """Serve an engine; the engine stays open."""
-    app = newer(create_app(engine, Options(**options)))
+    app = create_app(engine, Options(**options))
     config = uvicorn.Config(app, port=0, log_level="error", ws="none", lifespan="on")
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, daemon=True)
