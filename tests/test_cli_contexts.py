@@ -13,7 +13,6 @@ from test_cli_url import KEYS, A, sh
 
 from kvweave import Client, Engine
 from kvweave.cli import parser
-from kvweave.client import RemoteContext
 from kvweave.run.model import Runner
 
 __all__ = ["sh"]  # a fixture
@@ -73,7 +72,7 @@ def test_parts_are_added_and_dropped(there):
     assert re.match(r"dropped docs/b, -1: chat/42  3 parts, \d+ tokens\n", out)
     there("context", "drop", "chat/42", "docs/a", "nothing", status=1)
     assert there.json("context", "show", "chat/42")["n_parts"] == 3, "all of them or none"
-    version = str(there.json("context", "show", "chat/42").get("version", 1))
+    version = str(there.json("context", "show", "chat/42")["version"])
     told = there.json("context", "drop", "chat/42", "1", "--if-version", version)
     assert told["n_parts"] == 2
     for words in (["--chunk", "docs/a", "text"], ["text", "--role", "user", "--at", "0"]):
@@ -99,32 +98,25 @@ def test_contexts_are_copied_and_closed(there):
 
 
 def test_history_is_shown(there):
-    entry = {"name": "docs/b", "id": 7, "n_tokens": 3, "uid": 2}
-    log = [{"version": 3, "at": 1e9, "verb": "append", "says": "added docs/b", "n_tokens": 21,
-            "added": ["docs/b"], "removed": []}]  # fmt: skip
-    diff = {"from": 2, "to": 3, "added": [entry], "removed": [], "moved": []}
-    part = {"name": "docs/a", "uid": 2, "n_tokens": 14, "how": "new", "n_computed": 14,
-            "edit": None, "says": "it was never woven"}  # fmt: skip
-    why = {"version": 3, "n_tokens": 14, "n_kept": 0, "says": "0 of 14 are kept", "parts": [part]}
-    done = []
-    for name, found in (("log", log), ("diff", diff), ("why", why)):
-        there.monkeypatch.setattr(RemoteContext, name, lambda self, *a, _f=found, **k: _f)
-    for name in ("revert", "rename"):
-        there.monkeypatch.setattr(
-            RemoteContext, name, lambda self, what, _n=name: done.append((_n, what))
-        )
+    there("context", "append", "chat/42", "late rain .", "--as", "docs/b")
     shown = there("context", "log", "chat/42", "--limit", "1")
-    assert re.search(r"^3 +2001-09-\S+ \S+ +added docs/b +21$", shown, re.M)
-    assert there("context", "diff", "chat/42", "2") == "+ docs/b  #7, 3 tokens\n"
+    assert re.search(r"^\d+ +20\d\d-\S+ \S+ +append docs/b +\d+$", shown, re.M)
+    versions = [edit["version"] for edit in there.json("context", "log", "chat/42")]
+    now, before = map(str, versions[:2])
+    diff = there("context", "diff", "chat/42", before)
+    assert re.fullmatch(r"\+ docs/b  #\d+, \d+ tokens\n", diff)
+    assert there("context", "diff", "chat/42", now) == "" and "the same parts" in there.err
     assert re.search(
-        r"^docs/a +new +it was never woven +14 +14$", there("context", "why", "chat/42"), re.M
+        r"^docs/b +new +docs/b is new.* (\d+) +\1$", there("context", "why", "chat/42"), re.M
     )
-    assert there.out.endswith("0 of 14 are kept\n")
-    there("context", "revert", "chat/42", "2")
+    assert there.json("context", "why", "chat/42")["pending"] is True
+    assert "reverted to version" in there("context", "revert", "chat/42", before)
+    assert [p["name"] for p in there.json("context", "show", "chat/42")["parts"]][1:] == ["docs/a"]
+    there("context", "revert", "chat/42", "99", status=1)
     there("context", "mv", "chat/42", "chat/43")
-    assert done == [("revert", 2), ("rename", "chat/43")]
-    for words, found in ((["log"], log), (["diff", "2"], diff), (["why"], why)):
-        assert there.json("context", words[0], "chat/42", *words[1:]) == found
+    assert there("context", "ls") == "chat/43\n"
+    there("context", "drop", "chat/43", "docs/a", "--if-version", before, status=1)
+    assert "is at version" in there.err
 
 
 def test_without_a_server_it_says_that_contexts_do_not_last(sh):

@@ -461,20 +461,26 @@ def test_a_context_that_was_changed_is_told(context_of):
     body = {"error": {"message": "it is 9", "code": "context_changed", "name": "c",
                       "wanted": 7, "found": 9}}  # fmt: skip
     context, _ = context_of(httpx.Response(412, json=body))
-    changed = getattr(errors, "ContextChanged", errors.ServerError)
-    with pytest.raises(changed, match="it is 9") as caught:
+    with pytest.raises(errors.ContextChanged, match="it is 9") as caught:
         with context.edit(version=7) as edit:
             edit.append("so")
     assert (caught.value.wanted, caught.value.found) == (7, 9)
 
 
-def test_the_history_of_a_context(context_of):
-    log = [{"version": 7, "verb": "append", "says": "added docs/a"}]
-    diff = {"from": 3, "to": 7, "added": [], "removed": [], "moved": []}
-    answers = [{"data": log}, diff, {"version": 7, "parts": []}, VIEW]
+def test_the_history_of_a_context_is_asked_for(context_of):
+    log = {"version": 7, "at": 1.0, "verb": "append", "says": "append docs/a", "n_tokens": 3,
+           "added": ["docs/a"], "removed": []}  # fmt: skip
+    diff = {"from": 3, "to": 7, "added": [PART], "removed": [], "moved": []}
+    cause = {"uid": 4, "name": "docs/a", "n_tokens": 3, "how": "new", "n_computed": 3,
+             "edit": log, "says": "docs/a is new"}  # fmt: skip
+    why = {"version": 7, "since": None, "pending": True, "n_tokens": 3, "n_kept": 0, "n_moved": 0,
+           "n_computed": 3, "parts": [cause]}  # fmt: skip
+    answers = [{"data": [log]}, diff, why, VIEW]
     context, fake = context_of(*(httpx.Response(200, json=each) for each in answers))
-    assert context.log(limit=5) == log and context.diff(3) == diff
-    assert context.why()["version"] == 7 and context.revert(3) is None
+    [edit] = context.log(limit=5)
+    assert edit.to_dict() == {**log, "added": ("docs/a",), "removed": ()}
+    assert context.diff(3).added == (THE_PART,)
+    assert context.why().parts[0].edit == edit and context.revert(3) is None
     sent = [
         (r.method, r.url.raw_path.decode().removeprefix("/v1/contexts/")) for r in fake.requests
     ]

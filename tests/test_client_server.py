@@ -64,7 +64,7 @@ def plain(value, about=lambda number: number):
     if dataclasses.is_dataclass(value):
         value = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
     if isinstance(value, dict):
-        gone = ("created", "last_used", "ttft", "weave", "total", "idle")
+        gone = ("at", "created", "last_used", "ttft", "weave", "total", "idle")
         return {k: plain(v, about) for k, v in value.items() if k not in gone}
     if isinstance(value, list | tuple):
         return [plain(each, about) for each in value]
@@ -166,6 +166,26 @@ def chat_script(weaver, settle):
     yield failure(empty.weave), failure(empty.oldest), weaver.files.ls(), empty.n_tokens
 
 
+def history_script(weaver, settle):
+    """A context that is edited, looked back at, and brought back."""
+    weaver.put("docs/a", A)
+    ctx = weaver.context("chat/1", system=SYSTEM)
+    ctx.append_chunk("docs/a")
+    ctx.append(B)
+    ctx.generate(3, ignore_eos=True)
+    settle()
+    with ctx.edit() as edit:
+        edit.drop("docs/a")
+        edit.append("late rain .", name="docs/b")
+    past = getattr(ctx, "history", ctx)
+    yield past.log(), past.version, past.diff(1), past.diff(3, 2), ctx.why(), ctx.why().says
+    ctx.revert(2)
+    yield past.log(), [p.name for p in ctx.parts], past.version, ctx.why()
+    yield failure(ctx.revert, 99), failure(past.diff, 99)
+    weaver.rename_context("chat/1", "chat/2")
+    yield sorted(weaver.contexts), failure(weaver.rename_context, "chat/1", "chat/3")
+
+
 def same(runner, server_of, script):
     with Engine(runner, repair="none") as engine:
         wanted = [plain(each, near) for each in script(engine, lambda: None)]
@@ -185,6 +205,21 @@ def test_contexts_give_what_the_engines_give(runner, server, client):
 
 def test_a_pruned_chat_goes_as_the_engines(runner, server, client):
     same(runner, (server, client), chat_script)
+
+
+def test_history_is_what_the_engines_is(runner, server, client):
+    same(runner, (server, client), history_script)
+
+
+def test_an_edit_of_another_version_is_refused(client):
+    ctx = client.compose(f"{SYSTEM} {A}")
+    version = ctx.version
+    with ctx.edit(version=version) as edit:
+        added = edit.append(B)
+    assert added.part.uid == ctx.parts[-1].uid and edit.version == ctx.version > version
+    with pytest.raises(errors.ContextChanged) as caught, ctx.edit(version=version) as edit:
+        edit.drop(added.part)
+    assert (caught.value.wanted, caught.value.found) == (version, ctx.version)
 
 
 def test_templates_and_references_go_through(client):

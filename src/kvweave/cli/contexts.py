@@ -76,11 +76,9 @@ def log(args: Namespace) -> None:
     with _context(args) as context:
         found = context.log(limit=args.limit)
     if out.as_json:
-        out.data(found)
+        out.data([edit.to_dict() for edit in found])
     elif found:
-        rows = [
-            (str(e["version"]), date(e["at"]), str(e["says"]), str(e["n_tokens"])) for e in found
-        ]
+        rows = [(str(e.version), date(e.at), e.says, str(e.n_tokens)) for e in found]
         out.table(("version", "when", "what", "tokens"), rows, left=3)
 
 
@@ -90,17 +88,14 @@ def diff(args: Namespace) -> None:
     with _context(args) as context:
         found = context.diff(args.before, args.after)
     if out.as_json:
-        out.data(found)
+        out.data(found.to_dict())
         return
-    lines = [
-        f"{sign} {e['name']}  #{e['id']}, {e['n_tokens']} tokens"
-        for sign, what in (("-", "removed"), ("+", "added"), ("~", "moved"))
-        for e in found[what]
-    ]
+    signs = (("-", found.removed), ("+", found.added), ("~", found.moved))
+    lines = [f"{sign} {p.name}  #{p.id}, {p.n} tokens" for sign, parts in signs for p in parts]
     if lines:
         print("\n".join(lines))
     else:
-        out.note(f"versions {found['from']} and {found['to']} have the same parts")
+        out.note(f"versions {found.since} and {found.to} have the same parts")
 
 
 def revert(args: Namespace) -> None:
@@ -116,14 +111,11 @@ def why(args: Namespace) -> None:
     with _context(args) as context:
         found = context.why()
     if out.as_json:
-        out.data(found)
+        out.data(found.to_dict())
         return
-    rows = [
-        (str(p["name"]), str(p["how"]), str(p["says"]), str(p["n_computed"]), str(p["n_tokens"]))
-        for p in found["parts"]
-    ]
+    rows = [(p.name, p.how, p.says, str(p.n_computed), str(p.n_tokens)) for p in found.parts]
     print("\n".join(aligned([("part", "how", "why", "computed", "tokens"), *rows], left=3)))
-    print(found["says"])
+    print(found.says)
 
 
 def drop(args: Namespace) -> None:

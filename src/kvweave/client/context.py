@@ -23,6 +23,7 @@ from kvweave.run.sampling import Sampling
 from kvweave.weave.answer import Answer, request_from
 from kvweave.weave.check import Check
 from kvweave.weave.edits import find
+from kvweave.weave.history import Diff, Edit, Why
 from kvweave.weave.parts import Part, Snapshot
 from kvweave.weave.plan import Plan
 
@@ -116,19 +117,19 @@ class ContextVerbs(Generic[_TurnT, _ContextT]):
     # ---- what happened
 
     @Verb
-    def log(self, limit: int | None = None) -> Course[list[_Json]]:
-        """Return its versions, the latest first: what each edit did to which parts."""
-        return [dict(each) for each in (yield from self._ask("log", limit=limit))["data"]]
+    def log(self, limit: int | None = None) -> Course[list[Edit]]:
+        """Return its edits, the newest first: what each did to which parts."""
+        return [parse.edit(each) for each in (yield from self._ask("log", limit=limit))["data"]]
 
     @Verb
-    def diff(self, before: int, after: int | None = None) -> Course[_Json]:
+    def diff(self, since: int, to: int | None = None) -> Course[Diff]:
         """Return the parts added, removed and moved between two versions, by default up to now."""
-        return dict((yield from self._ask("diff", **{"from": before, "to": after})))
+        return parse.diff((yield from self._ask("diff", **{"from": since, "to": to})))
 
     @Verb
-    def why(self) -> Course[_Json]:
-        """Return what the next answer computes, part by part, and which edit is the cause."""
-        return dict((yield from self._ask("why")))
+    def why(self) -> Course[Why]:
+        """Tell what the last weave reused, or the next would, and which edit was the cause."""
+        return parse.why((yield from self._ask("why")))
 
     @Verb
     def revert(self, version: int) -> Course[None]:
