@@ -73,20 +73,20 @@ def decode_woven(contexts: list[Context], n_new: int) -> Pace:
     return pace
 
 
-def filled_cache(pair: Pair, n: int) -> DynamicCache:
+def filled_cache(pair: Pair, n: int, batch: int = 1) -> DynamicCache:
     """Return random rows: what they hold does not change how long decoding takes."""
     cache = DynamicCache(config=pair.plain.config)
     s = pair.shape
     for layer in range(s.layers):
-        rows = torch.randn(2, 1, s.kv_heads, n, s.head_dim, dtype=pair.runner.dtype)
-        rows = rows.to(pair.device)
+        size = (2, batch, s.kv_heads, n, s.head_dim)
+        rows = torch.randn(size, dtype=pair.runner.dtype, device=pair.device)
         cache.update(rows[0].clone(), rows[1].clone(), layer)
     return cache
 
 
 def decode_plain(pair: Pair, ids: torch.Tensor, n_new: int) -> Pace:
     """Return seconds `generate` takes for ``n_new`` tokens with all but the last token cached."""
-    cache = filled_cache(pair, ids.shape[1] - 1)
+    cache = filled_cache(pair, ids.shape[1] - 1, len(ids))
 
     def run() -> None:
         out = pair.plain.generate(

@@ -1,4 +1,4 @@
-"""An 8 B model's shape on a GPU: full prefill, a suffix, repairs, and placing all keys.
+"""An 8 B model's shape on a GPU: full prefill, a suffix, repairs, placing all keys, decoding.
 
 Random weights in bfloat16 (Qwen3-8B's sizes: 36 layers, 32 heads, 8 KV heads of 128). A smoke test
 on a CPU: ``--device cpu --layers 2 --context 512 --vocab 1024``.
@@ -7,7 +7,7 @@ on a CPU: ``--device cpu --layers 2 --context 512 --vocab 1024``.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,10 @@ from common import (
     sync,
     table,
 )
+from decode import N_BASE as N_DECODED
+from decode import decode_plain, decode_woven, make_contexts
+from torch.autograd.profiler_util import DeviceType
+from torch.profiler import ProfilerActivity, profile
 
 from kvweave.run.sample import Sampling
 from kvweave.weave.context import Context
@@ -38,13 +42,16 @@ from kvweave.weave.repair import FirstK, Strategy, strategy
 from kvweave.weave.turn import Turn
 
 N_BASE, N_SUFFIX, PIECE = 64, 64, 512
+PROFILED = 8  # steps
 FIRST = Sampling(max_tokens=1, ignore_eos=True)
 WAYS: tuple[tuple[str, Callable[[], Strategy], float], ...] = (
     ("none", lambda: strategy("none"), 0.0),
     ("random 5 %", lambda: strategy("random"), 0.05),
     ("random 15 %", lambda: strategy("random"), 0.15),
     ("first 32 of every 512", lambda: FirstK(32), 0.0625),
+    ("auto 5 %", lambda: strategy("auto"), 0.05),
 )
+COUNTS = (1, 8, 16)  # contexts that decode together
 
 
 def first_token(context: Context, suffix: list[int]) -> dict[str, float]:
@@ -97,6 +104,77 @@ def place_all(context: Context) -> float:
     return seconds(lambda: rows.place(work, positions), context.session.weaver.backend.device)
 
 
+def decode(
+    pair: Pair, n_context: int, n_new: int, rounds: int, counts: Sequence[int] = COUNTS
+) -> dict[str, Any]:
+    """Measure tokens a second of contexts that decode together, and of `generate` for as many."""
+    engine = make_engine(pair, random_ids(N_DECODED, pair.shape.vocab, 98))
+    contexts = make_contexts(pair, engine, n_context, max(counts))
+    ids = torch.tensor([contexts[0].tokens()], device=pair.device)
+    found: dict[str, Any] = {}
+    with progress(f"decode at {n_context}", 2 * len(counts) * (rounds + 1)) as step:
+        for n in counts:
+            times: dict[str, list[float]] = {"kvweave": [], "generate": []}
+            for i in range(rounds + 1):  # the first round warms up
+                few = n_new if i else 4
+                ours = decode_woven(contexts[:n], few)[0] / few
+                step(f"{n} kvweave")
+                theirs = decode_plain(pair, ids.expand(n, -1), few)[0] / few
+                step(f"{n} generate")
+                if i:
+                    times["kvweave"].append(ours)
+                    times["generate"].append(theirs)
+            step_s = {way: median(each) for way, each in times.items()}
+            rates = {way: round(n / s, 1) for way, s in step_s.items()}
+            found[str(n)] = {"step_s": step_s, "tokens_per_s": rates}
+        found["of one step"] = {
+            str(n): profiled(
+                lambda n=n: decode_woven(contexts[:n], PROFILED), pair.device, PROFILED
+            )
+            for n in (min(counts), max(counts))
+        }
+    engine.close()
+    return found
+
+
+def profiled(call: Callable[[], object], device: torch.device, steps: int) -> dict[str, float]:
+    """Return what the GPU did in a call, by step: milliseconds busy, launches, waits, copies."""
+    if device.type != "cuda":
+        return {}
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
+        seconds(call, device)
+    events = seen.key_averages()
+    busy = sum(e.self_device_time_total for e in events if e.device_type == DeviceType.CUDA)
+
+    def count(*names: str) -> float:
+        return round(sum(e.count for e in events if e.key.startswith(names)) / steps, 2)
+
+    return {
+        "busy_ms": round(busy / 1000 / steps, 3),
+        "launches": count("cudaLaunchKernel", "cuLaunchKernel"),
+        "graphs": count("cudaGraphLaunch"),
+        "waits": count("cudaStreamSynchronize", "cudaEventSynchronize"),
+        "copies": count("cudaMemcpyAsync"),
+    }
+
+
+def limits(pair: Pair) -> dict[str, float]:
+    """Measure what copies and products of bfloat16 reach, and count the model's numbers."""
+    n = 8192 if pair.device.type == "cuda" else 64
+    a, b = (torch.randn(n, n, device=pair.device, dtype=torch.bfloat16) for _ in range(2))
+    one = torch.randn(n * n * 4, device=pair.device)
+    other = torch.empty_like(one)
+    product = median([seconds(lambda: a @ b, pair.device) for _ in range(10)])
+    copied = median([seconds(lambda: other.copy_(one), pair.device) for _ in range(10)])
+    embedded = pair.plain.model.embed_tokens.weight.numel()
+    return {
+        "bfloat16_tflop_per_s": round(2 * n**3 / product / 1e12, 1),
+        "copy_gb_per_s": round(2 * one.nbytes / copied / 1e9, 1),
+        "weights_read_bytes": sum(p.nbytes for p in pair.plain.parameters()) - 2 * embedded,
+        "row_bytes": pair.runner.row_bytes,
+    }
+
+
 def to_device(pair: Pair, n_bytes: int) -> float:
     """Return seconds to bring as many bytes as the context's rows from (pinned) host memory."""
     host = torch.empty(n_bytes, dtype=torch.uint8, pin_memory=pair.device.type == "cuda")
@@ -122,7 +200,7 @@ def bench(pair: Pair, n_context: int, rounds: int) -> dict[str, Any]:
             fresh: dict[str, float] = {}
             for name, make, share in WAYS:
                 context.session.strategy = make()
-                context.settings = replace(context.settings, share=share)
+                context.session.settings = replace(context.session.settings, share=share)
                 split = first_token(context, random_ids(N_SUFFIX, vocab, 1000 + i))
                 fresh |= {f"{name}/{key}": value for key, value in split.items()}
                 if name == "none":
@@ -144,14 +222,27 @@ def bench(pair: Pair, n_context: int, rounds: int) -> dict[str, Any]:
 
 
 def tables(result: dict[str, Any]) -> list[Any]:
-    """Return the table of medians, with ratios to full prefill."""
-    rows = []
+    """Return the tables of medians, with ratios to full prefill and to `generate`."""
+    rows: list[tuple[object, ...]] = []
     for n, found in result["contexts"].items():
         for name, value in found.items():
             if name != "kv_bytes":
                 rows.append((n, name, 1000 * value, found["full prefill"] / value))
     columns = ("context", "what", "ms", "x full prefill")
-    return [table("8 B shape", columns, rows)]
+    made = [table("8 B shape", columns, rows)]
+    rows = []
+    most = result.get("limits", {"copy_gb_per_s": 0.0})
+    for n, found in result.get("decode", {}).items():
+        for count, f in found.items():
+            if count == "of one step":
+                continue
+            both = f["tokens_per_s"]
+            n_bytes = most["weights_read_bytes"] + int(count) * int(n) * most["row_bytes"]
+            allowed = int(count) * most["copy_gb_per_s"] * 1e9 / n_bytes
+            ratio = both["kvweave"] / both["generate"]
+            rows.append((n, count, both["generate"], both["kvweave"], ratio, round(allowed, 1)))
+    columns = ("context", "together", "generate t/s", "kvweave t/s", "x", "copy speed allows")
+    return [*made, table("decode", columns, rows)] if rows else made
 
 
 def main() -> None:
@@ -169,6 +260,7 @@ def main() -> None:
         vocab=151_936,
         context=0,  # 8k and 32k
     )
+    made.add_argument("--new", type=int, default=32, help="tokens to decode")
     options: argparse.Namespace = made.parse_args()
     if options.device == "cpu" and options.layers > 4:
         print("gpu.py: no CUDA device here; a smoke test is --layers 2 --context 512")
@@ -177,7 +269,11 @@ def main() -> None:
     about = machine(torch.device(options.device))
     given = [options.context] if options.context else [8192, 32768]
     pair = model_pair(shape_of(options), options.dtype, options.device, 2 * max(given))
-    result = {"contexts": {str(n): bench(pair, n, options.rounds) for n in given}}
+    result = {
+        "contexts": {str(n): bench(pair, n, options.rounds) for n in given},
+        "decode": {str(given[0]): decode(pair, given[0], options.new, options.rounds)},
+        "limits": limits(pair),
+    }
     setup = {"dtype": options.dtype, "model": vars(shape_of(options)), "rounds": options.rounds}
     whole = {"setup": setup, **result, "machine": about}
     if options.device == "cpu" and options.out is None:  # a smoke test is no result

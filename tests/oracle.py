@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import re
 from collections.abc import Callable
 from typing import Any
@@ -17,6 +18,9 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from kvweave.run.base import Work
 from kvweave.run.model import Runner
 from kvweave.run.rows import KVRows
+
+DEVICE = torch.device(os.environ.get("KVWEAVE_TEST_DEVICE", "cpu"))  # of all tiny models
+MEMORY = "gpu" if DEVICE.type == "cuda" else "ram"  # the tier there
 
 BASE: dict[str, Any] = {
     "vocab_size": 101,
@@ -203,7 +207,7 @@ def build(kind: str, changes: dict[str, Any], dtype: torch.dtype = torch.float64
             parameter.data += 0.3 * torch.randn_like(parameter)
     if dtype == torch.float64:
         _stay_in_float64(model)
-    return model.eval()
+    return model.eval().to(DEVICE)
 
 
 @torch.no_grad()
@@ -212,9 +216,19 @@ def full_prefill(runner: Runner, ids: Tensor, attention: str = "eager") -> Tenso
     runner.model.set_attn_implementation(attention)
     try:
         with Float64():
-            return runner.model(ids[None], past_key_values=DynamicCache(), use_cache=True).logits[0]
+            logits = runner.model(
+                ids[None].to(DEVICE), past_key_values=DynamicCache(), use_cache=True
+            ).logits[0]
+            return logits.cpu()
     finally:
         runner.model.set_attn_implementation("kvweave")
+
+
+def same(found: Tensor, wanted: Tensor) -> bool:
+    """Whether these are the same bits; kernels of a GPU may round the last one otherwise."""
+    if DEVICE.type == "cpu":
+        return torch.equal(found, wanted)
+    return found.shape == wanted.shape and torch.allclose(found, wanted, rtol=1e-12, atol=1e-12)
 
 
 def rows_of(runner: Runner, ids: Tensor, positions: Tensor | None = None) -> tuple[KVRows, Tensor]:
@@ -229,4 +243,5 @@ def rows_of(runner: Runner, ids: Tensor, positions: Tensor | None = None) -> tup
 
 def relative(found: Tensor, wanted: Tensor) -> float:
     """Return the largest error relative to the largest wanted value."""
+    found, wanted = found.cpu(), wanted.cpu()
     return float((found - wanted).abs().max() / wanted.abs().max())

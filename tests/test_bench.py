@@ -171,7 +171,11 @@ def test_gpu_smoke(bench: dict[str, ModuleType], pair: Any) -> None:
     check_numbers(found)
     for name in ("full prefill", "none/total", "first 32 of every 512/pass", "place all rows"):
         assert found[name] > 0
-    assert bench["gpu"].tables({"contexts": {"256": found}})
+    decoded = bench["gpu"].decode(pair, 64, 3, 1, counts=(1, 2))
+    limits = bench["gpu"].limits(pair)
+    check_numbers([decoded, limits])
+    result = {"contexts": {"256": found}, "decode": {"64": decoded}, "limits": limits}
+    assert len(bench["gpu"].tables(result)) == 2
 
 
 def test_serve(bench: dict[str, ModuleType], tmp_path: Path) -> None:

@@ -44,7 +44,7 @@ WISHES = ["none", "random", "auto", "query", "deps", "deviation"]
 def on_it(name: str) -> tuple[Runner, Any]:
     """A model on the counted device, for the engine and as transformers runs it; looked at once."""
     with counting():
-        model = oracle.build(*oracle.MODELS[name], torch.float32).to(DEVICE)
+        model = oracle.build(*oracle.MODELS[name], torch.float32).cpu().to(DEVICE)
         return Runner(model, name=name), model
 
 

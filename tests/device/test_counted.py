@@ -159,7 +159,7 @@ def test_the_yardstick_is_transformers_own_decode(kind: Any, n: int) -> None:
     costs = {}
     for layers in (2, 4):
         changes = oracle.MODELS["llama"][1] | {"num_hidden_layers": layers}
-        model = oracle.build("llama", changes)
+        model = oracle.build("llama", changes).cpu()
         with torch.inference_mode():
             ids = torch.randint(3, 101, (n, 20), generator=torch.Generator().manual_seed(n))
             theirs = model(input_ids=ids).logits[:, -1]

@@ -69,7 +69,12 @@ def test_every_row_sees_its_interval_as_in_plain_torch(
     wanted = kernel.interval_attention(query, *pools, seen, tiles, dim**-0.5, softcap)
     there = [t.to(DEVICE) for t in (query, *pools, seen, tiles)]
     found = fused.interval_attention(
-        there[0], (there[1], there[2]), there[3], there[4], (dim**-0.5, softcap), splits
+        there[0],
+        (there[1], there[2]),
+        there[3],
+        there[4],
+        (dim**-0.5, softcap),
+        (kernel.TILE, splits),
     )
     for mine, one in zip(found, wanted, strict=True):
         assert mine.dtype == one.dtype
@@ -85,7 +90,8 @@ def test_rows_of_one_each_are_a_tile_each(dtype: torch.dtype) -> None:
     pools = [normal(2, N_SLOTS, 32, dtype=dtype, seed=d) for d in (2, 3)]
     wanted = kernel.interval_attention(query, *pools, seen, tiles, 0.2, 0.0)
     q, k, v, s, t = (x.to(DEVICE) for x in (query, *pools, seen, tiles))
-    found = fused.interval_attention(q, (k, v), s, t, (0.2, 0.0), fused.splits(len(tiles) * 2, 64))
+    cut = 1, fused.splits(len(tiles) * 2, 64)
+    found = fused.interval_attention(q, (k, v), s, t, (0.2, 0.0), cut)
     for mine, one in zip(found, wanted, strict=True):
         near(mine, one, DTYPES[dtype])
 

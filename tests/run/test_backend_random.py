@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
-from run.backend import EXACT, MODELS, Recorder, computed, ids, off, reference, transformers
+from run.backend import ACROSS, MODELS, Recorder, computed, ids, off, reference, transformers
 
 from kvweave.run.base import Backend, Ints, Rows, Work
 from kvweave.store.kv import KV
@@ -79,13 +79,13 @@ class Story:
             pair.tokens = tokens
         a, b = (backend.forward(w) for backend, w in zip(self.backends, works, strict=True))
         for (x, y), one, two in zip(zip(a, b, strict=True), *works, strict=True):
-            assert off(y, x) < EXACT
+            assert off(y, x) < ACROSS
             self._same_work(one, two)
 
     def _same_work(self, one: Work, two: Work) -> None:
         assert one.raw is not None and two.raw is not None
         pairs = zip((*two.raw.k, *two.raw.v), (*one.raw.k, *one.raw.v), strict=True)
-        assert max(off(b, a) for b, a in pairs) < EXACT
+        assert max(off(b, a) for b, a in pairs) < ACROSS
         n = int(one.slots[-1]) + 1
         for layer in range(len(self.backends[0].layers)):
             a, b = (w.observer.shown(layer, n)[1].double() for w in (one, two))  # type: ignore[union-attr]
@@ -162,7 +162,7 @@ class Story:
                     for where, head, slot in pair.freed:
                         if where == layer:
                             x[slot, head] = y[slot, head] = 0
-                    assert off(y, x) < EXACT
+                    assert off(y, x) < ACROSS
             for rows in pair.rows:
                 rows.check_integrity()
 

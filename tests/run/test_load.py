@@ -30,7 +30,7 @@ def storages(model: Any) -> set[int]:
 
 def logits(model: Any) -> torch.Tensor:
     with torch.no_grad():
-        found: torch.Tensor = model(TOKENS).logits
+        found: torch.Tensor = model(TOKENS.to(oracle.DEVICE)).logits
     return found
 
 

@@ -110,7 +110,9 @@ def test_learned_masks_are_the_tensors_that_transformers_makes(size: int, n: int
                 past_key_values=None,
                 position_ids=torch.arange(n)[None],
             )
-            assert np.array_equal(seen(layer.mask, np.arange(n)), (real == 0)[0, 0].numpy()), i
+            assert np.array_equal(
+                seen(layer.mask, np.arange(n)), (real == 0)[0, 0].cpu().numpy()
+            ), i
 
 
 CHUNKED: dict[str, object] = {

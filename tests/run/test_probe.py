@@ -80,7 +80,8 @@ def boom(error: BaseException) -> Callable[[Kwargs], None]:
 
 def bend(kwargs: Kwargs) -> None:
     if kwargs["attention_mask"] is not None:
-        kwargs["attention_mask"] = kwargs["attention_mask"] + torch.arange(2.0)
+        mask = kwargs["attention_mask"]
+        kwargs["attention_mask"] = mask + torch.arange(2.0, device=mask.device)
 
 
 REFUSED: dict[str, tuple[Callable[[Kwargs], None], str]] = {

@@ -120,7 +120,9 @@ def test_growing_and_cloning_keep_every_bit(codec):
     for other in (rows, part):
         other.check_integrity()
         assert all(map(torch.equal, all_of(other, runner), before))
-    assert twin.n == 20 and torch.allclose(twin.read(0)[1], torch.ones(()).double(), rtol=0.02)
+    assert twin.n == 20 and torch.allclose(
+        twin.read(0)[1], torch.ones((), device=oracle.DEVICE).double(), rtol=0.02
+    )
     part.put(np.arange(20), ones)
     changed = [not torch.equal(a, b) for a, b in zip(all_of(rows, runner), before, strict=True)]
     assert changed == [False] * 4 + [True] * 4, "the layers from the second on are shared"

@@ -169,7 +169,7 @@ def test_masks_beyond_their_borders_are_those_of_transformers(
     model.set_attn_implementation("eager")
     tokens = torch.randint(3, 101, (BEYOND,), generator=torch.Generator().manual_seed(3))
     with torch.no_grad():
-        wanted = model(tokens[None]).logits[0]
+        wanted = model(tokens[None].to(oracle.DEVICE)).logits[0]
     runner = Runner(model)
     assert runner.can_move, runner.can_move.reason
     rows, found = oracle.rows_of(runner, tokens)
@@ -190,7 +190,7 @@ def test_masks_beyond_their_borders_are_those_of_transformers(
 def test_widened_is_the_model_in_float32(name: str, dtype: torch.dtype) -> None:
     model = build(name, dtype)
     model.set_attn_implementation("eager")
-    tokens = torch.arange(3, 30)[None]
+    tokens = torch.arange(3, 30, device=oracle.DEVICE)[None]
     with torch.no_grad():
         rough = model(tokens).logits
         with widened(dtype):
@@ -214,7 +214,7 @@ def test_widened_takes_one_weight_at_a_time(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(torch.Tensor, "float", counted)
     with torch.no_grad(), widened(torch.bfloat16):
-        model.model(torch.arange(3, 12)[None])
+        model.model(torch.arange(3, 12, device=oracle.DEVICE)[None])
     one = [p[0].numel() if p.dim() == 3 else p.numel() for p in model.model.layers.parameters()]
     assert max(sizes) <= max(one) < model.lm_head.weight.numel()
 

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import oracle
 import pytest
 import torch
 from conftest import tiny
@@ -102,7 +103,7 @@ def test_rows_and_tokens_are_those_of_chunks_that_never_left(
         pytest.skip(tiny(model).can_move.reason)
     there, away = (open_engine(model, repair, share=0.25) for _ in range(2))
     for name in NAMES:
-        there.place(name, "ram")
+        there.place(name, oracle.MEMORY)
     contexts = [composed(engine) for engine in (there, away)]
     answers = [c.generate(max_tokens=4, temperature=0, ignore_eos=True) for c in contexts]
     assert answers[0].tokens == answers[1].tokens
@@ -128,7 +129,7 @@ def test_what_does_not_arrive_in_time_is_computed(
     assert engine.shelf.mover.counts["late"] == 3
     check = context.check()
     assert check.kl < 1e-9 and max(check.k_error) < 1e-9
-    assert {engine.files.stat(name).tier for name in NAMES} <= {"none", "ram"}
+    assert {engine.files.stat(name).tier for name in NAMES} <= {"none", oracle.MEMORY}
 
 
 def test_a_lost_chunk_leaves_the_rows_before_it_as_they_are(

@@ -27,7 +27,9 @@ def attention(runner: Runner, tokens: list[int]) -> Tensor:
     runner.model.set_attn_implementation("eager")
     try:
         found = runner.model(
-            torch.tensor([tokens]), past_key_values=DynamicCache(), output_attentions=True
+            torch.tensor([tokens], device=runner.device),
+            past_key_values=DynamicCache(),
+            output_attentions=True,
         ).attentions
     finally:
         runner.model.set_attn_implementation("kvweave")
@@ -40,7 +42,7 @@ def assert_records(engine: Engine, context: Context, index: int, n_base: int = 0
     starts = [0]
     for part in context.parts:
         starts.append(starts[-1] + part.n)
-    mine = full[starts[index] : starts[index + 1]].float().numpy()
+    mine = full[starts[index] : starts[index + 1]].float().cpu().numpy()
     found = engine.weaver.dependence
     part = context.parts[index]
     wanted = mine[:, n_base : starts[index]].sum(1)

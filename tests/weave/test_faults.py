@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import oracle
 import pytest
 import torch
 from world import checks, memory, models
@@ -231,7 +232,7 @@ def test_a_fork_repairs_as_what_it_was_forked_from(engine: Engine) -> None:
 def test_a_plan_says_from_which_tier_it_was_loaded(engine: Engine) -> None:
     engine.place("b", "disk")
     context = engine.compose("{a}{b}")
-    assert [s.tier for s in context.weave().spans] == ["ram", "ram", "disk"]
+    assert [s.tier for s in context.weave().spans] == [oracle.MEMORY, oracle.MEMORY, "disk"]
 
 
 # ---- found by the world

@@ -14,7 +14,7 @@ from world import models
 
 from kvweave import Context, Engine, Sampling
 from kvweave.errors import InvalidArgument, OverBudget
-from kvweave.run.layers import RawRows
+from kvweave.run.pool import PooledRows
 
 EXACT = 1e-9
 ONE = Sampling(max_tokens=1, ignore_eos=True)
@@ -145,19 +145,21 @@ def test_rows_that_were_half_placed_do_not_count(
     context = of(engine, "c", [0, 1, 2])
     context.weave()
     before, snapshot, n = context.session.state.rows.read(1), context.snapshot(), [0]
-    place = RawRows.place
+    kept = type(context.session.state.rows.layers[0])
+    method = "place_at" if kept is PooledRows else "place"
+    place = getattr(kept, method)
 
-    def short(self: RawRows, *args: object) -> None:
+    def short(self: object, *args: object) -> None:
         n[0] += 1
         if n[0] == 3:
             raise torch.OutOfMemoryError("out of memory")
-        place(self, *args)  # type: ignore[arg-type]
+        place(self, *args)
 
     context.reorder([0, 2, 3, 1])
-    monkeypatch.setattr(RawRows, "place", short)
+    monkeypatch.setattr(kept, method, short)
     with pytest.raises(RuntimeError):
         context.weave()
-    monkeypatch.setattr(RawRows, "place", place)
+    monkeypatch.setattr(kept, method, place)
     context.restore(snapshot)
     context.weave()
     after = context.session.state.rows.read(1)

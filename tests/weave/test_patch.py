@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import oracle
 import pytest
 import torch
 from weaving import EXACT, again, chat, rows, same_rows, text
@@ -259,7 +260,9 @@ def test_patches_go_with_their_chunk_and_when_memory_is_short(engines: Make) -> 
     assert len(shelf.patches) == 1
     shelf.reserve(shelf.budget - shelf.n_bytes + 1)
     assert len(shelf.patches) == 0 and engine.table.lookup("c/2") is not None
-    assert all(shelf.tier(int(r.id)) == "ram" for r in engine.table), "no canonical KV had to go"
+    assert all(shelf.tier(int(r.id)) == oracle.MEMORY for r in engine.table), (
+        "no canonical KV had to go"
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

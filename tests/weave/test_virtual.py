@@ -32,14 +32,14 @@ def by_transformers(engine, pieces: list[list[int] | KV]) -> torch.Tensor:
     try:
         for piece in pieces:
             size = piece.n_tokens if isinstance(piece, KV) else len(piece)
-            at = torch.arange(n, n + size)[None]
+            at = torch.arange(n, n + size, device=model.device)[None]
             if isinstance(piece, KV):
                 for layer, (k, v) in enumerate(zip(piece.k, piece.v, strict=True)):
                     k, v = k.transpose(0, 1)[None], v.transpose(0, 1)[None]
                     cos, sin = model.model.rotary_emb(v, at)
                     cache.update(apply_rotary_pos_emb(k, k, cos, sin)[0], v, layer)
             else:
-                ids = torch.tensor([piece])
+                ids = torch.tensor([piece], device=model.device)
                 logits = model(ids, position_ids=at, past_key_values=cache, use_cache=True).logits
             n += size
     finally:

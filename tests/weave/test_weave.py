@@ -135,8 +135,8 @@ def test_evict_keeps_what_survivors_saw(engines: Make) -> None:
         assert torch.equal(new[5:11], old[13:19]), "values are untouched"
     turned = engine.runner.layers[2].rotation
     raw = context.session.state.kept.own[context.parts[1].uid].k[2]
-    positions = torch.arange(5, 11)
-    assert torch.equal(after.read(2)[0][5:11], turned.apply(raw, turned.angles(positions)))
+    positions = torch.arange(5, 11, device=oracle.DEVICE)
+    assert oracle.same(after.read(2)[0][5:11], turned.apply(raw, turned.angles(positions)))
 
 
 def test_evict_with_kept_positions_does_no_work(engines: Make) -> None:
@@ -311,7 +311,8 @@ def test_greedy_text_is_that_of_generate(engines: Make, name: str) -> None:
     model = engine.runner.model
     model.set_attn_implementation("eager")
     wanted = model.generate(
-        torch.tensor([prompt]), attention_mask=torch.ones(1, 20, dtype=torch.int64),
+        torch.tensor([prompt], device=oracle.DEVICE),
+        attention_mask=torch.ones(1, 20, dtype=torch.int64, device=oracle.DEVICE),
         max_new_tokens=12, min_new_tokens=12, do_sample=False,
     )  # fmt: skip
     model.set_attn_implementation("kvweave")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from oracle import MEMORY
+
 from kvweave.errors import (
     ChunkInUse,
     ChunkNotFound,
@@ -15,7 +17,7 @@ from world.mirror import Stored
 from world.models import text
 from world.world import World
 
-TIERS = ("ram", "disk", "disk", "disk", "none")
+TIERS = (MEMORY, "disk", "disk", "disk", "none")
 CODECS = (None, "raw", "int8", "int4+zstd", "int4+zstd")
 LOSSY = ("int8", "int4+zstd")
 MOST = 24  # names; then some have to go first
@@ -153,7 +155,7 @@ def wrong(world: World) -> bool:
     calls: list[tuple[str, type[Exception], object]] = [
         ("put('d/none', [])", EmptyChunk, lambda: engine.put("d/none", [])),
         ("files.rm('nothing')", ChunkNotFound, lambda: engine.files.rm("nothing")),
-        ("place('nothing', 'ram')", ChunkNotFound, lambda: engine.place("nothing", "ram")),
+        ("place('nothing', MEMORY)", ChunkNotFound, lambda: engine.place("nothing", MEMORY)),
         ("share=-.5", InvalidArgument, lambda: engine.context("no", share=-0.5)),
         ("share=1.5", InvalidArgument, lambda: engine.context("no", share=1.5)),
         ("prune='evictt'", InvalidArgument, lambda: engine.context("no", prune="evictt")),

@@ -8,6 +8,7 @@ from functools import cache
 from typing import Any
 
 import torch
+from oracle import DEVICE
 from tokenizers import Tokenizer, pre_tokenizers, processors
 from tokenizers.models import WordLevel
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
@@ -108,7 +109,7 @@ def make(kind: str, changes: dict[str, Any]) -> tuple[Any, Twin]:
             torch.nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)
         else:
             parameter.data += 0.3 * torch.randn_like(parameter)
-    model.eval().requires_grad_(False)
+    model.eval().requires_grad_(False).to(DEVICE)
     return model, Twin(copy.deepcopy(model))
 
 

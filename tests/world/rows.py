@@ -23,7 +23,7 @@ def rows_of(context: Context, n_layers: int) -> Layers:
         rows = inside._state.rows
         rows.settle()
         read = list(zip(rows.k, rows.v, strict=True))
-    return [(k[: rows.n], v[: rows.n]) for k, v in read]
+    return [(k[: rows.n].cpu(), v[: rows.n].cpu()) for k, v in read]
 
 
 def checksum(layers: Layers) -> int:

@@ -31,6 +31,7 @@ class Twin:
     def __init__(self, model: Any) -> None:
         model.set_attn_implementation("sdpa")  # the eager one rounds to float32
         self.model = model
+        self.device: torch.device = model.device
         self.window: int | None = getattr(model.config, "sliding_window", None)
         self.kinds: set[str] = set(getattr(model.config, "layer_types", None) or ())
 
@@ -48,7 +49,7 @@ class Twin:
         cache = DynamicCache()
         for layer, (k, v) in enumerate(rows if before else ()):
             n = len(before)
-            cache.update(k[:n].transpose(0, 1)[None], v[:n].transpose(0, 1)[None], layer)
+            cache.update(*(x[:n].transpose(0, 1)[None].to(self.device) for x in (k, v)), layer)
         mask = self._mask(positions, [*before, *positions])
         return self._run(tokens, positions, cache, mask, len(before))
 
@@ -62,8 +63,8 @@ class Twin:
         n_before: int,
     ) -> Prefill:
         logits = self.model(
-            input_ids=torch.tensor([list(tokens)]),
-            position_ids=torch.tensor([list(positions)]),
+            input_ids=torch.tensor([list(tokens)], device=self.device),
+            position_ids=torch.tensor([list(positions)], device=self.device),
             attention_mask=mask,
             past_key_values=cache,
             use_cache=True,
@@ -73,7 +74,7 @@ class Twin:
             (x.keys[0].transpose(0, 1)[n_before:], x.values[0].transpose(0, 1)[n_before:])
             for x in found
         ]
-        return Prefill(logits, rows)
+        return Prefill(logits.cpu(), [(k.cpu(), v.cpu()) for k, v in rows])
 
     def _mask(self, queries: Sequence[int], keys: Sequence[int]) -> Any:
         """Who sees whom, by positions: all up to one's own, of a window the last ones."""
@@ -84,10 +85,10 @@ class Twin:
             return {kind: self._bias(seen[kind]) for kind in self.kinds}
         return self._bias(seen["sliding_attention"])
 
-    @staticmethod
-    def _bias(seen: Tensor) -> Tensor:
+    def _bias(self, seen: Tensor) -> Tensor:
         lowest = torch.finfo(torch.float64).min
-        return torch.zeros(seen.shape, dtype=torch.float64).masked_fill(~seen, lowest)[None, None]
+        bias = torch.zeros(seen.shape, dtype=torch.float64).masked_fill(~seen, lowest)
+        return bias[None, None].to(self.device)
 
 
 def divergence(wanted: Prefill, found: Prefill, first: int = 0) -> Tensor:
@@ -99,6 +100,7 @@ def divergence(wanted: Prefill, found: Prefill, first: int = 0) -> Tensor:
 
 def distance(found: Tensor, wanted: Tensor) -> float:
     """The largest error relative to the largest value that is right."""
+    found, wanted = found.cpu(), wanted.cpu()
     if not found.numel():
         return 0.0
     return float((found - wanted).abs().max() / wanted.abs().max())

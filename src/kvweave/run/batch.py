@@ -13,11 +13,20 @@ import torch
 from torch import Tensor
 
 from kvweave.run.base import NO_SLOTS, Ints, LayerInfo, Mask, Work
+from kvweave.run.graphs import Form
 from kvweave.run.layers import At, span_of
 from kvweave.run.part import BatchPart, Piece
 from kvweave.run.pool import Pools
 from kvweave.run.rotary import Angles
-from kvweave.run.together import RawCopies, Together, filled, pooled
+from kvweave.run.together import (
+    FEW,
+    SHAPED,
+    RawCopies,
+    Together,
+    filled,
+    pooled,
+    power_of_two,
+)
 from kvweave.run.upload import Upload
 
 
@@ -51,11 +60,7 @@ class Batch:
         self.together: Together | None = None
         self.raw = RawCopies()
         self._pools = pools if pools is not None and pooled(self.parts, layers) else None
-        # one row of each context and its logits: shapes that come again and again
-        self.steady = self._pools is not None and all(
-            p.n == len(p.work.want) == 1 for p in self.parts
-        )
-        self.total = filled(n) if self.steady else n
+        self.total = n if self._pools is None else filled(n, len(self.parts))
         self._bounded: dict[Mask, int] = {}  # row of the table that holds where a mask begins
         for info in layers:
             if info.mask.first(works[0].positions) is not None:
@@ -88,8 +93,10 @@ class Batch:
                 begins = part.see(mask)
                 if begins is not None:
                     table[self._bounded[mask], part.span] = begins
-        fills = range(sum(part.n for part in self.parts), self.total)
-        self._bring(table, np.concatenate([*packed, np.array(fills, np.int64)]))
+        want = np.concatenate(packed)
+        if self._pools is not None and 0 < len(want) <= FEW:
+            want = np.concatenate((want, np.zeros(power_of_two(len(want)) - len(want), np.int64)))
+        self._bring(table, want)
         for part in self.parts:
             work = part.work
             if isinstance(work.tokens, Tensor):
@@ -103,10 +110,23 @@ class Batch:
         rows, wanted = upload.add(table), upload.add(want)
         if self._pools is not None:
             self.together = Together(self.parts, self.infos, self.total, upload)
-        kept = self._pools.kept if self._pools is not None and self.steady else None
+        kept = self._pools.kept if self._pools is not None and self.total <= SHAPED else None
         upload.go(self.device, kept)
         self.want, self._table = upload[wanted], upload[rows].view(table.shape)
         self.ids, self._positions = self._table[0][None], self._table[1]
+
+    @property
+    def form(self) -> Form | None:
+        """What passes have in common that launch the same over the same addresses; None: no other
+        pass will."""
+        alone = any(p.work.observer is not None or p.rows.pending for p in self.parts)
+        if self.together is None or alone or self.total > SHAPED or len(self.want) > FEW:
+            return None
+        return self.total, len(self.want), self.last, len(self._bounded), *self.together.layout
+
+    def forget(self) -> None:
+        """Forget what the pass has computed so far."""
+        self._angles, self._stacks, self._offsets, self.raw = {}, {}, None, RawCopies()
 
     def begin(self) -> None:
         """The pass begins: its rows are there, their positions known."""

@@ -23,6 +23,8 @@ BLOCK = 64  # slots read at once, at most
 BLOCK_BYTES = 1 << 14  # and their keys' bytes
 SMALLEST = 16  # rows or dims that the units for matrix products take at least
 MOST_SPLITS = 32
+STAGES = 3  # blocks of slots on their way at once
+MANY = 128  # rows from which on a program writes several
 
 
 def splits(n_programs: int, wanted: int) -> int:
@@ -51,19 +53,21 @@ def _turned(x, angles, row, at, valid, dims, WIDTH: tl.constexpr, DIM: tl.conste
 def _write(keys, values, k_pool, v_pool, slots, angles, n_rows, n_slots,
            k_row, k_head, v_row, v_head,
            WIDTH: tl.constexpr, DIM: tl.constexpr, V_DIM: tl.constexpr, INTERLEAVED: tl.constexpr,
-           BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, WIDE: tl.constexpr):  # fmt: skip
-    """One row of one head."""
-    row, head = tl.program_id(0), tl.program_id(1)
-    one = row + tl.arange(0, 1)
-    slot = tl.load(slots + row)
+           BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+           WIDE: tl.constexpr):  # fmt: skip
+    """Some rows of one head."""
+    row, head = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R), tl.program_id(1)
+    valid, far = row < n_rows, row.to(tl.int64)
+    slot = head * n_slots + tl.load(slots + row, mask=valid, other=0)
     dims = tl.arange(0, BLOCK_D)
-    turned = _turned(keys, angles, one, one * k_row + head * k_head, one < n_rows, dims,
+    turned = _turned(keys, angles, far, far * k_row + head * k_head, valid, dims,
                      WIDTH, DIM, INTERLEAVED, WIDE, n_rows)  # fmt: skip
-    to = (head * n_slots + slot) * DIM + dims
-    tl.store(k_pool + to[None], turned, mask=(dims < DIM)[None])
+    tl.store(k_pool + (slot * DIM)[:, None] + dims[None], turned,
+             mask=valid[:, None] & (dims < DIM)[None])  # fmt: skip
     dims = tl.arange(0, BLOCK_V)
-    value = tl.load(values + row * v_row + head * v_head + dims, mask=dims < V_DIM)
-    tl.store(v_pool + (head * n_slots + slot) * V_DIM + dims, value, mask=dims < V_DIM)
+    inside = valid[:, None] & (dims < V_DIM)[None]
+    found = tl.load(values + (far * v_row + head * v_head)[:, None] + dims[None], mask=inside)
+    tl.store(v_pool + (slot * V_DIM)[:, None] + dims[None], found, mask=inside)
 
 
 def write_rows(
@@ -77,11 +81,12 @@ def write_rows(
     """See `kernel.write_rows`; heads of keys and of values are as many."""
     n, heads, dim = keys.shape
     keys, values = _dense(keys), _dense(values)
-    _write[n, heads](
+    block = 1 if n < MANY else SMALLEST
+    _write[triton.cdiv(n, block), heads](
         keys, values, *pools, slots, angles.contiguous(), n, pools[0].shape[1],
         keys.stride(0), keys.stride(1), values.stride(0), values.stride(1),
         angles.shape[-1], dim, values.shape[2], interleaved,
-        triton.next_power_of_2(dim), triton.next_power_of_2(values.shape[2]), _wide(keys),
+        block, triton.next_power_of_2(dim), triton.next_power_of_2(values.shape[2]), _wide(keys),
     )  # fmt: skip
 
 
@@ -191,7 +196,7 @@ def interval_attention(
         query, *pools, seen.contiguous(), tiles, parts, sums, n, n_slots,
         query.stride(0), query.stride(1), *how, heads, group, rows, splits, dim, v_dim,
         block_m, block_n, block_d, block_v, _wide(query),
-        num_warps=8 if block_m > 64 else 4, num_stages=2,
+        num_warps=8 if block_m > 64 else 4, num_stages=STAGES,
     )  # fmt: skip
     if splits > 1:
         _join[n * heads,](parts, sums, out, lse, n * heads, splits, v_dim, block_v)

@@ -14,11 +14,24 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 from math import inf
+from typing import Any
 
 import torch
 from torch import Tensor
 
 TILE = 16  # rows of one context that a kernel may take together
+
+# torch.library.custom_op would look for aliases in each call, which takes longer than the launch
+_library: Any = torch.library.Library("kvweave", "DEF")  # type: ignore[no-untyped-call]
+_library.define(
+    "write_rows(Tensor keys, Tensor values, Tensor(a!) k_pool, Tensor(b!) v_pool, Tensor slots,"
+    " Tensor angles, bool interleaved) -> ()"
+)
+_library.define(
+    "interval_attention(Tensor query, Tensor k_pool, Tensor v_pool, Tensor seen, Tensor tiles,"
+    " float scale, float softcap) -> (Tensor, Tensor)"
+)
+ELSEWHERE = "CompositeExplicitAutograd"  # devices without a kernel of their own
 
 
 def available(device: torch.device) -> bool:
@@ -28,8 +41,7 @@ def available(device: torch.device) -> bool:
     )
 
 
-@torch.library.custom_op("kvweave::write_rows", mutates_args=("k_pool", "v_pool"))
-def write_rows(
+def _write_rows(
     keys: Tensor,
     values: Tensor,
     k_pool: Tensor,
@@ -38,10 +50,6 @@ def write_rows(
     angles: Tensor,
     interleaved: bool,
 ) -> None:
-    """Write unrotated ``keys`` and ``values`` [row, head, dim] to ``slots`` [row] of the pools.
-
-    Pools are [head, slot, dim]; ``angles`` [2, row, width] are `Rotation.angles`.
-    """
     turned = turn(keys, angles, interleaved)
     k_pool.index_copy_(1, slots, turned.transpose(0, 1))
     v_pool.index_copy_(1, slots, values.transpose(0, 1))
@@ -58,8 +66,7 @@ def turn(x: Tensor, angles: Tensor, interleaved: bool) -> Tensor:
     return torch.cat((turned, wide[..., width:]), -1).to(x.dtype)
 
 
-@torch.library.custom_op("kvweave::interval_attention", mutates_args=())
-def interval_attention(
+def _interval_attention(
     query: Tensor,
     k_pool: Tensor,
     v_pool: Tensor,
@@ -68,16 +75,6 @@ def interval_attention(
     scale: float,
     softcap: float,
 ) -> tuple[Tensor, Tensor]:
-    """Return attention [row, head, v_dim] and the log-sum-exp of its scores [row, head].
-
-    Args:
-        query: [row, head, dim], rotated.
-        k_pool: [kv_head, slot, dim]; ``v_pool`` likewise.
-        seen: [2, row] int64, where each row's interval of slots begins and ends.
-        tiles: [tile, 2] int64, first row and one past the last of what may be taken together: rows
-            of one context, `TILE` at most; all of one row where there are as many tiles as rows.
-        softcap: scores are ``tanh(scores / softcap) * softcap``; 0: as they are.
-    """
     wide = torch.promote_types(query.dtype, torch.float32)
     group = query.shape[1] // k_pool.shape[0]
     out = query.new_zeros(*query.shape[:2], v_pool.shape[2])
@@ -96,7 +93,6 @@ def interval_attention(
     return out, lse
 
 
-@write_rows.register_kernel("cuda")
 def _write_rows_on_cuda(
     keys: Tensor,
     values: Tensor,
@@ -111,7 +107,6 @@ def _write_rows_on_cuda(
     fused.write_rows(keys, values, (k_pool, v_pool), slots, angles, interleaved)
 
 
-@interval_attention.register_kernel("cuda")
 def _interval_attention_on_cuda(
     query: Tensor,
     k_pool: Tensor,
@@ -123,7 +118,57 @@ def _interval_attention_on_cuda(
 ) -> tuple[Tensor, Tensor]:
     from kvweave.run import fused
 
-    n_programs = 2 * torch.cuda.get_device_properties(query.device).multi_processor_count
-    splits = fused.splits(len(tiles) * len(k_pool), n_programs)
-    cut = 1 if len(tiles) == len(query) else TILE, splits
+    one_each = len(tiles) == len(query)
+    n_programs = torch.cuda.get_device_properties(query.device).multi_processor_count
+    n_programs *= 2 if one_each else 8  # late rows see more than early ones: parts even it out
+    cut = 1 if one_each else TILE, fused.splits(len(tiles) * len(k_pool), n_programs)
     return fused.interval_attention(query, (k_pool, v_pool), seen, tiles, (scale, softcap), cut)
+
+
+for _name, _plain, _on_cuda in (
+    ("write_rows", _write_rows, _write_rows_on_cuda),
+    ("interval_attention", _interval_attention, _interval_attention_on_cuda),
+):
+    _library.impl(_name, _plain, ELSEWHERE)
+    _library.impl(_name, _on_cuda, "CUDA")
+
+
+def write_rows(
+    keys: Tensor,
+    values: Tensor,
+    k_pool: Tensor,
+    v_pool: Tensor,
+    slots: Tensor,
+    angles: Tensor,
+    interleaved: bool,
+) -> None:
+    """Write unrotated ``keys`` and ``values`` [row, head, dim] to ``slots`` [row] of the pools.
+
+    Pools are [head, slot, dim]; ``angles`` [2, row, width] are `Rotation.angles`.
+    """
+    torch.ops.kvweave.write_rows(keys, values, k_pool, v_pool, slots, angles, interleaved)
+
+
+def interval_attention(
+    query: Tensor,
+    k_pool: Tensor,
+    v_pool: Tensor,
+    seen: Tensor,
+    tiles: Tensor,
+    scale: float,
+    softcap: float,
+) -> tuple[Tensor, Tensor]:
+    """Return attention [row, head, v_dim] and the log-sum-exp of its scores [row, head].
+
+    Args:
+        query: [row, head, dim], rotated.
+        k_pool: [kv_head, slot, dim]; ``v_pool`` likewise.
+        seen: [2, row] int64, where each row's interval of slots begins and ends.
+        tiles: [tile, 2] int64, first row and one past the last of what may be taken together: rows
+            of one context, `TILE` at most; all of one row where there are as many tiles as rows. Empty ones fill up.
+        softcap: scores are ``tanh(scores / softcap) * softcap``; 0: as they are.
+    """
+    found: tuple[Tensor, Tensor] = torch.ops.kvweave.interval_attention(
+        query, k_pool, v_pool, seen, tiles, scale, softcap
+    )
+    return found

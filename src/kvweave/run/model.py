@@ -179,7 +179,11 @@ class Runner:
         token = attention.current.set(batch)
         try:
             batch.begin()
-            found = self._call(batch)
+            graphs = None if self.pools is None else self.pools.graphs
+            if graphs is None or self.pools is None:
+                found = self._call(batch)
+            else:
+                found = graphs.run(batch, self._call, self.pools.n_moves)
             batch.end()
         finally:
             attention.current.reset(token)

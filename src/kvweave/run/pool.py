@@ -20,7 +20,10 @@ import torch
 from torch import Tensor
 
 from kvweave.run.base import LayerInfo
+from kvweave.run.graphs import Graphs
+from kvweave.run.kernel import write_rows
 from kvweave.run.layers import RawRows
+from kvweave.run.rotary import Angles, Rotation
 from kvweave.store.kv import LayerShape
 
 FIRST = 1  # slot 0 is nobody's
@@ -41,6 +44,11 @@ class LayerPool:
     @property
     def capacity(self) -> int:
         return self.k.shape[1]
+
+    @property
+    def turns(self) -> bool:
+        """Whether the kernel that turns and writes rows can: keys and values have as many heads."""
+        return self.k.shape[0] == self.v.shape[0]
 
     def take(self, rows: PooledRows) -> None:
         """Give ``rows`` the slots for their capacity, zeros in them."""
@@ -109,6 +117,23 @@ class PooledRows(RawRows):
         made.k[:, :n], made.v[:, :n] = self.k[:, :n], self.v[:, :n]
         return made
 
+    def place(
+        self, span: slice, rotation: Rotation, keys: Tensor, angles: Angles, values: Tensor
+    ) -> None:
+        if self.pool.turns:  # the same bits as `place_at`
+            first = self.start + span.start
+            slots = torch.arange(first, first + len(keys), device=keys.device)
+            self.place_at(slots, rotation, keys, torch.stack(angles), values)
+        else:
+            super().place(span, rotation, keys, angles, values)
+
+    def place_at(
+        self, slots: Tensor, rotation: Rotation, keys: Tensor, angles: Tensor, values: Tensor
+    ) -> None:
+        """Write unrotated rows [row, head, dim] to ``slots`` [row] of the pool, turned by ``angles``
+        [2, row, width]."""
+        write_rows(keys, values, self.pool.k, self.pool.v, slots, angles, rotation.interleaved)
+
     def check(self, n: int) -> None:
         super().check(n)
         self.pool.check()
@@ -122,6 +147,7 @@ class Pools:
     ) -> None:
         self.layers = [LayerPool(info.shape, dtype, device) for info in infos]
         self.kept: dict[int, Tensor] = {}  # size -> what numbers of a pass are uploaded to
+        self.graphs = Graphs(device) if device.type == "cuda" else None
 
     def new_rows(self) -> list[PooledRows]:
         """Return rows without room, one of each layer."""

@@ -20,6 +20,7 @@ from torch import Tensor
 from kvweave.errors import InvalidArgument
 from kvweave.run.base import NO_SLOTS, Ints, LayerInfo
 from kvweave.run.layers import At, LayerRows, RawRows
+from kvweave.run.pool import PooledRows
 from kvweave.run.rotary import Angles, Rotation
 from kvweave.run.thinned import ThinnedRows
 from kvweave.run.upload import up
@@ -149,7 +150,10 @@ class KVRows:
         self.positions[: len(positions)] = positions
         self.n = max(self.n, made[-1].stop)
         at = 0
-        angles = self._angles(np.concatenate([positions[r.start : r.stop] for r in made]))
+        slots = np.concatenate([np.arange(run.start, run.stop) for run in made])
+        angles = self._angles(positions[slots])
+        if all(run.complete for run in made) and self._place_together(made, slots, angles):
+            return
         for run in made:
             span = slice(at, at := at + run.stop - run.start)
             run.angles = {id: (cos[span], sin[span]) for id, (cos, sin) in angles.items()}
@@ -158,6 +162,20 @@ class KVRows:
                 self._write(run)
             else:
                 self._pending.append(run)
+
+    def _place_together(self, runs: Sequence[_Run], slots: Ints, angles: dict[int, Angles]) -> bool:
+        """Write all ``runs`` of a layer at once, where rows are kept so that this is possible."""
+        pooled = [layer for layer in self.layers if isinstance(layer, PooledRows)]
+        if len(pooled) < len(self.layers) or not all(layer.pool.turns for layer in pooled):
+            return False
+        there, kvs = up(slots, self.device), [kv for run in runs for kv in run.kvs]
+        stacked = {id: torch.stack(both) for id, both in angles.items()}
+        at = {start: there + start for start in {layer.start for layer in pooled}}
+        for i, (layer, info) in enumerate(zip(pooled, self.infos, strict=True)):
+            keys, values = _joined([kv.k[i] for kv in kvs]), _joined([kv.v[i] for kv in kvs])
+            rotation = info.rotation
+            layer.place_at(at[layer.start], rotation, keys, stacked[id(rotation)], values)
+        return True
 
     def put(self, slots: Ints, kv: KV) -> None:
         """Write unrotated rows [slot] to slots whose positions are known. Raises LoadFailed."""

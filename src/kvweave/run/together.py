@@ -1,8 +1,8 @@
 """A pass whose rows all stand in pools: one write and one attention a layer for all contexts.
 
-A pass in which every context brings one row is filled up to a power of two, so that few shapes
-occur: graphs of launches can be kept for each. The rows that fill it are written to slot 0 of the
-pools, which is nobody's, and see nothing.
+A pass is filled up to a power of two, and so are its tiles and the logits that are wanted of it, so
+that few shapes occur: launches can be recorded for each (`run/graphs.py`). The rows that fill it
+are written to slot 0 of the pools, which is nobody's, and see nothing.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from kvweave.run.part import BatchPart
 from kvweave.run.pool import LayerPool, PooledRows
 from kvweave.run.upload import Upload
 
-Key = tuple[
-    int, ...
-]  # of each part: where its rows of a layer start in the pool, -1: not run there
+SHAPED = 512  # rows of a pass up to which it is filled up: more take longer than their launches
+FEW = 16  # wanted logits up to which they are
+# of each part: where its rows of a layer start in the pool, -1: not run there
+Key = tuple[int, ...]
 
 
 def pooled(parts: Sequence[BatchPart], infos: Sequence[LayerInfo]) -> bool:
@@ -31,9 +32,16 @@ def pooled(parts: Sequence[BatchPart], infos: Sequence[LayerInfo]) -> bool:
     )
 
 
-def filled(n: int) -> int:
-    """Return how many rows a pass of ``n`` contexts has, those that fill it up included."""
+def power_of_two(n: int) -> int:
+    """Return the lowest that is not below ``n``."""
     return 1 << (n - 1).bit_length()
+
+
+def filled(n: int, contexts: int) -> int:
+    """Return how many rows a pass of ``n`` rows has, those that fill it up included."""
+    if n > SHAPED:
+        return n
+    return power_of_two(n) if n == contexts else max(TILE, power_of_two(n))
 
 
 class Together:
@@ -84,18 +92,27 @@ class Together:
 
     def _cut(self) -> Ints:
         """Return the rows [tile, 2] that are taken together: never of two contexts."""
+        n = sum(part.n for part in self._parts)
+        one_each = n == len(self._parts)
         firsts = [i for part in self._parts for i in range(part.span.start, part.span.stop, TILE)]
-        firsts += range(sum(part.n for part in self._parts), self._n)
+        firsts += range(n, self._n, 1 if one_each else TILE)
         stops = {part.span.stop for part in self._parts}
         ends = [*firsts[1:], self._n]
         assert stops <= {*ends}, "a tile of two contexts"
-        return np.stack((np.array(firsts), np.array(ends)), 1)
+        tiles = np.stack((np.array(firsts), np.array(ends)), 1)
+        if one_each or self._n > SHAPED:
+            return tiles
+        fills = power_of_two(len(tiles)) - len(tiles)
+        if len(tiles) + fills == self._n:  # as many tiles as rows: all would be of one row
+            fills += 1
+        return np.concatenate((tiles, np.full((fills, 2), self._n)))
 
     @property
     def layout(self) -> tuple[int, ...]:
         """Where in the upload each layer finds its numbers: passes of one layout differ in numbers
         only."""
-        return tuple(run.start for run in (*self._to, *self._seen, self._tiles))
+        starts = (run.start for run in (*self._to, *self._seen, self._tiles))
+        return *starts, self._tiles.stop
 
     def write(self, layer: int, keys: Tensor, values: Tensor, angles: Tensor) -> None:
         """Write unrotated rows [row, head, dim] of a layer; ``angles`` are [2, row, width]."""

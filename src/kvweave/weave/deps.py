@@ -52,8 +52,8 @@ class Reads(Observer):
 
     def see(self, layer: int, first: int, begin: int, weights: Tensor) -> None:
         """Note what one piece of one layer paid."""
-        paid = weights.mean(0).to(self.mass.dtype) / self.n_layers
-        found = self.mass.new_zeros(paid.shape[0], self.mass.shape[1])
+        paid = weights.mean(0) / self.n_layers
+        found = paid.new_zeros(paid.shape[0], self.mass.shape[1])
         found.index_add_(1, self.owner[begin : begin + paid.shape[1]], paid)
         self._passing.append((first, found))
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-SLOWER = 2.0  # a step may take so many times as long as one that only decodes
+SLOWER = 2.5  # a step may take so many times as long as one that only decodes
 FIRST, LEAST = 16, 4  # rows
 LOOK = 16  # steps after which one is left to those that decode, to see how long that takes
 FORGETS = 0.2
 
 
 class Pace:
-    """Finds the number of rows by trying: half as many after a slow step, a quarter more after a
-    quick one.
+    """Finds the number of rows by trying: a quarter fewer after a slow step, a quarter more after
+    a quick one.
 
     ``rows`` are for the next step; none where it has to be seen how long decoding takes alone.
     """
@@ -36,6 +36,6 @@ class Pace:
         self._n_beside += 1
         assert self._alone is not None, "rows were granted before decoding was seen alone"
         if seconds > SLOWER * self._alone:
-            self._rows = max(LEAST, self._rows / 2)
+            self._rows = max(LEAST, self._rows * 0.75)
         elif n_beside >= int(self._rows):
             self._rows = min(self.most, self._rows * 1.25)

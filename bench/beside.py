@@ -1,0 +1,149 @@
+"""What a reader of a stream notices of 4k tokens that are stored, woven or checked meanwhile.
+
+One `kvweave serve` of a random model streams an answer. A while after its first token something
+large begins; the gaps between the stream's tokens are compared with those before it, and the
+seconds of the large thing with what it takes alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import tempfile
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import httpx
+import torch
+from common import machine, median, parser, progress, random_ids, report, shape_of, table
+from serve import SHAPE, save_model, serving
+
+ALONE = 80  # tokens before it begins
+FIRST = 16  # of these are not counted: the machine warms up
+TOKENS = 4000  # of the stream, at most
+
+
+async def streamed(
+    client: httpx.AsyncClient, name: str, large: Callable[[], Awaitable[object]]
+) -> tuple[list[float], list[float], float]:
+    """Return the gaps before and while ``large`` runs, and its seconds."""
+    body = {"max_tokens": TOKENS, "ignore_eos": True, "stream": True}
+    before: list[float] = []
+    beside: list[float] = []
+    took = 0.0
+    task: asyncio.Task[None] | None = None
+    last = time.perf_counter()
+
+    async def timed() -> None:
+        nonlocal took
+        start = time.perf_counter()
+        await large()
+        took = time.perf_counter() - start
+
+    async with client.stream("POST", f"/v1/contexts/{name}:generate", json=body) as reply:
+        if reply.status_code != 200:
+            raise RuntimeError((await reply.aread()).decode())
+        async for line in reply.aiter_lines():
+            if not line.startswith("data: {"):
+                continue
+            now = time.perf_counter()
+            gap, last = now - last, now
+            if task is None:
+                before.append(gap)
+                if len(before) == ALONE:
+                    task = asyncio.ensure_future(timed())
+            elif not task.done():
+                beside.append(gap)
+            else:
+                await task
+                break
+    return before[FIRST:], beside, took
+
+
+async def measure(url: str, n: int, vocab: int, rounds: int) -> dict[str, Any]:
+    """Run each kind of large thing alone and beside a stream, in turns."""
+    found: dict[str, dict[str, list[float]]] = {}
+    async with httpx.AsyncClient(base_url=url, timeout=600) as client:
+
+        async def send(method: str, path: str, body: object = None) -> None:
+            reply = await client.request(method, path, json=body)
+            if not reply.is_success:
+                raise RuntimeError(reply.text)
+
+        async def context(name: str, size: int, seed: int) -> None:
+            await send("POST", "/v1/contexts", {"name": name})
+            tokens = random_ids(size, vocab - 1, seed)
+            await send("POST", f"/v1/contexts/{name}:append", {"tokens": tokens})
+
+        await context("stream", 64, 1)
+        with progress("beside", rounds * 3) as step:
+            for i in range(rounds):
+                for what in ("put", "weave", "check"):
+                    for way in ("alone", "beside"):
+                        seed = 100 * i + (way == "beside")
+                        name = f"{what}-{way}-{i}"
+                        if what == "put":
+                            body = {"tokens": random_ids(n, vocab - 1, seed)}
+                            call = "PUT", f"/v1/chunks/{name}", body
+                        else:
+                            await context(name, n, seed + 50)
+                            call = "POST", f"/v1/contexts/{name}:{what}", None
+                        if what == "check":
+                            await send("POST", f"/v1/contexts/{name}:weave")
+                        mine = found.setdefault(what, {})
+                        if way == "alone":
+                            start = time.perf_counter()
+                            await send(*call)
+                            mine.setdefault("alone_s", []).append(time.perf_counter() - start)
+                        else:
+
+                            async def large(call: Any = call) -> None:
+                                await send(*call)
+
+                            before, beside, took = await streamed(client, "stream", large)
+                            mine.setdefault("beside_s", []).append(took)
+                            mine.setdefault("gap_before_ms", []).append(1e3 * median(before))
+                            mine.setdefault("gap_beside_ms", []).append(1e3 * median(beside))
+                            mine.setdefault("largest_ms", []).append(1e3 * max(beside))
+                            mine.setdefault("largest_before_ms", []).append(1e3 * max(before))
+                            mine.setdefault("x_median", []).append(max(beside) / median(beside))
+                            mine.setdefault("x_before", []).append(max(beside) / median(before))
+                        if what != "put":
+                            await send("DELETE", f"/v1/contexts/{name}")
+                    step(what)
+    return {
+        what: {key: [float(f"{x:.4g}") for x in values] for key, values in mine.items()}
+        for what, mine in found.items()
+    }
+
+
+def main() -> None:
+    """Parse, measure, report."""
+    made = parser(__doc__, **asdict(SHAPE), context=4096, rounds=3)
+    made.add_argument("--budget", default="3GiB", help="of the server")
+    options: argparse.Namespace = made.parse_args()
+    shape = shape_of(options)
+    with tempfile.TemporaryDirectory() as where:
+        model = Path(where) / "model"
+        n_parameters = save_model(shape, 4 * options.context, model)
+        with serving(model, "all", Path(where) / "home", options) as (url, _):
+            found = asyncio.run(measure(url, options.context, shape.vocab, options.rounds))
+    about = machine(torch.device("cpu"))
+    rows = [
+        (what, *(median(each[key]) for key in KEYS), each["x_median"], each["x_before"])
+        for what, each in found.items()
+    ]
+    columns = ("what", *KEYS, "largest / median beside", "largest / median before")
+    setup = {"tokens": options.context, "model": asdict(shape), "parameters": n_parameters}
+    whole = {"setup": setup, "found": found, "machine": about}
+    report(whole, [table("4k tokens beside a stream", columns, rows)], options, "beside")
+
+
+KEYS = ("alone_s", "beside_s", "gap_before_ms", "gap_beside_ms", "largest_ms")
+
+if __name__ == "__main__":
+    main()
