@@ -544,7 +544,7 @@ def test_chat_interrupted_answer_leaves_no_trace(sh, monkeypatch):
         yield "half"
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("kvweave.weave.session.Turn.stream", stream)
+    monkeypatch.setattr("kvweave.weave.turn.Turn.stream", stream)
     monkeypatch.setattr(
         chat.Chat, "_parts", lambda self, rest: seen.append(self) or real(self, rest)
     )
