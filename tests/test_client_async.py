@@ -15,6 +15,7 @@ from served import served
 from test_client import END, PART, URL, VIEW, Fake, Lines, event
 
 from kvweave import AsyncClient, Client, Engine, errors
+from kvweave.client import RemoteContext
 from kvweave.run.model import Runner
 from kvweave.run.sampling import Sampling
 
@@ -176,3 +177,12 @@ def test_verbs_are_coroutine_functions_with_the_signatures_of_the_blocking_ones(
                     assert inspect.signature(verb) == inspect.signature(twin)
 
     run(main)
+
+
+def test_classes_show_their_verbs():
+    for kind in (Client, AsyncClient):
+        assert [*inspect.signature(kind.put).parameters][:3] == ["self", "name", "text"]
+        assert inspect.getdoc(kind.put).startswith("Store a chunk")
+    assert [*inspect.signature(RemoteContext.append).parameters][:2] == ["self", "content"]
+    with Client(URL, transport=httpx.MockTransport(Fake(httpx.Response(200, json={})))) as client:
+        assert Client.health(client) == {}

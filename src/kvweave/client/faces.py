@@ -31,12 +31,22 @@ class Awaited:
     _wire: AwaitedWire
 
 
-class Verb(Generic[P, T]):
+class _Method:
+    """What a class shows of a verb: its name, words and signature; called, it takes an object first."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        functools.update_wrapper(cast(Any, self), function)
+
+    def __call__(self, face: Any, /, *args: Any, **options: Any) -> Any:
+        return cast(Any, self).__get__(face, type(face))(*args, **options)
+
+
+class Verb(_Method, Generic[P, T]):
     """A method that goes its course; on a class, `course` is for other verbs' use."""
 
     def __init__(self, course: Callable[Concatenate[Any, P], Course[T]]) -> None:
         self.course = course
-        functools.update_wrapper(cast(Any, self), course)
+        super().__init__(course)
 
     @overload
     def __get__(self, face: None, owner: type) -> Verb[P, T]: ...
@@ -65,12 +75,12 @@ class Told(Generic[T]):
         return self if face is None else _driven(face, self.course)()
 
 
-class Editing(Generic[P, T]):
+class Editing(_Method, Generic[P, T]):
     """A method that edits a context: sent at once, or collected."""
 
     def __init__(self, edit: Callable[Concatenate[Any, P], OneEdit[T]]) -> None:
         self.edit = edit
-        functools.update_wrapper(cast(Any, self), edit)
+        super().__init__(edit)
 
     @overload
     def __get__(self, face: None, owner: type) -> Editing[P, T]: ...
@@ -97,12 +107,12 @@ class Editing(Generic[P, T]):
         return collect
 
 
-class Streamed(Generic[P]):
+class Streamed(_Method, Generic[P]):
     """A method that returns a turn; called, it gives the pieces of that turn's text."""
 
     def __init__(self, turn: Callable[Concatenate[Any, P], Any]) -> None:
         self.turn = turn
-        functools.update_wrapper(cast(Any, self), turn)
+        super().__init__(turn)
 
     @overload
     def __get__(self, face: None, owner: type) -> Streamed[P]: ...
