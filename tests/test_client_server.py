@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 
+import httpx
 import pytest
 from faces import FACES, faces
 from served import served
@@ -312,6 +313,51 @@ def test_after_hanging_up_a_context_is_free_at_once(client, verb):
     arguments = {"drop": [0], "generate": [1], "fork": ["twin"], "stream": [1], "append": ["so"]}
     found = getattr(client.get_context(ctx.name), verb)(*arguments.get(verb, []))
     assert verb != "stream" or list(found)
+
+
+class Dropping(httpx.BaseTransport, httpx.AsyncBaseTransport):
+    """Lets each request through, and loses the first answer to each."""
+
+    def __init__(self):
+        self.blocking, self.awaited = httpx.HTTPTransport(), httpx.AsyncHTTPTransport()
+        self.lost = set()
+
+    def handle_request(self, request):
+        found = self.blocking.handle_request(request)
+        found.read()
+        return self._or_lost(request, found)
+
+    async def handle_async_request(self, request):
+        found = await self.awaited.handle_async_request(request)
+        await found.aread()
+        return self._or_lost(request, found)
+
+    def _or_lost(self, request, found):
+        what = (request.method, request.url.path, request.headers.get("idempotency-key"))
+        if what in self.lost:
+            return found
+        self.lost.add(what)
+        raise httpx.ReadError("lost")
+
+    def close(self):
+        self.blocking.close()
+
+    async def aclose(self):
+        await self.awaited.aclose()
+
+
+def test_what_changes_something_happens_once_though_its_answer_is_lost(server, make):
+    with make(server.url, transport=Dropping()) as client:
+        id = client.put("docs/a", A).id
+        assert client.put_many([("docs/b", B)])[0].name == "docs/b"
+        ctx = client.context("chat/1", system=SYSTEM)
+        ctx.append_chunk("docs/a")
+        with ctx.edit(version=ctx.version) as edit:
+            edit.append(B)
+        ctx.message("user", "so ?")
+        assert [part.id for part in ctx.parts].count(id) == 1 and len(ctx.parts) == 4
+        twin = ctx.fork("twin")
+        assert sorted(client.contexts) == ["chat/1", "twin"] and len(twin.parts) == 4
 
 
 def test_two_threads_share_a_client(client):
