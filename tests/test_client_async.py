@@ -93,6 +93,28 @@ def test_leaving_a_stream_hangs_up(server):
     run(main)
 
 
+def test_letting_go_of_a_stream_hangs_up(server):
+    def stop_at_once(context):
+        for _ in context.stream(3000, ignore_eos=True):
+            raise ZeroDivisionError
+
+    with Client(server.url) as client:
+        context = client.compose(TEXT)
+        with pytest.raises(ZeroDivisionError):
+            stop_at_once(context)
+        context.close()
+        assert server.driver.stats()["cancelled"] == 1
+
+    async def main():
+        async with AsyncClient(server.url) as client:
+            context = await client.compose(TEXT)
+            async for _ in context.stream(3000, ignore_eos=True):
+                break
+            await until(lambda: server.driver.stats()["cancelled"] == 2)
+
+    run(main)
+
+
 def test_a_turn_is_cancelled_from_another_task(server):
     async def main():
         async with AsyncClient(server.url) as client:

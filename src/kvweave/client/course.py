@@ -84,7 +84,7 @@ class Journey(Generic[T]):
         self.stopped = False
         self.response: httpx.Response | None = None  # what is open
         self.chunks: Any = None  # its bytes
-        self.pieces: Any = None  # the generator that goes the course
+        self.pieces: Callable[[], Any] = _nothing  # the generator that goes the course, weakly
         self.scope: Any = None  # of the order that is awaited now
 
     def begin(self) -> None:
@@ -115,3 +115,7 @@ class Journey(Generic[T]):
         except StopIteration as end:
             self.order = None
             self.results.append(end.value)
+
+
+def _nothing() -> None:
+    return None

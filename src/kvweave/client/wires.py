@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import AsyncGenerator, Generator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -51,8 +52,9 @@ class BlockingWire:
 
     def stream(self, running: Journey[Any]) -> Generator[str]:
         """Yield the pieces of text; closing the generator hangs up."""
-        running.pieces = self._stream(running)
-        return running.pieces  # type: ignore[no-any-return]
+        pieces = self._stream(running)
+        running.pieces = weakref.ref(pieces)  # who lets go of the generator hangs up
+        return pieces
 
     def finish(self, running: Journey[T]) -> list[T]:
         """Go to the end; return the result, in a list, or none where it was stopped."""
@@ -97,8 +99,9 @@ class BlockingWire:
                 return self._together(list(several))
             case HangUp(other):
                 other.stop()
-                if other.pieces is not None and not other.pieces.gi_running:
-                    other.pieces.close()
+                pieces = other.pieces()
+                if pieces is not None and not pieces.gi_running:
+                    pieces.close()
             case Disconnect():
                 self._client.close()
         return None
@@ -131,8 +134,9 @@ class AwaitedWire:
 
     def stream(self, running: Journey[Any]) -> AsyncGenerator[str]:
         """Yield the pieces of text; closing the generator hangs up."""
-        running.pieces = self._stream(running)
-        return running.pieces  # type: ignore[no-any-return]
+        pieces = self._stream(running)
+        running.pieces = weakref.ref(pieces)  # who lets go of the generator hangs up
+        return pieces
 
     async def finish(self, running: Journey[T]) -> list[T]:
         """Go to the end; return the result, in a list, or none where it was stopped."""
@@ -188,8 +192,9 @@ class AwaitedWire:
                 return await self._together(list(several))
             case HangUp(other):
                 other.stop()
-                if other.pieces is not None and not other.pieces.ag_running:
-                    await other.pieces.aclose()
+                pieces = other.pieces()
+                if pieces is not None and not pieces.ag_running:
+                    await pieces.aclose()
             case Disconnect():
                 await self._client.aclose()
         return None
