@@ -236,12 +236,12 @@ def cpu_seconds(pid: int) -> float:
 
 @contextmanager
 def serving(
-    model: Path, way: str, home: Path, options: argparse.Namespace
+    model: Path, way: str, home: Path, options: argparse.Namespace, more: Sequence[str] = ()
 ) -> Iterator[tuple[str, int]]:
     """Run `kvweave serve` in a process of its own; yield its address and process id."""
     command = [
         sys.executable, "-m", "kvweave.cli", "serve", str(model), "--home", str(home), "--quiet",
-        "--json", "--port", "0", "--name", "bench", "--budget", options.budget, *WAYS[way],
+        "--json", "--port", "0", "--name", "bench", "--budget", options.budget, *WAYS[way], *more,
     ]  # fmt: skip
     env = os.environ | {"OMP_NUM_THREADS": str(options.threads), "HF_HUB_OFFLINE": "1"}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env) as process:

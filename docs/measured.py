@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from on_gpu import on_gpu
 from rested import codec_page, rested
 from simulated import simulated
 from tables import table
@@ -114,6 +115,7 @@ def render() -> str:
         f"overridden one {100 * score['override']['exact_match']:.1f} %.",
         "",
     ]
+    lines += on_gpu(find("gpu"))
     fidelity = find("fidelity")
     lines += summary(fidelity, "docs/fidelity.png") if fidelity else []
     serves = [found for name in ("serve", "serve_large") if (found := find(name)) is not None]

@@ -1,7 +1,6 @@
 """Passes that were recorded and are played again say what they say when they run.
 
-A recording stands here for a CUDA graph: to play it runs the pass that was recorded once more, over
-the numbers uploaded since; what a later pass decides on the host does not reach it.
+See `recorded.Played` for how that is without a GPU.
 """
 
 from __future__ import annotations
@@ -14,34 +13,15 @@ import oracle
 import pytest
 import torch
 from oracle import DEVICE
+from recorded import Played
 from torch import Tensor
 from weaving import rows, text
 
 from kvweave import Engine
-from kvweave.run import attention
 from kvweave.run.graphs import Graphs, P, Recorded
 from kvweave.run.model import Runner
 
 KINDS = ["played", "refused"] + (["cuda"] if DEVICE.type == "cuda" else [])
-
-
-class Played(Graphs):
-    """Recordings without a GPU."""
-
-    def record(self, batch: P, call: Callable[[P], Tensor]) -> Recorded:
-        made = Recorded(lambda: None, call(batch).clone(), batch.raw)
-
-        def play() -> None:
-            batch.forget()
-            token = attention.current.set(batch)  # type: ignore[arg-type]
-            try:
-                made.logits.copy_(call(batch))
-            finally:
-                attention.current.reset(token)
-            made.raw = batch.raw
-
-        made.play = play
-        return made
 
 
 class Refusing(Graphs):

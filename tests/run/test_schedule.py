@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 
 import pytest
 from hypothesis import given
@@ -333,3 +334,59 @@ def test_any_sequence_of_calls_keeps_the_queues_whole(calls):
             pending = None if grant.is_decode else rest[2]
             schedule.done(grant.key, round(rest[0] * grant.n_rows), rest[1], pending)
         schedule.check_integrity()
+
+
+def hog(schedule: Schedule, n: int = 3) -> None:
+    """A tenant that asks much, and has had much."""
+    for i in range(n):
+        schedule.add(Job(100 + i, n_pending=10_000, n_left=5, tenant="hog"))
+    for _ in range(5):
+        for grant in schedule.step():
+            schedule.done(grant.key, grant.n_rows)
+
+
+def test_who_asked_little_is_let_through_where_much_is_asked() -> None:
+    schedule = Schedule(max_rows=64)
+    hog(schedule)
+    schedule.beside = 8
+    assert sum(grant.n_rows for grant in schedule.step()) == 64, "alone it may have all"
+    for key in range(100, 103):
+        if key in schedule._out:
+            schedule.done(key, schedule._out[key])
+    schedule.add(Job(1, n_pending=40, n_left=3, tenant="kind"))
+    rows = {grant.key: grant.n_rows for grant in schedule.step()}
+    assert rows.pop(1) == 40 and sum(rows.values()) == 8
+    assert schedule.rows == (0, 8, 40)
+    for key, n in ({1: 40} | rows).items():
+        schedule.done(key, n)
+    grants = schedule.step()
+    assert [grant.key for grant in grants if grant.is_decode] == [1]
+    assert sum(grant.n_rows for grant in grants if not grant.is_decode) == 8
+
+
+def test_of_equals_nobody_waits_for_another() -> None:
+    schedule = Schedule(max_rows=64)
+    hog(schedule)
+    schedule.beside = 8
+    schedule.add(Job(1, n_pending=10_000, n_left=3, tenant="late"))
+    had: Counter[str] = Counter()
+    for _ in range(400):
+        for grant in schedule.step():
+            had["late" if grant.key == 1 else "hog"] += grant.n_rows
+            schedule.done(grant.key, grant.n_rows)
+    assert had["late"] > 3 * 400, "it took what was its own"
+    assert had["hog"] > 3 * 400, "the other had its share first, and starved"
+
+
+def test_what_generates_nothing_takes_its_time_while_others_decode() -> None:
+    schedule = Schedule(max_rows=64)
+    schedule.beside = 5
+    schedule.add(Job(1, n_pending=0, n_left=9))
+    schedule.add(Job(2, n_pending=600, n_left=0))
+    grants = schedule.step()
+    assert {grant.key: grant.n_rows for grant in grants} == {1: 1, 2: 5}
+    assert schedule.rows == (1, 5, 0)
+    for grant in grants:
+        schedule.done(grant.key, grant.n_rows)
+    schedule.cancel(1)
+    assert [grant.n_rows for grant in schedule.step()] == [64]

@@ -217,7 +217,7 @@ def test_the_pace_follows_what_a_step_takes():
         pace, rows = Pace(512), []
         for _ in range(400):
             n = pace.rows
-            pace.note(0.010 + per_row * n, 1, n, False)
+            pace.note(0.010 + per_row * n, 1, n, 0)
             rows.append(n)
         beside = [n for n in rows[100:] if n]
         most = 0.015 / per_row  # two and a half times a step alone
@@ -228,8 +228,8 @@ def test_the_pace_follows_what_a_step_takes():
 
 def test_steps_with_prompts_tell_the_pace_nothing():
     pace = Pace(512)
-    pace.note(9.0, 1, 300, True)
-    pace.note(9.0, 0, 300, False)
+    pace.note(9.0, 1, 300, 40)
+    pace.note(9.0, 0, 300, 0)
     assert pace.rows == 0  # nobody has seen decoding alone
-    pace.note(0.01, 1, 0, False)
+    pace.note(0.01, 1, 0, 0)
     assert pace.rows > 0

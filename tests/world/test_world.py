@@ -11,9 +11,12 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from oracle import DEVICE
+from recorded import Played
 
-from kvweave import Context, Plan
-from world import play
+from kvweave import Context, Plan, Runner
+from kvweave.run.pool import Pools
+from world import memory, play
 
 LONG = int(os.environ.get("KVWEAVE_WORLD_STEPS", 100_000))
 PARTS = 40
@@ -33,6 +36,24 @@ def many(first_world: int, n_steps: int) -> set[str]:
 def test_the_engine_does_what_its_twin_does(part: int) -> None:
     verbs = many(1000 * part, 250)
     assert len(verbs) > 0.7 * len(play.VERBS), f"only {verbs}"
+
+
+def test_so_it_does_where_rows_stand_in_pools_and_passes_are_recorded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The way of GPUs, without one."""
+    if DEVICE.type == "cuda":
+        return  # all of them go this way
+    init = Pools.__init__
+
+    def recorded(self: Pools, infos: Any, dtype: Any, device: Any) -> None:
+        init(self, infos, dtype, device)
+        self.graphs = Played(device)
+
+    monkeypatch.setattr(Runner, "pooled", True)
+    monkeypatch.setattr(Pools, "__init__", recorded)
+    monkeypatch.setattr(memory, "alive", lambda: 0)  # pools have room to spare
+    many(3000, 250)
 
 
 @pytest.mark.slow

@@ -25,6 +25,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from kvweave.errors import InvalidArgument
+from kvweave.run.ledger import Ledger
 
 
 @dataclass(slots=True)
@@ -52,7 +53,8 @@ class Schedule:
 
     ``step()`` hands out grants, ``done()`` takes each of them back before the next ``step()``.
     While jobs are pending, at least one row of every step is theirs; where others
-    only decode, up to ``beside`` if none of the pending ones generates anything (it stores a chunk).
+    decode, those that generate nothing (they store a chunk) have ``beside`` rows together. So have all
+    of a tenant that had its share of the model lately, where another one is there that had little.
     """
 
     def __init__(self, max_batch: int = 16, max_rows: int = 512) -> None:
@@ -63,10 +65,12 @@ class Schedule:
         self.max_batch = max_batch
         self.max_rows = max_rows
         self.beside = max_rows
-        """Rows of jobs that generate nothing, in a step in which others only decode."""
+        """Rows a step for what may take its time, while something else may not."""
 
-        self.rows = 0, 0, False
-        """Of the last step: rows that decode, other rows, and whether some were of a prompt."""
+        self.rows = 0, 0, 0
+        """Of the last step: rows that decode, that may take their time, and others."""
+
+        self._ledger = Ledger()
 
         self.quantum = max(1, max_rows // 4)  # rows; a shorter prefill is never cut by a rival
         self._jobs: dict[int, Job] = {}
@@ -126,19 +130,23 @@ class Schedule:
             self._remove(job)
         waiting = {key for queue in self._pending.values() for key in queue if key not in held}
         n_most = min(self.max_batch, self.max_rows - (1 if waiting else 0))
-        decoding = [key for key in self._decoding if key not in held][:n_most]
+        greedy = self._ledger.greedy({job.tenant for job in self._jobs.values()})
+        ready = [key for key in self._decoding if key not in held]
+        ready.sort(key=lambda key: self._jobs[key].tenant in greedy)  # the others keep their order
+        decoding = ready[:n_most]
         for key in decoding:
             self._decoding.remove(key)
             self._decoding.append(key)
         grants = [Grant(key, 1, True) for key in decoding]
-        left, n_urgent = (
-            self.max_rows - len(decoding),
-            sum(self._jobs[k].n_left > 0 for k in waiting),
-        )
-        pieces = self._share(left if n_urgent or not decoding else min(self.beside, left), waiting)
-        self.rows = len(decoding), sum(pieces.values()), n_urgent > 0
+        slow = self._slow(waiting, greedy, bool(decoding))
+        left = self.max_rows - len(decoding)
+        pieces = self._share(left, waiting - slow)
+        n_urgent = sum(pieces.values())
+        pieces |= self._share(min(self.beside, left - n_urgent), slow)
+        self.rows = len(decoding), sum(pieces.values()) - n_urgent, n_urgent
         grants += [Grant(key, n_rows, False) for key, n_rows in pieces.items()]
         self._out = {grant.key: grant.n_rows for grant in grants}
+        self._ledger.note((self._jobs[grant.key].tenant, grant.n_rows) for grant in grants)
         return grants
 
     def done(
@@ -186,6 +194,17 @@ class Schedule:
         assert self._tenants or not self._credit, "credit without a tenant"
         assert set(self._out) <= set(self._jobs), "a grant without its job"
         assert sum(self._out.values()) <= self.max_rows, "more rows than the budget"
+
+    def _slow(self, waiting: set[int], greedy: set[str], decodes: bool) -> set[int]:
+        """Return the jobs of ``waiting`` that may take their time, if there are any that may not."""
+        if self.beside >= self.max_rows:
+            return set()
+        slow = {
+            key
+            for key in waiting
+            if self._jobs[key].tenant in greedy or (decodes and not self._jobs[key].n_left)
+        }
+        return slow if decodes or len(slow) < len(waiting) else set()
 
     def _share(self, budget: int, waiting: set[int]) -> dict[int, int]:
         """Split ``budget`` rows over ``waiting`` jobs: key -> rows, in order of first service.

@@ -25,9 +25,9 @@ class Pace:
     def rows(self) -> int:
         return 0 if self._alone is None or self._n_beside >= LOOK else int(self._rows)
 
-    def note(self, seconds: float, n_decoding: int, n_beside: int, urgent: bool) -> None:
-        """Tell how long a step took, its rows, and whether some of them were of a prompt."""
-        if not n_decoding or urgent:
+    def note(self, seconds: float, n_decoding: int, n_beside: int, n_urgent: int) -> None:
+        """Tell how long a step took, and its rows: that decoded, beside these, and others."""
+        if not n_decoding or n_urgent:
             return
         if not n_beside:
             old = seconds if self._alone is None else self._alone

@@ -1,0 +1,328 @@
+"""Two tenants who ask a little, two who attack: how long do the first wait, and what is lost or filled?
+
+One `kvweave serve` of a random model. First the honest tenants are alone, then the hostile ones
+join, each with all of these at once: streams that take every slot, forks, contexts, hostile globs,
+thousands of messages in one request, readers that do not read, huge bodies, long chunks, requests
+that are hung up on. Alone and under attack take turns, so that a noisy machine is noisy in both.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import random
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import torch
+from common import Shape, machine, median, parser, report, shape_of, table
+from serve import QUICK, SHAPE, WORDS, save_model, serving
+
+MIB = 2**20
+BUDGET, QUOTA, DISK = 512 * MIB, 96 * MIB, 512 * MIB
+KEYS = {name: f"key-of-{name}-0123456789" for name in ("anna", "berta", "mallory", "trudy")}
+HONEST, HOSTILE = ("anna", "berta"), ("mallory", "trudy")
+PAUSE = 0.25  # seconds between two requests of an honest tenant
+PATIENCE = 300.0
+FAIR = (429, 503, 507, 408, 413, 400, 404, 409, 410, 412, 422)  # what a hostile tenant may be told
+
+
+def words(rng: random.Random, n: int) -> str:
+    """Text of ``n`` tokens."""
+    return " ".join(rng.choices(WORDS, k=n))
+
+
+@dataclass
+class Phase:
+    """What the honest tenants saw: seconds to the first token and to the last."""
+
+    first: list[float] = field(default_factory=list)
+    total: list[float] = field(default_factory=list)
+    wrong: list[str] = field(default_factory=list)
+
+
+class Honest:
+    """Chats about its notes, edits a context, and looks whether all it stored is still there."""
+
+    def __init__(self, url: str, name: str) -> None:
+        self.rng = random.Random(name)
+        headers = {"Authorization": f"Bearer {KEYS[name]}"}
+        self.client = httpx.AsyncClient(base_url=url, headers=headers, timeout=PATIENCE)
+        self.name = name
+        self.notes = {f"notes/{i}": words(self.rng, 64) for i in range(8)}
+        self.answers: dict[str, str] = {}
+
+    async def begin(self) -> None:
+        for name, text in self.notes.items():
+            (await self.client.put(f"/v1/chunks/{name}", json={"text": text})).raise_for_status()
+
+    async def once(self, seen: Phase) -> None:
+        """Ask about two notes; the same question has the same answer. Sometimes look at a note."""
+        a, b = self.rng.sample(sorted(self.notes), 2)
+        parts = [{"type": "chunk", "name": name} for name in sorted((a, b))]
+        body = {
+            "model": "bench", "temperature": 0, "max_tokens": 24, "stream": True, "store": False,
+            "messages": [{"role": "user", "content": parts}],
+        }  # fmt: skip
+        start, first, text = time.perf_counter(), 0.0, ""
+        async with self.client.stream("POST", "/v1/chat/completions", json=body) as reply:
+            if reply.status_code != 200:
+                seen.wrong.append(f"{self.name}: {reply.status_code} {(await reply.aread())!r}")
+                return
+            async for line in reply.aiter_lines():
+                if line.startswith("data: {"):
+                    first = first or time.perf_counter() - start
+                    told = json.loads(line.removeprefix("data: "))
+                    if "error" in told:
+                        seen.wrong.append(f"{self.name}: {told}")
+                    for choice in told.get("choices", ()):
+                        text += choice["delta"].get("content") or ""
+        seen.first.append(first)
+        seen.total.append(time.perf_counter() - start)
+        if self.answers.setdefault(a + b, text) != text:
+            seen.wrong.append(f"{self.name}: another answer to the same question")
+        if self.rng.random() < 0.1:
+            name = self.rng.choice(sorted(self.notes))
+            got = await self.client.get(f"/v1/chunks/{name}", params={"text": True})
+            if got.status_code != 200 or got.json()["text"].split() != self.notes[name].split():
+                seen.wrong.append(f"{self.name}: {name} is {got.status_code}, not what was stored")
+
+    async def run(self, seen: Phase, until: float) -> None:
+        while time.monotonic() < until:
+            await self.once(seen)
+            await asyncio.sleep(PAUSE)
+
+
+class Attacker:
+    """Does what the review did, all at once."""
+
+    def __init__(self, url: str, name: str, told: Counter[str]) -> None:
+        self.rng, self.told = random.Random(name), told
+        headers = {"Authorization": f"Bearer {KEYS[name]}"}
+        limits = httpx.Limits(max_connections=None)
+        self.client = httpx.AsyncClient(
+            base_url=url, headers=headers, timeout=PATIENCE, limits=limits
+        )
+        self.n = 0
+
+    def attacks(self) -> list[Callable[[], Awaitable[None]]]:
+        once = [self.forks, self.contexts, self.globs, self.messages, self.slow, self.bodies]
+        return [*([self.slots] * 16), *once, self.chunks, self.hang_up, self.checks]
+
+    async def send(self, what: str, method: str, path: str, **more: Any) -> httpx.Response:
+        reply = await self.client.request(method, path, **more)
+        self.told[f"{what} {reply.status_code}"] += 1
+        return reply
+
+    def new(self) -> str:
+        self.n += 1
+        return f"x{self.n}"
+
+    async def slots(self) -> None:
+        body = {"model": "bench", "prompt": words(self.rng, 200), "max_tokens": 2000}
+        await self.send("slots", "POST", "/v1/completions", json=body)
+
+    async def forks(self) -> None:
+        name = self.new()
+        await self.send("forks", "POST", "/v1/contexts", json={"name": name})
+        body: dict[str, Any] = {"text": words(self.rng, 1500)}
+        await self.send("forks", "POST", f"/v1/contexts/{name}:append", json=body)
+        await self.send("forks", "POST", f"/v1/contexts/{name}:weave")
+        for _ in range(20):
+            to = {"to": self.new()}
+            await self.send("forks", "POST", f"/v1/contexts/{name}:fork", json=to)
+
+    async def contexts(self) -> None:
+        for _ in range(50):
+            await self.send("contexts", "POST", "/v1/contexts", json={"name": self.new()})
+        listed = await self.send("contexts", "GET", "/v1/contexts", params={"limit": 40})
+        for each in listed.json().get("data", ())[:30]:
+            await self.send("contexts", "DELETE", f"/v1/contexts/{each['name']}")
+
+    async def globs(self) -> None:
+        evil = "*a" * 100 + "b"
+        for pattern in (evil, "**/" * 60 + "x", "{a,b}" * 40, "[" * 100):
+            await self.send("globs", "GET", "/v1/chunks", params={"pattern": pattern[:256]})
+
+    async def messages(self) -> None:
+        many = [{"role": "user", "content": "so"} for _ in range(40_000)]
+        await self.send(
+            "messages", "POST", "/v1/chat/completions", json={"model": "bench", "messages": many}
+        )
+
+    async def slow(self) -> None:
+        """Reads nothing of a long stream for a while."""
+        body = {"model": "bench", "prompt": "so", "max_tokens": 3000, "stream": True}
+        async with self.client.stream("POST", "/v1/completions", json=body) as reply:
+            self.told[f"slow {reply.status_code}"] += 1
+            await asyncio.sleep(10)
+
+    async def bodies(self) -> None:
+        big = json.dumps({"text": "so " * (self.rng.choice((2, 9)) * MIB // 3)})
+        path = f"/v1/chunks/{self.new()}"
+        await self.send("bodies", "PUT", path, content=big.encode())
+        await self.send("bodies", "PUT", path, content=b"[" * (2 * MIB))
+
+    async def chunks(self) -> None:
+        for _ in range(6):
+            body = {"text": words(self.rng, 2000), "durable": True}
+            await self.send("chunks", "PUT", f"/v1/chunks/long/{self.new()}", json=body)
+        if self.rng.random() < 0.3:
+            await self.send("chunks", "DELETE", "/v1/chunks/long/**")
+
+    async def checks(self) -> None:
+        name = self.new()
+        await self.send("checks", "POST", "/v1/contexts", json={"name": name})
+        body = {"text": words(self.rng, 2500)}
+        await self.send("checks", "POST", f"/v1/contexts/{name}:append", json=body)
+        await self.send("checks", "POST", f"/v1/contexts/{name}:check")
+        await self.send("checks", "DELETE", f"/v1/contexts/{name}")
+
+    async def hang_up(self) -> None:
+        body = {"model": "bench", "prompt": words(self.rng, 800), "max_tokens": 500}
+        with contextlib.suppress(httpx.TimeoutException):
+            await self.client.post("/v1/completions", json=body, timeout=0.5)
+
+    async def run(self, attack: Callable[[], Awaitable[None]], until: float) -> None:
+        while time.monotonic() < until:
+            try:
+                async with asyncio.timeout(max(0.1, until - time.monotonic())):
+                    await attack()
+            except TimeoutError:
+                return
+            except httpx.HTTPError as error:
+                self.told[f"{attack.__name__} {type(error).__name__}"] += 1
+                await asyncio.sleep(0.1)
+            await asyncio.sleep(0.01)
+
+
+def rss(pid: int) -> int:
+    """Return the bytes of memory of a process."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    return 1024 * int(next(x.split()[1] for x in status.splitlines() if "VmRSS" in x))
+
+
+def on_disk(home: Path) -> int:
+    """Return the bytes of all files below a directory."""
+    return sum(f.stat().st_size for f in home.rglob("*") if f.is_file())
+
+
+async def soak(url: str, pid: int, home: Path, seconds: float, turn: float) -> dict[str, Any]:
+    """Let alone and under attack take turns of ``turn`` seconds each."""
+    honest = [Honest(url, name) for name in HONEST]
+    told: Counter[str] = Counter()
+    for each in honest:
+        await each.begin()
+    warm, alone, attacked = Phase(), Phase(), Phase()
+    await asyncio.gather(*(each.run(warm, time.monotonic() + min(5, turn)) for each in honest))
+    sizes: list[tuple[int, int]] = []
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        until = time.monotonic() + turn / 2
+        await asyncio.gather(*(each.run(alone, until) for each in honest))
+        until = time.monotonic() + turn
+        attackers = [Attacker(url, name, told) for name in HOSTILE]
+        tasks = [
+            asyncio.ensure_future(attacker.run(attack, until))
+            for attacker in attackers
+            for attack in attacker.attacks()
+        ]
+        await asyncio.sleep(1)
+        await asyncio.gather(*(each.run(attacked, until) for each in honest))
+        sizes.append((rss(pid), on_disk(home)))
+        await asyncio.gather(*tasks)
+        for attacker in attackers:
+            for each in (await attacker.client.get("/v1/contexts")).json()["data"]:
+                await attacker.client.delete(f"/v1/contexts/{each['name']}")
+            await attacker.client.delete("/v1/chunks/**?force=true")
+            await attacker.client.aclose()
+        await asyncio.sleep(2)
+    for each in honest:  # all that was stored is there
+        for name, text in each.notes.items():
+            got = await each.client.get(f"/v1/chunks/{name}", params={"text": True})
+            if got.status_code != 200 or got.json()["text"].split() != text.split():
+                attacked.wrong.append(f"{each.name}: {name} was lost")
+        await each.client.aclose()
+    for what in told:
+        status = what.rpartition(" ")[2]
+        if status.isdecimal() and int(status) >= 300 and int(status) not in FAIR:
+            attacked.wrong.append(f"a hostile tenant was told {what}")
+    return figures(alone, attacked, told, sizes)
+
+
+def figures(
+    alone: Phase, attacked: Phase, told: Counter[str], sizes: list[tuple[int, int]]
+) -> dict[str, Any]:
+    """Return medians, p99s and their ratios."""
+
+    def p99(values: list[float]) -> float:
+        return sorted(values)[min(len(values) - 1, int(0.99 * len(values)))]
+
+    found: dict[str, Any] = {
+        "answers": {"alone": len(alone.total), "attacked": len(attacked.total)}
+    }
+    for name in ("first", "total"):
+        a, b = getattr(alone, name), getattr(attacked, name)
+        found[name] = {
+            "p50_alone_s": median(a), "p50_attacked_s": median(b),
+            "p99_alone_s": float(f"{p99(a):.4g}"), "p99_attacked_s": float(f"{p99(b):.4g}"),
+            "p99_ratio": float(f"{p99(b) / p99(a):.3g}"),
+            "p50_ratio": float(f"{median(b) / median(a):.3g}"),
+        }  # fmt: skip
+    found |= {
+        "wrong": (alone.wrong + attacked.wrong)[:20],
+        "n_wrong": len(alone.wrong + attacked.wrong),
+    }
+    found |= {"told": dict(sorted(told.items()))}
+    found["rss_mib"] = [size // MIB for size, _ in sizes]
+    found["disk_mib"] = [size // MIB for _, size in sizes]
+    return found
+
+
+def bench(shape: Shape, options: argparse.Namespace) -> dict[str, Any]:
+    """Start the server, soak it, stop it."""
+    with tempfile.TemporaryDirectory() as where:
+        made = Path(where)
+        n_parameters = save_model(shape, 8192, made / "model")
+        keys = made / "keys"
+        keys.write_text("".join(f"{key}:{name}\n" for name, key in KEYS.items()))
+        os.chmod(keys, 0o600)
+        more = (
+            "--keys", str(keys), "--quota", str(QUOTA), "--max-contexts", "32",
+            "--tier", f"disk size={DISK}",
+        )  # fmt: skip
+        options.budget = str(BUDGET)
+        with serving(made / "model", "all", made / "home", options, more) as (url, pid):
+            found = asyncio.run(soak(url, pid, made / "home", options.seconds, options.turn))
+    return {"parameters": n_parameters, **found}
+
+
+def main() -> None:
+    """Parse, soak, report; the status says whether something was wrong."""
+    made = parser(__doc__, **asdict(SHAPE))
+    made.add_argument("--seconds", type=float, default=1800.0)
+    made.add_argument("--turn", type=float, default=90.0, help="of attack; half of it alone")
+    made.add_argument("--quick", action="store_true", help="a tiny model")
+    options = made.parse_args()
+    shape = QUICK if options.quick else shape_of(options)
+    found = bench(shape, options)
+    rows = [(name, *(found[name][key] for key in found[name])) for name in ("first", "total")]
+    columns = ("seconds to", *found["first"])
+    told = {"model": asdict(shape), "seconds": options.seconds, "turn": options.turn}
+    told |= {"budget": BUDGET, "quota": QUOTA, "disk": DISK}
+    whole = {"setup": told, **found, "machine": machine(torch.device("cpu"))}
+    report(whole, [table("two honest tenants, two hostile ones", columns, rows)], options, "soak")
+    raise SystemExit(bool(found["n_wrong"]))
+
+
+if __name__ == "__main__":
+    main()
