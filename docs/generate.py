@@ -15,7 +15,7 @@ from kvweave.cli.parser import COMMANDS, Command, add_common, add_remote, comman
 FILE = Path(__file__).parent / "cli.md"
 
 HEAD = """\
-<!-- made by docs/generate.py: edit src/kvweave/cli/parser.py and run `make docs` -->
+<!-- made by docs/generate.py: edit src/kvweave/cli/commands.py and run `make docs` -->
 # The `kvweave` command
 
 Chunks live in a home directory (`--home`, `$KVWEAVE_HOME`, or `~/.kvweave`), with their KV on disk,
@@ -34,7 +34,9 @@ A `PATTERN` is a name, `#17`, a glob (`*` within a part, `**` across parts, `?`,
 
 def page() -> str:
     """Return the text of docs/cli.md."""
-    rows = [f"| [`{c.name}`](#{c.name}) | {c.summary} |" for c in COMMANDS.values()]
+    rows = [
+        f"| [`{c.name}`](#{c.name.replace(' ', '-')}) | {c.summary} |" for c in COMMANDS.values()
+    ]
     here = ", ".join(f"`{c.name}`" for c in COMMANDS.values() if not c.remote)
     parts = [
         HEAD,
@@ -78,7 +80,7 @@ def _options(parser: argparse.ArgumentParser) -> str:
 
 def _word(action: argparse.Action) -> str:
     name = str(action.metavar)
-    return {"?": f"[{name}]", "*": f"[{name} ...]", None: name}[action.nargs]  # type: ignore[index]
+    return {"?": f"[{name}]", "*": f"[{name} ...]", "+": f"{name} ...", None: name}[action.nargs]  # type: ignore[index]
 
 
 def _row(action: argparse.Action) -> str:

@@ -107,7 +107,7 @@ def test_without_words_it_lists_the_commands(sh):
 
 @pytest.mark.parametrize("name", parser.COMMANDS)
 def test_each_command_has_help(sh, name):
-    text = sh(name, "--help")
+    text = sh(*name.split(), "--help")
     assert text.startswith(f"usage: kvweave {name}")
     assert parser.COMMANDS[name].summary in text and "--home DIR" in text
 
@@ -146,7 +146,7 @@ def show_words(line):
         (["put", "x", "a", "b"], "2 files for one name", "write x/ to name each"),
         (["put", "x/"], "x/ needs files to take names from", ""),
         (["put", "x/", "a/n.md", "b/n.md"], "two files would be x/n", ""),
-        (["put", "x", "--max-tokens", "3"], "--max-tokens without --cut", ""),
+        (["put", "x", "--piece-tokens", "3"], "--piece-tokens without --cut", ""),
     ],
 )
 def test_wrong_usage_is_told_and_is_status_2(sh, words, message, hint):
@@ -227,7 +227,9 @@ def test_put_cuts_and_replaces_all_pieces(sh):
     names = [e["name"] for e in sh.json("put", "m", "--cut", "paragraph", stdin=text)]
     assert names == [f"m/{i:03d}" for i in range(5)]
     sh("put", "m/own", stdin="kept")
-    entries = sh.json("put", "m", "--cut", "tokens", "--max-tokens", "40", "--replace", stdin=text)
+    entries = sh.json(
+        "put", "m", "--cut", "tokens", "--piece-tokens", "40", "--replace", stdin=text
+    )
     assert [e["name"] for e in entries] == ["m/000", "m/001"] and entries[0]["n_tokens"] == 40
     assert sh("ls", "m/") == "m/000\nm/001\nm/own\n"
 
@@ -542,7 +544,7 @@ def test_chat_interrupted_answer_leaves_no_trace(sh, monkeypatch):
         yield "half"
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("kvweave.weave.session.Turn.stream", stream)
+    monkeypatch.setattr("kvweave.weave.turn.Turn.stream", stream)
     monkeypatch.setattr(
         chat.Chat, "_parts", lambda self, rest: seen.append(self) or real(self, rest)
     )

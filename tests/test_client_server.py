@@ -5,10 +5,14 @@ from __future__ import annotations
 import dataclasses
 import threading
 
+import httpx
 import pytest
+from faces import FACES, faces
 from served import served
 
-from kvweave import Client, Engine, errors
+from kvweave import AsyncClient, Client, Context, Engine, errors
+from kvweave.chunk.files import Files
+from kvweave.client import AsyncRemoteContext, AsyncRemoteFiles, RemoteContext, RemoteFiles
 from kvweave.run.model import Runner
 from kvweave.run.sampling import Sampling
 from kvweave.weave.parts import Part
@@ -38,9 +42,15 @@ def server(engine):
         yield server
 
 
+@pytest.fixture(params=FACES)
+def make(request):
+    with faces(request.param) as make:
+        yield make
+
+
 @pytest.fixture
-def client(server):
-    with Client(server.url) as client:
+def client(server, make):
+    with make(server.url) as client:
         yield client
 
 
@@ -55,7 +65,7 @@ def plain(value, about=lambda number: number):
     if dataclasses.is_dataclass(value):
         value = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
     if isinstance(value, dict):
-        gone = ("created", "last_used", "ttft", "weave", "total", "idle")
+        gone = ("at", "created", "last_used", "ttft", "weave", "total", "idle")
         return {k: plain(v, about) for k, v in value.items() if k not in gone}
     if isinstance(value, list | tuple):
         return [plain(each, about) for each in value]
@@ -86,6 +96,7 @@ def file_script(weaver):
     yield failure(files.rm, "**")
     yield files.unpin(""), files.find("**", pinned=False, tier="none", unused_since=4e9)
     yield weaver.place("old/b", "none"), weaver.place("old/*", "none", dry_run=True)
+    yield weaver.denoise(), files.find(tier="none"), weaver.can("move").ok
     yield files.du(by="kind"), files.du("old/", by="dir"), files.du()
     yield files.rm("faq", dry_run=True), files.rm("old/b"), files.ls()
     yield failure(files.stat, "old/aa"), failure(files.stat, "#99"), failure(files.ls, "nothing/")
@@ -113,11 +124,21 @@ def context_script(weaver, settle):
     yield twin.replace(0, "then we saw it"), twin.parts, ctx.parts
     twin.reorder([2, 1, 0, *range(3, len(twin.parts))])
     twin.drop(twin.parts[0], "docs/a[2:9]", -1)
-    yield twin.parts, twin.index("docs/b"), twin.weave()
+    yield twin.parts, twin.index("docs/b"), twin.weave(), twin.tokens()
+    with twin.edit() as edit:
+        edit.insert_slice(1, "docs/a", 0, 4)
+        edit.append("late rain .")
+        edit.drop("docs/b")
+    yield twin.parts, twin.insert_slice(0, "docs/b", 3, 5), twin.namespace
     yield failure(twin.drop, "nothing"), failure(twin.drop, 99), failure(twin.reorder, [0])
     yield failure(twin.drop, 0, mode="evict"), failure(twin.append_slice, "docs/a", 5, 5)
     yield failure(twin.append_chunk, "docs/aa"), failure(twin.append, "x", name="docs/a")
     yield failure(twin.generate, 5000), failure(weaver.files.rm, "docs/*")
+    pair = [weaver.compose("so {docs/a} well", name=name) for name in ("one", "two")]
+    yield [answer.text for answer in weaver.generate_many(pair, 4, ignore_eos=True)]
+    settle()
+    for name in ("one", "two"):
+        weaver.close_context(name)
     yield sorted(weaver.contexts), weaver.get_context("twin").name
     weaver.close_context("twin")
     yield sorted(weaver.contexts), failure(weaver.get_context, "twin")
@@ -146,6 +167,26 @@ def chat_script(weaver, settle):
     yield failure(empty.weave), failure(empty.oldest), weaver.files.ls(), empty.n_tokens
 
 
+def history_script(weaver, settle):
+    """A context that is edited, looked back at, and brought back."""
+    weaver.put("docs/a", A)
+    ctx = weaver.context("chat/1", system=SYSTEM)
+    ctx.append_chunk("docs/a")
+    ctx.append(B)
+    ctx.generate(3, ignore_eos=True)
+    settle()
+    with ctx.edit() as edit:
+        edit.drop("docs/a")
+        edit.append("late rain .", name="docs/b")
+    past = getattr(ctx, "history", ctx)
+    yield past.log(), past.version, past.diff(1), past.diff(3, 2), ctx.why(), ctx.why().says
+    ctx.revert(2)
+    yield past.log(), [p.name for p in ctx.parts], past.version, ctx.why()
+    yield failure(ctx.revert, 99), failure(past.diff, 99)
+    weaver.rename_context("chat/1", "chat/2")
+    yield sorted(weaver.contexts), failure(weaver.rename_context, "chat/1", "chat/3")
+
+
 def same(runner, server_of, script):
     with Engine(runner, repair="none") as engine:
         wanted = [plain(each, near) for each in script(engine, lambda: None)]
@@ -167,6 +208,21 @@ def test_a_pruned_chat_goes_as_the_engines(runner, server, client):
     same(runner, (server, client), chat_script)
 
 
+def test_history_is_what_the_engines_is(runner, server, client):
+    same(runner, (server, client), history_script)
+
+
+def test_an_edit_of_another_version_is_refused(client):
+    ctx = client.compose(f"{SYSTEM} {A}")
+    version = ctx.version
+    with ctx.edit(version=version) as edit:
+        added = edit.append(B)
+    assert added.part.uid == ctx.parts[-1].uid and edit.version == ctx.version > version
+    with pytest.raises(errors.ContextChanged) as caught, ctx.edit(version=version) as edit:
+        edit.drop(added.part)
+    assert (caught.value.wanted, caught.value.found) == (version, ctx.version)
+
+
 def test_templates_and_references_go_through(client):
     client.put("docs/a", A)
     ctx = client.compose(Template("so {one} {two}"), one=Ref("docs/a"), two=(Ref("#1"), "docs/a"))
@@ -174,6 +230,38 @@ def test_templates_and_references_go_through(client):
     assert [p.name for p in ctx.parts if p.id == id] == ["docs/a", "#1", "docs/a"]
     with pytest.raises(errors.InvalidArgument, match="cannot be int"):
         client.compose("{n}", n=3)
+
+
+EXCUSED = {
+    "put_rows": "tensors do not travel",
+    "contexts_of": "a key has one namespace",
+    "check_integrity": "of the process",
+    "answer_part": "the server's own, when an answer is out",
+    "set_base": "the server's own, when a context is opened",
+    **dict.fromkeys(("putting", "weaving", "checking", "wove"), "steps of the server's tasks"),
+}
+
+
+@pytest.mark.parametrize(
+    ("here", "there"),
+    [
+        (Engine, (Client, AsyncClient)),
+        (Context, (RemoteContext, AsyncRemoteContext)),
+        (Files, (RemoteFiles, AsyncRemoteFiles)),
+    ],
+)
+def test_the_clients_have_every_verb(here, there):
+    def public(kind):
+        return {name for name in dir(kind) if not name.startswith("_")}
+
+    for kind in there:
+        missing = public(here) - public(kind)
+        assert missing <= EXCUSED.keys(), f"{kind.__name__} lacks {missing - EXCUSED.keys()}"
+    assert public(there[0]) == public(there[1]), "two faces of one client"
+
+
+def test_no_excuse_is_left_over():
+    assert not EXCUSED.keys() & {*dir(Client), *dir(RemoteContext), *dir(RemoteFiles)}
 
 
 # --- what only a server has
@@ -227,6 +315,51 @@ def test_after_hanging_up_a_context_is_free_at_once(client, verb):
     assert verb != "stream" or list(found)
 
 
+class Dropping(httpx.BaseTransport, httpx.AsyncBaseTransport):
+    """Lets each request through, and loses the first answer to each."""
+
+    def __init__(self):
+        self.blocking, self.awaited = httpx.HTTPTransport(), httpx.AsyncHTTPTransport()
+        self.lost = set()
+
+    def handle_request(self, request):
+        found = self.blocking.handle_request(request)
+        found.read()
+        return self._or_lost(request, found)
+
+    async def handle_async_request(self, request):
+        found = await self.awaited.handle_async_request(request)
+        await found.aread()
+        return self._or_lost(request, found)
+
+    def _or_lost(self, request, found):
+        what = (request.method, request.url.path, request.headers.get("idempotency-key"))
+        if what in self.lost:
+            return found
+        self.lost.add(what)
+        raise httpx.ReadError("lost")
+
+    def close(self):
+        self.blocking.close()
+
+    async def aclose(self):
+        await self.awaited.aclose()
+
+
+def test_what_changes_something_happens_once_though_its_answer_is_lost(server, make):
+    with make(server.url, transport=Dropping()) as client:
+        id = client.put("docs/a", A).id
+        assert client.put_many([("docs/b", B)])[0].name == "docs/b"
+        ctx = client.context("chat/1", system=SYSTEM)
+        ctx.append_chunk("docs/a")
+        with ctx.edit(version=ctx.version) as edit:
+            edit.append(B)
+        ctx.message("user", "so ?")
+        assert [part.id for part in ctx.parts].count(id) == 1 and len(ctx.parts) == 4
+        twin = ctx.fork("twin")
+        assert sorted(client.contexts) == ["chat/1", "twin"] and len(twin.parts) == 4
+
+
 def test_two_threads_share_a_client(client):
     client.put("docs/a", A)
     texts = {}
@@ -251,15 +384,15 @@ def test_status_and_health(client):
     assert client.files.about("docs/a")["names"] == ["docs/a"]
 
 
-def test_keys_see_their_own_chunks_only(engine):
+def test_keys_see_their_own_chunks_only(engine, make):
     with served(engine, keys=KEYS) as server:
-        with Client(server.url) as nobody:
+        with make(server.url) as nobody:
             assert nobody.health()["status"] == "ok"
             with pytest.raises(errors.KeyRefused, match="needs an API key"):
                 nobody.files.ls()
-        with Client(server.url, "key-of-eve") as eve, pytest.raises(errors.KeyRefused):
+        with make(server.url, "key-of-eve") as eve, pytest.raises(errors.KeyRefused):
             eve.put("docs/a", A)
-        with Client(server.url, "key-of-anna") as anna, Client(server.url, "key-of-berta") as berta:
+        with make(server.url, "key-of-anna") as anna, make(server.url, "key-of-berta") as berta:
             assert anna.put("docs/a", A).id and berta.files.ls() == []
             anna.context("chat/1")
             assert berta.contexts == {} and list(anna.contexts) == ["chat/1"]
@@ -269,27 +402,27 @@ def test_keys_see_their_own_chunks_only(engine):
                 berta.close_context("chat/1")
 
 
-def test_a_quota_is_told(engine):
-    with served(engine, quota_chunks=1) as server, Client(server.url) as client:
+def test_a_quota_is_told(engine, make):
+    with served(engine, quota_chunks=1) as server, make(server.url) as client:
         client.put("docs/a", A)
         with pytest.raises(errors.OverQuota) as caught:
             client.put("docs/b", B)
         assert caught.value.quota == 1 and [e.name for e in client.files.ls()] == ["docs/a"]
 
 
-def test_durable_needs_a_home(runner, client, tmp_path):
+def test_durable_needs_a_home(runner, client, make, tmp_path):
     with pytest.raises(errors.InvalidArgument, match="no home directory"):
         client.put("docs/a", A, durable=True)
     assert client.files.ls() == []
     with Engine(runner, home=tmp_path / "home") as engine, served(engine) as server:
-        with Client(server.url) as other:
+        with make(server.url) as other:
             other.put("docs/a", A, durable=True)
         assert engine.shelf.levels()[1][1] > 0
 
 
-def test_a_stopped_server_is_unreachable(engine):
+def test_a_stopped_server_is_unreachable(engine, make):
     with served(engine) as server:
-        client = Client(server.url)
+        client = make(server.url)
         client.put("docs/a", A)
     with client, pytest.raises(errors.Unreachable, match=server.url):
         client.files.ls()

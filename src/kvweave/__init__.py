@@ -4,7 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from kvweave.client import Client
+    from kvweave.client import AsyncClient, Client
     from kvweave.config import Config
     from kvweave.engine import Engine
     from kvweave.errors import KVWeaveError
@@ -20,6 +20,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Answer",
+    "AsyncClient",
     "Check",
     "Client",
     "Config",
@@ -35,6 +36,7 @@ __all__ = [
 # Imported when first asked for: torch takes seconds, and `kvweave ls` needs none of it.
 _HOMES = {
     "Answer": "kvweave.weave.answer",
+    "AsyncClient": "kvweave.client",
     "Check": "kvweave.weave.check",
     "Client": "kvweave.client",
     "Config": "kvweave.config",

@@ -9,8 +9,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 import kvweave
+from kvweave.cli.command import UsageError
 from kvweave.cli.show import Out, aligned
-from kvweave.cli.target import target
+from kvweave.cli.target import server, target
 from kvweave.cli.text import sampling_of
 from kvweave.errors import InvalidArgument, KVWeaveError, nearest
 from kvweave.weave.parts import Part
@@ -30,21 +31,37 @@ HELP = """\
 def chat(args: Namespace) -> int:
     """Talk to the model until the input ends; 1 when it was a pipe and something failed."""
     out = Out.of(args)
-    with target(args).weaver(make=args.keep) as weaver:
+    stays = args.context is not None
+    where = server(args, "--context") if stays else target(args)
+    with where.weaver(make=args.keep) as weaver:
         sampling = sampling_of(args, stop=[])
-        options = {"repair": args.repair, "share": args.share, "max_drift": args.max_drift}
-        context = weaver.context(
-            _free_name(weaver),
-            system=args.system,
-            **{key: value for key, value in options.items() if value is not None},
-        )
+        context = _opened(weaver, args, out)
         try:
             n_failed = Chat(context, sampling, out, args.limit).talk()
         finally:
-            weaver.close_context(context.name)
-            if not args.keep:
-                _forget(weaver, context.name)
+            if not stays:
+                weaver.close_context(context.name)
+                if not args.keep:
+                    _forget(weaver, context.name)
     return 1 if n_failed and not sys.stdin.isatty() else 0
+
+
+def _opened(
+    weaver: kvweave.Engine | kvweave.Client, args: Namespace, out: Out
+) -> kvweave.Context | RemoteContext:
+    """Open a new context, or the one that was named."""
+    given = {name: getattr(args, name) for name in ("system", "repair", "share", "max_drift")}
+    given = {name: value for name, value in given.items() if value is not None}
+    if args.context is None:
+        return weaver.context(_free_name(weaver), **given)
+    if args.context not in weaver.contexts:
+        return weaver.context(args.context, **given)
+    if given:
+        option = f"--{next(iter(given)).replace('_', '-')}"
+        raise UsageError(f"{args.context} is open, so {option} comes too late", "leave it away")
+    context = weaver.get_context(args.context)
+    out.note(f"{context.name}: {len(context.parts)} parts, {context.n_tokens} tokens")
+    return context
 
 
 class Chat:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import time
 from argparse import Namespace
-from datetime import datetime
 
-from kvweave.cli.show import Out, aligned, size
-from kvweave.cli.target import target
+from kvweave.cli.command import UsageError
+from kvweave.cli.show import Out, aligned, date, size
+from kvweave.cli.target import There, target
 from kvweave.errors import InvalidArgument
 
 
@@ -45,8 +45,8 @@ def stat(args: Namespace) -> None:
         "id": f"#{about['id']}",
         "n_bytes": f"{about['n_bytes']} ({size(about['n_bytes'])})",
         "pinned": "yes" if about["pinned"] else "no",
-        "created": _date(about["created"]),
-        "last_used": _date(about["last_used"]),
+        "created": date(about["created"]),
+        "last_used": date(about["last_used"]),
         "names": ", ".join(about["names"]) or "-",
         "base": "-" if about["base"] is None else f"#{about['base']}",
     }
@@ -67,35 +67,35 @@ def cat(args: Namespace) -> None:
 
 def rm(args: Namespace) -> None:
     """Remove names."""
-    with target(args).files() as files:
+    with target(args).files(change=True) as files:
         gone = files.rm(args.pattern, dry_run=args.dry_run, force=args.force)
     Out.of(args).done("removed", gone, dry_run=args.dry_run)
 
 
 def mv(args: Namespace) -> None:
     """Rename."""
-    with target(args).files() as files:
+    with target(args).files(change=True) as files:
         moved = files.mv(args.src, args.dst, args.replace, dry_run=args.dry_run)
     Out.of(args).done("named", moved, dry_run=args.dry_run)
 
 
 def cp(args: Namespace) -> None:
     """Give chunks another name."""
-    with target(args).files() as files:
+    with target(args).files(change=True) as files:
         copied = files.cp(args.src, args.dst, args.replace, dry_run=args.dry_run)
     Out.of(args).done("named", copied, dry_run=args.dry_run)
 
 
 def pin(args: Namespace) -> None:
     """Keep chunks."""
-    with target(args).files() as files:
+    with target(args).files(change=True) as files:
         pinned = files.pin(args.pattern, dry_run=args.dry_run)
     Out.of(args).done("pinned", pinned, dry_run=args.dry_run)
 
 
 def unpin(args: Namespace) -> None:
     """Take back pin."""
-    with target(args).files() as files:
+    with target(args).files(change=True) as files:
         unpinned = files.unpin(args.pattern, dry_run=args.dry_run)
     Out.of(args).done("unpinned", unpinned, dry_run=args.dry_run)
 
@@ -103,6 +103,11 @@ def unpin(args: Namespace) -> None:
 def du(args: Namespace) -> None:
     """Add up tokens and bytes."""
     out = Out.of(args)
+    if args.by == "namespace" and isinstance(target(args), There):
+        raise UsageError(
+            "--by namespace counts everybody's, and a server shows each key its own",
+            "take --by tier, kind or dir; or run it on the server's home",
+        )
     with target(args).files() as files:
         usages = files.du(args.pattern, args.by, all_namespaces=args.by == "namespace")
     if out.as_json:
@@ -115,7 +120,3 @@ def du(args: Namespace) -> None:
     n_bytes = sum(u.n_bytes for u in usages)
     rows.append(("total", str(n_chunks), str(n_tokens), size(n_bytes)))
     out.table((args.by, "chunks", "tokens", "size"), rows)
-
-
-def _date(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds).astimezone().isoformat(" ", "seconds")

@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
+import tempfile
 from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -45,8 +47,11 @@ def private() -> Iterator[None]:
 
 
 @contextmanager
-def open_table(args: Namespace) -> Iterator[Table]:
-    """Open the index alone, which needs no model; a home that is not there is empty."""
+def open_table(args: Namespace, *, change: bool = False) -> Iterator[Table]:
+    """Open the index alone, which needs no model; a home that is not there is empty.
+
+    One that cannot be written is read, unless something is to ``change``.
+    """
     home = home_of(args)
     if not (home / "index.sqlite").exists():
         Out.of(args).note(f"nothing is stored in {home} yet; `kvweave put NAME FILE` does")
@@ -54,7 +59,7 @@ def open_table(args: Namespace) -> Iterator[Table]:
         return
 
     freed: list[int] = []
-    with private(), Table(home / "index.sqlite") as table:
+    with private(), _readable(home, change) as index, Table(index) as table:
         keys = {int(record.id): record.digest.hex() for record in table}
         table.on_free = freed.append
         try:
@@ -65,6 +70,20 @@ def open_table(args: Namespace) -> Iterator[Table]:
             raise
         finally:
             _delete(home, table.uuid, [keys[id] for id in freed])
+
+
+@contextmanager
+def _readable(home: Path, change: bool) -> Iterator[Path]:
+    """Yield the index of a home: of one that cannot be written a copy, as to open it writes."""
+    index = home / "index.sqlite"
+    if change or os.access(home, os.W_OK):
+        yield index
+        return
+    with tempfile.TemporaryDirectory(prefix="kvweave-") as directory:
+        for file in home.glob(f"{index.name}*"):
+            if file.suffix != ".lock":
+                shutil.copyfile(file, Path(directory) / file.name)
+        yield Path(directory) / index.name
 
 
 def _delete(home: Path, uuid: str, digests: list[str]) -> None:
@@ -108,10 +127,6 @@ def model_of(args: Namespace) -> str:
     home = home_of(args)
     known = read(home / "config.json").get("model") if (home / "config.json").exists() else None
     model = str(args.model or known or BUNDLED)
-    if args.model is None and known is None:
-        Out.of(args).note(
-            "note: no --model given, using the tiny bundled one (it knows no English)"
-        )
     path = Path(model).expanduser()
     if path.exists():
         return str(path.resolve())
@@ -134,6 +149,10 @@ def open_engine(args: Namespace, *, make: bool = False, **options: Any) -> Itera
 def _opened(args: Namespace, make: bool, options: dict[str, Any]) -> Iterator[kvweave.Engine]:
     home = home_of(args)
     model = model_of(args)
+    if args.model is None and model == str(BUNDLED) and not (home / "config.json").exists():
+        Out.of(args).note(
+            "note: no --model given, using the tiny bundled one (it knows no English)"
+        )
     quieten(args)
     bound = (home / "model.json").exists()
     if bound:

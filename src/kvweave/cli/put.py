@@ -6,7 +6,7 @@ import sys
 from argparse import Namespace
 from pathlib import Path
 
-from kvweave.cli.parser import UsageError
+from kvweave.cli.command import UsageError
 from kvweave.cli.show import Out
 from kvweave.cli.target import target
 from kvweave.errors import ContextTooLong, EmptyChunk, InvalidArgument, NameTaken
@@ -15,8 +15,8 @@ from kvweave.errors import ContextTooLong, EmptyChunk, InvalidArgument, NameTake
 def put(args: Namespace) -> None:
     """Store text as chunks with their KV."""
     out = Out.of(args)
-    if args.max_tokens and args.cut == "none":
-        raise UsageError("--max-tokens without --cut", "add --cut paragraph or --cut tokens")
+    if args.piece_tokens and args.cut == "none":
+        raise UsageError("--piece-tokens without --cut", "add --cut paragraph or --cut tokens")
     texts = read_texts(args)
     where = target(args)
     try:
@@ -25,7 +25,7 @@ def put(args: Namespace) -> None:
         error.hint = "remove it first, choose another name, or pass --replace"
         raise
     except ContextTooLong as error:
-        error.hint = "cut it: --cut paragraph --max-tokens 256"
+        error.hint = "cut it: --cut paragraph --piece-tokens 256"
         raise
     with where.files() as files:  # only now: closing a home moved the KV to disk
         entries = [files.stat(name) for name in names]

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import sys
 from argparse import Namespace
+from collections.abc import Callable
 from pathlib import Path
+from socket import socket
 from typing import TYPE_CHECKING
 
 from kvweave.cli.home import BUNDLED, home_of, model_of, open_engine
@@ -44,7 +47,7 @@ def serve(args: Namespace) -> int:
     options = options_of(args)
     _log(access=args.access_log)
     settings = {name: getattr(args, name) for name in ENGINE if getattr(args, name) is not None}
-    with listen(options.host, options.port) as sock:
+    with _listen(listen, options) as sock:
         url = url_of(sock)
 
         def ready() -> None:
@@ -59,6 +62,21 @@ def serve(args: Namespace) -> int:
         with open_engine(args, make=True, denoise="never", **settings) as engine:
             Server(create_app(engine, options), ready, args.grace).run([sock])
     return 0
+
+
+def _listen(listen: Callable[[str, int], socket], options: Options) -> socket:
+    host = f"[{options.host}]" if ":" in options.host else options.host
+    where = f"{host}:{options.port}"
+    try:
+        return listen(options.host, options.port)
+    except OSError as error:
+        taken = error.errno == errno.EADDRINUSE
+        hint = "something listens there already: end it, or take another --port; 0 takes a free one"
+        reason = error.strerror or str(error)
+        raise ServerError(
+            f"cannot listen at {where}: {reason}",
+            hint=hint if taken else "give another --host or --port",
+        ) from error
 
 
 def _log(*, access: bool) -> None:

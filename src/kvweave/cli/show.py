@@ -9,6 +9,7 @@ from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import datetime
 from importlib import import_module
 
 from kvweave.chunk.files import Entry
@@ -112,6 +113,11 @@ def aligned(rows: Sequence[Sequence[str]], left: int) -> list[str]:
         ).rstrip()
         for row in rows
     ]
+
+
+def date(seconds: float) -> str:
+    """Return a time of this place, to the second."""
+    return datetime.fromtimestamp(seconds).astimezone().isoformat(" ", "seconds")
 
 
 def size(n_bytes: int) -> str:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from kvweave.cli.parser import UsageError
+from kvweave.cli.command import UsageError
 from kvweave.cli.show import Out
 from kvweave.cli.simulate_arguments import GENERATED
 from kvweave.errors import nearest

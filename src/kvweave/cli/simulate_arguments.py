@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from argparse import ArgumentParser, ArgumentTypeError
 
-from kvweave.cli.arguments import _list, _positive, _share, _size
+from kvweave.cli.values import positive, share, size, words
 from kvweave.keep import POLICIES
 
 ROUTERS = ("round_robin", "least_loaded", "rendezvous", "prefix", "chunk_sets")
@@ -32,14 +32,14 @@ def simulate(p: ArgumentParser) -> None:
     )
     p.add_argument(
         "--policy",
-        type=_list,
+        type=words,
         default=["lru"],
         metavar="LIST",
         help=f"some of {', '.join(POLICIES)}, belady; or all (lru)",
     )
     p.add_argument(
         "--tiers",
-        type=_list,
+        type=words,
         default=["ram:10%"],
         metavar="LIST",
         help="NAME:SIZE[:BANDWIDTH[:PRICE[:TTL[:EGRESS]]]] of a node, fastest first, NAME gpu, ram, disk or remote, "
@@ -53,12 +53,12 @@ def simulate(p: ArgumentParser) -> None:
         "ids are chained by prefix, where nothing else can be counted)",
     )
     p.add_argument(
-        "--sizes", type=_list, metavar="LIST", help="try every tier at these sizes: 1%%,3%%,10%%"
+        "--sizes", type=words, metavar="LIST", help="try every tier at these sizes: 1%%,3%%,10%%"
     )
     p.add_argument("--plot", metavar="FILE", help="write a figure of what --sizes found")
     p.add_argument(
         "--look-ahead",
-        type=_positive,
+        type=positive,
         default=0,
         metavar="N",
         help="without a load: tell policies what the next N requests use, as from a queue (0)",
@@ -83,17 +83,17 @@ def _load(p: ArgumentParser) -> None:
         metavar="SECONDS",
         help="in which 99 %% of the requests are to have their first token",
     )
-    add("--nodes", type=_positive, default=1, metavar="N", help="each with tiers of its own (1)")
+    add("--nodes", type=positive, default=1, metavar="N", help="each with tiers of its own (1)")
     add(
         "--router",
-        type=_list,
+        type=words,
         default=["rendezvous"],
         metavar="LIST",
         help=f"some of {', '.join(ROUTERS)}; or all (rendezvous)",
     )
     add(
         "--slots",
-        type=_positive,
+        type=positive,
         default=64,
         metavar="N",
         help="requests that decode on a node (64)",
@@ -104,11 +104,11 @@ def _load(p: ArgumentParser) -> None:
 def _generated(p: ArgumentParser) -> None:
     add = p.add_argument_group("generated traces").add_argument
     add("--seed", type=int, default=0, metavar="N", help="of the trace and of arrivals (0)")
-    add("--sessions", type=_positive, default=400, metavar="N", help="conversations (400)")
+    add("--sessions", type=positive, default=400, metavar="N", help="conversations (400)")
     add("--pauses", choices=PAUSES, default="exponential", help="between turns (exponential)")
     add(
         "--regret",
-        type=_share,
+        type=share,
         default=0.02,
         metavar="SHARE",
         help="of what is pruned before the last turn, asked for again (0.02)",
@@ -117,27 +117,27 @@ def _generated(p: ArgumentParser) -> None:
 
 def _costs(p: ArgumentParser) -> None:
     add = p.add_argument_group("costs").add_argument
-    add("--prefill-rate", type=_positive, metavar="N", help="tokens a second (8000)")
+    add("--prefill-rate", type=positive, metavar="N", help="tokens a second (8000)")
     add(
         "--doubles-at",
-        type=_positive,
+        type=positive,
         metavar="N",
         help="position where a token takes twice as long (32768)",
     )
-    add("--token-bytes", type=_size, metavar="SIZE", help="KV of a token (128KiB)")
+    add("--token-bytes", type=size, metavar="SIZE", help="KV of a token (128KiB)")
     add(
         "--repair",
-        type=_share,
+        type=share,
         metavar="SHARE",
         help="of the prefill that placed chunks save, spent on repair (0.1)",
     )
     add(
         "--overlap",
-        type=_share,
+        type=share,
         metavar="SHARE",
         help="of loads that computing hides, of what it could hide (0)",
     )
-    add("--decode-rate", type=_positive, metavar="N", help="tokens a second of an answer (50)")
+    add("--decode-rate", type=positive, metavar="N", help="tokens a second of an answer (50)")
     add(
         "--calibrate",
         metavar="FILE",

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from kvweave.chunk.identity import ModelFingerprint
+from kvweave.cli.command import UsageError
 from kvweave.cli.home import home_of, model_of, quieten, read
-from kvweave.cli.parser import UsageError
 from kvweave.cli.show import Out
 from kvweave.errors import InvalidArgument
 from kvweave.run.model import Runner

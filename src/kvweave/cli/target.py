@@ -10,12 +10,13 @@ import os
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvweave.chunk.cut import by_paragraph, by_tokens, cut
 from kvweave.chunk.files import Entry, Files
-from kvweave.cli.home import below, home_of, model_of, open_engine, open_table, quieten
-from kvweave.cli.parser import UsageError
+from kvweave.cli.command import UsageError
+from kvweave.cli.home import BUNDLED, below, home_of, model_of, open_engine, open_table, quieten
 from kvweave.cli.show import Out
 from kvweave.errors import ChunkNotFound
 
@@ -39,10 +40,41 @@ def target(args: Namespace) -> Here | There:
     return There(args, url) if url else Here(args)
 
 
+def is_bundled(args: Namespace) -> bool:
+    """Tell whether the model that answers is the bundled one, as far as this machine knows."""
+    return isinstance(target(args), Here) and model_of(args) == str(BUNDLED)
+
+
+def key_of(args: Namespace) -> str | None:
+    """Return the API key: the file's, the one given, or None. Raises UsageError, StoreError."""
+    if args.key_file is None:
+        return str(args.key) if args.key else None
+    if args.key:
+        raise UsageError("--key and --key-file", "give one of them")
+    try:
+        key = Path(args.key_file).expanduser().read_text("utf-8-sig").strip()
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{args.key_file} is no text", "it holds one key") from error
+    if len(key.split()) != 1:
+        raise UsageError(f"{args.key_file} holds no key, or several", "write one key into it")
+    return key
+
+
 def require_here(args: Namespace, what: str) -> None:
     """Raise UsageError if a server was asked for what only works on this machine."""
     if args.url:
         raise UsageError(f"{what} works on this machine only", "leave --url away")
+
+
+def server(args: Namespace, what: str) -> There:
+    """Return the server that was asked for. Raises UsageError where there is none."""
+    where = target(args)
+    if isinstance(where, There):
+        return where
+    raise UsageError(
+        f"{what} is of a server: what runs here ends with the command",
+        "start one with `kvweave serve`, then give --url or KVWEAVE_URL",
+    )
 
 
 class LocalFiles(Files):
@@ -63,9 +95,9 @@ class Here:
         self.args, self.out = args, Out.of(args)
 
     @contextmanager
-    def files(self) -> Iterator[LocalFiles]:
-        """Open the file verbs; they need no model."""
-        with open_table(self.args) as table:
+    def files(self, *, change: bool = False) -> Iterator[LocalFiles]:
+        """Open the file verbs, those that change something too or not; they need no model."""
+        with open_table(self.args, change=change) as table:
             yield LocalFiles(table)
 
     def text(self, ref: str) -> dict[str, Any]:
@@ -119,7 +151,7 @@ class Here:
     ) -> list[tuple[str, list[int]]]:
         if self.args.cut == "none":
             return [(name, tokens)]
-        longest = self.args.max_tokens or LONGEST_PIECE
+        longest = self.args.piece_tokens or LONGEST_PIECE
         tokenizer = engine.runner.tokenizer
         if self.args.cut == "tokens" or tokenizer is None:
             cutter = by_tokens(longest)
@@ -137,8 +169,8 @@ class There:
         self.args, self.url, self.out = args, url, Out.of(args)
 
     @contextmanager
-    def files(self) -> Iterator[RemoteFiles]:
-        """Open the file verbs."""
+    def files(self, *, change: bool = False) -> Iterator[RemoteFiles]:
+        """Open the file verbs; ``change`` has no meaning here."""
         with self.weaver() as client:
             try:
                 yield client.files
@@ -162,7 +194,7 @@ class There:
         """Open a client; ``make`` has no meaning here."""
         from kvweave.client import Client
 
-        with Client(self.url, self.args.key) as client:
+        with Client(self.url, key_of(self.args)) as client:
             yield client
 
     def place(self) -> list[Entry]:
@@ -179,8 +211,6 @@ class There:
                 "--cut needs the tokenizer, and that is with the server",
                 "cut the text into files, and put them with NAME/",
             )
-        with self.weaver() as client, self.out.progress("texts", len(texts)) as progress:
-            client.put_many(
-                texts, kind=args.kind, replace=args.replace, progress=lambda n: progress(1)
-            )
+        with self.weaver() as client:
+            client.put_many(texts, kind=args.kind, replace=args.replace)
         return [name for name, _ in texts]

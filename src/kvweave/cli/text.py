@@ -12,16 +12,17 @@ from typing import TYPE_CHECKING
 
 import kvweave
 from kvweave.chunk.names import has_glob
+from kvweave.cli.command import UsageError
 from kvweave.cli.home import open_engine, quieten
-from kvweave.cli.parser import UsageError
 from kvweave.cli.show import Out, aligned, size
-from kvweave.cli.target import require_here, target
+from kvweave.cli.target import There, is_bundled, require_here, target
 from kvweave.errors import ChunkNotFound, HoleNotFilled
 from kvweave.weave.template import Template
 
 if TYPE_CHECKING:
     from kvweave.client import RemoteContext
 
+MANY, FEW = 256, 32  # tokens of an answer
 # arguments of Engine.compose
 RESERVED = ("self", "template", "name", "repair", "share", "max_drift")
 
@@ -74,6 +75,10 @@ def check(args: Namespace) -> None:
 
 def can(args: Namespace) -> None:
     """Tell what the model can do."""
+    where = target(args)
+    if isinstance(where, There):
+        _can_there(where)
+        return
     out = Out.of(args)
     with open_engine(args) as engine:
         move, runner = engine.can("move"), engine.runner
@@ -93,6 +98,17 @@ def can(args: Namespace) -> None:
         shown["bytes_per_token"] = f"{runner.row_bytes} ({size(runner.row_bytes)})"
     rows = [(key.replace("_", " "), "-" if v is None else str(v)) for key, v in shown.items()]
     print("\n".join(aligned(rows, left=2)))
+
+
+def _can_there(where: There) -> None:
+    with where.weaver() as client:
+        move, told = client.can("move"), client.status()
+    if where.out.as_json:
+        about = {"move": {"ok": move.ok, "reason": move.reason}, "model": told["model"]}
+        where.out.data(about | {"url": client.url})
+        return
+    rows = [("move", f"{'yes' if move else 'no'}: {move.reason}"), ("model", str(told["model"]))]
+    print("\n".join(aligned([*rows, ("server", client.url)], left=2)))
 
 
 def place(args: Namespace) -> None:
@@ -130,7 +146,7 @@ def composed(args: Namespace) -> Iterator[kvweave.Context | RemoteContext]:
 def sampling_of(args: Namespace, stop: list[str]) -> kvweave.Sampling:
     """Return the sampling the options ask for. Raises InvalidArgument."""
     return kvweave.Sampling(
-        max_tokens=args.max_tokens,
+        max_tokens=args.max_tokens or (FEW if is_bundled(args) else MANY),
         temperature=args.temperature,
         top_p=args.top_p,
         top_k=args.top_k,

@@ -1,8 +1,18 @@
-"""A client of ``kvweave serve`` with the verbs of `kvweave.Engine` (extra ``client``: httpx)."""
+"""Clients of ``kvweave serve`` with the verbs of `kvweave.Engine`, one that blocks and one that is
+awaited (extra ``client``: httpx)."""
 
-from kvweave.client.api import Client
-from kvweave.client.context import RemoteContext
-from kvweave.client.files import RemoteFiles
-from kvweave.client.turn import RemoteTurn
+from kvweave.client.api import AsyncClient, Client
+from kvweave.client.context import AsyncRemoteContext, RemoteContext
+from kvweave.client.files import AsyncRemoteFiles, RemoteFiles
+from kvweave.client.turn import AsyncRemoteTurn, RemoteTurn
 
-__all__ = ["Client", "RemoteContext", "RemoteFiles", "RemoteTurn"]
+__all__ = [
+    "AsyncClient",
+    "AsyncRemoteContext",
+    "AsyncRemoteFiles",
+    "AsyncRemoteTurn",
+    "Client",
+    "RemoteContext",
+    "RemoteFiles",
+    "RemoteTurn",
+]

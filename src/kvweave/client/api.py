@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from kvweave.chunk.files import Entry
 from kvweave.chunk.identity import Kind, TierName, check_name
 from kvweave.client import parse
-from kvweave.client.context import CONTEXTS, RemoteContext
-from kvweave.client.files import CHUNKS, RemoteFiles
-from kvweave.client.http import Http, part_of_path
-from kvweave.errors import ChunkNotFound, ContextNotFound, InvalidArgument, nearest
+from kvweave.client.context import CONTEXTS, AsyncRemoteContext, ContextVerbs, RemoteContext
+from kvweave.client.course import AtOnce, Course, Disconnect, Journey
+from kvweave.client.edits import content_of
+from kvweave.client.faces import Awaited, Blocking, Told, Verb
+from kvweave.client.files import CHUNKS, AsyncRemoteFiles, FileVerbs, RemoteFiles
+from kvweave.client.peer import Peer, part_of_path
+from kvweave.client.wires import AwaitedWire, BlockingWire, Wire, require_httpx
+from kvweave.errors import InvalidArgument
+from kvweave.run.capability import Capability
+from kvweave.weave.answer import Answer
 from kvweave.weave.parts import TextOrTokens
 from kvweave.weave.template import Ref, Template
 
@@ -23,20 +29,226 @@ if TYPE_CHECKING:
 URL = "http://127.0.0.1:8700"  # where `kvweave serve` listens
 TIMEOUT = 600.0  # seconds without a byte; a long text takes a small machine minutes
 
+_ContextT = TypeVar("_ContextT", bound=ContextVerbs[Any, Any])
 
-class Client:
+
+class ClientVerbs(Generic[_ContextT]):
+    """What both clients can do."""
+
+    _context: type[_ContextT]
+
+    def __init__(self, wire: Wire) -> None:
+        self._wire: Any = wire
+        self._peer = wire.peer
+        self.url = wire.peer.url
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.url!r})"
+
+    # ---- life
+
+    @Verb
+    def close(self) -> Course[None]:
+        """Close the connections; the server's contexts stay open."""
+        yield Disconnect()
+
+    @Verb
+    def health(self) -> Course[dict[str, Any]]:
+        """Return whether the server takes requests, which needs no key."""
+        return dict((yield from self._peer.get("/health")))
+
+    @Verb
+    def status(self) -> Course[dict[str, Any]]:
+        """Return what the server is doing and how full it is."""
+        return dict((yield from self._peer.get("/v1/status")))
+
+    @Verb
+    def can(self, what: str) -> Course[Capability]:
+        """Tell whether the server's model can ``move`` (chunks at any position), and why not."""
+        told = (yield from self._peer.get("/v1/status"))["can"]
+        if what not in told:
+            known = " or ".join(map(repr, told))
+            raise InvalidArgument("can", f"nothing is known about {what!r}", f"ask for {known}")
+        return Capability(bool(told[what]["ok"]), str(told[what]["reason"]))
+
+    # ---- chunks
+
+    @Verb
+    def put(
+        self,
+        name: str,
+        text: TextOrTokens,
+        *,
+        kind: Kind = "document",
+        replace: bool = False,
+        durable: bool = False,
+        special_tokens: bool = False,
+    ) -> Course[Entry]:
+        """Store a chunk with its canonical KV under ``name``.
+
+        With ``durable`` it is on the server's disk when this returns; with ``special_tokens`` the
+        names of special tokens in the text are these, so it can change roles. Raises as `Engine.put`.
+        """
+        body = {**content_of(text), "kind": kind, "replace": replace, "durable": durable}
+        body["special_tokens"] = special_tokens
+        path = f"{CHUNKS}/{part_of_path(name)}"
+        return parse.entry((yield from self._peer.call("PUT", path, body)))
+
+    @Verb
+    def put_many(
+        self,
+        items: Iterable[tuple[str, TextOrTokens]],
+        *,
+        kind: Kind = "document",
+        replace: bool = False,
+        durable: bool = False,
+        special_tokens: bool = False,
+        progress: Callable[[int], None] = lambda n: None,
+    ) -> Course[list[Entry]]:
+        """Store several chunks with one request, all of them or none.
+
+        ``progress`` is told the tokens of each when all are stored.
+        """
+        more = {"kind": kind, "special_tokens": special_tokens}
+        wanted = [{"name": check_name(name), **content_of(text), **more} for name, text in items]
+        if not wanted:
+            return []
+        body = {"items": wanted, "replace": replace, "durable": durable}
+        found = yield from self._peer.call("POST", f"{CHUNKS}:put", body)
+        entries = [parse.entry(each) for each in found["data"]]
+        for entry in entries:
+            progress(entry.n_tokens)
+        return entries
+
+    @Verb
+    def place(
+        self, pattern: str, tier: TierName, *, codec: str | None = None, dry_run: bool = False
+    ) -> Course[list[Entry]]:
+        """Move the canonical KV of matching chunks to ram, disk, remote or none (tokens only)."""
+        files = FileVerbs(self._wire)
+        place = FileVerbs.place.course
+        return (yield from place(files, pattern, tier, codec=codec, dry_run=dry_run))
+
+    @Verb
+    def denoise(self) -> Course[int]:
+        """Compute canonical KV for every chunk that has none; return the tokens computed."""
+        files = FileVerbs(self._wire)
+        cold = yield from FileVerbs.find.course(files, "**", tier="none")
+        yield from FileVerbs.denoise.course(files)
+        return sum({entry.id: entry.n_tokens for entry in cold}.values())
+
+    # ---- contexts
+
+    @Told
+    def contexts(self) -> Course[dict[str, _ContextT]]:
+        """The open contexts by name."""
+        names = [each["name"] for each in (yield from ClientVerbs.summaries.course(self))]
+        return {name: self._context(self._wire, name) for name in names}
+
+    @Verb
+    def summaries(self) -> Course[list[dict[str, Any]]]:
+        """Return name, length and whether an answer is under way of each open context, by name."""
+        return [dict(each) for each in (yield from self._peer.pages(CONTEXTS))]
+
+    @Verb
+    def context(
+        self, /, name: str, *, system: str | None = None, **options: object
+    ) -> Course[_ContextT]:
+        """Open a conversation.
+
+        Args:
+            system: the first message; all other chunks' canonical KV is computed after it.
+            options: ``repair``, ``share``, ``max_drift``, ``prune``, ``positions``.
+
+        Raises NameTaken, InvalidName, InvalidArgument.
+        """
+        body = {**options, "name": name, "system": system}
+        return self._made((yield from self._peer.call("POST", CONTEXTS, body)))
+
+    @Verb
+    def compose(
+        self,
+        /,
+        template: str | Template,
+        values: Mapping[str, object] | None = None,
+        *,
+        name: str | None = None,
+        repair: str | None = None,
+        share: float | None = None,
+        max_drift: float | None = None,
+        **holes: object,
+    ) -> Course[_ContextT]:
+        """Make a context from text with ``{holes}``; see `Engine.compose`."""
+        body = {
+            "template": template.text if isinstance(template, Template) else template,
+            "values": {k: _value(k, v) for k, v in {**(values or {}), **holes}.items()},
+            "name": name,
+            "repair": repair,
+            "share": share,
+            "max_drift": max_drift,
+        }
+        return self._made((yield from self._peer.call("POST", f"{CONTEXTS}:compose", body)))
+
+    @Verb
+    def get_context(self, name: str) -> Course[_ContextT]:
+        """Return an open context. Raises ContextNotFound."""
+        found = self._context(self._wire, name)
+        yield from ContextVerbs.describe.course(found)
+        return found
+
+    @Verb
+    def fork(self, context: _ContextT, name: str) -> Course[_ContextT]:
+        """Return a copy of ``context`` under another name."""
+        yield from ContextVerbs.fork.course(context, name)
+        return self._context(self._wire, name)
+
+    @Verb
+    def rename_context(self, name: str, to: str) -> Course[_ContextT]:
+        """Give a context another name, and return it. Raises ContextNotFound, NameTaken, InvalidName."""
+        context = self._context(self._wire, name)
+        yield from ContextVerbs.rename.course(context, to)
+        return context
+
+    @Verb
+    def close_context(self, name: str) -> Course[None]:
+        """Free a context's rows and let go of its chunks. Raises ContextNotFound."""
+        yield from ContextVerbs.close.course(self._context(self._wire, name))
+
+    @Verb
+    def generate_many(
+        self, /, contexts: Sequence[_ContextT], max_tokens: int = 256, **options: object
+    ) -> Course[list[Answer]]:
+        """Continue several contexts at the same time; the server packs them into one model pass a step.
+
+        When one fails, the others are stopped.
+        """
+        if len({context.name for context in contexts}) < len(contexts):
+            raise InvalidArgument("contexts", "one of them is there twice")
+        generate = ContextVerbs.generate.course
+        several = [Journey(generate(context, max_tokens, **options)) for context in contexts]
+        return list((yield AtOnce(several)))
+
+    # ---- inside
+
+    def _made(self, told: Mapping[str, Any]) -> _ContextT:
+        return self._context(self._wire, str(told["name"]))
+
+
+class Client(ClientVerbs[RemoteContext], Blocking):
     """A server's chunks and contexts, as far as its key lets us see them.
 
     Args:
         url: such as ``http://127.0.0.1:8700``; by default KVWEAVE_URL, else that one.
         key: an API key, by default KVWEAVE_KEY; a server on the own machine may need none.
         timeout: seconds to wait for the next byte.
-        retries: how often to try again what a busy server refused.
+        retries: how often to try again what a busy server refused, or what broke off.
         transport: what carries requests, for tests.
 
     All verbs raise what `kvweave.Engine`'s raise, and KeyRefused, Overloaded, Unreachable. Threads
     may share a client.
     """
+
+    _context = RemoteContext
 
     def __init__(
         self,
@@ -47,13 +259,8 @@ class Client:
         retries: int = 2,
         transport: httpx.BaseTransport | None = None,
     ) -> None:
-        url = url or os.environ.get("KVWEAVE_URL") or URL
-        key = key or os.environ.get("KVWEAVE_KEY")
-        self._http = Http(url, key, timeout, retries, transport)
-        self.url = self._http.url
-        self.files = RemoteFiles(self._http)
-
-    # ---- life
+        super().__init__(BlockingWire(_peer(url, key, retries), timeout, transport))
+        self.files = RemoteFiles(self._wire)
 
     def __enter__(self) -> Client:
         return self
@@ -66,139 +273,44 @@ class Client:
     ) -> None:
         self.close()
 
-    def __repr__(self) -> str:
-        return f"Client({self.url!r})"
 
-    def close(self) -> None:
-        """Close the connections; the server's contexts stay open."""
-        self._http.close()
+class AsyncClient(ClientVerbs[AsyncRemoteContext], Awaited):
+    """A `Client` whose verbs are awaited, on asyncio or trio; ``async with`` closes it.
 
-    def health(self) -> dict[str, Any]:
-        """Return whether the server takes requests, which needs no key."""
-        return dict(self._http.get("/health"))
+    What a `Client` has as a property is awaited too: ``await client.contexts``. Cancelling a task
+    that waits for an answer hangs up, and the server stops that answer.
+    """
 
-    def status(self) -> dict[str, Any]:
-        """Return what the server is doing and how full it is."""
-        return dict(self._http.get("/v1/status"))
+    _context = AsyncRemoteContext
 
-    # ---- chunks
-
-    def put(
+    def __init__(
         self,
-        name: str,
-        text: TextOrTokens,
+        url: str | None = None,
+        key: str | None = None,
         *,
-        kind: Kind = "document",
-        replace: bool = False,
-        durable: bool = False,
-    ) -> Entry:
-        """Store a chunk with its canonical KV under ``name``.
+        timeout: float = TIMEOUT,
+        retries: int = 2,
+        transport: httpx.AsyncBaseTransport | None = None,
+    ) -> None:
+        super().__init__(AwaitedWire(_peer(url, key, retries), timeout, transport))
+        self.files = AsyncRemoteFiles(self._wire)
 
-        With ``durable`` it is on the server's disk when this returns. Raises as `Engine.put`.
-        """
-        content = {"text": text} if isinstance(text, str) else {"tokens": [*map(int, text)]}
-        body = {**content, "kind": kind, "replace": replace, "durable": durable}
-        return parse.entry(self._http.call("PUT", f"{CHUNKS}/{part_of_path(name)}", body))
+    async def __aenter__(self) -> AsyncClient:
+        return self
 
-    def put_many(
+    async def __aexit__(
         self,
-        items: Iterable[tuple[str, TextOrTokens]],
-        *,
-        kind: Kind = "document",
-        replace: bool = False,
-        progress: Callable[[int], None] = lambda n: None,
-    ) -> list[Entry]:
-        """Store several chunks, one by one; ``progress`` is told the tokens of each.
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.close()
 
-        When one fails, the names made before it are removed again; unlike with `Engine.put_many`,
-        those that were replaced stay replaced.
-        """
-        items = [(check_name(name), text) for name, text in items]
-        known = {name for name, _ in items if replace and self._has(name)}
-        made: list[Entry] = []
-        try:
-            for name, text in items:
-                made.append(self.put(name, text, kind=kind, replace=replace))
-                progress(made[-1].n_tokens)
-        except BaseException:
-            for entry in made:
-                if entry.name not in known:
-                    self.files.rm(entry.name)
-            raise
-        return made
 
-    def place(
-        self, pattern: str, tier: TierName, *, codec: str | None = None, dry_run: bool = False
-    ) -> list[Entry]:
-        """Move the canonical KV of matching chunks to ram, disk, remote or none (tokens only)."""
-        return self.files.place(pattern, tier, codec=codec, dry_run=dry_run)
-
-    # ---- contexts
-
-    @property
-    def contexts(self) -> dict[str, RemoteContext]:
-        """The open contexts by name."""
-        names = [str(each["name"]) for each in self._http.get(CONTEXTS)["data"]]
-        return {name: RemoteContext(self._http, name) for name in names}
-
-    def context(self, name: str, *, system: str | None = None, **options: object) -> RemoteContext:
-        """Open a conversation.
-
-        Args:
-            system: the first message; all other chunks' canonical KV is computed after it.
-            options: ``repair``, ``share``, ``max_drift``, ``prune``, ``positions``.
-
-        Raises NameTaken, InvalidName, InvalidArgument.
-        """
-        made = self._http.call("POST", CONTEXTS, {**options, "name": name, "system": system})
-        return RemoteContext(self._http, str(made["name"]))
-
-    def compose(
-        self,
-        template: str | Template,
-        values: Mapping[str, object] | None = None,
-        *,
-        name: str | None = None,
-        repair: str | None = None,
-        share: float | None = None,
-        max_drift: float | None = None,
-        **holes: object,
-    ) -> RemoteContext:
-        """Make a context from text with ``{holes}``; see `Engine.compose`."""
-        body = {
-            "template": template.text if isinstance(template, Template) else template,
-            "values": {k: _value(k, v) for k, v in {**(values or {}), **holes}.items()},
-            "name": name,
-            "repair": repair,
-            "share": share,
-            "max_drift": max_drift,
-        }
-        made = self._http.call("POST", "/v1/compose", body)
-        return RemoteContext(self._http, str(made["name"]))
-
-    def get_context(self, name: str) -> RemoteContext:
-        """Return an open context. Raises ContextNotFound."""
-        known = self.contexts
-        if name not in known:
-            raise ContextNotFound(name, nearest(name, known))
-        return known[name]
-
-    def fork(self, context: RemoteContext, name: str) -> RemoteContext:
-        """Return a copy of ``context`` under another name."""
-        return context.fork(name)
-
-    def close_context(self, name: str) -> None:
-        """Free a context's rows and let go of its chunks. Raises ContextNotFound."""
-        RemoteContext(self._http, name).close()
-
-    # ---- inside
-
-    def _has(self, name: str) -> bool:
-        try:
-            self.files.stat(name)
-        except ChunkNotFound:
-            return False
-        return True
+def _peer(url: str | None, key: str | None, retries: int) -> Peer:
+    require_httpx()
+    url = url or os.environ.get("KVWEAVE_URL") or URL
+    return Peer(url, key or os.environ.get("KVWEAVE_KEY"), retries)
 
 
 def _value(hole: str, value: object) -> object:

@@ -6,211 +6,262 @@ may edit it too.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Generator, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import Any, Generic, TypeVar, cast
 
-from kvweave.chunk.identity import Kind
 from kvweave.client import parse
-from kvweave.client.http import Http, part_of_path
-from kvweave.client.turn import RemoteTurn
+from kvweave.client.block import OneEdit, require_closed
+from kvweave.client.course import Course
+from kvweave.client.edits import AnyPart, AsyncEditBlock, EditBlock, EditVerbs
+from kvweave.client.faces import Awaited, Blocking, Streamed, Told, Verb
+from kvweave.client.peer import part_of_path
+from kvweave.client.settle import settle
+from kvweave.client.turn import AsyncRemoteTurn, RemoteTurn, TurnVerbs
+from kvweave.client.wires import Wire
 from kvweave.errors import ChunkNotFound, InvalidArgument
 from kvweave.run.sampling import Sampling
 from kvweave.weave.answer import Answer, request_from
 from kvweave.weave.check import Check
 from kvweave.weave.edits import find
-from kvweave.weave.parts import Mode, Part, Snapshot, TextOrTokens
+from kvweave.weave.history import Diff, Edit, Why
+from kvweave.weave.parts import Part, Snapshot
 from kvweave.weave.plan import Plan
 
 CONTEXTS = "/v1/contexts"
-SETTLE_SECONDS = 5.0  # a server ends an answer between two steps of the model
-_PartRef = str | int | Part
+_TurnT = TypeVar("_TurnT", bound=TurnVerbs)
+_ContextT = TypeVar("_ContextT")
+T = TypeVar("T")
+_Json = dict[str, Any]
 
 
-class RemoteContext:
+class ContextVerbs(Generic[_TurnT, _ContextT]):
     """A context of a server; two of one name are the same context.
 
     A part is addressed by its name, its chunk's ``#id``, its index, or the `Part` itself.
     """
 
-    def __init__(self, http: Http, name: str) -> None:
+    _turn: type[_TurnT]
+
+    def __init__(self, wire: Wire, name: str) -> None:
         self.name = name
-        self._http = http
+        self._wire: Any = wire
+        self._peer = wire.peer
         self._path = f"{CONTEXTS}/{part_of_path(name)}"
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.name!r})"
 
     # ---- reading
 
-    def describe(self) -> dict[str, Any]:
+    @Verb
+    def describe(self) -> Course[_Json]:
         """Return all the server tells about it, parts and plan included."""
-        return dict(self._http.get(self._path))
+        return dict((yield from self._peer.get(self._path)))
 
-    @property
-    def parts(self) -> tuple[Part, ...]:
+    @Told
+    def namespace(self) -> Course[str]:
+        """The namespace of its name and of all its chunks."""
+        return str((yield from self._told())["namespace"])
+
+    @Told
+    def version(self) -> Course[int]:
+        """How often it was edited; see `edit`."""
+        return int((yield from self._told())["version"])
+
+    @Told
+    def parts(self) -> Course[tuple[Part, ...]]:
         """The parts in order."""
-        return tuple(parse.part(part) for part in self.describe()["parts"])
+        return (yield from self._parts())
 
-    @property
-    def n_tokens(self) -> int:
+    @Told
+    def n_tokens(self) -> Course[int]:
         """Tokens of all parts."""
-        return int(self.describe()["n_tokens"])
+        return int((yield from self._told())["n_tokens"])
 
-    @property
-    def plan(self) -> Plan:
+    @Told
+    def plan(self) -> Course[Plan]:
         """What the last weave did; what the next one would do when there was none."""
-        return parse.plan(self.describe()["plan"])
+        return parse.plan((yield from self._told())["plan"])
 
-    def preview(self) -> Plan:
+    @Verb
+    def preview(self) -> Course[Plan]:
         """Say what a weave would do now, without doing it."""
-        return parse.plan(self._do("preview"))
+        return parse.plan((yield from self._do("preview")))
 
-    def index(self, ref: _PartRef) -> int:
+    @Verb
+    def tokens(self) -> Course[list[int]]:
+        """Return the token ids of the whole context."""
+        whole: dict[int, list[int]] = {}
+        tokens: list[int] = []
+        for part in (yield from self._parts()):
+            if part.id not in whole:
+                path = f"/v1/chunks/{part_of_path(f'#{part.id}')}"
+                whole[part.id] = (yield from self._peer.get(path, text=True))["tokens"]
+            tokens += whole[part.id][part.start : part.stop]
+        return tokens
+
+    @Verb
+    def index(self, ref: AnyPart) -> Course[int]:
         """Return the index of a part. Raises ChunkNotFound."""
-        return find(self.parts, ref)
+        return find((yield from self._parts()), ref)
 
-    def oldest(self) -> Part:
+    @Verb
+    def oldest(self) -> Course[Part]:
         """Return the first part that may go: the one after the base. Raises ChunkNotFound."""
-        told = self.describe()
+        told = yield from self._told()
         first = 1 if told["base"] is not None else 0
         if len(told["parts"]) <= first:
             raise ChunkNotFound(f"a part of {self.name} that can be dropped")
         return parse.part(told["parts"][first])
 
-    # ---- editing
+    # ---- what happened
 
-    def append(
-        self, content: TextOrTokens, *, kind: Kind = "document", name: str | None = None
-    ) -> Part:
-        """Add text or token ids at the end; ``name`` stores it by that name."""
-        return self._append(_content(content) | {"kind": kind, "name": name})
+    @Verb
+    def log(self, limit: int | None = None) -> Course[list[Edit]]:
+        """Return its edits, the newest first: what each did to which parts."""
+        return [parse.edit(each) for each in (yield from self._ask("log", limit=limit))["data"]]
 
-    def append_chunk(self, ref: str) -> Part:
-        """Add a stored chunk at the end. Raises ChunkNotFound."""
-        return self._append({"chunk": ref})
+    @Verb
+    def diff(self, since: int, to: int | None = None) -> Course[Diff]:
+        """Return the parts added, removed and moved between two versions, by default up to now."""
+        return parse.diff((yield from self._ask("diff", **{"from": since, "to": to})))
 
-    def append_slice(self, ref: str, start: int, stop: int) -> Part:
-        """Add tokens ``[start, stop)`` of a stored chunk at the end."""
-        return self._append({"chunk": ref, "start": start, "stop": stop})
+    @Verb
+    def why(self) -> Course[Why]:
+        """Tell what the last weave reused, or the next would, and which edit was the cause."""
+        return parse.why((yield from self._ask("why")))
 
-    def insert(
-        self, index: int, content: TextOrTokens, *, kind: Kind = "document", name: str | None = None
-    ) -> Part:
-        """Add text or token ids before the part at ``index``."""
-        return self._append(_content(content) | {"kind": kind, "name": name, "at": index})
+    @Verb
+    def revert(self, version: int) -> Course[None]:
+        """Bring back the parts of a version; that is a new version."""
+        yield from self._do("revert", to=version)
 
-    def insert_chunk(self, index: int, ref: str) -> Part:
-        """Add a stored chunk before the part at ``index``. Raises ChunkNotFound."""
-        return self._append({"chunk": ref, "at": index})
+    # ---- whole contexts
 
-    def message(self, role: Kind, content: str) -> Part:
-        """Add one chat message, wrapped by the model's chat template."""
-        return parse.part(self._do("message", role=role, content=content))
-
-    def drop(self, *refs: _PartRef, mode: Mode | None = None) -> None:
-        """Remove parts: ``forget`` them, or ``evict`` only their memory; all of them or none."""
-        self._do("drop", parts=self._refs(refs), mode=mode)
-
-    def replace(self, ref: _PartRef, content: TextOrTokens, *, kind: Kind = "document") -> Part:
-        """Put new text in the place of a part; what stands behind is woven anew."""
-        [index] = self._refs([ref])
-        return parse.part(self._do("replace", part=index, kind=kind, **_content(content)))
-
-    def reorder(self, order: Sequence[_PartRef]) -> None:
-        """Put the parts in another order; ``order`` names each of them once."""
-        self._do("reorder", order=self._refs(order))
-
-    def snapshot(self) -> Snapshot:
+    @Verb
+    def snapshot(self) -> Course[Snapshot]:
         """Return the parts as they are, to come back to."""
-        return Snapshot(self.parts)
+        return Snapshot((yield from self._parts()))
 
-    def restore(self, snapshot: Snapshot) -> None:
+    @Verb
+    def restore(self, snapshot: Snapshot) -> Course[None]:
         """Drop what was added behind the parts of a snapshot.
 
         Raises InvalidArgument when parts of the snapshot are gone or moved.
         """
-        self._settle()
-        now, n = self.parts, len(snapshot.parts)
+        yield from settle(self._peer, self._path)
+        now, n = (yield from self._parts()), len(snapshot.parts)
         if [p.uid for p in now[:n]] != [p.uid for p in snapshot.parts]:
             raise InvalidArgument("snapshot", "not all of its parts are in the context any more")
         if now[n:]:
-            self.drop(*now[n:], mode="forget")
+            yield from self._send(EditVerbs.drop.edit(self, *now[n:], mode="forget"))
 
-    def fork(self, name: str) -> RemoteContext:
+    @Verb
+    def fork(self, name: str) -> Course[_ContextT]:
         """Return a new context with the same parts and rows."""
-        self._do("fork", to=name)
-        return RemoteContext(self._http, name)
+        yield from self._do("fork", to=name)
+        return cast(_ContextT, type(self)(self._wire, name))
 
-    def close(self) -> None:
+    @Verb
+    def rename(self, name: str) -> Course[None]:
+        """Give it another name, which this object has from then on. Raises NameTaken, InvalidName."""
+        yield from self._do("rename", to=name)
+        self.name, self._path = name, f"{CONTEXTS}/{part_of_path(name)}"
+
+    @Verb
+    def close(self) -> Course[None]:
         """Free the rows and let go of the chunks. Names stay; unnamed chunks go."""
-        self._settle()
-        self._http.call("DELETE", self._path)
+        yield from settle(self._peer, self._path)
+        yield from self._peer.call("DELETE", self._path)
 
     # ---- weaving and answering
 
+    @Verb
     def weave(
         self,
         repair: str | None = None,
         share: float | None = None,
         max_drift: float | None = None,
-    ) -> Plan:
+    ) -> Course[Plan]:
         """Bring all rows up to date and return the plan."""
-        return parse.plan(self._do("weave", repair=repair, share=share, max_drift=max_drift))
+        found = yield from self._do("weave", repair=repair, share=share, max_drift=max_drift)
+        return parse.plan(found)
 
     def begin(
         self, sampling: Sampling, max_drift: float | None = None, *, chat: bool = False
-    ) -> RemoteTurn:
+    ) -> _TurnT:
         """Return an answer that begins when it is read."""
         return self._begin(sampling, max_drift, "ask" if chat else "generate", None)
 
-    def generate(self, max_tokens: int = 256, **options: object) -> Answer:
+    @Verb
+    def generate(self, /, max_tokens: int = 256, **options: object) -> Course[Answer]:
         """Continue the context; the new text becomes its last part. Options: see Sampling, begin."""
-        return self.begin(*request_from(max_tokens, options)).run()
+        turn = self.begin(*request_from(max_tokens, options))
+        return (yield from turn.course())
 
-    def stream(self, max_tokens: int = 256, **options: object) -> Generator[str]:
+    @Streamed
+    def stream(self, /, max_tokens: int = 256, **options: object) -> _TurnT:
         """Yield pieces of the continuation as they come; closing the iterator cancels."""
-        return self.begin(*request_from(max_tokens, options)).stream()
+        return self.begin(*request_from(max_tokens, options))
 
-    def ask(self, content: str, max_tokens: int = 256, **options: object) -> Answer:
+    @Verb
+    def ask(self, /, content: str, max_tokens: int = 256, **options: object) -> Course[Answer]:
         """Add a user message and return the model's answer; both become chunks."""
         sampling, max_drift = request_from(max_tokens, options)
-        return self._begin(sampling, max_drift, "ask", content).run()
+        turn = self._begin(sampling, max_drift, "ask", content)
+        return (yield from turn.course())
 
-    def check(self) -> Check:
+    @Verb
+    def check(self) -> Course[Check]:
         """Weave, then measure the distance to a full prefill (costs that full prefill)."""
-        return parse.check(self._do("check"))
+        return parse.check((yield from self._do("check")))
 
     # ---- inside
 
-    def _settle(self) -> None:
-        """Wait until the server has ended an answer that was hung up on, so that edits can follow."""
-        if self._path not in self._http.left:
-            return
-        self._http.left.discard(self._path)
-        until = time.monotonic() + SETTLE_SECONDS
-        while self.describe()["busy"] and time.monotonic() < until:
-            time.sleep(0.02)
+    def _told(self) -> Course[_Json]:
+        return (yield from ContextVerbs.describe.course(self))
 
-    def _do(self, verb: str, **body: object) -> Any:
-        self._settle()
-        return self._http.call("POST", f"{self._path}:{verb}", body)
+    def _parts(self) -> Course[tuple[Part, ...]]:
+        return tuple(parse.part(part) for part in (yield from self._told())["parts"])
 
-    def _append(self, body: dict[str, object]) -> Part:
-        return parse.part(self._do("append", **body))
+    def _ask(self, verb: str, **params: object) -> Course[Any]:
+        return (yield from self._peer.get(f"{self._path}:{verb}", **params))
+
+    def _do(self, verb: str, **body: object) -> Course[Any]:
+        require_closed(self._path)
+        yield from settle(self._peer, self._path)
+        return (yield from self._peer.call("POST", f"{self._path}:{verb}", body))
+
+    def _send(self, edit: OneEdit[T]) -> Course[T]:
+        return edit.read((yield from self._do(edit.verb, **edit.body)))
 
     def _begin(
         self, sampling: Sampling, max_drift: float | None, verb: str, content: str | None
-    ) -> RemoteTurn:
-        body = asdict(sampling) | {"max_drift": max_drift, "content": content}
-        self._settle()
-        return RemoteTurn(self._http, self._path, verb, body)
-
-    def _refs(self, refs: Sequence[_PartRef]) -> list[str | int]:
-        """Return what the server understands: a `Part` becomes its index now."""
-        if not any(isinstance(ref, Part) for ref in refs):
-            return [ref for ref in refs if not isinstance(ref, Part)]
-        parts = self.parts
-        return [find(parts, ref) if isinstance(ref, Part) else ref for ref in refs]
+    ) -> _TurnT:
+        body = asdict(sampling) | {"max_drift": max_drift, "content": content, "stream": True}
+        return self._turn(self._wire, self._path, verb, body)
 
 
-def _content(content: TextOrTokens) -> dict[str, object]:
-    return {"text": content} if isinstance(content, str) else {"tokens": [*map(int, content)]}
+class RemoteContext(ContextVerbs[RemoteTurn, "RemoteContext"], EditVerbs, Blocking):
+    """A context of a server; its verbs return when they are done."""
+
+    _turn = RemoteTurn
+
+    def edit(self, version: int | None = None) -> EditBlock:
+        """Collect edits in a ``with`` block and send them as one: all of them happen, or none.
+
+        They are made through what the block gives: ``with context.edit() as edit: edit.append(...)``.
+        With ``version`` they are refused (ContextChanged) if the context is another by now.
+        """
+        return EditBlock(self._wire, self._path, version)
+
+
+class AsyncRemoteContext(ContextVerbs[AsyncRemoteTurn, "AsyncRemoteContext"], EditVerbs, Awaited):
+    """A context of a server; its verbs are awaited, and so is what a `RemoteContext` has as a
+    property: ``await context.parts``."""
+
+    _turn = AsyncRemoteTurn
+
+    def edit(self, version: int | None = None) -> AsyncEditBlock:
+        """As `RemoteContext.edit`, in ``async with``; edits in the block are not awaited."""
+        return AsyncEditBlock(self._wire, self._path, version)

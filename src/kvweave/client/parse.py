@@ -11,6 +11,7 @@ from kvweave.chunk.identity import ChunkId
 from kvweave.run.sampling import Choice
 from kvweave.weave.answer import Answer
 from kvweave.weave.check import Check
+from kvweave.weave.history import Cause, Diff, Edit, Why
 from kvweave.weave.parts import Part
 from kvweave.weave.plan import Plan, Span
 
@@ -43,6 +44,26 @@ def part(found: Json) -> Part:
     """Return one part of a context."""
     start, n = found.get("start", 0), found["n_tokens"]
     return Part(found["uid"], ChunkId(found["id"]), n, found["name"], start=start)
+
+
+def edit(found: Json) -> Edit:
+    """Return one line of a log."""
+    return _make(Edit, found)
+
+
+def diff(found: Json) -> Diff:
+    """Return what `Diff.to_dict` made a dict of."""
+    added, removed, moved = (tuple(map(part, found[key])) for key in ("added", "removed", "moved"))
+    return Diff(found["from"], found["to"], added, removed, moved)
+
+
+def why(found: Json) -> Why:
+    """Return what `Why.to_dict` made a dict of."""
+    causes = tuple(
+        _make(Cause, {**each, "edit": each["edit"] and edit(each["edit"])})
+        for each in found["parts"]
+    )
+    return _make(Why, {**found, "parts": causes})
 
 
 def answer(found: Json) -> Answer:

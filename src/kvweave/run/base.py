@@ -31,22 +31,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvweave.chunk.identity import ModelFingerprint
+from kvweave.run.capability import Capability as Capability
 from kvweave.run.rotary import Rotation
 from kvweave.store.kv import KV, LayerShape
 
 Ints = NDArray[np.int64]
 NO_SLOTS: Ints = np.zeros(0, np.int64)
-
-
-@dataclass(frozen=True, slots=True)
-class Capability:
-    """Whether the model can do something, and why not."""
-
-    ok: bool
-    reason: str
-
-    def __bool__(self) -> bool:
-        return self.ok
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,136 @@
+"""The arguments of the commands that run or look after a server and homes. No logic."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser
+
+from kvweave.cli.arguments import repair
+from kvweave.cli.values import age, positive, size
+from kvweave.keep import POLICIES
+
+REUSE = ("all", "prefix", "off")
+
+
+def fsck(p: ArgumentParser) -> None:
+    """Add what `kvweave fsck` takes."""
+    p.add_argument("directory", metavar="HOME", nargs="?", help="the home; as --home")
+    p.add_argument("--repair", action="store_true", help="keep what verifies, remove the rest")
+    p.add_argument(
+        "--tier",
+        action="append",
+        metavar="SPEC",
+        help="a tier outside the home, as serve --tier takes it; once for each (default: as served)",
+    )
+    p.add_argument(
+        "--discard-strays",
+        action="store_true",
+        help="with --repair: remove KV of chunks that the index does not know, or has lost",
+    )
+
+
+def sweep(p: ArgumentParser) -> None:
+    """Add what `kvweave sweep` takes."""
+    p.add_argument("tier", metavar="TIER", help="the tier, as serve --tier takes it")
+    for name, metavar, help in (
+        ("--index", "HOME", "a home, or a postgresql:// address; again for each"),
+        ("--retire", "UUID", "an index that is no more: forget that it was registered"),
+    ):
+        p.add_argument(name, action="append", default=[], metavar=metavar, help=help)
+    p.add_argument(
+        "--grace",
+        type=age,
+        default=0.0,
+        metavar="AGE",
+        help="remove only what an earlier sweep marked so long ago (90s, 15m, 2h, 7d)",
+    )
+    p.add_argument("--dry-run", action="store_true", help="say what would go")
+
+
+def serve(p: ArgumentParser) -> None:
+    """Add what `kvweave serve` takes."""
+    add = p.add_argument
+    add("checkpoint", metavar="MODEL", nargs="?", help="checkpoint directory or hub id; as --model")
+    add(
+        "--host",
+        default="127.0.0.1",
+        metavar="ADDRESS",
+        help="the address to listen at (127.0.0.1)",
+    )
+    add("--port", type=int, default=8700, metavar="N", help="0 takes a free one (8700)")
+    add("--name", metavar="NAME", help="what /v1/models calls it (the end of MODEL)")
+    add("--budget", type=size, metavar="SIZE", help="memory for KV (2GiB)")
+    add("--policy", choices=POLICIES, help="which chunk leaves memory first (declared)")
+    add(
+        "--tier",
+        action="append",
+        metavar="SPEC",
+        dest="tiers",
+        help="below memory, fastest first; may be given several times: 'disk size=50GiB codec=int8', "
+        "'redis url=redis://127.0.0.1:6379' (a disk in the home)",
+    )
+    add(
+        "--index",
+        metavar="ADDRESS",
+        help="postgresql://... of an index that several servers share, instead of the home's own",
+    )
+    repair(p)
+    _access(p)
+    _limits(p)
+    add(
+        "--min-match",
+        type=positive,
+        metavar="N",
+        help="shortest run that is found again, tokens (32)",
+    )
+    add("--reuse", choices=REUSE, help="what the OpenAI endpoints reuse (all)")
+    add(
+        "--access-log",
+        action="store_true",
+        help="a line on stderr about each request, without names and text (only those answered 401 or 403)",
+    )
+
+
+def _access(p: ArgumentParser) -> None:
+    add = p.add_argument_group("who may ask").add_argument
+    add(
+        "--key",
+        action="append",
+        default=[],
+        metavar="KEY[:NAMESPACE]",
+        help="ask for a key; each namespace sees its own chunks only. All users of this machine see "
+        "it in the list of processes: --keys and $KVWEAVE_KEYS they do not",
+    )
+    add(
+        "--keys",
+        metavar="FILE",
+        help="keys, KEY[:NAMESPACE], one a line or comma, '#' begins a comment; also those in "
+        "$KVWEAVE_KEYS are taken",
+    )
+    add(
+        "--metrics-key",
+        metavar="KEY",
+        help="what /metrics asks for where there are keys (default: $KVWEAVE_METRICS_KEY, or nobody "
+        "sees them)",
+    )
+    add(
+        "--allowed-host",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="a name to answer under besides --host and local ones; may be given several times "
+        "(with keys: any name)",
+    )
+
+
+def _limits(p: ArgumentParser) -> None:
+    add = p.add_argument_group("limits").add_argument
+    add("--max-waiting", type=positive, metavar="N", help="answers that may wait, a key (64)")
+    add("--max-active", type=positive, metavar="N", help="answers that run together (16)")
+    add("--max-body", type=size, metavar="SIZE", help="of a request (8MiB)")
+    add("--max-prompt", type=positive, metavar="N", help="tokens (the model's limit)")
+    add("--max-sessions", type=int, metavar="N", help="idle conversations kept (32)")
+    add("--quota", type=size, metavar="SIZE", help="KV a namespace may store, and hold in contexts")
+    add("--quota-chunks", type=positive, metavar="N", help="chunks a namespace may store")
+    add("--max-contexts", type=positive, metavar="N", help="open in a namespace (256)")
+    add("--retain", type=age, metavar="AGE", help="unused text of conversations (7d)")
+    add("--grace", type=float, default=10.0, metavar="SECONDS", help="for answers at the end (10)")

@@ -1,0 +1,74 @@
+"""What the words of a command line stand for: numbers, ages, sizes, lists."""
+
+from __future__ import annotations
+
+from argparse import ArgumentTypeError
+
+from kvweave.config import n_bytes
+from kvweave.errors import InvalidArgument
+
+STRATEGIES = (
+    "auto", "none", "first_k", "boundary", "deviation", "query", "rollout", "deps", "patch", "random", "full",
+)  # fmt: skip
+CHOICE = f"{', '.join(STRATEGIES)}; options behind it, as in deviation:k@2"
+
+
+def positive(text: str) -> int:
+    """Return a whole number from 1 up."""
+    if not text.isdecimal() or int(text) < 1:
+        raise ArgumentTypeError(f"{text!r} is not a whole number from 1 up")
+    return int(text)
+
+
+def share(text: str) -> float:
+    """Return a number from 0 to 1."""
+    try:
+        if 0 <= float(text) <= 1:
+            return float(text)
+    except ValueError:
+        pass
+    raise ArgumentTypeError(f"{text!r} is not a number from 0 to 1")
+
+
+def nats(text: str) -> float:
+    """Return a number from 0 up."""
+    try:
+        if 0 <= float(text) < float("inf"):
+            return float(text)
+    except ValueError:
+        pass
+    raise ArgumentTypeError(f"{text!r} is not a number of nats from 0 up")
+
+
+def strategy(text: str) -> str:
+    """Return the name of a strategy, with its options."""
+    if text.split(":")[0] not in STRATEGIES:
+        raise ArgumentTypeError(f"no strategy {text!r}: one of {', '.join(STRATEGIES)}")
+    return text
+
+
+def words(text: str) -> list[str]:
+    """Return the words between commas."""
+    return [word.strip() for word in text.split(",") if word.strip()]
+
+
+def shares(text: str) -> list[float]:
+    """Return numbers from 0 to 1."""
+    return [share(word) for word in words(text)]
+
+
+def age(text: str) -> float:
+    """Return seconds of ``90s``, ``15m``, ``2h``, ``7d``."""
+    seconds = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+    number, unit = text[:-1], text[-1:]
+    if unit not in seconds or not number.isdecimal():
+        raise ArgumentTypeError(f"{text!r} is no age: write 90s, 15m, 2h or 7d")
+    return float(int(number) * seconds[unit])
+
+
+def size(text: str) -> int:
+    """Return bytes."""
+    try:
+        return n_bytes(int(text) if text.isdecimal() else text)
+    except InvalidArgument as error:
+        raise ArgumentTypeError(f"{text!r} is no size: write 2GiB or 500MB") from error
