@@ -11,7 +11,8 @@ LITTLE = 0.5  # of a fair share: who had less is let through
 class Ledger:
     """Rows (or milliseconds) that each tenant had, the older the less they count."""
 
-    def __init__(self) -> None:
+    def __init__(self, much: float) -> None:
+        self._much = much  # nobody is greedy below that
         self._had: dict[str, float] = {}
 
     def note(self, rows: Iterable[tuple[str, float]]) -> None:
@@ -26,5 +27,6 @@ class Ledger:
     def greedy(self, present: Collection[str]) -> set[str]:
         """Return the tenants that had their share, if there are others that had little."""
         fair = sum(self._had.get(tenant, 0.0) for tenant in present) / max(1, len(present))
-        much = {tenant for tenant in present if self._had.get(tenant, 0.0) > LITTLE * fair}
+        bound = max(self._much, LITTLE * fair)
+        much = {tenant for tenant in present if self._had.get(tenant, 0.0) > bound}
         return much if len(much) < len(present) else set()

@@ -27,6 +27,9 @@ from dataclasses import dataclass
 from kvweave.errors import InvalidArgument
 from kvweave.run.ledger import Ledger
 
+MUCH = 64  # rows lately, with which one had a share
+GREEDY = 4  # what may take its time has so many times fewer rows where a tenant had its share
+
 
 @dataclass(slots=True)
 class Job:
@@ -70,7 +73,7 @@ class Schedule:
         self.rows = 0, 0, 0
         """Of the last step: rows that decode, that may take their time, and others."""
 
-        self._ledger = Ledger()
+        self._ledger = Ledger(MUCH)
 
         self.quantum = max(1, max_rows // 4)  # rows; a shorter prefill is never cut by a rival
         self._jobs: dict[int, Job] = {}
@@ -132,8 +135,12 @@ class Schedule:
         n_most = min(self.max_batch, self.max_rows - (1 if waiting else 0))
         greedy = self._ledger.greedy({job.tenant for job in self._jobs.values()})
         ready = [key for key in self._decoding if key not in held]
-        ready.sort(key=lambda key: self._jobs[key].tenant in greedy)  # the others keep their order
-        decoding = ready[:n_most]
+        greedy = greedy if self.beside < self.max_rows else set()
+        modest = [key for key in ready if self._jobs[key].tenant not in greedy]
+        others = [key for key in ready if self._jobs[key].tenant in greedy]
+        if modest:
+            others = others[: len(modest)]
+        decoding = (modest + others)[:n_most]
         for key in decoding:
             self._decoding.remove(key)
             self._decoding.append(key)
@@ -142,7 +149,8 @@ class Schedule:
         left = self.max_rows - len(decoding)
         pieces = self._share(left, waiting - slow)
         n_urgent = sum(pieces.values())
-        pieces |= self._share(min(self.beside, left - n_urgent), slow)
+        most = self.beside // GREEDY if greedy else self.beside
+        pieces |= self._share(min(most, left - n_urgent), slow)
         self.rows = len(decoding), sum(pieces.values()) - n_urgent, n_urgent
         grants += [Grant(key, n_rows, False) for key, n_rows in pieces.items()]
         self._out = {grant.key: grant.n_rows for grant in grants}

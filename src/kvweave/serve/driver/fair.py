@@ -1,13 +1,20 @@
-"""A queue in which tenants take turns, so that one with many requests does not hold up others."""
+"""Whose turn it is: tenants take turns, and who had much waits for who wants little."""
 
 from __future__ import annotations
 
+import time
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from itertools import chain, islice, zip_longest
 from typing import Generic, TypeVar
 
+from kvweave.run.ledger import Ledger
+
 T = TypeVar("T")
+
+MUCH = 50.0  # milliseconds lately, with which one had a share
+PATIENCE = 8  # turns that he waits at most
 
 
 class FairQueue(Generic[T]):
@@ -71,3 +78,28 @@ class FairQueue(Generic[T]):
         while self._queues:
             left.append(self.take())
         return left
+
+
+class Spent:
+    """The time of one thread that each tenant had; who had much waits while others want little."""
+
+    def __init__(self) -> None:
+        self._ledger = Ledger(MUCH)
+        self._turns = 0
+
+    def turn(self) -> None:
+        """Another turn begins."""
+        self._turns += 1
+
+    def greedy(self, there: Collection[str]) -> set[str]:
+        """Return those of ``there`` that wait in this turn."""
+        return self._ledger.greedy(there) if self._turns % PATIENCE else set()
+
+    @contextmanager
+    def by(self, tenant: str) -> Iterator[None]:
+        """Work for a tenant."""
+        started = time.monotonic()
+        try:
+            yield
+        finally:
+            self._ledger.note([(tenant, 1000 * (time.monotonic() - started))])

@@ -25,11 +25,10 @@ from typing import TypeVar
 
 from kvweave.chunk.identity import ChunkId
 from kvweave.engine import Engine
-from kvweave.errors import Overloaded
-from kvweave.run.ledger import Ledger
+from kvweave.errors import KVWeaveError, Overloaded
 from kvweave.run.loop import Task
 from kvweave.serve.driver.ahead import AHEAD, Ahead
-from kvweave.serve.driver.fair import FairQueue
+from kvweave.serve.driver.fair import FairQueue, Spent
 from kvweave.serve.driver.idle import Idle
 from kvweave.serve.driver.pace import Pace
 from kvweave.serve.driver.tasks import Tasks
@@ -56,7 +55,6 @@ T = TypeVar("T")
 log = logging.getLogger("kvweave.serve")
 
 CALL_SECONDS = 0.02  # calls between two steps; at least one is run
-PATIENCE = 8  # turns
 BEGIN_SECONDS = 0.02  # answers begun between two steps; at least one is
 
 
@@ -83,8 +81,7 @@ class Driver:
         self._tasks = Tasks(engine.loop)
         self._idle = Idle(engine.maker)
         self._pace = Pace(engine.config.max_rows)
-        self._spent = Ledger()  # milliseconds of this thread, for calls and beginnings
-        self._turns = 0
+        self._spent = Spent()
         self._deadline: float | None = None  # time.monotonic(); set: no new work
         self._thread: threading.Thread | None = None
         self._steps = self._tokens = self._cancelled = 0
@@ -225,7 +222,7 @@ class Driver:
             self._close(self._deadline)
         for job in [job for job in self._active if job.cancelled]:
             self._end(job, cancelled=True)
-        self._turns += 1
+        self._spent.turn()
         self._run_calls()
         self._begin_waiting()
         if self._active or self._tasks:
@@ -257,26 +254,17 @@ class Driver:
                 if tenant is None:
                     return
                 call = self._calls.take_of(tenant)
-            started = time.monotonic()
             try:
-                self._tasks.take(call.work(self.engine), call)
+                with self._spent.by(tenant):
+                    self._tasks.take(call.work(self.engine), call)
             except Exception as error:
                 call.tell(error)
-            self._note(tenant, started)
             if time.monotonic() >= until:
                 return
 
     def _held_up(self) -> set[str]:
-        """Return who had much of this thread lately, while answers of others are under way: their
-        calls and beginnings wait for every `PATIENCE`th turn."""
-        if self._turns % PATIENCE == 0:
-            return set()
-        running = {job.tenant for job in self._active}
-        greedy = self._spent.greedy({*running, *self._calls.tenants(), *self._waiting.tenants()})
-        return greedy if running - greedy else set()
-
-    def _note(self, tenant: str, started: float) -> None:
-        self._spent.note([(tenant, 1000 * (time.monotonic() - started))])
+        running = (job.tenant for job in self._active)
+        return self._spent.greedy({*self._calls.tenants(), *self._waiting.tenants(), *running})
 
     def _begin_waiting(self) -> None:
         """Begin answers. A gate may run passes for each: those that run must not wait for all."""
@@ -290,9 +278,8 @@ class Driver:
                     return
                 job = self._waiting.take_of(tenant)
                 self._active.append(job)
-            started = time.monotonic()
-            self._begin(job)
-            self._note(tenant, started)
+            with self._spent.by(tenant):
+                self._begin(job)
             if self._active and time.monotonic() >= until:
                 return
 
@@ -334,7 +321,8 @@ class Driver:
             if index in job.answers:
                 continue
             if turn.error is not None:
-                log.error("an answer failed: %s", turn.error)
+                known = isinstance(turn.error, KVWeaveError)
+                log.log(logging.INFO if known else logging.ERROR, "an answer: %s", turn.error)
                 self._fail([job], turn.error)
                 return
             text, choices = turn.take()

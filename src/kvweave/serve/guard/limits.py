@@ -51,7 +51,7 @@ class Limits:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        tenant = scope["state"]["tenant"]
+        tenant = scope.get("state", {}).get("tenant", "")
         try:
             async with self._throttle.turn(tenant, self._said(scope)):
                 body = check_path(scope) or await self._body(scope, receive)

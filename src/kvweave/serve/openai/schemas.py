@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from kvweave.errors import InvalidArgument
 from kvweave.run.sample import Sampling
@@ -17,6 +17,7 @@ HARMLESS = frozenset(
     "parallel_tool_calls".split()
 )
 MAX_CHOICES = 16
+MAX_MESSAGES = 16_384  # of one conversation
 MAX_TOP = 20
 MAX_ANSWERS = 64  # of one request
 
@@ -130,10 +131,17 @@ class GenerationRequest(BaseModel):
         return self.stream_options is not None and self.stream_options.include_usage
 
 
+def _not_too_many(given: object) -> object:
+    """Refuse more messages than any context holds before one of them is looked at."""
+    if isinstance(given, list) and len(given) > MAX_MESSAGES:
+        raise ValueError(f"{len(given):,} messages are more than {MAX_MESSAGES:,}")
+    return given
+
+
 class ChatRequest(GenerationRequest):
     """Body of ``POST /v1/chat/completions``."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[Message], BeforeValidator(_not_too_many), Field(min_length=1)]
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
