@@ -73,6 +73,14 @@ class Book:
             if not keys:
                 self.strays.pop(digest_of(key), None)
 
+    def others(self, key: str) -> set[str]:
+        """Do not know other records of a record's chunk any more, in another codec; return them."""
+        with self._lock:
+            gone = set(self.strays.get(digest_of(key), ()))
+            for each in gone:
+                self.unstray(each)
+            return gone
+
     def clear(self, n_bytes: int | None = None) -> tuple[set[str], int]:
         """Do not know strays any more, of up to so many bytes; return their keys and bytes."""
         with self._lock:

@@ -327,11 +327,11 @@ class Level:
 
     def drop(self, ids: Iterable[int], deadline: float | None = None) -> None:
         """Let go of chunks; unknown ones are ignored. What cannot be discarded now is tried again."""
-        gone = set()
+        gone: set[str] = set()
         for id in ids:
             held = self.forget(id)
             if held is not None and self.owned:
-                gone.add(held.key)
+                gone |= {held.key, *self.book.others(held.key)}
         if gone or self._undone:
             self._discard(gone, deadline)
 

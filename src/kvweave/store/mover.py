@@ -78,7 +78,9 @@ class Mover:
         for level in self.levels:
             if wanted:
                 level.find(wanted, time.monotonic() + min(self.seconds, LOOKING))
-                wanted = {id: about for id, about in wanted.items() if id not in level}
+                for id in [id for id in wanted if id in level]:
+                    del wanted[id]
+                    self.on_tier(id, level.place, level.held[id].n_bytes)
 
     # ---- down
 
