@@ -11,7 +11,7 @@ import argparse
 import asyncio
 import tempfile
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -19,18 +19,17 @@ from typing import Any
 import httpx
 import torch
 from common import machine, median, parser, progress, random_ids, report, shape_of, table
-from serve import SHAPE, save_model, serving
+from serve import QUICK, SHAPE, save_model, serving
 
 ALONE = 80  # tokens before it begins
 FIRST = 16  # of these are not counted: the machine warms up
-TOKENS = 4000  # of the stream, at most
 
 
 async def streamed(
-    client: httpx.AsyncClient, name: str, large: Callable[[], Awaitable[object]]
+    client: httpx.AsyncClient, name: str, most: int, large: Callable[[], Awaitable[object]]
 ) -> tuple[list[float], list[float], float]:
     """Return the gaps before and while ``large`` runs, and its seconds."""
-    body = {"max_tokens": TOKENS, "ignore_eos": True, "stream": True}
+    body = {"max_tokens": most, "ignore_eos": True, "stream": True}
     before: list[float] = []
     beside: list[float] = []
     took = 0.0
@@ -78,7 +77,6 @@ async def measure(url: str, n: int, vocab: int, rounds: int) -> dict[str, Any]:
             tokens = random_ids(size, vocab - 1, seed)
             await send("POST", f"/v1/contexts/{name}:append", {"tokens": tokens})
 
-        await context("stream", 64, 1)
         with progress("beside", rounds * 3) as step:
             for i in range(rounds):
                 for what in ("put", "weave", "check"):
@@ -103,7 +101,10 @@ async def measure(url: str, n: int, vocab: int, rounds: int) -> dict[str, Any]:
                             async def large(call: Any = call) -> None:
                                 await send(*call)
 
-                            before, beside, took = await streamed(client, "stream", large)
+                            await context("stream", 64, 1)
+                            seen = await streamed(client, "stream", 3 * n, large)
+                            await send("DELETE", "/v1/contexts/stream")
+                            before, beside, took = seen
                             mine.setdefault("beside_s", []).append(took)
                             mine.setdefault("gap_before_ms", []).append(1e3 * median(before))
                             mine.setdefault("gap_beside_ms", []).append(1e3 * median(beside))
@@ -120,12 +121,14 @@ async def measure(url: str, n: int, vocab: int, rounds: int) -> dict[str, Any]:
     }
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Parse, measure, report."""
     made = parser(__doc__, **asdict(SHAPE), context=4096, rounds=3)
+    made.add_argument("--quick", action="store_true", help="a tiny model and 300 tokens")
     made.add_argument("--budget", default="3GiB", help="of the server")
-    options: argparse.Namespace = made.parse_args()
-    shape = shape_of(options)
+    options: argparse.Namespace = made.parse_args(arguments)
+    shape = QUICK if options.quick else shape_of(options)
+    options.context = 300 if options.quick else options.context
     with tempfile.TemporaryDirectory() as where:
         model = Path(where) / "model"
         n_parameters = save_model(shape, 4 * options.context, model)

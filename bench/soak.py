@@ -18,7 +18,7 @@ import random
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -319,13 +319,13 @@ def bench(shape: Shape, options: argparse.Namespace) -> dict[str, Any]:
     return {"parameters": n_parameters, **found}
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Parse, soak, report; the status says whether something was wrong."""
     made = parser(__doc__, **asdict(SHAPE))
     made.add_argument("--seconds", type=float, default=1800.0)
     made.add_argument("--turn", type=float, default=90.0, help="of attack; half of it alone")
     made.add_argument("--quick", action="store_true", help="a tiny model")
-    options = made.parse_args()
+    options = made.parse_args(arguments)
     shape = QUICK if options.quick else shape_of(options)
     found = bench(shape, options)
     rows = [(name, *(found[name][key] for key in found[name])) for name in ("first", "total")]
@@ -334,7 +334,8 @@ def main() -> None:
     told |= {"budget": BUDGET, "quota": QUOTA, "disk": DISK}
     whole = {"setup": told, **found, "machine": machine(torch.device("cpu"))}
     report(whole, [table("two honest tenants, two hostile ones", columns, rows)], options, "soak")
-    raise SystemExit(bool(found["n_wrong"]))
+    if found["n_wrong"]:
+        raise SystemExit("something was wrong: " + "; ".join(found["wrong"][:3]))
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -344,3 +345,25 @@ def test_report_writes_and_prints(
     assert {"cpu", "cores", "torch", "transformers", "python", "commit", "date", "load_average"} <= set(
         result["machine"]
     )  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [("beside", ["--rounds", "1"]), ("soak", ["--seconds", "18", "--turn", "12"])],
+)
+def test_servers_under_load(name: str, arguments: list[str], tmp_path: Path) -> None:
+    """Nothing is lost to others or wrong; how fast it was says nothing here."""
+    out = tmp_path / "found.json"
+    command = [sys.executable, str(BENCH / f"{name}.py"), "--quick", "--threads", "1", *arguments]
+    done = subprocess.run(
+        [*command, "--out", str(out)], capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads(out.read_text())
+    if name == "beside":
+        assert set(found["found"]) == {"put", "weave", "check"}
+        assert all(each["largest_ms"][0] > 0 for each in found["found"].values())
+    else:
+        assert found["n_wrong"] == 0 and min(found["answers"].values()) > 5
+        assert max(found["disk_mib"]) <= found["setup"]["disk"] / 2**20 + 16

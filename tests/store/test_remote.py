@@ -15,7 +15,7 @@ from store.values import aligned, content, filled
 from kvweave.store.tier.base import PAGE, Get, Put
 from kvweave.store.tier.limit import PAUSES, SLOWEST, Absence, Limit, TimeUp
 from kvweave.store.tier.ranges import GAP, ranges
-from kvweave.store.tier.remote import SIGN, Lost, RemoteCalls
+from kvweave.store.tier.remote import Lost, RemoteCalls
 from kvweave.store.tier.slots import ALIGN, KEPT, TOGETHER, Slot, Slots, batches, layout
 
 
@@ -167,7 +167,7 @@ def test_a_server_that_hangs_is_waited_for_once() -> None:
         with pytest.raises(Lost):
             behind.ask(5.0)
         time.sleep(0.02)
-    assert time.monotonic() - begin < 30 * 0.02 + SIGN + 0.3
+    assert time.monotonic() - begin < 5.0
     assert behind.pings == 1, "who hangs is not asked again"
     behind.answers.set()
     behind.recovers()
