@@ -137,11 +137,19 @@ def check_options(options: Iterable[str], known: Iterable[str]) -> None:
 
 
 class ChunkNotFound(ChunkError):
-    def __init__(self, name: str, did_you_mean: tuple[str, ...] = ()) -> None:
-        hint = f"did you mean {' or '.join(map(repr, did_you_mean))}?" if did_you_mean else ""
+    def __init__(
+        self, name: str, did_you_mean: tuple[str, ...] = (), n_parts: int | None = None
+    ) -> None:
+        """``n_parts``: it was looked for among the parts of a context."""
+        what, hint = f"no chunk {name!r}", "`kvweave ls` lists what is there"
+        if n_parts is not None:
+            what = f"no part {name!r} in a context of {n_parts}"
+            hint = "a part goes by its name, its chunk's #id, or its index from 0"
+        if did_you_mean:
+            hint = f"did you mean {' or '.join(map(repr, did_you_mean))}?"
         super().__init__(
-            f"no chunk {name!r}",
-            hint=hint or "`kvweave ls` lists what is there",
+            what,
+            hint=hint,
             name=name,
             did_you_mean=did_you_mean,
         )
@@ -149,8 +157,11 @@ class ChunkNotFound(ChunkError):
 
 class NameTaken(ChunkError):
     def __init__(self, name: str, id: int) -> None:
+        """``id`` 0: it is an open context's."""
+        what = f"{name!r} already names #{id}" if id else f"a context {name!r} is open already"
         hint = "remove it first, choose another name, or pass replace=True"
-        super().__init__(f"{name!r} already names #{id}", hint=hint, name=name, id=id)
+        hint = hint if id else "close it first, or choose another name"
+        super().__init__(what, hint=hint, name=name, id=id)
 
 
 class InvalidName(ChunkError):

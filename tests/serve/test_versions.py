@@ -242,3 +242,13 @@ def test_those_sent_at_once_are_done_once(anna):
         thread.join()
     assert {answer.content for answer in found} == {found[0].content}
     assert version(anna) == now + 1
+
+
+def test_what_is_wrong_is_said_in_words_of_contexts(anna):
+    taken = anna.error("POST", "/v1/contexts", {"name": "c"}, 409)
+    assert taken["code"] == "name_taken" and "a context 'c' is open" in taken["message"]
+    gone = anna.error("POST", "/v1/contexts/c:drop", {"parts": [77]}, 404)
+    assert "no part '77' in a context of 4" in gone["message"] and "index" in gone["hint"]
+    for method, path in (("POST", "/v1/contexts/c:grow"), ("POST", "/v1/nothing")):
+        hint = anna.error(method, path, {}, 405 if "grow" in path else 404)["hint"]
+        assert "openapi.json" in hint

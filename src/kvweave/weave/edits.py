@@ -15,7 +15,7 @@ def find(parts: Sequence[Part], ref: str | int | Part) -> int:
     several. Raises ChunkNotFound."""
     if isinstance(ref, int):
         if not -len(parts) <= ref < len(parts):
-            raise ChunkNotFound(f"part {ref} of {len(parts)}")
+            raise ChunkNotFound(str(ref), n_parts=len(parts))
         return ref % len(parts)
     for i, part in enumerate(parts):
         if isinstance(ref, Part):
@@ -25,7 +25,7 @@ def find(parts: Sequence[Part], ref: str | int | Part) -> int:
         if same:
             return i
     name = ref.name if isinstance(ref, Part) else ref
-    raise ChunkNotFound(name, nearest(name, [p.name for p in parts]))
+    raise ChunkNotFound(name, nearest(name, [p.name for p in parts]), len(parts))
 
 
 def part_of(record: Record, ref: str, start: int = 0, stop: int | None = None) -> Part:

@@ -43,6 +43,7 @@ STATUS: Sequence[tuple[type[KVWeaveError], int]] = (
     (errors.OverQuota, 429),
 )
 TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+NO_ROUTE = "a verb stands behind a colon, as in /v1/contexts/chat:ask; GET /openapi.json lists all"
 CLOSE = {"Connection": "close"}  # for answers to requests that are not read to their end
 # Their messages name files of the server, which are not the client's business.
 INTERNAL = (errors.CorruptChunk, errors.LoadFailed, errors.FormatTooNew, errors.ModelUnusable)
@@ -85,7 +86,8 @@ def problem_of(error: BaseException, *, stopping: bool = False) -> Problem:
     if isinstance(error, RequestValidationError):
         return _malformed(error)
     if isinstance(error, HTTPException):
-        return make(error.status_code, str(error.detail), headers=error.headers)
+        hint = NO_ROUTE if error.status_code in (404, 405) else ""
+        return make(error.status_code, str(error.detail), hint=hint, headers=error.headers)
     if isinstance(error, errors.NoSpace):
         return _full(error)
     known = [status for kind, status in STATUS if isinstance(error, kind)]
