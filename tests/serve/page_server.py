@@ -193,7 +193,12 @@ def answered(n: int, at: float, context: str, hit_rate: float, ttft: float) -> d
     """An entry of the status' history, of 2,158 tokens."""
     rest = round(2158 * (1 - max(0.0, hit_rate)))
     kept = 2158 - rest
-    kv = {"exact": kept // 2, "reused": kept - kept // 2, "repaired": rest // 2 if kept else 0, "patched": 0}
+    kv = {
+        "exact": kept // 2,
+        "reused": kept - kept // 2,
+        "repaired": rest // 2 if kept else 0,
+        "patched": 0,
+    }
     kv |= {"prefilled": rest - kv["repaired"], "drift": None}
     return {"n": n, "context": context, "time": at, "ttft": ttft, "kv": kv, "prompt_tokens": 2158, "hit_rate": kept / 2158}  # fmt: skip
 

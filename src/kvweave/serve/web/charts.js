@@ -50,6 +50,8 @@ export function draw(box, answers, options) {
   };
   const chosen = shown.findIndex(({ n }) => n === options.picked);
   mark(chosen);
+  const many = shown.length > 1 && room > 110 ? `${count(shown.length)} answers` : "";
+  const note = svg("text", { x: EDGE.left, y: HEIGHT - 4 }, many);
   const drawing = svg("svg", {
     width, height: HEIGHT, viewBox: `0 0 ${width} ${HEIGHT}`, role: "img",
     "aria-label": `${options.label}: ${says(last)} in the last answer, ${plural(shown.length, "answer")} shown`,
@@ -58,7 +60,7 @@ export function draw(box, answers, options) {
   [0, top / 2, top].map((value) => svg("line", { class: "grid", x1: EDGE.left, x2: width - EDGE.right, y1: floor - value * scale, y2: floor - value * scale })),
   [0, top].map((value) => svg("text", { x: EDGE.left - 6, y: floor - value * scale + 4, "text-anchor": "end" }, options.format(value))),
   bars,
-  svg("text", { x: EDGE.left, y: HEIGHT - 4 }, shown.length > 1 && room > 130 ? `${count(shown.length)} answers` : ""),
+  note,
   svg("text", { x: width - EDGE.right, y: HEIGHT - 4, "text-anchor": "end" }, "the last"));
   const at = (event) => {
     const x = event.clientX - drawing.getBoundingClientRect().left;
@@ -67,12 +69,14 @@ export function draw(box, answers, options) {
   drawing.addEventListener("pointermove", (event) => {
     const answer = shown[at(event)];
     mark(at(event));
-    readout.textContent = `${says(answer)}, ${ago(answer.time)}`;
+    readout.textContent = says(answer);
+    note.textContent = ago(answer.time);
     drawing.style.cursor = options.onpick ? "pointer" : "";
   });
   drawing.addEventListener("pointerleave", () => {
     mark(chosen);
     readout.textContent = says(last);
+    note.textContent = many;
   });
   drawing.addEventListener("click", (event) => options.onpick?.(shown[at(event)].n));
   box.append(readout, drawing);

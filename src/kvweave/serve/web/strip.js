@@ -171,7 +171,6 @@ export function tally(counts) {
 
 export function legend() {
   return [
-    el("li", { class: "axis" }, "colour"),
     ...HOWS.map(({ how, sign, says }) => el("li", { title: says },
       el("span", { class: "key-box", data: { how } }), el("b", { "aria-hidden": "true" }, sign), ` ${how}`)),
     el("li", { class: "axis" }, "not in memory"),
