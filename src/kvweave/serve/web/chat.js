@@ -140,7 +140,9 @@ async function answer(name, content) {
   }
   await after(name).then(({ parts, show }) => {
     label(parts, asked.box, box);
-    if (show && final.plan) foot.append(el("button", { type: "button", class: "link", onclick: show }, "Its plan"));
+    if (!show || !final.plan) return;
+    foot.append(el("button", { type: "button", class: "quiet", onclick: show }, "Its plan"));
+    find("log").scrollTop = find("log").scrollHeight;
   }, failed);
 }
 

@@ -5,7 +5,7 @@ import { openMenu, peek, unpeek } from "./card.js";
 import { count, driftOf, el, failed, plural, redraw, seconds, toast } from "./dom.js";
 import { edit } from "./editor.js";
 import { past, sentence } from "./history.js";
-import { headline } from "./saving.js";
+import { words } from "./saving.js";
 import { forgetStats, statOf } from "./stats.js";
 import { split, strip, tally } from "./strip.js";
 
@@ -69,6 +69,8 @@ export class Card {
       this.told = key;
       if (!this.past.hidden) await this.recall();
     }
+    const [large, small] = words(this.name, detail.plan, this.woven);
+    redraw(this.saving, [large, small], () => large && [el("strong", {}, large), " ", el("span", { class: "soft" }, small)]);
     return detail;
   }
 
@@ -80,7 +82,6 @@ export class Card {
   show(detail) {
     this.parts = detail.parts;
     this.version = detail.version;
-    this.saving.replaceChildren(...headline(this.name, detail.plan));
     const focused = [...this.body.querySelectorAll(".chunk")].indexOf(document.activeElement);
     redraw(this.body, drawn(detail), (parts) => {
       if (!parts.length) return el("p", { class: "empty" }, "No chunks yet. Write to it in the chat.");
@@ -92,6 +93,7 @@ export class Card {
   }
 
   tell(why) {
+    this.woven = !(why.pending && why.since === null);
     this.causes = new Map(why.parts.map((part) => [part.uid, part.says]));
     this.why.textContent = why.n_tokens ? `${why.pending ? "Next weave" : "Last weave"}: ${sentence(why.says)}` : "";
   }
@@ -106,7 +108,10 @@ export class Card {
   async recall() {
     const revert = ({ version, says }) => this.change(`Reverted to version ${version} (${says})`, "revert", { to: version });
     try {
-      this.past.replaceChildren(...await past(this.name, this.version, revert));
+      const lines = await past(this.name, this.version, revert);
+      const focused = this.past.contains(document.activeElement);
+      this.past.replaceChildren(...lines);
+      if (focused) this.turn.focus();
     } catch (error) { failed(error); }
   }
 
@@ -204,6 +209,7 @@ export class Card {
   price(what, plan, before = null, undo = null) {
     const grew = before ? plan.prefilled + plan.repaired - before.prefilled - before.repaired : 0;
     const than = before && grew > 0 ? `, ${count(grew)} more than before` : "";
+    const focused = this.cost.contains(document.activeElement);
     this.cost.hidden = false;
     this.cost.replaceChildren(el("div", { class: "facts" },
       el("span", { class: "what" }, `${what}.`),
@@ -212,5 +218,6 @@ export class Card {
     el("span", { class: "deeds" },
       undo ? el("button", { type: "button", onclick: undo[1] }, undo[0]) : null,
       el("button", { type: "button", class: "quiet", "aria-label": "Close", onclick: () => { this.cost.hidden = true; } }, "×")));
+    if (focused) this.cost.querySelector("button").focus();
   }
 }

@@ -46,7 +46,10 @@ function close(card) {
 function remove(name) {
   const card = cards.get(name);
   if (!card) return;
-  if (card.box.contains(document.activeElement)) closeMenu();
+  if (card.box.contains(document.activeElement)) {
+    closeMenu();
+    find("contexts").focus({ preventScroll: true });
+  }
   seen.unobserve(card.box);
   card.box.remove();
   cards.delete(name);

@@ -1,6 +1,6 @@
 // The headline of a context: what its last weave did not compute, and what is known of the time.
 
-import { count, el, seconds, times } from "./dom.js";
+import { count, seconds, times } from "./dom.js";
 
 const WHOLE = 0.95; // an answer of which as much was computed stands for a full prefill
 const LIKE = 1.25; // how far two answers' lengths may be apart to be compared
@@ -22,15 +22,16 @@ function measured(name) {
   return { mine, whole: computed(mine.kv) < WHOLE * mine.prompt_tokens ? whole : undefined };
 }
 
-/** In words, as [large, small]. */
-export function words(name, plan) {
+/** In words, as [large, small]. woven: the plan is of a weave that was; else of the next. */
+export function words(name, plan, woven) {
   const n = plan?.n_tokens ?? 0;
   if (!n) return ["", ""];
   const made = computed(plan);
   const share = made ? Math.floor((100 * (n - made)) / n) : 100;
-  const rows = !made ? "the last weave computed no token"
-    : made >= n ? "nothing was there yet that could be reused"
-      : `${times(n / made)} fewer tokens computed than in a full prefill (${count(made)} of ${count(n)})`;
+  const which = woven ? "last" : "next";
+  const rows = !made ? `the ${which} weave computes no token`
+    : made >= n ? `the ${which} weave finds nothing to reuse`
+      : `${which} weave: ${times(n / made)} fewer tokens computed than in a full prefill (${count(made)} of ${count(n)})`;
   const { mine, whole } = measured(name);
   const told = [rows];
   if (mine) {
@@ -39,9 +40,4 @@ export function words(name, plan) {
     told.push(`first token after ${seconds(mine.ttft)}${than}`);
   }
   return [`${share} % not recomputed`, told.join("; ")];
-}
-
-export function headline(name, plan) {
-  const [large, small] = words(name, plan);
-  return large ? [el("strong", {}, large), " ", el("span", { class: "soft" }, small)] : [];
 }

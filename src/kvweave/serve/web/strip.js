@@ -16,7 +16,7 @@ const GAP = 2;
 const SIGNED = 18; // pixels from which a chunk shows its sign
 const NAMED = 46; // pixels from which a chunk shows its name and its tokens
 const QUOTED = 76; // pixels from which it shows its first words too
-const WORTH = 0.34; // of a strip has to be that wide, or there is no line of names
+const WORTH = 0.5; // of a strip has to be that wide, or there is no line of names
 const READ = 40; // texts asked for, at most, for one strip
 
 /** Split a part's or a span's tokens by how they got their KV. */
@@ -127,6 +127,7 @@ export function strip(name, parts, actions) {
     const quoted = parts.filter((part, index) => sizes[index] >= QUOTED);
     const whole = sizes.reduce((sum, size) => sum + size, 0);
     const wide = sizes.reduce((sum, size) => sum + (size >= NAMED ? size : 0), 0);
+    list.classList.toggle("wordless", !quoted.length);
     list.classList.toggle("dense", wide < WORTH * whole);
     if (wide >= WORTH * whole) quote(items, parts, quoted.slice(0, READ));
   };
