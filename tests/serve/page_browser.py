@@ -125,7 +125,11 @@ UNREADABLE = """() => {
 }"""
 
 BEYOND = """() => [...document.querySelectorAll('.panel, .panel > :not(.sr), .context > *, .toast, .chunk')]
-  .filter((e) => e.getBoundingClientRect().right > innerWidth + 1).map((e) => e.className)"""
+  .filter((e) => e.getBoundingClientRect().right > innerWidth + 1)
+  .concat([...document.querySelectorAll('.panel .scroll')].filter((e) => {
+    const panel = e.closest('.panel').getBoundingClientRect();
+    return e.getBoundingClientRect().right > panel.right || e.getBoundingClientRect().left < panel.left;
+  })).map((e) => e.className)"""
 
 
 def check_looks(page) -> None:

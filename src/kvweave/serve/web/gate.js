@@ -10,7 +10,7 @@ function words(known) {
       el("p", {}, "Who runs the server has it: a line KEY:NAMESPACE in the file given to"),
       el("pre", {}, "kvweave serve MODEL --keys FILE"),
       el("p", {}, "A key opens the chunks and contexts of its namespace, nothing else. A shell takes it like this:"),
-      el("pre", {}, `export KVWEAVE_URL=${location.origin} KVWEAVE_KEY=...\nkvweave ls`)),
+      el("pre", {}, `export KVWEAVE_URL=${location.origin}\nexport KVWEAVE_KEY=...\nkvweave ls`)),
   ];
 }
 
