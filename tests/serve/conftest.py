@@ -1,9 +1,13 @@
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from needs import APT, PIP, lack
+from serve.page_browser import opening
+from serve.page_server import Fake, app_of
 from serving import KEYS, METRICS_KEY, Driven, Served, bundled_runner
 
 from kvweave import Engine
@@ -57,3 +61,28 @@ def serve() -> Iterator[Callable[..., Served]]:
     yield make
     for each in made:
         each.close()
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[object]:
+    """A headless chromium; without one, or without playwright, these tests are skipped."""
+    found = shutil.which("chromium") or shutil.which("chromium-browser")
+    if found is None:
+        pytest.skip(lack("no chromium on this machine", APT, "chromium"))
+    reason = lack("playwright is not installed", PIP, "playwright")
+    sync_api = pytest.importorskip("playwright.sync_api", reason=reason)
+    with sync_api.sync_playwright() as play:
+        launched = play.chromium.launch(executable_path=found, args=["--no-sandbox"])
+        yield launched
+        launched.close()
+
+
+@pytest.fixture
+def fake() -> Fake:
+    return Fake().fill()
+
+
+@pytest.fixture
+def visit(browser, fake) -> Iterator[Callable[..., object]]:
+    with opening(browser, app_of(fake)) as open_page:
+        yield open_page

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from urllib.parse import urlsplit
 
+import pytest
 from fastapi import FastAPI
 from serve.page_server import serving
 
@@ -73,3 +74,69 @@ def say(page, text: str) -> str:
     until(page, f"document.querySelectorAll('#log .foot:not(:empty)').length === {before + 1}")
     page.locator("#send").wait_for()
     return page.locator("#log .assistant .text").last.inner_text()
+
+
+SLOW = pytest.mark.slow
+SIZES = pytest.mark.parametrize(
+    ("width", "scheme"), [(w, s) for w in (360, 800, 1280) for s in ("light", "dark")]
+)
+
+# Pairs of texts that lie over one another; texts that are cut are as large as they are seen.
+OVERLAPS = """() => {
+  const seen = [...document.querySelectorAll(
+    '.top > *, .head > *, .legend li, .line > *, .saving, .why, .size, .name, .words, .budget > *, .gauge > h2,'
+    + '.readout, .chart text, .versions li > *, .causes li, .cost .facts > *, .deeds > *, .tally, .toast p')]
+    .filter((e) => e.checkVisibility({ visibilityProperty: true }) && e.textContent.trim())
+    .map((e) => [e, e.getBoundingClientRect()]).filter(([, r]) => r.width > 1 && r.height > 1);
+  const wrong = [];
+  for (const [i, [a, p]] of seen.entries()) for (const [b, q] of seen.slice(i + 1)) {
+    if (a.contains(b) || b.contains(a) || a.closest('.toast') || b.closest('.toast')) continue;
+    const across = Math.min(p.right, q.right) - Math.max(p.left, q.left);
+    const down = Math.min(p.bottom, q.bottom) - Math.max(p.top, q.top);
+    if (across > 1.5 && down > 2.5) wrong.push([a.className, a.textContent, b.className, b.textContent].join(' | '));
+  }
+  return wrong;
+}"""
+
+# Texts whose contrast with what is behind them is under 4.5 to 1, or that are smaller than 11 pixels.
+UNREADABLE = """() => {
+  const rgb = (c) => c.match(/[\\d.]+/g).map(Number);
+  const light = ([r, g, b]) => [r, g, b].map((v) => v / 255)
+    .map((v) => (v <= 0.03928 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4))
+    .reduce((sum, v, i) => sum + v * [0.2126, 0.7152, 0.0722][i], 0);
+  const behind = (e) => {
+    for (let at = e; at; at = at.parentElement) {
+      const c = rgb(getComputedStyle(at).backgroundColor);
+      if (c.length < 4 || c[3] > 0.99) return c;
+    }
+    return [255, 255, 255];
+  };
+  const wrong = [];
+  for (const e of document.querySelectorAll('body *')) {
+    const own = [...e.childNodes].some((n) => n.nodeType === 3 && n.textContent.trim());
+    if (!own || !e.checkVisibility({ visibilityProperty: true }) || e.closest('script, svg, option, .sr, .skip')) continue;
+    const style = getComputedStyle(e);
+    const [a, b] = [light(rgb(style.color)), light(behind(e))].sort((x, y) => y - x);
+    if ((a + 0.05) / (b + 0.05) < 4.5 || parseFloat(style.fontSize) < 11) {
+      wrong.push(`${e.tagName} ${e.className} ${e.textContent.slice(0, 30)} ${((a + 0.05) / (b + 0.05)).toFixed(2)}`);
+    }
+  }
+  return wrong;
+}"""
+
+BEYOND = """() => [...document.querySelectorAll('.panel, .panel > :not(.sr), .context > *, .toast, .chunk')]
+  .filter((e) => e.getBoundingClientRect().right > innerWidth + 1)
+  .concat([...document.querySelectorAll('.panel .scroll')].filter((e) => {
+    const panel = e.closest('.panel').getBoundingClientRect();
+    return e.getBoundingClientRect().right > panel.right || e.getBoundingClientRect().left < panel.left;
+  })).map((e) => e.className)"""
+
+
+def check_looks(page) -> None:
+    """Nothing wider than the window, nothing over another, all of it readable."""
+    inside = page.evaluate("[document.documentElement.scrollWidth, innerWidth]")
+    beyond = page.evaluate(BEYOND)
+    overlaps, unreadable = page.evaluate(OVERLAPS), page.evaluate(UNREADABLE)
+    wrong = (inside[0] > inside[1], beyond, overlaps, unreadable)
+    if any(wrong):
+        raise AssertionError(wrong)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import json
 import threading
 import time
@@ -37,7 +38,9 @@ class Fake:
         self.next_id, self.key, self.delay, self.cancelled = 900, "", 0.01, 0
         self.contexts: dict[str, list[dict]] = {}
         self.history: list[dict] = []
-        self.last: dict | None = None
+        self.removed: list[str] = []
+        self.plans: dict[int, dict] = {}
+        self.versions: dict[str, list[dict]] = {}
 
     def fill(self) -> Fake:
         """Plausible data: a support chat, a RAG context, a name that tries to be markup."""
@@ -63,11 +66,49 @@ class Fake:
         ]  # fmt: skip
         now = time.time()
         self.history = [
-            {"time": now - 600 + 15 * i, "hit_rate": min(0.97, 0.2 + 0.03 * i - 0.1 * (i % 5 == 0)),
-             "ttft": 1.9 / (1 + 0.2 * i) + 0.08 * (i % 4)} for i in range(40)
+            answered(i + 1, now - 6000 + 15 * i, ("chat/42", "rag/rain")[i % 7 == 0],
+                     min(0.93, 0.03 * i - 0.1 * (i % 5 == 0)), 1.9 / (1 + 0.2 * i) + 0.08 * (i % 4))
+            for i in range(40)
         ]  # fmt: skip
-        self.last = self.plan("chat/42")
+        self.history[30] |= answered(31, self.history[30]["time"], "chat/42", 0, 1.312)
+        for entry in self.history:
+            self.plans[entry["n"]] = self.plan(entry["context"])
+        self.contexts |= {f"auto/{i:08x}": [part(1, "base", 4), part(300 + i, f"auto/{i:08x}/u-000", 40 + i, "user")] for i in range(3)}  # fmt: skip
         return self
+
+    def log(self, name: str) -> list[dict]:
+        """The versions of a context, each with the parts of then, the oldest first."""
+        first = {"version": 0, "at": time.time() - 90, "verb": "open", "says": "open"}
+        opened = [first | {"parts": copy.deepcopy(self.contexts[name])}]
+        return self.versions.setdefault(name, opened)
+
+    def note(self, name: str, verb: str, says: str) -> None:
+        last = self.log(name)[-1]["version"]
+        parts = copy.deepcopy(self.contexts[name])
+        self.versions[name].append({"version": last + 1, "at": time.time(), "verb": verb, "says": says, "parts": parts})  # fmt: skip
+
+    def diff(self, name: str, since: int) -> dict:
+        old = next(v for v in self.log(name) if v["version"] == since)["parts"]
+        new = self.contexts[name]
+        told = {"added": missing(new, old), "removed": missing(old, new), "moved": []}
+        return {"from": since, "to": self.log(name)[-1]["version"], **told}
+
+    def why(self, name: str) -> dict:
+        told, parts = [], self.parts(name)
+        for p in parts:
+            n = p["n_repaired"] + p["n_prefilled"]
+            how = "computed" if n else "kept" if p["how"] == "prefix" else "moved"
+            says = f"{n} of {p['name']} repaired, since what stands before it changed: drop docs/old (version 3)"
+            said = {"kept": "stayed where it was", "moved": "was placed anew, -212", "computed": ""}
+            told.append({"uid": p["uid"], "name": p["name"], "n_tokens": p["n_tokens"], "how": how, "n_computed": n,
+                         "edit": None, "says": says if n else f"{p['name']} {said[how]}"})  # fmt: skip
+        n, computed = sum(p["n_tokens"] for p in parts), sum(p["n_computed"] for p in told)
+        worst = max(told, key=lambda p: p["n_computed"], default=None)
+        says = f"{n - computed} of {n} tokens were reused, {computed} computed"
+        if worst and worst["n_computed"]:
+            says += f"; {worst['says']}"
+        return {"version": self.log(name)[-1]["version"], "since": 0, "pending": False, "n_tokens": n,
+                "n_kept": n - computed, "n_moved": 0, "n_computed": computed, "says": says, "parts": told}  # fmt: skip
 
     def parts(self, name: str) -> list[dict]:
         start, result = 0, []
@@ -104,31 +145,62 @@ class Fake:
     def find(self, id: int) -> dict:
         return next(p for parts in self.contexts.values() for p in parts if p["id"] == id)
 
-    def at(self, name: str, ref: int | str) -> int:
-        parts = self.contexts[name]
-        return ref if isinstance(ref, int) else next(i for i, p in enumerate(parts) if f"#{p['id']}" == ref)  # fmt: skip
+    def at(self, name: str, ref: dict) -> int:
+        return next(i for i, p in enumerate(self.contexts[name]) if p["id"] == ref["uid"])
 
     def disturb(self, name: str, index: int) -> None:
         for p in self.contexts[name][index:]:
             p |= {"how": "repair", "exact": False, "n_repaired": max(1, p["n_tokens"] // 8)}
 
     def edit(self, name: str, verb: str, body: dict) -> None:
-        parts = self.contexts[name]
+        parts, says = self.contexts[name], verb
+        self.log(name)
         if verb == "drop":
             index = self.at(name, body["parts"][0])
-            del parts[index]
+            says = f"drop {parts.pop(index)['name']}"
             if body["mode"] == "forget":
                 self.disturb(name, index)
+        elif verb == "revert":
+            then = next(v for v in self.log(name) if v["version"] == body["to"])
+            self.contexts[name] = copy.deepcopy(then["parts"])
+        elif verb == "append":
+            parts.append(reused(self.named(body["chunk"])["id"], body["chunk"], 60))
         elif verb == "replace":
             index, self.next_id, n = self.at(name, body["part"]), self.next_id + 1, len(body["text"].split())  # fmt: skip
             parts[index] = part(self.next_id, parts[index]["name"], n, parts[index]["kind"], how="prefill", tier="none", n_prefilled=n)  # fmt: skip
             self.disturb(name, index + 1)
+            says = f"replace {parts[index]['name']}"
+        if verb in ("drop", "revert", "append", "replace"):
+            self.note(name, verb, says)
+
+    def named(self, name: str) -> dict:
+        return next(p for parts in self.contexts.values() for p in parts if p["name"] == name)
 
     def add(self, name: str, kind: str, n: int) -> None:
         self.next_id += 1
         number = sum(p["kind"] == kind for p in self.contexts[name])
         short = f"{name}/{kind[0]}-{number:03}"
         self.contexts[name].append(part(self.next_id, short, n, kind, how="prefill", tier="none", n_prefilled=n))  # fmt: skip
+
+
+def missing(parts: list[dict], others: list[dict]) -> list[dict]:
+    known = {p["id"] for p in others}
+    keys = ("id", "name", "n_tokens")
+    return [{"uid": p["id"], **{k: p[k] for k in keys}} for p in parts if p["id"] not in known]
+
+
+def answered(n: int, at: float, context: str, hit_rate: float, ttft: float) -> dict:
+    """An entry of the status' history, of 2,158 tokens."""
+    rest = round(2158 * (1 - max(0.0, hit_rate)))
+    kept = 2158 - rest
+    kv = {
+        "exact": kept // 2,
+        "reused": kept - kept // 2,
+        "repaired": rest // 2 if kept else 0,
+        "patched": 0,
+    }
+    kv |= {"prefilled": rest - kv["repaired"], "drift": None}
+    return {"n": n, "context": context, "time": at, "ttft": ttft, "kv": kv, "prompt_tokens": 2158, "hit_rate": kept / 2158}  # fmt: skip
 
 
 def error(status: int, message: str, hint: str = "") -> JSONResponse:
@@ -152,7 +224,12 @@ def app_of(fake: Fake) -> FastAPI:
         budgets = [{"tier": t, "used": int(u * 2**30), "budget": b * 2**30} for t, u, b in tiers]
         return {"model": "qwen3-8b", "namespace": "acme", "waiting": 2 if budgets else 0, "active": 3,
                 "contexts": len(fake.contexts), "chunks": 128 if budgets else 0, "budgets": budgets,
-                "history": fake.history, "last_plan": fake.last}  # fmt: skip
+                "history": fake.history}  # fmt: skip
+
+    @app.get("/v1/answers/{n}")
+    def plan_of(n: int) -> dict:
+        entry = next(each for each in fake.history if each["n"] == n)
+        return {**entry, "plan": fake.plans[n]}
 
     @app.get("/v1/contexts")
     def contexts() -> dict:
@@ -175,12 +252,13 @@ def app_of(fake: Fake) -> FastAPI:
             p for ps in fake.contexts.values() for p in ps if p["kind"] in ("document", "memory")
         ]
         rows = [{**p, "n_bytes": p["n_tokens"] * 147456, "n_uses": p["id"] % 9, "last_used": 0, "created": 0} for p in docs]  # fmt: skip
-        return {"data": [r for r in rows if pattern.strip("*/") in r["name"]]}
+        return {"data": [r for r in rows if pattern.strip("*/") in r["name"] and r["name"] not in fake.removed]}  # fmt: skip
 
     @app.get("/v1/chunks/{id}")
     def stat(id: str) -> dict:
         p = fake.find(int(id[1:]))
-        text = " ".join(WORDS[i % len(WORDS)] for i in range(min(60, p["n_tokens"])))
+        first = p["id"] % len(WORDS)
+        text = " ".join(WORDS[(first + i) % len(WORDS)] for i in range(min(60, p["n_tokens"])))
         return {**p, "n_bytes": p["n_tokens"] * 147456, "text": text}
 
     @app.post("/v1/chunks/{rest:path}")
@@ -190,12 +268,34 @@ def app_of(fake: Fake) -> FastAPI:
         p["pinned"] = what == "pin"
         return [p]
 
+    @app.delete("/v1/chunks/{name:path}")
+    def rm(name: str) -> list:
+        fake.removed.append(name)
+        return []
+
+    @app.get("/v1/contexts/{name:path}:log")
+    def log(name: str) -> dict:
+        keys = ("version", "at", "verb", "says")
+        return {"data": [{"n_tokens": sum(p["n_tokens"] for p in v["parts"]), "added": [], "removed": [],
+                          **{k: v[k] for k in keys}} for v in fake.log(name)][::-1]}  # fmt: skip
+
+    @app.get("/v1/contexts/{name:path}:diff")
+    def diff(name: str, request: Request) -> dict:
+        return fake.diff(name, int(request.query_params["from"]))
+
+    @app.get("/v1/contexts/{name:path}:why")
+    def why(name: str) -> dict:
+        return fake.why(name)
+
     @app.get("/v1/contexts/{name:path}")
     def detail(name: str) -> dict:
-        return {"name": name, "parts": fake.parts(name), "plan": fake.plan(name)}
+        version = fake.log(name)[-1]["version"]
+        return {"name": name, "version": version, "parts": fake.parts(name), "plan": fake.plan(name)}  # fmt: skip
 
     @app.delete("/v1/contexts/{name:path}")
-    def close(name: str) -> dict:
+    def close(name: str, request: Request):
+        if not fits(fake, name, request):
+            return error(412, "another version")
         del fake.contexts[name]
         return {}
 
@@ -207,15 +307,22 @@ def app_of(fake: Fake) -> FastAPI:
             return StreamingResponse(answer(fake, name, body), media_type="text/event-stream")
         if what == "drop" and body["mode"] == "evict":
             return error(400, "mode: this context does not keep what its parts saw", 'use prune="evict"')  # fmt: skip
+        if what != "preview" and not fits(fake, name, request):
+            return error(412, "another version", "look again")
         fake.edit(name, what, body)
         return fake.plan(name)
 
     return app
 
 
+def fits(fake: Fake, name: str, request: Request) -> bool:
+    wanted = request.headers.get("if-match")
+    return wanted == f'"{fake.log(name)[-1]["version"]}"'
+
+
 async def answer(fake: Fake, name: str, body: dict) -> AsyncIterator[str]:
     fake.add(name, "user", len(body["content"].split()))
-    fake.last = fake.plan(name)
+    plan = fake.plan(name)
     try:
         for word in WORDS[: body["max_tokens"]]:
             await asyncio.sleep(fake.delay)
@@ -224,8 +331,10 @@ async def answer(fake: Fake, name: str, body: dict) -> AsyncIterator[str]:
         fake.cancelled += 1
         raise
     fake.add(name, "assistant", len(WORDS))
-    fake.history.append({"time": time.time(), "hit_rate": 0.9, "ttft": 0.2})
-    final = {"text": " ".join(WORDS), "finish": "stop", "usage": {"ttft": 0.123}, "plan": fake.last}
+    fake.note(name, "ask", "ask")
+    fake.history.append(answered(len(fake.history) + 1, time.time(), name, 0.9, 0.2))
+    fake.plans[len(fake.history)] = plan
+    final = {"text": " ".join(WORDS), "finish": "stop", "usage": {"ttft": 0.123}, "plan": plan}
     yield f"data: {json.dumps(final)}\n\ndata: [DONE]\n\n"
 
 

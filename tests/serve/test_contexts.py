@@ -345,4 +345,8 @@ def test_status_shows_each_key_its_own_answers(serve):
     assert told["history"][1]["hit_rate"] > told["history"][0]["hit_rate"] > 0
     assert 0 < told["hit_rate"] < 1 and told["last_plan"]["n_tokens"] > 0
     assert len(served.berta("GET", "/v1/status")["history"]) == 1
+    first = served.anna("GET", "/v1/answers/1")
+    assert first["plan"] != told["last_plan"] and first["context"] == "c" and first["n"] == 1
+    assert served.anna("GET", "/v1/answers/2")["plan"] == told["last_plan"]
+    assert "1 to 1" in served.berta.error("GET", "/v1/answers/2", None, 400)["hint"]
     assert [b["tier"] for b in told["budgets"]] == ["ram"] and told["budgets"][0]["budget"] is None

@@ -115,6 +115,7 @@ def test_the_difference_of_two_versions(context: Context) -> None:
 
 def test_why_names_the_edit_that_cost(context: Context) -> None:
     context.generate(2, ignore_eos=True)
+    assert not context.why().pending  # the answer is what was woven for
     context.append([30, 31], name="question")
     context.drop("d0")
     dropped = context.history.version

@@ -49,9 +49,9 @@ def create_app(engine: Engine, options: Options | None = None) -> FastAPI:
     state = ServerState(driver, options)
     state.quota.bound_rows(engine.shelf)
 
-    def count(tenant: str, answer: Answer, waited: float) -> None:
+    def count(tenant: str, answer: Answer, waited: float, context: str) -> None:
         state.metrics.answered(answer, waited)
-        state.history.add(tenant, answer, waited)
+        state.history.add(tenant, answer, waited, context)
 
     driver.on_answer = count
 

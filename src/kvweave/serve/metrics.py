@@ -16,10 +16,12 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvweave.engine import Engine
+from kvweave.errors import InvalidArgument
 from kvweave.weave.answer import Answer
 from kvweave.weave.plan import Plan
 
 RECENT = 200  # answers kept for the page, per namespace
+PLANS = 40  # of these, the last whose plans are kept too
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 METHODS = ("GET", "HEAD", "PUT", "POST", "DELETE", "OPTIONS")
 KINDS = ("exact", "reused", "repaired", "prefilled")
@@ -113,12 +115,14 @@ class History:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._answers: dict[str, deque[dict[str, Any]]] = {}
-        self._plans: dict[str, Plan] = {}
+        self._plans: dict[str, deque[tuple[int, Plan]]] = {}
+        self._counts: Counts[str] = Counts()
 
-    def add(self, tenant: str, answer: Answer, waited: float) -> None:
-        """Note an answer that ended."""
+    def add(self, tenant: str, answer: Answer, waited: float, context: str = "") -> None:
+        """Note an answer that ended, of the context of that name."""
         counts, n = answer.plan.counts(), answer.plan.n_tokens
         entry = {
+            "context": context,
             "time": time.time(),
             "ttft": answer.usage["ttft"],
             "total": answer.usage["total"],
@@ -130,8 +134,11 @@ class History:
             "hit_rate": ((counts["exact"] or 0) + (counts["reused"] or 0)) / n if n else 0.0,
         }
         with self._lock:
-            self._answers.setdefault(tenant, deque(maxlen=RECENT)).append(entry)
-            self._plans[tenant] = answer.plan
+            self._counts[tenant] += 1
+            number = self._counts[tenant]
+            self._answers.setdefault(tenant, deque(maxlen=RECENT)).append({"n": number} | entry)
+            plans = self._plans.setdefault(tenant, deque(maxlen=PLANS))
+            plans.append((number, answer.plan))
 
     def answers(self, tenant: str) -> list[dict[str, Any]]:
         """Return a namespace's answers, oldest first."""
@@ -141,7 +148,18 @@ class History:
     def plan(self, tenant: str) -> Plan | None:
         """Return the plan of a namespace's last answer."""
         with self._lock:
-            return self._plans.get(tenant)
+            plans = self._plans.get(tenant)
+            return plans[-1][1] if plans else None
+
+    def answer(self, tenant: str, n: int) -> tuple[dict[str, Any], Plan]:
+        """Return a namespace's ``n``-th answer and its plan. Raises InvalidArgument."""
+        with self._lock:
+            plans = dict(self._plans.get(tenant, ()))
+            if n not in plans:
+                kept = f"{min(plans)} to {max(plans)} are kept" if plans else "there is none yet"
+                raise InvalidArgument("n", f"the plan of answer {n} is not kept", kept)
+            entry = next(each for each in self._answers[tenant] if each["n"] == n)
+            return entry, plans[n]
 
 
 class Requests:

@@ -14,6 +14,8 @@ from kvweave.weave.plan import Plan
 class Editor(Protocol):
     """What a running answer asks of the context it is an answer of."""
 
+    name: str
+
     @property
     def parts(self) -> tuple[Part, ...]:
         """The parts in order."""

@@ -27,6 +27,7 @@ from kvweave.weave.plan import Plan, Span
 MOST_VERSIONS = 256  # of one context that can be come back to
 MOST_PARTS = 32_768  # in all of these together
 BEGUN = "begin"  # an answer was begun; no version of its own once it is there, or taken back
+ANSWERS = (BEGUN, "answer")  # verbs of what a weave was for
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,9 +241,13 @@ class ContextHistory:
 
     def why(self, parts: tuple[Part, ...], preview: Plan) -> Why:
         """Tell what the last weave did, or, where parts were edited since, what the next would do
-        (``preview``)."""
+        (``preview``). The answer that a weave was for is no such edit."""
         woven = list(self._weaves)
-        pending = not woven or (woven[-1][1] != parts and any(_costs(s) for s in preview.spans))
+        pending = not woven or (
+            woven[-1][1] != parts
+            and any(v.version > woven[-1][0] and v.verb not in ANSWERS for v in self._versions)
+            and any(_costs(s) for s in preview.spans)
+        )
         if pending:
             woven.append((self.version, parts, preview))
         version, now, plan = woven[-1]

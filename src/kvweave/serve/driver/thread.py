@@ -72,7 +72,8 @@ class Driver:
         self.engine = engine  # touched only in the driver's thread, once that has started
         self.max_waiting = max_waiting
         self.max_active = max_active or engine.config.max_batch
-        self.on_answer: Callable[[str, Answer, float], None] = lambda tenant, answer, waited: None
+        # the tenant, his answer, the seconds it waited, the name of its context
+        self.on_answer: Callable[[str, Answer, float, str], None] = lambda *_: None
         self._wake = threading.Condition()  # guards everything below that both sides touch
         self._calls: FairQueue[DriverCall] = FairQueue()
         self._waiting: FairQueue[AnswerJob] = FairQueue()
@@ -346,7 +347,7 @@ class Driver:
             self._seconds += 0.1 * (total - self._seconds)
         job.sink.put(Finished(index, answer))
         try:
-            self.on_answer(job.tenant, answer, job.waited)
+            self.on_answer(job.tenant, answer, job.waited, job.turns[index].context.name)
         except Exception:
             log.exception("an answer could not be counted")
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Path, Request
 from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel
 from starlette.responses import Response
@@ -68,6 +68,23 @@ class Status(BaseModel):
     history: list[dict[str, Any]]
     hit_rate: float | None
     last_plan: dict[str, Any] | None
+
+
+class AnswerView(BaseModel):
+    """One answer: its number, context, times and tokens, and the plan of its weave."""
+
+    n: int
+    context: str
+    time: float
+    ttft: float | None
+    total: float | None
+    waited: float
+    finish: str
+    prompt_tokens: int
+    completion_tokens: int
+    kv: dict[str, int | float | None]
+    hit_rate: float
+    plan: dict[str, Any]
 
 
 @router.get("/health", response_model=Health, responses={503: {"model": Health}})
@@ -137,6 +154,15 @@ async def status(tenant: Tenant, the: The) -> dict[str, Any]:
         "hit_rate": reused / prompt if prompt else None,
         "last_plan": None if plan is None else plan.to_dict(),
     }
+
+
+@router.get("/v1/answers/{n}", response_model=AnswerView, responses={400: ERRORS[400]})
+async def answer(
+    tenant: Tenant, the: The, n: Annotated[int, Path(ge=1, le=2**53)]
+) -> dict[str, Any]:
+    """Tell how one of the last answers came about; ``history`` of the status has their numbers."""
+    entry, plan = the.history.answer(tenant, n)
+    return entry | {"plan": plan.to_dict()}
 
 
 def _budgets(engine: Engine, used: dict[str, int], the: The) -> list[dict[str, Any]]:

@@ -1,10 +1,13 @@
 // Wires the page: the theme, the key, and a round of questions every two seconds while it is seen.
 
-import { call, getKey, setKey } from "./api.js";
+import { all, call, getKey, setKey } from "./api.js";
 import * as chat from "./chat.js";
 import * as contexts from "./contexts.js";
 import { failed, find } from "./dom.js";
+import * as gate from "./gate.js";
 import * as panels from "./panels.js";
+import * as plans from "./plans.js";
+import { know } from "./saving.js";
 import { legend } from "./strip.js";
 
 const ROUND = 2000; // ms
@@ -16,30 +19,47 @@ let pause = ROUND;
 let chosen = "";
 let round = null; // AbortController of the round under way
 let history = [];
-let mine = { plan: "", name: "" }; // the last answer in the chat
+let charted = ""; // what the charts show
 
 function live(state, says) {
   find("live").dataset.state = state;
   if (find("live").textContent !== says) find("live").textContent = says;
 }
 
+/** Draw the charts, unless they are as they were: who points at a bar goes on pointing at it. */
+function charts() {
+  const key = [history.length, history.at(-1)?.time, plans.picked(), innerWidth].join();
+  if (key === charted) return;
+  charted = key;
+  panels.charts(history, plans.picked(), plans.show);
+}
+
+async function take(status) {
+  history = status.history;
+  know(history);
+  panels.server(status);
+  panels.budgets(status.budgets);
+  await plans.update(history);
+  charts();
+}
+
+function list(summaries) {
+  contexts.update(summaries);
+  chat.offer(summaries.map(({ name }) => name).filter((name) => !contexts.isLeaving(name)));
+}
+
 async function ask() {
   round?.abort();
   round = new AbortController();
   const { signal } = round;
-  const [status, list] = await Promise.all([
-    call("GET", "v1/status", undefined, signal),
-    call("GET", "v1/contexts", undefined, signal),
+  const [status, summaries] = await Promise.all([
+    call("GET", "v1/status", undefined, { signal }),
+    all("v1/contexts", { signal }),
     panels.chunks(signal),
   ]);
-  const plan = status.last_plan;
-  history = status.history;
-  panels.server(status);
-  panels.budgets(status.budgets);
-  panels.charts(history);
-  panels.plan(plan, plan && JSON.stringify(plan) === mine.plan ? mine.name : "");
-  contexts.update(list.data);
-  chat.offer(list.data.map(({ name }) => name));
+  gate.open();
+  await take(status);
+  list(summaries);
   await contexts.refresh(signal);
 }
 
@@ -55,11 +75,10 @@ async function poll() {
     pause = Math.min(LONGEST, pause * 1.6);
     if (error.status === 401) {
       live("off", getKey() ? "this key is not known" : "needs an API key");
-      find("key-form").classList.add("wanted");
-    } else {
-      live("off", SAYS[error.status] ?? "error, trying again");
-      if (![0, 429, 503].includes(error.status)) failed(error);
+      return gate.close(Boolean(getKey())); // and ask no more until there is another
     }
+    live("off", SAYS[error.status] ?? "error, trying again");
+    if (![0, 429, 503].includes(error.status)) failed(error);
   }
   timer = setTimeout(poll, pause);
 }
@@ -82,13 +101,17 @@ function key() {
   find("key").value = getKey();
   const take = (event) => {
     event.preventDefault();
-    setKey(find("key").value.trim());
-    find("key-form").classList.remove("wanted");
-    pause = ROUND;
-    poll();
+    use(find("key").value);
   };
   find("key-form").addEventListener("submit", take);
   find("key").addEventListener("change", take);
+}
+
+function use(given) {
+  setKey(given.trim());
+  find("key").value = getKey();
+  pause = ROUND;
+  poll();
 }
 
 function choose(name) {
@@ -96,24 +119,25 @@ function choose(name) {
   contexts.choose(name);
 }
 
-async function answered(name, plan) {
-  if (plan) {
-    mine = { plan: JSON.stringify(plan), name };
-    panels.plan(plan, name);
-  }
-  contexts.update((await call("GET", "v1/contexts")).data);
+async function answered(name) {
+  const [status, summaries] = await Promise.all([call("GET", "v1/status"), all("v1/contexts")]);
+  const n = status.history.findLast(({ context }) => context === name)?.n;
+  contexts.update(summaries);
   const card = contexts.cardOf(name);
   card?.settle();
+  await take(status);
   const detail = await card?.refresh();
-  return detail?.parts;
+  return { parts: detail?.parts, show: n && (() => plans.show(n)) };
 }
 
 find("legend").append(...legend());
 theme();
 key();
 chat.start({ chosen: choose, done: answered });
-contexts.start({ choose: chat.turnTo, gone: chat.mark });
-panels.start({ chosen: () => chosen });
+contexts.start({ choose: chat.turnTo, gone: chat.mark, left: chat.offer });
+panels.start({ chosen: () => contexts.cardOf(chosen) });
+plans.start({ chosen: charts });
+gate.start(use);
 document.addEventListener("visibilitychange", poll);
-addEventListener("resize", () => panels.charts(history));
+addEventListener("resize", charts);
 poll();

@@ -1,27 +1,12 @@
 // What is known of one chunk, shown beside it; and the menu of what can be done with it.
 
-import { call, path } from "./api.js";
 import { bytes, count, el, find } from "./dom.js";
+import { statOf } from "./stats.js";
 import { HOWS, shares, tierOf } from "./strip.js";
 
-const FRESH = 10000; // ms; the text stays what it is, the bytes may not
-const stats = new Map(); // chunk id -> its stat with text, as a promise, and when it was asked for
 let peeking = 0;
 let anchor = null;
 let menu = null;
-
-export const forgetStats = () => stats.clear();
-
-export function statOf(id) {
-  const known = stats.get(id);
-  if (known && Date.now() - known.at < FRESH) return known.asked;
-  const asked = call("GET", `v1/chunks/${path(`#${id}`)}?text=true`);
-  asked.catch(() => stats.delete(id));
-  stats.delete(id);
-  stats.set(id, { asked, at: Date.now() });
-  if (stats.size > 500) stats.delete(stats.keys().next().value);
-  return asked;
-}
 
 function rows(part) {
   const all = shares(part);
@@ -33,6 +18,7 @@ function rows(part) {
     ["chunk", `#${part.id}, ${part.kind}`],
     ["tokens", `${count(part.n_tokens)}, at ${count(part.position)} to ${count(end)}${slice}`],
     ["how", how],
+    ...(part.why ? [["why", part.why]] : []),
     ["moved", part.moved ? `by ${part.moved > 0 ? "+" : ""}${count(part.moved)}` : "no"],
     ["saw", part.saw?.length ? `${part.saw.map((id) => `#${id}`).join(" ")}, not before it now` : "only what stands before it"],
     ["tier", `${tierOf(part)}${part.pinned ? ", pinned" : ""}`],

@@ -1,8 +1,8 @@
 // A conversation in one context: streamed, stoppable, each answer with what it cost.
 
 import { call, path, stream } from "./api.js";
-import { statOf } from "./card.js";
-import { driftOf, el, failed, find, seconds } from "./dom.js";
+import { driftOf, el, failed, find, isAuto, seconds } from "./dom.js";
+import { statOf } from "./stats.js";
 import { split, tally } from "./strip.js";
 
 const NEW = ""; // the value of the choice "new context"
@@ -36,9 +36,13 @@ function guide(text) {
 export function offer(names) {
   if (JSON.stringify(names) === JSON.stringify(known)) return;
   const select = find("where");
-  const had = known ? select.value : names[0] ?? NEW;
+  const ours = names.filter((name) => !isAuto(name));
+  const autos = names.filter(isAuto);
+  const had = known ? select.value : ours[0] ?? NEW; // nobody named those of OpenAI's clients
+  const options = (some) => some.map((name) => el("option", { value: name }, name));
   known = names;
-  select.replaceChildren(el("option", { value: NEW }, "New context"), ...names.map((name) => el("option", { value: name }, name)));
+  select.replaceChildren(el("option", { value: NEW }, "New context"), ...options(ours));
+  if (autos.length) select.append(el("optgroup", { label: "From OpenAI clients" }, options(autos)));
   select.value = names.includes(had) ? had : NEW;
   if (select.value !== had || !find("log").childElementCount) turnTo(select.value);
   else showFields();
@@ -134,7 +138,12 @@ async function answer(name, content) {
     box.classList.remove("live");
     find("log").scrollTop = find("log").scrollHeight;
   }
-  await after(name, final.plan ?? null).then((parts) => label(parts, asked.box, box), failed);
+  await after(name).then(({ parts, show }) => {
+    label(parts, asked.box, box);
+    if (!show || !final.plan) return;
+    foot.append(el("button", { type: "button", class: "quiet", onclick: show }, "Its plan"));
+    find("log").scrollTop = find("log").scrollHeight;
+  }, failed);
 }
 
 /** Tie the two messages to their chunks, so that a drop shows on them. */
@@ -170,7 +179,7 @@ function busy(on) {
   find("where").disabled = on;
 }
 
-/** Wire the form; `done(name, plan)` refreshes the context after an answer, returns its parts. */
+/** Wire the form; `done(name)` refreshes the context after an answer; returns its parts, and how to `show` the answer's plan. */
 export function start({ chosen, done }) {
   onChosen = chosen;
   after = done;

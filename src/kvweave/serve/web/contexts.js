@@ -1,191 +1,55 @@
-// The list of contexts: a strip each, and what an edit of one of its chunks costs.
+// The list of contexts: those with a name of their own first, those of OpenAI's clients in a fold behind them.
 
-import { call, path } from "./api.js";
-import { closeMenu, forgetStats, openMenu, peek, statOf, unpeek } from "./card.js";
-import { count, driftOf, el, failed, find, plural, redraw, seconds, toast } from "./dom.js";
-import { edit } from "./editor.js";
-import { split, strip, tally } from "./strip.js";
+import { call } from "./api.js";
+import { closeMenu } from "./card.js";
+import { Card } from "./context.js";
+import { count, el, find, isAuto } from "./dom.js";
+import { soon } from "./undo.js";
 
 const SHOWN = 24; // cards drawn; the rest waits behind a button
 const PER_ROUND = 6; // contexts asked for in one round of polling
 
 const cards = new Map(); // name -> Card
+const leaving = new Set(); // names that are about to be closed
 const seen = new IntersectionObserver((entries) => {
   for (const { target, isIntersecting } of entries) target.dataset.inview = isIntersecting;
 });
+let known = []; // summaries of the last round
 let limit = SHOWN;
 let chosen = "";
-let onChoose = () => {};
-let onGone = () => {};
+let on = {};
 
-const short = (n) => Number(n.toPrecision(2));
-const of = (name, verb = "") => `v1/contexts/${path(name)}${verb ? `:${verb}` : ""}`;
+const autos = el("details", { class: "autos", hidden: true },
+  el("summary", {}, "From OpenAI clients ", el("span", { class: "count" })),
+  el("p", { class: "soft" }, "The server named these itself; each holds what one conversation has in store."), el("div", {}));
 
-/** Tell a part to the server: by id while that is clear, else by index. */
-function refOf(part, parts) {
-  const twins = parts.filter((other) => other.id === part.id);
-  return twins.length === 1 ? `#${part.id}` : part.index;
-}
-
-/**
- * The parts as they are drawn: what the last weave made of them, and, from the first part on that was
- * edited since, what the next one would.
- */
-export function drawn({ parts, plan }) {
-  let same = true;
-  return parts.map((part, index) => {
-    const span = plan?.spans[index];
-    same = same && Boolean(span) && span.id === part.id && span.position === part.position
-      && span.n_tokens === part.n_tokens && !part.n_prefilled;
-    if (!same) return part;
-    const { how, exact, n_repaired, n_prefilled, moved, saw, patched } = span;
-    const tier = span.tier === "-" ? part.tier : span.tier;
-    return { ...part, how, exact, n_repaired, n_prefilled, moved, saw, patched, tier };
+/** Close a context in some seconds; until then it is only out of sight. */
+function close(card) {
+  const { name, version } = card;
+  const again = () => { leaving.delete(name); update(known); on.left(known.map((each) => each.name)); };
+  leaving.add(name);
+  update(known);
+  on.left(known.map((each) => each.name).filter((each) => !leaving.has(each)));
+  soon({
+    says: `Closing ${name}.`, hint: "Its rows are freed in a few seconds; names of chunks stay.",
+    done: `${name} is closed.`, off: `${name} stays open.`,
+    act: async (options) => {
+      await call("DELETE", card.url(), undefined, { version, ...options });
+      known = known.filter((each) => each.name !== name);
+      leaving.delete(name);
+      update(known);
+    },
+    back: again,
   });
-}
-
-class Card {
-  constructor(name) {
-    this.name = name;
-    this.parts = [];
-    this.asked = 0;
-    this.title = el("button", { type: "button", class: "link", onclick: () => onChoose(name) }, name);
-    this.facts = el("span", { class: "count" });
-    this.more = el("button", { type: "button", class: "quiet", "aria-haspopup": "menu", "aria-label": `Actions on ${name}`, onclick: () => this.menu() }, "…");
-    this.body = el("div", { class: "body" }, el("p", { class: "empty" }, "…"));
-    this.cost = el("div", { class: "cost", role: "status", hidden: true });
-    this.box = el("article", { class: "context", "aria-label": `Context ${name}`, data: { name } },
-      el("div", { class: "line" }, el("h3", {}, this.title), this.facts, this.more), this.body, this.cost);
-    seen.observe(this.box);
-  }
-
-  summary({ n_tokens, n_parts, busy }) {
-    this.busy = busy;
-    this.facts.textContent = `${plural(n_tokens, "token")} in ${plural(n_parts, "chunk")}${busy ? ", answering" : ""}`;
-    this.box.classList.toggle("busy", Boolean(busy));
-  }
-
-  async refresh(signal) {
-    this.asked = Date.now();
-    const detail = await call("GET", of(this.name), undefined, signal);
-    this.show(detail);
-    return detail;
-  }
-
-  /** An answer was given: what an edit would have cost is no more. */
-  settle() {
-    this.cost.hidden = true;
-  }
-
-  show(detail) {
-    this.parts = detail.parts;
-    const focused = [...this.body.querySelectorAll(".chunk")].indexOf(document.activeElement);
-    redraw(this.body, drawn(detail), (parts) => {
-      if (!parts.length) return el("p", { class: "empty" }, "No chunks yet. Write to it in the chat.");
-      const { list, items } = strip(this.name, parts, { onopen: (part, at) => this.open(part, at), onpeek: peek, onleave: unpeek });
-      if (focused >= 0) queueMicrotask(() => items[Math.min(focused, items.length - 1)].focus());
-      return list;
-    });
-  }
-
-  open(part, at) {
-    const again = at.getAttribute("aria-expanded") === "true";
-    if (again) return;
-    openMenu(at, [
-      ["Drop", () => this.drop(part, "forget"), "forget: as if never there"],
-      ["Drop, keep its trace", () => this.drop(part, "evict"), "evict: only its memory goes"],
-      [part.pinned ? "Unpin" : "Pin", () => this.pin(part)],
-      ["Replace text…", () => this.replace(part)],
-    ], part);
-  }
-
-  menu() {
-    openMenu(this.more, [
-      ["Weave now", () => this.weave()],
-      ["Check against a full prefill", () => this.check(), "costs that prefill"],
-      ["Fork…", () => this.fork()],
-      ["Close", () => this.close()],
-    ], null, `Actions on ${this.name}`);
-  }
-
-  /** Send an edit, then show the strip as it is now and what the next answer would cost. */
-  async change(what, verb, body) {
-    try {
-      const before = await call("POST", of(this.name, "preview"), {});
-      await call("POST", of(this.name, verb), body);
-      const [after] = await Promise.all([call("POST", of(this.name, "preview"), {}), this.refresh()]);
-      this.price(what, after, before);
-      onGone(this.name, this.parts);
-    } catch (error) { failed(error); }
-  }
-
-  drop(part, mode) {
-    return this.change(`Dropped ${part.name} (${mode})`, "drop", { parts: [refOf(part, this.parts)], mode });
-  }
-
-  async pin(part) {
-    const verb = part.pinned ? "unpin" : "pin";
-    try {
-      await call("POST", `v1/chunks/${path(`#${part.id}`)}:${verb}`, {});
-      forgetStats();
-      await this.refresh();
-    } catch (error) { failed(error); }
-  }
-
-  async replace(part) {
-    const stat = await statOf(part.id).catch(() => ({ text: "" }));
-    const text = await edit({ title: `Replace ${part.name}`, text: stat.text ?? "", note: "What stands behind it is woven anew; its KV is reused or repaired." });
-    if (text) await this.change(`Replaced ${part.name}`, "replace", { part: refOf(part, this.parts), text: text.text });
-  }
-
-  async weave() {
-    try {
-      const plan = await call("POST", of(this.name, "weave"), {});
-      await this.refresh();
-      this.price("Woven", plan);
-    } catch (error) { failed(error); }
-  }
-
-  async check() {
-    const started = performance.now();
-    try {
-      const found = await call("POST", of(this.name, "check"), {});
-      const says = `KL ${short(found.kl)} nats (largest ${short(found.kl_max)}), same first choice ${Math.round(100 * found.top1)} %`;
-      const over = `over ${plural(found.n_compared, "prediction")}, measured in ${seconds((performance.now() - started) / 1000)}`;
-      toast(`${this.name} against a full prefill: ${says}`, { hint: over });
-    } catch (error) { failed(error); }
-  }
-
-  async fork() {
-    const to = await edit({ title: `Fork ${this.name}`, name: `${this.name}-2`, note: "The copy has the same chunks and rows; the two do not affect each other." });
-    if (!to) return;
-    await call("POST", of(this.name, "fork"), { to: to.name }).then(() => toast(`${to.name} is a copy of ${this.name}`), failed);
-  }
-
-  async close() {
-    try {
-      await call("DELETE", of(this.name));
-      remove(this.name);
-      onGone(this.name, []);
-    } catch (error) { failed(error); }
-  }
-
-  price(what, plan, before = null) {
-    const grew = before ? plan.prefilled + plan.repaired - before.prefilled - before.repaired : 0;
-    const than = before && grew > 0 ? `, ${count(grew)} more than before` : "";
-    this.cost.hidden = false;
-    this.cost.replaceChildren(el("div", { class: "facts" },
-      el("span", { class: "what" }, `${what}.`),
-      el("span", { class: "soft" }, before ? `The next weave computes ${plural(plan.prefilled + plan.repaired, "token")} of ${count(plan.n_tokens)}${than}:` : "This weave:"),
-      split(plan), ...tally(plan), el("span", { class: "soft" }, driftOf(plan))),
-    el("button", { type: "button", class: "quiet", "aria-label": "Close", onclick: () => { this.cost.hidden = true; } }, "×"));
-  }
 }
 
 function remove(name) {
   const card = cards.get(name);
   if (!card) return;
-  if (card.box.contains(document.activeElement)) closeMenu();
+  if (card.box.contains(document.activeElement)) {
+    closeMenu();
+    find("contexts").focus({ preventScroll: true });
+  }
   seen.unobserve(card.box);
   card.box.remove();
   cards.delete(name);
@@ -197,10 +61,10 @@ function guide() {
     el("pre", {}, `${location.origin}/v1`));
 }
 
-/** Draw the list; `choose` is told which context the chat should go to, `gone` what an edit left. */
-export function start({ choose, gone }) {
-  onChoose = choose;
-  onGone = gone;
+/** Draw the list. listeners: choose(name), gone(name, parts), left(names) when one is closed or is back. */
+export function start(listeners) {
+  on = listeners;
+  find("list").append(autos);
 }
 
 export function choose(name) {
@@ -209,26 +73,48 @@ export function choose(name) {
 }
 
 export const cardOf = (name) => cards.get(name);
+export const isLeaving = (name) => leaving.has(name);
+
+function made(name) {
+  const card = new Card(name, { ...on, close });
+  cards.set(name, card);
+  seen.observe(card.box);
+  return card;
+}
+
+/** Put cards into a box in this order, moving none that stands where it should: focus would be lost. */
+function arrange(box, summaries) {
+  let before = null;
+  for (const summary of summaries) {
+    const card = cards.get(summary.name) ?? made(summary.name);
+    const there = before ? before.nextElementSibling : box.firstElementChild;
+    if (there !== card.box) box.insertBefore(card.box, there);
+    card.summary(summary);
+    before = card.box;
+  }
+}
 
 export function update(summaries) {
+  known = summaries;
   const list = find("list");
-  const names = new Set(summaries.map(({ name }) => name));
+  const open = summaries.filter(({ name }) => !leaving.has(name));
+  const ranked = [...open].sort((a, b) => (b.name === chosen) - (a.name === chosen) || isAuto(a.name) - isAuto(b.name));
+  const names = new Set(ranked.slice(0, limit).map(({ name }) => name));
   for (const name of [...cards.keys()]) if (!names.has(name)) remove(name);
   list.querySelector(".guide")?.remove();
   list.querySelector(".rest")?.remove();
-  find("n-contexts").textContent = summaries.length ? count(summaries.length) : "";
-  const first = [...summaries].sort((a, b) => (b.name === chosen) - (a.name === chosen));
-  for (const summary of first.slice(0, limit)) {
-    if (!cards.has(summary.name)) {
-      const card = new Card(summary.name);
-      cards.set(summary.name, card);
-      list.append(card.box);
-    }
-    cards.get(summary.name).summary(summary);
-  }
-  if (!summaries.length) list.append(guide());
-  const rest = summaries.length - limit;
-  if (rest > 0) list.append(el("button", { type: "button", class: "rest quiet", onclick: () => { limit += SHOWN; update(summaries); } }, `${count(rest)} more`));
+  find("n-contexts").textContent = open.length ? count(open.length) : "";
+  const drawn = open.filter(({ name }) => names.has(name));
+  const ours = drawn.filter(({ name }) => !isAuto(name));
+  const theirs = drawn.filter(({ name }) => isAuto(name));
+  arrange(list, ours);
+  arrange(autos.lastElementChild, theirs);
+  autos.querySelector(".count").textContent = count(open.filter(({ name }) => isAuto(name)).length);
+  if (theirs.length && autos.hidden) autos.open = !ours.length;
+  autos.hidden = !theirs.length;
+  if (!open.length) list.append(guide());
+  const rest = open.length - names.size;
+  if (rest > 0) list.append(el("button", { type: "button", class: "rest quiet", onclick: () => { limit += SHOWN; update(known); } }, `${count(rest)} more`));
   choose(chosen);
 }
 

@@ -1,14 +1,16 @@
-// Budgets, counters, charts, the last plan, and the chunks in store.
+// Budgets, counters, charts, and the chunks in store.
 
 import { call, path } from "./api.js";
-import { forgetStats, openMenu } from "./card.js";
+import { openMenu } from "./card.js";
 import { draw } from "./charts.js";
-import { bytes, count, driftOf, el, failed, find, plural, redraw, seconds, toast } from "./dom.js";
+import { bytes, count, el, failed, find, plural, redraw, seconds, toast } from "./dom.js";
 import { edit } from "./editor.js";
-import { HOWS, howOf, tally } from "./strip.js";
+import { forgetStats } from "./stats.js";
+import { HOWS } from "./strip.js";
+import { soon } from "./undo.js";
 
 const LISTED = 200;
-const SIGN = Object.fromEntries(HOWS.map(({ how, sign }) => [how, sign]));
+const leaving = new Set(); // names that are about to be removed
 
 export function server(status) {
   find("model").textContent = status.model;
@@ -37,38 +39,17 @@ export function budgets(rows) {
 
 const percent = (value) => `${Math.round(100 * value)} %`;
 
-export function charts(history) {
-  const points = (key) => history.filter((h) => Number.isFinite(h[key])).map((h) => ({ time: h.time, value: h[key] }));
-  draw(find("hits"), points("hit_rate"), { top: 1, format: percent, label: "Prompt tokens reused", empty: "No answers yet." });
-  draw(find("ttft"), points("ttft"), { format: seconds, label: "Time to first token", empty: "No answers yet." });
-}
-
-const COLUMNS = ["part", "id", "tokens", "how", "from", "at", "moved", "repaired", "prefilled"];
-
-function cells(span) {
-  const how = howOf(span);
-  return [
-    el("th", { scope: "row", title: span.part }, span.part, span.saw?.length ? el("span", { class: "soft" }, ` saw ${span.saw.map((id) => `#${id}`).join(" ")}`) : null),
-    el("td", {}, `#${span.id}`), el("td", {}, count(span.n_tokens)),
-    el("td", { class: "how" }, el("span", { class: "key-box", data: { how } }), `${SIGN[how]} ${how}${span.patched ? ", patched" : ""}`),
-    el("td", {}, span.tier), el("td", {}, count(span.position)),
-    el("td", {}, span.moved ? `${span.moved > 0 ? "+" : ""}${count(span.moved)}` : "-"),
-    el("td", {}, span.n_repaired ? `${count(span.n_repaired)} (${Math.round((100 * span.n_repaired) / span.n_tokens)} %)` : "-"),
-    el("td", {}, span.n_prefilled ? count(span.n_prefilled) : "-"),
-  ];
-}
-
-export function plan(found, of = "") {
-  find("plan-of").textContent = found ? [of, `strategy ${found.strategy}`, plural(found.n_tokens, "token"), driftOf(found)].filter(Boolean).join(", ") : "";
-  redraw(find("plan"), found, () => {
-    if (!found) return el("p", { class: "empty" }, "No answer yet. After one, this says where the KV of each chunk came from.");
-    return [
-      el("p", { class: "tallies" }, tally(found)),
-      el("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "Plan, part by part" }, el("table", {},
-        el("thead", {}, el("tr", {}, COLUMNS.map((name) => el("th", { scope: "col" }, name)))),
-        el("tbody", {}, found.spans.map((span) => el("tr", {}, cells(span)))))),
-    ];
-  });
+/** The last answers, a bar each; a click on one shows its plan. */
+export function charts(history, picked, onpick) {
+  const reused = history.filter((answer) => answer.kv && Number.isFinite(answer.hit_rate));
+  const timed = history.filter((answer) => Number.isFinite(answer.ttft));
+  const share = ({ kv }) => {
+    const whole = HOWS.reduce((sum, { how }) => sum + (kv[how] ?? 0), 0) || 1;
+    return HOWS.map(({ how }) => ({ how, value: (kv[how] ?? 0) / whole }));
+  };
+  const common = { picked, onpick, empty: "No answers yet." };
+  draw(find("hits"), reused, { ...common, top: 1, format: percent, label: "Prompt tokens reused", value: (answer) => answer.hit_rate, layers: share });
+  draw(find("ttft"), timed, { ...common, format: seconds, label: "Time to first token", value: ({ ttft }) => ttft, layers: ({ ttft }) => [{ value: ttft, how: "plain" }] });
 }
 
 async function act(method, entry, verb, body) {
@@ -79,17 +60,33 @@ async function act(method, entry, verb, body) {
   } catch (error) { failed(error); }
 }
 
+/** Remove a name in some seconds; until then it is only out of sight. */
+function remove({ name }) {
+  leaving.add(name);
+  chunks().catch(failed);
+  const back = () => { leaving.delete(name); chunks().catch(failed); };
+  soon({
+    says: `Removing ${name}.`, hint: "Its KV is freed where nothing else holds it.",
+    done: `${name} is removed.`, off: `${name} stays.`, back,
+    act: async (options) => {
+      await call("DELETE", `v1/chunks/${path(name)}`, undefined, options);
+      forgetStats();
+      back();
+    },
+  });
+}
+
 function chunkMenu(at, entry, chosen) {
   const context = chosen();
   openMenu(at, [
     [entry.pinned ? "Unpin" : "Pin", () => act("POST", entry, entry.pinned ? ":unpin" : ":pin", {})],
-    ...(context ? [[`Append to ${context}`, () => call("POST", `v1/contexts/${path(context)}:append`, { chunk: entry.name })
-      .then(() => toast(`${entry.name} stands at the end of ${context}`), failed)]] : []),
-    ["Remove", () => act("DELETE", entry, ""), "the name, and its KV when nothing else holds it"],
+    ...(context ? [[`Append to ${context.name}`, () => context.change(`Appended ${entry.name}`, "append", { chunk: entry.name })
+      .then((made) => made && toast(`${entry.name} stands at the end of ${context.name}`))]] : []),
+    ["Remove", () => remove(entry), "the name, and its KV when nothing else holds it"],
   ], null, `Actions on ${entry.name}`);
 }
 
-let chosenContext = () => "";
+let chosenContext = () => null;
 
 function row(entry) {
   const more = el("button", { type: "button", class: "quiet", "aria-haspopup": "menu", "aria-label": `Actions on ${entry.name}`, onclick: () => chunkMenu(more, entry, chosenContext) }, "…");
@@ -117,10 +114,11 @@ export async function chunks(signal) {
   const query = new URLSearchParams({ sort: "n_tokens", reverse: "true", limit: String(LISTED), pattern: patternOf(pattern) });
   let found = [];
   try {
-    found = (await call("GET", `v1/chunks?${query}`, undefined, signal)).data;
+    found = (await call("GET", `v1/chunks?${query}`, undefined, { signal })).data;
   } catch (error) {
     if (error.status !== 404) throw error; // a name that is not there (yet)
   }
+  found = found.filter(({ name }) => !leaving.has(name));
   find("n-chunks").textContent = found.length >= LISTED ? `the largest ${LISTED}` : found.length ? count(found.length) : "";
   const shown = found.map(({ last_used, created, ...rest }) => rest);
   redraw(find("stored"), [shown, pattern], () => {
@@ -141,7 +139,7 @@ async function put() {
   } catch (error) { failed(error); }
 }
 
-/** Wire the list of chunks; `chosen()` names the context the chat is in. */
+/** Wire the list of chunks; `chosen()` gives the card of the context the chat is in. */
 export function start({ chosen }) {
   chosenContext = chosen;
   let typed = 0;

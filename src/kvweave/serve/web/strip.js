@@ -1,6 +1,7 @@
-// A context as a strip of chunks: width is tokens, colour is how, pattern is tier.
+// A context as a strip of chunks: width is tokens, colour is how; a pattern marks what is not in memory.
 
 import { el, count, plural } from "./dom.js";
+import { wordsOf } from "./stats.js";
 
 export const HOWS = [
   { how: "exact", sign: "=", says: "exact: the KV of a full prefill" },
@@ -8,11 +9,15 @@ export const HOWS = [
   { how: "repaired", sign: "↻", says: "repaired: recomputed in this context" },
   { how: "prefilled", sign: "+", says: "prefilled: computed for the first time" },
 ];
-export const TIERS = ["gpu", "ram", "disk", "none"];
+const MARKED = ["disk", "remote", "none"]; // tiers with a pattern; what is in memory has none
 const SIGN = Object.fromEntries(HOWS.map(({ how, sign }) => [how, sign]));
 const LEAST = 9; // pixels of the narrowest chunk
 const GAP = 2;
-const NAMED = 40; // pixels from which a chunk shows its name
+const SIGNED = 18; // pixels from which a chunk shows its sign
+const NAMED = 46; // pixels from which a chunk shows its name and its tokens
+const QUOTED = 76; // pixels from which it shows its first words too
+const WORTH = 0.5; // of a strip has to be that wide, or there is no line of names
+const READ = 40; // texts asked for, at most, for one strip
 
 /** Split a part's or a span's tokens by how they got their KV. */
 export function shares(part) {
@@ -92,9 +97,10 @@ function chunk(part, { onopen, onpeek, onleave }) {
   },
   part.pinned ? el("span", { class: "pin", "aria-hidden": "true" }) : null,
   bar,
+  el("span", { class: "size", "aria-hidden": "true", data: { how: HOWS.find(({ how: each }) => all[each])?.how ?? how } },
+    el("b", {}, SIGN[how]), el("span", {}, ` ${count(part.n_tokens)}`)),
   el("span", { class: "name", "aria-hidden": "true" }, shortName(part)),
-  el("span", { class: "size", "aria-hidden": "true" },
-    el("b", {}, SIGN[how]), el("span", {}, ` ${count(part.n_tokens)}`)));
+  el("span", { class: "words", "aria-hidden": "true" }));
   return button;
 }
 
@@ -114,13 +120,27 @@ export function strip(name, parts, actions) {
     const sizes = wrapped(parts.map((part) => part.n_tokens), width);
     items.forEach((item, index) => {
       item.style.width = `${sizes[index]}px`;
-      item.classList.toggle("tiny", sizes[index] < 20);
+      item.classList.toggle("tiny", sizes[index] < SIGNED);
       item.classList.toggle("small", sizes[index] < NAMED);
+      item.classList.toggle("brief", sizes[index] < QUOTED);
     });
-    list.classList.toggle("dense", sizes.every((size) => size < NAMED));
+    const quoted = parts.filter((part, index) => sizes[index] >= QUOTED);
+    const whole = sizes.reduce((sum, size) => sum + size, 0);
+    const wide = sizes.reduce((sum, size) => sum + (size >= NAMED ? size : 0), 0);
+    list.classList.toggle("wordless", !quoted.length);
+    list.classList.toggle("dense", wide < WORTH * whole);
+    if (wide >= WORTH * whole) quote(items, parts, quoted.slice(0, READ));
   };
   new ResizeObserver(layout).observe(list);
   return { list, items };
+}
+
+/** Show the first words of chunks; those of a slice begin elsewhere than its chunk. */
+function quote(items, parts, shown) {
+  for (const part of shown.filter(({ start }) => !start)) {
+    const box = items[parts.indexOf(part)].querySelector(".words");
+    if (!box.textContent) wordsOf(part.id, (words) => { box.textContent = words; });
+  }
 }
 
 function walk(event, items) {
@@ -152,11 +172,10 @@ export function tally(counts) {
 
 export function legend() {
   return [
-    el("li", { class: "axis" }, "colour"),
     ...HOWS.map(({ how, sign, says }) => el("li", { title: says },
       el("span", { class: "key-box", data: { how } }), el("b", { "aria-hidden": "true" }, sign), ` ${how}`)),
-    el("li", { class: "axis" }, "pattern"),
-    ...TIERS.map((tier) => el("li", {},
+    el("li", { class: "axis" }, "not in memory"),
+    ...MARKED.map((tier) => el("li", {},
       el("span", { class: "key-box bar", data: { tier } }, el("i", { data: { how: "plain" } })), ` ${tier}`)),
     el("li", {}, el("span", { class: "pin" }), " pinned"),
   ];

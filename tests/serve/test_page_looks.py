@@ -1,0 +1,93 @@
+"""How the page looks at three widths, light and dark: nothing scrolls sideways or overlaps, all is legible."""
+
+from __future__ import annotations
+
+import pytest
+from serve.page_browser import SIZES, SLOW, check_looks, chunks_of, until
+
+from kvweave.serve.routes.page import read_assets
+
+CHAT = 'article[data-name="chat/42"]'
+
+
+def settled(page) -> None:
+    chunks_of(page, "agents/night-shift").first.wait_for()
+    page.locator(f"{CHAT} .words").get_by_text("the pump").first.wait_for()
+    page.locator(f"{CHAT} .why").get_by_text("weave").wait_for()
+
+
+@SLOW
+@SIZES
+def test_nothing_overlaps_and_all_is_legible(visit, width, scheme):
+    page = visit(width, scheme)
+    settled(page)
+    check_looks(page)
+    page.locator(".autos summary").click()
+    page.get_by_role("button", name="History of chat/42").click()
+    chunks_of(page, "chat/42").nth(3).click()
+    page.get_by_role("menuitem", name="Drop forget").click()
+    page.locator(f"{CHAT} .versions li").nth(1).wait_for()
+    page.get_by_role("button", name="What changed since version 0").click()
+    page.get_by_text("removed: docs/manual/valve").wait_for()
+    check_looks(page)
+    page.get_by_role("button", name="Actions on rag/rain").click()
+    page.get_by_role("menuitem", name="Close").click()
+    page.get_by_text("Closing rag/rain.").wait_for()
+    check_looks(page)
+
+
+@SLOW
+@SIZES
+def test_without_a_key_it_says_what_to_do(visit, fake, width, scheme):
+    fake.key = "sesame-sesame"
+    page = visit(width, scheme, expect_errors=True)  # the browser logs the 401
+    page.get_by_text("Where to get one").click()
+    check_looks(page)
+    assert page.locator(".panel:visible").count() == 1
+    asked: list[str] = []
+    page.on("request", lambda request: asked.append(request.url))
+    page.wait_for_timeout(4500)
+    assert asked == []  # a key that is not known is not tried again and again
+
+
+@SLOW
+@pytest.mark.parametrize("width", [360, 480, 640, 800, 1000, 1100, 1280, 1440])
+def test_gauges_leave_no_hole(visit, width):
+    page = visit(width)
+    page.locator("#hits svg").wait_for()
+    row = page.locator(".gauge-row").bounding_box()
+    boxes = [each.bounding_box() for each in page.locator(".gauge").all()]
+    for top in {box["y"] for box in boxes}:
+        line = [box for box in boxes if box["y"] == top]
+        gaps = 28 * (len(line) - 1)
+        assert sum(box["width"] for box in line) + gaps == pytest.approx(row["width"], abs=1)
+    assert page.evaluate("document.querySelector('#hits svg').clientWidth") >= 120
+    assert page.evaluate("document.querySelector('.budget .meter').clientWidth") >= 30
+
+
+@SLOW
+def test_what_rests_in_memory_is_plain(visit):
+    page = visit()
+    settled(page)
+    look = "[...document.querySelectorAll('.chunk .bar')].map(e => [e.dataset.tier, getComputedStyle(e, '::after').backgroundImage !== 'none'])"
+    marked = {(tier, on) for tier, on in page.evaluate(look) if tier in ("gpu", "ram", "disk")}
+    assert marked == {("gpu", False), ("ram", False), ("disk", True)}
+    css = read_assets()["strip.css"].body.decode()
+    patterned = [tier for tier in ("gpu", "ram", "disk", "remote", "none") if f'[data-tier="{tier}"]::after' in css]  # fmt: skip
+    assert patterned == ["disk", "remote", "none"]
+    assert "ram" not in page.locator("#legend").inner_text()
+
+
+@SLOW
+def test_wide_chunks_quote_their_text_and_narrow_ones_say_nothing(visit):
+    page = visit(1280)
+    settled(page)
+    words = page.locator(f"{CHAT} .words")
+    until(page, f"[...document.querySelectorAll('{CHAT} .words')].filter(e => e.textContent).length >= 3")  # fmt: skip
+    assert "the pump" in words.nth(1).inner_text()
+    for strip in ("chat/42", "rag/rain", "agents/night-shift"):
+        for chunk in chunks_of(page, strip).all():
+            size = chunk.bounding_box()["width"]
+            assert chunk.locator(".name").is_visible() <= (size >= 46)
+            assert chunk.locator(".size").is_visible() == (size >= 18)
+    assert not page.locator('article[data-name="agents/night-shift"] .name:visible').count()
