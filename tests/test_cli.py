@@ -532,7 +532,7 @@ def test_chat_goes_on_after_errors_and_says_so_at_the_end(sh):
         status=1,
     )
     assert "hint: did you mean /drop?" in sh.err and "which part?" in sh.err
-    assert "no chunk 'x'" in sh.err and "the model's limit is 4096" in sh.err
+    assert "no part 'x'" in sh.err and "the model's limit is 4096" in sh.err
     assert len(sh.out.splitlines()) == 1
 
 

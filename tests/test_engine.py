@@ -80,7 +80,7 @@ def test_namespaces_do_not_share(engines: Make) -> None:
         (lambda e: e.context("chat"), NameTaken, "chat"),
         (lambda e: e.get_context("chad"), ContextNotFound, "chat"),
         (lambda e: e.contexts["chat"].drop("nope"), ChunkNotFound, "nope"),
-        (lambda e: e.contexts["chat"].drop(7), ChunkNotFound, "part 7"),
+        (lambda e: e.contexts["chat"].drop(7), ChunkNotFound, "part '7'"),
         (lambda e: e.contexts["chat"].append([]), EmptyChunk, "no tokens"),
         (lambda e: e.contexts["chat"].append(text(1020)), ContextTooLong, "limit is 1024"),
         (lambda e: e.contexts["chat"].generate(1020), ContextTooLong, "limit is 1024"),

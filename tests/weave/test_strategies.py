@@ -9,7 +9,7 @@ import torch
 from weaving import EXACT, again, chat, rows, text
 
 from kvweave import Engine
-from kvweave.cli import arguments, parser
+from kvweave.cli import parser, values
 from kvweave.errors import InvalidArgument
 from kvweave.weave.repair import (
     STRATEGIES,
@@ -76,7 +76,7 @@ def test_options_that_make_no_sense_are_refused(which: str, message: str, hint: 
 
 
 def test_the_shell_knows_the_same_names() -> None:
-    assert set(arguments.STRATEGIES) == set(STRATEGIES)
+    assert set(values.STRATEGIES) == set(STRATEGIES)
     words = ["run", "so", "--repair"]
     assert parser.parse([*words, "deviation:k@2"]).repair == "deviation:k@2"
     with pytest.raises(parser.UsageError, match="no strategy 'magic:2': one of"):
