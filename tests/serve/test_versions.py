@@ -6,6 +6,8 @@ import threading
 
 import pytest
 
+from kvweave.serve.guard import idempotent
+
 A = "the pump in hall two failed . the parts are late ."
 
 
@@ -222,6 +224,17 @@ def test_what_may_be_tried_again_is_done_again_with_its_key(anna):
         assert found.status_code == 409 and "idempotent-replayed" not in found.headers
     anna("POST", "/v1/contexts/c:rename", {"to": "d"})
     assert sent(anna, {"to": "c"}, path="/v1/contexts/c:fork").status_code == 404
+
+
+def test_only_so_many_bytes_of_answers_are_kept(anna, monkeypatch):
+    monkeypatch.setattr(idempotent, "MOST_TOGETHER", 4000)
+    for i in range(30):
+        assert sent(anna, {"tokens": [9]}, {"Idempotency-Key": f"k{i}"}).status_code == 200
+    mine = anna.client.app.state.kvweave.idempotent._kept["anna"]
+    assert sum(len(kept.body) for kept in mine.values()) < 5000 and len(mine) > 3
+    now = version(anna)
+    assert sent(anna, {"tokens": [9]}, {"Idempotency-Key": "k29"}).headers["idempotent-replayed"]
+    assert version(anna) == now
 
 
 def test_another_key_of_the_server_has_idempotency_keys_of_its_own(serve):

@@ -140,6 +140,33 @@ def test_a_fork_has_the_history_up_to_there(context: Context) -> None:
     twin.close()
 
 
+def test_only_so_much_of_what_is_gone_is_kept(
+    monkeypatch: pytest.MonkeyPatch, context: Context
+) -> None:
+    monkeypatch.setattr(history, "MOST_TOKENS", 40)
+    first = context.history.version
+    versions = []
+    for i in range(12):
+        context.append([9 + i] * 10)
+        versions.append(context.history.version)
+        context.drop(-1)
+        assert sum(len(tokens) for _, tokens in context.history._gone.values()) <= 40
+    assert context.history._n_gone == 40
+    context.revert(versions[-1])
+    assert context.parts[-1].n == 10
+    with pytest.raises(ChunkNotFound):
+        context.revert(versions[0])
+    context.revert(first)
+
+
+def test_versions_share_the_parts_that_no_edit_changed(context: Context) -> None:
+    before = context.parts
+    context.reorder([0, 2, 1, 3, 4])
+    context.insert(1, [9])
+    context.drop(1)
+    assert {id(part) for part in context.parts} <= {id(part) for part in before}
+
+
 def test_only_so_many_versions_are_kept(monkeypatch: pytest.MonkeyPatch, context: Context) -> None:
     monkeypatch.setattr(history, "MOST_VERSIONS", 8)
     for i in range(20):

@@ -49,7 +49,7 @@ def renamed(new: Part, old: Part) -> Part:
 
 def inserted(parts: Sequence[Part], index: int, part: Part) -> tuple[Part, ...]:
     """Return the parts with one more before the one at ``index``; what stands behind thaws."""
-    behind = (replace(p, frozen=False) for p in parts[index:])
+    behind = (_with(p, frozen=False) for p in parts[index:])
     return (*parts[:index], part, *behind)
 
 
@@ -60,7 +60,7 @@ def dropped(
     not, and with ``gaps`` all keep their positions."""
     first = min(gone, default=len(parts))
     return tuple(
-        replace(p, frozen=frozen) if i > first else p
+        _with(p, frozen=frozen) if i > first else p
         for i, p in enumerate(with_positions(parts) if gaps and gone else parts)
         if i not in gone
     )
@@ -84,5 +84,10 @@ def reordered(parts: Sequence[Part], order: Sequence[int]) -> tuple[Part, ...]:
         raise InvalidArgument("order", "it must name every part exactly once")
     first = next((i for i, j in enumerate(order) if i != j), len(order))
     return tuple(
-        replace(parts[j], frozen=False) if i >= first else parts[j] for i, j in enumerate(order)
+        _with(parts[j], frozen=False) if i >= first else parts[j] for i, j in enumerate(order)
     )
+
+
+def _with(part: Part, *, frozen: bool) -> Part:
+    """Return a part frozen or not; the same object where it is so, since versions share it."""
+    return part if part.frozen == frozen else replace(part, frozen=frozen)

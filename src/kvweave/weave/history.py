@@ -26,6 +26,7 @@ from kvweave.weave.plan import Plan, Span
 
 MOST_VERSIONS = 256  # of one context that can be come back to
 MOST_PARTS = 32_768  # in all of these together
+MOST_TOKENS = 65_536  # of what nothing else keeps; the first to go are forgotten first
 BEGUN = "begin"  # an answer was begun; no version of its own once it is there, or taken back
 ANSWERS = (BEGUN, "answer")  # verbs of what a weave was for
 
@@ -153,6 +154,7 @@ class ContextHistory:
         self._n_parts = self._n_made = 0  # versions ever: a number is given once
         self._weaves: deque[tuple[int, tuple[Part, ...], Plan]] = deque(maxlen=2)
         self._gone: dict[ChunkId, tuple[Kind, NDArray[np.uint32]]] = {}
+        self._n_gone = 0  # tokens of these
 
     @property
     def version(self) -> int:
@@ -165,11 +167,17 @@ class ContextHistory:
         twin._versions, twin._n_parts = self._versions.copy(), self._n_parts
         twin._n_made = self._n_made
         twin._weaves, twin._gone = self._weaves.copy(), dict(self._gone)
+        twin._n_gone = self._n_gone
         return twin
 
     def keep(self, id: ChunkId, kind: Kind, tokens: NDArray[np.uint32]) -> None:
         """Remember what a chunk says that nothing will hold any more."""
+        known = self._gone.pop(id, None)
+        self._n_gone += len(tokens) - (0 if known is None else len(known[1]))
         self._gone[id] = kind, tokens
+        while self._n_gone > MOST_TOKENS:
+            _, first = self._gone.pop(next(iter(self._gone)))
+            self._n_gone -= len(first)
 
     def tokens(self, id: ChunkId) -> tuple[Kind, NDArray[np.uint32]] | None:
         """Return what `keep` was told of a chunk."""
@@ -191,6 +199,7 @@ class ContextHistory:
                 self._forget(0)
             known = {part.id for version in self._versions for part in version.parts}
             self._gone = {id: kept for id, kept in self._gone.items() if id in known}
+            self._n_gone = sum(len(tokens) for _, tokens in self._gone.values())
 
     def wove(self, parts: tuple[Part, ...], plan: Plan) -> None:
         """Note what a weave did."""

@@ -20,6 +20,7 @@ from kvweave.errors import IdempotencyKeyReused, InvalidArgument
 HEADER = "Idempotency-Key"
 MOST_ANSWERS = 256  # of one namespace
 MOST_BYTES = 2**20  # of one answer; a longer one is not kept
+MOST_TOGETHER = 8 * 2**20  # of the answers of one namespace, the oldest of which go first
 SECONDS = 86_400.0
 MAX_KEY = 128  # characters
 AGAIN = (408, 409, 425, 429)  # answers that say: try again
@@ -33,6 +34,10 @@ class KeptAnswer:
     at: float = field(default_factory=time.monotonic)
     over: asyncio.Event = field(default_factory=asyncio.Event)
     answer: tuple[int, dict[str, str], bytes] | None = None
+
+    @property
+    def body(self) -> bytes:
+        return b"" if self.answer is None else self.answer[2]
 
 
 class Idempotent:
@@ -76,8 +81,11 @@ class Idempotent:
     def _expire(self, mine: OrderedDict[str, KeptAnswer]) -> None:
         since = time.monotonic() - SECONDS
         old = [key for key, kept in mine.items() if kept.answer is not None]
-        for key in old[: max(0, len(mine) + 1 - MOST_ANSWERS)]:
-            del mine[key]
+        n_bytes = sum(len(mine[key].body) for key in old)
+        for i, key in enumerate(old):
+            if len(old) - i < MOST_ANSWERS and n_bytes <= MOST_TOGETHER:
+                break
+            n_bytes -= len(mine.pop(key).body)
         for key in [key for key in old if key in mine and mine[key].at < since]:
             del mine[key]
 
