@@ -178,7 +178,7 @@ class Driver:
                 "waiting": len(self._waiting),
                 "active": len(self._active),
                 "calls": len(self._calls),
-                "later": len(self._idle),
+                "later": len(self._idle) + self._tasks.n_own,
                 "steps": self._steps,
                 "tokens": self._tokens,
                 "cancelled": self._cancelled,
