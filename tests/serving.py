@@ -25,11 +25,13 @@ class Steps:
     def __init__(self, engine: Engine) -> None:
         self.allowed = threading.Semaphore(0)
         self.open = threading.Event()
+        self.n_asked = 0  # steps that the driver wanted to make
         self.before: Callable[[], None] = lambda: None
         self._step = engine.loop.step
         engine.loop.step = self.step  # type: ignore[method-assign]
 
     def step(self) -> bool:
+        self.n_asked += 1
         while not self.open.is_set() and not self.allowed.acquire(timeout=0.01):
             pass
         self.before()

@@ -100,8 +100,11 @@ def test_long_answers_of_one_tenant_keep_nobody_out(drive):
     driven = drive(max_active=2)
 
     async def main():
-        long = [asyncio.create_task(driven.finishes(f"a{i}", "a", n=200)) for i in range(4)]
-        await driven.until(lambda: driven.begun == ["a0", "a1"])
+        with driven.driver._wake:  # all are there before the driver looks
+            long = [asyncio.create_task(driven.finishes(f"a{i}", "a", n=200)) for i in range(4)]
+            for _ in range(9):
+                await asyncio.sleep(0)
+        await driven.until(lambda: driven.begun == ["a0", "a1"] and driven.steps.n_asked > 0)
         short = [asyncio.create_task(driven.finishes(f"b{i}", "b")) for i in range(2)]
         await driven.until(lambda: driven.driver.stats()["waiting"] == 4)
         driven.steps.allow()
