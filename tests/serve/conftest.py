@@ -63,7 +63,7 @@ def serve() -> Iterator[Callable[..., Served]]:
         each.close()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")  # while it is there an event loop runs: asyncio.run cannot
 def browser() -> Iterator[object]:
     """A headless chromium; without one, or without playwright, these tests are skipped."""
     found = shutil.which("chromium") or shutil.which("chromium-browser")
