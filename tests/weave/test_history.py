@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 from world import models
@@ -177,3 +178,34 @@ def test_only_so_many_versions_are_kept(monkeypatch: pytest.MonkeyPatch, context
     assert log[0].version - log[-1].version == len(log) - 1
     with pytest.raises(InvalidArgument, match="see the log"):
         context.revert(1)
+
+
+def test_why_takes_time_in_proportion_to_the_parts(engine: Engine) -> None:
+    """It runs in a server's one thread: what it looks at is counted, not timed."""
+    context = engine.context("long")
+    seen = 0
+
+    class Counted(tuple):  # type: ignore[type-arg]
+        def __iter__(self):  # type: ignore[no-untyped-def]
+            nonlocal seen
+            for part in super().__iter__():
+                seen += 1
+                yield part
+
+    def looked(n: int) -> int:
+        nonlocal seen
+        with context.edit():
+            for i in range(n):
+                context.append([9 + i % 50])
+        context.weave()
+        context.drop(1)
+        kept = context.history._versions
+        for _ in range(len(kept)):
+            version = kept.popleft()
+            kept.append(replace(version, parts=Counted(version.parts)))
+        seen = 0
+        context.why()
+        return seen
+
+    few, many = looked(20), looked(60)
+    assert 0 < many < 8 * few

@@ -228,9 +228,7 @@ class ContextHistory:
 
     def log(self) -> list[Edit]:
         """Return the edits, the newest first; the oldest that is known stands for all before it."""
-        versions = list(self._versions)
-        firsts = [Version(-1, 0.0, ""), *versions]
-        return [_edit(before, now) for before, now in zip(firsts, versions, strict=False)][::-1]
+        return [edit for edit, _ in self._edits(-1, self.version)][::-1]
 
     def diff(self, since: int, to: int | None = None) -> Diff:
         """Return how two versions differ. Raises InvalidArgument."""
@@ -262,13 +260,20 @@ class ContextHistory:
         version, now, plan = woven[-1]
         since, before = (woven[-2][0], woven[-2][1]) if len(woven) > 1 else (None, ())
         edits = self._edits(-1 if since is None else since, version)
-        old = {part.uid for part in before}
+        places = {part.uid: place for place, part in enumerate(before)}
+        same = [(edit, _n_same(before, made.parts)) for edit, made in edits]
+        added: dict[int, Edit] = {}
+        for edit, made in edits:
+            for part in made.parts:
+                added.setdefault(part.uid, edit)
         causes = []
-        for index, (part, span) in enumerate(zip(now, plan.spans, strict=True)):
+        for part, span in zip(now, plan.spans, strict=True):
             how = "computed" if _computed(span) else "moved" if span.placed else "kept"
-            how = how if part.uid in old else "new"
-            cause = None if how == "kept" else self._cause(now[: index + 1], before, edits)
-            causes.append(_cause(part, span, how, cause))
+            if part.uid in places:  # the first edit of what stands up to it
+                cause = next((edit for edit, n in same if n <= places[part.uid]), None)
+            else:
+                how, cause = "new", added.get(part.uid)
+            causes.append(_cause(part, span, how, None if how == "kept" else cause))
         n_computed = sum(each.n_computed for each in causes)
         n_moved = sum(
             each.n_tokens - each.n_computed
@@ -287,30 +292,15 @@ class ContextHistory:
         pairs = zip(firsts, versions, strict=False)
         return [(_edit(a, b), b) for a, b in pairs if since < b.version <= to]
 
-    def _cause(
-        self,
-        front: Sequence[Part],
-        before: Sequence[Part],
-        edits: Sequence[tuple[Edit, Version]],
-    ) -> Edit | None:
-        """Return the first edit after which what stands up to the last part of ``front`` was no
-        longer as at the weave ``before``."""
-        uid = front[-1].uid
-        was = _up_to(before, uid)
-        for edit, made in edits:
-            if _up_to(made.parts, uid) != was:
-                return edit
-        return None
-
     def _forget(self, index: int) -> None:
         self._n_parts -= len(self._versions[index].parts)
         del self._versions[index]
 
 
-def _up_to(parts: Sequence[Part], uid: int) -> list[int] | None:
-    """Return the uids up to a part; None where it is not."""
-    uids = [part.uid for part in parts]
-    return uids[: uids.index(uid) + 1] if uid in uids else None
+def _n_same(a: Sequence[Part], b: Sequence[Part]) -> int:
+    """Return how many parts at the front are the same."""
+    pairs = enumerate(zip(a, b, strict=False))
+    return next((i for i, (x, y) in pairs if x.uid != y.uid), min(len(a), len(b)))
 
 
 def _edit(before: Version, now: Version) -> Edit:

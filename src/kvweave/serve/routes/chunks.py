@@ -161,7 +161,8 @@ async def ls(
         raise InvalidArgument("after", "only lists by name go on", "leave sort and reverse out")
 
     def work(engine: Engine) -> dict[str, Any]:
-        found = Files(engine.table, tenant).ls(pattern, sort=sort, reverse=reverse)
+        most = None if limit is None or after is not None else limit + 1
+        found = Files(engine.table, tenant).ls(pattern, sort=sort, reverse=reverse, limit=most)
         found = [entry for entry in found if after is None or entry.name > after]
         page = found[:limit]
         more = page[-1].name if page and len(page) < len(found) and sort == "name" else None
