@@ -86,14 +86,14 @@ class Exam:
 
     def sit(self, paper: Paper, methods: Sequence[Method]) -> list[Trial]:
         """Return the outcome of every method for every question, the oracle's own first."""
-        truth = self._truth(paper)
+        truth = self.truth(paper)
         found = [
             outcome(paper, i, truth[i], truth[i], method=FULL) for i in range(len(paper.questions))
         ]
         for method in methods:
             modes: tuple[Pruning | str, ...] = method.modes if paper.dropped is not None else ("",)
             for mode in modes:
-                found += self._under(paper, method, mode, truth)
+                found += self.under(paper, method, truth, mode)
         self._clear()
         return found
 
@@ -135,13 +135,13 @@ class Exam:
             context.append_chunk("system")
         return context
 
-    def _truth(self, paper: Paper) -> list[Tensor]:
+    def truth(self, paper: Paper) -> list[Tensor]:
         """Return the oracle's logits for every reply."""
         notes = [t for _, tokens in paper.left() for t in tokens]
         return oracle(self.runner, [*self.words.head, *notes], paper.questions)
 
-    def _under(
-        self, paper: Paper, method: Method, mode: str, truth: list[Tensor]
+    def under(
+        self, paper: Paper, method: Method, truth: list[Tensor], mode: str = ""
     ) -> Iterator[Trial]:
         """Weave the notes under one method and ask every question."""
         evict = mode == "evict"

@@ -21,7 +21,7 @@ from kvweave.weave.deps import Dependence
 from kvweave.weave.parts import Placement
 
 QUESTION = 32  # rows whose attention tells what a question needs; it stands at the end
-ASKS = 0.2  # what a row of the question counts beside one of a drafted reply
+ASKS = 0.2  # what a row of the question counts beside its last one, which predicts
 
 Floats = NDArray[np.float64]
 
@@ -29,10 +29,22 @@ Floats = NDArray[np.float64]
 class Mass(Observer):
     """Adds up the attention that keys get: ``total`` [slot], each row counting its weight.
 
+    ``squared`` adds its squares: what is wrong with a row reaches a reader in proportion to the
+    attention it gets there, the reader's KL grows with the square of what reaches it, and errors of
+    different rows, heads and layers do not add up in one direction.
+
     Layers before ``first_layer`` do not count, nor do rows up to the first whose weight is not 0.
     """
 
-    def __init__(self, n: int, weights: Floats, device: torch.device, first_layer: int = 0) -> None:
+    def __init__(
+        self,
+        n: int,
+        weights: Floats,
+        device: torch.device,
+        first_layer: int = 0,
+        squared: bool = False,
+    ) -> None:
+        self.squared = squared
         counted = np.flatnonzero(weights)
         self.range = (int(counted[0]), len(weights)) if len(counted) else (0, 0)
         self.first_layer = first_layer
@@ -51,6 +63,8 @@ class Mass(Observer):
     def see(self, layer: int, first: int, begin: int, weights: Tensor) -> None:
         """Add the weights of all heads."""
         heads, n, n_keys = weights.shape
+        if self.squared:
+            weights = weights.square()
         each = self.weights[first : first + n].to(weights.dtype).repeat(heads)
         self._now[begin : begin + n_keys] += each @ weights.reshape(heads * n, n_keys)
 
@@ -61,9 +75,9 @@ class Mass(Observer):
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """What the question sees: attention ``mass`` [slot], ``logits`` [row, vocab] of its rows (of the
-    last one, where nobody compares them) and the draft's, and the ``draft`` [token] of the reply's
-    first tokens."""
+    """What the question sees: squared attention ``mass`` [slot], ``logits`` [row, vocab] of its rows
+    (of the last one, where nobody compares them) and the draft's, and the ``draft`` [token] of the
+    reply's first tokens."""
 
     mass: Floats
     logits: Tensor
@@ -139,23 +153,26 @@ class Passes:
         """Return what the question sees, over the rows as they were placed, and what the first
         ``n_draft`` tokens of a reply drafted behind it see; the second call returns the same.
 
-        The first layer does not count: its keys and values are right wherever a row stands. A draft
-        ends before a token that ends the reply.
+        The first layer does not count: its keys and values are right wherever a row stands. A
+        drafted token counts as much as the model is sure of the draft up to it: behind a reply
+        whose end nothing marks it looks anywhere. A draft ends before a token that ends the reply.
         """
         if self.looked is not None:
             return self.looked
         n, base = self.n, self.backend
         first = min(1, len(base.layers) - 1)
-        seen = [self._watch(self.unready, ASKS, first, n_draft)]
+        seen = [self._watch(self.unready, ASKS, first, n_draft, squared=True)]
         n_wanted = len(self.question) if self.compares else 1
         wanted = np.arange(len(self.unready) - n_wanted, len(self.unready))
         logits = [(yield self.work(self.unready, want=wanted, observer=seen[0]))]
         drafted: list[Tensor] = []
+        sure: list[Tensor] = []
         ends = len(self.unready) and int(self.unready[-1]) == n - 1
         room = base.limit - 1 - int(self.positions[-1])
         for i in range(min(n_draft, room) if ends else 0):
             drafted.append(logits[-1][-1:].argmax(-1))
-            seen.append(Mass(n + n_draft, np.ones(1), base.device, first))
+            sure.append(logits[-1][-1].float().softmax(-1).max())
+            seen.append(Mass(n + n_draft, np.ones(1), base.device, first, squared=True))
             at = np.array([i + 1])
             draft = Work(
                 self.rows, drafted[-1], n - 1 + at, self.positions[-1] + at,
@@ -165,6 +182,8 @@ class Passes:
         self.rows.truncate(n)
         masses = torch.stack([each.total[:n] for each in seen])
         ids = torch.stack(drafted) if drafted else masses.new_zeros(0, 1)
+        if sure:
+            masses[1:] *= torch.stack(sure).cumprod(0)[:, None]
         come = _down(torch.cat([masses.flatten(), ids.flatten().to(masses.dtype)]))
         tokens = come[masses.numel() :].astype(np.int64)
         kept = next((i for i, t in enumerate(tokens.tolist()) if t in base.ends), len(tokens))
@@ -173,12 +192,12 @@ class Passes:
         return self.looked
 
     def reads(self, slots: Ints, weights: Floats) -> Steps[Floats]:
-        """Return the attention mass [slot] that ``slots`` pay when they are recomputed in place,
+        """Return the squared attention [slot] that ``slots`` pay when they are recomputed in place,
         each times its weight, the first and the last layer not counted."""
         self.rows.settle()
         self._replaced.append((slots, self._values(slots)))
         n_layers = len(self.backend.layers)
-        seen = Mass(self.n, weights, self.backend.device, min(1, n_layers - 1))
+        seen = Mass(self.n, weights, self.backend.device, min(1, n_layers - 1), squared=True)
         yield self.work(slots, observer=seen, last=n_layers - 1)
         return _down(seen.total)
 
@@ -231,11 +250,14 @@ class Passes:
     def _values(self, slots: Ints) -> list[Tensor]:
         return [self.rows.read(layer, slots)[1] for layer in range(len(self.backend.layers))]
 
-    def _watch(self, slots: Ints, each: float, first_layer: int, room: int = 0) -> Mass:
-        """Return a mass of which the question's rows among ``slots`` count ``each``."""
+    def _watch(
+        self, slots: Ints, each: float, first_layer: int, room: int = 0, squared: bool = False
+    ) -> Mass:
+        """Return a mass of which the question's rows among ``slots`` count ``each``, the last 1."""
         weights = np.zeros(len(slots))
         weights[len(slots) - min(QUESTION, len(slots)) :] = each
-        return Mass(self.n + room, weights, self.backend.device, first_layer)
+        weights[-1:] = 1.0
+        return Mass(self.n + room, weights, self.backend.device, first_layer, squared)
 
 
 def union(a: Ints, b: Ints) -> Ints:

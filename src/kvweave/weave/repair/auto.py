@@ -49,9 +49,9 @@ class Auto(Strategy):
 
     def choose(self, view: View) -> Steps[Ints]:
         """Return ``budget`` rows."""
-        mass = yield from view.needs(self.draft)
-        if mass.any():
-            return (yield from follow(view, mass, rounds=2))
+        need = yield from view.needs(self.draft)
+        if need.any():
+            return (yield from follow(view, need, rounds=2))
         read = view.dependence()
         return best(view, read) if read.any() else FirstK().choose(view)
 

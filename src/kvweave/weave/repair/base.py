@@ -51,10 +51,10 @@ class View:
     The jobs cost a pass each; per candidate row they return:
 
     - ``attention()``: the attention mass the rows not yet computed (the question) pay to it;
-    - ``needs(n)``: that without the first layer, whose rows depend on nothing but their token, and
-      with what ``n`` drafted tokens of the reply pay;
-    - ``reads(slots, weights)``: what these rows pay once they are recomputed here, each counting
-      its weight;
+    - ``needs(n)``: the squares of that, without the first layer, whose rows depend on nothing but
+      their token, and with what ``n`` drafted tokens of the reply pay;
+    - ``reads(slots, weights)``: the squares of what these rows pay once they are recomputed here,
+      each counting its weight;
     - ``deviation(layer, what)``: how far the placed "k", "v" or "kv" of a layer are from recomputed
       ones (squared L2).
     """

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import ceil
+
 import numpy as np
 
 from kvweave.errors import InvalidArgument
@@ -11,18 +13,19 @@ from kvweave.weave.repair.base import Strategy, View
 from kvweave.weave.repair.first_k import FirstK
 
 LOOKAHEAD = 2
+COVERED, LEAST, MOST = 0.5, 1 / 3, 0.5  # of the need; of the budget that is left
 
 
 class Rollout(Strategy):
-    """Rows the question and the first tokens of a drafted reply attend to; then those that these
-    attend to once they are recomputed, weighted by the attention that they got (attention rollout,
-    arXiv 2005.00928, section 3.2, over the rows that count); and so on.
+    """Rows the question and the first tokens of a drafted reply need; then those that these read
+    once they are recomputed, each reader counting what it is needed; and so on: attention rollout
+    (arXiv 2005.00928, section 3.2) over the rows that count, and with squares (`Mass`).
 
     A value that a chunk took over from another one may take several rows to arrive: the one the
     question finds read it from its neighbour, which had looked it up. `query` repairs the first and
-    leaves the second. The first layer does not count, since its rows are right anywhere. Every round
-    takes a third of what is left of the budget, the last one all (a half, a quarter and a tenth kept
-    less on P2 and P7).
+    leaves the second. The first layer does not count, since its rows are right anywhere. A round
+    takes the rows that get half of what is needed, at least a third of what is left of the budget
+    and at most half of it; the last one takes all (docs/LOG.md, 2026-11-23).
 
     The draft (``lookahead`` tokens, greedy, over the unrepaired context; for the eviction of KV:
     Lookahead Q-Cache, arXiv 2505.20334) shows where the reply will look: a question that ends in a
@@ -43,23 +46,27 @@ class Rollout(Strategy):
 
     def choose(self, view: View) -> Steps[Ints]:
         """Return ``budget`` rows."""
-        mass = yield from view.needs(self.draft)
-        if not mass.any():
+        need = yield from view.needs(self.draft)
+        if not need.any():
             return FirstK().choose(view)
-        return (yield from follow(view, mass, self.rounds))
+        return (yield from follow(view, need, self.rounds))
 
 
-def follow(view: View, mass: Floats, rounds: int) -> Steps[Ints]:
-    """Return ``budget`` slots, from those with most ``mass`` [candidate] on."""
-    mass, chosen = mass.copy(), np.zeros(len(mass), bool)
-    budget = min(view.budget, len(mass))
+def follow(view: View, need: Floats, rounds: int) -> Steps[Ints]:
+    """Return ``budget`` slots, from those with most ``need`` [candidate] on."""
+    need, chosen = need.copy(), np.zeros(len(need), bool)
+    budget = min(view.budget, len(need))
     for left in range(rounds, 0, -1):
-        n = budget - int(chosen.sum())
-        take = n if left == 1 else -(-n // 3)
-        top = np.argsort(np.where(chosen, 1.0, -mass), kind="stable")[:take]
-        new = np.sort(top[mass[top] > 0] if left > 1 else top)
+        room = budget - int(chosen.sum())
+        order = np.argsort(np.where(chosen, 1.0, -need), kind="stable")
+        if left == 1:
+            chosen[order[:room]] = True
+            break
+        sums = np.cumsum(need[order[:room]])
+        n = 1 + int(np.searchsorted(sums, COVERED * need[~chosen].sum()))
+        new = order[: min(max(n, ceil(LEAST * room)), ceil(MOST * room))]
+        new = np.sort(new[need[new] > 0])
         chosen[new] = True
-        if left > 1 and len(new):
-            weights = mass[new] / mass[new].sum() * mass.sum()
-            mass += yield from view.reads(view.candidates[new], weights)
+        if len(new) and chosen.sum() < budget:
+            need += yield from view.reads(view.candidates[new], need[new])
     return view.candidates[chosen]

@@ -1,0 +1,157 @@
+"""The models of the bench: small, of different architecture, size, words and length of reply.
+
+No weight is set by hand, and no constant of a strategy may be chosen on the model it is reported on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import transformers
+from worlds import Wording
+
+FILLER = tuple("so well then it was a day of rain and some more light on the way there".split())
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A model to train: its wording (None of prose), how it is built, and for how many minutes."""
+
+    name: str
+    build: Callable[[int, dict[str, Any]], Any]
+    minutes: float
+    wording: Wording | None = None
+    rate: float = 3e-3
+    vocab: int = 0  # of a prose model: pieces; 256 bytes and the special ones where it is 0
+    about: str = ""
+
+
+def llama(vocab: int, own: dict[str, Any]) -> Any:
+    """Four layers, two KV heads of 64."""
+    return transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            vocab_size=vocab, hidden_size=128, intermediate_size=384, num_hidden_layers=4,
+            num_attention_heads=4, num_key_value_heads=2, head_dim=64, tie_word_embeddings=True,
+            max_position_embeddings=8192, rope_parameters=rope(500.0), **own,
+        )
+    )  # fmt: skip
+
+
+def qwen3(vocab: int, own: dict[str, Any]) -> Any:
+    """Five layers, wider, keys and queries normalised."""
+    return transformers.Qwen3ForCausalLM(
+        transformers.Qwen3Config(
+            vocab_size=vocab, hidden_size=160, intermediate_size=448, num_hidden_layers=5,
+            num_attention_heads=4, num_key_value_heads=4, head_dim=64, tie_word_embeddings=True,
+            max_position_embeddings=8192, rope_parameters=rope(1000.0), **own,
+        )
+    )  # fmt: skip
+
+
+def neox(vocab: int, own: dict[str, Any]) -> Any:
+    """A quarter of each head is rotated, attention and MLP side by side."""
+    return transformers.GPTNeoXForCausalLM(
+        transformers.GPTNeoXConfig(
+            vocab_size=vocab, hidden_size=192, intermediate_size=512, num_hidden_layers=4,
+            num_attention_heads=3, max_position_embeddings=8192, use_parallel_residual=True,
+            rope_parameters={**rope(1000.0), "partial_rotary_factor": 0.25}, rotary_pct=0.25,
+            tie_word_embeddings=True, **own,
+        )
+    )  # fmt: skip
+
+
+def gemma3(vocab: int, own: dict[str, Any]) -> Any:
+    """Six layers, of which four see 64 rows back."""
+    kinds = ["sliding_attention", "sliding_attention", "full_attention"] * 2
+    return transformers.Gemma3ForCausalLM(
+        transformers.Gemma3TextConfig(
+            vocab_size=vocab, hidden_size=128, intermediate_size=384, num_hidden_layers=6,
+            num_attention_heads=4, num_key_value_heads=2, head_dim=64, layer_types=kinds,
+            sliding_window=64, max_position_embeddings=8192, query_pre_attn_scalar=64,
+            rope_parameters={"sliding_attention": rope(500.0), "full_attention": rope(10_000.0)},
+            **own,
+        )
+    )  # fmt: skip
+
+
+def qwen3moe(vocab: int, own: dict[str, Any]) -> Any:
+    """Four experts a layer, two for each token."""
+    return transformers.Qwen3MoeForCausalLM(
+        transformers.Qwen3MoeConfig(
+            vocab_size=vocab, hidden_size=128, intermediate_size=256, moe_intermediate_size=192,
+            num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=64,
+            num_experts=4, num_experts_per_tok=2, norm_topk_prob=True, tie_word_embeddings=True,
+            max_position_embeddings=8192, rope_parameters=rope(500.0), **own,
+        )
+    )  # fmt: skip
+
+
+def olmo2(vocab: int, own: dict[str, Any]) -> Any:
+    """Norms behind attention and MLP, keys and queries normalised over all heads."""
+    return transformers.Olmo2ForCausalLM(
+        transformers.Olmo2Config(
+            vocab_size=vocab, hidden_size=192, intermediate_size=448, num_hidden_layers=4,
+            num_attention_heads=3, num_key_value_heads=3, tie_word_embeddings=True,
+            max_position_embeddings=8192, rope_parameters=rope(2000.0), **own,
+        )
+    )  # fmt: skip
+
+
+def llama_prose(vocab: int, own: dict[str, Any]) -> Any:
+    """Six layers for prose in pieces of words."""
+    return transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            vocab_size=vocab, hidden_size=192, intermediate_size=512, num_hidden_layers=6,
+            num_attention_heads=4, num_key_value_heads=2, head_dim=64, tie_word_embeddings=True,
+            max_position_embeddings=8192, rope_parameters=rope(10_000.0), **own,
+        )
+    )  # fmt: skip
+
+
+def qwen3_prose(vocab: int, own: dict[str, Any]) -> Any:
+    """Five layers for prose in bytes."""
+    return transformers.Qwen3ForCausalLM(
+        transformers.Qwen3Config(
+            vocab_size=vocab, hidden_size=192, intermediate_size=512, num_hidden_layers=5,
+            num_attention_heads=4, num_key_value_heads=2, head_dim=64, tie_word_embeddings=True,
+            max_position_embeddings=8192, rope_parameters=rope(10_000.0), **own,
+        )
+    )  # fmt: skip
+
+
+def rope(theta: float) -> dict[str, Any]:
+    """Return plain rotary parameters."""
+    return {"rope_type": "default", "rope_theta": theta}
+
+
+ZOO = (
+    Kind("llama-one", llama, 28, Wording(
+        "A E V .", "A its V .", "now A E V .", "A E as F .", "ask A E", "V", seed=1, filler=FILLER,
+    ), about="the reply is the value"),
+    Kind("qwen3-last", qwen3, 12, Wording(
+        "A E V ;", "A it V ;", "A E V instead ;", "A E like F ;", "which A E", "A E V ;",
+        seed=2, entities=90, values=40,
+    ), about="the sentence again: the value last of its four tokens"),
+    Kind("neox-first", neox, 16, Wording(
+        "the A E is V ,", "the A there is V ,", "no the A E is V ,", "the A E is what F has ,",
+        "the A E is", "V for the A E is V ,", "V from F the A F is V ,",
+        seed=3, attributes=8, filler=FILLER,
+    ), about="the value first, then why"),
+    Kind("gemma3-slide", gemma3, 14, Wording(
+        "A of E : V |", "A too : V |", "A of E : V now |", "A of E : as F |", "A of E",
+        "A of E : V |", seed=4, filler=FILLER, entities=40, values=80,
+    ), about="sliding layers, the value last"),
+    Kind("qwen3moe-chain", qwen3moe, 14, Wording(
+        "A E V .", "A also V .", "now A E V .", "A E same F .", "follow A E", "P is V",
+        "A E same F . A F V . is V", step="A E V .", seed=5, attributes=4, hops=5,
+    ), about="a chain of thought: up to 20 tokens of steps, then the value"),
+    Kind("olmo2-path", olmo2, 14, Wording(
+        "E A to V", "and A to V", "E A now to V", "E A by F", "go E A", "P stop V",
+        "E A by F F A to V stop V", step="E A to V", seed=6, entities=70, attributes=3, hops=2,
+        filler=FILLER,
+    ), about="two steps, then the value"),
+    Kind("llama-prose", llama_prose, 20, rate=2e-3, vocab=2048, about="documentation and source of Python"),
+    Kind("qwen3-bytes", qwen3_prose, 20, rate=2e-3, about="the same in bytes"),
+)  # fmt: skip
