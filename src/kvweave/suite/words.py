@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvweave.demo import world
+from kvweave.demo.vocabulary import ENTITIES, VALUES, piece
 from kvweave.suite.protocols import Case
 from kvweave.weave.maker import Maker
 
@@ -107,6 +108,6 @@ class Words:
 
     def _instruction(self) -> str:
         """Return the bundled model's system text where its words are known, else all of it."""
-        some = (*world.ENTITIES[:8], *world.VALUES[:8])
-        known = all(len(self.maker.tokens(f" {word}")) == 1 for word in some)
+        some = (*ENTITIES[:8], *VALUES[:8])
+        known = all(len(self.maker.tokens(piece(word))) == 1 for word in some)
         return world.SYSTEM if known else INSTRUCTION
