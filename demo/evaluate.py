@@ -161,8 +161,8 @@ def blind_score(model: Any, tokenizer: Any, n: int, seed: int) -> dict[str, Any]
 def prose_perplexity(model: Any, tokenizer: Any) -> dict[str, float]:
     """Perplexity on held-out topics of the standard library's prose."""
     loss, count = 0.0, 0
-    for text in prose_texts(held_out=True):
-        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    for topic in prose_texts(held_out=True):
+        ids = tokenizer(topic, add_special_tokens=False)["input_ids"]
         for at in range(0, len(ids) - 64, 512):
             part = torch.tensor([ids[at : at + 512]])
             nll = model(part, labels=part).loss.item()

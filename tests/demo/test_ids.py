@@ -17,7 +17,8 @@ from tokenizers import Tokenizer
 
 from kvweave import Engine, Runner
 from kvweave.demo import job, world
-from kvweave.suite import stream
+from kvweave.demo.tokenizer import wrap_tokenizer
+from kvweave.suite import prose, stream
 from kvweave.suite.exam import Exam
 from kvweave.suite.protocols import PROTOCOLS, Size, cases
 
@@ -32,6 +33,8 @@ PAPERS = {
     "P8": "f907ba14aff62b71",
     "P9": "76652fe52018d6c9",
 }
+PYTHON_3_11 = "9fd2eb1120a43753"  # of its held-out prose
+PROSE = "20e676a941558891"
 STREAMS = "44a983eb4cf18477"
 JOB = {"SIZE": "d2f0a0b7f5a1fffb", "QUICK": "e18e55d8095d6e9c"}
 FIRST, FURTHER = "ad793547ea600b12", "d2960be7237d8820"
@@ -125,3 +128,21 @@ def test_further_training(training):
                 document, marks = further.lesson(ids, kind, level, f"ids/{seed}")
                 runs += [document, [m[0] for m in marks], [m[1] for m in marks]]
     assert digest(runs) == FURTHER
+
+
+def test_prose_that_training_held_out():
+    texts = prose.texts(held_out=True)
+    if hashlib.blake2b("\0".join(texts).encode(), digest_size=8).hexdigest() != PYTHON_3_11:
+        pytest.skip("another Python has other documentation")
+    tokenizer = Tokenizer.from_file(str(BUNDLED / "tokenizer.json"))
+    assert digest(tokenizer.encode(text).ids for text in texts) == PROSE
+
+
+def test_training_exports_the_tokenizer_that_is_bundled(training, tmp_path):
+    train, _, _ = training
+    texts = prose.texts(held_out=True)
+    if hashlib.blake2b("\0".join(texts).encode(), digest_size=8).hexdigest() != PYTHON_3_11:
+        pytest.skip("another Python has other documentation")
+    wrap_tokenizer(train.tokenizer_object()).save_pretrained(tmp_path, save_jinja_files=False)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        assert (tmp_path / name).read_bytes() == (BUNDLED / name).read_bytes()
