@@ -13,7 +13,7 @@ N = 40
 SIZES = (Size(), Size(notes=(3, 5), facts=(1, 2), filler=(0, 3), entities=(8, 10), questions=6))
 
 
-def mirrored(value):
+def opposite(value):
     """The other value of its pair."""
     at = VALUES.index(value)
     return VALUES[at + 1 if at % 2 == 0 else at - 1]
@@ -40,7 +40,7 @@ def read(notes):
                 case [entity, attribute, value]:
                     assert entity in ENTITIES and attribute in ATTRIBUTES
                     assert (entity, attribute) not in known, "stated twice"
-                    known[entity, attribute] = mirrored(value) if right else value
+                    known[entity, attribute] = opposite(value) if right else value
                 case odd:
                     raise AssertionError(f"no statement: {odd}")
     return known
