@@ -331,13 +331,13 @@ def test_run_streams_text_and_explains_on_stderr(stocked):
     assert text.endswith("\n") and stocked.err == ""
     assert stocked(*words, "--explain", "--check") == text
     assert re.search(r"^docs/a +14  re(use|pair) +disk", stocked.err, re.M)
-    assert "vs full prefill of 33 tokens" in stocked.err
+    assert "vs full prefill of 32 tokens" in stocked.err
     found = stocked.json(*words, "--check")
     assert found["text"] + "\n" == text and found["finish"] in ("stop", "length")
-    assert found["usage"]["prompt_tokens"] == 33 == found["plan"]["n_tokens"]
+    assert found["usage"]["prompt_tokens"] == 32 == found["plan"]["n_tokens"]
     assert [s["part"] for s in found["plan"]["spans"]][1:3] == ["docs/a", "docs/b"]
     assert found["plan"]["reused"] + found["plan"]["repaired"] == 24
-    assert found["check"]["n_tokens"] == 33
+    assert found["check"]["n_tokens"] == 32
 
 
 def test_run_leaves_only_what_was_put(stocked):
@@ -491,13 +491,13 @@ def test_chat_answers_line_by_line_and_keeps_nothing(stocked):
 
 
 def test_chat_drops_the_oldest_turns_over_the_limit(sh):
-    words = ["chat", "--system", "keep the notes .", "--limit", "30", "--max-tokens", "2"]
+    words = ["chat", "--system", "keep the notes .", "--limit", "26", "--max-tokens", "2"]
     sh(*words, "--json", stdin=TALK + "so well\n/parts\n")
     *answers, parts = [json.loads(line) for line in sh.out.splitlines()]
     assert answers[0]["dropped"] == []
     assert answers[1]["dropped"] == ["chat/1/u-000", "chat/1/a-000"]
     assert parts[1]["name"].startswith("chat/1/u-"), "half a turn was dropped"
-    assert parts[0]["name"] == "chat/1/s-000" and sum(p["n_tokens"] for p in parts) <= 30
+    assert parts[0]["name"] == "chat/1/s-000" and sum(p["n_tokens"] for p in parts) <= 26
     assert answers[2]["usage"]["kv"]["exact"] > 0
     sh(*words, "--quiet", stdin=TALK)
     assert sh.err == ""

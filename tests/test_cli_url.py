@@ -177,7 +177,7 @@ def test_chat_takes_a_name_no_one_has(sh, server):
 
 
 def test_chat_over_the_limit_drops_the_oldest(sh, server):
-    words = ["chat", "--system", "keep the notes .", "--limit", "30", "--max-tokens", "2"]
+    words = ["chat", "--system", "keep the notes .", "--limit", "26", "--max-tokens", "2"]
     sh(*words, "--json", "--url", server.url, stdin=TALK)
     answers = [json.loads(line) for line in sh.out.splitlines()]
     assert answers[1]["dropped"] == ["chat/1/u-000", "chat/1/a-000"]

@@ -161,7 +161,7 @@ def test_usage_counts_what_had_to_be_computed_first_as_prefilled(
 ) -> None:
     server.service.sessions.later = lambda ids: None  # a server without idle time
     messages, _ = talk(server)
-    line = "as he said . what about Hugo's metal"
+    line = "as he said . what about Hugo's song"
     reply = server.ask([SYSTEM, *messages[3:], {"role": "user", "content": line}])
     kv, n_system = reply.usage.kv, n_tokens(engine, "system", SYSTEM["content"])
     assert kv["prefilled"] == reply.usage.prompt_tokens - n_system
@@ -331,7 +331,7 @@ def test_completions(server: Server, engine: Engine) -> None:
         reply = complete(prompt=prompt, logprobs=2)
         assert reply.choices[0].text == " Anna's river is cold ."
         assert reply.choices[0].logprobs.tokens == [" Anna", "'s river", " is cold", " ."]
-        assert reply.choices[0].logprobs.text_offset == [0, 5, 11, 16]
+        assert reply.choices[0].logprobs.text_offset == [0, 5, 13, 21]
         tokens = engine.maker.tokens(prompt)
         assert reply.usage.prompt_tokens == len(tokens)
         same = complete(prompt=tokens)
