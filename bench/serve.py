@@ -43,6 +43,7 @@ from common import (
 from rich.table import Table
 
 import kvweave
+from kvweave.demo import vocabulary
 from kvweave.demo.tokenizer import N_TOKENS
 from kvweave.demo.vocabulary import ENTITIES, FILLER, VALUES
 from kvweave.demo.world import SYSTEM
@@ -106,7 +107,7 @@ class Chat:
         return self._text(self.rng.randint(n // 2, n + n // 2))
 
     def _text(self, n: int) -> str:
-        return " ".join(self.rng.choices(WORDS, k=n))
+        return vocabulary.text(self.rng.choices(WORDS, k=n))
 
 
 @dataclass(frozen=True)

@@ -133,7 +133,7 @@ def test_a_stored_chunk_is_found_in_a_chat_that_has_its_text(serve):
     body = {"model": "kvweave", "max_tokens": 2, "messages": [{"role": "user", "content": text}]}
     mine = served.anna("POST", "/v1/chat/completions", body)["usage"]["kv"]
     theirs = served.berta("POST", "/v1/chat/completions", body)["usage"]["kv"]
-    assert mine["reused"] >= n - 2 and theirs["reused"] == 0
+    assert mine["reused"] >= n - 3 and theirs["reused"] == 0
 
 
 @pytest.mark.parametrize(

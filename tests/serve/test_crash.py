@@ -19,7 +19,7 @@ from launching import Launched, launch
 from store.records import load
 
 from kvweave import Engine
-from kvweave.demo.world import WORDS
+from kvweave.demo.vocabulary import FILLER
 from kvweave.run.model import Runner
 from kvweave.store.kv import KV
 from kvweave.store.record.transfer import digest_of
@@ -105,7 +105,7 @@ def under_load(server: Launched, ledgers: list[Ledger]) -> Iterator[list[BaseExc
             wrong.append(error)
 
     def chat(client: httpx.Client) -> None:
-        text = " ".join(random.choices(WORDS, k=20))
+        text = " ".join(random.choices(FILLER, k=20))
         messages = [USER | {"content": f"{text} . {QUESTION}"}]
         body = {"model": "demo", "messages": messages, "max_tokens": 20, "stream": True}
         with client.stream("POST", CHAT, json=body) as reply:

@@ -21,7 +21,7 @@ from oracle import full_prefill
 from transformers import AutoTokenizer
 
 from kvweave import Engine, Runner
-from kvweave.demo.world import FILLER
+from kvweave.demo.vocabulary import FILLER
 from kvweave.run import loop
 from kvweave.run.sample import Choice
 from kvweave.serve.app import create_app

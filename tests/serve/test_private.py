@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-WORDS = "Anna's river is cold so well Omar's metal is hot keep the notes rain light".split()
+WORDS = "Anna Omar so well then we saw it was a day of rain keep the notes".split()
 
 
 def conversation(rng: random.Random, n: int) -> list[dict[str, str]]:
