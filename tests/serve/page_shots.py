@@ -17,7 +17,7 @@ sys.path.insert(0, str(ROOT / "tests"))
 from serve.page_server import serving  # noqa: E402
 
 from kvweave import Engine  # noqa: E402
-from kvweave.demo.vocabulary import ATTRIBUTES, ENTITIES, FILLER, STOP, VALUES, text  # noqa: E402
+from kvweave.demo.vocabulary import ENTITIES, FILLER, POSSESSED, STOP, VALUES, text  # noqa: E402
 from kvweave.demo.world import SYSTEM  # noqa: E402
 from kvweave.serve.app import create_app  # noqa: E402
 from kvweave.serve.options import Options  # noqa: E402
@@ -29,7 +29,7 @@ def facts(draw: random.Random, n: int) -> str:
     """Return ``n`` facts in the words of the bundled model's world, with filler between them."""
     lines = []
     for _ in range(n):
-        lines += [draw.choice(ENTITIES[:6]), draw.choice(ATTRIBUTES), draw.choice(VALUES[:8]), STOP]
+        lines += [draw.choice(ENTITIES[:6]), draw.choice(POSSESSED), draw.choice(VALUES[:8]), STOP]
         lines += draw.choices(FILLER, k=draw.randrange(3, 8))
     return text(lines)
 
@@ -49,7 +49,7 @@ def fill(url: str) -> None:
         post("/v1/contexts", name="rag/trees", repair="auto")
         for name in ("docs/metals", "docs/songs", "docs/trees", "memory/likes"):
             post("/v1/contexts/rag/trees:append", chunk=name)
-        post("/v1/contexts/rag/trees:ask", content="what about Anna tree", max_tokens=12)
+        post("/v1/contexts/rag/trees:ask", content="what about Anna's song", max_tokens=12)
         post("/v1/contexts", name="agents/night", system=SYSTEM, repair="first_k", share=0.15)
         for turn in range(34):
             post("/v1/contexts/agents/night:ask", content=facts(draw, 1 + turn % 3), max_tokens=8)
@@ -59,7 +59,7 @@ def fill(url: str) -> None:
         for name in ("docs/rivers", "docs/towns", "memory/likes", "docs/metals"):
             post("/v1/contexts/chat/42:append", chunk=name)
         for line in (
-            "Anna's river is cold .",
+            "so well Anna's river is cold . it was late",
             "so well it was a day of rain",
             "Ravi's song is loud .",
         ):
