@@ -59,7 +59,7 @@ def fill(url: str) -> None:
         for name in ("docs/rivers", "docs/towns", "memory/likes", "docs/metals"):
             post("/v1/contexts/chat/42:append", chunk=name)
         for line in (
-            "so well Anna's river is cold . it was late",
+            "so well Anna's river is cold . what about Anna's river",
             "so well it was a day of rain",
             "Ravi's song is loud .",
         ):
