@@ -202,7 +202,7 @@ def calibrated(n: int) -> Found:
     """Fit costs to the log of the bundled model on this machine, woven from chunks of many sizes."""
     rng, rows = Random(0), []
     with Engine(str(BUNDLED)) as engine:
-        words = "pude river ludi so well givu metal demu".split()
+        words = "so well then we saw it was a day of rain".split()
         for at in range(n):
             names = []
             for number in range(rng.randint(1, 6)):

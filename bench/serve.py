@@ -43,7 +43,10 @@ from common import (
 from rich.table import Table
 
 import kvweave
-from kvweave.demo.world import ENTITIES, FILLER, SYSTEM, VALUES, VOCABULARY
+from kvweave.demo import vocabulary
+from kvweave.demo.tokenizer import N_TOKENS
+from kvweave.demo.vocabulary import ENTITIES, FILLER, VALUES
+from kvweave.demo.world import SYSTEM
 
 BUNDLED = Path(kvweave.__file__).parent / "demo" / "model"  # its tokenizer has a chat template
 WAYS = {  # what the server is told
@@ -56,8 +59,8 @@ OURS = ("all", "all, no repair")
 OTHERS = tuple(name for name in WAYS if name not in OURS)
 WORDS = (*ENTITIES, *VALUES, *FILLER)  # one token each
 WRAPPING = 4  # tokens the template puts around the two messages of a turn
-SHAPE = Shape(layers=6, hidden=512, heads=8, kv_heads=2, ffn=1408, vocab=VOCABULARY)
-QUICK = Shape(layers=2, hidden=64, heads=4, kv_heads=2, head_dim=16, ffn=128, vocab=VOCABULARY)
+SHAPE = Shape(layers=6, hidden=512, heads=8, kv_heads=2, ffn=1408, vocab=N_TOKENS)
+QUICK = Shape(layers=2, hidden=64, heads=4, kv_heads=2, head_dim=16, ffn=128, vocab=N_TOKENS)
 
 
 @dataclass(frozen=True)
@@ -104,7 +107,7 @@ class Chat:
         return self._text(self.rng.randint(n // 2, n + n // 2))
 
     def _text(self, n: int) -> str:
-        return " ".join(self.rng.choices(WORDS, k=n))
+        return vocabulary.text(self.rng.choices(WORDS, k=n))
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kvweave.demo import world
-from kvweave.demo.world import Conversation, Spec, Turn
+from kvweave.demo.vocabulary import ASK, VALUES, text
+from kvweave.demo.world import Conversation, Exchange, Spec
 from kvweave.suite.prose import texts as prose_texts
 
 MODEL = Path(__file__).resolve().parents[1] / "src" / "kvweave" / "demo" / "model"
@@ -38,10 +39,10 @@ def render(tokenizer: Any, messages: list[dict[str, str]]) -> list[int]:
 
 def window(
     tokenizer: Any, seed: str, turns: int, spec: Spec = world.CONVERSATION
-) -> tuple[list[int], list[tuple[int, int, Turn]]]:
+) -> tuple[list[int], list[tuple[int, int, Exchange]]]:
     """The last turns of a conversation that fit; and the answers: (start, length, turn)."""
     talk = Conversation(seed, spec)
-    kept: list[tuple[Turn, list[int]]] = []
+    kept: list[tuple[Exchange, list[int]]] = []
     system = render(tokenizer, [{"role": "system", "content": world.SYSTEM}])
     for _ in range(turns):
         turn = talk.turn([t.index for t, _ in kept])
@@ -143,7 +144,7 @@ def blind_score(model: Any, tokenizer: Any, n: int, seed: int) -> dict[str, Any]
         turn = talk.turn(range(max(0, total - 28), total + 999))
         if not turn.asks:
             continue
-        question = f"ask {turn.entity} {turn.attribute}"
+        question = text([ASK, turn.entity, turn.attribute])
         user = render(tokenizer, [{"role": "user", "content": question}])
         reply = render(tokenizer, turn.messages()[1:])
         ids = system + user + reply
@@ -153,15 +154,15 @@ def blind_score(model: Any, tokenizer: Any, n: int, seed: int) -> dict[str, Any]
     return {
         "n": total,
         "correct": round(hits / total, 4),
-        "chance": round(1 / len(world.VALUES), 4),
+        "chance": round(1 / len(VALUES), 4),
     }
 
 
 def prose_perplexity(model: Any, tokenizer: Any) -> dict[str, float]:
     """Perplexity on held-out topics of the standard library's prose."""
     loss, count = 0.0, 0
-    for text in prose_texts(held_out=True):
-        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    for topic in prose_texts(held_out=True):
+        ids = tokenizer(topic, add_special_tokens=False)["input_ids"]
         for at in range(0, len(ids) - 64, 512):
             part = torch.tensor([ids[at : at + 512]])
             nll = model(part, labels=part).loss.item()

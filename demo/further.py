@@ -25,6 +25,8 @@ from train import MODEL, RUN, Ids, new_model, prose_loss, settle, tokenizer_obje
 from transformers import GenerationConfig, Qwen3ForCausalLM
 
 from kvweave.demo import world
+from kvweave.demo.tokenizer import BOS
+from kvweave.demo.vocabulary import ATTRIBUTES
 from kvweave.demo.world import Spec
 from kvweave.suite import protocols
 from kvweave.suite.prose import texts as prose_texts
@@ -129,7 +131,7 @@ def directions(model: Qwen3ForCausalLM, index: int) -> tuple[torch.Tensor, torch
     for text in texts:
         hidden = model.model(torch.tensor([text]), output_hidden_states=True).hidden_states[index]
         normed.append(model.model.layers[index].input_layernorm(hidden[0]))
-    known = {ids.word[w] for w in world.ATTRIBUTES}
+    known = {ids.word[w] for w in ATTRIBUTES}
     mine = torch.tensor([i in known for text in texts for i in text])
     weight = torch.where(mine, (~mine).sum() / mine.sum(), 1.0)
     found = ridge(torch.cat(normed), torch.stack([torch.ones(len(mine)), mine.float()], 1), weight)
@@ -138,7 +140,7 @@ def directions(model: Qwen3ForCausalLM, index: int) -> tuple[torch.Tensor, torch
 
 def said(ids: Ids, case: Case) -> tuple[list[int], list[Mark]]:
     """A case as one document: the notes, then every question with its reply."""
-    out = [ids.special[world.BOS], *ids.say("system", world.SYSTEM)]
+    out = [ids.special[BOS], *ids.say("system", world.SYSTEM)]
     for _, text in case.notes:
         out += ids.say("user", text)
     marks = []

@@ -1,12 +1,12 @@
 """Heads that carry a value from one statement to another, set from what the layers below hold.
 
-"from pude river same givu river also ." needs three steps, and gradient descent found none of them
+"from Anna's river same Omar's river also ." needs three steps, and gradient descent found none of them
 in 1,600 steps (docs/LOG.md). So the deepened model begins with them, in layers between the first
 two, where words are still legible:
 
-    layer 1    "pude river|" finds the row behind an earlier "pude river" and takes its word
+    layer 1    "Anna's river|" finds the row behind an earlier "Anna's river" and takes its word
     layer 2    "also|" takes from four rows back what that one found
-    layer 3    as layer 1, for a question about "givu river": it finds "also" and takes the value
+    layer 3    as layer 1, for a question about "Omar's river": it finds "also" and takes the value
 
 Readouts (what word stands here, one before, two before) are ridge regressions over documents.
 """
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvweave.suite.protocols import ATTRIBUTES, VALUES
+from kvweave.demo.vocabulary import ATTRIBUTES, VALUES
 
 SLOW = 12  # rotary pairs of slow rotation: they compare at any distance
 BACK, FAST = 4, 7  # rows from "also" to what it repeats; rotary pairs that find a distance

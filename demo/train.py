@@ -22,7 +22,18 @@ from tqdm import tqdm
 from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 
 from kvweave.demo import world
-from kvweave.demo.world import Conversation, Spec, Turn
+from kvweave.demo.tokenizer import (
+    BOS,
+    END,
+    MAX_POSITIONS,
+    N_TOKENS,
+    PAD,
+    SPECIALS,
+    build_tokenizer,
+    wrap_tokenizer,
+)
+from kvweave.demo.vocabulary import LATER, WORDS, piece, words
+from kvweave.demo.world import Conversation, Exchange, Spec
 from kvweave.suite.prose import texts as prose_texts
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -68,13 +79,13 @@ class Ids:
     """World text to token ids without the tokenizer's overhead."""
 
     def __init__(self, tokenizer: Any) -> None:
-        self.word = {w: tokenizer.encode(f" {w}").ids[0] for w in (*world.WORDS, *world.LATER)}
-        self.special = {s: tokenizer.token_to_id(s) for s in world.SPECIALS}
-        self.end = self.special[world.END]
+        self.word = {w: tokenizer.encode(piece(w)).ids[0] for w in (*WORDS, *LATER)}
+        self.special = {s: tokenizer.token_to_id(s) for s in SPECIALS}
+        self.end = self.special[END]
 
     def say(self, role: str, text: str) -> list[int]:
         """One message as the chat template renders it."""
-        return [self.special[f"<|{role}|>"], *(self.word[w] for w in text.split()), self.end]
+        return [self.special[f"<|{role}|>"], *(self.word[w] for w in words(text)), self.end]
 
     def document(self, seed: str, length: int, spec: Spec) -> tuple[list[int], list[Answer]]:
         """A conversation cut at `length` tokens, and where its answers are predicted.
@@ -84,7 +95,7 @@ class Ids:
         """
         talk, rng = Conversation(seed, spec), random.Random(seed + "/late")
         late = rng.randrange(100) if spec is world.CONVERSATION and rng.random() < 0.6 else 0
-        ids = [self.special[world.BOS], *self.say("system", world.SYSTEM)]
+        ids = [self.special[BOS], *self.say("system", world.SYSTEM)]
         answers: list[Answer] = []
         for index in count():
             turn = talk.turn(range(index - 28, index) if late else None)
@@ -107,25 +118,25 @@ class Answer:
 
     start: int
     count: int
-    turn: Turn
+    turn: Exchange
 
 
 def new_model(layers: int = 4, groups: int = 2) -> Qwen3ForCausalLM:
     """A Qwen3 of two million parameters; slow rotary pairs match at any distance."""
     config = Qwen3Config(
-        vocab_size=world.VOCABULARY,
+        vocab_size=N_TOKENS,
         hidden_size=192,
         intermediate_size=512,
         num_hidden_layers=layers,
         num_attention_heads=2 * groups,
         num_key_value_heads=groups,
         head_dim=64,
-        max_position_embeddings=world.MAX_POSITIONS,
+        max_position_embeddings=MAX_POSITIONS,
         tie_word_embeddings=True,
         rope_parameters={"rope_type": "default", "rope_theta": 1e6},
-        bos_token_id=world.SPECIALS.index(world.BOS),
-        eos_token_id=world.SPECIALS.index(world.END),
-        pad_token_id=world.SPECIALS.index(world.PAD),
+        bos_token_id=SPECIALS.index(BOS),
+        eos_token_id=SPECIALS.index(END),
+        pad_token_id=SPECIALS.index(PAD),
         use_cache=True,
     )
     model = Qwen3ForCausalLM(config)
@@ -163,8 +174,8 @@ def look_back(model: Qwen3ForCausalLM, pairs: int = 7, sharpness: float = 2.5) -
 def match(model: Qwen3ForCausalLM, slow: int = 12) -> None:
     """Begin with second-layer heads that compare (before, here) with (two before, before).
 
-    The pairs of slow rotation compare content at any distance. In a reply "pude river" such a
-    head tends to the position after "pude river" in the notes, which holds the value.
+    The pairs of slow rotation compare content at any distance. In a reply "Anna's river" such a
+    head tends to the position after "Anna's river" in the notes, which holds the value.
     """
     config = model.config
     first, second = (model.model.layers[i].self_attn for i in (0, 1))
@@ -273,7 +284,7 @@ def save(model: Any, optimizer: Any, state: State) -> None:
 
 def tokenizer_object() -> Any:
     """Train the tokenizer, on the standard library's prose and the words of the world."""
-    return world.build_tokenizer(iter(prose_texts(False) + prose_texts(True)))
+    return build_tokenizer(iter(prose_texts(False) + prose_texts(True)))
 
 
 def export(model: Any, state: State) -> None:
@@ -287,7 +298,7 @@ def export(model: Any, state: State) -> None:
         max_new_tokens=16,
     )
     model.save_pretrained(MODEL)
-    world.wrap_tokenizer(tokenizer_object()).save_pretrained(MODEL, save_jinja_files=False)
+    wrap_tokenizer(tokenizer_object()).save_pretrained(MODEL, save_jinja_files=False)
     (MODEL / "curve.json").write_text(json.dumps(state.curve))
 
 

@@ -12,18 +12,23 @@ URL = os.environ.get("KVWEAVE_URL", "http://127.0.0.1:8700/v1")
 KEY = os.environ.get("KVWEAVE_KEY", "none")
 MODEL = os.environ.get("KVWEAVE_MODEL", "demo")  # the bundled one; /v1/models says the name
 FILLER = "so well then we saw it was a day of rain and some more light on way there"
-FACTS = ["pude river ludi", "givu metal demu", "joti song kegu", "pude tree zeja"]
-FACTS += ["givu town jaji", "joti stone ruve"]
+FACTS = [
+    "Anna's river is cold",
+    "Omar's metal is hot",
+    "Mei's song is loud",
+    "Anna's game is rough",
+]
+FACTS += ["Omar's town is quiet", "Mei's stone is smooth"]
 KEPT = 2  # turns that are sent again
 
 model = ChatOpenAI(model=MODEL, base_url=URL, api_key=KEY, temperature=0, max_tokens=8)
 history = []
 for fact in FACTS:
-    entity, attribute, _ = fact.split()
+    asked = fact.partition(" is ")[0]
     history = history[-2 * KEPT :]
-    history.append(HumanMessage(f"{fact} . {FILLER} . ask {entity} {attribute}"))
+    history.append(HumanMessage(f"{fact} . {FILLER} . what about {asked}"))
     reply = model.invoke([SystemMessage("keep the notes ."), *history])
     history.append(reply)
     usage = reply.usage_metadata
     cached = usage["input_token_details"]["cache_read"]
-    print(f"{reply.content!r:22} cached {cached:3} of {usage['input_tokens']:3} tokens")
+    print(f"{reply.content!r:26} cached {cached:3} of {usage['input_tokens']:3} tokens")

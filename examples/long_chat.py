@@ -11,7 +11,8 @@ LIMIT = 150  # tokens
 with Engine(MODEL) as engine:
     chat = engine.context("chat/1", system="keep the notes .")
     for day in range(12):
-        message = f"day {day} : pude river ludi . so well then we saw it . ask pude river"
+        said = "Anna's river is cold . so well then we saw it"
+        message = f"day {day} : {said} . what about Anna's river"
         answer = chat.ask(message, max_tokens=8)
         while chat.n_tokens > LIMIT:
             chat.drop(chat.oldest())

@@ -15,11 +15,11 @@ ROLE = sys.argv[1] if len(sys.argv) > 1 else "user"  # "tool" if the model's tem
 SYSTEM = {"role": "system", "content": "keep the notes ."}
 FILLER = "so well then we saw it was a day of rain and some more light on way there"
 PAGES = {
-    "pude": f"{FILLER} . pude river ludi . pude metal demu . {FILLER} .",
-    "givu": f"and {FILLER} . givu song kegu . givu town zeja . {FILLER} .",
-    "joti": f"but {FILLER} . joti stone ruve . joti bird tepo . {FILLER} .",
+    "Anna": f"{FILLER} . Anna's river is cold . Anna's metal is hot . {FILLER} .",
+    "Omar": f"and {FILLER} . Omar's song is loud . Omar's town is rough . {FILLER} .",
+    "Mei": f"but {FILLER} . Mei's stone is smooth . Mei's bird is sweet . {FILLER} .",
 }
-TASK = ["pude river", "givu town", "joti stone", "pude metal", "givu song", "joti bird"]
+TASK = ["Anna's river", "Omar's town", "Mei's stone", "Anna's metal", "Omar's song", "Mei's bird"]
 KEPT = 2  # results that stay; the questions and answers all do
 
 
@@ -38,12 +38,12 @@ with OpenAI(base_url=URL, api_key=os.environ.get("KVWEAVE_KEY", "none")) as clie
     model = client.models.list().data[0].id
     messages, results = [SYSTEM], []
     for number, question in enumerate(TASK):
-        added = read_page(number, question.split()[0])
+        added = read_page(number, question.partition("'")[0])
         results.append(added)
         if len(results) > KEPT:
             for message in results.pop(0):
                 messages.remove(message)
-        messages += [*added, {"role": "user", "content": f"ask {question}"}]
+        messages += [*added, {"role": "user", "content": f"what about {question}"}]
         reply = client.chat.completions.create(
             model=model, messages=messages, temperature=0, max_tokens=8
         )
@@ -51,7 +51,7 @@ with OpenAI(base_url=URL, api_key=os.environ.get("KVWEAVE_KEY", "none")) as clie
         messages.append({"role": "assistant", "content": text})
         kv = reply.usage.model_extra["kv"]
         print(
-            f"{question}: {text!r:22} of {reply.usage.prompt_tokens:3} tokens:"
+            f"{question}: {text!r:26} of {reply.usage.prompt_tokens:3} tokens:"
             f" prefilled {kv['prefilled']:3}, repaired {kv['repaired']},"
             f" known {kv['exact'] + kv['reused']:3}"
         )

@@ -12,14 +12,14 @@ SYSTEM = {"role": "system", "content": "keep the notes ."}
 FILLER = "so well then we saw it was a day of rain and some more light on way there"
 MORE = "nobody came back until very late or maybe not just because all they had to do is wait here"
 DOCS = {
-    "pude": f"{FILLER} . pude river ludi . {MORE} . pude metal demu .",
-    "givu": f"{MORE} . givu song kegu . {FILLER} . givu town zeja .",
-    "joti": f"and {FILLER} . joti stone ruve . but {MORE} . joti bird tepo .",
+    "Anna": f"{FILLER} . Anna's river is cold . {MORE} . Anna's metal is hot .",
+    "Omar": f"{MORE} . Omar's song is loud . {FILLER} . Omar's town is rough .",
+    "Mei": f"and {FILLER} . Mei's stone is smooth . but {MORE} . Mei's bird is sweet .",
 }
 ASKED = [
-    (("pude", "givu", "joti"), "pude river"),
-    (("joti", "pude", "givu"), "givu town"),
-    (("givu", "joti", "pude"), "joti stone"),
+    (("Anna", "Omar", "Mei"), "Anna's river"),
+    (("Mei", "Anna", "Omar"), "Omar's town"),
+    (("Omar", "Mei", "Anna"), "Mei's stone"),
 ]
 
 with OpenAI(base_url=URL, api_key=os.environ.get("KVWEAVE_KEY", "none")) as client:
@@ -36,10 +36,10 @@ with OpenAI(base_url=URL, api_key=os.environ.get("KVWEAVE_KEY", "none")) as clie
         kv = reply.usage.model_extra["kv"]
         known = kv["exact"] + kv["reused"]
         text = reply.choices[0].message.content
-        print(f"{how}: {text!r:22} known {known:3}, prefilled {kv['prefilled']:3}")
+        print(f"{how}: {text!r:26} known {known:3}, prefilled {kv['prefilled']:3}")
 
     for names, question in ASKED:  # nothing is declared: the server finds the text again
-        ask("pasted", " ".join([*(DOCS[name] for name in names), f"ask {question}"]))
+        ask("pasted", " ".join([*(DOCS[name] for name in names), f"what about {question}"]))
 
     for name, text in DOCS.items():  # computed once, here
         client.put(
@@ -47,4 +47,4 @@ with OpenAI(base_url=URL, api_key=os.environ.get("KVWEAVE_KEY", "none")) as clie
         )
     for names, question in ASKED:
         parts = [{"type": "chunk", "name": f"docs/{name}"} for name in names]
-        ask("named ", [*parts, {"type": "text", "text": f" ask {question}"}])
+        ask("named ", [*parts, {"type": "text", "text": f" what about {question}"}])

@@ -6,11 +6,11 @@ from importlib.resources import files
 from kvweave import Engine
 
 MODEL = sys.argv[1] if len(sys.argv) > 1 else str(files("kvweave") / "demo" / "model")
-QUESTIONS = ["pude river", "givu metal"]
+QUESTIONS = ["Anna's river", "Omar's metal"]
 
 with Engine(MODEL) as engine:
-    engine.put("notes", " pude river ludi . so well givu metal demu .")
-    prompt = "<|user|>{notes} ask {what}<|end|><|assistant|>"
+    engine.put("notes", " Anna's river is cold . so well Omar's metal is hot .")
+    prompt = "<|user|>{notes} what about {what}<|end|><|assistant|>"
 
     alone = []
     for question in QUESTIONS:

@@ -14,7 +14,7 @@ from typing import Any, Literal
 KEY = "key-of-mallory"
 MAX_BODY = 256 * 1024  # what the server under test is told
 CHAT = "/v1/chat/completions"
-USER = {"role": "user", "content": "pude river ludi . ask pude river"}
+USER = {"role": "user", "content": "Anna's river is cold . what about Anna's river"}
 
 End = Literal["read", "hang_up", "half", "reset"]
 
@@ -65,11 +65,11 @@ GOOD: dict[tuple[str, str], dict[str, Any]] = {
         "max_completion_tokens": 2, "kvweave": {"repair": "none", "share": 0.1}, "user": "m",
     },
     ("POST", "/v1/completions"): {
-        "model": "demo", "prompt": "pude river", "max_tokens": 2, "n": 1, "best_of": 1, "echo": False,
+        "model": "demo", "prompt": "Anna's river", "max_tokens": 2, "n": 1, "best_of": 1, "echo": False,
         "logprobs": 0, "suffix": "", "stream": False, "temperature": 1.0, "stop": "x", "seed": 0,
     },
     ("PUT", "/v1/chunks/docs/mine"): {
-        "text": "pude river ludi .", "kind": "document", "replace": True, "durable": False,
+        "text": "Anna's river is cold .", "kind": "document", "replace": True, "durable": False,
     },
     ("POST", "/v1/chunks/docs/a:place"): {"tier": "ram", "dry_run": True},
     ("POST", "/v1/chunks/docs/a:pin"): {"dry_run": True},
@@ -86,7 +86,7 @@ GOOD: dict[tuple[str, str], dict[str, Any]] = {
     ("POST", "/v1/contexts/chat/a:append"): {
         "chunk": "docs/a", "kind": "document", "at": 9999, "start": 0, "stop": 2,
     },
-    ("POST", "/v1/contexts/chat/a:message"): {"role": "robot", "content": "pude river ?"},
+    ("POST", "/v1/contexts/chat/a:message"): {"role": "robot", "content": "Anna's river ?"},
     ("POST", "/v1/contexts/chat/a:drop"): {"parts": [], "mode": "forget"},
     ("POST", "/v1/contexts/chat/a:replace"): {"part": "docs/none", "text": "x", "kind": "document"},
     ("POST", "/v1/contexts/chat/a:reorder"): {"order": [0]},
@@ -96,7 +96,7 @@ GOOD: dict[tuple[str, str], dict[str, Any]] = {
         "max_tokens": 2, "temperature": 0.0, "top_p": 1.0, "top_k": 0, "seed": 1, "stop": [],
         "stop_tokens": [], "logprobs": 0, "ignore_eos": True, "max_drift": 1.0, "stream": False,
     },
-    ("POST", "/v1/contexts/chat/none:ask"): {"content": "pude river ?", "max_tokens": 2},
+    ("POST", "/v1/contexts/chat/none:ask"): {"content": "Anna's river ?", "max_tokens": 2},
 }  # fmt: skip
 ENDPOINTS = sorted(GOOD)
 TOKENS = ("max_tokens", "max_completion_tokens", "n")  # big ones would keep the model busy
@@ -125,7 +125,7 @@ MESSAGES: tuple[Any, ...] = (
     [{"role": "tool", "content": "x", "tool_call_id": {}}], [{"role": "user", "content": ""}],
     [{"role": "developer", "content": [{"type": "text", "text": 3}]}], {"role": "user"}, "hello",
     [USER | {"name": {"a": [1]}}], [USER | {"audio": {"id": 1}, "refusal": []}],
-    [{"role": "user", "content": "pude " * 20_000}], [USER] * 5_000,
+    [{"role": "user", "content": "Anna " * 20_000}], [USER] * 5_000,
 )  # fmt: skip
 
 
@@ -232,7 +232,7 @@ def bad_type(rng: random.Random) -> Probe:
     body = rng.choice((
         good[:-1] + b', "x": NaN}', deep(rng), b"\xff", good[:-3], b"--x\r\n\r\n--x--\r\n", b"a=b&c=%ff",
         b'{"model": "\\ud800"}', good.replace(b":", b": 1e999, ", 1), good.replace(b": 0.0", b": NaN", 1),
-        good.replace(b'"pude', b'"\\ud800 pude'),
+        good.replace(b'"Anna', b'"\\ud800 Anna'),
     ))  # fmt: skip
     return Probe("bad content type", (request(*endpoint, body, type=kind),), fine=body == good)
 
@@ -434,7 +434,7 @@ def heavy() -> dict[str, tuple[str, str, bytes]]:
     tokens = dumps({"tokens": [60] * 10 * many})
     part = {"type": "chunk", "name": "docs/a"}
     return {
-        "a long message": ("POST", CHAT, talk("pude " * 15 * many)),
+        "a long message": ("POST", CHAT, talk("Anna " * 15 * many)),
         "a long word": ("POST", CHAT, talk("p" * 75 * many)),
         "many messages": ("POST", CHAT, talk("a", many // 2)),
         "many texts": ("POST", CHAT, talk([{"type": "text", "text": "a"}] * (many // 2))),
@@ -447,9 +447,9 @@ def heavy() -> dict[str, tuple[str, str, bytes]]:
         "many token prompts": ("POST", "/v1/completions", dumps({"model": "demo", "prompt": [60] * 10 * many})),
         "many names": ("POST", "/v1/compose", dumps({"template": "{a}", "values": {"a": ["docs/a"] * 5 * many}})),
         "many holes": ("POST", "/v1/compose", dumps({"template": "{docs/a}" * 9 * many})),
-        "a long template": ("POST", "/v1/compose", dumps({"template": "pude " * 15 * many})),
-        "a long chunk": ("PUT", "/v1/chunks/x", dumps({"text": "pude " * 15 * many})),
-        "a long part": ("POST", "/v1/contexts/chat/a:append", dumps({"text": "pude " * 15 * many})),
+        "a long template": ("POST", "/v1/compose", dumps({"template": "Anna " * 15 * many})),
+        "a long chunk": ("PUT", "/v1/chunks/x", dumps({"text": "Anna " * 15 * many})),
+        "a long part": ("POST", "/v1/contexts/chat/a:append", dumps({"text": "Anna " * 15 * many})),
         "many parts": ("POST", "/v1/contexts/chat/a:reorder", dumps({"order": list(range(10 * many))})),
         "many stops": ("POST", CHAT, dumps(chat | {"stop": [f"z{i}" for i in range(6 * many)]})),
     }  # fmt: skip

@@ -29,8 +29,8 @@ from kvweave.store.tier.disk import Disk
 from kvweave.weave.calibration import Calibration, Curve
 
 MODEL = home.BUNDLED
-A = "foze river habu . so well then we saw it .\n"
-B = "vabo metal zovo . so well .\n"
+A = "Nina's river is wide . so well then we saw it .\n"
+B = "Yuki's metal is sharp . so well .\n"
 
 load_once = cache(Runner.load)
 
@@ -326,18 +326,18 @@ def test_place(stocked):
 
 
 def test_run_streams_text_and_explains_on_stderr(stocked):
-    words = ["run", "keep the notes .{docs/a}{docs/b} ask vabo metal", "--max-tokens", "4"]
+    words = ["run", "keep the notes .{docs/a}{docs/b} what about Yuki's metal", "--max-tokens", "4"]
     text = stocked(*words)
     assert text.endswith("\n") and stocked.err == ""
     assert stocked(*words, "--explain", "--check") == text
     assert re.search(r"^docs/a +14  re(use|pair) +disk", stocked.err, re.M)
-    assert "vs full prefill of 33 tokens" in stocked.err
+    assert "vs full prefill of 32 tokens" in stocked.err
     found = stocked.json(*words, "--check")
     assert found["text"] + "\n" == text and found["finish"] in ("stop", "length")
-    assert found["usage"]["prompt_tokens"] == 33 == found["plan"]["n_tokens"]
+    assert found["usage"]["prompt_tokens"] == 32 == found["plan"]["n_tokens"]
     assert [s["part"] for s in found["plan"]["spans"]][1:3] == ["docs/a", "docs/b"]
     assert found["plan"]["reused"] + found["plan"]["repaired"] == 24
-    assert found["check"]["n_tokens"] == 33
+    assert found["check"]["n_tokens"] == 32
 
 
 def test_run_leaves_only_what_was_put(stocked):
@@ -373,12 +373,12 @@ def test_a_bound_on_the_drift_is_handed_on_and_kept(stocked):
     ]
     made = Calibration(load_once(str(MODEL)).fingerprint, 0.95, 100, tuple(curves))
     made.save(stocked.home / "calibration.json")
-    words = ["keep the notes .{docs/a}{docs/b} ask vabo metal", "--max-drift"]
+    words = ["keep the notes .{docs/a}{docs/b} what about Yuki's metal", "--max-drift"]
     plan = stocked.json("run", *words, "0.6", "--max-tokens", "1")["plan"]
     assert plan["drift"] == 0.5 and plan["reused"]
     plan = stocked.json("check", *words, "0.1")["plan"]
     assert plan["drift"] == 0 and plan["reused"] == 0
-    lines = "/add docs/a\n/add docs/b\nask vabo metal\n/plan\n"
+    lines = "/add docs/a\n/add docs/b\nwhat about Yuki's metal\n/plan\n"
     last = stocked("chat", "--max-drift", "0.6", "--max-tokens", "1", stdin=lines).splitlines()[-1]
     assert "drift at most 0.5" in last
     assert stocked("check", *words, "-1", status=2) == "" and "nats from 0 up" in stocked.err
@@ -477,7 +477,7 @@ def test_one_process_at_a_time(stocked):
 
 # --- chat
 
-TALK = "foze river habu . ask foze river\n\nlefa river habu .\n"
+TALK = "Nina's river is wide . what about Nina's river\n\nLena's river is wide .\n"
 
 
 def test_chat_answers_line_by_line_and_keeps_nothing(stocked):
@@ -491,13 +491,13 @@ def test_chat_answers_line_by_line_and_keeps_nothing(stocked):
 
 
 def test_chat_drops_the_oldest_turns_over_the_limit(sh):
-    words = ["chat", "--system", "keep the notes .", "--limit", "30", "--max-tokens", "2"]
+    words = ["chat", "--system", "keep the notes .", "--limit", "26", "--max-tokens", "2"]
     sh(*words, "--json", stdin=TALK + "so well\n/parts\n")
     *answers, parts = [json.loads(line) for line in sh.out.splitlines()]
     assert answers[0]["dropped"] == []
     assert answers[1]["dropped"] == ["chat/1/u-000", "chat/1/a-000"]
     assert parts[1]["name"].startswith("chat/1/u-"), "half a turn was dropped"
-    assert parts[0]["name"] == "chat/1/s-000" and sum(p["n_tokens"] for p in parts) <= 30
+    assert parts[0]["name"] == "chat/1/s-000" and sum(p["n_tokens"] for p in parts) <= 26
     assert answers[2]["usage"]["kv"]["exact"] > 0
     sh(*words, "--quiet", stdin=TALK)
     assert sh.err == ""
@@ -528,7 +528,7 @@ def test_chat_goes_on_after_errors_and_says_so_at_the_end(sh):
         "chat",
         "--max-tokens",
         "2",
-        stdin="/drpo x\n/drop\n/drop x\npude river ludi .\n" + "so " * 5000,
+        stdin="/drpo x\n/drop\n/drop x\nAnna's river is cold .\n" + "so " * 5000,
         status=1,
     )
     assert "hint: did you mean /drop?" in sh.err and "which part?" in sh.err

@@ -80,7 +80,9 @@ def test_parts_are_added_and_dropped(there):
 
 
 def test_a_question_and_its_answer_stay(there):
-    text = there("context", "ask", "chat/42", "ask foze river .", "--max-tokens", "3", "--explain")
+    text = there(
+        "context", "ask", "chat/42", "what about Nina's river .", "--max-tokens", "3", "--explain"
+    )
     assert text.endswith("\n") and "docs/a" in there.err
     told = there.json("context", "ask", "chat/42", "--max-tokens", "2", stdin="so ?")
     assert told["finish"] in ("stop", "length") and told["plan"]["n_tokens"]
@@ -159,7 +161,7 @@ def test_chat_goes_on_with_a_context_and_leaves_it(there, server):
 
 
 def test_status_is_one_screen(there):
-    there("context", "ask", "chat/42", "ask foze river .", "--max-tokens", "3")
+    there("context", "ask", "chat/42", "what about Nina's river .", "--max-tokens", "3")
     lines = there("status").splitlines()
     assert len(lines) < 15
     assert re.match(r"server +http://127\.0\.0\.1:\d+, ok, up \S+ s$", lines[0])

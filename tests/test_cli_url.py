@@ -17,10 +17,10 @@ from kvweave import Client, Engine
 from kvweave.cli import app, parser
 from kvweave.run.model import Runner
 
-A = "foze river habu . so well then we saw it .\n"
-B = "vabo metal zovo . so well .\n"
+A = "Nina's river is wide . so well then we saw it .\n"
+B = "Yuki's metal is sharp . so well .\n"
 KEYS = {"key-of-anna": "anna"}
-TALK = "foze river habu . ask foze river\n\nlefa river habu .\n"
+TALK = "Nina's river is wide . what about Nina's river\n\nLena's river is wide .\n"
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +68,7 @@ def sh(capsys, monkeypatch, tmp_path, runner):
     return Shell(capsys, monkeypatch)
 
 
-PROMPT = "keep the notes .{docs/a}{docs/b} ask vabo metal"
+PROMPT = "keep the notes .{docs/a}{docs/b} what about Yuki's metal"
 SCRIPT = [
     (["put", "docs/", "a.md", "b.md", "-q"], 0),
     (["put", "docs/a", "b.md"], 1),
@@ -177,7 +177,7 @@ def test_chat_takes_a_name_no_one_has(sh, server):
 
 
 def test_chat_over_the_limit_drops_the_oldest(sh, server):
-    words = ["chat", "--system", "keep the notes .", "--limit", "30", "--max-tokens", "2"]
+    words = ["chat", "--system", "keep the notes .", "--limit", "26", "--max-tokens", "2"]
     sh(*words, "--json", "--url", server.url, stdin=TALK)
     answers = [json.loads(line) for line in sh.out.splitlines()]
     assert answers[1]["dropped"] == ["chat/1/u-000", "chat/1/a-000"]

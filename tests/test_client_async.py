@@ -19,7 +19,7 @@ from kvweave.client import RemoteContext
 from kvweave.run.model import Runner
 from kvweave.run.sampling import Sampling
 
-TEXT = "keep the notes . foze river habu . so well then we saw it .\n"
+TEXT = "keep the notes . Nina's river is wide . so well then we saw it .\n"
 
 
 @pytest.fixture(scope="module")

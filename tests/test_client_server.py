@@ -18,8 +18,8 @@ from kvweave.run.sampling import Sampling
 from kvweave.weave.parts import Part
 from kvweave.weave.template import Ref, Template
 
-A = "foze river habu . so well then we saw it .\n"
-B = "vabo metal zovo . so well .\n"
+A = "Nina's river is wide . so well then we saw it .\n"
+B = "Yuki's metal is sharp . so well .\n"
 SYSTEM = "keep the notes ."
 KEYS = {"key-of-anna": "anna", "key-of-berta": "berta"}
 
@@ -109,8 +109,8 @@ def context_script(weaver, settle):
     """Everything a context can do; yields what each verb gave."""
     weaver.put("docs/a", A)
     weaver.put("docs/b", B)
-    template = "keep the notes .{docs}{docs/b} ask {q}"
-    ctx = weaver.compose(template, docs=["docs/a"], q="vabo metal", repair="random", share=0.3)
+    template = "keep the notes .{docs}{docs/b} what about {q}"
+    ctx = weaver.compose(template, docs=["docs/a"], q="Yuki's metal", repair="random", share=0.3)
     yield ctx.name, ctx.parts, ctx.n_tokens, ctx.preview(), ctx.plan
     yield ctx.generate(8, ignore_eos=True, logprobs=2), ctx.check()
     settle()
@@ -150,13 +150,13 @@ def context_script(weaver, settle):
 def chat_script(weaver, settle):
     """A conversation that is pruned."""
     chat = weaver.context("chat/1", system=SYSTEM, share=0.5, prune="evict")
-    for line in (A, "ask foze river .", B):
+    for line in (A, "what about Nina's river .", B):
         yield chat.ask(line, 4, ignore_eos=True)
         settle()
     yield chat.oldest(), chat.n_tokens
     chat.drop(chat.oldest())
     chat.drop(chat.oldest(), mode="forget")
-    yield chat.parts, chat.preview(), chat.message("user", "lefa river habu .")
+    yield chat.parts, chat.preview(), chat.message("user", "Lena's river is wide .")
     before = chat.snapshot()
     yield chat.begin(Sampling(max_tokens=3), chat=True).run()
     settle()

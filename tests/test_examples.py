@@ -60,12 +60,12 @@ def test_undo_leaves_the_rows_and_fork_shares_them(run):
 
 
 def test_together_is_as_alone(run):
-    assert len(re.findall(r"^\w+ \w+: '.*', alone '.*'$", run("together.py"), re.M)) == 2
+    assert len(re.findall(r"^\w+'s \w+: \".*\", alone \".*\"$", run("together.py"), re.M)) == 2
 
 
 # --- over HTTP
 
-FACT = r"'(\w+ \w+ \w+) \.'"
+FACT = r"\"(\w+'s \w+ is \w+) \.\""
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +93,7 @@ def test_openai_chat_computes_only_the_new_turn(server, run):
 def test_openai_rag_finds_pasted_text_and_named_chunks(server, run):
     text = run("openai_rag.py", url=server.url)
     found = re.findall(rf"(pasted|named ): {FACT} +known +(\d+), prefilled +(\d+)", text)
-    answers = ["pude river ludi", "givu town zeja", "joti stone ruve"]
+    answers = ["Anna's river is cold", "Omar's town is rough", "Mei's stone is smooth"]
     assert [how for how, *_ in found] == ["pasted"] * 3 + ["named "] * 3
     assert [fact for _, fact, _, _ in found] == answers * 2
     known, prefilled = ([int(row[i]) for row in found] for i in (2, 3))
@@ -104,7 +104,7 @@ def test_openai_rag_finds_pasted_text_and_named_chunks(server, run):
 
 def check_agent(text):
     found = re.findall(
-        rf"(\w+ \w+): {FACT} +of +(\d+) tokens: prefilled +(\d+), repaired (\d+), known +(\d+)",
+        rf"(\w+'s \w+): {FACT} +of +(\d+) tokens: prefilled +(\d+), repaired (\d+), known +(\d+)",
         text,
     )
     source = (EXAMPLES / "openai_agent.py").read_text()

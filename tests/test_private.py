@@ -15,7 +15,7 @@ from kvweave import Engine
 from kvweave.cli import app, home
 from kvweave.run.model import Runner
 
-A = "foze river habu . so well then we saw it .\n"
+A = "Nina's river is wide . so well then we saw it .\n"
 MODEL = str(home.BUNDLED)
 
 load_once = cache(Runner.load)

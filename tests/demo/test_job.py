@@ -19,6 +19,8 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from kvweave import Config, Engine, Runner
 from kvweave.demo import baselines, job, plot, report, world
 from kvweave.demo.baselines import FullPrefill, GreedyReply, PrefixCache
+from kvweave.demo.tokenizer import N_TOKENS
+from kvweave.demo.vocabulary import words
 
 SMALL = job.JobSize(turns=4, tokens=300, cap=480, answer=6)
 
@@ -28,7 +30,7 @@ def tiny(tmp_path_factory):
     """A random model with the bundled tokenizer."""
     where = tmp_path_factory.mktemp("tiny")
     config = Qwen3Config(
-        vocab_size=world.VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+        vocab_size=N_TOKENS, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
         num_attention_heads=2, num_key_value_heads=1, head_dim=16, max_position_embeddings=1024,
         tie_word_embeddings=True, bos_token_id=1, eos_token_id=2, pad_token_id=0,
         initializer_range=0.3,
@@ -129,9 +131,9 @@ def test_while_nothing_is_pruned_kvweave_answers_as_a_full_prefill(quick, rows):
 def test_verdicts_follow_from_texts(rows):
     for row in rows:
         for way in report.WAYS:
-            words = row[way]["text"].split()
-            value = row["expected"].split()[2]
-            assert row[way]["right"] == (len(words) > 2 and words[2] == value)
+            said = words(row[way]["text"])
+            value = words(row["expected"])[2]
+            assert row[way]["right"] == (len(said) > 2 and said[2] == value)
         for way in ("kvweave", "prefix"):
             if row[way]["text_as_full"]:
                 assert row[way]["text"] == row["full"]["text"] and row[way]["first_as_full"]
@@ -241,15 +243,15 @@ def test_script_stays_within_the_cap_and_asks_what_is_in_the_context(scene, size
 @pytest.mark.parametrize(
     ("exact", "text", "right"),
     [
-        (True, "a b givu .", True),
-        (True, "the value is givu .", False),
+        (True, "Anna's river is cold .", True),
+        (True, "the river of Anna is cold .", False),
         (True, "", False),
-        (False, 'The value is "Givu".', True),
-        (False, "The value is demu.", False),
+        (False, 'The value is "Cold".', True),
+        (False, "The value is hot.", False),
     ],
 )
 def test_judge(scene, exact, text, right):
-    turn = world.Exchange(0, "u", "a b givu .", "a", "b", "givu", 0, "recall")
+    turn = world.Exchange(0, "u", "Anna's river is cold .", "Anna", "river", "cold", 0, "recall")
     assert job.Judge(scene[0], exact=exact).right(turn, text) is right
 
 

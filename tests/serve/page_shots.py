@@ -17,12 +17,11 @@ sys.path.insert(0, str(ROOT / "tests"))
 from serve.page_server import serving  # noqa: E402
 
 from kvweave import Engine  # noqa: E402
-from kvweave.demo.world import ATTRIBUTES, FILLER, SYSTEM  # noqa: E402
+from kvweave.demo.vocabulary import ENTITIES, FILLER, POSSESSED, STOP, VALUES, text  # noqa: E402
+from kvweave.demo.world import SYSTEM  # noqa: E402
 from kvweave.serve.app import create_app  # noqa: E402
 from kvweave.serve.options import Options  # noqa: E402
 
-NAMES = ("tosa", "beku", "niro", "savo", "lupi", "kemo")
-VALUES = ("ludi", "demu", "rika", "zobo", "mita", "fenu", "hajo", "pilu")
 DOCS = {"docs/rivers": 9, "docs/metals": 14, "docs/towns": 22, "memory/likes": 4, "docs/songs": 17, "docs/trees": 12}  # fmt: skip
 
 
@@ -30,9 +29,9 @@ def facts(draw: random.Random, n: int) -> str:
     """Return ``n`` facts in the words of the bundled model's world, with filler between them."""
     lines = []
     for _ in range(n):
-        lines.append(f"{draw.choice(NAMES)} {draw.choice(ATTRIBUTES)} {draw.choice(VALUES)} .")
-        lines.append(" ".join(draw.choices(FILLER, k=draw.randrange(3, 8))))
-    return " ".join(lines)
+        lines += [draw.choice(ENTITIES[:6]), draw.choice(POSSESSED), draw.choice(VALUES[:8]), STOP]
+        lines += draw.choices(FILLER, k=draw.randrange(3, 8))
+    return text(lines)
 
 
 def fill(url: str) -> None:
@@ -50,7 +49,7 @@ def fill(url: str) -> None:
         post("/v1/contexts", name="rag/trees", repair="auto")
         for name in ("docs/metals", "docs/songs", "docs/trees", "memory/likes"):
             post("/v1/contexts/rag/trees:append", chunk=name)
-        post("/v1/contexts/rag/trees:ask", content="ask tosa tree", max_tokens=12)
+        post("/v1/contexts/rag/trees:ask", content="what about Anna's song", max_tokens=12)
         post("/v1/contexts", name="agents/night", system=SYSTEM, repair="first_k", share=0.15)
         for turn in range(34):
             post("/v1/contexts/agents/night:ask", content=facts(draw, 1 + turn % 3), max_tokens=8)
@@ -59,7 +58,11 @@ def fill(url: str) -> None:
         post("/v1/contexts", name="chat/42", system=SYSTEM, repair="first_k", share=0.15)
         for name in ("docs/rivers", "docs/towns", "memory/likes", "docs/metals"):
             post("/v1/contexts/chat/42:append", chunk=name)
-        for line in ("pude river ludi .", "so well it was a day of rain", "savo tree mita ."):
+        for line in (
+            "so well Anna's river is cold . what about Anna's river",
+            "so well it was a day of rain",
+            "Ravi's song is loud .",
+        ):
             post("/v1/contexts/chat/42:ask", content=line, max_tokens=12)
         post("/v1/contexts/chat/42:drop", parts=["docs/towns"])
         post("/v1/chunks/docs/%7Btowns,trees%7D:place", tier="disk")
@@ -69,7 +72,7 @@ def shoot(page: Page, url: str, path: Path) -> None:
     """Ask in the chat, drop a chunk, and take the picture."""
     page.goto(url)
     page.locator("#where").select_option("chat/42")
-    page.locator("#say").fill("then we saw rain . ask pude river")
+    page.locator("#say").fill("then we saw rain . what about Anna's river")
     page.keyboard.press("Enter")
     page.locator("#log .foot").get_by_text("TTFT").wait_for()
     page.locator('article[data-name="rag/trees"] .chunk').nth(1).click()

@@ -15,7 +15,7 @@ from kvweave.serve.guard.access_log import AccessLog, request_id
 from kvweave.serve.guard.problems import REQUEST_ID, make
 
 NEW = re.compile(r"[0-9a-f]{32}")
-A = "foze river habu . so well then we saw it ."
+A = "Nina's river is wide . so well then we saw it ."
 
 
 @pytest.fixture
@@ -70,7 +70,7 @@ def test_ids_differ_and_errors_repeat_them(serve):
 
 def test_a_line_has_what_was_asked_for_but_no_content(serve, lines):
     served = serve()
-    name, text = "secret-name", "foze river habu"
+    name, text = "secret-name", "Nina's river is wide"
     served.anna.put(f"docs/{name}", text)
     headers = served.anna.headers | {"X-Request-Id": "mine-2"}
     found = served.client.get(f"/v1/chunks/docs/{name}", params={"x": "secret"}, headers=headers)
@@ -84,7 +84,7 @@ def test_a_line_has_what_was_asked_for_but_no_content(serve, lines):
     assert " PUT /v1/chunks/{name:path} status=201 " in put
     assert " GET none status=404 " in lost and " other none " in odd
     said = "\n".join(lines())
-    assert "secret" not in said and "foze" not in said and "key-of" not in said
+    assert "secret" not in said and "Nina" not in said and "key-of" not in said
 
 
 def test_who_is_refused_is_a_warning_with_his_address_and_without_the_key(serve, caplog):

@@ -13,7 +13,7 @@ from kvweave.serve.driver.fair import FairQueue
 from kvweave.serve.driver.thread import Driver
 from kvweave.serve.driver.work import nothing, unknown
 
-A = "foze river habu . so well then we saw it ."
+A = "Nina's river is wide . so well then we saw it ."
 
 
 @given(st.lists(st.sampled_from("abc")), st.integers(0, 9))

@@ -26,7 +26,7 @@ from kvweave.serve import server as server_module
 from kvweave.serve.options import Options
 from kvweave.serve.server import Server, listen, url_of
 
-A = "foze river habu . so well then we saw it ."
+A = "Nina's river is wide . so well then we saw it ."
 
 
 def scrape(served):
@@ -128,12 +128,12 @@ def test_the_description_names_every_route_its_errors_and_no_other_host(serve):
 
 def test_a_stored_chunk_is_found_in_a_chat_that_has_its_text(serve):
     served = serve(min_match=4)
-    text = f"{A} vabo metal zovo . so well . she went home with them ."
+    text = f"{A} Yuki's metal is sharp . so well . she went home with them ."
     n = served.anna.put("docs/a", text)["n_tokens"]
     body = {"model": "kvweave", "max_tokens": 2, "messages": [{"role": "user", "content": text}]}
     mine = served.anna("POST", "/v1/chat/completions", body)["usage"]["kv"]
     theirs = served.berta("POST", "/v1/chat/completions", body)["usage"]["kv"]
-    assert mine["reused"] >= n - 2 and theirs["reused"] == 0
+    assert mine["reused"] >= n - 3 and theirs["reused"] == 0
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 
 from kvweave import Engine
 from kvweave.chunk.identity import ChunkId
-from kvweave.demo.world import FILLER
+from kvweave.demo.vocabulary import FILLER
 from kvweave.errors import ChunkNotFound
 from kvweave.serve.reuse.find import Assembler, Wanted
 from kvweave.serve.reuse.library import Library
@@ -185,16 +185,16 @@ def test_a_gap_of_known_text_is_called_a_seam(bundled: Any) -> None:
     with Engine(bundled, repair="none") as engine:
         desk = Desk(engine)
         picked = np.random.default_rng(0).choice(FILLER, 120).tolist()
-        picked[60] = "town"
+        picked[60] = "keep"
         words = "".join(f" {word}" for word in picked)
-        ids, town = engine.maker.tokens(words), engine.maker.tokens(" town")
-        assert ids[60:61] == town
-        stored = [*ids[:60], *(t for c in " town" for t in engine.maker.tokens(c)), *ids[61:]]
+        ids, keep = engine.maker.tokens(words), engine.maker.tokens(" keep")
+        assert ids[60:61] == keep
+        stored = [*ids[:60], *(t for c in " keep" for t in engine.maker.tokens(c)), *ids[61:]]
         assert desk.assembler.text(stored) == words and stored != ids
         desk.put("a", stored)
         new = PromptSegment("user", words, "user 0", True)
         reason = desk.assembler.assemble([new], "", None).reasons[0]
         assert reason["why"] == "tokenised differently at the seam"
         assert (reason["found"], reason["new"]) == (119, 1)
-        other = PromptSegment("user", words.replace(" town", " drink"), "user 0", True)
+        other = PromptSegment("user", words.replace(" keep", " notes"), "user 0", True)
         assert desk.assembler.assemble([other], "", None).reasons[0]["why"] == "new text"

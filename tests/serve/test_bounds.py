@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-A = "pude river ludi so well then we saw it was a day of rain"
+A = "Anna's river is cold so well then we saw it was a day of rain"
 
 
 def rows_of(served: Any, namespace: str) -> int:

@@ -13,8 +13,8 @@ from kvweave import Engine
 from kvweave.store.tier.base import Outcome
 from kvweave.store.tier.disk import Disk
 
-A = "foze river habu . so well then we saw it ."
-B = "vabo metal zovo . so well ."
+A = "Nina's river is wide . so well then we saw it ."
+B = "Yuki's metal is sharp . so well ."
 
 
 def ref(entry):

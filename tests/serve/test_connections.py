@@ -14,7 +14,7 @@ from serve.test_app import connected, headers, listening
 from kvweave.serve import server as server_module
 
 openai = need("openai")
-A = "foze river habu . so well then we saw it ."
+A = "Nina's river is wide . so well then we saw it ."
 
 
 @pytest.fixture
@@ -77,7 +77,7 @@ def test_two_hundred_requests_at_once_are_all_answered(serve):
             asked = (
                 client.chat.completions.create(
                     model="kvweave",
-                    messages=[{"role": "user", "content": f"ask {i} . {A}"}],
+                    messages=[{"role": "user", "content": f"what about {i} . {A}"}],
                     max_tokens=2,
                 )
                 for i in range(200)

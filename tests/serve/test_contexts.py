@@ -11,8 +11,8 @@ from serving import bundled_runner
 
 from kvweave import Engine
 
-A = "foze river habu . so well then we saw it ."
-B = "vabo metal zovo . so well ."
+A = "Nina's river is wide . so well then we saw it ."
+B = "Yuki's metal is sharp . so well ."
 SYSTEM = "keep the notes ."
 
 
@@ -163,7 +163,7 @@ def test_compose_fills_holes(serve):
 def test_an_answer_is_the_engines_own_whole_and_streamed(serve):
     served = serve()
     opened(served.anna)
-    body = {"content": "foze river . ask foze river", "max_tokens": 8, "logprobs": 2}
+    body = {"content": "Nina's river . what about Nina's river", "max_tokens": 8, "logprobs": 2}
     whole = served.anna("POST", "/v1/contexts/c:ask", body)
     engine = Engine(bundled_runner(), repair="none")
     context = engine.context("c", system=SYSTEM)

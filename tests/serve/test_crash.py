@@ -19,7 +19,7 @@ from launching import Launched, launch
 from store.records import load
 
 from kvweave import Engine
-from kvweave.demo.world import WORDS
+from kvweave.demo.vocabulary import FILLER
 from kvweave.run.model import Runner
 from kvweave.store.kv import KV
 from kvweave.store.record.transfer import digest_of
@@ -31,7 +31,7 @@ WRITERS = 3
 NAMES = 12  # of each writer; few, so that replacing and removing happen
 LIFE = 40  # acknowledged writes before the kill, at most
 PAUSE = 0.2  # seconds from there to the kill, at most
-QUESTION = "ask pude river"
+QUESTION = "what about Anna's river"
 
 State = tuple[int, ...] | None  # the tokens under a name; None: there is no such name
 
@@ -105,7 +105,7 @@ def under_load(server: Launched, ledgers: list[Ledger]) -> Iterator[list[BaseExc
             wrong.append(error)
 
     def chat(client: httpx.Client) -> None:
-        text = " ".join(random.choices(WORDS, k=20))
+        text = " ".join(random.choices(FILLER, k=20))
         messages = [USER | {"content": f"{text} . {QUESTION}"}]
         body = {"model": "demo", "messages": messages, "max_tokens": 20, "stream": True}
         with client.stream("POST", CHAT, json=body) as reply:
@@ -226,7 +226,7 @@ def test_a_server_that_stops_has_written_what_it_had(tmp_path: Path) -> None:
     """SIGTERM, unlike a kill, also keeps what was not asked to be durable."""
     server = start(tmp_path / "it")
     with server.client() as client:
-        put = client.put("/v1/chunks/docs/a", json={"text": "pude river ludi ."})
+        put = client.put("/v1/chunks/docs/a", json={"text": "Anna's river is cold ."})
         assert put.status_code == 201 and put.json()["tier"] == "ram"
     server.stop()
     server = start(tmp_path / "it")

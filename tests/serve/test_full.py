@@ -11,7 +11,7 @@ import pytest
 
 from kvweave.store.tier import files
 
-A = "pude river ludi so well"
+A = "Anna's river is cold so well"
 
 
 def health(served: Any) -> str:

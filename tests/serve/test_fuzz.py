@@ -41,7 +41,7 @@ CONFIG = {
     "phases": {"stateful": {"generation": {"max-examples": EXAMPLES}}},
 }
 MAX_TOKENS = 4
-LINE = "pude river ludi . ask pude river"
+LINE = "Anna's river is cold . what about Anna's river"
 NAMES = {"chunks": ("docs/a", "docs/b", "#1", "docs/**", "docs/"), "contexts": ("chat/a", "chat/b")}
 
 

@@ -34,7 +34,7 @@ HEAVY_SECONDS = 4.0  # of a CPU; the slowest takes 1.3 on a busy machine
 HEAVY_GROWTH = 256 * 2**20  # bytes of memory, of which half is free again later
 FINE_KEY = "key-of-anna-who-is-kind"
 ASK = {"model": "demo", "messages": [USER], "max_tokens": 8, "temperature": 0}
-SAID = "pude river ludi ."
+SAID = "Anna's river is cold ."
 # what h11 and uvicorn say by themselves to what is no HTTP
 TRANSPORT = b"Invalid HTTP request received."
 

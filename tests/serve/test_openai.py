@@ -21,7 +21,7 @@ from oracle import full_prefill
 from transformers import AutoTokenizer
 
 from kvweave import Engine, Runner
-from kvweave.demo.world import FILLER
+from kvweave.demo.vocabulary import FILLER
 from kvweave.run import loop
 from kvweave.run.sample import Choice
 from kvweave.serve.app import create_app
@@ -31,10 +31,10 @@ from kvweave.serve.state import ServerState
 openai = need("openai")
 SYSTEM = {"role": "system", "content": "keep the notes ."}
 LINES = (
-    "pude river ludi . so well then we saw it was a day of rain . ask pude river",
-    "ziga metal demu . and some more light on way there . ask pude river",
-    "now pude river kegu . she went home with them . ask ziga metal",
-    "nobody came back until very late . ask pude river",
+    "Anna's river is cold . so well then we saw it was a day of rain . what about Anna's river",
+    "Hugo's metal is hot . and some more light on way there . what about Anna's river",
+    "now Anna's river is loud . she went home with them . what about Hugo's metal",
+    "nobody came back until very late . what about Anna's river",
 )
 KEYS = {"key-of-anna": "anna", "key-of-berta": "berta"}
 
@@ -123,7 +123,7 @@ HEADER = 1  # <|assistant|>
 
 def test_a_chat_without_pruning_is_exact_all_along(server: Server, engine: Engine) -> None:
     _, replies = talk(server)
-    assert text_of(replies[0]) == "pude river ludi ."
+    assert text_of(replies[0]) == "Anna's river is cold ."
     n_before = 0
     for line, reply in zip(LINES, replies, strict=True):
         kv, usage = reply.usage.kv, reply.usage
@@ -143,7 +143,7 @@ def test_dropping_the_oldest_turns_prefills_only_the_new_one(
     server: Server, engine: Engine
 ) -> None:
     messages, _ = talk(server)
-    line = "as he said . ask ziga metal"
+    line = "as he said . what about Hugo's metal"
     pruned = [SYSTEM, *messages[3:], {"role": "user", "content": line}]
     reply = server.ask(pruned)
     kv = reply.usage.kv
@@ -161,13 +161,13 @@ def test_usage_counts_what_had_to_be_computed_first_as_prefilled(
 ) -> None:
     server.service.sessions.later = lambda ids: None  # a server without idle time
     messages, _ = talk(server)
-    line = "as he said . ask ziga metal"
+    line = "as he said . what about Hugo's song"
     reply = server.ask([SYSTEM, *messages[3:], {"role": "user", "content": line}])
     kv, n_system = reply.usage.kv, n_tokens(engine, "system", SYSTEM["content"])
     assert kv["prefilled"] == reply.usage.prompt_tokens - n_system
     assert (kv["exact"], kv["reused"], kv["repaired"]) == (n_system, 0, 0)
     full = server.ask(
-        [SYSTEM, *messages[3:], {"role": "user", "content": "ask pude river"}],
+        [SYSTEM, *messages[3:], {"role": "user", "content": "what about Anna's river"}],
         extra_body={"kvweave": {"repair": "full"}},
     )
     kinds = ("exact", "reused", "repaired", "prefilled")
@@ -201,7 +201,7 @@ def words(seed: int, n: int) -> str:
 def test_text_inserted_in_the_middle_of_known_text(server: Server, engine: Engine) -> None:
     before, after = words(1, 31), words(2, 31)  # with role and end just two runs of min_match
     server.ask([SYSTEM, {"role": "user", "content": f"{before} {after}"}])
-    inserted = "now pude river kegu ."
+    inserted = "now Anna's river is loud ."
     reply = server.ask([SYSTEM, {"role": "user", "content": f"{before} {inserted} {after}"}])
     kv, n_new = reply.usage.kv, len(engine.maker.tokens(" " + inserted))
     assert kv["prefilled"] == n_new + HEADER
@@ -231,7 +231,7 @@ def test_a_named_chunk_in_a_message(server: Server, engine: Engine) -> None:
     parts = [
         {"type": "text", "text": "so "},
         {"type": "chunk", "name": "docs/a"},
-        {"type": "text", "text": " ask pude river"},
+        {"type": "text", "text": " what about Anna's river"},
     ]
     reply = server.ask([SYSTEM, {"role": "user", "content": parts}])
     spans = {span["part"]: span for span in reply.kvweave["plan"]["spans"]}
@@ -285,7 +285,7 @@ def test_several_choices_share_the_prompt(server: Server) -> None:
     messages = [SYSTEM, {"role": "user", "content": LINES[0]}]
     greedy = server.ask(messages, n=3)
     assert [c.index for c in greedy.choices] == [0, 1, 2]
-    assert {c.message.content for c in greedy.choices} == {"pude river ludi ."}
+    assert {c.message.content for c in greedy.choices} == {"Anna's river is cold ."}
     kv = greedy.usage.kv
     assert kv["prefilled"] == greedy.usage.prompt_tokens, "counted once"
     assert greedy.usage.completion_tokens == 3 * 5
@@ -303,11 +303,11 @@ def test_a_seed_gives_the_same_again(server: Server) -> None:
 
 def test_stop_strings_end_the_answer(server: Server) -> None:
     messages = [SYSTEM, {"role": "user", "content": LINES[0]}]
-    reply = server.ask(messages, stop=[" ludi", "nothing"])
-    assert text_of(reply) == "pude river" and reply.choices[0].finish_reason == "stop"
-    assert text_of(server.ask(messages, stop="river")) == "pude "
+    reply = server.ask(messages, stop=[" is cold", "nothing"])
+    assert text_of(reply) == "Anna's river" and reply.choices[0].finish_reason == "stop"
+    assert text_of(server.ask(messages, stop="river")) == "Anna's "
     cut = server.ask(messages, max_tokens=None, max_completion_tokens=2)
-    assert text_of(cut) == "pude river" and cut.choices[0].finish_reason == "length"
+    assert text_of(cut) == "Anna's river" and cut.choices[0].finish_reason == "length"
 
 
 def test_logprobs(server: Server) -> None:
@@ -322,16 +322,16 @@ def test_logprobs(server: Server) -> None:
 
 
 def test_completions(server: Server, engine: Engine) -> None:
-    prompt = "<|system|> keep the notes .<|end|><|user|> pude river ludi . ask pude river<|end|><|assistant|>"
+    prompt = "<|system|> keep the notes .<|end|><|user|> Anna's river is cold . what about Anna's river<|end|><|assistant|>"
     with server.client() as client:
 
         def complete(**options: Any) -> Any:
             return client.completions.create(model="demo", temperature=0, **options)
 
         reply = complete(prompt=prompt, logprobs=2)
-        assert reply.choices[0].text == " pude river ludi ."
-        assert reply.choices[0].logprobs.tokens == [" pude", " river", " ludi", " ."]
-        assert reply.choices[0].logprobs.text_offset == [0, 5, 11, 16]
+        assert reply.choices[0].text == " Anna's river is cold ."
+        assert reply.choices[0].logprobs.tokens == [" Anna", "'s river", " is cold", " ."]
+        assert reply.choices[0].logprobs.text_offset == [0, 5, 13, 21]
         tokens = engine.maker.tokens(prompt)
         assert reply.usage.prompt_tokens == len(tokens)
         same = complete(prompt=tokens)
@@ -339,10 +339,12 @@ def test_completions(server: Server, engine: Engine) -> None:
         assert same.usage.prompt_tokens == reply.usage.prompt_tokens
         several = complete(prompt=[prompt, "so well"], n=2, max_tokens=3, echo=True)
         assert [c.index for c in several.choices] == [0, 1, 2, 3]
-        assert several.choices[1].text == prompt + " pude river ludi"
+        assert several.choices[1].text == prompt + " Anna's river is cold"
         assert several.choices[2].text.startswith("so well")
         streamed = list(complete(prompt=prompt, stream=True))
-        assert "".join(p.choices[0].text for p in streamed if p.choices) == " pude river ludi ."
+        assert (
+            "".join(p.choices[0].text for p in streamed if p.choices) == " Anna's river is cold ."
+        )
         for wrong in ({"suffix": "x"}, {"best_of": 2}, {"echo": True, "logprobs": 1}):
             with pytest.raises(openai.BadRequestError):
                 complete(prompt=prompt, **wrong)
@@ -398,7 +400,7 @@ def test_too_long_and_unknown_model(server: Server) -> None:
 def test_harmless_fields_are_taken(server: Server) -> None:
     messages = [SYSTEM, {"role": "user", "content": LINES[0]}]
     reply = server.ask(messages, user="u", metadata={"a": "b"}, store=True, seed=1)
-    assert text_of(reply) == "pude river ludi ."
+    assert text_of(reply) == "Anna's river is cold ."
     assert reply.system_fingerprint == server.service.fingerprint
 
 
@@ -506,7 +508,7 @@ def test_a_prefix_cache_keeps_rows_up_to_the_first_change(engine: Engine) -> Non
     with serving(engine, reuse="prefix") as server:
         first, second = words(1, 80), words(2, 60)
         server.ask([SYSTEM, {"role": "user", "content": f"{first} {second}"}])
-        reply = server.ask([SYSTEM, {"role": "user", "content": f"{first} ask {second}"}])
+        reply = server.ask([SYSTEM, {"role": "user", "content": f"{first} what about {second}"}])
         system = n_tokens(engine, "system", SYSTEM["content"])
         user = n_tokens(engine, "user", first) - 1  # without the end
         kv = reply.usage.kv

@@ -325,9 +325,9 @@ def test_over_the_real_server_a_drop_is_repaired_not_prefilled(browser, bundled)
         page = visit()
         page.locator("#new-system").fill("keep the notes .")
         page.locator("#max-tokens").fill("8")
-        say(page, "so well givu metal demu .")
-        say(page, "pude river ludi .")
-        assert "ludi" in say(page, "ask pude river")
+        say(page, "so well Omar's metal is hot .")
+        say(page, "Anna's river is cold .")
+        assert "cold" in say(page, "what about Anna's river")
         names = [part.name for part in engine.contexts["chat/1"].parts]
         labels = [each.get_attribute("aria-label") for each in chunks_of(page, "chat/1").all()]
         assert [label.split(",")[0] for label in labels] == names and len(names) == 7
@@ -343,7 +343,7 @@ def test_over_the_real_server_a_drop_is_repaired_not_prefilled(browser, bundled)
         drawn = page.locator('article[data-name="chat/1"] .chunk[data-how="repaired"]').count()
         assert drawn == sum(span.n_repaired > 0 for span in plan.spans)
         assert page.locator("#log .gone").count() == 1
-        assert "ludi" in say(page, "ask pude river")
+        assert "cold" in say(page, "what about Anna's river")
         assert "repaired" in page.locator("#log .foot").last.inner_text()
         assert cost.is_hidden()  # it was paid
         assert page.locator("#model").inner_text() == "<b>ours</b>"

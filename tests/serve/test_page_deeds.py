@@ -227,8 +227,8 @@ def test_over_the_real_server_edits_are_undone_and_plans_kept(browser, bundled):
         page = visit()
         page.locator("#new-system").fill("keep the notes .")
         page.locator("#max-tokens").fill("8")
-        say(page, "so well givu metal demu .")
-        say(page, "pude river ludi .")
+        say(page, "so well Omar's metal is hot .")
+        say(page, "Anna's river is cold .")
         box = page.locator('article[data-name="chat/1"]')
         box.get_by_text("% not recomputed").wait_for()
         names = [each.name for each in engine.contexts["chat/1"].parts]

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-WORDS = "pude river ludi so well givu metal demu keep the notes rain light".split()
+WORDS = "Anna Omar so well then we saw it was a day of rain keep the notes".split()
 
 
 def conversation(rng: random.Random, n: int) -> list[dict[str, str]]:
@@ -87,9 +87,9 @@ def test_what_was_stored_before_is_reused_and_stays(serve: Any) -> None:
 def test_a_private_request_that_fails_or_completes_text_leaves_nothing(serve: Any) -> None:
     served = serve()
     before = kept(served)
-    body = {"model": "kvweave", "prompt": "pude river ludi so well", "max_tokens": 4}
+    body = {"model": "kvweave", "prompt": "Anna's river is cold so well", "max_tokens": 4}
     served.anna("POST", "/v1/completions", body | {"store": False})
-    too_long = [{"role": "user", "content": "pude river " * 5000}]
+    too_long = [{"role": "user", "content": "Anna's river " * 5000}]
     body = {"model": "kvweave", "messages": too_long, "store": False}
     served.anna.error("POST", "/v1/chat/completions", body, 400)
     settle(served)

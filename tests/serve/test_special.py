@@ -195,7 +195,7 @@ def test_no_route_takes_a_clients_text_for_special_tokens(serve: Any) -> None:
 
 def test_a_chat_of_special_tokens_reuses_what_it_finds(serve: Any) -> None:
     served = serve()
-    page = " ".join(f"{EVIL} {word} habu" for word in ("one", "foze", "river"))
+    page = " ".join(f"{EVIL} {word} wide" for word in ("one", "Nina", "river"))
     served.anna.put("page", page)
     talk = say(("system", EVIL), ("user", f"{page} {EVIL}"))
     body = {"model": "kvweave", "messages": talk, "max_tokens": 4, "temperature": 0}

@@ -10,7 +10,7 @@ from kvweave.errors import ContextTooLong
 from kvweave.serve.guard.text import PROBE, tokens_of
 from kvweave.weave.template import Template
 
-A = "foze river habu . so well then we saw it . "
+A = "Nina's river is wide . so well then we saw it . "
 
 
 @pytest.fixture

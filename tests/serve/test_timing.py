@@ -16,7 +16,7 @@ import pytest
 from served import Server, served
 
 from kvweave import Engine
-from kvweave.demo.world import WORDS
+from kvweave.demo.vocabulary import ENTITIES, FILLER
 from kvweave.run.model import Runner
 
 ANNA, BERTA = "key-of-anna", "key-of-berta"
@@ -30,7 +30,7 @@ SYSTEM = {"role": "system", "content": "keep the notes ."}
 
 def text_of(seed: int, n_words: int = N_WORDS) -> str:
     """Words that are one token each, but for the first: texts of one length are equally long."""
-    return " ".join(["the", *random.Random(seed).choices(WORDS, k=n_words)])
+    return " ".join(["the", *random.Random(seed).choices((*ENTITIES, *FILLER), k=n_words)])
 
 
 def chat(text: str) -> list[dict[str, str]]:

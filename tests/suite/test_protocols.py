@@ -6,14 +6,14 @@ from itertools import islice
 
 import pytest
 
-from kvweave.demo.world import ATTRIBUTES, ENTITIES, FILLER, STOP, VALUES
+from kvweave.demo.vocabulary import ATTRIBUTES, ENTITIES, FILLER, STOP, VALUES, text, words
 from kvweave.suite.protocols import MODES, PROTOCOLS, Size, cases
 
 N = 40
 SIZES = (Size(), Size(notes=(3, 5), facts=(1, 2), filler=(0, 3), entities=(8, 10), questions=6))
 
 
-def mirrored(value):
+def opposite(value):
     """The other value of its pair."""
     at = VALUES.index(value)
     return VALUES[at + 1 if at % 2 == 0 else at - 1]
@@ -22,10 +22,10 @@ def mirrored(value):
 def read(notes):
     """What is known after reading the notes: (entity, attribute) -> value."""
     known, right = {}, False
-    for text in notes:
-        words = [w for w in text.split() if w not in FILLER]
-        assert not words or words[-1] == STOP
-        for statement in " ".join(words).split(STOP):
+    for note in notes:
+        said = [w for w in words(note) if w not in FILLER]
+        assert not said or said[-1] == STOP
+        for statement in " ".join(said).split(STOP):
             match statement.split():
                 case []:
                     pass
@@ -36,11 +36,11 @@ def read(notes):
                     known[entity, attribute] = value
                 case ["from", entity, attribute, "same", other, of, "also"]:
                     assert attribute == of
-                    known[other, of] = known.get((entity, attribute), "unknown")
+                    known[other, of] = known.get((entity, attribute), "nothing")
                 case [entity, attribute, value]:
                     assert entity in ENTITIES and attribute in ATTRIBUTES
                     assert (entity, attribute) not in known, "stated twice"
-                    known[entity, attribute] = mirrored(value) if right else value
+                    known[entity, attribute] = opposite(value) if right else value
                 case odd:
                     raise AssertionError(f"no statement: {odd}")
     return known
@@ -48,13 +48,13 @@ def read(notes):
 
 def reply(known, question):
     """The reply to a question, step by step."""
-    ask, entity, *path = question.split()
+    ask, entity, *path = words(question)
     assert ask == "ask"
-    words, here = [entity], entity
+    said, here = [entity], entity
     for attribute in path:
-        here = known.get((here, attribute), "unknown")
-        words += [attribute, here]
-    return " ".join([*words, STOP])
+        here = known.get((here, attribute), "nothing")
+        said += [attribute, here]
+    return text([*said, STOP])
 
 
 @pytest.mark.parametrize("size", SIZES, ids=("test", "small"))
@@ -65,7 +65,7 @@ def test_replies_follow_from_the_notes(protocol, size):
         known = read([t for _, t in case.notes] if texts is None else texts.values())
         for item in case.items:
             assert reply(known, item.question) == item.reply
-            assert item.value == item.reply.split()[-2]
+            assert item.value == words(item.reply)[-2]
             assert item.correct(item.reply) and not item.correct(item.reply.replace(STOP, ""))
 
 
@@ -77,17 +77,17 @@ def test_what_p5_drops_cannot_be_known_and_the_rest_can(size):
             if item.kind == "retained":
                 assert reply(left, item.question) == item.reply
             else:
-                assert item.value not in reply(left, item.question)
+                assert item.value not in words(reply(left, item.question))
         assert {i.kind for i in case.items} >= {"retained", "leak-alias"}
 
 
 def test_p2_needs_an_earlier_note():
     for case in islice(cases("P2", "check"), N):
         for item in case.items:
-            _, entity, attribute = item.question.split()
-            own = [t for _, t in case.notes if f"{entity} {attribute} also {STOP}" in t]
+            _, *asked = words(item.question)
+            own = [t for _, t in case.notes if text([*asked, "also", STOP]) in t]
             assert len(own) == 1
-            assert f"{entity} {attribute} {item.value}" not in " ".join(t for _, t in case.notes)
+            assert text([*asked, item.value]) not in " ".join(t for _, t in case.notes)
 
 
 def test_p7_repeats_one_note_and_p8_replaces():
@@ -95,10 +95,10 @@ def test_p7_repeats_one_note_and_p8_replaces():
         names = [name for name, _ in case.notes]
         assert len(names) == len(set(names)) + 1
     for case in islice(cases("P8", "check"), N):
-        text = " ".join(t for _, t in case.notes)
+        notes = " ".join(t for _, t in case.notes)
         for item in case.items:
-            _, entity, attribute = item.question.split()
-            assert text.count(f"now {entity} {attribute} ") >= 2
+            _, *asked = words(item.question)
+            assert notes.count(text(["now", *asked])) >= 2
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)

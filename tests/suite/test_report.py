@@ -53,6 +53,15 @@ def test_a_protocol_the_model_cannot_do_does_not_count():
     assert report.warning(report.summarise(outcomes([[1], [1]]), [])) == ""
 
 
+@pytest.mark.parametrize("knows", [0, 1])
+def test_leaks_count_when_what_is_left_is_known(knows):
+    found = outcomes([[knows], [1]], protocol="P5", kind="retained")
+    found += outcomes([[0], [0]], protocol="P5", kind="leak-fact")
+    tables = report.tables(report.summarise(found, []))
+    wanted = "" if knows else "does not count: full prefill scores 50.0%"
+    assert {report.warning(rows) for rows in tables.values()} == {wanted}
+
+
 def test_leaks_are_told_apart_and_compared_with_never():
     found = []
     for kind in ("retained", "leak-fact", "leak-alias"):

@@ -82,14 +82,14 @@ def test_dropping_a_turn_computes_only_the_new_one(engine: Engine) -> None:
 def test_streamed_text_is_the_answer(engine: Engine) -> None:
     one, two = engine.context("one"), engine.context("two")
     for context in (one, two):
-        context.append("pude river ludi .")
+        context.append("Anna's river is cold .")
     assert "".join(one.stream(9)) == two.generate(9).text
     assert one.n_tokens == two.n_tokens
 
 
 def test_closing_a_stream_cancels_and_keeps_what_came(engine: Engine) -> None:
     context = engine.context("c")
-    context.append("pude river ludi .")
+    context.append("Anna's river is cold .")
     before = context.n_tokens
     stream = context.stream(50)
     next(stream)
@@ -103,12 +103,12 @@ def test_closing_a_stream_cancels_and_keeps_what_came(engine: Engine) -> None:
 def test_stop_strings_end_the_text_and_the_chunk(engine: Engine, tokenizer: Any) -> None:
     free, stopped = engine.context("free"), engine.context("stopped")
     for context in (free, stopped):
-        context.append("pude river ludi .")
+        context.append("Anna's river is cold .")
     text = free.generate(20).text
     stop = text[len(text) // 2 : len(text) // 2 + 3]
     answer = stopped.generate(20, stop=stop)
     assert answer.finish == "stop" and answer.text == text[: text.index(stop)]
-    tail = tokenizer.decode(stopped.tokens())[len("pude river ludi .") :]
+    tail = tokenizer.decode(stopped.tokens())[len("Anna's river is cold .") :]
     assert answer.text.startswith(tail) or tail == answer.text
     stopped.append("so well")
     stopped.weave()
@@ -136,14 +136,14 @@ def test_same_seed_same_text_whatever_runs_beside_it(engine: Engine) -> None:
     for company in (0, 3):
         contexts = [engine.context(f"c{company}-{i}") for i in range(company + 1)]
         for i, context in enumerate(contexts):
-            context.append("pude river ludi ." if i == 0 else f"givu metal {i} .")
+            context.append("Anna's river is cold ." if i == 0 else f"Omar's metal {i} .")
         texts.append(engine.generate_many(contexts, 12, temperature=1.0, seed=5)[0].text)
     assert texts[0] == texts[1]
 
 
 def test_a_context_that_cannot_begin_cancels_those_that_did(engine: Engine) -> None:
     good, empty = engine.context("good"), engine.context("empty")
-    good.append("pude river ludi .")
+    good.append("Anna's river is cold .")
     with pytest.raises(InvalidArgument, match="empty"):
         engine.generate_many([good, empty], 3)
     assert len(engine.loop.schedule) == 0 and good.generate(3).tokens
@@ -151,7 +151,7 @@ def test_a_context_that_cannot_begin_cancels_those_that_did(engine: Engine) -> N
 
 def test_logprobs_are_those_of_the_model(engine: Engine) -> None:
     context = engine.context("c")
-    context.append("pude river ludi .")
+    context.append("Anna's river is cold .")
     answer = context.generate(4, logprobs=3)
     assert len(answer.choices) == 4
     for choice in answer.choices:
@@ -166,7 +166,7 @@ def test_an_error_in_the_pass_leaves_the_context_usable(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     context = engine.context("c")
-    context.append("pude river ludi .")
+    context.append("Anna's river is cold .")
     before = context.parts
 
     def broken(*args: Any, **kwargs: Any) -> None:

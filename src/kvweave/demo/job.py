@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -27,17 +27,12 @@ from torch import Tensor
 from kvweave import Engine, Runner, Sampling
 from kvweave.demo import plot, world
 from kvweave.demo.baselines import FullPrefill, GreedyReply, PrefixCache
+from kvweave.demo.plain import RULES, plain, value_of
 from kvweave.demo.report import WAYS, line, machine, show, summarise, table
 from kvweave.run.base import Work
 
 MODEL = Path(__file__).parent / "model"
 SEED = "demo"
-INSTRUCTION = (  # for models that were not trained on this world
-    "You keep notes. A note has three words and a full stop: an entity, an attribute, a value. "
-    'A note that begins with "now" replaces the value. Everything else is chatter. When a message '
-    'ends in "ask ENTITY ATTRIBUTE", reply only with the latest such note: '
-    '"ENTITY ATTRIBUTE VALUE ."'
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,10 +71,15 @@ class CountedRunner(Runner):
 
 
 class Script:
-    """The conversation and its window, as token ids, made without any of the three ways."""
+    """The conversation and its window, as token ids, made without any of the three ways.
 
-    def __init__(self, engine: Engine, head: list[int], size: JobSize) -> None:
-        self.maker, self.head, self.size = engine.maker, head, size
+    ``told`` makes of a text of the world what the model is told.
+    """
+
+    def __init__(
+        self, engine: Engine, head: list[int], size: JobSize, told: Callable[[str], str] = str
+    ) -> None:
+        self.maker, self.head, self.size, self.told = engine.maker, head, size, told
         # a question at the end of every turn, so that every turn is measured
         self.talk = world.Conversation(SEED, replace(world.CONVERSATION, asks=1.0))
         self.kept: list[tuple[world.Exchange, list[int]]] = []
@@ -99,6 +99,7 @@ class Script:
         while len(self.kept) > 1 and self.n_tokens + largest * 3 // 2 > self.size.cap:
             n_dropped += self._drop()
         turn = self.talk.turn([turn.index for turn, _ in self.kept])
+        turn = replace(turn, user=self.told(turn.user), reply=self.told(turn.reply))
         user = self.maker.tokens(self.maker.chat.message("user", turn.user))
         reply = self.maker.tokens(self.maker.chat.message("assistant", turn.reply))
         before = [t for _, tokens in self.kept for t in tokens]
@@ -211,18 +212,19 @@ def measure(
     assert isinstance(runner, CountedRunner)
     engine = Engine(runner) if repair is None else Engine(runner, repair=repair)
     unrepaired = Engine(runner, repair="none")  # with a store of its own: no KV for free
-    if model is not None:  # its tokenizer cuts the made-up words into pieces
+    if model is not None:  # its tokenizer cuts some words into pieces
         size = replace(size, cap=2 * size.cap, answer=3 * size.answer)
     size = replace(size, cap=min(size.cap, runner.limit) - size.answer)
-    weaving = WeavingWay(engine, runner, world.SYSTEM if model is None else INSTRUCTION)
-    script = Script(engine, weaving.chat.tokens(), size)
-    plain, eos = Runner.load(path), engine.runner.ends
+    weaving = WeavingWay(engine, runner, world.SYSTEM if model is None else RULES)
+    told = str if model is None else plain
+    script = Script(engine, weaving.chat.tokens(), size, told)
+    bare, eos = Runner.load(path), engine.runner.ends
     judge = Judge(engine, exact=model is None)
     ways: dict[str, Any] = {
         "kvweave": weaving,
         "reuse": WeavingWay(unrepaired, runner, weaving.system),
-        "full": FullPrefill(plain, eos),
-        "prefix": PrefixCache(plain, eos),
+        "full": FullPrefill(bare, eos),
+        "prefix": PrefixCache(bare, eos),
     }
     rows = []
     for row in _rows(ways, script, judge, turns):
@@ -260,8 +262,7 @@ class Judge:
         """Tell whether the expected value stands where it should."""
         if self.exact:
             return turn.correct(text)
-        words = text.replace(".", " ").replace(",", " ").replace('"', " ").lower().split()
-        return turn.value in words
+        return turn.value is not None and value_of(text) == turn.value
 
 
 def _rows(

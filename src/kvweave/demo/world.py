@@ -1,7 +1,7 @@
-"""The little world of the bundled model: facts, overrides, questions, and its tokenizer.
+"""The little world of the bundled model: facts, overrides, questions.
 
-A conversation states facts ("pude river ludi ."), replaces some of them ("now pude river
-kegu ."), wraps them in filler and asks for one at the end of a turn ("ask pude river").
+A conversation states facts ("Anna's river is cold ."), replaces some of them ("now Anna's river
+is deep ."), wraps them in filler and asks for one at the end of a turn ("what about Anna's river").
 The expected reply restates the fact, so that answering is matching and copying.
 Training, evaluation and the demonstration all draw their text from here.
 """
@@ -9,66 +9,27 @@ Training, evaluation and the demonstration all draw their text from here.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer
-    from transformers import PreTrainedTokenizerFast
-
-VOCABULARY = 2048
-MAX_POSITIONS = 4096
-BOS, END, PAD = "<|bos|>", "<|end|>", "<|pad|>"
-ROLES = ("system", "user", "assistant")
-SPECIALS = (PAD, BOS, END, *(f"<|{role}|>" for role in ROLES))
+from kvweave.demo.vocabulary import (
+    AGAIN,
+    ALSO,
+    ASK,
+    ATTRIBUTES,
+    ENTITIES,
+    FILLER,
+    FROM,
+    NO_QUESTION,
+    NOW,
+    SAME,
+    STOP,
+    VALUES,
+    text,
+    words,
+)
 
 SYSTEM = "keep the notes ."
-NO_QUESTION = "ok"
-STOP, NOW, AGAIN, ASK = ".", "now", "again", "ask"
-FROM, ALSO, SAME = "from", "also", "same"
-_ATTRIBUTES = "river metal ruler song tree bird stone food game cloth drink town"
-_FILLER = (
-    "so well then we saw it was a day of rain and some more light on way there as he said "
-    "she went home with them for long time but nobody came back until very late or maybe not "
-    "just because all they had to do is wait here by that old door while I read my book"
-)
-ATTRIBUTES = tuple(_ATTRIBUTES.split())
-FILLER = tuple(_FILLER.split())
-
-# One jinja line; each message renders by itself, so renderings concatenate. The bos belongs
-# to the system message.
-CHAT_TEMPLATE = (
-    "{% for message in messages %}"
-    "{% if message['role'] not in ['system', 'user', 'assistant'] %}"
-    "{{ raise_exception('unknown role: ' + message['role']) }}{% endif %}"
-    "{% if message['role'] == 'system' %}{{ '<|bos|>' }}{% endif %}"
-    "{{ '<|' + message['role'] + '|> ' + message['content'] + '<|end|>' }}"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
-)
-
-
-def _nonsense(count: int) -> tuple[str, ...]:
-    """Distinct consonant-vowel-consonant-vowel words, the same on every machine."""
-    parts = [c + v for c in "bdfghjklmnprstvz" for v in "aeiou"]
-    real = {*ATTRIBUTES, *FILLER, "data", "date", "file", "line", "name", "note", "type", "code"}
-    words = [a + b for a in parts for b in parts if a + b not in real]
-    return tuple(random.Random(20261121).sample(words, count))
-
-
-_NONSENSE = _nonsense(240)
-ENTITIES, VALUES = _NONSENSE[:120], _NONSENSE[120:]
-WORDS = (
-    *ENTITIES,
-    *VALUES,
-    *ATTRIBUTES,
-    *FILLER,
-    *(STOP, NOW, AGAIN, ASK, NO_QUESTION),
-    *("keep", "the", "notes"),
-)
-# Tokens of their own already in the tokenizer that the words above and the prose give.
-LATER = (FROM, ALSO, SAME, "set", "left", "right")
 
 
 @dataclass(frozen=True)
@@ -135,8 +96,8 @@ class Exchange:
 
     def correct(self, reply: str) -> bool:
         """Whether a generated reply names the expected value."""
-        words = reply.split()
-        return self.value is not None and len(words) >= 3 and words[2] == self.value
+        said = words(reply)
+        return self.value is not None and len(said) >= 3 and said[2] == self.value
 
 
 class Conversation:
@@ -170,20 +131,20 @@ class Conversation:
         kept = range(index) if window is None else window
         live = [f for f in self.facts.values() if f.stands(kept)]
         asking = [f for f in live if f.asked is None or f.asked not in kept]
-        words: list[str] = []
+        said: list[str] = []
         if self._left > 0 or not asking:
-            words = self._wrap(self._statements(index, live))
+            said = self._wrap(self._statements(index, live))
             live = [f for f in self.facts.values() if f.stands({*kept, index})]
             asking = [f for f in live if f.asked is None or f.asked not in kept]
             if not asking or self._rng.random() >= self.spec.asks:
-                return Exchange(index, " ".join(words), NO_QUESTION)
+                return Exchange(index, text(said), NO_QUESTION)
         fact = self._pick(asking)
         fact.asked = index
-        words += [ASK, fact.entity, fact.attribute]
+        said += [ASK, fact.entity, fact.attribute]
         return Exchange(
             index,
-            " ".join(words),
-            f"{fact.entity} {fact.attribute} {fact.value} {STOP}",
+            text(said),
+            text([fact.entity, fact.attribute, fact.value, STOP]),
             fact.entity,
             fact.attribute,
             fact.value,
@@ -207,9 +168,9 @@ class Conversation:
             if draw < self.spec.override and open_:
                 fact, mark = self._replace(self._rng.choice(open_)), [NOW]
             elif draw < self.spec.override + self.spec.alias and (found := self._alias(old)):
-                fact, words = found
+                fact, taken = found
                 fact.stated = index
-                said.append(words)
+                said.append(taken)
                 continue
             elif draw > 1 - self.spec.again and old:
                 fact, mark = self._rng.choice(old), [AGAIN]
@@ -230,8 +191,8 @@ class Conversation:
                 source = sources[attribute]
                 fact = Fact(entity, attribute, source.value, -1, needs=source.stated)
                 self.facts[entity, attribute] = fact
-                words = [FROM, source.entity, attribute, SAME, entity, attribute, ALSO, STOP]
-                return fact, words
+                taken = [FROM, source.entity, attribute, SAME, entity, attribute, ALSO, STOP]
+                return fact, taken
         return None
 
     def _replace(self, fact: Fact) -> Fact:
@@ -254,54 +215,10 @@ class Conversation:
         """Spread filler before, between and after the statements."""
         total = self._rng.randint(*self.spec.filler)
         cuts = sorted(self._rng.randint(0, total) for _ in said)
-        words: list[str] = []
+        made: list[str] = []
         done = 0
         for statement, cut in zip(said, cuts, strict=True):
-            words += self._rng.choices(FILLER, k=cut - done)
+            made += self._rng.choices(FILLER, k=cut - done)
             done = cut
-            words += statement
-        return words + self._rng.choices(FILLER, k=total - done)
-
-
-def build_tokenizer(prose: Iterator[str]) -> Tokenizer:
-    """Train the byte-level BPE tokenizer in which every word of the world is one token."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY,
-        special_tokens=list(SPECIALS),
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-
-    def corpus() -> Iterator[str]:
-        yield from prose
-        line = "".join(f" {word}" for word in WORDS)
-        for _ in range(5000):
-            yield line
-
-    tokenizer.train_from_iterator(corpus(), trainer)
-    split = [w for w in WORDS if len(tokenizer.encode(f" {w}").ids) != 1]
-    if split or tokenizer.get_vocab_size() != VOCABULARY:
-        raise RuntimeError(f"not one token each: {split}; {tokenizer.get_vocab_size()} entries")
-    return tokenizer
-
-
-def wrap_tokenizer(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
-    """The tokenizer with its chat template, ready for save_pretrained."""
-    from transformers import PreTrainedTokenizerFast
-
-    make: Callable[..., PreTrainedTokenizerFast] = PreTrainedTokenizerFast  # untyped upstream
-    return make(
-        tokenizer_object=tokenizer,
-        bos_token=BOS,
-        eos_token=END,
-        pad_token=PAD,
-        additional_special_tokens=[f"<|{role}|>" for role in ROLES],
-        chat_template=CHAT_TEMPLATE,
-        clean_up_tokenization_spaces=False,
-        model_max_length=MAX_POSITIONS,
-    )
+            made += statement
+        return made + self._rng.choices(FILLER, k=total - done)

@@ -8,6 +8,9 @@
 The reply is not decoded token by token: the expected one is run in one pass over a copy of the
 rows. All its tokens are the likeliest ones exactly when greedy decoding would write it. What to
 repair is chosen before that, with the question as the only rows not yet computed.
+
+A model that was not trained on this world words its replies as it likes. Where it would not write the
+expected one, it is decoded too, and right if the last value in its first line is the right one.
 """
 
 from __future__ import annotations
@@ -22,9 +25,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvweave.demo.plain import value_of
 from kvweave.engine import Engine
-from kvweave.run.base import Backend, Work
+from kvweave.run.base import Backend, Rows, Work
 from kvweave.suite.method import FULL, Method, Pruning
+from kvweave.suite.reply import Heard, written
 from kvweave.suite.words import Paper, Question, Words
 from kvweave.weave.context import Context
 from kvweave.weave.maker import Maker
@@ -37,8 +42,9 @@ from kvweave.weave.repair import Auto
 class Trial:
     """How one method did on one question.
 
-    ``right`` is 1 when the whole reply is the expected one (of leak questions: when it names the
-    removed value); of prose it is the share of tokens predicted. ``kl`` is KL(oracle || woven) in
+    ``right`` is 1 when the whole reply is the expected one, of a model that was not trained on this
+    world when it names the value (of leak questions: when the removed value is named); of prose it is
+    the share of tokens predicted. ``kl`` is KL(oracle || woven) in
     nats, the mean over the reply. ``candidates`` are the rows reused approximately, ``repaired`` those
     recomputed, in P5 by the weaves before and after the prune.
     """
@@ -135,13 +141,54 @@ class Exam:
             context.append_chunk("system")
         return context
 
-    def truth(self, paper: Paper) -> list[Tensor]:
-        """Return the oracle's logits for every reply."""
+    def oracle(self, tokens: Sequence[int], questions: Sequence[Question]) -> list[Heard]:
+        """Return the reply of a full prefill to every question; the shared part is run once."""
+        n, shared = len(tokens), np.array(tokens, np.int64)
+        longest = max(len(q.asked) + len(q.expected) for q in questions)
+        rows, _ = prefill(self.runner, shared, np.arange(n), slice(0, 0))
+        rows.reserve(n + longest)
+        found = []
+        for question in questions:
+            ids = [*question.asked, *question.expected[:-1]]
+            stop = n + len(ids)
+            slots, want = np.arange(n, stop), np.arange(len(question.asked) - 1, len(ids))
+            work = Work(rows, np.array(ids, np.int64), slots, slots, want)
+            logits = self.runner.forward([work])[0]
+            found.append(self._reply(question, rows, n, question.asked, logits))
+            rows.truncate(n)
+        return found
+
+    def replies(
+        self, runs: Sequence[tuple[Context, int, Sequence[int]]], questions: Sequence[Question]
+    ) -> list[Heard]:
+        """Return the reply to each question in a (woven context, slot, tokens asked from there on)."""
+        rows = [context.session.state.rows for context, _, _ in runs]
+        ids = [(*asked, *q.expected[:-1]) for (_, _, asked), q in zip(runs, questions, strict=True)]
+        starts = [slot for _, slot, _ in runs]
+        found = []
+        for i, logits in enumerate(forced(self.runner, list(zip(rows, starts, ids, strict=True)))):
+            asked = runs[i][2]
+            logits = logits[len(asked) - 1 :]
+            found.append(self._reply(questions[i], rows[i], starts[i], asked, logits))
+        return found
+
+    def _reply(
+        self, question: Question, rows: Rows, start: int, asked: Sequence[int], logits: Tensor
+    ) -> Heard:
+        """Decode the reply where the expected one does not decide."""
+        if self.words.trained or not question.value:
+            return Heard(logits)
+        if hits(question, logits).all():
+            return Heard(logits, question.value)
+        return Heard(logits, written(self.runner, rows, start, asked))
+
+    def truth(self, paper: Paper) -> list[Heard]:
+        """Return the oracle's replies."""
         notes = [t for _, tokens in paper.left() for t in tokens]
-        return oracle(self.runner, [*self.words.head, *notes], paper.questions)
+        return self.oracle([*self.words.head, *notes], paper.questions)
 
     def under(
-        self, paper: Paper, method: Method, truth: list[Tensor], mode: str = ""
+        self, paper: Paper, method: Method, truth: list[Heard], mode: str = ""
     ) -> Iterator[Trial]:
         """Weave the notes under one method and ask every question."""
         evict = mode == "evict"
@@ -167,8 +214,8 @@ class Exam:
             kept = sum(s.n_repaired for s in spans)
             context.drop(n_head + paper.dropped)
         asked = self._ask_blind if method.is_blind else self._ask
-        for i, (plan, logits) in enumerate(asked(engine, context, paper.questions)):
-            made = outcome(paper, i, truth[i], logits, method=method.label, mode=mode)
+        for i, (plan, reply) in enumerate(asked(engine, context, paper.questions)):
+            made = outcome(paper, i, truth[i], reply, method=method.label, mode=mode)
             yield dataclasses.replace(made, **counts(plan, kept))
         engine.close_context(context.name)
         if stores:
@@ -187,76 +234,58 @@ class Exam:
 
     def _ask(
         self, engine: Engine, context: Context, questions: Sequence[Question]
-    ) -> Iterator[tuple[Plan, Tensor]]:
+    ) -> Iterator[tuple[Plan, Heard]]:
         """Weave anew for every question, in copies of the context that run in one packed pass."""
         runs = []
         for question in questions:
             twin = engine.fork(context, f"exam-{next(self._n)}")
             twin.append(question.asked)
-            tokens = (question.asked[-1], *question.expected[:-1])
-            runs.append((twin, twin.n_tokens - 1, tokens))
+            runs.append((twin, twin.n_tokens - 1, question.asked[-1:]))
         answers = engine.generate_many([twin for twin, _, _ in runs], max_tokens=1)
-        yield from zip([a.plan for a in answers], replies(runs), strict=True)
+        yield from zip([a.plan for a in answers], self.replies(runs, questions), strict=True)
         for twin, _, _ in runs:
             engine.close_context(twin.name)
 
     def _ask_blind(
         self, engine: Engine, context: Context, questions: Sequence[Question]
-    ) -> Iterator[tuple[Plan, Tensor]]:
+    ) -> Iterator[tuple[Plan, Heard]]:
         """Weave once, then run every question with its reply: the choice would be the same."""
         plan = context.weave()
         n = context.n_tokens
-        runs = [(context, n, (*q.asked, *q.expected[:-1])) for q in questions]
-        for question, logits in zip(questions, replies(runs), strict=True):
-            yield plan, logits[len(question.asked) - 1 :]
-
-
-def replies(runs: Sequence[tuple[Context, int, Sequence[int]]]) -> list[Tensor]:
-    """Return, for each (woven context, slot, tokens), the logits [token, vocab] after every token."""
-    session = runs[0][0].session
-    rows = [(context.session.state.rows, slot, tokens) for context, slot, tokens in runs]
-    return forced(session.weaver.backend, rows)
-
-
-def oracle(runner: Backend, tokens: Sequence[int], questions: Sequence[Question]) -> list[Tensor]:
-    """Return the logits of a full prefill at every reply token; the shared part is run once."""
-    n, shared = len(tokens), np.array(tokens, np.int64)
-    longest = max(len(q.asked) + len(q.expected) for q in questions)
-    rows, _ = prefill(runner, shared, np.arange(n), slice(0, 0))
-    rows.reserve(n + longest)
-    found = []
-    for question in questions:
-        ids = [*question.asked, *question.expected[:-1]]
-        stop = n + len(ids)
-        slots, want = np.arange(n, stop), np.arange(len(question.asked) - 1, len(ids))
-        work = Work(rows, np.array(ids, np.int64), slots, slots, want)
-        found.append(runner.forward([work])[0])
-        rows.truncate(n)
-    return found
+        runs = [(context, n, q.asked) for q in questions]
+        for reply in self.replies(runs, questions):
+            yield plan, reply
 
 
 def outcome(
-    paper: Paper, item: int, truth: Tensor, logits: Tensor, *, method: str, mode: str = ""
+    paper: Paper, item: int, truth: Heard, reply: Heard, *, method: str, mode: str = ""
 ) -> Trial:
-    """Judge a reply by its logits [token, vocab]."""
+    """Judge a reply."""
     question = paper.questions[item]
-    right, kl, nll = judge(question, truth, logits)
+    right, kl, nll = judge(question, truth, reply)
     return Trial(paper.protocol, paper.index, item, question.kind, mode, method, right, kl, nll)
 
 
-def judge(question: Question, truth: Tensor, logits: Tensor) -> tuple[float, float, float]:
+def hits(question: Question, logits: Tensor) -> Tensor:
+    """Return which tokens of the expected reply are the likeliest."""
+    return logits.argmax(-1) == torch.tensor(question.expected, device=logits.device)
+
+
+def judge(question: Question, truth: Heard, reply: Heard) -> tuple[float, float, float]:
     """Return whether the reply is right, KL(oracle || woven) and nats a token."""
-    expected = torch.tensor(question.expected, device=logits.device)
-    found = logits.double().log_softmax(-1)
-    wanted = truth.double().log_softmax(-1)
+    expected = torch.tensor(question.expected, device=reply.logits.device)
+    found = reply.logits.double().log_softmax(-1)
+    wanted = truth.logits.double().log_softmax(-1)
     kl = (wanted.exp() * (wanted - found)).sum(-1).clamp_min(0).mean()
     nll = -found.gather(1, expected[:, None]).mean()
-    hits = logits.argmax(-1) == expected
+    right = hits(question, reply.logits)
     if question.kind == "prose":
-        right = float(hits.double().mean())
+        share = float(right.double().mean())
+    elif reply.said is not None:
+        share = float(value_of(reply.said) == question.value)
     else:
-        right = float(hits[-1] if question.is_leak else hits.all())
-    return right, float(kl), float(nll)
+        share = float(right[-1] if question.is_leak else right.all())
+    return share, float(kl), float(nll)
 
 
 def counts(plan: Plan, kept: int = 0) -> dict[str, Any]:

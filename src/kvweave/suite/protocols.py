@@ -1,16 +1,16 @@
 """Protocols P1 to P9: seeded documents of named notes, and questions with one right reply.
 
-Statements, all in the words of the little world (`kvweave.demo.world`):
+Statements, all in the words of the little world (`kvweave.demo.vocabulary`):
 
-    pude river ludi .                    a fact
-    now pude river kegu .                replaces it
-    pude ruler givu .                    a link: the value is an entity
-    from pude river same givu river also .   givu has the river that pude has,
-                                             as stated before
-    set right .                          from here on values stand for their mirror (`MIRROR`)
+    Anna's river is cold .               a fact
+    now Anna's river is deep .           replaces it
+    Anna's ruler Omar .                  a link: the value is an entity
+    from Anna's river same Omar's river also .   Omar's river is what Anna's was said to be
+                                                 before
+    set right .                          from here on values stand for their opposite
 
 A question names an entity and a path of attributes; the reply restates every step:
-"ask pude ruler river" -> "pude ruler givu river kegu .".
+"what about Anna's ruler's river" -> "Anna's ruler Omar's river is deep .".
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from kvweave.demo.world import (
+from kvweave.demo.vocabulary import (
     ALSO,
     ASK,
     ATTRIBUTES,
@@ -27,13 +27,14 @@ from kvweave.demo.world import (
     FILLER,
     FROM,
     NOW,
+    OPPOSITE,
     SAME,
     STOP,
     VALUES,
+    text,
 )
 
 SET, MODES = "set", ("left", "right")
-MIRROR = {v: VALUES[i ^ 1] for i, v in enumerate(VALUES)}  # what a value means after "set right"
 Pair = tuple[str, str]  # entity, attribute
 
 
@@ -144,7 +145,7 @@ class Draft:
         for statement, begin, end in zip(said, [0, *cuts], cuts, strict=False):
             words += self.rng.choices(FILLER, k=end - begin)
             words += statement
-        return " ".join(words + self.rng.choices(FILLER, k=total - (cuts[-1] if cuts else 0)))
+        return text(words + self.rng.choices(FILLER, k=total - (cuts[-1] if cuts else 0)))
 
     def case(
         self, protocol: str, items: list[Item], dropped: int | None = None, twice: bool = False
@@ -160,10 +161,9 @@ class Draft:
 
 def ask(kind: str, entity: str, steps: list[Pair], after: int = 0) -> Item:
     """The question for (attribute, value) `steps` from `entity`, and its reply."""
-    path = " ".join(a for a, _ in steps)
-    reply = " ".join(word for step in steps for word in step)
-    question, value = f"{ASK} {entity} {path}", steps[-1][1]
-    return Item(question, f"{entity} {reply} {STOP}", kind, value, after)
+    question = text([ASK, entity, *(a for a, _ in steps)])
+    reply = text([entity, *(word for step in steps for word in step), STOP])
+    return Item(question, reply, kind, steps[-1][1], after)
 
 
 def recall(rng: random.Random, size: Size) -> Case:
@@ -219,7 +219,7 @@ def late(rng: random.Random, size: Size) -> Case:
 
 
 def mode(rng: random.Random, size: Size, headers: int = 1) -> Case:
-    """P4: the first note says whether the values of all later facts stand for their mirrors."""
+    """P4: the first note says whether the values of all later facts stand for their opposites."""
     draft = Draft(rng, size)
     last = len(draft.notes)
     starts = [0, *sorted(rng.sample(range(1, last), min(headers, last) - 1))]
@@ -228,8 +228,8 @@ def mode(rng: random.Random, size: Size, headers: int = 1) -> Case:
     for _ in range(size.questions):
         note = rng.randrange(1, last)
         entity, attribute, value = draft.fact(note)
-        mirrored = modes[max(s for s in starts if s <= note)] == MODES[1]
-        items.append(ask("mode", entity, [(attribute, MIRROR[value] if mirrored else value)]))
+        reversed_ = modes[max(s for s in starts if s <= note)] == MODES[1]
+        items.append(ask("mode", entity, [(attribute, OPPOSITE[value] if reversed_ else value)]))
     draft.fill()
     for start, word in modes.items():
         draft.notes[start].insert(0, [SET, word, STOP])

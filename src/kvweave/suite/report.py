@@ -37,7 +37,12 @@ def summarise(outcomes: Iterable[Trial], methods: Sequence[Method]) -> list[Row]
         full = groups[protocol, line, "", FULL]
         never = groups.get((protocol, line, "never", method)) if mode else None
         row: Row = {"protocol": protocol, "line": line, "mode": mode, "method": method}
-        rows.append(row | about[method] | figures(groups[key], full, never))
+        row |= about[method] | figures(groups[key], full, never)
+        if row["relative"] is None and (kept := groups.get((protocol, "retained", "", FULL))):
+            # who cannot say what is still there leaks nothing, and that says nothing
+            row["retained"] = round(stats.mean(by_case(kept, "right")).value, 4)
+            row["counts"] = row["retained"] >= COUNTS_FROM
+        rows.append(row)
     return rows
 
 
@@ -121,7 +126,8 @@ def cells(row: Row) -> tuple[str, ...]:
 def warning(rows: Sequence[Row]) -> str:
     """Return why a table's rows do not count; "" when they do."""
     row = rows[0]
-    return "" if row["counts"] else f"does not count: full prefill scores {row['full']:.1%}"
+    full = row.get("retained", row["full"])
+    return "" if row["counts"] else f"does not count: full prefill scores {full:.1%}"
 
 
 def tables(rows: Iterable[Row]) -> dict[str, list[Row]]:

@@ -15,12 +15,11 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from torch import Tensor
-
 from kvweave.demo.world import Conversation, Spec
 from kvweave.engine import Engine
-from kvweave.suite.exam import Exam, Trial, clear, counts, oracle, outcome, replies
+from kvweave.suite.exam import Exam, Trial, clear, counts, outcome
 from kvweave.suite.method import FULL, Method
+from kvweave.suite.reply import Heard
 from kvweave.suite.words import Paper, Question
 from kvweave.weave.context import Context
 from kvweave.weave.plan import Plan
@@ -56,10 +55,11 @@ def script(exam: Exam, seed: str, prunes: int = PRUNES, window: int = WINDOW) ->
     steps = []
     for i in range(window + prunes):
         turn = talk.turn(range(max(0, i - window + 1), i))
-        asked = (*words.user(turn.user), *words.tokens(words.header))
-        question = Question(turn.kind, asked, words.expected(turn.reply))
-        reply = (*words.tokens(words.header), *words.reply(turn.reply))
-        steps.append(StreamTurn(turn.user, reply, question, i - window + 1, turn.asks))
+        said, told = words.told(turn.user), words.told(turn.reply)
+        asked = (*words.user(said), *words.tokens(words.header))
+        question = Question(turn.kind, asked, words.expected(told), turn.value or "")
+        reply = (*words.tokens(words.header), *words.reply(told))
+        steps.append(StreamTurn(said, reply, question, i - window + 1, turn.asks))
     return steps
 
 
@@ -82,25 +82,25 @@ def hold(
         for mode in method.modes:
             if mode == "never":
                 continue
-            for i, plan, logits in _under(exam, steps, method, mode == "evict", window):
+            for i, plan, reply in _under(exam, steps, method, mode == "evict", window):
                 if i in truth:
-                    made = outcome(paper, i, truth[i], logits, method=method.label, mode=mode)
+                    made = outcome(paper, i, truth[i], reply, method=method.label, mode=mode)
                     found.append(dataclasses.replace(made, prunes=steps[i].prunes, **counts(plan)))
     return found
 
 
-def _truth(exam: Exam, steps: Sequence[StreamTurn], i: int, window: int) -> Tensor:
+def _truth(exam: Exam, steps: Sequence[StreamTurn], i: int, window: int) -> Heard:
     before = steps[max(0, i - window + 1) : i]
     tokens = list(exam.words.head)
     for step in before:
         tokens += (*exam.words.user(step.user), *step.reply)
-    return oracle(exam.runner, tokens, [steps[i].question])[0]
+    return exam.oracle(tokens, [steps[i].question])[0]
 
 
 def _under(
     exam: Exam, steps: Sequence[StreamTurn], method: Method, evict: bool, window: int
-) -> Iterator[tuple[int, Plan, Tensor]]:
-    """Hold the conversation under one method; yield each turn's plan and logits of the reply."""
+) -> Iterator[tuple[int, Plan, Heard]]:
+    """Hold the conversation under one method; yield each turn's plan and reply."""
     engine = exam.engine(method.base, evict)
     context = exam.context(engine, method, evict)
     n_head = len(context.parts)
@@ -113,9 +113,8 @@ def _under(
             if header:
                 context.append(header, kind="assistant")
         plan = context.weave()
-        expected = step.question.expected
-        again = (step.question.asked[-1], *expected[:-1])
-        yield i, plan, replies([(context, context.n_tokens - 1, again)])[0]
+        run = (context, context.n_tokens - 1, step.question.asked[-1:])
+        yield i, plan, exam.replies([run], [step.question])[0]
         with context.edit():
             if header:
                 context.drop(-1, mode="forget")

@@ -6,21 +6,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvweave.demo import world
+from kvweave.demo.plain import RULES, plain
+from kvweave.demo.vocabulary import ENTITIES, VALUES, piece
 from kvweave.suite.protocols import Case
 from kvweave.weave.maker import Maker
-
-INSTRUCTION = (  # for models that were not trained on this world
-    "You keep notes. A note is several statements between chatter. 'E A V .' says that entity E has "
-    "attribute A with value V. 'now E A V .' replaces an earlier value. 'from E A same F A also .' says "
-    "that F has the same A as E had when this was said. A value may be an entity with attributes of "
-    "its own. 'ask E A' asks for the latest value: reply 'E A V .'; 'ask E A B' asks for the B of "
-    "that value: reply 'E A V B W .', and so on. Reply with nothing else."
-)
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """One question as tokens: ``expected`` is the reply with its end.
+    """One question as tokens: ``expected`` is the reply with its end, ``value`` the word in it that
+    decides; "" if none does.
 
     For leak questions ``expected`` ends with the value that must not come back.
     """
@@ -28,6 +23,7 @@ class Question:
     kind: str
     asked: tuple[int, ...]
     expected: tuple[int, ...]
+    value: str = ""
 
     @property
     def is_leak(self) -> bool:
@@ -51,13 +47,19 @@ class Paper:
 
 
 class Words:
-    """Turns text into token ids, every text once; ``system`` is the text of the base."""
+    """Turns text into token ids, every text once; ``system`` is the text of the base.
+
+    ``trained``: the model knows the little world, and gets its texts as they are. Others get `plain`
+    ones, and rules; they may word a right reply in their own way.
+    """
 
     def __init__(self, maker: Maker, system: str | None = None) -> None:
         self.maker = maker
         self._known: dict[str, tuple[int, ...]] = {}
+        some = (*ENTITIES[:8], *VALUES[:8])
+        self.trained = all(len(maker.tokens(piece(word))) == 1 for word in some)
         if system is None:
-            system = maker.chat.message("system", self._instruction())
+            system = maker.chat.message("system", world.SYSTEM if self.trained else RULES)
         bos = maker.bos()
         if bos and maker.tokens(system)[: len(bos)] == bos:  # the engine puts one there too
             system = system.removeprefix(maker.backend.tokenizer.bos_token)
@@ -70,6 +72,10 @@ class Words:
         if text not in self._known:
             self._known[text] = tuple(self.maker.tokens(text))
         return self._known[text]
+
+    def told(self, text: str) -> str:
+        """Return a text of the world as this model is told it."""
+        return text if self.trained else plain(text)
 
     def user(self, text: str) -> tuple[int, ...]:
         """Return a user message."""
@@ -92,21 +98,16 @@ class Words:
         """Return a case of a protocol as tokens."""
         questions = []
         for item in case.items:
-            asked = self.tokens(self.maker.chat.message("user", item.question) + self.header)
-            expected = self.expected(item.reply)
+            question, reply = self.told(item.question), self.told(item.reply)
+            asked = self.tokens(self.maker.chat.message("user", question) + self.header)
+            expected = self.expected(reply)
             if item.kind.startswith("leak"):
-                expected = self._until(item.reply, item.value, expected)
-            questions.append(Question(item.kind, asked, expected))
-        notes = tuple((name, self.user(text)) for name, text in case.notes)
+                expected = self._until(reply, item.value, expected)
+            questions.append(Question(item.kind, asked, expected, item.value))
+        notes = tuple((name, self.user(self.told(text))) for name, text in case.notes)
         return Paper(case.protocol, index, notes, tuple(questions), case.dropped)
 
     def _until(self, reply: str, value: str, expected: Sequence[int]) -> tuple[int, ...]:
         """Cut a reply behind its value."""
         behind = reply[reply.rindex(value) + len(value) :]
         return tuple(expected[: len(expected) - len(self.tokens(behind)) - 1])
-
-    def _instruction(self) -> str:
-        """Return the bundled model's system text where its words are known, else all of it."""
-        some = (*world.ENTITIES[:8], *world.VALUES[:8])
-        known = all(len(self.maker.tokens(f" {word}")) == 1 for word in some)
-        return world.SYSTEM if known else INSTRUCTION
