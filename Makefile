@@ -39,6 +39,9 @@ format: $(READY)
 bench: $(READY)
 	$(foreach file,$(wildcard bench/*.py),$(PY) $(file) &&) true
 
+bench-models: $(READY)
+	cd bench && ../$(PY) -m models.train
+
 docs: $(READY)
 	$(PY) docs/generate.py
 	$(PY) docs/measured.py

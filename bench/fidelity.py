@@ -18,6 +18,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+import regret
 import torch
 from common import RESULTS, machine, progress, table
 from rich.console import Console
@@ -243,7 +244,13 @@ def main() -> None:
     made.add_argument("--cache", type=Path, default=HERE / ".cache" / "fidelity")
     made.add_argument("--out", type=Path, help="where to write the result")
     made.add_argument("--figure", type=Path, help="where to draw (docs/fidelity.png)")
+    made.add_argument(
+        "--models", action="store_true", help="the bench of models instead: regret.py"
+    )
     options = made.parse_args()
+    if options.models:
+        regret.report([], 20, RESULTS / "models.json")
+        return
     if options.quick:
         options.n, options.prunes = 8, 3
     methods = quick_methods() if options.quick else all_methods()

@@ -9,12 +9,12 @@ from pydoc_data import topics
 from typing import Any
 
 import torch
+from models.worlds import BOS, END, PAD, SPECIALS
+from models.zoo import Kind
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
-from worlds import BOS, END, PAD, SPECIALS
-from zoo import Kind
 
-LENGTHS = ((0.0, 512, 6), (0.75, 2048, 2), (0.9, 8192, 1))  # spent, tokens of a row, rows
+LENGTHS = ((0.0, 384, 4), (0.8, 1536, 1), (0.93, 8192, 1))  # spent, tokens of a row, rows
 BYTES = 600_000  # a file is read up to here
 
 

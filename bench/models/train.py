@@ -1,7 +1,7 @@
 """Train the models of the bench; the same command resumes.
 
-python bench/models/train.py                    # all of them, some two hours on one core
-python bench/models/train.py llama-one --minutes 20
+make bench-models                                     # all of them, some two hours on one core
+cd bench; python -m models.train llama-one --minutes 20
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from prose import Prose, tokenizer_of
+from models.prose import Prose, tokenizer_of
+from models.worlds import BOS, END, PAD, Size, Wording, document
+from models.zoo import ZOO, Kind
 from torch.nn import functional
 from tqdm import tqdm
 from transformers import GenerationConfig, PreTrainedTokenizerFast
-from worlds import BOS, END, PAD, Size, Wording, document
-from zoo import ZOO, Kind
 
 HERE = Path(__file__).resolve().parent
 RUN = HERE.parent / ".cache" / "models"
@@ -61,7 +61,9 @@ def facts_loss(model: Any, wording: Wording, ids: dict[str, int], stage: int, se
     at = stage if rng.random() < 0.8 else rng.randrange(stage + 1)
     size, made, n = size_of(at), [], 0
     while n < TOKENS:
-        made.append(document(wording, size, max(10, size.sentences * 2 // 3), f"{seed}/{len(made)}"))
+        made.append(
+            document(wording, size, max(10, size.sentences * 2 // 3), f"{seed}/{len(made)}")
+        )
         n = len(made) * max(len(words) for words, _ in made)
     length = max(len(words) for words, _ in made)
     inputs = torch.full((len(made), length), ids[PAD])
@@ -201,7 +203,7 @@ def export(kind: Kind, model: Any, tokenizer: PreTrainedTokenizerFast, state: St
     half = model.to(torch.bfloat16)
     half.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    curve = {"steps": state.step, "tokens": state.tokens, "seconds": round(state.seconds), "curve": state.curve[:: max(1, len(state.curve) // 40)]}  # fmt: skip
+    curve = {"steps": state.step, "stage": state.stage, "tokens": state.tokens, "seconds": round(state.seconds), "curve": state.curve[:: max(1, len(state.curve) // 40)]}  # fmt: skip
     (folder / "curve.json").write_text(json.dumps(curve) + "\n")
 
 

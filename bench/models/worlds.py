@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 PAD, BOS, END = "<pad>", "<bos>", "<end>"
 SPECIALS = (PAD, BOS, END)
@@ -206,10 +207,7 @@ def case(wording: Wording, size: Size, n_notes: int, n_questions: int, seed: str
     for _ in range(size.sentences):
         world.say()
     cuts = [round(i * len(world.sentences) / n_notes) for i in range(n_notes + 1)]
-    notes = tuple(
-        tuple(w for s in world.sentences[a:b] for w in s)
-        for a, b in zip(cuts, cuts[1:], strict=False)
-    )
+    notes = tuple(tuple(w for s in world.sentences[a:b] for w in s) for a, b in pairwise(cuts))
     kinds: Sequence[str] = ("recall", "pronoun", "change", "alias", *(["path"] if wording.hops > 1 else []))  # fmt: skip
     asked = [world.question(kinds[i % len(kinds)]) for i in range(n_questions)]
     found = {q[0] + " ".join(q[1]): q for q in asked if q is not None}

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import transformers
-from worlds import Wording
+from models.worlds import Wording
 
 FILLER = tuple("so well then it was a day of rain and some more light on the way there".split())
 
@@ -100,22 +100,22 @@ def olmo2(vocab: int, own: dict[str, Any]) -> Any:
 
 
 def llama_prose(vocab: int, own: dict[str, Any]) -> Any:
-    """Six layers for prose in pieces of words."""
+    """Four layers for prose in pieces of words."""
     return transformers.LlamaForCausalLM(
         transformers.LlamaConfig(
-            vocab_size=vocab, hidden_size=192, intermediate_size=512, num_hidden_layers=6,
-            num_attention_heads=4, num_key_value_heads=2, head_dim=64, tie_word_embeddings=True,
+            vocab_size=vocab, hidden_size=160, intermediate_size=448, num_hidden_layers=4,
+            num_attention_heads=4, num_key_value_heads=2, head_dim=48, tie_word_embeddings=True,
             max_position_embeddings=8192, rope_parameters=rope(10_000.0), **own,
         )
     )  # fmt: skip
 
 
 def qwen3_prose(vocab: int, own: dict[str, Any]) -> Any:
-    """Five layers for prose in bytes."""
+    """Four layers for prose in bytes, keys and queries normalised."""
     return transformers.Qwen3ForCausalLM(
         transformers.Qwen3Config(
-            vocab_size=vocab, hidden_size=192, intermediate_size=512, num_hidden_layers=5,
-            num_attention_heads=4, num_key_value_heads=2, head_dim=64, tie_word_embeddings=True,
+            vocab_size=vocab, hidden_size=160, intermediate_size=448, num_hidden_layers=4,
+            num_attention_heads=4, num_key_value_heads=2, head_dim=48, tie_word_embeddings=True,
             max_position_embeddings=8192, rope_parameters=rope(10_000.0), **own,
         )
     )  # fmt: skip
@@ -143,15 +143,15 @@ ZOO = (
         "A of E : V |", "A too : V |", "A of E : V now |", "A of E : as F |", "A of E",
         "A of E : V |", seed=4, filler=FILLER, entities=40, values=80,
     ), about="sliding layers, the value last"),
-    Kind("qwen3moe-chain", qwen3moe, 14, Wording(
+    Kind("qwen3moe-chain", qwen3moe, 24, Wording(
         "A E V .", "A also V .", "now A E V .", "A E same F .", "follow A E", "P is V",
         "A E same F . A F V . is V", step="A E V .", seed=5, attributes=4, hops=5,
     ), about="a chain of thought: up to 20 tokens of steps, then the value"),
-    Kind("olmo2-path", olmo2, 14, Wording(
+    Kind("olmo2-path", olmo2, 12, Wording(
         "E A to V", "and A to V", "E A now to V", "E A by F", "go E A", "P stop V",
         "E A by F F A to V stop V", step="E A to V", seed=6, entities=70, attributes=3, hops=2,
         filler=FILLER,
     ), about="two steps, then the value"),
-    Kind("llama-prose", llama_prose, 20, rate=2e-3, vocab=2048, about="documentation and source of Python"),
+    Kind("llama-prose", llama_prose, 20, rate=2e-3, vocab=1024, about="documentation and source of Python"),
     Kind("qwen3-bytes", qwen3_prose, 20, rate=2e-3, about="the same in bytes"),
 )  # fmt: skip

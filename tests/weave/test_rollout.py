@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from weaving import EXACT, chat, rows, same_rows, text
 
 from kvweave import Engine
 from kvweave.errors import InvalidArgument
-from kvweave.run.base import Ints, Steps
+from kvweave.run.base import Ints, Observer, Steps, Work
 from kvweave.run.model import Runner
 from kvweave.suite.exam import Exam
 from kvweave.suite.method import Method
@@ -54,6 +54,21 @@ def test_the_second_round_takes_what_the_first_one_reads() -> None:
     assert asked == [[13, 15]]  # a third of the budget
     # what the row with more weight reads comes first
     assert followed(view(4, reads, asked), mass, 2) == [11, 13, 15, 16]
+
+
+def test_a_round_takes_half_of_what_is_needed_between_a_third_and_half_of_the_budget() -> None:
+    asked: list[list[int]] = []
+    flat = np.array([0.1, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1])
+    followed(view(8, {}, asked), flat, 2)  # half of it is in four rows, and four are half of eight
+    followed(view(4, {}, asked), flat, 2)  # more than half of the budget
+    followed(view(6, {}, asked), np.array([0.9, *[0.01] * 7]), 2)  # less than a third of it
+    assert [len(slots) for slots in asked] == [4, 2, 2]
+
+
+def test_nothing_is_read_again_where_no_row_is_left_to_choose() -> None:
+    asked: list[list[int]] = []
+    assert followed(view(1, {}, asked), np.arange(8.0), 2) == [17]
+    assert asked == []
 
 
 def test_one_round_is_the_question_alone() -> None:
@@ -98,24 +113,77 @@ def test_the_budget_is_kept(engines: Make, share: float) -> None:
     assert context.weave().repaired == round(share * 40)
 
 
+class Whole(Observer):
+    """Keeps every attention weight: ``paid`` [layer, row, slot], heads squared and added up."""
+
+    def __init__(self, n_layers: int, n_rows: int, n: int) -> None:
+        self.paid, self.ones = np.zeros((n_layers, n_rows, n)), np.zeros((n_layers, n_rows))
+
+    def rows(self, layer: int, n: int) -> tuple[int, int]:
+        return 0, n
+
+    def see(self, layer: int, first: int, begin: int, weights: torch.Tensor) -> None:
+        shown = weights.double().cpu().numpy()
+        rows, slots = slice(first, first + shown.shape[1]), slice(begin, begin + shown.shape[2])
+        self.paid[layer, rows, slots] += np.square(shown).sum(0)
+        self.ones[layer, rows] += shown.sum((0, 2))
+
+
 @pytest.mark.parametrize("name", ["llama", "gemma3", "qwen3"])
-def test_attention_is_a_distribution_and_weights_count(engines: Make, name: str) -> None:
-    """Each row pays 1 in every head of every layer that counts, times its weight: of all but the
+def test_a_look_and_a_reading_add_up_squares(engines: Make, name: str) -> None:
+    """What an observer that keeps everything sees, squared and weighed by hand: of all layers but the
     first, and for the rows that are read again but the last."""
     engine = engines(name)
-    passes = woven(engine)
     heads, n_layers = engine.runner.config.num_attention_heads, len(engine.runner.layers)
-    paid = 4 * ASKS * heads * (n_layers - 1)
-    assert looked(passes).mass.sum() == pytest.approx(paid, rel=1e-5)
+    passes = woven(engine)
+    assert passes.unready.tolist() == [17, 18, 19, 20]
+    asked = Whole(n_layers, 4, 21)
+    drive(engine.runner, one(passes.work(passes.unready, observer=asked)))
+    assert asked.ones == pytest.approx(heads, rel=1e-5)
+    needed = np.array([ASKS, ASKS, ASKS, 1.0]) @ asked.paid[1:].sum(0)
+    assert looked(passes).mass == pytest.approx(needed, rel=1e-4, abs=1e-9)
     everything = np.arange(17)
     before = passes.placed_values(everything)
-    slots = np.array([12, 14])
-    mass = drive(engine.runner, passes.reads(slots, np.array([1.0, 0.25])))
-    assert mass.sum() == pytest.approx(1.25 * heads * (n_layers - 2), rel=1e-5)
-    assert mass[15:].sum() == 0  # nobody sees what comes later
+    slots, counts = np.array([12, 14]), np.array([1.0, 0.25])
+    reads = drive(engine.runner, passes.reads(slots, counts))
+    assert reads[15:].sum() == 0  # nobody sees what comes later
+    again = Whole(n_layers, 2, 17)
+    drive(engine.runner, one(passes.work(slots, observer=again)))
+    assert reads[:17] == pytest.approx(counts @ again.paid[1:-1].sum(0), rel=1e-4, abs=1e-9)
     found = passes.placed_values(everything)
     assert all(torch.equal(a, b) for a, b in zip(found, before, strict=True))
     assert not torch.equal(passes.rows.read(1, slots)[1][1], before[1][14])
+
+
+def one(work: Work) -> Steps[None]:
+    yield work
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_a_drafted_token_counts_as_much_as_the_model_is_sure_of_it(
+    engines: Make, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = engines(name)
+    without, drafted = (looked(woven(engine, n, f"c{n}")) for n in (0, 2))
+    forward = engine.runner.forward
+
+    def sure(works: Sequence[Work], *rest: Any, **named: Any) -> list[torch.Tensor]:
+        """The same winners, ever surer of them."""
+        return [logits * 1e6 if len(logits) else logits for logits in forward(works, *rest, **named)]
+
+    def unsure(works: Sequence[Work], *rest: Any, **named: Any) -> list[torch.Tensor]:
+        """The same winners, by a hair."""
+        return [logits * 1e-9 if len(logits) else logits for logits in forward(works, *rest, **named)]
+
+    monkeypatch.setattr(engine.runner, "forward", sure)
+    whole = looked(woven(engine, 2, "sure"))
+    monkeypatch.setattr(engine.runner, "forward", unsure)
+    none = looked(woven(engine, 2, "unsure"))
+    assert none.draft.tolist() == whole.draft.tolist() == drafted.draft.tolist()
+    part = [(each.mass - without.mass).sum() for each in (none, drafted, whole)]
+    vocab = engine.runner.config.vocab_size
+    assert part[0] < part[1] < part[2]
+    assert part[0] < 2 * part[2] / vocab
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "qwen3"])
@@ -125,9 +193,6 @@ def test_the_draft_is_what_the_unrepaired_context_would_write(engines: Make, nam
     plain = chat(engine, "plain", [6, 6], repair="none")
     plain.append(text(4, 99))
     assert tuple(look.draft.tolist()) == plain.generate(max_tokens=3, ignore_eos=True).tokens
-    heads = engine.runner.config.num_attention_heads * (len(engine.runner.layers) - 1)
-    mass = look.mass.sum() / heads
-    assert 4 * ASKS < mass < 4 * ASKS + 3  # what the draft pays to itself is left out
     assert look.mass.shape == (21,) and look.logits.shape[0] == 1 + 3
     whole = looked(woven(engine, 3, "whole", compares=True))
     assert whole.logits.shape[0] == 4 + 3 and np.array_equal(whole.draft, look.draft)

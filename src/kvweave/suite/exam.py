@@ -100,10 +100,11 @@ class Exam:
             modes: tuple[Pruning | str, ...] = method.modes if paper.dropped is not None else ("",)
             for mode in modes:
                 found += self.under(paper, method, truth, mode)
-        self._clear()
+        self.clear()
         return found
 
-    def _clear(self) -> None:
+    def clear(self) -> None:
+        """Remove the notes of all papers."""
         self._seen.clear()
         for engine in self._engines.values():
             clear(engine)
@@ -195,7 +196,7 @@ class Exam:
         engine = self.engine(method.base, evict)
         stores = method.build().rank > 0
         if stores:  # patches of one method must not help another
-            self._clear()
+            self.clear()
         if not evict and engine.table.lookup(paper.notes[0][0]) is None:
             engine.put_many(dict(paper.notes).items())
         if method.before and (method.base, method.before) not in self._seen:
@@ -219,7 +220,7 @@ class Exam:
             yield dataclasses.replace(made, **counts(plan, kept))
         engine.close_context(context.name)
         if stores:
-            self._clear()
+            self.clear()
 
     def _weave_before(self, engine: Engine, method: Method, paper: Paper) -> None:
         """Weave the notes once, wholly repaired, and let go of the context."""

@@ -1,0 +1,271 @@
+"""Regret: how much further from a full prefill a strategy is than the best one at the same cost.
+
+Each model of the bench is asked about documents of its own world; prose is continued. The cost of a
+strategy is what it computes: rows of all its passes (looks, drafts, rounds) as a share of the
+context's, and `PASS` for each pass.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from common import RESULTS, machine, progress, table
+from models.train import size_of
+from models.worlds import BOS, Size, case
+from models.zoo import ZOO, Kind
+from rich.console import Console
+
+from kvweave.run.model import Runner
+from kvweave.suite import prose, stats
+from kvweave.suite.exam import Exam, outcome
+from kvweave.suite.method import FULL, Method
+from kvweave.suite.words import Paper, Question
+
+HERE = Path(__file__).resolve().parent
+WEIGHTS, CACHE = HERE / "models" / "weights", HERE / ".cache" / "regret"
+PASS = 0.004  # of the context: a pass of one row took as long as 18 rows more of 4,200 (19 M, CPU)
+NOTES, ASKED = 8, 8
+SINGLE = ("random", "first_k", "deviation:v@1", "query", "rollout:1@0", "boundary")
+OURS = ("auto", "auto:0", "auto:1", "auto:4")  # auto drafts two tokens
+FLOOR = 1e-4  # nats: below that all are alike
+SHARES = (0.02, 0.05, 0.10, 0.15, 0.30)
+WIDER = (0.5, 0.8)  # of single strategies, so that nothing is compared beyond what was measured
+
+
+@dataclass
+class Cell:
+    """One method on one model: KL (nats) and rightness of each question by case, and its cost."""
+
+    kl: list[list[float]] = field(default_factory=list)
+    right: list[list[float]] = field(default_factory=list)
+    cost: list[float] = field(default_factory=list)
+
+
+class Counted:
+    """Stands before a runner's ``forward`` and counts rows, in passes through all layers."""
+
+    def __init__(self, runner: Runner) -> None:
+        self.rows, self.passes = 0.0, 0
+        self._forward, self._layers = runner.forward, len(runner.layers)
+        runner.forward = self  # type: ignore[method-assign, assignment]
+
+    def __call__(self, works: Sequence[Any], *rest: Any, **named: Any) -> Any:
+        """Run a pass."""
+        for work in works:
+            deep = self._layers if work.last is None else work.last
+            self.rows += work.n * deep / self._layers
+            self.passes += 1
+        return self._forward(works, *rest, **named)
+
+
+def kind_of(name: str) -> Kind:
+    """Return a model's entry. Raises ValueError for one that is not in the zoo."""
+    found = {kind.name: kind for kind in ZOO}
+    if name not in found:
+        raise ValueError(f"no model {name!r}; there are {', '.join(found)}")
+    return found[name]
+
+
+def mastered(name: str) -> Size:
+    """Return the longest documents on which the model reached the next stage of its training."""
+    curve = json.loads((WEIGHTS / name / "curve.json").read_text())
+    return size_of(max(2, curve["stage"] - 1))
+
+
+def papers(kind: Kind, exam: Exam, n: int, seed: str) -> Iterator[Paper]:
+    """Yield ``n`` cases of a model's world, or documents of held-out prose."""
+    if kind.wording is None:
+        for paper in prose.papers(exam.words.maker, 4 * n):
+            yield replace(paper, notes=tuple(paper.left()), dropped=None)
+        return
+    ids, size = exam.runner.tokenizer.get_vocab(), mastered(kind.name)
+    for i in range(n):
+        made = case(kind.wording, size, NOTES, ASKED, f"{seed}/{kind.name}/{i}")
+        notes = [(f"note/{j}", tuple(ids[w] for w in words)) for j, words in enumerate(made.notes)]
+        asked = [
+            Question(about, tuple(ids[w] for w in words), tuple(ids[w] for w in reply))
+            for about, words, reply in made.questions
+        ]
+        yield Paper(kind.name, i, tuple(n for n in notes if n[1]), tuple(asked))
+
+
+def measure(name: str, methods: Sequence[Method], n: int, seed: str = "report") -> dict[str, Cell]:
+    """Return a cell for each method, and one for the full prefill."""
+    torch.set_num_threads(1)
+    kind = kind_of(name)
+    runner = Runner.load(str(WEIGHTS / name), device="cpu")
+    counted, exam = Counted(runner), Exam(runner, BOS)
+    found: dict[str, Cell] = {}
+    for paper in papers(kind, exam, n, seed):
+        truth = exam.truth(paper)
+        for method in methods:
+            before = counted.rows, counted.passes
+            trials = list(exam.under(paper, method, truth))
+            spent = counted.rows - before[0], counted.passes - before[1]
+            cell = found.setdefault(method.label, Cell())
+            cell.kl.append([t.kl for t in trials])
+            cell.right.append([t.right for t in trials])
+            cell.cost.append(cost(paper, spent, method.is_blind))
+        full = found.setdefault("full prefill", Cell())
+        whole = [outcome(paper, i, x, x, method=FULL) for i, x in enumerate(truth)]
+        full.right.append([t.right for t in whole])
+        exam.clear()
+    exam.close()
+    return found
+
+
+def cost(paper: Paper, spent: tuple[float, int], blind: bool) -> float:
+    """Return what a weave took beyond the pass of its question, as a share of the context.
+
+    ``spent`` are rows and passes of all questions and of the replies that were forced behind them;
+    a blind method weaves once for all.
+    """
+    n, asked = len(paper.questions), sum(len(q.asked) for q in paper.questions)
+    replies = sum(len(q.expected) for q in paper.questions)
+    rows, passes = spent[0] - asked - replies, spent[1] - n
+    if blind:
+        rows, passes = rows + n, min(passes, 1)
+    else:
+        rows, passes = rows / n, passes / n - 1
+    return max(0.0, rows / sum(len(t) for _, t in paper.notes)) + PASS * max(0, passes)
+
+
+def frontier(points: Sequence[tuple[float, float]], cost: float) -> float:
+    """Return the least KL that one strategy reaches at a cost: ``points`` are its (cost, KL), between
+    two of which the logarithm of the KL is taken to be straight; infinite below the first."""
+    known = sorted(points)
+    if cost < known[0][0]:
+        return math.inf
+    xs, ys = [p[0] for p in known], [math.log(max(p[1], 1e-9)) for p in known]
+    return math.exp(float(np.interp(cost, xs, ys)))
+
+
+def regrets(name: str, cells: dict[str, Cell], strategy: str) -> list[dict[str, Any]]:
+    """Return, for each share of a strategy, its KL over that of the best single one at equal cost."""
+    single: dict[str, list[tuple[float, float]]] = {}
+    for label, cell in cells.items():
+        words = label.split()
+        if words[0] in SINGLE and words[0] != strategy:
+            single.setdefault(words[0], []).append((mean(cell.cost), stats.mean(cell.kl).value))
+    made = []
+    for share in SHARES:
+        cell = cells[f"{strategy} {share:.0%}"]
+        spent, kl = mean(cell.cost), stats.mean(cell.kl)
+        least, best = min((frontier(points, spent), each) for each, points in single.items())
+        made.append({
+            "model": name, "strategy": strategy, "share": share, "cost": round(spent, 4),
+            "kl": kl.to_list(), "best": best, "best_kl": float(f"{least:.4g}"),
+            "regret": round((kl.value + FLOOR) / (least + FLOOR), 3),
+            "right": stats.mean(cell.right).to_list(),
+            "none_kl": stats.mean(cells["none 0%"].kl).value,
+            "full": stats.mean(cells[FULL].right).value,
+        })  # fmt: skip
+    return made
+
+
+def mean(values: Sequence[float]) -> float:
+    """Return the mean."""
+    return float(np.mean(values))
+
+
+def left_out(rows: Sequence[dict[str, Any]], candidates: Sequence[str]) -> list[dict[str, Any]]:
+    """Return, for each model and share, the regret of the candidate that is best, in its worst case,
+    on all other models."""
+    made: list[dict[str, Any]] = []
+    names = dict.fromkeys(r["model"] for r in rows)
+    for name in names if len(names) > 1 else ():
+        others = [r for r in rows if r["model"] != name]
+        worst = {c: max(r["regret"] for r in others if r["strategy"] == c) for c in candidates}
+        chosen = min(worst, key=lambda c: worst[c])
+        mine = [r for r in rows if r["model"] == name and r["strategy"] == chosen]
+        made += [{"left_out": name, "chosen": chosen} | r for r in mine]
+    return sorted(made, key=lambda r: -r["regret"])
+
+
+def methods() -> list[Method]:
+    """Return every strategy at every share."""
+    made = [Method("none", modes=("forget",))]
+    for each in (*SINGLE, *OURS):
+        shares = (*SHARES, *WIDER) if each in SINGLE else SHARES
+        made += [Method(each, share, modes=("forget",)) for share in shares]
+    return made
+
+
+def cells_of(name: str, n: int, cache: Path, again: str = "") -> dict[str, Cell]:
+    """Return the cells of a model; what was measured of these weights before is read."""
+    weights = hashlib.blake2b((WEIGHTS / name / "model.safetensors").read_bytes(), digest_size=8)
+    file = cache / f"{name}-{weights.hexdigest()}-{n}.json"
+    known: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
+    missing = [m for m in methods() if m.label not in known or (again and m.name.startswith(again))]
+    if missing:
+        known |= {label: asdict(cell) for label, cell in measure(name, missing, n).items()}
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(known))
+    return {label: Cell(**cell) for label, cell in known.items()}
+
+
+def all_of(names: Sequence[str], n: int, cache: Path, again: str = "") -> dict[str, Any]:
+    """Return the table of regrets, worst case first, and what leaving a model out gives."""
+    rows: list[dict[str, Any]] = []
+    with progress("models", len(names)) as step:
+        for name in names:
+            cells = cells_of(name, n, cache, again)
+            rows += [r for each in (*OURS, *SINGLE) for r in regrets(name, cells, each)]
+            step(name)
+    rows.sort(key=lambda r: -r["regret"])
+    return {"rows": rows, "left_out": left_out(rows, OURS)}
+
+
+def show(found: dict[str, Any]) -> None:
+    """Print the worst and the middle regret of each strategy, then those of models left out."""
+    worst = []
+    for each in (*OURS, *SINGLE):
+        mine = sorted(r["regret"] for r in found["rows"] if r["strategy"] == each)
+        where = max((r for r in found["rows"] if r["strategy"] == each), key=lambda r: r["regret"])
+        at = f"{where['model']} {where['share']:.0%}"
+        worst.append((each, f"{mine[-1]:.2f}", at, f"{mine[len(mine) // 2]:.2f}"))
+    worst.sort(key=lambda r: float(r[1]))
+    console = Console(width=None if Console().is_terminal else 140)
+    console.print(table("regret at equal cost", ["strategy", "worst", "on", "median"], worst))
+    cells = [
+        (r["left_out"], r["chosen"], f"{r['share']:.0%}", f"{r['cost']:.1%}", f"{r['kl'][0]:.2g}",
+         f"{r['best_kl']:.2g} ({r['best']})", f"{r['regret']:.2f}", f"{r['right'][0] / max(r['full'], 1e-9):.2f}")
+        for r in found["left_out"]
+    ]  # fmt: skip
+    head = ["model left out", "chosen", "share", "cost", "KL", "best single", "regret", "right / full"]  # fmt: skip
+    console.print(table("leave one model out", head, cells))
+
+
+def report(names: Sequence[str], n: int, out: Path, cache: Path = CACHE, again: str = "") -> None:
+    """Measure, write, print."""
+    names = names or [k.name for k in ZOO if (WEIGHTS / k.name / "curve.json").exists()]
+    about = {"machine": machine(torch.device("cpu"))}
+    found = all_of(names, n, cache, again)
+    setup = {"n": n, "notes": NOTES, "asked": ASKED, "pass": PASS, "floor": FLOOR}
+    out.write_text(json.dumps(about | {"setup": setup} | found, indent=1) + "\n")
+    show(found)
+
+
+def main() -> None:
+    """Read the command line."""
+    made = argparse.ArgumentParser(description=__doc__)
+    made.add_argument("names", nargs="*", help="models (all that are trained)")
+    made.add_argument("--n", type=int, default=20, help="documents a model")
+    made.add_argument("--again", default="", help="measure strategies again whose name begins so")
+    made.add_argument("--cache", type=Path, default=CACHE)
+    made.add_argument("--out", type=Path, default=RESULTS / "models.json")
+    options = made.parse_args()
+    report(options.names, options.n, options.out, options.cache, options.again)
+
+
+if __name__ == "__main__":
+    main()
