@@ -147,7 +147,7 @@ ZOO = (
         "A E V .", "A also V .", "now A E V .", "A E same F .", "follow A E", "P is V",
         "A E same F . A F V . is V", step="A E V .", seed=5, attributes=4, hops=5,
     ), about="a chain of thought: up to 20 tokens of steps, then the value"),
-    Kind("olmo2-path", olmo2, 12, Wording(
+    Kind("olmo2-path", olmo2, 24, Wording(
         "E A to V", "and A to V", "E A now to V", "E A by F", "go E A", "P stop V",
         "E A by F F A to V stop V", step="E A to V", seed=6, entities=70, attributes=3, hops=2,
         filler=FILLER,
