@@ -88,9 +88,7 @@ def test_a_slow_shift_is_followed_without_a_miss_too_many() -> None:
         sum,
         zip(
             *(
-                told(
-                    np.exp(np.random.default_rng(i).normal(np.linspace(-6, -3, 800), 1)), Known()
-                )
+                told(np.exp(np.random.default_rng(i).normal(np.linspace(-6, -3, 800), 1)), Known())
                 for i in range(10)
             ),
             strict=True,

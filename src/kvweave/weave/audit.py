@@ -22,8 +22,8 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from dataclasses import asdict, dataclass, field
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from math import ceil, comb, isfinite
 from pathlib import Path
 from typing import Any, Literal
@@ -131,7 +131,8 @@ class Known:
         bound = self.bound() if promised is None else promised
         missed = bound is not None and drift > max(bound, FLOOR)
         if bound is not None:
-            self.aim = min(AIM, self.aim + GAMMA * (AIM - missed))
+            expected = max(AIM, 1 / (len(self.window) + 1))  # the largest of n is no better
+            self.aim = min(AIM, self.aim + GAMMA * (expected - missed))
         if promised is not None:
             self.n_promised, self.n_missed = self.n_promised + 1, self.n_missed + missed
             self._bet(missed)
@@ -200,9 +201,9 @@ class Auditor:
         """Whether some cell has an alarm."""
         return any(known.alarm for known in self._cells.values())
 
-    def promise(self, cell: Cell) -> Promise:
+    def promise(self, cell: Cell | None) -> Promise:
         """Return what may be said of an answer of this cell before it is audited."""
-        known = self._cells.get(cell)
+        known = self._cells.get(cell) if cell is not None else None
         if known is None:
             return Promise(None, None)
         kept = known.n_promised - known.n_missed
