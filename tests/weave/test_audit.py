@@ -19,12 +19,12 @@ from kvweave.weave.audit import (
     PROBE,
     PROMISED,
     WINDOW,
+    AuditCell,
+    AuditedCell,
     Auditor,
-    Cell,
-    Known,
 )
 
-CELL = Cell("query", 0.05)
+CELL = AuditCell("query", 0.05)
 Draw = Callable[[np.random.Generator, int], np.ndarray]
 STREAMS: dict[str, Draw] = {
     "log-normal": lambda g, n: np.exp(g.normal(-5, 2, n)),
@@ -35,8 +35,8 @@ STREAMS: dict[str, Draw] = {
 }
 
 
-def told(drifts: np.ndarray, known: Known) -> tuple[int, int, int]:
-    """Promise, then audit, one after the other: promises, misses, and the audit of the first alarm."""
+def told(drifts: np.ndarray, known: AuditedCell) -> tuple[int, int, int]:
+    """Promised, then audit, one after the other: promises, misses, and the audit of the first alarm."""
     n, missed, first = 0, 0, -1
     for i, drift in enumerate(drifts):
         bound = known.bound()
@@ -48,7 +48,7 @@ def told(drifts: np.ndarray, known: Known) -> tuple[int, int, int]:
 
 @pytest.mark.parametrize("name", STREAMS)
 def test_of_answers_like_those_before_95_in_100_are_under_the_bound(name: str) -> None:
-    found = [told(STREAMS[name](np.random.default_rng(i), 400), Known()) for i in range(40)]
+    found = [told(STREAMS[name](np.random.default_rng(i), 400), AuditedCell()) for i in range(40)]
     kept = [1 - missed / n for n, missed, _ in found]
     assert np.mean(kept) >= 0.98 and sum(k < PROMISED for k in kept) <= 1
     assert all(n >= 340 for n, _, _ in found), "nearly all have a bound"
@@ -58,7 +58,7 @@ def test_an_alarm_for_nothing_is_rare() -> None:
     alarms = n_audits = 0
     for name, draw in STREAMS.items():
         for i in range(12):
-            known = Known()
+            known = AuditedCell()
             told(draw(np.random.default_rng([i, len(name)]), 1000), known)
             alarms, n_audits = alarms + known.n_alarms, n_audits + 1000
     assert alarms / n_audits < 1 / 2000
@@ -74,7 +74,7 @@ def test_a_shift_is_an_alarm_within_20_audits(before: int) -> None:
         larger = np.exp(generator.normal(-6, 0.7, 20)) * 30
         some = np.where(generator.random(20) < 0.7, 2.0, 1e-3)
         for after in (larger, some):
-            known = Known()
+            known = AuditedCell()
             told(usual, known)
             n = known.n_alarms
             told(after, known)
@@ -88,7 +88,10 @@ def test_a_slow_shift_is_followed_without_a_miss_too_many() -> None:
         sum,
         zip(
             *(
-                told(np.exp(np.random.default_rng(i).normal(np.linspace(-6, -3, 800), 1)), Known())
+                told(
+                    np.exp(np.random.default_rng(i).normal(np.linspace(-6, -3, 800), 1)),
+                    AuditedCell(),
+                )
                 for i in range(10)
             ),
             strict=True,
@@ -98,7 +101,7 @@ def test_a_slow_shift_is_followed_without_a_miss_too_many() -> None:
 
 
 def test_the_bound_is_the_conformal_quantile_exactly() -> None:
-    known = Known()
+    known = AuditedCell()
     for i in range(LEAST - 1):
         known.saw(float(i), None)
     assert known.bound() is None, "of so few the largest promises too little"
@@ -110,7 +113,7 @@ def test_the_bound_is_the_conformal_quantile_exactly() -> None:
 
 
 def test_an_infinite_drift_makes_no_bound() -> None:
-    known = Known()
+    known = AuditedCell()
     for _ in range(2 * LEAST):
         known.saw(float("inf"), None)
     assert known.bound() is None
@@ -132,7 +135,7 @@ def test_under_an_alarm_nothing_is_promised_and_answers_are_repaired_but_for_pro
     assert promise.bound is None and promise.coverage is not None and promise.coverage < 1
     ways = [auditor.way(CELL) for _ in range(2 * PROBE)]
     assert ways.count("probe") == 2 and ways.count("full") == 2 * PROBE - 2
-    assert auditor.way(Cell("query", 0.1)) == "asked", "others have kept theirs"
+    assert auditor.way(AuditCell("query", 0.1)) == "asked", "others have kept theirs"
 
 
 def test_an_alarm_ends_with_a_new_bound() -> None:
@@ -152,7 +155,7 @@ def test_what_was_audited_least_is_forgotten_first() -> None:
     for _ in range(2):
         auditor.saw(CELL, 0.1, None)
     for i in range(3 * MOST_CELLS):
-        auditor.saw(Cell("query", i / 1000 + 0.1), 0.1, None)
+        auditor.saw(AuditCell("query", i / 1000 + 0.1), 0.1, None)
     reports = list(auditor.report())
     assert len(reports) == MOST_CELLS and CELL in {r.cell for r in reports}
 

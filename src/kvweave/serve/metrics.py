@@ -79,8 +79,8 @@ class AuditGauges:
         groups: dict[tuple[str, ...], list[CellReport]] = {}
         for report in held.audits:
             cell = report.cell
-            key = (cell.strategy, cell.codec, cell.rows, cell.policy)
-            groups.setdefault(key, []).append(report)
+            labels = (cell.strategy, cell.codec, cell.rows, cell.policy)
+            groups.setdefault(labels, []).append(report)
         for key, found in groups.items():
             self.n.labels(*key).set(sum(r.n_audits for r in found))
             self.promised.labels(*key).set(sum(r.n_promised for r in found))

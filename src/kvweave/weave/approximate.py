@@ -19,7 +19,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from kvweave.weave.audit import Cell, Policy, Promise
+from kvweave.weave.audit import AuditCell, Promised, PrunePolicy
 from kvweave.weave.parts import Placement
 from kvweave.weave.plan import Plan
 
@@ -56,21 +56,21 @@ def of_rows(state: State, codec: str) -> tuple[str, ...]:
     return (*((ROWS + codec,) if state.rows.lossy else ()), *freed)
 
 
-def cell_of(plan: Plan, strategy: Strategy, wish: Wish, state: State) -> Cell:
+def cell_of(plan: Plan, strategy: Strategy, wish: Wish, state: State) -> AuditCell:
     """Return the cell of answers over a woven context."""
     names = sorted(plan.approximate)
     codecs = "+".join(name.removeprefix(CODEC) for name in names if name.startswith(CODEC))
     rows = next((name.removeprefix(ROWS) for name in names if name.startswith(ROWS)), "raw")
-    policy: Policy = "thinned" if "freed" in names else "evict" if state.keeps else "forget"
+    policy: PrunePolicy = "thinned" if "freed" in names else "evict" if state.keeps else "forget"
     share = 0.0 if strategy.name in ("none", "full") else round(wish.share, 3)
     bounded = wish.max_drift is not None
-    return Cell(_spec(strategy), share, bounded, codecs or "raw", rows, policy)
+    return AuditCell(_spec(strategy), share, bounded, codecs or "raw", rows, policy)
 
 
-def promised(plan: Plan, promise: Promise) -> Plan:
+def promised(plan: Plan, promise: Promised) -> Plan:
     """Return the plan with what audits say of its drift, where nothing else does."""
     if plan.drift == 0:
-        return replace(plan, drift_by="exact")
+        return plan
     if plan.drift is not None:
         return replace(plan, drift_by="calibration", coverage=promise.coverage)
     if promise.bound is None:

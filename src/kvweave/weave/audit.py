@@ -45,12 +45,12 @@ PROBE = 4  # under an alarm one answer in so many is woven as it was asked for, 
 MOST_CELLS = 64  # what was audited least is forgotten first
 AUDIT_FILE = "audit.json"  # in a home
 
-Policy = Literal["forget", "evict", "thinned"]
+PrunePolicy = Literal["forget", "evict", "thinned"]
 Way = Literal["asked", "probe", "full"]
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Cell:
+class AuditCell:
     """All that a drift depends on besides model and text: answers of one cell share a bound.
 
     ``repair`` is the strategy with its options, ``share`` of the rows; ``bounded`` where a
@@ -63,7 +63,7 @@ class Cell:
     bounded: bool = False
     codec: str = "raw"
     rows: str = "raw"
-    policy: Policy = "forget"
+    policy: PrunePolicy = "forget"
 
     @property
     def strategy(self) -> str:
@@ -72,7 +72,7 @@ class Cell:
 
 
 @dataclass(frozen=True, slots=True)
-class Promise:
+class Promised:
     """A bound (nats) and how often bounds of its cell were kept; None where that is unknown."""
 
     bound: float | None
@@ -86,7 +86,7 @@ class CellReport:
     ``n_missed`` of the ``n_promised`` audited answers that had a bound were over it.
     """
 
-    cell: Cell
+    cell: AuditCell
     bound: float | None
     n_audits: int
     n_promised: int
@@ -105,7 +105,7 @@ class CellReport:
 
 
 @dataclass(slots=True)
-class Known:
+class AuditedCell:
     """What audits have found in one cell."""
 
     window: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
@@ -193,7 +193,7 @@ class Auditor:
     """The audits of one model, by cell."""
 
     def __init__(self) -> None:
-        self._cells: dict[Cell, Known] = {}
+        self._cells: dict[AuditCell, AuditedCell] = {}
         self.n_failed = 0  # audits that came to nothing
 
     @property
@@ -201,20 +201,20 @@ class Auditor:
         """Whether some cell has an alarm."""
         return any(known.alarm for known in self._cells.values())
 
-    def promise(self, cell: Cell | None) -> Promise:
+    def promise(self, cell: AuditCell | None) -> Promised:
         """Return what may be said of an answer of this cell before it is audited."""
         known = self._cells.get(cell) if cell is not None else None
         if known is None:
-            return Promise(None, None)
+            return Promised(None, None)
         kept = known.n_promised - known.n_missed
-        return Promise(known.bound(), kept / known.n_promised if known.n_promised else None)
+        return Promised(known.bound(), kept / known.n_promised if known.n_promised else None)
 
-    def has_alarm(self, cell: Cell) -> bool:
+    def has_alarm(self, cell: AuditCell) -> bool:
         """Tell whether the promise of this cell broke, and no new one was made."""
         known = self._cells.get(cell)
         return known is not None and known.alarm
 
-    def way(self, cell: Cell) -> Way:
+    def way(self, cell: AuditCell) -> Way:
         """Return how the next answer of this cell is woven: as ``asked``; under an alarm ``full``ly
         repaired, or now and then as a ``probe``, of which nothing is promised."""
         known = self._cells.get(cell)
@@ -223,12 +223,12 @@ class Auditor:
         known.n_answers += 1
         return "full" if known.n_answers % PROBE else "probe"
 
-    def saw(self, cell: Cell, drift: float, promised: float | None) -> bool:
+    def saw(self, cell: AuditCell, drift: float, promised: float | None) -> bool:
         """Take in the true drift (nats) of an answer; return whether that raises an alarm."""
         if cell not in self._cells:
             while len(self._cells) >= MOST_CELLS:
                 del self._cells[min(self._cells, key=lambda c: self._cells[c].n_audits)]
-            self._cells[cell] = Known()
+            self._cells[cell] = AuditedCell()
         return self._cells[cell].saw(drift, promised)
 
     def report(self) -> Iterator[CellReport]:
@@ -265,7 +265,7 @@ class Auditor:
         return made
 
 
-def _known(told: Mapping[str, Any]) -> tuple[Cell, Known]:
+def _known(told: Mapping[str, Any]) -> tuple[AuditCell, AuditedCell]:
     rest = {key: value for key, value in told.items() if key not in ("cell", "window")}
     window = deque((float(x) for x in told["window"]), maxlen=WINDOW)
-    return Cell(**told["cell"]), Known(window, **rest)
+    return AuditCell(**told["cell"]), AuditedCell(window, **rest)

@@ -14,7 +14,7 @@ from kvweave.run.loop import Task
 from kvweave.run.sampling import Sampling
 from kvweave.weave.answer import Answer, request_from
 from kvweave.weave.check import Check
-from kvweave.weave.costs import Cost
+from kvweave.weave.costs import AnswerCost
 from kvweave.weave.edited import EditedParts
 from kvweave.weave.edits import dropped, part_of, renamed, reordered
 from kvweave.weave.history import Why
@@ -226,10 +226,10 @@ class Context(EditedParts):
         """Note what a weave of these parts did, for `why`."""
         self.history.wove(parts, plan)
 
-    def answered(self, plan: Plan, n_tokens: int) -> Cost:
+    def answered(self, plan: Plan, n_tokens: int) -> AnswerCost:
         """Note an answer of so many tokens in the ledger."""
         edits = self.history.since(self.costs.last_version)
-        cost = Cost(self.history.version, edits, n_tokens, plan.drift, plan.drift_by)
+        cost = AnswerCost(self.history.version, edits, n_tokens, plan.drift, plan.drift_by)
         self.costs.add(cost)
         return cost
 

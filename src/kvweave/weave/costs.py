@@ -21,7 +21,7 @@ MOST_COSTS = 256  # answers of one context whose costs are listed
 
 
 @dataclass(slots=True)
-class Cost:
+class AnswerCost:
     """What one answer cost, at ``version`` of its context; ``at`` in seconds since 1970.
 
     ``drift`` bounds the mean KL (nats) of its ``n_tokens`` tokens, by ``drift_by``; ``measured`` is
@@ -67,14 +67,14 @@ class Costs:
     """The ledger of one context: the costs of its last answers, and the sum of all."""
 
     def __init__(self) -> None:
-        self._costs: deque[Cost] = deque()
+        self._costs: deque[AnswerCost] = deque()
         self._n_gone = self._n_unknown = 0  # of those that are not listed any more
         self._nats = 0.0
 
-    def __iter__(self) -> Iterator[Cost]:
+    def __iter__(self) -> Iterator[AnswerCost]:
         return iter(self._costs)
 
-    def add(self, cost: Cost) -> None:
+    def add(self, cost: AnswerCost) -> None:
         """Note an answer's cost; the oldest is added up, and not listed any more."""
         last = self._costs[-1].a_token if self._costs else 0.0
         if cost.drift is not None and last is not None:

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from typing import Protocol
 
 from kvweave.chunk.identity import Kind
-from kvweave.weave.costs import Cost, Costs
+from kvweave.weave.costs import AnswerCost, Costs
 from kvweave.weave.parts import Mode, Part, Snapshot, TextOrTokens
 from kvweave.weave.plan import Plan
 
@@ -49,7 +49,7 @@ class Editor(Protocol):
         """Bring back the parts of a snapshot."""
         ...
 
-    def answered(self, plan: Plan, n_tokens: int) -> Cost:
+    def answered(self, plan: Plan, n_tokens: int) -> AnswerCost:
         """Note an answer of so many tokens in the ledger."""
         ...
 

@@ -70,16 +70,17 @@ class Session:
 
     def repairing(self, parts: Sequence[Part], wish: Wish) -> tuple[Strategy, Wish, Way]:
         """Return how an answer is woven: as it was asked for, but where audits found that what is
-        promised of such answers is not kept."""
-        auditor = self.weaver.shadow.auditor
+        promised of such answers is not kept. Then all that is not exact is placed anew."""
+        auditor, state = self.weaver.shadow.auditor, self.state
+        way: Way = "asked"
         if auditor.alarmed:
             plan = self.preview(parts)
-            cell = cell_of(plan, self.strategy, wish, self.state)
-            way = "asked" if plan.drift == 0 else auditor.way(cell)
-            if way == "full":
-                return strategy("full"), Wish(1.0), way
+            if plan.drift != 0:
+                way = auditor.way(cell_of(plan, self.strategy, wish, state))
+        if way != "full":
             return self.strategy, wish, way
-        return self.strategy, wish, "asked"
+        state.woven = state.woven[: exact_prefix(state.woven)]
+        return strategy("full"), Wish(1.0), way
 
     def weave(
         self,

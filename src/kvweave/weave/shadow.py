@@ -28,9 +28,9 @@ from kvweave.errors import CorruptChunk, KVWeaveError, OverBudget
 from kvweave.run.base import Backend, Ints, Rows, Steps, Work
 from kvweave.run.loop import Loop, Request, Task, new_key
 from kvweave.store.shelf import Shelf
-from kvweave.weave.audit import AUDIT_FILE, Auditor, Cell
+from kvweave.weave.audit import AUDIT_FILE, AuditCell, Auditor
 from kvweave.weave.check import COMPARED
-from kvweave.weave.costs import Cost
+from kvweave.weave.costs import AnswerCost
 
 KEY = "||audit"  # of no namespace: whose memory it is
 MOST = 8  # answers that wait for their audit
@@ -45,12 +45,12 @@ class Sample:
     """An answer put aside: ``tokens`` and ``positions`` of its context up to the last prediction,
     and the ``logits`` [prediction, vocab] it was sampled from, the last of these."""
 
-    cell: Cell
+    cell: AuditCell
     promised: float | None
     tokens: Ints
     positions: Ints
     logits: Tensor
-    cost: Cost | None = None
+    cost: AnswerCost | None = None
 
     @property
     def n_bytes(self) -> int:
@@ -63,7 +63,7 @@ class Sample:
 class Audit:
     """The true ``drift`` (nats a token) of an answer, and what was ``promised`` of it before."""
 
-    cell: Cell
+    cell: AuditCell
     drift: float
     promised: float | None
     alarm: bool  # it raised one
@@ -115,7 +115,12 @@ class Shadow:
         return Watch() if self._random.random() < likely else None
 
     def take(
-        self, watch: Watch, cell: Cell, promised: float | None, given: tuple[Ints, Ints], cost: Cost
+        self,
+        watch: Watch,
+        cell: AuditCell,
+        promised: float | None,
+        given: tuple[Ints, Ints],
+        cost: AnswerCost,
     ) -> None:
         """Put an answer aside; ``given`` are tokens and positions up to its last prediction. One of
         those that wait goes where there are too many."""
@@ -235,5 +240,5 @@ def given_of(
     prompt: Sequence[NDArray[np.uint32]], out: Sequence[int], rows: Rows
 ) -> tuple[Ints, Ints]:
     """Return tokens and positions of a context up to an answer's last prediction."""
-    tokens = np.concatenate([t.astype(np.int64) for t in (*prompt, np.array(out[:-1], np.int64))])
+    tokens = np.concatenate([np.concatenate(prompt).astype(np.int64), np.array(out[:-1], np.int64)])
     return tokens, rows.positions[: len(tokens)].copy()

@@ -296,7 +296,8 @@ class Weaver:
         if verdict is not None:
             drift, evidence = verdict.drift or None, verdict.evidence
         said = None if evidence is None else asdict(evidence)
-        return Plan(tuple(spans), strategy, 0.0 if exact else drift, said)
+        known = (0.0, said, "exact") if exact else (drift, said)
+        return Plan(tuple(spans), strategy, *known)
 
     def _why(
         self, state: State, p: Placement, base: int | None, renewed: bool, all_rows: tuple[str, ...]

@@ -9,7 +9,7 @@ from kvweave.run.base import NO_SLOTS, Ints
 from kvweave.run.loop import Request
 from kvweave.run.sampling import Sampling
 from kvweave.store.kv import KV
-from kvweave.weave.audit import Cell
+from kvweave.weave.audit import AuditCell
 from kvweave.weave.deps import Reads
 from kvweave.weave.parts import Part, Placement
 from kvweave.weave.plan import Plan
@@ -34,5 +34,5 @@ class Weaving:
     kept: KeptRows = field(default_factory=KeptRows)  # what the context keeps once this is complete
     raw: KV | None = None  # of the computed rows, then of generated ones
     reads: Reads | None = None  # of the same
-    cell: Cell | None = None  # of the answer, where its rows are not exact
+    cell: AuditCell | None = None  # of the answer, where its rows are not exact
     alarm: bool = False  # it is repaired since a promise was not kept

@@ -218,8 +218,8 @@ class Driver:
                 self._audits.stop(error)
 
     def _has_work(self) -> bool:
-        mine = self._calls or self._waiting or self._active or self._idle or self._tasks
-        return bool(mine) or (self._deadline is None and self._audits.is_due())
+        work = self._calls or self._waiting or self._active or self._idle or self._tasks
+        return bool(work or self._audits) or (not self.stopping and self._audits.is_due())
 
     def _turn(self) -> None:
         """Do one round: cancel, call, admit, step, hand out, or idle work."""
@@ -235,7 +235,7 @@ class Driver:
             self._step()
         if not self._waiting and not self._tasks.n_own:
             self._idle.work(self._tasks if self._active else None)
-        if not self._waiting and not self._active and not self._tasks:
+        if not (self._waiting or self._active or self._tasks or self.stopping):
             self._audits.begin()
 
     def _close(self, deadline: float) -> None:
