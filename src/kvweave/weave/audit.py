@@ -11,9 +11,9 @@ than there are, so that it holds for the next answer whatever the drift is distr
 as answers are like those before. Where they change, the quantile follows the misses (adaptive
 conformal inference, Gibbs and Candès 2021).
 
-An alarm is raised where the last few audits pass the bound of those before them more often than
-chance would have it (`shifted`): a bound that takes in each audit soon fits again, and would hide
-it. A bound that comes from elsewhere, a calibration, is bet against: each audit pays, misses much,
+An alarm is raised where the last few audits pass the bound of those before them, or what was usual
+for them, more often than chance would have it (`shifted`): a bound that takes in each audit soon
+fits again, and would hide it. A bound that comes from elsewhere, a calibration, is bet against: each audit pays, misses much,
 and a fortune means that more than one answer in twenty misses. With an alarm all that was known of
 the cell is forgotten, and its answers are repaired wholly until audits have made a new bound. No torch.
 """
@@ -36,6 +36,7 @@ AIM = 0.01  # part that misses it, aimed at: below 1 - PROMISED, for a promise t
 LEAST = 19  # audits that make a bound: the largest of so many is passed by one answer in twenty
 WINDOW = 300  # audits a bound is made of: what was before them is another time
 GAMMA = 0.002  # how fast the quantile follows misses
+USUAL = 0.2  # part of the drifts that are above what is usual
 RECENT = (5, 10, 20)  # audits that are held against those before them
 CHANCE = 5e-5  # of an alarm for nothing, with each audit and each of these
 STAKE = 5.0  # of the fortune in a bet: four misses in a row are a fortune
@@ -156,7 +157,8 @@ class AuditedCell:
 
 
 def shifted(drifts: Sequence[float]) -> bool:
-    """Tell whether the last drifts pass the bound of those before them more often than chance has it.
+    """Tell whether the last drifts pass the bound of those before them more often than chance has it,
+    or what four in five of those before were under: then the bound is that of other answers.
 
     ::
 
@@ -165,16 +167,16 @@ def shifted(drifts: Sequence[float]) -> bool:
 
     which is as likely as drawing these: no matter what drifts are distributed like.
     """
+    found = list(drifts)
     for k in RECENT:
-        n = len(drifts) - k
+        n = len(found) - k
         if n < LEAST:
             return False
-        found = list(drifts)
         before, last = sorted(found[:n]), found[n:]
-        rank = _rank(n, AIM)
-        x = sum(drift > max(before[rank - 1], FLOOR) for drift in last)
-        if x and _chance(n, k, x, x + n - rank) <= CHANCE:
-            return True
+        for rank in (_rank(n, AIM), _rank(n, USUAL)):
+            x = sum(drift > max(before[rank - 1], FLOOR) for drift in last)
+            if x and _chance(n, k, x, x + n - rank) <= CHANCE:
+                return True
     return False
 
 
