@@ -203,6 +203,21 @@ COMMANDS = {
             ),
         ),
         Command(
+            "calibrate",
+            "kvweave.cli.calibrate:calibrate",
+            "Measure what bounds of the drift auto can keep on text of your own.",
+            arguments.calibrate,
+            "Cuts text into chunks, prunes one or swaps two, as real use does, and compares what the\n"
+            "model says with a full prefill; or does so with prompts and replies you have logged. What\n"
+            "it writes is what --max-drift needs. The bounds are for text like this: half of the\n"
+            "documents is tested on the other half, and you are told how that went.",
+            (
+                "kvweave calibrate --text docs/*.md",
+                "kvweave calibrate --prompts log.jsonl --out calibration.json",
+            ),
+            remote=False,
+        ),
+        Command(
             "can",
             f"{TEXT}:can",
             "Tell what the model can do, and why not.",

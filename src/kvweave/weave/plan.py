@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Literal
 
 How = Literal["prefix", "reuse", "repair", "prefill"]
@@ -52,6 +52,10 @@ class Plan:
     drift_by: Literal["exact", "calibration", "audit"] | None = None
     coverage: float | None = None
     alarm: bool = False
+
+    def settled(self, exact: bool) -> Plan:
+        """Return it with no drift at all, where everything is exact."""
+        return replace(self, drift=0.0, drift_by="exact") if exact else self
 
     @property
     def approximate(self) -> dict[str, int]:

@@ -20,7 +20,7 @@ from kvweave.run.sampling import Sampling
 from kvweave.store.kv import KV, joined
 from kvweave.store.shelf import Shelf
 from kvweave.weave.approximate import cell_of, of_rows, promised, reasons
-from kvweave.weave.calibration import Calibration, check_bound
+from kvweave.weave.calibration import Calibration, check_bound, fitting
 from kvweave.weave.deps import Dependence, Reads
 from kvweave.weave.parts import (
     Part,
@@ -67,7 +67,8 @@ class Weaver:
 
     def wish(self, state: State, strategy: Strategy, share: float, max_drift: float | None) -> Wish:
         """Return what a weave is asked for. Raises InvalidArgument if nothing can keep the bound."""
-        check_bound(max_drift, self.calibration, strategy.name, share)
+        fit = fitting(self.calibration, strategy.name, strategy.draft)
+        check_bound(max_drift, fit, strategy.name, share)
         if max_drift is not None and state.keeps:
             raise InvalidArgument("max_drift", "evict keeps what pruned chunks left", "use forget")
         if max_drift is not None and state.rows.n_freed:
@@ -75,7 +76,7 @@ class Weaver:
         if max_drift is not None and state.rows.lossy:
             reason = f"rows kept as {self.codec} are never those of a full prefill"
             raise InvalidArgument("max_drift", reason, 'use rows="raw"')
-        known = None if state.keeps or state.rows.lossy else self.calibration
+        known = None if state.keeps or state.rows.lossy else fit
         return Wish(share, max_drift, known)
 
     def plan(self, state: State, parts: Sequence[Part], strategy: Strategy, share: float) -> Plan:
@@ -296,8 +297,7 @@ class Weaver:
         if verdict is not None:
             drift, evidence = verdict.drift or None, verdict.evidence
         said = None if evidence is None else asdict(evidence)
-        known = (0.0, said, "exact") if exact else (drift, said)
-        return Plan(tuple(spans), strategy, *known)
+        return Plan(tuple(spans), strategy, drift, said).settled(exact)
 
     def _why(
         self, state: State, p: Placement, base: int | None, renewed: bool, all_rows: tuple[str, ...]
