@@ -28,7 +28,7 @@ LEAST = 4 * CHUNK  # tokens of a document: one that is shorter is left out
 MOST_REPLY = 64  # tokens of a reply that are compared
 KINDS = ("own a", "own b")  # documents, or conversations, by turns: each is tested on the other
 
-Message = dict[str, str]
+_Said = dict[str, str]
 
 
 def of_texts(maker: Maker, texts: Sequence[str], n: int) -> list[Paper]:
@@ -58,7 +58,7 @@ def of_prompts(maker: Maker, lines: Sequence[str], n: int, limit: int) -> list[P
 
     Each reply of an assistant behind two messages or more is one. Raises InvalidArgument.
     """
-    found: list[tuple[int, list[Message]]] = []
+    found: list[tuple[int, list[_Said]]] = []
     for number, line in enumerate(filter(str.strip, lines), 1):
         messages = _messages(line, number)
         found += [
@@ -82,7 +82,7 @@ def of_prompts(maker: Maker, lines: Sequence[str], n: int, limit: int) -> list[P
     return made
 
 
-def _conversation(maker: Maker, messages: Sequence[Message], which: tuple[str, int]) -> Paper:
+def _conversation(maker: Maker, messages: Sequence[_Said], which: tuple[str, int]) -> Paper:
     chat = maker.chat
     *before, asked, reply = messages
     notes = [tuple(maker.tokens(chat.message(m["role"], m["content"]))) for m in before]
@@ -105,7 +105,7 @@ def _paper(
     return Paper(protocol, index, named, (question,), dropped)
 
 
-def _messages(line: str, number: int) -> list[Message]:
+def _messages(line: str, number: int) -> list[_Said]:
     """Return the messages of one line. Raises InvalidArgument."""
     try:
         told: Any = json.loads(line)

@@ -42,6 +42,7 @@ CHANCE = 5e-5  # of an alarm for nothing, with each audit and each of these
 STAKE = 5.0  # of the fortune in a bet: four misses in a row are a fortune
 FORTUNE = 1000.0  # audits between two such alarms for nothing, on average, at least
 FLOOR = 1e-6  # nats; below that all is rounding
+ROUNDING = 1e-3  # part by which a drift may pass a bound: sums in another order
 PROBE = 4  # under an alarm one answer in so many is woven as it was asked for, to be audited
 MOST_CELLS = 64  # what was audited least is forgotten first
 AUDIT_FILE = "audit.json"  # in a home
@@ -130,7 +131,7 @@ class AuditedCell:
         """Take in a true drift; return whether that raises an alarm."""
         self.n_audits += 1
         bound = self.bound() if promised is None else promised
-        missed = bound is not None and drift > max(bound, FLOOR)
+        missed = bound is not None and passes(drift, bound)
         if bound is not None:
             expected = max(AIM, 1 / (len(self.window) + 1))  # the largest of n is no better
             self.aim = min(AIM, self.aim + GAMMA * (expected - missed))
@@ -156,6 +157,11 @@ class AuditedCell:
             self.fortune = max(1.0, self.fortune) * pay
 
 
+def passes(drift: float, bound: float) -> bool:
+    """Tell whether a drift is over a bound, by more than rounding."""
+    return drift > max(bound * (1 + ROUNDING), FLOOR)
+
+
 def shifted(drifts: Sequence[float]) -> bool:
     """Tell whether the last drifts pass the bound of those before them more often than chance has it,
     or what four in five of those before were under: then the bound is that of other answers.
@@ -174,7 +180,7 @@ def shifted(drifts: Sequence[float]) -> bool:
             return False
         before, last = sorted(found[:n]), found[n:]
         for rank in (_rank(n, AIM), _rank(n, USUAL)):
-            x = sum(drift > max(before[rank - 1], FLOOR) for drift in last)
+            x = sum(passes(drift, before[rank - 1]) for drift in last)
             if x and _chance(n, k, x, x + n - rank) <= CHANCE:
                 return True
     return False

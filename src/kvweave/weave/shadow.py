@@ -28,7 +28,7 @@ from kvweave.errors import CorruptChunk, KVWeaveError, OverBudget
 from kvweave.run.base import Backend, Ints, Rows, Steps, Work
 from kvweave.run.loop import Loop, Request, Task, new_key
 from kvweave.store.shelf import Shelf
-from kvweave.weave.audit import AUDIT_FILE, AuditCell, Auditor
+from kvweave.weave.audit import AUDIT_FILE, AuditCell, Auditor, passes
 from kvweave.weave.check import COMPARED
 from kvweave.weave.costs import AnswerCost
 
@@ -71,7 +71,7 @@ class Audit:
     @property
     def kept(self) -> bool | None:
         """Whether the promise was; None where there was none."""
-        return None if self.promised is None else self.drift <= self.promised
+        return None if self.promised is None else not passes(self.drift, self.promised)
 
 
 class Watch:
