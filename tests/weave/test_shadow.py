@@ -75,6 +75,23 @@ def test_it_is_what_check_says(engines: Make) -> None:
     assert audit.drift == pytest.approx(check.kl, rel=1e-6) and check.n_compared == 64
 
 
+def test_of_many_words_fewer_predictions_are_kept(
+    engines: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = engines(**AUDITED)
+    monkeypatch.setattr("kvweave.weave.shadow.MOST_BYTES", MOST * 101 * 8 * 3)
+    context = asked(engine, "c")
+    answer = context.generate(6, ignore_eos=True)
+    n = context.n_tokens - 1
+    [found] = forced(
+        engine.runner, [(context.session.state.rows, n - 3, context.tokens()[n - 3 : n])]
+    )
+    assert len(answer.tokens) == 6
+    [audit] = engine.audit()
+    wanted = oracle.full_prefill(engine.runner, torch.tensor(context.tokens()[:n]))[-3:]
+    assert audit.drift == pytest.approx(drift_of(wanted, found.cpu()), rel=1e-6)
+
+
 def test_what_is_exact_is_not_audited(engines: Make) -> None:
     engine = engines(repair="full", audit=1.0)
     asked(engine, "c").generate(3, ignore_eos=True)

@@ -50,6 +50,7 @@ VERBS = (
         "",
         ("kvweave context drop chat/42 docs/faq 3",),
     ),
+    ("ledger", "Say what each answer of a context cost, in nats.", context_arguments.one, "", ()),
     ("log", "List what was done to a context, the latest first.", context_arguments.log, "", ()),
     (
         "diff",

@@ -34,7 +34,7 @@ from kvweave.weave.costs import AnswerCost
 
 KEY = "||audit"  # of no namespace: whose memory it is
 MOST = 8  # answers that wait for their audit
-MOST_BYTES = 64 << 20  # of what is put aside
+MOST_BYTES = 64 << 20  # of the predictions of these
 SLICE = 64  # rows of a pass: what a request may have to wait for
 UNDER_ALARM = 4  # times the share of time, until there is a new bound
 log = logging.getLogger("kvweave.weave")
@@ -54,7 +54,7 @@ class Sample:
 
     @property
     def n_bytes(self) -> int:
-        """Bytes it takes."""
+        """Bytes it takes of memory."""
         host = self.tokens.nbytes + self.positions.nbytes
         return host + self.logits.numel() * self.logits.element_size()
 
@@ -75,10 +75,10 @@ class Audit:
 
 
 class Watch:
-    """Keeps the logits that the last tokens of an answer are chosen from."""
+    """Keeps the logits that the last ``n`` tokens of an answer are chosen from."""
 
-    def __init__(self) -> None:
-        self.kept: deque[Tensor] = deque(maxlen=COMPARED)
+    def __init__(self, n: int) -> None:
+        self.kept: deque[Tensor] = deque(maxlen=n)
 
     def __call__(self, logits: Tensor) -> None:
         self.kept.append(logits.clone())
@@ -111,8 +111,10 @@ class Shadow:
         where it has to be."""
         if not self.share:
             return None
+        a_row = self.backend.n_vocab * self.backend.dtype.itemsize
+        n = max(1, min(COMPARED, MOST_BYTES // MOST // a_row))  # few where there are many words
         likely = 1.0 if sure or self.share >= 1 else 0.5 / (1 + len(self._waiting))
-        return Watch() if self._random.random() < likely else None
+        return Watch(n) if self._random.random() < likely else None
 
     def take(
         self,
@@ -127,11 +129,9 @@ class Shadow:
         if not watch.kept:
             return
         made = Sample(cell, promised, *given, torch.stack(list(watch.kept)), cost)
-        if made.n_bytes > MOST_BYTES // 2:
-            return
         self._waiting.append(made)
-        while len(self._waiting) > MOST or sum(s.n_bytes for s in self._waiting) > MOST_BYTES:
-            del self._waiting[self._random.randrange(len(self._waiting) - 1)]
+        while len(self._waiting) > MOST:
+            del self._waiting[self._random.randrange(MOST)]
         try:
             self._charge()
         except OverBudget:
@@ -152,14 +152,15 @@ class Shadow:
         if not self._waiting:
             return None
         sample, rows = self._waiting.pop(0), self.backend.new_rows()
+        n_bytes = rows.bytes_for(len(sample.tokens)) + sample.n_bytes
         found: list[float] = []
 
         def steps() -> Steps[None]:
             found.append((yield from drifting(rows, sample)))
 
         key = new_key()
+        self._n_running += n_bytes
         try:
-            self._n_running += rows.bytes_for(len(sample.tokens)) + sample.n_bytes
             self._charge()
             rows.reserve(len(sample.tokens))
             yield Request(key, rows, steps(), None, background=True)
@@ -168,7 +169,7 @@ class Shadow:
             log.log(logging.INFO if known else logging.ERROR, "an audit came to nothing: %s", error)
         finally:
             loop.cancel(key)
-            self._n_running = 0
+            self._n_running = max(0, self._n_running - n_bytes)
             self._charge()
         if not found:
             self.auditor.n_failed += 1
