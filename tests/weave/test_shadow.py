@@ -15,11 +15,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from weaving import chat, text
 
-from kvweave import Context, Engine, Sampling
+from kvweave import Context, Engine, Runner, Sampling
 from kvweave.errors import KVWeaveError, OverBudget
 from kvweave.run.base import Work
 from kvweave.run.loop import Request, new_key
 from kvweave.weave.audit import LEAST
+from kvweave.weave.calibration import Calibration, Curve
 from kvweave.weave.oracle import forced
 from kvweave.weave.shadow import KEY, MOST, SLICE, drift_of
 
@@ -222,8 +223,6 @@ def noise(engine: Engine, amount: float) -> None:
 def test_another_revision_is_an_alarm_within_20_answers_and_a_fallback() -> None:
     kind, changes = oracle.MODELS["llama"]
     model = oracle.build(kind, changes)
-    from kvweave import Runner
-
     options: dict[str, Any] = AUDITED | {"repair": "none"}
     with Engine(Runner(model, name="own"), **options) as engine:
         context = asked(engine, "c", sizes=(20, 20))
@@ -258,6 +257,24 @@ def test_another_revision_is_an_alarm_within_20_answers_and_a_fallback() -> None
         assert ways.count((False, "none", 1)) <= LEAST
         answer, _ = ask(1000)
         assert answer.plan.drift_by == "audit" and not answer.plan.alarm
+
+
+def test_a_calibration_that_promises_too_much_has_an_alarm(engines: Make) -> None:
+    engine = engines(share=0.25, repair="auto", audit=1.0)
+    low, wide = (-9.0,) * 5, (9.0,) * 5
+    curve = Curve(0.25, 0.25, (0.0,) * 6, (0.0,), (1e-7,), low, wide)
+    engine.weaver.calibration = Calibration(tiny().fingerprint, 0.95, 100, (curve,))
+    seed = 0
+    while not engine.shadow.auditor.alarmed:
+        [answer] = answered(engine, 1, first=seed)
+        assert (answer.plan.drift, answer.plan.drift_by) == (1e-7, "calibration")
+        [audit] = engine.audit()
+        assert not audit.kept
+        seed += 1
+        assert seed <= 20
+    plans = [answer.plan for answer in answered(engine, 4, first=seed)]
+    assert [plan.alarm for plan in plans] == [True, True, True, False]
+    assert [plan.drift for plan in plans] == [0, 0, 0, None], "it promises nothing more"
 
 
 def test_all_that_is_approximate_is_named_and_none_of_it_is_exact(

@@ -71,10 +71,10 @@ def promised(plan: Plan, promise: Promised) -> Plan:
     """Return the plan with what audits say of its drift, where nothing else does."""
     if plan.drift == 0:
         return plan
-    if plan.drift is not None:
+    if plan.drift is not None and not promise.alarm:
         return replace(plan, drift_by="calibration", coverage=promise.coverage)
     if promise.bound is None:
-        return plan
+        return replace(plan, drift=None)
     return replace(plan, drift=promise.bound, drift_by="audit", coverage=promise.coverage)
 
 

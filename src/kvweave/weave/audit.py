@@ -75,10 +75,12 @@ class AuditCell:
 
 @dataclass(frozen=True, slots=True)
 class Promised:
-    """A bound (nats) and how often bounds of its cell were kept; None where that is unknown."""
+    """A bound (nats) and how often bounds of its cell were kept; None where that is unknown. Under an
+    ``alarm`` no other bound holds either."""
 
     bound: float | None
     coverage: float | None
+    alarm: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,7 +217,8 @@ class Auditor:
         if known is None:
             return Promised(None, None)
         kept = known.n_promised - known.n_missed
-        return Promised(known.bound(), kept / known.n_promised if known.n_promised else None)
+        coverage = kept / known.n_promised if known.n_promised else None
+        return Promised(known.bound(), coverage, known.alarm)
 
     def has_alarm(self, cell: AuditCell) -> bool:
         """Tell whether the promise of this cell broke, and no new one was made."""
@@ -229,6 +232,8 @@ class Auditor:
         if known is None or not known.alarm:
             return "asked"
         known.n_answers += 1
+        if cell.bounded:  # who asked for a bound gets no answer without
+            return "full"
         return "full" if known.n_answers % PROBE else "probe"
 
     def saw(self, cell: AuditCell, drift: float, promised: float | None) -> bool:
@@ -254,6 +259,7 @@ class Auditor:
         cells = [
             {"cell": asdict(cell), **asdict(known), "window": list(known.window)}
             for cell, known in self._cells.items()
+            if not (cell.bounded and known.alarm)  # it ends with another calibration
         ]
         told = {"fingerprint": model.to_dict(), "cells": cells}
         path.write_text(json.dumps(told, indent=1) + "\n")
