@@ -60,10 +60,11 @@ def fit(
     seen: Sequence[Observation],
     fingerprint: ModelFingerprint,
     shares: Sequence[float] = SHARES,
-    bins: int = BINS,
+    bins: int | None = None,
 ) -> Calibration:
     """Return the calibration that ``seen`` gives, in so many ``bins`` of like score. Raises ValueError
     when there is too little."""
+    bins = BINS if bins is None else bins
     if len(seen) < 10 * bins:
         raise ValueError(f"{len(seen)} questions are too few to calibrate on; {10 * bins} at least")
     curves = []
@@ -149,7 +150,7 @@ def halves(
     seen: Sequence[Observation],
     fingerprint: ModelFingerprint,
     bounds: Sequence[float | None],
-    bins: int = BINS,
+    bins: int | None = None,
 ) -> list[dict[str, object]]:
     """Calibrate on every other protocol and let the gate decide on the rest, both ways round.
 
