@@ -121,6 +121,11 @@ def replay(drifts: Sequence[float]) -> tuple[int, int, int, float | None]:
     return known.n_promised, known.n_missed, known.n_alarms, known.bound()
 
 
+def rounded(drifts: Sequence[float]) -> list[float]:
+    """Return them with three digits: other rules can be tried on them without asking again."""
+    return [float(f"{drift:.3g}") for drift in drifts]
+
+
 def kept(drifts: Sequence[float]) -> dict[str, Any]:
     """Return how often what was promised was kept."""
     runs = [replay(np.random.default_rng(i).permutation(drifts)) for i in range(ORDERS)]
@@ -140,6 +145,7 @@ def kept(drifts: Sequence[float]) -> dict[str, Any]:
             "coverage": 1 - missed / n if n else None,
             "alarms": alarms,
             "bound": bound,
+            "drifts": rounded(drifts),
         },
     }
 
@@ -171,6 +177,7 @@ def shift(before: Sequence[float], after: Sequence[float]) -> dict[str, Any]:
         "under_old_bound": float(np.mean(under)) if under else None,
         "drift_before": median(before),
         "drift_after": median(after),
+        "drifts_after": rounded(after),
     }
 
 

@@ -82,6 +82,24 @@ def test_a_shift_is_an_alarm_within_20_audits(before: int) -> None:
     assert late / shifts <= 0.03
 
 
+def test_what_is_worse_is_an_alarm_and_no_breach() -> None:
+    """Drifts thirty times the usual, under the bound that a few outliers made."""
+    late = 0
+    for i in range(40):
+        order, auditor = np.random.default_rng(i), Auditor()
+        outlier = np.where(order.random(200) < 0.05, 3.0, 0.0)
+        for drift in (
+            *(np.exp(order.normal(-6, 1, 200)) + outlier),
+            *np.exp(order.normal(-2.6, 1, 20)),
+        ):
+            auditor.saw(CELL, float(drift), auditor.promise(CELL).bound)
+            if auditor.alarmed:
+                break
+        late += not auditor.alarmed
+        assert auditor.way(CELL) == "asked"
+    assert late <= 1
+
+
 def test_a_slow_shift_is_followed_without_a_miss_too_many() -> None:
     """What gets slowly worse leaves the window, and misses widen the quantile."""
     n, missed, _ = map(

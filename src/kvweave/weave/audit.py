@@ -11,16 +11,18 @@ than there are, so that it holds for the next answer whatever the drift is distr
 as answers are like those before. Where they change, the quantile follows the misses (adaptive
 conformal inference, Gibbs and Candès 2021).
 
-An alarm is raised where the last few audits pass the bound of those before them, or what was usual
-for them, more often than chance would have it (`shifted`): a bound that takes in each audit soon
-fits again, and would hide it. A bound that comes from elsewhere, a calibration, is bet against: each audit pays, misses much,
+An alarm is raised where the last few audits pass the bound of those before them more often than
+chance would have it (`broken`): a bound that takes in each audit soon fits again, and would hide it.
+Also where they are larger on the whole (`worse`), whether or not they pass it. A bound that comes from elsewhere, a calibration, is bet against: each audit pays, misses much,
 and a fortune means that more than one answer in twenty misses. With an alarm all that was known of
-the cell is forgotten, and its answers are repaired wholly until audits have made a new bound. No torch.
+the cell is forgotten, until audits have made a new bound; where the promise broke, its answers are
+repaired wholly meanwhile. No torch.
 """
 
 from __future__ import annotations
 
 import json
+from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -36,9 +38,8 @@ AIM = 0.01  # part that misses it, aimed at: below 1 - PROMISED, for a promise t
 LEAST = 19  # audits that make a bound: the largest of so many is passed by one answer in twenty
 WINDOW = 300  # audits a bound is made of: what was before them is another time
 GAMMA = 0.002  # how fast the quantile follows misses
-USUAL = 0.2  # part of the drifts that are above what is usual
 RECENT = (5, 10, 20)  # audits that are held against those before them
-CHANCE = 5e-5  # of an alarm for nothing, with each audit and each of these
+CHANCE, FAR = 5e-5, 3.9  # of an alarm for nothing, each time; as standard deviations
 STAKE = 5.0  # of the fortune in a bet: four misses in a row are a fortune
 FORTUNE = 1000.0  # audits between two such alarms for nothing, on average, at least
 FLOOR = 1e-6  # nats; below that all is rounding
@@ -116,6 +117,7 @@ class AuditedCell:
     aim: float = AIM
     fortune: float = 1.0
     alarm: bool = False
+    breach: bool = False  # it was raised since the promise was not kept
     n_audits: int = 0
     n_promised: int = 0
     n_missed: int = 0
@@ -141,8 +143,10 @@ class AuditedCell:
             self.n_promised, self.n_missed = self.n_promised + 1, self.n_missed + missed
             self._bet(missed)
         self.window.append(drift)
-        raised = not self.alarm and (self.fortune >= FORTUNE or shifted(self.window))
+        breach = self.fortune >= FORTUNE or broken(self.window)
+        raised = not self.alarm and (breach or worse(self.window))
         if raised:
+            self.breach = breach
             self.window.clear()
             self.alarm, self.n_alarms, self.n_answers = True, self.n_alarms + 1, 0
             self.aim, self.fortune = AIM, 1.0
@@ -164,9 +168,8 @@ def passes(drift: float, bound: float) -> bool:
     return drift > max(bound * (1 + ROUNDING), FLOOR)
 
 
-def shifted(drifts: Sequence[float]) -> bool:
-    """Tell whether the last drifts pass the bound of those before them more often than chance has it,
-    or what four in five of those before were under: then the bound is that of other answers.
+def broken(drifts: Sequence[float]) -> bool:
+    """Tell whether the last drifts pass the bound of those before them more often than chance has it.
 
     ::
 
@@ -181,10 +184,25 @@ def shifted(drifts: Sequence[float]) -> bool:
         if n < LEAST:
             return False
         before, last = sorted(found[:n]), found[n:]
-        for rank in (_rank(n, AIM), _rank(n, USUAL)):
-            x = sum(passes(drift, before[rank - 1]) for drift in last)
-            if x and _chance(n, k, x, x + n - rank) <= CHANCE:
-                return True
+        rank = _rank(n, AIM)
+        x = sum(passes(drift, before[rank - 1]) for drift in last)
+        if x and _chance(n, k, x, x + n - rank) <= CHANCE:
+            return True
+    return False
+
+
+def worse(drifts: Sequence[float]) -> bool:
+    """Tell whether the last drifts are larger than those before them, on the whole: by the sum of
+    their ranks (Mann and Whitney), also where none of them passes the bound."""
+    found = [max(drift, FLOOR) for drift in drifts]
+    for k in RECENT[1:]:
+        n = len(found) - k
+        if n < LEAST:
+            return False
+        before, last = sorted(found[:n]), found[n:]
+        above = sum(bisect_left(before, x) + bisect_right(before, x) for x in last) / 2
+        if above / (n * k) - 0.5 > FAR * ((n + k + 1) / (12 * n * k)) ** 0.5:
+            return True
     return False
 
 
@@ -226,10 +244,10 @@ class Auditor:
         return known is not None and known.alarm
 
     def way(self, cell: AuditCell) -> Way:
-        """Return how the next answer of this cell is woven: as ``asked``; under an alarm ``full``ly
+        """Return how the next answer of this cell is woven: as ``asked``; where the promise broke ``full``ly
         repaired, or now and then as a ``probe``, of which nothing is promised."""
         known = self._cells.get(cell)
-        if known is None or not known.alarm:
+        if known is None or not (known.alarm and (known.breach or cell.bounded)):
             return "asked"
         known.n_answers += 1
         if cell.bounded:  # who asked for a bound gets no answer without

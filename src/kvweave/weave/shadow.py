@@ -182,8 +182,9 @@ class Shadow:
         raised = self.auditor.saw(sample.cell, drift, sample.promised)
         if raised:
             log.warning(
-                "an alarm: the drift promised of answers like %s is not kept any more; they are "
-                "repaired wholly until audits have made a new bound", sample.cell,
+                "an alarm: drifts of answers like %s are not what they were; until audits have made a "
+                "new bound nothing is promised, and where the old one broke, all is repaired",
+                sample.cell,
             )  # fmt: skip
         return Audit(sample.cell, drift, sample.promised, raised)
 
