@@ -151,3 +151,13 @@ def test_a_ledger_is_told_to_whom_it_belongs_and_metrics_name_no_one(served):
     assert cell["kvweave_audits_failed",] == 0
     assert found["kvweave_audit_seconds",] > 0
     assert not [key for key in found if "anna" in str(key)]
+
+
+def test_a_plain_client_is_told_what_its_conversation_cost(served):
+    said = [{"role": "user", "content": "so well ."}]
+    for n in (1, 2):
+        body = {"model": "kvweave", "messages": said, "max_tokens": 2}
+        found = served.anna("POST", "/v1/chat/completions", body)
+        ledger = found["kvweave"]["ledger"]
+        assert ledger["answers"] == n and ledger["nats"] >= 0
+        said += [found["choices"][0]["message"], {"role": "user", "content": "so well ."}]
