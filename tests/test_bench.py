@@ -24,6 +24,7 @@ def bench() -> Iterator[dict[str, ModuleType]]:
     sys.path.insert(0, str(BENCH))
     folder = sys.modules.pop("serve", None)  # pytest calls tests/serve so
     try:
+        import audit
         import common
         import decode
         import disk
@@ -37,7 +38,7 @@ def bench() -> Iterator[dict[str, ModuleType]]:
         import tiers
 
         yield {
-            "common": common, "decode": decode, "disk": disk, "gpu": gpu, "hit_rate": hit_rate,
+            "audit": audit, "common": common, "decode": decode, "disk": disk, "gpu": gpu, "hit_rate": hit_rate,
             "kv_codecs": kv_codecs, "memory": memory, "prune": prune, "remote": remote, "serve": serve,
             "tiers": tiers,
         }  # fmt: skip
@@ -51,6 +52,17 @@ def bench() -> Iterator[dict[str, ModuleType]]:
 def pair(bench: dict[str, ModuleType]) -> Any:
     common = bench["common"]
     return common.model_pair(common.Shape.tiny(), "float32", "cpu", 2048)
+
+
+def test_audited_bounds_are_kept_and_a_shift_is_seen(bench: dict[str, ModuleType]) -> None:
+    audit, order = bench["audit"], np.random.default_rng(0)
+    drifts = [float(x) for x in np.exp(order.normal(-5, 1, 150))]
+    found = audit.kept(drifts)
+    assert found["audits"] == 150 and found["coverage"] >= 0.95 and found["drift_95"] > 0
+    shift = audit.shift(drifts, [100 * x for x in drifts])
+    assert shift["within_20"] > 0.95 and shift["before"] < 0.2 and shift["audits_to_alarm"] <= 10
+    assert shift["under_old_bound"] < 0.2
+    check_numbers(shift)
 
 
 def check_numbers(found: object, where: str = "") -> None:

@@ -236,9 +236,12 @@ EXCUSED = {
     "put_rows": "tensors do not travel",
     "contexts_of": "a key has one namespace",
     "check_integrity": "of the process",
+    "audit": "of the process: a server audits while it is idle",
     "answer_part": "the server's own, when an answer is out",
     "set_base": "the server's own, when a context is opened",
-    **dict.fromkeys(("putting", "weaving", "checking", "wove"), "steps of the server's tasks"),
+    **dict.fromkeys(
+        ("putting", "weaving", "checking", "wove", "answered"), "steps of the server's tasks"
+    ),
 }
 
 

@@ -38,6 +38,7 @@ class Config:
     index: str | None = None  # postgresql://... that engines share; None: index.sqlite of the home
     load_seconds: float = 10.0  # a load that takes longer is given up, and the chunk computed
     denoise: Literal["after", "never"] = "after"  # canonical KV of new turns: after the answer
+    audit: float = 0.0  # part of the computing time for audits; those of an engine: `Engine.audit`
     max_batch: int = 16  # contexts that decode together
     max_rows: int = 512  # rows of one model pass; bounds the mask to max_rows x context
 
@@ -45,6 +46,8 @@ class Config:
         n_bytes(self.budget)
         if not 0 <= self.share <= 1:
             raise InvalidArgument("share", f"{self.share} is not between 0 and 1")
+        if not 0 <= self.audit <= 1:
+            raise InvalidArgument("audit", f"{self.audit} is not between 0 and 1")
         if self.rows not in ("raw", "int8", "fp8"):
             raise InvalidArgument(
                 "rows", f"rows in memory are no {self.rows!r}", "raw, int8 or fp8"

@@ -33,7 +33,8 @@ from kvweave.weave.parts import TextOrTokens
 from kvweave.weave.putting import NewChunk, putting
 from kvweave.weave.repair import strategy
 from kvweave.weave.session import Session
-from kvweave.weave.settings import Settings
+from kvweave.weave.settings import settings_from
+from kvweave.weave.shadow import Audit, Shadow
 from kvweave.weave.template import Ref, Template
 from kvweave.weave.ties import Ties
 from kvweave.weave.turn import run_all
@@ -83,7 +84,10 @@ class Engine:
             places = [where, Path(str(model)) if loads else None]
             found = calibration_of(self.runner.fingerprint, self.config.calibration, places)
             check_bound(self.config.max_drift, found, self.config.repair, self.config.share)
-            self.weaver = Weaver(self.runner, self.shelf, self.table, found, self.config.rows)
+            self.shadow = Shadow(self.runner, self.shelf, self.config.audit, where)
+            self.weaver = Weaver(
+                self.runner, self.shelf, self.table, found, self.config.rows, self.shadow
+            )
             ties.mend(self._home is not None and self._home.is_partial)
             self._base = self.maker.base(base) if self.runner.can_move else None
             opened.pop_all()
@@ -128,6 +132,7 @@ class Engine:
             last.callback(self.shelf.mover.close)
             for context in list(self._contexts):
                 self.close_context(context.name, context.namespace)
+            self.shadow.close()
             below = next((x.place for x in self.shelf.mover.levels if x.place != "ram"), None)
             if below is not None:
                 for record in list(self.table):
@@ -253,6 +258,11 @@ class Engine:
             if self.shelf.tier(r.id) == "none" and not self.table.is_virtual(r.id)
         )
 
+    def audit(self, n: int = 1) -> list[Audit]:
+        """Hold up to ``n`` of the answers put aside (`Config.audit`) against a full prefill, now."""
+        made = (self.loop.finish(self.shadow.audit(self.loop)) for _ in range(n) if self.shadow)
+        return [audit for audit in made if audit is not None]
+
     # ---- contexts
 
     @property
@@ -276,7 +286,7 @@ class Engine:
         """
         self._require_move()
         check_name(name)
-        settings = self._settings(options)
+        settings = settings_from(self.config, options)
         self._contexts.require_free(name, settings.namespace)
         key = self._contexts.new_key(name, settings.namespace)
         context = Context(name, Session(key, self.weaver, self.maker, self.loop, settings))
@@ -383,17 +393,6 @@ class Engine:
         self.runner.require_move()
         if self._home is not None:
             self._home.claim()
-
-    def _settings(self, options: dict[str, object]) -> Settings:
-        check_options(options, (f.name for f in fields(Settings)))
-        defaults: dict[str, object] = {
-            "repair": self.config.repair,
-            "share": self.config.share,
-            "max_drift": self.config.max_drift,
-            "denoise": self.config.denoise == "after",
-        }
-        options = {**options, "namespace": check_namespace(str(options.get("namespace", "")))}
-        return Settings(**(defaults | options))  # type: ignore[arg-type]
 
     def _let_go(self, id: int) -> None:
         self.shelf.drop(id)

@@ -131,9 +131,9 @@ def test_the_command_calibrates(capsys, monkeypatch, tmp_path):
 def test_a_calibration_is_shown_and_goes_beside_the_checkpoint(capsys, monkeypatch, tmp_path):
     monkeypatch.delenv("KVWEAVE_HOME", raising=False)
     args = parse(["check", "--suite", "--calibrate"])
-    assert suite._file(args, str(tmp_path)) == tmp_path / FILE
+    assert suite.file_of(args.calibrate, args, str(tmp_path)) == tmp_path / FILE
     at_home = parse(["check", "--suite", "--calibrate", "--home", str(tmp_path / "home")])
-    assert suite._file(at_home, str(tmp_path)) == tmp_path / "home" / FILE
+    assert suite.file_of(at_home.calibrate, at_home, str(tmp_path)) == tmp_path / "home" / FILE
     half = {"tested_on": ["P1", "P3"], "max_drift": 0.1, "under": 0.97, "within": 0.99,
             "repaired": 0.2, "full": 0.01, "right": 1.0}  # fmt: skip
     shown = {
@@ -141,12 +141,12 @@ def test_a_calibration_is_shown_and_goes_beside_the_checkpoint(capsys, monkeypat
         "questions": 500,
         "held_out": [half, half | {"max_drift": None, "within": None}],
     }
-    suite._print_calibration(shown, Out())
+    suite.print_calibration(shown, Out())
     lines = capsys.readouterr().out.splitlines()
     assert lines[2].split() == ["P1,P3", "0.1", "97.0%", "99.0%", "20.0%", "1.0%", "100.0%"]
     assert lines[3].split()[1:4] == ["-", "97.0%", "-"]
     assert lines[4] == "wrote c.json: calibrated on 500 questions"
-    suite._print_calibration(shown | {"held_out": None}, Out())
+    suite.print_calibration(shown | {"held_out": None}, Out())
     assert capsys.readouterr().out.startswith("held out: unknown")
 
 

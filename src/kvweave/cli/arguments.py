@@ -144,6 +144,25 @@ def check(p: ArgumentParser) -> None:
     )
 
 
+def calibrate(p: ArgumentParser) -> None:
+    """Add what `kvweave calibrate` takes."""
+    add = p.add_argument
+    add(
+        "--text", nargs="+", default=[], metavar="FILE", help="documents like those that are reused"
+    )
+    add(
+        "--prompts",
+        metavar="FILE",
+        help='logged conversations, a line each: {"messages": [{"role": ..., "content": ...}]}',
+    )
+    add("--n", type=positive, default=200, metavar="N", help="cases, about (200)")
+    add(
+        "--out",
+        metavar="FILE",
+        help="where to write it (calibration.json of the home, if one is given, else of the checkpoint)",
+    )
+
+
 def _holes(p: ArgumentParser) -> None:
     p.add_argument(
         "--set", action="append", default=[], metavar="HOLE=TEXT", help="fill a hole with text"

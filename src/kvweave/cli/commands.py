@@ -50,6 +50,7 @@ VERBS = (
         "",
         ("kvweave context drop chat/42 docs/faq 3",),
     ),
+    ("ledger", "Say what each answer of a context cost, in nats.", context_arguments.one, "", ()),
     ("log", "List what was done to a context, the latest first.", context_arguments.log, "", ()),
     (
         "diff",
@@ -201,6 +202,21 @@ COMMANDS = {
                 "kvweave check --suite --protocols P1,P8 --strategies none,query,deviation:k@2",
                 "kvweave check --suite --calibrate",
             ),
+        ),
+        Command(
+            "calibrate",
+            "kvweave.cli.calibrate:calibrate",
+            "Measure what bounds of the drift auto can keep on text of your own.",
+            arguments.calibrate,
+            "Cuts text into chunks, prunes one or swaps two, as real use does, and compares what the\n"
+            "model says with a full prefill; or does so with prompts and replies you have logged. What\n"
+            "it writes is what --max-drift needs. The bounds are for text like this: half of the\n"
+            "documents is tested on the other half, and you are told how that went.",
+            (
+                "kvweave calibrate --text docs/*.md",
+                "kvweave calibrate --prompts log.jsonl --out calibration.json",
+            ),
+            remote=False,
         ),
         Command(
             "can",

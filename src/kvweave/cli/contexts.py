@@ -118,6 +118,29 @@ def why(args: Namespace) -> None:
     print(found.says)
 
 
+def ledger(args: Namespace) -> None:
+    """Say what each answer cost."""
+    out = Out.of(args)
+    with _context(args) as context:
+        found = context.ledger()
+    if out.as_json:
+        out.data(found)
+        return
+    numbers = ("drift", "measured", "nats")
+    rows = [
+        (
+            str(cost["version"]),
+            str(cost["n_tokens"]),
+            *("-" if cost[key] is None else f"{cost[key]:.2g}" for key in numbers),
+            ", ".join(cost["edits"]),
+        )
+        for cost in found["data"]
+    ]
+    head = ("version", "tokens", "at most", "measured", "nats", "edits before it")
+    print("\n".join(aligned([head, *rows], left=0)))
+    print(f"{found['nats']:.2g} nats in {found['answers']} answers; of {found['unknown']} unknown")
+
+
 def drop(args: Namespace) -> None:
     """Remove parts of one."""
     with _context(args) as context:

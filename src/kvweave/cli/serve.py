@@ -29,7 +29,7 @@ LIMITS = (
     "max_waiting", "max_active", "max_body", "max_prompt", "max_sessions", "min_match", "quota",
     "quota_chunks", "max_contexts", "retain", "reuse",
 )  # fmt: skip
-ENGINE = ("budget", "policy", "tiers", "index", "repair", "share", "max_drift")
+ENGINE = ("budget", "policy", "tiers", "index", "repair", "share", "max_drift", "audit")
 
 
 def serve(args: Namespace) -> int:

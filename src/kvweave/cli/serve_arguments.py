@@ -5,9 +5,10 @@ from __future__ import annotations
 from argparse import ArgumentParser
 
 from kvweave.cli.arguments import repair
-from kvweave.cli.values import age, positive, size
+from kvweave.cli.values import age, positive, share, size
 from kvweave.keep import POLICIES
 
+AUDIT = 0.01
 REUSE = ("all", "prefix", "off")
 
 
@@ -74,6 +75,14 @@ def serve(p: ArgumentParser) -> None:
         help="postgresql://... of an index that several servers share, instead of the home's own",
     )
     repair(p)
+    add(
+        "--audit",
+        type=share,
+        default=AUDIT,
+        metavar="X",
+        help="part of the computing time, 0..1, in which answers are held against a full prefill "
+        f"while nothing else is there to do; 0 is never ({AUDIT})",
+    )
     _access(p)
     _limits(p)
     add(

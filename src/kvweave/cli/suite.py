@@ -35,11 +35,11 @@ def check(args: Namespace) -> None:
         wanted += [m for m in added if m.label not in labels]
     quieten(args)
     model = model_of(args)
-    file = None if args.calibrate is None else _file(args, model)
+    file = None if args.calibrate is None else file_of(args.calibrate, args, model)
     runner = Runner.load(model)
     runner.require_move()
     if file is not None:
-        _check_home(file.parent, runner.fingerprint)
+        check_home(file.parent, runner.fingerprint)
     suite = Suite(runner, args.n)
     try:
         outcomes = _run(suite, protocols, wanted, out)
@@ -52,7 +52,7 @@ def check(args: Namespace) -> None:
     if file is not None:
         found["calibration"] = _calibrate(outcomes, runner.fingerprint, file)
         if not out.as_json:
-            _print_calibration(found["calibration"], out)
+            print_calibration(found["calibration"], out)
     if out.as_json:
         out.data(found)
 
@@ -78,21 +78,21 @@ def _protocols(args: Namespace) -> list[str]:
     return protocols
 
 
-def _file(args: Namespace, model: str) -> Path:
+def file_of(given: str | None, args: Namespace, model: str) -> Path:
     """Return where the calibration goes. Raises UsageError when it cannot be written there."""
-    if args.calibrate:
-        file = Path(args.calibrate).expanduser()
+    if given:
+        file = Path(given).expanduser()
     elif args.home or os.environ.get("KVWEAVE_HOME") or not Path(model).is_dir():
         file = home_of(args) / FILE
         file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     else:
         file = Path(model) / FILE
     if file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK):
-        raise UsageError(f"cannot write {file}", "give --calibrate a FILE, or a --home")
+        raise UsageError(f"cannot write {file}", "give a FILE, or a --home")
     return file
 
 
-def _check_home(home: Path, mine: ModelFingerprint) -> None:
+def check_home(home: Path, mine: ModelFingerprint) -> None:
     """Raise ModelMismatch when this is the home of another model."""
     if (home / "model.json").exists():
         mine.require(ModelFingerprint.from_dict(read(home / "model.json")))
@@ -122,9 +122,10 @@ def _print(rows: Sequence[report.Row], out: Out) -> None:
         print()
 
 
-def _print_calibration(found: dict[str, Any], out: Out) -> None:
+def print_calibration(found: dict[str, Any], out: Out) -> None:
+    """Tell what a calibration is worth, and where it is."""
     if found["held_out"] is None:
-        print("held out: unknown; half of the protocols give too few questions to calibrate on")
+        print("held out: unknown; half of it gives too few questions to calibrate on")
     else:
         rows = [
             (
@@ -138,7 +139,7 @@ def _print_calibration(found: dict[str, Any], out: Out) -> None:
             )
             for half in found["held_out"]
         ]
-        print("held out: fitted on the other protocols, from 5 % repaired rows on")
+        print("held out: fitted on the other half, from 5 % repaired rows on")
         out.table(HEAD, rows)
     print(f"wrote {found['file']}: calibrated on {found['questions']} questions")
 

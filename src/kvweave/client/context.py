@@ -132,6 +132,11 @@ class ContextVerbs(Generic[_TurnT, _ContextT]):
         return parse.why((yield from self._ask("why")))
 
     @Verb
+    def ledger(self) -> Course[dict[str, Any]]:
+        """Tell what each answer cost in nats, with the edits before it, the newest first."""
+        return dict((yield from self._ask("ledger")))
+
+    @Verb
     def revert(self, version: int) -> Course[None]:
         """Bring back the parts of a version; that is a new version."""
         yield from self._do("revert", to=version)

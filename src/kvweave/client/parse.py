@@ -32,7 +32,9 @@ def usage(found: Json) -> Usage:
 def plan(found: Json) -> Plan:
     """Return what `Plan.to_dict` made a dict of."""
     spans = tuple(_make(Span, span) for span in found["spans"])
-    return Plan(spans, found["strategy"], found.get("drift"), found.get("evidence"))
+    told = ("drift", "evidence", "drift_by", "coverage")
+    known = {key: found.get(key) for key in told}
+    return Plan(spans, found["strategy"], alarm=bool(found.get("alarm")), **known)
 
 
 def check(found: Json) -> Check:

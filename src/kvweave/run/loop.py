@@ -46,7 +46,9 @@ class Request:
 
     ``steps`` ends with the logits [vocab] of the last row, or None where nothing is to be sampled.
     While it runs it may set ``raw`` and ``observer``: they get the generated tokens' rows, the
-    first as number ``n_raw``. Nothing else may write ``rows`` from then on.
+    first as number ``n_raw``. Nothing else may write ``rows`` from then on. ``watch`` is shown the
+    logits [vocab] of every token before it is chosen. One in the ``background`` runs only in steps
+    in which nothing else is there.
     """
 
     key: int
@@ -57,6 +59,8 @@ class Request:
     raw: KV | None = None
     n_raw: int = 0
     observer: Observer | None = None
+    watch: Callable[[Tensor], None] | None = None
+    background: bool = False
     out: list[int] = field(default_factory=list)  # all but the last have their row
     choices: list[Choice] = field(default_factory=list)
     text: str = ""
@@ -121,6 +125,7 @@ class Loop:
         self.backend = backend
         self.schedule = Schedule(max_batch, max_rows)
         self.requests: dict[int, Request] = {}  # running, in order of arrival
+        self.seconds, self.background = 0.0, 0.0  # spent in steps; on what is in the background
         self._nothing = torch.empty(0, backend.n_vocab, dtype=backend.dtype, device=backend.device)
 
     def add(self, request: Request) -> None:
@@ -162,13 +167,18 @@ class Loop:
 
         What fails fails only the requests at fault: see `Request.error`.
         """
-        grants = self._plan()
+        started, grants = time.perf_counter(), self._plan()
         if not grants and all(request.logits is None for request in self.requests.values()):
             return False
-        interrupt = self._run(grants)
-        if interrupt is not None:
-            raise interrupt
-        self._sample([r for r in self.requests.values() if r.logits is not None])
+        quiet = all(request.background for request in self.requests.values())
+        try:
+            interrupt = self._run(grants)
+            if interrupt is not None:
+                raise interrupt
+            self._sample([r for r in self.requests.values() if r.logits is not None])
+        finally:
+            took = time.perf_counter() - started
+            self.seconds, self.background = self.seconds + took, self.background + took * quiet
         return True
 
     def run(self, until: Callable[[], bool]) -> None:
@@ -202,9 +212,11 @@ class Loop:
         """Return who runs; who waits for chunks does when nobody else can, one at a time."""
         sampled = [key for key, r in self.requests.items() if r.logits is not None]
         loading = [key for key, r in self.requests.items() if r.logits is None and r.loading]
-        grants = self.schedule.step({*sampled, *loading})
+        behind = [key for key, r in self.requests.items() if r.background]
+        behind = behind if len(behind) < len(self.requests) else []
+        grants = self.schedule.step({*sampled, *loading, *behind})
         if loading and not grants and not sampled:
-            grants = self.schedule.step(set(loading[1:]))
+            grants = self.schedule.step({*loading[1:], *behind})
         return grants
 
     def _run(self, grants: Sequence[Grant]) -> BaseException | None:
@@ -297,6 +309,9 @@ class Loop:
         """Give each request its next token."""
         if not requests:
             return
+        for request in requests:
+            if request.watch is not None and request.logits is not None:
+                request.watch(request.logits)
         rows = [request.logits for request in requests if request.logits is not None]
         samplers = [request.sampler for request in requests if request.sampler is not None]
         for request, choice in zip(requests, sample(torch.stack(rows), samplers), strict=True):

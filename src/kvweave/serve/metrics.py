@@ -9,6 +9,7 @@ import threading
 import time
 from collections import Counter as Counts
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from kvweave.engine import Engine
 from kvweave.errors import InvalidArgument
 from kvweave.weave.answer import Answer
+from kvweave.weave.audit import CellReport
 from kvweave.weave.plan import Plan
 
 RECENT = 200  # answers kept for the page, per namespace
@@ -35,6 +37,10 @@ class EngineSnapshot:
     budget: int  # bytes of memory
     n_chunks: int
     n_contexts: int
+    audits: tuple[CellReport, ...] = ()
+    n_audits_failed: int = 0
+    seconds: float = 0.0  # in model passes
+    audit_seconds: float = 0.0  # of these
 
     @classmethod
     def of(cls, engine: Engine) -> EngineSnapshot:
@@ -45,7 +51,47 @@ class EngineSnapshot:
             held[tier] += used
         spaces = {"", *engine.table.namespaces()}
         n_contexts = sum(len(engine.contexts_of(space)) for space in spaces)
-        return cls(held, shelf.budget, len(engine.table), n_contexts)
+        auditor, loop = engine.shadow.auditor, engine.loop
+        return cls(
+            held, shelf.budget, len(engine.table), n_contexts,
+            tuple(auditor.report()), auditor.n_failed, loop.seconds, loop.background,
+        )  # fmt: skip
+
+
+class AuditGauges:
+    """What audits have found, by strategy, codec, rows and policy; cells that differ in options or
+    share count together, the worst of their bounds."""
+
+    def __init__(self, gauge: Callable[..., Gauge]) -> None:
+        by = ("strategy", "codec", "rows", "policy")
+        self.n = gauge("audits", "Answers held against a full prefill", *by)
+        self.promised = gauge("audits_promised", "Of these, that had a bound before", *by)
+        self.missed = gauge("audits_missed", "Of these, whose drift was over it", *by)
+        self.bound = gauge("audit_bound_nats", "Bound of the next answer's drift", *by)
+        self.alarms = gauge("audit_alarms", "Times that bounds were not kept", *by)
+        self.alarm = gauge("audit_alarm", "Cells that have no new bound since", *by)
+        self.failed = gauge("audits_failed", "Audits that came to nothing")
+        self.seconds = gauge("pass_seconds", "Spent in model passes since the start")
+        self.own = gauge("audit_seconds", "Of these, on audits")
+
+    def set(self, held: EngineSnapshot) -> None:
+        """Show what there is now."""
+        groups: dict[tuple[str, ...], list[CellReport]] = {}
+        for report in held.audits:
+            cell = report.cell
+            labels = (cell.strategy, cell.codec, cell.rows, cell.policy)
+            groups.setdefault(labels, []).append(report)
+        for key, found in groups.items():
+            self.n.labels(*key).set(sum(r.n_audits for r in found))
+            self.promised.labels(*key).set(sum(r.n_promised for r in found))
+            self.missed.labels(*key).set(sum(r.n_missed for r in found))
+            self.alarms.labels(*key).set(sum(r.n_alarms for r in found))
+            self.alarm.labels(*key).set(sum(r.alarm for r in found))
+            bounds = [r.bound for r in found if r.bound is not None]
+            self.bound.labels(*key).set(max(bounds, default=float("nan")))
+        self.failed.set(held.n_audits_failed)
+        self.seconds.set(held.seconds)
+        self.own.set(held.audit_seconds)
 
 
 class Metrics:
@@ -79,6 +125,8 @@ class Metrics:
         self.budget = gauge("kv_budget_bytes", "KV that memory may hold")
         self.chunks = gauge("chunks", "Chunks in the index")
         self.contexts = gauge("contexts", "Open contexts")
+        self.nats = counter("drift_nats", "Nats of the answers whose drift was known", "by")
+        self.audited = AuditGauges(gauge)
 
     def answered(self, answer: Answer, waited: float) -> None:
         """Count an answer that ended, ``waited`` seconds after it was asked for."""
@@ -87,6 +135,10 @@ class Metrics:
             self.tokens.labels(kind).inc(counts[kind] or 0)
         self.tokens.labels("generated").inc(len(answer.tokens))
         self.answers.labels(answer.finish).inc()
+        if answer.plan.drift is not None:
+            self.nats.labels(answer.plan.drift_by or "exact").inc(
+                answer.plan.drift * len(answer.tokens)
+            )
         self.waited.observe(waited)
         for histogram, key in ((self.ttft, "ttft"), (self.total, "total")):
             value = answer.usage.get(key)
@@ -106,6 +158,7 @@ class Metrics:
             self.budget.set(held.budget)
             self.chunks.set(held.n_chunks)
             self.contexts.set(held.n_contexts)
+            self.audited.set(held)
         return generate_latest(self.registry)
 
 

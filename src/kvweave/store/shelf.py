@@ -22,7 +22,7 @@ from kvweave.store.level import Level
 from kvweave.store.mover import Mover
 from kvweave.store.patches import Patch, Patches, PatchKey
 from kvweave.store.ram import Exact, Ram, Stretches
-from kvweave.store.record.transfer import Expected
+from kvweave.store.record.transfer import Expected, codec_of
 from kvweave.store.tier.base import Outcome
 
 PATCHES = 8  # the part of the budget that patches may take is one in so many
@@ -89,6 +89,15 @@ class Shelf:
             return kv.lossy
         level = self.mover.level_of(key)
         return level is not None and level.lossy(key)
+
+    def codec(self, key: int) -> str:
+        """Return what the canonical KV that there is went through: raw, a codec's name, or lossy
+        where its record is gone."""
+        if not self.is_lossy(key):
+            return "raw"
+        level = self.mover.level_of(key)
+        found = "raw" if level is None else codec_of(level.held[key].key)
+        return "lossy" if found == "raw" else found
 
     def put(self, key: int, kv: KV) -> None:
         """Keep canonical KV in memory. Raises OverBudget, with nothing changed."""

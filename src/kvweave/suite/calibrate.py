@@ -23,6 +23,7 @@ SHARES = (0.05, 0.15, 0.30)  # where a repair may begin, and where it may go on 
 COVERAGE = 0.95
 QUANTILE = 0.98  # of a bin: above COVERAGE, since the next context is of no protocol seen here
 BINS = 16
+PER_BIN = 20  # questions, where there are few: the largest of 19 is passed by one in twenty
 FLOOR = 1e-6  # nats; below that all KL is alike
 RIDGE = 1e-2
 MARGIN = 0.3  # decades that a feature may lie outside what was seen
@@ -56,22 +57,32 @@ def gather(outcomes: Iterable[Trial], shares: Sequence[float] = SHARES) -> list[
 
 
 def fit(
-    seen: Sequence[Observation], fingerprint: ModelFingerprint, shares: Sequence[float] = SHARES
+    seen: Sequence[Observation],
+    fingerprint: ModelFingerprint,
+    shares: Sequence[float] = SHARES,
+    bins: int | None = None,
 ) -> Calibration:
-    """Return the calibration that ``seen`` gives. Raises ValueError when there is too little."""
-    if len(seen) < 10 * BINS:
-        raise ValueError(f"{len(seen)} questions are too few to calibrate on; {10 * BINS} at least")
+    """Return the calibration that ``seen`` gives, in so many ``bins`` of like score. Raises ValueError
+    when there is too little."""
+    bins = BINS if bins is None else bins
+    if len(seen) < 10 * bins:
+        raise ValueError(f"{len(seen)} questions are too few to calibrate on; {10 * bins} at least")
     curves = []
     for start in shares:
         features = np.array([s.evidence[start].features() for s in seen])
         for share in shares:
             if share >= start:
                 kl = np.array([s.kl[share] for s in seen])
-                curves.append(_curve(start, share, features, kl))
+                curves.append(_curve((start, share), features, kl, bins))
     return Calibration(fingerprint, COVERAGE, len(seen), tuple(curves))
 
 
-def _curve(start: float, share: float, features: Array, kl: Array) -> Curve:
+def bins_of(n: int) -> int:
+    """Return the bins of so few questions: each has what a bound for 19 in 20 takes."""
+    return max(2, min(BINS, n // PER_BIN))
+
+
+def _curve(shares: tuple[float, float], features: Array, kl: Array, bins: int) -> Curve:
     x = np.hstack([features, np.ones((len(features), 1))])
     y = np.log10(kl + FLOOR)
     gram = x.T @ x + RIDGE * len(x) * np.diag([*np.ones(features.shape[1]), 0.0])
@@ -79,13 +90,13 @@ def _curve(start: float, share: float, features: Array, kl: Array) -> Curve:
     score = x @ weights
     order = np.argsort(score, kind="stable")
     edges, bounds = [], []
-    for part in np.array_split(order, BINS):
+    for part in np.array_split(order, bins):
         edges.append(float(score[part[-1]]))
         bounds.append(float(np.quantile(kl[part], QUANTILE, method="higher")))
     rising = np.maximum.accumulate(bounds)
     low, high = features.min(0) - MARGIN, features.max(0) + MARGIN
     found = (weights, edges, rising, low, high)
-    return Curve(start, share, *(_floats(x) for x in found))
+    return Curve(*shares, *(_floats(x) for x in found))
 
 
 def _floats(values: Iterable[float]) -> tuple[float, ...]:
@@ -136,7 +147,10 @@ class Kept:
 
 
 def halves(
-    seen: Sequence[Observation], fingerprint: ModelFingerprint, bounds: Sequence[float | None]
+    seen: Sequence[Observation],
+    fingerprint: ModelFingerprint,
+    bounds: Sequence[float | None],
+    bins: int | None = None,
 ) -> list[dict[str, object]]:
     """Calibrate on every other protocol and let the gate decide on the rest, both ways round.
 
@@ -145,7 +159,7 @@ def halves(
     names = sorted({s.item[0] for s in seen})
     parts = (names[::2], names[1::2])
     questions = [[s for s in seen if s.item[0] in part] for part in parts]
-    fitted = [fit(half, fingerprint) for half in questions]  # both, before any is tested
+    fitted = [fit(half, fingerprint, bins=bins) for half in questions]  # both, before any is tested
     made: list[dict[str, object]] = []
     for calibration, rest, mine, other in zip(
         fitted, questions[::-1], parts, parts[::-1], strict=True

@@ -17,6 +17,7 @@ from pathlib import Path
 from kvweave.chunk.identity import ModelFingerprint
 from kvweave.errors import CorruptChunk, InvalidArgument
 
+STRATEGY = "auto:2"  # the gate, and how many tokens of a reply it drafts
 FILE = "calibration.json"  # in a home or beside a checkpoint
 
 
@@ -83,6 +84,8 @@ class Calibration:
     coverage: float
     n: int  # questions it was measured on
     curves: tuple[Curve, ...]
+    strategy: str = STRATEGY  # whose evidence and repair it is of
+    source: str = "suite"  # or text, prompts: what it was measured on
 
     def starts(self) -> list[float]:
         """Return the shares a repair may begin with."""
@@ -104,7 +107,8 @@ class Calibration:
             found = json.loads(path.read_text())
             curves = tuple(_curve(c) for c in found.pop("curves"))
             mine = ModelFingerprint.from_dict(found.pop("fingerprint"))
-            return cls(mine, float(found["coverage"]), int(found["n"]), curves)
+            how = str(found.get("strategy", STRATEGY)), str(found.get("source", "suite"))
+            return cls(mine, float(found["coverage"]), int(found["n"]), curves, *how)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise CorruptChunk(str(path), f"not a calibration: {error}") from error
 
@@ -132,6 +136,11 @@ def calibration_of(
             if found.fingerprint == fingerprint:
                 return found
     return None
+
+
+def fitting(known: Calibration | None, strategy: str, draft: int) -> Calibration | None:
+    """Return a calibration where it is of this strategy: of another it says nothing."""
+    return known if known is not None and known.strategy == f"{strategy}:{draft}" else None
 
 
 def check_nats(max_drift: float) -> None:

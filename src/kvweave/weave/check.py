@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 
+COMPARED = 64  # predictions of the last answer that are compared, at most
+
 
 @dataclass(frozen=True, slots=True)
 class Check:

@@ -6,6 +6,7 @@ Here are the parts and their edits, without a tensor; their rows are a `Session`
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
+from typing import Any
 
 from kvweave.chunk.identity import ChunkId, Kind
 from kvweave.errors import ChunkNotFound, InvalidArgument
@@ -13,6 +14,7 @@ from kvweave.run.loop import Task
 from kvweave.run.sampling import Sampling
 from kvweave.weave.answer import Answer, request_from
 from kvweave.weave.check import Check
+from kvweave.weave.costs import AnswerCost
 from kvweave.weave.edited import EditedParts
 from kvweave.weave.edits import dropped, part_of, renamed, reordered
 from kvweave.weave.history import Why
@@ -179,7 +181,7 @@ class Context(EditedParts):
         twin = Context(name, self.session.fork(key or holder(name, self.namespace)))
         twin._parts, twin._base, twin._next_uid = self._parts, self._base, self._next_uid
         twin._names.reset(self._names.counts())
-        twin.history = self.history.copy()
+        twin.history, twin.costs = self.history.copy(), self.costs.copy()
         twin._sync_holds((), twin._parts)
         return twin
 
@@ -223,6 +225,17 @@ class Context(EditedParts):
     def wove(self, parts: tuple[Part, ...], plan: Plan) -> None:
         """Note what a weave of these parts did, for `why`."""
         self.history.wove(parts, plan)
+
+    def answered(self, plan: Plan, n_tokens: int) -> AnswerCost:
+        """Note an answer of so many tokens in the ledger."""
+        edits = self.history.since(self.costs.last_version)
+        cost = AnswerCost(self.history.version, edits, n_tokens, plan.drift, plan.drift_by)
+        self.costs.add(cost)
+        return cost
+
+    def ledger(self) -> dict[str, Any]:
+        """Tell what each answer cost in nats, with the edits before it, the newest first."""
+        return self.costs.to_dict()
 
     def why(self) -> Why:
         """Tell what the last weave reused, and which edit was the cause of what it did not; where

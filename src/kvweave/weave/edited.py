@@ -10,6 +10,7 @@ from typing import Self
 
 from kvweave.chunk.identity import ChunkId
 from kvweave.errors import ChunkNotFound, ContextBusy, ContextTooLong, InvalidArgument
+from kvweave.weave.costs import Costs
 from kvweave.weave.edits import adopted, find, inserted
 from kvweave.weave.history import ContextHistory
 from kvweave.weave.naming import Names
@@ -31,7 +32,7 @@ class EditedParts:
         self._next_uid = 0
         self._owner = object()
         self._names = Names(name, lambda n: self._table.lookup(n, self.namespace) is None)
-        self.history = ContextHistory()
+        self.history, self.costs = ContextHistory(), Costs()
         self._depth = 0  # of edits in edits
         self._verbs: list[str] = []  # of the edits in the outermost
         self._closed = False

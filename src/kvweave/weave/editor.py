@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager
 from typing import Protocol
 
 from kvweave.chunk.identity import Kind
+from kvweave.weave.costs import AnswerCost, Costs
 from kvweave.weave.parts import Mode, Part, Snapshot, TextOrTokens
 from kvweave.weave.plan import Plan
 
@@ -15,6 +16,7 @@ class Editor(Protocol):
     """What a running answer asks of the context it is an answer of."""
 
     name: str
+    costs: Costs
 
     @property
     def parts(self) -> tuple[Part, ...]:
@@ -45,6 +47,10 @@ class Editor(Protocol):
 
     def restore(self, snapshot: Snapshot) -> None:
         """Bring back the parts of a snapshot."""
+        ...
+
+    def answered(self, plan: Plan, n_tokens: int) -> AnswerCost:
+        """Note an answer of so many tokens in the ledger."""
         ...
 
     def wove(self, parts: tuple[Part, ...], plan: Plan) -> None:

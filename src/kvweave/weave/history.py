@@ -230,6 +230,11 @@ class ContextHistory:
         """Return the edits, the newest first; the oldest that is known stands for all before it."""
         return [edit for edit, _ in self._edits(-1, self.version)][::-1]
 
+    def since(self, version: int) -> tuple[str, ...]:
+        """Tell in a few words which edits were made after a version, answers left out."""
+        edits = self._edits(version, self.version)
+        return tuple(edit.says for edit, _ in edits if edit.verb not in ANSWERS)
+
     def diff(self, since: int, to: int | None = None) -> Diff:
         """Return how two versions differ. Raises InvalidArgument."""
         old, new = self.at(since), self.at(self.version if to is None else to)

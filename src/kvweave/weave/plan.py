@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Literal
 
 How = Literal["prefix", "reuse", "repair", "prefill"]
@@ -31,21 +31,40 @@ class Span:
     saw: tuple[int, ...] = ()  # chunks whose influence is in it, all or part of which is not before
     patched: bool = False  # a stored difference to its in-context KV was added: approximate
     start: int = 0  # token of the chunk it begins with
+    approximate: tuple[str, ...] = ()  # why its rows are not exact: see `kvweave.weave.approximate`
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
     """All spans of a context, front to back.
 
-    ``drift`` bounds the mean KL (nats) of the next tokens to a full prefill, as the model's
-    calibration predicts it from ``evidence`` (see `kvweave.weave.calibration`): 0.0 when everything is
-    exact, None when it is unknown.
+    ``drift`` bounds the mean KL (nats) of the next tokens to a full prefill: 0.0 when everything is
+    exact, None when it is unknown. ``drift_by``: the model's calibration predicts it from ``evidence``
+    (see `kvweave.weave.calibration`), or audits of answers like it found it (`kvweave.weave.audit`).
+    ``coverage``: how often such bounds were kept so far, when they were audited. ``alarm``: they
+    were not kept, so all was repaired.
     """
 
     spans: tuple[Span, ...]
     strategy: str
     drift: float | None = None
     evidence: dict[str, float] | None = None
+    drift_by: Literal["exact", "calibration", "audit"] | None = None
+    coverage: float | None = None
+    alarm: bool = False
+
+    def settled(self, exact: bool) -> Plan:
+        """Return it with no drift at all, where everything is exact."""
+        return replace(self, drift=0.0, drift_by="exact") if exact else self
+
+    @property
+    def approximate(self) -> dict[str, int]:
+        """What makes it approximate, and of how many tokens."""
+        found: dict[str, int] = {}
+        for span in self.spans:
+            for name in span.approximate:
+                found[name] = found.get(name, 0) + span.n_tokens
+        return found
 
     @property
     def n_tokens(self) -> int:
@@ -102,6 +121,10 @@ class Plan:
             "moved": self.moved,
             "n_tokens": self.n_tokens,
             "evidence": self.evidence,
+            "drift_by": self.drift_by,
+            "coverage": self.coverage,
+            "alarm": self.alarm,
+            "approximate": self.approximate,
             "spans": [asdict(s) for s in self.spans],
         }
 
@@ -126,6 +149,9 @@ class Plan:
         lines = [
             _line(r, [max(map(len, column)) for column in zip(*rows, strict=True)]) for r in rows
         ]
+        why = ", ".join(f"{name} {n}" for name, n in self.approximate.items())
+        lines += [f"approximate: {why}"] if why else []
+        lines += ["an alarm: the drift promised before was not kept"] if self.alarm else []
         return "\n".join([*lines, str(self)])
 
     def __str__(self) -> str:

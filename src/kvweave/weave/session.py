@@ -13,7 +13,9 @@ import numpy as np
 
 from kvweave.run.base import Steps
 from kvweave.run.loop import Loop, Request, Task, new_key
-from kvweave.weave.check import Check
+from kvweave.weave.approximate import cell_of
+from kvweave.weave.audit import Way
+from kvweave.weave.check import COMPARED, Check
 from kvweave.weave.maker import Maker
 from kvweave.weave.oracle import comparing
 from kvweave.weave.parts import (
@@ -26,7 +28,8 @@ from kvweave.weave.repair import NoRepair, Strategy, Wish, strategy
 from kvweave.weave.settings import Settings, check_share
 from kvweave.weave.sources import runs, tokens_of
 from kvweave.weave.state import State
-from kvweave.weave.weaver import Weaver, Weaving
+from kvweave.weave.weaver import Weaver
+from kvweave.weave.weaving import Weaving
 
 
 class UnderWay(Protocol):
@@ -38,7 +41,6 @@ class UnderWay(Protocol):
 
 # parts that were there and the first and last of the rows that spoke, when a context answered last
 NO_ANSWER: tuple[tuple[Part, ...], int, int] = ((), 0, 0)
-COMPARED = 64  # predictions of the last answer that `check` compares, at most
 
 
 class Session:
@@ -65,6 +67,20 @@ class Session:
     def preview(self, parts: Sequence[Part]) -> Plan:
         """Say what a weave would do now, without doing it."""
         return self.weaver.plan(self.state, parts, self.strategy, self.settings.share)
+
+    def repairing(self, parts: Sequence[Part], wish: Wish) -> tuple[Strategy, Wish, Way]:
+        """Return how an answer is woven: as it was asked for, but where audits found that what is
+        promised of such answers is not kept. Then all that is not exact is placed anew."""
+        auditor, state = self.weaver.shadow.auditor, self.state
+        way: Way = "asked"
+        if auditor.alarmed:
+            plan = self.preview(parts)
+            if plan.drift != 0:
+                way = auditor.way(cell_of(plan, self.strategy, wish, state))
+        if way != "full":
+            return self.strategy, wish, way
+        state.woven = state.woven[: exact_prefix(state.woven)]
+        return strategy("full"), Wish(1.0), way
 
     def weave(
         self,

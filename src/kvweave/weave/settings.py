@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from typing import get_args
 
 from kvweave.chunk.identity import check_namespace
-from kvweave.errors import InvalidArgument
+from kvweave.config import Config
+from kvweave.errors import InvalidArgument, check_options
 from kvweave.weave.calibration import check_nats
 from kvweave.weave.parts import Mode, Positions
 from kvweave.weave.repair import Strategy, strategy
@@ -34,6 +36,20 @@ class Settings:
                 raise InvalidArgument(name, f"{value!r}", f"one of {', '.join(get_args(kind))}")
         if self.max_drift is not None:
             check_nats(self.max_drift)
+
+
+def settings_from(config: Config, options: Mapping[str, object]) -> Settings:
+    """Return the settings of a context: what was asked for, else what the engine was told.
+    Raises InvalidArgument."""
+    check_options(options, (f.name for f in fields(Settings)))
+    defaults: dict[str, object] = {
+        "repair": config.repair,
+        "share": config.share,
+        "max_drift": config.max_drift,
+        "denoise": config.denoise == "after",
+    }
+    space = check_namespace(str(options.get("namespace", "")))
+    return Settings(**(defaults | dict(options) | {"namespace": space}))  # type: ignore[arg-type]
 
 
 def check_share(share: float) -> None:

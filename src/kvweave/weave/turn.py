@@ -8,6 +8,7 @@ from collections.abc import Generator
 
 from kvweave.chunk.identity import Kind
 from kvweave.errors import OverBudget
+from kvweave.run.base import Ints
 from kvweave.run.sampling import Choice, Sampling
 from kvweave.weave.answer import Answer
 from kvweave.weave.editor import Editor
@@ -18,6 +19,8 @@ from kvweave.weave.parts import (
 from kvweave.weave.plan import Plan
 from kvweave.weave.repair import Wish
 from kvweave.weave.session import NO_ANSWER, Session
+from kvweave.weave.shadow import given_of
+from kvweave.weave.sources import tokens_of
 
 log = logging.getLogger("kvweave.weave")
 
@@ -51,9 +54,13 @@ class Turn:
                 self._header = context.append(header, kind="assistant", label="answer")
         sampling, wish = asked
         try:
+            chosen, wish, way = session.repairing(context.parts, wish)
             self._weaving = session.weaver.prepare(
-                session.state, context.parts, session.strategy, wish, sampling
+                session.state, context.parts, chosen, wish, sampling
             )
+            self._weaving.alarm = way == "full"
+            self._watch = session.weaver.shadow.watch(sure=way == "probe")
+            self._weaving.request.watch = self._watch
             self._weave_seconds = time.perf_counter() - self._started
             self._weaving.request.started = self._started
             session.loop.add(self._weaving.request)
@@ -166,6 +173,7 @@ class Turn:
         if not self._gone:
             try:
                 session.weaver.commit(session.state, self._weaving)
+                given = self._given()
                 if plan is not None:
                     self.context.wove(tuple(p.part for p in self._weaving.placed), plan)
                 self._add_parts(self._kept_tokens())
@@ -173,11 +181,14 @@ class Turn:
                 self.abandon()
                 raise
             session.plan = plan
+            if plan is not None:
+                self._account(plan, given)
         plan = session.preview(self.context.parts) if plan is None else plan
         usage: dict[str, object] = {
             "prompt_tokens": plan.n_tokens,
             "completion_tokens": len(request.out),
             "kv": plan.counts(),
+            "ledger": self.context.costs.totals(),
             "ttft": request.first_token,
             "weave": self._weave_seconds,
             "total": request.ended,
@@ -189,6 +200,22 @@ class Turn:
         self._denoise()
         usage["idle"] = time.perf_counter() - started
         return self._answer
+
+    def _given(self) -> tuple[Ints, Ints] | None:
+        """Return what an audit of this answer would prefill; None where there is to be none."""
+        weaving, request = self._weaving, self._weaving.request
+        virtual = any(p.part.virtual for p in weaving.placed)
+        if self._watch is None or weaving.cell is None or virtual or not request.out:
+            return None
+        table, rows = self._session.weaver.table, self._session.state.rows
+        return given_of([tokens_of(table, p.part) for p in weaving.placed], request.out, rows)
+
+    def _account(self, plan: Plan, given: tuple[Ints, Ints] | None) -> None:
+        """Note what the answer cost; put it aside to be audited."""
+        cell, shadow = self._weaving.cell, self._session.weaver.shadow
+        cost = self.context.answered(plan, len(self._weaving.request.out))
+        if given is not None and self._watch is not None and cell is not None:
+            shadow.take(self._watch, cell, plan.drift, given, cost)
 
     def _denoise(self) -> None:
         """Compute canonical KV of this turn; what fails there is not the answer's fault, and the next

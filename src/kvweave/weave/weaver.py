@@ -7,7 +7,7 @@ repairs and the rest is computed with the literal suffix; `commit` records what 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 
 import numpy as np
 from torch import Tensor
@@ -19,7 +19,8 @@ from kvweave.run.loop import Request, new_key
 from kvweave.run.sampling import Sampling
 from kvweave.store.kv import KV, joined
 from kvweave.store.shelf import Shelf
-from kvweave.weave.calibration import Calibration, check_bound
+from kvweave.weave.approximate import cell_of, of_rows, promised, reasons
+from kvweave.weave.calibration import Calibration, check_bound, fitting
 from kvweave.weave.deps import Dependence, Reads
 from kvweave.weave.parts import (
     Part,
@@ -40,27 +41,10 @@ from kvweave.weave.passes import Passes, union
 from kvweave.weave.patching import Patcher
 from kvweave.weave.plan import How, Plan, Span
 from kvweave.weave.repair import Strategy, Verdict, Wish
+from kvweave.weave.shadow import Shadow
 from kvweave.weave.sources import Sources, runs, tokens_of
 from kvweave.weave.state import KeptRows, State
-
-
-@dataclass(slots=True)
-class Weaving:
-    """A weave under way: rows are placed, ``request`` computes the rest, `Weaver.commit` ends it."""
-
-    parts: Sequence[Part]
-    strategy: Strategy
-    wish: Wish
-    sampling: Sampling | None
-    plan: Plan | None = None  # once the strategy has chosen
-    request: Request = field(init=False)
-    placed: list[Placement] = field(default_factory=list)
-    tiers: dict[int, str] = field(default_factory=dict)  # chunk -> where its KV was
-    computed: Ints = field(default_factory=lambda: NO_SLOTS)  # slots, over all that was repaired
-    early: Ints = field(default_factory=lambda: NO_SLOTS)  # slots, over what was not
-    kept: KeptRows = field(default_factory=KeptRows)  # what the context keeps once this is complete
-    raw: KV | None = None  # of the computed rows, then of generated ones
-    reads: Reads | None = None  # of the same
+from kvweave.weave.weaving import Weaving
 
 
 class Weaver:
@@ -73,15 +57,18 @@ class Weaver:
         table: Table,
         calibration: Calibration | None = None,
         codec: str = "raw",  # how rows of contexts rest in memory
+        shadow: Shadow | None = None,
     ) -> None:
         self.backend, self.shelf, self.table = backend, shelf, table
         self.calibration, self.codec = calibration, codec
+        self.shadow = Shadow(backend, shelf) if shadow is None else shadow
         self.dependence, self.patcher = Dependence(table), Patcher(shelf, table)
         self.sources = Sources(shelf, table)
 
     def wish(self, state: State, strategy: Strategy, share: float, max_drift: float | None) -> Wish:
         """Return what a weave is asked for. Raises InvalidArgument if nothing can keep the bound."""
-        check_bound(max_drift, self.calibration, strategy.name, share)
+        fit = fitting(self.calibration, strategy.name, strategy.draft)
+        check_bound(max_drift, fit, strategy.name, share)
         if max_drift is not None and state.keeps:
             raise InvalidArgument("max_drift", "evict keeps what pruned chunks left", "use forget")
         if max_drift is not None and state.rows.n_freed:
@@ -89,7 +76,7 @@ class Weaver:
         if max_drift is not None and state.rows.lossy:
             reason = f"rows kept as {self.codec} are never those of a full prefill"
             raise InvalidArgument("max_drift", reason, 'use rows="raw"')
-        known = None if state.keeps or state.rows.lossy else self.calibration
+        known = None if state.keeps or state.rows.lossy else fit
         return Wish(share, max_drift, known)
 
     def plan(self, state: State, parts: Sequence[Part], strategy: Strategy, share: float) -> Plan:
@@ -220,9 +207,9 @@ class Weaver:
         weaving.early = np.setdiff1d(passes.early, rest)
         repaired = np.setdiff1d(chosen, passes.unready)
         counts = [stop - start for start, stop in spans_of(placed, repaired)]
-        weaving.plan = self._explain(
+        weaving.plan = self._promise(state, weaving, self._explain(
             state, placed, counts, (strategy.name, weaving.tiers), verdict, weaving.early
-        )
+        ))  # fmt: skip
         request, n_new = weaving.request, 0 if sampling is None else sampling.max_tokens
         if not verdict.in_place or passes.again:
             weaving.raw = self._room_for_raw(state, weaving, len(rest) + n_new)
@@ -259,6 +246,13 @@ class Weaver:
             return self.backend.new_kv(n)
         return None
 
+    def _promise(self, state: State, weaving: Weaving, plan: Plan) -> Plan:
+        """Return the plan with what audits have found of such answers."""
+        if plan.drift != 0:
+            weaving.cell = cell_of(plan, weaving.strategy, weaving.wish, state)
+        promise = self.shadow.auditor.promise(weaving.cell)
+        return replace(promised(plan, promise), alarm=weaving.alarm)
+
     def _explain(
         self,
         state: State,
@@ -276,7 +270,8 @@ class Weaver:
         strategy, tiers = how
         spans, was = [], not (state.rows.lossy or state.rows.n_freed)
         exact, sure = was, verdict is not None or strategy == "full"
-        looked = spans_of(placed, early)
+        looked, base = spans_of(placed, early), placed[0].part.id if placed else None
+        all_rows = of_rows(state, self.codec)
         for p, n_repaired, saw, (first, last) in zip(
             placed, counts, still_seen(placed), looked, strict=True
         ):
@@ -291,17 +286,29 @@ class Weaver:
             tier = "-" if p.ready == 0 else self.shelf.memory
             tier = tiers[int(p.part.id)] if p.source == "canonical" else tier
             n_bytes = p.ready * self.backend.row_bytes if is_placed else 0
+            why = () if exact else self._why(state, p, base, whole, all_rows)
             spans.append(
                 Span(
                     p.part.name, int(p.part.id), n, way, tier, n_bytes, p.position, p.moved,
-                    n_repaired, n_prefilled, exact, is_placed, saw, p.patched, p.part.start,
+                    n_repaired, n_prefilled, exact, is_placed, saw, p.patched, p.part.start, why,
                 )
             )  # fmt: skip
         drift = evidence = None
         if verdict is not None:
             drift, evidence = verdict.drift or None, verdict.evidence
         said = None if evidence is None else asdict(evidence)
-        return Plan(tuple(spans), strategy, 0.0 if exact else drift, said)
+        return Plan(tuple(spans), strategy, drift, said).settled(exact)
+
+    def _why(
+        self, state: State, p: Placement, base: int | None, renewed: bool, all_rows: tuple[str, ...]
+    ) -> tuple[str, ...]:
+        """Return what makes a part that is not exact approximate."""
+        id, codec = p.part.id, "raw"
+        if p.part.uid in state.kept.lossy if p.source == "kept" else p.source == "canonical":
+            codec = self.shelf.codec(id)
+            codec = "lossy" if p.source == "kept" and codec == "raw" else codec
+        other = self.table.get(id).base != base
+        return reasons(p, renewed=renewed, codec=codec, other_base=other, everywhere=all_rows)
 
     # ---- recording
 

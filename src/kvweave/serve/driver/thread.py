@@ -7,7 +7,7 @@
                                                     with each step (`Tasks`), slowly (`Pace`)
     answer(begin) -> waiting (fair over tenants) -> begin(engine) when there is room
                      active                      -> engine.loop.step(), Delta ..., Finished
-    later(ids)                                   -> canonical KV, when nothing waits
+    later(ids)                                   -> canonical KV, when nothing waits; audits
     wants(engine)                                -> what waits is loaded while others run
 
 An answer that is closed by its reader frees its rows wherever it is: it is taken out of the queue,
@@ -28,6 +28,7 @@ from kvweave.engine import Engine
 from kvweave.errors import KVWeaveError, Overloaded
 from kvweave.run.loop import Task
 from kvweave.serve.driver.ahead import AHEAD, Ahead
+from kvweave.serve.driver.audits import IdleAudits
 from kvweave.serve.driver.fair import FairQueue, Spent
 from kvweave.serve.driver.idle import Idle
 from kvweave.serve.driver.pace import Pace
@@ -81,6 +82,7 @@ class Driver:
         self._ahead = Ahead()
         self._tasks = Tasks(engine.loop)
         self._idle = Idle(engine.maker)
+        self._audits = IdleAudits(engine)
         self._pace = Pace(engine.config.max_rows)
         self._spent = Spent()
         self._deadline: float | None = None  # time.monotonic(); set: no new work
@@ -213,9 +215,11 @@ class Driver:
                 log.exception("the driver failed")
                 self._fail(self._active, error)
                 self._tasks.fail(error)
+                self._audits.stop(error)
 
     def _has_work(self) -> bool:
-        return bool(self._calls or self._waiting or self._active or self._idle or self._tasks)
+        work = self._calls or self._waiting or self._active or self._idle or self._tasks
+        return bool(work or self._audits) or (not self.stopping and self._audits.is_due())
 
     def _turn(self) -> None:
         """Do one round: cancel, call, admit, step, hand out, or idle work."""
@@ -226,11 +230,13 @@ class Driver:
         self._spent.turn()
         self._run_calls()
         self._begin_waiting()
-        if self._active or self._tasks:
+        if self._active or self._tasks or self._audits:
             self._look_ahead()
             self._step()
         if not self._waiting and not self._tasks.n_own:
             self._idle.work(self._tasks if self._active else None)
+        if not (self._waiting or self._active or self._tasks or self.stopping):
+            self._audits.begin()
 
     def _close(self, deadline: float) -> None:
         """Turn away what waits; past the deadline end what runs."""
@@ -238,6 +244,7 @@ class Driver:
             left = [*self._waiting.clear()]
             calls = self._calls.clear()
             self._idle.clear()
+        self._audits.stop(Overloaded(10))
         for job in left:
             job.sink.put(Overloaded(10))
         for call in calls:
@@ -312,6 +319,7 @@ class Driver:
         for job in list(self._active):
             self._hand_out(job)
         self._tasks.go_on()
+        self._audits.go_on()
         if not ran and (self._active or self._tasks):
             stuck = RuntimeError("an answer has nothing to run")
             self._fail(self._active, stuck)

@@ -49,6 +49,7 @@ class ResponseBuilder(Reply):
         self.id, self.created = f"{prefix}-{uuid.uuid4().hex}", int(time.time())
         self.written: dict[int, Written] = {}
         self.ttft: float | None = None
+        self.ledgers: list[object] = []  # of the conversations that have their answers
 
     # ---- events
 
@@ -59,6 +60,7 @@ class ResponseBuilder(Reply):
         written = self.of(event.index)
         if isinstance(event, Finished):
             answer = event.answer
+            self.ledgers.append(answer.usage["ledger"])
             written.finish = "stop" if answer.finish == "stop" else "length"
             written.n_tokens = len(answer.tokens)
             return event.index, "", []
@@ -105,7 +107,8 @@ class ResponseBuilder(Reply):
     @property
     def extension(self) -> dict[str, object]:
         """What only this server tells."""
-        return {"kvweave": self.asked.report(self.ttft)}
+        told = self.asked.report(self.ttft)
+        return {"kvweave": told | ({"ledger": self.ledgers[0]} if len(self.ledgers) == 1 else {})}
 
     # ---- bodies
 

@@ -1,4 +1,4 @@
-"""``/v1/contexts/NAME:log``, ``:diff``, ``:revert``, ``:why``: what was done to a context."""
+"""``/v1/contexts/NAME:log``, ``:diff``, ``:revert``, ``:why``, ``:ledger``: what was done to a context."""
 
 from __future__ import annotations
 
@@ -86,6 +86,30 @@ class WhyView(BaseModel):
     parts: list[CauseEntry]
 
 
+class CostEntry(BaseModel):
+    """What one answer cost: at most ``drift`` nats a token, or what an audit ``measured``; null where
+    nothing is known. ``more``: than the answer before ``edits``."""
+
+    version: int
+    at: float
+    edits: list[str]
+    n_tokens: int
+    drift: float | None
+    drift_by: Literal["exact", "calibration", "audit"] | None
+    measured: float | None
+    nats: float | None
+    more: float | None
+
+
+class LedgerView(BaseModel):
+    """The last answers' costs, the newest first, and the sum of all that are known."""
+
+    answers: int
+    unknown: int
+    nats: float
+    data: list[CostEntry]
+
+
 class Revert(BaseModel):
     """The version to come back to."""
 
@@ -117,6 +141,12 @@ async def diff(
 async def why(here: OnContext) -> _Json:
     """Tell what was and was not reused, and which edit was the cause."""
     return await here.read(lambda _, context: context.why().to_dict())
+
+
+@router.get("/{name:path}:ledger", response_model=LedgerView)
+async def ledger(here: OnContext) -> _Json:
+    """Tell what each answer cost in nats, with the edits before it."""
+    return await here.read(lambda _, context: context.ledger())
 
 
 @router.post("/{name:path}:revert", response_model=ContextView)

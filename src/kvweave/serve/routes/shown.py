@@ -62,11 +62,12 @@ class PartEntry(BaseModel):
 
 
 class ContextView(Summary):
-    """One context in full. ``plan``: what the last weave did."""
+    """One context in full. ``plan``: what the last weave did. ``ledger``: what its answers cost."""
 
     base: int | None
     parts: list[PartEntry]
     plan: _Json
+    ledger: dict[str, float]
 
 
 def summary_of(the: ServerState, context: Context) -> _Json:
@@ -84,7 +85,14 @@ def summary_of(the: ServerState, context: Context) -> _Json:
 def view_of(engine: Engine, the: ServerState, context: Context) -> _Json:
     """Return one context in full."""
     told = {"base": context.snapshot().base, "parts": parts_of(engine, context)}
-    return summary_of(the, context) | told | {"plan": context.plan.to_dict()}
+    return (
+        summary_of(the, context)
+        | told
+        | {
+            "plan": context.plan.to_dict(),
+            "ledger": context.costs.totals(),
+        }
+    )
 
 
 def parts_of(engine: Engine, context: Context) -> list[_Json]:

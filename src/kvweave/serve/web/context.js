@@ -28,6 +28,14 @@ export function drawn({ parts, plan }) {
   });
 }
 
+/** What the answers cost, in a sentence; nothing before there is one. */
+function spent(ledger) {
+  if (!ledger?.answers) return "";
+  const { answers, unknown, nats } = ledger;
+  const known = unknown === answers ? "" : `${plural(answers - unknown, "answer")} cost at most ${nats.toPrecision(2)} nats`;
+  return `Ledger: ${[known, unknown ? `of ${unknown} it is unknown` : ""].filter(Boolean).join("; ")}.`;
+}
+
 export class Card {
   /** on: {choose, gone, close}: the chat goes there; what an edit left; it shall be closed. */
   constructor(name, on) {
@@ -43,11 +51,12 @@ export class Card {
     this.saving = el("p", { class: "saving" });
     this.body = el("div", { class: "body" }, el("p", { class: "empty" }, "…"));
     this.why = el("p", { class: "why soft" });
+    this.nats = el("p", { class: "nats soft", hidden: true });
     this.cost = el("div", { class: "cost", role: "status", hidden: true });
     this.past = el("section", { class: "past", "aria-label": `History of ${name}`, hidden: true });
     this.box = el("article", { class: "context", "aria-label": `Context ${name}`, data: { name } },
       el("div", { class: "line" }, el("h3", {}, this.title), this.facts, el("span", { class: "deeds" }, this.turn, this.more)),
-      this.saving, this.body, this.why, this.cost, this.past);
+      this.saving, this.body, this.why, this.nats, this.cost, this.past);
   }
 
   url(verb = "") {
@@ -81,6 +90,8 @@ export class Card {
 
   show(detail) {
     this.parts = detail.parts;
+    this.nats.textContent = spent(detail.ledger);
+    this.nats.hidden = !this.nats.textContent;
     this.version = detail.version;
     const focused = [...this.body.querySelectorAll(".chunk")].indexOf(document.activeElement);
     redraw(this.body, drawn(detail), (parts) => {

@@ -54,6 +54,11 @@ def digest_of(key: str) -> str:
     return digest if rest and not key.endswith(MARK) and _DIGEST.fullmatch(digest) else ""
 
 
+def codec_of(key: str) -> str:
+    """Return what a record's key says of its codec."""
+    return key.split(".")[1].removesuffix("-l")
+
+
 def is_lossy(key: str) -> bool:
     """Tell what a record's key says of its rows."""
     return key.split(".")[1].endswith("-l")

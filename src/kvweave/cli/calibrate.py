@@ -1,0 +1,83 @@
+"""``kvweave calibrate``: bounds of the drift from the user's own text, or from prompts he has logged."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from kvweave.cli.command import UsageError
+from kvweave.cli.home import model_of, quieten
+from kvweave.cli.show import Out
+from kvweave.cli.suite import BOUNDS, check_home, file_of, print_calibration
+from kvweave.errors import InvalidArgument, of_system
+from kvweave.run.model import Runner
+from kvweave.suite import calibrate as fits
+from kvweave.suite import own
+from kvweave.suite.exam import Exam, Trial
+from kvweave.suite.method import Method
+from kvweave.suite.words import Paper
+
+
+def calibrate(args: Namespace) -> None:
+    """Weave cases of one's own at every share, compare with full prefills, and write the bounds."""
+    out = Out.of(args)
+    if bool(args.text) == (args.prompts is not None):
+        raise UsageError("give --text FILES, or --prompts FILE", "one of the two")
+    texts = [_read(name) for name in args.text]
+    lines = [] if args.prompts is None else _read(args.prompts).splitlines()
+    quieten(args)
+    model = model_of(args)
+    file = file_of(args.out, args, model)
+    runner = Runner.load(model)
+    runner.require_move()
+    check_home(file.parent, runner.fingerprint)
+    bos = str(getattr(runner.tokenizer, "bos_token", None) or "")
+    exam = Exam(runner, bos)
+    try:
+        maker = exam.words.maker
+        papers = (
+            own.of_texts(maker, texts, args.n)
+            if texts
+            else own.of_prompts(maker, lines, args.n, runner.limit)
+        )
+        seen = fits.gather(_sit(exam, papers, out))
+    finally:
+        exam.close()
+    bins = fits.bins_of(len(seen))
+    try:
+        made = fits.fit(seen, runner.fingerprint, bins=bins)
+    except ValueError as error:
+        hint = "give more or longer text: what stands before a question has to be most of it"
+        raise InvalidArgument("n", str(error), hint) from error
+    replace(made, source="text" if texts else "prompts").save(file)
+    try:
+        half = fits.bins_of(len(seen) // 2)
+        halves = fits.halves(seen, runner.fingerprint, BOUNDS, bins=half)
+    except ValueError:
+        halves = None
+    found = {"file": str(file), "questions": made.n, "cases": len(papers), "held_out": halves}
+    if out.as_json:
+        out.data({"model": runner.fingerprint.to_dict(), "calibration": found})
+    else:
+        print_calibration(found, out)
+
+
+def _sit(exam: Exam, papers: Sequence[Paper], out: Out) -> list[Trial]:
+    methods = [Method("auto", share, modes=("forget",)) for share in fits.SHARES]
+    found: list[Trial] = []
+    with out.progress("cases", len(papers)) as advance:
+        for paper in papers:
+            found += exam.sit(paper, methods)
+            advance(1)
+    return found
+
+
+def _read(name: str) -> str:
+    try:
+        return Path(name).expanduser().read_text("utf-8-sig")
+    except OSError as error:
+        raise of_system(error, "read", name) from error
+    except UnicodeDecodeError as error:
+        raise InvalidArgument("text", f"{name} is no text") from error

@@ -1,0 +1,303 @@
+"""What audits of answers say: a bound of the drift for each kind of reuse, and whether it is kept.
+
+::
+
+    answer    promised: the bound of its cell        (None: nothing is known of it yet)
+    audit     its true drift -> under the promise?   coverage, bet, alarm
+                             -> the cell's window     the bound of the next answers
+
+The bound is conformal: the upper quantile of the cell's last audits, one more taken into account
+than there are, so that it holds for the next answer whatever the drift is distributed like, as long
+as answers are like those before. Where they change, the quantile follows the misses (adaptive
+conformal inference, Gibbs and Candès 2021).
+
+An alarm is raised where the last few audits pass the bound of those before them more often than
+chance would have it (`broken`): a bound that takes in each audit soon fits again, and would hide it.
+Also where they are larger on the whole (`worse`), whether or not they pass it. A bound that comes from elsewhere, a calibration, is bet against: each audit pays, misses much,
+and a fortune means that more than one answer in twenty misses. With an alarm all that was known of
+the cell is forgotten, until audits have made a new bound; where the promise broke, its answers are
+repaired wholly meanwhile. No torch.
+"""
+
+from __future__ import annotations
+
+import json
+from bisect import bisect_left, bisect_right
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from math import ceil, comb, isfinite
+from pathlib import Path
+from typing import Any, Literal
+
+from kvweave.chunk.identity import ModelFingerprint
+from kvweave.errors import CorruptChunk
+
+PROMISED = 0.95  # part of the answers whose drift is at most the bound
+AIM = 0.01  # part that misses it, aimed at: below 1 - PROMISED, for a promise that lasts
+LEAST = 19  # audits that make a bound: the largest of so many is passed by one answer in twenty
+WINDOW = 300  # audits a bound is made of: what was before them is another time
+GAMMA = 0.002  # how fast the quantile follows misses
+RECENT = (5, 10, 20)  # audits that are held against those before them
+CHANCE, FAR = 1e-3, 3.1  # of an alarm for nothing, each time; as standard deviations
+STAKE = 5.0  # of the fortune in a bet: four misses in a row are a fortune
+FORTUNE = 1000.0  # audits between two such alarms for nothing, on average, at least
+FLOOR = 1e-6  # nats; below that all is rounding
+ROUNDING = 1e-3  # part by which a drift may pass a bound: sums in another order
+PROBE = 4  # under an alarm one answer in so many is woven as it was asked for, to be audited
+MOST_CELLS = 64  # what was audited least is forgotten first
+AUDIT_FILE = "audit.json"  # in a home
+
+PrunePolicy = Literal["forget", "evict", "thinned"]
+Way = Literal["asked", "probe", "full"]
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class AuditCell:
+    """All that a drift depends on besides model and text: answers of one cell share a bound.
+
+    ``repair`` is the strategy with its options, ``share`` of the rows; ``bounded`` where a
+    ``max_drift`` was asked for. ``codec``: what the reused chunks went through at rest. ``rows``:
+    how the rows of the context rest. ``policy``: what was done with what was pruned.
+    """
+
+    repair: str
+    share: float
+    bounded: bool = False
+    codec: str = "raw"
+    rows: str = "raw"
+    policy: PrunePolicy = "forget"
+
+    @property
+    def strategy(self) -> str:
+        """The strategy without its options."""
+        return self.repair.partition(":")[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Promised:
+    """A bound (nats) and how often bounds of its cell were kept; None where that is unknown. Under an
+    ``alarm`` no other bound holds either."""
+
+    bound: float | None
+    coverage: float | None
+    alarm: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class CellReport:
+    """What is known of one cell: for a page, or a metric.
+
+    ``n_missed`` of the ``n_promised`` audited answers that had a bound were over it.
+    """
+
+    cell: AuditCell
+    bound: float | None
+    n_audits: int
+    n_promised: int
+    n_missed: int
+    alarm: bool
+    n_alarms: int
+
+    @property
+    def coverage(self) -> float | None:
+        """Part of the promises that were kept; each was made before its audit was seen."""
+        return 1 - self.n_missed / self.n_promised if self.n_promised else None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it, JSON-ready."""
+        return asdict(self) | {"coverage": self.coverage}
+
+
+@dataclass(slots=True)
+class AuditedCell:
+    """What audits have found in one cell."""
+
+    window: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
+    aim: float = AIM
+    fortune: float = 1.0
+    alarm: bool = False
+    breach: bool = False  # it was raised since the promise was not kept
+    n_audits: int = 0
+    n_promised: int = 0
+    n_missed: int = 0
+    n_alarms: int = 0
+    n_answers: int = 0  # under the present alarm
+
+    def bound(self) -> float | None:
+        """Return the upper bound (nats) of the next drift; None while too little is known."""
+        if len(self.window) < LEAST or self.aim <= 0:
+            return None
+        found = sorted(self.window)[_rank(len(self.window), self.aim) - 1]
+        return max(FLOOR, found) if isfinite(found) else None
+
+    def saw(self, drift: float, promised: float | None) -> bool:
+        """Take in a true drift; return whether that raises an alarm."""
+        self.n_audits += 1
+        bound = self.bound() if promised is None else promised
+        missed = bound is not None and passes(drift, bound)
+        if bound is not None:
+            expected = max(AIM, 1 / (len(self.window) + 1))  # the largest of n is no better
+            self.aim = min(AIM, self.aim + GAMMA * (expected - missed))
+        if promised is not None:
+            self.n_promised, self.n_missed = self.n_promised + 1, self.n_missed + missed
+            self._bet(missed)
+        self.window.append(drift)
+        breach = self.fortune >= FORTUNE or broken(self.window)
+        raised = not self.alarm and (breach or worse(self.window))
+        if raised:
+            self.breach = breach
+            self.window.clear()
+            self.alarm, self.n_alarms, self.n_answers = True, self.n_alarms + 1, 0
+            self.aim, self.fortune = AIM, 1.0
+            self.window.append(drift)
+        if self.alarm and len(self.window) >= LEAST:
+            self.alarm = False
+        return raised
+
+    def _bet(self, missed: bool) -> None:
+        """Bet that more than one in twenty misses; never with less than one had at first, so that a
+        long time of keeping the promise does not hide the day it breaks."""
+        if not self.alarm:  # what was promised before it is no news
+            pay = 1 + STAKE * (missed - (1 - PROMISED))
+            self.fortune = max(1.0, self.fortune) * pay
+
+
+def passes(drift: float, bound: float) -> bool:
+    """Tell whether a drift is over a bound, by more than rounding."""
+    return drift > max(bound * (1 + ROUNDING), FLOOR)
+
+
+def broken(drifts: Sequence[float]) -> bool:
+    """Tell whether the last drifts pass the bound of those before them more often than chance has it.
+
+    ::
+
+        before: n, the bound is the j-th largest       last k: x are above it
+        of all n + k, the x + j - 1 largest have x of the last k or more among them
+
+    which is as likely as drawing these: no matter what drifts are distributed like.
+    """
+    found = list(drifts)
+    for k in RECENT:
+        n = len(found) - k
+        if n < LEAST:
+            return False
+        before, last = sorted(found[:n]), found[n:]
+        rank = _rank(n, AIM)
+        x = sum(passes(drift, before[rank - 1]) for drift in last)
+        if x and _chance(n, k, x, x + n - rank) <= CHANCE:
+            return True
+    return False
+
+
+def worse(drifts: Sequence[float]) -> bool:
+    """Tell whether the last drifts are larger than those before them, on the whole: by the sum of
+    their ranks (Mann and Whitney), also where none of them passes the bound."""
+    found = [max(drift, FLOOR) for drift in drifts]
+    for k in RECENT[1:]:
+        n = len(found) - k
+        if n < LEAST:
+            return False
+        before, last = sorted(found[:n]), found[n:]
+        above = sum(bisect_left(before, x) + bisect_right(before, x) for x in last) / 2
+        if above / (n * k) - 0.5 > FAR * ((n + k + 1) / (12 * n * k)) ** 0.5:
+            return True
+    return False
+
+
+def _rank(n: int, aim: float) -> int:
+    """Return which of ``n`` drifts is the bound of the next."""
+    return min(n, ceil((n + 1) * (1 - aim)))
+
+
+def _chance(n: int, k: int, x: int, drawn: int) -> float:
+    """Return how likely it is that of ``drawn`` out of ``n`` and ``k``, ``x`` or more are of the k."""
+    ways = sum(comb(k, i) * comb(n, drawn - i) for i in range(x, min(k, drawn) + 1))
+    return ways / comb(n + k, drawn)
+
+
+class Auditor:
+    """The audits of one model, by cell."""
+
+    def __init__(self) -> None:
+        self._cells: dict[AuditCell, AuditedCell] = {}
+        self.n_failed = 0  # audits that came to nothing
+
+    @property
+    def alarmed(self) -> bool:
+        """Whether some cell has an alarm."""
+        return any(known.alarm for known in self._cells.values())
+
+    def promise(self, cell: AuditCell | None) -> Promised:
+        """Return what may be said of an answer of this cell before it is audited."""
+        known = self._cells.get(cell) if cell is not None else None
+        if known is None:
+            return Promised(None, None)
+        kept = known.n_promised - known.n_missed
+        coverage = kept / known.n_promised if known.n_promised else None
+        return Promised(known.bound(), coverage, known.alarm)
+
+    def has_alarm(self, cell: AuditCell) -> bool:
+        """Tell whether the promise of this cell broke, and no new one was made."""
+        known = self._cells.get(cell)
+        return known is not None and known.alarm
+
+    def way(self, cell: AuditCell) -> Way:
+        """Return how the next answer of this cell is woven: as ``asked``; where the promise broke ``full``ly
+        repaired, or now and then as a ``probe``, of which nothing is promised."""
+        known = self._cells.get(cell)
+        if known is None or not (known.alarm and (known.breach or cell.bounded)):
+            return "asked"
+        known.n_answers += 1
+        if cell.bounded:  # who asked for a bound gets no answer without
+            return "full"
+        return "full" if known.n_answers % PROBE else "probe"
+
+    def saw(self, cell: AuditCell, drift: float, promised: float | None) -> bool:
+        """Take in the true drift (nats) of an answer; return whether that raises an alarm."""
+        if cell not in self._cells:
+            while len(self._cells) >= MOST_CELLS:
+                del self._cells[min(self._cells, key=lambda c: self._cells[c].n_audits)]
+            self._cells[cell] = AuditedCell()
+        return self._cells[cell].saw(drift, promised)
+
+    def report(self) -> Iterator[CellReport]:
+        """Yield what is known, cell by cell."""
+        for cell, known in sorted(self._cells.items()):
+            yield CellReport(
+                cell, known.bound(), known.n_audits, known.n_promised, known.n_missed,
+                known.alarm, known.n_alarms,
+            )  # fmt: skip
+
+    # ---- between runs
+
+    def save(self, path: Path, model: ModelFingerprint) -> None:
+        """Write what is known as JSON; numbers only, nothing of any text."""
+        cells = [
+            {"cell": asdict(cell), **asdict(known), "window": list(known.window)}
+            for cell, known in self._cells.items()
+            if not (cell.bounded and known.alarm)  # it ends with another calibration
+        ]
+        told = {"fingerprint": model.to_dict(), "cells": cells}
+        path.write_text(json.dumps(told, indent=1) + "\n")
+
+    @classmethod
+    def load(cls, path: Path, model: ModelFingerprint) -> Auditor:
+        """Read what was saved; of another model nothing is known. Raises CorruptChunk."""
+        made = cls()
+        if not path.exists():
+            return made
+        try:
+            told = json.loads(path.read_text())
+            if ModelFingerprint.from_dict(told["fingerprint"]) == model:
+                made._cells = dict(map(_known, told["cells"]))
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CorruptChunk(str(path), f"no audits: {error}", hint="remove it") from error
+        return made
+
+
+def _known(told: Mapping[str, Any]) -> tuple[AuditCell, AuditedCell]:
+    rest = {key: value for key, value in told.items() if key not in ("cell", "window")}
+    window = deque((float(x) for x in told["window"]), maxlen=WINDOW)
+    return AuditCell(**told["cell"]), AuditedCell(window, **rest)

@@ -1,0 +1,246 @@
+"""Shadow audits: while there is time, a few of the answers given are held against a full prefill.
+
+::
+
+    answer      its tokens, and what was predicted when they were chosen, are put aside   (`take`)
+    time        a full prefill of the same tokens at the same positions                   (`audit`)
+    then        true drift -> its cell's bound, its line in the ledger                    (`Auditor`)
+
+An audit is a request in the background, in short pieces: whatever else is asked for runs first. What
+is put aside lies in memory only, and is charged there; where there is no room it is let go of.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from kvweave.errors import CorruptChunk, KVWeaveError, OverBudget
+from kvweave.run.base import Backend, Ints, Rows, Steps, Work
+from kvweave.run.loop import Loop, Request, Task, new_key
+from kvweave.store.shelf import Shelf
+from kvweave.weave.audit import AUDIT_FILE, AuditCell, Auditor, passes
+from kvweave.weave.check import COMPARED
+from kvweave.weave.costs import AnswerCost
+
+KEY = "||audit"  # of no namespace: whose memory it is
+MOST = 8  # answers that wait for their audit
+MOST_BYTES = 64 << 20  # of the predictions of these
+SLICE = 64  # rows of a pass: what a request may have to wait for
+UNDER_ALARM = 4  # times the share of time, until there is a new bound
+log = logging.getLogger("kvweave.weave")
+
+
+@dataclass(eq=False, slots=True)
+class Sample:
+    """An answer put aside: ``tokens`` and ``positions`` of its context up to the last prediction,
+    and the ``logits`` [prediction, vocab] it was sampled from, the last of these."""
+
+    cell: AuditCell
+    promised: float | None
+    tokens: Ints
+    positions: Ints
+    logits: Tensor
+    cost: AnswerCost | None = None
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes it takes of memory."""
+        host = self.tokens.nbytes + self.positions.nbytes
+        return host + self.logits.numel() * self.logits.element_size()
+
+
+@dataclass(frozen=True, slots=True)
+class Audit:
+    """The true ``drift`` (nats a token) of an answer, and what was ``promised`` of it before."""
+
+    cell: AuditCell
+    drift: float
+    promised: float | None
+    alarm: bool  # it raised one
+
+    @property
+    def kept(self) -> bool | None:
+        """Whether the promise was; None where there was none."""
+        return None if self.promised is None else not passes(self.drift, self.promised)
+
+
+class Watch:
+    """Keeps the logits that the last ``n`` tokens of an answer are chosen from."""
+
+    def __init__(self, n: int) -> None:
+        self.kept: deque[Tensor] = deque(maxlen=n)
+
+    def __call__(self, logits: Tensor) -> None:
+        self.kept.append(logits.clone())
+
+
+class Shadow:
+    """Puts answers aside and audits them, for ``share`` of the time spent computing; 0 is never.
+
+    With a share of 1 every answer is taken, else some by chance, so that none is likelier for what
+    it says. Touched by who drives the loop.
+    """
+
+    def __init__(
+        self, backend: Backend, shelf: Shelf, share: float = 0.0, home: Path | None = None
+    ) -> None:
+        self.backend, self.shelf, self.share = backend, shelf, share
+        self._file = None if home is None else home / AUDIT_FILE
+        self.auditor = self._load()
+        self._random = random.Random()
+        self._waiting: list[Sample] = []
+        self._n_running = 0  # bytes of the rows of audits under way
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    # ---- answers
+
+    def watch(self, sure: bool = False) -> Watch | None:
+        """Return what is to see the logits of an answer that begins, if it may be audited; ``sure``
+        where it has to be."""
+        if not self.share:
+            return None
+        a_row = self.backend.n_vocab * self.backend.dtype.itemsize
+        n = max(1, min(COMPARED, MOST_BYTES // MOST // a_row))  # few where there are many words
+        likely = 1.0 if sure or self.share >= 1 else 0.5 / (1 + len(self._waiting))
+        return Watch(n) if self._random.random() < likely else None
+
+    def take(
+        self,
+        watch: Watch,
+        cell: AuditCell,
+        promised: float | None,
+        given: tuple[Ints, Ints],
+        cost: AnswerCost,
+    ) -> None:
+        """Put an answer aside; ``given`` are tokens and positions up to its last prediction. One of
+        those that wait goes where there are too many."""
+        if not watch.kept:
+            return
+        made = Sample(cell, promised, *given, torch.stack(list(watch.kept)), cost)
+        self._waiting.append(made)
+        while len(self._waiting) > MOST:
+            del self._waiting[self._random.randrange(MOST)]
+        try:
+            self._charge()
+        except OverBudget:
+            self._waiting.remove(made)
+            self._charge()
+
+    # ---- audits
+
+    def is_due(self, loop: Loop) -> bool:
+        """Tell whether there is an answer to audit, and time was put by for it."""
+        share = self.share * (UNDER_ALARM if self.auditor.alarmed else 1)
+        served = loop.seconds - loop.background
+        return bool(self._waiting) and loop.background <= share * served
+
+    def audit(self, loop: Loop) -> Task[Audit | None]:
+        """Audit the answer that waits longest, as a task of ``loop``; None when that came to nothing,
+        which is counted and hurts nobody."""
+        if not self._waiting:
+            return None
+        sample, rows = self._waiting.pop(0), self.backend.new_rows()
+        n_bytes = rows.bytes_for(len(sample.tokens)) + sample.n_bytes
+        found: list[float] = []
+
+        def steps() -> Steps[None]:
+            found.append((yield from drifting(rows, sample)))
+
+        key = new_key()
+        self._n_running += n_bytes
+        try:
+            self._charge()
+            rows.reserve(len(sample.tokens))
+            yield Request(key, rows, steps(), None, background=True)
+        except Exception as error:
+            known = isinstance(error, KVWeaveError)
+            log.log(logging.INFO if known else logging.ERROR, "an audit came to nothing: %s", error)
+        finally:
+            loop.cancel(key)
+            self._n_running = max(0, self._n_running - n_bytes)
+            self._charge()
+        if not found:
+            self.auditor.n_failed += 1
+            return None
+        return self._found(sample, found[0])
+
+    def _found(self, sample: Sample, drift: float) -> Audit:
+        if sample.cost is not None:
+            sample.cost.measured = drift
+        raised = self.auditor.saw(sample.cell, drift, sample.promised)
+        if raised:
+            log.warning(
+                "an alarm: drifts of answers like %s are not what they were; until audits have made a "
+                "new bound nothing is promised, and where the old one broke, all is repaired",
+                sample.cell,
+            )  # fmt: skip
+        return Audit(sample.cell, drift, sample.promised, raised)
+
+    def close(self) -> None:
+        """Let go of what waits; with a home, write down what audits have found: numbers, no text."""
+        self._waiting.clear()
+        self._n_running = 0
+        self._charge()
+        if self._file is None or not any(self.auditor.report()):
+            return
+        try:
+            self.auditor.save(self._file, self.backend.fingerprint)
+        except OSError as error:
+            log.warning("what audits have found is lost: %s", error)
+
+    def _load(self) -> Auditor:
+        if self._file is None:
+            return Auditor()
+        try:
+            return Auditor.load(self._file, self.backend.fingerprint)
+        except CorruptChunk as error:  # they can be made again
+            log.warning("audits begin anew: %s", error)
+            return Auditor()
+
+    def _charge(self) -> None:
+        self.shelf.charge(KEY, self._n_running + sum(s.n_bytes for s in self._waiting))
+
+
+def drifting(rows: Rows, sample: Sample) -> Steps[float]:
+    """Return the mean KL (nats) of an answer's predictions to those of a full prefill in ``rows``.
+
+    Raises ArithmeticError when that predicts nothing.
+    """
+    n, n_found = len(sample.tokens), len(sample.logits)
+    found, kept = [], n - n_found
+    for at in range(0, n, SLICE):
+        slots = np.arange(at, min(n, at + SLICE))
+        want = np.flatnonzero(slots >= kept)
+        found.append((yield Work(rows, sample.tokens[slots], slots, sample.positions[slots], want)))
+    return drift_of(torch.cat(found), sample.logits)
+
+
+def drift_of(wanted: Tensor, found: Tensor) -> float:
+    """Return the mean KL (nats) of ``found`` logits [row, vocab] to the ``wanted`` ones; infinite
+    where they are no numbers. Raises ArithmeticError when the wanted ones are none."""
+    true, had = wanted.double().log_softmax(-1), found.double().log_softmax(-1)
+    if bool(true.isnan().any()):
+        raise ArithmeticError("the full prefill predicted nothing")
+    terms = torch.where(true.isneginf(), 0.0, true.exp() * (true - had))
+    drift = float(terms.sum(-1).clamp_min(0).mean())
+    return drift if drift == drift else float("inf")
+
+
+def given_of(
+    prompt: Sequence[NDArray[np.uint32]], out: Sequence[int], rows: Rows
+) -> tuple[Ints, Ints]:
+    """Return tokens and positions of a context up to an answer's last prediction."""
+    tokens = np.concatenate([np.concatenate(prompt).astype(np.int64), np.array(out[:-1], np.int64)])
+    return tokens, rows.positions[: len(tokens)].copy()

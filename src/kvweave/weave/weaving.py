@@ -1,0 +1,38 @@
+"""A weave under way, between `Weaver.prepare` and `Weaver.commit`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from kvweave.run.base import NO_SLOTS, Ints
+from kvweave.run.loop import Request
+from kvweave.run.sampling import Sampling
+from kvweave.store.kv import KV
+from kvweave.weave.audit import AuditCell
+from kvweave.weave.deps import Reads
+from kvweave.weave.parts import Part, Placement
+from kvweave.weave.plan import Plan
+from kvweave.weave.repair import Strategy, Wish
+from kvweave.weave.state import KeptRows
+
+
+@dataclass(slots=True)
+class Weaving:
+    """A weave under way: rows are placed, ``request`` computes the rest, `Weaver.commit` ends it."""
+
+    parts: Sequence[Part]
+    strategy: Strategy
+    wish: Wish
+    sampling: Sampling | None
+    plan: Plan | None = None  # once the strategy has chosen
+    request: Request = field(init=False)
+    placed: list[Placement] = field(default_factory=list)
+    tiers: dict[int, str] = field(default_factory=dict)  # chunk -> where its KV was
+    computed: Ints = field(default_factory=lambda: NO_SLOTS)  # slots, over all that was repaired
+    early: Ints = field(default_factory=lambda: NO_SLOTS)  # slots, over what was not
+    kept: KeptRows = field(default_factory=KeptRows)  # what the context keeps once this is complete
+    raw: KV | None = None  # of the computed rows, then of generated ones
+    reads: Reads | None = None  # of the same
+    cell: AuditCell | None = None  # of the answer, where its rows are not exact
+    alarm: bool = False  # it is repaired since a promise was not kept

@@ -1,0 +1,100 @@
+"""Cases of a user's own text and prompts, and a calibration from them."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+from serving import BUNDLED, bundled_runner
+
+from kvweave import Engine
+from kvweave.cli.app import main
+from kvweave.demo import world
+from kvweave.errors import InvalidArgument
+from kvweave.suite import own
+from kvweave.suite.calibrate import bins_of
+from kvweave.weave.calibration import Calibration, fitting
+
+
+@pytest.fixture(scope="module")
+def maker():
+    with Engine(bundled_runner()) as engine:
+        yield engine.maker
+
+
+def words(n: int, seed: int = 0) -> str:
+    return " ".join(random.Random(seed).choices(world.ENTITIES + world.VALUES, k=n))
+
+
+def test_text_is_cut_into_chunks_one_of_which_is_pruned(maker):
+    papers = own.of_texts(maker, [words(900), words(700, 1), "short"], 12)
+    assert {p.protocol for p in papers} == set(own.KINDS) and 8 <= len(papers) <= 12
+    for paper in papers:
+        names = [name for name, _ in paper.notes]
+        assert len(set(names)) == len(names) == own.CHUNKS - 1
+        assert 1 <= paper.dropped < len(names)
+        [question] = paper.questions
+        assert len(question.asked) == own.GIVEN
+        assert len(question.expected) == own.CHUNK - own.GIVEN
+    texts = [[t for _, note in p.notes for t in note] for p in papers]
+    whole = maker.tokens(words(900))
+    as_they_stand = [t == whole[whole.index(t[0]) :][: len(t)] for t in texts]
+    assert not all(as_they_stand), "some stand in each other's place"
+
+
+def test_of_prompts_every_reply_behind_something_is_a_case(maker):
+    said = [words(30, i) for i in range(6)]
+    roles = ["system", "user", "assistant", "user", "assistant", "user"]
+    messages = [{"role": r, "content": c} for r, c in zip(roles, said, strict=True)]
+    lines = [json.dumps({"messages": messages}), "", json.dumps(messages[1:])]
+    papers = own.of_prompts(maker, lines, 10, 4096)
+    assert [len(p.notes) for p in papers] == [3, 2]
+    for paper in papers:
+        [question] = paper.questions
+        assert list(question.expected) == maker.tokens(said[4])[: own.MOST_REPLY]
+        assert list(question.asked) == maker.tokens(
+            maker.chat.message("user", said[3]) + maker.chat.header()
+        )
+    assert own.of_prompts(maker, lines[:1], 10, 4096)[0].protocol in own.KINDS
+
+
+@pytest.mark.parametrize("line", ["{", "{}", "3", '[{"role": "user"}]', '{"messages": []}'])
+def test_what_is_no_prompt_is_refused(maker, line):
+    with pytest.raises(InvalidArgument):
+        own.of_prompts(maker, [line], 10, 4096)
+    with pytest.raises(InvalidArgument, match="no document"):
+        own.of_texts(maker, ["short"], 10)
+
+
+def test_each_bin_of_few_questions_has_what_a_bound_takes():
+    assert [bins_of(n) for n in (10, 40, 100, 1000)] == [2, 2, 5, 16]
+
+
+def test_a_calibration_is_of_one_strategy():
+    known = Calibration(bundled_runner().fingerprint, 0.95, 10, ())
+    assert fitting(known, "auto", 2) is known
+    assert fitting(known, "auto", 0) is None and fitting(None, "auto", 2) is None
+
+
+def test_the_command_writes_what_max_drift_takes(tmp_path: Path, capsys):
+    for i in range(2):
+        (tmp_path / f"{i}.txt").write_text(words(800, i))
+    file = tmp_path / "mine.json"
+    texts = [str(tmp_path / f"{i}.txt") for i in range(2)]
+    common = ["--model", str(BUNDLED), "--home", str(tmp_path / "home"), "--json"]
+    assert main(["calibrate", "--text", *texts, "--n", "24", "--out", str(file), *common]) == 0
+    told = json.loads(capsys.readouterr().out)["calibration"]
+    assert told["questions"] >= 20 and told["file"] == str(file)
+    made = Calibration.load(file)
+    assert (made.source, made.strategy) == ("text", "auto:2")
+    with Engine(bundled_runner(), calibration=str(file), max_drift=0.5, repair="auto") as engine:
+        for i in range(2):
+            engine.put(f"docs/{i}", words(200, 10 + i))
+        context = engine.compose("{a}{b}" + words(8, 3), a=["docs/0"], b=["docs/1"])
+        plan = context.weave()
+        assert plan.drift is not None and plan.drift <= 0.5
+        assert plan.drift_by in ("calibration", "exact")
+    assert main(["calibrate", *common]) != 0
+    assert main(["calibrate", "--text", texts[0], "--prompts", texts[1], *common]) != 0
