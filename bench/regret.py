@@ -103,7 +103,7 @@ def measure(name: str, methods: Sequence[Method], n: int, seed: str = "report") 
     torch.set_num_threads(1)
     kind = kind_of(name)
     runner = Runner.load(str(WEIGHTS / name), device="cpu")
-    counted, exam = Counted(runner), Exam(runner, BOS)
+    counted, exam = Counted(runner), Exam(runner, BOS, evidence=False)
     found: dict[str, Cell] = {}
     for paper in papers(kind, exam, n, seed):
         truth = exam.truth(paper)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from kvweave.suite.method import Method
 from kvweave.suite.protocols import cases
 from kvweave.weave.passes import ASKS, Floats, Look, Passes
 from kvweave.weave.repair import Rollout, Verdict, View, Wish
+from kvweave.weave.repair.base import SETTLED
 from kvweave.weave.repair.rollout import follow
 
 Make = Callable[..., Engine]
@@ -32,6 +34,9 @@ def view(budget: int, reads: dict[int, list[float]], asked: list[list[int]]) -> 
     """Eight candidates at slots 10 to 17, each of which reads what the table says."""
 
     class Told(View):
+        def change(self) -> Floats:
+            return np.ones(8)
+
         def reads(self, slots: Ints, weights: Floats) -> Steps[Floats]:
             yield from ()
             asked.append(slots.tolist())
@@ -48,7 +53,7 @@ def followed(view: View, mass: Floats, rounds: int) -> list[int]:
 
 def test_the_second_round_takes_what_the_first_one_reads() -> None:
     asked: list[list[int]] = []
-    mass = np.array([0.0, 0.0, 0.0, 0.9, 0.1, 0.3, 0.0, 0.0])
+    mass = np.array([0.0, 0.0, 0.0, 0.9, 0.05, 0.3, 0.0, 0.0])
     reads = {13: [0, 0.9, 0, 0, 0, 0, 0, 0], 15: [0, 0, 0, 0, 0, 0, 0.9, 0]}
     assert followed(view(5, reads, asked), mass, 2) == [11, 13, 14, 15, 16]
     assert asked == [[13, 15]]  # a third of the budget
@@ -63,6 +68,20 @@ def test_a_round_takes_half_of_what_is_needed_between_a_third_and_half_of_the_bu
     followed(view(4, {}, asked), flat, 2)  # more than half of the budget
     followed(view(6, {}, asked), np.array([0.9, *[0.01] * 7]), 2)  # less than a third of it
     assert [len(slots) for slots in asked] == [4, 2, 2]
+
+
+def test_first_rows_of_chunks_count_more_than_those_behind_them(engines: Make) -> None:
+    """Of rows that the question needs alike; not of rows that were computed among others."""
+    engine = engines()
+    passes = woven(engine)
+    changes = View(
+        passes, passes.placed[1:3], np.arange(5, 17), 4, np.random.default_rng(0)
+    ).change()
+    assert changes[:6].tolist() == changes[6:].tolist()  # six rows a chunk
+    assert changes[0] == 1 and (np.diff(changes[:6]) < 0).all() and changes[5] > SETTLED
+    among = [replace(p, origin="own") for p in passes.placed[1:3]]
+    flat = View(passes, among, np.arange(5, 17), 4, np.random.default_rng(0)).change()
+    assert flat == pytest.approx(SETTLED)
 
 
 def test_nothing_is_read_again_where_no_row_is_left_to_choose() -> None:
@@ -169,11 +188,15 @@ def test_a_drafted_token_counts_as_much_as_the_model_is_sure_of_it(
 
     def sure(works: Sequence[Work], *rest: Any, **named: Any) -> list[torch.Tensor]:
         """The same winners, ever surer of them."""
-        return [logits * 1e6 if len(logits) else logits for logits in forward(works, *rest, **named)]
+        return [
+            logits * 1e6 if len(logits) else logits for logits in forward(works, *rest, **named)
+        ]
 
     def unsure(works: Sequence[Work], *rest: Any, **named: Any) -> list[torch.Tensor]:
         """The same winners, by a hair."""
-        return [logits * 1e-9 if len(logits) else logits for logits in forward(works, *rest, **named)]
+        return [
+            logits * 1e-9 if len(logits) else logits for logits in forward(works, *rest, **named)
+        ]
 
     monkeypatch.setattr(engine.runner, "forward", sure)
     whole = looked(woven(engine, 2, "sure"))

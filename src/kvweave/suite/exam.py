@@ -76,8 +76,8 @@ class Exam:
     ``system`` is the text of the base instead of the system message.
     """
 
-    def __init__(self, runner: Backend, system: str | None = None) -> None:
-        self.runner = runner
+    def __init__(self, runner: Backend, system: str | None = None, evidence: bool = True) -> None:
+        self.runner, self.evidence = runner, evidence
         self._engines: dict[tuple[bool, bool], Engine] = {}
         self._n = count()
         self._seen: set[tuple[bool, str]] = set()  # (base, strategy) the notes were woven by before
@@ -126,7 +126,7 @@ class Exam:
         """Open a context that begins with the system message, the same tokens for every method."""
         strategy = method.build()
         if isinstance(strategy, Auto):
-            strategy.evidence = True  # what a calibration is made of
+            strategy.evidence = self.evidence  # what a calibration is made of
         context = engine.context(
             f"exam-{next(self._n)}",
             repair=strategy,

@@ -110,9 +110,8 @@ class Auto(Strategy):
         n_probes = min(PROBES, budget // 8) if budget < len(candidates) else 0
         order = np.random.default_rng(len(candidates)).permutation(len(candidates))
         probes = np.sort(candidates[order[:n_probes]])
-        chosen = yield from self.select(
-            passes, spans, candidates, (budget - n_probes) / len(candidates)
-        )
+        rest = np.setdiff1d(candidates, probes)
+        chosen = yield from self.select(passes, spans, rest, (budget - n_probes) / len(rest))
         todo = union(chosen, probes)
         old = passes.placed_values(todo)
         logits = yield from passes.recompute(todo)

@@ -18,6 +18,8 @@ from kvweave.weave.calibration import Calibration, Evidence
 from kvweave.weave.parts import Placement
 from kvweave.weave.passes import Floats, Passes, union
 
+SETTLED = 0.1  # of the change of a chunk's first row: what rows deep in it change
+
 
 @dataclass(frozen=True, slots=True)
 class Wish:
@@ -89,6 +91,19 @@ class View:
     def deviation(self, layer: int, what: str) -> Steps[Floats]:
         """Return how far rows are from recomputed ones."""
         return (yield from self.passes.deviation(self.candidates, layer, what))
+
+    def change(self) -> Floats:
+        """Return how much a repair is expected to change each candidate's values, squared (0..1].
+
+        A row of a chunk that was computed by itself has seen the chunk's rows before it and nothing
+        else: the first rows change most, as 1/(1 + rows before it), down to a floor; measured on
+        four models (docs/LOG.md, 2026-11-23). Rows computed among other chunks are at the floor.
+        """
+        before = np.full(self.passes.n, np.inf)
+        for p in self.spans:
+            if p.origin == "canonical":
+                before[p.slot : p.slot + p.ready] = np.arange(p.ready)
+        return SETTLED + (1 - SETTLED) / (1 + before[self.candidates])
 
     def dependence(self) -> Floats:
         """Return the attention mass each candidate paid to other chunks when it was last computed

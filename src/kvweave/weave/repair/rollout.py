@@ -14,12 +14,14 @@ from kvweave.weave.repair.first_k import FirstK
 
 LOOKAHEAD = 2
 COVERED, LEAST, MOST = 0.5, 1 / 3, 0.5  # of the need; of the budget that is left
+HOP = 0.3  # what reaches the question over a row that read it, beside what reaches it at once
 
 
 class Rollout(Strategy):
     """Rows the question and the first tokens of a drafted reply need; then those that these read
     once they are recomputed, each reader counting what it is needed; and so on: attention rollout
-    (arXiv 2005.00928, section 3.2) over the rows that count, and with squares (`Mass`).
+    (arXiv 2005.00928, section 3.2) over the rows that count, and with squares (`Mass`). Rows whose
+    values a repair hardly changes count less (`View.change`).
 
     A value that a chunk took over from another one may take several rows to arrive: the one the
     question finds read it from its neighbour, which had looked it up. `query` repairs the first and
@@ -53,20 +55,20 @@ class Rollout(Strategy):
 
 
 def follow(view: View, need: Floats, rounds: int) -> Steps[Ints]:
-    """Return ``budget`` slots, from those with most ``need`` [candidate] on."""
-    need, chosen = need.copy(), np.zeros(len(need), bool)
+    """Return ``budget`` slots, from those with most ``need`` [candidate] times change on."""
+    need, chosen, change = need.copy(), np.zeros(len(need), bool), view.change()
     budget = min(view.budget, len(need))
     for left in range(rounds, 0, -1):
-        room = budget - int(chosen.sum())
-        order = np.argsort(np.where(chosen, 1.0, -need), kind="stable")
+        room, worth = budget - int(chosen.sum()), need * change
+        order = np.argsort(np.where(chosen, 1.0, -worth), kind="stable")
         if left == 1:
             chosen[order[:room]] = True
             break
-        sums = np.cumsum(need[order[:room]])
-        n = 1 + int(np.searchsorted(sums, COVERED * need[~chosen].sum()))
+        sums = np.cumsum(worth[order[:room]])
+        n = 1 + int(np.searchsorted(sums, COVERED * worth[~chosen].sum()))
         new = order[: min(max(n, ceil(LEAST * room)), ceil(MOST * room))]
         new = np.sort(new[need[new] > 0])
         chosen[new] = True
         if len(new) and chosen.sum() < budget:
-            need += yield from view.reads(view.candidates[new], need[new])
+            need += HOP * (yield from view.reads(view.candidates[new], need[new]))
     return view.candidates[chosen]
