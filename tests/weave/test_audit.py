@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 import pytest
@@ -195,18 +197,30 @@ def test_what_was_audited_least_is_forgotten_first() -> None:
     assert len(reports) == MOST_CELLS and CELL in {r.cell for r in reports}
 
 
+def test_a_tenant_raises_no_alarm_for_others_and_pushes_nobody_out() -> None:
+    auditor, other = alarmed(), replace(CELL, tenant="anna")
+    for _ in range(LEAST):
+        auditor.saw(other, 0.1, None)
+    assert auditor.way(CELL) != "asked" and auditor.way(other) == "asked"
+    assert auditor.promise(other).bound == 0.1 and not auditor.promise(other).alarm
+    for i in range(3 * MOST_CELLS):
+        flood = replace(CELL, share=i / 1000 + 0.1, tenant="mallory")
+        for _ in range(2 * LEAST):
+            auditor.saw(flood, 0.1, None)
+    assert auditor.promise(other).bound == 0.1
+
+
 @settings(max_examples=30, deadline=None)
 @given(st.lists(st.tuples(st.floats(0, 1e3), st.booleans()), max_size=80))
 def test_what_was_saved_goes_on_where_it_was(steps: list[tuple[float, bool]]) -> None:
-    one, path = Auditor(), Path(f"/tmp/kvweave-audit-{id(steps)}.json")
+    one = Auditor()
     for drift, promised in steps:
         one.saw(CELL, drift, one.promise(CELL).bound if promised else None)
     model = tiny().fingerprint
-    try:
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "audit.json"
         one.save(path, model)
         two = Auditor.load(path, model)
-    finally:
-        path.unlink(missing_ok=True)
     assert list(one.report()) == list(two.report())
     assert one.saw(CELL, 2.0, 1.0) == two.saw(CELL, 2.0, 1.0)
     assert list(one.report()) == list(two.report())

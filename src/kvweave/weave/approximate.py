@@ -64,7 +64,8 @@ def cell_of(plan: Plan, strategy: Strategy, wish: Wish, state: State) -> AuditCe
     policy: PrunePolicy = "thinned" if "freed" in names else "evict" if state.keeps else "forget"
     share = 0.0 if strategy.name in ("none", "full") else round(wish.share, 3)
     bounded = wish.max_drift is not None
-    return AuditCell(_spec(strategy), share, bounded, codecs or "raw", rows, policy)
+    spec = _spec(strategy)
+    return AuditCell(spec, share, bounded, codecs or "raw", rows, policy, state.tenant)
 
 
 def promised(plan: Plan, promise: Promised) -> Plan:

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import json
 from bisect import bisect_left, bisect_right
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from math import ceil, comb, isfinite
@@ -45,7 +45,7 @@ FORTUNE = 1000.0  # audits between two such alarms for nothing, on average, at l
 FLOOR = 1e-6  # nats; below that all is rounding
 ROUNDING = 1e-3  # part by which a drift may pass a bound: sums in another order
 PROBE = 4  # under an alarm one answer in so many is woven as it was asked for, to be audited
-MOST_CELLS = 64  # what was audited least is forgotten first
+MOST_CELLS = 256  # of who has most of them, what was audited least is forgotten first
 AUDIT_FILE = "audit.json"  # in a home
 
 PrunePolicy = Literal["forget", "evict", "thinned"]
@@ -58,7 +58,8 @@ class AuditCell:
 
     ``repair`` is the strategy with its options, ``share`` of the rows; ``bounded`` where a
     ``max_drift`` was asked for. ``codec``: what the reused chunks went through at rest. ``rows``:
-    how the rows of the context rest. ``policy``: what was done with what was pruned.
+    how the rows of the context rest. ``policy``: what was done with what was pruned. ``tenant``:
+    whose answers, so that nobody's text can raise an alarm for others.
     """
 
     repair: str
@@ -67,6 +68,7 @@ class AuditCell:
     codec: str = "raw"
     rows: str = "raw"
     policy: PrunePolicy = "forget"
+    tenant: str = ""
 
     @property
     def strategy(self) -> str:
@@ -258,7 +260,9 @@ class Auditor:
         """Take in the true drift (nats) of an answer; return whether that raises an alarm."""
         if cell not in self._cells:
             while len(self._cells) >= MOST_CELLS:
-                del self._cells[min(self._cells, key=lambda c: self._cells[c].n_audits)]
+                whose = Counter(c.tenant for c in self._cells).most_common(1)[0][0]
+                mine = [c for c in self._cells if c.tenant == whose]
+                del self._cells[min(mine, key=lambda c: self._cells[c].n_audits)]
             self._cells[cell] = AuditedCell()
         return self._cells[cell].saw(drift, promised)
 
