@@ -107,6 +107,7 @@ def measure(name: str, methods: Sequence[Method], n: int, seed: str = "report") 
     found: dict[str, Cell] = {}
     for paper in papers(kind, exam, n, seed):
         truth = exam.truth(paper)
+        list(exam.under(paper, Method("none"), truth))  # stores the notes
         for method in methods:
             before = counted.rows, counted.passes
             trials = list(exam.under(paper, method, truth))
