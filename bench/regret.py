@@ -25,18 +25,20 @@ from models.zoo import ZOO, Kind
 from rich.console import Console
 
 from kvweave.run.model import Runner
-from kvweave.suite import prose, stats
+from kvweave.suite import plot, prose, stats
 from kvweave.suite.exam import Exam, outcome
 from kvweave.suite.method import FULL, Method
 from kvweave.suite.words import Paper, Question
 
 HERE = Path(__file__).resolve().parent
+FIGURE = HERE.parent / "docs" / "repair.png"
 WEIGHTS, CACHE = HERE / "models" / "weights", HERE / ".cache" / "regret"
 PASS = 0.004  # of the context: a pass of one row took as long as 18 rows more of 4,200 (19 M, CPU)
 NOTES, ASKED = 8, 8
 SINGLE = ("random", "first_k", "deviation:v@1", "query", "rollout:1@0", "boundary")
 OURS = ("auto", "auto:0", "auto:1", "auto:4")  # auto drafts two tokens
 FLOOR = 1e-4  # nats: below that all are alike
+DRAWN = ("random", "first_k", "deviation:v@1", "query", "rollout:1@0", "auto")
 SHARES = (0.02, 0.05, 0.10, 0.15, 0.30)
 WIDER = (0.5, 0.8)  # of single strategies, so that nothing is compared beyond what was measured
 
@@ -214,14 +216,19 @@ def cells_of(name: str, n: int, cache: Path, again: str = "") -> dict[str, Cell]
     return {label: Cell(**cell) for label, cell in known.items()}
 
 
-def all_of(names: Sequence[str], n: int, cache: Path, again: str = "") -> dict[str, Any]:
+def all_of(
+    names: Sequence[str], n: int, cache: Path, again: str = "", figure: Path | None = None
+) -> dict[str, Any]:
     """Return the table of regrets, worst case first, and what leaving a model out gives."""
     rows: list[dict[str, Any]] = []
+    known: dict[str, dict[str, Cell]] = {}
     with progress("models", len(names)) as step:
         for name in names:
-            cells = cells_of(name, n, cache, again)
+            known[name] = cells = cells_of(name, n, cache, again)
             rows += [r for each in (*OURS, *SINGLE) for r in regrets(name, cells, each)]
             step(name)
+    if figure is not None:
+        draw(known, figure)
     rows.sort(key=lambda r: -r["regret"])
     return {"rows": rows, "left_out": left_out(rows, OURS)}
 
@@ -246,11 +253,43 @@ def show(found: dict[str, Any]) -> None:
     console.print(table("leave one model out", head, cells))
 
 
+def draw(found: dict[str, dict[str, Cell]], path: Path) -> bool:
+    """Draw KL against cost, a panel a model; return False when matplotlib is not installed."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError:
+        return False
+    columns = -(-len(found) // 2)
+    figure = Figure(figsize=(2.6 * columns + 1, 6), layout="constrained")
+    FigureCanvasAgg(figure)
+    panels = figure.subplots(2, columns, squeeze=False)
+    for unused in panels.flat[len(found) :]:
+        unused.set_visible(False)
+    for axes, (name, cells) in zip(panels.flat, found.items(), strict=False):
+        axes.axhline(max(FLOOR, stats.mean(cells["none 0%"].kl).value), color="#777777", linestyle=":", linewidth=0.8)  # fmt: skip
+        for i, strategy in enumerate(DRAWN):
+            mine = [c for label, c in cells.items() if label.split()[0] == strategy]
+            points = sorted((100 * mean(c.cost), max(FLOOR, stats.mean(c.kl).value)) for c in mine)
+            width = 2.0 if strategy == "auto" else 1.0
+            axes.plot(*zip(*points, strict=True), color=plot.COLOURS[i], marker=plot.MARKERS[i],
+                      markersize=3, linewidth=width, label=strategy)  # fmt: skip
+        axes.set_yscale("log")
+        axes.set_title(name, fontsize=9)
+        axes.tick_params(labelsize=7)
+    figure.supxlabel("computed, of the context (%)", fontsize=9)
+    figure.supylabel("KL to a full prefill (nats)", fontsize=9)
+    figure.legend(*panels.flat[0].get_legend_handles_labels(), loc="outside upper center", ncols=len(DRAWN), fontsize=8)  # fmt: skip
+    figure.savefig(path, dpi=110)
+    return True
+
+
 def report(names: Sequence[str], n: int, out: Path, cache: Path = CACHE, again: str = "") -> None:
     """Measure, write, print."""
     names = names or [k.name for k in ZOO if (WEIGHTS / k.name / "curve.json").exists()]
     about = {"machine": machine(torch.device("cpu"))}
-    found = all_of(names, n, cache, again)
+    whole = out == RESULTS / "models.json"
+    found = all_of(names, n, cache, again, FIGURE if whole else out.with_suffix(".png"))
     setup = {"n": n, "notes": NOTES, "asked": ASKED, "pass": PASS, "floor": FLOOR}
     out.write_text(json.dumps(about | {"setup": setup} | found, indent=1) + "\n")
     show(found)

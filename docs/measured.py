@@ -1,4 +1,4 @@
-"""Write the measured numbers of README.md and of fidelity, codecs and simulate in docs/ from ``bench/results/*.json``.
+"""Write the measured numbers of README.md and of codecs, fidelity, repair and simulate in docs/ from ``bench/results/*.json``.
 
 ``python docs/measured.py`` rewrites them between their markers; ``--check`` only compares. Of the
 suite's results nothing is written while there are none.
@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from on_gpu import on_gpu
+from regrets import regrets
 from rested import codec_page, rested
 from simulated import simulated
 from tables import table
@@ -21,6 +22,7 @@ ROOT = Path(__file__).parents[1]
 README, FIDELITY = ROOT / "README.md", ROOT / "docs" / "fidelity.md"
 CODECS = ROOT / "docs" / "codecs.md"
 SIMULATE = ROOT / "docs" / "simulate.md"
+REPAIR = ROOT / "docs" / "repair.md"
 FIGURE = ROOT / "docs" / "fidelity.png"
 Row = dict[str, Any]
 SHOWN = (  # in the README: strategy and share
@@ -372,6 +374,7 @@ def main() -> int:
         (FIDELITY, page()),
         (CODECS, codec_page(find("kv_codecs"))),
         (SIMULATE, simulated(find("policies"))),
+        (REPAIR, regrets(find("models"))),
     ):
         text = file.read_text()
         head, rest = text.split(BEGIN)
