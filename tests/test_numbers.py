@@ -23,6 +23,7 @@ def test_the_documents_have_the_measured_numbers():
         "docs/fidelity": MEASURED["page"](),
         "docs/codecs": codecs,
         "docs/simulate": MEASURED["simulated"](MEASURED["find"]("policies")),
+        "docs/repair": MEASURED["regrets"](MEASURED["find"]("models")),
     }
     for file, numbers in made.items():
         assert between((ROOT / f"{file}.md").read_text()) == numbers, "run `make docs`"

@@ -153,5 +153,5 @@ ZOO = (
         filler=FILLER,
     ), about="two steps, then the value"),
     Kind("llama-prose", llama_prose, 20, rate=2e-3, vocab=1024, about="documentation and source of Python"),
-    Kind("qwen3-bytes", qwen3_prose, 20, rate=2e-3, about="the same in bytes"),
+    Kind("qwen3-bytes", qwen3_prose, 12, rate=2e-3, about="the same in bytes"),
 )  # fmt: skip

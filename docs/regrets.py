@@ -1,0 +1,58 @@
+"""The tables of docs/repair.md: regrets over the bench of models."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tables import table
+
+Row = dict[str, Any]
+FIGURE = Path(__file__).parent / "repair.png"
+ABOUT = "KL to a full prefill against what a repair computes, a panel a model"
+WORD = {0.02: "2 %", 0.05: "5 %", 0.10: "10 %", 0.15: "15 %", 0.30: "30 %"}
+
+
+def regrets(found: dict[str, Any] | None) -> str:
+    """Return the numbers of docs/repair.md."""
+    if found is None:
+        return ""
+    rows, setup, machine = found["rows"], found["setup"], found["machine"]
+    lines = [
+        f"Measured with {setup['n']} documents a model, {setup['asked']} questions each, on {machine['cpu']}, commit "
+        f"{machine['commit'][:7]} ([bench/regret.py](../bench/regret.py)).",
+        "",
+        *([f"![{ABOUT}](repair.png)", ""] if FIGURE.exists() else []),
+        *worst(rows),
+        *each(found["left_out"]),
+    ]
+    return "\n".join(lines)
+
+
+def worst(rows: Sequence[Row]) -> list[str]:
+    """Return the table of strategies, the worst case of each."""
+    body = []
+    for name in dict.fromkeys(r["strategy"] for r in rows):
+        mine = sorted((r for r in rows if r["strategy"] == name), key=lambda r: -float(r["regret"]))
+        middle = mine[len(mine) // 2]["regret"]
+        over = sum(r["regret"] > 1.2 for r in mine)
+        at = f"{mine[0]['model']}, {WORD[mine[0]['share']]}"
+        body.append([f"`{name}`", f"{mine[0]['regret']:.2f}", at, f"{middle:.2f}", f"{over} of {len(mine)}"])  # fmt: skip
+    body.sort(key=lambda cells: float(cells[1]))
+    return [*table(["strategy", "worst", "on", "median", "above 1.2"], body), ""]
+
+
+def each(rows: Sequence[Row]) -> list[str]:
+    """Return the table of models left out, worst first."""
+    body = [
+        [
+            r["left_out"], f"`{r['chosen']}`", WORD[r["share"]], f"{r['cost']:.1%}", f"{r['none_kl']:.2g}",
+            f"{r['kl'][0]:.2g} [{r['kl'][1]:.2g}, {r['kl'][2]:.2g}]", f"{r['best_kl']:.2g}", f"`{r['best']}`",
+            f"{r['regret']:.2f}", f"{r['right'][0]:.2f}", f"{r['full']:.2f}",
+        ]
+        for r in rows
+    ]  # fmt: skip
+    head = ("model left out", "chosen", "share", "cost", "KL unrepaired", "KL", "KL of the best", "the best",
+            "regret", "right", "full prefill right")  # fmt: skip
+    return [*table(head, body, 2), ""]
