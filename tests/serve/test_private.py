@@ -142,3 +142,21 @@ def test_it_is_forgotten_without_anybody_asking(serve: Any) -> None:
     while (served.anna.names() or kept(served)["tokens"]) and time.monotonic() < end:
         time.sleep(0.1)
     assert served.anna.names() == [] and kept(served)["tokens"] == set()
+
+
+def test_no_answer_is_put_aside_for_an_audit(serve: Any) -> None:
+    served, rng, asked = serve(), random.Random(7), []
+
+    def spy(engine: Any) -> None:
+        engine.shadow.watch = lambda sure=False: asked.append(sure)
+
+    served.client.portal.call(served.driver.call, spy)
+    talk = conversation(rng, 2)
+    ask(served.anna, talk, store=False)
+    assert not asked
+    ask(served.anna, talk)
+    assert len(asked) == 1
+    ask(served.anna, [*talk, *conversation(rng, 1)[1:]], store=False)
+    assert len(asked) == 1
+    ask(served.anna, [*talk, *conversation(rng, 1)[1:]])
+    assert len(asked) == 2

@@ -58,6 +58,7 @@ class Session:
         self.turn: UnderWay | None = None  # between its beginning and its end
         self.answered = NO_ANSWER
         self.waits_for: int | None = None  # the request of a task that is under way
+        self.audited = True  # its answers may be put aside for an audit
 
     @property
     def busy(self) -> bool:

@@ -59,7 +59,8 @@ class Turn:
                 session.state, context.parts, chosen, wish, sampling
             )
             self._weaving.alarm = way == "full"
-            self._watch = session.weaver.shadow.watch(sure=way == "probe")
+            shadow = session.weaver.shadow
+            self._watch = shadow.watch(sure=way == "probe") if session.audited else None
             self._weaving.request.watch = self._watch
             self._weave_seconds = time.perf_counter() - self._started
             self._weaving.request.started = self._started

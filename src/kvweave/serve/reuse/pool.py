@@ -98,7 +98,7 @@ class Sessions:
                 common = Common(taken.n_base, 0, None)
             else:
                 taken.n_computed = 0
-            taken.private = private
+            taken.private, taken.context.session.audited = private, not private
             if taken in self._idle:
                 self._idle.remove(taken)
             try:
