@@ -61,13 +61,10 @@ def test_the_second_round_takes_what_the_first_one_reads() -> None:
     assert followed(view(4, reads, asked), mass, 2) == [11, 13, 15, 16]
 
 
-def test_a_round_takes_half_of_what_is_needed_between_a_third_and_half_of_the_budget() -> None:
+def test_a_round_takes_a_third_of_what_is_left() -> None:
     asked: list[list[int]] = []
-    flat = np.array([0.1, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1])
-    followed(view(8, {}, asked), flat, 2)  # half of it is in four rows, and four are half of eight
-    followed(view(4, {}, asked), flat, 2)  # more than half of the budget
-    followed(view(6, {}, asked), np.array([0.9, *[0.01] * 7]), 2)  # less than a third of it
-    assert [len(slots) for slots in asked] == [4, 2, 2]
+    followed(view(8, {}, asked), np.full(8, 0.1), 3)
+    assert asked == [[10, 11, 12], [13, 14]]
 
 
 def test_first_rows_of_chunks_count_more_than_those_behind_them(engines: Make) -> None:

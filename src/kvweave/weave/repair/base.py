@@ -18,7 +18,7 @@ from kvweave.weave.calibration import Calibration, Evidence
 from kvweave.weave.parts import Placement
 from kvweave.weave.passes import Floats, Passes, union
 
-SETTLED = 0.1  # of the change of a chunk's first row: what rows deep in it change
+SETTLED = 0.2  # of the change of a chunk's first row: what rows deep in it change
 
 
 @dataclass(frozen=True, slots=True)

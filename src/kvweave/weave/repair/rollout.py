@@ -13,8 +13,7 @@ from kvweave.weave.repair.base import Strategy, View
 from kvweave.weave.repair.first_k import FirstK
 
 LOOKAHEAD = 2
-COVERED, LEAST, MOST = 0.5, 1 / 3, 0.5  # of the need; of the budget that is left
-HOP = 0.3  # what reaches the question over a row that read it, beside what reaches it at once
+HOP = 0.45  # what reaches the question over a row that read it, beside what reaches it at once
 
 
 class Rollout(Strategy):
@@ -26,8 +25,7 @@ class Rollout(Strategy):
     A value that a chunk took over from another one may take several rows to arrive: the one the
     question finds read it from its neighbour, which had looked it up. `query` repairs the first and
     leaves the second. The first layer does not count, since its rows are right anywhere. A round
-    takes the rows that get half of what is needed, at least a third of what is left of the budget
-    and at most half of it; the last one takes all (docs/LOG.md, 2026-11-23).
+    takes a third of what is left of the budget, the last one all (docs/LOG.md, 2026-11-23).
 
     The draft (``lookahead`` tokens, greedy, over the unrepaired context; for the eviction of KV:
     Lookahead Q-Cache, arXiv 2505.20334) shows where the reply will look: a question that ends in a
@@ -64,9 +62,7 @@ def follow(view: View, need: Floats, rounds: int) -> Steps[Ints]:
         if left == 1:
             chosen[order[:room]] = True
             break
-        sums = np.cumsum(worth[order[:room]])
-        n = 1 + int(np.searchsorted(sums, COVERED * worth[~chosen].sum()))
-        new = order[: min(max(n, ceil(LEAST * room)), ceil(MOST * room))]
+        new = order[: ceil(room / 3)]
         new = np.sort(new[need[new] > 0])
         chosen[new] = True
         if len(new) and chosen.sum() < budget:
