@@ -69,7 +69,12 @@ def test_replies_are_what_a_reader_of_the_sentences_says(bench: Any, name: str, 
             kind, asked, reply = world.question()
             said = matches(wording.ask, asked)
             assert said is not None and held[said["E"], said["A"]] in reply
-            assert reply[-1] == bench.worlds.END and kind in ("recall", "change", "pronoun", "alias")
+            assert reply[-1] == bench.worlds.END and kind in (
+                "recall",
+                "change",
+                "pronoun",
+                "alias",
+            )
 
 
 def test_every_word_of_a_document_is_in_the_vocabulary(bench: Any) -> None:
@@ -117,9 +122,7 @@ def test_what_is_chosen_for_a_model_does_not_look_at_it(bench: Any) -> None:
 
 def test_a_trained_model_is_measured(bench: Any) -> None:
     """`query` and `auto` against no repair, on the committed weights of one model."""
-    methods = [
-        m for m in bench.regret.methods() if m.label in ("none 0%", "query 30%", "auto 30%")
-    ]
+    methods = [m for m in bench.regret.methods() if m.label in ("none 0%", "query 30%", "auto 30%")]
     cells = bench.regret.measure("qwen3-last", methods, 2)
     kl = {label: sum(map(sum, cell.kl)) for label, cell in cells.items() if cell.kl}
     assert kl["auto 30%"] < kl["none 0%"] / 2

@@ -156,7 +156,8 @@ def test_no_answer_is_put_aside_for_an_audit(serve: Any) -> None:
     assert not asked
     ask(served.anna, talk)
     assert len(asked) == 1
-    ask(served.anna, [*talk, *conversation(rng, 1)[1:]], store=False)
+    for n in (1, 2, 4):
+        ask(served.anna, [*talk, *conversation(rng, 1)[1:]], store=False, n=n)
     assert len(asked) == 1
     ask(served.anna, [*talk, *conversation(rng, 1)[1:]])
     assert len(asked) == 2

@@ -15,7 +15,7 @@ from kvweave.demo import world
 from kvweave.errors import InvalidArgument
 from kvweave.suite import own
 from kvweave.suite.calibrate import bins_of
-from kvweave.weave.calibration import Calibration, fitting
+from kvweave.weave.calibration import STRATEGY, Calibration, fitting
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +88,7 @@ def test_the_command_writes_what_max_drift_takes(tmp_path: Path, capsys):
     told = json.loads(capsys.readouterr().out)["calibration"]
     assert told["questions"] >= 20 and told["file"] == str(file)
     made = Calibration.load(file)
-    assert (made.source, made.strategy) == ("text", "auto:2")
+    assert (made.source, made.strategy) == ("text", STRATEGY)
     with Engine(bundled_runner(), calibration=str(file), max_drift=0.5, repair="auto") as engine:
         for i in range(2):
             engine.put(f"docs/{i}", words(200, 10 + i))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,13 +17,13 @@ from hypothesis import strategies as st
 from weaving import chat, text
 
 from kvweave import Context, Engine, Runner, Sampling
-from kvweave.errors import KVWeaveError, OverBudget
+from kvweave.errors import KVWeaveError
 from kvweave.run.base import Work
 from kvweave.run.loop import Request, new_key
 from kvweave.weave.audit import LEAST
 from kvweave.weave.calibration import Calibration, Curve
 from kvweave.weave.oracle import forced
-from kvweave.weave.shadow import KEY, MOST, SLICE, drift_of
+from kvweave.weave.shadow import AUDITS, MOST, SLICE, drift_of
 
 Make = Callable[..., Engine]
 AUDITED: dict[str, object] = {"repair": "query", "share": 0.2, "audit": 1.0}
@@ -111,23 +112,21 @@ def test_what_waits_is_few_and_charged(engines: Make) -> None:
     engine = engines(**AUDITED)
     answered(engine, MOST + 4)
     charged = dict(engine.shelf.charged())
-    assert len(engine.shadow) == MOST and charged[KEY] > 0
+    assert len(engine.shadow) == MOST and charged[AUDITS] > 0
     assert len(engine.audit(100)) == MOST
-    assert KEY not in dict(engine.shelf.charged())
+    assert AUDITS not in dict(engine.shelf.charged())
+
+
+def full_of(engine: Engine) -> Any:
+    """What the shadow sees of a shelf without room."""
+    return SimpleNamespace(room=100, charge=engine.shelf.charge)
 
 
 def test_where_there_is_no_room_nothing_is_put_aside(
     engines: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = engines(**AUDITED)
-    charge = engine.shelf.charge
-
-    def full(context: str, n_bytes: int) -> None:
-        if context == KEY and n_bytes:
-            raise OverBudget(n_bytes, 0, 0)
-        charge(context, n_bytes)
-
-    monkeypatch.setattr(engine.shelf, "charge", full)
+    monkeypatch.setattr(engine.shadow, "shelf", full_of(engine))
     assert len(answered(engine, 2)) == 2 and not len(engine.shadow)
 
 
@@ -137,27 +136,22 @@ def test_an_audit_that_comes_to_nothing_hurts_nobody(
 ) -> None:
     engine = engines(**AUDITED)
     answered(engine, 2)
-    forward, charge = engine.runner.forward, engine.shelf.charge
+    forward = engine.runner.forward
 
     def broken(works: list[Work]) -> list[torch.Tensor]:
         if fault == "raises":
             raise RuntimeError("planted")
         return [found * float("nan") for found in forward(works)]
 
-    def full(context: str, n_bytes: int) -> None:
-        if context == KEY and n_bytes > 60_000:
-            raise OverBudget(n_bytes, 0, 0)
-        charge(context, n_bytes)
-
     with monkeypatch.context() as patch:
         if fault == "no room":
-            patch.setattr(engine.shelf, "charge", full)
+            patch.setattr(engine.shadow, "shelf", full_of(engine))
         else:
             patch.setattr(engine.runner, "forward", broken)
         assert engine.audit(1) == []
     assert engine.shadow.auditor.n_failed == 1 and not engine.loop.requests
     [audit] = engine.audit(5)
-    assert audit.drift > 0 and KEY not in dict(engine.shelf.charged())
+    assert audit.drift > 0 and AUDITS not in dict(engine.shelf.charged())
     assert len(answered(engine, 1, first=7)) == 1
 
 
@@ -414,7 +408,7 @@ def test_answers_and_audits_in_any_order(steps: list[tuple[str, int]]) -> None:
         for known in engine.shadow.auditor.report():
             assert 0 <= known.n_missed <= known.n_promised <= known.n_audits
         engine.check_integrity()
-        assert not engine.loop.requests and KEY not in dict(engine.shelf.charged())
+        assert not engine.loop.requests and AUDITS not in dict(engine.shelf.charged())
 
 
 def test_a_request_of_the_background_runs_alone(engines: Make) -> None:

@@ -153,7 +153,16 @@ class Loop:
                 raise
         if request.n_pending:
             n_left = request.sampling.max_tokens if request.sampling is not None else 0
-            self.schedule.add(Job(request.key, request.n_pending, n_left, request.tenant))
+            self.schedule.add(
+                Job(
+                    request.key,
+                    request.n_pending,
+                    n_left,
+                    request.tenant,
+                    False,
+                    request.background,
+                )
+            )
 
     def cancel(self, key: int) -> None:
         """Stop a request; the rows computed up to now stay."""

@@ -40,6 +40,7 @@ class Job:
     n_left: int  # tokens still to generate
     tenant: str = ""
     cancelled: bool = False
+    background: bool = False  # nobody's: it slows nobody, whoever is there
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +134,7 @@ class Schedule:
             self._remove(job)
         waiting = {key for queue in self._pending.values() for key in queue if key not in held}
         n_most = min(self.max_batch, self.max_rows - (1 if waiting else 0))
-        greedy = self._ledger.greedy({job.tenant for job in self._jobs.values()})
+        greedy = self._ledger.greedy({j.tenant for j in self._jobs.values() if not j.background})
         ready = [key for key in self._decoding if key not in held]
         greedy = greedy if self.beside < self.max_rows else set()
         modest = [key for key in ready if self._jobs[key].tenant not in greedy]
@@ -154,7 +155,8 @@ class Schedule:
         self.rows = len(decoding), sum(pieces.values()) - n_urgent, n_urgent
         grants += [Grant(key, n_rows, False) for key, n_rows in pieces.items()]
         self._out = {grant.key: grant.n_rows for grant in grants}
-        self._ledger.note((self._jobs[grant.key].tenant, grant.n_rows) for grant in grants)
+        mine = ((self._jobs[grant.key], grant.n_rows) for grant in grants)
+        self._ledger.note((job.tenant, n_rows) for job, n_rows in mine if not job.background)
         return grants
 
     def done(

@@ -61,6 +61,7 @@ class Shelf:
         self._charged: dict[str, int] = {}  # context name -> bytes of its rows
         self.may_charge: Callable[[str, int], None] = lambda context, n_bytes: None
         self._n_charged = 0  # of all
+        self.spare: Callable[[], None] = lambda: None  # lets go of what may wait, for others' room
         self._busy: set[int] = set()  # chunks a weave is reading: not to be let go of now
         self._to_clean = 0  # bytes stored since the last look for what to write behind
 
@@ -69,6 +70,11 @@ class Shelf:
         """Bytes of memory in use."""
         beside = self._in_context.n_bytes + self.patches.n_bytes
         return self.ram.n_bytes + beside + self._n_charged
+
+    @property
+    def room(self) -> int:
+        """Bytes of memory that nothing has; below 0 where more is in use than the budget."""
+        return self.budget - self.n_bytes
 
     def levels(self) -> list[tuple[str, int, int | None]]:
         """Return place, bytes used and budget of memory and of every level below."""
@@ -281,7 +287,9 @@ class Shelf:
 
     def reserve(self, n_bytes: int) -> None:
         """Make room for ``n_bytes``. Raises OverBudget before letting go of anything."""
-        short = self.n_bytes + n_bytes - self.budget
+        if n_bytes > self.room:
+            self.spare()
+        short = n_bytes - self.room
         if short <= 0:
             return
         loose = self._in_context.n_bytes + self.patches.n_bytes

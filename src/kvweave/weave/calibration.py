@@ -17,7 +17,8 @@ from pathlib import Path
 from kvweave.chunk.identity import ModelFingerprint
 from kvweave.errors import CorruptChunk, InvalidArgument
 
-STRATEGY = "auto:2"  # the gate, and how many tokens of a reply it drafts
+CHOICE = 2  # how the gate chooses rows: bounds of another choice are not its own
+STRATEGY = f"auto:2:{CHOICE}"  # the gate, and how many tokens of a reply it drafts
 FILE = "calibration.json"  # in a home or beside a checkpoint
 
 
@@ -107,7 +108,7 @@ class Calibration:
             found = json.loads(path.read_text())
             curves = tuple(_curve(c) for c in found.pop("curves"))
             mine = ModelFingerprint.from_dict(found.pop("fingerprint"))
-            how = str(found.get("strategy", STRATEGY)), str(found.get("source", "suite"))
+            how = str(found.get("strategy", "auto")), str(found.get("source", "suite"))
             return cls(mine, float(found["coverage"]), int(found["n"]), curves, *how)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise CorruptChunk(str(path), f"not a calibration: {error}") from error
@@ -140,7 +141,7 @@ def calibration_of(
 
 def fitting(known: Calibration | None, strategy: str, draft: int) -> Calibration | None:
     """Return a calibration where it is of this strategy: of another it says nothing."""
-    return known if known is not None and known.strategy == f"{strategy}:{draft}" else None
+    return known if known is not None and known.strategy == f"{strategy}:{draft}:{CHOICE}" else None
 
 
 def check_nats(max_drift: float) -> None:

@@ -72,12 +72,12 @@ class Session:
     def repairing(self, parts: Sequence[Part], wish: Wish) -> tuple[Strategy, Wish, Way]:
         """Return how an answer is woven: as it was asked for, but where audits found that what is
         promised of such answers is not kept. Then all that is not exact is placed anew."""
-        auditor, state = self.weaver.shadow.auditor, self.state
+        shadow, state = self.weaver.shadow, self.state
         way: Way = "asked"
-        if auditor.alarmed:
-            plan = self.preview(parts)
+        if shadow.share and shadow.auditor.alarmed:
+            plan = self.weaver.plan(state, parts, self.strategy, 0.0)
             if plan.drift != 0:
-                way = auditor.way(cell_of(plan, self.strategy, wish, state))
+                way = shadow.auditor.way(cell_of(plan, self.strategy, wish, state))
         if way != "full":
             return self.strategy, wish, way
         state.woven = state.woven[: exact_prefix(state.woven)]
@@ -154,7 +154,7 @@ class Session:
         except BaseException:
             self.weaver.shelf.charge(key, 0)
             raise
-        twin.strategy, twin.plan = self.strategy, self.plan
+        twin.strategy, twin.plan, twin.audited = self.strategy, self.plan, self.audited
         return twin
 
     def close(self) -> None:

@@ -7,7 +7,8 @@
     then        true drift -> its cell's bound, its line in the ledger                    (`Auditor`)
 
 An audit is a request in the background, in short pieces: whatever else is asked for runs first. What
-is put aside lies in memory only, and is charged there; where there is no room it is let go of.
+is put aside lies in memory only, and is charged there: it takes room that nothing has, and is let
+go of when something wants it.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import random
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import isfinite
 from pathlib import Path
 
 import numpy as np
@@ -32,7 +34,7 @@ from kvweave.weave.audit import AUDIT_FILE, AuditCell, Auditor, passes
 from kvweave.weave.check import COMPARED
 from kvweave.weave.costs import AnswerCost
 
-KEY = "||audit"  # of no namespace: whose memory it is
+AUDITS = "||audit"  # of no namespace: whose memory it is
 MOST = 8  # answers that wait for their audit
 MOST_BYTES = 64 << 20  # of the predictions of these
 SLICE = 64  # rows of a pass: what a request may have to wait for
@@ -81,7 +83,10 @@ class Watch:
         self.kept: deque[Tensor] = deque(maxlen=n)
 
     def __call__(self, logits: Tensor) -> None:
-        self.kept.append(logits.clone())
+        try:
+            self.kept.append(logits.clone())
+        except Exception:  # no memory: an answer is worth more than its audit
+            self.kept = deque(maxlen=0)
 
 
 class Shadow:
@@ -99,7 +104,8 @@ class Shadow:
         self.auditor = self._load()
         self._random = random.Random()
         self._waiting: list[Sample] = []
-        self._n_running = 0  # bytes of the rows of audits under way
+        self._running: dict[int, tuple[Loop, int]] = {}  # audits under way: bytes of their rows
+        shelf.spare = self.spare
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -129,14 +135,20 @@ class Shadow:
         if not watch.kept:
             return
         made = Sample(cell, promised, *given, torch.stack(list(watch.kept)), cost)
+        if made.n_bytes > self.shelf.room:
+            return
         self._waiting.append(made)
         while len(self._waiting) > MOST:
             del self._waiting[self._random.randrange(MOST)]
-        try:
-            self._charge()
-        except OverBudget:
-            self._waiting.remove(made)
-            self._charge()
+        self._charge()
+
+    def spare(self) -> None:
+        """Let go of all that waits, and of audits under way: their memory is wanted."""
+        self._waiting.clear()
+        running, self._running = self._running, {}
+        for key, (loop, _) in running.items():
+            loop.cancel(key)
+        self._charge()
 
     # ---- audits
 
@@ -159,9 +171,12 @@ class Shadow:
             found.append((yield from drifting(rows, sample)))
 
         key = new_key()
-        self._n_running += n_bytes
         try:
+            if n_bytes <= self.shelf.room:
+                self._running[key] = loop, n_bytes
             self._charge()
+            if key not in self._running:
+                raise OverBudget(n_bytes, self.shelf.budget, 0)
             rows.reserve(len(sample.tokens))
             yield Request(key, rows, steps(), None, background=True)
         except Exception as error:
@@ -169,7 +184,7 @@ class Shadow:
             log.log(logging.INFO if known else logging.ERROR, "an audit came to nothing: %s", error)
         finally:
             loop.cancel(key)
-            self._n_running = max(0, self._n_running - n_bytes)
+            self._running.pop(key, None)
             self._charge()
         if not found:
             self.auditor.n_failed += 1
@@ -178,7 +193,7 @@ class Shadow:
 
     def _found(self, sample: Sample, drift: float) -> Audit:
         if sample.cost is not None:
-            sample.cost.measured = drift
+            sample.cost.measured = drift if isfinite(drift) else None
         raised = self.auditor.saw(sample.cell, drift, sample.promised)
         if raised:
             log.warning(
@@ -191,7 +206,7 @@ class Shadow:
     def close(self) -> None:
         """Let go of what waits; with a home, write down what audits have found: numbers, no text."""
         self._waiting.clear()
-        self._n_running = 0
+        self._running.clear()
         self._charge()
         if self._file is None or not any(self.auditor.report()):
             return
@@ -210,7 +225,8 @@ class Shadow:
             return Auditor()
 
     def _charge(self) -> None:
-        self.shelf.charge(KEY, self._n_running + sum(s.n_bytes for s in self._waiting))
+        running = sum(n_bytes for _, n_bytes in self._running.values())
+        self.shelf.charge(AUDITS, running + sum(s.n_bytes for s in self._waiting))
 
 
 def drifting(rows: Rows, sample: Sample) -> Steps[float]:

@@ -216,7 +216,10 @@ class Turn:
         cell, shadow = self._weaving.cell, self._session.weaver.shadow
         cost = self.context.answered(plan, len(self._weaving.request.out))
         if given is not None and self._watch is not None and cell is not None:
-            shadow.take(self._watch, cell, plan.drift, given, cost)
+            try:
+                shadow.take(self._watch, cell, plan.drift, given, cost)
+            except Exception:  # the answer is given
+                log.exception("an answer was not put aside for an audit")
 
     def _denoise(self) -> None:
         """Compute canonical KV of this turn; what fails there is not the answer's fault, and the next

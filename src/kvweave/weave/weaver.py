@@ -163,9 +163,8 @@ class Weaver:
     def _place(self, state: State, placed: list[Placement], loaded: dict[int, KV]) -> None:
         """Write the rows of all parts that are not kept."""
         moving = [p for p in placed if p.source not in ("kept", "none")]
-        positions = positions_of(placed)
         if moving:
-            state.rows.place(runs(moving, state.kept.own, loaded), positions)
+            state.rows.place(runs(moving, state.kept.own, loaded), positions_of(placed))
 
     # ---- computing
 
@@ -207,9 +206,9 @@ class Weaver:
         weaving.early = np.setdiff1d(passes.early, rest)
         repaired = np.setdiff1d(chosen, passes.unready)
         counts = [stop - start for start, stop in spans_of(placed, repaired)]
-        weaving.plan = self._promise(state, weaving, self._explain(
-            state, placed, counts, (strategy.name, weaving.tiers), verdict, weaving.early
-        ))  # fmt: skip
+        how = strategy.name, weaving.tiers
+        plan = self._explain(state, placed, counts, how, verdict, weaving.early)
+        weaving.plan = self._promise(state, weaving, plan)
         request, n_new = weaving.request, 0 if sampling is None else sampling.max_tokens
         if not verdict.in_place or passes.again:
             weaving.raw = self._room_for_raw(state, weaving, len(rest) + n_new)
@@ -248,8 +247,10 @@ class Weaver:
 
     def _promise(self, state: State, weaving: Weaving, plan: Plan) -> Plan:
         """Return the plan with what audits have found of such answers."""
-        if plan.drift != 0:
-            weaving.cell = cell_of(plan, weaving.strategy, weaving.wish, state)
+        placed, how = weaving.placed, (weaving.strategy.name, weaving.tiers)
+        bare = self._explain(state, placed, [0] * len(placed), how)  # what `Session.repairing` sees
+        cell = cell_of(bare, weaving.strategy, weaving.wish, state)
+        weaving.cell = cell if plan.drift != 0 else None
         promise = self.shadow.auditor.promise(weaving.cell)
         return replace(promised(plan, promise), alarm=weaving.alarm)
 
@@ -293,9 +294,8 @@ class Weaver:
                     n_repaired, n_prefilled, exact, is_placed, saw, p.patched, p.part.start, why,
                 )
             )  # fmt: skip
-        drift = evidence = None
-        if verdict is not None:
-            drift, evidence = verdict.drift or None, verdict.evidence
+        drift = None if verdict is None else verdict.drift or None
+        evidence = None if verdict is None else verdict.evidence
         said = None if evidence is None else asdict(evidence)
         return Plan(tuple(spans), strategy, drift, said).settled(exact)
 
@@ -307,7 +307,7 @@ class Weaver:
         if p.part.uid in state.kept.lossy if p.source == "kept" else p.source == "canonical":
             codec = self.shelf.codec(id)
             codec = "lossy" if p.source == "kept" and codec == "raw" else codec
-        other = self.table.get(id).base != base
+        other = self.table.get(id).base not in (None, base)
         return reasons(p, renewed=renewed, codec=codec, other_base=other, everywhere=all_rows)
 
     # ---- recording

@@ -10,6 +10,7 @@ from kvweave.errors import OverQuota
 from kvweave.serve.options import Options
 from kvweave.store.shelf import Shelf
 from kvweave.weave.naming import namespace_of
+from kvweave.weave.shadow import AUDITS
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +41,8 @@ class Quota:
             return
 
         def may_charge(holder: str, n_bytes: int) -> None:
+            if holder == AUDITS:  # takes what room there is
+                return
             space = namespace_of(holder)
             mine = ((h, n) for h, n in shelf.charged() if namespace_of(h) == space)
             others = sum(n for h, n in mine if h != holder)
