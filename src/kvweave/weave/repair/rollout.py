@@ -13,6 +13,7 @@ from kvweave.weave.repair.base import Strategy, View
 from kvweave.weave.repair.first_k import FirstK
 
 LOOKAHEAD = 2
+ANY = 1.0  # of the mean need, for each row: what the rest of the reply will look at is not known
 HOP = 0.45  # what reaches the question over a row that read it, beside what reaches it at once
 
 
@@ -53,11 +54,12 @@ class Rollout(Strategy):
 
 
 def follow(view: View, need: Floats, rounds: int) -> Steps[Ints]:
-    """Return ``budget`` slots, from those with most ``need`` [candidate] times change on."""
+    """Return ``budget`` slots, from those with most ``need`` [candidate], known or not, times change
+    on."""
     need, chosen, change = need.copy(), np.zeros(len(need), bool), view.change()
     budget = min(view.budget, len(need))
     for left in range(rounds, 0, -1):
-        room, worth = budget - int(chosen.sum()), need * change
+        room, worth = budget - int(chosen.sum()), (need + ANY * need.mean()) * change
         order = np.argsort(np.where(chosen, 1.0, -worth), kind="stable")
         if left == 1:
             chosen[order[:room]] = True
