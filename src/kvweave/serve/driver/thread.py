@@ -235,7 +235,7 @@ class Driver:
             self._step()
         if not self._waiting and not self._tasks.n_own:
             self._idle.work(self._tasks if self._active else None)
-        if not (self._waiting or self._active or self._tasks or self.stopping):
+        if not (self._waiting or self._active or self._tasks or self._idle or self.stopping):
             self._audits.begin()
 
     def _close(self, deadline: float) -> None:
