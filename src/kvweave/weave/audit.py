@@ -226,6 +226,10 @@ class Auditor:
         self._cells: dict[AuditCell, AuditedCell] = {}
         self.n_failed = 0  # audits that came to nothing
 
+    def __len__(self) -> int:
+        """How many cells something is known of."""
+        return len(self._cells)
+
     @property
     def alarmed(self) -> bool:
         """Whether some cell has an alarm."""

@@ -110,6 +110,11 @@ class Shadow:
     def __len__(self) -> int:
         return len(self._waiting)
 
+    @property
+    def in_use(self) -> bool:
+        """Whether answers are audited, or were by an earlier run."""
+        return bool(self.share or len(self.auditor))
+
     # ---- answers
 
     def watch(self, sure: bool = False) -> Watch | None:
@@ -208,7 +213,7 @@ class Shadow:
         self._waiting.clear()
         self._running.clear()
         self._charge()
-        if self._file is None or not any(self.auditor.report()):
+        if self._file is None or not len(self.auditor):
             return
         try:
             self.auditor.save(self._file, self.backend.fingerprint)

@@ -247,10 +247,11 @@ class Weaver:
 
     def _promise(self, state: State, weaving: Weaving, plan: Plan) -> Plan:
         """Return the plan with what audits have found of such answers."""
-        placed, how = weaving.placed, (weaving.strategy.name, weaving.tiers)
-        bare = self._explain(state, placed, [0] * len(placed), how)  # what `Session.repairing` sees
-        cell = cell_of(bare, weaving.strategy, weaving.wish, state)
-        weaving.cell = cell if plan.drift != 0 else None
+        weaving.cell = None
+        if plan.drift != 0 and self.shadow.in_use:  # else nobody asks for it
+            nothing, how = [0] * len(weaving.placed), (plan.strategy, weaving.tiers)
+            bare = self._explain(state, weaving.placed, nothing, how)  # as `repairing` has it
+            weaving.cell = cell_of(bare, weaving.strategy, weaving.wish, state)
         promise = self.shadow.auditor.promise(weaving.cell)
         return replace(promised(plan, promise), alarm=weaving.alarm)
 
@@ -294,10 +295,9 @@ class Weaver:
                     n_repaired, n_prefilled, exact, is_placed, saw, p.patched, p.part.start, why,
                 )
             )  # fmt: skip
-        drift = None if verdict is None else verdict.drift or None
-        evidence = None if verdict is None else verdict.evidence
-        said = None if evidence is None else asdict(evidence)
-        return Plan(tuple(spans), strategy, drift, said).settled(exact)
+        found = Verdict(NO_SLOTS) if verdict is None else verdict
+        said = None if found.evidence is None else asdict(found.evidence)
+        return Plan(tuple(spans), strategy, found.drift or None, said).settled(exact)
 
     def _why(
         self, state: State, p: Placement, base: int | None, renewed: bool, all_rows: tuple[str, ...]
