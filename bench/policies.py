@@ -43,7 +43,7 @@ from kvweave.simulate.calibrate import entry, fit
 from kvweave.simulate.cost import TYPICAL
 from kvweave.simulate.generate import Shape, asked_again
 from kvweave.simulate.interval import interval
-from kvweave.simulate.replay import percentile
+from kvweave.simulate.replaying import percentile
 from kvweave.simulate.route import ROUTERS
 
 SHARES = (0.01, 0.03, 0.1)

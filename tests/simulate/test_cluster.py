@@ -25,7 +25,7 @@ from kvweave.simulate import (
 from kvweave.simulate.arrive import COMING, visits
 from kvweave.simulate.bill import Prices, bill, wear
 from kvweave.simulate.generate import Shape
-from kvweave.simulate.replay import Result, percentile
+from kvweave.simulate.replaying import Result, percentile
 from kvweave.simulate.route import ROUTERS, NodeView
 from kvweave.simulate.store import Moved
 from kvweave.simulate.trace import Made
@@ -112,6 +112,7 @@ class Seen:
     load: int = 0
     has: set[int] = field(default_factory=set)
     cost: Cost = SECOND
+    number: int = 0
 
     def backlog(self, now: float) -> float:
         return float(self.load)
@@ -130,13 +131,20 @@ def chosen(name: str, nodes: Sequence[NodeView], *requests: Request) -> list[int
 
 
 def test_routers_by_hand() -> None:
-    three = [Seen(2), Seen(0), Seen(1)]
+    three = [Seen(n, number=i) for i, n in enumerate((2, 0, 1))]
     assert chosen("round_robin", three, *[ask(1)] * 4) == [0, 1, 2, 0]
     assert chosen("least_loaded", three, ask(1)) == [1]
     # a prefix goes where it went; another prompt to the least loaded, whatever it shares further back
     assert chosen("prefix", three, ask(1, 2), ask(3, 1, 2), ask(1, 2, 3)) == [1, 1, 1]
     router = ROUTERS["prefix"]([RAM])
-    nodes = [Seen(0), Seen(9)]
+    nodes = [Seen(0, number=0), Seen(9, number=1)]
+    assert router.choose(ask(1, 2), nodes, 0.0) == 0
+    assert router.choose(ask(1, 2), [nodes[1]], 0.0) == 0, "where it went is not there now"
+    assert router.choose(ask(1, 2), nodes, 0.0) == 1, "and has gone elsewhere since"
+    nodes.reverse()
+    assert router.choose(ask(1, 2), nodes, 0.0) == 0, "a node is its number, not its place"
+    nodes = [Seen(0, number=0), Seen(9, number=1)]
+    router = ROUTERS["prefix"]([RAM])
     assert router.choose(ask(1, 2), nodes, 0.0) == 0
     nodes[0].load = 60
     assert router.choose(ask(1, 2, 3), nodes, 0.0) == 0
@@ -151,17 +159,21 @@ def test_routers_by_hand() -> None:
 
 
 def test_rendezvous_stays_with_the_heaviest_set_within_its_bound() -> None:
-    idle: list[NodeView] = [Seen() for _ in range(4)]
+    idle: list[NodeView] = [Seen(number=i) for i in range(4)]
     owners = chosen("rendezvous", idle, *(ask(id) for id in range(40)))
     assert {owners.count(node) for node in range(4)} <= set(range(3, 20)), "about even"
     a, b = (next(i for i in range(40) if owners[i] == node) for node in (1, 2))
     light = next(i for i in range(100, 200) if chosen("rendezvous", idle, ask(i)) == [2])
     assert chosen("rendezvous", idle, ask(a, light), ask(light, a)) == [1, 1]
     assert chosen("rendezvous", idle, ask(b, light)) == [2]
-    # one node less moves only what it had
-    fewer = chosen("rendezvous", idle[:3], *(ask(id) for id in range(40)))
-    assert all(now == was for now, was in zip(fewer, owners, strict=True) if was < 3)
-    busy: list[NodeView] = [Seen(1), Seen(3), Seen(1), Seen(1)]
+    for gone in (3, 0):  # one node less, wherever it stood, moves only what it had
+        left = [node for node in idle if node.number != gone]
+        fewer = chosen("rendezvous", left, *(ask(id) for id in range(40)))
+        stayed = [
+            left[now].number == was for now, was in zip(fewer, owners, strict=True) if was != gone
+        ]
+        assert all(stayed)
+    busy: list[NodeView] = [Seen(n, number=i) for i, n in enumerate((1, 3, 1, 1))]
     assert chosen("rendezvous", busy, ask(a)) != [1], "over 1.25 of the mean"
 
 

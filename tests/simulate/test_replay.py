@@ -15,7 +15,7 @@ from kvweave.simulate.cost import DEFAULT, Cost, Tier, tier, tiers
 from kvweave.simulate.draw import draw
 from kvweave.simulate.generate import Shape, generate
 from kvweave.simulate.play import Player
-from kvweave.simulate.replay import NAMES, Result, replay
+from kvweave.simulate.replaying import NAMES, Result, replay
 from kvweave.simulate.store import Moved
 from kvweave.simulate.sweep import Point, front, sizes_of, sweep
 from kvweave.simulate.trace import Made, Request, Trace

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import inf
 
 from kvweave.simulate.cost import GB, HOURS, YEARS
-from kvweave.simulate.replay import Result
+from kvweave.simulate.replaying import Result
 from kvweave.simulate.store import Moved
 
 DAY = 86_400

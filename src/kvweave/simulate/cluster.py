@@ -17,7 +17,7 @@ from kvweave.simulate.bill import Prices, bill, wear
 from kvweave.simulate.cost import DEFAULT, Cost, Tier
 from kvweave.simulate.node import Node, Queued
 from kvweave.simulate.play import Hits, Player
-from kvweave.simulate.replay import Result, counted, percentile, replay, require_policy
+from kvweave.simulate.replaying import Result, counted, percentile, replay, require_policy
 from kvweave.simulate.route import ROUTERS, Router
 from kvweave.simulate.trace import Request, Trace, prefix_chained
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from hashlib import blake2b
 from math import ceil
 from typing import Protocol
@@ -19,10 +20,16 @@ BOUND = 1.25  # times the mean load that a node may have (Mirrokni et al., SODA'
 MATCHED = 0.3  # of a prompt's tokens that a prefix has to match
 UNEVEN = (64, 1.5)  # requests, and times, that one node may have over another
 REMEMBERED = 100_000  # prefixes
+KNOWN = 100_000  # owners that are not computed again
 
 
 class NodeView(Protocol):
     """What a router sees of a node."""
+
+    @property
+    def number(self) -> int:
+        """What the node is known by; it stays when others come or go."""
+        ...
 
     @property
     def load(self) -> int:
@@ -92,25 +99,27 @@ class Rendezvous:
     name = "rendezvous"
 
     def __init__(self, tiers: Sequence[Tier]) -> None:
-        self._owners: dict[tuple[int, int], int] = {}
+        pass
 
     def choose(self, request: Request, nodes: Sequence[NodeView], now: float) -> int:
         """Return the heaviest owner with room."""
-        owned = [0] * len(nodes)
+        owned, numbers = [0] * len(nodes), tuple(node.number for node in nodes)
         for id, n_tokens in zip(request.blocks, request.sizes, strict=True):
-            owned[self._owner(id, len(nodes))] += n_tokens
+            owned[_owner(id, numbers)] += n_tokens
         most = ceil(BOUND * (sum(node.load for node in nodes) + 1) / len(nodes))
         ranked = sorted(range(len(nodes)), key=lambda i: (-owned[i], i))
         return next(i for i in ranked if nodes[i].load < most)
 
-    def _owner(self, id: int, n: int) -> int:
-        if (id, n) not in self._owners:
-            self._owners[id, n] = max(range(n), key=lambda node: _hash(id, node))
-        return self._owners[id, n]
+
+@lru_cache(KNOWN)
+def _owner(id: int, numbers: tuple[int, ...]) -> int:
+    """Return the index of the node that owns a chunk."""
+    return max(range(len(numbers)), key=lambda i: weight(id, numbers[i]))
 
 
-def _hash(id: int, node: int) -> bytes:
-    return blake2b(f"{id} {node}".encode(), digest_size=8).digest()
+def weight(id: int, number: int) -> bytes:
+    """Return how much node ``number`` wants what is called ``id``; the highest owns it."""
+    return blake2b(f"{id} {number}".encode(), digest_size=8).digest()
 
 
 class PrefixAffinity:
@@ -122,7 +131,7 @@ class PrefixAffinity:
     name = "prefix"
 
     def __init__(self, tiers: Sequence[Tier]) -> None:
-        self._sent: OrderedDict[int, int] = OrderedDict()  # hash of a prefix -> node
+        self._sent: OrderedDict[int, int] = OrderedDict()  # hash of a prefix -> node's number
         self._least = LeastLoaded(tiers)
 
     def choose(self, request: Request, nodes: Sequence[NodeView], now: float) -> int:
@@ -131,18 +140,18 @@ class PrefixAffinity:
         for id in request.blocks:
             last = hash((last, id))
             hashes.append(last)
-        matched, chosen = 0, -1
+        matched, chosen, here = 0, -1, {node.number: i for i, node in enumerate(nodes)}
         for key, n_tokens in zip(hashes, request.sizes, strict=True):
-            if key not in self._sent:
+            if self._sent.get(key) not in here:
                 break
-            matched, chosen = matched + n_tokens, self._sent[key]
+            matched, chosen = matched + n_tokens, here[self._sent[key]]
         loads = [node.load for node in nodes]
         most, least = max(loads), min(loads)
         uneven = most - least > UNEVEN[0] and most > UNEVEN[1] * least
         if uneven or matched <= MATCHED * sum(request.sizes):
             chosen = self._least.choose(request, nodes, now)
         for key in hashes:
-            self._sent[key] = chosen
+            self._sent[key] = nodes[chosen].number
             self._sent.move_to_end(key)
         while len(self._sent) > REMEMBERED:
             self._sent.popitem(last=False)
@@ -159,10 +168,12 @@ class ChunkSets:
 
     def choose(self, request: Request, nodes: Sequence[NodeView], now: float) -> int:
         """Return the node with the least seconds to the first token."""
-        return min(range(len(nodes)), key=lambda i: (self._seconds(request, nodes[i], now), i))
+        waits = [node.backlog(now) + self.seconds(request, node) for node in nodes]
+        return min(range(len(nodes)), key=lambda i: (waits[i], i))
 
-    def _seconds(self, request: Request, node: NodeView, now: float) -> float:
-        seconds, before, cost = node.backlog(now), 0, node.cost
+    def seconds(self, request: Request, node: NodeView) -> float:
+        """Return seconds to the first token once it is the request's turn."""
+        seconds, before, cost = 0.0, 0, node.cost
         for id, n_tokens in zip(request.blocks, request.sizes, strict=True):
             prefill, where = cost.prefill(before, n_tokens), node.where(id)
             if where == "none":

@@ -9,7 +9,7 @@ from itertools import product
 from kvweave.simulate.arrive import Arrivals
 from kvweave.simulate.cluster import Served, Setup, serve
 from kvweave.simulate.cost import HOURS, Tier
-from kvweave.simulate.replay import Result
+from kvweave.simulate.replaying import Result
 from kvweave.simulate.trace import Trace
 
 Aims = tuple[float, float, float]  # less is better in each

@@ -1,0 +1,198 @@
+"""``/v1/contexts``: a context is on one worker, and every verb on it goes there.
+
+A new one goes where rendezvous hashing puts its name, unless a context of that name is known elsewhere.
+Where a router does not know (it is new itself), it asks the workers. A verb on a context changes it, so it
+is sent again only if nothing of it was sent before, or if it has an ``Idempotency-Key``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import secrets
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import quote
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.types import ASGIApp
+
+from kvweave.route import directory
+from kvweave.route.forward import Call, WorkerFailed, whole
+from kvweave.route.relay import AnswerRead, Passing, broken
+from kvweave.route.state import RouterState, WholeAnswer, answer_of, unreachable
+from kvweave.route.tenant import RouteTenant
+from kvweave.route.wanted import names_in
+from kvweave.route.worker import Worker
+from kvweave.serve.guard.problems import Problem
+
+MOST = 100_000  # contexts of a tenant whose worker is remembered
+AGAIN = (0.2, 1.0)  # seconds before what may be sent again is
+VERBS = (
+    "append message drop replace reorder leave edit fork rename log diff revert ledger why weave preview "
+    "check generate ask"
+).split()
+_NAMED = re.compile(f"/v1/contexts/(.+?)(?::({'|'.join(VERBS)}))?", re.DOTALL)
+
+
+async def listed(request: Request) -> Response:
+    """List the contexts of all workers by name."""
+    state: RouterState = request.app.state.router
+    call = await Call.of(request)
+    told, _ = await state.ask_all(state.native(), call)
+    if not told:
+        return state.nobody(native=True).response
+    refused = next((each for each in told if not each[1].is_success), None)
+    if refused is not None:
+        return answer_of(refused)
+    pages = [json.loads(body) for _, _, body in told]
+    entries = {entry["name"]: entry for page in pages for entry in page["data"]}
+    limit = int(float(request.query_params.get("limit", "1000")))  # workers have taken it
+    names = sorted(entries)
+    has_more = len(names) > limit or any(page["next"] for page in pages)
+    found = [entries[name] for name in names[:limit]]
+    more = names[:limit][-1] if found and has_more else None
+    return JSONResponse({"object": "list", "data": found, "next": more})
+
+
+async def opened(request: Request) -> ASGIApp:
+    """Open a context, or compose one; one without a name is given one, so that no two workers do."""
+    state: RouterState = request.app.state.router
+    call = await Call.of(request)
+    body, tenant = call.json(), state.tenant_of(call)
+    name = body.get("name")
+    if "name" not in body and isinstance(body.get("template"), str):
+        name = f"c-{secrets.token_hex(8)}"
+        call = call.with_json({**body, "name": name})
+    verb = _Verb(state, call, tenant, name if isinstance(name, str) else "", "open")
+    return await verb.answer()
+
+
+async def one(request: Request) -> ASGIApp:
+    """Do a verb on a context where it is."""
+    state: RouterState = request.app.state.router
+    call = await Call.of(request)
+    found = _NAMED.fullmatch(request.scope["path"])
+    name, verb = (found[1], found[2] or "") if found else ("", "")
+    return await _Verb(state, call, state.tenant_of(call), name, verb).answer()
+
+
+@dataclass(eq=False)
+class _Verb:
+    """A verb on one context of a tenant; ``open`` makes it."""
+
+    state: RouterState
+    call: Call
+    tenant: RouteTenant
+    name: str
+    verb: str
+
+    async def answer(self) -> ASGIApp:
+        """Find the worker, and have it do the verb."""
+        worker = await self._home()
+        if isinstance(worker, Problem):
+            return worker.response
+        try:
+            refused = await self._lend(worker)
+            if refused is not None:
+                return answer_of(refused)
+            return await self._on(worker)
+        except WorkerFailed as failure:
+            self.state.failed(worker, failure)
+            return unreachable(worker, failure).response
+
+    async def _home(self) -> Worker | Problem:
+        """Return the worker that has the context, or is to have it."""
+        known = self.state.named(self.tenant.contexts.get(self.name, ""))
+        if known is not None and (known.healthy or self.verb != "open"):
+            return known  # what is sent to one that is down says so, or finds it back
+        there = self.state.native()
+        if self.name and there:
+            found = await self._asked(there)
+            if found is not None:
+                self._remember(self.name, found)
+                return found
+        able = self.state.native(taking=True) if self.verb == "open" else there
+        if not able:
+            return self.state.nobody(native=True)
+        return self.state.owners(self.tenant, self.name, able)[0]
+
+    async def _asked(self, workers: list[Worker]) -> Worker | None:
+        path = "/v1/contexts/" + quote(self.name, safe="/")
+        told, _ = await self.state.ask_all(workers, self.call.asking("GET", path))
+        return next((worker for worker, reply, _ in told if reply.status_code == 200), None)
+
+    async def _lend(self, worker: Worker) -> WholeAnswer | None:
+        names = names_in(self.call.json()) if self.call.method == "POST" else ()
+        if not names:
+            return None
+        await directory.look(self.state, self.tenant, self.call, names)
+        return await directory.lend(self.state, self.tenant, self.call, names, worker)
+
+    async def _on(self, worker: Worker) -> ASGIApp:
+        """Return the worker's answer; may be sent again, as the top of this file says."""
+        repeatable = self.call.method == "GET" or self.call.header(b"idempotency-key") is not None
+        for pause in (*AGAIN, None):
+            try:
+                with ExitStack() as stack:
+                    job = stack.enter_context(worker.job())
+                    response = await self.state.forwarder.send(worker, self.call)
+                    worker.first(job)
+                    passing = Passing(
+                        response, stack.pop_all(), AnswerRead(), cut=lambda why: self._cut(worker, why)
+                    )  # fmt: skip
+                break
+            except WorkerFailed as failure:
+                if pause is None or failure.slow or (failure.sent and not repeatable):
+                    raise
+                self.state.metrics.retries.labels("died" if failure.sent else "refused").inc()
+                await asyncio.sleep(pause)
+        self.state.count(worker, response)
+        return passing if passing.is_stream else await self._whole(worker, passing)
+
+    async def _whole(self, worker: Worker, passing: Passing) -> Response:
+        with passing.until:
+            try:
+                body = await whole(passing.response)
+            except WorkerFailed as failure:
+                self._cut(worker, failure.why)
+                return broken(failure.why).response
+        if passing.response.is_success:
+            self.tenant = self.state.tenants.keep(self.tenant)
+            self._learn(worker, body)
+        elif passing.response.status_code == 404:
+            self.tenant.contexts.pop(self.name, None)
+        return answer_of((worker, passing.response, body))
+
+    def _learn(self, worker: Worker, body: bytes) -> None:
+        """Remember which contexts are on a worker now."""
+        if self.call.method == "DELETE" or self.verb == "rename":
+            self.tenant.contexts.pop(self.name, None)
+        if self.call.method == "DELETE":
+            return
+        told = _object(body) if self.verb in ("open", "fork", "rename") else {}
+        name = told.get("name", self.name)
+        self._remember(name if isinstance(name, str) else self.name, worker)
+
+    def _remember(self, name: str, worker: Worker) -> None:
+        contexts = self.tenant.contexts
+        contexts[name] = worker.name
+        contexts.move_to_end(name)
+        while len(contexts) > MOST:
+            contexts.popitem(last=False)
+
+    def _cut(self, worker: Worker, why: str) -> None:
+        self.state.metrics.cut.labels(worker.name).inc()
+        self.state.failed(worker, WorkerFailed(why, sent=True))
+
+
+def _object(body: bytes) -> Mapping[str, Any]:
+    try:
+        found = json.loads(body)
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}

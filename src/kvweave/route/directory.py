@@ -1,0 +1,101 @@
+"""Which workers have which named chunks, and copies of them for workers that lack one.
+
+A named chunk lives where it was put; a request that names it may be better off elsewhere. It is *lent*
+then: its tokens are read where it is and put where it is needed, under the same name. Where two workers
+have different chunks of one name, the one that rendezvous hashing puts first is right.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Sequence
+from typing import Any
+from urllib.parse import quote
+
+from kvweave.route.forward import Call, WorkerFailed
+from kvweave.route.state import RouterState, WholeAnswer
+from kvweave.route.tenant import RouteTenant
+from kvweave.route.worker import Worker
+
+FRESH = 30.0  # seconds until everything is looked up again: others may talk to workers too
+MOST = 10_000  # names of a tenant
+
+
+def path_of(name: str) -> str:
+    """Return the path of a named chunk."""
+    return f"/v1/chunks/{quote(name, safe='/')}"
+
+
+def forget(tenant: RouteTenant) -> None:
+    """Chunks of a tenant changed: look again."""
+    tenant.directory.clear()
+
+
+async def look(state: RouterState, tenant: RouteTenant, call: Call, names: Sequence[str]) -> None:
+    """Find out who has the chunks of these names, where that is not known."""
+    now = time.monotonic()
+    if now - tenant.looked > FRESH or len(tenant.directory) > MOST:
+        forget(tenant)
+        tenant.looked = now
+    unknown = [name for name in names if name not in tenant.directory]
+    found = await asyncio.gather(*(_look(state, call, name) for name in unknown))
+    for name, told in zip(unknown, found, strict=True):
+        there = {worker.name: entry for worker, entry in told}
+        owners = state.owners(tenant, name, [worker for worker, _ in told])
+        right = there[owners[0].name]["digest"] if owners else ""
+        tenant.directory[name] = {w: e["digest"] for w, e in there.items() if e["digest"] == right}
+        if owners:
+            tenant.sizes[name] = int(there[owners[0].name]["n_tokens"])
+
+
+async def _look(state: RouterState, call: Call, name: str) -> list[tuple[Worker, dict[str, Any]]]:
+    told, _ = await state.ask_all(state.native(), call.asking("GET", path_of(name)))
+    found = []
+    for worker, response, body in told:
+        if response.status_code == 200 and (entry := _entry(body)) is not None:
+            found.append((worker, entry))
+    return found
+
+
+def _entry(body: bytes) -> dict[str, Any] | None:
+    try:
+        entry = json.loads(body)
+    except ValueError:
+        return None
+    is_one = isinstance(entry, dict) and {"digest", "n_tokens", "kind"} <= entry.keys()
+    return entry if is_one else None
+
+
+async def lend(
+    state: RouterState, tenant: RouteTenant, call: Call, names: Sequence[str], worker: Worker
+) -> WholeAnswer | None:
+    """Copy the chunks of these names that a worker lacks; return the answer that refused one.
+
+    Raises WorkerFailed. A name that nobody has is left to the worker to complain about.
+    """
+    for name in names:
+        there = tenant.directory.get(name, {})
+        holders = [w for w in state.there() if w.name in there]
+        if worker.name in there or not holders:
+            continue
+        owner = state.owners(tenant, name, holders)[0]
+        try:
+            _, response, body = await state.ask(
+                owner, call.asking("GET", path_of(name) + "?text=true")
+            )
+        except WorkerFailed:
+            forget(tenant)
+            continue
+        entry = _entry(body)
+        if response.status_code != 200 or entry is None:
+            forget(tenant)
+            continue
+        put = {"tokens": entry["tokens"], "kind": entry["kind"], "replace": True}
+        told = await state.ask(worker, call.asking("PUT", path_of(name), put), quick=False)
+        if not told[1].is_success:
+            return told
+        there[worker.name] = entry["digest"]
+        state.metrics.lent.labels(worker.name).inc()
+    return None

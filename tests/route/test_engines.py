@@ -1,0 +1,312 @@
+"""Two real servers behind a router: contexts, named chunks, two tenants, placements."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+import pytest
+from routing import CHAT, Routed, routed, until
+from served import Server, served
+from serving import BUNDLED, KEYS
+
+from kvweave import Client, Engine
+from kvweave.errors import ChunkNotFound, ContextNotFound
+
+A = "Anna's river is cold . Omar's metal is sharp . so well then we saw it was a day of rain ."
+B = "she went home with them for long time but nobody came back until very late or maybe not ."
+ANNA, BERTA = KEYS
+
+
+@dataclass
+class Pair:
+    """A router before two engines."""
+
+    router: Routed
+    servers: list[Server]
+
+    def client(self, key: str = ANNA) -> Client:
+        return Client(self.router.url, key, timeout=60)
+
+    def holders(self, name: str, key: str = ANNA) -> list[str]:
+        """The workers that have a chunk of this name."""
+        found = []
+        for server in self.servers:
+            with Client(server.url, key) as client:
+                there = any(entry.name == name for entry in client.files.ls("**"))
+                found += [server.url] if there else []
+        return found
+
+
+@pytest.fixture(scope="module")
+def engines() -> Iterator[list[Engine]]:
+    with ExitStack() as stack:
+        made = [stack.enter_context(Engine(str(BUNDLED), repair="none")) for _ in range(2)]
+        yield made
+        for engine in made:
+            engine.check_integrity()
+
+
+@pytest.fixture
+def pair(engines) -> Iterator[Pair]:
+    with ExitStack() as stack:
+        servers = [
+            stack.enter_context(served(e, keys=KEYS, model_name="m", min_match=4)) for e in engines
+        ]
+        router = stack.enter_context(routed([server.url for server in servers], probe=0.05))
+        made = Pair(router, servers)
+        yield made
+        for server in servers:
+            for key in KEYS:
+                with Client(server.url, key) as client:
+                    for name in client.contexts:
+                        client.close_context(name)
+                    if client.files.ls("**"):
+                        client.files.rm("**", force=True)
+
+
+def ask(pair, content, key=ANNA, **more):
+    body = {
+        "model": "m",
+        "max_tokens": 4,
+        "temperature": 0,
+        "messages": [{"role": "user", "content": content}],
+    }
+    with pair.router.client(key) as client:
+        return client.post(CHAT, json=body | more)
+
+
+def chunk(name):
+    return {"type": "chunk", "name": name}
+
+
+def test_chunks_are_put_once_and_lent_to_who_needs_them(pair):
+    with pair.client() as client:
+        names = [f"docs/{i:02}" for i in range(16)]
+        for i, name in enumerate(names):
+            client.put(name, f"{A} {i}")
+        homes = {name: pair.holders(name) for name in names}
+        assert all(len(home) == 1 for home in homes.values())
+        assert len({home[0] for home in homes.values()}) == 2, "some here, some there"
+        assert [e.name for e in client.files.ls("docs/")] == names
+        assert [e.name for e in client.files.ls("docs/", limit=3)] == names[:3]
+        one = next(n for n in names if homes[n] != homes[names[0]])
+        reply = ask(pair, [chunk(names[0]), chunk(one), {"type": "text", "text": "so ?"}])
+        assert reply.status_code == 200, reply.text
+        assert reply.json()["usage"]["kv"]["reused"] > 20
+        both = {len(pair.holders(names[0])), len(pair.holders(one))}
+        assert both == {1, 2}, "one of them was copied"
+        assert len(client.files.ls("docs/")) == 16, "and is listed once"
+        lent = names[0] if len(pair.holders(names[0])) == 2 else one
+        with Client(next(u for u in pair.holders(lent)), ANNA) as direct:
+            assert direct.files.text(lent)["tokens"] == client.files.text(lent)["tokens"]
+        client.files.rm(lent, force=True)  # a conversation still has it
+        assert pair.holders(lent) == [], "all copies are gone"
+        with pytest.raises(ChunkNotFound):
+            client.files.stat(lent)
+        missing = ask(pair, [chunk(lent)])
+        assert missing.status_code == 404 and missing.json()["error"]["code"] == "chunk_not_found"
+
+
+def test_a_replaced_chunk_is_the_new_one_everywhere(pair):
+    with pair.client() as client:
+        first, other = put_apart(pair, client)
+        around = set()
+        for text in (A, B, "Anna went home .", f"{A} {B}"):
+            n = client.put(first, text, replace=True).n_tokens
+            for names in ((first, other), (other, first)):
+                reply = ask(pair, [chunk(name) for name in names], max_tokens=1)
+                assert reply.status_code == 200, reply.text
+                around.add(reply.json()["usage"]["prompt_tokens"] - n)
+        assert len(around) == 1, "an answer was given about an old one"
+        assert len(pair.holders(first)) + len(pair.holders(other)) > 2, "and copies were in play"
+
+
+def put_apart(pair, client):
+    """Put chunks until two are on different workers; return their names."""
+    homes = {}
+    for i in range(20):
+        client.put(f"docs/{i}", f"{A} {i}")
+        homes.setdefault(pair.holders(f"docs/{i}")[0], f"docs/{i}")
+        if len(homes) == 2:
+            return sorted(homes.values())
+    raise AssertionError("all on one worker")
+
+
+def test_a_context_stays_where_it_was_made(pair):
+    with pair.client() as client:
+        made = [client.context(f"chat/{i}", system="keep the notes .") for i in range(16)]
+        homes = {c.name: homes_of(pair, c.name) for c in made}
+        assert all(len(h) == 1 for h in homes.values()) and len({h[0] for h in homes.values()}) == 2
+        far = next(c for c in made if homes[c.name] != homes[made[0].name])
+        for context in (made[0], far):
+            assert context.ask("what about Anna ?", max_tokens=3) is not None
+            pieces = list(context.stream(max_tokens=3))
+            assert pieces
+        fork = client.fork(far, "chat/copy")
+        assert homes_of(pair, "chat/copy") == homes[far.name]
+        assert fork.ask("so ?", max_tokens=2) is not None
+        assert sorted(names_of(client)) == sorted([c.name for c in made] + ["chat/copy"])
+        client.close_context("chat/copy")
+        with pytest.raises(ContextNotFound):
+            client.get_context("chat/copy")
+
+
+def homes_of(pair, name, key=ANNA):
+    found = []
+    for server in pair.servers:
+        with Client(server.url, key) as client:
+            found += [server.url] if name in names_of(client) else []
+    return found
+
+
+def names_of(client):
+    return list(client.contexts)
+
+
+def test_a_chunk_is_lent_to_the_context_that_names_it(pair):
+    with pair.router.client(ANNA) as http, pair.client() as client:
+        names = put_apart(pair, client)
+        for i in range(4):
+            assert http.post("/v1/contexts", json={"name": f"c{i}"}).status_code == 201
+            for name in names:
+                reply = http.post(f"/v1/contexts/c{i}:append", json={"chunk": name})
+                assert reply.status_code == 200, reply.text
+        edits = [{"verb": "append", "chunk": name} for name in names]
+        assert http.post("/v1/contexts/c0:edit", json={"edits": edits}).status_code == 200
+        body = {"template": f"use {{{names[0]}}} {{docs}} . so", "values": {"docs": [names[1]]}}
+        made = http.post("/v1/contexts:compose", json=body)
+        assert made.status_code == 201, made.text
+        name = made.json()["name"]
+        assert http.post(f"/v1/contexts/{name}:generate", json={"max_tokens": 2}).status_code == 200
+        assert http.delete(f"/v1/contexts/{name}").status_code == 200
+
+
+def test_a_new_router_finds_contexts_and_chunks(pair):
+    with pair.client() as client:
+        client.context("chat/old", system="keep the notes .")
+        fork = client.fork(client.get_context("chat/old"), "chat/elsewhere")
+        fork.append("so well .")
+        first, other = put_apart(pair, client)
+    with routed([server.url for server in pair.servers][::-1], probe=0.05) as again:
+        with Client(again.url, ANNA) as client:
+            assert client.get_context("chat/elsewhere").ask("so ?", max_tokens=2) is not None
+            with again.client(ANNA) as http:
+                assert http.post("/v1/contexts", json={"name": "chat/elsewhere"}).status_code == 409
+            assert len(homes_of(pair, "chat/elsewhere")) == 1, "it was found, not made twice"
+            assert {first, other} <= {e.name for e in client.files.ls("docs/")}
+            with pytest.raises(Exception, match="docs/"):
+                client.put(first, "another text")
+            assert len(pair.holders(first)) == 1
+
+
+def test_tenants_see_nothing_of_one_another(pair):
+    with pair.client() as anna, pair.client(BERTA) as berta:
+        anna.put("docs/secret", A)
+        anna.context("chat/secret")
+        assert not berta.files.ls("**") and names_of(berta) == []
+        berta.put("docs/secret", B)
+        berta.context("chat/secret")
+        assert berta.files.stat("docs/secret").n_tokens != anna.files.stat("docs/secret").n_tokens
+        berta.files.rm("docs/secret")
+        assert anna.files.stat("docs/secret")
+        berta.close_context("chat/secret")
+        assert names_of(anna) == ["chat/secret"]
+    text = " ".join([A, B] * 3)
+    assert ask(pair, text).json()["usage"]["kv"]["reused"] >= 0
+    mine, theirs = (ask(pair, text, key).json()["usage"]["kv"] for key in (ANNA, BERTA))
+    assert mine["reused"] + mine["exact"] > 60 and theirs["reused"] == 0
+    wrong = ask(pair, text, "key-of-nobody")
+    assert wrong.status_code == 401 and wrong.headers["www-authenticate"] == "Bearer"
+
+
+def test_placements_of_the_workers_are_followed(pair):
+    text = " ".join([A, B] * 4)
+    assert ask(pair, text).status_code == 200
+    state = pair.router.state
+    with pair.client() as client:
+        client.put("docs/far", "nobody has been there until very late . " * 8)
+        [home] = pair.holders("docs/far")
+    tenant = state.tenants.of(f"Bearer {ANNA}".encode())
+    name = home.removeprefix("http://")
+    n_chunks = lambda: tenant.holding(name).n_chunks  # noqa: E731
+    until(lambda: n_chunks() >= 1, "following")
+    wanted = "tell me : " + "nobody has been there until very late . " * 8
+    before = ask(pair, wanted, max_tokens=1)
+    assert before.json()["usage"]["kv"]["reused"] > 40, "it went to who has it, unasked"
+    with pair.client() as client:
+        client.files.rm("docs/far", force=True)
+    with pair.router.client() as http:
+        told = http.get("/v1/workers").json()
+    assert {w["kind"] for w in told["data"]} == {"kvweave"} and told["tenants"] >= 1
+
+
+def test_what_is_of_one_worker_is_refused_with_a_hint(pair):
+    with pair.router.client(ANNA) as http:
+        for method, path in (
+            ("GET", "/v1/status"), ("GET", "/"), ("GET", "/v1/answers/1"), ("POST", "/v1/embeddings"),
+            ("GET", "/v1/placements"), ("GET", "/v1/chunks/%2317"), ("DELETE", "/v1/chunks/%2317"),
+            ("GET", "/openapi.json"), ("POST", "/v1/chunks/%2317:pin"),
+        ):  # fmt: skip
+            reply = http.request(method, path)
+            assert reply.status_code == 501, f"{method} {path}"
+            assert reply.json()["error"]["code"] == "not_routed" and reply.json()["error"]["hint"]
+        assert ask(pair, [chunk("#17")]).status_code == 501
+        for method, path in (("POST", "/v1/chunks/docs:melt"), ("PUT", "/v1/contexts/x"), ("GET", "/v1/chat/completions")):  # fmt: skip
+            assert http.request(method, path).status_code in (404, 405, 501)
+
+
+def test_verbs_on_chunks_reach_all_and_lists_are_one(pair):
+    with pair.client() as client, pair.router.client(ANNA) as http:
+        names = put_apart(pair, client)
+        every = [e.name for e in client.files.ls("docs/")]
+        for verb in ("pin", "unpin", "denoise"):
+            told = http.post(f"/v1/chunks/docs/**:{verb}").json()
+            assert [e["name"] for e in told["data"]] == every
+        groups = http.get("/v1/chunks:du").json()["data"]
+        assert sum(g["n_chunks"] for g in groups) == len(every)
+        found = http.get("/v1/chunks:find", params={"kind": "document"}).json()["data"]
+        assert [e["name"] for e in found] == every
+        largest = http.get(
+            "/v1/chunks", params={"sort": "id", "reverse": "true", "limit": 2}
+        ).json()
+        assert len(largest["data"]) == 2 and largest["data"][0]["id"] >= largest["data"][1]["id"]
+        pages, after = [], ""
+        while after is not None:
+            more = {"after": after} if after else {}
+            page = http.get("/v1/chunks", params={"pattern": "docs/", "limit": 2} | more).json()
+            pages += [e["name"] for e in page["data"]]
+            after = page["next"]
+        assert pages == every
+        assert http.post("/v1/chunks/docs/:mv", json={"to": "moved/"}).status_code == 200
+        assert [e.name for e in client.files.ls("moved/")] == [f"moved/{n[5:]}" for n in every]
+        many = {"items": [{"name": f"many/{i}", "text": f"{B} {i}"} for i in range(3)]}
+        assert http.post("/v1/chunks:put", json=many).status_code == 200
+        assert http.delete("/v1/chunks/nothing").status_code == 404
+        assert http.get("/v1/models").json()["data"][0]["id"] == "m"
+        assert http.get("/v1/models/m").json()["id"] == "m" and names
+
+
+def test_changes_wait_until_every_worker_is_there(pair):
+    with pair.client() as client, pair.router.client(ANNA) as http:
+        client.put("docs/a", A)
+        worker = pair.router.state.workers[0]
+        worker.failed("pulled out", at_once=True)
+        reply = http.delete("/v1/chunks/docs/a")
+        until(lambda: worker.healthy, "a probe")
+        assert reply.status_code in (200, 503)
+        if reply.status_code == 503:
+            assert reply.json()["error"]["code"] == "worker_down"
+            assert http.delete("/v1/chunks/docs/a").status_code == 200
+
+
+def test_usage_streams_and_errors_are_those_of_the_worker(pair):
+    lines = ask(pair, A, stream=True, stream_options={"include_usage": True}).text.split("\n\n")
+    assert lines[-2] == "data: [DONE]"
+    assert json.loads(lines[-3][6:])["usage"]["kv"]
+    wrong = ask(pair, A, temperature="hot")
+    assert wrong.status_code == 400 and wrong.json()["error"]["type"] == "invalid_request_error"
+    assert len(wrong.headers.get_list("x-request-id")) == 1
+    assert wrong.json()["error"]["request_id"] == wrong.headers["x-request-id"]
