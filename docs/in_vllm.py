@@ -1,0 +1,45 @@
+"""The numbers of docs/vllm.md: ``bench/results/vllm.json`` as a table."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tables import table
+
+
+def in_vllm(found: dict[str, Any] | None) -> str:
+    """Return what the page says of the bench; nothing where it was not run."""
+    if found is None:
+        return ""
+    rows = []
+    for kind, at in found["edits"].items():
+        for case, seconds in at["seconds"].items():
+            over = at["x_prefix"][case]
+            rows.append(
+                [
+                    kind,
+                    case,
+                    f"{seconds:.2f}",
+                    f"{at['x_full'][case]['median']:.1f}",
+                    f"{over['median']:.1f} [{over['min']:.1f}, {over['max']:.1f}]",
+                ]
+            )
+    head = ["edit", "way", "first token (s)", "times full", "times prefix caching"]
+    machine, options = found["machine"], found["options"]
+    about = (
+        f"{options['context']} tokens, {options['rounds']} rounds, {options['dtype']}, a random Llama of 0.2 B on "
+        f"{machine['cpu']}, {machine['cores']} cores, load {machine['load_average']} at the end, commit `{machine['commit'][:7]}`. "
+        "Medians, and the range round by round. `embedded`: kvweave without vLLM, in the same process."
+    )
+    lines = [*table(head, rows, left=2), "", about]
+    plain = found.get("plain")
+    if plain is not None:
+        same = "bit-equal" if plain["bit_equal"] else "NOT bit-equal"
+        hits = "the same hits" if plain["hits_equal"] else "OTHER hits"
+        ratio = plain["with_over_without"]
+        lines += [
+            "",
+            f"Plain requests with the connector and without, 24 at once: {same}, {hits}, "
+            f"{ratio['median']:.2f} of the time [{ratio['min']:.2f}, {ratio['max']:.2f}].",
+        ]
+    return "\n".join(lines) + "\n"

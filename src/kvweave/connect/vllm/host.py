@@ -1,0 +1,243 @@
+"""The engine inside a worker: it weaves what requests ask for, slice by slice between their steps."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from hashlib import blake2b
+from typing import Any, Protocol
+
+import numpy as np
+
+from kvweave.chunk.identity import ChunkId
+from kvweave.config import Config
+from kvweave.connect.vllm.asks import PromptAsk, WeaveLoad, WeaveOffer
+from kvweave.connect.vllm.cut import PromptCut, PromptCutter
+from kvweave.connect.vllm.spec import WeaveSpec
+from kvweave.engine import Engine
+from kvweave.errors import InvalidArgument, KVWeaveError, check_options
+from kvweave.run.base import Backend, Rows
+from kvweave.run.loop import Task
+from kvweave.serve.driver.pace import Pace
+from kvweave.serve.driver.tasks import Tasks
+from kvweave.serve.guard.problems import problem_of
+from kvweave.serve.reuse.library import Library
+from kvweave.serve.reuse.names import AutoNames, new_context_name
+from kvweave.weave.context import Context
+from kvweave.weave.plan import Plan
+
+log = logging.getLogger("kvweave.vllm")
+IDLE_SECONDS = 0.05  # of a step in which nobody else runs
+
+
+@dataclass(eq=False, slots=True)
+class WeaveJob:
+    """A weave under way for a request."""
+
+    load: WeaveLoad
+    task: Task[None] | None = None
+    done: bool = False
+    error: BaseException | None = None
+    plan: Plan | None = None
+    seconds: float = 0.0
+
+    def report(self) -> dict[str, Any]:
+        """Return what the response says of it, JSON-ready."""
+        if self.plan is None:
+            why = "it was given up" if self.error is None else str(self.error)
+            return {"woven": False, "failed": why}
+        told = {"woven": True, "seconds": round(self.seconds, 4), **self.plan.to_dict()}
+        return told | {"rows": [self.load.start, self.load.stop]}
+
+
+class BlockWriter(Protocol):
+    """Writes rows to a request's blocks."""
+
+    def write(self, rows: Rows, blocks: Sequence[int], start: int, stop: int) -> None:
+        """Write rows [start, stop) of a context to the blocks of a request."""
+        ...
+
+
+class Host:
+    """Chunks and weaves of one worker. Used in its main thread only.
+
+    Args:
+        backend: the worker's model.
+        writer: of vLLM's blocks.
+        options: ``home`` and ``base`` of `Engine`, and the fields of `Config`.
+
+    Raises InvalidArgument, and what `Engine` raises.
+    """
+
+    def __init__(self, backend: Backend, writer: BlockWriter, options: dict[str, Any]) -> None:
+        allowed = [*(field.name for field in fields(Config)), "home", "base"]
+        check_options(options, allowed)
+        backend.require_move()
+        self.backend, self.writer = backend, writer
+        self.engine = Engine(backend, **options)
+        self.names = AutoNames(self.engine.table)
+        self.tasks = Tasks(self.engine.loop)
+        self._jobs: dict[str, WeaveJob] = {}
+        self._pace = Pace(self.engine.config.max_rows)
+        # when the last step began that others had a part in, and how many rows of ours it had
+        self._before: tuple[float, int] | None = None
+        self.cutter = PromptCutter(self.engine, Library(self.engine.table))
+
+    def close(self) -> None:
+        """Give up what is under way, and close the engine."""
+        self.drop(list(self._jobs))
+        self.engine.close()
+
+    # ---- one step
+
+    def find(self, ask: PromptAsk) -> WeaveOffer:
+        """Say what would be woven of a prompt; nothing is computed, and nothing is stored."""
+        try:
+            return self._offer(ask, self.cutter.cut(ask))
+        except KVWeaveError as error:
+            return WeaveOffer(error=problem_of(error).body["error"])
+
+    def _offer(self, ask: PromptAsk, pieces: Sequence[PromptCut]) -> WeaveOffer:
+        chunks = [piece for piece in pieces if piece.is_chunk]
+        if len(ask.tokens) > self.backend.limit or all(piece.is_base for piece in chunks):
+            return WeaveOffer()  # vLLM's own prefix caching is all that helps
+        digest = blake2b(repr(self._settings(ask.spec)).encode(), digest_size=16)
+        useful = chunks[-1].stop
+        for piece in pieces:
+            if piece.start < useful:
+                where = (piece.start, piece.stop, piece.offset)
+                digest.update(repr(where).encode() + piece.digest)
+        digest.update(np.asarray(ask.tokens[:useful], np.int64).tobytes())
+        return WeaveOffer(len(ask.tokens) - 1, useful, digest.digest())
+
+    def load(self, name: str, load: WeaveLoad) -> None:
+        """Begin to weave for a request."""
+        job = WeaveJob(load)
+        self._jobs[name] = job
+        job.task = self._weaving(job)
+        self.tasks.begin(job.task)
+
+    def drop(self, names: Sequence[str]) -> None:
+        """Give up these requests' weaves; they are over in the next step."""
+        for name in names:
+            job = self._jobs.get(name)
+            if job is not None and job.task is not None:
+                self.tasks.cancel(job.task)
+                job.done = True
+
+    def step(self, idle: bool) -> dict[str, WeaveJob]:
+        """Go on with what is under way: a pass of so many rows that others' steps do not take much
+        longer, or for a while where nobody else runs. Return what is over by now."""
+        start, schedule = time.perf_counter(), self.engine.loop.schedule
+        if self._before is not None and not idle:
+            before, n_beside = self._before
+            self._pace.note(start - before, 1, n_beside, 0)
+        n_rows = self.engine.config.max_rows if idle else self._pace.rows
+        busy = n_rows > 0 and any(not job.done for job in self._jobs.values())
+        schedule.max_rows = max(2, n_rows)
+        while busy:
+            self.tasks.go_on()
+            self.engine.loop.step()
+            self.tasks.go_on()
+            busy = idle and any(not job.done for job in self._jobs.values())
+            busy = busy and time.perf_counter() < start + IDLE_SECONDS
+        schedule.max_rows = self.engine.config.max_rows
+        self._before = None if idle else (start, n_rows if self._jobs else 0)
+        return self.over()
+
+    def over(self) -> dict[str, WeaveJob]:
+        """Return the weaves that ended since the last call, by request id."""
+        found = {name: job for name, job in self._jobs.items() if job.done}
+        for name in found:
+            del self._jobs[name]
+        return found
+
+    # ---- a weave
+
+    def _weaving(self, job: WeaveJob) -> Task[None]:
+        started, context = time.perf_counter(), None
+        load = job.load
+        try:
+            context = self._open(load.ask.spec)
+            yield from self._fill(context, load)
+            plan = yield from context.weaving()
+            rows = context.session.state.rows
+            self.writer.write(rows, load.blocks, load.start, load.stop)
+            job.plan = plan
+        except Exception as error:  # the request is computed by vLLM then
+            if not isinstance(error, KVWeaveError):
+                log.exception("a weave failed")
+            job.error = error
+        finally:
+            if context is not None:
+                self.engine.close_context(context.name, context.namespace)
+            job.seconds, job.done = time.perf_counter() - started, True
+
+    def _open(self, spec: WeaveSpec) -> Context:
+        options: dict[str, Any] = spec.options() | {"namespace": spec.namespace, "denoise": False}
+        return self.engine.context(new_context_name(), **options)
+
+    def _fill(self, context: Context, load: WeaveLoad) -> Task[None]:
+        """Give a context the parts of a prompt; compute canonical KV that chunks lack."""
+        engine, ask = self.engine, load.ask
+        space, pieces = ask.spec.namespace, self.cutter.cut(ask)
+        if self._offer(ask, pieces).digest != load.digest:
+            raise InvalidArgument("plan", "the chunks that it was made of are others now")
+        first = pieces[0] if pieces and pieces[0].is_base else None
+        if context.parts and (first is None or first.id != self.cutter.base):
+            context.drop(0)
+        base = None
+        if first is not None:
+            pieces = pieces[1:]
+            base = first.id
+            if base is None:
+                tokens = list(ask.tokens[: first.stop])
+                base = engine.maker.add(tokens, kind="system", namespace=space, name="system")
+            if not context.parts:
+                context.set_base(base, "system")
+                self._keep(base, space)
+            yield from engine.maker.computing(base, space)
+        made = self._append(context, ask, pieces, base)
+        for id in dict.fromkeys(made):
+            self.cutter.library.note(space, id)
+            yield from engine.maker.computing(id, space)
+
+    def _append(
+        self, context: Context, ask: PromptAsk, pieces: Sequence[PromptCut], base: ChunkId | None
+    ) -> list[ChunkId]:
+        """Append the pieces in one edit; return the chunks among them."""
+        engine, space, chunks = self.engine, ask.spec.namespace, []
+        with context.edit():
+            for piece in pieces:
+                tokens = list(ask.tokens[piece.start : piece.stop])
+                if not piece.is_chunk:
+                    context.append(tokens, kind="user", label="new")
+                    continue
+                id = piece.id
+                if id is None:
+                    id = engine.maker.add(tokens, base=base, namespace=space)
+                self._keep(id, space)
+                chunks.append(id)
+                if len(tokens) == engine.table.get(id).n_tokens:
+                    context.append_chunk(f"#{id}")
+                else:
+                    context.append_slice(f"#{id}", piece.offset, piece.offset + len(tokens))
+        self.names.trim()
+        return chunks
+
+    def _keep(self, id: ChunkId, namespace: str) -> None:
+        """Give a chunk a name, if it has none: else it goes with its context."""
+        if not self.engine.table.names_of(id):
+            names = self.names.counter(new_context_name(), namespace)
+            self.names.bind(names, id, self.engine.table.get(id).kind, namespace)
+
+    def _settings(self, spec: WeaveSpec) -> tuple[object, ...]:
+        config = self.engine.config
+        return (
+            spec.repair or config.repair,
+            config.share if spec.share is None else spec.share,
+            config.max_drift if spec.max_drift is None else spec.max_drift,
+            spec.namespace,
+        )

@@ -1,0 +1,195 @@
+"""The scheduler's side of the connector: which requests are woven, how far, and under which keys."""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Any
+
+import numpy as np
+
+from kvweave.connect.vllm.asks import PromptAsk, WeaveLoad, WeaveOffer
+from kvweave.connect.vllm.spec import WeaveSpec, spec_of
+from kvweave.errors import KVWeaveError
+
+log = logging.getLogger("kvweave.vllm")
+Fork = Callable[[Any, int | None, bytes], None]
+MOST_PLANS = 1024  # plans that are remembered, the latest
+MOST_TAILS = 64  # questions of one plan
+REMEMBERED = ("drift", "drift_by", "strategy", "approximate")  # of a plan's last weave
+
+
+@dataclass(eq=False, slots=True)
+class ForkPoint:
+    """Rows of a prompt of ``n_tokens`` leave vLLM's keys at ``block``, under ``key``."""
+
+    n_tokens: int
+    tail: bytes  # digest of the tokens behind the last chunk
+    key: bytes  # of its own: rows that stand under that of a point forgotten are not found again
+    block: int | None = None  # None: nothing of it was written yet
+    report: dict[str, Any] | None = None  # of the weave that wrote it last
+
+
+@dataclass(eq=False, slots=True)
+class WovenRequest:
+    """A request that asks for a weave, until it has ended."""
+
+    request: Any
+    ask: PromptAsk
+    asked: bool = False
+    found: WeaveOffer | None = None  # None: the worker has not answered yet
+    point: ForkPoint | None = None
+    n_local: int = 0
+    report: dict[str, Any] | None = None
+
+
+class Scheduling:
+    """Bookkeeping of one scheduler.
+
+    A request waits one step for the worker to say what it would weave. Rows are written from the
+    end of the local hit on, never before it, and the chain of block hashes forks right there.
+    """
+
+    def __init__(self, fork: Fork, block_size: int, matches: bool) -> None:
+        """``fork``: has the chain of a request's hashes leave vLLM's at a block, under a key; None:
+        has it be vLLM's again.
+        ``matches``: a request that says nothing to us is woven too, where chunks are found."""
+        self.fork, self.size, self.matches = fork, block_size, matches
+        self._requests: dict[str, WovenRequest] = {}
+        self._asks: dict[str, PromptAsk] = {}
+        self._loads: dict[str, WeaveLoad] = {}
+        self._n_points = 0
+        self._plans: OrderedDict[bytes, list[ForkPoint]] = OrderedDict()  # by `WeaveOffer.digest`
+
+    def new(self, request: Any) -> None:
+        """A request has come."""
+        tokens = request.prompt_token_ids
+        try:
+            spec = spec_of(request.kv_transfer_params, None if tokens is None else len(tokens))
+        except KVWeaveError as error:  # most are refused by the endpoint plugin before
+            ask = PromptAsk(tuple(tokens or ()), WeaveSpec())
+            woven = WovenRequest(request, ask, found=WeaveOffer())
+            woven.report = {"woven": False, "error": error.to_dict()}
+            self._requests[request.request_id] = woven
+            return
+        if spec is None and self.matches:
+            spec = WeaveSpec(match=True)
+        unfit = (
+            tokens is None
+            or request.mm_features
+            or request.lora_request is not None
+            or request.pooling_params is not None
+            or request.resumable
+            or request.skip_reading_prefix_cache
+        )
+        if spec is None or unfit:
+            return
+        self._requests[request.request_id] = WovenRequest(request, PromptAsk(tuple(tokens), spec))
+
+    def external(self, request: Any, n_local: int) -> tuple[int | None, bool]:
+        """Return how many rows behind the ``n_local`` that vLLM has will be woven, and True: beside
+        other requests. None: ask again in the next step."""
+        woven = self._requests.get(request.request_id)
+        if woven is None:
+            return 0, False
+        if woven.found is None:
+            if not woven.asked:
+                woven.asked = True
+                self._asks[request.request_id] = woven.ask
+            return None, False
+        woven.n_local = n_local
+        if woven.point is None or n_local >= woven.found.useful:
+            return 0, False
+        block = n_local // self.size
+        if woven.point.block is None or block < woven.point.block:
+            woven.point.block = block
+        self.fork(request, woven.point.block, woven.point.key)
+        return woven.found.covered - n_local, True
+
+    def allocated(self, request: Any, blocks: tuple[int, ...], n_external: int) -> None:
+        """Rows of a request have their blocks."""
+        woven = self._requests.get(request.request_id)
+        if woven is not None and n_external > 0:
+            stop = woven.n_local + n_external
+            assert woven.found is not None
+            self._loads[request.request_id] = WeaveLoad(
+                woven.ask, blocks, woven.n_local, stop, woven.found.digest
+            )
+
+    def told(self) -> tuple[dict[str, PromptAsk], dict[str, WeaveLoad]]:
+        """Return what the worker is told in this step, by request id."""
+        found = self._asks, self._loads
+        self._asks, self._loads = {}, {}
+        return found
+
+    def found(self, name: str, found: WeaveOffer) -> None:
+        """The worker said what it would weave for a request."""
+        woven = self._requests.get(name)
+        if woven is None:
+            return
+        woven.found = found
+        if found.error is not None:
+            woven.report = {"woven": False, "error": found.error}
+        if found.covered:
+            woven.point = self._point(woven.ask, found)
+            if woven.point.block is not None:  # so that what was written for it is found
+                self.fork(woven.request, woven.point.block, woven.point.key)
+
+    def wove(self, name: str, report: dict[str, Any]) -> None:
+        """The worker wove, or failed to."""
+        woven = self._requests.get(name)
+        if woven is not None:
+            woven.report = report
+            if woven.point is not None and report["woven"]:
+                woven.point.report = {key: report[key] for key in REMEMBERED}
+            if not report["woven"]:  # vLLM computes it, over none of our rows
+                woven.point = None
+                self.fork(woven.request, None, b"")
+
+    def finished(self, name: str) -> dict[str, Any] | None:
+        """A request has ended; return what its response says of it."""
+        woven = self._requests.pop(name, None)
+        self._asks.pop(name, None)
+        self._loads.pop(name, None)
+        if woven is None:
+            return None
+        report = woven.report
+        if report is None:
+            report, point = {"woven": False}, woven.point
+            if point is not None and point.block is not None:
+                # rows that we wrote for a request like this, found by vLLM
+                report |= {"cached": woven.n_local, "drift": None, **(point.report or {})}
+            elif woven.found is not None:
+                report |= {"drift": 0.0, "drift_by": "exact"}
+        return {**report, "local": woven.n_local}
+
+    def forget(self) -> None:
+        """vLLM has forgotten all blocks."""
+        self._plans.clear()
+
+    def _point(self, ask: PromptAsk, found: WeaveOffer) -> ForkPoint:
+        """Return where rows of a plan leave vLLM's keys: the same for a prompt that goes on from
+        one that was woven before."""
+        points = self._plans.setdefault(found.digest, [])
+        self._plans.move_to_end(found.digest)
+        while len(self._plans) > MOST_PLANS:
+            self._plans.popitem(last=False)
+        for point in sorted(points, key=lambda point: -point.n_tokens):
+            n = point.n_tokens
+            if n <= len(ask.tokens) and point.tail == _tail(found, ask.tokens[:n]):
+                return point
+        tail = _tail(found, ask.tokens)
+        self._n_points += 1
+        made = ForkPoint(len(ask.tokens), tail, tail + self._n_points.to_bytes(8))
+        points.append(made)
+        del points[:-MOST_TAILS]
+        return made
+
+
+def _tail(found: WeaveOffer, tokens: tuple[int, ...]) -> bytes:
+    """Return what a plan's rows go by: strategies choose them by what stands behind the chunks."""
+    tail = np.asarray(tokens[found.useful :], np.int64).tobytes()
+    return blake2b(found.digest + tail, digest_size=16).digest()

@@ -1,0 +1,34 @@
+"""What goes between scheduler and worker once a step, as vLLM carries it; see `asks.py`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorMetadata,
+    KVConnectorWorkerMetadata,
+)
+
+from kvweave.connect.vllm.asks import PromptAsk, WeaveLoad, WeaveOffer
+
+
+@dataclass
+class StepMeta(KVConnectorMetadata):  # type: ignore[misc]
+    """From the scheduler to the worker; by request id. ``idle``: nobody else runs in this step."""
+
+    asks: dict[str, PromptAsk] = field(default_factory=dict)
+    loads: dict[str, WeaveLoad] = field(default_factory=dict)
+    idle: bool = True
+
+
+@dataclass
+class StepReply(KVConnectorWorkerMetadata):  # type: ignore[misc]
+    """From the worker to the scheduler; by request id."""
+
+    found: dict[str, WeaveOffer] = field(default_factory=dict)
+    reports: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
+        """Return the first: there is one worker."""
+        return self

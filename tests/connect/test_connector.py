@@ -1,0 +1,388 @@
+"""What the connector decides, without vLLM: specs, cuts, weaves into blocks, keys of blocks."""
+
+from __future__ import annotations
+
+import random
+from types import SimpleNamespace
+
+import numpy as np
+import oracle
+import pytest
+import torch
+
+from kvweave.connect.vllm.asks import PromptAsk, WeaveLoad, WeaveOffer
+from kvweave.connect.vllm.host import Host
+from kvweave.connect.vllm.scheduling import Scheduling
+from kvweave.connect.vllm.spec import PartSpec, WeaveSpec, spec_of
+from kvweave.errors import ChunkNotFound, InvalidArgument
+
+SIZE = 4  # tokens of a block
+
+
+# ---- what requests say
+
+
+def said(**fields):
+    return {"kvweave": fields}
+
+
+def test_a_request_that_says_nothing_to_us_is_not_ours():
+    assert spec_of(None) is None and spec_of({"do_remote_prefill": True}) is None
+    assert spec_of(said()) == WeaveSpec(match=True)
+
+
+def test_all_fields_are_read():
+    parts = [{"tokens": [3, 9]}, {"chunk": "docs/a"}, {"tokens": [9, 12]}]
+    given = said(system=3, parts=parts, repair="query", share=0.1, max_drift=0.5, namespace="anna")
+    spec = spec_of(given, 20)
+    assert spec.parts == (PartSpec(3, 9), PartSpec(chunk="docs/a"), PartSpec(9, 12))
+    assert (spec.system, spec.match, spec.namespace) == (3, False, "anna")
+    assert spec.options() == {"repair": "query", "share": 0.1, "max_drift": 0.5}
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        7, [], "all", {"pats": []}, {"parts": {}}, {"parts": [3]}, {"parts": [{}]},
+        {"parts": [{"tokens": [3]}]}, {"parts": [{"tokens": [5, 5]}]}, {"parts": [{"tokens": [9, 3]}]},
+        {"parts": [{"tokens": [-1, 3]}]}, {"parts": [{"tokens": [0, 21]}]},
+        {"parts": [{"tokens": [True, 3]}]}, {"parts": [{"chunk": 3}]},
+        {"parts": [{"tokens": [4, 8]}, {"tokens": [7, 9]}]}, {"system": 5, "parts": [{"tokens": [4, 8]}]},
+        {"parts": [{"chunk": "a", "tokens": [0, 1]}]}, {"repair": "magic"}, {"repair": 3},
+        {"share": 1.5}, {"share": "all"}, {"share": float("nan")}, {"max_drift": -1},
+        {"match": "yes"}, {"namespace": 3}, {"system": 21}, {"system": True},
+        {"parts": [{"tokens": [0, 1]}] * 5000},
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_refused(wrong):
+    with pytest.raises(InvalidArgument):
+        spec_of({"kvweave": wrong}, 20)
+
+
+# ---- the worker's side
+
+
+class Blocks:
+    """Rows as vLLM would have them: by slot of its blocks, keys as rotated."""
+
+    def __init__(self, n_layers):
+        self.slots = [{} for _ in range(n_layers)]
+
+    def write(self, rows, blocks, start, stop):
+        for layer, written in enumerate(self.slots):
+            keys, values = rows.read(layer, np.arange(start, stop))
+            for i, row in enumerate(range(start, stop)):
+                slot = blocks[row // SIZE] * SIZE + row % SIZE
+                written[slot] = keys[i].clone(), values[i].clone()
+
+
+@pytest.fixture
+def host(runner):
+    made = Host(runner, Blocks(len(runner.layers)), {"budget": "64MiB", "max_rows": 16})
+    yield made
+    made.engine.check_integrity()
+    made.close()
+
+
+def ids(n, seed, n_vocab=90):
+    rng = random.Random(seed)
+    return tuple(rng.randrange(3, n_vocab) for _ in range(n))
+
+
+def parts_of(sizes, at=0):
+    found = []
+    for n in sizes:
+        found.append(PartSpec(at, at + n))
+        at += n
+    return tuple(found)
+
+
+def woven(host, ask, start=0, blocks=None):
+    n = len(ask.tokens)
+    blocks = tuple(range(50, 50 + -(-n // SIZE))) if blocks is None else blocks
+    host.load("r", WeaveLoad(ask, blocks, start, n - 1, host.find(ask).digest))
+    for _ in range(1000):
+        over = host.step(idle=False)
+        if over:
+            return over["r"], blocks
+    raise AssertionError("it never ended")
+
+
+def test_a_full_repair_writes_the_rows_of_a_prefill_to_the_blocks(host, runner):
+    tokens = ids(40, 1)
+    ask = PromptAsk(tokens, WeaveSpec(parts=parts_of([12, 9, 14]), repair="full", share=1.0))
+    offer = host.find(ask)
+    assert (offer.covered, offer.useful, offer.error) == (39, 35, None)
+    assert not len(list(host.engine.table)), "a question stores nothing"
+    job, blocks = woven(host, ask, start=6)
+    assert job.error is None and job.report()["drift"] == 0 and job.report()["rows"] == [6, 39]
+    wanted, _ = oracle.rows_of(runner, torch.tensor([tokens]))
+    for layer, written in enumerate(host.writer.slots):
+        assert sorted(written) == [blocks[r // SIZE] * SIZE + r % SIZE for r in range(6, 39)]
+        keys, values = wanted.read(layer)
+        for row in range(6, 39):
+            found = written[blocks[row // SIZE] * SIZE + row % SIZE]
+            assert oracle.relative(found[0], keys[row]) < 1e-6
+            assert oracle.relative(found[1], values[row]) < 1e-6
+
+
+def test_without_repair_it_is_another(host, runner):
+    tokens = ids(40, 1)
+    ask = PromptAsk(tokens, WeaveSpec(parts=parts_of([12, 9, 14]), repair="none"))
+    job, blocks = woven(host, ask)
+    wanted, _ = oracle.rows_of(runner, torch.tensor([tokens]))
+    last = len(runner.layers) - 1
+    far = host.writer.slots[last][blocks[20 // SIZE] * SIZE + 20 % SIZE][1]
+    assert oracle.relative(far, wanted.read(last)[1][20]) > 1e-3
+    assert job.report()["drift"] is None and job.report()["reused"] == 23
+
+
+def test_chunks_that_were_declared_are_there_the_next_time(host):
+    tokens = ids(30, 2)
+    spec = WeaveSpec(parts=parts_of([10, 10]), repair="none")
+    woven(host, PromptAsk(tokens, spec))
+    assert {record.n_tokens for record in host.engine.table} == {10}
+    assert not host.engine.contexts, "the context is closed, its new text let go of"
+    moved = tokens[10:20] + tokens[:10] + ids(5, 3)
+    spec = WeaveSpec(match=False, parts=parts_of([10, 10]), repair="none")
+    before = host.engine.runner.forward
+    passes = []
+    host.engine.runner.forward = lambda works: (
+        passes.append(sum(w.n for w in works)),
+        before(works),
+    )[1]
+    job, _ = woven(host, PromptAsk(moved, spec))
+    host.engine.runner.forward = before
+    assert job.report()["prefilled"] == 5 and sum(passes) <= 6, "nothing of the chunks is computed"
+
+
+def test_a_named_chunk_may_have_other_tokens_at_its_edges(host):
+    stored = ids(20, 4)
+    host.engine.put("docs/a", list(stored))
+    inside = ids(7, 5) + (99, *stored[1:-2], 98, 97) + ids(6, 6)
+    ask = PromptAsk(inside, WeaveSpec(parts=(PartSpec(chunk="docs/a"),), repair="none"))
+    pieces = [(p.start, p.stop, p.offset) for p in host.cutter.cut(ask) if p.is_chunk]
+    assert pieces == [(8, 25, 1)]
+    job, _ = woven(host, ask)
+    assert job.report()["reused"] == 17
+    for missing, error in (("docs/a", "invalid_argument"), ("docs/b", "chunk_not_found")):
+        ask = PromptAsk(ids(40, 7), WeaveSpec(parts=(PartSpec(chunk=missing),)))
+        assert host.find(ask).error["code"] == error and host.find(ask).covered == 0
+    with pytest.raises(ChunkNotFound):
+        host.cutter.cut(ask)
+
+
+def test_known_chunks_are_found_where_nothing_is_declared(host):
+    stored = ids(40, 8)
+    host.engine.put("docs/a", list(stored))
+    host.cutter.library.sync()
+    tokens = ids(9, 9) + stored + ids(11, 10)
+    for match, found in ((True, [(9, 49)]), (False, [])):
+        pieces = host.cutter.cut(PromptAsk(tokens, WeaveSpec(match=match)))
+        assert [(p.start, p.stop) for p in pieces if p.is_chunk] == found
+        assert "".join(str(list(range(p.start, p.stop))) for p in pieces).count(",") >= 50
+        offer = host.find(PromptAsk(tokens, WeaveSpec(match=match)))
+        assert bool(offer.covered) is match
+
+
+def test_plans_have_one_digest_as_long_as_they_make_the_same_rows(host):
+    tokens, parts = ids(40, 11), parts_of([12, 9, 14])
+    first = host.find(PromptAsk(tokens, WeaveSpec(parts=parts, repair="none")))
+    longer = host.find(PromptAsk(tokens + ids(9, 12), WeaveSpec(parts=parts, repair="none")))
+    assert first.digest == longer.digest
+    others = [
+        PromptAsk(tokens, WeaveSpec(parts=parts, repair="query")),
+        PromptAsk(tokens, WeaveSpec(parts=parts, repair="none", share=0.3)),
+        PromptAsk(tokens, WeaveSpec(parts=parts_of([12, 23]), repair="none")),
+        PromptAsk((*tokens[:3], 4, *tokens[4:]), WeaveSpec(parts=parts, repair="none")),
+        PromptAsk(tokens, WeaveSpec(parts=parts, repair="none", namespace="anna")),
+        PromptAsk(tokens, WeaveSpec(system=12, parts=parts[1:], repair="none")),
+    ]
+    digests = {host.find(ask).digest for ask in others} | {first.digest}
+    assert len(digests) == 1 + len(others)
+
+
+def test_a_plan_whose_chunks_changed_since_it_was_offered_is_not_woven(host):
+    tokens, spec = ids(80, 15), WeaveSpec(match=True, repair="none")
+    host.engine.put("docs/x", list(tokens[5:40]))
+    host.cutter.library.sync()
+    ask = PromptAsk(tokens, spec)
+    offer = host.find(ask)
+    host.engine.put("docs/y", list(tokens[42:78]))
+    host.cutter.library.sync()
+    host.load("r", WeaveLoad(ask, tuple(range(30)), 0, 79, offer.digest))
+    job = host.step(idle=True)["r"]
+    assert job.plan is None and "others now" in job.report()["failed"]
+
+
+def test_what_fails_is_told_and_leaves_nothing(host):
+    ask = PromptAsk(ids(40, 13), WeaveSpec(parts=parts_of([12, 9]), repair="none"))
+    real = host.backend.forward
+
+    def fails(works):
+        raise RuntimeError("no such kernel")
+
+    host.backend.forward = fails
+    job, _ = woven(host, ask)
+    host.backend.forward = real
+    assert job.plan is None and job.report()["woven"] is False
+    assert not host.writer.slots[0] and not host.engine.contexts
+    job, _ = woven(host, ask)
+    assert job.plan is not None, "and the next one is woven"
+
+
+def test_a_weave_given_up_ends_and_leaves_nothing(host):
+    ask = PromptAsk(ids(200, 14), WeaveSpec(parts=parts_of([90, 80]), repair="none"))
+    host.load("r", WeaveLoad(ask, tuple(range(60)), 0, 199, host.find(ask).digest))
+    assert not host.step(idle=False)
+    host.drop(["r", "unknown"])
+    assert host.over()["r"].plan is None and not host.step(idle=True)
+    assert not host.writer.slots[0] and not host.engine.contexts
+
+
+# ---- the scheduler's side
+
+
+class Chain:
+    """A request, and where its chain of hashes was forked."""
+
+    def __init__(self, name, tokens, params=None, **fields):
+        self.request_id, self.prompt_token_ids, self.kv_transfer_params = name, list(tokens), params
+        plain = SimpleNamespace(
+            mm_features=[], lora_request=None, pooling_params=None, resumable=False,
+            skip_reading_prefix_cache=False,
+        )  # fmt: skip
+        vars(self).update({**vars(plain), **fields})
+        self.forks = []
+
+
+@pytest.fixture
+def scheduling():
+    return Scheduling(lambda request, block, key: request.forks.append((block, key)), SIZE, False)
+
+
+def asked(scheduling, request, offer, n_local=0):
+    """Take a request to where vLLM knows how much of it will be woven."""
+    scheduling.new(request)
+    assert scheduling.external(request, n_local) == (None, False)
+    asks, _ = scheduling.told()
+    assert list(asks) == [request.request_id]
+    assert scheduling.external(request, n_local) == (None, False) and not scheduling.told()[0]
+    scheduling.found(request.request_id, offer)
+    return scheduling.external(request, n_local)
+
+
+def test_plain_requests_are_left_alone(scheduling):
+    request = Chain("p", ids(40, 1))
+    scheduling.new(request)
+    assert scheduling.external(request, 8) == (0, False)
+    assert scheduling.told() == ({}, {}) and scheduling.finished("p") is None and not request.forks
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"mm_features": [1]}, {"lora_request": 1}, {"pooling_params": 1}, {"resumable": True},
+        {"skip_reading_prefix_cache": True},
+    ],
+)  # fmt: skip
+def test_requests_that_cannot_be_woven_are_plain(scheduling, fields):
+    request = Chain("p", ids(40, 1), said(), **fields)
+    scheduling.new(request)
+    assert scheduling.external(request, 8) == (0, False)
+
+
+def test_the_chain_forks_where_the_first_row_is_written(scheduling):
+    offer = WeaveOffer(39, 35, b"plan")
+    request = Chain("a", ids(40, 1), said(parts=[{"tokens": [0, 35]}]))
+    assert asked(scheduling, request, offer, n_local=8) == (31, True)
+    (block, key) = request.forks[-1]
+    assert block == 2, "behind the local hit: those rows are vLLM's"
+    scheduling.allocated(request, (5, 6, 7), 31)
+    loads = scheduling.told()[1]
+    assert (loads["a"].start, loads["a"].stop, loads["a"].blocks) == (8, 39, (5, 6, 7))
+    scheduling.wove(
+        "a",
+        {
+            "woven": True,
+            "drift": 0.25,
+            "drift_by": "audit",
+            "strategy": "none",
+            "approximate": {"reuse": 3},
+        },
+    )
+    assert scheduling.finished("a")["drift"] == 0.25
+
+    again = Chain("b", ids(40, 1), said(parts=[{"tokens": [0, 35]}]))
+    assert asked(scheduling, again, offer, n_local=36) == (0, False), "all of it is there"
+    assert again.forks == [(block, key)], "under the same key"
+    told = scheduling.finished("b")
+    assert (told["woven"], told["cached"], told["drift"]) == (False, 36, 0.25)
+
+    turn = Chain("c", ids(40, 1) + ids(9, 2), said(parts=[{"tokens": [0, 35]}]))
+    assert asked(scheduling, turn, WeaveOffer(48, 35, b"plan"), 40) == (0, False)
+    assert turn.forks == [(block, key)], "a turn behind it goes on from it"
+
+    other = Chain("d", (*ids(40, 1)[:35], *ids(5, 3)), said(parts=[{"tokens": [0, 35]}]))
+    asked(scheduling, other, offer, 8)
+    assert other.forks[-1][1] != key, "another question has rows of its own"
+
+
+def test_where_blocks_were_evicted_the_fork_goes_before_what_is_written(scheduling):
+    offer = WeaveOffer(39, 35, b"plan")
+    request = Chain("a", ids(40, 1), said())
+    asked(scheduling, request, offer, n_local=16)
+    assert scheduling.external(request, 4) == (35, True)
+    assert [block for block, _ in request.forks] == [4, 1]
+    assert scheduling.external(request, 12) == (27, True)
+    assert request.forks[-1][0] == 1, "what was written before stands from there on"
+
+
+def test_exact_rows_of_vllm_are_taken_before_ours(scheduling):
+    request = Chain("a", ids(40, 1), said())
+    assert asked(scheduling, request, WeaveOffer(39, 35, b"plan"), n_local=36) == (0, False)
+    assert not request.forks and scheduling.finished("a")["drift"] == 0.0
+
+
+def test_a_weave_that_failed_is_not_tried_again(scheduling):
+    request = Chain("a", ids(40, 1), said())
+    assert asked(scheduling, request, WeaveOffer(39, 35, b"plan"))[0] == 39
+    scheduling.wove("a", {"woven": False, "failed": "no such kernel"})
+    assert scheduling.external(request, 0) == (0, False)
+    assert request.forks[-1][0] is None, "what vLLM computes stands under its own keys again"
+    assert scheduling.finished("a")["failed"] == "no such kernel"
+
+
+def test_rows_of_a_plan_that_was_forgotten_are_not_found_under_its_next_key(scheduling):
+    offer, first = WeaveOffer(39, 35, b"plan"), Chain("a", ids(40, 1), said())
+    asked(scheduling, first, offer)
+    for i in range(70):  # more questions than are remembered
+        asked(scheduling, Chain(f"q{i}", (*ids(40, 1)[:35], *ids(5, 100 + i)), said()), offer)
+    again = Chain("b", ids(40, 1), said())
+    asked(scheduling, again, offer)
+    assert again.forks[-1][1] != first.forks[-1][1]
+
+
+def test_rows_of_ours_are_never_called_exact_without_a_report(scheduling):
+    offer = WeaveOffer(39, 35, b"plan")
+    asked(scheduling, Chain("a", ids(40, 1), said()), offer)  # and it is aborted
+    assert scheduling.finished("a")["drift"] is None
+    assert asked(scheduling, Chain("b", ids(40, 1), said()), offer, 36) == (0, False)
+    assert scheduling.finished("b")["drift"] is None
+
+
+def test_a_request_that_says_it_wrongly_is_told_so(scheduling):
+    request = Chain("a", ids(40, 1), said(parts=[{"tokens": [0, 80]}]))
+    scheduling.new(request)
+    assert scheduling.external(request, 0) == (0, False)
+    assert scheduling.finished("a")["error"]["code"] == "InvalidArgument"
+
+
+def test_an_offer_that_comes_too_late_is_let_go(scheduling):
+    request = Chain("a", ids(40, 1), said())
+    scheduling.new(request)
+    scheduling.external(request, 0)
+    scheduling.finished("a")
+    scheduling.found("a", WeaveOffer(39, 35, b"plan"))
+    scheduling.wove("a", {"woven": True})
+    assert scheduling.told() == ({}, {}) and not request.forks
