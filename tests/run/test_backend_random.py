@@ -34,15 +34,16 @@ class Pair:
 class Story:
     """Random verbs for a few contexts, the same for both backends."""
 
-    def __init__(self, backends: list[Backend], seed: int) -> None:
+    def __init__(self, backends: list[Backend], seed: int, moves: bool = False) -> None:
         self.backends, self.rng = backends, np.random.default_rng(seed)
+        self.moves = moves
         self.pairs = [self._new() for _ in range(2)]
         self.chunks = [
             [computed(b, ids(n, n)) for b in backends] for n in (3, 8, 11)
         ]  # [chunk][backend]
 
     def _new(self) -> Pair:
-        return Pair([b.new_rows() for b in self.backends])
+        return Pair([b.new_rows(moves=self.moves) for b in self.backends])
 
     def _next(self, pair: Pair, n: int) -> Ints:
         """Return positions for ``n`` more rows, with a gap now and then."""
@@ -134,6 +135,36 @@ class Story:
                 rows.free(layer, head, slots)
             pair.freed |= {(layer, head, int(slot)) for slot in slots}
 
+    def keep(self) -> None:
+        """As many rows of each head of a layer, each its own; the last ones stay."""
+        pair = self._one()
+        if pair.n <= 12:
+            return
+        layer = int(self.rng.integers(len(self.backends[0].layers)))
+        kept = pair.rows[0].kept(layer)
+        assert [k.tolist() for k in pair.rows[1].kept(layer)] == [k.tolist() for k in kept]
+        last = np.arange(pair.n - 8, pair.n)
+        n, chosen = min(int(self.rng.integers(1, 9)), *(len(slots) - 8 for slots in kept)), []
+        if n < 1 or any(slots[-8] != last[0] for slots in kept):
+            return
+        for head, slots in enumerate(kept):
+            some = self.rng.choice(slots[:-8], n, False)
+            chosen.append(np.sort(np.concatenate((some, last))))
+            pair.freed |= {(layer, head, int(s)) for s in np.setdiff1d(slots, chosen[-1])}
+        for rows in pair.rows:
+            rows.keep(layer, chosen)
+
+    def move(self) -> None:
+        """Some rows go, and the others stand elsewhere."""
+        pair = self._one()
+        if pair.n:
+            n = int(self.rng.integers(1, pair.n + 1))
+            kept = np.sort(self.rng.choice(pair.n, n, False))
+            positions = np.cumsum(self.rng.integers(1, 4, n)) - 1
+            for rows in pair.rows:
+                rows.move(kept, positions)
+            pair.tokens = pair.tokens[kept]
+
     def truncate(self) -> None:
         pair = self._one()
         n = int(self.rng.integers(pair.n // 2, pair.n + 1))
@@ -158,6 +189,14 @@ class Story:
             assert a.positions[: a.n].tolist() == b.positions[: b.n].tolist()
             assert a.n_freed == b.n_freed == len(pair.freed)
             for layer in range(len(self.backends[0].layers)):
+                if self.moves and a.n:
+                    x, y = a.unrotated(layer), b.unrotated(layer)
+                    assert x is not None and y is not None and off(y, x) < ACROSS
+                kept = a.kept(layer)
+                assert [k.tolist() for k in b.kept(layer)] == [k.tolist() for k in kept]
+                for x, y in zip(a.packed(layer), b.packed(layer), strict=True):
+                    for head, slots in enumerate(kept):
+                        assert off(y[head, : len(slots)], x[head, : len(slots)]) < ACROSS
                 for x, y in zip(a.read(layer), b.read(layer), strict=True):
                     for where, head, slot in pair.freed:
                         if where == layer:
@@ -167,12 +206,14 @@ class Story:
                 rows.check_integrity()
 
 
+@pytest.mark.parametrize("moves", [False, True])
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("name", MODELS)
-def test_any_works_in_any_order(name: str, seed: int) -> None:
-    story = Story([reference(name), transformers(name)], seed)
+def test_any_works_in_any_order(name: str, seed: int, moves: bool) -> None:
+    story = Story([reference(name), transformers(name)], seed, moves)
     verbs = [story.compute] * 4 + [story.place, story.replace, story.put]
-    verbs += [story.free] * 2 + [story.truncate, story.fork]
+    verbs += [story.move] * 2 if moves else [story.free, story.keep, story.keep]
+    verbs += [story.truncate, story.fork]
     for _ in range(STEPS):
         if max(pair.n for pair in story.pairs) > ROOM:
             story.pairs = [story._new() for _ in range(2)]

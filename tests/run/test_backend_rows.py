@@ -26,6 +26,7 @@ from kvweave.errors import LoadFailed
 from kvweave.run.base import Backend
 from kvweave.store.arriving import Arriving, Load
 from kvweave.store.kv import KV
+from kvweave.store.record.transfer import Expected
 
 # ---- rows
 
@@ -153,8 +154,8 @@ def test_forgotten_rows_are_gone(backend: Backend) -> None:
 
 def arriving(backend: Backend, kv: KV, n_layers: int) -> Arriving:
     """A chunk of which so many layers have arrived."""
-    shapes = [layer.shape for layer in backend.layers]
-    load = Load(7, shapes, kv.n_tokens, backend.dtype.itemsize)
+    shapes = tuple(layer.shape for layer in backend.layers)
+    load = Load(7, Expected("", kv.n_tokens, shapes, backend.dtype))
     for layer in range(n_layers):
         load.add(kv.k[layer], kv.v[layer])
     return Arriving(load)

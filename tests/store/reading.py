@@ -6,7 +6,9 @@ import itertools
 
 import numpy as np
 import pytest
+import torch
 import xxhash
+from store import records
 from store.hooks import Hooks
 from store.values import aligned, asking, assert_gone, assert_holds, content, cut, filled, store
 
@@ -24,6 +26,15 @@ class Reading(Hooks):
         assert_holds(tier, "a", data)
         assert list(tier.keys()) == ["a"]
         assert tier.n_bytes >= n
+
+    def test_a_chunk_of_which_rows_are_gone(self, tier: Tier) -> None:
+        kv = records.thinned(300, 90)
+        found = records.load(tier, records.store(tier, kv), records.about(kv))
+        assert not isinstance(found, Outcome), found
+        assert found.kept is not None and np.array_equal(found.kept, kv.kept)
+        assert all(
+            torch.equal(a, b) for a, b in zip((*found.k, *found.v), (*kv.k, *kv.v), strict=True)
+        )
 
     @pytest.mark.parametrize(
         "sizes", [(4096, 8192), (1,), (100, 5000, 4096), (4096, 4096, 1), (12_288, 77)]

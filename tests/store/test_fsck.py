@@ -72,6 +72,25 @@ def test_each_kind_of_damage_is_told_and_mended_alone(home: Path) -> None:
     assert check(home).ok
 
 
+def test_a_thinned_chunks_record_is_looked_through_too(tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    with Engine(tiny(), home=home, repair="none") as engine:
+        engine.put("a", text(20, 0))
+        entry = engine.compress("a", "h2o:9", to="small")
+        small = engine.table.get(entry.id).digest.hex()
+    found = check(home)
+    assert found.ok and found.n_records == 2 and not found.strays
+    (path,) = (home / "kv").glob(f"{small}.*")
+    data = bytearray(path.read_bytes())
+    data[PAGE] ^= 1  # which tokens the rows of the first head are
+    path.write_bytes(data)
+    assert list(check(home, repair=True).spoilt) == [path.stem] and not path.exists()
+    with Engine(tiny(), home=home, repair="none") as engine:
+        assert {e.name: e.tier for e in engine.files.ls()} == {"a": "disk", "small": "none"}
+        assert engine.denoise() == 20
+    assert check(home).ok
+
+
 def old_slab(home: Path) -> None:
     """Turn a home's files into a slab, as kvweave kept them until 2026-11-22."""
     directory = home / "kv"

@@ -366,6 +366,21 @@ def test_a_spoilt_record_where_others_are_is_passed_over() -> None:
     assert same(shelf.get(1), kv(10, 1)), "the good one is found"
 
 
+def test_what_turns_out_to_be_lossy_is_not_used_as_exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a restart a shared record is believed to be there, and not to have lost anything."""
+    tier, one = Shared(1 << 20), kv(10, 1)
+    one.lossy = True
+    assert level(tier).put(1, about(1), one).ok
+    mover = Mover([level(tier)], about)
+    mover.levels[0].presume(1, about(1).digest, 1000)
+    shelf = Shelf(1 << 20, LRU(), mover)
+    assert not shelf.is_lossy(1)
+    assert shelf.get(1) is None, "what was planned with it was planned for exact rows"
+    monkeypatch.setattr(time, "monotonic", lambda real=time.monotonic: real() + 100)
+    found = shelf.get(1)
+    assert same(found, one) and found is not None and found.lossy and shelf.is_lossy(1)
+
+
 def test_a_chunk_may_be_coded_otherwise_than_its_level(two: Mover) -> None:
     one = kv(64, 1)
     raw = two.save(1, one).held[1].n_bytes

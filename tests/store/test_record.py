@@ -228,10 +228,10 @@ def test_keys_tell_records_apart_that_may_differ():
 
 def test_a_newer_format_is_told_apart():
     data = record(make_kv(3))
-    struct.pack_into("<I", data, 8, 3)
+    struct.pack_into("<I", data, 8, 4)
     with pytest.raises(FormatTooNew) as caught:
         Head.parse(data, "here")
-    assert (caught.value.data["found"], caught.value.data["supported"]) == (3, 2)
+    assert (caught.value.data["found"], caught.value.data["supported"]) == (4, 3)
 
 
 def resigned(data, change):

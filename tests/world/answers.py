@@ -22,7 +22,7 @@ from world.mirror import Chat, Open, whole
 from world.models import END, LIMIT, ROLES, THINK, shown, text
 from world.rows import checksum
 from world.twin import divergence
-from world.world import CALIBRATED, SHARES, STRATEGIES, World
+from world.world import CALIBRATED, RECORD, SHARES, STRATEGIES, World
 
 LONGEST = 6  # tokens of an answer
 
@@ -43,10 +43,15 @@ def _refused_bound(world: World, chat: Chat) -> bool:
     """Whether no bound of the drift can be kept in this context."""
     is_auto = chat.context.preview().strategy == "auto"
     may = world.is_calibrated and is_auto and not chat.evicts
-    return world.lossy or not (may and chat.context.settings.share == CALIBRATED)
+    return world.lossy or chat.thins or not (may and chat.context.settings.share == CALIBRATED)
 
 
 # ---- checks
+
+
+def _loses(world: World, chat: Chat, plan: Plan) -> bool:
+    """Whether rows are not what they were, or are gone."""
+    return world.lossy or (chat.thins and plan.drift != 0)
 
 
 def woven(world: World, chat: Chat, plan: Plan, preview: Plan | None, strategy: str) -> None:
@@ -67,7 +72,7 @@ def _as_claimed(
         adds_up(preview, found.pieces)
         exact_as_claimed(found, preview, "the preview")
     drift_as_claimed(found, plan, world.lossy)
-    if world.lossy:
+    if _loses(world, chat, plan):
         return
     if strategy == "full":
         error = found.error(0, min(found.n_rows, len(found.tokens)))
@@ -103,7 +108,7 @@ def answered(world: World, chat: Chat, open: Open, answer: Answer) -> None:
         chat.answered = parts, found.n - 1, max(1, len(kept))
     require(found.n_rows >= found.n, f"{found.n_rows} rows, the prompt has {found.n} tokens")
     _as_claimed(world, chat, found, (plan, open.preview, open.strategy))
-    if world.lossy:
+    if _loses(world, chat, plan):
         return
     logprobs, greedy = [c.logprob for c in answer.choices], open.is_greedy
     said(found, logprobs, greedy)
@@ -138,7 +143,7 @@ def weave(world: World) -> bool:
     context = chat.context
     options: dict[str, Any] = {}
     if rng.random() < 0.5:
-        options["repair"] = rng.choice(("full", "none", *STRATEGIES))
+        options["repair"] = rng.choice(("full", "none", *chat.may(STRATEGIES, RECORD)))
     if rng.random() < 0.3:
         options["share"] = rng.choice(SHARES)
     if rng.random() < 0.15:
@@ -187,7 +192,7 @@ def check(world: World) -> bool:
     n = len(chat.tokens)
     require(found.n_tokens == n, f"{found.n_tokens} of {n} tokens were checked")
     require(len(rows[0][0]) >= n, f"{len(rows[0][0])} rows of {n} tokens were checked")
-    if world.lossy:
+    if world.lossy or chat.thins:
         return True
     spans = [(n - 1, 1)]  # rows that were placed anew are not those that the answer saw
     if chat.answered is not None and chat.answered[0] == context.parts:
@@ -428,6 +433,6 @@ def _streamed(world: World, chat: Chat, open: Open, pieces: list[str], whole_: b
     found = Woven(world.twin, open.pieces, kept, world.rows_of(chat))
     adds_up(context.plan, open.pieces)
     _as_claimed(world, chat, found, (context.plan, None, open.strategy))
-    if not world.lossy:
+    if not _loses(world, chat, context.plan):
         said(found, None, open.is_greedy)
         generated(found)

@@ -19,10 +19,14 @@ from world.checks import require
 from world.mirror import Chat, Piece, Stored, Tokens, flat, whole
 from world.models import END, LIMIT, ROLES, text
 from world.rows import checksum
-from world.world import SHARES, STRATEGIES, World
+from world.world import RECORD, SHARES, STRATEGIES, World
 
 MOST = 4  # contexts at once
 LONG = 150  # tokens; contexts this long only get shorter
+KEEPS = (
+    "h2o:24,every=2", "snapkv:12,int8=0.3,window=4", "keydiff:0.3,below=rest", "ttkv:12,k4v2=rest,every=1",
+    "diffkv,window=8", "flexicache:12,page=4,overlap=0,every=3", "kvzip:20", "knorm:500",
+)  # fmt: skip
 
 
 def _options(world: World) -> dict[str, Any]:
@@ -44,6 +48,10 @@ def open_context(world: World) -> bool:
     options["prune"] = rng.choice(("forget", "forget", "evict"))
     options["positions"] = rng.choice(("compact", "compact", "compact", "keep"))
     options["denoise"] = rng.random() < 0.7
+    thins = options["prune"] == "forget" and options["positions"] == "compact" and not world.lossy
+    if thins := thins and rng.random() < 0.25:
+        options["keep"] = rng.choice(KEEPS)
+        options["repair"] = rng.choice([each for each in STRATEGIES if each not in RECORD])
     system = world.words(rng.randint(1, 5)) if rng.random() < 0.3 else None
     says = None if system is None else text(system)
     world.note(f"{name} = context({name!r}, system={says!r}, **{options})")
@@ -52,6 +60,7 @@ def open_context(world: World) -> bool:
         return True
     base = world.base if system is None else (ROLES["system"], *system, END)
     chat = Chat(context, [whole(base, ())] if base else [], base)
+    chat.thins = thins
     chat.evicts, chat.keeps_positions = options["prune"] == "evict", options["positions"] == "keep"
     if system is not None:
         world.names[context.parts[0].name] = Stored(base, ())

@@ -12,7 +12,7 @@ from kvweave.run.rows import KVRows
 from kvweave.store.kv import KV
 from kvweave.weave.sources import Sources
 from world import answers, chunks, contexts, pruned
-from world.world import STRATEGIES, Broken, Fault, World
+from world.world import RECORD, STRATEGIES, Broken, Fault, World
 
 # what may fail at any time, for want of memory or because somebody interrupts
 POINTS: list[tuple[type, str]] = [
@@ -72,7 +72,8 @@ def _weave_anew(world: World) -> None:
     if chat is None:
         return
     context = chat.context
-    choices: list[dict[str, Any]] = [{}, {}, {"repair": "full"}, {"repair": rng.choice(STRATEGIES)}]
+    any_of = rng.choice(chat.may(STRATEGIES, RECORD))
+    choices: list[dict[str, Any]] = [{}, {}, {"repair": "full"}, {"repair": any_of}]
     options = rng.choice(choices)
     world.note(f"{context.name}.weave({options})")
     plan = world.attempt(lambda: context.weave(**options))

@@ -83,6 +83,7 @@ class Chat:
     base: Tokens  # what its own text is computed after; () for nothing
     keeps_positions: bool = False
     evicts: bool = False
+    thins: bool = False  # a token policy lets go of rows
     open: Open | None = None
     was_woven: bool = False  # so that its plan is that of a weave, not of the next one
     saved: list[tuple[Any, list[Piece], Tokens]] = field(default_factory=list)  # snapshots
@@ -92,6 +93,10 @@ class Chat:
     )
 
     uids: dict[int, object] = field(default_factory=dict)  # what each means, as long as it is open
+
+    def may(self, strategies: Sequence[str], not_if_thin: Sequence[str]) -> list[str]:
+        """Return those of ``strategies`` that it can be woven by."""
+        return [each for each in strategies if not (self.thins and each in not_if_thin)]
 
     @property
     def first(self) -> int:

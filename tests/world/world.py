@@ -28,6 +28,7 @@ STRATEGIES = [
     "none", "full", "full:records", "random", "first_k", "first_k:3", "boundary", "deviation",
     "deviation:k@1", "query", "rollout", "rollout:3", "auto", "auto:0", "deps", "patch", "patch:4",
 ]  # fmt: skip
+RECORD = ("full:records", "deps")  # reads of rows, which a token policy would let go of
 SHARES = (0.0, 0.05, 0.25, 0.5, 1.0)
 CALIBRATED = 0.25  # the share that a calibrated world knows bounds of
 # Beside KV: tokens, positions, angles, the logits and the drafts of answers under way.

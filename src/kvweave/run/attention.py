@@ -7,6 +7,7 @@ suffix, would let a repaired row see its own future.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 
@@ -15,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvweave.run.batch import Batch
+from kvweave.run.packed import CodedLevel
 from kvweave.run.part import BatchPart, Piece
 from kvweave.run.thinned import ThinnedRows
 from kvweave.run.together import Together
@@ -48,7 +50,12 @@ def attend(layer: int, query: Tensor, scale: float | None, softcap: float | None
     """Return attention [1, total, head, v_dim] of unrotated ``query`` [1, head, total, dim]."""
     batch = current.get()
     how = Scaling(query.shape[-1] ** -0.5 if scale is None else scale, softcap)
-    turned = batch.turned(layer, query[0].transpose(0, 1))
+    asked = query[0].transpose(0, 1)
+    for part in batch.parts:
+        observer = part.work.observer
+        if observer is not None and observer.asks and layer < part.last:
+            observer.ask(layer, part.work.at, asked[part.span])
+    turned = batch.turned(layer, asked)
     if batch.together is not None:
         return _together(batch, batch.together, layer, turned, how)[None]
     outs: list[Tensor] = []
@@ -109,12 +116,19 @@ def _thinned(
     rows, mask = part.rows.layers[layer], batch.infos[layer].mask
     assert isinstance(rows, ThinnedRows)
     query, outs, shown = query[piece.first : piece.last], [], []
+    together = _thinned_together(batch, part, piece, layer, query, how)
+    if together is not None:
+        return together
     for head, q in enumerate(query.chunk(len(rows.heads), 1)):
         kept, keys, values = rows.seen_by(head, piece.begin, piece.stop)
         slots = up(kept, q.device)
         many = len(q) > 1
         bias = batch.bias_of(slots, part, piece, mask, q.dtype) if many else None
         out, weights = _attention(q, VisibleKV(keys, values, bias), how, piece.watched)
+        if bias is not None:  # a row of which all before it was freed, and it itself, sees nothing
+            blind = torch.isneginf(bias).all(-1)
+            out = out.masked_fill(blind[:, None, None], 0)
+            weights = None if weights is None else weights.masked_fill(blind[:, None], 0)
         outs.append(out)
         if weights is not None:
             every = weights.new_zeros(*weights.shape[:2], piece.stop - piece.begin)
@@ -122,6 +136,62 @@ def _thinned(
     if shown:
         _show(part, piece, layer, torch.cat(shown))
     return torch.cat(outs, 1)
+
+
+def _thinned_together(
+    batch: Batch, part: BatchPart, piece: Piece, layer: int, query: Tensor, how: Scaling
+) -> Tensor | None:
+    """All heads in one attention, where they keep as many rows each and all before the piece are
+    seen: what is seen is then the same whatever the slots."""
+    rows = part.rows.layers[layer]
+    assert isinstance(rows, ThinnedRows)
+    first = int(part.work.slots[piece.first])
+    n = piece.last - piece.first
+    if piece.begin > 0 or first < rows.tail or piece.stop - first != n:
+        return None
+    if n > 1 and part.begins[batch.infos[layer].mask] is not None:
+        return None
+    folds = rows.coded_together if n < FOLD else None
+    found = rows.raw_together(piece.stop) if folds else rows.seen_together(piece.stop)
+    if found is None:
+        return None
+    bias = None
+    if n > 1:
+        bias = query.new_zeros(n, found[0].shape[1])
+        bias[:, -n:].fill_(float("-inf")).triu_(1)
+    seen = VisibleKV(*found, bias)
+    out, weights = (
+        _coded(query, folds, seen, how) if folds else _attention(query, seen, how, piece.watched)
+    )
+    if weights is not None and piece.watched:
+        every = weights.new_zeros(*weights.shape[:2], piece.stop)
+        group = len(weights) // len(rows.heads)
+        where = up(rows.slots_together(weights.shape[2]), query.device).repeat_interleave(group, 0)[
+            :, None
+        ]
+        _show(part, piece, layer, every.scatter_(2, where.expand_as(weights), weights))
+    return out
+
+
+def _coded(
+    query: Tensor, levels: Sequence[CodedLevel], seen: VisibleKV, how: Scaling
+) -> tuple[Tensor, Tensor]:
+    """Return attention [row, head, v_dim] and weights [head, row, slot] over the rows of ``levels`` and
+    then those that are ``seen``; every row sees all of ``levels``."""
+    n, heads, _ = query.shape
+    wide = torch.float64 if query.dtype == torch.float64 else torch.float32
+    folded = _folded(query, len(seen.keys)).to(wide) * how.scale
+    scores = [level.scores(folded) for level in levels]
+    if how.softcap is not None:
+        scores = [torch.tanh(each / how.softcap) * how.softcap for each in scores]
+    scores.append(_scores(query, seen, how).to(wide))
+    weights = torch.cat(scores, -1).softmax(-1)
+    at = weights.shape[-1] - seen.keys.shape[1]
+    out = (weights[..., at:].to(seen.values.dtype) @ seen.values).to(wide)
+    for level in reversed(levels):
+        at, stop = at - level.n // len(level.slots), at
+        out += level.mixed(weights[..., at:stop])
+    return _unfolded(out.to(query.dtype), n), weights.view(heads, n, -1)
 
 
 def _show(part: BatchPart, piece: Piece, layer: int, weights: Tensor) -> None:
@@ -145,7 +215,7 @@ def _attention(
 def _watched(part: BatchPart, layer: int) -> tuple[int, int]:
     """Return the rows of a part whose attention its observer wants; it counts the whole work's."""
     observer, at = part.work.observer, part.work.at
-    if observer is None:
+    if observer is None or not observer.sees:
         return NOTHING
     first, last = observer.rows(layer, at + part.n)
     first, last = max(first - at, 0), min(last - at, part.n)

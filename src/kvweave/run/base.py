@@ -69,6 +69,12 @@ class LayerInfo:
     shape: LayerShape
     rotation: Rotation
     mask: Mask = ALL
+    group: int = 1  # query heads to a kv head
+
+    @property
+    def n_queries(self) -> int:
+        """Query heads."""
+        return self.group * self.shape.k_heads
 
 
 class Observer:
@@ -77,6 +83,9 @@ class Observer:
     A work may be run in several passes, and a pass that failed is run again: what is added up goes
     to where `begin` can take it back, until `end` says that the pass is over.
     """
+
+    asks = False  # whether it is shown queries
+    sees = True  # whether it is shown attention
 
     def rows(self, layer: int, n: int) -> tuple[int, int]:
         """Return the half-open range of rows wanted in ``layer``; (0, 0): none.
@@ -95,6 +104,10 @@ class Observer:
         The rows are those of the whole work from ``first`` on, the keys the slots from ``begin``
         on; a layer may be shown in several pieces. The layer `Work.last` is not seen.
         """
+
+    def ask(self, layer: int, first: int, queries: Tensor) -> None:
+        """Take unrotated ``queries`` [row, head, dim] of the rows from ``first`` on, numbered as in
+        `see`, where ``asks``; of every layer up to the last that is wanted."""
 
     def end(self) -> None:
         """The pass is over."""
@@ -119,6 +132,7 @@ class Work:
     observer: Observer | None = None
     last: int | None = None  # last layer that is written, those above stay; then no logits
     at: int = 0  # number of the first row, where this is a part of a larger work
+    waits: bool = False  # of no rows: over when all chunks of `rows` have arrived, and are written
 
     @property
     def n(self) -> int:
@@ -159,12 +173,17 @@ class Rows(Protocol):
         """Bytes allocated, free slots included."""
         ...
 
-    def bytes_for(self, n: int) -> int:
-        """Return the bytes that will be allocated once ``n`` rows are reserved."""
+    def bytes_for(self, n: int, exact: bool = False) -> int:
+        """Return the bytes that will be allocated while ``n`` rows are reserved, with ``exact`` no
+        more."""
         ...
 
-    def reserve(self, n: int) -> None:
-        """Make room for ``n`` rows in all; keeps the rows there are."""
+    def bytes_back(self, stay: int) -> int:
+        """Return the bytes that freed rows take again where rows from slot ``stay`` on are to be others."""
+        ...
+
+    def reserve(self, n: int, exact: bool = False) -> None:
+        """Make room for ``n`` rows in all; keeps the rows there are. With ``exact`` for no more."""
         ...
 
     def truncate(self, n: int) -> None:
@@ -215,6 +234,48 @@ class Rows(Protocol):
         """
         ...
 
+    def kept(self, layer: int) -> list[Ints]:
+        """Return the slots that each kv head of a layer keeps, increasing."""
+        ...
+
+    def packed(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Return rotated keys and values [head, row, dim] of what each head keeps, in the order of
+        `kept`; rows behind a head's last one are padding. Do not write there."""
+        ...
+
+    def keep(self, layer: int, slots: Sequence[Ints]) -> None:
+        """Free all rows of a layer but each kv head's ``slots``, of those that it keeps."""
+        ...
+
+    def code(self, layer: int, form: str, slots: Sequence[Ints]) -> None:
+        """Have each kv head's ``slots``, of those that it keeps, rest in fewer bits, as ``form`` of
+        `run/packed.py` says. Those that rest in as few or fewer stay as they are. Or, `below`: they
+        rest below memory and are seen by no query, and all others that it keeps are in memory."""
+        ...
+
+    def below(self, layer: int) -> list[Ints]:
+        """Return each kv head's slots that rest below memory, increasing."""
+        ...
+
+    @property
+    def forms(self) -> dict[str, int]:
+        """Forms in which rows rest that are not as they were computed, and how many do, summed over
+        layers and heads."""
+        ...
+
+    def move(self, kept: Ints, positions: Ints) -> None:
+        """Forget all rows but those of slots ``kept``, increasing: they become slots 0, 1, ..., and
+        stand at ``positions`` [row], their keys turned there from the unrotated ones.
+
+        Raises InvalidArgument for rows that were not made to be moved.
+        """
+        ...
+
+    def unrotated(self, layer: int) -> Tensor | None:
+        """Return unrotated keys [head, slot, dim] of the rows there are, None where none are kept;
+        do not write there."""
+        ...
+
     @property
     def n_freed(self) -> int:
         """Rows freed, summed over layers and heads."""
@@ -255,8 +316,9 @@ class Backend(Protocol):
         """Raise CannotMove unless chunks of this model can be placed anywhere."""
         ...
 
-    def new_rows(self, codec: str = "raw") -> Rows:
-        """Return empty rows for one context, kept as ``codec`` says. Raises InvalidArgument."""
+    def new_rows(self, codec: str = "raw", moves: bool = False) -> Rows:
+        """Return empty rows for one context, kept as ``codec`` says; those that can be moved keep
+        their unrotated keys besides. Raises InvalidArgument."""
         ...
 
     def new_kv(self, n: int) -> KV:

@@ -185,7 +185,8 @@ class Batch:
         else:
             turned = self.turned(layer, keys)
             for part in writing:
-                part.rows.write(layer, part.at, turned[part.span], values[part.span])
+                span = part.span
+                part.rows.write(layer, part.at, turned[span], values[span], keys[span])
                 part.keep_raw(layer, keys[part.span], values[part.span])
         if layer == self.last:
             raise StopPass

@@ -88,6 +88,9 @@ class LayerRows(ABC):
         at = At(np.arange(span.start, span.stop), span)
         self.write(at, rotation.apply(keys, angles), values)
 
+    def originals(self, at: At, keys: Tensor) -> None:  # noqa: B027
+        """Take the unrotated keys [row, head, dim] of rows that were written, where they are kept."""
+
     def cut(self, n: int) -> LayerRows:
         """Return the first ``n`` slots."""
         return self
@@ -121,18 +124,11 @@ class RawRows(LayerRows):
         return capacity * sum(sizes)
 
     def grown(self, capacity: int, n: int) -> RawRows:
-        made = []
-        for old in (self.k, self.v):
-            made.append(old.new_empty(old.shape[0], capacity, old.shape[2]))
-            made[-1][:, :n] = old[:, :n]
-        return RawRows(*made)
+        return RawRows(*(_grown(old, capacity, n) for old in (self.k, self.v)))
 
     def write(self, at: At, keys: Tensor, values: Tensor) -> None:
-        for tensor, rows in ((self.k, keys), (self.v, values)):
-            if isinstance(at.where, slice):
-                tensor[:, at.where] = rows.transpose(0, 1)
-            else:
-                tensor.index_copy_(1, at.where, rows.transpose(0, 1))
+        _write(self.k, at, keys)
+        _write(self.v, at, values)
 
     def place(
         self, span: slice, rotation: Rotation, keys: Tensor, angles: Angles, values: Tensor
@@ -146,3 +142,52 @@ class RawRows(LayerRows):
     def check(self, n: int) -> None:
         super().check(n)
         assert self.v.shape[1] == self.capacity, "keys and values of different capacity"
+
+
+class MovableRows(RawRows):
+    """Raw rows that keep their unrotated keys besides, so that they can be moved."""
+
+    def __init__(self, k: Tensor, v: Tensor, original: Tensor | None = None) -> None:
+        super().__init__(k, v)
+        self.original = torch.empty_like(k) if original is None else original
+
+    @property
+    def n_bytes(self) -> int:
+        return super().n_bytes + self.original.nbytes
+
+    def bytes_at(self, capacity: int) -> int:
+        heads, _, dim = self.k.shape
+        return super().bytes_at(capacity) + capacity * heads * dim * self.k.element_size()
+
+    def grown(self, capacity: int, n: int) -> MovableRows:
+        k, v, original = (_grown(old, capacity, n) for old in (self.k, self.v, self.original))
+        return MovableRows(k, v, original)
+
+    def originals(self, at: At, keys: Tensor) -> None:
+        _write(self.original, at, keys)
+
+    def place(
+        self, span: slice, rotation: Rotation, keys: Tensor, angles: Angles, values: Tensor
+    ) -> None:
+        super().place(span, rotation, keys, angles, values)
+        self.original[:, span] = keys.transpose(0, 1)
+
+    def move(self, kept: Tensor, rotation: Rotation, angles: Angles) -> None:
+        """Leave slots ``kept`` only, as 0, 1, ..., their keys turned by ``angles``."""
+        span = slice(0, len(kept))
+        keys, values = self.original[:, kept], self.v[:, kept]
+        self.place(span, rotation, keys.transpose(0, 1), angles, values.transpose(0, 1))
+
+
+def _grown(old: Tensor, capacity: int, n: int) -> Tensor:
+    """Return [head, capacity, dim] that begins with the first ``n`` slots."""
+    new = old.new_empty(old.shape[0], capacity, old.shape[2])
+    new[:, :n] = old[:, :n]
+    return new
+
+
+def _write(to: Tensor, at: At, rows: Tensor) -> None:
+    if isinstance(at.where, slice):
+        to[:, at.where] = rows.transpose(0, 1)
+    else:
+        to.index_copy_(1, at.where, rows.transpose(0, 1))

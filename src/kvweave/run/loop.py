@@ -33,6 +33,7 @@ from kvweave.store.kv import KV
 
 T = TypeVar("T")
 _KEYS = count(1)
+MOMENT = 0.002  # seconds between two looks for chunks that nothing can be done without
 
 
 def new_key() -> int:
@@ -47,8 +48,8 @@ class Request:
     ``steps`` ends with the logits [vocab] of the last row, or None where nothing is to be sampled.
     While it runs it may set ``raw`` and ``observer``: they get the generated tokens' rows, the
     first as number ``n_raw``. Nothing else may write ``rows`` from then on. ``watch`` is shown the
-    logits [vocab] of every token before it is chosen. One in the ``background`` runs only in steps
-    in which nothing else is there.
+    logits [vocab] of every token before it is chosen, ``decoded`` told of each one's row: it may
+    take rows away, and lowers ``n_rows`` by them. One in the ``background`` runs alone only.
     """
 
     key: int
@@ -60,6 +61,7 @@ class Request:
     n_raw: int = 0
     observer: Observer | None = None
     watch: Callable[[Tensor], None] | None = None
+    decoded: Callable[[], None] | None = None
     background: bool = False
     out: list[int] = field(default_factory=list)  # all but the last have their row
     choices: list[Choice] = field(default_factory=list)
@@ -86,8 +88,8 @@ class Request:
 
     @property
     def n_pending(self) -> int:
-        """Rows of the work at hand that were not run."""
-        return 0 if self.work is None else self.work.n - self.n_run
+        """Rows of the work at hand that were not run; waiting counts as one."""
+        return 0 if self.work is None else max(1, self.work.n) - self.n_run
 
     @property
     def loading(self) -> bool:
@@ -106,7 +108,7 @@ class Request:
             self.rows,
             tokens=np.array(self.out[-1:]),
             slots=np.array([slot]),
-            positions=self.rows.positions[self.n_rows - 1 : self.n_rows] + (n + 1),
+            positions=self.rows.positions[slot - 1 : slot] + 1,
             want=np.array([0]),
             raw=self.raw,
             observer=self.observer,
@@ -153,16 +155,8 @@ class Loop:
                 raise
         if request.n_pending:
             n_left = request.sampling.max_tokens if request.sampling is not None else 0
-            self.schedule.add(
-                Job(
-                    request.key,
-                    request.n_pending,
-                    n_left,
-                    request.tenant,
-                    False,
-                    request.background,
-                )
-            )
+            who = request.tenant, False, request.background
+            self.schedule.add(Job(request.key, request.n_pending, n_left, *who))
 
     def cancel(self, key: int) -> None:
         """Stop a request; the rows computed up to now stay."""
@@ -178,7 +172,9 @@ class Loop:
         """
         started, grants = time.perf_counter(), self._plan()
         if not grants and all(request.logits is None for request in self.requests.values()):
-            return False
+            waits = any(request.loading for request in self.requests.values())
+            time.sleep(MOMENT * waits)  # whoever drives this may do something else meanwhile
+            return waits
         quiet = all(request.background for request in self.requests.values())
         try:
             interrupt = self._run(grants)
@@ -213,19 +209,18 @@ class Loop:
     def decode(self) -> Callable[[list[int]], str] | None:
         """Return tokens -> text, None for a model without a tokenizer."""
         tokenizer = self.backend.tokenizer
-        if tokenizer is None:
-            return None
-        return partial(text_of, tokenizer)
+        return None if tokenizer is None else partial(text_of, tokenizer)
 
     def _plan(self) -> list[Grant]:
-        """Return who runs; who waits for chunks does when nobody else can, one at a time."""
+        """Return who runs; who waits for chunks under a pass does when nobody else can, one at a time."""
         sampled = [key for key, r in self.requests.items() if r.logits is not None]
         loading = [key for key, r in self.requests.items() if r.logits is None and r.loading]
         behind = [key for key, r in self.requests.items() if r.background]
         behind = behind if len(behind) < len(self.requests) else []
         grants = self.schedule.step({*sampled, *loading, *behind})
         if loading and not grants and not sampled:
-            grants = self.schedule.step({*loading[1:], *behind})
+            ready = [k for k in loading if (w := self.requests[k].work) is None or not w.waits]
+            grants = self.schedule.step({*loading, *behind} - {*ready[:1]})
         return grants
 
     def _run(self, grants: Sequence[Grant]) -> BaseException | None:
@@ -260,7 +255,12 @@ class Loop:
         works: dict[int, Work] = {}
         for grant in grants:
             try:
-                works[grant.key] = self.requests[grant.key].next_work(grant.n_rows)
+                work = self.requests[grant.key].next_work(grant.n_rows)
+                if work.waits:
+                    work.rows.settle()
+                    found[grant.key] = self._nothing
+                else:
+                    works[grant.key] = work
             except Exception as error:
                 found[grant.key] = error
         if works:
@@ -285,6 +285,8 @@ class Loop:
             raise logits
         elif grant.is_decode:
             request.logits = logits[0]
+            if request.decoded is not None:
+                request.decoded()
         else:
             request.n_run += grant.n_rows
             request.found.append(logits)
@@ -298,7 +300,7 @@ class Loop:
         request.work, request.n_run, request.found = None, 0, []
         try:
             work = go()
-            while not work.n:
+            while not (work.n or (work.waits and work.rows.pending)):
                 work = request.steps.send(self._nothing)
             request.work = work
         except StopIteration as done:

@@ -30,7 +30,7 @@ from kvweave.run.kernel import available
 from kvweave.run.load import load, twin
 from kvweave.run.pool import Pools
 from kvweave.run.probe import KeptLayer, Refused, learn
-from kvweave.run.quantised import rows_as
+from kvweave.run.quantised import movable, rows_as
 from kvweave.run.rows import KVRows
 from kvweave.run.sample import end_tokens
 from kvweave.run.verify import difference
@@ -147,8 +147,11 @@ class Runner:
         if not self.can_move:
             raise CannotMove(self.can_move.reason)
 
-    def new_rows(self, codec: str = "raw") -> KVRows:
-        """Return empty rows for one context, kept as ``codec`` says. Raises InvalidArgument."""
+    def new_rows(self, codec: str = "raw", moves: bool = False) -> KVRows:
+        """Return empty rows for one context, kept as ``codec`` says; those that can be moved keep
+        their unrotated keys besides. Raises InvalidArgument."""
+        if moves:
+            return movable(codec, self.layers, self.dtype, self.device)
         if codec == "raw" and self.pooled:
             if self.pools is None:
                 self.pools = Pools(self.layers, self.dtype, self.device)

@@ -13,6 +13,7 @@ from kvweave.run.layers import At
 from kvweave.run.rows import KVRows
 
 PIECE, PIECES = 64, 8  # rows of the smallest piece of attention, and how many pieces at most
+SHOWN = 64  # rows whose attention is shown at once: never rows x rows
 
 
 @dataclass(slots=True)
@@ -73,7 +74,8 @@ class BatchPart:
         plain = self.contiguous and self.first == 0 and begins is None
         spread = not plain and self.stop - self.first > self.stop // 4
         size = max(PIECE, self.n // PIECES) if spread else self.n
-        cuts = sorted({*range(0, self.n, size), self.n} | ({a, b} if a < b else set()))
+        watched = {*range(a, b, SHOWN), b} if a < b else set()
+        cuts = sorted({*range(0, self.n, size), self.n} | watched)
         pieces = []
         for first, last in pairwise(cuts):
             begin = 0 if begins is None else int(begins[first])

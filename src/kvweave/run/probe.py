@@ -67,6 +67,7 @@ class _Handed:
     values: Tensor
     mask: Tensor | None
     options: dict[str, Any]
+    group: int  # query heads to a kv head
 
 
 @dataclass(slots=True)
@@ -120,7 +121,9 @@ def _attention(
     **options: Any,
 ) -> tuple[Tensor, None]:
     layer: int = module.layer_idx  # type: ignore[assignment]
-    _call.get().layers[layer] = _Handed(key, value, attention_mask, options)
+    _call.get().layers[layer] = _Handed(
+        key, value, attention_mask, options, query.shape[1] // key.shape[1]
+    )
     out = value.repeat_interleave(query.shape[1] // value.shape[1], 1)
     return out.transpose(1, 2).contiguous(), None
 
@@ -167,8 +170,8 @@ def learn(model: PreTrainedModel, limit: int) -> list[LayerInfo]:
             if known.rotation.key == rotation.key:
                 rotation = known.rotation
         _check_handed(i, layer, call.layers[i])
-        shape = LayerShape(*keys[0, :, 0].shape, *values[0, :, 0].shape)
-        found.append(LayerInfo(shape, rotation, _mask_of(i, call.layers[i].mask, masks)))
+        shape, handed = LayerShape(*keys[0, :, 0].shape, *values[0, :, 0].shape), call.layers[i]
+        found.append(LayerInfo(shape, rotation, _mask_of(i, handed.mask, masks), handed.group))
     return found
 
 

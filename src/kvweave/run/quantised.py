@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kvweave.errors import InvalidArgument
 from kvweave.run.base import LayerInfo
-from kvweave.run.layers import At, LayerRows, RawRows
+from kvweave.run.layers import At, LayerRows, MovableRows, RawRows
 from kvweave.run.rows import KVRows
 from kvweave.store.codec import grid
 from kvweave.store.codec.fp8 import LARGEST, values_of
@@ -134,4 +134,14 @@ def rows_as(
         else CodedRows.empty(info.shape, codec, dtype, device)
         for info in infos
     ]
+    return KVRows(infos, made, device)
+
+
+def movable(
+    codec: str, infos: Sequence[LayerInfo], dtype: torch.dtype, device: torch.device
+) -> KVRows:
+    """Return empty rows that can be moved. Raises InvalidArgument for 8 bits."""
+    if codec != "raw":
+        raise InvalidArgument("rows", f"rows kept as {codec} cannot be moved", 'use rows="raw"')
+    made = [MovableRows.empty(info.shape, dtype, device) for info in infos]
     return KVRows(infos, made, device)

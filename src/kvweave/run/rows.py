@@ -19,7 +19,8 @@ from torch import Tensor
 
 from kvweave.errors import InvalidArgument
 from kvweave.run.base import NO_SLOTS, Ints, LayerInfo
-from kvweave.run.layers import At, LayerRows, RawRows
+from kvweave.run.below import BELOW
+from kvweave.run.layers import At, LayerRows, MovableRows, RawRows
 from kvweave.run.pool import PooledRows
 from kvweave.run.rotary import Angles, Rotation
 from kvweave.run.thinned import ThinnedRows
@@ -85,6 +86,16 @@ class KVRows:
         """Rows freed, summed over layers and heads."""
         return sum(layer.n_freed for layer in self.layers)
 
+    @property
+    def forms(self) -> dict[str, int]:
+        """Forms in which rows rest that are not as they were computed, and how many do, summed over
+        layers and heads."""
+        found: dict[str, int] = {}
+        for layer in self.layers:
+            for form, n in layer.forms.items() if isinstance(layer, ThinnedRows) else ():
+                found[form] = found.get(form, 0) + n
+        return found
+
     def gone(self) -> Ints:
         """Return the slots that no head of any layer keeps."""
         left = None
@@ -93,24 +104,38 @@ class KVRows:
             left = freed if left is None else np.intersect1d(left, freed)
         return NO_SLOTS if left is None else left
 
-    def bytes_for(self, n: int) -> int:
-        """Return the bytes that will be allocated once ``n`` rows are reserved."""
-        capacity = self._capacity_for(n)
+    def bytes_for(self, n: int, exact: bool = False) -> int:
+        """Return the bytes that will be allocated while ``n`` rows are reserved, with ``exact`` no
+        more."""
+        capacity = n if exact else self._capacity_for(n)
         return sum(layer.bytes_at(max(capacity, layer.capacity)) for layer in self.layers)
 
-    def _capacity_for(self, n: int) -> int:
-        return self.capacity if n <= self.capacity else n + n // SLACK
+    def bytes_back(self, stay: int) -> int:
+        """Return the bytes that freed rows take again where rows from slot ``stay`` on are to be others."""
+        back = 0
+        for layer in self.layers:
+            for head in layer.heads if isinstance(layer, ThinnedRows) else ():
+                here = len(head.slots) - int(np.searchsorted(head.slots, stay))
+                back += (layer.capacity - stay - here) * head.row_bytes
+        return back
 
-    def reserve(self, n: int) -> None:
-        """Make room for ``n`` rows in all; keeps the rows there are. Raises LoadFailed."""
+    def _capacity_for(self, n: int) -> int:
         if n <= self.capacity:
+            return self.capacity
+        thinned = any(isinstance(layer, ThinnedRows) for layer in self.layers)
+        return n + (min(n // SLACK, SLACK) if thinned else n // SLACK)
+
+    def reserve(self, n: int, exact: bool = False) -> None:
+        """Make room for ``n`` rows in all, with ``exact`` for no more; keeps the rows there are.
+        Raises LoadFailed."""
+        if n == self.capacity or (n < self.capacity and not exact):
             return
         self.settle()
-        capacity = self._capacity_for(n)
+        capacity = max(n, self.n) if exact else self._capacity_for(n)
         for i, layer in enumerate(self.layers):
             # one layer at a time: the peak is one layer, not a copy. Those that have more room
             # already grew in a call that failed behind them
-            if layer.capacity < capacity:
+            if layer.capacity < capacity or exact:
                 self.layers[i] = layer.grown(capacity, self.n)
         positions = np.zeros(capacity, np.int64)
         positions[: self.n] = self.positions[: self.n]
@@ -130,9 +155,11 @@ class KVRows:
         self.positions[slots] = positions
         self.n = max(self.n, int(slots[-1]) + 1)
 
-    def write(self, layer: int, at: At, keys: Tensor, values: Tensor) -> None:
-        """Write rotated rows [row, head, dim] of a layer whose pending chunks are settled."""
+    def write(self, layer: int, at: At, keys: Tensor, values: Tensor, original: Tensor) -> None:
+        """Write rotated rows [row, head, dim] of a layer whose pending chunks are settled, and
+        their unrotated keys where they are kept."""
         self.layers[layer].write(at, keys, values)
+        self.layers[layer].originals(at, original)
 
     def place(self, runs: Sequence[tuple[int, Sequence[KV]]], positions: Ints) -> None:
         """Write chunks one after the other from each run's first slot on; keys are turned to
@@ -172,9 +199,11 @@ class KVRows:
         stacked = {id: torch.stack(both) for id, both in angles.items()}
         at = {start: there + start for start in {layer.start for layer in pooled}}
         for i, (layer, info) in enumerate(zip(pooled, self.infos, strict=True)):
-            keys, values = _joined([kv.k[i] for kv in kvs]), _joined([kv.v[i] for kv in kvs])
+            keys, values = _joined(kvs, i)
             rotation = info.rotation
             layer.place_at(at[layer.start], rotation, keys, stacked[id(rotation)], values)
+            for run in runs:
+                self._thin(i, run)
         return True
 
     def put(self, slots: Ints, kv: KV) -> None:
@@ -184,7 +213,7 @@ class KVRows:
         at = At.of(slots, self.device)
         for i, info in enumerate(self.infos):
             keys = info.rotation.apply(kv.k[i], angles[id(info.rotation)])
-            self.write(i, at, keys, kv.v[i])
+            self.write(i, at, keys, kv.v[i], kv.k[i])
 
     def _angles(self, positions: Ints) -> dict[int, Angles]:
         """Return cos and sin by the id of each distinct rotation."""
@@ -213,11 +242,24 @@ class KVRows:
     def _write(self, run: _Run, layer: int | None = None) -> None:
         span = slice(run.start, run.stop)
         for i in sorted(run.layers) if layer is None else {layer} & run.layers:
-            keys = _joined([kv.k[i] for kv in run.kvs])
-            values = _joined([kv.v[i] for kv in run.kvs])
+            keys, values = _joined(run.kvs, i)
             rotation = self.infos[i].rotation
             self.layers[i].place(span, rotation, keys, run.angles[id(rotation)], values)
+            self._thin(i, run)
             run.layers.remove(i)
+
+    def _thin(self, layer: int, run: _Run) -> None:
+        """Free what thinned chunks of a run do not have in a layer."""
+        lost, at = [NO_SLOTS] * self.infos[layer].shape.k_heads, run.start
+        for kv in run.kvs:
+            if kv.kept is not None:
+                every = np.arange(kv.n_tokens)
+                gone = [np.setdiff1d(every, offsets) + at for offsets in kv.kept[layer]]
+                lost = [np.concatenate(both) for both in zip(lost, gone, strict=True)]
+            at += kv.n_tokens
+        if any(map(len, lost)):
+            kept = zip(self.kept(layer), lost, strict=True)
+            self._keep(layer, [np.setdiff1d(slots, gone) for slots, gone in kept])
 
     def read(self, layer: int, slots: Ints | None = None) -> tuple[Tensor, Tensor]:
         """Return copies of keys as rotated and of values [slot, head, dim] of a layer, as attention
@@ -243,13 +285,84 @@ class KVRows:
 
         Raises InvalidArgument for rows of 8 bits, LoadFailed.
         """
+        kept = self.kept(layer)
+        kept[head] = np.setdiff1d(kept[head], slots)
+        self.keep(layer, kept)
+
+    def kept(self, layer: int) -> list[Ints]:
+        """Return the slots that each kv head of a layer keeps, increasing."""
+        rows = self.layers[layer]
+        if isinstance(rows, ThinnedRows):
+            return [slots[: np.searchsorted(slots, self.n)] for slots in rows.kept()]
+        return [np.arange(self.n)] * self.infos[layer].shape.k_heads
+
+    def packed(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Return keys and values [head, row, dim] of what each head keeps, in the order of `kept`;
+        behind a head's last row is padding. Raises LoadFailed."""
         self.settle(layer)
         rows = self.layers[layer]
-        if isinstance(rows, RawRows):
-            rows = ThinnedRows.of(rows, self.n)
-        if not isinstance(rows, ThinnedRows):
-            raise InvalidArgument("rows", "rows of 8 bits cannot be freed one by one", "raw")
-        self.layers[layer] = rows.less(head, slots)
+        return rows.packed() if isinstance(rows, ThinnedRows) else rows.seen(slice(0, self.n))
+
+    def keep(self, layer: int, slots: Sequence[Ints]) -> None:
+        """Free all rows of a layer but each kv head's ``slots``, of those that it keeps.
+
+        Raises InvalidArgument for rows of 8 bits, LoadFailed.
+        """
+        self.settle(layer)
+        self._keep(layer, slots)
+
+    def _keep(self, layer: int, slots: Sequence[Ints]) -> None:
+        rows = self.layers[layer]
+        if isinstance(rows, ThinnedRows):
+            self.layers[layer] = rows.only(slots)
+        elif isinstance(rows, RawRows) and not isinstance(rows, MovableRows):
+            self.layers[layer] = ThinnedRows.of(rows, self.n, slots)
+        else:
+            reason = "rows of 8 bits, or made to be moved, cannot be freed one by one"
+            raise InvalidArgument("rows", reason, "raw")
+
+    def code(self, layer: int, form: str, slots: Sequence[Ints]) -> None:
+        """Have each kv head's ``slots``, of those that it keeps, rest in fewer bits, as ``form`` says;
+        `below`: these rest below memory, and all others in it.
+
+        Raises InvalidArgument for rows of 8 bits, LoadFailed, NoSpace, StoreError.
+        """
+        if any(map(len, slots)) or form in self.forms:
+            self.settle(layer)
+            if not isinstance(self.layers[layer], ThinnedRows):
+                self._keep(layer, self.kept(layer))
+            rows = self.layers[layer]
+            assert isinstance(rows, ThinnedRows)
+            down = form == BELOW
+            self.layers[layer] = rows.parted(slots) if down else rows.coded(form, slots)
+
+    def below(self, layer: int) -> list[Ints]:
+        """Return each kv head's slots that rest below memory, increasing."""
+        rows, heads = self.layers[layer], range(self.infos[layer].shape.k_heads)
+        under = rows.below if isinstance(rows, ThinnedRows) else None
+        return [NO_SLOTS if under is None else under.slots(head) for head in heads]
+
+    def move(self, kept: Ints, positions: Ints) -> None:
+        """Forget all rows but those of slots ``kept``, which become slots 0, 1, ... and stand at
+        ``positions``. Raises InvalidArgument for rows not made to be moved, LoadFailed."""
+        moving = [layer for layer in self.layers if isinstance(layer, MovableRows)]
+        if len(moving) < len(self.layers):
+            raise InvalidArgument("rows", "these rows do not keep what moving them takes")
+        self.settle()
+        angles, there = self._angles(positions), up(kept, self.device)
+        for layer, info in zip(moving, self.infos, strict=True):
+            layer.move(there, info.rotation, angles[id(info.rotation)])
+        self.n = n = len(kept)
+        if self.capacity > 2 * n + SLACK:  # what moved away is memory freed
+            self.layers = [layer.grown(n, n) for layer in moving]
+            self.positions, self.capacity = np.empty(n, np.int64), n
+        self.positions[:n] = positions
+
+    def unrotated(self, layer: int) -> Tensor | None:
+        """Return unrotated keys [head, slot, dim] of the rows there are, None where none are
+        kept; do not write there."""
+        rows = self.layers[layer]
+        return rows.original[:, : self.n] if isinstance(rows, MovableRows) else None
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless positions increase strictly and sizes agree."""
@@ -261,5 +374,21 @@ class KVRows:
             layer.check(self.n)
 
 
-def _joined(tensors: list[Tensor]) -> Tensor:
-    return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
+def _joined(kvs: Sequence[KV], layer: int) -> tuple[Tensor, Tensor]:
+    """Return keys and values of one layer, [token, head, dim] each; zeros where they are freed."""
+    k, v = ([_dense(kv, tensors, layer) for kv, tensors in pairs] for pairs in (
+        [(kv, kv.k) for kv in kvs], [(kv, kv.v) for kv in kvs]
+    ))  # fmt: skip
+    return (k[0], v[0]) if len(kvs) == 1 else (torch.cat(k), torch.cat(v))
+
+
+def _dense(kv: KV, tensors: Sequence[Tensor], layer: int) -> Tensor:
+    """Return a chunk's rows [token, head, dim] of one layer, also those that were freed."""
+    rows = tensors[layer]
+    if kv.kept is None:
+        return rows
+    offsets = kv.kept[layer]
+    made = rows.new_zeros(kv.n_tokens + 1, *rows.shape[1:])  # the last takes the padding
+    to = up(np.where(offsets < 0, kv.n_tokens, offsets).T.copy(), rows.device)
+    made.scatter_(0, to[..., None].expand_as(rows), rows)
+    return made[:-1]

@@ -4,11 +4,17 @@
 
     slot             0    1    2    3    4 |  5    6   ...
     head 0 keeps     0    .    2    .    4 |  room for what comes next, in every head
-    head 1 keeps     .    .    .    3    4 |
+    head 1 keeps     .    1    .    3    4 |
+
+Heads that keep as many rows each stand in one tensor, and a query behind all that was freed sees the
+same number of rows of each: one attention for all heads. Rows that are worth less may rest in fewer
+bits (`run/packed.py`); attention gets them back a layer at a time, before the others. Or they rest
+below memory (`run/below.py`), and no query sees them until they are back.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,25 +22,29 @@ import torch
 from torch import Tensor
 
 from kvweave.run.base import Ints
+from kvweave.run.below import BELOW, BelowRows
 from kvweave.run.layers import At, LayerRows, RawRows, span_of
+from kvweave.run.packed import ORDER, CodedLevel
 from kvweave.run.rotary import Angles, Rotation
 from kvweave.run.upload import up
 
 
 @dataclass(slots=True)
 class HeadRows:
-    """The rows that one head keeps, one after the other."""
+    """The rows that one head keeps, one after the other, room for those to come behind them."""
 
-    slots: Ints  # increasing
-    k: Tensor  # [at least so many, dim]
+    slots: Ints  # increasing, as many as there are rows
+    k: Tensor  # [row, dim]
     v: Tensor
 
-    def kept(self, which: Ints, room: int) -> HeadRows:
-        """Copy some rows, with room for so many more."""
-        slots, made = self.slots[which], []
+    def kept(self, slots: Ints) -> HeadRows:
+        """Copy the rows of those of ``slots`` that are here, with room for the others."""
+        there = np.flatnonzero(np.isin(slots, self.slots, assume_unique=True))
+        rows = np.searchsorted(self.slots, slots[there])
+        made = []
         for old in (self.k, self.v):
-            new = old.new_empty(len(slots) + room, old.shape[1])
-            new[: len(slots)] = old[_where(which, old.device)]
+            new = old.new_empty(len(slots), old.shape[1])
+            new[_where(there, old.device)] = old[_where(rows, old.device)]
             made.append(new)
         return HeadRows(slots, *made)
 
@@ -61,109 +71,327 @@ class HeadRows:
 class ThinnedRows(LayerRows):
     """Rows of one layer, each head's own; slots ``[n, capacity)`` have not been written."""
 
-    def __init__(self, heads: list[HeadRows], n: int, capacity: int) -> None:
-        self.heads, self.n, self.capacity = heads, n, capacity
+    def __init__(
+        self,
+        heads: Sequence[HeadRows],
+        n: int,
+        capacity: int,
+        levels: Sequence[CodedLevel] = (),
+        below: BelowRows | None = None,
+    ) -> None:
+        self.n, self.capacity = n, capacity
+        self.below = below if below is not None and below.n else None
+        self.levels = [level for level in levels if level.n]  # in fewer and fewer bits
+        self._hold(heads)
+
+    def _hold(self, heads: Sequence[HeadRows]) -> None:
+        self.heads = list(heads)
+        # from this slot on every head has all, as they were computed
+        self.tail = max((_tail(head.slots, self.capacity) for head in heads), default=0)
+        self.k: Tensor | None = None  # [head, row, dim], where heads have as many rows each
+        self.v: Tensor | None = None
+        if len({len(head.slots) for head in heads}) == 1:
+            self.k, self.v = (torch.stack([getattr(h, name) for h in heads]) for name in "kv")
+            for head, k, v in zip(self.heads, self.k, self.v, strict=True):
+                head.k, head.v = k, v
 
     @classmethod
-    def of(cls, rows: RawRows, n: int) -> ThinnedRows:
-        """Copy the ``n`` rows of a layer; nothing is freed yet."""
-        every = np.arange(n)
-        heads = [HeadRows(every, k, v) for k, v in zip(rows.k, rows.v, strict=True)]
-        room = rows.capacity - n
-        return cls([head.kept(every, room) for head in heads], n, rows.capacity)
+    def of(cls, rows: RawRows, n: int, slots: Sequence[Ints] | None = None) -> ThinnedRows:
+        """Copy the ``n`` rows of a layer, or of each head those of its ``slots``."""
+        every, room = np.arange(rows.capacity), np.arange(n, rows.capacity)
+        whole = (HeadRows(every, k, v) for k, v in zip(rows.k, rows.v, strict=True))
+        kept = [every[:n]] * len(rows.k) if slots is None else slots
+        wanted = (np.concatenate((each, room)) for each in kept)
+        return cls([a.kept(b) for a, b in zip(whole, wanted, strict=True)], n, rows.capacity)
 
     @property
     def n_freed(self) -> int:
-        return sum(self.n - len(head.slots) for head in self.heads)
+        freed = sum(self.capacity - len(head.slots) for head in self.heads)
+        return freed - sum(self.forms.values())
+
+    @property
+    def forms(self) -> dict[str, int]:
+        """Forms in which rows rest that are not as they were computed, and how many do."""
+        found = {level.form: level.n for level in self.levels}
+        return found if self.below is None else found | {BELOW: self.below.n}
+
+    def kept(self) -> list[Ints]:
+        """Return the slots in use that each head keeps, in whatever form."""
+        found = self._raw()
+        if not self.forms:
+            return found
+        for head, own in enumerate(found):
+            kept = np.zeros(self.n, bool)
+            for slots in (own, *(level.slots[head] for level in self.levels)):
+                kept[slots] = True
+            if self.below is not None:
+                kept |= self.below.there[head, : self.n]
+            found[head] = np.flatnonzero(kept)
+        return found
+
+    def _raw(self) -> list[Ints]:
+        return [head.slots[: np.searchsorted(head.slots, self.n)] for head in self.heads]
+
+    def packed(self) -> tuple[Tensor, Tensor]:
+        """Return keys and values [head, row, dim] of the slots in use that each head keeps; behind
+        a head's last one stands anything."""
+        kept = self.kept()
+        most = max(map(len, kept))
+        if self.k is not None and self.v is not None and not self.forms:
+            return self.k[:, :most], self.v[:, :most]
+        first = self.heads[0]
+        k, v = (t.new_zeros(len(kept), most, t.shape[1]) for t in (first.k, first.v))
+        for head, slots in enumerate(kept):
+            own, keys, values = self._everywhere(head)
+            to = up(np.searchsorted(slots, own), k.device)
+            k[head, to], v[head, to] = keys, values
+        return k, v
+
+    def _everywhere(self, head: int) -> tuple[Ints, Tensor, Tensor]:
+        """Return the slots in use that a head keeps, in any order, keys and values [row, dim]."""
+        slots, keys, values = self._unsorted(head, 0, self.n)
+        if self.below is None:
+            return slots, keys, values
+        own = self.below.slots(head)
+        k, v = self.below.take(head, own)
+        return np.concatenate((slots, own)), torch.cat((keys, k)), torch.cat((values, v))
 
     def gone(self) -> Ints:
         kept = np.zeros(self.n, bool)
-        for head in self.heads:
-            kept[head.slots] = True
+        for slots in self.kept():
+            kept[slots] = True
         return np.flatnonzero(~kept)
 
     @property
     def n_bytes(self) -> int:
-        return sum(head.n_bytes for head in self.heads)
+        levels = sum(level.n_bytes for level in self.levels)
+        return levels + sum(head.n_bytes for head in self.heads)
 
     def bytes_at(self, capacity: int) -> int:
-        room = capacity - self.n
-        return sum((len(head.slots) + room) * head.row_bytes for head in self.heads)
+        more = capacity - self.capacity
+        return self.n_bytes + sum(more * head.row_bytes for head in self.heads)
+
+    def only(self, slots: Sequence[Ints]) -> ThinnedRows:
+        """Return of each head those of its ``slots`` in use, and the room there is."""
+        pairs = zip(self._raw(), slots, strict=True)
+        kept = [own[np.isin(own, some, assume_unique=True)] for own, some in pairs]
+        below = None if self.below is None else self.below.only(slots)
+        return self._with(kept, [level.only(slots) for level in self.levels], below)
+
+    def _with(
+        self, raw: Sequence[Ints], levels: Sequence[CodedLevel], below: BelowRows | None
+    ) -> ThinnedRows:
+        """Return rows of which ``raw`` rest as they are, with the room there is."""
+        room = np.arange(self.n, self.capacity)
+        pairs = zip(self.heads, raw, strict=True)
+        made = [head.kept(np.concatenate((kept, room))) for head, kept in pairs]
+        return ThinnedRows(made, self.n, self.capacity, levels, below)
+
+    def parted(self, slots: Sequence[Ints]) -> ThinnedRows:
+        """Return these rows with each head's ``slots``, which it keeps, below memory and all others
+        in it. Raises NoSpace, StoreError."""
+        old = self.below
+        was = [np.zeros(0, np.int64) if old is None else old.slots(i) for i in range(len(slots))]
+        down = [np.setdiff1d(some, own) for some, own in zip(slots, was, strict=True)]
+        back = [np.setdiff1d(own, some) for some, own in zip(slots, was, strict=True)]
+        if not any(map(len, (*down, *back))):
+            return self
+        rows = [self._of(head, some) for head, some in enumerate(down)]
+        if old is None:
+            one = self.heads[0].k, self.heads[0].v
+            old = BelowRows.empty(one, len(self.heads), self.capacity, one[0].device)
+        below = old.without(back).put(down, rows)
+        levels = [level.without(down) for level in self.levels]
+        pairs = zip(self._raw(), down, back, strict=True)
+        raw = [np.union1d(np.setdiff1d(own, less), more) for own, less, more in pairs]
+        made = self._with(raw, levels, below)
+        for i, some in enumerate(back):
+            made.heads[i].write(some, *old.take(i, some))
+        return made
+
+    def coded(self, form: str, slots: Sequence[Ints]) -> ThinnedRows:
+        """Return these rows with each head's ``slots``, which it keeps, in ``form``; those that are
+        in it or in one of fewer bits stay as they are."""
+        at, levels = ORDER.index(form), {level.form: level for level in self.levels}
+        wanted = [np.asarray(some) for some in slots]
+        for level in self.levels:
+            if ORDER.index(level.form) >= at:
+                wanted = [np.setdiff1d(a, b) for a, b in zip(wanted, level.slots, strict=True)]
+        if not any(map(len, wanted)):
+            return self
+        rows = [self._of(head, some) for head, some in enumerate(wanted)]
+        made = CodedLevel.of(form, wanted, [k for k, _ in rows], [v for _, v in rows])
+        for other in self.levels:
+            if ORDER.index(other.form) < at:
+                levels[other.form] = other.without(wanted)
+        levels[form] = levels[form].joined(made) if form in levels else made
+        raw = [np.setdiff1d(a, b) for a, b in zip(self._raw(), wanted, strict=True)]
+        below = None if self.below is None else self.below.without(wanted)
+        return self._with(raw, [levels[name] for name in ORDER if name in levels], below)
+
+    def _of(self, head: int, slots: Ints) -> tuple[Tensor, Tensor]:
+        """Return keys and values [slot, dim] of some slots that a head keeps."""
+        own, keys, values = self._everywhere(head)
+        order = np.argsort(own)
+        rows = up(order[np.searchsorted(own, slots, sorter=order)], keys.device)
+        return keys[rows], values[rows]
+
+    def _unsorted(self, head: int, begin: int, stop: int) -> tuple[Ints, Tensor, Tensor]:
+        """Return which of slots ``[begin, stop)`` a head has in memory, keys and values [row, dim]:
+        level by level, and then those that rest as they are."""
+        one = self.heads[head]
+        first, last = (int(i) for i in np.searchsorted(one.slots, (begin, stop)))
+        slots, keys, values = [one.slots[first:last]], [one.k[first:last]], [one.v[first:last]]
+        for level in reversed(self.levels):
+            own, k, v = level.of_head(head)
+            a, b = (int(i) for i in np.searchsorted(own, (begin, stop)))
+            slots, keys, values = [own[a:b], *slots], [k[a:b], *keys], [v[a:b], *values]
+        if not self.levels:
+            return slots[0], keys[0], values[0]
+        return np.concatenate(slots), torch.cat(keys), torch.cat(values)
 
     def less(self, head: int, slots: Ints) -> ThinnedRows:
         """Return these rows without some of one head."""
-        old, heads = self.heads[head], list(self.heads)
-        left = np.flatnonzero(~np.isin(old.slots, slots))
-        heads[head] = old.kept(left, self.capacity - self.n)
-        return ThinnedRows(heads, self.n, self.capacity)
+        kept = self.kept()
+        kept[head] = np.setdiff1d(kept[head], slots)
+        return self.only(kept)
 
     def grown(self, capacity: int, n: int) -> ThinnedRows:
         n = min(n, self.n)
-        heads = [
-            head.kept(np.arange(np.searchsorted(head.slots, n)), capacity - n)
+        room = np.arange(n, capacity)
+        made = [
+            head.kept(np.concatenate((head.slots[: np.searchsorted(head.slots, n)], room)))
             for head in self.heads
         ]
-        return ThinnedRows(heads, n, capacity)
+        first = [np.arange(n)] * len(made)
+        below = None if self.below is None else self.below.grown(capacity, n)
+        return ThinnedRows(made, n, capacity, [x.only(first) for x in self.levels], below)
 
     def cut(self, n: int) -> ThinnedRows:
-        return self if n >= self.n else self.grown(self.capacity, n)
+        if n >= self.n:
+            return self
+        if n < self.tail:  # what was freed behind is room again
+            return self.grown(self.capacity, n)
+        self.n = n
+        return self
 
     def write(self, at: At, keys: Tensor, values: Tensor) -> None:
-        self._extend(int(at.slots[-1]) + 1)
+        self.n = max(self.n, int(at.slots[-1]) + 1)
+        span = span_of(at.slots) if at.slots[0] >= self.tail else None
+        if span is not None and self.k is not None and self.v is not None:
+            less = self.capacity - self.k.shape[1]
+            rows = slice(span.start - less, span.stop - less)
+            self.k[:, rows], self.v[:, rows] = keys.transpose(0, 1), values.transpose(0, 1)
+            return
         for i, head in enumerate(self.heads):
             head.write(at.slots, keys[:, i], values[:, i])
+            for level in self.levels:
+                level.rewrite(i, at.slots, keys[:, i], values[:, i])
+        self._write_below(at, keys, values)
+
+    def _write_below(self, at: At, keys: Tensor, values: Tensor) -> None:
+        if self.below is None:
+            return
+        slots, rows = [], []
+        for head in range(len(self.heads)):
+            given = np.flatnonzero(np.isin(at.slots, self.below.slots(head)))
+            some = up(given, keys.device)
+            slots.append(at.slots[given])
+            rows.append((keys[some, head], values[some, head]))
+        if any(map(len, slots)):
+            self.below = self.below.put(slots, rows)
 
     def place(
         self, span: slice, rotation: Rotation, keys: Tensor, angles: Angles, values: Tensor
     ) -> None:
-        self._extend(span.stop)
-        for i, head in enumerate(self.heads):
-            slots = np.union1d(head.slots, np.arange(span.start, span.stop))
-            if len(slots) > len(head.slots):  # freed rows come back
-                self.heads[i] = back = head.kept(np.arange(0), len(slots) + self.capacity - self.n)
-                back.slots = slots
-                n = len(head.slots)
-                back.write(head.slots, head.k[:n], head.v[:n])
+        if span.start < self.tail:  # freed rows come back
+            wanted = np.arange(span.start, span.stop)
+            self._hold([head.kept(np.union1d(head.slots, wanted)) for head in self.heads])
+            gone = [wanted] * len(self.heads)
+            left = [level.without(gone) for level in self.levels]
+            self.levels = [level for level in left if level.n]
+            below = None if self.below is None else self.below.without(gone)
+            self.below = below if below is not None and below.n else None
         super().place(span, rotation, keys, angles, values)
-
-    def _extend(self, stop: int) -> None:
-        """Slots up to ``stop`` are in use, in all heads."""
-        if stop > self.n:
-            for head in self.heads:
-                head.slots = np.concatenate((head.slots, np.arange(self.n, stop)))
-            self.n = stop
 
     def seen(self, at: slice | Tensor) -> tuple[Tensor, Tensor]:
         """Return keys and values [head, slot, dim] of some slots, zeros where they are freed."""
         slots = np.arange(at.start, at.stop) if isinstance(at, slice) else at.cpu().numpy()
-        made = []
-        for name in ("k", "v"):
-            tensors: list[Tensor] = [getattr(head, name) for head in self.heads]
-            found = tensors[0].new_zeros(len(self.heads), len(slots), tensors[0].shape[1])
-            for head, tensor, out in zip(self.heads, tensors, found, strict=True):
-                _, rows, to = np.intersect1d(head.slots, slots, True, return_indices=True)
-                out[_where(to, out.device)] = tensor[_where(rows, out.device)]
-            made.append(found)
-        return made[0], made[1]
+        first = self.heads[0]
+        k, v = (t.new_zeros(len(self.heads), len(slots), t.shape[1]) for t in (first.k, first.v))
+        for head in range(len(self.heads)):
+            own, keys, values = self._everywhere(head)
+            _, rows, to = np.intersect1d(own, slots, True, return_indices=True)
+            there, some = up(to, k.device), up(rows, k.device)
+            k[head, there], v[head, there] = keys[some], values[some]
+        return k, v
 
     def seen_by(self, head: int, begin: int, stop: int) -> tuple[Ints, Tensor, Tensor]:
-        """Return which of slots ``[begin, stop)`` a head keeps, its keys and values [1, row, dim]."""
-        one = self.heads[head]
-        first, last = np.searchsorted(one.slots, (begin, stop))
-        rows = slice(int(first), int(last))
-        return one.slots[rows], one.k[None, rows], one.v[None, rows]
+        """Return which of slots ``[begin, stop)`` a head has in memory, in any order, its keys and
+        values [1, row, dim]."""
+        slots, keys, values = self._unsorted(head, begin, stop)
+        return slots, keys[None], values[None]
+
+    def seen_together(self, stop: int) -> tuple[Tensor, Tensor] | None:
+        """Return keys and values [head, row, dim] of all slots before ``stop``, a slot behind all
+        that was freed, those before them in any order; None where heads keep more or fewer than
+        each other."""
+        raw = self.raw_together(stop)
+        if raw is None or not self.levels:
+            return raw
+        found = [level.together() for level in self.levels]
+        coded = [both for both in found if both is not None]
+        if len(coded) < len(found):
+            return None
+        return torch.cat([k for k, _ in (*coded, raw)], 1), torch.cat(
+            [v for _, v in (*coded, raw)], 1
+        )
+
+    def raw_together(self, stop: int) -> tuple[Tensor, Tensor] | None:
+        """Return the same of the rows that rest as they are."""
+        if self.k is None or self.v is None or stop <= self.tail:
+            return None
+        rows = slice(0, stop - self.capacity + self.k.shape[1])
+        return self.k[:, rows], self.v[:, rows]
+
+    @property
+    def coded_together(self) -> list[CodedLevel]:
+        """The levels, where heads have as many rows in each; none otherwise."""
+        even = all(len({len(own) for own in level.slots}) == 1 for level in self.levels)
+        return self.levels if even else []
+
+    def slots_together(self, n: int) -> Ints:
+        """Return [head, row] the slots of the first ``n`` rows that `seen_together` shows."""
+        found = []
+        for head, one in enumerate(self.heads):
+            own = np.concatenate([*(level.slots[head] for level in self.levels), one.slots])
+            found.append(own[:n])
+        return np.stack(found)
 
     def check(self, n: int) -> None:
         super().check(n)
         assert self.n <= n, f"{self.n} slots in use of {n} rows"
         for head in self.heads:
             assert bool((np.diff(head.slots) > 0).all()), "slots do not increase"
-            assert not len(head.slots) or head.slots[-1] < self.n, "slots that are not in use"
-            wanted = len(head.slots) + self.capacity - self.n
-            assert len(head.k) == len(head.v) == wanted, f"not room for {wanted} rows"
+            room = head.slots[np.searchsorted(head.slots, self.n) :]
+            assert len(room) == self.capacity - self.n, "room that is not there"
+            assert len(head.k) == len(head.v) == len(head.slots), "rows that no slot has"
+        for level in self.levels:
+            assert level.n == len(level.k.q) == len(level.v.q), f"{level.form}: rows of no slot"
+        for i, slots in enumerate(self.kept()):
+            several = sum(len(level.slots[i]) for level in self.levels)
+            several += 0 if self.below is None else len(self.below.slots(i))
+            assert len(slots) == several + len(self._raw()[i]), "a row in two forms"
+            assert not len(slots) or slots[-1] < self.n, "a coded row behind all"
+
+
+def _tail(slots: Ints, capacity: int) -> int:
+    """Return the slot from which on none is missing."""
+    missing = np.flatnonzero(slots != np.arange(capacity - len(slots), capacity))
+    return capacity - len(slots) + (int(missing[-1]) + 1 if len(missing) else 0)
 
 
 def _where(rows: Ints, device: torch.device) -> slice | Tensor:
-    """Return an index of ``rows``, a slice where they follow each other."""
+    """Return an index of increasing ``rows``, a slice where they follow each other."""
     span = span_of(rows)
     return up(rows, device) if span is None else span

@@ -11,12 +11,16 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from typing import Any
 
+import numpy as np
+import torch
 from torch import Tensor
 
 from kvweave.errors import LoadFailed
-from kvweave.store.kv import KV, LayerShape
+from kvweave.store.kv import KV, Offsets
+from kvweave.store.record.transfer import Expected
 
 GRACE = 0.2  # seconds in which a reader that is late says so itself
 
@@ -27,26 +31,36 @@ class Load:
     def __init__(
         self,
         key: int,
-        shapes: Sequence[LayerShape],
-        n_tokens: int,
-        itemsize: int,
+        about: Expected,
         lossy: bool = False,
         ends: float = math.inf,
     ) -> None:
         """``ends``: of `time.monotonic`; nobody waits for a layer longer than shortly after it."""
-        self.key, self.shapes, self.n_tokens, self.itemsize = key, shapes, n_tokens, itemsize
-        self.kv = KV([], [], lossy)
+        self.key, self.about = key, about
+        self.kv = KV([], [], lossy, span=about.n_tokens)  # its `kept` comes with the last layer
+        self.kept: list[Offsets] = []  # of the layers of a thinned chunk
         self._ends = ends
         self._fences: list[Callable[[], None]] = []  # of each layer
         self._failed = ""
         self._arrived = threading.Condition()
 
-    def add(self, k: Tensor, v: Tensor, fence: Callable[[], None] = lambda: None) -> None:
-        """Unless it was given up, hand over the next layer. Its copy may be under way: who waits for the layer calls
+    def add(
+        self,
+        k: Tensor,
+        v: Tensor,
+        fence: Callable[[], None] = lambda: None,
+        kept: Offsets | None = None,
+    ) -> None:
+        """Unless it was given up, hand over the next layer; of a thinned chunk with what was
+        ``kept`` [kv_head, row] there. Its copy may be under way: who waits for the layer calls
         ``fence``, behind which the device uses it."""
         with self._arrived:
             if self._failed:
                 return
+            if kept is not None:
+                self.kept.append(kept)
+                if len(self.kept) == len(self.about.shapes):
+                    self.kv.kept = np.stack(self.kept)
             self._fences.append(fence)
             self.kv.k.append(k)
             self.kv.v.append(v)
@@ -73,12 +87,13 @@ class Load:
 
     @property
     def complete(self) -> bool:
-        return len(self.kv.v) == len(self.shapes)
+        return len(self.kv.v) == len(self.about.shapes)
 
     @property
     def ended(self) -> bool:
         """Whether nothing more will come."""
-        return self.complete or bool(self._failed)
+        late = time.monotonic() > self._ends + GRACE
+        return self.complete or bool(self._failed) or late
 
 
 class Arriving(KV):
@@ -88,8 +103,11 @@ class Arriving(KV):
 
     def __init__(self, load: Load, start: int = 0, stop: int | None = None) -> None:
         self.load, self.start = load, start
-        self.stop = load.n_tokens if stop is None else stop
-        super().__init__(_Waiting(self, 0), _Waiting(self, 1), load.kv.lossy)
+        self.stop = load.about.n_tokens if stop is None else stop
+        kept: Any = None if load.about.n_rows is None else _Waiting(self, 2)
+        super().__init__(
+            _Waiting(self, 0), _Waiting(self, 1), load.kv.lossy, kept, self.stop - start
+        )
 
     @property
     def n_tokens(self) -> int:
@@ -97,29 +115,39 @@ class Arriving(KV):
 
     @property
     def n_bytes(self) -> int:
-        return self.n_tokens * self.load.itemsize * sum(s.width for s in self.load.shapes)
+        return self.load.about._replace(n_tokens=self.n_tokens).n_bytes
 
     def rows(self, start: int, stop: int) -> KV:
         """Return a view of rows ``[start, stop)``, which may be arriving as well."""
-        if self.load.complete:
-            for layer in range(len(self.load.shapes)):
-                self.load.wait(layer)
-            return self.load.kv.rows(self.start + start, self.start + stop)
-        return Arriving(self.load, self.start + start, self.start + stop)
+        cut = Arriving(self.load, self.start + start, self.start + stop)
+        return cut.whole() if self.load.complete else cut
+
+    def whole(self) -> KV:
+        """Wait for every layer. Raises LoadFailed."""
+        for layer in range(len(self.load.about.shapes)):
+            self.load.wait(layer)
+        return self.load.kv.rows(self.start, self.stop)
+
+    def clone(self, device: torch.device | None = None) -> KV:
+        """Wait for every layer, and copy it. Raises LoadFailed."""
+        return self.whole().clone(device)
 
 
-class _Waiting(list[Tensor]):
-    """The keys, or the values, of every layer; asking for one waits for it."""
+class _Waiting(list[Any]):
+    """The keys, the values, or what was kept of every layer; asking for one waits for it."""
 
     def __init__(self, kv: Arriving, which: int) -> None:
         self._kv, self._which = kv, which
 
-    def __getitem__(self, layer: int) -> Tensor:  # type: ignore[override]
-        found = self._kv.load.wait(layer)[self._which]
-        return found[self._kv.start : self._kv.stop]
+    def __getitem__(self, layer: int) -> Any:  # type: ignore[override]
+        load, (k, v) = self._kv.load, self._kv.load.wait(layer)
+        kept = load.kept[layer][None] if load.kept else None
+        cut = KV([k], [v], kept=kept, span=load.about.n_tokens).rows(self._kv.start, self._kv.stop)
+        found: tuple[Any, ...] = cut.k, cut.v, cut.kept
+        return found[self._which][0]
 
     def __len__(self) -> int:
-        return len(self._kv.load.shapes)
+        return len(self._kv.load.about.shapes)
 
-    def __iter__(self) -> Iterator[Tensor]:
+    def __iter__(self) -> Iterator[Any]:
         return (self[layer] for layer in range(len(self)))

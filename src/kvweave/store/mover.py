@@ -224,7 +224,7 @@ class Mover:
         if found is None:
             return None
         try:
-            return KV([*found.k], [*found.v], found.lossy)
+            return found.whole()
         except StoreError as error:
             self.failed(id, Outcome("failed", str(error)))
             return None
@@ -243,10 +243,8 @@ class Mover:
             if level is None or id not in level:
                 continue
             about = self.about(id)
-            load = Load(
-                id, about.shapes, about.n_tokens, about.dtype.itemsize, level.lossy(id), ends
-            )
-            room = to.room(about.shapes, about.n_tokens, about.dtype)
+            load = Load(id, about, level.lossy(id), ends)
+            room = to.room(about.shapes, about.rows, about.dtype)
             wanted.append(ToRead(level, about, load, room))
             self._sources[id] = level
         if wanted:

@@ -73,9 +73,11 @@ class Reader:
                         head = self._again(each)
                     elif head.state == "missing" and not level.owned:
                         head = self._elsewhere(each)
-                    if isinstance(head, Outcome):
-                        each.load.fail(f"{head.state}: {head.why}")
-                        continue
+                if isinstance(head, Head) and head.lossy and not each.load.kv.lossy:
+                    head = Outcome("failed", "its rows are not as exact as was believed")
+                if isinstance(head, Outcome):
+                    each.load.fail(f"{head.state}: {head.why}")
+                    continue
                 each.head = head
                 each.memory = self.to.buffer(head.n_bytes - head.n_head)
 
@@ -135,4 +137,6 @@ class Reader:
             each.load.fail(f"wrong: {error}")
             return
         for layer, rows in enumerate(zip(kv.k, kv.v, strict=True), start):
-            each.load.add(*self.to.up(rows, each.room, layer))
+            k, v, fence = self.to.up(rows, each.room, layer)
+            kept = None if kv.kept is None else kv.kept[layer - start]
+            each.load.add(k, v, fence, kept)

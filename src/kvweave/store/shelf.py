@@ -96,6 +96,11 @@ class Shelf:
         level = self.mover.level_of(key)
         return level is not None and level.lossy(key)
 
+    def thinned(self, key: int) -> bool:
+        """Tell whether canonical KV of a chunk is of some of its rows only, wherever it is."""
+        kv = self.ram.get(key)
+        return self.mover.about(key).n_rows is not None if kv is None else kv.kept is not None
+
     def codec(self, key: int) -> str:
         """Return what the canonical KV that there is went through: raw, a codec's name, or lossy
         where its record is gone."""
@@ -175,6 +180,13 @@ class Shelf:
             return kv.n_bytes
         self.mover.save(key, kv, on=level, choice=choice)
         return self._leave(key, level)
+
+    def sink(self, keys: Iterable[int]) -> None:
+        """Move what is only in memory to the first level that is not, if there is one."""
+        below = next((x.place for x in self.mover.levels if x.place != "ram"), None)
+        for key in keys if below is not None else ():
+            if key in self.ram and below is not None:
+                self.place(key, below)
 
     def durable_level(self) -> Level | None:
         """Return the first level that keeps what it has for us, None if none does."""
@@ -340,7 +352,7 @@ class Shelf:
     def _landed(self, key: int, kv: Arriving) -> KV | None:
         """Wait for all of it; None if it did not come."""
         try:
-            whole = KV([*kv.k], [*kv.v], kv.lossy)
+            whole = kv.whole()
         except LoadFailed as error:
             self.lost(error)
             return None

@@ -41,7 +41,7 @@ class Staging:
         return buffer(n)
 
     def room(self, shapes: Sequence[LayerShape], n: int, dtype: torch.dtype) -> KV | None:
-        """Return memory for `up` to copy ``n`` tokens to, if it copies; called by who will use it."""
+        """Return memory for `up` to copy ``n`` rows to, if it copies; called by who will use it."""
         return None
 
     def up(self, rows: Layer, room: KV | None, layer: int) -> tuple[Tensor, Tensor, Fence]:
@@ -121,7 +121,7 @@ class Side(Staging):
 
         def landed(source: KV = kv) -> KV:  # which lives until the copy is over
             copied.synchronize()
-            return KV(k, v, source.lossy)
+            return KV(k, v, source.lossy, source.kept, source.span)
 
         return landed
 

@@ -5,11 +5,12 @@
 | `reuse` | were computed after something else than what stands before them now |
 | `base` | were computed after another base than this context's |
 | `patch` | were brought near by a stored difference |
-| `turn` | were computed or decoded here, over rows that were approximate |
+| `turn` | were computed or decoded here, over or beside rows that were approximate |
 | `evict` | keep what they saw of what was pruned |
+| `thinned` | are those that a token policy left of the chunk |
 | `codec:NAME` | went through a codec that loses something |
-| `rows:NAME` | rest in 8 bits |
-| `freed` | are not all there: heads of some layers had theirs freed |
+| `rows:NAME` | rest in 8 bits, or some of them, or will, in fewer: a token policy has them do so |
+| `freed` | are not all there, or will not be: a token policy lets go of some |
 
 All of them count in one budget: the drift is that of the answer, whatever it comes from.
 """
@@ -19,7 +20,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from kvweave.weave.audit import AuditCell, Promised, PrunePolicy
+from kvweave.weave.audit import AuditCell, Promised
 from kvweave.weave.parts import Placement
 from kvweave.weave.plan import Plan
 
@@ -31,12 +32,18 @@ CODEC, ROWS = "codec:", "rows:"
 
 
 def reasons(
-    p: Placement, *, renewed: bool, codec: str, other_base: bool, everywhere: tuple[str, ...]
+    p: Placement,
+    *,
+    renewed: bool,
+    codec: str,
+    thinned: bool,
+    other_base: bool,
+    everywhere: tuple[str, ...],
 ) -> tuple[str, ...]:
     """Return why the rows of a part are not those of a full prefill.
 
-    ``renewed``: all were computed by this weave. ``codec``: what the chunk's KV went through.
-    ``everywhere``: what is true of all rows of the context.
+    ``renewed``: all were computed by this weave. ``codec``: what the chunk's KV went through,
+    ``thinned``: whether some rows are gone. ``everywhere``: what is true of all rows of the context.
     """
     found = list(everywhere)
     origin = p.origin if p.source == "kept" else p.source
@@ -46,26 +53,30 @@ def reasons(
         else:
             found.append("patch" if p.patched else "reuse")
             found += ["base"] if other_base else []
+        found += ["thinned"] if thinned else []
         found += [CODEC + codec] if codec != "raw" else []
     return tuple(found)
 
 
-def of_rows(state: State, codec: str) -> tuple[str, ...]:
-    """Return what is true of all rows of a context, which rest as ``codec`` says."""
-    freed = ("freed",) if state.rows.n_freed else ()
-    return (*((ROWS + codec,) if state.rows.lossy else ()), *freed)
+def of_rows(state: State, codec: str, n_rows: int) -> tuple[str, ...]:
+    """Return what is true of all rows of a context, ``n_rows`` when an answer ends, which rest as
+    ``codec`` says."""
+    freed = ("freed",) if state.frees(n_rows) else ()
+    forms = [codec] if state.rows.lossy else state.forms(n_rows)
+    return (*(ROWS + form for form in forms), *freed)
 
 
 def cell_of(plan: Plan, strategy: Strategy, wish: Wish, state: State) -> AuditCell:
     """Return the cell of answers over a woven context."""
     names = sorted(plan.approximate)
     codecs = "+".join(name.removeprefix(CODEC) for name in names if name.startswith(CODEC))
-    rows = next((name.removeprefix(ROWS) for name in names if name.startswith(ROWS)), "raw")
-    policy: PrunePolicy = "thinned" if "freed" in names else "evict" if state.keeps else "forget"
+    rows = "+".join(name.removeprefix(ROWS) for name in names if name.startswith(ROWS))
+    policy = "thinned" if "freed" in names else "evict" if state.keeps else "forget"
+    policy = policy if state.keeper is None else str(state.keeper.keep)
     share = 0.0 if strategy.name in ("none", "full") else round(wish.share, 3)
     bounded = wish.max_drift is not None
     spec = _spec(strategy)
-    return AuditCell(spec, share, bounded, codecs or "raw", rows, policy, state.tenant)
+    return AuditCell(spec, share, bounded, codecs or "raw", rows or "raw", policy, state.tenant)
 
 
 def promised(plan: Plan, promise: Promised) -> Plan:

@@ -48,7 +48,6 @@ PROBE = 4  # under an alarm one answer in so many is woven as it was asked for, 
 MOST_CELLS = 256  # of who has most of them, what was audited least is forgotten first
 AUDIT_FILE = "audit.json"  # in a home
 
-PrunePolicy = Literal["forget", "evict", "thinned"]
 Way = Literal["asked", "probe", "full"]
 
 
@@ -58,7 +57,8 @@ class AuditCell:
 
     ``repair`` is the strategy with its options, ``share`` of the rows; ``bounded`` where a
     ``max_drift`` was asked for. ``codec``: what the reused chunks went through at rest. ``rows``:
-    how the rows of the context rest. ``policy``: what was done with what was pruned. ``tenant``:
+    how the rows of the context rest. ``policy``: what was done with what was pruned, or the token
+    policy that let go of rows. ``tenant``:
     whose answers, so that nobody's text can raise an alarm for others.
     """
 
@@ -67,7 +67,7 @@ class AuditCell:
     bounded: bool = False
     codec: str = "raw"
     rows: str = "raw"
-    policy: PrunePolicy = "forget"
+    policy: str = "forget"
     tenant: str = ""
 
     @property

@@ -5,7 +5,7 @@ Here are the parts and their edits, without a tensor; their rows are a `Session`
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from typing import Any
 
 from kvweave.chunk.identity import ChunkId, Kind
@@ -16,12 +16,13 @@ from kvweave.weave.answer import Answer, request_from
 from kvweave.weave.check import Check
 from kvweave.weave.costs import AnswerCost
 from kvweave.weave.edited import EditedParts
-from kvweave.weave.edits import dropped, part_of, renamed, reordered
+from kvweave.weave.edits import dropped, left, part_of, renamed, reordered
 from kvweave.weave.history import Why
 from kvweave.weave.naming import holder
 from kvweave.weave.parts import Mode, Part, TextOrTokens
 from kvweave.weave.plan import Plan
 from kvweave.weave.repair import Strategy
+from kvweave.weave.template import Ref, Text
 from kvweave.weave.turn import Turn, begin
 
 
@@ -63,6 +64,15 @@ class Context(EditedParts):
         """Add tokens ``[start, stop)`` of a stored chunk at the end. Raises as `insert_slice`."""
         return self.insert_slice(len(self._parts), ref, start, stop)
 
+    def append_pieces(self, pieces: Iterable[Text | Ref]) -> None:
+        """Add what a template was filled with. Raises ChunkNotFound."""
+        with self.edit():
+            for piece in pieces:
+                if isinstance(piece, Ref):
+                    self.append_chunk(piece.name)
+                else:
+                    self.append(piece.text)
+
     def insert(
         self,
         index: int,
@@ -87,6 +97,7 @@ class Context(EditedParts):
         """Add a stored chunk before the part at ``index``. Raises ChunkNotFound."""
         with self.edit("append" if index == len(self._parts) else "insert"):
             record = self._table.resolve(ref, self.namespace)
+            self._maker.rethin(record.id)
             return self._insert(index, part_of(record, ref))
 
     def insert_slice(self, index: int, ref: str, start: int, stop: int) -> Part:
@@ -97,6 +108,7 @@ class Context(EditedParts):
         """
         with self.edit("append" if index == len(self._parts) else "insert"):
             record = self._table.resolve(ref, self.namespace)
+            self._maker.rethin(record.id)
             return self._insert(index, part_of(record, ref, start, stop))
 
     def message(self, role: Kind, content: str) -> Part:
@@ -146,6 +158,23 @@ class Context(EditedParts):
             self._maker.shelf.pruned(int(self._parts[i].id) for i in gone)
             self._parts = dropped(self._parts, gone, frozen=mode == "evict", gaps=gaps)
             self._base = self._base if self._parts else None
+
+    def leave(self, *ranges: tuple[int, int]) -> None:
+        """Leave only these half-open, increasing ranges of the context's tokens, and close up.
+
+        Raises InvalidArgument for ranges that are empty, overlap or end behind the last token.
+        """
+        ends = [n for each in ranges for n in each]
+        widths = [last - first for first, last in ranges]
+        if not ranges or sorted(ends) != ends or ends[0] < 0 or min(widths) < 1:
+            raise InvalidArgument("leave", f"{ranges} are no increasing ranges")
+        if ends[-1] > self.n_tokens:
+            raise InvalidArgument("leave", f"there are {self.n_tokens} tokens")
+        with self.edit("leave"):
+            self._no_gaps("leave")
+            self._parts = left(self._parts, ranges, self._new_uid)
+            if self._base is not None and self._parts[0].id != self._base:
+                self._base = None
 
     def replace(
         self, ref: str | int | Part, content: TextOrTokens, *, kind: Kind = "document"

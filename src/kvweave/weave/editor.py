@@ -41,6 +41,10 @@ class Editor(Protocol):
         """Remove parts."""
         ...
 
+    def leave(self, *ranges: tuple[int, int]) -> None:
+        """Leave only these ranges of the context's tokens."""
+        ...
+
     def snapshot(self) -> Snapshot:
         """Return the parts as they are."""
         ...

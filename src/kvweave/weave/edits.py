@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
 from kvweave.chunk.record import Record
@@ -64,6 +64,31 @@ def dropped(
         for i, p in enumerate(with_positions(parts) if gaps and gone else parts)
         if i not in gone
     )
+
+
+def left(
+    parts: Sequence[Part], ranges: Sequence[tuple[int, int]], new_uid: Callable[[], int]
+) -> tuple[Part, ...]:
+    """Return what ``ranges`` of tokens, increasing, leave of the parts; what stands behind a gap
+    thaws."""
+    found: list[Part] = []
+    at = 0
+    for part in parts:
+        for first, last in ranges:
+            a, b = max(first - at, 0), min(last - at, part.n)
+            if a >= b:
+                continue
+            whole = (a, b) == (0, part.n)
+            name = f"{renamed(part, part).name}[{part.start + a}:{part.start + b}]"
+            found.append(
+                _with(part, frozen=part.frozen and (first, at) == (0, 0))
+                if whole
+                else replace(
+                    part, uid=new_uid(), n=b - a, start=part.start + a, name=name, frozen=False
+                )
+            )
+        at += part.n
+    return tuple(found)
 
 
 def adopted(parts: Sequence[Part], first_uid: int, *, gaps: bool) -> tuple[Part, ...]:

@@ -18,13 +18,16 @@ from kvweave.errors import (
     EmptyChunk,
     InvalidArgument,
 )
-from kvweave.run.base import Backend, Ints, Rows, Steps, Work
+from kvweave.keep.tokens.spec import Keep
+from kvweave.run.base import NO_SLOTS, Backend, Ints, Rows, Steps, Work
 from kvweave.run.loop import Request, Task, new_key
 from kvweave.store.kv import KV
 from kvweave.store.shelf import Shelf
 from kvweave.weave.chat import ChatFormat
 from kvweave.weave.parts import TextOrTokens
+from kvweave.weave.rereading import reread_rows
 from kvweave.weave.special import PlainText, Special
+from kvweave.weave.thinning import Thinning, thin_digest, thinned_by
 
 BLOCK = 512  # rows of one pass; bounds the mask to BLOCK x context
 
@@ -110,6 +113,8 @@ class Maker:
             raise InvalidArgument("kv", "its layers or heads are not the model's")
         if {t.dtype for t in (*kv.k, *kv.v)} != {self.backend.dtype}:
             raise InvalidArgument("kv", f"its values are not {self.backend.dtype}")
+        if kv.kept is not None:
+            raise InvalidArgument("kv", "it is of a thinned chunk", "take the whole chunk's")
         if not 0 < kv.n_tokens <= self.backend.limit or not kv.is_finite():
             raise InvalidArgument("kv", "it has no rows, too many, or values that are not finite")
         content = blake2b(digest_size=16)
@@ -120,6 +125,43 @@ class Maker:
         id, _ = self.table.add(tokens, digest=digest, kind=kind, namespace=namespace)
         self.shelf.put(id, kv.clone(self.backend.device))
         return id
+
+    def thin(self, whole: ChunkId, keep: Keep) -> ChunkId:
+        """Give a chunk thinned by ``keep`` an id, and compute its rows. Raises InvalidArgument."""
+        record = self.table.get(whole)
+        if self.table.is_virtual(whole) or self.thinned_by(whole) is not None:
+            reason = "a chunk whose rows no token made, or that was thinned, is not thinned"
+            raise InvalidArgument("keep", reason, "take the whole chunk")
+        digest = thin_digest(record.digest, keep)
+        id, _ = self.table.add(
+            self.table.tokens(whole).tolist(), digest=digest, kind=record.kind,
+            namespace=record.namespace, base=record.base,
+        )  # fmt: skip
+        try:
+            self.canonicalise([id])
+        except BaseException:
+            self.shelf.drop(id)  # the id may be given again
+            raise
+        return id
+
+    def whole(self, thinned: ChunkId) -> ChunkId:
+        """Give the whole chunk of a thinned one an id, and compute what is missing of its KV."""
+        record, tokens = self.table.get(thinned), self.table.tokens(thinned).tolist()
+        if self.thinned_by(thinned) is None:
+            return thinned
+        id = self.add(tokens, kind=record.kind, base=record.base, namespace=record.namespace)
+        self.canonicalise([id])
+        return id
+
+    def rethin(self, id: ChunkId) -> None:
+        """Compute the rows of a thinned chunk again where they were lost: as a part it would be
+        computed whole."""
+        if self.shelf.tier(id) == "none" and self.thinned_by(id) is not None:
+            self.canonicalise([id])
+
+    def thinned_by(self, id: ChunkId) -> Keep | None:
+        """Return what thinned a chunk; None for a whole one."""
+        return thinned_by(self.backend, self.table, id)
 
     def canonicalise(
         self, ids: Iterable[ChunkId], progress: Callable[[int], None] = lambda n: None
@@ -136,9 +178,11 @@ class Maker:
         for id in wanted:
             if self.table.is_virtual(id):
                 raise ChunkLost(f"#{id}")
+        thinned = {i: keep for i in wanted if (keep := self.thinned_by(i)) is not None}
         bases = {self.table.get(i).base for i in wanted} - {None}
         missing = [b for b in bases if b is not None and b not in wanted]
         total = self.canonicalise(missing, progress) if missing else 0
+        wanted = [i for i in wanted if i not in thinned]
         wanted.sort(key=lambda i: (self.table.get(i).base is not None, i))
         batch: list[ChunkId] = []
         rows = 0
@@ -150,7 +194,8 @@ class Maker:
                 batch, rows = [], 0
             batch.append(id)
             rows += n
-        return total + (self._batch(batch, progress) if batch else 0)
+        total += self._batch(batch, progress) if batch else 0
+        return total + sum(self._thin(id, keep, progress) for id, keep in thinned.items())
 
     def computing(self, id: ChunkId, tenant: str = "") -> Task[int]:
         """Compute canonical KV of one chunk as a task of the loop; return the tokens computed.
@@ -163,6 +208,8 @@ class Maker:
         self.shelf.mover.find([id])
         if self.shelf.tier(id) != "none":
             return 0
+        if self.thinned_by(id) is not None:
+            return self.canonicalise([id])
         n = self.table.get(id).n_tokens
         self.shelf.reserve(n * self.backend.row_bytes)
         kv, rows = self.backend.new_kv(n), self._after_base(id, n)
@@ -177,6 +224,18 @@ class Maker:
             return 0
         if self.shelf.tier(id) == "none":  # or somebody else was quicker
             self._store([id], [kv])
+        return n
+
+    def _thin(self, id: ChunkId, keep: Keep, progress: Callable[[int], None]) -> int:
+        """Compute a chunk and leave of it what ``keep`` says."""
+        tokens, base = self._tokens(id), self.table.get(id).base
+        n, before = len(tokens), NO_SLOTS if base is None else self._tokens(base)
+        self.shelf.reserve(
+            (2 * n + reread_rows(keep.policy, self.backend, n)) * self.backend.row_bytes
+        )
+        rows = self._after_base(id, n)
+        self._store([id], [Thinning(self.backend, keep).run(rows, tokens, before)])
+        progress(n)
         return n
 
     def _batch(self, ids: list[ChunkId], progress: Callable[[int], None]) -> int:
@@ -202,7 +261,8 @@ class Maker:
             self.shelf.put(id, kv)
 
     def _after_base(self, id: ChunkId, n: int) -> Rows:
-        """Return rows that hold the chunk's base: as it was computed, never as a codec left it."""
+        """Return rows that hold the chunk's base: as it was computed, never as a codec or a token
+        policy left it."""
         rows = self.backend.new_rows()
         base = self.table.get(id).base
         n_base = 0 if base is None else self.table.get(base).n_tokens
@@ -213,7 +273,7 @@ class Maker:
             return rows
         kv = self.shelf.get(base)  # None: what is computed behind it may have taken its room
         slots = np.arange(n_base)
-        if kv is None or kv.lossy:
+        if kv is None or kv.altered:
             self.backend.forward([Work(rows, self._tokens(base), slots, slots, last=self._last)])
         else:
             rows.place([(0, [kv])], slots)

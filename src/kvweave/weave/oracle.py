@@ -25,8 +25,8 @@ def prefill(
 
 def drive(backend: Backend, steps: Steps[T]) -> T:
     """Run steps here and now, so many rows a pass."""
-    work = next(steps)
     try:
+        work = next(steps)
         while True:
             cuts = range(0, work.n, BLOCK)
             found = [backend.forward([work.part(at, at + BLOCK)])[0] for at in cuts]

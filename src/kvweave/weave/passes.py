@@ -18,6 +18,7 @@ from torch import Tensor
 from kvweave.run.base import NO_SLOTS, Backend, Ints, Observer, Rows, Steps, Work
 from kvweave.run.upload import up
 from kvweave.weave.deps import Dependence
+from kvweave.weave.keeping import Keeper
 from kvweave.weave.parts import Placement
 
 QUESTION = 32  # rows whose attention tells what a question needs; it stands at the end
@@ -103,6 +104,7 @@ class Passes:
     repaired: NDArray[np.bool_]
     again: bool = False
     lossy: bool = False  # rows of some part went through something lossy
+    keeper: Keeper | None = None  # watches the last pass
     compares: bool = False  # a look has to give the logits of all its rows
     looked: Look | None = None
     _replaced: list[tuple[Ints, list[Tensor]]] = field(default_factory=list)  # slots, old values
@@ -224,6 +226,7 @@ class Passes:
         draft = NO_SLOTS if self.looked is None else self.looked.draft
         behind = np.arange(self.n, self.n + len(draft))
         slots = np.concatenate([union(chosen, self.left), behind])
+        n = len(slots) - len(draft)
         logits = yield Work(
             self.rows,
             np.concatenate([self.tokens, draft])[slots],
@@ -232,6 +235,7 @@ class Passes:
                 slots
             ],
             want=np.flatnonzero(np.isin(slots, np.concatenate([self.question, behind]))),
+            observer=None if self.keeper is None else self.keeper.observing(n),
         )
         self.rows.truncate(self.n)
         return logits

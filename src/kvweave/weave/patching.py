@@ -59,7 +59,7 @@ class Patcher:
         rank = strategy.rank
         canonical = self.shelf.ram.get(int(p.part.id)) if rank and self._fits(p) else None
         whole = canonical is not None and found.n_tokens == canonical.n_tokens
-        if canonical is not None and whole and not canonical.lossy:
+        if canonical is not None and whole and not canonical.altered:
             patch = Patch.between(canonical, found, rank)
             self.shelf.put_patch(self._key(p, before, rank), patch)
 

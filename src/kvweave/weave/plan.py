@@ -35,6 +35,36 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True)
+class Shed:
+    """What a token policy let go of: ``n_freed`` of ``n_rows`` rows, counted by head and layer.
+
+    ``lost`` is the part of what the policy counted (attention, mostly) that these rows had: what
+    they were worth to it, not a bound of the drift. None where it counts nothing of the kind.
+    ``n_seen``: rows that it went by, for one that goes by what rows attend to or ask while they are
+    computed: those of reused chunks are not. Having seen none it keeps the newest rows.
+    ``coded``: of those kept, how many rest in which form of fewer bits.
+    """
+
+    keep: str
+    n_rows: int
+    n_freed: int
+    lost: float | None = None
+    n_seen: int | None = None
+    coded: dict[str, int] | None = None
+
+    def __str__(self) -> str:
+        cost = "unknown" if self.lost is None else f"{100 * self.lost:.1f} % of what it counts"
+        seen = "" if self.n_seen is None else f", by what {self.n_seen} rows looked at"
+        went = f"let go of {self.n_freed} of {self.n_rows} rows by head, worth {cost}{seen}"
+        coded = (self.coded or {}).items()
+        places = ("below memory" if form == "below" else f"as {form}" for form, _ in coded)
+        counts = (f"has {n} of {self.n_rows} rest" for _, n in coded)
+        rest = ", ".join(map(" ".join, zip(counts, places, strict=True)))
+        said = [*([went] if self.n_freed else []), *([rest] if rest else [])]
+        return f"{self.keep} {'; '.join(said)}"
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """All spans of a context, front to back.
 
@@ -42,7 +72,7 @@ class Plan:
     exact, None when it is unknown. ``drift_by``: the model's calibration predicts it from ``evidence``
     (see `kvweave.weave.calibration`), or audits of answers like it found it (`kvweave.weave.audit`).
     ``coverage``: how often such bounds were kept so far, when they were audited. ``alarm``: they
-    were not kept, so all was repaired.
+    were not kept, so all was repaired. ``shed``: what a token policy had let go of when it ended.
     """
 
     spans: tuple[Span, ...]
@@ -52,6 +82,7 @@ class Plan:
     drift_by: Literal["exact", "calibration", "audit"] | None = None
     coverage: float | None = None
     alarm: bool = False
+    shed: Shed | None = None
 
     def settled(self, exact: bool) -> Plan:
         """Return it with no drift at all, where everything is exact."""
@@ -125,6 +156,7 @@ class Plan:
             "coverage": self.coverage,
             "alarm": self.alarm,
             "approximate": self.approximate,
+            "shed": None if self.shed is None else asdict(self.shed),
             "spans": [asdict(s) for s in self.spans],
         }
 
@@ -151,6 +183,7 @@ class Plan:
         ]
         why = ", ".join(f"{name} {n}" for name, n in self.approximate.items())
         lines += [f"approximate: {why}"] if why else []
+        lines += [str(self.shed)] if self.shed is not None else []
         lines += ["an alarm: the drift promised before was not kept"] if self.alarm else []
         return "\n".join([*lines, str(self)])
 

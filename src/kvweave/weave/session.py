@@ -11,11 +11,14 @@ from typing import Protocol
 
 import numpy as np
 
+from kvweave.errors import InvalidArgument
+from kvweave.keep.tokens.spec import Keep
 from kvweave.run.base import Steps
 from kvweave.run.loop import Loop, Request, Task, new_key
 from kvweave.weave.approximate import cell_of
 from kvweave.weave.audit import Way
 from kvweave.weave.check import COMPARED, Check
+from kvweave.weave.keeping import Keeper
 from kvweave.weave.maker import Maker
 from kvweave.weave.oracle import comparing
 from kvweave.weave.parts import (
@@ -51,14 +54,25 @@ class Session:
     ) -> None:
         self.key, self.settings = key, settings
         self.weaver, self.maker, self.loop = weaver, maker, loop
-        rows = weaver.backend.new_rows(weaver.codec)
-        self.state = State(key, rows, settings.prune == "evict", settings.namespace)
+        self.state = self._new_state()
         self.strategy = strategy(settings.repair)
         self.plan: Plan | None = None  # of the last weave
         self.turn: UnderWay | None = None  # between its beginning and its end
         self.answered = NO_ANSWER
         self.waits_for: int | None = None  # the request of a task that is under way
         self.audited = True  # its answers may be put aside for an audit
+
+    def _new_state(self) -> State:
+        """Return a state without rows. Raises InvalidArgument for a policy that rows of 8 bits
+        cannot follow."""
+        keep, codec, backend = self.settings.keep, self.weaver.codec, self.weaver.backend
+        if keep is not None and codec != "raw":
+            reason = f"rows kept as {codec} cannot be freed one by one"
+            raise InvalidArgument("keep", reason, 'use rows="raw"')
+        keeper = None if keep is None else Keeper(Keep.parse(keep), backend)
+        rows = backend.new_rows(codec, moves=keeper is not None and keeper.moves)
+        tenant, keeps = self.settings.namespace, self.settings.prune == "evict"
+        return State(self.key, rows, keeps, tenant, keeper=keeper)
 
     @property
     def busy(self) -> bool:
@@ -163,7 +177,7 @@ class Session:
             self.turn.abandon()
         if self.waits_for is not None:
             self.loop.cancel(self.waits_for)
-        self.state = State(self.key, self.weaver.backend.new_rows(self.weaver.codec))
+        self.state = self._new_state()
         self.weaver.shelf.charge(self.key, 0)
 
     def wish(self, chosen: Strategy, share: float, max_drift: float | None) -> Wish:
@@ -191,4 +205,4 @@ class Session:
         assert weaving.plan is not None
         if any(span.placed for span in weaving.plan.spans):
             self.answered = NO_ANSWER  # its rows are not these
-        return weaving.plan
+        return self.state.told(weaving.plan)

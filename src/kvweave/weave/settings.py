@@ -9,6 +9,7 @@ from typing import get_args
 from kvweave.chunk.identity import check_namespace
 from kvweave.config import Config
 from kvweave.errors import InvalidArgument, check_options
+from kvweave.keep.tokens.spec import Keep
 from kvweave.weave.calibration import check_nats
 from kvweave.weave.parts import Mode, Positions
 from kvweave.weave.repair import Strategy, strategy
@@ -24,6 +25,7 @@ class Settings:
     positions: Positions = "compact"
     namespace: str = ""
     max_drift: float | None = None  # nats: over this predicted bound `auto` repairs more
+    keep: str | None = None  # which rows stay, and how many: see `kvweave.keep.tokens.spec`
     denoise: bool = True  # compute canonical KV of new turns after each answer
 
     def __post_init__(self) -> None:
@@ -36,6 +38,18 @@ class Settings:
                 raise InvalidArgument(name, f"{value!r}", f"one of {', '.join(get_args(kind))}")
         if self.max_drift is not None:
             check_nats(self.max_drift)
+        if self.keep is not None:
+            self._check_keep(Keep.parse(self.keep))
+
+    def _check_keep(self, keep: Keep) -> None:
+        if self.prune == "evict":
+            reason = "evict keeps the KV of every row, a token policy lets go of it"
+            raise InvalidArgument("keep", reason, 'use prune="forget"')
+        if self.max_drift is not None:
+            reason = "no bound of the drift is known of rows that are not all there"
+            raise InvalidArgument("keep", reason, "leave out max_drift; audits find a bound")
+        if self.positions == "keep" and keep.policy.moves:
+            raise InvalidArgument("keep", f"{keep} closes up", 'use positions="compact"')
 
 
 def settings_from(config: Config, options: Mapping[str, object]) -> Settings:
@@ -46,6 +60,7 @@ def settings_from(config: Config, options: Mapping[str, object]) -> Settings:
         "repair": config.repair,
         "share": config.share,
         "max_drift": config.max_drift,
+        "keep": config.keep,
         "denoise": config.denoise == "after",
     }
     space = check_namespace(str(options.get("namespace", "")))

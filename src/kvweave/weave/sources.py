@@ -35,7 +35,7 @@ class Sources:
         """Say what could be placed, without loading anything."""
         exact = self._exact(part, seen) is not None
         canonical = self._may_reuse(part, seen, known) and self.shelf.tier(part.id) != "none"
-        lossy = canonical and self.shelf.is_lossy(part.id)
+        lossy = canonical and (self.shelf.is_lossy(part.id) or self.shelf.thinned(part.id))
         return Available(canonical and not exact, self._canonical_seen(part), exact, lossy)
 
     def begin(self, parts: Iterable[Part], known: Collection[int]) -> None:
@@ -49,7 +49,7 @@ class Sources:
         ChunkLost for rows that nothing can compute again."""
         if part.virtual:
             kv = loaded[part.uid] = self.rows_of(part)
-            return Available(True, (), False, kv.lossy)
+            return Available(True, (), False, kv.altered)
         exact = self._exact(part, seen)
         if exact is not None:
             loaded[part.uid] = exact.rows(part.start, part.stop)
@@ -61,7 +61,7 @@ class Sources:
             if canonical.n_tokens != wanted:
                 raise CorruptChunk(part.name, f"{canonical.n_tokens} rows for {wanted} tokens")
             loaded[part.uid] = canonical.rows(part.start, part.stop)
-        lossy = canonical is not None and canonical.lossy
+        lossy = canonical is not None and canonical.altered
         return Available(canonical is not None, self._canonical_seen(part), False, lossy)
 
     def rows_of(self, part: Part) -> KV:
@@ -100,7 +100,8 @@ def runs(
     end, short = -1, False
     for p in moving:
         kv = (own if p.source == "own" else loaded)[p.part.uid].rows(0, p.ready)
-        was_short, short = short, kv.n_bytes < SHORT * len(kv.k)  # asks no layer that still arrives
+        # a layer that still arrives is not asked; a thinned chunk stands alone
+        was_short, short = short, kv.n_bytes < SHORT * len(kv.k) and kv.kept is None
         if short and was_short and end == p.slot:
             found[-1][1].append(kv)
         else:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kvweave.errors import InvalidArgument
 from kvweave.run.base import Ints, Rows
 from kvweave.run.upload import up
 from kvweave.store.kv import KV, joined
+from kvweave.weave.keeping import Keeper
 from kvweave.weave.parts import Placement, is_only_here
+from kvweave.weave.plan import Plan
 
 
 @dataclass(slots=True)
@@ -24,7 +27,7 @@ class KeptRows:
 
     own: dict[int, KV] = field(default_factory=dict)  # computed in this context
     redone: dict[int, tuple[Ints, KV]] = field(default_factory=dict)  # repaired rows, offsets
-    lossy: set[int] = field(default_factory=set)  # whose rows went through something lossy
+    lossy: set[int] = field(default_factory=set)  # whose rows are altered
 
     @property
     def n_bytes(self) -> int:
@@ -72,7 +75,7 @@ class KeptRows:
             if own and is_only_here(p):
                 self.own[uid] = loaded[uid]
             if p.source == "canonical":
-                (self.lossy.add if loaded[uid].lossy else self.lossy.discard)(uid)
+                (self.lossy.add if loaded[uid].altered else self.lossy.discard)(uid)
 
     def redo(self, uid: int, offsets: Ints, kv: KV) -> None:
         """Keep repaired rows of a part, beside those kept before; the newest of a row counts."""
@@ -104,17 +107,65 @@ class State:
     kept: KeptRows = field(default_factory=KeptRows)
     known: set[int] = field(default_factory=set)  # uids that were woven here before
     repaired: NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, bool))  # [slot]
+    keeper: Keeper | None = None  # lets go of rows
 
     @property
     def n_bytes(self) -> int:
-        """Bytes of the rows and of the KV that is kept beside them."""
-        return self.rows.n_bytes + self.kept.n_bytes
+        """Bytes of the rows, of the KV that is kept beside them, and of what is known of them."""
+        known = 0 if self.keeper is None else self.keeper.n_bytes
+        return self.rows.n_bytes + self.kept.n_bytes + known
+
+    def bytes_for(self, room: int, stay: int, n: int, n_new: int) -> int:
+        """Return those there will be with ``room`` for rows, at most, while ``n_new`` tokens are decoded
+        behind ``n`` rows, of which those before slot ``stay`` are as they are now."""
+        if self.keeper is None:
+            return room + self.kept.n_bytes
+        room = max(room, self.keeper.room_for(n, n_new))  # rows may be more at the end
+        return room + self.kept.n_bytes + self.keeper.bytes_for(self.rows, stay, n, n_new)
+
+    def require_heads(self, max_drift: float | None) -> None:
+        """Raise InvalidArgument unless each head can have rows of its own, as of thinned chunks, which
+        no repair makes whole."""
+        if self.rows.lossy or (self.keeper is not None and self.keeper.moves):
+            reason = "rows of 8 bits, or that close up, are the same for all heads"
+            raise InvalidArgument("chunk", reason, "compress thinned chunks with 'full' before")
+        if max_drift is not None:
+            reason = "the rows that a thinned chunk lost cannot be repaired"
+            raise InvalidArgument("max_drift", reason, "compress it with 'full' before")
+
+    @property
+    def thinned(self) -> bool:
+        """Whether rows were freed, or rest in fewer bits than the others."""
+        return self.rows.n_freed > 0 or bool(self.rows.forms)
+
+    def frees(self, n_rows: int) -> bool:
+        """Whether rows are gone whose loss shows in an answer, or will be of ``n_rows``."""
+        keeper = self.keeper
+        return self.rows.n_freed > 0 or (
+            keeper is not None and (keeper.gone or not keeper.spares(n_rows))
+        )
+
+    def forms(self, n_rows: int) -> list[str]:
+        """Return in which forms of fewer bits rows rest, or will of ``n_rows``."""
+        keeper = self.keeper
+        codes = keeper is not None and not keeper.fits(n_rows)
+        return sorted({*self.rows.forms, *(keeper.keep.forms if keeper and codes else ())})
+
+    def sheds(self, n_rows: int) -> bool:
+        """Whether rows are not what they were, or will not be of ``n_rows``, since some are worth
+        less than others."""
+        return self.frees(n_rows) or bool(self.forms(n_rows))
+
+    def told(self, plan: Plan) -> Plan:
+        """Return the plan with what a token policy has let go of."""
+        return plan if self.keeper is None else replace(plan, shed=self.keeper.shed(self.rows))
 
     def copy(self, name: str) -> State:
         """Return a copy for another context."""
         return State(
             name, self.rows.clone(), self.keeps, self.tenant, list(self.woven), dict(self.before),
             self.kept.copy(), set(self.known), self.repaired.copy(),
+            None if self.keeper is None else self.keeper.copy(),
         )  # fmt: skip
 
     def repaired_until(self, keep: int, n: int) -> NDArray[np.bool_]:

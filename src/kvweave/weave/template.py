@@ -70,6 +70,11 @@ class Template:
         """Return the template's literals and holes in order; no literal is empty."""
         return self._parts
 
+    @classmethod
+    def of(cls, template: str | Template) -> Template:
+        """Return a template, parsed if it is not."""
+        return template if isinstance(template, Template) else cls(template)
+
     def fill(self, values: Mapping[str, object], resolve: Callable[[str], bool]) -> list[_Piece]:
         """Return text and references in order, neighbouring texts as one.
 

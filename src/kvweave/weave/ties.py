@@ -9,6 +9,7 @@ from kvweave.run.base import Backend
 from kvweave.store.ram import Stretches
 from kvweave.store.record.transfer import Expected
 from kvweave.store.shelf import Shelf
+from kvweave.weave.thinning import rows_kept, thinned_by
 
 SECONDS_A_TOKEN = 1e-3  # of prefill; policies compare costs only with each other
 
@@ -17,7 +18,7 @@ class Ties:
     """The index of one shelf, and what the model's rows are like."""
 
     def __init__(self, table: Table, backend: Backend) -> None:
-        self.table = table
+        self.table, self._backend = table, backend
         self._shapes = tuple(layer.shape for layer in backend.layers)
         self._dtype = backend.dtype
 
@@ -29,7 +30,9 @@ class Ties:
     def about(self, id: int) -> Expected:
         """Return what a chunk's record on a tier must be of."""
         record = self.table.get(ChunkId(id))
-        return Expected(record.digest.hex(), record.n_tokens, self._shapes, self._dtype)
+        keep, n = thinned_by(self._backend, self.table, record.id), record.n_tokens
+        n_rows = None if keep is None else rows_kept(keep, n, self._backend)
+        return Expected(record.digest.hex(), n, self._shapes, self._dtype, n_rows)
 
     def is_pinned(self, id: int) -> bool:
         """Tell whether a chunk must stay."""

@@ -6,6 +6,8 @@ import logging
 import time
 from collections.abc import Generator
 
+import numpy as np
+
 from kvweave.chunk.identity import Kind
 from kvweave.errors import OverBudget
 from kvweave.run.base import Ints
@@ -13,6 +15,7 @@ from kvweave.run.sampling import Choice, Sampling
 from kvweave.weave.answer import Answer
 from kvweave.weave.editor import Editor
 from kvweave.weave.history import BEGUN
+from kvweave.weave.keeping import runs_of
 from kvweave.weave.parts import (
     Part,
 )
@@ -21,6 +24,8 @@ from kvweave.weave.repair import Wish
 from kvweave.weave.session import NO_ANSWER, Session
 from kvweave.weave.shadow import given_of
 from kvweave.weave.sources import tokens_of
+
+PIECE = 512  # tokens of a chunk of an answer of which a token policy lets most go
 
 log = logging.getLogger("kvweave.weave")
 
@@ -181,7 +186,7 @@ class Turn:
             except BaseException:
                 self.abandon()
                 raise
-            session.plan = plan
+            session.plan = plan = None if plan is None else session.state.told(plan)
             if plan is not None:
                 self._account(plan, given)
         plan = session.preview(self.context.parts) if plan is None else plan
@@ -206,6 +211,9 @@ class Turn:
         """Return what an audit of this answer would prefill; None where there is to be none."""
         weaving, request = self._weaving, self._weaving.request
         virtual = any(p.part.virtual for p in weaving.placed)
+        keeper = self._session.state.keeper
+        if keeper is not None and keeper.moved:  # nothing to hold it against: positions closed up
+            return None
         if self._watch is None or weaving.cell is None or virtual or not request.out:
             return None
         table, rows = self._session.weaver.table, self._session.state.rows
@@ -256,10 +264,17 @@ class Turn:
         head = [int(t) for t in table.tokens(self._header.id)] if self._header else []
         after = maker.chat.wrap("assistant").after if self.chat else ""
         whole = head + tokens + (maker.tokens(after) if after else [])
+        keeper, state = session.state.keeper, session.state
+        moved = keeper is not None and keeper.moved
         if not whole or (not tokens and self._header is None):
-            return
+            if not moved:
+                return
+            whole = []  # nothing was said, but rows have closed up before it
         n_rows = len(head) + min(len(tokens), max(0, len(request.out) - 1))
-        pieces = self._split(whole, len(head) + len(tokens))
+        pieces = self._split(whole, len(head) + len(tokens)) if whole else []
+        if moved:  # most of it goes: in pieces that are let go of one by one
+            cuts = [(kind, range(0, len(piece), PIECE), piece) for kind, piece in pieces]
+            pieces = [(kind, piece[i : i + PIECE]) for kind, at, piece in cuts for i in at]
         with context.edit("answer"):
             if self._header is not None:
                 context.drop(self._header, mode="forget")
@@ -269,7 +284,16 @@ class Turn:
                     parts.append(context.answer_part(kind, piece))
                 else:
                     parts.append(context.append(piece, kind="assistant"))
-            session.weaver.extend(session.state, parts, (len(head), n_rows), self._weaving)
+            if moved and keeper is not None:
+                n_before, n = self._weaving.placed[-1].slots[1] - len(head), state.rows.n
+                there = keeper.numbers(n)
+                there = there[: np.searchsorted(there, n_before + n_rows)]
+                behind = np.arange(n_before + n_rows, n_before + len(whole))
+                context.leave(*runs_of(np.concatenate((there, behind))))
+                session.weaver.extend_left(state, context.parts, len(there))
+                session.answered = NO_ANSWER
+                return
+            session.weaver.extend(state, parts, (len(head), n_rows), self._weaving)
         first = self._weaving.placed[-1].slots[1] - 1  # this row predicted the first token
         session.answered = (context.parts, first, first + max(1, len(tokens)))
 

@@ -7,27 +7,29 @@ repairs and the rest is computed with the literal suffix; `commit` records what 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import numpy as np
 from torch import Tensor
 
 from kvweave.chunk.table import Table
-from kvweave.errors import ContextTooLong, InvalidArgument, LoadFailed, OverBudget
-from kvweave.run.base import NO_SLOTS, Backend, Ints, Steps, Work
+from kvweave.errors import ContextTooLong, InvalidArgument, LoadFailed
+from kvweave.run.base import NO_SLOTS, Backend, Ints, Observer, Steps, Work
 from kvweave.run.loop import Request, new_key
 from kvweave.run.sampling import Sampling
 from kvweave.store.kv import KV, joined
 from kvweave.store.shelf import Shelf
-from kvweave.weave.approximate import cell_of, of_rows, promised, reasons
+from kvweave.weave.account import Account, charged
+from kvweave.weave.approximate import cell_of, promised
 from kvweave.weave.calibration import Calibration, check_bound, fitting
 from kvweave.weave.deps import Dependence, Reads
+from kvweave.weave.explaining import Explainer
+from kvweave.weave.keeping import left
 from kvweave.weave.parts import (
     Part,
     Placement,
     Truth,
     both_seen,
-    check_placement,
     first_change,
     is_only_here,
     positions_of,
@@ -35,12 +37,11 @@ from kvweave.weave.parts import (
     resolve,
     seen_from,
     spans_of,
-    still_seen,
 )
 from kvweave.weave.passes import Passes, union
 from kvweave.weave.patching import Patcher
-from kvweave.weave.plan import How, Plan, Span
-from kvweave.weave.repair import Strategy, Verdict, Wish
+from kvweave.weave.plan import Plan
+from kvweave.weave.repair import Strategy, Wish
 from kvweave.weave.shadow import Shadow
 from kvweave.weave.sources import Sources, runs, tokens_of
 from kvweave.weave.state import KeptRows, State
@@ -64,6 +65,7 @@ class Weaver:
         self.shadow = Shadow(backend, shelf) if shadow is None else shadow
         self.dependence, self.patcher = Dependence(table), Patcher(shelf, table)
         self.sources = Sources(shelf, table)
+        self.explainer = Explainer(shelf, table, backend.row_bytes, codec)
 
     def wish(self, state: State, strategy: Strategy, share: float, max_drift: float | None) -> Wish:
         """Return what a weave is asked for. Raises InvalidArgument if nothing can keep the bound."""
@@ -71,12 +73,15 @@ class Weaver:
         check_bound(max_drift, fit, strategy.name, share)
         if max_drift is not None and state.keeps:
             raise InvalidArgument("max_drift", "evict keeps what pruned chunks left", "use forget")
-        if max_drift is not None and state.rows.n_freed:
+        if max_drift is not None and state.keeper is not None:
+            reason = "no bound of the drift is known of rows that are not all there"
+            raise InvalidArgument("max_drift", reason, "leave out max_drift, or keep")
+        if max_drift is not None and state.thinned:
             raise InvalidArgument("max_drift", "rows of this context were freed", "leave it out")
         if max_drift is not None and state.rows.lossy:
             reason = f"rows kept as {self.codec} are never those of a full prefill"
             raise InvalidArgument("max_drift", reason, 'use rows="raw"')
-        known = None if state.keeps or state.rows.lossy else fit
+        known = None if state.keeps or state.rows.lossy or state.keeper is not None else fit
         return Wish(share, max_drift, known)
 
     def plan(self, state: State, parts: Sequence[Part], strategy: Strategy, share: float) -> Plan:
@@ -92,7 +97,7 @@ class Weaver:
         share = {"none": 0.0, "full": 1.0}.get(strategy.name, share)
         counts = [round(share * p.ready) * (p.repairable and not p.patched) for p in placed]
         tiers = {int(p.part.id): self.shelf.tier(p.part.id) for p in placed}
-        return self._explain(state, placed, counts, (strategy.name, tiers))
+        return state.told(self.explainer.plan(state, placed, counts, (strategy.name, tiers)))
 
     def prepare(
         self,
@@ -109,6 +114,9 @@ class Weaver:
         """
         if sampling is not None:
             require_speech(parts)
+        if state.keeper is not None and strategy.records:
+            reason = "it records reads of rows that a token policy lets go of"
+            raise InvalidArgument("repair", reason, "leave out keep")
         weaving = Weaving(parts, strategy, wish, sampling)
         try:
             self._set_out(state, weaving)
@@ -118,6 +126,8 @@ class Weaver:
         weaving.request = Request(
             new_key(), state.rows, self._steps(state, weaving), sampling, state.tenant
         )
+        if state.keeper is not None:
+            weaving.request.decoded = lambda: self._decoded(state, weaving.request)
         return weaving
 
     # ---- placing
@@ -133,10 +143,15 @@ class Weaver:
         placed = resolve(
             parts, state.woven, lambda part, seen: load(part, seen, known, loaded), state.before
         )
+        weaving.thinned = any(kv.kept is not None for kv in loaded.values())
+        if weaving.thinned:
+            state.require_heads(weaving.wish.max_drift)
         weaving.placed = placed = self.patcher.patched(placed, weaving.strategy, loaded)
         n_rows = self._charge(state, weaving)
         self.table.touch(p.part.id for p in placed if p.source != "kept")
         keep = first_change(placed)
+        if state.keeper is not None:
+            state.keeper.cut(keep)
         weaving.kept = kept = state.kept.inherited(state.woven, placed)
         state.woven = []
         state.rows.truncate(keep)
@@ -148,15 +163,21 @@ class Weaver:
         """Account all that the weave will take; return the rows. Raises ContextTooLong, OverBudget."""
         placed, sampling = weaving.placed, weaving.sampling
         n = placed[-1].slots[1]
-        n_new = sampling.max_tokens if sampling is not None else 0
-        last = placed[-1].position + placed[-1].part.n + n_new
+        n_said = n_new = n_positions = sampling.max_tokens if sampling is not None else 0
+        if state.keeper is not None:
+            n_new = state.keeper.at_once(n_new)
+            n_positions = n_new if state.keeper.moves else n_positions
+        last = placed[-1].position + placed[-1].part.n + n_positions
         if last > self.backend.limit:
             raise ContextTooLong(last, self.backend.limit)
         n_rows = n + max(n_new, weaving.strategy.draft)
-        n_bytes = state.rows.bytes_for(n_rows) + state.kept.n_bytes
+        n_aside = 0 if state.keeper is None else state.keeper.aside(n)
+        room, keep = n_aside * self.backend.row_bytes, first_change(placed)
+        room += state.rows.bytes_for(n_rows) + state.rows.bytes_back(keep)
+        n_bytes = state.bytes_for(room, keep, n, n_said)
         if state.keeps or weaving.strategy.rank:
             n_kept = sum(p.ready for p in placed if p.source == "kept" and not p.exact)
-            n_bytes += (n - first_change(placed) + n_kept + n_new) * self.backend.row_bytes
+            n_bytes += (n - keep + n_kept + n_new) * self.backend.row_bytes
         self.shelf.charge(state.name, n_bytes)
         return n_rows
 
@@ -174,7 +195,13 @@ class Weaver:
         failed: set[str] = set()
         while True:
             try:
-                return (yield from self._compute(state, weaving))
+                found = yield from self._compute(state, weaving)
+                if state.keeper is not None:
+                    yield from state.keeper.rereading(state.rows, self._tokens(weaving.placed))
+                    pinned = [p for p in weaving.placed if self.table.get(p.part.id).pinned]
+                    account = self._account(state, weaving.request)
+                    state.keeper.woven(state.rows, pinned, weaving.request, account)
+                return found
             except LoadFailed as error:
                 if str(error) in failed:
                     raise  # it is not asked for any more, and fails again
@@ -185,17 +212,19 @@ class Weaver:
 
     def _compute(self, state: State, weaving: Weaving) -> Steps[Tensor | None]:
         placed, strategy, sampling = weaving.placed, weaving.strategy, weaving.sampling
+        if weaving.thinned:  # the plan and the repair ask which rows are gone
+            yield Work(state.rows, NO_SLOTS, NO_SLOTS, NO_SLOTS, waits=True)
         for p in placed:
             if (redone := state.redone_of(p)) is not None:
                 state.rows.put(redone[0] + p.slot, redone[1])
-        tokens = np.concatenate([tokens_of(self.table, p.part).astype(np.int64) for p in placed])
+        tokens = self._tokens(placed)
         n, positions = len(tokens), positions_of(placed)
         missing = [np.arange(p.slot + p.ready, p.slots[1]) for p in placed]
         passes = Passes(
             self.backend, state.rows, tokens, positions, np.concatenate(missing), placed,
             self.dependence, state.repaired_until(first_change(placed), n),
             again=state.keeps or strategy.records or strategy.rank > 0,
-            lossy=bool(weaving.kept.lossy) or state.rows.n_freed > 0,
+            lossy=bool(weaving.kept.lossy) or state.thinned, keeper=state.keeper,
         )  # fmt: skip
         verdict = yield from strategy.repair(passes, weaving.wish)
         chosen = np.setdiff1d(verdict.chosen, passes.left)
@@ -207,9 +236,11 @@ class Weaver:
         repaired = np.setdiff1d(chosen, passes.unready)
         counts = [stop - start for start, stop in spans_of(placed, repaired)]
         how = strategy.name, weaving.tiers
-        plan = self._explain(state, placed, counts, how, verdict, weaving.early)
-        weaving.plan = self._promise(state, weaving, plan)
         request, n_new = weaving.request, 0 if sampling is None else sampling.max_tokens
+        plan = self.explainer.plan(state, placed, counts, how, verdict, weaving.early, n_new)
+        weaving.plan, keeper = self._promise(state, weaving, plan), state.keeper
+        n_new = n_new if keeper is None else 0
+        observer: Observer | None = None
         if not verdict.in_place or passes.again:
             weaving.raw = self._room_for_raw(state, weaving, len(rest) + n_new)
         elif sampling is None or verdict.end is not None:
@@ -221,14 +252,21 @@ class Weaver:
                 placed, len(rest), n_new, len(self.backend.layers), self.backend.device
             )
         request.raw, request.n_raw, request.observer = weaving.raw, len(rest), weaving.reads
+        if keeper is not None and rest is weaving.computed:
+            observer = keeper.observing(len(rest), weaving.reads)
         want = np.array([len(rest) - 1]) if sampling is not None else NO_SLOTS
         if not len(rest):
             state.rows.settle()
             return None
         logits = yield Work(
-            state.rows, tokens[rest], rest, positions[rest], want, weaving.raw, weaving.reads
-        )
+            state.rows, tokens[rest], rest, positions[rest], want, weaving.raw,
+            weaving.reads if observer is None else observer,
+        )  # fmt: skip
         return logits[-1] if sampling is not None else None
+
+    def _tokens(self, placed: Sequence[Placement]) -> Ints:
+        """Return the token of each slot."""
+        return np.concatenate([tokens_of(self.table, p.part).astype(np.int64) for p in placed])
 
     def _room_for_raw(self, state: State, weaving: Weaving, n: int) -> KV | None:
         """Return room for unrotated KV of what is computed where somebody wants it: a context that
@@ -238,11 +276,11 @@ class Weaver:
         if state.keeps or (weaving.strategy.rank > 0 and plan.repaired > 0):
             return self.backend.new_kv(n)  # accounted since the weave began
         if any(s.exact and s.n_prefilled for s in plan.spans):
-            try:
-                self.shelf.charge(state.name, state.n_bytes + n * self.backend.row_bytes)
-            except OverBudget:
-                return None
-            return self.backend.new_kv(n)
+            placed, sampling = weaving.placed, weaving.sampling
+            end, n_said = placed[-1].slots[1], 0 if sampling is None else sampling.max_tokens
+            now = state.bytes_for(state.rows.n_bytes, first_change(placed), end, n_said)
+            if charged(self.shelf, state.name, now + n * self.backend.row_bytes):
+                return self.backend.new_kv(n)
         return None
 
     def _promise(self, state: State, weaving: Weaving, plan: Plan) -> Plan:
@@ -250,65 +288,10 @@ class Weaver:
         weaving.cell = None
         if plan.drift != 0 and self.shadow.in_use:  # else nobody asks for it
             nothing, how = [0] * len(weaving.placed), (plan.strategy, weaving.tiers)
-            bare = self._explain(state, weaving.placed, nothing, how)  # as `repairing` has it
+            bare = self.explainer.plan(state, weaving.placed, nothing, how)  # as `repairing` has it
             weaving.cell = cell_of(bare, weaving.strategy, weaving.wish, state)
         promise = self.shadow.auditor.promise(weaving.cell)
         return replace(promised(plan, promise), alarm=weaving.alarm)
-
-    def _explain(
-        self,
-        state: State,
-        placed: list[Placement],
-        counts: list[int],
-        how: tuple[str, dict[int, str]],
-        verdict: Verdict | None = None,
-        early: Ints = NO_SLOTS,
-    ) -> Plan:
-        """Return the plan of ``placed`` with ``counts`` rows repaired, by (strategy, tiers).
-
-        Before a strategy has spoken only `full` is sure of its rows. Rows computed ``early`` are
-        exact where all before them was so already.
-        """
-        strategy, tiers = how
-        spans, was = [], not (state.rows.lossy or state.rows.n_freed)
-        exact, sure = was, verdict is not None or strategy == "full"
-        looked, base = spans_of(placed, early), placed[0].part.id if placed else None
-        all_rows = of_rows(state, self.codec)
-        for p, n_repaired, saw, (first, last) in zip(
-            placed, counts, still_seen(placed), looked, strict=True
-        ):
-            check_placement(p)
-            n, n_prefilled = p.part.n, p.part.n - p.ready
-            is_placed = p.source not in ("kept", "none")
-            was = was and (p.exact or p.ready == 0)
-            whole = n_repaired + n_prefilled == n and (sure or p.ready == 0)
-            exact = exact and (p.exact or whole) and (was or first == last)
-            way: How = "prefill" if p.ready == 0 else ("repair" if n_repaired else "reuse")
-            way = "prefix" if p.exact and p.ready and exact else way
-            tier = "-" if p.ready == 0 else self.shelf.memory
-            tier = tiers[int(p.part.id)] if p.source == "canonical" else tier
-            n_bytes = p.ready * self.backend.row_bytes if is_placed else 0
-            why = () if exact else self._why(state, p, base, whole, all_rows)
-            spans.append(
-                Span(
-                    p.part.name, int(p.part.id), n, way, tier, n_bytes, p.position, p.moved,
-                    n_repaired, n_prefilled, exact, is_placed, saw, p.patched, p.part.start, why,
-                )
-            )  # fmt: skip
-        found = Verdict(NO_SLOTS) if verdict is None else verdict
-        said = None if found.evidence is None else asdict(found.evidence)
-        return Plan(tuple(spans), strategy, found.drift or None, said).settled(exact)
-
-    def _why(
-        self, state: State, p: Placement, base: int | None, renewed: bool, all_rows: tuple[str, ...]
-    ) -> tuple[str, ...]:
-        """Return what makes a part that is not exact approximate."""
-        id, codec = p.part.id, "raw"
-        if p.part.uid in state.kept.lossy if p.source == "kept" else p.source == "canonical":
-            codec = self.shelf.codec(id)
-            codec = "lossy" if p.source == "kept" and codec == "raw" else codec
-        other = self.table.get(id).base not in (None, base)
-        return reasons(p, renewed=renewed, codec=codec, other_base=other, everywhere=all_rows)
 
     # ---- recording
 
@@ -333,7 +316,7 @@ class Weaver:
             if whole:
                 kept.lossy.discard(p.part.uid)
             self.dependence.computed(weaving.reads, done, p, (start, stop))
-            if raw is not None and right:
+            if raw is not None and right and not state.thinned:
                 self.patcher.keep(p, done, weaving.strategy, raw.rows(start, stop))
             if n_prefilled:
                 seen = seen_from(done, p.position) if p.ready == 0 else p.seen
@@ -368,7 +351,7 @@ class Weaver:
         last = woven[-1] if woven else None
         position = last.position + last.part.n if last is not None else 0
         best = Truth.RIGHT if all(p.right for p in woven) else Truth.STALE
-        exact = not (state.rows.lossy or state.rows.n_freed) and (last is None or last.exact)
+        exact = not (state.rows.lossy or state.thinned) and (last is None or last.exact)
         at, before = weaving.request.n_raw - n_head, list(woven)
         for part in parts:
             ready = min(part.n, n_rows)
@@ -382,6 +365,22 @@ class Weaver:
             slot, position = slot + part.n, position + part.n
         state.remember(woven, kept)
         self.settle_account(state)
+
+    def extend_left(self, state: State, parts: Sequence[Part], n_rows: int) -> None:
+        """Record the rows of ``parts``, where all else of a context closed up behind an answer."""
+        state.rows.truncate(n_rows)
+        state.remember(left(parts, n_rows), state.kept.only(()))
+        state.repaired = state.repaired_until(0, n_rows)
+        self.settle_account(state)
+
+    def _decoded(self, state: State, request: Request) -> None:
+        keeper, rows, account = state.keeper, state.rows, self._account(state, request)
+        if keeper is not None and keeper.decoded(rows, request, account):
+            for _ in range(2):  # the second time what was given back is not charged any more
+                account.reserve(rows.n + keeper.ahead(request))
+
+    def _account(self, state: State, request: Request) -> Account:
+        return Account(self.shelf, state, request, self.backend.dtype.itemsize)
 
     def settle_account(self, state: State) -> None:
         """Count what a context takes now that nothing is under way."""

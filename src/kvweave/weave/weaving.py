@@ -35,4 +35,5 @@ class Weaving:
     raw: KV | None = None  # of the computed rows, then of generated ones
     reads: Reads | None = None  # of the same
     cell: AuditCell | None = None  # of the answer, where its rows are not exact
+    thinned: bool = False  # chunks are placed of which some rows are gone
     alarm: bool = False  # it is repaired since a promise was not kept

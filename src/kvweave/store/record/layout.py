@@ -6,6 +6,9 @@
     4096.. layer 0: keys, blocks of 256 tokens | values, blocks of 256 tokens | zeros to 4 KiB
            layer 1: ...
 
+In a thinned chunk's record, which has format 3, a layer begins with a section that says of which
+tokens each head's rows are (`kvweave.store.record.offsets`), and blocks are of 256 rows.
+
 The JSON names the model and the chunk by their digests, so that a record under another's key is
 found out. A section is one block of one layer's keys or values, coded alone. Sections begin at
 multiples of 64 bytes, layers at multiples of 4096. The zeros behind a section belong to it: its xxh3 covers them,
@@ -30,10 +33,12 @@ from torch import Tensor
 from kvweave.errors import CorruptChunk, FormatTooNew, InvalidArgument
 from kvweave.store.codec import BLOCK, Codec, CodecSpec, KeyOrValue, parse
 from kvweave.store.kv import KV, LayerShape
+from kvweave.store.record.offsets import mask_bytes, masked, offsets_of
 from kvweave.store.tier.base import PAGE, Get
 
 MAGIC = b"kvweave\n"
-FORMAT = 2  # 1 did not name its chunk
+WHOLE, THINNED = 2, 3  # formats that are written; 1 did not name its chunk
+FORMAT = THINNED  # the newest that is read
 ALIGN = 64  # bytes: a cache line, and what vector loads want
 FIXED = struct.Struct("<8s4IQ")  # magic, version, bytes of head and JSON, sections, bytes in all
 SUM = struct.Struct("<Q")  # xxh3_64 of all else of the head
@@ -80,6 +85,7 @@ class Head:
     lossy: bool = (
         False  # what it gives back is not what was computed: by its codec, or an earlier one
     )
+    n_rows: int | None = None  # of each head of a thinned chunk; None: one a token
 
     @staticmethod
     def needs(data: bytes | memoryview, path: str = "a record") -> int:
@@ -129,6 +135,7 @@ class Head:
                 n_bytes,
                 table,
                 choice.lossy or bool(said.get("lossy")),
+                int(said["n_rows"]) if version >= THINNED else None,
             )
             head._check()
         except (ValueError, KeyError, TypeError, InvalidArgument) as error:
@@ -140,31 +147,49 @@ class Head:
         return len(self.shapes)
 
     @property
+    def rows(self) -> int:
+        """Rows of each head."""
+        return self.n_tokens if self.n_rows is None else self.n_rows
+
+    @property
     def n_blocks(self) -> int:
         """Blocks of one layer's keys, or values."""
-        return -(-self.n_tokens // BLOCK)
+        return -(-self.rows // BLOCK)
+
+    @property
+    def n_sections(self) -> int:
+        """Sections of one layer."""
+        return (self.n_rows is not None) + 2 * self.n_blocks
 
     def layers(self, start: int, stop: int) -> ByteRange:
         """Return where layers ``[start, stop)`` are; both ends are multiples of 4096."""
-        return self._span(2 * self.n_blocks * start, 2 * self.n_blocks * stop)
+        return self._span(self.n_sections * start, self.n_sections * stop)
 
     def decode(self, buffer: memoryview, start: int = 0, stop: int | None = None) -> KV:
         """Return layers ``[start, stop)``, all by default; ``buffer`` is their `layers`.
 
         Raw ones are views of it, if it can be written, which must not change while they are used.
+        Raises CorruptChunk.
         """
-        kv = KV([], [], self.lossy)
+        kv, kept = KV([], [], self.lossy), []
         for layer in range(start, self.n_layers if stop is None else stop):
             shape = self.shapes[layer]
+            if self.n_rows is not None:
+                at = self.n_sections * layer
+                mask = buffer[: self.table["length"][at]]
+                kept.append(offsets_of(mask, shape.k_heads, self.n_tokens, self.n_rows))
+                buffer = buffer[self._span(at, at + 1).n_bytes :]
             for part, tensors, heads, dim in (
                 ("k", kv.k, shape.k_heads, shape.k_dim),
                 ("v", kv.v, shape.v_heads, shape.v_dim),
             ):
                 first = self._index(layer, part, 0)  # type: ignore[arg-type]
                 span = self._span(first, first + self.n_blocks)
-                rows = (self.n_tokens, heads, dim)
+                rows = (self.rows, heads, dim)
                 tensors.append(self._rows(layer, part, first, rows, buffer[: span.n_bytes]))  # type: ignore[arg-type]
                 buffer = buffer[span.n_bytes :]
+        if kept:
+            kv.kept, kv.span = np.stack(kept), self.n_tokens
         return kv
 
     def _rows(
@@ -180,14 +205,15 @@ class Head:
             return _view(data, shape, self.dtype)
         out = torch.empty(shape, dtype=self.dtype)
         codec = self.choice.codec(layer, self.n_layers, part)
-        begin = int(self.table["offset"][index]) if len(self.table) else 0
+        begin = int(self.table["offset"][index]) if shape[0] else 0
         for i, row in enumerate(range(0, shape[0], BLOCK)):
             offset, length, _ = self.table[index + i].tolist()
             codec.decode(data[offset - begin :][:length], out[row : row + BLOCK])
         return out
 
     def _index(self, layer: int, part: KeyOrValue, block: int) -> int:
-        return (2 * layer + PARTS.index(part)) * self.n_blocks + block
+        first = self.n_sections * (layer + 1) - 2 * self.n_blocks
+        return first + PARTS.index(part) * self.n_blocks + block
 
     def _span(self, start: int, stop: int) -> ByteRange:
         ends = [*self.table["offset"][start : stop + 1].tolist()]
@@ -198,11 +224,15 @@ class Head:
 
     def _check(self) -> None:
         """Raise ValueError unless the sections tile the record."""
-        if len(self.table) != 2 * self.n_layers * self.n_blocks or self.n_tokens < 0:
+        if not 0 <= self.rows <= self.n_tokens:
+            raise ValueError(f"{self.n_rows} rows of {self.n_tokens} tokens")
+        if self.n_rows is not None and not _same_heads(self.shapes):
+            raise ValueError("rows of some tokens in layers of unlike heads")
+        if len(self.table) != self.n_layers * self.n_sections:
             raise ValueError(f"{len(self.table)} sections")
         ends = np.append(self.table["offset"], np.uint64(self.n_bytes))
         widths = np.diff(ends.astype(np.int64))
-        starts = ends[:: max(1, 2 * self.n_blocks)]
+        starts = ends[:: max(1, self.n_sections)]
         gaps = widths - self.table["length"].astype(np.int64)
         if ends[0] != self.n_head or (ends % ALIGN).any() or (starts % PAGE).any():
             raise ValueError("sections that are not aligned")
@@ -214,8 +244,8 @@ def encode(kv: KV, choice: CodecSpec, model: str, chunk: str) -> list[memoryview
     """Return the bytes of a record, in pieces; raw tensors on the CPU are not copied.
 
     They must not change until the pieces are written. ``model`` is the hex digest of the
-    fingerprint, ``chunk`` that of the chunk. Raises InvalidArgument for a dtype that has no name here, CorruptChunk for values
-    that are not finite, unless they are raw.
+    fingerprint, ``chunk`` that of the chunk. Raises InvalidArgument for a dtype that has no name here and for a thinned chunk
+    whose offsets make no sense, CorruptChunk for values that are not finite, unless they are raw.
     """
     dtypes = {str(t.dtype).removeprefix("torch.") for t in (*kv.k, *kv.v)}
     if len(dtypes) != 1 or not dtypes <= DTYPES.keys():
@@ -223,8 +253,8 @@ def encode(kv: KV, choice: CodecSpec, model: str, chunk: str) -> list[memoryview
         raise InvalidArgument("kv", f"{found} in one record", f"one of {', '.join(DTYPES)}")
     shapes = [(*k.shape[1:], *v.shape[1:]) for k, v in zip(kv.k, kv.v, strict=True)]
     dtype = DTYPES[dtypes.pop()]
-    text = _said(model, chunk, kv.n_tokens, dtype, shapes, choice, kv.lossy)
-    n_sections = 2 * len(shapes) * -(-kv.n_tokens // BLOCK)
+    text = _said(model, chunk, _sizes(kv, shapes), dtype, shapes, choice, kv.lossy)
+    n_sections = len(shapes) * ((kv.kept is not None) + 2 * -(-kv.k[0].shape[0] // BLOCK))
     n_head = _up(_table_at(len(text)) + n_sections * SECTION.itemsize, PAGE)
     sections: list[tuple[int, int, int]] = []
     pieces: list[memoryview] = []
@@ -239,39 +269,59 @@ def encode(kv: KV, choice: CodecSpec, model: str, chunk: str) -> list[memoryview
         sections.append((at, length, state.intdigest()))
         pieces += section
         at += length + len(padding)
-    return [_head(text, np.array(sections, SECTION), n_head, at), *pieces]
+    version = WHOLE if kv.kept is None else THINNED
+    return [_head(text, np.array(sections, SECTION), n_head, at, version), *pieces]
 
 
 def renamed(head: Head, data: memoryview, chunk: str) -> list[memoryview]:
-    """Return a record with the same sections that names ``chunk``; ``head`` is that of ``data``."""
+    """Return a whole chunk's record with the same sections that names ``chunk``; ``head`` is that of
+    ``data``."""
     table = head.table.copy()
     shapes = [(s.k_heads, s.k_dim, s.v_heads, s.v_dim) for s in head.shapes]
-    text = _said(head.model, chunk, head.n_tokens, head.dtype, shapes, head.choice, head.lossy)
+    sizes = {"n_tokens": head.n_tokens}
+    text = _said(head.model, chunk, sizes, head.dtype, shapes, head.choice, head.lossy)
     n_head = _up(_table_at(len(text)) + table.nbytes, PAGE)
     table["offset"] += n_head - head.n_head
-    made = _head(text, table, n_head, head.n_bytes - head.n_head + n_head)
+    made = _head(text, table, n_head, head.n_bytes - head.n_head + n_head, WHOLE)
     return [made, data[head.n_head :]]
 
 
 def _said(
     model: str,
     chunk: str,
-    n_tokens: int,
+    sizes: dict[str, int],
     dtype: torch.dtype,
     shapes: Sequence[tuple[int, ...]],
     choice: CodecSpec,
     lossy: bool,
 ) -> bytes:
     """Return the JSON of a head."""
-    said = {"model": model, "chunk": chunk, "n_tokens": n_tokens,
+    said = {"model": model, "chunk": chunk, **sizes,
             "dtype": str(dtype).removeprefix("torch."), "layers": shapes,
             "codec": choice.spec, "block": BLOCK, "lossy": lossy}  # fmt: skip
     return json.dumps(said, separators=(",", ":")).encode()
 
 
-def _head(text: bytes, table: np.ndarray[Any, Any], n_head: int, n_bytes: int) -> memoryview:
+def _sizes(kv: KV, shapes: Sequence[tuple[int, ...]]) -> dict[str, int]:
+    """Return what a head says of tokens and rows. Raises InvalidArgument."""
+    if kv.kept is None:
+        return {"n_tokens": kv.n_tokens}
+    n_layers, n_heads, n_rows = kv.kept.shape
+    found = {(len(t), t.shape[1]) for t in (*kv.k, *kv.v)}
+    if n_layers != len(shapes) or found != {(n_rows, n_heads)} or n_rows > kv.span:
+        raise InvalidArgument("kv", f"offsets {kv.kept.shape} for rows and heads {found}")
+    return {"n_tokens": kv.span, "n_rows": n_rows}
+
+
+def _same_heads(shapes: Sequence[LayerShape]) -> bool:
+    return len({heads for shape in shapes for heads in (shape.k_heads, shape.v_heads)}) == 1
+
+
+def _head(
+    text: bytes, table: np.ndarray[Any, Any], n_head: int, n_bytes: int, version: int
+) -> memoryview:
     head = bytearray(n_head)
-    FIXED.pack_into(head, 0, MAGIC, FORMAT, n_head, len(text), len(table), n_bytes)
+    FIXED.pack_into(head, 0, MAGIC, version, n_head, len(text), len(table), n_bytes)
     head[START : START + len(text)] = text
     at = _table_at(len(text))
     head[at : at + table.nbytes] = table.tobytes()
@@ -281,17 +331,20 @@ def _head(text: bytes, table: np.ndarray[Any, Any], n_head: int, n_bytes: int) -
 
 def record_bytes(kv: KV) -> int:
     """Return at least the bytes that a raw record of ``kv`` takes, unless its head is a long one."""
-    return kv.n_bytes + PAGE * (1 + len(kv.k))
+    mask = 0 if kv.kept is None else _up(mask_bytes(kv.kept.shape[1], kv.span), ALIGN)
+    return kv.n_bytes + (PAGE + mask) * len(kv.k) + PAGE
 
 
 def _sections(kv: KV, choice: CodecSpec) -> Iterator[tuple[Sequence[memoryview], int]]:
     """Yield the bytes of every section, and what the end of it is aligned to."""
     for layer, (k, v) in enumerate(zip(kv.k, kv.v, strict=True)):
+        if kv.kept is not None:
+            yield [masked(kv.kept[layer], kv.span)], ALIGN if len(k) else PAGE
         for part, tensor in zip(PARTS, (k, v), strict=True):
             codec: Codec = choice.codec(layer, len(kv.k), part)
             there = tensor.cpu()
-            for row in range(0, kv.n_tokens, BLOCK):
-                last = part == "v" and row + BLOCK >= kv.n_tokens
+            for row in range(0, len(tensor), BLOCK):
+                last = part == "v" and row + BLOCK >= len(tensor)
                 yield codec.encode(there[row : row + BLOCK]), PAGE if last else ALIGN
 
 

@@ -29,11 +29,17 @@ class Expected(NamedTuple):
     n_tokens: int
     shapes: tuple[LayerShape, ...]
     dtype: torch.dtype
+    n_rows: int | None = None  # of each head of a thinned chunk; None: one a token
+
+    @property
+    def rows(self) -> int:
+        """Rows of each head."""
+        return self.n_tokens if self.n_rows is None else self.n_rows
 
     @property
     def n_bytes(self) -> int:
         """Bytes of the rows in memory."""
-        return self.n_tokens * self.dtype.itemsize * sum(s.width for s in self.shapes)
+        return self.rows * self.dtype.itemsize * sum(s.width for s in self.shapes)
 
 
 def key_of(digest: str, choice: CodecSpec, lossy: bool, generation: int = 0) -> str:
@@ -74,6 +80,8 @@ def fault(head: Head, key: str, model: str, wanted: Expected) -> str:
         )
     if (head.n_tokens, head.shapes) != (wanted.n_tokens, wanted.shapes):
         return f"it has {head.n_tokens} tokens, or other layers, not {wanted.n_tokens}"
+    if head.n_rows != wanted.n_rows:
+        return f"it has {head.n_rows or 'all'} rows of a head, not {wanted.n_rows or 'all'}"
     if head.dtype != wanted.dtype or head.lossy != is_lossy(key):
         return f"its rows are {head.dtype}, or not as exact as its key says"
     return ""

@@ -1,0 +1,192 @@
+"""The long-term store: chunks by their names below one root, and nothing beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvweave.chunk.identity import NO_TOKEN, ChunkId, Kind, check_name
+from kvweave.chunk.names import has_glob, matching
+from kvweave.chunk.record import Record
+from kvweave.chunk.table import Table
+from kvweave.errors import ChunkLost, ChunkNotFound, InvalidArgument, NameTaken
+from kvweave.weave.context import Context
+from kvweave.weave.maker import Maker
+from kvweave.weave.parts import TextOrTokens
+from kvweave.weave.special import PlainText
+from kvweave.weave.thinning import named_by
+
+ROLES = ("user", "assistant", "system", "tool")  # whose wrapping is taken off a text
+ANCHORS = "anchors"  # directory of what was anchored
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """What a name stands for: enough to make the chunk again after it was freed."""
+
+    id: ChunkId
+    digest: bytes
+    kind: Kind
+    base: ChunkId | None
+    tokens: NDArray[np.uint32]
+    pinned: bool
+
+
+class Items:
+    """Names below ``root`` in the namespace of a context, and the chunks they stand for.
+
+    Every change of a name goes through `bind`, `unbind` and `pin`, which note what was there before
+    in ``noted`` (None: nothing), where that is a dict.
+    """
+
+    def __init__(self, context: Context, table: Table, maker: Maker, root: str) -> None:
+        self.root = check_name(root)
+        self.table, self.maker, self.namespace = table, maker, context.namespace
+        self.own = context.name + "/"  # of its messages' names, whatever it is called later
+        self.noted: dict[str, Bound | None] | None = None
+        self._context = context
+        self._n_made: dict[str, int] = {}  # names tried by `free`
+
+    # ---- names
+
+    def full(self, name: str) -> str:
+        """Return the whole name of an item: ``name`` is that, or what stands below the root."""
+        return name if name.startswith(self.root + "/") else f"{self.root}/{name}"
+
+    def names(self, pattern: str = "**") -> list[str]:
+        """Return whole names that a name, a glob or a ``directory/`` means, sorted. Raises
+        ChunkNotFound for a name that is not there."""
+        pattern = self.full(pattern)
+        if not has_glob(pattern) and not pattern.endswith("/"):
+            self.get(pattern)
+            return [pattern]
+        return matching(self.table.names(self.namespace, self.root + "/"), pattern)
+
+    def find(self, name: str) -> Record | None:
+        """Return what an item's whole name stands for, if anything."""
+        return self.table.lookup(name, self.namespace)
+
+    def get(self, name: str) -> Record:
+        """Return what an item's whole name stands for. Raises ChunkNotFound."""
+        return self.table.resolve(name, self.namespace)
+
+    def free(self, stem: str) -> str:
+        """Return ``ROOT/STEM``, or the first of ``ROOT/STEM~2``, ... that names nothing."""
+        name = self.full(stem)
+        number = self._n_made.get(name, 1)
+        while self.find(name if number == 1 else f"{name}~{number}") is not None:
+            number += 1
+        self._n_made[name] = number if number > 1 else 1
+        return name if number == 1 else f"{name}~{number}"
+
+    # ---- texts
+
+    def encode(self, content: TextOrTokens, role: Kind) -> list[int]:
+        """Return the tokens of a chunk that says ``content`` as a message of ``role``; token ids
+        are taken as they are. Raises InvalidArgument where the text cannot be read back."""
+        if not isinstance(content, str):
+            return self.maker.tokens(content)
+        tokens = self.maker.message(role, PlainText(content))
+        if self.decode(tokens) != content:
+            reason = "this model's tokenizer does not give it back as it is"
+            raise InvalidArgument("text", reason, "leave out unusual characters")
+        return tokens
+
+    def decode(self, tokens: Sequence[int] | NDArray[np.uint32]) -> str:
+        """Return the text of a chunk without a message's wrapping; "" without a tokenizer."""
+        tokenizer = self.maker.backend.tokenizer
+        if tokenizer is None:
+            return ""
+        ids = [int(t) for t in tokens]
+        text = str(
+            tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        )
+        for role in ROLES:
+            try:
+                wrap = self.maker.chat.wrap(role)
+            except InvalidArgument:  # a role that the model's template does not know
+                continue
+            inside = len(text) >= len(wrap.before) + len(wrap.after)
+            if wrap.before and inside and text.startswith(wrap.before):
+                if text.endswith(wrap.after):
+                    return text[len(wrap.before) : len(text) - len(wrap.after)]
+        return text
+
+    def text(self, name: str) -> str:
+        """Return what an item says. Raises ChunkNotFound."""
+        return self.decode(self.table.tokens(self.get(name).id))
+
+    # ---- changes, each noted
+
+    def make(self, tokens: Sequence[int], kind: Kind, base: ChunkId | None) -> ChunkId:
+        """Return the chunk of these tokens behind the conversation's base."""
+        return self.maker.add(tokens, kind=kind, base=base, namespace=self.namespace)
+
+    def bound(self, id: ChunkId) -> Bound:
+        """Return what is needed to make a chunk again."""
+        record = self.table.get(id)
+        tokens = self.table.tokens(id)
+        return Bound(id, record.digest, record.kind, record.base, tokens, record.pinned)
+
+    def note(self, name: str) -> None:
+        """Note what ``name`` stands for, unless that was noted before."""
+        if self.noted is not None and name not in self.noted:
+            record = self.find(name)
+            self.noted[name] = None if record is None else self.bound(record.id)
+
+    def bind(self, name: str, id: ChunkId, *, replace: bool = False) -> None:
+        """Let a name stand for a chunk, pinned where the one before was. Raises NameTaken."""
+        old = self.find(name)
+        if old is not None and old.id == id:
+            return
+        if old is not None and not replace:
+            raise NameTaken(name, old.id)
+        self.note(name)
+        pinned = old is not None and old.pinned
+        if pinned and old is not None and len(old.names) == 1:
+            self.table.update(old.id, pinned=False)
+        self.table.bind(name, id, namespace=self.namespace, replace=replace)
+        if pinned:
+            self.table.update(id, pinned=True)
+
+    def unbind(self, name: str) -> None:
+        """Remove a name, pinned or not. Raises ChunkNotFound."""
+        record = self.get(name)
+        self.note(name)
+        if record.pinned and len(record.names) == 1:
+            self.table.update(record.id, pinned=False)
+        self.table.unbind(name, self.namespace)
+
+    def pin(self, name: str) -> None:
+        """Keep a name's chunk from being let go of."""
+        self.note(name)
+        self.table.update(self.get(name).id, pinned=True)
+
+    def put_back(self, name: str, bound: Bound | None) -> None:
+        """Let a name stand for what it stood for; a chunk that was freed is made again."""
+        if bound is None:
+            if self.find(name) is not None:
+                self.unbind(name)
+            return
+        id = self.again(bound)
+        self.bind(name, id, replace=True)
+        if self.table.get(id).pinned != bound.pinned:
+            self.table.update(id, pinned=bound.pinned)
+
+    def again(self, bound: Bound) -> ChunkId:
+        """Return a chunk, made again from its tokens where it is gone. Raises ChunkLost for one
+        whose rows no token made."""
+        try:
+            return self.table.get(bound.id).id
+        except ChunkNotFound:
+            tokens = [int(t) for t in bound.tokens]
+        if NO_TOKEN in tokens:
+            raise ChunkLost(f"#{bound.id}")
+        id = self.make(tokens, bound.kind, bound.base)
+        if self.table.get(id).digest != bound.digest:
+            keep = named_by(self.table.get(id).digest, bound.digest)
+            id = id if keep is None else self.maker.thin(id, keep)
+        return id

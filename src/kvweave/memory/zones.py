@@ -1,0 +1,45 @@
+"""Which part of a context is what to a memory: an anchor, recalled, a summary, or of a turn."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+from kvweave.weave.naming import LETTERS
+from kvweave.weave.parts import Part
+
+Zone = Literal["anchor", "recalled", "summary", "turn"]
+BEGINS_TURN = LETTERS["user"] + "-"
+
+
+class Zones:
+    """The zone of each part by its uid, which means the same for ever; all others are turns."""
+
+    def __init__(self) -> None:
+        self._marks: dict[int, Zone] = {}
+
+    def mark(self, part: Part, zone: Zone) -> None:
+        """Put a part into a zone."""
+        self._marks[part.uid] = zone
+
+    def of(self, part: Part) -> Zone:
+        """Return the zone of a part."""
+        return self._marks.get(part.uid, "turn")
+
+    def parts(self, parts: Sequence[Part], zone: Zone) -> list[Part]:
+        """Return the parts of a zone, front to back."""
+        return [part for part in parts if self.of(part) == zone]
+
+    def turns(self, parts: Sequence[Part]) -> list[list[Part]]:
+        """Return the turns, the oldest first: each begins with what a user said."""
+        turns: list[list[Part]] = []
+        for part in self.parts(parts, "turn"):
+            if not turns or part.name.rpartition("/")[2].startswith(BEGINS_TURN):
+                turns.append([])
+            turns[-1].append(part)
+        return turns
+
+    def first(self, parts: Sequence[Part], *zones: Zone) -> int:
+        """Return the index of the first part in one of ``zones``; behind all where there is none."""
+        found = (i for i, part in enumerate(parts) if self.of(part) in zones)
+        return next(found, len(parts))

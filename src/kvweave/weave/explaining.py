@@ -1,0 +1,94 @@
+"""What a weave will do, or did, as a plan: pure bookkeeping over placements."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+
+from kvweave.chunk.table import Table
+from kvweave.run.base import NO_SLOTS, Ints
+from kvweave.store.shelf import Shelf
+from kvweave.weave.approximate import of_rows, reasons
+from kvweave.weave.parts import Placement, check_placement, spans_of, still_seen
+from kvweave.weave.plan import How, Plan, Span
+from kvweave.weave.repair import Verdict
+from kvweave.weave.state import State
+
+
+class Explainer:
+    """Makes plans of contexts of one engine, whose rows rest as ``codec`` says."""
+
+    def __init__(self, shelf: Shelf, table: Table, row_bytes: int, codec: str) -> None:
+        self._shelf, self._table = shelf, table
+        self._row_bytes, self._codec = row_bytes, codec
+
+    def plan(
+        self,
+        state: State,
+        placed: list[Placement],
+        counts: list[int],
+        how: tuple[str, dict[int, str]],
+        verdict: Verdict | None = None,
+        early: Ints = NO_SLOTS,
+        n_new: int = 0,
+    ) -> Plan:
+        """Return the plan of ``placed`` with ``counts`` rows repaired, by (strategy, tiers).
+
+        ``n_new`` tokens may be decoded behind. Before a strategy has spoken only `full` is sure of its rows. Rows computed ``early`` are
+        exact where all before them was so already.
+        """
+        strategy, tiers = how
+        n_rows = n_new + (placed[-1].slots[1] if placed else 0)
+        spans, was = [], not (state.rows.lossy or state.sheds(n_rows))
+        exact, sure = was, verdict is not None or strategy == "full"
+        looked, base = spans_of(placed, early), placed[0].part.id if placed else None
+        all_rows = of_rows(state, self._codec, n_rows)
+        for p, n_repaired, saw, (first, last) in zip(
+            placed, counts, still_seen(placed), looked, strict=True
+        ):
+            check_placement(p)
+            n, n_prefilled = p.part.n, p.part.n - p.ready
+            is_placed = p.source not in ("kept", "none")
+            was = was and (p.exact or p.ready == 0)
+            whole = n_repaired + n_prefilled == n and (sure or p.ready == 0)
+            if p.source == "canonical" and self._shelf.thinned(int(p.part.id)):
+                whole = False  # the rows that are gone cannot be computed in place
+            exact = exact and (p.exact or whole) and (was or first == last)
+            way: How = "prefill" if p.ready == 0 else ("repair" if n_repaired else "reuse")
+            way = "prefix" if p.exact and p.ready and exact else way
+            tier = "-" if p.ready == 0 else self._shelf.memory
+            tier = tiers[int(p.part.id)] if p.source == "canonical" else tier
+            n_bytes = p.ready * self._row_bytes if is_placed else 0
+            why = () if exact else self._why(state, p, base, whole, all_rows)
+            spans.append(
+                Span(
+                    p.part.name, int(p.part.id), n, way, tier, n_bytes, p.position, p.moved,
+                    n_repaired, n_prefilled, exact, is_placed, saw, p.patched, p.part.start, why,
+                )
+            )  # fmt: skip
+        found = Verdict(NO_SLOTS) if verdict is None else verdict
+        said = None if found.evidence is None else asdict(found.evidence)
+        named = tuple(spans) if exact else _named(spans)
+        return Plan(named, strategy, found.drift or None, said).settled(exact)
+
+    def _why(
+        self, state: State, p: Placement, base: int | None, renewed: bool, all_rows: tuple[str, ...]
+    ) -> tuple[str, ...]:
+        """Return what makes a part that is not exact approximate."""
+        id, codec, thinned = p.part.id, "raw", False
+        if p.part.uid in state.kept.lossy if p.source == "kept" else p.source == "canonical":
+            codec, thinned = self._shelf.codec(id), self._shelf.thinned(id)
+            gone = p.source == "kept" and codec == "raw" and not thinned
+            codec = "lossy" if gone else codec
+        other = self._table.get(id).base not in (None, base)
+        return reasons(
+            p, renewed=renewed, codec=codec, thinned=thinned, other_base=other, everywhere=all_rows
+        )
+
+
+def _named(spans: Sequence[Span]) -> tuple[Span, ...]:
+    """Return the spans of a plan that is not exact, with a reason where none has one: they were
+    computed while other rows of the context were not what they were, which are gone since."""
+    if any(span.approximate for span in spans):
+        return tuple(spans)
+    return tuple(s if s.exact else replace(s, approximate=("turn",)) for s in spans)

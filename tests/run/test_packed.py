@@ -1,0 +1,264 @@
+"""Claims about rows of which some rest in fewer bits: coded right, and the right ones."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import numpy as np
+import pytest
+import torch
+from conftest import tiny
+from reference import rounded
+from run.backend import ids, off, transformers
+
+from kvweave.errors import InvalidArgument
+from kvweave.run.base import Ints, Work
+from kvweave.run.below import BELOW
+from kvweave.run.model import Runner
+from kvweave.run.packed import FORMS, ORDER, CodedLevel, PackedRows, form_bytes
+from kvweave.run.rows import KVRows
+from kvweave.run.thinned import ThinnedRows
+from kvweave.store.kv import KV, LayerShape
+
+DIMS = (64, 32, 96, 20, 6, 5, 1)
+
+
+@pytest.mark.parametrize(("bits", "dim"), list(product((8, 4, 2), DIMS)))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_values_are_the_nearest_points_of_their_grid(
+    bits: int, dim: int, dtype: torch.dtype
+) -> None:
+    """As one row at a time gives them, in float64, by looking for the nearest."""
+    generator = torch.Generator().manual_seed(dim * bits)
+    x = torch.randn(17, dim, generator=generator).to(dtype)
+    x[3], x[4, 0], x[5] = 0, 40.0, -2.5  # nothing, an outlier, all the same
+    found = PackedRows.of(x, bits).values()
+    assert found.dtype == dtype and found.shape == x.shape
+    wanted = torch.stack([rounded(row.double(), bits) for row in x])
+    best, distance = (wanted - x).abs(), (found.double() - x).abs()
+    rounding = 2.0**-8 if dtype == torch.bfloat16 else 1e-6
+    assert bool((distance <= best + rounding * x.double().abs().amax(1, keepdim=True)).all())
+    assert float(best.mean()) > 0 or dim == 1
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_bytes_are_those_that_are_said(form: str) -> None:
+    for dim in DIMS:
+        rows = [torch.randn(9, dim)] * 3
+        level = CodedLevel.of(form, [np.arange(9)] * 3, rows, rows)
+        assert level.n_bytes == 9 * form_bytes(form, LayerShape(3, dim, 3, dim))
+
+
+class Plain:
+    """What is where, head by head and slot by slot, in a dict."""
+
+    def __init__(self, heads: int) -> None:
+        self.rows: list[dict[int, tuple[torch.Tensor, torch.Tensor]]] = [{} for _ in range(heads)]
+        self.form: list[dict[int, str]] = [{} for _ in range(heads)]
+
+    def write(self, at: Ints, k: torch.Tensor, v: torch.Tensor) -> None:
+        for head, rows in enumerate(self.rows):
+            for i, slot in enumerate(at.tolist()):
+                if slot in rows:
+                    form = self.form[head].get(slot)
+                    rows[slot] = self.coded(form, k[i, head], v[i, head])
+
+    def place(self, at: Ints, k: torch.Tensor, v: torch.Tensor) -> None:
+        for rows, forms in zip(self.rows, self.form, strict=True):
+            for slot in at.tolist():
+                rows[slot] = (k[0, 0], v[0, 0])
+                forms.pop(slot, None)
+        self.write(at, k, v)
+
+    def coded(self, form: str | None, *both: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        bits = FORMS.get(str(form), (None, None))
+        made = (
+            t if b is None else PackedRows.of(t[None], b).values()[0]
+            for t, b in zip(both, bits, strict=True)
+        )
+        a, b = made
+        return a, b
+
+    def code(self, form: str, slots: list[Ints]) -> None:
+        for head, some in enumerate(slots):
+            for slot in some.tolist():
+                was = self.form[head].get(slot)
+                if was in (None, BELOW) or ORDER.index(str(was)) < ORDER.index(form):
+                    self.rows[head][slot] = self.coded(form, *self.rows[head][slot])
+                    self.form[head][slot] = form
+
+    def below(self, slots: list[Ints]) -> None:
+        for forms, some in zip(self.form, slots, strict=True):
+            for slot in [slot for slot, form in forms.items() if form == BELOW]:
+                del forms[slot]
+            forms.update(dict.fromkeys(some.tolist(), BELOW))
+
+    def keep(self, slots: list[Ints]) -> None:
+        for head, some in enumerate(slots):
+            self.rows[head] = {s: self.rows[head][s] for s in some.tolist()}
+            self.form[head] = {s: f for s, f in self.form[head].items() if s in self.rows[head]}
+
+    def cut(self, n: int) -> None:
+        self.keep([np.array([s for s in rows if s < n], np.int64) for rows in self.rows])
+
+
+def same(rows: KVRows, plain: Plain) -> None:
+    rows.check_integrity()
+    kept = rows.kept(0)
+    keys, values = rows.packed(0)
+    every = rows.read(0)
+    for head, slots in enumerate(kept):
+        assert slots.tolist() == sorted(plain.rows[head])
+        for i, slot in enumerate(slots.tolist()):
+            k, v = plain.rows[head][slot]
+            assert torch.equal(keys[head, i], k) and torch.equal(values[head, i], v)
+            assert torch.equal(every[0][slot, head], k) and torch.equal(every[1][slot, head], v)
+    forms = [form for forms in plain.form for form in forms.values()]
+    assert rows.forms == {form: forms.count(form) for form in sorted(set(forms))} or not forms
+    assert sum(rows.forms.values()) == len(forms)
+
+
+@pytest.mark.parametrize("seed", range(16))
+def test_any_verbs_leave_the_rows_that_a_dict_has(seed: int) -> None:
+    """Keep, code, write, place, cut, grow, clone, in any order; copies are not touched."""
+    rng = np.random.default_rng(seed)
+    generator = torch.Generator().manual_seed(seed)
+    info = transformers("llama").layers[0]
+    heads, dim = info.shape.k_heads, info.shape.k_dim
+    rows, plain, positions = transformers("llama").new_rows(), Plain(heads), np.arange(200)
+    rows.layers, rows.infos = rows.layers[:1], rows.infos[:1]
+
+    def kv(n: int) -> KV:
+        return KV(
+            [torch.randn(n, heads, dim, generator=generator, dtype=torch.float64)],
+            [torch.randn(n, heads, dim, generator=generator, dtype=torch.float64)],
+        )
+
+    def some(share: float) -> list[Ints]:
+        return [own[rng.random(len(own)) < share] for own in rows.kept(0)]
+
+    def placed(at: int, n: int) -> None:
+        new = kv(n)
+        rows.reserve(max(rows.n, at + n))
+        rows.place([(at, [new])], positions[: max(rows.n, at + n)])
+        where = np.arange(at, at + n)
+        turned = info.rotation.apply(new.k[0], info.rotation.angles(torch.from_numpy(where)))
+        plain.place(where, turned, new.v[0])
+
+    placed(0, 20)
+    copies = []
+    for _ in range(60):
+        verb = rng.choice(
+            ["keep", "code", "code", "below", "put", "place", "more", "cut", "grow", "clone"]
+        )
+        if verb == "keep":
+            slots = some(0.8)
+            rows.keep(0, slots)
+            plain.keep(slots)
+        elif verb == "code":
+            slots, form = some(0.4), str(rng.choice(ORDER))
+            if rng.random() < 0.3:  # as many of each head: one attention
+                n = min(map(len, slots))
+                slots = [own[:n] for own in slots]
+            rows.code(0, form, slots)
+            plain.code(form, slots)
+        elif verb == "below":
+            slots = some(0.5)
+            rows.code(0, BELOW, slots)
+            plain.below(slots)
+        elif verb == "put" and rows.n:
+            at = np.sort(rng.choice(rows.n, min(rows.n, 5), False))
+            new = kv(len(at))
+            rows.put(at, new)
+            turned = info.rotation.apply(new.k[0], info.rotation.angles(torch.from_numpy(at)))
+            plain.write(at, turned, new.v[0])
+        elif verb == "place" and rows.n > 6:
+            placed(int(rng.integers(0, rows.n - 5)), 5)
+        elif verb == "more" and rows.n < 150:
+            placed(rows.n, int(rng.integers(1, 20)))
+        elif verb == "cut":
+            n = int(rng.integers(rows.n // 2, rows.n + 1))
+            rows.truncate(n)
+            plain.cut(n)
+        elif verb == "grow":
+            rows.reserve(rows.n + int(rng.integers(0, 30)), exact=bool(rng.random() < 0.5))
+        elif verb == "clone":
+            copies.append((rows, [dict(r) for r in plain.rows], [dict(f) for f in plain.form]))
+            rows = rows.clone()
+        same(rows, plain)
+    for old, was, forms in copies[-3:]:
+        plain.rows, plain.form = was, forms
+        same(old, plain)
+
+
+def thinned(backend: Runner, forms: tuple[str, ...], uneven: bool, raw: bool) -> KVRows:
+    """Return 40 rows of which each head has its own in each form; with ``raw`` what these give back
+    stands as it is."""
+    rows, n, rng = backend.new_rows(), 40, np.random.default_rng(3)
+    rows.reserve(48)
+    slots = np.arange(n)
+    backend.forward([Work(rows, ids(n, 1), slots, slots)])
+    for layer, info in enumerate(backend.layers):
+        heads = info.shape.k_heads
+        order = [rng.permutation(n - 4) for _ in range(heads)]
+        sizes = [8 + 2 * uneven * head for head in range(heads)]
+        rows.keep(
+            layer,
+            [np.sort(np.r_[o[: 30 - u], n - 4 : n]) for o, u in zip(order, sizes, strict=True)],
+        )
+        for i, form in enumerate(forms):
+            rows.code(
+                layer,
+                form,
+                [np.sort(o[4 * i : 4 * i + 4 + uneven * h]) for h, o in enumerate(order)],
+            )
+        held = rows.layers[layer]
+        assert isinstance(held, ThinnedRows) and set(held.forms) == set(forms)
+        if raw:
+            below = [[]] * heads if held.below is None else map(held.below.slots, range(heads))
+            for head, (every, unseen) in enumerate(zip(held.kept(), below, strict=True)):
+                own = np.setdiff1d(every, unseen)
+                keys, values = (t.clone() for t in held._of(head, own))
+                held.heads[head].slots = np.r_[own, np.arange(n, held.capacity)]
+                spare = held.capacity - n
+                for name, t in (("k", keys), ("v", values)):
+                    setattr(held.heads[head], name, torch.cat((t, t.new_zeros(spare, t.shape[1]))))
+            held.levels, held.below = [], None
+            held._hold(held.heads)
+    return rows
+
+
+@pytest.mark.parametrize("uneven", [False, True])
+@pytest.mark.parametrize(
+    "forms", [("int8",), ("k8v4", "k4v2"), ("int8", "int4", "k4v2"), ("below",), ("k8v4", "below")]
+)
+@pytest.mark.parametrize("name", ["llama", "mistral", "ministral", "gemma2_softcap"])
+def test_attention_reads_what_the_bits_give_back(
+    name: str, forms: tuple[str, ...], uneven: bool
+) -> None:
+    """The same as over raw rows of these values: one row behind, several, and some anew."""
+    backend = tiny("gemma2") if "softcap" in name else transformers(name)
+    assert "softcap" not in name or backend.model.config.attn_logit_softcapping
+    coded, plain = (thinned(backend, forms, uneven, raw) for raw in (False, True))
+    assert coded.n_bytes < plain.n_bytes or set(forms) == {BELOW}
+    assert not plain.forms
+    assert coded.n_freed + coded.forms.get(BELOW, 0) == plain.n_freed
+    found = []
+    for rows in (coded, plain):
+        logits = []
+        for slots in (np.array([40]), np.arange(41, 45), np.r_[38:40, 45]):
+            want = np.arange(len(slots))
+            seen = Work(rows, ids(len(slots), 2), slots, slots, want)
+            (out,) = backend.forward([seen])
+            logits.append(out)
+        found.append(torch.cat(logits))
+    assert off(*found) < 1e-5
+
+
+def test_rows_of_8_bits_are_not_coded_again() -> None:
+    backend = transformers("llama")
+    rows, slots = backend.new_rows("int8"), np.arange(4)
+    rows.reserve(4)
+    backend.forward([Work(rows, ids(4, 1), slots, slots)])
+    with pytest.raises(InvalidArgument):
+        rows.code(0, "int8", [slots[:2]] * backend.layers[0].shape.k_heads)
