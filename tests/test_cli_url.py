@@ -164,7 +164,7 @@ def test_run_and_chat_leave_no_context_behind(sh, server):
     assert "chat/1/a-000" in sh.out and "vs full prefill of" in sh.out
     with Client(server.url) as client:
         assert client.contexts == {} and client.files.ls() == []
-    sh("chat", "--keep", "--max-tokens", "2", *url, stdin="so\n")
+    sh("chat", "--keep-turns", "--max-tokens", "2", *url, stdin="so\n")
     assert sh("ls", *url) == "chat/1/a-000\nchat/1/u-000\n"
 
 

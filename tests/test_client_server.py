@@ -122,6 +122,7 @@ def context_script(weaver, settle):
     yield twin.append_slice("docs/a", 2, 9), twin.append_chunk("#1"), twin.append("so well .")
     yield twin.insert(1, [5, 6], name="five-six"), twin.insert_chunk(0, "docs/b")
     yield twin.replace(0, "then we saw it"), twin.parts, ctx.parts
+    twin.leave((0, 5), (7, twin.n_tokens))
     twin.reorder([2, 1, 0, *range(3, len(twin.parts))])
     twin.drop(twin.parts[0], "docs/a[2:9]", -1)
     yield twin.parts, twin.index("docs/b"), twin.weave(), twin.tokens()
@@ -130,7 +131,12 @@ def context_script(weaver, settle):
         edit.append("late rain .")
         edit.drop("docs/b")
     yield twin.parts, twin.insert_slice(0, "docs/b", 3, 5), twin.namespace
-    yield failure(twin.drop, "nothing"), failure(twin.drop, 99), failure(twin.reorder, [0])
+    yield (
+        failure(twin.drop, "nothing"),
+        failure(twin.drop, 99),
+        failure(twin.reorder, [0]),
+        failure(twin.leave, (3, 2)),
+    )
     yield failure(twin.drop, 0, mode="evict"), failure(twin.append_slice, "docs/a", 5, 5)
     yield failure(twin.append_chunk, "docs/aa"), failure(twin.append, "x", name="docs/a")
     yield failure(twin.generate, 5000), failure(weaver.files.rm, "docs/*")
@@ -238,6 +244,7 @@ EXCUSED = {
     "check_integrity": "of the process",
     "audit": "of the process: a server audits while it is idle",
     "answer_part": "the server's own, when an answer is out",
+    "append_pieces": "part of compose",
     "set_base": "the server's own, when a context is opened",
     **dict.fromkeys(
         ("putting", "weaving", "checking", "wove", "answered"), "steps of the server's tasks"

@@ -63,6 +63,14 @@ def test_together_is_as_alone(run):
     assert len(re.findall(r"^\w+'s \w+: \".*\", alone \".*\"$", run("together.py"), re.M)) == 2
 
 
+def test_memory_finds_a_fact_of_the_first_turn(run):
+    text = run("memory.py")
+    items, tokens = (int(n) for n in re.search(r"(\d+) items, (\d+) tokens", text).groups())
+    assert items > 20 and tokens < 260
+    assert "Anna's river is cold" in text and "memory/chat/u-000" in text
+    assert "undone: ask recalled []" in text
+
+
 # --- over HTTP
 
 FACT = r"\"(\w+'s \w+ is \w+) \.\""
@@ -86,8 +94,9 @@ def test_openai_chat_computes_only_the_new_turn(server, run):
     # canonical KV is computed when nothing waits: a busy machine may leave it to the next turn
     assert sorted(prefilled for _, prefilled, *_ in turns[1:])[len(turns) // 2] < 36, "a turn"
     grows, pruned = turns[1:5], turns[5:]
-    assert all(exact > n - 36 for n, _, exact, *_ in grows)
-    assert all(n > 160 and reused > 90 for n, _, _, reused, _ in pruned)
+    assert sorted(n - exact for n, _, exact, *_ in grows)[len(grows) // 2] < 36
+    assert all(n > 160 for n, *_ in pruned)
+    assert sorted(reused for *_, reused, _ in pruned)[len(pruned) // 2] > 90
 
 
 def test_openai_rag_finds_pasted_text_and_named_chunks(server, run):

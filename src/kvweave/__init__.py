@@ -8,6 +8,8 @@ if TYPE_CHECKING:
     from kvweave.config import Config
     from kvweave.engine import Engine
     from kvweave.errors import KVWeaveError
+    from kvweave.memory.limits import MemoryBudget
+    from kvweave.memory.scheduler import Memory
     from kvweave.run.model import Runner
     from kvweave.run.sampling import Sampling
     from kvweave.weave.answer import Answer
@@ -27,6 +29,8 @@ __all__ = [
     "Context",
     "Engine",
     "KVWeaveError",
+    "Memory",
+    "MemoryBudget",
     "Plan",
     "Runner",
     "Sampling",
@@ -43,6 +47,8 @@ _HOMES = {
     "Context": "kvweave.weave.context",
     "Engine": "kvweave.engine",
     "KVWeaveError": "kvweave.errors",
+    "Memory": "kvweave.memory.scheduler",
+    "MemoryBudget": "kvweave.memory.limits",
     "Plan": "kvweave.weave.plan",
     "Runner": "kvweave.run.model",
     "Sampling": "kvweave.run.sampling",

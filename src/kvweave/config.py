@@ -18,7 +18,10 @@ def n_bytes(size: int | str) -> int:
     match = re.fullmatch(r"\s*([\d.]+)\s*([a-zA-Z]+)\s*", str(size))
     if match is None or match[2].lower() not in UNITS or not re.fullmatch(r"\d+\.?\d*", match[1]):
         raise InvalidArgument("budget", f"{size!r} is no size", "write 2GiB or 500MB")
-    return int(float(match[1]) * UNITS[match[2].lower()])
+    found = float(match[1]) * UNITS[match[2].lower()]
+    if found == float("inf"):
+        raise InvalidArgument("budget", f"{size!r} is no size", "write 2GiB or 500MB")
+    return int(found)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +34,7 @@ class Config:
     max_drift: float | None = None  # nats: over this predicted bound `auto` repairs more
     calibration: str | None = None  # file; None: calibration.json of the home or the checkpoint
     rows: Literal["raw", "int8", "fp8"] = "raw"  # how the rows of contexts rest in memory
+    keep: str | None = None  # which rows of contexts stay, as "snapkv:0.3"; None: all
     policy: str = "declared"  # which chunk to let go of
     tiers: tuple[str, ...] | None = (
         None  # see kvweave.store.spec; None: a disk where there is a home

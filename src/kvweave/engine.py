@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import fields, replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from kvweave.chunk.files import Entry, Files
@@ -17,6 +17,7 @@ from kvweave.chunk.table import Table
 from kvweave.config import Config
 from kvweave.errors import ContextTooLong, InvalidArgument, check_options
 from kvweave.keep import POLICIES
+from kvweave.keep.tokens.spec import Keep
 from kvweave.run.base import Backend, Capability
 from kvweave.run.loop import Loop, Task
 from kvweave.run.model import Runner
@@ -35,7 +36,7 @@ from kvweave.weave.repair import strategy
 from kvweave.weave.session import Session
 from kvweave.weave.settings import settings_from
 from kvweave.weave.shadow import Audit, Shadow
-from kvweave.weave.template import Ref, Template
+from kvweave.weave.template import Template
 from kvweave.weave.ties import Ties
 from kvweave.weave.turn import run_all
 from kvweave.weave.weaver import Weaver
@@ -72,7 +73,7 @@ class Engine:
             raise InvalidArgument(
                 "policy", f"no policy {self.config.policy!r}", f"one of {', '.join(POLICIES)}"
             )
-        strategy(self.config.repair)
+        strategy(self.config.repair), Keep.parse(self.config.keep or "full")
         loads = isinstance(model, str | Path)
         self.runner: Backend = Runner.load(str(model), **loading) if loads else model  # type: ignore[arg-type,assignment]
         self._home = None if home is None else Home(Path(home), self.runner.fingerprint)
@@ -113,12 +114,7 @@ class Engine:
     def __enter__(self) -> Engine:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -133,11 +129,7 @@ class Engine:
             for context in list(self._contexts):
                 self.close_context(context.name, context.namespace)
             self.shadow.close()
-            below = next((x.place for x in self.shelf.mover.levels if x.place != "ram"), None)
-            if below is not None:
-                for record in list(self.table):
-                    if record.tier == self.shelf.memory and record.names:
-                        self.shelf.place(record.id, below)
+            self.shelf.sink(int(r.id) for r in list(self.table) if r.names)
 
     def can(self, what: str) -> Capability:
         """Tell whether the model can ``move`` (chunks at any position), and why not."""
@@ -160,12 +152,11 @@ class Engine:
         """Store a chunk with its canonical KV under ``name``.
 
         ``progress`` is told tokens computed. Raises NameTaken, InvalidName, EmptyChunk,
-        ContextTooLong, OverBudget, CannotMove, and ChunkPinned when ``replace`` would take the
-        last name of a pinned chunk; then nothing is stored.
+        ContextTooLong, OverBudget, CannotMove, and ChunkPinned (`replace` of a last name); then
+        nothing is stored.
         """
-        return self.put_many(
-            [(name, text)], kind=kind, namespace=namespace, replace=replace, progress=progress
-        )[0]
+        how: dict[str, Any] = {"kind": kind, "replace": replace, "progress": progress}
+        return self.put_many([(name, text)], namespace=namespace, **how)[0]
 
     def put_many(
         self,
@@ -178,28 +169,15 @@ class Engine:
     ) -> list[Entry]:
         """Store several chunks; short ones are computed together. All of them or none."""
         self._require_move()
-        made: list[tuple[str, ChunkId]] = []
-        base = self._base
-        try:
-            with self.table.transaction():
-                for name, text in items:
-                    id = self.maker.add(
-                        self.maker.tokens(text),
-                        kind=kind,
-                        base=base,
-                        namespace=namespace,
-                        name=name,
-                    )
-                    made.append((name, id))
-                    self.table.bind(name, id, namespace=namespace, replace=replace)
-                self.maker.canonicalise((id for _, id in made), progress)
-        except BaseException:
-            alive = {record.id for record in self.table}
-            for _, id in made:
-                if id not in alive:  # the id may be given again: its KV must not be found then
-                    self.shelf.drop(id)
-            raise
-        return [Files(self.table, namespace).stat(name) for name, _ in made]
+        items = list(items)
+        with self._all_or_none() as made:
+            for name, text in items:
+                tokens, of = self.maker.tokens(text), {"namespace": namespace, "name": name}
+                id = self.maker.add(tokens, kind=kind, base=self._base, **of)
+                made.append(id)
+                self.table.bind(name, id, namespace=namespace, replace=replace)
+            self.maker.canonicalise(made, progress)
+        return [Files(self.table, namespace).stat(name) for name, _ in items]
 
     def putting(
         self,
@@ -221,10 +199,36 @@ class Engine:
         is lost. Raises NameTaken, InvalidName, InvalidArgument, OverBudget, CannotMove.
         """
         self._require_move()
-        with self.table.transaction():
-            id = self.maker.add_rows(kv, kind=kind, namespace=namespace)
-            self.table.bind(name, id, namespace=namespace)
+        with self._all_or_none() as made:
+            made.append(self.maker.add_rows(kv, kind=kind, namespace=namespace))
+            self.table.bind(name, made[0], namespace=namespace)
         return Files(self.table, namespace).stat(name)
+
+    def compress(self, ref: str, keep: str, *, to: str | None = None, namespace: str = "") -> Entry:
+        """Leave of a chunk's KV what a token policy keeps (``kvzip:0.3``), under the name ``to``, by
+        default its own; ``full`` computes all of it again.
+
+        Raises ChunkNotFound, InvalidArgument, NameTaken, ChunkPinned, ContextTooLong, OverBudget.
+        """
+        self._require_move()
+        chosen = Keep.parse(keep)
+        with self._all_or_none() as made:
+            id, whole = self.table.resolve(ref, namespace).id, chosen.policy.name == "full"
+            made.append(self.maker.whole(id) if whole else self.maker.thin(id, chosen))
+            self.table.bind(to or ref, made[0], namespace=namespace, replace=to is None)
+        return Files(self.table, namespace).stat(to or ref)
+
+    @contextmanager
+    def _all_or_none(self) -> Iterator[list[ChunkId]]:
+        """A transaction; where it fails, the rows of chunks that it made, and lists, are dropped."""
+        made: list[ChunkId] = []
+        try:
+            with self.table.transaction():
+                yield made
+        except BaseException:
+            for id in {*made} - {record.id for record in self.table}:
+                self.shelf.drop(id)  # the id may be given again: its KV must not be found then
+            raise
 
     def place(
         self,
@@ -312,6 +316,7 @@ class Engine:
         repair: str | None = None,
         share: float | None = None,
         max_drift: float | None = None,
+        keep: str | None = None,
         **holes: object,
     ) -> Context:
         """Make a context from text with ``{holes}``.
@@ -321,22 +326,18 @@ class Engine:
         ``namespace``. The text between chunks is always prefilled here, also when the same text is
         stored. Raises HoleNotFilled, ChunkNotFound, ContextTooLong, InvalidArgument.
         """
-        made = template if isinstance(template, Template) else Template(template)
-        namespace = check_namespace(namespace)
+        made, namespace = Template.of(template), check_namespace(namespace)
         known = lambda ref: self.table.lookup(ref, namespace) is not None  # noqa: E731
         pieces = made.fill({**(values or {}), **holes}, known)
         if len(pieces) > self.runner.limit:  # each has a token at least
             raise ContextTooLong(len(pieces), self.runner.limit)
         self._n_composed[namespace] += 1
         name = name or f"compose-{self._n_composed[namespace]}"
-        given: dict[str, Any] = {"repair": repair, "share": share, "max_drift": max_drift}
-        options = {k: v for k, v in given.items() if v is not None}
+        given = {"repair": repair, "share": share, "max_drift": max_drift, "keep": keep}
+        options: dict[str, Any] = {k: v for k, v in given.items() if v is not None}
         context = self.context(name, namespace=namespace, **options)
         try:
-            with context.edit():
-                for piece in pieces:
-                    add = context.append_chunk if isinstance(piece, Ref) else context.append
-                    add(piece.name if isinstance(piece, Ref) else piece.text)
+            context.append_pieces(pieces)
         except BaseException:
             self.close_context(context.name, namespace)
             raise

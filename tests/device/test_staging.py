@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from conftest import tiny
@@ -102,7 +103,7 @@ def test_a_pass_that_does_not_wait_reads_what_is_not_there(
     engine.place("doc/*", "disk")
     monkeypatch.setattr(Side, "settle", lambda self: None)  # the reader's own wait comes later
     add = Load.add
-    monkeypatch.setattr(Load, "add", lambda self, k, v, fence: add(self, k, v))
+    monkeypatch.setattr(Load, "add", lambda self, k, v, fence, kept: add(self, k, v))
     with pytest.raises(InvalidArgument, match="highest is nan"):
         answer(engine)
 
@@ -121,6 +122,21 @@ def test_what_is_written_behind_the_pass_is_what_was_computed(open_engine: Open)
         assert held is not None
         for mine, one in zip((*held.k, *held.v), (*read.k, *read.v), strict=True):
             assert torch.equal(mine.cpu(), one)
+
+
+def test_a_thinned_chunk_goes_down_and_comes_up(open_engine: Open) -> None:
+    engine = open_engine("files")
+    below, id = engine.shelf.mover, int(engine.compress("doc/1", "h2o:9").id)
+    there, held = answer(engine), engine.shelf.get(id)
+    assert held is not None and below.clean(id, held)
+    below.settle()
+    read = below.load([id], to=HOST)[id].whole()
+    assert np.array_equal(held.kept, read.kept)  # type: ignore[arg-type]
+    for mine, one in zip((*held.k, *held.v), (*read.k, *read.v), strict=True):
+        assert torch.equal(mine.cpu(), one)
+    engine.place("doc/*", "disk")
+    room = [each.n_bytes for each in below.load([id]).values()]
+    assert answer(engine) == there and room == [held.n_bytes]
 
 
 # ---- staging alone

@@ -22,9 +22,10 @@ from kvweave import Engine
 from kvweave.cli import parser
 from kvweave.cli.serve import keys_of, options_of
 from kvweave.errors import InvalidArgument, StoreError
-from kvweave.serve import server as server_module
+from kvweave.serve import listening as server_module
+from kvweave.serve.listening import listen, url_of
 from kvweave.serve.options import Options
-from kvweave.serve.server import Server, listen, url_of
+from kvweave.serve.server import Server
 
 A = "Nina's river is wide . so well then we saw it ."
 
@@ -263,6 +264,31 @@ def test_hanging_up_frees_the_rows_of_an_answer(bound, stream):
     assert sent(port, "DELETE", "/v1/contexts/c")[0] == 200
     asked = sent(port, "GET", "/v1/status")[1]
     assert asked["contexts"] == 0 and asked["history"][0]["finish"] == "cancelled"
+
+
+@pytest.mark.parametrize("verb", ["DELETE", ":drop", ":generate", ":ask"])
+def test_who_hung_up_is_not_refused_for_the_answer_left(bound, verb, monkeypatch):
+    """By a plain HTTP client, and a server that notices some looks later."""
+    served, port = bound
+    looks, is_busy = iter([True] * 3), served.driver.is_busy
+    monkeypatch.setattr(served.driver, "is_busy", lambda c: is_busy(c) or next(looks, False))
+    assert sent(port, "POST", "/v1/contexts", {"name": "c"})[0] == 201
+    connection = connected(port)
+    body = {"content": A, "max_tokens": 3000, "ignore_eos": True, "stream": True}
+    connection.request("POST", "/v1/contexts/c:ask", json.dumps(body), headers())
+    reply = connection.getresponse()
+    assert reply.readline().startswith(b"data: ")
+    reply.close()
+    connection.close()
+    looks = iter([True] * 3)  # the first answer took some
+    body = {
+        ":drop": {"parts": [0]},
+        ":generate": {"max_tokens": 1},
+        ":ask": {"content": A, "max_tokens": 1},
+    }
+    method, path = ("DELETE", "") if verb == "DELETE" else ("POST", verb)
+    status, told = sent(port, method, f"/v1/contexts/c{path}", body.get(verb))
+    assert status == 200, told
 
 
 def test_at_the_end_running_answers_are_finished_and_waiting_ones_refused(serve):

@@ -38,6 +38,7 @@ def test_an_idle_driver_audits_the_answers_it_gave(drive):
     driven = drive(OPTIONS)
     driven.steps.open.set()
     shadow = driven.engine.shadow
+    driven.engine.loop.seconds = 600.0  # enough put by for each, however long an audit takes here
 
     async def main():
         for i in range(3):

@@ -11,7 +11,7 @@ import pytest
 from needs import need
 from serve.test_app import connected, headers, listening
 
-from kvweave.serve import server as server_module
+from kvweave.serve import listening as server_module
 
 openai = need("openai")
 A = "Nina's river is wide . so well then we saw it ."

@@ -231,7 +231,8 @@ def test_what_cannot_be_answered_has_its_status_and_changes_nothing(serve, strea
     assert found["code"] == "context_not_found"
 
 
-def test_while_an_answer_runs_its_context_is_busy_and_nothing_else_is(serve):
+def test_while_an_answer_runs_its_context_is_busy_and_nothing_else_is(serve, monkeypatch):
+    monkeypatch.setattr("kvweave.serve.routes.named.GRACE_SECONDS", 0.0)
     served = serve()
     anna = served.anna
     opened(anna)

@@ -48,8 +48,8 @@ NAMES = {"chunks": ("docs/a", "docs/b", "#1", "docs/**", "docs/"), "contexts": (
 def known_names(context, parameters):
     """Let half of the names be of something there is, so that more than 404 comes back."""
     path = context.operation.path
-    names = NAMES["contexts" if "/contexts" in path else "chunks"]
-    for key, value in (parameters or {}).items():
+    names = next((names for kind, names in NAMES.items() if f"/{kind}" in path), ())
+    for key, value in (parameters or {}).items() if names else ():
         if isinstance(value, str) and len(value) % 2 and len(value) < 200:  # a wrong one stays so
             parameters[key] = names[len(value) // 2 % len(names)]
     return parameters

@@ -317,3 +317,15 @@ def test_any_requests_get_what_they_want_and_exact_ones_are_exact(
                 raise AssertionError("a prefix is exact")
             pools[reuse].sessions.give_back([session])
             engine.check_integrity()
+
+
+@pytest.mark.parametrize("keep", ["streaming:24,every=1", "h2o:12,every=1"])
+def test_a_base_that_a_token_policy_cut_is_not_taken_for_all_of_it(
+    engines: Make, keep: str
+) -> None:
+    """`Pool.open` compares tokens: what follows 4 of the 6 tokens of a base follows no base."""
+    for n in range(14, 24):
+        pool = Pool(engines(keep=keep))
+        said = [text(n - 3, 1)]
+        said.append(list(pool.ask(*said).tokens))
+        pool.ask(*said, text(9, 9))

@@ -88,6 +88,15 @@ def place(p: ArgumentParser) -> None:
     p.add_argument("-n", "--dry-run", action="store_true", help="only say which")
 
 
+def compress(p: ArgumentParser) -> None:
+    """Add what `kvweave compress` takes."""
+    p.add_argument("ref", metavar="NAME", help="a chunk by name or #id")
+    p.add_argument(
+        "keep", metavar="POLICY:BUDGET", help="what stays of it: kvzip:0.3, h2o:256; full: all"
+    )
+    p.add_argument("--to", metavar="NAME", help="name of what stays (its own)")
+
+
 def du(p: ArgumentParser) -> None:
     """Add what `kvweave du` takes."""
     p.add_argument("pattern", metavar="PATTERN", nargs="?", default="", help=PATTERN)
@@ -195,6 +204,11 @@ def repair(p: ArgumentParser) -> None:
         help="recompute more while the predicted bound of the KL to a full prefill is over this; "
         "takes auto and a calibrated model (no bound)",
     )
+    p.add_argument(
+        "--keep",
+        metavar="POLICY:BUDGET",
+        help="which rows of the context stay in memory: snapkv:0.3, streaming:1024, ... (all)",
+    )
 
 
 def sampling(p: ArgumentParser) -> None:
@@ -203,7 +217,7 @@ def sampling(p: ArgumentParser) -> None:
         "--max-tokens",
         type=positive,
         metavar="N",
-        help="longest answer (256; 32 with the bundled model, which knows no English)",
+        help="longest answer (256; 32 with the bundled model, which knows few words)",
     )
     p.add_argument(
         "--temperature",
@@ -240,7 +254,7 @@ def chat(p: ArgumentParser) -> None:
         "--limit", type=positive, metavar="TOKENS", help="drop the oldest turns over this"
     )
     p.add_argument(
-        "--keep", action="store_true", help="keep the turns' chunks in the home at the end"
+        "--keep-turns", action="store_true", help="keep the turns' chunks in the home at the end"
     )
     repair(p)
     sampling(p)

@@ -33,7 +33,7 @@ def chat(args: Namespace) -> int:
     out = Out.of(args)
     stays = args.context is not None
     where = server(args, "--context") if stays else target(args)
-    with where.weaver(make=args.keep) as weaver:
+    with where.weaver(make=args.keep_turns) as weaver:
         sampling = sampling_of(args, stop=[])
         context = _opened(weaver, args, out)
         try:
@@ -41,7 +41,7 @@ def chat(args: Namespace) -> int:
         finally:
             if not stays:
                 weaver.close_context(context.name)
-                if not args.keep:
+                if not args.keep_turns:
                     _forget(weaver, context.name)
     return 1 if n_failed and not sys.stdin.isatty() else 0
 
@@ -50,7 +50,9 @@ def _opened(
     weaver: kvweave.Engine | kvweave.Client, args: Namespace, out: Out
 ) -> kvweave.Context | RemoteContext:
     """Open a new context, or the one that was named."""
-    given = {name: getattr(args, name) for name in ("system", "repair", "share", "max_drift")}
+    given = {
+        name: getattr(args, name) for name in ("system", "repair", "share", "max_drift", "keep")
+    }
     given = {name: value for name, value in given.items() if value is not None}
     if args.context is None:
         return weaver.context(_free_name(weaver), **given)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from kvweave.cli import arguments, context_arguments, serve_arguments
 from kvweave.cli.command import Command
+from kvweave.cli.route_arguments import route as route_arguments
 from kvweave.cli.simulate_arguments import simulate as simulate_arguments
 
 CONTEXTS, OF_A_SERVER = (
@@ -156,6 +157,15 @@ COMMANDS = {
             "long as the process, so from a shell it ends on disk.",
             ("kvweave place 'docs/**' none",),
         ),
+        Command(
+            "compress",
+            f"{TEXT}:compress",
+            "Leave of a chunk's KV what a token policy keeps.",
+            arguments.compress,
+            "It stands wherever the whole chunk would, approximately, and keeps its tokens. Its rows\n"
+            "rest on disk like any chunk's; `compress REF full` gives all of it back.",
+            ("kvweave compress docs/faq kvzip:0.3 --to docs/faq.small",),
+        ),
         Command("du", f"{FILES}:du", "Add up tokens and bytes.", arguments.du),
         Command(
             "find",
@@ -247,6 +257,21 @@ COMMANDS = {
                 "kvweave serve",
                 "kvweave serve path/to/model --port 0 --json",
                 "kvweave serve path/to/model --host 0.0.0.0 --keys keys.txt --quota 1GiB",
+            ),
+            remote=False,
+        ),
+        Command(
+            "route",
+            "kvweave.cli.route:route",
+            "Put several servers behind one endpoint, by the chunks and text each has.",
+            route_arguments,
+            "Needs no model, and no torch. Requests go where their first token comes first: queue, loads,\n"
+            "repair, and prefill of what is not there. Contexts stay where they are. A worker that dies is\n"
+            "left out, and taken back when it is there again. SIGINT or SIGTERM ends it when the running\n"
+            "answers have ended. Takes what `pip install 'kvweave[serve]'` brings.",
+            (
+                "kvweave route --worker http://127.0.0.1:8701 --worker http://127.0.0.1:8702",
+                "kvweave route --worker http://gpu1:8000 --worker http://gpu2:8000 --policy prefix --json",
             ),
             remote=False,
         ),

@@ -62,7 +62,9 @@ def show(args: Namespace) -> None:
 
 def new(args: Namespace) -> None:
     """Open one."""
-    given = {name: getattr(args, name) for name in ("prune", "repair", "share", "max_drift")}
+    given = {
+        name: getattr(args, name) for name in ("prune", "repair", "share", "max_drift", "keep")
+    }
     with server(args, "a context").weaver() as client:
         context = client.context(
             args.name, system=args.system, **{k: v for k, v in given.items() if v is not None}

@@ -150,9 +150,7 @@ def _opened(args: Namespace, make: bool, options: dict[str, Any]) -> Iterator[kv
     home = home_of(args)
     model = model_of(args)
     if args.model is None and model == str(BUNDLED) and not (home / "config.json").exists():
-        Out.of(args).note(
-            "note: no --model given, using the tiny bundled one (it knows no English)"
-        )
+        Out.of(args).note("note: no --model given, using the tiny bundled one (it knows few words)")
     quieten(args)
     bound = (home / "model.json").exists()
     if bound:

@@ -7,7 +7,6 @@ import logging
 import os
 import sys
 from argparse import Namespace
-from collections.abc import Callable
 from pathlib import Path
 from socket import socket
 from typing import TYPE_CHECKING
@@ -29,14 +28,15 @@ LIMITS = (
     "max_waiting", "max_active", "max_body", "max_prompt", "max_sessions", "min_match", "quota",
     "quota_chunks", "max_contexts", "retain", "reuse",
 )  # fmt: skip
-ENGINE = ("budget", "policy", "tiers", "index", "repair", "share", "max_drift", "audit")
+ENGINE = ("budget", "policy", "tiers", "index", "repair", "share", "max_drift", "keep", "audit")
 
 
 def serve(args: Namespace) -> int:
     """Serve until SIGINT or SIGTERM; then 0."""
     try:
         from kvweave.serve.app import create_app
-        from kvweave.serve.server import Server, listen, url_of
+        from kvweave.serve.listening import url_of
+        from kvweave.serve.server import Server
     except ModuleNotFoundError as error:
         if (error.name or "").startswith("kvweave"):
             raise
@@ -45,9 +45,9 @@ def serve(args: Namespace) -> int:
     out = Out.of(args)
     args.model = args.checkpoint or args.model
     options = options_of(args)
-    _log(access=args.access_log)
+    access_log(shown=args.access_log)
     settings = {name: getattr(args, name) for name in ENGINE if getattr(args, name) is not None}
-    with _listen(listen, options) as sock:
+    with listening_at(options.host, options.port) as sock:
         url = url_of(sock)
 
         def ready() -> None:
@@ -64,11 +64,13 @@ def serve(args: Namespace) -> int:
     return 0
 
 
-def _listen(listen: Callable[[str, int], socket], options: Options) -> socket:
-    host = f"[{options.host}]" if ":" in options.host else options.host
-    where = f"{host}:{options.port}"
+def listening_at(host: str, port: int) -> socket:
+    """Return a socket that is bound there. Raises ServerError."""
+    from kvweave.serve.listening import listen
+
+    where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     try:
-        return listen(options.host, options.port)
+        return listen(host, port)
     except OSError as error:
         taken = error.errno == errno.EADDRINUSE
         hint = "something listens there already: end it, or take another --port; 0 takes a free one"
@@ -79,10 +81,10 @@ def _listen(listen: Callable[[str, int], socket], options: Options) -> socket:
         ) from error
 
 
-def _log(*, access: bool) -> None:
+def access_log(*, shown: bool) -> None:
     """Show warnings on stderr, whatever KVWEAVE_LOG says of requests, and each request if asked to."""
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    logging.getLogger("kvweave.access").setLevel(logging.INFO if access else logging.WARNING)
+    logging.getLogger("kvweave.access").setLevel(logging.INFO if shown else logging.WARNING)
 
 
 def options_of(args: Namespace) -> Options:

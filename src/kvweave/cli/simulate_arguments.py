@@ -4,6 +4,7 @@ imported for the help."""
 from __future__ import annotations
 
 from argparse import ArgumentParser, ArgumentTypeError
+from collections.abc import Callable
 
 from kvweave.cli.values import positive, share, size, words
 from kvweave.keep import POLICIES
@@ -115,8 +116,8 @@ def _generated(p: ArgumentParser) -> None:
     )
 
 
-def _costs(p: ArgumentParser) -> None:
-    add = p.add_argument_group("costs").add_argument
+def prefill_costs(add: Callable[..., object]) -> None:
+    """Add what prefill and rows of a model take."""
     add("--prefill-rate", type=positive, metavar="N", help="tokens a second (8000)")
     add(
         "--doubles-at",
@@ -125,6 +126,11 @@ def _costs(p: ArgumentParser) -> None:
         help="position where a token takes twice as long (32768)",
     )
     add("--token-bytes", type=size, metavar="SIZE", help="KV of a token (128KiB)")
+
+
+def _costs(p: ArgumentParser) -> None:
+    add = p.add_argument_group("costs").add_argument
+    prefill_costs(add)
     add(
         "--repair",
         type=share,

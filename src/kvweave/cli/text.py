@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 
 MANY, FEW = 256, 32  # tokens of an answer
 # arguments of Engine.compose
-RESERVED = ("self", "template", "name", "repair", "share", "max_drift")
+WEAVE = ("repair", "share", "max_drift", "keep")
+RESERVED = ("self", "template", "name", *WEAVE)
 
 
 def run(args: Namespace) -> None:
@@ -111,6 +112,14 @@ def _can_there(where: There) -> None:
     print("\n".join(aligned([*rows, ("server", client.url)], left=2)))
 
 
+def compress(args: Namespace) -> None:
+    """Leave of a chunk's KV what a token policy keeps."""
+    out = Out.of(args)
+    with target(args).weaver() as weaver:
+        entry = weaver.compress(args.ref, args.keep, to=args.to)
+    out.done("compressed", [entry], dry_run=False)
+
+
 def place(args: Namespace) -> None:
     """Move KV to a tier."""
     Out.of(args).done("placed", target(args).place(), dry_run=args.dry_run)
@@ -133,7 +142,7 @@ def composed(args: Namespace) -> Iterator[kvweave.Context | RemoteContext]:
             if isinstance(value, list):
                 filled[hole] = [name for ref in value for name in _names(weaver, ref)]
         try:
-            options = {"repair": args.repair, "share": args.share, "max_drift": args.max_drift}
+            options = {name: getattr(args, name) for name in WEAVE}
             context = weaver.compose(template, **options, **filled)  # type: ignore[arg-type]
         except HoleNotFilled as error:
             raise _explained(weaver, error) from error

@@ -130,6 +130,12 @@ class ClientVerbs(Generic[_ContextT]):
         return (yield from place(files, pattern, tier, codec=codec, dry_run=dry_run))
 
     @Verb
+    def compress(self, ref: str, keep: str, *, to: str | None = None) -> Course[Entry]:
+        """Leave of a chunk's KV what a token policy keeps; see `Engine.compress`."""
+        files = FileVerbs(self._wire)
+        return (yield from FileVerbs.compress.course(files, ref, keep, to=to))
+
+    @Verb
     def denoise(self) -> Course[int]:
         """Compute canonical KV for every chunk that has none; return the tokens computed."""
         files = FileVerbs(self._wire)
@@ -158,7 +164,7 @@ class ClientVerbs(Generic[_ContextT]):
 
         Args:
             system: the first message; all other chunks' canonical KV is computed after it.
-            options: ``repair``, ``share``, ``max_drift``, ``prune``, ``positions``.
+            options: ``repair``, ``share``, ``max_drift``, ``prune``, ``positions``, ``keep``.
 
         Raises NameTaken, InvalidName, InvalidArgument.
         """
@@ -176,6 +182,7 @@ class ClientVerbs(Generic[_ContextT]):
         repair: str | None = None,
         share: float | None = None,
         max_drift: float | None = None,
+        keep: str | None = None,
         **holes: object,
     ) -> Course[_ContextT]:
         """Make a context from text with ``{holes}``; see `Engine.compose`."""
@@ -186,6 +193,7 @@ class ClientVerbs(Generic[_ContextT]):
             "repair": repair,
             "share": share,
             "max_drift": max_drift,
+            "keep": keep,
         }
         return self._made((yield from self._peer.call("POST", f"{CONTEXTS}:compose", body)))
 

@@ -76,6 +76,11 @@ class EditVerbs:
         """Put the parts in another order; ``order`` names each of them once."""
         return _edit("reorder", order=refs_of(order))
 
+    @Editing
+    def leave(self, *ranges: tuple[int, int]) -> OneEdit[None]:
+        """Leave only these half-open, increasing ranges of the context's tokens."""
+        return _edit("leave", ranges=[list(each) for each in ranges])
+
 
 class EditBlock(Block, EditVerbs, Blocking):
     """A block of edits of a `RemoteContext`."""

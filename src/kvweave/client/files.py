@@ -140,6 +140,11 @@ class FileVerbs:
         return (yield from self._do(pattern, "unpin", {"dry_run": dry_run}))
 
     @Verb
+    def compress(self, ref: str, keep: str, *, to: str | None = None) -> Course[Entry]:
+        """Leave of a chunk's KV what a token policy keeps, under the name ``to``, by default its own."""
+        return (yield from self._do(ref, "compress", {"keep": keep, "to": to}))[0]
+
+    @Verb
     def place(
         self, pattern: str, tier: TierName, *, codec: str | None = None, dry_run: bool = False
     ) -> Course[list[Entry]]:

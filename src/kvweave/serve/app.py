@@ -26,17 +26,17 @@ from kvweave.serve.guard import problems
 from kvweave.serve.guard.access import Access
 from kvweave.serve.guard.access_log import AccessLog
 from kvweave.serve.guard.limits import Limits
+from kvweave.serve.listening import GRACE
 from kvweave.serve.metrics import Requests
 from kvweave.serve.openai import routes as openai
 from kvweave.serve.options import Options
-from kvweave.serve.routes import chunks, contexts, edits, history, page, system, turns
+from kvweave.serve.routes import chunks, contexts, edits, history, page, system, thin, turns
 from kvweave.serve.routes.base import ERRORS
 from kvweave.serve.routes.system import OURS
 from kvweave.serve.state import ServerState
 from kvweave.weave.answer import Answer
 
 log = logging.getLogger("kvweave.serve")
-GRACE = 10.0  # seconds that running answers get at the end
 
 
 def create_app(engine: Engine, options: Options | None = None) -> FastAPI:
@@ -77,7 +77,7 @@ def create_app(engine: Engine, options: Options | None = None) -> FastAPI:
     )
     app.state.kvweave = state
     problems.install(app)
-    for rooms in (turns, edits, history, contexts, chunks, system):
+    for rooms in (turns, edits, history, contexts, thin, chunks, system):
         app.include_router(rooms.router)
     app.include_router(openai.make_router(state), responses=ERRORS)
     app.include_router(page.make_router())

@@ -18,6 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvweave.engine import Engine
 from kvweave.errors import InvalidArgument
+from kvweave.serve.guard.access_log import METHODS
 from kvweave.weave.answer import Answer
 from kvweave.weave.audit import CellReport
 from kvweave.weave.plan import Plan
@@ -25,7 +26,6 @@ from kvweave.weave.plan import Plan
 RECENT = 200  # answers kept for the page, per namespace
 PLANS = 40  # of these, the last whose plans are kept too
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
-METHODS = ("GET", "HEAD", "PUT", "POST", "DELETE", "OPTIONS")
 KINDS = ("exact", "reused", "repaired", "prefilled")
 
 

@@ -1,124 +1,26 @@
-"""The app behind a socket: uvicorn with bounds on what a connection may take, and a graceful end."""
+"""The app of an engine behind a socket; `Listener` has the socket's part."""
 
 from __future__ import annotations
 
-import asyncio
 import gc
-import signal
 import socket
 import sys
-from collections import Counter
 from collections.abc import Callable
-from types import FrameType
-from typing import Any
 
-import h11
-import uvicorn
 from fastapi import FastAPI
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from kvweave.serve.app import GRACE
+from kvweave.serve.listening import GRACE, Listener
 from kvweave.serve.state import ServerState
 
-HEADER_SECONDS = 10.0  # a client has to send its headers
-KEEP_ALIVE = 30.0  # seconds an idle connection stays open
-HEADER_BYTES = 32_768
 SWITCH_SECONDS = 0.0005  # the thread that computes must not wait long for one that parses
-CONNECTIONS = 1024  # then those that ask nothing make room
-BACKLOG = 512
 
 
-FULL = (
-    b"HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\nRetry-After: 5\r\n"
-    b"Connection: close\r\n\r\n"
-    b'{"error": {"message": "the server has no connection left", "type": "server_error", '
-    b'"param": null, "code": "overloaded", "hint": "try again"}}'
-)
-
-
-class Protocol(H11Protocol):
-    """Hangs up on who takes too long to send headers, also the second request's.
-
-    Where there are too many connections, one that asks nothing is closed for each new one: the
-    oldest of the address that has most of them.
-    """
-
-    _headers: asyncio.TimerHandle | None = None
-    _since = 0.0
-    _refused = False
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Start the clock."""
-        super().connection_made(transport)
-        self._since = self.loop.time()
-        self._watch()
-        if len(self.connections) > CONNECTIONS:
-            self._make_room()
-
-    def data_received(self, data: bytes) -> None:
-        """Stop the clock when the headers are complete."""
-        if self._refused:  # answered now, since what is closed unread is reset
-            self.transport.write(FULL)
-            self.transport.close()
-            return
-        super().data_received(data)
-        if self.conn.their_state is not h11.IDLE:
-            self._unwatch()
-        elif self._headers is None:
-            self._watch()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        """Stop the clock."""
-        self._unwatch()
-        super().connection_lost(exc)
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether no request of it is being answered."""
-        return self.cycle is None or self.cycle.response_complete
-
-    def _make_room(self) -> None:
-        others = [each for each in self.connections if isinstance(each, Protocol)]
-        idle = [each for each in others if each is not self and each.is_idle]
-        if not idle:
-            self._refused = True
-            return
-        by_host = Counter(each.host for each in others)
-        max(idle, key=lambda each: (by_host[each.host], -each._since))._give_up()
-
-    @property
-    def host(self) -> str:
-        """The address that it comes from."""
-        return self.client[0] if self.client else ""
-
-    def _watch(self) -> None:
-        self._headers = self.loop.call_later(HEADER_SECONDS, self._give_up)
-
-    def _unwatch(self) -> None:
-        if self._headers is not None:
-            self._headers.cancel()
-            self._headers = None
-
-    def _give_up(self) -> None:
-        self._headers = None
-        if not self.transport.is_closing():
-            self.transport.abort()
-
-
-class Server(uvicorn.Server):
-    """Serves on one socket until SIGINT or SIGTERM, then lets running answers end and returns."""
+class Server(Listener):
+    """Serves an engine until SIGINT or SIGTERM; what waits is refused then, what runs may end."""
 
     def __init__(self, app: FastAPI, ready: Callable[[], None], grace: float = GRACE) -> None:
-        config: dict[str, Any] = {
-            "http": Protocol, "ws": "none", "loop": "asyncio", "lifespan": "on",
-            "log_config": None, "access_log": False, "server_header": False,
-            "proxy_headers": False, "timeout_keep_alive": KEEP_ALIVE, "backlog": BACKLOG,
-            "h11_max_incomplete_event_size": HEADER_BYTES,
-            "timeout_graceful_shutdown": round(grace + 5),
-        }  # fmt: skip
-        super().__init__(uvicorn.Config(app, **config))
-        self._state: ServerState = app.state.kvweave
-        self._ready, self._grace = ready, grace
+        state: ServerState = app.state.kvweave
+        super().__init__(app, ready, grace, lambda: state.driver.refuse(grace))
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Begin to accept, and say so."""
@@ -126,38 +28,3 @@ class Server(uvicorn.Server):
         gc.collect()
         gc.freeze()  # to go through all of torch again takes a quarter of a second, in some request
         await super().startup(sockets)
-        if self.started:
-            self._ready()
-
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Refuse what waits at once, so that only running answers are waited for."""
-        self._state.driver.refuse(self._grace)
-        await super().shutdown(sockets)
-
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """End gracefully; a second Ctrl-C ends at once. Unlike uvicorn's own, do not die of it."""
-        if self.should_exit and sig == signal.SIGINT:
-            self.force_exit = True
-        self.should_exit = True
-
-
-def listen(host: str, port: int) -> socket.socket:
-    """Return a bound socket; port 0 takes a free one. Raises OSError."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # asyncio turns Nagle's algorithm off only where the protocol is named; with it, what follows the
-    # headers of an answer waits 40 ms for their acknowledgement
-    sock = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    try:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind((host, port))
-    except BaseException:
-        sock.close()
-        raise
-    sock.set_inheritable(False)
-    return sock
-
-
-def url_of(sock: socket.socket) -> str:
-    """Return the address of a bound socket."""
-    host, port = sock.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

@@ -15,6 +15,7 @@ from kvweave.serve.guard.idempotent import Idempotent
 from kvweave.serve.guard.quota import Quota
 from kvweave.serve.metrics import History, Metrics
 from kvweave.serve.options import Options
+from kvweave.serve.placements import Placements
 from kvweave.serve.reuse.find import Assembler
 from kvweave.serve.reuse.library import Library
 from kvweave.serve.reuse.pool import Sessions
@@ -50,6 +51,7 @@ class ServerState:
         self.fingerprint = f"fp_{engine.runner.fingerprint.digest().hex()[:12]}"
         self.limit = engine.runner.limit
         self.idempotent = Idempotent()
+        self.placements = Placements(engine)
         self.was_full = float("-inf")  # when the disk had no room, by `time.monotonic`
 
     @property

@@ -57,6 +57,12 @@ class Tasks:
             else:
                 self._go_on(each.task, each.call, each.request)
 
+    def cancel(self, task: Task[Any]) -> None:
+        """Give one of them up; nothing happens when it is over."""
+        for each in [each for each in self._running if each.task is task]:
+            self._running.remove(each)
+            self._close(each)
+
     def fail(self, error: Exception) -> None:
         """Give all of them up."""
         left, self._running = self._running, []

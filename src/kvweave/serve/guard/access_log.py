@@ -14,12 +14,12 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvweave.serve.guard.problems import REQUEST_ID
-from kvweave.serve.metrics import METHODS
 
 log = logging.getLogger("kvweave.access")
 
 HEADER = "X-Request-Id"
 REFUSED = (401, 403)
+METHODS = ("GET", "HEAD", "PUT", "POST", "DELETE", "OPTIONS")
 _ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 

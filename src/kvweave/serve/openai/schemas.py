@@ -55,6 +55,9 @@ class Message(BaseModel):
     tool_calls: list[ToolCall] | None = None
 
 
+KeepSpec = Annotated[str, Field(max_length=256)]
+
+
 class StreamOptions(BaseModel):
     """Whether the last chunk of a stream has the usage."""
 
@@ -68,6 +71,7 @@ class Extension(BaseModel):
     repair: str | None = None
     share: Annotated[float, Field(ge=0, le=1)] | None = None
     max_drift: float | None = None
+    keep: KeepSpec | None = None
 
 
 class GenerationRequest(BaseModel):
@@ -120,7 +124,7 @@ class GenerationRequest(BaseModel):
     @property
     def how(self) -> WeaveOptions:
         given = self.kvweave or Extension()
-        return WeaveOptions(given.repair, given.share, given.max_drift)
+        return WeaveOptions(given.repair, given.share, given.max_drift, given.keep)
 
     @property
     def n_choices(self) -> int:

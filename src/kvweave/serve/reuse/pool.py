@@ -209,7 +209,10 @@ class Sessions:
         parts = session.context.parts
         if self.is_busy(session.context) or not parts:
             return False
-        return session.n_base == 0 or parts[0].id == session.base
+        if session.n_base == 0:
+            return True
+        # a token policy that closes up leaves a slice of it
+        return parts[0].id == session.base and parts[0].n == self.table.get(parts[0].id).n_tokens
 
     def _base_id(self, wanted: Wanted) -> ChunkId | None:
         if wanted.base is None:

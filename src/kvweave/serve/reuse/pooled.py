@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from kvweave.chunk.identity import ChunkId
 from kvweave.serve.options import ReuseMode
@@ -18,11 +18,11 @@ class WeaveOptions:
     repair: str | None = None
     share: float | None = None
     max_drift: float | None = None
+    keep: str | None = None
 
     def options(self) -> dict[str, object]:
         """Return what was asked for, as options of `Engine.context`."""
-        given = {"repair": self.repair, "share": self.share, "max_drift": self.max_drift}
-        return {key: value for key, value in given.items() if value is not None}
+        return {key: value for key, value in asdict(self).items() if value is not None}
 
 
 @dataclass(eq=False, slots=True)

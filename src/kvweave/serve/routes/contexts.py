@@ -44,6 +44,7 @@ class New(Weave):
     system: str | None = None
     prune: Mode | None = None
     positions: Positions | None = None
+    keep: ChunkRef | None = None
 
 
 class Compose(Weave):
@@ -52,6 +53,7 @@ class Compose(Weave):
     template: str
     values: dict[str, str | list[ChunkRef]] = Field(default_factory=dict)
     name: ChunkRef | None = None
+    keep: ChunkRef | None = None
 
 
 class To(BaseModel):
@@ -64,7 +66,7 @@ class To(BaseModel):
 
 def given(body: Weave) -> _Json:
     """Return the options of a weave that were given."""
-    return body.model_dump(include={"repair", "share", "max_drift"}, exclude_none=True)
+    return body.model_dump(include={"repair", "share", "max_drift", "keep"}, exclude_none=True)
 
 
 @router.get("/contexts", response_model=SummaryList)

@@ -137,7 +137,22 @@ class Reorder(BaseModel):
         context.reorder([part_of(context, ref) for ref in self.order])
 
 
-AnyEdit = Annotated[Append | NewMessage | Drop | Replace | Reorder, Field(discriminator="verb")]
+class Leave(BaseModel):
+    """Ranges of tokens, each its first and the one behind its last."""
+
+    model_config = STRICT
+
+    verb: Literal["leave"] = "leave"
+    ranges: Annotated[list[tuple[Int, Int]], Field(min_length=1, max_length=MAX_EDITS)]
+
+    def apply(self, named: NamedContext, engine: Engine, context: Context) -> None:
+        """Do it."""
+        context.leave(*self.ranges)
+
+
+AnyEdit = Annotated[
+    Append | NewMessage | Drop | Replace | Reorder | Leave, Field(discriminator="verb")
+]
 
 
 class Edits(BaseModel):
@@ -187,6 +202,12 @@ async def reorder(here: OnContext, body: Reorder) -> _Json:
     return await _edited(here, body)
 
 
+@router.post("/{name:path}:leave", response_model=ContextView)
+async def leave(here: OnContext, body: Leave) -> _Json:
+    """Leave only some ranges of the context's tokens, and close up."""
+    return await _edited(here, body)
+
+
 @router.post("/{name:path}:edit", response_model=EditedView)
 async def edit(here: OnContext, body: Edits) -> _Json:
     """Do several edits as one version: all of them, or none."""
@@ -208,7 +229,7 @@ async def _made(here: NamedContext, body: Append | NewMessage | Replace) -> _Jso
     return await here.change(work)
 
 
-async def _edited(here: NamedContext, body: Drop | Reorder) -> _Json:
+async def _edited(here: NamedContext, body: Drop | Reorder | Leave) -> _Json:
     def work(engine: Engine, context: Context) -> _Json:
         body.apply(here, engine, context)
         return view_of(engine, here.the, context)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
-from collections.abc import Callable
+import time
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Annotated, TypeVar
 
@@ -18,6 +20,8 @@ from kvweave.serve.state import ServerState
 from kvweave.weave.context import Context
 
 T = TypeVar("T")
+# A caller that hung up is noticed some moments later; what it asks for next is not refused for that.
+GRACE_SECONDS = 1.0
 _ETAG = re.compile(r'(?:W/)?"?(\d{1,18})"?')
 IfMatch = Annotated[
     str | None,
@@ -50,14 +54,14 @@ class NamedContext:
     async def change(self, work: Callable[[Engine, Context], T]) -> T:
         """Run ``work`` on it, if it has the version wanted and nothing of it is under way.
 
-        Raises ContextChanged, ContextBusy.
+        Waits `GRACE_SECONDS` for an answer to end. Raises ContextChanged, ContextBusy.
         """
 
         def run(engine: Engine) -> tuple[T, int]:
             context = self.open(engine)
             return work(engine, context), context.history.version
 
-        return self._told(await self.the.call(self.tenant, run))
+        return self._told(await self.free(lambda: self.the.call(self.tenant, run)))
 
     async def run(self, task: Callable[[Engine, Context], Task[T]]) -> T:
         """As `change`, for work that goes on beside the answers under way."""
@@ -67,7 +71,7 @@ class NamedContext:
             result = yield from task(engine, context)
             return result, context.history.version
 
-        return self._told(await self.the.run(self.tenant, run))
+        return self._told(await self.free(lambda: self.the.run(self.tenant, run)))
 
     def open(self, engine: Engine) -> Context:
         """Return it, in the engine's thread. Raises ContextChanged, ContextBusy."""
@@ -77,6 +81,17 @@ class NamedContext:
         if self.wanted is not None and context.history.version != self.wanted:
             raise ContextChanged(self.name, self.wanted, context.history.version)
         return context
+
+    async def free(self, ask: Callable[[], Awaitable[T]]) -> T:
+        """Do ``ask``, again while an answer is under way, for `GRACE_SECONDS`."""
+        until = time.monotonic() + GRACE_SECONDS
+        while True:
+            try:
+                return await ask()
+            except ContextBusy:
+                if time.monotonic() >= until:
+                    raise
+            await asyncio.sleep(GRACE_SECONDS / 20)
 
     def _told(self, found: tuple[T, int]) -> T:
         self.response.headers["ETag"] = f'"{found[1]}"'

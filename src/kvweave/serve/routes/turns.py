@@ -82,8 +82,24 @@ class _Turn:
         self.sampling, self.max_drift = request_from(body.max_tokens, options)
         self.known: set[int] = set()  # uids of parts before the one that is answered
 
-    def events(self) -> AsyncGenerator[Event, None]:
-        return self.here.the.driver.answer(self.here.tenant, self.begin, self.done, self.wants)
+    async def events(self) -> AsyncGenerator[Event, None]:
+        events, event = await self.here.free(self.first)
+        try:
+            while event is not None:
+                yield event
+                event = await anext(events, None)
+        finally:
+            await events.aclose()
+
+    async def first(self) -> tuple[AsyncGenerator[Event, None], Event | None]:
+        """Begin the answer, and return its events but the first, and the first."""
+        driver = self.here.the.driver
+        events = driver.answer(self.here.tenant, self.begin, self.done, self.wants)
+        try:
+            return events, await anext(events, None)
+        except BaseException:
+            await events.aclose()
+            raise
 
     def begin(self, engine: Engine) -> list[Turn]:
         context = self.here.open(engine)
