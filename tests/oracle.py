@@ -37,6 +37,18 @@ BASE: dict[str, Any] = {
 }
 ROPE = {"rope_theta": 10000.0}
 
+LATENT = {
+    "head_dim": 8,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 16,
+    "num_key_value_heads": 4,
+    "first_k_dense_replace": 4,
+}
+GEMMA4 = ["sliding_attention", "full_attention"]
+
 # name -> (model type, config changes). Every entry is tested against the oracle.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
@@ -105,6 +117,26 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "num_local_experts": 4,
         },
     ),
+    "gpt_oss_sinks": ("gpt_oss", {"sliding_window": 7, "num_local_experts": 4}),
+    # a norm behind the rotation
+    "hunyuan": ("hunyuan_v1_dense", {}),
+    "deepseek_v2_latent": ("deepseek_v2", LATENT),
+    "deepseek_v3_latent": ("deepseek_v3", LATENT),
+    # the last two layers attend to rows of others
+    "gemma4_shared": (
+        "gemma4_text",
+        {
+            "num_hidden_layers": 5,
+            "num_kv_shared_layers": 2,
+            "layer_types": [*GEMMA4, GEMMA4[0], *GEMMA4],
+            "sliding_window": 7,
+            "hidden_size_per_layer_input": 8,
+            "vocab_size_per_layer_input": 101,
+            "num_experts": None,
+            "top_k_experts": None,
+            "moe_intermediate_size": None,
+        },
+    ),
 }
 
 # model types that are refused, and a word of the reason
@@ -114,22 +146,6 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "bloom": ("bloom", {}, "attention interface"),
     "mamba": ("mamba", {}, "state"),
     "qwen3_next": ("qwen3_next", {}, "state"),
-    "hunyuan": ("hunyuan_v1_dense", {}, "no rotation"),
-    "gpt_oss": ("gpt_oss", {"num_local_experts": 4}, "sinks"),
-    "deepseek_v3": (
-        "deepseek_v3",
-        {
-            "head_dim": 8,
-            "kv_lora_rank": 16,
-            "q_lora_rank": 16,
-            "qk_rope_head_dim": 8,
-            "qk_nope_head_dim": 16,
-            "v_head_dim": 16,
-            "num_key_value_heads": 4,
-            "first_k_dense_replace": 4,
-        },
-        "latent",
-    ),
     "ministral3_far": ("ministral3", {"max_position_embeddings": 65536}, "differs"),
 }
 
@@ -137,14 +153,16 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
 # How far two ways to compute one number may be apart, relative to the largest, whatever the machine:
 # float64 all the way (4e6 eps: deep models amplify what each product rounds), and with one step in
 # float32. Such steps are logprobs, which are read off float32 logits, and rotary modules that scale
-# their cosines (yarn, longrope): they round that product, we scale the keys. Llama 4 makes float32
-# cosines by `polar`, which need not round as `cos` does.
+# their cosines (yarn, longrope; gpt-oss has one): they round that product, we scale the keys. Llama 4
+# and DeepSeek-V2 make float32 cosines by `polar`, which need not round as `cos` does. What a norm
+# behind the rotation does is measured, and kept in float32.
+ROUNDED = ("yarn", "llama4_chunked", "gpt_oss_sinks", "deepseek_v2_latent", "hunyuan")
 EXACT, SINGLE = 1e-9, 16 * torch.finfo(torch.float32).eps
 
 
 def bound(name: str) -> float:
     """Return the bound that holds for an entry of `MODELS` in float64."""
-    return SINGLE if name in ("yarn", "llama4_chunked") else EXACT
+    return SINGLE if name in ROUNDED else EXACT
 
 
 class Float64(TorchFunctionMode):

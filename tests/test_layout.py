@@ -50,7 +50,9 @@ TORCH_FREE = (
     "weave/settings.py", "weave/template.py", "weave/chat.py", "weave/plan.py", "weave/answer.py",
     "weave/check.py", "weave/calibration.py", "weave/special.py",
 )  # fmt: skip
-MODEL_SEAM = ("run/load.py", "run/model.py", "run/probe.py", "run/verify.py")
+MODEL_SEAM = (
+    "run/expand.py", "run/load.py", "run/looking.py", "run/model.py", "run/probe.py", "run/verify.py",
+)  # fmt: skip
 LOCAL_IMPORTS_FREE = ("demo/", "cli/")  # these start fast by importing late
 SPEAK_FOR_THEMSELVES = {"property", "cached_property", "setter", "overload", "override"}
 MAX_FILE, MAX_FUNCTION, MAX_PARAMETERS, MAX_DEPTH = 400, 60, 7, 2

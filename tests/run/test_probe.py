@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from kvweave.run.base import ALL, Mask
+from kvweave.run.looking import Refused
 from kvweave.run.model import Runner
-from kvweave.run.probe import Refused, learn
+from kvweave.run.probe import learn
 
 Kwargs = dict[str, Any]
 CHUNKS = Mask(chunk=8)

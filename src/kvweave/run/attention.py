@@ -9,19 +9,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from kvweave.run.batch import Batch
+from kvweave.run.latent import Latent
 from kvweave.run.packed import CodedLevel
 from kvweave.run.part import BatchPart, Piece
 from kvweave.run.thinned import ThinnedRows
 from kvweave.run.together import Together
 from kvweave.run.upload import up
 
+SINKS = 8  # dims that hold sinks in one kernel: two are used, and kernels want widths of eight
 FOLD = 32  # rows below which query heads that share keys stand in one block, which reads these once
 NOTHING = (0, 0)
 
@@ -34,6 +36,12 @@ class Scaling:
 
     scale: float
     softcap: float | None
+    # [head] a score that each head gives to nothing (arXiv 2309.17453, section 3.3; gpt-oss)
+    sinks: Tensor | None = None
+
+    def of(self, first: int, last: int) -> Scaling:
+        """Return what is done with the scores of query heads ``[first, last)``."""
+        return self if self.sinks is None else replace(self, sinks=self.sinks[first:last])
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,31 +54,52 @@ class VisibleKV:
     causal: bool = False  # row i sees the first i + 1 slots
 
 
-def attend(layer: int, query: Tensor, scale: float | None, softcap: float | None) -> Tensor:
-    """Return attention [1, total, head, v_dim] of unrotated ``query`` [1, head, total, dim]."""
+def attend(
+    number: int,
+    query: Tensor,
+    scale: float | None,
+    softcap: float | None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Return attention [1, total, head, v_dim] of unrotated ``query`` [1, head, total, dim] in the
+    layer that the model calls ``number``; ``sinks`` [head] are scores that go to nothing."""
     batch = current.get()
-    how = Scaling(query.shape[-1] ** -0.5 if scale is None else scale, softcap)
+    layer = batch.readers[number]
+    info = batch.infos[layer]
+    how = Scaling(query.shape[-1] ** -0.5 if scale is None else scale, softcap, sinks)
     asked = query[0].transpose(0, 1)
+    if info.latent is not None:
+        asked = info.latent.sorted(asked)
+    own = info.readers[:1] in ((), (number,))
     for part in batch.parts:
         observer = part.work.observer
-        if observer is not None and observer.asks and layer < part.last:
-            observer.ask(layer, part.work.at, asked[part.span])
-    turned = batch.turned(layer, asked)
+        if own and observer is not None and observer.asks and layer < part.last:
+            mine = asked[part.span]
+            mine = mine if info.latent is None else info.latent.absorbed(mine)
+            observer.ask(layer, part.work.at, mine)
+    turned = batch.turned_queries(layer, asked)
     if batch.together is not None:
-        return _together(batch, batch.together, layer, turned, how)[None]
+        return _together(batch, batch.together, layer, turned, how, own)[None]
     outs: list[Tensor] = []
     for part in batch.parts:
         if layer < part.last:
-            outs += _part(batch, part, layer, turned[part.span], how)
+            outs += _part(batch, part, layer, turned[part.span], how, own)
         else:  # nothing behind this layer is wanted of it
-            outs.append(turned.new_zeros(part.n, turned.shape[1], batch.infos[layer].shape.v_dim))
+            wide = info.shape.v_dim if info.latent is None else info.latent.values.shape[2]
+            outs.append(turned.new_zeros(part.n, turned.shape[1], wide))
     return (outs[0].contiguous() if len(outs) == 1 else torch.cat(outs))[None]
 
 
-def _together(batch: Batch, together: Together, layer: int, query: Tensor, how: Scaling) -> Tensor:
+def _together(
+    batch: Batch, together: Together, layer: int, query: Tensor, how: Scaling, shown: bool
+) -> Tensor:
     """Attention of all rows at once, ``query`` [total, head, dim] -> [total, head, v_dim]."""
     out, sums = together.attend(layer, query, how.scale, how.softcap)
-    for part in batch.parts:
+    if how.sinks is not None:
+        sinks = how.sinks.to(sums.dtype)
+        out *= torch.sigmoid(sums - sinks)[..., None].to(out.dtype)
+        sums = torch.logaddexp(sums, sinks)
+    for part in batch.parts if shown else ():
         watched = _watched(part, layer) if layer < part.last else NOTHING
         if watched == NOTHING:
             continue
@@ -87,26 +116,45 @@ def _together(batch: Batch, together: Together, layer: int, query: Tensor, how: 
     return out
 
 
-def _part(batch: Batch, part: BatchPart, layer: int, query: Tensor, how: Scaling) -> list[Tensor]:
+def _part(
+    batch: Batch, part: BatchPart, layer: int, query: Tensor, how: Scaling, shown: bool
+) -> list[Tensor]:
     """Attention of one work's rows, ``query`` [row, head, dim] -> pieces [row, head, v_dim]."""
-    mask = batch.infos[layer].mask
-    pieces = part.cut(mask, _watched(part, layer))
+    mask, latent = batch.infos[layer].mask, batch.infos[layer].latent
+    pieces = part.cut(mask, _watched(part, layer) if shown else NOTHING)
     rows = part.rows.layers[layer]
     if isinstance(rows, ThinnedRows):
         return [_thinned(batch, part, piece, layer, query, how) for piece in pieces]
     begin, outs = pieces[0].begin, []
     keys, values = rows.seen(slice(begin, part.stop))
+    expanded: tuple[Tensor, Tensor] | None = None
     for piece in pieces:
         q = query[piece.first : piece.last]
         span = slice(piece.begin - begin, piece.stop - begin)
-        causal = piece.causal and how.softcap is None
+        many = latent is not None and not piece.watched and len(q) >= latent.pays
+        causal = piece.causal and how.softcap is None and (latent is None or many)
         bias = None if causal else batch.bias(part, piece, mask, q.dtype)
+        if latent is not None and many:
+            expanded = expanded or latent.expanded(keys, values)
+            seen = VisibleKV(expanded[0][:, span], expanded[1][:, span], bias, causal)
+            outs.append(_attention(q, seen, how, False)[0])
+            continue
         seen = VisibleKV(keys[:, span], values[:, span], bias, causal)
-        out, weights = _attention(q, seen, how, piece.watched)
+        out, weights = _latently(q, seen, how, piece.watched, latent)
         outs.append(out)
         if weights is not None:
             _show(part, piece, layer, weights)
     return outs
+
+
+def _latently(
+    query: Tensor, seen: VisibleKV, how: Scaling, watched: bool, latent: Latent | None
+) -> tuple[Tensor, Tensor | None]:
+    """The same as `_attention`, also for rows that are latents."""
+    if latent is None:
+        return _attention(query, seen, how, watched)
+    out, weights = _attention(latent.absorbed(query), seen, how, watched)
+    return latent.read(out), weights
 
 
 def _thinned(
@@ -114,6 +162,7 @@ def _thinned(
 ) -> Tensor:
     """The same for one piece and rows of which each head keeps its own."""
     rows, mask = part.rows.layers[layer], batch.infos[layer].mask
+    latent, group = batch.infos[layer].latent, batch.infos[layer].group
     assert isinstance(rows, ThinnedRows)
     query, outs, shown = query[piece.first : piece.last], [], []
     together = _thinned_together(batch, part, piece, layer, query, how)
@@ -124,7 +173,8 @@ def _thinned(
         slots = up(kept, q.device)
         many = len(q) > 1
         bias = batch.bias_of(slots, part, piece, mask, q.dtype) if many else None
-        out, weights = _attention(q, VisibleKV(keys, values, bias), how, piece.watched)
+        mine = how.of(head * group, (head + 1) * group)
+        out, weights = _latently(q, VisibleKV(keys, values, bias), mine, piece.watched, latent)
         if bias is not None:  # a row of which all before it was freed, and it itself, sees nothing
             blind = torch.isneginf(bias).all(-1)
             out = out.masked_fill(blind[:, None, None], 0)
@@ -143,7 +193,7 @@ def _thinned_together(
 ) -> Tensor | None:
     """All heads in one attention, where they keep as many rows each and all before the piece are
     seen: what is seen is then the same whatever the slots."""
-    rows = part.rows.layers[layer]
+    rows, latent = part.rows.layers[layer], batch.infos[layer].latent
     assert isinstance(rows, ThinnedRows)
     first = int(part.work.slots[piece.first])
     n = piece.last - piece.first
@@ -151,7 +201,7 @@ def _thinned_together(
         return None
     if n > 1 and part.begins[batch.infos[layer].mask] is not None:
         return None
-    folds = rows.coded_together if n < FOLD else None
+    folds = rows.coded_together if n < FOLD and latent is None else None
     found = rows.raw_together(piece.stop) if folds else rows.seen_together(piece.stop)
     if found is None:
         return None
@@ -161,7 +211,9 @@ def _thinned_together(
         bias[:, -n:].fill_(float("-inf")).triu_(1)
     seen = VisibleKV(*found, bias)
     out, weights = (
-        _coded(query, folds, seen, how) if folds else _attention(query, seen, how, piece.watched)
+        _coded(query, folds, seen, how)
+        if folds
+        else _latently(query, seen, how, piece.watched, latent)
     )
     if weights is not None and piece.watched:
         every = weights.new_zeros(*weights.shape[:2], piece.stop)
@@ -185,13 +237,13 @@ def _coded(
     if how.softcap is not None:
         scores = [torch.tanh(each / how.softcap) * how.softcap for each in scores]
     scores.append(_scores(query, seen, how).to(wide))
-    weights = torch.cat(scores, -1).softmax(-1)
+    weights = _shares(torch.cat(scores, -1), how, n)
     at = weights.shape[-1] - seen.keys.shape[1]
     out = (weights[..., at:].to(seen.values.dtype) @ seen.values).to(wide)
     for level in reversed(levels):
         at, stop = at - level.n // len(level.slots), at
         out += level.mixed(weights[..., at:stop])
-    return _unfolded(out.to(query.dtype), n), weights.view(heads, n, -1)
+    return _unfolded(out.to(query.dtype), n), weights.reshape(heads, n, -1)
 
 
 def _show(part: BatchPart, piece: Piece, layer: int, weights: Tensor) -> None:
@@ -204,12 +256,15 @@ def _attention(
 ) -> tuple[Tensor, Tensor | None]:
     """Return attention [row, head, v_dim] of ``query`` [row, head, dim], and if it is watched its
     weights [head, row, slot]."""
-    if how.softcap is None and not watched:
-        return _fused(query, seen, how.scale), None
+    absorbed = query.shape[2] > seen.keys.shape[2]
+    few = how.sinks is not None and len(query) < FOLD and not seen.causal
+    if not (how.softcap is not None or watched or absorbed or few):
+        fused = _fused if how.sinks is None else _fused_with_sinks
+        return fused(query, seen, how), None
     n, heads, _ = query.shape
     weights = _weights(query, seen, how)
     out = _unfolded(weights.to(seen.values.dtype) @ seen.values, n)
-    return out, weights.view(heads, n, -1) if watched else None
+    return out, weights.reshape(heads, n, -1) if watched else None
 
 
 def _watched(part: BatchPart, layer: int) -> tuple[int, int]:
@@ -236,7 +291,7 @@ def _unfolded(out: Tensor, n: int) -> Tensor:
     return out.view(kv_heads, group, n, dim).permute(2, 0, 1, 3).reshape(n, -1, dim)
 
 
-def _fused(query: Tensor, seen: VisibleKV, scale: float) -> Tensor:
+def _fused(query: Tensor, seen: VisibleKV, how: Scaling) -> Tensor:
     """Attention of ``query`` [row, head, dim] in one kernel."""
     n, heads, dim = query.shape
     keys, values, bias = seen.keys, seen.values, seen.bias
@@ -247,34 +302,74 @@ def _fused(query: Tensor, seen: VisibleKV, scale: float) -> Tensor:
             bias = bias.repeat(group, 1)
         folded = _folded(query, kv_heads)[None]
         out = F.scaled_dot_product_attention(
-            folded, keys[None], values[None], attn_mask=bias, scale=scale
+            folded, keys[None], values[None], attn_mask=bias, scale=how.scale
         )
         return _unfolded(out[0], n)
+    if v_dim < dim:  # kernels want keys and values as wide
+        values = F.pad(values, (0, dim - v_dim))
     out = F.scaled_dot_product_attention(
         query.view(n, kv_heads, group, dim).permute(1, 2, 0, 3),
         keys[:, None].expand(kv_heads, group, n_keys, dim),
-        values[:, None].expand(kv_heads, group, n_keys, v_dim),
+        values[:, None].expand(kv_heads, group, n_keys, values.shape[2]),
         attn_mask=bias,
         is_causal=seen.causal,
-        scale=scale,
+        scale=how.scale,
     )
-    return out.permute(2, 0, 1, 3).reshape(n, heads, v_dim)
+    return out[..., :v_dim].permute(2, 0, 1, 3).reshape(n, heads, v_dim)
+
+
+def _fused_with_sinks(query: Tensor, seen: VisibleKV, how: Scaling) -> Tensor:
+    """The same with `Scaling.sinks`: a slot in front of all others that every row sees, of no value,
+    whose key meets queries in dims of its own, where they hold the sinks."""
+    assert how.sinks is not None
+    dim, wide = query.shape[2], query.dtype
+    aim = (how.sinks / how.scale).to(wide)
+    rest = (how.sinks - (aim * how.scale).to(how.sinks.dtype)) / how.scale  # half precision rounds
+    query = F.pad(query, (0, SINKS))
+    query[..., dim], query[..., dim + 1] = aim, rest.to(wide)
+    keys, values = F.pad(seen.keys, (0, SINKS, 1, 0)), F.pad(seen.values, (0, 0, 1, 0))
+    keys[:, 0, dim : dim + 2] = 1
+    if seen.causal:  # row i sees i + 1 slots: one more row sees that in front alone
+        padded = F.pad(query, (0, 0, 0, 0, 1, 0))
+        return _fused(padded, VisibleKV(keys, values, None, True), how)[1:]
+    bias = None if seen.bias is None else F.pad(seen.bias, (1, 0))
+    return _fused(query, VisibleKV(keys, values, bias), how)
 
 
 def _weights(query: Tensor, seen: VisibleKV, how: Scaling) -> Tensor:
     """Return attention weights [kv_head, group * row, slot], in float32 at least."""
-    scores = _scores(query, seen, how)
+    return _shares(_scores(query, seen, how), how, len(query))
+
+
+def _shares(scores: Tensor, how: Scaling, n: int) -> Tensor:
+    """Return what of each of ``n`` rows' attention [kv_head, group * row, slot] goes where."""
     half = scores.dtype in (torch.bfloat16, torch.float16)
-    return scores.softmax(-1, dtype=torch.float32 if half else scores.dtype)
+    wide = torch.float32 if half else scores.dtype
+    if how.sinks is None:
+        return scores.softmax(-1, dtype=wide)
+    sinks = how.sinks.view(len(scores), -1, 1).expand(-1, -1, n).reshape(*scores.shape[:2], 1)
+    return torch.cat((scores.to(wide), sinks.to(wide)), -1).softmax(-1)[..., :-1]
 
 
 def _scores(query: Tensor, seen: VisibleKV, how: Scaling) -> Tensor:
-    """Return attention scores [kv_head, group * row, slot], -inf where a row sees nothing."""
+    """Return attention scores [kv_head, group * row, slot], -inf where a row sees nothing.
+
+    Where a query is wider than keys, what is behind meets the values (`run/latent.py`).
+    """
     kv_heads = len(seen.keys)
     folded, keys = _folded(query, kv_heads), seen.keys.transpose(1, 2)
     bias = seen.bias
     if bias is not None:
         bias = bias.repeat(query.shape[1] // kv_heads, 1)
+    if query.shape[2] > seen.keys.shape[2]:
+        scores = torch.baddbmm(
+            folded[..., : keys.shape[1]] @ keys,
+            folded[..., keys.shape[1] :],
+            seen.values.transpose(1, 2),
+        ).mul_(how.scale)
+        if how.softcap is not None:
+            scores = torch.tanh(scores / how.softcap) * how.softcap
+        return scores if bias is None else scores + bias
     if how.softcap is not None:
         scores = torch.tanh(folded @ keys * (how.scale / how.softcap)) * how.softcap
         return scores if bias is None else scores + bias

@@ -32,6 +32,7 @@ from torch import Tensor
 
 from kvweave.chunk.identity import ModelFingerprint
 from kvweave.run.capability import Capability as Capability
+from kvweave.run.latent import Latent
 from kvweave.run.rotary import Rotation
 from kvweave.store.kv import KV, LayerShape
 
@@ -70,11 +71,21 @@ class LayerInfo:
     rotation: Rotation
     mask: Mask = ALL
     group: int = 1  # query heads to a kv head
+    query: Rotation | None = None  # how queries turn, where they do not as keys do
+    latent: Latent | None = None  # what heads make of rows that are latents
+    # numbers by which the model calls the layers that attend to these rows: first the one that
+    # writes them; none: as many rows as layers, in their order
+    readers: tuple[int, ...] = ()
 
     @property
     def n_queries(self) -> int:
         """Query heads."""
         return self.group * self.shape.k_heads
+
+
+def readers_of(infos: Sequence[LayerInfo]) -> dict[int, int]:
+    """Return whose rows (an index of ``infos``) each layer of a model attends to."""
+    return {at: i for i, info in enumerate(infos) for at in info.readers or (i,)}
 
 
 class Observer:
@@ -99,7 +110,8 @@ class Observer:
         """A pass begins; what the last one added without an `end` does not count."""
 
     def see(self, layer: int, first: int, begin: int, weights: Tensor) -> None:
-        """Take ``weights`` [head, row, key], float32 at least: each row's attention sums to 1.
+        """Take ``weights`` [head, row, key], float32 at least: each row's attention sums to 1, less
+        where a model has sinks. Layers that attend to another's rows are not shown.
 
         The rows are those of the whole work from ``first`` on, the keys the slots from ``begin``
         on; a layer may be shown in several pieces. The layer `Work.last` is not seen.
@@ -107,7 +119,8 @@ class Observer:
 
     def ask(self, layer: int, first: int, queries: Tensor) -> None:
         """Take unrotated ``queries`` [row, head, dim] of the rows from ``first`` on, numbered as in
-        `see`, where ``asks``; of every layer up to the last that is wanted."""
+        `see`, where ``asks``; of every layer up to the last that is wanted. Of latents: as they meet
+        keys and values, one behind the other."""
 
     def end(self) -> None:
         """The pass is over."""

@@ -12,12 +12,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvweave.run.base import NO_SLOTS, Ints, LayerInfo, Mask, Work
+from kvweave.run.base import NO_SLOTS, Ints, LayerInfo, Mask, Work, readers_of
 from kvweave.run.graphs import Form
 from kvweave.run.layers import At, span_of
 from kvweave.run.part import BatchPart, Piece
 from kvweave.run.pool import Pools
-from kvweave.run.rotary import Angles
+from kvweave.run.rotary import Angles, Rotation
 from kvweave.run.together import (
     FEW,
     SHAPED,
@@ -49,6 +49,7 @@ class Batch:
         pools: Pools | None = None,
     ) -> None:
         self.infos, self.device = layers, device
+        self.readers = readers_of(layers)
         self.parts: list[BatchPart] = []
         n = 0
         for work in works:
@@ -155,7 +156,9 @@ class Batch:
 
     def angles(self, layer: int) -> Angles:
         """Return cos and sin of a layer's rotation, [total, width] each."""
-        rotation = self.infos[layer].rotation
+        return self._angles_of(self.infos[layer].rotation)
+
+    def _angles_of(self, rotation: Rotation) -> Angles:
         if id(rotation) not in self._angles:
             self._angles[id(rotation)] = rotation.angles(self._positions)
         return self._angles[id(rotation)]
@@ -170,6 +173,11 @@ class Batch:
     def turned(self, layer: int, rows: Tensor) -> Tensor:
         """Return rows [total, head, dim] of a layer turned to their positions."""
         return self.infos[layer].rotation.apply(rows, self.angles(layer))
+
+    def turned_queries(self, layer: int, queries: Tensor) -> Tensor:
+        """Return queries [total, head, dim] of a layer turned to their positions."""
+        rotation = self.infos[layer].query or self.infos[layer].rotation
+        return rotation.apply(queries, self._angles_of(rotation))
 
     def write(self, layer: int, keys: Tensor, values: Tensor) -> None:
         """Store a layer's rows; ``keys`` and ``values`` are [total, head, dim], unrotated.

@@ -23,13 +23,14 @@ from transformers import (
 
 from kvweave.errors import CannotMove, ContextTooLong, InvalidArgument
 from kvweave.run import attention
-from kvweave.run.base import Capability, LayerInfo, Work
+from kvweave.run.base import Capability, LayerInfo, Work, readers_of
 from kvweave.run.batch import Batch, StopPass
 from kvweave.run.fingerprint import fingerprint
 from kvweave.run.kernel import available
 from kvweave.run.load import load, twin
+from kvweave.run.looking import KeptLayer, Refused
 from kvweave.run.pool import Pools
-from kvweave.run.probe import KeptLayer, Refused, learn
+from kvweave.run.probe import learn
 from kvweave.run.quantised import movable, rows_as
 from kvweave.run.rows import KVRows
 from kvweave.run.sample import end_tokens
@@ -42,14 +43,16 @@ ATTENTION = "kvweave"
 class _SlotLayer(KeptLayer):  # type: ignore[no-untyped-call]
     """Hands the rows of layer ``index`` to the current batch."""
 
-    def __init__(self, index: int) -> None:
+    def __init__(self, index: int, latent: bool) -> None:
         super().__init__()
-        self.index = index
+        self.index, self.latent = index, latent
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         keys, values = key_states[0].transpose(0, 1), value_states[0].transpose(0, 1)
+        if self.latent:  # handed the other way round
+            keys, values = values, keys
         attention.current.get().write(self.index, keys, values)
         return key_states, value_states
 
@@ -66,8 +69,9 @@ def _attention(
     attention_mask: Tensor | None = None,
     **kw: Any,
 ) -> tuple[Tensor, None]:
-    layer: int = module.layer_idx  # type: ignore[assignment]
-    return attention.attend(layer, query, kw.get("scaling"), kw.get("softcap")), None
+    number: int = module.layer_idx  # type: ignore[assignment]
+    how = (kw.get(name) for name in ("scaling", "softcap", "s_aux"))
+    return attention.attend(number, query, *how), None
 
 
 AttentionInterface.register(ATTENTION, _attention)
@@ -161,7 +165,7 @@ class Runner:
     @property
     def pooled(self) -> bool:
         """Whether raw rows of all contexts stand in one buffer a layer."""
-        return available(self.device)
+        return available(self.device) and all(layer.latent is None for layer in self.layers)
 
     def new_kv(self, n: int) -> KV:
         """Return uninitialised KV for ``n`` tokens."""
@@ -192,6 +196,14 @@ class Runner:
             attention.current.reset(token)
         return batch.split(found)
 
+    def _cache(self) -> Cache:
+        """Return a cache whose layers hand their rows to the current batch."""
+        readers = readers_of(self.layers)
+        rows = [readers.get(number, -1) for number in range(max(readers) + 1)]
+        return Cache(
+            layers=[_SlotLayer(i, i >= 0 and self.layers[i].latent is not None) for i in rows]
+        )
+
     def _call(self, batch: Batch) -> Tensor:
         """Return the logits [want, vocab] of a batch."""
         n, options = len(batch.want), {}
@@ -202,7 +214,7 @@ class Runner:
             logits: Tensor = self.model(
                 input_ids=batch.ids,
                 position_ids=torch.zeros_like(batch.ids),
-                past_key_values=Cache(layers=[_SlotLayer(i) for i in range(len(self.layers))]),
+                past_key_values=self._cache(),
                 use_cache=True,
                 **options,
             ).logits[0]
@@ -229,5 +241,15 @@ def _summary(layers: Sequence[LayerInfo]) -> str:
     turned = sum(layer.rotation.width > 0 for layer in layers)
     sliding = sum(layer.mask.window is not None for layer in layers)
     chunked = sum(layer.mask.chunk is not None for layer in layers)
-    text = f"{turned} rotary, {len(layers) - turned} position-free, {sliding} sliding"
-    return f"{text}, {chunked} chunked layers" if chunked else f"{text} layers"
+    latent = sum(layer.latent is not None for layer in layers)
+    shared = sum(len(layer.readers) - 1 for layer in layers)
+    kinds = {
+        "rotary": turned,
+        "position-free": len(layers) - turned,
+        "sliding": sliding,
+        "chunked": chunked,
+        "latent": latent,
+    }
+    some = [f"{n} {kind}" for kind, n in kinds.items() if n or kind not in ("chunked", "latent")]
+    text = f"{', '.join(some)} layers"
+    return f"{text}; {shared} more attend to rows of others" if shared else text

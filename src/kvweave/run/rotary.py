@@ -7,27 +7,41 @@ architecture. Angles are ``float32(position) * inv_freq``, the product transform
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 Angles = tuple[Tensor, Tensor]
+TINY = 1e-6  # a ratio below which a pair has lost a dim
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rotation:
-    """The first ``width`` dims turn in pairs; ``width == 0`` means the keys carry no position."""
+    """The first ``width`` dims turn in pairs; ``width == 0`` means the keys carry no position.
+
+    Where a model scales dims behind its rotation (a norm's weights), a pair does not turn on a circle:
+    ``ratio`` says how its first dim is scaled in terms of its second.
+    """
 
     width: int
     interleaved: bool
     inv_freq: Tensor  # [width / 2], float32, radians per position; negative turns the other way
-    _there: dict[torch.device, Tensor] = field(default_factory=dict, repr=False)  # copies of it
+    ratio: Tensor | None = None  # [width / 2], float32
+    # copies of both
+    _there: dict[torch.device, tuple[Tensor, Tensor]] = field(default_factory=dict, repr=False)
 
     @property
     def key(self) -> tuple[int, bool, tuple[float, ...]]:
-        """A value equal for equal rotations."""
+        """A value equal for equal rotations but for their ``ratio``, which is measured: the weights
+        that it comes from are told apart as such."""
         return (self.width, self.interleaved, tuple(self.inv_freq.tolist()))
+
+    def equals(self, other: Rotation) -> bool:
+        """Tell whether both turn rows alike."""
+        if self.key != other.key or (self.ratio is None) != (other.ratio is None):
+            return False
+        return self.ratio is None or other.ratio is None or torch.equal(self.ratio, other.ratio)
 
     def angles(self, positions: Tensor) -> Angles:
         """Return cos and sin, [token, width] float32, of integer ``positions`` [token].
@@ -36,12 +50,16 @@ class Rotation:
         second, so that turning is one product and one sum over whole rows.
         """
         if positions.device not in self._there:
-            self._there[positions.device] = self.inv_freq.to(positions.device)
-        freqs = positions.to(torch.float32)[:, None] * self._there[positions.device]
+            ratio = torch.ones_like(self.inv_freq) if self.ratio is None else self.ratio
+            both = self.inv_freq.to(positions.device), ratio.to(positions.device)
+            self._there[positions.device] = both
+        inv_freq, ratio = self._there[positions.device]
+        freqs = positions.to(torch.float32)[:, None] * inv_freq
         cos, sin = freqs.cos(), freqs.sin()
+        first, second = (-sin, sin) if self.ratio is None else (-sin * ratio, sin / ratio)
         if self.interleaved:
-            return cos.repeat_interleave(2, -1), torch.stack((-sin, sin), -1).flatten(-2)
-        return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
+            return cos.repeat_interleave(2, -1), torch.stack((first, second), -1).flatten(-2)
+        return torch.cat((cos, cos), -1), torch.cat((first, second), -1)
 
     def apply(self, x: Tensor, angles: Angles, out: Tensor | None = None) -> Tensor:
         """Turn position-free ``x`` [token, head, dim] by ``angles``; write to ``out`` if given.
@@ -94,16 +112,52 @@ def identify(
     scale = float(base.abs().max())
     if all(_close(k, base, scale, tolerance) for k in keys.values()):
         return STATIC
-    for inv_freq in frequencies:
-        for interleaved in (False, True):
-            for sign in (1.0, -1.0):
-                width = 2 * inv_freq.numel()
-                if width > base.shape[-1]:
-                    continue
-                spec = Rotation(width, interleaved, (sign * inv_freq).to(torch.float32).cpu())
-                if _explains(spec, keys, scale, tolerance):
-                    return spec
+    kinds = [
+        Rotation(2 * inv_freq.numel(), interleaved, (sign * inv_freq).to(torch.float32).cpu())
+        for inv_freq in frequencies
+        for interleaved in (False, True)
+        for sign in (1.0, -1.0)
+        if 2 * inv_freq.numel() <= base.shape[-1]
+    ]
+    for spec in kinds:
+        if _explains(spec, keys, scale, tolerance):
+            return spec
+    for spec in kinds:
+        ratio = _ratio(spec, keys)
+        if ratio is not None:
+            scaled = replace(spec, ratio=ratio, _there={})
+            if _explains(scaled, keys, scale, tolerance):
+                return scaled
     return None
+
+
+def _ratio(spec: Rotation, keys: Mapping[int, Tensor]) -> Tensor | None:
+    """Return the `Rotation.ratio` with which ``spec`` explains ``keys`` best, None for none.
+
+    Behind a rotation and weights w, the first dim of a pair is a cos - r b sin, where a, b are the
+    pair at position 0 and r = w_first / w_second: least squares over heads, at the position where
+    the pair has turned most.
+    """
+    first, second = _pairs(keys[0], spec)
+    ratio, most = torch.ones_like(spec.inv_freq), torch.zeros_like(spec.inv_freq)
+    for position, found in keys.items():
+        angles = position * spec.inv_freq
+        turned, _ = _pairs(found, spec)
+        shown = second * angles.sin()
+        best = angles.sin().abs() > most
+        fitted = (shown * (first * angles.cos() - turned)).sum(0) / shown.square().sum(0)
+        ratio[best], most[best] = fitted.to(ratio.dtype)[best], angles.sin().abs()[best]
+    usable = torch.isfinite(ratio) & (ratio.abs() > TINY)
+    return ratio if bool(usable.all()) else None
+
+
+def _pairs(keys: Tensor, spec: Rotation) -> tuple[Tensor, Tensor]:
+    """Return the first and the second dims of all pairs that turn, [head, pair] each."""
+    turning = keys[..., : spec.width]
+    if spec.interleaved:
+        return turning[..., 0::2], turning[..., 1::2]
+    first, second = turning.chunk(2, -1)
+    return first, second
 
 
 def _explains(spec: Rotation, keys: Mapping[int, Tensor], scale: float, tolerance: float) -> bool:

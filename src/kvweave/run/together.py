@@ -27,7 +27,8 @@ Key = tuple[int, ...]
 
 def pooled(parts: Sequence[BatchPart], infos: Sequence[LayerInfo]) -> bool:
     """Tell whether all rows of all layers stand in pools that the kernels can serve."""
-    return all(info.shape.k_heads == info.shape.v_heads for info in infos) and all(
+    plain = [info.latent is None and info.shape.k_heads == info.shape.v_heads for info in infos]
+    return all(plain) and all(
         isinstance(rows, PooledRows) for part in parts for rows in part.rows.layers
     )
 

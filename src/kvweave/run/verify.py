@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel
 
-from kvweave.run.base import Backend, Ints, Mask, Work
+from kvweave.run.base import Backend, Ints, Mask, Work, readers_of
+from kvweave.run.looking import KeptLayer
 from kvweave.run.pin import pinned
-from kvweave.run.probe import KeptLayer
 from kvweave.run.trouble import is_resource_error, said
 from kvweave.run.widen import widened
 
@@ -38,8 +38,8 @@ class _Context:
     positions: Ints
     plain: bool
     logits: Tensor | None = None  # [token, vocab]
-    keys: Sequence[Tensor] = ()  # of each layer, [token, head, dim]
-    values: Sequence[Tensor] = ()
+    keys: list[Tensor] = field(default_factory=list)  # of each layer, [token, head, dim]
+    values: list[Tensor] = field(default_factory=list)
 
 
 @torch.inference_mode()
@@ -102,7 +102,8 @@ def _run_natively(model: PreTrainedModel, context: _Context, backend: Backend) -
     """Fill in what the model's own forward makes of a context."""
     ids = torch.as_tensor(context.tokens, device=model.device)[None]
     positions = torch.as_tensor(context.positions, device=model.device)
-    layers: list[Any] = [KeptLayer() for _ in backend.layers]
+    readers = readers_of(backend.layers)
+    layers: list[Any] = [KeptLayer() for _ in range(max(readers) + 1)]
     options: dict[str, Any] = {"past_key_values": Cache(layers=layers), "use_cache": True}
     if context.plain:
         cache = DynamicCache()
@@ -115,8 +116,12 @@ def _run_natively(model: PreTrainedModel, context: _Context, backend: Backend) -
             layer.offset = positions - torch.arange(len(positions), device=model.device)
     with pinned(model, backend.limit):
         context.logits = model(input_ids=ids, position_ids=positions[None], **options).logits[0]
-    context.keys = [layer.keys[0].transpose(0, 1) for layer in layers]
-    context.values = [layer.values[0].transpose(0, 1) for layer in layers]
+    written = {rows: number for number, rows in reversed(readers.items())}
+    for i, info in enumerate(backend.layers):
+        layer = layers[written[i]]
+        both = (layer.keys, layer.values) if info.latent is None else (layer.values, layer.keys)
+        context.keys.append(both[0][0].transpose(0, 1))
+        context.values.append(both[1][0].transpose(0, 1))
 
 
 def _compare(backend: Backend, contexts: Sequence[_Context]) -> str | None:

@@ -1,0 +1,148 @@
+"""Call a model once and keep what its layers hand on: through public hooks only.
+
+A cache that keeps what it is given, an attention function that returns the values, so that nothing
+after it depends on positions, and a mask function that hands out numbers for the mask functions it
+is given, so that each layer's attention shows which one is its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, Cache, PreTrainedModel
+from transformers.cache_utils import CacheLayerMixin
+
+from kvweave.run.masks import MaskFunction
+from kvweave.run.pin import pinned
+from kvweave.run.trouble import is_resource_error, said
+from kvweave.run.widen import widened
+
+PROBE = "kvweave-probe"
+FIRST_MASK = 2  # masks are numbered from here on: 0 and 1 are what a bool would become
+
+
+class Refused(Exception):
+    """The model has something that rows cannot say; the message says what."""
+
+
+@dataclass(slots=True)
+class Handed:
+    """What one layer's attention was handed."""
+
+    keys: Tensor
+    values: Tensor
+    mask: Tensor | None
+    options: dict[str, Any]
+    query: Tensor
+
+
+@dataclass(slots=True)
+class LookCall:
+    """What a probing call shows."""
+
+    functions: list[MaskFunction] = field(default_factory=list)
+    layers: dict[int, Handed] = field(default_factory=dict)
+
+
+_call: ContextVar[LookCall] = ContextVar("kvweave_probe")
+
+
+class KeptLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
+    """Keeps what one layer caches in a call, whose tokens are at ``offset`` + 0, 1, ..."""
+
+    def __init__(self, offset: Any = 0) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.offset = offset
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Keep them; attention is to see just these."""
+        self.keys, self.values = key_states, value_states
+        return key_states, value_states
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Nothing has to be made."""
+        self.is_initialized = True
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, Any]:
+        """Return how many keys there are, and what makes their numbers positions."""
+        return query_length, self.offset
+
+    def get_seq_length(self) -> Any:
+        """Return what makes the queries' numbers positions."""
+        return self.offset
+
+    def get_max_length(self) -> int:
+        """Return -1: any number of tokens."""
+        return -1
+
+
+def _attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    layer: int = module.layer_idx  # type: ignore[assignment]
+    _call.get().layers[layer] = Handed(key, value, attention_mask, options, query)
+    out = value[:, :, : query.shape[2]].repeat_interleave(query.shape[1] // value.shape[1], 1)
+    return out.transpose(1, 2).contiguous(), None
+
+
+def _mask(
+    batch_size: int, q_length: int, kv_length: int, mask_function: MaskFunction, **kw: Any
+) -> Tensor:
+    functions = _call.get().functions
+    functions.append(mask_function)
+    shape, number = (batch_size, 1, q_length, kv_length), FIRST_MASK + len(functions) - 1
+    return torch.full(shape, float(number), dtype=kw.get("dtype"), device=kw.get("device"))
+
+
+AttentionInterface.register(PROBE, _attention)
+AttentionMaskInterface.register(PROBE, _mask)
+
+
+def look(
+    model: PreTrainedModel, layers: list[KeptLayer], positions: Sequence[int], limit: int
+) -> LookCall:
+    """Call the model once: a row for each position, of two tokens that both stand there."""
+    n_vocab = model.config.get_text_config().vocab_size
+    ids = torch.full((len(positions), 2), min(7, n_vocab - 1), device=model.device)
+    where = torch.tensor(positions, device=model.device)[:, None].expand(-1, 2)
+    token = _call.set(LookCall())
+    try:
+        with pinned(model, limit), widened(model.dtype):
+            model(
+                input_ids=ids,
+                position_ids=where,
+                past_key_values=Cache(layers=list(layers)),
+                use_cache=True,
+            )
+        return _call.get()
+    except Exception as error:
+        if is_resource_error(error):
+            raise
+        raise Refused(_blame(model, ids[:1], error)) from error
+    finally:
+        _call.reset(token)
+
+
+def _blame(model: PreTrainedModel, ids: Tensor, error: Exception) -> str:
+    """Say whose fault a failed call is: the model's own, or that it wants more of a cache."""
+    model.set_attn_implementation("eager")
+    try:
+        with widened(model.dtype):
+            model(input_ids=ids, use_cache=False)
+    except Exception as own:
+        if is_resource_error(own):
+            raise
+        return f"the model itself fails: {said(own)}"
+    return f"it asks for more than rows of keys and values: {said(error)}"
