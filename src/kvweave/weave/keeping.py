@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from kvweave.errors import ContextTooLong, OverBudget, OverQuota
-from kvweave.keep.tokens.base import LayerView, Need
+from kvweave.keep.tokens.base import LayerView, Need, require_heads
 from kvweave.keep.tokens.kvzip import KVzip, Replayed
 from kvweave.keep.tokens.sizes import bytes_at, sizes
 from kvweave.keep.tokens.spec import Keep
@@ -66,6 +66,7 @@ class Keeper:
     """A token policy at work on the rows of one context."""
 
     def __init__(self, keep: Keep, backend: Backend) -> None:
+        require_heads(keep.policy, backend.layers)
         self.keep, self.backend = keep, backend
         self.watch = keep.policy.watch(backend.layers, backend.device)
         self.pinned: Ints = NO_SLOTS  # slots

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from kvweave.chunk.identity import DIGEST_BYTES, ChunkId, chunk_digest
 from kvweave.chunk.table import Table
-from kvweave.keep.tokens.base import LayerView, Need, TokenWatch
+from kvweave.keep.tokens.base import LayerView, Need, TokenWatch, require_heads
 from kvweave.keep.tokens.kvzip import KVzip
 from kvweave.keep.tokens.spec import Keep
 from kvweave.run.base import Backend, Ints, Rows, Work
@@ -63,6 +63,7 @@ class Thinning:
     """Computes a chunk behind its base, and leaves of it what a policy keeps."""
 
     def __init__(self, backend: Backend, keep: Keep) -> None:
+        require_heads(keep.policy, backend.layers)
         self.backend, self.keep = backend, keep
         self.watch: TokenWatch | None = keep.policy.watch(backend.layers, backend.device)
 

@@ -139,6 +139,16 @@ class TokenPolicy(ABC):
         raise NotImplementedError
 
 
+def require_heads(policy: TokenPolicy, infos: Sequence[LayerInfo]) -> None:
+    """Raise InvalidArgument for a policy that compares queries with the keys of heads where a layer
+    keeps latents, of which heads make theirs later."""
+    if Need.QUERIES in policy.needs and any(info.latent is not None for info in infos):
+        some = "one that goes by attention, such as h2o, snapkv, tova or kvzip"
+        raise InvalidArgument(
+            "keep", f"{policy.name} wants keys, and this model keeps latents", some
+        )
+
+
 def made(kind: type[TokenPolicy], options: Mapping[str, str]) -> TokenPolicy:
     """Return a policy with ``options``, which it has, read as the types of its fields. Raises
     InvalidArgument for what cannot be read; what is no option is refused before
