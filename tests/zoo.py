@@ -34,7 +34,9 @@ def tiny(model_type: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> 
         raise Unbuilt(UNBUILT[model_type])
     config = configure(model_type)
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config(
+        config, attn_implementation="eager", dtype=torch.float32
+    )
     n = sum(parameter.numel() for parameter in model.parameters())
     if n > LARGEST:
         raise Unbuilt(f"its smallest model has {n / 1e6:.1f} M parameters")

@@ -80,23 +80,33 @@ LINEAR, CONV, FULL, SLIDING = "linear_attention", "conv", "full_attention", "sli
 _STATES = {"layer_types": [LINEAR, LINEAR, FULL, LINEAR]}
 _CONVS = {"layer_types": [CONV, CONV, FULL, CONV]}
 _WINDOWS = {"layer_types": [SLIDING, SLIDING, FULL, SLIDING]}
-_INDEXED = {"num_key_value_heads": 4}
 _SHARED = {  # the last layers use rows of others
     "num_hidden_layers": 5,
     "layer_types": [SLIDING, FULL, SLIDING, SLIDING, FULL],
     "num_kv_shared_layers": 2,
 }
 _GEMMA4 = _SHARED | {"num_global_key_value_heads": 1, "global_head_dim": 32}
-_VISION = {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 16}
 _NO_KV_GROUPS = {"num_key_value_heads": 4}
 
 # what some types need besides; `...` leaves a field as transformers has it
 OWN: dict[str, dict[str, Any]] = {
     "bailing_hybrid": {"num_key_value_heads": 4, "layer_group_size": 3, "num_experts": 4},
     "bamba": {"attn_layer_indices": [2], "layer_types": ...},
-    "cohere_compass_text": _WINDOWS,
+    "blt": {
+        "encoder_hash_byte_group_vocab": 64,
+        "encoder_config": {"hidden_size_global": 64},
+        "decoder_config": {"hidden_size_global": 64},
+        "local_attention_window_len": 16,
+    },
+    "cohere_compass_text": _WINDOWS
+    | {
+        "rope_parameters": {
+            SLIDING: {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]},
+            FULL: None,
+        }
+    },
     "dbrx": {
-        "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0},
+        "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0},
         "ffn_config": {"ffn_hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2},
     },
     "deepseek_v4": {
@@ -117,20 +127,56 @@ OWN: dict[str, dict[str, Any]] = {
         "compress_rates": {"heavily_compressed_attention": 8, "compressed_sparse_attention": 4},
         "mlp_layer_types": ["moe"] * 4,
     },
-    "dots3_note_text": _INDEXED,
+    "dots3_note": {
+        "vision_config": {"adapter_in_dim": 64, "adapter_out_dim": 64},
+        "audio_config": {
+            "adapter_input_size": 64,
+            "adapter_out_dim": 64,
+            "downsample_hidden_size": 16,
+        },
+    },
+    "dots3_note_text": {
+        "layer_types": ["indexed_attention", SLIDING, "indexed_attention", SLIDING],
+        "swa_num_attention_heads": 4,
+        "swa_num_key_value_heads": 4,
+        "swa_q_lora_rank": 24,
+        "swa_kv_lora_rank": 32,
+        "swa_head_dim": 24,
+        "swa_qk_nope_head_dim": 8,
+        "swa_v_head_dim": 24,
+    },
     "emu3": {"vq_config": {"base_channels": 32, "channel_multiplier": [1, 1], "num_res_blocks": 1}},
-    "falcon": {"alibi": True, "multi_query": False, "new_decoder_architecture": False},
+    "falcon": {
+        "alibi": True,
+        "num_kv_heads": 4,
+        "multi_query": False,
+        "new_decoder_architecture": False,
+    },
     "falcon_h1": {"mamba_d_ssm": 128, "layer_types": ...},
     "fuyu": {"text_config": {"model_type": "persimmon"}},
     "gemma3": {"vision_config": {"model_type": "siglip_vision_model", "image_size": 16}},
-    "gemma3n_text": _SHARED | {"altup_num_inputs": 2, "activation_sparsity_pattern": [0.0] * 5, "intermediate_size": [96] * 5},
-    "gemma4_text": _GEMMA4 | {"num_experts": None, "top_k_experts": None, "moe_intermediate_size": None},
+    "gemma3n_text": _SHARED
+    | {
+        "altup_num_inputs": 2,
+        "activation_sparsity_pattern": [0.0] * 5,
+        "intermediate_size": [96] * 5,
+    },
+    "gemma4_text": _GEMMA4
+    | {"num_experts": None, "top_k_experts": None, "moe_intermediate_size": None},
     "gemma4_unified_text": _GEMMA4,
-    "got_ocr2": {"text_config": {"model_type": "qwen2"}},
+    "got_ocr2": {
+        "text_config": {"model_type": "qwen2"},
+        "vision_config": {"image_size": 64, "mlp_dim": 96, "output_channels": 16},
+    },
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
     "granitemoehybrid": _STATES,
     "helium": {"head_dim": 16},
-    "jamba": {"attn_layer_period": 4, "attn_layer_offset": 2, "num_experts_per_tok": 1, "layer_types": ...},
+    "jamba": {
+        "attn_layer_period": 4,
+        "attn_layer_offset": 2,
+        "num_experts_per_tok": 1,
+        "layer_types": ...,
+    },
     "kimi_linear": _STATES | _NO_KV_GROUPS,
     "laguna": _WINDOWS,
     "lfm2": _CONVS,
@@ -144,9 +190,18 @@ OWN: dict[str, dict[str, Any]] = {
     "mamba2": {"num_heads": 8, "head_dim": 16},
     "mellum": _WINDOWS,
     "minimax": _STATES,
+    "modernbert-decoder": {"local_attention": 32},
     "nemotron_h": {
         "layers_block_type": ["linear_attention", "moe", "full_attention", "linear_attention"],
         "layer_types": ...,
+    },
+    "phi4_multimodal": {
+        "vision_config": {"image_size": 16, "crop_size": 16},
+        "audio_config": {
+            "nemo_conv_channels": 64,
+            "ext_pw_out_channel": 64,
+            "depthwise_separable_out_channel": 64,
+        },
     },
     "qwen3_5_moe_text": _STATES,
     "qwen4_exp_text": {
@@ -162,8 +217,33 @@ OWN: dict[str, dict[str, Any]] = {
         "heads_per_ngram": 2,
         "split_ngram_parts": 4,
     },
-    "zamba": {"num_key_value_heads": 4, "layers_block_type": ["mamba", "hybrid"] * 2},
-    "zamba2": {"num_key_value_heads": 4, "layers_block_type": ["mamba", "hybrid"] * 2, "layer_types": ...},
+    "reformer": {"axial_pos_embds_dim": [16, 48], "axial_pos_shape": [32, 64]},
+    "roc_bert": {
+        "shape_vocab_size": 100,
+        "pronunciation_vocab_size": 100,
+        "shape_embed_dim": 16,
+        "pronunciation_embed_dim": 16,
+    },
+    "xmod": {"default_language": "en_XX"},
+    "zamba": {
+        "attention_hidden_size": 128,
+        "attention_head_dim": 32,
+        "num_key_value_heads": 4,
+        "layers_block_type": ["mamba", "hybrid"] * 2,
+    },
+    "zamba2": {
+        "num_key_value_heads": 4,
+        "layers_block_type": ["mamba", "hybrid"] * 2,
+        "layer_types": ...,
+    },
     "zaya": {"num_experts_per_tok": 1},
 }
-UNBUILT: dict[str, str] = {}
+_COMPOSED = "transformers makes none from its configuration, of an encoder, a codec and a decoder"
+_DRAFTS = "takes no tokens by itself: it drafts from the rows of another model"
+UNBUILT: dict[str, str] = {
+    "gemma3n": "its picture encoder needs the package timm; its text model is gemma3n_text",
+    "gemma4_assistant": _DRAFTS,
+    "gemma4_unified_assistant": _DRAFTS,
+    "musicgen": _COMPOSED,
+    "musicgen_melody": _COMPOSED,
+}
