@@ -22,6 +22,12 @@ VOCAB = SIZES["vocab_size"]
 LARGEST = 3_000_000  # parameters
 DECAY = (0.05, 1.0)  # of states, times softplus(STEP) a token: they remember 20 to 400 tokens
 STEP = -3.0
+DRAWN = (
+    "correction_bias",
+    "expert_bias",
+    "layer_scalar",
+    "balancing_biases",
+)  # buffers that checkpoints hold
 
 
 class Unbuilt(Exception):
@@ -92,6 +98,9 @@ def redraw(model: PreTrainedModel, seed: int = 0) -> None:
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
         parameter.copy_(_drawn(name.rsplit(".", 1)[-1], name, parameter, generator))
+    for name, buffer in model.named_buffers():
+        if name.endswith(DRAWN):
+            buffer.add_(0.1 * torch.randn(buffer.shape, generator=generator))
 
 
 def _drawn(last: str, name: str, was: Tensor, generator: torch.Generator) -> Tensor:
