@@ -4,7 +4,6 @@
 and runs contexts of it through `kvweave.Engine`: `Found.verdict` is one of
 
 - ``exact``: every logit is that of the copy's own full prefill, in all of `CHECKS`
-- ``fixed``: exact, but for chunks at other positions: those are refused, with the cause
 - ``refused``: nothing is computed; ``why`` is what kvweave says
 - ``unbuilt``: there is no tiny model, ``why`` says the reason
 - ``WRONG``, ``crash``: what must not be, and what was seen
@@ -14,6 +13,7 @@ from __future__ import annotations
 
 import copy
 import re
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,9 +21,10 @@ from typing import Any
 import numpy as np
 import torch
 import zoo
+from layer_kinds import class_of, words_of
 from oracle import Float64, _stay_in_float64
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 
 from kvweave import Engine
 from kvweave.errors import CannotMove, KVWeaveError
@@ -51,6 +52,7 @@ class Found:
 
     verdict: str
     why: str = ""
+    kind: str = ""  # one of CLASSES of tests/layer_kinds.py
     layers: str = ""
     errors: dict[str, float] = field(default_factory=dict)  # of CHECKS, relative
 
@@ -205,11 +207,13 @@ def examine(model_type: str) -> Found:
 
     Some models are not continuous (a router's choice between experts that are nearly as good).
     """
-    found = _examined(model_type, torch.float32)
-    if found.verdict == "WRONG" and found.errors:
-        again = _examined(model_type, torch.float64)
-        return again if again.verdict == "exact" else found
-    return found
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of transformers, about sizes that nobody has
+        found = _examined(model_type, torch.float32)
+        if found.verdict == "WRONG" and found.errors:
+            again = _examined(model_type, torch.float64)
+            return again if again.verdict == "exact" else found
+        return found
 
 
 def _examined(model_type: str, dtype: torch.dtype) -> Found:
@@ -217,25 +221,25 @@ def _examined(model_type: str, dtype: torch.dtype) -> Found:
         model = zoo.tiny(model_type, dtype)
     except zoo.Unbuilt as why:
         return Found("unbuilt", str(why))
-    plain, layers = copy.deepcopy(model), layers_of(model)
+    plain, layers = copy.deepcopy(model), (class_of(model), words_of(model))
     if dtype == torch.float64:
         _stay_in_float64(model), _stay_in_float64(plain)
     errors: dict[str, float] = {}
     try:
         runner = Runner(model, name=model_type)
         if not torch.equal(plainly(model, text(LENGTH, 1)), plainly(plain, text(LENGTH, 1))):
-            return Found("WRONG", "the caller's model was changed", layers)
+            return Found("WRONG", "the caller's model was changed", *layers)
         if not runner.can_move:
             return _refused(runner, layers)
         errors = _errors(Case(runner, plain, model_type))
     except Wrong as wrong:
-        return Found("WRONG", str(wrong), layers, errors)
+        return Found("WRONG", str(wrong), *layers, errors)
     except Exception as error:
-        return Found("crash", f"{type(error).__name__}: {error}", layers, errors)
+        return Found("crash", f"{type(error).__name__}: {error}", *layers, errors)
     limits = dict.fromkeys(CHECKS, TOLERANCE) | {"moved": TURNED}
     bad = [name for name, value in errors.items() if not value < limits[name]]
-    said = ", ".join(f"{name} {errors[name]:.0e}" for name in bad)
-    return Found("WRONG" if bad else "exact", said, layers, errors)
+    far_off = ", ".join(f"{name} {errors[name]:.0e}" for name in bad)
+    return Found("WRONG" if bad else "exact", far_off, *layers, errors)
 
 
 def _errors(case: Case) -> dict[str, float]:
@@ -244,7 +248,7 @@ def _errors(case: Case) -> dict[str, float]:
         return {name: check(case) for name, check in CHECKS.items() if name not in skipped}
 
 
-def _refused(runner: Runner, layers: str) -> Found:
+def _refused(runner: Runner, layers: tuple[str, str]) -> Found:
     """The reason has to come as an error, too, before anything is stored."""
     with Engine(runner) as engine:
         for use in (lambda: engine.put("a", text(5, 1)), lambda: engine.context("c")):
@@ -252,28 +256,14 @@ def _refused(runner: Runner, layers: str) -> Found:
                 use()
             except CannotMove as error:
                 if runner.can_move.reason not in str(error):
-                    return Found("WRONG", f"two reasons: {error}", layers)
+                    return Found("WRONG", f"two reasons: {error}", *layers)
             except KVWeaveError as error:
-                return Found("WRONG", f"refused as {type(error).__name__}", layers)
+                return Found("WRONG", f"refused as {type(error).__name__}", *layers)
             else:
-                return Found("WRONG", "refused, and then used", layers)
-    return Found("refused", said(runner.can_move.reason), layers)
+                return Found("WRONG", "refused, and then used", *layers)
+    return Found("refused", said(runner.can_move.reason), *layers)
 
 
 def said(reason: str) -> str:
     """Return a reason on one line, without numbers that depend on the machine."""
-    return re.sub(r"[\d.]+e[-+]\d+", "...", " ".join(reason.split()))
-
-
-def layers_of(model: PreTrainedModel) -> str:
-    """Return the kinds of layers of a model in words, each once."""
-    config = model.config.get_text_config()
-    named = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None)
-    if named:
-        return ", ".join(dict.fromkeys(name.replace("_", " ") for name in named))
-    try:
-        kinds = {type(layer).__name__ for layer in DynamicCache(config=model.config).layers}
-    except Exception:
-        kinds = set()
-    windows = {"DynamicSlidingWindowLayer": "sliding attention", "DynamicLayer": "full attention"}
-    return ", ".join(sorted(windows.get(kind, kind) for kind in kinds)) or "attention"
+    return re.sub(r"[\d.]+e[-+]\d+ at position \d+", "...", " ".join(reason.split()))

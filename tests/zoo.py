@@ -73,7 +73,7 @@ def _configure(kind: type[PreTrainedConfig], own: dict[str, Any]) -> PreTrainedC
     for name in ("layer_types", "mlp_layer_types"):
         if name in fields and name not in own:
             kinds = getattr(kind(), name, None)
-            if kinds:
+            if kinds and len(set(kinds)) > 1:  # one kind: as the sizes make it
                 options[name] = mixed(kinds, options)
     return kind(**{name: value for name, value in options.items() if value is not ...})
 

@@ -25,14 +25,14 @@ _BY_VALUE: list[tuple[Any, str]] = [
         32,
         "moe_intermediate_size shared_expert_intermediate_size shared_intermediate_size"
         " moe_shared_expert_intermediate_size expert_ffn_hidden_size"
-        " shared_experts_intermediate_size router_hidden_size kv_lora_rank",
+        " shared_experts_intermediate_size router_hidden_size kv_lora_rank index_head_dim",
     ),
     (24, "q_lora_rank v_head_dim"),
     (
         16,
         "head_dim d_head d_kv attention_head_size dim_head attention_head_dim kv_channels"
         " qk_rope_head_dim linear_key_head_dim linear_value_head_dim linear_head_dim"
-        " index_head_dim indexer_head_dim swa_head_dim state_size ssm_state_size mamba_d_state"
+        " indexer_head_dim swa_head_dim state_size ssm_state_size mamba_d_state"
         " mamba_d_head mamba_head_dim mamba_chunk_size chunk_size block_size gated_norm_rank",
     ),
     (
@@ -146,12 +146,7 @@ OWN: dict[str, dict[str, Any]] = {
         "swa_v_head_dim": 24,
     },
     "emu3": {"vq_config": {"base_channels": 32, "channel_multiplier": [1, 1], "num_res_blocks": 1}},
-    "falcon": {
-        "alibi": True,
-        "num_kv_heads": 4,
-        "multi_query": False,
-        "new_decoder_architecture": False,
-    },
+    "falcon": {"new_decoder_architecture": True},
     "falcon_h1": {"mamba_d_ssm": 128, "layer_types": ...},
     "fuyu": {"text_config": {"model_type": "persimmon"}},
     "gemma3": {"vision_config": {"model_type": "siglip_vision_model", "image_size": 16}},
@@ -190,6 +185,12 @@ OWN: dict[str, dict[str, Any]] = {
     "mamba2": {"num_heads": 8, "head_dim": 16},
     "mellum": _WINDOWS,
     "minimax": _STATES,
+    "minimax_m3_vl_text": {
+        "layer_types": [FULL, "minimax_m3_sparse", FULL, "minimax_m3_sparse"],
+        "index_n_heads": 2,
+        "index_block_size": 8,
+        "index_topk_blocks": 2,
+    },
     "modernbert-decoder": {"local_attention": 32},
     "nemotron_h": {
         "layers_block_type": ["linear_attention", "moe", "full_attention", "linear_attention"],
@@ -217,7 +218,7 @@ OWN: dict[str, dict[str, Any]] = {
         "heads_per_ngram": 2,
         "split_ngram_parts": 4,
     },
-    "reformer": {"axial_pos_embds_dim": [16, 48], "axial_pos_shape": [32, 64]},
+    "reformer": {"hash_seed": 0, "axial_pos_embds_dim": [16, 48], "axial_pos_shape": [32, 64]},
     "roc_bert": {
         "shape_vocab_size": 100,
         "pronunciation_vocab_size": 100,
