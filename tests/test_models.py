@@ -6,6 +6,8 @@ meant, or with another transformers: ``make models``, and read the difference.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import battery
 import models_page
 import numpy as np
@@ -17,6 +19,7 @@ from test_tracked import ROOT
 
 from kvweave.run.base import Mask, Work
 from kvweave.run.model import Runner
+from kvweave.run.rows import KVRows
 
 PAGE = models_page.FILE.read_text() if models_page.FILE.exists() else ""
 LINES = models_page.lines(PAGE)
@@ -85,19 +88,28 @@ class Widened(Runner):
 
 
 class Unturned(Runner):
-    """Forgets that keys are placed elsewhere than they were computed."""
+    """Forgets that a context may begin elsewhere than its chunks were computed."""
 
-    def __init__(self, *args: object, **options: object) -> None:
-        super().__init__(*args, **options)  # type: ignore[arg-type]
-        for layer in self.layers:
-            object.__setattr__(layer.rotation, "inv_freq", layer.rotation.inv_freq * 1.01)
+    def new_rows(self, *args: object, **options: object) -> KVRows:
+        rows = super().new_rows(*args, **options)  # type: ignore[arg-type]
+        place = rows.place
+        rows.place = lambda runs, positions: place(runs, positions - positions[0])  # type: ignore[method-assign]
+        return rows
 
 
 class Failing(Runner):
-    """Raises what is no error of kvweave."""
+    """Raises what is no error of kvweave, once it is verified."""
 
-    def forward(self, works: list[Work]) -> list[torch.Tensor]:  # type: ignore[override]
-        raise ZeroDivisionError("division by zero")
+    ready = False
+
+    def __init__(self, *args: object, **options: object) -> None:
+        super().__init__(*args, **options)  # type: ignore[arg-type]
+        self.ready = True
+
+    def forward(self, works: Sequence[Work]) -> list[torch.Tensor]:
+        if self.ready:
+            raise ZeroDivisionError("division by zero")
+        return super().forward(works)
 
 
 class Meddling(Runner):
@@ -113,7 +125,7 @@ class Meddling(Runner):
     ("kind", "verdict", "says"),
     [
         (Widened, "WRONG", "prefill"),
-        (Unturned, "WRONG", "prefill"),
+        (Unturned, "WRONG", "moved"),
         (Failing, "crash", "ZeroDivisionError"),
         (Meddling, "WRONG", "was changed"),
     ],
