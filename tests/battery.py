@@ -22,7 +22,7 @@ import numpy as np
 import torch
 import zoo
 from layer_kinds import class_of, words_of
-from oracle import Float64, _stay_in_float64
+from oracle import Float64, stay_in_float64
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -223,7 +223,7 @@ def _examined(model_type: str, dtype: torch.dtype) -> Found:
         return Found("unbuilt", str(why))
     plain, layers = copy.deepcopy(model), (class_of(model), words_of(model))
     if dtype == torch.float64:
-        _stay_in_float64(model), _stay_in_float64(plain)
+        stay_in_float64(model), stay_in_float64(plain)
     errors: dict[str, float] = {}
     try:
         runner = Runner(model, name=model_type)

@@ -40,14 +40,13 @@ def tiny(model_type: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> 
         raise Unbuilt(UNBUILT[model_type])
     config = configure(model_type)
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(
-        config, attn_implementation="eager", dtype=torch.float32
-    )
+    # not `.to(dtype)` afterwards: that takes along the frequencies, which are float32 in any dtype
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=dtype)
     n = sum(parameter.numel() for parameter in model.parameters())
     if n > LARGEST:
         raise Unbuilt(f"its smallest model has {n / 1e6:.1f} M parameters")
     redraw(model, seed)
-    return model.eval().to(dtype)  # type: ignore[no-any-return]
+    return model.eval()  # type: ignore[no-any-return]
 
 
 def configure(model_type: str) -> PreTrainedConfig:
