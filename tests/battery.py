@@ -243,7 +243,9 @@ def _examined(model_type: str, dtype: torch.dtype) -> Found:
 
 
 def _errors(case: Case) -> dict[str, float]:
-    skipped = ("moved",) if case.model_type in SCALES_BY_POSITION else ()
+    # nor do scores depend on distances alone where a norm comes behind the rotation
+    normed = any(info.rotation.ratio is not None for info in case.runner.layers)
+    skipped = ("moved",) if normed or case.model_type in SCALES_BY_POSITION else ()
     with case.engine:
         return {name: check(case) for name, check in CHECKS.items() if name not in skipped}
 

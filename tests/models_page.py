@@ -43,7 +43,7 @@ Held against a copy of the model that kvweave never saw, as transformers runs it
 to the largest logit: less than {tolerance:.0e} is *exact*. The checks are a prefill of {length} tokens; the same over a
 prefix that another context left; decoding; stored chunks composed in another order and repaired in full; rows computed again
 among others after theirs were spoilt; positions from {far} on; and a chunk placed there as it was stored (to {turned:.0e}, as
-angles are rounded there, and not where queries are scaled by their position). The model that is given must stay as it is.
+angles are rounded there, and not where queries are scaled by their position, or a norm comes behind the rotation). The model that is given must stay as it is.
 
 A real model of a type may still be refused: each is looked at and verified when it is loaded, with its own configuration
 ([concepts.md](concepts.md)).

@@ -40,6 +40,7 @@ SCALES = ("scaling", "softcap")
 SINKS = "s_aux"
 SILENT = (
     "dropout sliding_window position_ids cache_position use_cache training is_causal past_key_values"
+    " logits_to_keep"
 ).split()  # masks are learned from the mask functions, so a window says nothing more
 SAYS = {
     "s_aux": "attention sinks that are not one number a head",
@@ -47,7 +48,6 @@ SAYS = {
     "position_bias": "position biases",
     "indices": "an index that picks keys",
 }
-
 
 NOTHING = torch.empty(0)
 UNKNOWN = Latent(NOTHING, NOTHING, NOTHING, None)  # until it has been read off
@@ -62,11 +62,16 @@ def learn(model: PreTrainedModel, limit: int) -> list[LayerInfo]:
     """
     n_layers = _check_kinds(model)
     model.set_attn_implementation(PROBE)
-    if model.config._attn_implementation != PROBE:
+    if model.config.get_text_config()._attn_implementation != PROBE:
         raise Refused("the model does not use transformers' attention interface")
     positions = [p for p in POSITIONS if p < limit]
     layers = [KeptLayer() for _ in range(n_layers)]
     call = look(model, layers, positions, limit)
+    for i, layer in enumerate(layers):
+        if layer.keys is not None and i not in call.layers:
+            raise Refused(f"layer {i} does not use transformers' attention interface")
+    if not call.layers:
+        raise Refused("no layer uses transformers' attention interface")
     frequencies = inv_freqs(model)
     masks = [_classified(each, limit, model.device) for each in call.functions]
     found: list[LayerInfo] = []
