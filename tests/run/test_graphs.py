@@ -81,7 +81,9 @@ def lives(engine: Engine) -> list[Any]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", ["llama", "gemma3", "smollm3_nope", "llama4_chunked", "gpt_oss_sinks"])
+@pytest.mark.parametrize(
+    "name", ["llama", "gemma3", "smollm3_nope", "llama4_chunked", "gpt_oss_sinks"]
+)
 def test_contexts_live_the_same_life_whoever_launches(name: str, kind: str) -> None:
     with engine(name) as plain:
         wanted = lives(plain)
