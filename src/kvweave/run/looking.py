@@ -145,4 +145,6 @@ def _blame(model: PreTrainedModel, ids: Tensor, error: Exception) -> str:
         if is_resource_error(own):
             raise
         return f"the model itself fails: {said(own)}"
-    return f"it asks for more than rows of keys and values: {said(error)}"
+    if getattr(model.config.get_text_config(decoder=True), "encoder_layers", None):
+        return "it is the decoder of an encoder, whose rows its cache keeps besides"
+    return f"it asks a cache for more than rows of keys and values ({said(error)})"
