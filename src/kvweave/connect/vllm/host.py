@@ -16,6 +16,7 @@ from kvweave.config import Config
 from kvweave.connect.vllm.asks import PromptAsk, WeaveLoad, WeaveOffer
 from kvweave.connect.vllm.cut import PromptCut, PromptCutter
 from kvweave.connect.vllm.spec import WeaveSpec
+from kvweave.connect.vllm.texts import ChunkTexts
 from kvweave.engine import Engine
 from kvweave.errors import InvalidArgument, KVWeaveError, check_options
 from kvweave.run.base import Backend, Rows
@@ -84,6 +85,7 @@ class Host:
         # when the last step began that others had a part in, and how many rows of ours it had
         self._before: tuple[float, int] | None = None
         self.cutter = PromptCutter(self.engine, Library(self.engine.table))
+        self.texts = ChunkTexts(self.engine)
 
     def close(self) -> None:
         """Give up what is under way, and close the engine."""
