@@ -108,6 +108,26 @@ def woven(host, ask, start=0, blocks=None):
     raise AssertionError("it never ended")
 
 
+def test_the_same_chunk_twice_is_found_where_its_first_tokens_are_others_the_first_time(host):
+    host.engine.put("twice", ids(20, 3))
+    tokens = (5, 5, *ids(20, 3)[2:], *ids(20, 3), 7, 8)
+    parts = (PartSpec(chunk="twice"), PartSpec(chunk="twice"))
+    cuts = [
+        c
+        for c in host.cutter.cut(PromptAsk(tokens, WeaveSpec(parts=parts)))
+        if c.id and not c.is_base
+    ]
+    assert [(c.start, c.stop, c.offset) for c in cuts] == [(2, 20, 2), (20, 40, 0)]
+
+
+def test_the_first_tokens_of_a_short_chunk_are_not_it(host):
+    host.engine.put("short", (11, 12, 13, 14, 15, 16, 17, 18, 19))
+    tokens = (15, 5, 15, 6, 11, 12, 13, 14, 15, 16, 17, 18, 19, 7, 8)
+    ask = PromptAsk(tokens, WeaveSpec(parts=(PartSpec(chunk="short"),)))
+    cut = next(c for c in host.cutter.cut(ask) if c.id and not c.is_base)
+    assert (cut.start, cut.stop) == (4, 13)
+
+
 def test_a_full_repair_writes_the_rows_of_a_prefill_to_the_blocks(host, runner):
     tokens = ids(40, 1)
     ask = PromptAsk(tokens, WeaveSpec(parts=parts_of([12, 9, 14]), repair="full", share=1.0))

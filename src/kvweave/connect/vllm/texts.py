@@ -9,7 +9,9 @@ from kvweave.chunk.record import Record
 from kvweave.engine import Engine
 from kvweave.errors import KVWeaveError
 
-Found = tuple[int, str | None] | None  # tokens of a chunk, and its text; None: there is no chunk
+FoundText = (
+    tuple[int, str | None] | None
+)  # tokens of a chunk, and its text; None: there is no chunk
 MOST_READ = 8192  # tokens decoded in one call: others' steps wait meanwhile
 MOST_KEPT = 1 << 20  # characters of texts that are remembered
 
@@ -22,9 +24,9 @@ class ChunkTexts:
         self._known: OrderedDict[bytes, str | None] = OrderedDict()  # by digest
         self._n_kept = 0
 
-    def of(self, names: Sequence[str], namespace: str) -> list[Found]:
+    def of(self, names: Sequence[str], namespace: str) -> list[FoundText]:
         """Return what is found of the first of ``names``: one at least, and no more than take a moment."""
-        found: list[Found] = []
+        found: list[FoundText] = []
         n_read = 0
         for name in names:
             record = self._record(name, namespace)
