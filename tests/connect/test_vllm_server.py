@@ -10,11 +10,13 @@ import pytest
 pytest.importorskip("vllm", reason="no vLLM here: make setup-vllm, then make test-vllm")
 
 import httpx
-from vllm_serving import ENVIRONMENT, TRANSFER, command, free_port, vllm_server
+from transformers import AutoTokenizer
+from vllm_serving import ENVIRONMENT, MODEL, TRANSFER, command, free_port, vllm_server
 
 import kvweave
 from kvweave.errors import ChunkNotFound, NameTaken
 
+TOKENIZER = AutoTokenizer.from_pretrained(MODEL)
 A = "Nina's river is wide . Anna's river is cold . Omar's lake is deep ."
 B = "The sky was grey and then we saw it . so well then ."
 PROMPT = f"{B} {A} what about Anna's river"
@@ -130,6 +132,7 @@ def stored(url, *named):
 
 
 CONTENT = [chunk("parts/b"), text(" "), chunk("parts/a"), text(" what about Anna's river")]
+WHOLE_BLOCKS = [*CONTENT[:-1], text(" so well then ." * 12 + " what about Anna's river")]
 
 
 def test_content_parts_name_chunks_as_in_our_own_server(url):
@@ -155,19 +158,19 @@ def test_a_stream_ends_with_the_report_and_is_the_same_answer(url, usage):
     stored(url, ("parts/a", A), ("parts/b", B))
     how = {"repair": "first_k", "share": 0.2 + usage / 10}
     options = {"stream": True, "stream_options": {"include_usage": usage}}
-    events = events_of(chat(url, CONTENT, how, **options))
+    events = events_of(chat(url, WHOLE_BLOCKS, how, **options))
     *others, last = events
     assert not any("kv_transfer_params" in each for each in others)
     told = last["kv_transfer_params"]["kvweave"]
     assert told["woven"] and told["repaired"] > 0 and "local" in told
     if usage:
         assert last["usage"]["kv"]["repaired"] == told["repaired"] and not last["choices"]
-    again = events_of(chat(url, CONTENT, how, **options))
+    again = events_of(chat(url, WHOLE_BLOCKS, how, **options))
     cached = again[-1]["kv_transfer_params"]["kvweave"]
     assert not cached["woven"] and cached["cached"] and cached["drift"] is None
     if usage:
         assert again[-1]["usage"]["kv"]["reused"] == cached["cached"]
-    whole = chat(url, CONTENT, how).json()["choices"][0]["message"]["content"]
+    whole = chat(url, WHOLE_BLOCKS, how).json()["choices"][0]["message"]["content"]
     for each in (events, again):
         streamed = [c["delta"].get("content") or "" for e in each for c in e["choices"]]
         assert "".join(streamed) == whole
@@ -200,7 +203,7 @@ def test_a_stream_that_says_nothing_to_us_is_vllms(url):
 def test_content_parts_that_are_wrong_are_refused_in_vllms_shape(
     url, content, status, says, stream
 ):
-    stored(url, ("parts/a", A), ("parts/odd", [0, 1, 2, 900, 3, 3, 0]))
+    stored(url, ("parts/a", A), ("parts/odd", TOKENIZER.convert_tokens_to_ids([*"wide"] * 3)))
     reply = chat(url, content, stream=stream)
     error = reply.json()["error"]
     assert (reply.status_code, error["code"]) == (status, status) and says in error["message"]
@@ -218,11 +221,11 @@ def test_parts_are_declared_once(url):
 
 def test_a_router_is_told_which_chunks_are_here(url):
     assert httpx.get(f"{url}/health/kvweave").json() == {"kvweave": True}
-    stored(url, ("told/a", A))
+    stored(url, ("told/a", f"well , {A}"))
     first = httpx.get(f"{url}/v1/placements", timeout=60).json()
     assert first["snapshot"] and not first["more"]
     [entry] = [each for each in first["chunks"] if "told/a" in each["names"]]
-    assert entry["tier"] == "ram" and entry["n_tokens"] == 17
+    assert entry["tier"] == "ram" and entry["n_tokens"] > 17 and entry["prints"]
     with kvweave.Client(url) as client:
         client.files.rm("told/a", force=True)
     asked = f"{url}/v1/placements?run={first['run']}&since={first['seq']}"
