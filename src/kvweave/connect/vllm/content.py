@@ -47,14 +47,16 @@ def filled(body: Mapping[str, Any], texts: Mapping[str, str]) -> dict[str, Any]:
     line breaks between them. Raises InvalidArgument where parts are declared besides.
     """
     params = body.get(PARAMS)
-    said = params.get(KEY) if isinstance(params, Mapping) else None
+    if params is not None and not isinstance(params, Mapping):
+        raise InvalidArgument(PARAMS, "it is no object")
+    said = params.get(KEY) if params is not None else None
     if isinstance(said, Mapping) and said.get("parts"):
         hint = "name chunks in the messages or in kv_transfer_params, not in both"
         raise InvalidArgument(KEY, "parts are declared besides content parts", hint)
     parts = [{"chunk": name} for name in chunks_of(body)]
     messages = [_message(message, texts) for message in body["messages"]]
     said = {**(said if isinstance(said, Mapping) else {}), "parts": parts}
-    params = {**(params if isinstance(params, Mapping) else {}), KEY: said}
+    params = {**(params or {}), KEY: said}
     return {**body, "messages": messages, PARAMS: params}
 
 
