@@ -77,6 +77,7 @@ class FakeWorker:
 
     def __init__(self, behave: Callable[[Seen], Reply], ours: bool = False) -> None:
         self.behave, self.ours, self.healthy = behave, ours, True
+        self.inside = False  # a vLLM with kvweave in it
         self.seen: list[Seen] = []
         self.placements: Callable[[Seen], Reply] = lambda seen: Reply({}, 404)
         self.hung_up = threading.Event()  # a client went away while it was answered
@@ -147,6 +148,11 @@ class FakeWorker:
         if handler.path == "/health":
             told = {"status": "ok", "model": "m", "waiting": 0, "active": 0} if self.ours else {}
             self._send(handler, Reply(told, 200 if self.healthy else 503))
+        elif handler.path == "/health/kvweave":
+            self._send(
+                handler,
+                Reply({"kvweave": True} if self.inside else {}, 200 if self.inside else 404),
+            )
         elif handler.path.startswith("/v1/placements"):
             self._send(handler, self.placements(seen))
         else:

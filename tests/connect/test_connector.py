@@ -108,6 +108,54 @@ def woven(host, ask, start=0, blocks=None):
     raise AssertionError("it never ended")
 
 
+def test_the_same_chunk_twice_is_found_where_its_first_tokens_are_others_the_first_time(host):
+    host.engine.put("twice", ids(20, 3))
+    tokens = (5, 5, *ids(20, 3)[2:], *ids(20, 3), 7, 8)
+    parts = (PartSpec(chunk="twice"), PartSpec(chunk="twice"))
+    cuts = [
+        c
+        for c in host.cutter.cut(PromptAsk(tokens, WeaveSpec(parts=parts)))
+        if c.id and not c.is_base
+    ]
+    assert [(c.start, c.stop, c.offset) for c in cuts] == [(2, 20, 2), (20, 40, 0)]
+
+
+def test_the_first_tokens_of_a_short_chunk_are_not_it(host):
+    host.engine.put("short", (11, 12, 13, 14, 15, 16, 17, 18, 19))
+    tokens = (15, 5, 15, 6, 11, 12, 13, 14, 15, 16, 17, 18, 19, 7, 8)
+    ask = PromptAsk(tokens, WeaveSpec(parts=(PartSpec(chunk="short"),)))
+    cut = next(c for c in host.cutter.cut(ask) if c.id and not c.is_base)
+    assert (cut.start, cut.stop) == (4, 13)
+
+
+def test_a_plan_is_cut_once(host, monkeypatch):
+    host.engine.put("once", ids(20, 5))
+    parts = (PartSpec(2, 14), PartSpec(chunk="once"))
+    ask = PromptAsk((*ids(14, 6), *ids(20, 5), 7, 8), WeaveSpec(parts=parts, match=True))
+    cut, made = host.cutter.cut, []
+    monkeypatch.setattr(host.cutter, "cut", lambda ask: (made.append(cut(ask)), made[-1])[1])
+    longer = PromptAsk((*ask.tokens, 9, 10, 11), ask.spec)
+    for each, n in ((ask, 1), (longer, 2), (ask, 3)):
+        job, _ = woven(host, each)
+        assert job.plan is not None and len(made) == n
+        spans = [(s.position, s.n_tokens) for s in job.plan.spans]
+        assert spans[-1] == (34, len(each.tokens) - 34) and spans[-2] == (14, 20)
+
+
+@pytest.mark.parametrize("again", [True, False])
+def test_a_chunk_that_goes_between_offer_and_load(host, again):
+    host.engine.put("gone", ids(20, 5))
+    ask = PromptAsk((*ids(14, 6), *ids(20, 5), 7, 8), WeaveSpec(parts=(PartSpec(chunk="gone"),)))
+    offer, blocks = host.find(ask), tuple(range(30))
+    host.engine.files.rm("gone")
+    if again:  # the same tokens, under another id
+        host.engine.put("gone", ids(20, 5))
+    host.load("r", WeaveLoad(ask, blocks, 0, 35, offer.digest))
+    while not (over := host.step(idle=False)):
+        pass
+    assert (over["r"].plan is not None) == again
+
+
 def test_a_full_repair_writes_the_rows_of_a_prefill_to_the_blocks(host, runner):
     tokens = ids(40, 1)
     ask = PromptAsk(tokens, WeaveSpec(parts=parts_of([12, 9, 14]), repair="full", share=1.0))
@@ -202,7 +250,8 @@ def test_plans_have_one_digest_as_long_as_they_make_the_same_rows(host):
     assert len(digests) == 1 + len(others)
 
 
-def test_a_plan_whose_chunks_changed_since_it_was_offered_is_not_woven(host):
+@pytest.mark.parametrize("kept", [True, False])
+def test_what_is_woven_is_what_was_offered_or_nothing(host, kept):
     tokens, spec = ids(80, 15), WeaveSpec(match=True, repair="none")
     host.engine.put("docs/x", list(tokens[5:40]))
     host.cutter.library.sync()
@@ -210,9 +259,14 @@ def test_a_plan_whose_chunks_changed_since_it_was_offered_is_not_woven(host):
     offer = host.find(ask)
     host.engine.put("docs/y", list(tokens[42:78]))
     host.cutter.library.sync()
+    if not kept:
+        host._offered.clear()
     host.load("r", WeaveLoad(ask, tuple(range(30)), 0, 79, offer.digest))
     job = host.step(idle=True)["r"]
-    assert job.plan is None and "others now" in job.report()["failed"]
+    if kept:
+        assert job.plan is not None and job.plan.reused == 35, "docs/y came too late"
+    else:
+        assert job.plan is None and "others now" in job.report()["failed"]
 
 
 def test_what_fails_is_told_and_leaves_nothing(host):

@@ -204,6 +204,10 @@ def test_random_requests_poison_nothing_and_leave_nothing(llm, plain, embedded):
                 exact = Case(case.tokens).expected(plain, embedded)[0]
                 assert off(output, exact) < CLOSE, f"said to be exact: {note}"
             elif told["woven"]:
+                if not mine:  # a full repair: right also where a plan is too modest to say so
+                    assert found < CLOSE, f"a full repair is off by {found}: {note}"
+                    woven += 1
+                    continue
                 # a text that is known as a chunk is placed, which the embedded engine does not know;
                 # and exact rows of vLLM's own stand in front of what is woven
                 same = all(told[key] == mine[key] for key in ("exact", "repaired", "reused"))

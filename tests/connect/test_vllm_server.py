@@ -2,75 +2,30 @@
 
 from __future__ import annotations
 
-import os
-import socket
+import json
 import subprocess
-import sys
-import time
-from pathlib import Path
 
 import pytest
 
 pytest.importorskip("vllm", reason="no vLLM here: make setup-vllm, then make test-vllm")
 
 import httpx
+from transformers import AutoTokenizer
+from vllm_serving import ENVIRONMENT, MODEL, TRANSFER, command, free_port, vllm_server
 
 import kvweave
 from kvweave.errors import ChunkNotFound, NameTaken
 
-MODEL = Path(kvweave.__file__).parent / "demo" / "model"
+TOKENIZER = AutoTokenizer.from_pretrained(MODEL)
 A = "Nina's river is wide . Anna's river is cold . Omar's lake is deep ."
 B = "The sky was grey and then we saw it . so well then ."
 PROMPT = f"{B} {A} what about Anna's river"
-TRANSFER = """{"kv_connector": "KVWeaveConnector", "kv_role": "kv_both",
- "kv_connector_module_path": "kvweave.connect.vllm.connector",
- "kv_load_failure_policy": "recompute", "kv_connector_extra_config": {"budget": "256MiB"}}"""
-
-
-def command(port, transfer=TRANSFER):
-    return [
-        sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(MODEL),
-        "--served-model-name", "demo", "--host", "127.0.0.1", "--port", str(port),
-        "--enforce-eager", "--dtype", "float32", "--block-size", "32", "--max-model-len", "1024",
-        "--max-num-seqs", "8", "--worker-cls", "kvweave.connect.vllm.worker.KVWeaveWorker",
-        "--kv-transfer-config", transfer,
-    ]  # fmt: skip
-
-
-ENVIRONMENT = os.environ | {
-    "VLLM_PLUGINS": "kvweave",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "HF_HUB_OFFLINE": "1",
-    "VLLM_LOGGING_LEVEL": "WARNING",
-}
-ENVIRONMENT.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)  # the other tests' own
-
-
-def free_port():
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
 
 
 @pytest.fixture(scope="module")
 def url(tmp_path_factory):
-    port, log = free_port(), tmp_path_factory.mktemp("log") / "server.log"
-    with log.open("w") as out:
-        server = subprocess.Popen(command(port), stdout=out, stderr=out, env=ENVIRONMENT)
-    found = f"http://127.0.0.1:{port}"
-    try:
-        until = time.monotonic() + 240
-        while True:
-            assert server.poll() is None and time.monotonic() < until, log.read_text()[-3000:]
-            try:
-                if httpx.get(f"{found}/health").is_success:
-                    break
-            except httpx.TransportError:
-                time.sleep(0.5)
-        yield found
-    finally:
-        server.terminate()
-        server.wait(60)
+    with vllm_server(tmp_path_factory.mktemp("log") / "server.log") as found:
+        yield found.url
 
 
 def complete(url, said=None, **fields):
@@ -141,3 +96,139 @@ def test_a_start_that_would_lose_requests_is_refused():
         command(free_port(), wrong), capture_output=True, text=True, env=ENVIRONMENT, timeout=240
     )
     assert found.returncode and "kv_load_failure_policy" in found.stdout + found.stderr
+
+
+# ---- content parts of chats
+
+
+def chunk(name):
+    return {"type": "chunk", "name": name}
+
+
+def text(said):
+    return {"type": "text", "text": said}
+
+
+def chat(url, content, said=None, **fields):
+    body = {"model": "demo", "max_tokens": 6, "temperature": 0, "logprobs": True, **fields}
+    body["messages"] = [
+        {"role": "system", "content": "keep the notes ."}, {"role": "user", "content": content},
+    ]  # fmt: skip
+    if said is not None:
+        body["kv_transfer_params"] = {"kvweave": said}
+    return httpx.post(f"{url}/v1/chat/completions", json=body, timeout=120)
+
+
+def events_of(reply):
+    lines = [line[6:] for line in reply.text.split("\n\n") if line.startswith("data: ")]
+    assert lines.pop() == "[DONE]"
+    return [json.loads(line) for line in lines]
+
+
+def stored(url, *named):
+    with kvweave.Client(url) as client:
+        for name, said in named:
+            client.put(name, said, replace=True)
+
+
+CONTENT = [chunk("parts/b"), text(" "), chunk("parts/a"), text(" what about Anna's river")]
+WHOLE_BLOCKS = [*CONTENT[:-1], text(" so well then ." * 12 + " what about Anna's river")]
+
+
+def test_content_parts_name_chunks_as_in_our_own_server(url):
+    stored(url, ("parts/a", A), ("parts/b", B))
+    plain = chat(url, f"{B} {A} what about Anna's river").json()
+    assert "kvweave" not in (plain.get("kv_transfer_params") or {}) and "kv" not in plain["usage"]
+    reply = chat(url, CONTENT, {"repair": "full"}).json()
+    told = reply["kv_transfer_params"]["kvweave"]
+    assert told["woven"] and told["drift"] == 0 and told["repaired"] >= 10
+    assert reply["usage"]["prompt_tokens"] == plain["usage"]["prompt_tokens"]
+    assert reply["usage"]["kv"]["repaired"] == told["repaired"]
+    for mine, theirs in zip(
+        *(r["choices"][0]["logprobs"]["content"] for r in (reply, plain)), strict=True
+    ):
+        assert mine["token"] == theirs["token"] and abs(mine["logprob"] - theirs["logprob"]) < 1e-3
+    told = chat(url, [chunk("parts/a"), chunk("parts/a"), text("so ?")], {"repair": "none"}).json()
+    kv = told["usage"]["kv"]
+    assert kv["reused"] + kv["exact"] > 30 and kv["drift"] is None
+
+
+@pytest.mark.parametrize("usage", [True, False])
+def test_a_stream_ends_with_the_report_and_is_the_same_answer(url, usage):
+    stored(url, ("parts/a", A), ("parts/b", B))
+    how = {"repair": "first_k", "share": 0.2 + usage / 10}
+    options = {"stream": True, "stream_options": {"include_usage": usage}}
+    events = events_of(chat(url, WHOLE_BLOCKS, how, **options))
+    *others, last = events
+    assert not any("kv_transfer_params" in each for each in others)
+    told = last["kv_transfer_params"]["kvweave"]
+    assert told["woven"] and told["repaired"] > 0 and "local" in told
+    if usage:
+        assert last["usage"]["kv"]["repaired"] == told["repaired"] and not last["choices"]
+    again = events_of(chat(url, WHOLE_BLOCKS, how, **options))
+    cached = again[-1]["kv_transfer_params"]["kvweave"]
+    assert not cached["woven"] and cached["cached"] and cached["drift"] is None
+    if usage:
+        assert again[-1]["usage"]["kv"]["reused"] == cached["cached"]
+    whole = chat(url, WHOLE_BLOCKS, how).json()["choices"][0]["message"]["content"]
+    for each in (events, again):
+        streamed = [c["delta"].get("content") or "" for e in each for c in e["choices"]]
+        assert "".join(streamed) == whole
+
+
+def test_a_stream_that_says_nothing_to_us_is_vllms(url):
+    options = {"stream": True, "stream_options": {"include_usage": True}}
+    events = events_of(chat(url, [text(A), text("so ?")], **options))
+    assert not any("kv_transfer_params" in each for each in events)
+    assert "kv" not in events[-1]["usage"]
+    lines = complete(url, {"parts": [{"tokens": [0, 9]}]}, **options)
+    assert events_of(lines)[-1]["usage"]["kv"]["prefilled"] > 0
+
+
+@pytest.mark.parametrize(
+    ("content", "status", "says"),
+    [
+        ([chunk("no/such"), text("so ?")], 404, "no/such"),
+        ([chunk("#123456")], 404, "#123456"),
+        ([{"type": "chunk"}], 400, "name"),
+        ([{"type": "chunk", "name": 7}], 400, "name"),
+        ([{**chunk("parts/a"), "start": 3}], 400, "start"),
+        ([chunk("parts/a")] * 600, 400, "600"),
+        ([chunk("parts/a")] * 100, 400, "limit"),
+        ([chunk("parts/odd")], 400, "parts/odd"),
+        ([{"type": "chank", "name": "a"}, chunk("parts/a")], 400, "chank"),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_content_parts_that_are_wrong_are_refused_in_vllms_shape(
+    url, content, status, says, stream
+):
+    stored(url, ("parts/a", A), ("parts/odd", TOKENIZER.convert_tokens_to_ids([*"wide"] * 3)))
+    reply = chat(url, content, stream=stream)
+    error = reply.json()["error"]
+    assert (reply.status_code, error["code"]) == (status, status) and says in error["message"]
+    assert error["type"] == ("NotFoundError" if status == 404 else "BadRequestError")
+
+
+def test_parts_are_declared_once(url):
+    stored(url, ("parts/a", A))
+    reply = chat(url, [chunk("parts/a")], {"parts": [{"tokens": [1, 9]}]})
+    assert reply.status_code == 400 and "not in both" in reply.json()["error"]["message"]
+
+
+# ---- what routers ask
+
+
+def test_a_router_is_told_which_chunks_are_here(url):
+    assert httpx.get(f"{url}/health/kvweave").json() == {"kvweave": True}
+    stored(url, ("told/a", f"well , {A}"))
+    first = httpx.get(f"{url}/v1/placements", timeout=60).json()
+    assert first["snapshot"] and not first["more"]
+    [entry] = [each for each in first["chunks"] if "told/a" in each["names"]]
+    assert entry["tier"] == "ram" and entry["n_tokens"] > 17 and entry["prints"]
+    with kvweave.Client(url) as client:
+        client.files.rm("told/a", force=True)
+    asked = f"{url}/v1/placements?run={first['run']}&since={first['seq']}"
+    later = httpx.get(asked, timeout=60).json()
+    assert not later["snapshot"] and entry["id"] in later["gone"]
+    assert httpx.get(f"{url}/v1/placements?since=-1", timeout=60).is_client_error

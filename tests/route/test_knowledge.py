@@ -263,6 +263,22 @@ def test_a_worker_that_reuses_prefixes_is_known_by_prefixes():
     assert chained([1, 2])[1] != chained([2, 1])[1]
 
 
+def test_a_vllm_with_kvweave_in_it_has_chunks_and_placements_but_no_contexts(workers, route):
+    inside, other = workers(2)
+    inside.inside = True
+    inside.placements = lambda seen: Reply(
+        {"run": "r", "seq": 1, "snapshot": True, "more": False, "chunks": [], "gone": []}
+    )
+    router = route([inside, other])
+    kinds = {worker.name: worker.kind for worker in router.state.workers}
+    assert kinds == {inside.name: "vllm", other.name: "prefix"}
+    with router.client() as http:
+        assert http.get("/v1/chunks/docs/a").status_code == 200
+        assert http.get("/v1/contexts/c").status_code == 501
+    assert inside.asked("/v1/chunks") and not other.asked("/v1/chunks")
+    assert not inside.asked("/v1/contexts")
+
+
 @pytest.mark.parametrize("policy", ["prefix", "hash", "random"])
 def test_the_other_policies_choose(policy):
     made, workers = chooser(policy, 4)

@@ -7,10 +7,9 @@ from argparse import Namespace
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from kvweave.cli.serve import access_log, listening_at
+from kvweave.cli.serve import access_log, listening_at, needing_server
 from kvweave.cli.show import Out
 from kvweave.cli.target import key_of
-from kvweave.errors import ServerError
 
 if TYPE_CHECKING:
     from kvweave.route.options import RouteOptions
@@ -25,14 +24,9 @@ OPEN = (
 
 def route(args: Namespace) -> int:
     """Route until SIGINT or SIGTERM; then 0."""
-    try:
+    with needing_server():
         from kvweave.route.app import create_router
         from kvweave.serve.listening import Listener, url_of
-    except ModuleNotFoundError as error:
-        if (error.name or "").startswith("kvweave"):
-            raise
-        hint = "pip install 'kvweave[serve]'"
-        raise ServerError(f"{error.name} is not installed", hint=hint) from error
     out = Out.of(args)
     options = options_of(args)
     access_log(shown=args.access_log)

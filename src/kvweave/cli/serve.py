@@ -7,6 +7,8 @@ import logging
 import os
 import sys
 from argparse import Namespace
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from socket import socket
 from typing import TYPE_CHECKING
@@ -31,17 +33,24 @@ LIMITS = (
 ENGINE = ("budget", "policy", "tiers", "index", "repair", "share", "max_drift", "keep", "audit")
 
 
-def serve(args: Namespace) -> int:
-    """Serve until SIGINT or SIGTERM; then 0."""
+@contextmanager
+def needing_server() -> Iterator[None]:
+    """Say which extra is missing, where what is imported inside lacks what a server needs."""
     try:
-        from kvweave.serve.app import create_app
-        from kvweave.serve.listening import url_of
-        from kvweave.serve.server import Server
+        yield
     except ModuleNotFoundError as error:
         if (error.name or "").startswith("kvweave"):
             raise
         hint = "pip install 'kvweave[serve]'"
         raise ServerError(f"{error.name} is not installed", hint=hint) from error
+
+
+def serve(args: Namespace) -> int:
+    """Serve until SIGINT or SIGTERM; then 0."""
+    with needing_server():
+        from kvweave.serve.app import create_app
+        from kvweave.serve.listening import url_of
+        from kvweave.serve.server import Server
     out = Out.of(args)
     args.model = args.checkpoint or args.model
     options = options_of(args)

@@ -43,7 +43,7 @@ async def listed(request: Request) -> Response:
     """List the contexts of all workers by name."""
     state: RouterState = request.app.state.router
     call = await Call.of(request)
-    told, _ = await state.ask_all(state.native(), call)
+    told, _ = await state.ask_all(state.native(contexts=True), call)
     if not told:
         return state.nobody(native=True).response
     refused = next((each for each in told if not each[1].is_success), None)
@@ -110,13 +110,13 @@ class _Verb:
         known = self.state.named(self.tenant.contexts.get(self.name, ""))
         if known is not None and (known.healthy or self.verb != "open"):
             return known  # what is sent to one that is down says so, or finds it back
-        there = self.state.native()
+        there = self.state.native(contexts=True)
         if self.name and there:
             found = await self._asked(there)
             if found is not None:
                 self._remember(self.name, found)
                 return found
-        able = self.state.native(taking=True) if self.verb == "open" else there
+        able = self.state.native(taking=True, contexts=True) if self.verb == "open" else there
         if not able:
             return self.state.nobody(native=True)
         return self.state.owners(self.tenant, self.name, able)[0]

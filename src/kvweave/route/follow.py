@@ -12,9 +12,10 @@ import numpy as np
 from kvweave.route.forward import Call, WorkerFailed
 from kvweave.route.state import RouterState
 from kvweave.route.tenant import RouteTenant
-from kvweave.route.worker import Worker
+from kvweave.route.worker import Worker, WorkerKind
 
 log = logging.getLogger("kvweave.route")
+INSIDE = b"/health/kvweave"  # of a vLLM that has kvweave in it
 PAGES = 16  # of placements that are read of one tenant in one round
 BETWEEN = 0.02  # seconds between two pages: the worker decodes text for each
 
@@ -47,10 +48,23 @@ async def probe(state: RouterState, worker: Worker) -> None:
         return
     if worker.succeeded():
         log.warning("worker %s is back", worker.name)
+        worker.kind = "unknown"  # another server may stand there now
     ours = told is not None and {"waiting", "active", "model"} <= told.keys()
-    worker.kind = "kvweave" if ours else "prefix"
+    worker.kind = "kvweave" if ours else await _kind_of_vllm(state, worker)
     if ours and told is not None:
         worker.busy(sum(n for n in (told["waiting"], told["active"]) if isinstance(n, int)))
+
+
+async def _kind_of_vllm(state: RouterState, worker: Worker) -> WorkerKind:
+    """Return what a server that is not ours is: kvweave inside of vLLM says so, and needs no key for that."""
+    if worker.kind in ("vllm", "prefix"):
+        return worker.kind
+    try:
+        response, body = await state.forwarder.ask(worker, Call("GET", INSIDE))
+    except WorkerFailed:
+        return worker.kind
+    told = _object(body) if response.is_success else None
+    return "vllm" if told is not None and told.get("kvweave") else "prefix"
 
 
 async def following(state: RouterState) -> None:
@@ -58,7 +72,7 @@ async def following(state: RouterState) -> None:
     while True:
         await asyncio.sleep(state.options.probe)
         for tenant in state.tenants.recent():
-            workers = [w for w in state.there() if w.kind == "kvweave"]
+            workers = [w for w in state.there() if w.kind in ("kvweave", "vllm")]
             await asyncio.gather(*(follow(state, tenant, worker) for worker in workers))
         state.tenants.bound()
 

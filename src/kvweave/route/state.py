@@ -52,9 +52,11 @@ class RouterState:
         """Return the workers that answer, draining ones too."""
         return [worker for worker in self.workers if worker.healthy]
 
-    def native(self, *, taking: bool = False) -> list[Worker]:
-        """Return those of them that have chunks and contexts; vLLM has none."""
-        return [w for w in (self.taking() if taking else self.there()) if w.kind != "prefix"]
+    def native(self, *, taking: bool = False, contexts: bool = False) -> list[Worker]:
+        """Return those of them that have chunks, or ``contexts`` too: a vLLM with kvweave in it has none,
+        and another vLLM neither."""
+        lacking = ("prefix", "vllm") if contexts else ("prefix",)
+        return [w for w in (self.taking() if taking else self.there()) if w.kind not in lacking]
 
     def named(self, name: str) -> Worker | None:
         """Return a worker by ``host:port``."""

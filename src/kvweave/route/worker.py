@@ -18,7 +18,8 @@ from typing import Literal
 
 from kvweave.simulate.cost import Cost
 
-WorkerKind = Literal["unknown", "kvweave", "prefix"]  # prefix: reuses prefixes only, as vLLM does
+# vllm: a vLLM with kvweave in it, which has chunks and no contexts; prefix: reuses prefixes only
+WorkerKind = Literal["unknown", "kvweave", "vllm", "prefix"]
 
 
 STEADY = 0.9  # how much of a slowness stays when an answer shows another

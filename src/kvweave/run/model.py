@@ -21,7 +21,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from kvweave.errors import CannotMove, ContextTooLong, InvalidArgument
+from kvweave.errors import CannotMove, InvalidArgument
 from kvweave.run import attention
 from kvweave.run.base import Capability, LayerInfo, Work, readers_of
 from kvweave.run.batch import Batch, StopPass
@@ -29,6 +29,7 @@ from kvweave.run.fingerprint import fingerprint
 from kvweave.run.kernel import available
 from kvweave.run.load import load, twin
 from kvweave.run.looking import KeptLayer, Refused
+from kvweave.run.passing import one_pass
 from kvweave.run.pool import Pools
 from kvweave.run.probe import learn
 from kvweave.run.quantised import movable, rows_as
@@ -179,22 +180,16 @@ class Runner:
         Raises ContextTooLong before anything is written, LoadFailed when a chunk did not arrive.
         """
         self.require_move()
-        last = max(int(work.positions[-1]) for work in works)
-        if last >= self.limit:
-            raise ContextTooLong(last + 1, self.limit)
-        batch = Batch(works, self.layers, self.device, self.pools)
-        token = attention.current.set(batch)
-        try:
-            batch.begin()
-            graphs = None if self.pools is None else self.pools.graphs
-            if graphs is None or self.pools is None:
-                found = self._call(batch)
-            else:
-                found = graphs.run(batch, self._call, self.pools.n_moves)
-            batch.end()
-        finally:
-            attention.current.reset(token)
-        return batch.split(found)
+        pools = self.pools
+
+        def call(batch: Batch) -> Tensor:
+            if pools is None or pools.graphs is None:
+                return self._call(batch)
+            return pools.graphs.run(batch, self._call, pools.n_moves)
+
+        return one_pass(
+            works, self.limit, lambda: Batch(works, self.layers, self.device, pools), call
+        )
 
     def _cache(self) -> Cache:
         """Return a cache whose layers hand their rows to the current batch."""

@@ -30,7 +30,17 @@ from kvweave.serve.listening import GRACE
 from kvweave.serve.metrics import Requests
 from kvweave.serve.openai import routes as openai
 from kvweave.serve.options import Options
-from kvweave.serve.routes import chunks, contexts, edits, history, page, system, thin, turns
+from kvweave.serve.routes import (
+    chunks,
+    contexts,
+    edits,
+    history,
+    page,
+    placements,
+    system,
+    thin,
+    turns,
+)
 from kvweave.serve.routes.base import ERRORS
 from kvweave.serve.routes.system import OURS
 from kvweave.serve.state import ServerState
@@ -77,7 +87,7 @@ def create_app(engine: Engine, options: Options | None = None) -> FastAPI:
     )
     app.state.kvweave = state
     problems.install(app)
-    for rooms in (turns, edits, history, contexts, thin, chunks, system):
+    for rooms in (turns, edits, history, contexts, thin, chunks, system, placements):
         app.include_router(rooms.router)
     app.include_router(openai.make_router(state), responses=ERRORS)
     app.include_router(page.make_router())

@@ -19,11 +19,12 @@ from vllm.forward_context import set_forward_context
 
 from kvweave.chunk.identity import ModelFingerprint
 from kvweave.connect.vllm.look import layer_info, why_not
-from kvweave.errors import CannotMove, ContextTooLong, InvalidArgument
+from kvweave.errors import CannotMove, InvalidArgument
 from kvweave.run import attention
 from kvweave.run.base import Capability, LayerInfo, Rows, Work
 from kvweave.run.batch import Batch, StopPass
 from kvweave.run.fingerprint import fingerprint
+from kvweave.run.passing import one_pass
 from kvweave.run.quantised import movable, rows_as
 from kvweave.run.rows import KVRows
 from kvweave.store.kv import KV
@@ -83,18 +84,9 @@ class VllmBackend:
     def forward(self, works: Sequence[Work]) -> list[Tensor]:
         """Run works of different contexts in one pass; see `Backend.forward`."""
         self.require_move()
-        last = max(int(work.positions[-1]) for work in works)
-        if last >= self.limit:
-            raise ContextTooLong(last + 1, self.limit)
-        batch = Batch(works, self.layers, self.device)
-        token = attention.current.set(batch)
-        try:
-            batch.begin()
-            found = self._call(batch)
-            batch.end()
-        finally:
-            attention.current.reset(token)
-        return batch.split(found)
+        return one_pass(
+            works, self.limit, lambda: Batch(works, self.layers, self.device), self._call
+        )
 
     def _call(self, batch: Batch) -> Tensor:
         ids = batch.ids[0]

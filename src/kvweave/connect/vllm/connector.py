@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import logging
+from collections import OrderedDict
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ from kvweave.connect.vllm.wire import StepMeta, StepReply
 from kvweave.errors import InvalidArgument
 
 log = logging.getLogger("kvweave.vllm")
-OWN_OPTIONS = ("match",)  # those of the scheduler's side; others are the engine's
+MOST_REPORTS = 1024  # of streams, that wait for their last event
 
 
 class KVWeaveConnector(KVConnectorBase_V1):  # type: ignore[misc]
@@ -58,6 +59,7 @@ class KVWeaveConnector(KVConnectorBase_V1):  # type: ignore[misc]
         fork = Forker(algorithm, self.block_size)
         self.scheduling = Scheduling(fork, self.block_size, matches)
         self._over: dict[str, WeaveJob] = {}
+        self.reports: OrderedDict[str, dict[str, Any]] = OrderedDict()  # of streams, by ticket
         self._reply = StepReply()
 
     # ---- the scheduler's side
@@ -79,7 +81,7 @@ class KVWeaveConnector(KVConnectorBase_V1):  # type: ignore[misc]
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         """Return what the worker is told in this step."""
         idle = scheduler_output.total_num_scheduled_tokens == 0
-        return StepMeta(*self.scheduling.told(), idle)
+        return StepMeta(*self.scheduling.told(), self.scheduling.reported(), idle)
 
     def update_connector_output(self, connector_output: Any) -> None:
         """Take what the worker said in this step."""
@@ -125,6 +127,8 @@ class KVWeaveConnector(KVConnectorBase_V1):  # type: ignore[misc]
             raise RuntimeError(
                 "kvweave has no model: start vLLM with --worker-cls kvweave.connect.vllm.worker.KVWeaveWorker"
             )
+        for ticket, report in meta.reports.items():
+            self._tell(ticket, report)
         for name, ask in meta.asks.items():
             self._reply.found[name] = host.find(ask)
         for name, load in meta.loads.items():
@@ -146,9 +150,17 @@ class KVWeaveConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self.host.drop(list(finished_req_ids))
         over, self._over = self._over | self.host.over(), {}
         for name, job in over.items():
-            self._reply.reports[name] = job.report()
+            self._reply.reports[name] = report = job.report()
+            self._tell(job.load.ask.spec.ticket, {**report, "local": job.load.start})
         failed = {name for name, job in over.items() if job.plan is None}
         return KVConnectorTransferResults(finished_recving=set(over), failed_recving=failed)
+
+    def _tell(self, ticket: str, report: dict[str, Any]) -> None:
+        """Keep a report until the server asks for it; it does not where nobody listens any more."""
+        if ticket:
+            self.reports[ticket] = report
+        while len(self.reports) > MOST_REPORTS:
+            self.reports.popitem(last=False)
 
     def build_connector_worker_meta(self) -> StepReply | None:
         """Return what the scheduler is told in this step."""

@@ -94,24 +94,25 @@ class PromptCutter:
         return self._range(ask, part.start, part.stop, below)
 
     def _named(self, ask: PromptAsk, ref: str, at: int) -> PromptCut:
-        """Find a stored chunk's tokens in a prompt, from ``at`` on.
+        """Find a stored chunk's tokens in a prompt, the first time they stand there from ``at`` on.
 
         Text inside other text begins and ends with other tokens than alone: up to `EDGE` of them
-        may differ at each end. The longest run counts.
+        may differ at each end. Of a short chunk so many are its ends only where nothing else is found.
         """
         record = self.engine.table.resolve(ref, ask.spec.namespace)
         tokens = self.engine.table.tokens(record.id).astype(np.int64)
-        prompt = np.asarray(ask.tokens[at:-1], np.int64)
-        edge = min(EDGE, (len(tokens) - 1) // 2)
-        cuts = [
-            (first, len(tokens) - last) for first in range(edge + 1) for last in range(edge + 1)
-        ]
-        for first, stop in sorted(cuts, key=lambda cut: (cut[0] - cut[1], cut)):
-            found = _index(prompt, tokens[first:stop])
-            if found is not None:
-                start = at + found
-                end = start + stop - first
-                return PromptCut(start, end, record.id, record.digest, first)
+        prompt, n = np.asarray(ask.tokens[:-1], np.int64), len(tokens)
+        for edge in sorted({min(EDGE, n // 4), min(EDGE, (n - 1) // 2)}):
+            found = _index(prompt[at:], tokens[edge : n - edge])
+            if found is None:
+                continue
+            start, first, last = at + found, edge, n - edge
+            while start > at and first and prompt[start - 1] == tokens[first - 1]:
+                start, first = start - 1, first - 1
+            stop = start + last - first
+            while stop < len(prompt) and last < n and prompt[stop] == tokens[last]:
+                stop, last = stop + 1, last + 1
+            return PromptCut(start, stop, record.id, record.digest, first)
         hint = "its tokens must stand there as they were stored, behind the part before it"
         raise InvalidArgument("parts", f"chunk {ref!r} is not in the prompt", hint)
 

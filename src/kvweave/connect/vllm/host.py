@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from hashlib import blake2b
@@ -16,6 +17,7 @@ from kvweave.config import Config
 from kvweave.connect.vllm.asks import PromptAsk, WeaveLoad, WeaveOffer
 from kvweave.connect.vllm.cut import PromptCut, PromptCutter
 from kvweave.connect.vllm.spec import WeaveSpec
+from kvweave.connect.vllm.texts import ChunkTexts
 from kvweave.engine import Engine
 from kvweave.errors import InvalidArgument, KVWeaveError, check_options
 from kvweave.run.base import Backend, Rows
@@ -29,6 +31,7 @@ from kvweave.weave.context import Context
 from kvweave.weave.plan import Plan
 
 log = logging.getLogger("kvweave.vllm")
+MOST_OFFERED = 256  # plans whose pieces are kept until they are woven, the latest
 IDLE_SECONDS = 0.05  # of a step in which nobody else runs
 
 
@@ -80,10 +83,12 @@ class Host:
         self.names = AutoNames(self.engine.table)
         self.tasks = Tasks(self.engine.loop)
         self._jobs: dict[str, WeaveJob] = {}
+        self._offered: OrderedDict[bytes, list[PromptCut]] = OrderedDict()  # pieces, by digest
         self._pace = Pace(self.engine.config.max_rows)
         # when the last step began that others had a part in, and how many rows of ours it had
         self._before: tuple[float, int] | None = None
         self.cutter = PromptCutter(self.engine, Library(self.engine.table))
+        self.texts = ChunkTexts(self.engine)
 
     def close(self) -> None:
         """Give up what is under way, and close the engine."""
@@ -95,7 +100,14 @@ class Host:
     def find(self, ask: PromptAsk) -> WeaveOffer:
         """Say what would be woven of a prompt; nothing is computed, and nothing is stored."""
         try:
-            return self._offer(ask, self.cutter.cut(ask))
+            pieces = self.cutter.cut(ask)
+            offer = self._offer(ask, pieces)
+            if offer.covered:
+                self._offered[offer.digest] = [p for p in pieces if p.start < offer.useful]
+                self._offered.move_to_end(offer.digest)
+            while len(self._offered) > MOST_OFFERED:
+                self._offered.popitem(last=False)
+            return offer
         except KVWeaveError as error:
             return WeaveOffer(error=problem_of(error).body["error"])
 
@@ -182,9 +194,7 @@ class Host:
     def _fill(self, context: Context, load: WeaveLoad) -> Task[None]:
         """Give a context the parts of a prompt; compute canonical KV that chunks lack."""
         engine, ask = self.engine, load.ask
-        space, pieces = ask.spec.namespace, self.cutter.cut(ask)
-        if self._offer(ask, pieces).digest != load.digest:
-            raise InvalidArgument("plan", "the chunks that it was made of are others now")
+        space, pieces = ask.spec.namespace, self._pieces(load)
         first = pieces[0] if pieces and pieces[0].is_base else None
         if context.parts and (first is None or first.id != self.cutter.base):
             context.drop(0)
@@ -203,6 +213,24 @@ class Host:
         for id in dict.fromkeys(made):
             self.cutter.library.note(space, id)
             yield from engine.maker.computing(id, space)
+
+    def _pieces(self, load: WeaveLoad) -> list[PromptCut]:
+        """Return the pieces that were offered. Raises what `PromptCutter.cut` does, and InvalidArgument
+        where the same would be offered no more."""
+        ask, kept = load.ask, self._offered.get(load.digest)
+        find = self.engine.table.find_digest
+        known = {p.digest: find(p.digest) for p in kept or () if p.id is not None}
+        # an id is of one content for ever, so what was offered is right as long as all are there
+        if kept and all(p.id is None or ((r := known[p.digest]) and r.id == p.id) for p in kept):
+            useful = kept[-1].stop
+            return [
+                *kept,
+                *([PromptCut(useful, len(ask.tokens))] if useful < len(ask.tokens) else []),
+            ]
+        pieces = self.cutter.cut(ask)
+        if self._offer(ask, pieces).digest != load.digest:
+            raise InvalidArgument("plan", "the chunks that it was made of are others now")
+        return pieces
 
     def _append(
         self, context: Context, ask: PromptAsk, pieces: Sequence[PromptCut], base: ChunkId | None

@@ -61,6 +61,7 @@ class Scheduling:
         self._requests: dict[str, WovenRequest] = {}
         self._asks: dict[str, PromptAsk] = {}
         self._loads: dict[str, WeaveLoad] = {}
+        self._reports: dict[str, dict[str, Any]] = {}  # by ticket
         self._n_points = 0
         self._plans: OrderedDict[bytes, list[ForkPoint]] = OrderedDict()  # by `WeaveOffer.digest`
 
@@ -102,6 +103,8 @@ class Scheduling:
             return None, False
         woven.n_local = n_local
         if woven.point is None or n_local >= woven.found.useful:
+            if woven.ask.spec.ticket:
+                self._reports[woven.ask.spec.ticket] = _report(woven)
             return 0, False
         block = n_local // self.size
         if woven.point.block is None or block < woven.point.block:
@@ -123,6 +126,11 @@ class Scheduling:
         """Return what the worker is told in this step, by request id."""
         found = self._asks, self._loads
         self._asks, self._loads = {}, {}
+        return found
+
+    def reported(self) -> dict[str, dict[str, Any]]:
+        """Return reports of requests that the worker does not weave, by ticket, each once."""
+        found, self._reports = self._reports, {}
         return found
 
     def found(self, name: str, found: WeaveOffer) -> None:
@@ -154,17 +162,7 @@ class Scheduling:
         woven = self._requests.pop(name, None)
         self._asks.pop(name, None)
         self._loads.pop(name, None)
-        if woven is None:
-            return None
-        report = woven.report
-        if report is None:
-            report, point = {"woven": False}, woven.point
-            if point is not None and point.block is not None:
-                # rows that we wrote for a request like this, found by vLLM
-                report |= {"cached": woven.n_local, "drift": None, **(point.report or {})}
-            elif woven.found is not None:
-                report |= {"drift": 0.0, "drift_by": "exact"}
-        return {**report, "local": woven.n_local}
+        return None if woven is None else _report(woven)
 
     def forget(self) -> None:
         """vLLM has forgotten all blocks."""
@@ -187,6 +185,19 @@ class Scheduling:
         points.append(made)
         del points[:-MOST_TAILS]
         return made
+
+
+def _report(woven: WovenRequest) -> dict[str, Any]:
+    """Return what a response says of a request's weave."""
+    report = woven.report
+    if report is None:
+        report, point = {"woven": False}, woven.point
+        if point is not None and point.block is not None:
+            # rows that we wrote for a request like this, found by vLLM
+            report |= {"cached": woven.n_local, "drift": None, **(point.report or {})}
+        elif woven.found is not None:
+            report |= {"drift": 0.0, "drift_by": "exact"}
+    return {**report, "local": woven.n_local}
 
 
 def _tail(found: WeaveOffer, tokens: tuple[int, ...]) -> bytes:

@@ -21,6 +21,7 @@ from kvweave.weave.repair import strategy
 
 KEY = "kvweave"
 MOST_PARTS = 512
+MOST_TICKET = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +44,7 @@ class WeaveSpec:
     share: float | None = None
     max_drift: float | None = None
     namespace: str = ""
+    ticket: str = ""  # the server's own: what asks for the report of a stream
 
     def options(self) -> dict[str, object]:
         """Return what was asked for, as options of `Engine.context`."""
@@ -60,7 +62,7 @@ def spec_of(params: Mapping[str, Any] | None, n_tokens: int | None = None) -> We
         return None
     if not isinstance(said, Mapping):
         raise InvalidArgument(KEY, "it is no object", '{"parts": [...]}')
-    known = {"system", "parts", "match", "repair", "share", "max_drift", "namespace"}
+    known = {"system", "parts", "match", "repair", "share", "max_drift", "namespace", "ticket"}
     unknown = sorted(set(said) - known)
     if unknown:
         raise InvalidArgument(KEY, f"unknown: {', '.join(unknown)}", ", ".join(sorted(known)))
@@ -78,6 +80,7 @@ def spec_of(params: Mapping[str, Any] | None, n_tokens: int | None = None) -> We
         share=_number("share", said.get("share"), 1.0),
         max_drift=_number("max_drift", said.get("max_drift"), float("inf")),
         namespace=check_namespace(_text("namespace", said.get("namespace", ""))),
+        ticket=_text("ticket", said.get("ticket", ""))[:MOST_TICKET],
     )
 
 

@@ -24,7 +24,7 @@ from kvweave.serve.driver.thread import Driver
 from kvweave.serve.driver.work import DriverCall
 from kvweave.serve.guard import problems
 from kvweave.serve.options import Options
-from kvweave.serve.routes import chunks, thin
+from kvweave.serve.routes import chunks, placements, thin
 from kvweave.serve.state import ServerState
 
 T = TypeVar("T")
@@ -83,7 +83,7 @@ class Verbs:
         state.library = host.cutter.library  # what is put is found in prompts
         app.state.kvweave = state
         problems.install(app)
-        for rooms in (thin, chunks):
+        for rooms in (thin, chunks, placements):
             app.include_router(rooms.router)
         self._app = app
 

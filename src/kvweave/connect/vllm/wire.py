@@ -15,10 +15,12 @@ from kvweave.connect.vllm.asks import PromptAsk, WeaveLoad, WeaveOffer
 
 @dataclass
 class StepMeta(KVConnectorMetadata):  # type: ignore[misc]
-    """From the scheduler to the worker; by request id. ``idle``: nobody else runs in this step."""
+    """From the scheduler to the worker; by request id, reports by ticket. ``idle``: nobody else
+    runs in this step."""
 
     asks: dict[str, PromptAsk] = field(default_factory=dict)
     loads: dict[str, WeaveLoad] = field(default_factory=dict)
+    reports: dict[str, dict[str, Any]] = field(default_factory=dict)
     idle: bool = True
 
 

@@ -66,6 +66,17 @@ class KVWeaveWorker(PlatformWorker):  # type: ignore[misc]
         table = self._verbs().host.engine.table
         return [name for name in names if not _is_there(table, name, namespace)]
 
+    def kvweave_texts(
+        self, names: list[str], namespace: str
+    ) -> list[tuple[int, str | None] | None]:
+        """Return tokens and text of the first of these chunks; None for one that is not there."""
+        return self._verbs().host.texts.of(names, namespace)
+
+    def kvweave_report(self, ticket: str) -> dict[str, Any] | None:
+        """Return what the response to a stream says of its weave."""
+        connector = self.kvweave_connector()
+        return None if connector is None else connector.reports.pop(ticket, None)
+
     def _verbs(self) -> Verbs:
         connector = self.kvweave_connector()
         if connector is None or connector.verbs is None:

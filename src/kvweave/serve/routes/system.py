@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Path, Query, Request
+from fastapi import APIRouter, Path, Request
 from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel
 from starlette.responses import Response
@@ -16,7 +16,6 @@ from kvweave.errors import Overloaded
 from kvweave.serve.guard.access import Tenant, sees_metrics
 from kvweave.serve.guard.problems import make
 from kvweave.serve.metrics import EngineSnapshot
-from kvweave.serve.placements import MOST
 from kvweave.serve.routes.base import ERRORS, The
 from kvweave.serve.routes.strict import StrictRoute
 
@@ -88,28 +87,6 @@ class AnswerView(BaseModel):
     plan: dict[str, Any]
 
 
-class ChunkPlace(BaseModel):
-    """A chunk that has KV: in which tier, under which names as of now, and the prints of its text."""
-
-    id: int
-    digest: str
-    names: list[str]
-    tier: str
-    n_tokens: int
-    prints: list[str]
-
-
-class ChunkPlaces(BaseModel):
-    """Chunks that came, moved or went; ``seq`` of ``run`` is where to go on."""
-
-    run: str
-    seq: int
-    snapshot: bool
-    more: bool
-    chunks: list[ChunkPlace]
-    gone: list[int]
-
-
 @router.get("/health", response_model=Health, responses={503: {"model": Health}})
 async def health(the: The) -> Any:
     """Tell whether requests are taken: 200, or 503 while the server stops. Needs no key.
@@ -177,20 +154,6 @@ async def status(tenant: Tenant, the: The) -> dict[str, Any]:
         "hit_rate": reused / prompt if prompt else None,
         "last_plan": None if plan is None else plan.to_dict(),
     }
-
-
-@router.get("/v1/placements", response_model=ChunkPlaces, responses={400: ERRORS[400]})
-async def placements(
-    tenant: Tenant, the: The,
-    run: Annotated[str, Query(max_length=64)] = "",
-    since: Annotated[int, Query(ge=0, le=2**53)] = 0,
-    limit: Annotated[int, Query(ge=1, le=MOST)] = MOST,
-) -> dict[str, Any]:  # fmt: skip
-    """Tell a router which chunks have KV, and where: all, or what changed behind ``since`` of ``run``.
-
-    ``prints`` are of a chunk's text (`kvweave.chunk.prints`). ``snapshot``: forget what was known.
-    """
-    return await the.call(tenant, lambda _: the.placements.read(tenant, run, since, limit))
 
 
 @router.get("/v1/answers/{n}", response_model=AnswerView, responses={400: ERRORS[400]})
