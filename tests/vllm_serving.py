@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -53,13 +54,20 @@ class VllmServer:
     url: str
     process: subprocess.Popen
 
+    def kill(self) -> None:
+        """Kill it with the processes it made: vLLM's engine outlives its server otherwise."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+
 
 @contextmanager
 def vllm_server(log, **more):
     """Start a server, wait until it takes requests, and end it afterwards."""
     port = free_port()
     with log.open("w") as out:
-        process = subprocess.Popen(command(port, **more), stdout=out, stderr=out, env=ENVIRONMENT)
+        process = subprocess.Popen(
+            command(port, **more), stdout=out, stderr=out, env=ENVIRONMENT, start_new_session=True
+        )
     found = VllmServer(f"http://127.0.0.1:{port}", process)
     try:
         until = time.monotonic() + 240
@@ -73,4 +81,7 @@ def vllm_server(log, **more):
         yield found
     finally:
         process.terminate()
-        process.wait(60)
+        try:
+            process.wait(60)
+        finally:
+            found.kill()

@@ -141,7 +141,7 @@ def test_a_worker_that_is_killed_under_load_loses_no_request_and_no_token(pair):
         thread.start()
     until(lambda: len(replies) > 6, "the load")
     assert len(replies) < len(asked) - 8, "it is killed in the middle"
-    pair.servers[1].process.kill()
+    pair.servers[1].kill()
     for thread in threads:
         thread.join()
     assert sorted(replies) == list(range(len(asked)))
