@@ -153,3 +153,18 @@ def test_errors_of_the_machine_come_through(error: Exception, after: int) -> Non
     with pytest.raises(type(error)) as raised:
         Runner(hooked(change))
     assert raised.value is error
+
+
+@pytest.mark.parametrize("flat", ["key", "query"])
+def test_a_norm_behind_the_rotation_of_keys_or_of_queries_alone(flat: str) -> None:
+    """Weights that are all the same leave a rotation what it was; those of the other do not."""
+    model = oracle.build(*oracle.MODELS["hunyuan"])
+    getattr(model.model.layers[1].self_attn, f"{flat}_layernorm").weight.data.fill_(0.7)
+    runner = Runner(model)
+    assert runner.can_move, runner.can_move.reason
+    info = runner.layers[1]
+    assert info.query is not None
+    assert (info.rotation.ratio is None, info.query.ratio is None) == (flat == "key", flat != "key")
+    tokens = torch.arange(40) * 7 % 97 + 3
+    found = oracle.rows_of(runner, tokens)[1]
+    assert oracle.relative(found, oracle.full_prefill(runner, tokens)) < oracle.bound("hunyuan")

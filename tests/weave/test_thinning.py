@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
+import zoo
 from run.backend import ids, reference, transformers
 
 from kvweave import Engine
@@ -14,6 +15,7 @@ from kvweave.errors import ChunkPinned, InvalidArgument, NameTaken
 from kvweave.keep.tokens import POLICIES
 from kvweave.keep.tokens.spec import NUMBERED, Keep
 from kvweave.run.base import Work
+from kvweave.run.model import Runner
 from kvweave.store.kv import KV
 from kvweave.weave import maker, thinning
 
@@ -282,3 +284,15 @@ def test_a_digest_that_looks_thinned_is_a_whole_chunk(engine: Engine, monkeypatc
         context.generate(max_tokens=3)
         small = engine.compress(f"x{i}", "h2o:9", to=f"small{i}").id
         assert str(engine.maker.thinned_by(small)) == "h2o:9"
+
+
+def test_chunks_of_layers_with_unlike_heads_are_not_thinned() -> None:
+    """They say of every layer and head alike which tokens their rows are of."""
+    with Engine(Runner(zoo.tiny("mimo_v2_flash")), base="", repair="none") as made:
+        assert len({shape.k_heads for shape in made.runner.shapes}) > 1
+        made.put("a", ids(40).tolist())
+        for spec in ("h2o:0.5", "kvzip:0.5", "knorm:0.5"):
+            with pytest.raises(InvalidArgument, match="unlike numbers of heads"):
+                made.compress("a", spec, to="small")
+        assert [name for record in made.table for name in record.names] == ["a"]
+        made.check_integrity()

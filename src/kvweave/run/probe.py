@@ -112,9 +112,21 @@ def _info(
             shape = LayerShape(1, values.shape[3], 1, keys.shape[3])
             return LayerInfo(shape, latent, group=group, readers=(i,), latent=UNKNOWN)
     _check_handed(i, layer, handed)
-    query = None if turning.ratio is None else _rotation(i, handed.query, positions, frequencies)
+    query = _query(turning, handed.query, positions, frequencies)
     shape = LayerShape(*keys[0, :, 0].shape, *values[0, :, 0].shape)
     return LayerInfo(shape, turning, group=group, query=query, readers=(i,))
+
+
+def _query(
+    turning: Rotation, query: Tensor, positions: Sequence[int], frequencies: Sequence[Tensor]
+) -> Rotation | None:
+    """Return how queries turn, where that is not as their keys do: each has its own norm."""
+    if turning.width == 0:
+        return None
+    found = identify(_by_position(query, positions), frequencies, TOLERANCE)
+    if found is None or (found.ratio is None and turning.ratio is None):
+        return None  # scaled by their position, say: as keys turn, or it shows in the comparison
+    return None if found.equals(turning) else found
 
 
 def _alike(info: LayerInfo, found: Sequence[LayerInfo]) -> LayerInfo:

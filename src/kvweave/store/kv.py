@@ -104,6 +104,11 @@ class KV:
         return bool(torch.stack([torch.isfinite(t).all() for t in (*self.k, *self.v)]).all())
 
 
+def same_heads(shapes: Sequence[LayerShape]) -> bool:
+    """Tell whether all layers have as many heads of keys and of values: thinned chunks need that."""
+    return len({heads for shape in shapes for heads in (shape.k_heads, shape.v_heads)}) == 1
+
+
 def picked(tensor: Tensor, rows: Offsets) -> Tensor:
     """Return of a ``tensor`` [row, kv_head, dim] for each head its ``rows`` [kv_head, row]."""
     at = torch.from_numpy(rows.T.copy()).to(tensor.device)[..., None]

@@ -19,12 +19,13 @@ from torch import Tensor
 
 from kvweave.chunk.identity import DIGEST_BYTES, ChunkId, chunk_digest
 from kvweave.chunk.table import Table
+from kvweave.errors import InvalidArgument
 from kvweave.keep.tokens.base import LayerView, Need, TokenWatch, require_heads
 from kvweave.keep.tokens.kvzip import KVzip
 from kvweave.keep.tokens.spec import Keep
 from kvweave.run.base import Backend, Ints, Rows, Work
 from kvweave.run.upload import up
-from kvweave.store.kv import KV, picked
+from kvweave.store.kv import KV, picked, same_heads
 from kvweave.weave.rereading import PIECE, read_again, replays
 
 CODE = 4  # bytes
@@ -63,7 +64,11 @@ class Thinning:
     """Computes a chunk behind its base, and leaves of it what a policy keeps."""
 
     def __init__(self, backend: Backend, keep: Keep) -> None:
+        """Raises InvalidArgument for a model whose chunks this policy cannot thin."""
         require_heads(keep.policy, backend.layers)
+        if not same_heads([layer.shape for layer in backend.layers]):
+            reason = "its layers have unlike numbers of heads, thinned chunks cannot"
+            raise InvalidArgument("keep", reason, "a context with this policy can let go of rows")
         self.backend, self.keep = backend, keep
         self.watch: TokenWatch | None = keep.policy.watch(backend.layers, backend.device)
 

@@ -32,7 +32,7 @@ from torch import Tensor
 
 from kvweave.errors import CorruptChunk, FormatTooNew, InvalidArgument
 from kvweave.store.codec import BLOCK, Codec, CodecSpec, KeyOrValue, parse
-from kvweave.store.kv import KV, LayerShape
+from kvweave.store.kv import KV, LayerShape, same_heads
 from kvweave.store.record.offsets import mask_bytes, masked, offsets_of
 from kvweave.store.tier.base import PAGE, Get
 
@@ -226,7 +226,7 @@ class Head:
         """Raise ValueError unless the sections tile the record."""
         if not 0 <= self.rows <= self.n_tokens:
             raise ValueError(f"{self.n_rows} rows of {self.n_tokens} tokens")
-        if self.n_rows is not None and not _same_heads(self.shapes):
+        if self.n_rows is not None and not same_heads(self.shapes):
             raise ValueError("rows of some tokens in layers of unlike heads")
         if len(self.table) != self.n_layers * self.n_sections:
             raise ValueError(f"{len(self.table)} sections")
@@ -311,10 +311,6 @@ def _sizes(kv: KV, shapes: Sequence[tuple[int, ...]]) -> dict[str, int]:
     if n_layers != len(shapes) or found != {(n_rows, n_heads)} or n_rows > kv.span:
         raise InvalidArgument("kv", f"offsets {kv.kept.shape} for rows and heads {found}")
     return {"n_tokens": kv.span, "n_rows": n_rows}
-
-
-def _same_heads(shapes: Sequence[LayerShape]) -> bool:
-    return len({heads for shape in shapes for heads in (shape.k_heads, shape.v_heads)}) == 1
 
 
 def _head(
