@@ -134,6 +134,7 @@ def test_rows_that_no_choice_frees_are_charged(bench: dict[str, ModuleType]) -> 
         turn.finish()
 
 
+@pytest.mark.slow
 def test_tokens_that_are_given_are_decoded_as_an_engine_decodes_them(
     bench: dict[str, ModuleType], runner: Runner
 ) -> None:

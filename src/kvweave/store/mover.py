@@ -23,6 +23,7 @@ import torch
 
 from kvweave.errors import KVWeaveError, NoSpace, OverBudget, StoreError
 from kvweave.store.arriving import Arriving, Load
+from kvweave.store.background import Background
 from kvweave.store.codec import CodecSpec
 from kvweave.store.kv import KV
 from kvweave.store.level import Level
@@ -65,7 +66,7 @@ class Mover:
         self._writing: dict[int, bool] = {}  # chunk -> whether it is still wanted
         self._written = threading.Condition()  # guards it, and tells of its changes
         self._waiting_bytes = 0
-        self._writer: threading.Thread | None = None
+        self._writer: Background | None = None
         self._sources: dict[int, Level] = {}  # chunk -> where it was last read from
 
     def level_of(self, id: int) -> Level | None:
@@ -144,8 +145,7 @@ class Mover:
             self._waiting_bytes += kv.n_bytes
             self._writing[id] = True
         if self._writer is None:
-            self._writer = threading.Thread(target=self._write, name="kvweave-writer", daemon=True)
-            self._writer.start()
+            self._writer = Background(self._write)
         self._behind.put((id, self.about(id), kv.n_bytes, self.staging.down(kv)))
         return True
 
@@ -249,7 +249,7 @@ class Mover:
             self._sources[id] = level
         if wanted:
             reader = Reader(wanted, to, ends, self.counts)
-            threading.Thread(target=reader.run, name="kvweave-reader", daemon=True).start()
+            Background(reader.run)
         self.counts["loads"] += len(wanted)
         return {each.load.key: Arriving(each.load) for each in wanted}
 

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from kvweave.errors import StoreError, of_system
+from kvweave.store.background import Background
 from kvweave.store.tier.base import LATE, Get, Outcome, Put, Tier
 from kvweave.store.tier.keys import n_bytes_of
 
@@ -100,7 +101,7 @@ class Guarded:
             self._n_busy += 1
             if self._n_busy > self._n_threads < THREADS:
                 self._n_threads += 1
-                threading.Thread(target=self._serve, name="kvweave-tier", daemon=True).start()
+                Background(self._serve, "kvweave-tier")
         self._calls.put((call, future))
         return future
 
@@ -155,7 +156,7 @@ def in_time(call: Callable[[], T], directory: Path, undo: Callable[[T], object])
         except InvalidStateError:
             undo(made)
 
-    threading.Thread(target=serve, name="kvweave-open", daemon=True).start()
+    Background(serve)
     wait([future], QUIET)
     if future.cancel():
         raise silent(directory)

@@ -10,11 +10,11 @@ import contextlib
 import ctypes
 import mmap
 import queue
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
+from kvweave.store.background import Background
 from kvweave.store.tier.limit import Limit, TimeUp
 
 T = TypeVar("T")
@@ -32,7 +32,7 @@ class Slot:
         self.address = 0
         self._work: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = queue.SimpleQueue()
         self._future: Future[Any] | None = None
-        threading.Thread(target=self._serve, daemon=True).start()
+        Background(self._serve)
 
     def start(self, call: Callable[[], T]) -> Future[T]:
         """Do ``call`` in the thread of the slot, after what is under way there."""
