@@ -51,7 +51,8 @@ TORCH_FREE = (
     "weave/check.py", "weave/calibration.py", "weave/special.py",
 )  # fmt: skip
 MODEL_SEAM = (
-    "run/expand.py", "run/load.py", "run/looking.py", "run/model.py", "run/probe.py", "run/verify.py",
+    "run/expand.py", "run/load.py", "run/looking.py", "run/model.py", "run/primed.py", "run/probe.py",
+    "run/stateful.py", "run/verify.py",
 )  # fmt: skip
 LOCAL_IMPORTS_FREE = ("demo/", "cli/")  # these start fast by importing late
 SPEAK_FOR_THEMSELVES = {"property", "cached_property", "setter", "overload", "override"}
@@ -75,6 +76,7 @@ EXCUSED: dict[tuple[str, str, str], str] = {
         for name in ("_write_rows_on_cuda", "_interval_attention_on_cuda")
     },
     ("inheritance", "run/pool.py", "PooledRows"): "raw rows whose memory is a pool's",
+    ("inheritance", "run/states.py", "StateRows"): "raw rows that keep states besides",
     ("inheritance", "run/layers.py", "MovableRows"): "raw rows that keep one tensor more",
     (
         "one_name",

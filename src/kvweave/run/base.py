@@ -33,6 +33,7 @@ from torch import Tensor
 from kvweave.chunk.identity import ModelFingerprint
 from kvweave.run.capability import Capability as Capability
 from kvweave.run.latent import Latent
+from kvweave.run.mixer import Mixer
 from kvweave.run.rotary import Rotation
 from kvweave.store.kv import KV, LayerShape
 
@@ -73,6 +74,7 @@ class LayerInfo:
     group: int = 1  # query heads to a kv head
     query: Rotation | None = None  # how queries turn, where they do not as keys do
     latent: Latent | None = None  # what heads make of rows that are latents
+    mixer: Mixer | None = None  # whose input these rows are: nothing attends to them
     # numbers by which the model calls the layers that attend to these rows: first the one that
     # writes them; none: as many rows as layers, in their order
     readers: tuple[int, ...] = ()
@@ -85,7 +87,15 @@ class LayerInfo:
 
 def readers_of(infos: Sequence[LayerInfo]) -> dict[int, int]:
     """Return whose rows (an index of ``infos``) each layer of a model attends to."""
-    return {at: i for i, info in enumerate(infos) for at in info.readers or (i,)}
+    return {
+        at: i for i, info in enumerate(infos) if info.mixer is None for at in info.readers or (i,)
+    }
+
+
+def n_numbers(infos: Sequence[LayerInfo]) -> int:
+    """Return how many layers the cache of a model has."""
+    mixers = [info.mixer.number for info in infos if info.mixer is not None]
+    return 1 + max([*readers_of(infos), *mixers])
 
 
 class Observer:

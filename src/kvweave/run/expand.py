@@ -32,10 +32,11 @@ class UnitLayer(KeptLayer):  # type: ignore[no-untyped-call]
         return unit[..., :rank], unit[..., rank:]
 
 
-def expansions(model: PreTrainedModel, found: Sequence[LayerInfo], limit: int) -> list[LayerInfo]:
-    """Return ``found`` with what heads make of latents filled in, read off unit rows."""
-    n = 1 + max(number for info in found for number in info.readers)
-    layers: list[KeptLayer] = [KeptLayer() for _ in range(n)]
+def expansions(
+    model: PreTrainedModel, found: Sequence[LayerInfo], layers: list[Any], limit: int
+) -> list[LayerInfo]:
+    """Return ``found`` with what heads make of latents filled in, read off unit rows; ``layers`` are
+    those of an empty cache."""
     for info in found:
         if info.latent is not None:
             layers[info.readers[0]] = UnitLayer()

@@ -47,6 +47,7 @@ class LookCall:
 
     functions: list[MaskFunction] = field(default_factory=list)
     layers: dict[int, Handed] = field(default_factory=dict)
+    order: list[Any] = field(default_factory=list)  # numbers of layers, as they attend
 
 
 _call: ContextVar[LookCall] = ContextVar("kvweave_probe")
@@ -92,6 +93,7 @@ def _attention(
     **options: Any,
 ) -> tuple[Tensor, None]:
     layer: int = module.layer_idx  # type: ignore[assignment]
+    _call.get().order.append(layer)
     _call.get().layers[layer] = Handed(key, value, attention_mask, options, query)
     out = value[:, :, : query.shape[2]].repeat_interleave(query.shape[1] // value.shape[1], 1)
     return out.transpose(1, 2).contiguous(), None
@@ -111,13 +113,18 @@ AttentionMaskInterface.register(PROBE, _mask)
 
 
 def look(
-    model: PreTrainedModel, layers: list[KeptLayer], positions: Sequence[int], limit: int
+    model: PreTrainedModel,
+    layers: Sequence[Any],
+    positions: Sequence[int],
+    limit: int,
+    order: list[Any] | None = None,
 ) -> LookCall:
-    """Call the model once: a row for each position, of two tokens that both stand there."""
+    """Call the model once: a row for each position, of two tokens that both stand there. Layers are
+    added to ``order`` as they attend."""
     n_vocab = model.config.get_text_config().vocab_size
     ids = torch.full((len(positions), 2), min(7, n_vocab - 1), device=model.device)
     where = torch.tensor(positions, device=model.device)[:, None].expand(-1, 2)
-    token = _call.set(LookCall())
+    token = _call.set(LookCall(order=[] if order is None else order))
     try:
         with pinned(model, limit), widened(model.dtype):
             model(
@@ -127,6 +134,8 @@ def look(
                 use_cache=True,
             )
         return _call.get()
+    except Refused:
+        raise
     except Exception as error:
         if is_resource_error(error):
             raise

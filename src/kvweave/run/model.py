@@ -23,7 +23,7 @@ from transformers import (
 
 from kvweave.errors import CannotMove, InvalidArgument
 from kvweave.run import attention
-from kvweave.run.base import Capability, LayerInfo, Work, readers_of
+from kvweave.run.base import Capability, LayerInfo, Work, n_numbers, readers_of
 from kvweave.run.batch import Batch, StopPass
 from kvweave.run.fingerprint import fingerprint
 from kvweave.run.kernel import available
@@ -31,10 +31,13 @@ from kvweave.run.load import load, twin
 from kvweave.run.looking import KeptLayer, Refused
 from kvweave.run.passing import one_pass
 from kvweave.run.pool import Pools
+from kvweave.run.primed import PrimedLayer
 from kvweave.run.probe import learn
 from kvweave.run.quantised import movable, rows_as
+from kvweave.run.replay import install
 from kvweave.run.rows import KVRows
 from kvweave.run.sample import end_tokens
+from kvweave.run.stateful import StatesBeside
 from kvweave.run.verify import difference
 from kvweave.store.kv import KV, LayerShape
 
@@ -78,6 +81,25 @@ def _attention(
 AttentionInterface.register(ATTENTION, _attention)
 
 
+class _StateSlot(PrimedLayer):
+    """Stands where a mixer puts its states; each has its own while it runs."""
+
+
+class _Both(StatesBeside, _SlotLayer):  # type: ignore[no-untyped-call, override]
+    """The same beside rows."""
+
+    def __init__(self, index: int, latent: bool, n_states: int) -> None:
+        StatesBeside.__init__(self, n_states)
+        self.index, self.latent = index, latent
+
+    update = _SlotLayer.update
+    get_seq_length = _SlotLayer.get_seq_length
+
+
+class _PassCache(Cache):
+    """The cache of a pass of ours."""
+
+
 class Runner:
     """A decoder-only model whose passes write rows into contexts.
 
@@ -115,6 +137,9 @@ class Runner:
         try:
             self.layers = learn(self.model, self.limit)
             self.can_move = Capability(True, _summary(self.layers))
+            for i, layer in enumerate(self.layers):
+                if layer.mixer is not None:
+                    install(i, layer.mixer, _PassCache)
         except Refused as why:
             self.can_move = Capability(False, str(why))
         self.model.set_attn_implementation(ATTENTION if self.can_move else native)
@@ -166,7 +191,8 @@ class Runner:
     @property
     def pooled(self) -> bool:
         """Whether raw rows of all contexts stand in one buffer a layer."""
-        return available(self.device) and all(layer.latent is None for layer in self.layers)
+        plain = all(layer.latent is None and layer.mixer is None for layer in self.layers)
+        return plain and available(self.device)
 
     def new_kv(self, n: int) -> KV:
         """Return uninitialised KV for ``n`` tokens."""
@@ -194,10 +220,18 @@ class Runner:
     def _cache(self) -> Cache:
         """Return a cache whose layers hand their rows to the current batch."""
         readers = readers_of(self.layers)
-        rows = [readers.get(number, -1) for number in range(max(readers) + 1)]
-        return Cache(
-            layers=[_SlotLayer(i, i >= 0 and self.layers[i].latent is not None) for i in rows]
-        )
+        mixers = {m.number: m for m in (info.mixer for info in self.layers) if m is not None}
+        made: list[Any] = []
+        for number in range(n_numbers(self.layers)):
+            i, mixer = readers.get(number, -1), mixers.get(number)
+            latent = i >= 0 and self.layers[i].latent is not None
+            if mixer is None:
+                made.append(_SlotLayer(i, latent))
+            elif i < 0:
+                made.append(_StateSlot(mixer.n_states))
+            else:
+                made.append(_Both(i, latent, mixer.n_states))
+        return _PassCache(layers=made)
 
     def _call(self, batch: Batch) -> Tensor:
         """Return the logits [want, vocab] of a batch."""
@@ -237,14 +271,17 @@ def _summary(layers: Sequence[LayerInfo]) -> str:
     sliding = sum(layer.mask.window is not None for layer in layers)
     chunked = sum(layer.mask.chunk is not None for layer in layers)
     latent = sum(layer.latent is not None for layer in layers)
-    shared = sum(len(layer.readers) - 1 for layer in layers)
+    states = sum(layer.mixer is not None for layer in layers)
+    shared = sum(max(0, len(layer.readers) - 1) for layer in layers)
     kinds = {
         "rotary": turned,
-        "position-free": len(layers) - turned,
+        "position-free": len(layers) - turned - states,
         "sliding": sliding,
         "chunked": chunked,
         "latent": latent,
+        "stateful": states,
     }
-    some = [f"{n} {kind}" for kind, n in kinds.items() if n or kind not in ("chunked", "latent")]
+    rare = ("chunked", "latent", "stateful")
+    some = [f"{n} {kind}" for kind, n in kinds.items() if n or kind not in rare]
     text = f"{', '.join(some)} layers"
     return f"{text}; {shared} more attend to rows of others" if shared else text

@@ -15,6 +15,7 @@ from transformers import (
     PreTrainedModel,
 )
 from transformers.cache_utils import (
+    CacheLayerMixin,
     DummyLayer,
     DynamicLayer,
     DynamicSlidingWindowLayer,
@@ -27,7 +28,8 @@ from kvweave.run.latent import Latent
 from kvweave.run.looking import FIRST_MASK, PROBE, Handed, KeptLayer, Refused, look
 from kvweave.run.masks import MaskFunction, UnknownMask, classify
 from kvweave.run.pin import inv_freqs
-from kvweave.run.rotary import Rotation, identify
+from kvweave.run.rotary import STATIC, Rotation, identify
+from kvweave.run.stateful import LayerKind, MixerWatch, SeenMixer, layers_of, learn_mixer
 from kvweave.run.trouble import said
 from kvweave.store.kv import LayerShape
 
@@ -60,35 +62,57 @@ def learn(model: PreTrainedModel, limit: int) -> list[LayerInfo]:
     ``model`` is left with attention of ours. Raises Refused where rows cannot say it; errors of the
     machine, such as a lack of memory, come through as they are.
     """
-    n_layers = _check_kinds(model)
+    kinds = _check_kinds(model)
     model.set_attn_implementation(PROBE)
     if model.config.get_text_config()._attn_implementation != PROBE:
         raise Refused("the model does not use transformers' attention interface")
     positions = [p for p in POSITIONS if p < limit]
-    layers = [KeptLayer() for _ in range(n_layers)]
-    call = look(model, layers, positions, limit)
+    watch, order = MixerWatch(), []  # type: MixerWatch, list[Any]
+    layers = layers_of(kinds, watch, order)
+    with watch.over(model):
+        call = look(model, layers, positions, limit, order)
     for i, layer in enumerate(layers):
-        if layer.keys is not None and i not in call.layers:
+        if getattr(layer, "keys", None) is not None and i not in call.layers:
             raise Refused(f"layer {i} does not use transformers' attention interface")
     if not call.layers:
         raise Refused("no layer uses transformers' attention interface")
+    _check_states(kinds, watch)
     frequencies = inv_freqs(model)
     masks = [_classified(each, limit, model.device) for each in call.functions]
     found: list[LayerInfo] = []
     of: dict[int, int] = {}  # number of the tensor of keys -> index of the layer that made it
-    for i in sorted(call.layers):
+    for i in dict.fromkeys(order):
+        if isinstance(i, tuple):
+            found.append(_stateful(watch.found[i], kinds[i[0]].n_states))
+            continue
         handed, layer = call.layers[i], layers[i]
         _check_options(i, handed)
         mask = _mask_of(i, handed.mask, masks)
-        if layer.keys is None:
+        if getattr(layer, "keys", None) is None:
             found[of.get(id(handed.keys), -1)] = _reader(i, found, of, handed, mask)
             continue
         info = replace(_info(i, layer, handed, positions, frequencies), mask=mask)
         of[id(handed.keys)] = len(found)
         found.append(_alike(info, found))
     if any(info.latent is not None for info in found):
-        found = expansions(model, found, limit)
+        found = expansions(model, found, layers_of(kinds, MixerWatch(), []), limit)
     return found
+
+
+def _stateful(seen: SeenMixer, n_states: int | None) -> LayerInfo:
+    """Return what is stored of a module that keeps a state: its input rows."""
+    mixer = learn_mixer(seen, n_states or 1)
+    return LayerInfo(mixer.shape, STATIC, mixer=mixer)
+
+
+def _check_states(kinds: Sequence[LayerKind], watch: MixerWatch) -> None:
+    """Refuse states that no module was seen to keep, or one module for several layers."""
+    seen = {number for number, _ in watch.found}
+    for i, kind in enumerate(kinds):
+        if kind.n_states is not None and i not in seen:
+            raise Refused(f"layer {i} keeps a state that it does not ask the cache for")
+    if len({module for _, module in watch.found}) < len(watch.found):
+        raise Refused("a module keeps the states of several layers")
 
 
 def _info(
@@ -151,19 +175,28 @@ def _reader(
     return replace(info, readers=(*info.readers, i))
 
 
-def _check_kinds(model: PreTrainedModel) -> int:
-    """Return the number of layers; refuse what transformers itself would not cache as rows."""
+def _check_kinds(model: PreTrainedModel) -> list[LayerKind]:
+    """Return what a plain cache keeps of each layer; refuse what transformers itself would not cache as rows."""
     try:
         kinds = DynamicCache(config=model.config).layers
     except Exception as error:
         raise Refused(f"transformers has no plain cache for it ({said(error)})") from error
     for i, kind in enumerate(kinds):
+        plain = (DynamicLayer, DynamicSlidingWindowLayer, DummyLayer)
         if isinstance(kind, LinearAttentionCacheLayerMixin):
-            raise Refused(f"layer {i} keeps a state, not rows of positions")
-        if type(kind) not in (DynamicLayer, DynamicSlidingWindowLayer, DummyLayer):
+            continue
+        if type(kind) not in plain:
             name = type(kind).__name__
             raise Refused(f"layer {i} keeps other things than keys and values of its own ({name})")
-    return len(kinds) or int(model.config.get_text_config().num_hidden_layers)
+    if not kinds:
+        return [LayerKind(None, True)] * int(model.config.get_text_config().num_hidden_layers)
+    return [
+        LayerKind(
+            kind.number_of_states if isinstance(kind, LinearAttentionCacheLayerMixin) else None,
+            isinstance(kind, CacheLayerMixin),
+        )
+        for kind in kinds
+    ]
 
 
 def _classified(function: MaskFunction, limit: int, device: torch.device) -> Mask | str:

@@ -19,6 +19,7 @@ from kvweave.errors import InvalidArgument
 from kvweave.run.base import LayerInfo
 from kvweave.run.layers import At, LayerRows, MovableRows, RawRows
 from kvweave.run.rows import KVRows
+from kvweave.run.states import StateRows
 from kvweave.store.codec import grid
 from kvweave.store.codec.fp8 import LARGEST, values_of
 from kvweave.store.kv import LayerShape
@@ -129,7 +130,9 @@ def rows_as(
     if codec not in CODECS:
         raise InvalidArgument("codec", f"rows in memory are no {codec!r}", "raw, int8 or fp8")
     made: list[LayerRows] = [
-        RawRows.empty(info.shape, dtype, device)
+        StateRows.of(info.mixer, dtype, device)
+        if info.mixer is not None
+        else RawRows.empty(info.shape, dtype, device)
         if codec == "raw"
         else CodedRows.empty(info.shape, codec, dtype, device)
         for info in infos
@@ -143,5 +146,8 @@ def movable(
     """Return empty rows that can be moved. Raises InvalidArgument for 8 bits."""
     if codec != "raw":
         raise InvalidArgument("rows", f"rows kept as {codec} cannot be moved", 'use rows="raw"')
+    if any(info.mixer is not None for info in infos):
+        reason = "a state has seen rows where they stood"
+        raise InvalidArgument("rows", reason, "a policy that leaves positions as they are")
     made = [MovableRows.empty(info.shape, dtype, device) for info in infos]
     return KVRows(infos, made, device)

@@ -23,6 +23,7 @@ from kvweave.run.below import BELOW
 from kvweave.run.layers import At, LayerRows, MovableRows, RawRows
 from kvweave.run.pool import PooledRows
 from kvweave.run.rotary import Angles, Rotation
+from kvweave.run.states import MAPS, StateRows
 from kvweave.run.thinned import ThinnedRows
 from kvweave.run.upload import up
 from kvweave.store.arriving import Arriving
@@ -245,8 +246,18 @@ class KVRows:
             keys, values = _joined(run.kvs, i)
             rotation = self.infos[i].rotation
             self.layers[i].place(span, rotation, keys, run.angles[id(rotation)], values)
+            self._hold(i, run)
             self._thin(i, run)
             run.layers.remove(i)
+
+    def _hold(self, layer: int, run: _Run) -> None:
+        """Note which slots of a mixer's rows are chunks."""
+        rows, at = self.layers[layer], run.start
+        if not isinstance(rows, StateRows):
+            return
+        for kv in run.kvs:
+            rows.holds(at, at + kv.n_tokens, MAPS.holder(kv.k[layer]))
+            at += kv.n_tokens
 
     def _thin(self, layer: int, run: _Run) -> None:
         """Free what thinned chunks of a run do not have in a layer."""
@@ -315,7 +326,7 @@ class KVRows:
         rows = self.layers[layer]
         if isinstance(rows, ThinnedRows):
             self.layers[layer] = rows.only(slots)
-        elif isinstance(rows, RawRows) and not isinstance(rows, MovableRows):
+        elif isinstance(rows, RawRows) and not isinstance(rows, MovableRows | StateRows):
             self.layers[layer] = ThinnedRows.of(rows, self.n, slots)
         else:
             reason = "rows of 8 bits, or made to be moved, cannot be freed one by one"

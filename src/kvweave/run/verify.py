@@ -7,7 +7,7 @@ both in one pass; then some rows of both again, these and all behind them poison
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,9 +17,12 @@ import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel
 
-from kvweave.run.base import Backend, Ints, Mask, Work, readers_of
+from kvweave.run.base import Backend, Ints, Mask, Work, n_numbers, readers_of
 from kvweave.run.looking import KeptLayer
+from kvweave.run.mixer import Mixer
 from kvweave.run.pin import pinned
+from kvweave.run.primed import MixerCall, PrimedLayer, rows_given
+from kvweave.run.stateful import StatesBeside
 from kvweave.run.trouble import is_resource_error, said
 from kvweave.run.widen import widened
 
@@ -102,11 +105,16 @@ def _run_natively(model: PreTrainedModel, context: _Context, backend: Backend) -
     """Fill in what the model's own forward makes of a context."""
     ids = torch.as_tensor(context.tokens, device=model.device)[None]
     positions = torch.as_tensor(context.positions, device=model.device)
-    readers = readers_of(backend.layers)
-    layers: list[Any] = [KeptLayer() for _ in range(max(readers) + 1)]
+    readers, mixers = readers_of(backend.layers), _mixers(backend)
+    layers: list[Any] = [
+        KeptLayer()
+        if number not in mixers
+        else (StatesBeside if number in readers else PrimedLayer)(mixers[number].n_states)
+        for number in range(n_numbers(backend.layers))
+    ]
     options: dict[str, Any] = {"past_key_values": Cache(layers=layers), "use_cache": True}
     if context.plain:
-        cache = DynamicCache()
+        cache = DynamicCache(config=model.config) if mixers else DynamicCache()
         options |= {"past_key_values": cache, "attention_mask": torch.ones_like(ids)}
         layers = cache.layers
     else:
@@ -114,14 +122,47 @@ def _run_natively(model: PreTrainedModel, context: _Context, backend: Backend) -
         # each token's mask (and scaling, where a model has one) is that of its true position
         for layer in layers:
             layer.offset = positions - torch.arange(len(positions), device=model.device)
-    with pinned(model, backend.limit):
+    with pinned(model, backend.limit), _inputs(backend) as inputs:
         context.logits = model(input_ids=ids, position_ids=positions[None], **options).logits[0]
     written = {rows: number for number, rows in reversed(readers.items())}
     for i, info in enumerate(backend.layers):
+        if info.mixer is not None:
+            k, v = torch.split(inputs[i], [info.shape.k_dim, info.shape.v_dim], -1)
+            context.keys.append(k[:, None])
+            context.values.append(v[:, None])
+            continue
         layer = layers[written[i]]
         both = (layer.keys, layer.values) if info.latent is None else (layer.values, layer.keys)
         context.keys.append(both[0][0].transpose(0, 1))
         context.values.append(both[1][0].transpose(0, 1))
+
+
+def _mixers(backend: Backend) -> dict[int, Mixer]:
+    """Return a mixer of each layer of the model's cache that keeps states."""
+    return {m.number: m for m in (info.mixer for info in backend.layers) if m is not None}
+
+
+@contextmanager
+def _inputs(backend: Backend) -> Iterator[dict[int, Tensor]]:
+    """Keep what each mixer is given, [row, width], by the index of its layer."""
+    found: dict[int, Tensor] = {}
+    hooks = []
+
+    def kept(i: int, mixer: Mixer) -> Callable[[Any, Any, Any], None]:
+        def keep(module: Any, args: Any, options: Any) -> None:
+            found[i] = rows_given(mixer, MixerCall(args, options))[0]
+
+        return keep
+
+    for i, info in enumerate(backend.layers):
+        if info.mixer is not None:
+            module: Any = info.mixer.forward.__self__  # type: ignore[attr-defined]
+            hooks.append(module.register_forward_pre_hook(kept(i, info.mixer), with_kwargs=True))
+    try:
+        yield found
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def _compare(backend: Backend, contexts: Sequence[_Context]) -> str | None:

@@ -141,7 +141,12 @@ class TokenPolicy(ABC):
 
 def require_heads(policy: TokenPolicy, infos: Sequence[LayerInfo]) -> None:
     """Raise InvalidArgument for a policy that compares queries with the keys of heads where a layer
-    keeps latents, of which heads make theirs later."""
+    keeps latents, of which heads make theirs later; for any, where a layer keeps a state."""
+    if any(info.mixer is not None for info in infos):
+        some = "contexts without keep; chunks can be dropped by name"
+        raise InvalidArgument(
+            "keep", "this model keeps states, which have seen every row and let go of none", some
+        )
     if Need.QUERIES in policy.needs and any(info.latent is not None for info in infos):
         some = "one that goes by attention, such as h2o, snapkv, tova or kvzip"
         raise InvalidArgument(

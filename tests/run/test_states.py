@@ -1,0 +1,152 @@
+"""Mixers: states replayed from their input rows, carried over by maps, kept and let go of."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from zoo import VOCAB, tiny
+
+from kvweave import Engine
+from kvweave.errors import InvalidArgument
+from kvweave.run import replay
+from kvweave.run.base import Work
+from kvweave.run.model import Runner
+from kvweave.run.states import StateRows
+from kvweave.store.kv import KV
+
+TYPES = ("qwen3_next", "lfm2", "falcon_h1", "jamba", "nemotron_h")
+N = 200
+
+
+@pytest.fixture(scope="module", params=TYPES)
+def pair(request):
+    model = tiny(request.param)
+    return Runner(model), model
+
+
+def text(n: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(3, VOCAB, n)
+
+
+def native(model, tokens) -> torch.Tensor:
+    with torch.inference_mode():
+        return model(torch.as_tensor(tokens)[None], use_cache=False).logits[0]
+
+
+def filled(runner, tokens, raw=None):
+    rows, n = runner.new_rows(), len(tokens)
+    rows.reserve(n)
+    every = np.arange(n)
+    (logits,) = runner.forward([Work(rows, tokens, every, every, want=every, raw=raw)])
+    return rows, logits
+
+
+def stateful(rows) -> list[StateRows]:
+    found = [layer for layer in rows.layers if isinstance(layer, StateRows)]
+    assert found, "no layer keeps a state"
+    return found
+
+
+def close(ours, theirs, tolerance=1e-4) -> None:
+    assert float((ours - theirs).abs().max() / theirs.abs().max()) < tolerance
+
+
+def test_decoding_and_slices_equal_one_full_prefill(pair):
+    runner, model = pair
+    assert runner.can_move, runner.can_move.reason
+    tokens = text(60)
+    wanted = native(model, tokens)
+    rows, logits = filled(runner, tokens[:40])
+    close(logits, wanted[:40])
+    for at in range(40, 60):
+        rows.reserve(at + 1)
+        slot = np.array([at])
+        (logits,) = runner.forward([Work(rows, tokens[slot], slot, slot, want=np.array([0]))])
+        close(logits[0], wanted[at])
+    rows.check_integrity()
+
+
+def test_rows_written_again_spoil_the_states_behind_them(pair):
+    runner, model = pair
+    tokens, other = text(60), text(60, 1)
+    rows, _ = filled(runner, tokens)
+    changed = np.concatenate([tokens[:20], other[20:23], tokens[23:]])
+    every = np.arange(20, 60)
+    (logits,) = runner.forward([Work(rows, changed[20:], every, every, want=every - 20)])
+    close(logits, native(model, changed)[20:])
+
+
+def test_a_clone_goes_on_by_itself(pair):
+    runner, model = pair
+    tokens, other = text(50), text(50, 2)
+    rows, _ = filled(runner, tokens[:40])
+    twin = rows.clone()
+    for mine, said in ((rows, tokens), (twin, np.concatenate([tokens[:40], other[40:]]))):
+        mine.reserve(50)
+        slots = np.arange(40, 50)
+        (logits,) = runner.forward([Work(mine, said[slots], slots, slots, want=slots - 40)])
+        close(logits, native(model, said)[40:])
+
+
+def placed(runner, chunks: list[KV], tokens) -> torch.Tensor:
+    """Return the logits of the last ten tokens behind chunks as they are."""
+    n = len(tokens)
+    rows = runner.new_rows()
+    rows.reserve(n)
+    rows.place([(0, chunks)], np.arange(n - 10))
+    slots = np.arange(n - 10, n)
+    (logits,) = runner.forward([Work(rows, tokens[slots], slots, slots, want=slots - n + 10)])
+    rows.check_integrity()
+    return logits
+
+
+def test_maps_carry_what_replaying_would(pair, monkeypatch):
+    runner, _ = pair
+    tokens = text(N)
+    chunks = []
+    for first in range(0, N - 10, 95):
+        kv = runner.new_kv(95)
+        filled(runner, tokens[first : first + 95], raw=kv)
+        chunks.append(kv)
+    monkeypatch.setattr(replay, "LEAST", N)
+    wanted = placed(runner, chunks, tokens)
+    monkeypatch.undo()
+    seen = []
+    carry = replay._carry
+    monkeypatch.setattr(replay, "_carry", lambda *a: seen.append(1) or carry(*a))
+    for _ in range(2):  # made, and made use of
+        close(placed(runner, chunks, tokens), wanted)
+    mapped = [info for info in runner.layers if info.mixer is not None and info.mixer.form]
+    assert len(seen) == 2 * len(mapped) * len(chunks)
+
+
+def test_states_are_few_and_counted(pair):
+    runner, _ = pair
+    rows, _ = filled(runner, text(60))
+    slots = np.array([60])
+    for at in range(60, 90):
+        rows.reserve(at + 1)
+        slots = np.array([at])
+        runner.forward([Work(rows, text(1), slots, slots, want=np.array([0]))])
+    for layer in stateful(rows):
+        assert layer.marks and max(layer.marks) == 90
+        alive = sum(state.n_bytes for state in layer.marks.values())
+        assert layer.k.nbytes + layer.v.nbytes + alive <= layer.n_bytes
+    rows.truncate(30)
+    assert all(slot <= 30 for layer in stateful(rows) for slot in layer.marks)
+
+
+def test_single_rows_cannot_be_freed():
+    engine = Engine(tiny("qwen3_next"))
+    with pytest.raises(InvalidArgument, match="states"):
+        engine.context(keep="h2o:64")
+
+
+def test_the_callers_model_stays_as_it_was():
+    model = tiny("qwen3_next")
+    tokens = text(30)
+    before = native(model, tokens)
+    Runner(model)
+    assert not any("forward" in vars(module) for module in model.modules())
+    assert torch.equal(native(model, tokens), before)
