@@ -76,6 +76,14 @@ EXCUSED: dict[tuple[str, str, str], str] = {
         for name in ("_write_rows_on_cuda", "_interval_attention_on_cuda")
     },
     ("inheritance", "run/pool.py", "PooledRows"): "raw rows whose memory is a pool's",
+    **{
+        (
+            "inheritance",
+            path,
+            name,
+        ): "transformers asks by isinstance, and such a layer is of both kinds"
+        for path, name in (("run/model.py", "_Both"), ("run/stateful.py", "SeenBoth"))
+    },
     ("inheritance", "run/states.py", "StateRows"): "raw rows that keep states besides",
     ("inheritance", "run/layers.py", "MovableRows"): "raw rows that keep one tensor more",
     (

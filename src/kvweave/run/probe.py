@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -67,7 +68,8 @@ def learn(model: PreTrainedModel, limit: int) -> list[LayerInfo]:
     if model.config.get_text_config()._attn_implementation != PROBE:
         raise Refused("the model does not use transformers' attention interface")
     positions = [p for p in POSITIONS if p < limit]
-    watch, order = MixerWatch(), []  # type: MixerWatch, list[Any]
+    watch = MixerWatch()
+    order: list[Any] = []  # numbers of layers, and keys of mixers
     layers = layers_of(kinds, watch, order)
     with watch.over(model):
         call = look(model, layers, positions, limit, order)

@@ -39,7 +39,7 @@ STEP = 16  # one row from a state costs about as much as so many at once
 
 
 @dataclass(frozen=True, slots=True)
-class Segment:
+class ReplaySpan:
     """Slots ``[start, stop)`` to run, ``picked`` of which are of the pass; or to be carried over."""
 
     start: int
@@ -103,7 +103,7 @@ def _part(part: BatchPart, layer: int, mixer: Mixer, call: MixerCall) -> Outputs
     return joined_outputs(outs)
 
 
-def _segments(rows: StateRows, start: int, part: BatchPart) -> Iterator[Segment]:
+def _segments(rows: StateRows, start: int, part: BatchPart) -> Iterator[ReplaySpan]:
     """Cut slots from ``start`` to the last of a part: where chunks begin that are carried over, at
     the first of its slots, and where they are too many for one call."""
     slots = part.work.slots
@@ -119,7 +119,7 @@ def _segments(rows: StateRows, start: int, part: BatchPart) -> Iterator[Segment]
     found.append((at, part.stop, None))
     for first, last, holder in found:
         if holder is not None:
-            yield Segment(first, last, slots[:0], holder)
+            yield ReplaySpan(first, last, slots[:0], holder)
             continue
         behind = int(np.searchsorted(slots, first))
         cuts = {*range(first, last, PIECE), last}
@@ -128,11 +128,11 @@ def _segments(rows: StateRows, start: int, part: BatchPart) -> Iterator[Segment]
         edges = sorted(cuts)
         for a, b in pairwise(edges):
             picked = slots[np.searchsorted(slots, a) : np.searchsorted(slots, b)]
-            yield Segment(a, b, picked - a)
+            yield ReplaySpan(a, b, picked - a)
 
 
 def _run(
-    rows: StateRows, segment: Segment, call: MixerCall, state: MixerState
+    rows: StateRows, segment: ReplaySpan, call: MixerCall, state: MixerState
 ) -> tuple[Outputs, MixerState]:
     n, picked = segment.stop - segment.start, segment.picked
     inputs = rows.inputs(segment.start, segment.stop)
@@ -144,7 +144,7 @@ def _run(
 
 
 def _carry(
-    rows: StateRows, segment: Segment, holder: MapHolder, call: MixerCall, state: MixerState
+    rows: StateRows, segment: ReplaySpan, holder: MapHolder, call: MixerCall, state: MixerState
 ) -> MixerState:
     """Return the state behind a chunk that was placed as it is."""
     mixer = rows.mixer

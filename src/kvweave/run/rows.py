@@ -23,7 +23,7 @@ from kvweave.run.below import BELOW
 from kvweave.run.layers import At, LayerRows, MovableRows, RawRows
 from kvweave.run.pool import PooledRows
 from kvweave.run.rotary import Angles, Rotation
-from kvweave.run.states import MAPS, StateRows
+from kvweave.run.states import StateRows, hold_chunks
 from kvweave.run.thinned import ThinnedRows
 from kvweave.run.upload import up
 from kvweave.store.arriving import Arriving
@@ -246,18 +246,9 @@ class KVRows:
             keys, values = _joined(run.kvs, i)
             rotation = self.infos[i].rotation
             self.layers[i].place(span, rotation, keys, run.angles[id(rotation)], values)
-            self._hold(i, run)
+            hold_chunks(self.layers[i], i, run.start, run.kvs)
             self._thin(i, run)
             run.layers.remove(i)
-
-    def _hold(self, layer: int, run: _Run) -> None:
-        """Note which slots of a mixer's rows are chunks."""
-        rows, at = self.layers[layer], run.start
-        if not isinstance(rows, StateRows):
-            return
-        for kv in run.kvs:
-            rows.holds(at, at + kv.n_tokens, MAPS.holder(kv.k[layer]))
-            at += kv.n_tokens
 
     def _thin(self, layer: int, run: _Run) -> None:
         """Free what thinned chunks of a run do not have in a layer."""

@@ -6,6 +6,7 @@ bytes of the rows, one at least, spread over the context: an edit replays from t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 from weakref import ReferenceType, ref
@@ -15,9 +16,10 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from kvweave.run.carry import StateMap
-from kvweave.run.layers import At, RawRows
+from kvweave.run.layers import At, LayerRows, RawRows
 from kvweave.run.mixer import EMPTY, Mixer, MixerState
 from kvweave.run.rotary import Angles, Rotation
+from kvweave.store.kv import KV
 
 MARKS = 8  # states of a context and mixer at most
 
@@ -171,3 +173,12 @@ class StateRows(RawRows):
         super().check(n)
         assert all(0 < slot <= n for slot in self.marks), "a state behind the rows"
         assert all(span.stop <= n for span in self.spans), "a chunk behind the rows"
+
+
+def hold_chunks(rows: LayerRows, layer: int, start: int, chunks: Sequence[KV]) -> None:
+    """Note which slots of a layer are ``chunks``, one behind the other from ``start`` on, where it
+    keeps the rows of a mixer."""
+    if isinstance(rows, StateRows):
+        for kv in chunks:
+            rows.holds(start, start + kv.n_tokens, MAPS.holder(kv.k[layer]))
+            start += kv.n_tokens
