@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from kvweave.run.base import LayerInfo
 from kvweave.run.looking import KeptLayer, Refused, look
-from kvweave.run.rotary import STATIC, Rotation
+from kvweave.run.rotary import STATIC
 
 FIXED = replace(STATIC, fixed=0, _there={})
 FIRST = 64  # positions of a model that are tried as its first
