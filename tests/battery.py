@@ -210,7 +210,11 @@ def stayed(case: Case) -> float:
     worst = 0.0
     for edit, tokens, computed in (
         (lambda: None, one + two + question, two + question),
-        (lambda: context.insert(0, front), front + one + two + question, front + one + two + question),
+        (
+            lambda: context.insert(0, front),
+            front + one + two + question,
+            front + one + two + question,
+        ),
         (lambda: context.reorder([0, 2, 1, 3]), front + two + one + question, two + one + question),
         (lambda: context.drop(0, 1), one + question, question),
     ):

@@ -26,7 +26,7 @@ ROW = re.compile(r"^\| `([\w.-]+)` \|.*\|$", re.M)
 MEANS = {
     "exact": "the logits are those of a full prefill by transformers itself, wherever rows come from",
     "fixed": "exact likewise, but rows contain their position: a chunk that would stand elsewhere than where it was computed"
-    " is computed there again, and `engine.can(\"move\")` is no",
+    ' is computed there again, and `engine.can("move")` is no',
     "refused": "`put` and `context` raise `CannotRun` with the cause; nothing is computed",
     "not tried": "there is no tiny model of it, for the reason that its line says",
     "WRONG": "a mistake: results differ from a full prefill and nothing says so",

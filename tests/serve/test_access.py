@@ -465,6 +465,7 @@ ERRORS = [
     (errors.IdempotencyKeyReused("x"), 422, "idempotency_key_reused", "invalid_request_error"),
     (errors.ContextChanged("x", 1, 2), 412, "context_changed", "invalid_request_error"),
     (errors.CannotMove("x"), 409, "cannot_move", "invalid_request_error"),
+    (errors.CannotRun("x"), 409, "cannot_run", "invalid_request_error"),
     (errors.ModelMismatch("a", "b", "c"), 409, "model_mismatch", "invalid_request_error"),
     (errors.InvalidName("x", "y"), 400, "invalid_name", "invalid_request_error"),
     (errors.EmptyChunk("x"), 400, "empty_chunk", "invalid_request_error"),

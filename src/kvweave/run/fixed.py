@@ -27,17 +27,14 @@ def as_fixed(
     model: PreTrainedModel,
     found: Sequence[LayerInfo],
     layers: Sequence[KeptLayer],
-    positions: Sequence[int],
     limit: int,
 ) -> list[LayerInfo]:
     """Return what was ``found``, with all rows fixed where those of one layer are.
 
-    ``layers`` hold what was cached at ``positions``, of which the first is 0. Raises Refused.
+    ``layers`` hold what was cached, in their first row at position 0. Raises Refused.
     """
-    fixed = any(info.rotation.fixed is not None for info in found)
-    if fixed or any(info.rotation.width == 0 for info in found):
-        _check_not_counted(model, layers, limit)
-    if not fixed:
+    _check_not_counted(model, layers, limit)
+    if all(info.rotation.fixed is None for info in found):
         return list(found)
     if any(info.latent is not None for info in found):
         raise Refused("it has latents, and rows that contain their position")

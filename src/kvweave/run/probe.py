@@ -87,7 +87,7 @@ def learn(model: PreTrainedModel, limit: int) -> list[LayerInfo]:
         info = replace(_info(i, layer, handed, positions, frequencies), mask=mask)
         of[id(handed.keys)] = len(found)
         found.append(_alike(info, found))
-    found = as_fixed(model, found, layers, positions, limit)
+    found = as_fixed(model, found, layers, limit)
     if any(info.latent is not None for info in found):
         found = expansions(model, found, limit)
     return found
