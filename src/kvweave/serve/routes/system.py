@@ -63,7 +63,7 @@ class Status(BaseModel):
     active: int
     chunks: int
     contexts: int
-    can: dict[Literal["move"], Can]
+    can: dict[Literal["run", "move"], Can]
     budgets: list[Budget]
     history: list[dict[str, Any]]
     hit_rate: float | None
