@@ -4,6 +4,7 @@
 and runs contexts of it through `kvweave.Engine`: `Found.verdict` is one of
 
 - ``exact``: every logit is that of the copy's own full prefill, in all of `CHECKS`
+- ``fixed``: likewise, but chunks are not moved: what stands elsewhere is computed (`STAYING`)
 - ``refused``: nothing is computed; ``why`` is what kvweave says
 - ``unbuilt``: there is no tiny model, ``why`` says the reason
 - ``WRONG``, ``crash``: what must not be, and what was seen
@@ -27,7 +28,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvweave import Engine
-from kvweave.errors import CannotMove, KVWeaveError
+from kvweave.errors import CannotMove, CannotRun, KVWeaveError
 from kvweave.run.base import Work
 from kvweave.run.model import Runner
 from kvweave.weave.oracle import forced
@@ -157,6 +158,8 @@ def composed(case: Case) -> float:
         raise Wrong(f"a context without repair is called exact and is {placed:.0e} off")
     if not np.isfinite(placed):
         raise Wrong("a context without repair has logits that are not finite")
+    if not case.runner.can_move and rough.drift != 0:
+        raise Wrong(f"chunks in another order are not computed: {rough}")
     context.weave("full")
     return far_apart(case.after(context, start), wanted[start:])
 
@@ -197,9 +200,51 @@ def moved(case: Case) -> float:
     return far_apart(case.runner.forward([work])[0], plainly(case.plain, tokens)[cut:])
 
 
+def stayed(case: Case) -> float:
+    """Where an edit moves what stands behind it, that is computed; what would move rows is refused."""
+    one, two = text(SIZES[0], 30), text(SIZES[1], 31)
+    front, question = text(5, 32), text(QUESTION, 33)
+    case.engine.put("stay/1", one), case.engine.put("stay/2", two)
+    context = case.engine.compose("{stay/1}{stay/2}")
+    context.append(question)
+    worst = 0.0
+    for edit, tokens, computed in (
+        (lambda: None, one + two + question, two + question),
+        (
+            lambda: context.insert(0, front),
+            front + one + two + question,
+            front + one + two + question,
+        ),
+        (lambda: context.reorder([0, 2, 1, 3]), front + two + one + question, two + one + question),
+        (lambda: context.drop(0, 1), one + question, question),
+    ):
+        edit()
+        plan = context.weave("none")
+        if plan.drift != 0 or plan.prefilled != len(computed):
+            raise Wrong(f"not just what would have to move is computed: {plan}")
+        worst = max(worst, far_apart(case.after(context, 0), plainly(case.plain, tokens)))
+    kv = case.runner.new_kv(2)
+    for tensor in (*kv.k, *kv.v):
+        tensor.zero_()
+    for use in (
+        lambda: case.engine.put_rows("stay/rows", kv),
+        lambda: case.engine.context("closing", prune="evict"),
+        lambda: case.runner.new_rows(moves=True),
+    ):
+        try:
+            use()
+        except CannotMove as error:
+            if isinstance(error, CannotRun) or case.runner.can_move.reason not in str(error):
+                raise Wrong(f"two reasons: {error}") from error
+        else:
+            raise Wrong("rows that cannot be moved are taken to be moved")
+    return worst
+
+
 CHECKS: dict[str, Callable[[Case], float]] = {
     check.__name__: check for check in (prefill, prefix, decode, composed, scattered, far, moved)
 }
+STAYING = {name: check for name, check in CHECKS.items() if name != "moved"} | {"stayed": stayed}
 
 
 def examine(model_type: str) -> Found:
@@ -212,7 +257,7 @@ def examine(model_type: str) -> Found:
         found = _examined(model_type, torch.float32)
         if found.verdict == "WRONG" and found.errors:
             again = _examined(model_type, torch.float64)
-            return again if again.verdict == "exact" else found
+            return again if again.verdict in ("exact", "fixed") else found
         return found
 
 
@@ -229,25 +274,28 @@ def _examined(model_type: str, dtype: torch.dtype) -> Found:
         runner = Runner(model, name=model_type)
         if not torch.equal(plainly(model, text(LENGTH, 1)), plainly(plain, text(LENGTH, 1))):
             return Found("WRONG", "the caller's model was changed", *layers)
-        if not runner.can_move:
+        if not runner.can_run:
             return _refused(runner, layers)
         errors = _errors(Case(runner, plain, model_type))
     except Wrong as wrong:
         return Found("WRONG", str(wrong), *layers, errors)
     except Exception as error:
         return Found("crash", f"{type(error).__name__}: {error}", *layers, errors)
-    limits = dict.fromkeys(CHECKS, TOLERANCE) | {"moved": TURNED}
+    limits = dict.fromkeys((*CHECKS, *STAYING), TOLERANCE) | {"moved": TURNED}
     bad = [name for name, value in errors.items() if not value < limits[name]]
     far_off = ", ".join(f"{name} {errors[name]:.0e}" for name in bad)
-    return Found("WRONG" if bad else "exact", far_off, *layers, errors)
+    if bad or runner.can_move:
+        return Found("WRONG" if bad else "exact", far_off, *layers, errors)
+    return Found("fixed", said(runner.can_move.reason), *layers, errors)
 
 
 def _errors(case: Case) -> dict[str, float]:
     # nor do scores depend on distances alone where a norm comes behind the rotation
     normed = any(info.rotation.ratio is not None for info in case.runner.layers)
     skipped = ("moved",) if normed or case.model_type in SCALES_BY_POSITION else ()
+    checks = CHECKS if case.runner.can_move else STAYING
     with case.engine:
-        return {name: check(case) for name, check in CHECKS.items() if name not in skipped}
+        return {name: check(case) for name, check in checks.items() if name not in skipped}
 
 
 def _refused(runner: Runner, layers: tuple[str, str]) -> Found:
@@ -256,14 +304,14 @@ def _refused(runner: Runner, layers: tuple[str, str]) -> Found:
         for use in (lambda: engine.put("a", text(5, 1)), lambda: engine.context("c")):
             try:
                 use()
-            except CannotMove as error:
-                if runner.can_move.reason not in str(error):
+            except CannotRun as error:
+                if runner.can_run.reason not in str(error):
                     return Found("WRONG", f"two reasons: {error}", *layers)
             except KVWeaveError as error:
                 return Found("WRONG", f"refused as {type(error).__name__}", *layers)
             else:
                 return Found("WRONG", "refused, and then used", *layers)
-    return Found("refused", said(runner.can_move.reason), *layers)
+    return Found("refused", said(runner.can_run.reason), *layers)
 
 
 def said(reason: str) -> str:

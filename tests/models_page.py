@@ -25,7 +25,9 @@ VERSION = re.compile(r"transformers (\d+\.\d+\.\d+)")
 ROW = re.compile(r"^\| `([\w.-]+)` \|.*\|$", re.M)
 MEANS = {
     "exact": "the logits are those of a full prefill by transformers itself, wherever rows come from",
-    "refused": "`put` and `context` raise `CannotMove` with the cause; nothing is computed",
+    "fixed": "exact likewise, but rows contain their position: a chunk that would stand elsewhere than where it was computed"
+    ' is computed there again, and `engine.can("move")` is no',
+    "refused": "`put` and `context` raise `CannotRun` with the cause; nothing is computed",
     "not tried": "there is no tiny model of it, for the reason that its line says",
     "WRONG": "a mistake: results differ from a full prefill and nothing says so",
     "crash": "a mistake: something else is raised than an error of kvweave",
@@ -43,7 +45,8 @@ Held against a copy of the model that kvweave never saw, as transformers runs it
 to the largest logit: less than {tolerance:.0e} is *exact*. The checks are a prefill of {length} tokens; the same over a
 prefix that another context left; decoding; stored chunks composed in another order and repaired in full; rows computed again
 among others after theirs were spoilt; positions from {far} on; and a chunk placed there as it was stored (to {turned:.0e}, as
-angles are rounded there, and not where queries are scaled by their position, or a norm comes behind the rotation). The model that is given must stay as it is.
+angles are rounded there, and not where queries are scaled by their position, or a norm comes behind the rotation). Of *fixed* models instead of the last: stored chunks composed in another order, and edits that
+shift what stands behind them, are exact without a repair. The model that is given must stay as it is.
 
 A real model of a type may still be refused: each is looked at and verified when it is loaded, with its own configuration
 ([concepts.md](concepts.md)).
@@ -83,8 +86,11 @@ def page(everything: Mapping[str, Found]) -> str:
         mine = {k: f for k, f in everything.items() if (f.kind or UNBUILT) == name}
         rows = [line(model_type, found) for model_type, found in sorted(mine.items())]
         if rows:
-            n = sum(found.verdict == "exact" for found in mine.values())
-            exact = f"{n} of {len(mine)} exact." if name != UNBUILT else f"{len(mine)} types."
+            n, fixed = (
+                sum(found.verdict == each for found in mine.values()) for each in ("exact", "fixed")
+            )
+            exact = f"{n} of {len(mine)} exact" + (f", {fixed} fixed." if fixed else ".")
+            exact = f"{len(mine)} types." if name == UNBUILT else exact
             head = ["| model type | | layers | cause |", "|---|---|---|---|"]
             parts.append("\n".join([f"## {name}", "", exact, "", *head, *rows, ""]))
     return "\n".join(parts)

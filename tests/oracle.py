@@ -139,13 +139,19 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 
+# those whose rows hold their position, in a way that is no rotation: they run, and are not moved
+FIXED: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt2": ("gpt2", {}),
+    "gpt_bigcode": ("gpt_bigcode", {}),
+    "opt": ("opt", {"word_embed_proj_dim": 64, "ffn_dim": 96}),
+    "biogpt": ("biogpt", {}),
+    "roberta": ("roberta", {"is_decoder": True, "pad_token_id": 1}),  # whose positions begin at 2
+}
+
 # model types that are refused, and a word of the reason
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
-    "gpt2": ("gpt2", {}, "no rotation"),
-    "opt": ("opt", {"word_embed_proj_dim": 64}, "no rotation"),
     "bloom": ("bloom", {}, "attention interface"),
-    "mamba": ("mamba", {}, "state"),
-    "qwen3_next": ("qwen3_next", {}, "state"),
+    "mamba": ("mamba", {}, "no layer uses"),
     "ministral3_far": ("ministral3", {"max_position_embeddings": 65536}, "differs"),
 }
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from kvweave.chunk.identity import ModelFingerprint
-from kvweave.errors import CannotMove, ContextTooLong, InvalidArgument
+from kvweave.errors import CannotMove, CannotRun, ContextTooLong, InvalidArgument
 from kvweave.run.base import ALL, Capability, Ints, LayerInfo, Mask, Work
 from kvweave.run.rotary import Rotation
 from kvweave.store.arriving import Arriving
@@ -320,7 +320,7 @@ class Reference:
         self.limit, self.ends, self.n_vocab = sizes.limit, sizes.ends, sizes.vocab
         self.device, self.dtype = torch.device("cpu"), WIDE
         self.tokenizer: Any = None
-        self.can_move = Capability(True, "all layers rotary")
+        self.can_run = self.can_move = Capability(True, "all layers rotary")
         taken = hashlib.blake2b(digest_size=16)
         for name in sorted(self.weights):
             taken.update(self.weights[name].numpy().tobytes())
@@ -331,6 +331,10 @@ class Reference:
     @property
     def row_bytes(self) -> int:
         return sum(x.shape.width for x in self.layers) * WIDE.itemsize
+
+    def require_run(self) -> None:
+        if not self.can_run:
+            raise CannotRun(self.can_run.reason)
 
     def require_move(self) -> None:
         if not self.can_move:

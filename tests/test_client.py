@@ -103,6 +103,7 @@ TOLD = [
     errors.ChunkInUse("docs/a", 7, ("chat/1",)),
     errors.EmptyChunk("docs/a"),
     errors.CannotMove("it has no rotation"),
+    errors.CannotRun("it keeps a state"),
     errors.ModelMismatch("dtype", "float32", "bfloat16"),
     errors.HoleNotFilled("docs"),
     errors.ContextTooLong(5000, 4096),

@@ -51,8 +51,8 @@ TORCH_FREE = (
     "weave/check.py", "weave/calibration.py", "weave/special.py",
 )  # fmt: skip
 MODEL_SEAM = (
-    "run/expand.py", "run/load.py", "run/looking.py", "run/model.py", "run/primed.py", "run/probe.py",
-    "run/stateful.py", "run/verify.py",
+    "run/expand.py", "run/fixed.py", "run/load.py", "run/looking.py", "run/model.py", "run/primed.py",
+    "run/probe.py", "run/stateful.py", "run/verify.py",
 )  # fmt: skip
 LOCAL_IMPORTS_FREE = ("demo/", "cli/")  # these start fast by importing late
 SPEAK_FOR_THEMSELVES = {"property", "cached_property", "setter", "overload", "override"}

@@ -90,7 +90,7 @@ class Engine:
                 self.runner, self.shelf, self.table, found, self.config.rows, self.shadow
             )
             ties.mend(self._home is not None and self._home.is_partial)
-            self._base = self.maker.base(base) if self.runner.can_move else None
+            self._base = self.maker.base(base) if self.runner.can_run else None
             opened.pop_all()
 
     def _open(self, where: Path | None, opened: contextlib.ExitStack) -> Ties:
@@ -132,10 +132,10 @@ class Engine:
             self.shelf.sink(int(r.id) for r in list(self.table) if r.names)
 
     def can(self, what: str) -> Capability:
-        """Tell whether the model can ``move`` (chunks at any position), and why not."""
-        if what != "move":
-            raise InvalidArgument("can", f"nothing is known about {what!r}", "ask for 'move'")
-        return self.runner.can_move
+        """Tell whether the model can ``run`` here, and ``move`` (chunks at any position); if not, why."""
+        if what not in ("run", "move"):
+            raise InvalidArgument("can", f"nothing is known about {what!r}", "'run' or 'move'")
+        return self.runner.can_run if what == "run" else self.runner.can_move
 
     # ---- chunks
 
@@ -152,7 +152,7 @@ class Engine:
         """Store a chunk with its canonical KV under ``name``.
 
         ``progress`` is told tokens computed. Raises NameTaken, InvalidName, EmptyChunk,
-        ContextTooLong, OverBudget, CannotMove, and ChunkPinned (`replace` of a last name); then
+        ContextTooLong, OverBudget, CannotRun, and ChunkPinned (`replace` of a last name); then
         nothing is stored.
         """
         how: dict[str, Any] = {"kind": kind, "replace": replace, "progress": progress}
@@ -168,7 +168,7 @@ class Engine:
         progress: Callable[[int], None] = lambda n: None,
     ) -> list[Entry]:
         """Store several chunks; short ones are computed together. All of them or none."""
-        self._require_move()
+        self._require_run()
         items = list(items)
         with self._all_or_none() as made:
             for name, text in items:
@@ -188,7 +188,7 @@ class Engine:
         then: Callable[[Sequence[ChunkId]], None] = lambda ids: None,
     ) -> Task[list[Entry]]:
         """As `put_many`, as a task of the loop; see `kvweave.weave.putting`."""
-        self._require_move()
+        self._require_run()
         yield from putting(self.maker, items, self._base, namespace, replace, then)
         return [Files(self.table, namespace).stat(item.name) for item in items]
 
@@ -198,7 +198,7 @@ class Engine:
         They are placed as they are, wherever they stand, and never computed: what is lost of them
         is lost. Raises NameTaken, InvalidName, InvalidArgument, OverBudget, CannotMove.
         """
-        self._require_move()
+        self._require_run()
         with self._all_or_none() as made:
             made.append(self.maker.add_rows(kv, kind=kind, namespace=namespace))
             self.table.bind(name, made[0], namespace=namespace)
@@ -206,11 +206,10 @@ class Engine:
 
     def compress(self, ref: str, keep: str, *, to: str | None = None, namespace: str = "") -> Entry:
         """Leave of a chunk's KV what a token policy keeps (``kvzip:0.3``), under the name ``to``, by
-        default its own; ``full`` computes all of it again.
-
-        Raises ChunkNotFound, InvalidArgument, NameTaken, ChunkPinned, ContextTooLong, OverBudget.
+        default its own; ``full`` computes all of it again. Raises ChunkNotFound, InvalidArgument,
+        NameTaken, ChunkPinned, ContextTooLong, OverBudget, CannotMove.
         """
-        self._require_move()
+        self._require_run()
         chosen = Keep.parse(keep)
         with self._all_or_none() as made:
             id, whole = self.table.resolve(ref, namespace).id, chosen.policy.name == "full"
@@ -286,9 +285,9 @@ class Engine:
             options: the fields of `kvweave.weave.settings.Settings`; of another ``namespace`` are
                 its name and all its chunks.
 
-        Raises NameTaken, InvalidName, InvalidArgument.
+        Raises NameTaken, InvalidName, InvalidArgument, CannotRun, CannotMove (what would close up).
         """
-        self._require_move()
+        self._require_run()
         check_name(name)
         settings = settings_from(self.config, options)
         self._contexts.require_free(name, settings.namespace)
@@ -389,9 +388,9 @@ class Engine:
 
     # ---- inside
 
-    def _require_move(self) -> None:
-        """Raise CannotMove; from here on the home is this model's."""
-        self.runner.require_move()
+    def _require_run(self) -> None:
+        """Raise CannotRun; from here on the home is this model's."""
+        self.runner.require_run()
         if self._home is not None:
             self._home.claim()
 

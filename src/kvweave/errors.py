@@ -15,6 +15,7 @@
     |   |-- ModelMismatch              .field, .wanted, .found
     |   |-- ModelUnusable              .path, .reason
     |   |-- CannotMove                 .reason
+    |   |   `-- CannotRun
     |   |-- HoleNotFilled              .hole
     |   |-- ContextTooLong             .n, .limit
     |   |-- ContextNotFound            .name, .did_you_mean
@@ -226,12 +227,22 @@ class ModelUnusable(WeaveError):
 
 
 class CannotMove(WeaveError):
-    def __init__(self, reason: str) -> None:
+    _says = "this model's KV cannot be moved"
+    _hint = "engine.can('move') tells which layers and why"
+
+    def __init__(self, reason: str, hint: str = "") -> None:
         super().__init__(
-            f"this model's KV cannot be moved: {reason}",
-            hint="engine.can('move') tells which layers and why; use plain transformers for it",
+            f"{self._says}: {reason}",
+            hint=hint or self._hint,
             reason=reason,
         )
+
+
+class CannotRun(CannotMove):
+    """What cannot be run cannot be moved either."""
+
+    _says = "this model cannot be run"
+    _hint = "engine.can('run') tells which layers and why; use plain transformers for it"
 
 
 class HoleNotFilled(WeaveError):

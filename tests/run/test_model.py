@@ -13,7 +13,7 @@ import torch
 from conftest import tiny
 
 from kvweave.errors import (
-    CannotMove,
+    CannotRun,
     ContextTooLong,
     InvalidArgument,
     ModelMismatch,
@@ -204,13 +204,14 @@ def test_length_dependent_rope_is_pinned(kind: str, long: bool) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(oracle.REFUSED))
-def test_what_cannot_move_is_refused_with_the_reason(name: str) -> None:
+def test_what_cannot_run_is_refused_with_the_reason(name: str) -> None:
     kind, changes, word = oracle.REFUSED[name]
     runner = Runner(oracle.build(kind, changes, torch.float32))
-    assert not runner.can_move
-    assert word in runner.can_move.reason
-    with pytest.raises(CannotMove, match=word):
-        runner.require_move()
+    assert not runner.can_run and not runner.can_move
+    assert word in runner.can_run.reason and word in runner.can_move.reason
+    for require in (runner.require_run, runner.require_move):
+        with pytest.raises(CannotRun, match=word):
+            require()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

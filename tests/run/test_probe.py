@@ -120,8 +120,7 @@ def test_what_is_not_causal_is_refused() -> None:
     [
         ("jetmoe", {"num_local_experts": 4}, "layer 0 changes its keys between cache"),
         ("diffllama", {}, "layer 0 changes its values between cache"),
-        ("lfm2", {"layer_types": ["conv", "full_attention"] * 2}, "layer 0 keeps a state"),
-        ("bert", {"is_decoder": True}, "no rotation"),
+        ("gptj", {"rotary_dim": 8, "n_layer": 2}, "attention interface"),
     ],
 )
 def test_models_that_rows_cannot_say(kind: str, changes: Kwargs, text: str) -> None:

@@ -138,9 +138,9 @@ def test_states_are_few_and_counted(pair):
 
 
 def test_single_rows_cannot_be_freed():
-    engine = Engine(tiny("qwen3_next"))
-    with pytest.raises(InvalidArgument, match="states"):
-        engine.context(keep="h2o:64")
+    with Engine(Runner(tiny("qwen3_next"))) as engine:
+        with pytest.raises(InvalidArgument, match="states"):
+            engine.context("agent", keep="h2o:64")
 
 
 def test_the_callers_model_stays_as_it_was():

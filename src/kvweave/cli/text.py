@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
@@ -17,6 +17,7 @@ from kvweave.cli.home import open_engine, quieten
 from kvweave.cli.show import Out, aligned, size
 from kvweave.cli.target import There, is_bundled, require_here, target
 from kvweave.errors import ChunkNotFound, HoleNotFilled
+from kvweave.run.capability import Capability
 from kvweave.weave.template import Template
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 MANY, FEW = 256, 32  # tokens of an answer
 # arguments of Engine.compose
 WEAVE = ("repair", "share", "max_drift", "keep")
+WHAT = ("run", "move")  # what a model can do, or not
 RESERVED = ("self", "template", "name", *WEAVE)
 
 
@@ -82,20 +84,20 @@ def can(args: Namespace) -> None:
         return
     out = Out.of(args)
     with open_engine(args) as engine:
-        move, runner = engine.can("move"), engine.runner
+        can, runner = {what: engine.can(what) for what in WHAT}, engine.runner
         about: dict[str, object] = {
-            "move": {"ok": move.ok, "reason": move.reason},
+            **{what: {"ok": found.ok, "reason": found.reason} for what, found in can.items()},
             "model": runner.fingerprint.model,
             "dtype": runner.fingerprint.dtype,
             "device": str(runner.device),
             "max_positions": runner.limit,
-            "bytes_per_token": runner.row_bytes if move else None,
+            "bytes_per_token": runner.row_bytes if can["run"] else None,
         }
     if out.as_json:
         out.data(about)
         return
-    shown = about | {"move": f"{'yes' if move else 'no'}: {move.reason}"}
-    if move:
+    shown = about | _shown(can)
+    if can["run"]:
         shown["bytes_per_token"] = f"{runner.row_bytes} ({size(runner.row_bytes)})"
     rows = [(key.replace("_", " "), "-" if v is None else str(v)) for key, v in shown.items()]
     print("\n".join(aligned(rows, left=2)))
@@ -103,13 +105,17 @@ def can(args: Namespace) -> None:
 
 def _can_there(where: There) -> None:
     with where.weaver() as client:
-        move, told = client.can("move"), client.status()
+        can, told = {what: client.can(what) for what in WHAT}, client.status()
     if where.out.as_json:
-        about = {"move": {"ok": move.ok, "reason": move.reason}, "model": told["model"]}
-        where.out.data(about | {"url": client.url})
+        about = {what: {"ok": found.ok, "reason": found.reason} for what, found in can.items()}
+        where.out.data({**about, "model": told["model"], "url": client.url})
         return
-    rows = [("move", f"{'yes' if move else 'no'}: {move.reason}"), ("model", str(told["model"]))]
-    print("\n".join(aligned([*rows, ("server", client.url)], left=2)))
+    rows = [*_shown(can).items(), ("model", str(told["model"])), ("server", client.url)]
+    print("\n".join(aligned(rows, left=2)))
+
+
+def _shown(can: Mapping[str, Capability]) -> dict[str, str]:
+    return {what: f"{'yes' if found else 'no'}: {found.reason}" for what, found in can.items()}
 
 
 def compress(args: Namespace) -> None:

@@ -64,7 +64,7 @@ class ClientVerbs(Generic[_ContextT]):
 
     @Verb
     def can(self, what: str) -> Course[Capability]:
-        """Tell whether the server's model can ``move`` (chunks at any position), and why not."""
+        """Tell whether the server's model can ``run``, and ``move`` (chunks at any position); if not, why."""
         told = (yield from self._peer.get("/v1/status"))["can"]
         if what not in told:
             known = " or ".join(map(repr, told))

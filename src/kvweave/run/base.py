@@ -85,6 +85,12 @@ class LayerInfo:
         return self.group * self.shape.k_heads
 
 
+def fixed_from(infos: Sequence[LayerInfo]) -> int | None:
+    """Return the number that a model's own positions begin with, where its rows hold their position
+    and cannot be moved; None: they can."""
+    return next((x.rotation.fixed for x in infos if x.rotation.fixed is not None), None)
+
+
 def readers_of(infos: Sequence[LayerInfo]) -> dict[int, int]:
     """Return whose rows (an index of ``infos``) each layer of a model attends to."""
     return {
@@ -316,8 +322,9 @@ class Rows(Protocol):
 class Backend(Protocol):
     """An engine: a decoder whose passes write rows into contexts.
 
-    ``layers`` is empty and ``can_move`` false where chunks cannot be placed; then only its reason
-    is of use.
+    ``can_run``: passes compute what the model computes. Where it is false ``layers`` is empty and
+    only the reason is of use. ``can_move``: besides, rows may stand at other positions than where
+    they were computed.
     """
 
     layers: list[LayerInfo]
@@ -328,11 +335,16 @@ class Backend(Protocol):
     dtype: torch.dtype
     fingerprint: ModelFingerprint
     tokenizer: Any  # a transformers tokenizer, or None
+    can_run: Capability
     can_move: Capability
 
     @property
     def row_bytes(self) -> int:
         """Bytes one token's keys and values take in all layers."""
+        ...
+
+    def require_run(self) -> None:
+        """Raise CannotRun unless passes of this model can be run."""
         ...
 
     def require_move(self) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvweave.run.base import NO_SLOTS, Ints, LayerInfo, Mask, Work, readers_of
+from kvweave.run.base import NO_SLOTS, Ints, LayerInfo, Mask, Work, fixed_from, readers_of
 from kvweave.run.graphs import Form
 from kvweave.run.layers import At, span_of
 from kvweave.run.part import BatchPart, Piece
@@ -146,6 +146,12 @@ class Batch:
     def split(self, logits: Tensor) -> list[Tensor]:
         """Return each work's own of the wanted ``logits`` [want, vocab]."""
         return list(torch.split(logits[: sum(self._wants)], self._wants))
+
+    @property
+    def position_ids(self) -> Tensor:
+        """Return the positions [1, total] that the model is told: 0, where its keys are turned by us."""
+        first = fixed_from(self.infos)
+        return torch.zeros_like(self.ids) if first is None else self._positions[None] + first
 
     @property
     def offsets(self) -> Tensor:

@@ -115,23 +115,26 @@ AttentionMaskInterface.register(PROBE, _mask)
 def look(
     model: PreTrainedModel,
     layers: Sequence[Any],
-    positions: Sequence[int],
+    positions: Sequence[int] | None,
     limit: int,
     order: list[Any] | None = None,
 ) -> LookCall:
-    """Call the model once: a row for each position, of two tokens that both stand there. Layers are
-    added to ``order`` as they attend."""
+    """Call the model once: a row for each position, of two tokens that both stand there; without
+    positions one row, whose positions are the model's own. Layers are added to ``order`` as they
+    attend."""
     n_vocab = model.config.get_text_config().vocab_size
-    ids = torch.full((len(positions), 2), min(7, n_vocab - 1), device=model.device)
-    where = torch.tensor(positions, device=model.device)[:, None].expand(-1, 2)
+    ids = torch.full((len(positions or [0]), 2), min(7, n_vocab - 1), device=model.device)
+    told: dict[str, Any] = {}
+    if positions is not None:
+        told["position_ids"] = torch.tensor(positions, device=model.device)[:, None].expand(-1, 2)
     token = _call.set(LookCall(order=[] if order is None else order))
     try:
         with pinned(model, limit), widened(model.dtype):
             model(
                 input_ids=ids,
-                position_ids=where,
                 past_key_values=Cache(layers=list(layers)),
                 use_cache=True,
+                **told,
             )
         return _call.get()
     except Refused:

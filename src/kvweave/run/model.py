@@ -3,7 +3,8 @@
 Public hooks only (>= 5.17): a cache layer whose `update` writes rows where the current `Batch` says,
 and an attention function under our own name, which therefore gets no mask and masks by position.
 Every pass runs with ``position_ids = 0``, where a rotary module is the identity, so keys arrive
-unrotated; queries and keys are turned in our attention.
+unrotated; queries and keys are turned in our attention. Models whose rows hold their position in
+another way run with their true positions, and nothing is turned.
 """
 
 from __future__ import annotations
@@ -21,9 +22,16 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from kvweave.errors import CannotMove, InvalidArgument
+from kvweave.errors import CannotMove, CannotRun, InvalidArgument
 from kvweave.run import attention
-from kvweave.run.base import Capability, LayerInfo, Work, n_numbers, readers_of
+from kvweave.run.base import (
+    Capability,
+    LayerInfo,
+    Work,
+    fixed_from,
+    n_numbers,
+    readers_of,
+)
 from kvweave.run.batch import Batch, StopPass
 from kvweave.run.fingerprint import fingerprint
 from kvweave.run.kernel import available
@@ -42,6 +50,10 @@ from kvweave.run.verify import difference
 from kvweave.store.kv import KV, LayerShape
 
 ATTENTION = "kvweave"
+FIXED = (
+    "its rows contain their position in a way that is no rotation (learned or absolute positions):"
+    " chunks stay where they were computed"
+)
 
 
 class _SlotLayer(KeptLayer):  # type: ignore[no-untyped-call]
@@ -62,7 +74,8 @@ class _SlotLayer(KeptLayer):  # type: ignore[no-untyped-call]
 
     def get_seq_length(self) -> Any:
         # models that number the rows of a call themselves add 0, 1, ... to this
-        return attention.current.get().offsets
+        batch = attention.current.get()
+        return batch.offsets if fixed_from(batch.infos) is None else 0  # these are told
 
 
 def _attention(
@@ -136,17 +149,22 @@ class Runner:
         native = model.config._attn_implementation
         try:
             self.layers = learn(self.model, self.limit)
-            self.can_move = Capability(True, _summary(self.layers))
+            self.can_run = Capability(True, _summary(self.layers))
             for i, layer in enumerate(self.layers):
                 if layer.mixer is not None:
                     install(i, layer.mixer, _PassCache)
         except Refused as why:
-            self.can_move = Capability(False, str(why))
-        self.model.set_attn_implementation(ATTENTION if self.can_move else native)
+            self.can_run = Capability(False, str(why))
+        fixed = fixed_from(self.layers)
+        if fixed is not None:
+            self.limit = min(self.limit, declared - fixed)
+        self.model.set_attn_implementation(ATTENTION if self.can_run else native)
         rotations = [layer.rotation for layer in self.layers]
         self.fingerprint = fingerprint(self.model, tokenizer, name, rotations)
-        if self.can_move and (found := difference(self, self.model, ATTENTION)) is not None:
-            self.can_move = Capability(False, found)
+        if self.can_run and (found := difference(self, self.model, ATTENTION)) is not None:
+            self.can_run = Capability(False, found)
+        stays = self.can_run and fixed is not None
+        self.can_move = Capability(False, FIXED) if stays else self.can_run
         self.pools = None  # verification ran in a wider dtype
 
     @classmethod
@@ -172,15 +190,22 @@ class Runner:
         size = torch.empty(0, dtype=self.dtype).element_size()
         return size * sum(s.width for s in self.shapes)
 
+    def require_run(self) -> None:
+        """Raise CannotRun unless passes of this model can be run."""
+        if not self.can_run:
+            raise CannotRun(self.can_run.reason)
+
     def require_move(self) -> None:
         """Raise CannotMove unless chunks of this model can be placed anywhere."""
+        self.require_run()
         if not self.can_move:
             raise CannotMove(self.can_move.reason)
 
     def new_rows(self, codec: str = "raw", moves: bool = False) -> KVRows:
         """Return empty rows for one context, kept as ``codec`` says; those that can be moved keep
-        their unrotated keys besides. Raises InvalidArgument."""
+        their unrotated keys besides. Raises InvalidArgument, CannotMove."""
         if moves:
+            self.require_move()
             return movable(codec, self.layers, self.dtype, self.device)
         if codec == "raw" and self.pooled:
             if self.pools is None:
@@ -205,7 +230,7 @@ class Runner:
 
         Raises ContextTooLong before anything is written, LoadFailed when a chunk did not arrive.
         """
-        self.require_move()
+        self.require_run()
         pools = self.pools
 
         def call(batch: Batch) -> Tensor:
@@ -242,7 +267,7 @@ class Runner:
         try:
             logits: Tensor = self.model(
                 input_ids=batch.ids,
-                position_ids=torch.zeros_like(batch.ids),
+                position_ids=batch.position_ids,
                 past_key_values=self._cache(),
                 use_cache=True,
                 **options,
@@ -266,8 +291,12 @@ def _pinned_limit(config: Any) -> int | None:
     return None
 
 
+OPTIONAL = ("fixed", "chunked", "latent", "stateful")  # kinds that are named where there are some
+
+
 def _summary(layers: Sequence[LayerInfo]) -> str:
     turned = sum(layer.rotation.width > 0 for layer in layers)
+    fixed = sum(layer.rotation.fixed is not None for layer in layers)
     sliding = sum(layer.mask.window is not None for layer in layers)
     chunked = sum(layer.mask.chunk is not None for layer in layers)
     latent = sum(layer.latent is not None for layer in layers)
@@ -275,13 +304,13 @@ def _summary(layers: Sequence[LayerInfo]) -> str:
     shared = sum(max(0, len(layer.readers) - 1) for layer in layers)
     kinds = {
         "rotary": turned,
-        "position-free": len(layers) - turned - states,
+        "fixed": fixed,
+        "position-free": len(layers) - turned - states - fixed,
         "sliding": sliding,
         "chunked": chunked,
         "latent": latent,
         "stateful": states,
     }
-    rare = ("chunked", "latent", "stateful")
-    some = [f"{n} {kind}" for kind, n in kinds.items() if n or kind not in rare]
+    some = [f"{n} {kind}" for kind, n in kinds.items() if n or kind not in OPTIONAL]
     text = f"{', '.join(some)} layers"
     return f"{text}; {shared} more attend to rows of others" if shared else text

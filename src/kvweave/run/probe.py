@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from transformers.cache_utils import (
 
 from kvweave.run.base import LayerInfo, Mask
 from kvweave.run.expand import expansions
+from kvweave.run.fixed import FIXED, as_fixed
 from kvweave.run.latent import Latent
 from kvweave.run.looking import FIRST_MASK, PROBE, Handed, KeptLayer, Refused, look
 from kvweave.run.masks import MaskFunction, UnknownMask, classify
@@ -70,7 +72,7 @@ def learn(model: PreTrainedModel, limit: int) -> list[LayerInfo]:
     positions = [p for p in POSITIONS if p < limit]
     watch = MixerWatch()
     order: list[Any] = []  # numbers of layers, and keys of mixers
-    layers = layers_of(kinds, watch, order)
+    layers = layers_of(kinds, 0, watch, order)
     with watch.over(model):
         call = look(model, layers, positions, limit, order)
     for i, layer in enumerate(layers):
@@ -96,8 +98,9 @@ def learn(model: PreTrainedModel, limit: int) -> list[LayerInfo]:
         info = replace(_info(i, layer, handed, positions, frequencies), mask=mask)
         of[id(handed.keys)] = len(found)
         found.append(_alike(info, found))
+    found = as_fixed(model, found, layers, partial(layers_of, kinds), limit)
     if any(info.latent is not None for info in found):
-        found = expansions(model, found, layers_of(kinds, MixerWatch(), []), limit)
+        found = expansions(model, found, layers_of(kinds), limit)
     return found
 
 
@@ -128,13 +131,13 @@ def _info(
     keys, values = layer.keys, layer.values
     if keys is None or values is None or keys.dim() != 4:
         raise Refused(f"layer {i} caches no rows of its own")
-    turning = _rotation(i, keys, positions, frequencies)
+    turning = identify(_by_position(keys, positions), frequencies, TOLERANCE) or FIXED
     group = handed.query.shape[1] // keys.shape[1]
-    if turning.width == 0:
+    if turning.width == 0 and turning.fixed is None:
         latent = identify(_by_position(values, positions), frequencies, TOLERANCE)
-        if latent is None or latent.width:
-            if latent is None or keys.shape[1] != 1 or values.shape[1] != 1:
-                raise Refused(f"layer {i}: values change with their position")
+        if latent is None or (latent.width and keys.shape[1] * values.shape[1] != 1):
+            turning = FIXED
+        elif latent.width:
             shape = LayerShape(1, values.shape[3], 1, keys.shape[3])
             return LayerInfo(shape, latent, group=group, readers=(i,), latent=UNKNOWN)
     _check_handed(i, layer, handed)
@@ -235,19 +238,6 @@ def _check_options(layer: int, handed: Handed) -> None:
 
 def _by_position(rows: Tensor, positions: Sequence[int]) -> dict[int, Tensor]:
     return {p: each[:, 0].cpu() for p, each in zip(positions, rows, strict=True)}
-
-
-def _rotation(
-    layer: int, rows: Tensor, positions: Sequence[int], frequencies: Sequence[Tensor]
-) -> Rotation:
-    """Return how keys or queries [position, head, token, dim] of a layer turn."""
-    found = identify(_by_position(rows, positions), frequencies, TOLERANCE)
-    if found is None:
-        raise Refused(
-            f"layer {layer}: keys change with their position in a way that is no rotation"
-            " (learned or absolute positions)"
-        )
-    return found
 
 
 def _check_handed(layer: int, cached: KeptLayer, handed: Handed) -> None:

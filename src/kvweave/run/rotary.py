@@ -21,13 +21,16 @@ class Rotation:
     """The first ``width`` dims turn in pairs; ``width == 0`` means the keys carry no position.
 
     Where a model scales dims behind its rotation (a norm's weights), a pair does not turn on a circle:
-    ``ratio`` says how its first dim is scaled in terms of its second.
+    ``ratio`` says how its first dim is scaled in terms of its second. ``fixed``: rows hold their
+    position in a way that is no rotation, so that nothing turns them; it is the number that the
+    model's own positions begin with.
     """
 
     width: int
     interleaved: bool
     inv_freq: Tensor  # [width / 2], float32, radians per position; negative turns the other way
     ratio: Tensor | None = None  # [width / 2], float32
+    fixed: int | None = None
     # copies of both
     _there: dict[torch.device, tuple[Tensor, Tensor]] = field(default_factory=dict, repr=False)
 
@@ -39,7 +42,9 @@ class Rotation:
 
     def equals(self, other: Rotation) -> bool:
         """Tell whether both turn rows alike."""
-        if self.key != other.key or (self.ratio is None) != (other.ratio is None):
+        if (self.key, self.fixed) != (other.key, other.fixed):
+            return False
+        if (self.ratio is None) != (other.ratio is None):
             return False
         return self.ratio is None or other.ratio is None or torch.equal(self.ratio, other.ratio)
 

@@ -195,13 +195,23 @@ def _first(given: Any) -> Any:
     return {k: _first(v) for k, v in given.items()} if isinstance(given, dict) else given
 
 
-def layers_of(kinds: Sequence[LayerKind], watch: MixerWatch, order: list[Any]) -> list[Any]:
-    """Return a layer of a probing cache for each of a model's."""
+def layers_of(
+    kinds: Sequence[LayerKind],
+    offset: int = 0,
+    watch: MixerWatch | None = None,
+    order: list[Any] | None = None,
+) -> list[Any]:
+    """Return a layer of a probing cache for each of a model's, whose tokens are at ``offset`` + 0, 1,
+    ...; mixers that ask for a state are told to ``watch`` and added to ``order``."""
     made: list[Any] = []
     for i, kind in enumerate(kinds):
         if kind.n_states is None:
-            made.append(KeptLayer())
+            made.append(KeptLayer(offset))
+        elif watch is None:
+            made.append((StatesBeside if kind.rows else PrimedLayer)(kind.n_states))
         else:
             what = SeenBoth if kind.rows else SeenStates
-            made.append(what(kind.n_states, i, watch, order))
+            made.append(what(kind.n_states, i, watch, [] if order is None else order))
+        if kind.n_states is not None and kind.rows:
+            made[-1].offset = offset
     return made

@@ -17,7 +17,16 @@ import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel
 
-from kvweave.run.base import Backend, Ints, Mask, Work, n_numbers, readers_of
+from kvweave.run.base import (
+    ALL,
+    Backend,
+    Ints,
+    Mask,
+    Work,
+    fixed_from,
+    n_numbers,
+    readers_of,
+)
 from kvweave.run.looking import KeptLayer
 from kvweave.run.mixer import Mixer
 from kvweave.run.pin import pinned
@@ -53,6 +62,9 @@ def difference(backend: Backend, model: PreTrainedModel, attention: str) -> str 
     a lack of memory, come through as they are.
     """
     contexts = _contexts({layer.mask for layer in backend.layers}, backend.limit, backend.n_vocab)
+    padding = getattr(model.config.get_text_config(), "pad_token_id", None)
+    for context in contexts:  # some models leave padding out when they count positions
+        context.tokens[context.tokens == padding] = (padding or 0) + 1
     with widened(backend.dtype):
         try:
             with _plainly(model, attention):
@@ -116,14 +128,19 @@ def _run_natively(model: PreTrainedModel, context: _Context, backend: Backend) -
     if context.plain:
         cache = DynamicCache(config=model.config) if mixers else DynamicCache()
         options |= {"past_key_values": cache, "attention_mask": torch.ones_like(ids)}
-        layers = cache.layers
+        layers = cache.layers  # and positions are the model's own
     else:
         # transformers numbers the tokens of a call by adding 0, 1, ... to these: with a vector,
         # each token's mask (and scaling, where a model has one) is that of its true position
         for layer in layers:
             layer.offset = positions - torch.arange(len(positions), device=model.device)
+        first = fixed_from(backend.layers)
+        options["position_ids"] = positions[None] + (first or 0)
+        if first is not None and all(info.mask == ALL for info in backend.layers):
+            for layer in layers:
+                layer.offset = 0  # these models are told all their positions; some want a number
     with pinned(model, backend.limit), _inputs(backend) as inputs:
-        context.logits = model(input_ids=ids, position_ids=positions[None], **options).logits[0]
+        context.logits = model(input_ids=ids, **options).logits[0]
     written = {rows: number for number, rows in reversed(readers.items())}
     for i, info in enumerate(backend.layers):
         if info.mixer is not None:

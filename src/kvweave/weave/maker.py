@@ -106,7 +106,9 @@ class Maker:
         return self.table.add(tokens, digest=digest, kind=kind, namespace=namespace, base=base)[0]
 
     def add_rows(self, kv: KV, *, kind: Kind, namespace: str = "") -> ChunkId:
-        """Give rows that no token made an id, and keep them as they are. Raises InvalidArgument."""
+        """Give rows that no token made an id, and keep them as they are. Raises InvalidArgument,
+        CannotMove."""
+        self.backend.require_move()
         shapes = [(k.shape[1:], v.shape[1:]) for k, v in zip(kv.k, kv.v, strict=True)]
         wanted = [layer.shape for layer in self.backend.layers]
         if shapes != [((s.k_heads, s.k_dim), (s.v_heads, s.v_dim)) for s in wanted]:
@@ -127,7 +129,9 @@ class Maker:
         return id
 
     def thin(self, whole: ChunkId, keep: Keep) -> ChunkId:
-        """Give a chunk thinned by ``keep`` an id, and compute its rows. Raises InvalidArgument."""
+        """Give a chunk thinned by ``keep`` an id, and compute its rows. Raises InvalidArgument,
+        CannotMove."""
+        self.backend.require_move()
         record = self.table.get(whole)
         if self.table.is_virtual(whole) or self.thinned_by(whole) is not None:
             reason = "a chunk whose rows no token made, or that was thinned, is not thinned"
@@ -171,7 +175,7 @@ class Maker:
         ``progress`` is told the tokens done since its last call. Chunks whose KV is not finite are
         refused with CorruptChunk and not stored.
         """
-        self.backend.require_move()
+        self.backend.require_run()
         wanted = [i for i in dict.fromkeys(ids) if self.shelf.tier(i) == "none"]
         self.shelf.mover.find(wanted)
         wanted = [i for i in wanted if self.shelf.tier(i) == "none"]
@@ -202,7 +206,7 @@ class Maker:
 
         Its base has some; a chunk that goes meanwhile is let go of. Raises as `canonicalise`.
         """
-        self.backend.require_move()
+        self.backend.require_run()
         if self.table.is_virtual(id):
             raise ChunkLost(f"#{id}")
         self.shelf.mover.find([id])

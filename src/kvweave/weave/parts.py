@@ -156,6 +156,14 @@ class Available:
     canonical_seen: Seen  # its base, and the tokens of its chunk before it
     exact: bool  # in-context KV computed after exactly what stands before it now
     lossy: bool = False  # the canonical KV is not quite what was computed
+    moves: bool = True  # it may stand elsewhere than where it was computed
+
+    def staying(self, position: int, seen: Seen) -> Available:
+        """Return what may be placed at ``position`` behind ``seen``."""
+        if self.moves:
+            return self
+        canonical = self.canonical and home(self.canonical_seen) == position
+        return replace(self, canonical=canonical, exact=self.exact and home(seen) == position)
 
 
 def resolve(
@@ -182,10 +190,10 @@ def resolve(
         else:
             stable = False
             seen = seen_from(placed, position)
-            home = (placed[0].position if placed else position) == 0
-            found = available(part, seen)
+            from_0 = (placed[0].position if placed else position) == 0
+            found = available(part, seen).staying(position, seen)
             at = Placement(part, slot, position, "none", 0, _truth(exact), seen)
-            placement = _choose(at, before.get(part.uid), found, exact and home)
+            placement = _choose(at, before.get(part.uid), found, exact and from_0)
         placed.append(placement)
         exact = exact and placement.exact
         slot, position = slot + part.n, position + part.n
@@ -202,6 +210,11 @@ def seen_from(before: Sequence[Placement], position: int) -> Seen:
         else:
             seen.append(here)
     return tuple(seen)
+
+
+def home(seen: Seen) -> int:
+    """Return the position at which KV behind ``seen`` was computed, as contexts begin at 0."""
+    return -seen[0].distance if seen else 0
 
 
 def slice_seen(part: Part, whole: Seen) -> Seen:
@@ -271,6 +284,8 @@ def _choose(
     kept_there = before is not None and (
         before.origin == "own" or (before.origin == "canonical" and available.canonical)
     )
+    if before is not None and not available.moves and at.position != before.position:
+        kept_there = False
     if part.frozen and before is not None and before.ready and kept_there:
         same = before.exact and before.seen == at.seen and exact_before
         same = same and not (before.origin == "canonical" and available.lossy)

@@ -11,7 +11,7 @@ from typing import Protocol
 
 import numpy as np
 
-from kvweave.errors import InvalidArgument
+from kvweave.errors import CannotMove, InvalidArgument
 from kvweave.keep.tokens.spec import Keep
 from kvweave.run.base import Steps
 from kvweave.run.loop import Loop, Request, Task, new_key
@@ -64,8 +64,11 @@ class Session:
 
     def _new_state(self) -> State:
         """Return a state without rows. Raises InvalidArgument for a policy that rows of 8 bits
-        cannot follow."""
+        cannot follow, CannotMove for settings in which what is left closes up and keeps its rows."""
         keep, codec, backend = self.settings.keep, self.weaver.codec, self.weaver.backend
+        closes = self.settings.prune == "evict" and self.settings.positions == "compact"
+        if closes and not backend.can_move:
+            raise CannotMove(backend.can_move.reason, 'use positions="keep", or prune="forget"')
         if keep is not None and codec != "raw":
             reason = f"rows kept as {codec} cannot be freed one by one"
             raise InvalidArgument("keep", reason, 'use rows="raw"')

@@ -25,18 +25,20 @@ def tokens_of(table: Table, part: Part) -> NDArray[np.uint32]:
 class Sources:
     """What the shelf has for a part that would stand behind ``seen``; the KV is a view.
 
-    ``known`` are the uids that were woven in this context before.
+    ``known`` are the uids that were woven in this context before. Without ``moves`` KV stands only
+    where it was computed.
     """
 
-    def __init__(self, shelf: Shelf, table: Table) -> None:
-        self.shelf, self.table = shelf, table
+    def __init__(self, shelf: Shelf, table: Table, moves: bool = True) -> None:
+        self.shelf, self.table, self.moves = shelf, table, moves
 
     def peek(self, part: Part, seen: Seen, known: Collection[int]) -> Available:
         """Say what could be placed, without loading anything."""
         exact = self._exact(part, seen) is not None
         canonical = self._may_reuse(part, seen, known) and self.shelf.tier(part.id) != "none"
         lossy = canonical and (self.shelf.is_lossy(part.id) or self.shelf.thinned(part.id))
-        return Available(canonical and not exact, self._canonical_seen(part), exact, lossy)
+        canonical = canonical and not exact
+        return Available(canonical, self._canonical_seen(part), exact, lossy, self.moves)
 
     def begin(self, parts: Iterable[Part], known: Collection[int]) -> None:
         """Begin to load all that may be reused, at once."""
@@ -53,7 +55,7 @@ class Sources:
         exact = self._exact(part, seen)
         if exact is not None:
             loaded[part.uid] = exact.rows(part.start, part.stop)
-            return Available(False, (), True)
+            return Available(False, (), True, moves=self.moves)
         may = self._may_reuse(part, seen, known)
         canonical = self.shelf.get(part.id, wait=False) if may else None
         if canonical is not None:
@@ -62,7 +64,8 @@ class Sources:
                 raise CorruptChunk(part.name, f"{canonical.n_tokens} rows for {wanted} tokens")
             loaded[part.uid] = canonical.rows(part.start, part.stop)
         lossy = canonical is not None and canonical.altered
-        return Available(canonical is not None, self._canonical_seen(part), False, lossy)
+        seen_there = self._canonical_seen(part)
+        return Available(canonical is not None, seen_there, False, lossy, self.moves)
 
     def rows_of(self, part: Part) -> KV:
         """Return the rows of a virtual part, which no token made. Raises ChunkLost."""

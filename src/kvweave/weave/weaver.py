@@ -64,7 +64,7 @@ class Weaver:
         self.calibration, self.codec = calibration, codec
         self.shadow = Shadow(backend, shelf) if shadow is None else shadow
         self.dependence, self.patcher = Dependence(table), Patcher(shelf, table)
-        self.sources = Sources(shelf, table)
+        self.sources = Sources(shelf, table, bool(backend.can_move))
         self.explainer = Explainer(shelf, table, backend.row_bytes, codec)
 
     def wish(self, state: State, strategy: Strategy, share: float, max_drift: float | None) -> Wish:

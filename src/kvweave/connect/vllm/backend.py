@@ -19,7 +19,7 @@ from vllm.forward_context import set_forward_context
 
 from kvweave.chunk.identity import ModelFingerprint
 from kvweave.connect.vllm.look import layer_info, why_not
-from kvweave.errors import CannotMove, InvalidArgument
+from kvweave.errors import CannotMove, CannotRun, InvalidArgument
 from kvweave.run import attention
 from kvweave.run.base import Capability, LayerInfo, Rows, Work
 from kvweave.run.batch import Batch, StopPass
@@ -33,8 +33,8 @@ from kvweave.store.kv import KV
 class VllmBackend:
     """The model of one vLLM worker.
 
-    ``can_move`` is false, with the reason, for what it cannot do exactly: see
-    `kvweave.connect.vllm.look`.
+    ``can_run`` is false, with the reason, for what it cannot do exactly: see
+    `kvweave.connect.vllm.look`. What it can run it can move.
     """
 
     def __init__(self, model: nn.Module, config: VllmConfig, tokenizer: Any = None) -> None:
@@ -55,7 +55,8 @@ class VllmBackend:
                 self.layers = found
         except CannotMove as error:
             reason = str(error)
-        self.can_move = Capability(reason is None, reason or f"{len(self.layers)} layers")
+        self.can_run = Capability(reason is None, reason or f"{len(self.layers)} layers")
+        self.can_move = self.can_run
         self.fingerprint: ModelFingerprint = fingerprint(
             _Described(model, self.dtype), tokenizer, here.model, [x.rotation for x in self.layers]
         )
@@ -65,10 +66,14 @@ class VllmBackend:
         """Bytes one token's keys and values take in all layers."""
         return self.dtype.itemsize * sum(layer.shape.width for layer in self.layers)
 
+    def require_run(self) -> None:
+        """Raise CannotRun unless passes of this model can be run."""
+        if not self.can_run:
+            raise CannotRun(self.can_run.reason)
+
     def require_move(self) -> None:
         """Raise CannotMove unless chunks of this model can be placed anywhere."""
-        if not self.can_move:
-            raise CannotMove(self.can_move.reason)
+        self.require_run()
 
     def new_rows(self, codec: str = "raw", moves: bool = False) -> KVRows:
         """Return empty rows for one context; see `Backend.new_rows`."""
@@ -83,7 +88,7 @@ class VllmBackend:
     @torch.inference_mode()
     def forward(self, works: Sequence[Work]) -> list[Tensor]:
         """Run works of different contexts in one pass; see `Backend.forward`."""
-        self.require_move()
+        self.require_run()
         return one_pass(
             works, self.limit, lambda: Batch(works, self.layers, self.device), self._call
         )

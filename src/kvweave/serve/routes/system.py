@@ -63,7 +63,7 @@ class Status(BaseModel):
     active: int
     chunks: int
     contexts: int
-    can: dict[Literal["move"], Can]
+    can: dict[Literal["run", "move"], Can]
     budgets: list[Budget]
     history: list[dict[str, Any]]
     hit_rate: float | None
@@ -136,11 +136,12 @@ async def status(tenant: Tenant, the: The) -> dict[str, Any]:
     reused = sum(each["hit_rate"] * each["prompt_tokens"] for each in history)
 
     def work(engine: Engine) -> dict[str, Any]:
-        groups, move = Files(engine.table, tenant).du(), engine.can("move")
+        groups = Files(engine.table, tenant).du()
+        can = {what: engine.can(what) for what in ("run", "move")}
         return {
             "chunks": sum(group.n_chunks for group in groups),
             "contexts": len(engine.contexts_of(tenant)),
-            "can": {"move": {"ok": bool(move), "reason": move.reason}},
+            "can": {what: {"ok": found.ok, "reason": found.reason} for what, found in can.items()},
             "budgets": _budgets(engine, {group.key: group.n_bytes for group in groups}, the),
         }
 
