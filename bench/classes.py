@@ -32,7 +32,9 @@ from prune import exchange, first_token, make_world
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from kvweave.run.base import LayerInfo
 from kvweave.run.model import Runner
+from kvweave.run.states import MAPS
 
 CASES = ("none", "auto")
 WINDOW = 512
@@ -71,6 +73,30 @@ def classes(shape: Shape) -> dict[str, tuple[str, dict[str, Any]]]:
         "latents": ("deepseek_v3", latent),
         "shared rows": ("gemma4_text", mixed | shared),
         "norm behind the rotation": ("hunyuan_v1_dense", {}),
+        **hybrids(shape),
+    }
+
+
+def hybrids(shape: Shape) -> dict[str, tuple[str, dict[str, Any]]]:
+    """Return the same for models with layers that keep a state."""
+    delta = {f"linear_num_{kind}_heads": shape.heads for kind in ("key", "value")}
+    delta |= {f"linear_{kind}_head_dim": shape.head_dim for kind in ("key", "value")}
+    space = {
+        "mamba_d_ssm": 2 * shape.hidden,
+        "mamba_d_head": shape.head_dim,
+        "mamba_n_heads": 2 * shape.hidden // shape.head_dim,
+        "mamba_d_state": shape.head_dim,
+        "mamba_n_groups": 1,
+        "mamba_chunk_size": 128,
+    }
+    convolutions = ["conv", "conv", "full_attention", "conv"]
+    return {
+        "delta rule": ("qwen3_next", delta | {"num_experts": 0}),
+        "state space beside attention": ("falcon_h1", space),
+        "convolutions": (
+            "lfm2",
+            {"layer_types": (convolutions * shape.layers)[: shape.layers]},
+        ),
     }
 
 
@@ -115,18 +141,24 @@ def measured(pair: Pair, n_context: int, rounds: int) -> dict[str, Any]:
             edit = lambda c, new=new: exchange(c, at + 1, new)  # noqa: E731, B023
             times[case].append(first_token(world, context, edit, suffix)["total"])
     drift = world.contexts["auto"].check().kl
-    layers = pair.runner.layers
+    layers, n_maps = pair.runner.layers, MAPS.n_bytes
     world.engine.close()
     return {
         "parameters": sum(p.numel() for p in pair.plain.parameters()),
         "bytes_per_token": pair.runner.row_bytes,
-        "layers": len({number for info in layers for number in (info.readers or (0,))}),
+        "layers": len({number for info in layers for number in numbers(info)}),
         "layers_with_rows": len(layers),
         "attention": pair.plain.config._attn_implementation,
         "seconds": {case: median(each) for case, each in times.items()},
         "x_full": {case: compare(times["full"], times[case]) for case in CASES},
         "kl_auto": float(np.float64(drift)),
+        "map_bytes": n_maps,
     }
+
+
+def numbers(info: LayerInfo) -> tuple[int, ...]:
+    """Return by which numbers a model calls the layers that these rows are of."""
+    return info.readers or ((0,) if info.mixer is None else (info.mixer.number,))
 
 
 def main() -> None:

@@ -151,11 +151,12 @@ def _carry(
     inner = segment.start + max(1, mixer.border)
     with without_outputs(mixer):
         _, state = run_mixer(mixer, call, rows.inputs(segment.start, inner), state)
-    if holder.map is None:
+    found = holder.map
+    if found is None:
         assert mixer.form is not None
         inputs = rows.inputs(inner, segment.stop)
-        MAPS.keep(holder, carried(mixer, call, inputs, state, mixer.form))
-    MAPS.used(holder)
-    found = holder.map
-    assert found is not None
+        found = carried(mixer, call, inputs, state, mixer.form)
+        MAPS.keep(holder, found)
+    else:
+        MAPS.used(holder)
     return found(state)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from threading import Lock
 from typing import Any
 from weakref import ReferenceType, ref
 
@@ -38,35 +39,42 @@ class MapCache:
         self.limit = limit
         self._holders: Any = WeakIdKeyDictionary()
         self._used: dict[int, ReferenceType[MapHolder]] = {}  # by id, the last one used last
+        self._lock = Lock()  # engines of several threads share it
 
     def holder(self, rows: Tensor) -> MapHolder:
         """Return the holder for the chunk that has ``rows`` in a layer: the same for this tensor."""
-        found: MapHolder | None = self._holders.get(rows)
-        if found is None:
-            found = self._holders[rows] = MapHolder()
-        return found
+        with self._lock:
+            found: MapHolder | None = self._holders.get(rows)
+            if found is None:
+                found = self._holders[rows] = MapHolder()
+            return found
 
     def keep(self, holder: MapHolder, made: StateMap) -> None:
         """Keep a map, and let go of those that were not asked for since others were."""
-        holder.map = made
-        self._used = {key: known for key, known in self._used.items() if known() is not None}
-        self.used(holder)
-        n = self.n_bytes
-        for known in list(self._used.values())[:-1]:
-            each = known()
-            if n > self.limit and each is not None and each.map is not None:
-                n -= each.map.n_bytes
-                each.map = None
+        with self._lock:
+            holder.map = made
+            self._used = {key: known for key, known in self._used.items() if known() is not None}
+            self._to_the_end(holder)
+            n = self.n_bytes
+            for known in list(self._used.values())[:-1]:
+                each = known()
+                if n > self.limit and each is not None and each.map is not None:
+                    n -= each.map.n_bytes
+                    each.map = None
 
     def used(self, holder: MapHolder) -> None:
         """Note that a map was asked for."""
+        with self._lock:
+            self._to_the_end(holder)
+
+    def _to_the_end(self, holder: MapHolder) -> None:
         self._used.pop(id(holder), None)
         self._used[id(holder)] = ref(holder)
 
     @property
     def n_bytes(self) -> int:
         """Bytes of all maps."""
-        every = [known() for known in self._used.values()]
+        every = [known() for known in list(self._used.values())]
         return sum(each.map.n_bytes for each in every if each is not None and each.map is not None)
 
 

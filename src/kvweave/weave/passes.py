@@ -142,13 +142,20 @@ class Passes:
         """Return what recomputes ``slots`` of this context."""
         return Work(self.rows, self.tokens[slots], slots, self.positions[slots], **options)  # type: ignore[arg-type]
 
+    @property
+    def _last(self) -> int | None:
+        """The last layer that attends, of several: its keys and values are the last that count. None
+        where there is but one, whose attention is all there is to see."""
+        attends = [i for i, info in enumerate(self.backend.layers) if info.mixer is None]
+        return attends[-1] if len(attends) > 1 else None
+
     # ---- what strategies ask for
 
     def attention(self) -> Steps[Floats]:
         """Return the attention mass [slot] that the question pays, over heads and all layers but
         the last. The unready rows are computed over the unrepaired context."""
         seen = self._watch(self.unready, 1.0, 0)
-        yield self.work(self.unready, observer=seen, last=len(self.backend.layers) - 1)
+        yield self.work(self.unready, observer=seen, last=self._last)
         return _down(seen.total)
 
     def look(self, n_draft: int) -> Steps[Look]:
@@ -198,9 +205,9 @@ class Passes:
         each times its weight, the first and the last layer not counted."""
         self.rows.settle()
         self._replaced.append((slots, self._values(slots)))
-        n_layers = len(self.backend.layers)
-        seen = Mass(self.n, weights, self.backend.device, min(1, n_layers - 1), squared=True)
-        yield self.work(slots, observer=seen, last=n_layers - 1)
+        first = min(1, len(self.backend.layers) - 1)
+        seen = Mass(self.n, weights, self.backend.device, first, squared=True)
+        yield self.work(slots, observer=seen, last=self._last)
         return _down(seen.total)
 
     def deviation(self, candidates: Ints, layer: int, what: str) -> Steps[Floats]:
