@@ -109,7 +109,7 @@ def turn_sizes(n_tokens: int, n_turns: int) -> list[int]:
 
 def full_prefill(pair: Pair, ids: Tensor) -> DynamicCache:
     """Compute everything, plain transformers."""
-    cache = DynamicCache()
+    cache = DynamicCache(config=pair.plain.config)
     with torch.inference_mode():
         out = pair.plain(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
         int(out.logits[0, -1].argmax())

@@ -46,6 +46,7 @@ class Mixer:
     widths: tuple[int, ...]  # of these
     n_bytes: int  # of a state
     border: int  # rows in front of a row that its convolutions reach over
+    sums: bool = True  # whether its state is more than the tails of its convolutions
     stepwise: bool = False  # from a state on it takes one row a call (Mamba 1 in transformers)
     form: str | None = None  # of what rows do to its state (`run/carry.py`)
     behind: tuple[nn.Linear, ...] = ()  # projections that its state does not depend on

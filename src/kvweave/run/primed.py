@@ -124,6 +124,14 @@ def picked_outputs(out: Outputs, n: int, rows: Tensor | slice) -> Outputs:
     return tuple(picked_outputs(t, n, rows) if isinstance(t, Tensor) else t for t in out)
 
 
+def last_outputs(out: Outputs, n: int) -> Outputs:
+    """Return of what a mixer returned for batches of ``n`` rows that of the last of each, as rows of
+    one batch."""
+    if isinstance(out, Tensor):
+        return out[:, -1][None] if out.dim() > 1 and out.shape[1] == n else out
+    return tuple(last_outputs(t, n) if isinstance(t, Tensor) else t for t in out)
+
+
 def joined_outputs(outs: Sequence[Outputs]) -> Outputs:
     """Return what a mixer returned for runs of rows, as if they had been one."""
     if len(outs) == 1:

@@ -26,6 +26,7 @@ from kvweave.run.primed import (
     MixerCall,
     Outputs,
     joined_outputs,
+    last_outputs,
     picked_outputs,
     rows_given,
     run_mixer,
@@ -88,6 +89,8 @@ def _zeros(like: Outputs, n: int) -> Outputs:
 def _part(part: BatchPart, layer: int, mixer: Mixer, call: MixerCall) -> Outputs:
     rows = part.rows.layers[layer]
     assert isinstance(rows, StateRows)
+    if not mixer.sums:
+        return _tails(rows, part, call)
     start, state = rows.latest(part.first)
     if mixer.stepwise and state and (part.stop - start) * STEP > part.stop:
         start, state = 0, EMPTY
@@ -101,6 +104,20 @@ def _part(part: BatchPart, layer: int, mixer: Mixer, call: MixerCall) -> Outputs
                 outs.append(out)
         rows.mark(segment.stop, state)
     return joined_outputs(outs)
+
+
+def _tails(rows: StateRows, part: BatchPart, call: MixerCall) -> Outputs:
+    """Return what a mixer makes of a part whose rows depend on few before them: those alone are run
+    again, for rows that do not follow each other a window for each."""
+    border, slots = rows.mixer.border, part.work.slots
+    first = max(0, part.first - border)
+    if part.contiguous or part.n * (border + 1) >= part.stop - first or part.first < border:
+        return _run(rows, ReplaySpan(first, part.stop, slots - first), call, EMPTY)[0]
+    device = rows.k.device
+    windows = up((slots[:, None] + np.arange(-border, 1)).reshape(-1), device)
+    inputs = rows.picked(windows).view(part.n, border + 1, -1)
+    out, _ = run_mixer(rows.mixer, call, inputs, EMPTY)
+    return last_outputs(out, border + 1)
 
 
 def _segments(rows: StateRows, start: int, part: BatchPart) -> Iterator[ReplaySpan]:

@@ -160,7 +160,7 @@ def _tried(mixer: Mixer, call: MixerCall, like: Tensor) -> Mixer:
     rows = rows * like.float().square().mean().sqrt().clamp_min(1e-3).to(like.dtype)
     _, front = run_mixer(mixer, call, rows[:, :FRONT], EMPTY)
     border = max((tail.shape[-1] for tail in front.convs.values()), default=0)
-    mixer = replace(mixer, n_bytes=front.n_bytes, border=border)
+    mixer = replace(mixer, n_bytes=front.n_bytes, border=border, sums=bool(front.sums))
     _, whole = run_mixer(mixer, call, rows, EMPTY)
     for stepwise in (False, True):
         mixer = replace(mixer, stepwise=stepwise)

@@ -116,6 +116,8 @@ class StateRows(RawRows):
         """Return how many states are kept of so many rows."""
         if capacity == 0:
             return 0
+        if not self.mixer.sums:
+            return 0  # made of the last rows whenever it is asked for
         return max(1, min(MARKS, super().bytes_at(capacity) // max(1, self.mixer.n_bytes)))
 
     def grown(self, capacity: int, n: int) -> StateRows:
@@ -176,6 +178,10 @@ class StateRows(RawRows):
     def inputs(self, start: int, stop: int) -> Tensor:
         """Return input rows [1, row, width] of slots ``[start, stop)``."""
         return torch.cat((self.k[:, start:stop], self.v[:, start:stop]), -1)
+
+    def picked(self, slots: Tensor) -> Tensor:
+        """Return input rows [row, width] of some slots."""
+        return torch.cat((self.k[0, slots], self.v[0, slots]), -1)
 
     def check(self, n: int) -> None:
         super().check(n)
