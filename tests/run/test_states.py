@@ -101,8 +101,8 @@ def test_a_clone_goes_on_by_itself(pair):
         close(logits, native(model, said)[40:])
 
 
-def placed(runner, chunks: list[KV], tokens) -> torch.Tensor:
-    """Return the logits of the last ten tokens behind chunks as they are."""
+def placed(runner, chunks: list[KV], tokens):
+    """Return rows with chunks as they are, and the logits of the last ten tokens behind them."""
     n = len(tokens)
     rows = runner.new_rows()
     rows.reserve(n)
@@ -110,7 +110,7 @@ def placed(runner, chunks: list[KV], tokens) -> torch.Tensor:
     slots = np.arange(n - 10, n)
     (logits,) = runner.forward([Work(rows, tokens[slots], slots, slots, want=slots - n + 10)])
     rows.check_integrity()
-    return logits
+    return rows, logits
 
 
 def test_maps_carry_what_replaying_would(pair, monkeypatch):
@@ -122,15 +122,20 @@ def test_maps_carry_what_replaying_would(pair, monkeypatch):
         filled(runner, tokens[first : first + 95], raw=kv)
         chunks.append(kv)
     monkeypatch.setattr(replay, "LEAST", N)
-    wanted = placed(runner, chunks, tokens)
+    _, wanted = placed(runner, chunks, tokens)
     monkeypatch.undo()
     seen = []
     carry = replay._carry
     monkeypatch.setattr(replay, "_carry", lambda *a: seen.append(1) or carry(*a))
     for _ in range(2):  # made, and made use of
-        close(placed(runner, chunks, tokens), wanted)
+        rows, logits = placed(runner, chunks, tokens)
+        close(logits, wanted)
+    maps = [span.holder.map for layer in stateful(rows) for span in layer.spans]
+    held = [t for m in maps if m for t in (m.factor, m.rest, *m.tails.convs.values())]
+    assert all(t.untyped_storage().nbytes() == t.nbytes for t in held), "more held than counted"
     mapped = [info for info in runner.layers if info.mixer is not None and info.mixer.form]
     assert len(seen) == 2 * len(mapped) * len(chunks)
+    assert bool(held) == bool(mapped)
 
 
 def test_states_are_few_and_counted(pair):

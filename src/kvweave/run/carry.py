@@ -64,8 +64,9 @@ def carried(mixer: Mixer, call: MixerCall, rows: Tensor, front: MixerState, form
         size = like.shape[-2] if rows_first else like.shape[-1]
         factor = torch.cat(list(factor), -1 if rows_first else -2)[None]
         factor = factor.narrow(-1 if rows_first else -2, 0, size)
-    tails = {k: tail[:1] for k, tail in behind.convs.items()}
-    return StateMap(form, factor.contiguous(), rest, MixerState(tails, {}))
+    # copies: a view would hold what all unit states became
+    tails = {k: tail[:1].clone() for k, tail in behind.convs.items()}
+    return StateMap(form, factor.clone(), rest.clone(), MixerState(tails, {}))
 
 
 def form_of(mixer: Mixer, call: MixerCall, rows: Tensor, front: MixerState) -> str | None:
