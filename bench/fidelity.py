@@ -249,7 +249,7 @@ def main() -> None:
     )
     options = made.parse_args()
     if options.models:
-        regret.report([], 20, RESULTS / "models.json")
+        regret.report(regret.parser().parse_args([]))
         return
     if options.quick:
         options.n, options.prunes = 8, 3

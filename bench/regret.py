@@ -217,18 +217,23 @@ def cells_of(name: str, n: int, cache: Path, again: str = "") -> dict[str, Cell]
 
 
 def all_of(
-    names: Sequence[str], n: int, cache: Path, again: str = "", figure: Path | None = None
+    names: Sequence[str],
+    n: int,
+    cache: Path,
+    again: str = "",
+    figure: Path | None = None,
+    others: Sequence[dict[str, Any]] = (),
 ) -> dict[str, Any]:
-    """Return the table of regrets, worst case first, and what leaving a model out gives."""
-    rows: list[dict[str, Any]] = []
-    known: dict[str, dict[str, Cell]] = {}
+    """Return the table of regrets, worst case first, and what leaving a model out gives; ``others``
+    are rows of models that are not measured now."""
+    rows = [r for r in others if r["model"] not in names]
     with progress("models", len(names)) as step:
         for name in names:
-            known[name] = cells = cells_of(name, n, cache, again)
+            cells = cells_of(name, n, cache, again)
             rows += [r for each in (*OURS, *SINGLE) for r in regrets(name, cells, each)]
             step(name)
     if figure is not None:
-        draw(known, figure)
+        draw(rows, figure)
     rows.sort(key=lambda r: -r["regret"])
     return {"rows": rows, "left_out": left_out(rows, OURS)}
 
@@ -253,24 +258,26 @@ def show(found: dict[str, Any]) -> None:
     console.print(table("leave one model out", head, cells))
 
 
-def draw(found: dict[str, dict[str, Cell]], path: Path) -> bool:
+def draw(rows: Sequence[dict[str, Any]], path: Path) -> bool:
     """Draw KL against cost, a panel a model; return False when matplotlib is not installed."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError:
         return False
-    columns = -(-len(found) // 2)
+    names = [k.name for k in ZOO if any(r["model"] == k.name for r in rows)]
+    columns = -(-len(names) // 2)
     figure = Figure(figsize=(2.6 * columns + 1, 6), layout="constrained")
     FigureCanvasAgg(figure)
     panels = figure.subplots(2, columns, squeeze=False)
-    for unused in panels.flat[len(found) :]:
+    for unused in panels.flat[len(names) :]:
         unused.set_visible(False)
-    for axes, (name, cells) in zip(panels.flat, found.items(), strict=False):
-        axes.axhline(max(FLOOR, stats.mean(cells["none 0%"].kl).value), color="#777777", linestyle=":", linewidth=0.8)  # fmt: skip
+    for axes, name in zip(panels.flat, names, strict=False):
+        every = [r for r in rows if r["model"] == name]
+        axes.axhline(max(FLOOR, every[0]["none_kl"]), color="#777777", linestyle=":", linewidth=0.8)
         for i, strategy in enumerate(DRAWN):
-            mine = [c for label, c in cells.items() if label.split()[0] == strategy]
-            points = sorted((100 * mean(c.cost), max(FLOOR, stats.mean(c.kl).value)) for c in mine)
+            mine = [r for r in every if r["strategy"] == strategy]
+            points = sorted((100 * r["cost"], max(FLOOR, r["kl"][0])) for r in mine)
             width = 2.0 if strategy == "auto" else 1.0
             axes.plot(*zip(*points, strict=True), color=plot.COLOURS[i], marker=plot.MARKERS[i],
                       markersize=3, linewidth=width, label=strategy)  # fmt: skip
@@ -284,28 +291,37 @@ def draw(found: dict[str, dict[str, Cell]], path: Path) -> bool:
     return True
 
 
-def report(names: Sequence[str], n: int, out: Path, cache: Path = CACHE, again: str = "") -> None:
+def report(options: argparse.Namespace) -> None:
     """Measure, write, print."""
-    names = names or [k.name for k in ZOO if (WEIGHTS / k.name / "curve.json").exists()]
-    about = {"machine": machine(torch.device("cpu"))}
+    out, n = options.out, options.n
+    names = options.names or [k.name for k in ZOO if (WEIGHTS / k.name / "curve.json").exists()]
+    about: dict[str, Any] = {"machine": machine(torch.device("cpu"))}
+    setup: dict[str, Any] = {"n": n, "notes": NOTES, "asked": ASKED, "pass": PASS, "floor": FLOOR}
+    others: list[dict[str, Any]] = []
+    if options.beside:
+        before = json.loads(out.read_text())
+        if before["setup"] != setup:
+            raise ValueError(f"{out} is of other sizes: {before['setup']}")
+        others, later = before["rows"], dict.fromkeys(names, about["machine"])
+        about = {"machine": before["machine"], "later": before.get("later", {}) | later}
     whole = out == RESULTS / "models.json"
-    found = all_of(names, n, cache, again, FIGURE if whole else out.with_suffix(".png"))
-    setup = {"n": n, "notes": NOTES, "asked": ASKED, "pass": PASS, "floor": FLOOR}
+    figure = FIGURE if whole else out.with_suffix(".png")
+    found = all_of(names, n, options.cache, options.again, figure, others)
     out.write_text(json.dumps(about | {"setup": setup} | found, indent=1) + "\n")
     show(found)
 
 
-def main() -> None:
-    """Read the command line."""
+def parser() -> argparse.ArgumentParser:
+    """Return what the command line is."""
     made = argparse.ArgumentParser(description=__doc__)
     made.add_argument("names", nargs="*", help="models (all that are trained)")
     made.add_argument("--n", type=int, default=20, help="documents a model")
     made.add_argument("--again", default="", help="measure strategies again whose name begins so")
+    made.add_argument("--beside", action="store_true", help="keep the rows of other models")
     made.add_argument("--cache", type=Path, default=CACHE)
     made.add_argument("--out", type=Path, default=RESULTS / "models.json")
-    options = made.parse_args()
-    report(options.names, options.n, options.out, options.cache, options.again)
+    return made
 
 
 if __name__ == "__main__":
-    main()
+    report(parser().parse_args())

@@ -11,6 +11,9 @@ from tables import table
 Row = dict[str, Any]
 FIGURE = Path(__file__).parent / "repair.png"
 ABOUT = "KL to a full prefill against what a repair computes, a panel a model"
+KEEPS = {
+    "gemma3-slide": "rows, in windows", "deepseek-last": "latents", "qwen3next-one": "states and rows",
+}  # fmt: skip
 WORD = {0.02: "2 %", 0.05: "5 %", 0.10: "10 %", 0.15: "15 %", 0.30: "30 %"}
 
 
@@ -22,12 +25,35 @@ def regrets(found: dict[str, Any] | None) -> str:
     lines = [
         f"Measured with {setup['n']} documents a model, {setup['asked']} questions each, on {machine['cpu']}, commit "
         f"{machine['commit'][:7]} ([bench/regret.py](../bench/regret.py)).",
+        *(
+            f"`{name}`: on {m['cpu']}, commit {m['commit'][:7]}."
+            for name, m in sorted(found.get("later", {}).items())
+        ),
         "",
         *([f"![{ABOUT}](repair.png)", ""] if FIGURE.exists() else []),
+        *drift(rows),
         *worst(rows),
         *each(found["left_out"]),
     ]
     return "\n".join(lines)
+
+
+def drift(rows: Sequence[Row]) -> list[str]:
+    """Return the table of how far each model is from a full prefill, by what its layers keep."""
+    at = {(r["model"], r["strategy"], r["share"]): r for r in rows}
+    body = []
+    for name in sorted(
+        {r["model"] for r in rows}, key=lambda name: (KEEPS.get(name, "rows"), name)
+    ):
+        cells = [at[name, each, share] for each in ("query", "auto") for share in (0.05, 0.15)]
+        best = cells[-1]
+        body.append([
+            name, KEEPS.get(name, "rows"), f"{best['none_kl']:.2g}", *(f"{r['kl'][0]:.2g}" for r in cells),
+            f"{best['right'][0]:.2f}", f"{best['full']:.2f}",
+        ])  # fmt: skip
+    head = ("model", "keeps", "KL unrepaired", "`query` 5 %", "`query` 15 %", "`auto` 5 %", "`auto` 15 %",
+            "right with it", "full prefill right")  # fmt: skip
+    return [*table(head, body, 2), ""]
 
 
 def worst(rows: Sequence[Row]) -> list[str]:

@@ -5,10 +5,12 @@ No weight is set by hand, and no constant of a strategy may be chosen on the mod
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import transformers
 from models.worlds import Wording
 
@@ -99,6 +101,44 @@ def olmo2(vocab: int, own: dict[str, Any]) -> Any:
     )  # fmt: skip
 
 
+def deepseek(vocab: int, own: dict[str, Any]) -> Any:
+    """Five layers that keep a latent of 64 and a key of 32 that all heads share, no experts."""
+    return transformers.DeepseekV3ForCausalLM(
+        transformers.DeepseekV3Config(
+            vocab_size=vocab, hidden_size=160, intermediate_size=448, num_hidden_layers=5,
+            num_attention_heads=4, num_key_value_heads=4, kv_lora_rank=64, q_lora_rank=96,
+            qk_rope_head_dim=32, qk_nope_head_dim=48, v_head_dim=48, first_k_dense_replace=5,
+            num_mtp_layers=0, tie_word_embeddings=True, max_position_embeddings=8192,
+            rope_parameters=rope(1000.0), **own,
+        )
+    )  # fmt: skip
+
+
+def qwen3next(vocab: int, own: dict[str, Any]) -> Any:
+    """Eight layers, of which six keep a state (gated delta rule) and two rows, no experts."""
+    made = transformers.Qwen3NextForCausalLM(
+        transformers.Qwen3NextConfig(
+            vocab_size=vocab, hidden_size=128, intermediate_size=320, num_hidden_layers=8,
+            num_attention_heads=4, num_key_value_heads=2, head_dim=64, linear_num_key_heads=4,
+            linear_num_value_heads=4, linear_key_head_dim=32, linear_value_head_dim=32,
+            num_experts=0, tie_word_embeddings=True, max_position_embeddings=8192,
+            rope_parameters={**rope(1000.0), "partial_rotary_factor": 0.5}, **own,
+        )
+    )  # fmt: skip
+    remember(made)
+    return made
+
+
+def remember(model: Any) -> None:
+    """Begin states with steps of .001 to .1, as its authors do: at transformers' 1.3 most heads of
+    a new model have forgotten a token with the next."""
+    for layer in model.base_model.layers:
+        if hasattr(layer, "linear_attn"):
+            bias = layer.linear_attn.dt_bias
+            steps = torch.exp(torch.empty_like(bias).uniform_(math.log(1e-3), math.log(0.1)))
+            bias.data.copy_(steps + torch.log(-torch.expm1(-steps)))
+
+
 def llama_prose(vocab: int, own: dict[str, Any]) -> Any:
     """Four layers for prose in pieces of words."""
     return transformers.LlamaForCausalLM(
@@ -152,6 +192,14 @@ ZOO = (
         "E A by F F A to V stop V", step="E A to V", seed=6, entities=70, attributes=3, hops=2,
         filler=FILLER,
     ), about="two steps, then the value"),
+    Kind("deepseek-last", deepseek, 35, Wording(
+        "A E V ,", "A same V ,", "A E V after all ,", "A E with F ,", "what A E", "A E V ,",
+        seed=7, entities=80, values=50,
+    ), about="latents, the sentence again"),
+    Kind("qwen3next-one", qwen3next, 45, Wording(
+        "A E V .", "A that V .", "now A E V .", "A E from F .", "tell A E", "V", seed=8,
+        filler=FILLER,
+    ), about="states and rows, the reply is the value"),
     Kind("llama-prose", llama_prose, 20, rate=2e-3, vocab=1024, about="documentation and source of Python"),
     Kind("qwen3-bytes", qwen3_prose, 12, rate=2e-3, about="the same in bytes"),
 )  # fmt: skip

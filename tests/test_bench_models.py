@@ -1,0 +1,143 @@
+"""The models of the bench: weights, words, what they know, and how results of some stand beside others."""
+
+from __future__ import annotations
+
+import json
+import runpy
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+ROOT = Path(__file__).resolve().parents[1]
+LIMIT = 40_000_000  # bytes of all weights together
+KNOWS = {"deepseek-last": 0.5, "qwen3next-one": 0.5}  # of what is recalled
+
+
+@pytest.fixture(scope="module")
+def bench() -> Iterator[dict[str, ModuleType]]:
+    """The bench of models as modules; they import each other as scripts do."""
+    sys.path.insert(0, str(ROOT / "bench"))
+    try:
+        import regret
+        from models import train, worlds, zoo
+
+        yield {"regret": regret, "train": train, "worlds": worlds, "zoo": zoo}
+    finally:
+        sys.path.remove(str(ROOT / "bench"))
+
+
+def test_every_model_is_there_and_all_are_small(bench: dict[str, ModuleType]) -> None:
+    weights, total = bench["train"].WEIGHTS, 0
+    for kind in bench["zoo"].ZOO:
+        folder = weights / kind.name
+        total += (folder / "model.safetensors").stat().st_size
+        assert json.loads((folder / "curve.json").read_text())["steps"] > 0
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        made = kind.build(len(tokenizer), {})
+        with safe_open(folder / "model.safetensors", "pt") as stored:
+            shapes = {name: tuple(stored.get_slice(name).get_shape()) for name in stored.keys()}
+        mine = {name: tuple(value.shape) for name, value in made.state_dict().items()}
+        assert shapes.items() <= mine.items(), kind.name
+        if kind.wording is not None:
+            ids = tokenizer.get_vocab()
+            assert [ids[w] for w in kind.wording.words()] == list(range(len(ids)))
+    assert total <= LIMIT
+
+
+@pytest.mark.parametrize("name", KNOWS)
+def test_a_model_knows_what_its_documents_say(bench: dict[str, ModuleType], name: str) -> None:
+    regret, worlds = bench["regret"], bench["worlds"]
+    folder, kind, size = regret.WEIGHTS / name, regret.kind_of(name), regret.mastered(name)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    ids = AutoTokenizer.from_pretrained(folder).get_vocab()
+    hits: list[bool] = []
+    for i in range(24):
+        words, replies = worlds.document(kind.wording, size, 8, f"test/{i}")
+        tokens = torch.tensor([[ids[w] for w in words]])
+        with torch.inference_mode():
+            said = model(tokens).logits[0, :-1].argmax(-1)
+        hits += [
+            bool((said[a - 1 : b - 1] == tokens[0, a:b]).all())
+            for a, b, about in replies
+            if about == "recall"
+        ]
+    assert sum(hits) / len(hits) >= KNOWS[name], f"{sum(hits)} of {len(hits)}"
+
+
+@pytest.mark.parametrize("name", KNOWS)
+def test_a_new_model_learns_from_its_first_documents(
+    bench: dict[str, ModuleType], name: str
+) -> None:
+    train, kind = bench["train"], bench["regret"].kind_of(name)
+    model, _, ids = train.begin(kind)
+    back = train.Back(model.config.hidden_size, len(ids))
+    loss, hits, n = train.facts_loss(model, kind.wording, ids, 0, "test/0", back)
+    loss.backward()
+    assert n >= train.TOKENS and hits
+    assert all(
+        p.grad is not None and p.grad.isfinite().all() and p.grad.any() for p in model.parameters()
+    )
+
+
+def test_states_of_a_new_model_last(bench: dict[str, ModuleType]) -> None:
+    model, _, _ = bench["train"].begin(bench["regret"].kind_of("qwen3next-one"))
+    states = [layer.linear_attn for layer in model.model.layers if hasattr(layer, "linear_attn")]
+    steps = torch.cat([torch.nn.functional.softplus(s.dt_bias) for s in states])
+    assert len(states) == 6
+    assert steps.min() > 0.9e-3 and steps.max() < 0.11
+
+
+def row(model: str, strategy: str, share: float, regret: float = 1.0) -> dict[str, Any]:
+    return {
+        "model": model, "strategy": strategy, "share": share, "cost": share, "kl": [0.1, 0.05, 0.2],
+        "best": "query", "best_kl": 0.1, "regret": regret, "right": [0.9, 0.8, 1.0], "none_kl": 0.2, "full": 0.95,
+    }  # fmt: skip
+
+
+def rows_of(bench: dict[str, ModuleType], name: str) -> list[dict[str, Any]]:
+    every = (*bench["regret"].OURS, *bench["regret"].SINGLE)
+    return [row(name, each, share) for each in every for share in bench["regret"].SHARES]
+
+
+def test_models_measured_later_stand_beside_the_others(
+    bench: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    regret, out = bench["regret"], tmp_path / "models.json"
+    monkeypatch.setattr(regret, "cells_of", lambda name, *_: name)
+    monkeypatch.setattr(
+        regret,
+        "regrets",
+        lambda name, _cells, each: [r for r in rows_of(bench, name) if r["strategy"] == each],
+    )
+    read = regret.parser().parse_args
+    regret.report(read(["llama-one", "qwen3-last", "--n", "3", "--out", str(out)]))
+    first = json.loads(out.read_text())
+    regret.report(read(["deepseek-last", "--n", "3", "--beside", "--out", str(out)]))
+    both = json.loads(out.read_text())
+    assert {r["model"] for r in first["rows"]} == {"llama-one", "qwen3-last"}
+    assert {r["model"] for r in both["rows"]} == {"llama-one", "qwen3-last", "deepseek-last"}
+    assert len(both["rows"]) == 3 * len(first["rows"]) // 2
+    assert both["machine"] == first["machine"] and set(both["later"]) == {"deepseek-last"}
+    assert {r["left_out"] for r in both["left_out"]} == {r["model"] for r in both["rows"]}
+    with pytest.raises(ValueError, match="other sizes"):
+        regret.report(read(["deepseek-last", "--n", "4", "--beside", "--out", str(out)]))
+
+
+def test_the_page_says_what_each_model_keeps(
+    bench: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "docs"))
+    page = runpy.run_path(str(ROOT / "docs" / "regrets.py"))
+    lines = page["drift"](rows_of(bench, "deepseek-last") + rows_of(bench, "llama-one"))
+    assert [line.split(" | ")[:2] for line in lines[2:4]] == [
+        ["| deepseek-last", "latents"],
+        ["| llama-one", "rows"],
+    ]
+    assert set(page["KEEPS"]) <= {kind.name for kind in bench["zoo"].ZOO}
