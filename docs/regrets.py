@@ -11,7 +11,10 @@ from tables import table
 Row = dict[str, Any]
 FIGURE = Path(__file__).parent / "repair.png"
 ABOUT = "KL to a full prefill against what a repair computes, a panel a model"
-KEEPS = {"gemma3-slide": "rows, in windows", "deepseek-last": "latents"}
+KEEPS = {
+    "gemma3-slide": "rows, in windows", "deepseek-last": "latents",
+    "qwen3next-one": "states and rows",
+}  # fmt: skip
 WORD = {0.02: "2 %", 0.05: "5 %", 0.10: "10 %", 0.15: "15 %", 0.30: "30 %"}
 
 

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
 LIMIT = 40_000_000  # bytes of all weights together
-KNOWS = {"deepseek-last": 0.5}  # of what is recalled
+KNOWS = {"deepseek-last": 0.5, "qwen3next-one": 0.5}  # of what is recalled
 
 
 @pytest.fixture(scope="module")
@@ -136,3 +136,11 @@ def test_the_page_says_what_each_model_keeps(
         ["| llama-one", "rows"],
     ]
     assert set(page["KEEPS"]) <= {kind.name for kind in bench["zoo"].ZOO}
+
+
+def test_states_of_a_new_model_last(bench: dict[str, ModuleType]) -> None:
+    model, _, _ = bench["train"].begin(bench["regret"].kind_of("qwen3next-one"))
+    states = [layer.linear_attn for layer in model.model.layers if hasattr(layer, "linear_attn")]
+    steps = torch.cat([torch.nn.functional.softplus(s.dt_bias) for s in states])
+    assert len(states) == 6
+    assert steps.min() > 0.9e-3 and steps.max() < 0.11

@@ -5,10 +5,12 @@ No weight is set by hand, and no constant of a strategy may be chosen on the mod
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import transformers
 from models.worlds import Wording
 
@@ -112,6 +114,31 @@ def deepseek(vocab: int, own: dict[str, Any]) -> Any:
     )  # fmt: skip
 
 
+def qwen3next(vocab: int, own: dict[str, Any]) -> Any:
+    """Eight layers, of which six keep a state (gated delta rule) and two rows, no experts."""
+    made = transformers.Qwen3NextForCausalLM(
+        transformers.Qwen3NextConfig(
+            vocab_size=vocab, hidden_size=128, intermediate_size=320, num_hidden_layers=8,
+            num_attention_heads=4, num_key_value_heads=2, head_dim=64, linear_num_key_heads=4,
+            linear_num_value_heads=4, linear_key_head_dim=32, linear_value_head_dim=32,
+            num_experts=0, tie_word_embeddings=True, max_position_embeddings=8192,
+            rope_parameters={**rope(1000.0), "partial_rotary_factor": 0.5}, **own,
+        )
+    )  # fmt: skip
+    remember(made)
+    return made
+
+
+def remember(model: Any) -> None:
+    """Begin states with steps of .001 to .1, as its authors do: at transformers' 1.3 most heads of
+    a new model have forgotten a token with the next."""
+    for layer in model.base_model.layers:
+        if hasattr(layer, "linear_attn"):
+            bias = layer.linear_attn.dt_bias
+            steps = torch.exp(torch.empty_like(bias).uniform_(math.log(1e-3), math.log(0.1)))
+            bias.data.copy_(steps + torch.log(-torch.expm1(-steps)))
+
+
 def llama_prose(vocab: int, own: dict[str, Any]) -> Any:
     """Four layers for prose in pieces of words."""
     return transformers.LlamaForCausalLM(
@@ -169,6 +196,10 @@ ZOO = (
         "A E V ,", "A same V ,", "A E V after all ,", "A E with F ,", "what A E", "A E V ,",
         seed=7, entities=80, values=50,
     ), about="latents, the sentence again"),
+    Kind("qwen3next-one", qwen3next, 45, Wording(
+        "A E V .", "A that V .", "now A E V .", "A E from F .", "tell A E", "V", seed=8,
+        filler=FILLER,
+    ), about="states and rows, the reply is the value"),
     Kind("llama-prose", llama_prose, 20, rate=2e-3, vocab=1024, about="documentation and source of Python"),
     Kind("qwen3-bytes", qwen3_prose, 12, rate=2e-3, about="the same in bytes"),
 )  # fmt: skip
