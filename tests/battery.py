@@ -274,6 +274,8 @@ def _examined(model_type: str, dtype: torch.dtype) -> Found:
         runner = Runner(model, name=model_type)
         if not torch.equal(plainly(model, text(LENGTH, 1)), plainly(plain, text(LENGTH, 1))):
             return Found("WRONG", "the caller's model was changed", *layers)
+        if narrower := _narrower(runner, model_type):
+            return Found("WRONG", narrower, *layers)
         if not runner.can_run:
             return _refused(runner, layers)
         errors = _errors(Case(runner, plain, model_type))
@@ -287,6 +289,15 @@ def _examined(model_type: str, dtype: torch.dtype) -> Found:
     if bad or runner.can_move:
         return Found("WRONG" if bad else "exact", far_off, *layers, errors)
     return Found("fixed", said(runner.can_move.reason), *layers, errors)
+
+
+def _narrower(runner: Runner, model_type: str) -> str | None:
+    """Say what is learned of the model in half precision that is not so in its own."""
+    narrow = Runner(zoo.tiny(model_type, torch.bfloat16))
+    for ours, its in ((runner.can_run, narrow.can_run), (runner.can_move, narrow.can_move)):
+        if bool(ours) != bool(its) or (ours and said(ours.reason) != said(its.reason)):
+            return f"in half precision: {said(its.reason)}; else: {said(ours.reason)}"
+    return None
 
 
 def _errors(case: Case) -> dict[str, float]:

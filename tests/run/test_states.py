@@ -167,3 +167,23 @@ def test_the_callers_model_stays_as_it_was():
     Runner(model)
     assert not any("forward" in vars(module) for module in model.modules())
     assert torch.equal(native(model, tokens), before)
+
+
+@pytest.mark.parametrize("half", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("model_type", TYPES)
+def test_half_precision_is_learned_and_off_by_its_rounding_alone(model_type, half):
+    narrow = tiny(model_type, half)
+    wide = tiny(model_type)
+    wide.load_state_dict(narrow.state_dict())
+    runner, tokens = Runner(narrow), text(60)
+    assert runner.can_run and runner.can_move, runner.can_run.reason
+    wanted = native(wide, tokens)
+    own = (native(narrow, tokens).float() - wanted).abs().max() / wanted.abs().max()
+    rows, logits = filled(runner, tokens)
+    close(logits.float(), wanted, 2 * float(own) + 1e-3)
+    learned = Runner(wide).layers
+    for ours, theirs in zip(runner.layers, learned, strict=True):
+        if ours.mixer is not None:
+            assert ours.mixer.form == theirs.mixer.form
+    for layer in stateful(rows):
+        assert all(state.n_bytes == layer.mixer.n_bytes for state in layer.marks.values())

@@ -87,7 +87,7 @@ def learn(model: PreTrainedModel, limit: int) -> list[LayerInfo]:
     of: dict[int, int] = {}  # number of the tensor of keys -> index of the layer that made it
     for i in dict.fromkeys(order):
         if isinstance(i, tuple):
-            found.append(_stateful(watch.found[i], kinds[i[0]].n_states))
+            found.append(_stateful(watch.found[i], kinds[i[0]].n_states, model.dtype))
             continue
         handed, layer = call.layers[i], layers[i]
         _check_options(i, handed)
@@ -104,9 +104,9 @@ def learn(model: PreTrainedModel, limit: int) -> list[LayerInfo]:
     return found
 
 
-def _stateful(seen: SeenMixer, n_states: int | None) -> LayerInfo:
+def _stateful(seen: SeenMixer, n_states: int | None, dtype: torch.dtype) -> LayerInfo:
     """Return what is stored of a module that keeps a state: its input rows."""
-    mixer = learn_mixer(seen, n_states or 1)
+    mixer = learn_mixer(seen, n_states or 1, dtype)
     return LayerInfo(mixer.shape, STATIC, mixer=mixer)
 
 

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from kvweave.run.carry import behind_the_state, form_of
 from kvweave.run.looking import KeptLayer, Refused
 from kvweave.run.mixer import EMPTY, Mixer, MixerState
-from kvweave.run.primed import MixerCall, PrimedLayer, run_mixer
+from kvweave.run.primed import MixerCall, PrimedLayer, rows_given, run_mixer
 from kvweave.run.trouble import is_resource_error, said
+from kvweave.run.widen import HALF, widened
 
 ROWS, FRONT = 8, 5  # rows of a test, and how many of them in front of a state
 CLOSE = 1e-3  # relative, in float32
@@ -127,8 +128,8 @@ class SeenBoth(SeenStates, StatesBeside):  # type: ignore[no-untyped-call, overr
         self.number, self.watch, self.order = number, watch, order
 
 
-def learn_mixer(seen: SeenMixer, n_states: int) -> Mixer:
-    """Return what a mixer is given, keeps, and how it goes on from a state.
+def learn_mixer(seen: SeenMixer, n_states: int, dtype: torch.dtype) -> Mixer:
+    """Return what a mixer of a model in ``dtype`` is given, keeps, and how it goes on from a state.
 
     Raises Refused where what it keeps depends on more than its input rows.
     """
@@ -144,7 +145,9 @@ def learn_mixer(seen: SeenMixer, n_states: int) -> Mixer:
     one = MixerCall(*(_first(each) for each in (call.args, call.options)))
     mixer = Mixer(module.forward, number, n_states, call.places, widths, 0, 0)
     try:
-        return _tried(mixer, one, given[0])
+        with widened(dtype):
+            mixer = _tried(mixer, one, given[0])
+        return replace(mixer, n_bytes=_n_bytes(mixer, one, dtype))
     except Refused:
         raise
     except Exception as error:
@@ -160,7 +163,7 @@ def _tried(mixer: Mixer, call: MixerCall, like: Tensor) -> Mixer:
     rows = rows * like.float().square().mean().sqrt().clamp_min(1e-3).to(like.dtype)
     _, front = run_mixer(mixer, call, rows[:, :FRONT], EMPTY)
     border = max((tail.shape[-1] for tail in front.convs.values()), default=0)
-    mixer = replace(mixer, n_bytes=front.n_bytes, border=border, sums=bool(front.sums))
+    mixer = replace(mixer, border=border, sums=bool(front.sums))
     _, whole = run_mixer(mixer, call, rows, EMPTY)
     for stepwise in (False, True):
         mixer = replace(mixer, stepwise=stepwise)
@@ -175,6 +178,14 @@ def _tried(mixer: Mixer, call: MixerCall, like: Tensor) -> Mixer:
     return replace(mixer, form=form_of(mixer, call, rows[:, FRONT:], front))
 
 
+def _n_bytes(mixer: Mixer, call: MixerCall, dtype: torch.dtype) -> int:
+    """Return what a state takes in ``dtype``; it was learned in a wider one."""
+    if dtype in HALF:
+        call = MixerCall(*(_first(each, dtype) for each in (call.args, call.options)))
+    rows = torch.zeros_like(rows_given(mixer, call)[:, :1]).expand(-1, FRONT, -1)
+    return run_mixer(mixer, call, rows, EMPTY)[1].n_bytes
+
+
 def _alike(inputs: Tensor) -> bool:
     """Tell whether ``inputs`` [position, row, width] are the same wherever they stand."""
     scale = inputs.abs().max().clamp_min(1e-9)
@@ -186,13 +197,16 @@ def _close(a: MixerState, b: MixerState) -> bool:
     return all(bool((x - y).abs().max() <= CLOSE * y.abs().max().clamp_min(1e-9)) for x, y in pairs)
 
 
-def _first(given: Any) -> Any:
-    """Return arguments of which every tensor has its first of the batch only."""
+def _first(given: Any, dtype: torch.dtype | None = None) -> Any:
+    """Return arguments of which every tensor has its first of the batch only, in ``dtype``."""
     if isinstance(given, Tensor):
-        return given[:1] if given.dim() > 1 else given
+        own = given.to(dtype) if dtype is not None and given.is_floating_point() else given
+        return own[:1] if own.dim() > 1 else own
     if isinstance(given, tuple):
-        return tuple(_first(each) for each in given)
-    return {k: _first(v) for k, v in given.items()} if isinstance(given, dict) else given
+        return tuple(_first(each, dtype) for each in given)
+    if isinstance(given, dict):
+        return {k: _first(v, dtype) for k, v in given.items()}
+    return given
 
 
 def layers_of(
