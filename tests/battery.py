@@ -29,7 +29,7 @@ from transformers import PreTrainedModel
 
 from kvweave import Engine
 from kvweave.errors import CannotMove, CannotRun, KVWeaveError
-from kvweave.run.base import Work
+from kvweave.run.base import Work, pools
 from kvweave.run.model import Runner
 from kvweave.weave.oracle import forced
 
@@ -303,7 +303,9 @@ def _narrower(runner: Runner, model_type: str) -> str | None:
 def _errors(case: Case) -> dict[str, float]:
     # nor do scores depend on distances alone where a norm comes behind the rotation
     normed = any(info.rotation.ratio is not None for info in case.runner.layers)
-    skipped = ("moved",) if normed or case.model_type in SCALES_BY_POSITION else ()
+    scaled = case.model_type in SCALES_BY_POSITION
+    # nor can a chunk stand there alone where rows are pooled by their position
+    skipped = ("moved",) if normed or scaled or pools(case.runner.layers) else ()
     checks = CHECKS if case.runner.can_move else STAYING
     with case.engine:
         return {name: check(case) for name, check in checks.items() if name not in skipped}

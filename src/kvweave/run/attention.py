@@ -267,6 +267,16 @@ def _attention(
     return out, weights.reshape(heads, n, -1) if watched else None
 
 
+def show_all(batch: Batch, layer: int, weights: Tensor) -> None:
+    """Show what rows of the only part of a pass pay to all slots, ``weights`` [head, row, slot]."""
+    (part,) = batch.parts
+    first, last = _watched(part, layer)
+    if first < last:
+        piece = Piece(first, last, 0, part.stop, False, True)
+        wide = weights if weights.dtype == torch.float64 else weights.float()
+        _show(part, piece, layer, wide[:, first:last])
+
+
 def _watched(part: BatchPart, layer: int) -> tuple[int, int]:
     """Return the rows of a part whose attention its observer wants; it counts the whole work's."""
     observer, at = part.work.observer, part.work.at

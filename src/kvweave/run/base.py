@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field, replace
+from enum import Enum
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -62,6 +63,33 @@ class Mask:
 
 
 ALL = Mask()
+GAPLESS = "it pools rows by their position, so its contexts have no gaps"
+HANDED_WHOLE = "attention of this model is its own, and is handed all rows"
+
+
+class As(Enum):
+    """What rows are to attention of the model's own (`run/handed.py`)."""
+
+    ROWS = "keys and values"
+    SWAPPED = "values and keys: what the model calls its values turns"
+    ONE = "keys, which are the values too: what turns, then the rest"
+    INDEX = "keys of an index: what turns, then the rest"
+    POOLED = "what is pooled, and the weights of that"
+
+
+@dataclass(frozen=True, slots=True)
+class Handing:
+    """How rows reach attention of the model's own."""
+
+    what: As
+    roll: int = 0  # dims that stand last in the model, and first here
+    rate: int = 0  # rows that are pooled into one, by position
+    name: str = ""  # of several that are pooled
+
+    @property
+    def attends(self) -> bool:
+        """Whether these are keys and values of attention."""
+        return self.what not in (As.INDEX, As.POOLED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +103,7 @@ class LayerInfo:
     query: Rotation | None = None  # how queries turn, where they do not as keys do
     latent: Latent | None = None  # what heads make of rows that are latents
     mixer: Mixer | None = None  # whose input these rows are: nothing attends to them
+    handed: Handing | None = None  # to attention of the model's own
     # numbers by which the model calls the layers that attend to these rows: first the one that
     # writes them; none: as many rows as layers, in their order
     readers: tuple[int, ...] = ()
@@ -84,6 +113,11 @@ class LayerInfo:
         """Query heads."""
         return self.group * self.shape.k_heads
 
+    @property
+    def attends(self) -> bool:
+        """Whether these are keys and values of attention."""
+        return self.mixer is None and (self.handed is None or self.handed.attends)
+
 
 def fixed_from(infos: Sequence[LayerInfo]) -> int | None:
     """Return the number that a model's own positions begin with, where its rows hold their position
@@ -91,11 +125,14 @@ def fixed_from(infos: Sequence[LayerInfo]) -> int | None:
     return next((x.rotation.fixed for x in infos if x.rotation.fixed is not None), None)
 
 
+def pools(infos: Sequence[LayerInfo]) -> bool:
+    """Tell whether a model pools rows by their position, so that contexts have no gaps."""
+    return any(info.handed is not None and info.handed.rate for info in infos)
+
+
 def readers_of(infos: Sequence[LayerInfo]) -> dict[int, int]:
     """Return whose rows (an index of ``infos``) each layer of a model attends to."""
-    return {
-        at: i for i, info in enumerate(infos) if info.mixer is None for at in info.readers or (i,)
-    }
+    return {at: i for i, info in enumerate(infos) if info.attends for at in info.readers or (i,)}
 
 
 def n_numbers(infos: Sequence[LayerInfo]) -> int:

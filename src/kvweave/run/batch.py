@@ -27,7 +27,7 @@ from kvweave.run.together import (
     pooled,
     power_of_two,
 )
-from kvweave.run.upload import Upload
+from kvweave.run.upload import Upload, up
 
 
 class StopPass(Exception):
@@ -70,6 +70,7 @@ class Batch:
         self._angles: dict[int, Angles] = {}  # by id of a rotation
         self._stacks: dict[int, Tensor] = {}
         self._offsets: Tensor | None = None
+        self._seen: Tensor | None = None
 
     def _last(self, work: Work) -> int:
         """Return the layer behind whose keys and values nothing is wanted of a work."""
@@ -151,7 +152,9 @@ class Batch:
     def position_ids(self) -> Tensor:
         """Return the positions [1, total] that the model is told: 0, where its keys are turned by us."""
         first = fixed_from(self.infos)
-        return torch.zeros_like(self.ids) if first is None else self._positions[None] + first
+        if first is None and all(info.handed is None for info in self.infos):
+            return torch.zeros_like(self.ids)
+        return self._positions[None] + (first or 0)
 
     @property
     def offsets(self) -> Tensor:
@@ -204,6 +207,32 @@ class Batch:
                 part.keep_raw(layer, keys[part.span], values[part.span])
         if layer == self.last:
             raise StopPass
+
+    def write_turned(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        """Store a layer's rows of the only part, whose keys stand at their positions. Raises
+        LoadFailed."""
+        (part,) = self.parts
+        if layer > part.last:
+            return
+        part.rows.settle(layer)
+        cos, sin = self.angles(layer)
+        plain = self.infos[layer].rotation.apply(keys, (cos, -sin))
+        part.rows.write(layer, part.at, keys, values, plain)
+        part.keep_raw(layer, plain, values)
+
+    @property
+    def gapless(self) -> bool:
+        """Whether the rows of the only part stand at positions 0, 1, ..."""
+        (part,) = self.parts
+        return int(part.work.positions[-1]) == part.stop - 1
+
+    @property
+    def positions_seen(self) -> tuple[Tensor, Tensor]:
+        """Return the positions of the rows of the only part, and of the slots up to the last."""
+        (part,) = self.parts
+        if self._seen is None:
+            self._seen = up(part.rows.positions[: part.stop], self.device)
+        return self._positions, self._seen
 
     def bias(self, part: BatchPart, piece: Piece, mask: Mask, dtype: torch.dtype) -> Tensor | None:
         """Return which slots a piece's rows see, as 0 and -inf [row, slot]; None when all do."""

@@ -59,6 +59,9 @@ class KeptLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     def __init__(self, offset: Any = 0) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.offset = offset
+        self.index_keys: Tensor | None = None
+        self.pooled: dict[str, tuple[Tensor, Tensor]] = {}
+        self.rate = 0  # rows that are pooled into one
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
@@ -66,6 +69,32 @@ class KeptLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         """Keep them; attention is to see just these."""
         self.keys, self.values = key_states, value_states
         return key_states, value_states
+
+    def update_indexer(self, keys: Tensor) -> Tensor:
+        """The same for keys [batch, row, dim] of an index."""
+        return self.update_index(keys[:, None])[:, 0]
+
+    def update_index(self, keys: Tensor) -> Tensor:
+        """The same for keys [batch, head, row, dim] of an index."""
+        self.index_keys = keys
+        return keys
+
+    def store_compression_weights(
+        self, name: str, kv: Tensor, gate: Tensor
+    ) -> tuple[Tensor, Tensor, int]:
+        """Keep what is pooled, and its weights [batch, row, dim]; return what makes whole pools, and
+        where these begin."""
+        self.pooled[name] = kv, gate
+        usable = kv.shape[1] // self.rate * self.rate if self.rate else 0
+        return kv[:, :usable], gate[:, :usable], 0
+
+    def update_compressor_states(self, name: str, compressed: Tensor) -> Tensor:
+        """Return pools: there are none but those of this call."""
+        return compressed
+
+    def update_overlap_state(self, *args: Any) -> tuple[None, None]:
+        """Return what is left of the pools before: there are none."""
+        return None, None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Nothing has to be made."""

@@ -22,9 +22,10 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from kvweave.errors import CannotMove, CannotRun, InvalidArgument
+from kvweave.errors import CannotMove, CannotRun, ContextTooLong, InvalidArgument
 from kvweave.run import attention
 from kvweave.run.base import (
+    As,
     Capability,
     LayerInfo,
     Work,
@@ -34,6 +35,7 @@ from kvweave.run.base import (
 )
 from kvweave.run.batch import Batch, StopPass
 from kvweave.run.fingerprint import fingerprint
+from kvweave.run.handed import HANDED, HandedLayer, numbers_of
 from kvweave.run.kernel import available
 from kvweave.run.load import load, twin
 from kvweave.run.looking import KeptLayer, Refused
@@ -158,10 +160,11 @@ class Runner:
         fixed = fixed_from(self.layers)
         if fixed is not None:
             self.limit = min(self.limit, declared - fixed)
-        self.model.set_attn_implementation(ATTENTION if self.can_run else native)
+        ours = HANDED if self._handed else ATTENTION
+        self.model.set_attn_implementation(ours if self.can_run else native)
         rotations = [layer.rotation for layer in self.layers]
         self.fingerprint = fingerprint(self.model, tokenizer, name, rotations)
-        if self.can_run and (found := difference(self, self.model, ATTENTION)) is not None:
+        if self.can_run and (found := difference(self, self.model, ours)) is not None:
             self.can_run = Capability(False, found)
         stays = self.can_run and fixed is not None
         self.can_move = Capability(False, FIXED) if stays else self.can_run
@@ -216,8 +219,13 @@ class Runner:
     @property
     def pooled(self) -> bool:
         """Whether raw rows of all contexts stand in one buffer a layer."""
-        plain = all(layer.latent is None and layer.mixer is None for layer in self.layers)
-        return plain and available(self.device)
+        plain = all(x.latent is None and x.mixer is None for x in self.layers)
+        return plain and not self._handed and available(self.device)
+
+    @property
+    def _handed(self) -> bool:
+        """Whether attention is the model's own: then one context a pass."""
+        return any(layer.handed is not None for layer in self.layers)
 
     def new_kv(self, n: int) -> KV:
         """Return uninitialised KV for ``n`` tokens."""
@@ -231,6 +239,11 @@ class Runner:
         Raises ContextTooLong before anything is written, LoadFailed when a chunk did not arrive.
         """
         self.require_run()
+        if self._handed and len(works) > 1:
+            last = max(int(work.positions[-1]) for work in works)
+            if last >= self.limit:
+                raise ContextTooLong(last + 1, self.limit)
+            return [self.forward([work])[0] for work in works]
         pools = self.pools
 
         def call(batch: Batch) -> Tensor:
@@ -247,7 +260,11 @@ class Runner:
         readers = readers_of(self.layers)
         mixers = {m.number: m for m in (info.mixer for info in self.layers) if m is not None}
         made: list[Any] = []
+        handed = numbers_of(self.layers)
         for number in range(n_numbers(self.layers)):
+            if number in handed:
+                made.append(HandedLayer(handed[number]))
+                continue
             i, mixer = readers.get(number, -1), mixers.get(number)
             latent = i >= 0 and self.layers[i].latent is not None
             if mixer is None:
@@ -291,25 +308,38 @@ def _pinned_limit(config: Any) -> int | None:
     return None
 
 
-OPTIONAL = ("fixed", "chunked", "latent", "stateful")  # kinds that are named where there are some
+OPTIONAL = (
+    "fixed",
+    "chunked",
+    "latent",
+    "stateful",
+    "handed",
+    "pooled",
+    "indexed",
+)  # kinds that are named where there are some
 
 
 def _summary(layers: Sequence[LayerInfo]) -> str:
-    turned = sum(layer.rotation.width > 0 for layer in layers)
-    fixed = sum(layer.rotation.fixed is not None for layer in layers)
+    attend = [layer for layer in layers if layer.attends]
+    turned = sum(layer.rotation.width > 0 for layer in attend)
+    fixed = sum(layer.rotation.fixed is not None for layer in attend)
     sliding = sum(layer.mask.window is not None for layer in layers)
     chunked = sum(layer.mask.chunk is not None for layer in layers)
     latent = sum(layer.latent is not None for layer in layers)
     states = sum(layer.mixer is not None for layer in layers)
+    handed = [layer.handed for layer in layers if layer.handed is not None]
     shared = sum(max(0, len(layer.readers) - 1) for layer in layers)
     kinds = {
         "rotary": turned,
         "fixed": fixed,
-        "position-free": len(layers) - turned - states - fixed,
+        "position-free": len(attend) - turned - fixed,
         "sliding": sliding,
         "chunked": chunked,
         "latent": latent,
         "stateful": states,
+        "handed": sum(each.attends for each in handed),
+        "indexed": sum(each.what is As.INDEX for each in handed),
+        "pooled": sum(each.what is As.POOLED for each in handed),
     }
     some = [f"{n} {kind}" for kind, n in kinds.items() if n or kind not in OPTIONAL]
     text = f"{', '.join(some)} layers"

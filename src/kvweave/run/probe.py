@@ -24,9 +24,10 @@ from transformers.cache_utils import (
     LinearAttentionCacheLayerMixin,
 )
 
-from kvweave.run.base import LayerInfo, Mask
+from kvweave.run.base import ALL, As, Handing, LayerInfo, Mask
 from kvweave.run.expand import expansions
 from kvweave.run.fixed import FIXED, as_fixed
+from kvweave.run.handed import INDEX
 from kvweave.run.latent import Latent
 from kvweave.run.looking import FIRST_MASK, PROBE, Handed, KeptLayer, Refused, look
 from kvweave.run.masks import MaskFunction, UnknownMask, classify
@@ -43,6 +44,8 @@ TOLERANCE = 1e-3  # of keys turned in float32, relative to the largest
 # attention options that our attention follows, or that say nothing about what a row sees
 SCALES = ("scaling", "softcap")
 SINKS = "s_aux"
+# what layers of a cache can that keep more than keys and values: keys of an index, rows that are pooled
+MORE = ("update_indexer", "store_compression_weights")
 SILENT = (
     "dropout sliding_window position_ids cache_position use_cache training is_causal past_key_values"
     " logits_to_keep"
@@ -65,7 +68,18 @@ def learn(model: PreTrainedModel, limit: int) -> list[LayerInfo]:
     ``model`` is left with attention of ours. Raises Refused where rows cannot say it; errors of the
     machine, such as a lack of memory, come through as they are.
     """
-    kinds = _check_kinds(model)
+    try:
+        return _learned(model, limit, False)
+    except Refused as why:
+        try:
+            return _learned(model, limit, True)
+        except Refused:
+            raise why from None
+
+
+def _learned(model: PreTrainedModel, limit: int, handed: bool) -> list[LayerInfo]:
+    """The same, by attention of ours or of the model's own, which is ``handed`` all rows."""
+    kinds = _check_kinds(model, handed)
     model.set_attn_implementation(PROBE)
     if model.config.get_text_config()._attn_implementation != PROBE:
         raise Refused("the model does not use transformers' attention interface")
@@ -89,14 +103,19 @@ def learn(model: PreTrainedModel, limit: int) -> list[LayerInfo]:
         if isinstance(i, tuple):
             found.append(_stateful(watch.found[i], kinds[i[0]].n_states, model.dtype))
             continue
-        handed, layer = call.layers[i], layers[i]
-        _check_options(i, handed)
-        mask = _mask_of(i, handed.mask, masks)
-        if getattr(layer, "keys", None) is None:
-            found[of.get(id(handed.keys), -1)] = _reader(i, found, of, handed, mask)
+        seen, layer = call.layers[i], layers[i]
+        if handed:
+            found += _handed(i, layer, seen, positions, frequencies, masks)
             continue
-        info = replace(_info(i, layer, handed, positions, frequencies), mask=mask)
-        of[id(handed.keys)] = len(found)
+        _check_options(i, seen)
+        mask = _mask_of(i, seen.mask, masks)
+        if getattr(layer, "keys", None) is None:
+            found[of.get(id(seen.keys), -1)] = _reader(i, found, of, seen, mask)
+            continue
+        info = replace(_info(i, layer, seen, positions, frequencies), mask=mask)
+        if info.latent is None:
+            _check_handed(i, layer, seen)
+        of[id(seen.keys)] = len(found)
         found.append(_alike(info, found))
     found = as_fixed(model, found, layers, partial(layers_of, kinds), limit)
     if any(info.latent is not None for info in found):
@@ -140,10 +159,66 @@ def _info(
         elif latent.width:
             shape = LayerShape(1, values.shape[3], 1, keys.shape[3])
             return LayerInfo(shape, latent, group=group, readers=(i,), latent=UNKNOWN)
-    _check_handed(i, layer, handed)
     query = _query(turning, handed.query, positions, frequencies)
     shape = LayerShape(*keys[0, :, 0].shape, *values[0, :, 0].shape)
     return LayerInfo(shape, turning, group=group, query=query, readers=(i,))
+
+
+def _handed(
+    i: int,
+    layer: KeptLayer,
+    seen: Handed,
+    positions: Sequence[int],
+    frequencies: Sequence[Tensor],
+    masks: Sequence[Mask | str],
+) -> list[LayerInfo]:
+    """Return what layer ``i`` caches, whatever its attention does with it."""
+    unsaid = next((mask for mask in masks if isinstance(mask, str)), None)
+    if unsaid is not None:
+        raise Refused(f"layer {i}: {unsaid}")
+    try:
+        mask = _mask_of(i, seen.mask, masks)
+    except Refused:
+        mask = ALL  # at most: it is changed behind transformers' own
+    keys, values = layer.keys, layer.values
+    if keys is None or values is None:
+        raise Refused(f"layer {i} caches no rows of its own")
+    if keys is values:
+        info = _split(i, Handing(As.ONE, rate=layer.rate), keys, positions, frequencies)
+        info = replace(info, group=seen.query.shape[1] // keys.shape[1])
+    else:
+        info = _info(i, layer, seen, positions, frequencies)
+        handing = Handing(As.ROWS if info.latent is None else As.SWAPPED, rate=layer.rate)
+        info = replace(info, latent=None, query=None, handed=handing, readers=(i,))
+    found = [replace(info, mask=ALL if layer.rate else mask)]
+    if layer.index_keys is not None:
+        found.append(_split(i, Handing(As.INDEX, name=INDEX), layer.index_keys, positions, frequencies))
+    for name, both in layer.pooled.items():
+        if any(identify(_by_position(t[:, None], positions), (), TOLERANCE) is None for t in both):
+            raise Refused(f"layer {i} pools rows that contain their position")
+        shape = LayerShape(1, both[0].shape[-1], 1, both[1].shape[-1])
+        handing = Handing(As.POOLED, rate=layer.rate, name=name)
+        found.append(LayerInfo(shape, STATIC, readers=(i,), handed=handing))
+    return found
+
+
+def _split(
+    i: int,
+    handing: Handing,
+    keys: Tensor,
+    positions: Sequence[int],
+    frequencies: Sequence[Tensor],
+) -> LayerInfo:
+    """Return rows ``keys`` [batch, head, row, dim]: what turns of them, first or last, and the rest."""
+    heads, dim = keys.shape[1], keys.shape[3]
+    widths = [2 * each.numel() for each in frequencies]
+    for roll in (0, *sorted({width for width in widths if width < dim})):
+        turning = identify(_by_position(keys.roll(roll, -1), positions), frequencies, TOLERANCE)
+        if turning is not None and turning.width < dim:
+            width = max(turning.width, dim // 2)
+            shape = LayerShape(heads, width, heads, dim - width)
+            return LayerInfo(shape, turning, readers=(i,), handed=replace(handing, roll=roll))
+    raise Refused(f"layer {i} has rows of which all turns, or not by a known rotation")
 
 
 def _query(
@@ -180,7 +255,7 @@ def _reader(
     return replace(info, readers=(*info.readers, i))
 
 
-def _check_kinds(model: PreTrainedModel) -> list[LayerKind]:
+def _check_kinds(model: PreTrainedModel, handed: bool) -> list[LayerKind]:
     """Return what a plain cache keeps of each layer; refuse what transformers itself would not cache as rows."""
     try:
         kinds = DynamicCache(config=model.config).layers
@@ -190,7 +265,8 @@ def _check_kinds(model: PreTrainedModel) -> list[LayerKind]:
         plain = (DynamicLayer, DynamicSlidingWindowLayer, DummyLayer)
         if isinstance(kind, LinearAttentionCacheLayerMixin):
             continue
-        if type(kind) not in plain:
+        more = any(hasattr(kind, name) for name in MORE)
+        if type(kind) not in plain and not (handed and more and isinstance(kind, DynamicLayer)):
             name = type(kind).__name__
             raise Refused(f"layer {i} keeps other things than keys and values of its own ({name})")
     if not kinds:
@@ -199,6 +275,7 @@ def _check_kinds(model: PreTrainedModel) -> list[LayerKind]:
         LayerKind(
             kind.number_of_states if isinstance(kind, LinearAttentionCacheLayerMixin) else None,
             isinstance(kind, CacheLayerMixin),
+            getattr(kind, "compress_rate", 0),
         )
         for kind in kinds
     ]

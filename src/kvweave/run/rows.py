@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from kvweave.errors import InvalidArgument
-from kvweave.run.base import NO_SLOTS, Ints, LayerInfo
+from kvweave.run.base import HANDED_WHOLE, NO_SLOTS, Ints, LayerInfo
 from kvweave.run.below import BELOW
 from kvweave.run.layers import At, LayerRows, MovableRows, RawRows
 from kvweave.run.pool import PooledRows
@@ -317,6 +317,8 @@ class KVRows:
         rows = self.layers[layer]
         if isinstance(rows, ThinnedRows):
             self.layers[layer] = rows.only(slots)
+        elif self.infos[layer].handed is not None:
+            raise InvalidArgument("rows", HANDED_WHOLE)
         elif isinstance(rows, RawRows) and not isinstance(rows, MovableRows | StateRows):
             self.layers[layer] = ThinnedRows.of(rows, self.n, slots)
         else:

@@ -31,6 +31,7 @@ class LayerKind:
 
     n_states: int | None  # None: no state
     rows: bool
+    rate: int = 0  # rows that are pooled into one
 
 
 @dataclass(slots=True)
@@ -228,4 +229,6 @@ def layers_of(
             made.append(what(kind.n_states, i, watch, [] if order is None else order))
         if kind.n_states is not None and kind.rows:
             made[-1].offset = offset
+        if kind.rows:
+            made[-1].rate = kind.rate
     return made

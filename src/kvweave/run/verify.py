@@ -19,14 +19,18 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 
 from kvweave.run.base import (
     ALL,
+    As,
     Backend,
     Ints,
+    LayerInfo,
     Mask,
     Work,
     fixed_from,
     n_numbers,
+    pools,
     readers_of,
 )
+from kvweave.run.handed import numbers_of
 from kvweave.run.looking import KeptLayer
 from kvweave.run.mixer import Mixer
 from kvweave.run.pin import pinned
@@ -62,6 +66,9 @@ def difference(backend: Backend, model: PreTrainedModel, attention: str) -> str 
     a lack of memory, come through as they are.
     """
     contexts = _contexts({layer.mask for layer in backend.layers}, backend.limit, backend.n_vocab)
+    if pools(backend.layers):
+        rates = [info.handed.rate for info in backend.layers if info.handed is not None]
+        contexts = [_dense(min(2 * max(rates) + SHORT, backend.limit), backend.n_vocab)]
     padding = getattr(model.config.get_text_config(), "pad_token_id", None)
     for context in contexts:  # some models leave padding out when they count positions
         context.tokens[context.tokens == padding] = (padding or 0) + 1
@@ -94,8 +101,13 @@ def _contexts(masks: set[Mask], limit: int, n_vocab: int) -> list[_Context]:
     plain = np.arange(min(short, limit), dtype=np.int64)
     return [
         _Context((np.arange(len(far)) * 7919 + 13) % n_vocab, far, False),
-        _Context((np.arange(len(plain)) * 6121 + 29) % n_vocab, plain, True),
+        _dense(len(plain), n_vocab),
     ]
+
+
+def _dense(n: int, n_vocab: int) -> _Context:
+    every = np.arange(n, dtype=np.int64)
+    return _Context((every * 6121 + 29) % n_vocab, every, True)
 
 
 @contextmanager
@@ -125,8 +137,12 @@ def _run_natively(model: PreTrainedModel, context: _Context, backend: Backend) -
         for number in range(n_numbers(backend.layers))
     ]
     options: dict[str, Any] = {"past_key_values": Cache(layers=layers), "use_cache": True}
+    for number, numbers in numbers_of(backend.layers).items():
+        layers[number].rate = numbers.handing.rate
+    handed = any(info.handed is not None for info in backend.layers)
     if context.plain:
         cache = DynamicCache(config=model.config) if mixers else DynamicCache()
+        cache = Cache(layers=layers) if handed else cache  # type: ignore[assignment]
         options |= {"past_key_values": cache, "attention_mask": torch.ones_like(ids)}
         layers = cache.layers  # and positions are the model's own
     else:
@@ -148,10 +164,27 @@ def _run_natively(model: PreTrainedModel, context: _Context, backend: Backend) -
             context.keys.append(k[:, None])
             context.values.append(v[:, None])
             continue
-        layer = layers[written[i]]
-        both = (layer.keys, layer.values) if info.latent is None else (layer.values, layer.keys)
+        layer = layers[info.readers[0] if info.handed is not None else written[i]]
+        both = _kept(info, layer)
         context.keys.append(both[0][0].transpose(0, 1))
         context.values.append(both[1][0].transpose(0, 1))
+
+
+def _kept(info: LayerInfo, layer: Any) -> tuple[Tensor, Tensor]:
+    """Return what a layer of the model's cache was given as keys and values of ours, [1, head, row, dim]."""
+    handing = info.handed
+    if handing is not None and handing.what is As.POOLED:
+        both: tuple[Tensor, Tensor] = layer.pooled[handing.name]
+        return both[0][:, None], both[1][:, None]
+    if handing is not None and handing.what in (As.ONE, As.INDEX):
+        one = layer.keys if handing.what is As.ONE else layer.index_keys
+        sizes = [info.shape.k_dim, info.shape.v_dim]
+        k, v = torch.split(one.roll(handing.roll, -1), sizes, -1)
+        return k, v
+    swapped = handing is not None and handing.what is As.SWAPPED
+    if swapped or info.latent is not None:
+        return layer.values, layer.keys
+    return layer.keys.roll(handing.roll if handing else 0, -1), layer.values
 
 
 def _mixers(backend: Backend) -> dict[int, Mixer]:

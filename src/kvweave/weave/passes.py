@@ -146,7 +146,7 @@ class Passes:
     def _last(self) -> int | None:
         """The last layer that attends, of several: its keys and values are the last that count. None
         where there is but one, whose attention is all there is to see."""
-        attends = [i for i, info in enumerate(self.backend.layers) if info.mixer is None]
+        attends = [i for i, info in enumerate(self.backend.layers) if info.attends]
         return attends[-1] if len(attends) > 1 else None
 
     # ---- what strategies ask for

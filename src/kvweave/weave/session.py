@@ -13,7 +13,7 @@ import numpy as np
 
 from kvweave.errors import CannotMove, InvalidArgument
 from kvweave.keep.tokens.spec import Keep
-from kvweave.run.base import Steps
+from kvweave.run.base import GAPLESS, Steps, pools
 from kvweave.run.loop import Loop, Request, Task, new_key
 from kvweave.weave.approximate import cell_of
 from kvweave.weave.audit import Way
@@ -69,6 +69,8 @@ class Session:
         closes = self.settings.prune == "evict" and self.settings.positions == "compact"
         if closes and not backend.can_move:
             raise CannotMove(backend.can_move.reason, 'use positions="keep", or prune="forget"')
+        if self.settings.positions == "keep" and pools(backend.layers):
+            raise CannotMove(GAPLESS, 'use positions="compact"')
         if keep is not None and codec != "raw":
             reason = f"rows kept as {codec} cannot be freed one by one"
             raise InvalidArgument("keep", reason, 'use rows="raw"')

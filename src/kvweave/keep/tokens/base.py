@@ -29,7 +29,7 @@ from torch import Tensor
 from kvweave.errors import InvalidArgument
 from kvweave.keep.tokens.watch import Tally as Tally
 from kvweave.keep.tokens.watch import TokenWatch as TokenWatch
-from kvweave.run.base import LayerInfo
+from kvweave.run.base import HANDED_WHOLE, LayerInfo
 from kvweave.run.rotary import Angles
 
 T = TypeVar("T", bound=Tally)
@@ -147,6 +147,8 @@ def require_heads(policy: TokenPolicy, infos: Sequence[LayerInfo]) -> None:
         raise InvalidArgument(
             "keep", "this model keeps states, which have seen every row and let go of none", some
         )
+    if any(info.handed is not None for info in infos):
+        raise InvalidArgument("keep", HANDED_WHOLE, "contexts without keep")
     if Need.QUERIES in policy.needs and any(info.latent is not None for info in infos):
         some = "one that goes by attention, such as h2o, snapkv, tova or kvzip"
         raise InvalidArgument(
