@@ -122,6 +122,12 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "hunyuan": ("hunyuan_v1_dense", {}),
     "deepseek_v2_latent": ("deepseek_v2", LATENT),
     "deepseek_v3_latent": ("deepseek_v3", LATENT),
+    # attention of their own
+    "deepseek_v32_indexed": (
+        "deepseek_v32",
+        LATENT | {"index_topk": 6, "index_n_heads": 8, "index_head_dim": 16},
+    ),
+    "diffllama": ("diffllama", {}),
     # the last two layers attend to rows of others
     "gemma4_shared": (
         "gemma4_text",
@@ -237,15 +243,18 @@ def build(kind: str, changes: dict[str, Any], dtype: torch.dtype = torch.float64
 @torch.no_grad()
 def full_prefill(runner: Runner, ids: Tensor, attention: str = "eager") -> Tensor:
     """Return logits [token, vocab] of transformers' own forward."""
+    ours = runner.model.config._attn_implementation
+    own = any(info.handed is not None for info in runner.layers)  # some have caches of their own
+    cache = DynamicCache(config=runner.model.config) if own else DynamicCache()
     runner.model.set_attn_implementation(attention)
     try:
         with Float64():
             logits = runner.model(
-                ids[None].to(DEVICE), past_key_values=DynamicCache(), use_cache=True
+                ids[None].to(DEVICE), past_key_values=cache, use_cache=True
             ).logits[0]
             return logits.cpu()
     finally:
-        runner.model.set_attn_implementation("kvweave")
+        runner.model.set_attn_implementation(ours)
 
 
 def same(found: Tensor, wanted: Tensor) -> bool:

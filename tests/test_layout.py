@@ -51,7 +51,7 @@ TORCH_FREE = (
     "weave/check.py", "weave/calibration.py", "weave/special.py",
 )  # fmt: skip
 MODEL_SEAM = (
-    "run/expand.py", "run/fixed.py", "run/load.py", "run/looking.py", "run/model.py", "run/primed.py",
+    "run/expand.py", "run/fixed.py", "run/handed.py", "run/load.py", "run/looking.py", "run/model.py", "run/primed.py",
     "run/probe.py", "run/stateful.py", "run/verify.py",
 )  # fmt: skip
 LOCAL_IMPORTS_FREE = ("demo/", "cli/")  # these start fast by importing late

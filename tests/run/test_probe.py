@@ -86,8 +86,6 @@ def bend(kwargs: Kwargs) -> None:
 
 
 REFUSED: dict[str, tuple[Callable[[Kwargs], None], str]] = {
-    "unknown option": (set_option("temperature_of_mine", torch.ones(1)), "'temperature_of_mine'"),
-    "known option": (set_option("position_bias", torch.ones(1)), "layer 1 has position biases"),
     "no mask": (set_option("attention_mask", None), "layer 1 is handed no mask"),
     "other mask": (bend, "layer 1 changes the mask"),
     "crash": (boom(ValueError("no such expert")), "itself fails: ValueError: no such expert"),
@@ -100,6 +98,22 @@ def test_refusals_name_their_cause(name: str) -> None:
     runner = Runner(hooked(change))
     assert not runner.can_move
     assert text in runner.can_move.reason
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (set_option("temperature_of_mine", torch.ones(1)), "'temperature_of_mine'"),
+        (set_option("position_bias", torch.ones(1)), "layer 1 has position biases"),
+    ],
+)
+def test_unknown_options_are_left_to_attention_of_the_model(
+    change: Callable[[Kwargs], None], text: str
+) -> None:
+    with pytest.raises(Refused, match=text):
+        learn(hooked(change), 64)
+    runner = Runner(hooked(change))
+    assert runner.can_move and all(layer.handed is not None for layer in runner.layers)
 
 
 def test_options_that_say_nothing_are_let_pass() -> None:
@@ -118,8 +132,6 @@ def test_what_is_not_causal_is_refused() -> None:
 @pytest.mark.parametrize(
     ("kind", "changes", "text"),
     [
-        ("jetmoe", {"num_local_experts": 4}, "layer 0 changes its keys between cache"),
-        ("diffllama", {}, "layer 0 changes its values between cache"),
         ("gptj", {"rotary_dim": 8, "n_layer": 2}, "attention interface"),
     ],
 )

@@ -23,7 +23,6 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field, replace
-from enum import Enum
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -33,6 +32,7 @@ from torch import Tensor
 
 from kvweave.chunk.identity import ModelFingerprint
 from kvweave.run.capability import Capability as Capability
+from kvweave.run.handing import Handing
 from kvweave.run.latent import Latent
 from kvweave.run.mixer import Mixer
 from kvweave.run.rotary import Rotation
@@ -63,33 +63,6 @@ class Mask:
 
 
 ALL = Mask()
-GAPLESS = "it pools rows by their position, so its contexts have no gaps"
-HANDED_WHOLE = "attention of this model is its own, and is handed all rows"
-
-
-class As(Enum):
-    """What rows are to attention of the model's own (`run/handed.py`)."""
-
-    ROWS = "keys and values"
-    SWAPPED = "values and keys: what the model calls its values turns"
-    ONE = "keys, which are the values too: what turns, then the rest"
-    INDEX = "keys of an index: what turns, then the rest"
-    POOLED = "what is pooled, and the weights of that"
-
-
-@dataclass(frozen=True, slots=True)
-class Handing:
-    """How rows reach attention of the model's own."""
-
-    what: As
-    roll: int = 0  # dims that stand last in the model, and first here
-    rate: int = 0  # rows that are pooled into one, by position
-    name: str = ""  # of several that are pooled
-
-    @property
-    def attends(self) -> bool:
-        """Whether these are keys and values of attention."""
-        return self.what not in (As.INDEX, As.POOLED)
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,8 +20,9 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from kvweave.errors import CannotMove
 from kvweave.run import attention
-from kvweave.run.base import GAPLESS, As, Handing, LayerInfo
+from kvweave.run.base import LayerInfo
 from kvweave.run.batch import Batch, StopPass
+from kvweave.run.handing import GAPLESS, As, Handing
 from kvweave.run.looking import KeptLayer, Refused
 from kvweave.run.masks import MaskFunction
 

@@ -24,18 +24,11 @@ from transformers import (
 
 from kvweave.errors import CannotMove, CannotRun, ContextTooLong, InvalidArgument
 from kvweave.run import attention
-from kvweave.run.base import (
-    As,
-    Capability,
-    LayerInfo,
-    Work,
-    fixed_from,
-    n_numbers,
-    readers_of,
-)
+from kvweave.run.base import Capability, LayerInfo, Work, fixed_from, n_numbers, readers_of
 from kvweave.run.batch import Batch, StopPass
 from kvweave.run.fingerprint import fingerprint
 from kvweave.run.handed import HANDED, HandedLayer, numbers_of
+from kvweave.run.handing import As
 from kvweave.run.kernel import available
 from kvweave.run.load import load, twin
 from kvweave.run.looking import KeptLayer, Refused
@@ -149,8 +142,9 @@ class Runner:
         self.pools: Pools | None = None
         self._wants_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
         native = model.config._attn_implementation
+        self._why: str | None = None  # attention of ours cannot follow the model's
         try:
-            self.layers = learn(self.model, self.limit)
+            self.layers = self._learned()
             self.can_run = Capability(True, _summary(self.layers))
             for i, layer in enumerate(self.layers):
                 if layer.mixer is not None:
@@ -165,10 +159,23 @@ class Runner:
         rotations = [layer.rotation for layer in self.layers]
         self.fingerprint = fingerprint(self.model, tokenizer, name, rotations)
         if self.can_run and (found := difference(self, self.model, ours)) is not None:
-            self.can_run = Capability(False, found)
+            self.can_run = Capability(False, found if self._why is None else self._why)
         stays = self.can_run and fixed is not None
         self.can_move = Capability(False, FIXED) if stays else self.can_run
         self.pools = None  # verification ran in a wider dtype
+
+    def _learned(self) -> list[LayerInfo]:
+        """Return what layers keep, for attention of the model's own where ours cannot follow it.
+        Raises Refused."""
+        try:
+            return learn(self.model, self.limit)
+        except Refused as why:
+            try:
+                found = learn(self.model, self.limit, handed=True)
+            except Refused:
+                raise why from None
+            self._why = str(why)
+            return found
 
     @classmethod
     def load(

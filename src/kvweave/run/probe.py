@@ -24,10 +24,11 @@ from transformers.cache_utils import (
     LinearAttentionCacheLayerMixin,
 )
 
-from kvweave.run.base import ALL, As, Handing, LayerInfo, Mask
+from kvweave.run.base import ALL, LayerInfo, Mask
 from kvweave.run.expand import expansions
 from kvweave.run.fixed import FIXED, as_fixed
 from kvweave.run.handed import INDEX
+from kvweave.run.handing import As, Handing
 from kvweave.run.latent import Latent
 from kvweave.run.looking import FIRST_MASK, PROBE, Handed, KeptLayer, Refused, look
 from kvweave.run.masks import MaskFunction, UnknownMask, classify
@@ -62,23 +63,13 @@ UNKNOWN = Latent(NOTHING, NOTHING, NOTHING, None)  # until it has been read off
 
 
 @torch.inference_mode()
-def learn(model: PreTrainedModel, limit: int) -> list[LayerInfo]:
-    """Return what each layer of ``model`` keeps, on positions ``[0, limit)``.
+def learn(model: PreTrainedModel, limit: int, handed: bool = False) -> list[LayerInfo]:
+    """Return what each layer of ``model`` keeps, on positions ``[0, limit)``, for attention of ours or
+    of the model's own, which is ``handed`` all rows.
 
     ``model`` is left with attention of ours. Raises Refused where rows cannot say it; errors of the
     machine, such as a lack of memory, come through as they are.
     """
-    try:
-        return _learned(model, limit, False)
-    except Refused as why:
-        try:
-            return _learned(model, limit, True)
-        except Refused:
-            raise why from None
-
-
-def _learned(model: PreTrainedModel, limit: int, handed: bool) -> list[LayerInfo]:
-    """The same, by attention of ours or of the model's own, which is ``handed`` all rows."""
     kinds = _check_kinds(model, handed)
     model.set_attn_implementation(PROBE)
     if model.config.get_text_config()._attn_implementation != PROBE:
@@ -192,7 +183,9 @@ def _handed(
         info = replace(info, latent=None, query=None, handed=handing, readers=(i,))
     found = [replace(info, mask=ALL if layer.rate else mask)]
     if layer.index_keys is not None:
-        found.append(_split(i, Handing(As.INDEX, name=INDEX), layer.index_keys, positions, frequencies))
+        found.append(
+            _split(i, Handing(As.INDEX, name=INDEX), layer.index_keys, positions, frequencies)
+        )
     for name, both in layer.pooled.items():
         if any(identify(_by_position(t[:, None], positions), (), TOLERANCE) is None for t in both):
             raise Refused(f"layer {i} pools rows that contain their position")

@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 
 from kvweave.errors import InvalidArgument
-from kvweave.run.base import HANDED_WHOLE, NO_SLOTS, Ints, LayerInfo
+from kvweave.run.base import NO_SLOTS, Ints, LayerInfo
 from kvweave.run.below import BELOW
+from kvweave.run.handing import HANDED_WHOLE
 from kvweave.run.layers import At, LayerRows, MovableRows, RawRows
 from kvweave.run.pool import PooledRows
 from kvweave.run.rotary import Angles, Rotation

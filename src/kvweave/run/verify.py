@@ -19,7 +19,6 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 
 from kvweave.run.base import (
     ALL,
-    As,
     Backend,
     Ints,
     LayerInfo,
@@ -31,6 +30,7 @@ from kvweave.run.base import (
     readers_of,
 )
 from kvweave.run.handed import numbers_of
+from kvweave.run.handing import As
 from kvweave.run.looking import KeptLayer
 from kvweave.run.mixer import Mixer
 from kvweave.run.pin import pinned

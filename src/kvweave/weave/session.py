@@ -13,7 +13,8 @@ import numpy as np
 
 from kvweave.errors import CannotMove, InvalidArgument
 from kvweave.keep.tokens.spec import Keep
-from kvweave.run.base import GAPLESS, Steps, pools
+from kvweave.run.base import Steps, pools
+from kvweave.run.handing import GAPLESS
 from kvweave.run.loop import Loop, Request, Task, new_key
 from kvweave.weave.approximate import cell_of
 from kvweave.weave.audit import Way

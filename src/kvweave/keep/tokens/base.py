@@ -29,7 +29,8 @@ from torch import Tensor
 from kvweave.errors import InvalidArgument
 from kvweave.keep.tokens.watch import Tally as Tally
 from kvweave.keep.tokens.watch import TokenWatch as TokenWatch
-from kvweave.run.base import HANDED_WHOLE, LayerInfo
+from kvweave.run.base import LayerInfo
+from kvweave.run.handing import HANDED_WHOLE
 from kvweave.run.rotary import Angles
 
 T = TypeVar("T", bound=Tally)
