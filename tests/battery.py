@@ -43,6 +43,7 @@ ORDER = (2, 0, 3, 1)  # in which they are composed
 QUESTION = LENGTH - sum(SIZES)
 SCATTERED = (7, 8, 20, 33, 34, 50, 60, 70)  # rows computed again among others
 DECODED = 4
+OWN = "attention of its own"
 # queries that are scaled by their position: a chunk elsewhere is another text to them
 SCALES_BY_POSITION = ("llama4", "llama4_text")
 
@@ -287,7 +288,8 @@ def _examined(model_type: str, dtype: torch.dtype) -> Found:
     bad = [name for name, value in errors.items() if not value < limits[name]]
     far_off = ", ".join(f"{name} {errors[name]:.0e}" for name in bad)
     if bad or runner.can_move:
-        return Found("WRONG" if bad else "exact", far_off, *layers, errors)
+        own = any(info.handed is not None for info in runner.layers)
+        return Found("WRONG" if bad else "exact", far_off or own * OWN, *layers, errors)
     return Found("fixed", said(runner.can_move.reason), *layers, errors)
 
 

@@ -45,8 +45,11 @@ Held against a copy of the model that kvweave never saw, as transformers runs it
 to the largest logit: less than {tolerance:.0e} is *exact*. The checks are a prefill of {length} tokens; the same over a
 prefix that another context left; decoding; stored chunks composed in another order and repaired in full; rows computed again
 among others after theirs were spoilt; positions from {far} on; and a chunk placed there as it was stored (to {turned:.0e}, as
-angles are rounded there, and not where queries are scaled by their position, or a norm comes behind the rotation). Of *fixed* models instead of the last: stored chunks composed in another order, and edits that
-shift what stands behind them, are exact without a repair. The model that is given must stay as it is.
+angles are rounded there, and not where queries are scaled by their position, a norm comes behind the rotation, or rows are pooled by position). Of *fixed* models instead of the last: stored chunks composed in another order, and edits that
+shift what stands behind them, are exact without a repair. The model that is given must stay as it is. In bfloat16 the same must be learned of it.
+
+*Attention of its own*: ours cannot follow it, so the model's own is handed all rows of a context: one context a pass, no `keep`, and no
+fused kernel ([concepts.md](concepts.md#attention-of-the-models-own)).
 
 A real model of a type may still be refused: each is looked at and verified when it is loaded, with its own configuration
 ([concepts.md](concepts.md)).
