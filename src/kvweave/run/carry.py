@@ -133,6 +133,21 @@ def without_outputs(mixer: Mixer) -> Iterator[None]:
 
 
 @contextmanager
+def outputs_of(mixer: Mixer, n: int, picked: Tensor) -> Iterator[None]:
+    """The same in which it computes, of the outputs of ``n`` rows, those of the ``picked`` ones."""
+
+    def some(module: nn.Linear, rows: Tensor) -> Tensor:
+        if rows.dim() < 2 or rows.shape[-2] != n:
+            return type(module).forward(module, rows)
+        out = rows.new_zeros(*rows.shape[:-1], module.out_features)
+        out[..., picked, :] = type(module).forward(module, rows[..., picked, :])
+        return out
+
+    with _replaced(mixer.behind, some):
+        yield
+
+
+@contextmanager
 def _only_the_state(mixer: Mixer, n: int) -> Iterator[None]:
     """The same for the same rows ``n`` times over: what they are projected to is computed once."""
     owner = getattr(mixer.forward, "__self__", None)

@@ -8,7 +8,6 @@ by its map (`run/carry.py`), but for its first rows, which the convolutions reac
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -19,7 +18,7 @@ from torch import Tensor
 from kvweave.run import attention
 from kvweave.run.base import Ints
 from kvweave.run.batch import Batch
-from kvweave.run.carry import carried, without_outputs
+from kvweave.run.carry import carried, outputs_of, without_outputs
 from kvweave.run.mixer import EMPTY, Mixer, MixerState
 from kvweave.run.part import BatchPart
 from kvweave.run.primed import (
@@ -152,12 +151,16 @@ def _run(
     rows: StateRows, segment: ReplaySpan, call: MixerCall, state: MixerState
 ) -> tuple[Outputs, MixerState]:
     n, picked = segment.stop - segment.start, segment.picked
-    inputs = rows.inputs(segment.start, segment.stop)
-    with nullcontext() if len(picked) else without_outputs(rows.mixer):
-        out, state = run_mixer(rows.mixer, call, inputs, state)
-    if 0 < len(picked) < n:
-        out = picked_outputs(out, n, up(picked, inputs.device))
-    return out, state
+    inputs, mixer = rows.inputs(segment.start, segment.stop), rows.mixer
+    if not len(picked):
+        with without_outputs(mixer):
+            return run_mixer(mixer, call, inputs, state)
+    if len(picked) == n:
+        return run_mixer(mixer, call, inputs, state)
+    wanted = up(picked, inputs.device)
+    with outputs_of(mixer, n, wanted):
+        out, state = run_mixer(mixer, call, inputs, state)
+    return picked_outputs(out, n, wanted), state
 
 
 def _carry(

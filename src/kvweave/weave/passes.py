@@ -149,6 +149,12 @@ class Passes:
         attends = [i for i, info in enumerate(self.backend.layers) if info.attends]
         return attends[-1] if len(attends) > 1 else None
 
+    @property
+    def replays(self) -> bool:
+        """Whether a pass over scattered rows goes over all those between them: a layer keeps a state."""
+        mixers = [info.mixer for info in self.backend.layers]
+        return any(mixer is not None and mixer.sums for mixer in mixers)
+
     # ---- what strategies ask for
 
     def attention(self) -> Steps[Floats]:

@@ -51,7 +51,8 @@ class Auto(Strategy):
         """Return ``budget`` rows."""
         need = yield from view.needs(self.draft)
         if need.any():
-            return (yield from follow(view, need, rounds=2))
+            # a round costs a replay of all states, and does not pay (docs/LOG.md, 2026-11-24)
+            return (yield from follow(view, need, rounds=1 if view.passes.replays else 2))
         read = view.dependence()
         return best(view, read) if read.any() else FirstK().choose(view)
 
