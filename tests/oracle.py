@@ -156,7 +156,7 @@ FIXED: dict[str, tuple[str, dict[str, Any]]] = {
 
 # model types that are refused, and a word of the reason
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
-    "bloom": ("bloom", {}, "attention interface"),
+    "openai-gpt": ("openai-gpt", {}, "attention interface"),
     "mamba": ("mamba", {}, "no layer uses"),
     "ministral3_far": ("ministral3", {"max_position_embeddings": 65536}, "differs"),
 }

@@ -12,15 +12,18 @@ from zoo import tiny
 
 from kvweave import Engine
 from kvweave.errors import CannotMove, CannotRun, InvalidArgument
-from kvweave.run.base import Observer, Work, pools
+from kvweave.run.base import Observer, Work, gapless
 from kvweave.run.handing import As
 from kvweave.run.model import Runner
 
 N = 60
 # what each has that others have not: keys of an index, behind what turns or in front of it; pools;
-# two maps of attention, of which one goes off the other; a mask of values; states beside latents
-TYPES = ("deepseek_v32", "hy_v4", "deepseek_v4", "diffllama", "doge", "kimi_linear")
-SEES = ("jetmoe", "deepseek_v32", "doge")  # whose own attention can be asked for its weights
+# two maps of attention, of which one goes off the other; a mask of values; states beside latents;
+# ALiBi, a table of angles, and learned positions in code of their own
+TYPES = (
+    "deepseek_v32", "hy_v4", "deepseek_v4", "diffllama", "doge", "kimi_linear", "bloom", "gptj", "rembert",
+)  # fmt: skip
+SEES = ("jetmoe", "deepseek_v32", "doge", "bloom", "gptj")  # can be asked for its weights
 
 
 @pytest.fixture(scope="module", params=TYPES)
@@ -112,9 +115,28 @@ def test_weights_of_pools_are_those_of_their_rows() -> None:
         assert not weights.triu(1).any(), f"layer {layer}: a row sees what comes behind it"
 
 
+def test_alibi_goes_by_slots_in_contexts_without_gaps() -> None:
+    with Engine(Runner(tiny("bloom"))) as engine:
+        with pytest.raises(CannotMove, match="no gaps"):
+            engine.context("gaps", positions="keep")
+
+
+def test_attention_that_is_not_shown_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if its scores were made into weights by no softmax."""
+    softmax = torch.nn.functional.softmax
+
+    def other(scores: torch.Tensor, dim: int, **options: Any) -> torch.Tensor:
+        return torch.exp(torch.log_softmax(scores, dim, **options))
+
+    monkeypatch.setattr(torch.nn.functional, "softmax", other)
+    runner = Runner(tiny("bloom"))
+    monkeypatch.setattr(torch.nn.functional, "softmax", softmax)
+    assert not runner.can_run
+
+
 def test_pools_stand_in_contexts_without_gaps() -> None:
     runner = Runner(tiny("deepseek_v4"))
-    assert pools(runner.layers)
+    assert gapless(runner.layers)
     assert {info.handed.what for info in runner.layers if info.handed} == {As.ONE, As.POOLED}
     with Engine(runner) as engine:
         with pytest.raises(CannotMove, match=r"no gaps.*compact"):

@@ -115,8 +115,7 @@ def test_moved_chunk_equals_recomputed_alone(name: str) -> None:
         for mine, theirs in zip(placed.read(layer), wanted.read(layer), strict=True):
             assert oracle.relative(mine, theirs) < 3e-5
     near = oracle.relative(placed.read(0)[0], wanted.read(0)[0])
-    once = relative and all(info.handed is None for info in runner.layers)  # else there and back
-    assert near < (EXACT if once else oracle.SINGLE), (
+    assert near < (EXACT if relative else oracle.SINGLE), (
         "layer 0 sees no context: it is turned by the same angles"
     )
 

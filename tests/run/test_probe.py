@@ -132,7 +132,7 @@ def test_what_is_not_causal_is_refused() -> None:
 @pytest.mark.parametrize(
     ("kind", "changes", "text"),
     [
-        ("gptj", {"rotary_dim": 8, "n_layer": 2}, "attention interface"),
+        ("openai-gpt", {}, "attention interface"),
     ],
 )
 def test_models_that_rows_cannot_say(kind: str, changes: Kwargs, text: str) -> None:

@@ -29,6 +29,18 @@ def test_apply_turns_pairs_as_complex_numbers(interleaved: bool) -> None:
     assert torch.equal(found[0], x[0]), "position 0 is the identity"
 
 
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("ratio", [None, torch.tensor([0.5, 1.0, -2.0, 3.0])])
+def test_what_is_turned_back_is_what_it_was(interleaved: bool, ratio: torch.Tensor | None) -> None:
+    """To float64, though cosines and sines are rounded to float32."""
+    spec = Rotation(8, interleaved, FREQ, ratio=ratio)
+    x = torch.randn(64, 3, 10, dtype=torch.float64)
+    angles = spec.angles(torch.arange(64) * 31)
+    again = spec.apply(spec.apply(x, angles), spec.back(angles))
+    assert torch.allclose(again, x, rtol=0, atol=1e-14 if ratio is None else 1e-6)
+    assert torch.equal(STATIC.apply(x, STATIC.back(STATIC.angles(torch.arange(64)))), x)
+
+
 def test_half_precision_is_rounded_once() -> None:
     spec = Rotation(8, False, FREQ)
     x = torch.randn(64, 3, 8).bfloat16()

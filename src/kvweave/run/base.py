@@ -98,9 +98,9 @@ def fixed_from(infos: Sequence[LayerInfo]) -> int | None:
     return next((x.rotation.fixed for x in infos if x.rotation.fixed is not None), None)
 
 
-def pools(infos: Sequence[LayerInfo]) -> bool:
-    """Tell whether a model pools rows by their position, so that contexts have no gaps."""
-    return any(info.handed is not None and info.handed.rate for info in infos)
+def gapless(infos: Sequence[LayerInfo]) -> bool:
+    """Tell whether a model goes by the number of a row, so that contexts have no gaps."""
+    return any(info.handed is not None and info.handed.gapless for info in infos)
 
 
 def readers_of(infos: Sequence[LayerInfo]) -> dict[int, int]:

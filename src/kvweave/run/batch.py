@@ -71,6 +71,7 @@ class Batch:
         self._stacks: dict[int, Tensor] = {}
         self._offsets: Tensor | None = None
         self._seen: Tensor | None = None
+        self.attending = -1  # the layer whose rows were asked for last (`run/handed.py`)
 
     def _last(self, work: Work) -> int:
         """Return the layer behind whose keys and values nothing is wanted of a work."""
@@ -215,8 +216,8 @@ class Batch:
         if layer > part.last:
             return
         part.rows.settle(layer)
-        cos, sin = self.angles(layer)
-        plain = self.infos[layer].rotation.apply(keys, (cos, -sin))
+        rotation = self.infos[layer].rotation
+        plain = rotation.apply(keys, rotation.back(self.angles(layer)))
         part.rows.write(layer, part.at, keys, values, plain)
         part.keep_raw(layer, plain, values)
 

@@ -10,12 +10,14 @@ stored is turned back, so that chunks move as those of other models do.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from kvweave.errors import CannotMove
@@ -71,6 +73,10 @@ class HandedLayer(KeptLayer):  # type: ignore[no-untyped-call]
     ) -> tuple[Tensor, Tensor]:
         """Write keys and values [1, head, row, dim]; return those of all slots."""
         layer, handing = self.numbers.rows, self.numbers.handing
+        batch = attention.current.get()
+        if batch.last < layer:
+            raise StopPass
+        batch.attending = layer
         if handing.what is As.ONE:
             keys = _both(layer, handing, key_states)
             return keys, keys
@@ -104,7 +110,10 @@ class HandedLayer(KeptLayer):  # type: ignore[no-untyped-call]
 
     def get_seq_length(self) -> Any:
         """Return what makes the numbers of rows positions."""
-        return attention.current.get().offsets
+        batch = attention.current.get()
+        if self.numbers.handing.alone:  # a number: rows are told their positions, or have none
+            return _part(batch).stop - batch.total
+        return batch.offsets
 
 
 def _part(batch: Batch) -> Any:
@@ -166,6 +175,45 @@ def _attention(
         raise Refused(f"layer {number} does not show what its queries see")
     attention.show_all(batch, numbers.rows, _by_row(weights[0], stop, numbers.handing.rate))
     return out, weights
+
+
+class _Softmaxes(TorchFunctionMode):
+    """Shows what a model's own code makes of scores, where it does not come by `_attention`: the first
+    softmax over all slots behind each `HandedLayer.update`."""
+
+    def __init__(self, batch: Batch) -> None:
+        super().__init__()
+        self.batch = batch
+        self.left = {
+            numbers.rows
+            for numbers in numbers_of(batch.infos).values()
+            if numbers.handing.alone and numbers.rows < batch.last
+        }
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        layer, stop = self.batch.attending, _part(self.batch).stop
+        if getattr(func, "__name__", "") == "softmax" and layer in self.left and out.dim() > 2:
+            if out.shape[-2:] == (self.batch.total, stop):
+                self.left.remove(layer)
+                attention.show_all(self.batch, layer, out.reshape(-1, self.batch.total, stop))
+        return out
+
+
+@contextmanager
+def shown(batch: Batch) -> Iterator[None]:
+    """Give a context in which observers of a pass see attention that is in the model's own code."""
+    alone = any(info.handed is not None and info.handed.alone for info in batch.infos)
+    if not alone or batch.parts[0].work.observer is None:
+        yield
+        return
+    mode = _Softmaxes(batch)
+    with mode:
+        yield
+    if mode.left:
+        raise Refused(f"layer {min(mode.left)} does not show what its queries see")
 
 
 def _by_row(weights: Tensor, stop: int, rate: int) -> Tensor:

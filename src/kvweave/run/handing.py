@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-GAPLESS = "it pools rows by their position, so its contexts have no gaps"
+GAPLESS = "it goes by the number of a row (pools, or ALiBi), so its contexts have no gaps"
 HANDED_WHOLE = "attention of this model is its own, and is handed all rows"
 
 
@@ -27,6 +27,8 @@ class Handing:
     roll: int = 0  # dims that stand last in the model, and first here
     rate: int = 0  # rows that are pooled into one, by position
     name: str = ""  # of several that are pooled
+    alone: bool = False  # attention is in the model's own code, no implementation can be set
+    gapless: bool = False  # what is seen of a row goes by its number
 
     @property
     def attends(self) -> bool:

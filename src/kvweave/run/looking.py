@@ -48,6 +48,7 @@ class LookCall:
     functions: list[MaskFunction] = field(default_factory=list)
     layers: dict[int, Handed] = field(default_factory=dict)
     order: list[Any] = field(default_factory=list)  # numbers of layers, as they attend
+    numbers: bool = True  # whether attention of ours is handed the masks
 
 
 _call: ContextVar[LookCall] = ContextVar("kvweave_probe")
@@ -122,6 +123,8 @@ def _attention(
     **options: Any,
 ) -> tuple[Tensor, None]:
     layer: int = module.layer_idx  # type: ignore[assignment]
+    if not isinstance(layer, int):
+        raise Refused("modules of its attention have no number")
     _call.get().order.append(layer)
     _call.get().layers[layer] = Handed(key, value, attention_mask, options, query)
     out = value[:, :, : query.shape[2]].repeat_interleave(query.shape[1] // value.shape[1], 1)
@@ -133,12 +136,40 @@ def _mask(
 ) -> Tensor:
     functions = _call.get().functions
     functions.append(mask_function)
-    shape, number = (batch_size, 1, q_length, kv_length), FIRST_MASK + len(functions) - 1
+    shape = batch_size, 1, q_length, kv_length
+    number = FIRST_MASK + len(functions) - 1 if _call.get().numbers else 0
     return torch.full(shape, float(number), dtype=kw.get("dtype"), device=kw.get("device"))
 
 
 AttentionInterface.register(PROBE, _attention)
 AttentionMaskInterface.register(PROBE, _mask)
+
+
+class SilentLayer(KeptLayer):  # type: ignore[no-untyped-call]
+    """Keeps the same, and answers with values of zero: so nothing after any attention depends on
+    positions. Tells ``order`` its number."""
+
+    def __init__(self, offset: Any, number: int, order: list[Any], rate: int) -> None:
+        super().__init__(offset)
+        self.number, self.order, self.rate = number, order, rate
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Keep keys and values."""
+        keys, values = super().update(key_states, value_states)
+        self.order.append(self.number)
+        return keys, torch.zeros_like(values)
+
+
+def implement(model: PreTrainedModel, name: str) -> None:
+    """Have a model use an implementation of attention and masks; where it lets none be set, masks only."""
+    text = model.config.get_text_config()
+    if text._attn_implementation != name:
+        model.set_attn_implementation(name)
+    if text._attn_implementation != name:
+        for config in {id(each): each for each in (model.config, text)}.values():
+            config._attn_implementation_internal = name
 
 
 def look(
@@ -156,7 +187,8 @@ def look(
     told: dict[str, Any] = {}
     if positions is not None:
         told["position_ids"] = torch.tensor(positions, device=model.device)[:, None].expand(-1, 2)
-    token = _call.set(LookCall(order=[] if order is None else order))
+    ours = model._can_set_attn_implementation()
+    token = _call.set(LookCall(order=[] if order is None else order, numbers=ours))
     try:
         with pinned(model, limit), widened(model.dtype):
             model(
@@ -178,7 +210,7 @@ def look(
 
 def _blame(model: PreTrainedModel, ids: Tensor, error: Exception) -> str:
     """Say whose fault a failed call is: the model's own, or that it wants more of a cache."""
-    model.set_attn_implementation("eager")
+    implement(model, "eager")
     try:
         with widened(model.dtype):
             model(input_ids=ids, use_cache=False)

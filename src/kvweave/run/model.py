@@ -27,11 +27,11 @@ from kvweave.run import attention
 from kvweave.run.base import Capability, LayerInfo, Work, fixed_from, n_numbers, readers_of
 from kvweave.run.batch import Batch, StopPass
 from kvweave.run.fingerprint import fingerprint
-from kvweave.run.handed import HANDED, HandedLayer, numbers_of
+from kvweave.run.handed import HANDED, HandedLayer, numbers_of, shown
 from kvweave.run.handing import As
 from kvweave.run.kernel import available
 from kvweave.run.load import load, twin
-from kvweave.run.looking import KeptLayer, Refused
+from kvweave.run.looking import KeptLayer, Refused, implement
 from kvweave.run.passing import one_pass
 from kvweave.run.pool import Pools
 from kvweave.run.primed import PrimedLayer
@@ -155,7 +155,7 @@ class Runner:
         if fixed is not None:
             self.limit = min(self.limit, declared - fixed)
         ours = HANDED if self._handed else ATTENTION
-        self.model.set_attn_implementation(ours if self.can_run else native)
+        implement(self.model, ours if self.can_run else native)
         rotations = [layer.rotation for layer in self.layers]
         self.fingerprint = fingerprint(self.model, tokenizer, name, rotations)
         if self.can_run and (found := difference(self, self.model, ours)) is not None:
@@ -289,13 +289,14 @@ class Runner:
             # an empty selection would mean "all" to some models: compute one row and drop it
             options["logits_to_keep"] = batch.want if n else batch.ids.new_zeros(1)
         try:
-            logits: Tensor = self.model(
-                input_ids=batch.ids,
-                position_ids=batch.position_ids,
-                past_key_values=self._cache(),
-                use_cache=True,
-                **options,
-            ).logits[0]
+            with shown(batch):
+                logits: Tensor = self.model(
+                    input_ids=batch.ids,
+                    position_ids=batch.position_ids,
+                    past_key_values=self._cache(),
+                    use_cache=True,
+                    **options,
+                ).logits[0]
         except StopPass:
             return torch.empty(0, self.n_vocab, dtype=self.dtype, device=self.device)
         return logits[:n] if self._wants_rows else logits[batch.want]

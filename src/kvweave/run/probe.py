@@ -30,7 +30,16 @@ from kvweave.run.fixed import FIXED, as_fixed
 from kvweave.run.handed import INDEX
 from kvweave.run.handing import As, Handing
 from kvweave.run.latent import Latent
-from kvweave.run.looking import FIRST_MASK, PROBE, Handed, KeptLayer, Refused, look
+from kvweave.run.looking import (
+    FIRST_MASK,
+    PROBE,
+    Handed,
+    KeptLayer,
+    Refused,
+    SilentLayer,
+    implement,
+    look,
+)
 from kvweave.run.masks import MaskFunction, UnknownMask, classify
 from kvweave.run.pin import inv_freqs
 from kvweave.run.rotary import STATIC, Rotation, identify
@@ -40,6 +49,7 @@ from kvweave.store.kv import LayerShape
 
 # small ones separate frequencies, large ones confirm them and show what turns slowly
 POSITIONS = (0, 1, 37, 611, 9973)
+BASE, WIDEST = 1e4, 256  # of rotations of which no frequencies are kept
 TOLERANCE = 1e-3  # of keys turned in float32, relative to the largest
 
 # attention options that our attention follows, or that say nothing about what a row sees
@@ -71,22 +81,25 @@ def learn(model: PreTrainedModel, limit: int, handed: bool = False) -> list[Laye
     machine, such as a lack of memory, come through as they are.
     """
     kinds = _check_kinds(model, handed)
-    model.set_attn_implementation(PROBE)
+    implement(model, PROBE) if handed else model.set_attn_implementation(PROBE)
     if model.config.get_text_config()._attn_implementation != PROBE:
         raise Refused("the model does not use transformers' attention interface")
     positions = [p for p in POSITIONS if p < limit]
     watch = MixerWatch()
     order: list[Any] = []  # numbers of layers, and keys of mixers
-    layers = layers_of(kinds, 0, watch, order)
+    make = partial(_silent, kinds) if handed else partial(layers_of, kinds)
+    layers = make(0, watch, order)
     with watch.over(model):
         call = look(model, layers, positions, limit, order)
     for i, layer in enumerate(layers):
-        if getattr(layer, "keys", None) is not None and i not in call.layers:
+        if getattr(layer, "keys", None) is not None and i not in call.layers and not handed:
             raise Refused(f"layer {i} does not use transformers' attention interface")
-    if not call.layers:
+    if not call.layers and not handed:
         raise Refused("no layer uses transformers' attention interface")
     _check_states(kinds, watch)
     frequencies = inv_freqs(model)
+    if handed and not frequencies:  # a table of angles instead
+        frequencies = [BASE ** (-torch.arange(0, w, 2) / w) for w in range(2, WIDEST + 1, 2)]
     masks = [_classified(each, limit, model.device) for each in call.functions]
     found: list[LayerInfo] = []
     of: dict[int, int] = {}  # number of the tensor of keys -> index of the layer that made it
@@ -94,10 +107,11 @@ def learn(model: PreTrainedModel, limit: int, handed: bool = False) -> list[Laye
         if isinstance(i, tuple):
             found.append(_stateful(watch.found[i], kinds[i[0]].n_states, model.dtype))
             continue
-        seen, layer = call.layers[i], layers[i]
+        layer = layers[i]
         if handed:
-            found += _handed(i, layer, seen, positions, frequencies, masks)
+            found += _handed(i, layer, call.layers.get(i), positions, frequencies, masks)
             continue
+        seen = call.layers[i]
         _check_options(i, seen)
         mask = _mask_of(i, seen.mask, masks)
         if getattr(layer, "keys", None) is None:
@@ -108,10 +122,26 @@ def learn(model: PreTrainedModel, limit: int, handed: bool = False) -> list[Laye
             _check_handed(i, layer, seen)
         of[id(seen.keys)] = len(found)
         found.append(_alike(info, found))
-    found = as_fixed(model, found, layers, partial(layers_of, kinds), limit)
+    if not any(info.attends for info in found):
+        raise Refused("no layer caches keys and values")
+    found = as_fixed(model, found, layers, make, limit)
     if any(info.latent is not None for info in found):
         found = expansions(model, found, layers_of(kinds), limit)
     return found
+
+
+def _silent(
+    kinds: Sequence[LayerKind],
+    offset: int = 0,
+    watch: MixerWatch | None = None,
+    order: list[Any] | None = None,
+) -> list[Any]:
+    """Return layers of a probing cache as `layers_of` does, whose values are zeros to attention."""
+    order = [] if order is None else order
+    return [
+        SilentLayer(offset, i, order, layer.rate) if type(layer) is KeptLayer else layer
+        for i, layer in enumerate(layers_of(kinds, offset, watch, order))
+    ]
 
 
 def _stateful(seen: SeenMixer, n_states: int | None, dtype: torch.dtype) -> LayerInfo:
@@ -158,7 +188,7 @@ def _info(
 def _handed(
     i: int,
     layer: KeptLayer,
-    seen: Handed,
+    seen: Handed | None,
     positions: Sequence[int],
     frequencies: Sequence[Tensor],
     masks: Sequence[Mask | str],
@@ -167,13 +197,15 @@ def _handed(
     unsaid = next((mask for mask in masks if isinstance(mask, str)), None)
     if unsaid is not None:
         raise Refused(f"layer {i}: {unsaid}")
+    keys, values, alone = layer.keys, layer.values, seen is None
+    if keys is None or values is None:
+        raise Refused(f"layer {i} caches no rows of its own")
+    if seen is None:
+        seen = Handed(keys, values, None, {}, keys)
     try:
         mask = _mask_of(i, seen.mask, masks)
     except Refused:
         mask = ALL  # at most: it is changed behind transformers' own
-    keys, values = layer.keys, layer.values
-    if keys is None or values is None:
-        raise Refused(f"layer {i} caches no rows of its own")
     if keys is values:
         info = _split(i, Handing(As.ONE, rate=layer.rate), keys, positions, frequencies)
         info = replace(info, group=seen.query.shape[1] // keys.shape[1])
@@ -181,7 +213,10 @@ def _handed(
         info = _info(i, layer, seen, positions, frequencies)
         handing = Handing(As.ROWS if info.latent is None else As.SWAPPED, rate=layer.rate)
         info = replace(info, latent=None, query=None, handed=handing, readers=(i,))
-    found = [replace(info, mask=ALL if layer.rate else mask)]
+    still = info.rotation.width == 0
+    assert info.handed is not None
+    handing = replace(info.handed, alone=alone, gapless=layer.rate > 0 or (alone and still))
+    found = [replace(info, mask=ALL if layer.rate else mask, handed=handing)]
     if layer.index_keys is not None:
         found.append(
             _split(i, Handing(As.INDEX, name=INDEX), layer.index_keys, positions, frequencies)

@@ -66,6 +66,17 @@ class Rotation:
             return cos.repeat_interleave(2, -1), torch.stack((first, second), -1).flatten(-2)
         return torch.cat((cos, cos), -1), torch.cat((first, second), -1)
 
+    def back(self, angles: Angles) -> Angles:
+        """Return, in float64, the angles that undo those: rounded cosines and sines also scale a little."""
+        cos, sin = (each.double() for each in angles)
+        if self.interleaved:
+            product = (sin[..., 0::2] * sin[..., 1::2]).repeat_interleave(2, -1)
+        else:
+            first, second = sin.chunk(2, -1)
+            product = torch.cat((first * second,) * 2, -1)
+        scale = cos.square() - product  # of a pair: its sines have opposite signs
+        return cos / scale, -sin / scale
+
     def apply(self, x: Tensor, angles: Angles, out: Tensor | None = None) -> Tensor:
         """Turn position-free ``x`` [token, head, dim] by ``angles``; write to ``out`` if given.
 

@@ -23,15 +23,16 @@ from kvweave.run.base import (
     Ints,
     LayerInfo,
     Mask,
+    Observer,
     Work,
     fixed_from,
+    gapless,
     n_numbers,
-    pools,
     readers_of,
 )
 from kvweave.run.handed import numbers_of
 from kvweave.run.handing import As
-from kvweave.run.looking import KeptLayer
+from kvweave.run.looking import KeptLayer, implement
 from kvweave.run.mixer import Mixer
 from kvweave.run.pin import pinned
 from kvweave.run.primed import MixerCall, PrimedLayer, rows_given
@@ -66,7 +67,7 @@ def difference(backend: Backend, model: PreTrainedModel, attention: str) -> str 
     a lack of memory, come through as they are.
     """
     contexts = _contexts({layer.mask for layer in backend.layers}, backend.limit, backend.n_vocab)
-    if pools(backend.layers):
+    if gapless(backend.layers):
         rates = [info.handed.rate for info in backend.layers if info.handed is not None]
         contexts = [_dense(min(2 * max(rates) + SHORT, backend.limit), backend.n_vocab)]
     padding = getattr(model.config.get_text_config(), "pad_token_id", None)
@@ -114,13 +115,13 @@ def _dense(n: int, n_vocab: int) -> _Context:
 def _plainly(model: PreTrainedModel, attention: str) -> Iterator[None]:
     """Give the model attention, masks and experts as transformers writes them out."""
     experts = getattr(model.config, "_experts_implementation", None)
-    model.set_attn_implementation("eager")
+    implement(model, "eager")
     try:
         if experts is not None:
             model.set_experts_implementation("eager")
         yield
     finally:
-        model.set_attn_implementation(attention)
+        implement(model, attention)
         if experts is not None:
             model.set_experts_implementation(experts)
 
@@ -152,7 +153,8 @@ def _run_natively(model: PreTrainedModel, context: _Context, backend: Backend) -
             layer.offset = positions - torch.arange(len(positions), device=model.device)
         first = fixed_from(backend.layers)
         options["position_ids"] = positions[None] + (first or 0)
-        if first is not None and all(info.mask == ALL for info in backend.layers):
+        alone = any(info.handed is not None and info.handed.alone for info in backend.layers)
+        if alone or (first is not None and all(info.mask == ALL for info in backend.layers)):
             for layer in layers:
                 layer.offset = 0  # these models are told all their positions; some want a number
     with pinned(model, backend.limit), _inputs(backend) as inputs:
@@ -222,7 +224,10 @@ def _compare(backend: Backend, contexts: Sequence[_Context]) -> str | None:
         n = len(context.tokens)
         mine.reserve(n)
         every = np.arange(n)
-        works.append(Work(mine, context.tokens, every, context.positions, want=every))
+        watch = Observer()  # what cannot be shown is found now
+        works.append(
+            Work(mine, context.tokens, every, context.positions, want=every, observer=watch)
+        )
     for work, context, logits in zip(works, contexts, backend.forward(works), strict=True):
         found = _differs(backend, work, context, logits)
         if found is not None:

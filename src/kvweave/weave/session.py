@@ -13,7 +13,7 @@ import numpy as np
 
 from kvweave.errors import CannotMove, InvalidArgument
 from kvweave.keep.tokens.spec import Keep
-from kvweave.run.base import Steps, pools
+from kvweave.run.base import Steps, gapless
 from kvweave.run.handing import GAPLESS
 from kvweave.run.loop import Loop, Request, Task, new_key
 from kvweave.weave.approximate import cell_of
@@ -70,7 +70,7 @@ class Session:
         closes = self.settings.prune == "evict" and self.settings.positions == "compact"
         if closes and not backend.can_move:
             raise CannotMove(backend.can_move.reason, 'use positions="keep", or prune="forget"')
-        if self.settings.positions == "keep" and pools(backend.layers):
+        if self.settings.positions == "keep" and gapless(backend.layers):
             raise CannotMove(GAPLESS, 'use positions="compact"')
         if keep is not None and codec != "raw":
             reason = f"rows kept as {codec} cannot be freed one by one"
