@@ -75,7 +75,7 @@ def attend(
         observer = part.work.observer
         if own and observer is not None and observer.asks and layer < part.last:
             mine = asked[part.span]
-            mine = mine if info.latent is None else info.latent.absorbed(mine)
+            mine = mine if info.latent is None else info.latent.absorbed(mine).to(mine.dtype)
             observer.ask(layer, part.work.at, mine)
     turned = batch.turned_queries(layer, asked)
     if batch.together is not None:
@@ -153,8 +153,10 @@ def _latently(
     """The same as `_attention`, also for rows that are latents."""
     if latent is None:
         return _attention(query, seen, how, watched)
-    out, weights = _attention(latent.absorbed(query), seen, how, watched)
-    return latent.read(out), weights
+    bias = None if seen.bias is None else latent.wide(seen.bias)
+    wide = replace(seen, keys=latent.wide(seen.keys), values=latent.wide(seen.values), bias=bias)
+    out, weights = _attention(latent.absorbed(query), wide, how, watched)
+    return latent.read(out).to(query.dtype), weights
 
 
 def _thinned(

@@ -11,7 +11,7 @@ mix of latents, so that nothing is expanded. Many rows expand the latents they s
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -27,6 +27,7 @@ class Latent:
     keys: Tensor  # [head, rank, plain] what a latent is to the others
     values: Tensor  # [head, rank, v_dim]
     bias: Tensor | None  # [head, v_dim] that every value has besides
+    _wide: list[Tensor] = field(default_factory=list, repr=False)  # keys and values in float32
 
     @property
     def pays(self) -> int:
@@ -40,15 +41,25 @@ class Latent:
         """Return unrotated ``query`` [row, head, dim], its dims those that meet keys first."""
         return query[..., self.dims]
 
+    def wide(self, rows: Tensor) -> Tensor:
+        """Return ``rows`` in float32 at least. What is between a query and latents has no place in the
+        model: rounded to half precision it would be as far off again as the model is."""
+        return rows if rows.dtype == torch.float64 else rows.float()
+
+    def _matrices(self) -> list[Tensor]:
+        if not self._wide:
+            self._wide.extend((self.wide(self.keys), self.wide(self.values)))
+        return self._wide
+
     def absorbed(self, query: Tensor) -> Tensor:
-        """Return `sorted` ``query`` [row, head, rope + rank] as it meets keys and latents."""
-        plain = self.keys.shape[2]
-        met = query[..., -plain:].transpose(0, 1) @ self.keys.transpose(1, 2)
+        """Return `sorted` ``query`` [row, head, rope + rank] as it meets keys and latents, `wide`."""
+        plain, query = self.keys.shape[2], self.wide(query)
+        met = query[..., -plain:].transpose(0, 1) @ self._matrices()[0].transpose(1, 2)
         return torch.cat((query[..., :-plain], met.transpose(0, 1)), -1)
 
     def read(self, mixed: Tensor) -> Tensor:
-        """Return [row, head, v_dim] of mixed latents [row, head, rank]."""
-        out = (mixed.transpose(0, 1) @ self.values).transpose(0, 1)
+        """Return [row, head, v_dim] of mixed latents [row, head, rank], `wide`."""
+        out = (mixed.transpose(0, 1) @ self._matrices()[1]).transpose(0, 1)
         return out if self.bias is None else out + self.bias
 
     def expanded(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
