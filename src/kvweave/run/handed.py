@@ -80,12 +80,10 @@ class HandedLayer(KeptLayer):  # type: ignore[no-untyped-call]
         if handing.what is As.ONE:
             keys = _both(layer, handing, key_states)
             return keys, keys
-        first, second = key_states, value_states
         if handing.what is As.SWAPPED:
-            first, second = second, first
-        found = _written(layer, first.roll(handing.roll, -1), second)
-        both = found[0].roll(-handing.roll, -1), found[1]
-        return both[::-1] if handing.what is As.SWAPPED else both
+            values, keys = _written(layer, value_states, key_states)
+            return keys, values
+        return _written(layer, key_states, value_states)
 
     def update_index(self, keys: Tensor) -> Tensor:
         """The same for keys [1, head, row, dim] of an index."""

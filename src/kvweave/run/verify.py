@@ -186,7 +186,7 @@ def _kept(info: LayerInfo, layer: Any) -> tuple[Tensor, Tensor]:
     swapped = handing is not None and handing.what is As.SWAPPED
     if swapped or info.latent is not None:
         return layer.values, layer.keys
-    return layer.keys.roll(handing.roll if handing else 0, -1), layer.values
+    return layer.keys, layer.values
 
 
 def _mixers(backend: Backend) -> dict[int, Mixer]:
@@ -224,7 +224,8 @@ def _compare(backend: Backend, contexts: Sequence[_Context]) -> str | None:
         n = len(context.tokens)
         mine.reserve(n)
         every = np.arange(n)
-        watch = Observer()  # what cannot be shown is found now
+        handed = any(info.handed is not None for info in backend.layers)
+        watch = Observer() if handed else None  # what cannot be shown is found now
         works.append(
             Work(mine, context.tokens, every, context.positions, want=every, observer=watch)
         )
