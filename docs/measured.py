@@ -19,6 +19,7 @@ from remembered import remembered
 from rested import codec_page, rested
 from simulated import simulated
 from tables import table
+from wasted import wasted
 
 ROOT = Path(__file__).parents[1]
 README, FIDELITY = ROOT / "README.md", ROOT / "docs" / "fidelity.md"
@@ -27,6 +28,7 @@ SIMULATE = ROOT / "docs" / "simulate.md"
 REPAIR = ROOT / "docs" / "repair.md"
 MEMORY = ROOT / "docs" / "memory.md"
 VLLM = ROOT / "docs" / "vllm.md"
+CONCEPTS = ROOT / "docs" / "concepts.md"
 FIGURE = ROOT / "docs" / "fidelity.png"
 Row = dict[str, Any]
 SHOWN = (  # in the README: strategy and share
@@ -381,6 +383,7 @@ def main() -> int:
         (REPAIR, regrets(find("models"))),
         (MEMORY, remembered(find("memory_loop"))),
         (VLLM, in_vllm(find("vllm"))),
+        (CONCEPTS, wasted(find("waste"))),
     ):
         text = file.read_text()
         head, rest = text.split(BEGIN)

@@ -27,8 +27,8 @@ from kvweave.run.rotary import Angles, Rotation
 from kvweave.store.kv import LayerShape
 
 FIRST = 1  # slot 0 is nobody's
-SPARE = 4  # a new buffer has room for a quarter more than is asked for
-WASTE = 4  # a buffer of more than so many times what is alive is made smaller
+SPARE = 8  # a new buffer has room for an eighth more than is asked for
+WASTE = 1.5  # a buffer of more than so many times what is alive is made smaller
 SMALL = 1024  # slots below which it is not worth it
 
 
@@ -52,15 +52,28 @@ class LayerPool:
 
     def take(self, rows: PooledRows) -> None:
         """Give ``rows`` the slots for their capacity, zeros in them."""
-        alive = sorted(self._alive, key=lambda each: each.start)
+        alive = self._sorted()
         wanted = FIRST + rows.capacity + sum(each.capacity for each in alive)
         start = self._gap(alive, rows.capacity)
-        if start is None or self.capacity > max(SMALL, WASTE * wanted):
+        if start is None or self._wastes(wanted):
             start = self._pack(alive, wanted + wanted // SPARE)
         rows.start = start
         self._alive.add(rows)
         for tensor in (rows.k, rows.v):
             tensor.zero_()  # what an earlier context left there may be no number at all
+
+    def shrink(self) -> None:
+        """Give memory back where rows went elsewhere."""
+        alive = self._sorted()
+        wanted = FIRST + sum(each.capacity for each in alive)
+        if self._wastes(wanted):
+            self._pack(alive, wanted + wanted // SPARE)
+
+    def _sorted(self) -> list[PooledRows]:
+        return sorted(self._alive, key=lambda each: each.start)
+
+    def _wastes(self, wanted: int) -> bool:
+        return self.capacity > max(SMALL, WASTE * wanted)
 
     def _gap(self, alive: Sequence[PooledRows], n: int) -> int | None:
         """Return the first free slot with ``n`` behind it."""

@@ -312,7 +312,10 @@ class KVRows:
         Raises InvalidArgument for rows of 8 bits, LoadFailed.
         """
         self.settle(layer)
+        pool = getattr(self.layers[layer], "pool", None)
         self._keep(layer, slots)
+        if pool is not None:
+            pool.shrink()
 
     def _keep(self, layer: int, slots: Sequence[Ints]) -> None:
         rows = self.layers[layer]
@@ -338,8 +341,7 @@ class KVRows:
                 self._keep(layer, self.kept(layer))
             rows = self.layers[layer]
             assert isinstance(rows, ThinnedRows)
-            down = form == BELOW
-            self.layers[layer] = rows.parted(slots) if down else rows.coded(form, slots)
+            self.layers[layer] = rows.parted(slots) if form == BELOW else rows.coded(form, slots)
 
     def below(self, layer: int) -> list[Ints]:
         """Return each kv head's slots that rest below memory, increasing."""
@@ -372,8 +374,7 @@ class KVRows:
     def check_integrity(self) -> None:
         """Raise AssertionError unless positions increase strictly and sizes agree."""
         assert len(self.positions) == self.capacity, "positions of another capacity"
-        used = self.positions[: self.n]
-        assert bool((used[1:] > used[:-1]).all()), "positions do not increase"
+        assert bool((np.diff(self.positions[: self.n]) > 0).all()), "positions do not increase"
         for layer in self.layers:
             assert layer.capacity >= self.capacity, "a layer with less room than is said"
             layer.check(self.n)
@@ -381,9 +382,8 @@ class KVRows:
 
 def _joined(kvs: Sequence[KV], layer: int) -> tuple[Tensor, Tensor]:
     """Return keys and values of one layer, [token, head, dim] each; zeros where they are freed."""
-    k, v = ([_dense(kv, tensors, layer) for kv, tensors in pairs] for pairs in (
-        [(kv, kv.k) for kv in kvs], [(kv, kv.v) for kv in kvs]
-    ))  # fmt: skip
+    k = [_dense(kv, kv.k, layer) for kv in kvs]
+    v = [_dense(kv, kv.v, layer) for kv in kvs]
     return (k[0], v[0]) if len(kvs) == 1 else (torch.cat(k), torch.cat(v))
 
 
