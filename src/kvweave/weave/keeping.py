@@ -6,7 +6,8 @@
     decode    every so many tokens     -> choice        (`kvzip`: they are read again before)
     moving    (`streaming`) rows of all heads go, the others close up and stand from position 0 on
 
-A layer that sees a window only frees what no later query sees, whatever the policy.
+A layer that sees a window only frees what no later query sees, whatever the policy: no answer misses
+it. An edit does, which has rows computed in front of that; then all rows are placed again.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ from kvweave.keep.tokens.kvzip import KVzip, Replayed
 from kvweave.keep.tokens.sizes import bytes_at, sizes
 from kvweave.keep.tokens.spec import Keep
 from kvweave.keep.tokens.watch import WIDTH
-from kvweave.run.base import ALL, NO_SLOTS, Backend, Ints, Observer, Rows, Steps, Work
+from kvweave.run.base import ALL, NO_SLOTS, Backend, Ints, LayerInfo, Observer, Rows, Steps, Work
 from kvweave.run.below import BELOW
 from kvweave.run.loop import Request
 from kvweave.run.upload import up
 from kvweave.weave.observers import Observers
-from kvweave.weave.parts import Part, Placement, Truth
+from kvweave.weave.parts import Part, Placement, Truth, first_change
 from kvweave.weave.plan import Shed
 from kvweave.weave.rereading import read_again, replays, reread_rows
 from kvweave.weave.room import Room
@@ -88,9 +89,43 @@ class Keeper:
 
     def spares(self, n: int) -> bool:
         """Tell whether of ``n`` rows none has to go."""
-        slid = any(info.mask != ALL for info in self.backend.layers) and not self.moves
         least = len(self.backend.layers) - 1  # the last one gets least
-        return not slid and not self.keep.policy.splits and sum(self._sizes(n, least)) >= n
+        return not self.keep.policy.splits and sum(self._sizes(n, least)) >= n
+
+    def lost(self, rows: Rows) -> bool:
+        """Tell whether rows are gone that queries behind all others would see."""
+        for layer, info in enumerate(self.backend.layers if rows.n_freed else ()):
+            seen = self._seen_from(rows, info)
+            if any(
+                len(own) - np.searchsorted(own, seen) < rows.n - seen for own in rows.kept(layer)
+            ):
+                return True
+        return False
+
+    def sees(self, rows: Rows, placed: Sequence[Placement]) -> bool:
+        """Tell whether rows computed behind those of ``placed`` that stay, and the last one of these,
+        find all rows that their windows reach."""
+        stay = first_change(placed)
+        return self.moved or not stay or min(stay, rows.n - 1) >= self.whole_from(rows)
+
+    def whole_from(self, rows: Rows) -> int:
+        """Return the first slot from which on each query finds the rows that its windows reach."""
+        slot, positions = 0, rows.positions[: rows.n]
+        for layer, info in enumerate(self.backend.layers if rows.n_freed else ()):
+            firsts, kept = info.mask.first(positions), rows.kept(layer)
+            if firsts is None or not all(map(len, kept)):
+                continue
+            gone = max(int(own[0]) for own in kept)
+            if gone:
+                slot = max(slot, int(np.searchsorted(firsts, positions[gone - 1], "right")))
+        return slot
+
+    @staticmethod
+    def _seen_from(rows: Rows, info: LayerInfo) -> int:
+        """Return the first slot that the last row sees in a layer."""
+        positions = rows.positions[: rows.n]
+        first = info.mask.first(positions[-1:]) if rows.n else None
+        return 0 if first is None else int(np.searchsorted(positions, first[0]))
 
     def _short(self, n: int) -> bool:
         """Tell whether of ``n`` rows some do not rest as they are, for want of a budget."""
@@ -290,9 +325,7 @@ class Keeper:
         for layer, info in enumerate(layers):
             kept = rows.kept(layer)
             if info.mask != ALL:
-                first = info.mask.first(rows.positions[n - 1 : n] + 1)
-                assert first is not None
-                seen = int(np.searchsorted(rows.positions[:n], first[0]))
+                seen = self._seen_from(rows, info)  # the last one may be computed again
                 if any(len(slots) and slots[0] < seen for slots in kept):
                     rows.keep(layer, [slots[np.searchsorted(slots, seen) :] for slots in kept])
                 continue

@@ -69,10 +69,7 @@ def comparing(
     wanted_log, found_log = wanted.double().log_softmax(-1), found.double().log_softmax(-1)
     kl = (wanted_log.exp() * (wanted_log - found_log)).sum(-1).clamp_min(0)
     difference = (wanted - found).double().abs()
-    errors = [
-        [_error(a[:n], b[:n]) for a, b in zip(rows.read(i), true_rows.read(i), strict=True)]
-        for i in range(len(backend.layers))
-    ]
+    errors = [_errors(rows, true_rows, layer) for layer in range(len(backend.layers))]
     return Check(
         n_tokens=n,
         n_compared=n_compared,
@@ -102,6 +99,17 @@ def forced(backend: Backend, runs: Sequence[tuple[Rows, int, Sequence[int]]]) ->
         ids = np.array(tokens, np.int64)
         works.append(Work(rows, ids, slots, last + 1 + np.arange(n), np.arange(n)))
     return backend.forward(works)
+
+
+def _errors(rows: Rows, true_rows: Rows, layer: int) -> list[float]:
+    """Return the errors of a layer's keys and values, of the rows that each head keeps."""
+    kept = rows.kept(layer)
+    found = []
+    for a, b in zip(rows.read(layer), true_rows.read(layer), strict=True):
+        slots = kept * (a.shape[1] // len(kept))  # heads of values may be more than of keys
+        pairs = [(a[own, h], b[own, h]) for h, own in enumerate(slots)]
+        found.append(_error(torch.cat([x for x, _ in pairs]), torch.cat([y for _, y in pairs])))
+    return found
 
 
 def _error(found: Tensor, wanted: Tensor) -> float:

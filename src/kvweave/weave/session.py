@@ -153,7 +153,10 @@ class Session:
         tokens = np.concatenate([tokens_of(table, p).astype(np.int64) for p in parts])
         virtual = [p for p in state.woven if p.part.virtual]
         loaded = {p.part.uid: self.weaver.sources.rows_of(p.part) for p in virtual}
-        span = slice(max(start, stop - COMPARED), stop)
+        whole = 0 if state.keeper is None else state.keeper.whole_from(state.rows)
+        if whole >= stop:  # of the rows that are there, the last one can be computed again
+            start, stop = len(tokens) - 1, len(tokens)
+        span = slice(max(start, stop - COMPARED, whole), stop)
         found: list[Check] = []
 
         def steps() -> Steps[None]:

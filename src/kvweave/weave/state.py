@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -13,7 +13,7 @@ from kvweave.run.base import Ints, Rows
 from kvweave.run.upload import up
 from kvweave.store.kv import KV, joined
 from kvweave.weave.keeping import Keeper
-from kvweave.weave.parts import Placement, is_only_here
+from kvweave.weave.parts import Available, Part, Placement, Seen, is_only_here, resolve
 from kvweave.weave.plan import Plan
 
 
@@ -133,17 +133,30 @@ class State:
             reason = "the rows that a thinned chunk lost cannot be repaired"
             raise InvalidArgument("max_drift", reason, "compress it with 'full' before")
 
+    def resolved(
+        self, parts: Sequence[Part], find: Callable[[Part, Seen], Available]
+    ) -> list[Placement]:
+        """Return where the rows of ``parts`` come from, as `resolve` says; of a context in which rows
+        were freed that are missing for this, all from what ``find`` finds."""
+        placed = resolve(parts, self.woven, find, self.before)
+        if self.keeper is None or self.keeper.sees(self.rows, placed):
+            return placed
+        return resolve(parts, [], find, self.before)
+
+    @property
+    def lost(self) -> bool:
+        """Whether rows are gone whose loss shows in an answer."""
+        return self.rows.n_freed > 0 and (self.keeper is None or self.keeper.lost(self.rows))
+
     @property
     def thinned(self) -> bool:
-        """Whether rows were freed, or rest in fewer bits than the others."""
-        return self.rows.n_freed > 0 or bool(self.rows.forms)
+        """Whether such rows are gone, or some rest in fewer bits than the others."""
+        return self.lost or bool(self.rows.forms)
 
     def frees(self, n_rows: int) -> bool:
         """Whether rows are gone whose loss shows in an answer, or will be of ``n_rows``."""
         keeper = self.keeper
-        return self.rows.n_freed > 0 or (
-            keeper is not None and (keeper.gone or not keeper.spares(n_rows))
-        )
+        return self.lost or (keeper is not None and (keeper.gone or not keeper.spares(n_rows)))
 
     def forms(self, n_rows: int) -> list[str]:
         """Return in which forms of fewer bits rows rest, or will of ``n_rows``."""

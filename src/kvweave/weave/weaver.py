@@ -34,7 +34,6 @@ from kvweave.weave.parts import (
     is_only_here,
     positions_of,
     require_speech,
-    resolve,
     seen_from,
     spans_of,
 )
@@ -90,9 +89,7 @@ class Weaver:
         Rows to repair are counted for the whole budget; a strategy may choose fewer.
         """
         known, peek = state.known, self.sources.peek
-        placed = resolve(
-            parts, state.woven, lambda part, seen: peek(part, seen, known), state.before
-        )
+        placed = state.resolved(parts, lambda part, seen: peek(part, seen, known))
         placed = self.patcher.patched(placed, strategy)
         share = {"none": 0.0, "full": 1.0}.get(strategy.name, share)
         counts = [round(share * p.ready) * (p.repairable and not p.patched) for p in placed]
@@ -140,9 +137,7 @@ class Weaver:
         self.sources.begin(parts, state.known)
         loaded: dict[int, KV] = {}
         known, load = state.known, self.sources.load
-        placed = resolve(
-            parts, state.woven, lambda part, seen: load(part, seen, known, loaded), state.before
-        )
+        placed = state.resolved(parts, lambda part, seen: load(part, seen, known, loaded))
         weaving.thinned = any(kv.kept is not None for kv in loaded.values())
         if weaving.thinned:
             state.require_heads(weaving.wish.max_drift)
