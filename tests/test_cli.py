@@ -706,3 +706,26 @@ def test_on_a_terminal_tables_are_drawn_and_a_closed_pipe_is_quiet(tmp_path):
         process.stdout.close()
         assert process.stderr.read() == b""
     assert process.returncode == app.BROKEN_PIPE
+
+
+@pytest.mark.parametrize(("n", "then"), [(1, "time.sleep(20)"), (2, "time.sleep(20)"), (1, "None")])
+def test_an_interrupt_that_python_drops_is_one(n, then):
+    """In a destructor what is raised is dropped; here the command goes on, or ends right then."""
+    code = f"""
+import os, signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)
+from kvweave.cli import app, values
+class Dropping:
+    def __del__(self):
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(.01)
+def run(args):
+    for _ in range({n}):
+        Dropping()
+    {then}
+values.dropping = run
+app.COMMANDS = {{"ls": type("C", (), {{"where": "kvweave.cli.values:dropping"}})}}
+sys.exit(app.main(["ls"]))
+"""
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=15)
+    assert (ended.returncode, ended.stderr.strip()) == (130, b"")

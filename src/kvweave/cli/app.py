@@ -17,10 +17,15 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
+from threading import Timer, main_thread
 from types import FrameType
+from typing import TYPE_CHECKING
 
 from kvweave.cli.parser import COMMANDS, UsageError, parse
 from kvweave.errors import KVWeaveError, of_system
+
+if TYPE_CHECKING:
+    from sys import UnraisableHookArgs
 
 INTERRUPTED, BROKEN_PIPE = 130, 141
 TOGETHER = 0.2  # seconds; nobody presses Ctrl-C twice in so short a time
@@ -57,15 +62,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 @contextmanager
 def _one_interrupt() -> Iterator[None]:
-    """Take SIGINTs that come together as one.
+    """Take SIGINTs that come together as one, and none as none.
 
     Who signals a process and its group sends two; the second would break off the cleaning up after
-    the first, and can leave a lock taken that is then waited for.
+    the first, and can leave a lock taken that is then waited for. What is raised in a destructor or
+    a callback Python drops: then it is raised once more.
     """
     if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         yield
         return
     last = -TOGETHER
+    show, dropped = sys.unraisablehook, Timer(TOGETHER, _interrupt_main)
 
     def interrupt(sig: int, frame: FrameType | None) -> None:
         nonlocal last
@@ -73,15 +80,35 @@ def _one_interrupt() -> Iterator[None]:
         if last - before >= TOGETHER:
             raise KeyboardInterrupt
 
+    def unraisable(ignored: UnraisableHookArgs) -> None:
+        nonlocal dropped
+        if not issubclass(ignored.exc_type, KeyboardInterrupt):
+            show(ignored)
+        elif not dropped.is_alive():
+            dropped = Timer(TOGETHER, _interrupt_main)
+            dropped.daemon = True
+            dropped.start()
+
     try:
         signal.signal(signal.SIGINT, interrupt)
     except ValueError:  # not in the main thread, so no signal comes here
         yield
         return
+    sys.unraisablehook = unraisable
     try:
         yield
+        if dropped.is_alive():
+            raise KeyboardInterrupt
     finally:
+        dropped.cancel()
+        sys.unraisablehook = show
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _interrupt_main() -> None:
+    main = main_thread().ident
+    if main is not None:
+        signal.pthread_kill(main, signal.SIGINT)  # wakes it from what it waits for
 
 
 def _fail(error: KVWeaveError, as_json: bool) -> int:
