@@ -165,7 +165,9 @@ class DenseRows:
             kept = [(at, kv.rows(0, min(kv.n_tokens, n - at))) for at, kv in waiting if at < n]
             self._waiting[layer] = kept
 
-    def place(self, runs: Sequence[tuple[int, Sequence[KV]]], positions: Ints) -> None:
+    def place(
+        self, runs: Sequence[tuple[int, Sequence[KV]]], positions: Ints, exact: int | None = None
+    ) -> None:
         for at, kvs in runs:
             for kv in kvs:
                 for layer, waiting in enumerate(self._waiting):

@@ -9,8 +9,9 @@ from zoo import VOCAB, tiny
 
 from kvweave import Engine
 from kvweave.errors import InvalidArgument
-from kvweave.run import replay
+from kvweave.run import replay, states
 from kvweave.run.base import Work
+from kvweave.run.carry import RoundedMap, StateMap
 from kvweave.run.model import Runner
 from kvweave.run.states import StateRows
 from kvweave.store.kv import KV
@@ -101,12 +102,12 @@ def test_a_clone_goes_on_by_itself(pair):
         close(logits, native(model, said)[40:])
 
 
-def placed(runner, chunks: list[KV], tokens):
+def placed(runner, chunks: list[KV], tokens, exact: int | None = None):
     """Return rows with chunks as they are, and the logits of the last ten tokens behind them."""
     n = len(tokens)
     rows = runner.new_rows()
     rows.reserve(n)
-    rows.place([(0, chunks)], np.arange(n - 10))
+    rows.place([(0, chunks)], np.arange(n - 10), exact)
     slots = np.arange(n - 10, n)
     (logits,) = runner.forward([Work(rows, tokens[slots], slots, slots, want=slots - n + 10)])
     rows.check_integrity()
@@ -136,6 +137,72 @@ def test_maps_carry_what_replaying_would(pair, monkeypatch):
     mapped = [info for info in runner.layers if info.mixer is not None and info.mixer.form]
     assert len(seen) == 2 * len(mapped) * len(chunks)
     assert bool(held) == bool(mapped)
+
+
+def test_maps_that_are_many_are_rounded_and_never_used_where_rows_are_exact(pair, monkeypatch):
+    runner, _ = pair
+    cache = states.MapCache(1 << 30)
+    for module in (states, replay):
+        monkeypatch.setattr(module, "MAPS", cache)
+    tokens = text(N)
+    kv = runner.new_kv(95)
+    filled(runner, tokens[:95], raw=kv)
+    _, wanted = placed(runner, [kv, kv], tokens)
+    whole = cache.n_bytes
+    if not whole:
+        return  # none of its mixers has maps
+    holders = [known() for known in cache._used.values()]
+    cache.limit = 1
+    cache.keep(holders[-1], holders[-1].map)
+    assert [holder.map for holder in holders[:-1]] == [None] * (len(holders) - 1)
+    cache.limit = 1 << 30
+    placed(runner, [kv, kv], tokens)
+    cache.limit = whole - 1
+    cache.keep(holders[-1], holders[-1].map)
+    rounded = [holder for holder in holders if isinstance(holder.map, RoundedMap)]
+    assert len(rounded) == (len(holders) > 1) and all(holder.map for holder in holders)
+    cache.limit = 1 << 30
+    for holder in holders:
+        if isinstance(holder.map, StateMap):
+            holder.map = RoundedMap.of(holder.map)
+    assert cache.n_bytes < 0.5 * whole
+    _, near = placed(runner, [kv, kv], tokens, exact=0)
+    assert all(isinstance(holder.map, RoundedMap) for holder in holders)
+    off = float((near - wanted).abs().max() / wanted.abs().max())
+    assert 0 < off < 0.05
+    _, both = placed(runner, [kv, kv], tokens)
+    assert all(isinstance(holder.map, StateMap) for holder in holders)
+    close(both, wanted, 1e-5)
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_an_exact_answer_rests_on_no_rounded_map(exact, monkeypatch):
+    """Maps are rounded as soon as they are made; one chunk is in front of another text, or behind it."""
+    cache = states.MapCache(1 << 30)
+    for module in (states, replay):
+        monkeypatch.setattr(module, "MAPS", cache)
+    keep = states.MapCache.keep
+    used = []
+
+    def rounding(self, holder, made):
+        keep(self, holder, made)
+        holder.map = RoundedMap.of(made)
+
+    whole = RoundedMap.whole
+    monkeypatch.setattr(states.MapCache, "keep", rounding)
+    monkeypatch.setattr(RoundedMap, "whole", lambda map: used.append(1) or whole(map))
+    with Engine(Runner(tiny("qwen3_next"), name="q"), base="", repair="none") as engine:
+        engine.put("notes", text(80).tolist())
+        for i in range(3):
+            context = engine.context(f"c{i}")
+            if not exact:
+                context.append(text(5, i).tolist())
+            context.append_chunk("notes")
+            context.append(text(7, 9 + i).tolist())
+            context.generate(max_tokens=3, ignore_eos=True)
+            assert (context.plan.drift == 0) == exact
+            assert (context.check().kl < 1e-9) == exact
+    assert bool(used) != exact and cache.n_bytes
 
 
 def test_states_are_few_and_counted(pair):

@@ -28,7 +28,7 @@ def test_what_goes_is_not_missed_and_comes_back_for_an_edit(name: str, kind: Any
     assert heads
     with Engine(runner, base="", repair="full") as engine:
         answers, freed = [], []
-        for seed, keep in enumerate((None, "full")):
+        for keep in (None, "full"):
             context = chat(engine, f"c{keep}", [20, 30, 25, 8], keep=keep)
             said = [context.generate(max_tokens=9, ignore_eos=True)]
             freed.append(rows(context).n_freed)
@@ -37,7 +37,6 @@ def test_what_goes_is_not_missed_and_comes_back_for_an_edit(name: str, kind: Any
             said.append(context.generate(max_tokens=9, ignore_eos=True))
             engine.check_integrity()
             assert context.check().kl < 1e-8 and max(context.check().k_error) < 1e-4
-            assert said[0].plan.drift == 0 and (seed or said[1].plan.drift == 0)
             answers.append([answer.tokens for answer in said])
         assert answers[0] == answers[1]
         assert freed[0] == 0 and freed[1] >= heads * 60
@@ -79,4 +78,4 @@ def test_a_later_repair_has_all_rows(kind: Any) -> None:
         context.generate(max_tokens=4, ignore_eos=True)
         assert context.check().kl > 1e-6
         context.weave(repair="full")
-        assert context.plan.drift == 0 and context.check().kl < 1e-8
+        assert context.check().kl < 1e-8

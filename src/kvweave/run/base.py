@@ -229,11 +229,14 @@ class Rows(Protocol):
         """Forget rows ``[n, ...)``, also those that wait for `settle`."""
         ...
 
-    def place(self, runs: Sequence[tuple[int, Sequence[KV]]], positions: Ints) -> None:
+    def place(
+        self, runs: Sequence[tuple[int, Sequence[KV]]], positions: Ints, exact: int | None = None
+    ) -> None:
         """Write chunks one after the other from each run's first slot on; keys are turned to
         ``positions`` [slot, from 0]. Slots must have been reserved, runs stand in order and may
         leave gaps for rows computed later. There are then rows up to the end of the last run at
-        least, all with these positions.
+        least, all with these positions. From slot ``exact`` on they are approximate, and what they do
+        to a state may be rounded; None: nowhere.
 
         Chunks still arriving are written when a pass comes to a layer, or by `settle`.
         """

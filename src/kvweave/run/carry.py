@@ -20,7 +20,31 @@ from kvweave.run.mixer import EMPTY, Mixer, MixerState
 from kvweave.run.primed import MixerCall, run_mixer
 
 FORMS = ("elementwise", "left", "right")  # A * S, A @ S, S @ A
+STEPS = 127  # to either side of 0
 CLOSE = 1e-3  # of what a random state becomes, in float32
+
+
+@dataclass(frozen=True, slots=True)
+class Rounded:
+    """Numbers [..., row, dim] in 8 bits each, of rows with a largest of their own."""
+
+    steps: Tensor  # int8
+    size: Tensor  # [..., row, 1] of a step
+
+    @classmethod
+    def of(cls, numbers: Tensor) -> Rounded:
+        """Round ``numbers``."""
+        size = numbers.abs().amax(-1, keepdim=True) / STEPS
+        least = torch.finfo(size.dtype).tiny
+        return cls((numbers / size.clamp_min(least)).round().to(torch.int8), size)
+
+    def whole(self) -> Tensor:
+        """Return the numbers, each within half a step."""
+        return self.steps * self.size
+
+    @property
+    def nbytes(self) -> int:
+        return self.steps.nbytes + self.size.nbytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +68,29 @@ class StateMap:
             pair = (self.factor, old) if self.form == "left" else (old, self.factor)
             new = torch.matmul(*pair) + self.rest
         return MixerState(self.tails.convs, {j: new})
+
+
+@dataclass(frozen=True, slots=True)
+class RoundedMap:
+    """A `StateMap` in 8 bits."""
+
+    form: str
+    factor: Rounded
+    rest: Rounded
+    tails: MixerState
+
+    @classmethod
+    def of(cls, map: StateMap) -> RoundedMap:
+        """Round a map."""
+        return cls(map.form, Rounded.of(map.factor), Rounded.of(map.rest), map.tails)
+
+    def whole(self) -> StateMap:
+        """Return the map, nearly."""
+        return StateMap(self.form, self.factor.whole(), self.rest.whole(), self.tails)
+
+    @property
+    def n_bytes(self) -> int:
+        return self.factor.nbytes + self.rest.nbytes + self.tails.n_bytes
 
 
 def carried(mixer: Mixer, call: MixerCall, rows: Tensor, front: MixerState, form: str) -> StateMap:

@@ -8,6 +8,7 @@ cores).
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,7 +18,7 @@ from torch import Tensor
 from kvweave.run.base import NO_SLOTS, Ints
 from kvweave.run.rotary import Angles, Rotation
 from kvweave.run.upload import up
-from kvweave.store.kv import LayerShape
+from kvweave.store.kv import KV, LayerShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,3 +192,22 @@ def _write(to: Tensor, at: At, rows: Tensor) -> None:
         to[:, at.where] = rows.transpose(0, 1)
     else:
         to.index_copy_(1, at.where, rows.transpose(0, 1))
+
+
+def joined_rows(kvs: Sequence[KV], layer: int) -> tuple[Tensor, Tensor]:
+    """Return keys and values of one layer, [token, head, dim] each; zeros where they are freed."""
+    k = [_dense(kv, kv.k, layer) for kv in kvs]
+    v = [_dense(kv, kv.v, layer) for kv in kvs]
+    return (k[0], v[0]) if len(kvs) == 1 else (torch.cat(k), torch.cat(v))
+
+
+def _dense(kv: KV, tensors: Sequence[Tensor], layer: int) -> Tensor:
+    """Return a chunk's rows [token, head, dim] of one layer, also those that were freed."""
+    rows = tensors[layer]
+    if kv.kept is None:
+        return rows
+    offsets = kv.kept[layer]
+    made = rows.new_zeros(kv.n_tokens + 1, *rows.shape[1:])  # the last takes the padding
+    to = up(np.where(offsets < 0, kv.n_tokens, offsets).T.copy(), rows.device)
+    made.scatter_(0, to[..., None].expand_as(rows), rows)
+    return made[:-1]

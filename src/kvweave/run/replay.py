@@ -18,7 +18,7 @@ from torch import Tensor
 from kvweave.run import attention
 from kvweave.run.base import Ints
 from kvweave.run.batch import Batch
-from kvweave.run.carry import carried, outputs_of, without_outputs
+from kvweave.run.carry import RoundedMap, carried, outputs_of, without_outputs
 from kvweave.run.mixer import EMPTY, Mixer, MixerState
 from kvweave.run.part import BatchPart
 from kvweave.run.primed import (
@@ -30,7 +30,7 @@ from kvweave.run.primed import (
     rows_given,
     run_mixer,
 )
-from kvweave.run.states import MAPS, MapHolder, StateRows
+from kvweave.run.states import MAPS, MapHolder, PlacedSpan, StateRows
 from kvweave.run.upload import up
 
 PIECE = 1024  # rows that a mixer runs at once
@@ -46,6 +46,7 @@ class ReplaySpan:
     stop: int
     picked: Ints
     holder: MapHolder | None = None
+    exact: bool = True
 
 
 def install(layer: int, mixer: Mixer, passing: type) -> None:
@@ -123,19 +124,19 @@ def _segments(rows: StateRows, start: int, part: BatchPart) -> Iterator[ReplaySp
     """Cut slots from ``start`` to the last of a part: where chunks begin that are carried over, at
     the first of its slots, and where they are too many for one call."""
     slots = part.work.slots
-    found: list[tuple[int, int, MapHolder | None]] = []
+    found: list[tuple[int, int, PlacedSpan | None]] = []
     at = start
     for span in rows.spans if rows.mixer.form is not None and not rows.mixer.stepwise else ():
         least = max(LEAST, rows.mixer.border + 1)
         if span.start < at or span.stop > part.stop or span.stop - span.start < least:
             continue
         if np.searchsorted(slots, span.start) == np.searchsorted(slots, span.stop):
-            found += [(at, span.start, None), (span.start, span.stop, span.holder)]
+            found += [(at, span.start, None), (span.start, span.stop, span)]
             at = span.stop
     found.append((at, part.stop, None))
-    for first, last, holder in found:
-        if holder is not None:
-            yield ReplaySpan(first, last, slots[:0], holder)
+    for first, last, placed in found:
+        if placed is not None:
+            yield ReplaySpan(first, last, slots[:0], placed.holder, placed.exact)
             continue
         behind = int(np.searchsorted(slots, first))
         cuts = {*range(first, last, PIECE), last}
@@ -172,11 +173,11 @@ def _carry(
     with without_outputs(mixer):
         _, state = run_mixer(mixer, call, rows.inputs(segment.start, inner), state)
     found = holder.map
-    if found is None:
+    if found is None or (segment.exact and isinstance(found, RoundedMap)):
         assert mixer.form is not None
         inputs = rows.inputs(inner, segment.stop)
         found = carried(mixer, call, inputs, state, mixer.form)
         MAPS.keep(holder, found)
     else:
         MAPS.used(holder)
-    return found(state)
+    return (found.whole() if isinstance(found, RoundedMap) else found)(state)

@@ -21,7 +21,7 @@ from kvweave.errors import InvalidArgument
 from kvweave.run.base import NO_SLOTS, Ints, LayerInfo
 from kvweave.run.below import BELOW
 from kvweave.run.handing import HANDED_WHOLE
-from kvweave.run.layers import At, LayerRows, MovableRows, RawRows
+from kvweave.run.layers import At, LayerRows, MovableRows, RawRows, joined_rows
 from kvweave.run.pool import PooledRows
 from kvweave.run.rotary import Angles, Rotation
 from kvweave.run.states import StateRows, hold_chunks
@@ -42,6 +42,7 @@ class _Run:
     kvs: list[KV]
     angles: dict[int, Angles]  # by id of a rotation
     layers: set[int]
+    exact: int | None  # from this slot on states may be rounded; None: nowhere
 
     @property
     def arrived(self) -> bool:
@@ -163,9 +164,11 @@ class KVRows:
         self.layers[layer].write(at, keys, values)
         self.layers[layer].originals(at, original)
 
-    def place(self, runs: Sequence[tuple[int, Sequence[KV]]], positions: Ints) -> None:
+    def place(
+        self, runs: Sequence[tuple[int, Sequence[KV]]], positions: Ints, exact: int | None = None
+    ) -> None:
         """Write chunks one after the other from each run's first slot on; keys are turned to
-        ``positions`` [slot, from 0].
+        ``positions`` [slot, from 0]. From slot ``exact`` on what they leave behind may be rounded.
 
         The slots must have been reserved. Chunks that are still arriving are placed layer by
         layer, when a pass comes to a layer.
@@ -173,7 +176,7 @@ class KVRows:
         if not runs:
             return
         made = [
-            _Run(start, start + sum(kv.n_tokens for kv in kvs), list(kvs), {}, set())
+            _Run(start, start + sum(kv.n_tokens for kv in kvs), list(kvs), {}, set(), exact)
             for start, kvs in runs
         ]
         self.positions[: len(positions)] = positions
@@ -201,7 +204,7 @@ class KVRows:
         stacked = {id: torch.stack(both) for id, both in angles.items()}
         at = {start: there + start for start in {layer.start for layer in pooled}}
         for i, (layer, info) in enumerate(zip(pooled, self.infos, strict=True)):
-            keys, values = _joined(kvs, i)
+            keys, values = joined_rows(kvs, i)
             rotation = info.rotation
             layer.place_at(at[layer.start], rotation, keys, stacked[id(rotation)], values)
             for run in runs:
@@ -244,10 +247,10 @@ class KVRows:
     def _write(self, run: _Run, layer: int | None = None) -> None:
         span = slice(run.start, run.stop)
         for i in sorted(run.layers) if layer is None else {layer} & run.layers:
-            keys, values = _joined(run.kvs, i)
+            keys, values = joined_rows(run.kvs, i)
             rotation = self.infos[i].rotation
             self.layers[i].place(span, rotation, keys, run.angles[id(rotation)], values)
-            hold_chunks(self.layers[i], i, run.start, run.kvs)
+            hold_chunks(self.layers[i], i, run.start, run.kvs, run.exact)
             self._thin(i, run)
             run.layers.remove(i)
 
@@ -378,22 +381,3 @@ class KVRows:
         for layer in self.layers:
             assert layer.capacity >= self.capacity, "a layer with less room than is said"
             layer.check(self.n)
-
-
-def _joined(kvs: Sequence[KV], layer: int) -> tuple[Tensor, Tensor]:
-    """Return keys and values of one layer, [token, head, dim] each; zeros where they are freed."""
-    k = [_dense(kv, kv.k, layer) for kv in kvs]
-    v = [_dense(kv, kv.v, layer) for kv in kvs]
-    return (k[0], v[0]) if len(kvs) == 1 else (torch.cat(k), torch.cat(v))
-
-
-def _dense(kv: KV, tensors: Sequence[Tensor], layer: int) -> Tensor:
-    """Return a chunk's rows [token, head, dim] of one layer, also those that were freed."""
-    rows = tensors[layer]
-    if kv.kept is None:
-        return rows
-    offsets = kv.kept[layer]
-    made = rows.new_zeros(kv.n_tokens + 1, *rows.shape[1:])  # the last takes the padding
-    to = up(np.where(offsets < 0, kv.n_tokens, offsets).T.copy(), rows.device)
-    made.scatter_(0, to[..., None].expand_as(rows), rows)
-    return made[:-1]

@@ -12,11 +12,13 @@ from threading import Lock
 from typing import Any
 from weakref import ReferenceType, ref
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from kvweave.run.carry import StateMap
+from kvweave.run.base import Ints
+from kvweave.run.carry import RoundedMap, StateMap
 from kvweave.run.layers import At, LayerRows, RawRows
 from kvweave.run.mixer import EMPTY, Mixer, MixerState
 from kvweave.run.rotary import Angles, Rotation
@@ -29,11 +31,15 @@ MARKS = 8  # states of a context and mixer at most
 class MapHolder:
     """Where the map of a chunk in one layer is kept as long as the chunk's rows are."""
 
-    map: StateMap | None = None
+    map: StateMap | RoundedMap | None = None
 
 
 class MapCache:
-    """The maps of chunks in memory: of those made or asked for last, up to ``limit`` bytes."""
+    """The maps of chunks in memory: of those made or asked for last, up to ``limit`` bytes.
+
+    Where they would be more, the oldest rest in 8 bits, and go when that is too much. On a trained
+    hybrid 8 bits cost 2 % of the drift without repair, 4 bits 160 % (docs/LOG.md).
+    """
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
@@ -55,9 +61,13 @@ class MapCache:
             holder.map = made
             self._used = {key: known for key, known in self._used.items() if known() is not None}
             self._to_the_end(holder)
-            n = self.n_bytes
-            for known in list(self._used.values())[:-1]:
-                each = known()
+            n, others = self.n_bytes, [known() for known in list(self._used.values())[:-1]]
+            for each in others:
+                if n > self.limit and each is not None and isinstance(each.map, StateMap):
+                    n -= each.map.n_bytes
+                    each.map = RoundedMap.of(each.map)
+                    n += each.map.n_bytes
+            for each in others:
                 if n > self.limit and each is not None and each.map is not None:
                     n -= each.map.n_bytes
                     each.map = None
@@ -88,6 +98,7 @@ class PlacedSpan:
     start: int
     stop: int
     holder: MapHolder
+    exact: bool = True  # so that what it does to a state may not be rounded
 
 
 class StateRows(RawRows):
@@ -131,17 +142,17 @@ class StateRows(RawRows):
     def write(self, at: At, keys: Tensor, values: Tensor) -> None:
         super().write(at, keys, values)
         if len(at.slots):
-            self._changed(int(at.slots[0]), int(at.slots[-1]) + 1)
+            self._changed(at.slots)
 
     def place(
         self, span: slice, rotation: Rotation, keys: Tensor, angles: Angles, values: Tensor
     ) -> None:
         super().place(span, rotation, keys, angles, values)
-        self._changed(span.start, span.stop)
+        self._changed(np.arange(span.start, span.stop))
 
-    def holds(self, start: int, stop: int, holder: MapHolder) -> None:
-        """Remember that ``[start, stop)`` are the rows of a chunk."""
-        self.spans.append(PlacedSpan(start, stop, holder))
+    def holds(self, span: PlacedSpan) -> None:
+        """Remember which rows are those of a chunk."""
+        self.spans.append(span)
         self.spans.sort(key=lambda span: span.start)
 
     def cut(self, n: int) -> StateRows:
@@ -150,9 +161,12 @@ class StateRows(RawRows):
         new.spans = [span for span in self.spans if span.stop <= n]
         return new
 
-    def _changed(self, first: int, stop: int) -> None:
-        self.marks = {slot: state for slot, state in self.marks.items() if slot <= first}
-        self.spans = [s for s in self.spans if s.stop <= first or s.start >= stop]
+    def _changed(self, slots: Ints) -> None:
+        self.marks = {slot: state for slot, state in self.marks.items() if slot <= slots[0]}
+        whole = [
+            np.searchsorted(slots, s.start) == np.searchsorted(slots, s.stop) for s in self.spans
+        ]
+        self.spans = [span for span, same in zip(self.spans, whole, strict=True) if same]
 
     def latest(self, slot: int) -> tuple[int, MixerState]:
         """Return the last slot up to ``slot`` in front of which the state is known, and that."""
@@ -189,10 +203,13 @@ class StateRows(RawRows):
         assert all(span.stop <= n for span in self.spans), "a chunk behind the rows"
 
 
-def hold_chunks(rows: LayerRows, layer: int, start: int, chunks: Sequence[KV]) -> None:
+def hold_chunks(
+    rows: LayerRows, layer: int, start: int, chunks: Sequence[KV], exact: int | None
+) -> None:
     """Note which slots of a layer are ``chunks``, one behind the other from ``start`` on, where it
-    keeps the rows of a mixer."""
+    keeps the rows of a mixer; ``exact``: see `base.Rows.place`."""
     if isinstance(rows, StateRows):
         for kv in chunks:
-            rows.holds(start, start + kv.n_tokens, MAPS.holder(kv.k[layer]))
-            start += kv.n_tokens
+            stop, holder = start + kv.n_tokens, MAPS.holder(kv.k[layer])
+            rows.holds(PlacedSpan(start, stop, holder, exact is None or start < exact))
+            start = stop

@@ -89,18 +89,9 @@ class Keeper:
 
     def spares(self, n: int) -> bool:
         """Tell whether of ``n`` rows none has to go."""
+        slid = any(info.mask != ALL for info in self.backend.layers) and not self.moves
         least = len(self.backend.layers) - 1  # the last one gets least
-        return not self.keep.policy.splits and sum(self._sizes(n, least)) >= n
-
-    def lost(self, rows: Rows) -> bool:
-        """Tell whether rows are gone that queries behind all others would see."""
-        for layer, info in enumerate(self.backend.layers if rows.n_freed else ()):
-            seen = self._seen_from(rows, info)
-            if any(
-                len(own) - np.searchsorted(own, seen) < rows.n - seen for own in rows.kept(layer)
-            ):
-                return True
-        return False
+        return not slid and not self.keep.policy.splits and sum(self._sizes(n, least)) >= n
 
     def sees(self, rows: Rows, placed: Sequence[Placement]) -> bool:
         """Tell whether rows computed behind those of ``placed`` that stay, and the last one of these,

@@ -102,8 +102,9 @@ def forced(backend: Backend, runs: Sequence[tuple[Rows, int, Sequence[int]]]) ->
 
 
 def _errors(rows: Rows, true_rows: Rows, layer: int) -> list[float]:
-    """Return the errors of a layer's keys and values, of the rows that each head keeps."""
-    kept = rows.kept(layer)
+    """Return the errors of a layer's keys and values, of the rows that each head keeps of all that
+    there should be."""
+    kept = [own[own < true_rows.n] for own in rows.kept(layer)]
     found = []
     for a, b in zip(rows.read(layer), true_rows.read(layer), strict=True):
         slots = kept * (a.shape[1] // len(kept))  # heads of values may be more than of keys

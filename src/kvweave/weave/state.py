@@ -144,19 +144,16 @@ class State:
         return resolve(parts, [], find, self.before)
 
     @property
-    def lost(self) -> bool:
-        """Whether rows are gone whose loss shows in an answer."""
-        return self.rows.n_freed > 0 and (self.keeper is None or self.keeper.lost(self.rows))
-
-    @property
     def thinned(self) -> bool:
-        """Whether such rows are gone, or some rest in fewer bits than the others."""
-        return self.lost or bool(self.rows.forms)
+        """Whether rows were freed, or rest in fewer bits than the others."""
+        return self.rows.n_freed > 0 or bool(self.rows.forms)
 
     def frees(self, n_rows: int) -> bool:
         """Whether rows are gone whose loss shows in an answer, or will be of ``n_rows``."""
         keeper = self.keeper
-        return self.lost or (keeper is not None and (keeper.gone or not keeper.spares(n_rows)))
+        return self.rows.n_freed > 0 or (
+            keeper is not None and (keeper.gone or not keeper.spares(n_rows))
+        )
 
     def forms(self, n_rows: int) -> list[str]:
         """Return in which forms of fewer bits rows rest, or will of ``n_rows``."""

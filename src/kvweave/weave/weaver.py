@@ -180,7 +180,8 @@ class Weaver:
         """Write the rows of all parts that are not kept."""
         moving = [p for p in placed if p.source not in ("kept", "none")]
         if moving:
-            state.rows.place(runs(moving, state.kept.own, loaded), positions_of(placed))
+            exact = next((p.slot for p in moving if not p.exact), None)
+            state.rows.place(runs(moving, state.kept.own, loaded), positions_of(placed), exact)
 
     # ---- computing
 
