@@ -41,7 +41,7 @@ def _sampling(world: World) -> tuple[int, dict[str, Any]]:
 
 def _refused_bound(world: World, chat: Chat) -> bool:
     """Whether no bound of the drift can be kept in this context."""
-    is_auto = chat.context.preview().strategy == "auto"
+    is_auto = chat.context.settings.repair == "auto"  # another draft is another calibration
     may = world.is_calibrated and is_auto and not chat.evicts
     return world.lossy or chat.thins or not (may and chat.context.settings.share == CALIBRATED)
 
@@ -70,7 +70,8 @@ def _as_claimed(
     exact_as_claimed(found, plan)
     if preview is not None:
         adds_up(preview, found.pieces)
-        exact_as_claimed(found, preview, "the preview")
+        if not (chat.thins and found.out):  # it knows of no answer that makes rows go
+            exact_as_claimed(found, preview, "the preview")
     drift_as_claimed(found, plan, world.lossy)
     if _loses(world, chat, plan):
         return
