@@ -74,6 +74,45 @@ def classes(shape: Shape) -> dict[str, tuple[str, dict[str, Any]]]:
         "shared rows": ("gemma4_text", mixed | shared),
         "norm behind the rotation": ("hunyuan_v1_dense", {}),
         **hybrids(shape),
+        **others(shape, latent),
+    }
+
+
+def others(shape: Shape, latent: dict[str, Any]) -> dict[str, tuple[str, dict[str, Any]]]:
+    """Return the same for models that see chunks of positions, or whose own attention runs."""
+    seen = min(WINDOW, 8 * shape.hidden)
+    index = {"index_n_heads": shape.heads, "index_head_dim": shape.head_dim, "index_topk": seen}
+    chunks = {
+        "attention_chunk_size": seen,
+        "layer_types": (["chunked_attention"] * 3 + ["full_attention"]) * shape.layers,
+        "no_rope_layers": ([1, 1, 1, 0] * shape.layers)[: shape.layers],
+        "intermediate_size_mlp": shape.ffn,
+        "num_local_experts": 4,
+        "moe_layers": [],
+    }
+    chunks["layer_types"] = chunks["layer_types"][: shape.layers]
+    kinds = ["heavily_compressed_attention", "compressed_sparse_attention"]
+    pooled = {
+        "num_key_value_heads": 1,
+        "head_dim": 2 * shape.head_dim,
+        "qk_rope_head_dim": shape.head_dim // 2,
+        "q_lora_rank": shape.hidden // 2,
+        "o_lora_rank": shape.hidden // 4,
+        "o_groups": 2,
+        "sliding_window": min(128, seen),
+        "layer_types": (kinds * shape.layers)[: shape.layers],
+        "compress_rates": dict(zip(kinds, (128, 4), strict=True)),
+        "mlp_layer_types": ["moe"] * shape.layers,
+        "intermediate_size": shape.ffn // 4,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 1,
+        "hc_mult": 2,
+    }
+    return {
+        "chunks of positions": ("llama4_text", chunks),
+        "index": ("deepseek_v32", latent | index),
+        "pooled rows": ("deepseek_v4", pooled | index),
+        "linear biases": ("bloom", {"n_layer": shape.layers, "n_head": shape.heads}),
     }
 
 

@@ -93,7 +93,7 @@ class Unturned(Runner):
     def new_rows(self, *args: object, **options: object) -> KVRows:
         rows = super().new_rows(*args, **options)  # type: ignore[arg-type]
         place = rows.place
-        rows.place = lambda runs, positions: place(runs, positions - positions[0])  # type: ignore[method-assign]
+        rows.place = lambda runs, positions, *more: place(runs, positions - positions[0], *more)  # type: ignore[method-assign]
         return rows
 
 

@@ -167,7 +167,9 @@ class Weaver:
             raise ContextTooLong(last, self.backend.limit)
         n_rows = n + max(n_new, weaving.strategy.draft)
         n_aside = 0 if state.keeper is None else state.keeper.aside(n)
+        copied = sum(x.shape.width for x in self.backend.layers[: weaving.strategy.copies])
         room, keep = n_aside * self.backend.row_bytes, first_change(placed)
+        room += copied * n_rows * self.backend.dtype.itemsize
         room += state.rows.bytes_for(n_rows) + state.rows.bytes_back(keep)
         n_bytes = state.bytes_for(room, keep, n, n_said)
         if state.keeps or weaving.strategy.rank:
@@ -307,7 +309,7 @@ class Weaver:
             new = replace(p, ready=p.part.n, truth=Truth.EXACT if span.exact else truth)
             if state.keeps and (p.patched or is_only_here(p)):
                 new = replace(new, origin="own")
-            if p.source != "kept" and not p.part.frozen:
+            if p.source != "kept" and state.redone_of(p) is None:  # they are of other rows
                 kept.redone.pop(p.part.uid, None)
             if whole:
                 kept.lossy.discard(p.part.uid)

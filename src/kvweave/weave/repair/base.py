@@ -123,6 +123,11 @@ class Strategy:
     rank = 0  # > 0: patches of that rank are stored and used
     draft = 0  # tokens of the reply it drafts at most: rows to have room for
 
+    @property
+    def copies(self) -> int:
+        """Layers whose rows it copies for a while."""
+        return 0
+
     def choose(self, view: View) -> Ints | Steps[Ints]:
         """Return slots to recompute, a subset of ``view.candidates``, in increasing order."""
         raise NotImplementedError

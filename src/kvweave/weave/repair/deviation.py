@@ -21,6 +21,11 @@ class Deviation(Strategy):
             raise InvalidArgument("what", f"{what!r} is none of k, v, kv")
         self.layer, self.what = layer, what
 
+    @property
+    def copies(self) -> int:
+        """As many as are recomputed."""
+        return self.layer + 1
+
     def choose(self, view: View) -> Steps[Ints]:
         """Return the ``budget`` rows that deviate most."""
         return best(view, (yield from view.deviation(self.layer, self.what)))
