@@ -247,6 +247,8 @@ class Failing:
     [
         ("Unable to write: No space left on device (os error 28)", "full"),
         ("InsufficientStorage", "full"),
+        ("in 1.1ms - Server returned non-2xx status code: 507 Insufficient Storage: x", "full"),
+        ("performing GET http://127.0.0.1:50755/b/k in 507.1ms - HTTP error: sending", "failed"),
         ("permission denied", "failed"),
     ],
 )

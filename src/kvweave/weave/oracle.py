@@ -107,7 +107,8 @@ def _errors(rows: Rows, true_rows: Rows, layer: int) -> list[float]:
     kept = [own[own < true_rows.n] for own in rows.kept(layer)]
     found = []
     for a, b in zip(rows.read(layer), true_rows.read(layer), strict=True):
-        slots = kept * (a.shape[1] // len(kept))  # heads of values may be more than of keys
+        heads = a.shape[1]  # of values there may be more than of keys
+        slots = [kept[h * len(kept) // heads] for h in range(heads)]
         pairs = [(a[own, h], b[own, h]) for h, own in enumerate(slots)]
         found.append(_error(torch.cat([x for x, _ in pairs]), torch.cat([y for _, y in pairs])))
     return found

@@ -22,7 +22,13 @@ from kvweave.store.tier.slots import Slots
 
 SUFFIX = ".kv"  # no object may be called "..", a key may
 AT_ONCE = 16  # requests of a batch
-NO_ROOM = ("os error 28", "os error 122", "QuotaExceeded", "InsufficientStorage", "507")
+NO_ROOM = (
+    "(os error 28)",
+    "(os error 122)",
+    "QuotaExceeded",
+    "InsufficientStorage",
+    "status code: 507",  # a port or a duration may be 507 too
+)
 
 _Call = Callable[[], Awaitable[Any]]
 
