@@ -16,6 +16,7 @@ from unittest.mock import patch
 
 from kvweave import Engine, KVWeaveError, Plan
 from kvweave.errors import OverBudget
+from kvweave.weave.calibration import STRATEGY
 from world import memory
 from world.checks import require
 from world.mirror import Chat, Piece, Stored, Tokens
@@ -336,4 +337,5 @@ def calibration(fingerprint: dict[str, str]) -> dict[str, object]:
         {**flat, **wide, "share": share, "bounds": [bound]}
         for share, bound in ((CALIBRATED, 1000.0), (0.5, 500.0))
     ]
-    return {"fingerprint": fingerprint, "coverage": 0.95, "n": 100, "curves": curves}
+    about = {"strategy": STRATEGY, "coverage": 0.95, "n": 100}
+    return {"fingerprint": fingerprint, **about, "curves": curves}
