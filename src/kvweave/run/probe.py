@@ -15,10 +15,10 @@ from torch import Tensor
 from transformers import (
     DynamicCache,
     PreTrainedModel,
+    cache_utils,
 )
 from transformers.cache_utils import (
     CacheLayerMixin,
-    DummyLayer,
     DynamicLayer,
     DynamicSlidingWindowLayer,
     LinearAttentionCacheLayerMixin,
@@ -67,6 +67,9 @@ SAYS = {
     "position_bias": "position biases",
     "indices": "an index that picks keys",
 }
+
+# the layer that keeps nothing came after transformers 5.19, which vLLM 0.32 has
+EMPTY = tuple(c for c in (getattr(cache_utils, "DummyLayer", None),) if c is not None)
 
 NOTHING = torch.empty(0)
 UNKNOWN = Latent(NOTHING, NOTHING, NOTHING, None)  # until it has been read off
@@ -290,7 +293,7 @@ def _check_kinds(model: PreTrainedModel, handed: bool) -> list[LayerKind]:
     except Exception as error:
         raise Refused(f"transformers has no plain cache for it ({said(error)})") from error
     for i, kind in enumerate(kinds):
-        plain = (DynamicLayer, DynamicSlidingWindowLayer, DummyLayer)
+        plain = (DynamicLayer, DynamicSlidingWindowLayer, *EMPTY)
         if isinstance(kind, LinearAttentionCacheLayerMixin):
             continue
         more = any(hasattr(kind, name) for name in MORE)
