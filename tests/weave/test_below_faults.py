@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from run.backend import ids, transformers
@@ -25,26 +26,43 @@ N_NEW = 24  # tokens of an answer
 CODES = [errno.ENOSPC, errno.EIO]
 
 
-@contextmanager
-def failing(monkeypatch: pytest.MonkeyPatch, nth: int, code: int) -> Iterator[list[int]]:
-    """Have the ``nth`` request for room in a file fail, and all later ones; yield those there were."""
-    real, asked = os.posix_fallocate, list[int]()
+ROOM, WRITE, READ = "posix_fallocate", "pwrite", "preadv"  # what a device is asked for
 
-    def fallocate(number: int, start: int, size: int) -> None:
-        asked.append(size)
+
+@contextmanager
+def failing(
+    monkeypatch: pytest.MonkeyPatch, nth: int, code: int, what: str = ROOM
+) -> Iterator[list[int]]:
+    """Have the ``nth`` request for room in a file fail, or write to or read of it, and all later ones;
+    yield those there were."""
+    real, asked = getattr(os, what), list[int]()
+
+    def request(number: int, *given: Any) -> Any:
+        if not is_below(number):
+            return real(number, *given)
+        asked.append(number)
         if len(asked) >= nth:
             raise OSError(code, os.strerror(code))
-        real(number, start, size)
+        return real(number, *given)
 
     with monkeypatch.context() as patched:
-        patched.setattr(os, "posix_fallocate", fallocate)
+        patched.setattr(os, what, request)
         yield asked
 
 
+def is_below(number: int | str) -> bool:
+    """Tell whether a descriptor is of a file below memory."""
+    try:
+        return "kvweave-below-" in os.readlink(f"/proc/self/fd/{number}")
+    except FileNotFoundError:  # the one that lists them
+        return False
+
+
 def sheets() -> int:
-    """Return how many files below memory this process has mapped."""
+    """Return how many files below memory this process has open or mapped."""
     gc.collect()
-    return Path("/proc/self/maps").read_text().count("kvweave-below-")
+    mapped = Path("/proc/self/maps").read_text().count("kvweave-below-")
+    return mapped + sum(map(is_below, os.listdir("/proc/self/fd")))
 
 
 def held(engine: Engine) -> int:
@@ -103,6 +121,66 @@ def test_wherever_the_device_fails_nothing_is_lost(
             engine.close_context("c")
             del context, ask, state, told  # a traceback holds its frames
             assert (held(engine), sheets()) == (before, files)
+
+
+def failed(
+    engine: Engine, spec: str, monkeypatch: pytest.MonkeyPatch, fault: tuple[str, int, int]
+) -> tuple[Context, int]:
+    """Return a context of two answers, of which the second met a fault, once it answered again, and how
+    many tokens it had said."""
+    what, nth, code = fault
+    context, ask = talk(engine, spec)
+    ask(0)
+    n_said = context.n_tokens
+    with failing(monkeypatch, nth, code, what), pytest.raises(StoreError) as told:
+        ask(1)
+    assert told.value.hint and ("read" if what == READ else "put") in told.value.message
+    assert isinstance(told.value, NoSpace) == (code == errno.ENOSPC)
+    engine.check_integrity()
+    state = context.session.state
+    state.rows.check_integrity()
+    assert state.n_bytes == dict(engine.shelf.charged()).get(state.name, 0)
+    return context, n_said + 30
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="needs Linux")
+@pytest.mark.parametrize("what", [READ, WRITE])
+@pytest.mark.parametrize("spec", SPECS)
+def test_rows_that_cannot_be_read_back_fail_the_answer_that_wants_them(
+    spec: str, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And nothing else: the process goes on, and so does the context once the device does."""
+    with Engine(transformers("llama"), base="", denoise="never") as engine:
+        _, ask = talk(engine, spec)
+        ask(0)
+        with failing(monkeypatch, 10**6, errno.EIO, what) as asked:
+            ask(1)
+        engine.close_context("c")
+        assert asked, "nothing was read or written in the second turn"
+        files = sheets()
+        for nth in {1, len(asked) // 2}:
+            context, n_said = failed(engine, spec, monkeypatch, (what, max(1, nth), errno.EIO))
+            assert context.n_tokens == n_said
+            with failing(monkeypatch, 10**6, errno.EIO, what):
+                again = context.generate(max_tokens=N_NEW, ignore_eos=True)
+            assert len(again.tokens) == N_NEW and again.plan.drift != 0
+            engine.check_integrity()
+            engine.close_context("c")
+            del context, again
+            assert sheets() == files
+
+
+def test_a_file_that_ends_too_early_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a mapped file that was SIGBUS."""
+    with Engine(transformers("llama"), base="", denoise="never") as engine:
+        context, ask = talk(engine, SPECS[1])
+        ask(0)
+        with monkeypatch.context() as patched:
+            patched.setattr(os, READ, lambda *_: 0)
+            with pytest.raises(StoreError, match="not all there"):
+                ask(1)
+        engine.check_integrity()
+        assert len(context.generate(max_tokens=2, ignore_eos=True).tokens) == 2
 
 
 def descriptors() -> int:

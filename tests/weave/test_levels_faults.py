@@ -131,7 +131,7 @@ def test_what_a_quota_does_not_allow_stays_unread(engine: Engine) -> None:
 
 def test_below_a_device_is_the_hosts_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also when room grows: the copy was made like rows of the host, in a file."""
-    monkeypatch.setattr(below, "_mapped", lambda *_: pytest.fail("a file"))
+    monkeypatch.setattr(below.SpillFile, "of", lambda *_: pytest.fail("a file"))
     like, device = torch.zeros(4, 8), torch.device("meta")
     rows = BelowRows.empty((like, like), 2, 16, device)
     assert rows.grown(32, 16).there.shape == (2, 32)

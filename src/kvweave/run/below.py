@@ -2,24 +2,23 @@
 
 On a CPU the tier below its memory is a file without a name in the system's directory for temporary
 files, whose room is taken before anything is written; on other devices it is the host's memory. It
-lives as long as the rows: like swap, it is no place to find anything again.
+lives as long as the rows: like swap, it is no place to find anything again. Files are read, not
+mapped: what a device cannot give back is an error of the answer that wants it, where a page that
+cannot be read would end the process.
 """
 
 from __future__ import annotations
 
-import os
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kvweave.errors import of_system
 from kvweave.run.base import Ints
+from kvweave.run.spill import HostRows, SpilledRows, SpillFile
 
 BELOW = "below"
 SPARE = 4  # a new sheet has room for a quarter more than is asked for
@@ -29,18 +28,20 @@ SPARE = 4  # a new sheet has room for a quarter more than is asked for
 class Sheet:
     """Room for rows of one layer; what is written is not written over, since copies may read it."""
 
-    k: Tensor  # [head, slot, dim] on the host
-    v: Tensor
+    k: HostRows | SpilledRows  # [head, slot, dim]
+    v: HostRows | SpilledRows
     used: NDArray[np.bool_]  # [head, slot]
 
     @classmethod
-    def new(cls, shapes: Sequence[tuple[int, int, int]], dtype: torch.dtype, mapped: bool) -> Sheet:
-        """Return room for keys and values of these shapes, in a file if ``mapped``. Raises NoSpace,
+    def new(cls, shapes: Sequence[tuple[int, int, int]], dtype: torch.dtype, filed: bool) -> Sheet:
+        """Return room for keys and values of these shapes, in a file if ``filed``. Raises NoSpace,
         StoreError."""
-        sizes = [int(np.prod(shape)) for shape in shapes]
-        flat = _mapped(sum(sizes), dtype) if mapped else torch.empty(sum(sizes), dtype=dtype)
-        k, v = flat[: sizes[0]].view(shapes[0]), flat[sizes[0] : sum(sizes)].view(shapes[1])
-        return cls(k, v, np.zeros(k.shape[:2], bool))
+        made: list[HostRows | SpilledRows]
+        if filed:
+            made = list(SpillFile.of().rows(shapes, dtype))
+        else:
+            made = [HostRows(torch.empty(shape, dtype=dtype)) for shape in shapes]
+        return cls(made[0], made[1], np.zeros(shapes[0][:2], bool))
 
 
 class BelowRows:
@@ -72,10 +73,10 @@ class BelowRows:
         return np.flatnonzero(self.there[head])
 
     def take(self, head: int, slots: Ints) -> tuple[Tensor, Tensor]:
-        """Return keys and values [slot, dim] of some rows of a head, where they are computed with."""
+        """Return keys and values [slot, dim] of some rows of a head, where they are computed with.
+        Raises StoreError."""
         assert self.there[head, slots].all(), "rows that are not below"
-        rows = torch.from_numpy(slots)
-        k, v = self.sheet.k[head, rows], self.sheet.v[head, rows]
+        k, v = self.sheet.k.read(head, slots), self.sheet.v.read(head, slots)
         return k.to(self.device), v.to(self.device)
 
     def without(self, slots: Sequence[Ints]) -> BelowRows:
@@ -95,19 +96,24 @@ class BelowRows:
         there = np.zeros((len(self.there), capacity), bool)
         there[:, :n] = self.there[:, :n]
         made = BelowRows(self.sheet, there, self.device)
-        return (
-            made if capacity <= self.sheet.k.shape[1] else made._copy(capacity + capacity // SPARE)
-        )
+        return made if capacity <= self._room else made._copy(capacity + capacity // SPARE)
 
     def _copy(self, room: int) -> BelowRows:
         """Return the same on a sheet with ``room`` for slots. Raises NoSpace, StoreError."""
-        one = self.sheet.k[0], self.sheet.v[0]
-        made = BelowRows.empty(one, len(self.there), room, self.device)
-        made.there = self.there.copy()
-        for head in range(len(self.there)):
-            rows = torch.from_numpy(self.slots(head))
-            made._write(head, rows.numpy(), self.sheet.k[head, rows], self.sheet.v[head, rows])
+        sheet, heads = self.sheet, len(self.there)
+        shapes = [(heads, room, rows.dim) for rows in (sheet.k, sheet.v)]
+        sheet = Sheet.new(shapes, sheet.k.dtype, self.device.type == "cpu")
+        made = BelowRows(sheet, np.zeros((heads, self.there.shape[1]), bool), self.device)
+        for head in range(heads):
+            slots = self.slots(head)
+            k, v = (rows.read(head, slots) for rows in (self.sheet.k, self.sheet.v))
+            made._write(head, slots, k, v)
         return made
+
+    @property
+    def _room(self) -> int:
+        """Slots that the sheet has room for."""
+        return int(self.sheet.used.shape[1])
 
     def put(self, slots: Sequence[Ints], rows: Sequence[tuple[Tensor, Tensor]]) -> BelowRows:
         """Return these rows and keys and values [slot, dim] of each head's ``slots``, new or written over. Raises
@@ -116,7 +122,7 @@ class BelowRows:
         if not all(
             self._as_written(h, *each) for h, each in enumerate(zip(slots, rows, strict=True))
         ):
-            made = made._copy(self.sheet.k.shape[1])
+            made = made._copy(self._room)
         for head, (some, both) in enumerate(zip(slots, rows, strict=True)):
             made._write(head, some, *both)
         return made
@@ -127,28 +133,12 @@ class BelowRows:
         again = np.flatnonzero(self.sheet.used[head, slots])
         if not len(again):
             return True
-        given, rows = torch.from_numpy(again), torch.from_numpy(slots[again])
+        given = torch.from_numpy(again)
         pairs = zip(both, (self.sheet.k, self.sheet.v), strict=True)
-        return all(torch.equal(t.cpu()[given], old[head, rows]) for t, old in pairs)
+        return all(torch.equal(t.cpu()[given], old.read(head, slots[again])) for t, old in pairs)
 
     @torch.inference_mode()
     def _write(self, head: int, slots: Ints, keys: Tensor, values: Tensor) -> None:
-        rows = torch.from_numpy(slots)
-        self.sheet.k[head, rows], self.sheet.v[head, rows] = keys.cpu(), values.cpu()
+        self.sheet.k.write(head, slots, keys.cpu())
+        self.sheet.v.write(head, slots, values.cpu())
         self.there[head, slots] = self.sheet.used[head, slots] = True
-
-
-def _mapped(n: int, dtype: torch.dtype) -> Tensor:
-    """Return ``n`` numbers of a file that has no name. Raises NoSpace, StoreError."""
-    directory = Path(tempfile.gettempdir())
-    n = max(1, n)
-    try:
-        number, name = tempfile.mkstemp(prefix="kvweave-below-")
-        try:
-            os.posix_fallocate(number, 0, n * dtype.itemsize)
-            return torch.from_file(name, shared=True, size=n, dtype=dtype)
-        finally:
-            os.close(number)
-            os.unlink(name)
-    except OSError as error:
-        raise of_system(error, "put rows below memory in", directory) from error
