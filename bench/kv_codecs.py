@@ -37,7 +37,8 @@ from kvweave.run.model import Runner
 from kvweave.run.rows import KVRows
 from kvweave.store.codec import parse
 from kvweave.store.kv import KV
-from kvweave.store.record.layout import Head, encode
+from kvweave.store.record.encode import encode
+from kvweave.store.record.layout import Head
 from kvweave.suite import prose
 from kvweave.suite.exam import Exam
 from kvweave.suite.run import Suite

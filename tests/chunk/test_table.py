@@ -170,9 +170,8 @@ def test_update_and_touch(table):
     record = table.get(id)
     assert (record.tier, record.n_bytes, record.deps) == ("disk", 4, (1, 2))
     assert (record.last_used, record.n_uses) == (99.0, 2)
-    assert table.n_bytes_by("tier") == {"disk": 4, "ram": 7}
-    assert table.n_bytes_by("kind") == {"document": 4, "tool": 7}
-    assert table.n_bytes_by("namespace") == {"": 4, "b": 7}
+    assert table.sizes() == [("document", "disk", 1, record.n_tokens, 4)]
+    assert [size.n_bytes for size in table.sizes("b")] == [7]
     for change in ({"tier": "tape"}, {"n_bytes": -1}, {"kind": "tool"}):
         with pytest.raises(InvalidArgument):
             table.update(id, **change)

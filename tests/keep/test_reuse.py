@@ -215,3 +215,24 @@ def test_what_several_live_sessions_use_comes_back_sooner() -> None:
     policy.ended("b")
     policy.check_integrity()
     assert 1 in set(policy.victims()) and policy._place[1].sessions == 0
+
+
+def test_groups_are_weighed_for_many_victims_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn, in_order = [], ReuseTime._in_order
+    monkeypatch.setattr(ReuseTime, "_in_order", lambda self: drawn.append(1) or in_order(self))
+    policy = Declared(1 << 40)
+    for i in range(3000):
+        policy.used(i, 100 + i, Facts(0.01, ("document", "tool")[i % 2], f"s{i % 100}"))
+    went = []
+    for i in range(3000, 3320):
+        fresh = next(in_order(policy))
+        goes = next(policy.victims())
+        went.append(goes == fresh)
+        policy.evicted(goes)
+        policy.used(i, 100, Facts(0.01, "document", f"s{i % 100}"))
+    assert len(drawn) <= 320 / 16 + 1
+    assert sum(went) > 250, "and what goes is nearly always what would go if each were weighed"
+    policy.used(7, 107, Facts(0.01, "tool", "s7"))
+    policy.pruned(7)
+    assert next(policy.victims()) == 7, "what was declared dead does not wait for the next draw"
+    policy.check_integrity()

@@ -7,7 +7,8 @@ import torch
 
 from kvweave.store.codec import parse
 from kvweave.store.kv import KV, LayerShape
-from kvweave.store.record.layout import Head, encode
+from kvweave.store.record.encode import encode
+from kvweave.store.record.layout import Head
 from kvweave.store.record.transfer import Expected, digest_of, key_of, read_heads
 from kvweave.store.tier.base import Get, Outcome, Put, Tier
 

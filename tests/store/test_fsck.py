@@ -20,7 +20,8 @@ from kvweave.cli.app import main
 from kvweave.errors import StoreError
 from kvweave.store import fsck
 from kvweave.store.codec import parse
-from kvweave.store.record.layout import FIXED, START, encode
+from kvweave.store.record.encode import encode
+from kvweave.store.record.layout import FIXED, START
 from kvweave.store.tier.base import PAGE
 
 NAMES = ("a", "b", "c", "d")

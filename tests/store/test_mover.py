@@ -12,9 +12,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvweave.errors import LoadFailed, OverBudget
+from kvweave.errors import LoadFailed, OverBudget, StoreError
 from kvweave.keep import LRU
-from kvweave.store import mover as mover_module
+from kvweave.store import behind
 from kvweave.store.arriving import Arriving
 from kvweave.store.codec import parse
 from kvweave.store.kv import KV, LayerShape
@@ -127,6 +127,89 @@ def test_behind_the_last_level_chunks_are_lost_and_pinned_ones_stay(tmp_path: Pa
     mover.close()
 
 
+class Below(Memory):
+    """A tier of ours below another; puts to it are ``said`` to have gone so, where that is not done."""
+
+    name = "disk"
+
+    def __init__(self) -> None:
+        super().__init__(1 << 20)
+        self.said, self.durable = Outcome("done"), set[bool]()
+
+    def put(
+        self, puts: list[Put], *, durable: bool = False, deadline: float | None = None
+    ) -> list[Outcome]:
+        self.durable.add(durable)
+        if not self.said.ok:
+            return [self.said] * len(puts)
+        return super().put(puts, durable=durable, deadline=deadline)
+
+
+def kept(tier: Tier, budget: int | None) -> Level:
+    one = level(tier, budget)
+    one.relation, one.name = "mine", "disk"
+    return one
+
+
+def test_what_is_kept_goes_down_durably_and_the_last_budget_is_the_bound() -> None:
+    below = Below()
+    mover = Mover([kept(Memory(1 << 20), 60_000), kept(below, 60_000)], about)
+    size = mover.save(0, kv(20), durable=True).held[0].n_bytes
+    for i in range(1, 10):
+        mover.save(i, kv(20, i), durable=True)
+    assert below.durable == {True}
+    # both are as full as they may be, with the newest above: room is made below before one goes there
+    fit = 60_000 // size
+    assert [sorted(each.held) for each in mover.levels] == [
+        [*range(10 - fit, 10)], [*range(10 - 2 * fit, 10 - fit)],
+    ]  # fmt: skip
+    mover.check_integrity()
+    mover.close()
+
+
+@pytest.mark.parametrize("how", ["failed", "late"])
+@pytest.mark.parametrize("keeps", [True, False])
+def test_what_is_kept_stays_where_the_level_below_fails(how: str, keeps: bool) -> None:
+    below = Below()
+    mover = Mover([kept(Memory(1 << 20), 60_000), kept(below, None)], about)
+    if not keeps:
+        mover.levels[0].name = "ram"  # nothing was acknowledged as durable here
+    for i in range(4):
+        mover.save(i, kv(20, i), on=mover.levels[0], durable=keeps)
+    below.said = Outcome(how, "it is not well")  # type: ignore[arg-type]
+    there = set(mover.levels[0].held)
+    if keeps:
+        with pytest.raises(OverBudget):
+            mover.save(9, kv(20, 9), on=mover.levels[0], durable=True)
+        assert set(mover.levels[0].held) == there
+    else:
+        mover.save(9, kv(20, 9), on=mover.levels[0])
+        assert 9 in mover.levels[0].held
+    mover.check_integrity()
+    mover.close()
+
+
+def test_moving_down_ends_with_the_put_that_wanted_room() -> None:
+    """A level below that takes its time does so once, not once a chunk."""
+    below = Below()
+    mover = Mover([kept(Memory(1 << 20), 60_000), kept(below, None)], about, seconds=0.3)
+    for i in range(4):
+        mover.save(i, kv(20, i), durable=True)
+    asked: list[float] = []
+
+    def slow(*_: object, deadline: float, **__: object) -> list[Outcome]:
+        asked.append(deadline)
+        time.sleep(max(0.0, deadline - time.monotonic()))
+        return [Outcome("late", "slow")]
+
+    below.put = slow  # type: ignore[method-assign, assignment]
+    begun = time.monotonic()
+    with pytest.raises((OverBudget, StoreError)):
+        mover.save(9, kv(20, 9), on=mover.levels[0], durable=True)
+    assert len(asked) == 1 and asked[0] <= begun + 0.4
+    mover.close()
+
+
 def test_what_no_level_takes_is_refused(tmp_path: Path) -> None:
     mover = Mover([level(Memory(4096))], about)
     with pytest.raises(OverBudget):
@@ -142,7 +225,7 @@ def test_writing_behind_is_bounded_and_what_is_dropped_meanwhile_goes(
     tier = Held(1 << 20)
     mover = Mover([level(tier)], about)
     one = kv(10)
-    monkeypatch.setattr(mover_module, "BEHIND", 3 * one.n_bytes)
+    monkeypatch.setattr(behind, "MOST", 3 * one.n_bytes)
     assert [mover.clean(i, kv(10, i)) for i in (1, 2, 3, 4)] == [True, True, True, False]
     assert not mover.clean(1, one), "it waits already"
     mover.drop(2)

@@ -15,7 +15,8 @@ from store.records import CHUNK, MODEL, about, load, store
 from kvweave.errors import CorruptChunk, FormatTooNew, InvalidArgument
 from kvweave.store.codec import parse
 from kvweave.store.kv import KV, LayerShape
-from kvweave.store.record.layout import FIXED, START, Head, encode
+from kvweave.store.record.encode import encode
+from kvweave.store.record.layout import FIXED, START, Head
 from kvweave.store.record.transfer import fault, key_of, read_heads
 from kvweave.store.tier.base import PAGE, Outcome, checked
 

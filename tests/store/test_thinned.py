@@ -18,15 +18,15 @@ from store.records import CHUNK, MODEL, about, load, store, thinned
 
 from kvweave.errors import CorruptChunk, FormatTooNew, InvalidArgument
 from kvweave.keep import LRU
-from kvweave.store import mover as mover_module
-from kvweave.store import reader
+from kvweave.store import behind, reader
 from kvweave.store.arriving import Arriving, Load
 from kvweave.store.codec import CODECS, parse
 from kvweave.store.kv import KV
 from kvweave.store.level import Level
 from kvweave.store.mover import Mover
 from kvweave.store.record import layout
-from kvweave.store.record.layout import FIXED, START, Head, encode, record_bytes
+from kvweave.store.record.encode import encode, record_bytes
+from kvweave.store.record.layout import FIXED, START, Head
 from kvweave.store.record.offsets import masked, offsets_of
 from kvweave.store.record.transfer import Expected, fault, key_of, read_heads
 from kvweave.store.shelf import Shelf
@@ -333,7 +333,7 @@ def test_memory_lets_go_of_it_for_the_level_below(two: Mover) -> None:
 
 
 def test_it_is_written_behind(two: Mover, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mover_module, "BEHIND", 1 << 20)
+    monkeypatch.setattr(behind, "MOST", 1 << 20)
     assert two.clean(4, CHUNKS[4])
     two.settle()
     assert same(two.load([4])[4].whole(), CHUNKS[4])

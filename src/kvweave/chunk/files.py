@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from heapq import nlargest, nsmallest
@@ -166,14 +167,20 @@ class Files:
             raise InvalidArgument("by", f"{by!r} is none of {', '.join(GROUPS)}")
         spaces = self.table.namespaces() if all_namespaces else [self.namespace]
         totals: dict[str, list[int]] = {}
+
+        def add(key: str, *more: int) -> None:
+            total = totals.setdefault(key, [0, 0, 0])
+            total[:] = map(operator.add, total, more)
+
         for space in spaces:
             files = Files(self.table, space)
+            if not pattern and by != "dir":  # the database adds up by itself
+                for size in self.table.sizes(space):
+                    add(space if by == "namespace" else getattr(size, by), *size[2:])
+                continue
             for name, record in files._chunks(pattern) if pattern else files._everything():
                 key = directory_of(name, pattern) if by == "dir" else getattr(record, by)
-                total = totals.setdefault(key, [0, 0, 0])
-                total[0] += 1
-                total[1] += record.n_tokens
-                total[2] += record.n_bytes
+                add(key, 1, record.n_tokens, record.n_bytes)
         usages = [Usage(key, *total) for key, total in totals.items()]
         return sorted(usages, key=lambda usage: (-usage.n_bytes, -usage.n_tokens, usage.key))
 

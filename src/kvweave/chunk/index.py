@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,7 +12,7 @@ from numpy.typing import NDArray
 from kvweave.chunk.identity import NO_TOKEN, ChunkId, normal_name
 from kvweave.chunk.names import RECENT, suggest
 from kvweave.chunk.record import Record
-from kvweave.chunk.rows import ChunkFacts, IndexRows
+from kvweave.chunk.rows import ChunkFacts, GroupSize, IndexRows, size_of
 from kvweave.chunk.sqlite import SqliteRows
 from kvweave.chunk.transactions import Transactions
 from kvweave.errors import ChunkNotFound, InvalidArgument, InvalidName
@@ -115,15 +114,11 @@ class Index:
         """Return how many chunks have this one as base."""
         return self._rows.n_children(id)
 
-    def n_bytes_by(self, key: Literal["tier", "kind", "namespace"]) -> dict[str, int]:
-        """Return the bytes of KV for each tier, kind or namespace; takes one pass over all."""
-        if key not in ("tier", "kind", "namespace"):
-            raise InvalidArgument("key", f"{key!r} is none of tier, kind, namespace")
-        totals: dict[str, int] = {}
-        for record in self:
-            group = getattr(record, key)
-            totals[group] = totals.get(group, 0) + record.n_bytes
-        return totals
+    def sizes(self, namespace: str = "") -> list[GroupSize]:
+        """Return what the chunks of a namespace take, by kind and tier, a group once or more."""
+        newer = self._tx.newer()
+        found = [size_of(x) for x in newer.values() if x.namespace == namespace]
+        return found + self._rows.sizes(namespace, list(newer))
 
     def is_virtual(self, id: ChunkId) -> bool:
         """Tell whether a chunk's rows were given, not made from tokens. Raises ChunkNotFound."""

@@ -21,7 +21,7 @@ from xxhash import xxh3_64_intdigest
 from kvweave.chunk.identity import KINDS, TIERS, ChunkId, TierName
 from kvweave.chunk.link import ALIVE, Link
 from kvweave.chunk.record import KIND_CODE, Record
-from kvweave.chunk.rows import ChunkFacts
+from kvweave.chunk.rows import ChunkFacts, GroupSize, size_of
 from kvweave.errors import ChunkNotFound, CorruptChunk
 
 _STEP = 2000
@@ -103,6 +103,9 @@ class PostgresRows(Link):
                 tier, n_bytes, _ = self._facts.get(id, (TIERS[-1], 0, ()))
                 yield ChunkFacts(id, digest, n_bytes, tier)
             last = rows[-1][0]
+
+    def sizes(self, namespace: str, but: Sequence[ChunkId]) -> list[GroupSize]:
+        return [size_of(x) for x in self.chunks() if x.namespace == namespace and x.id not in but]
 
     def digests(self) -> Iterator[bytes]:
         return iter([bytes(row[0]) for row in self._all("SELECT digest FROM kvweave_chunks")])

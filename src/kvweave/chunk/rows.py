@@ -22,6 +22,21 @@ class ChunkFacts(NamedTuple):
     tier: str
 
 
+class GroupSize(NamedTuple):
+    """What the chunks of one kind on one tier take."""
+
+    kind: str
+    tier: str
+    n: int
+    n_tokens: int
+    n_bytes: int
+
+
+def size_of(record: Record) -> GroupSize:
+    """Return what one chunk takes."""
+    return GroupSize(record.kind, record.tier, 1, record.n_tokens, record.n_bytes)
+
+
 class IndexRows(Protocol):
     """The rows of one index. All methods raise StoreError; after an error that was no refusal of one
     row, the transaction can only be rolled back.
@@ -80,6 +95,9 @@ class IndexRows(Protocol):
 
     def facts(self) -> Iterator[ChunkFacts]:
         """Yield the facts of every chunk, by id."""
+
+    def sizes(self, namespace: str, but: Sequence[ChunkId]) -> list[GroupSize]:
+        """Return what the chunks of a namespace take, but for some of them."""
 
     def digests(self) -> Iterator[bytes]:
         """Yield every digest as of one moment."""

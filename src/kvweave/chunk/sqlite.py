@@ -12,11 +12,11 @@ from kvweave.chunk.check import check_rows, is_good_chunk
 from kvweave.chunk.file import IndexFile
 from kvweave.chunk.format import damaged, name_sum, row_sum, tokens_sum
 from kvweave.chunk.guard import as_ours
-from kvweave.chunk.identity import TIERS, ChunkId
+from kvweave.chunk.identity import KINDS, TIERS, ChunkId
 from kvweave.chunk.levels import Holders
 from kvweave.chunk.rebuild import create, set_meta
 from kvweave.chunk.record import Record, from_row, to_row
-from kvweave.chunk.rows import ChunkFacts
+from kvweave.chunk.rows import ChunkFacts, GroupSize
 from kvweave.errors import StoreError
 
 TOGETHER = 500
@@ -170,6 +170,16 @@ class SqliteRows:
             for id, digest, n_bytes, tier in rows:
                 yield ChunkFacts(id, digest, n_bytes, TIERS[tier])
             last = rows[-1][0]
+
+    def sizes(self, namespace: str, but: Sequence[ChunkId]) -> list[GroupSize]:
+        query = (
+            "SELECT kind, tier, count(*), sum(n_tokens), sum(n_bytes) FROM chunks WHERE namespace=?"
+            f" AND id NOT IN ({','.join('?' * len(but))}) GROUP BY kind, tier"
+        )
+        return [
+            GroupSize(KINDS[kind], TIERS[tier], *rest)
+            for kind, tier, *rest in self._all(query, namespace, *but)
+        ]
 
     def digests(self) -> Iterator[bytes]:
         # One statement: nothing of this connection comes in between.

@@ -311,6 +311,10 @@ class Transactions:
         known = self._dirty.get(record.id)
         self._dirty[record.id] = (record, n_uses + (known[1] if known else 0))
 
+    def newer(self) -> dict[ChunkId, Record]:
+        """Return the records that the database does not know as they are."""
+        return {id: record for id, (record, _) in self._dirty.copy().items()}
+
     def settle(self) -> None:
         """Have the database know what is only in memory."""
         if self._dirty:

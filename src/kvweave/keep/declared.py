@@ -85,6 +85,7 @@ class Declared(ReuseTime):
         if key not in self._last or key in self._dead or len(self._users[key]) > 1:
             return
         self._told = True
+        self._drawn.clear()
         for stats in self._stats_of(self._counted[key]):
             stats.died(self._clock - self._last[key])
         if key in self._held:
@@ -95,6 +96,7 @@ class Declared(ReuseTime):
 
     def ended(self, session: str) -> None:
         """Let go what only ``session`` used before all that is alive."""
+        self._drawn.clear()
         for key in self._used_by.pop(session, ()):
             self._users[key].discard(session)
             if not self._users[key] and key not in self._common:

@@ -26,7 +26,7 @@ from kvweave.store.codec import CodecSpec, parse
 from kvweave.store.kv import KV, LayerShape
 from kvweave.store.level import Level
 from kvweave.store.mover import Mover
-from kvweave.store.record.layout import record_bytes
+from kvweave.store.record.encode import record_bytes
 from kvweave.store.record.transfer import Expected, key_of
 from kvweave.store.shelf import Shelf
 from kvweave.store.staging import Staging
@@ -111,6 +111,8 @@ class SizedLevel(Level):
     ) -> Outcome:
         """Note a record of the size a raw one has, and count the write."""
         n, key = record_bytes(kv), key_of(expected.digest, self.choice, False)
+        if not self._fits(id, key, n):
+            return Outcome("full", "more than there is room for")
         self.written, self.n_writes = self.written + n, self.n_writes + 1
         self.sized.note(key, n)
         self._note(id, key, n)
@@ -132,7 +134,11 @@ class SizedMover(Mover):
         return Expected(f"{id:032x}", n, (LayerShape(1, 1, 1, 0),), torch.uint8)
 
     def load(  # type: ignore[override]  # nothing is on its way: it is there
-        self, ids: Iterable[int], only: Level | None = None, to: Staging | None = None
+        self,
+        ids: Iterable[int],
+        only: Level | None = None,
+        to: Staging | None = None,
+        ends: float | None = None,
     ) -> dict[int, KV]:
         """Return what is on a level, and count the read."""
         found = {}

@@ -14,36 +14,24 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TypeVar
+from collections.abc import Iterable, Iterator, Mapping
 
 from kvweave.keep.base import UNKNOWN, Facts, Policy
 from kvweave.store.book import Book, Held
 from kvweave.store.codec import CodecSpec
-from kvweave.store.collect import register
 from kvweave.store.kv import KV
-from kvweave.store.record.layout import Head, encode
-from kvweave.store.record.transfer import (
-    GENERATIONS,
-    MARK,
-    Expected,
-    digest_of,
-    is_lossy,
-    key_of,
-    read_heads,
-    verify,
-)
-from kvweave.store.tier.base import DONE, LATE, Get, Outcome, Put, Tier
+from kvweave.store.record.encode import encode
+from kvweave.store.record.layout import Head
+from kvweave.store.record.transfer import GENERATIONS, Expected, digest_of, is_lossy, key_of
+from kvweave.store.records import Records
+from kvweave.store.tier.base import LATE, Get, Outcome, Tier
 from kvweave.store.tier.guarded import QUIET, listed
-from kvweave.store.tier.limit import Absence
-from kvweave.store.turns import Turns
+from kvweave.store.tier.keys import n_bytes_of
 
-HEADS = 4096  # of the records read last: a few KiB each
 PLACES = {"ram": "ram", "disk": "disk", "files": "disk"}  # what is elsewhere is remote
 LOW = 0.99  # of a full level that stays when room is made: moving one chunk for each is slow
 PAUSES = (1.0, 60.0)  # seconds a record in doubt is left alone: at first, and at most
 log = logging.getLogger("kvweave.store")
-T = TypeVar("T")
 
 
 class Level:
@@ -70,16 +58,10 @@ class Level:
         self.name = tier.name
         self.relation = "shared" if tier.shared else relation
         self._doubts: dict[int, tuple[float, float]] = {}  # chunk -> when it ends, its length
-        self._spoilt: set[str] = set()  # condemned where we may not discard
-        self._undone: set[str] = set()  # to be discarded still
-        self._heads: dict[str, Head] = {}
-        self._absence = Absence()
-        self._index = index
-        self._registered = False
         self._lock = threading.RLock()
         self.book = Book(policy, self._lock)
         self.held = self.book.held
-        self._turns = Turns()  # of those who create or discard a record
+        self.records = Records(tier, model, index)
 
     def __contains__(self, id: int) -> bool:
         return id in self.held
@@ -111,7 +93,7 @@ class Level:
         if id not in self.held:
             return False
         doubt = self._doubts.get(id)
-        return (doubt is None or time.monotonic() >= doubt[0]) and not self._absence.left()
+        return (doubt is None or time.monotonic() >= doubt[0]) and not self.records.absence.left()
 
     def lossy(self, id: int) -> bool:
         """Tell whether a chunk's rows here went through a codec that loses something."""
@@ -150,11 +132,11 @@ class Level:
                 self._note(id, *min(strays.items(), key=_lossy_last))
             elif not self.owned:
                 asked += [(id, key) for key in self._names(expected.digest)]
-        if not asked or self._absence.left():
+        if not asked or self.records.absence.left():
             return
-        found = self._judge(self.tier.look([key for _, key in asked], deadline=deadline))
+        found = self.records.judge(self.tier.look([key for _, key in asked], deadline=deadline))
         for (id, key), n in zip(asked, found, strict=True):
-            if isinstance(n, int) and id not in self.held and key not in self._spoilt:
+            if isinstance(n, int) and id not in self.held and key not in self.records.spoilt:
                 self._note(id, key, n)
 
     def _names(self, digest: str) -> list[str]:
@@ -182,74 +164,42 @@ class Level:
         A record of its key that is there already is used, after it was verified: its head, and for
         a ``durable`` one all of it. One that is spoilt, or about to be collected, is passed over.
         """
-        if left := self._absence.wait(deadline):
+        if left := self.records.absence.wait(deadline):
             return Outcome("failed", f"{self.name} is left alone for {left:.2f} s")
-        if durable and not self.owned and (why := self._register(deadline)) is not None:
+        if durable and not self.owned and (why := self.records.register(deadline)) is not None:
             return why
         choice = self.choice if choice is None else choice
-        data: list[memoryview] | None = None
+        data: list[memoryview] = []
         outcome = Outcome("failed", "no name is free")
         for generation in range(GENERATIONS):
             key = key_of(expected.digest, choice, kv.lossy, generation)
-            if key in self._spoilt:
+            if key in self.records.spoilt:
                 continue
-            with self._turns.alone(key, deadline) as alone:
+            with self.records.turns.alone(key, deadline) as alone:
                 if not alone:
                     return LATE
                 if durable and not self.owned:
-                    marked = self.tier.look([key + MARK], deadline=deadline)[0]
-                    if isinstance(marked, int):
+                    doomed = self.records.doomed(key, deadline)
+                    if doomed.ok:
                         continue
-                    if marked.state != "missing":
-                        return self._judge([marked])[0]
-                if data is None:
-                    data = encode(kv, choice, self.model, expected.digest)
-                outcome = self._create(key, data, expected, durable, deadline)
+                    if doomed.state != "missing":
+                        return doomed
+                data = data or encode(kv, choice, self.model, expected.digest)
+                n = n_bytes_of(data)
+                if not self._fits(id, key, n):
+                    return Outcome("full", f"{n} bytes are more than there is room for")
+                outcome = self.records.create(key, data, expected, durable, self.owned, deadline)
                 if outcome.ok:
-                    self._note(id, key, sum(len(piece) for piece in data))
+                    self._note(id, key, n)
                 if outcome.state != "exists":
                     return outcome
         return outcome
 
-    def _register(self, deadline: float | None) -> Outcome | None:
-        """Have our index known to whoever sweeps this tier; return why that cannot be done."""
-        if self._index is None:
-            return Outcome("failed", "no index would keep it: there is no home")
-        if not self._registered:
-            outcome = register(self.tier, *self._index, deadline)
-            self._registered = outcome.state in ("done", "exists")
-            if not self._registered:
-                return self._judge([outcome])[0]
-        return None
-
-    def _create(
-        self,
-        key: str,
-        data: Sequence[memoryview],
-        expected: Expected,
-        durable: bool,
-        deadline: float | None,
-    ) -> Outcome:
-        """Have a good record of this key; ``exists`` when one is there that cannot be used."""
-        for _ in range(2):
-            put = [Put(key, data)]
-            outcome = self._judge(self.tier.put(put, durable=durable, deadline=deadline))[0]
-            if outcome.state != "exists":
-                return outcome
-            found = self._verify(key, expected, durable, deadline)
-            if found.ok or found.state == "late":
-                return found
-            if found.state != "wrong" or not self.owned:
-                break
-            self.tier.discard([key], deadline=deadline)
-        return outcome
-
-    def _verify(self, key: str, expected: Expected, whole: bool, deadline: float | None) -> Outcome:
-        self._heads.pop(key, None)
-        head = read_heads(self.tier, [(key, expected)], self.model, deadline)[0]
-        if isinstance(head, Outcome):
-            return head
-        return verify(self.tier, key, head, deadline) if whole else DONE
+    def _fits(self, id: int, key: str, n_bytes: int) -> bool:
+        """Tell whether a record may be beside what is there; where others are, the tier decides."""
+        held = self.held.get(id)
+        there = held.n_bytes if held is not None and held.key == key else 0
+        return not self.owned or self.has_room(n_bytes - there)
 
     # ---- reading
 
@@ -257,36 +207,19 @@ class Level:
         self, wanted: Mapping[int, Expected], deadline: float | None
     ) -> dict[int, Head | Outcome]:
         """Return what chunks' records hold, verified; one request for those not read lately."""
-        found: dict[int, Head | Outcome] = {}
-        asked: list[tuple[int, str, Expected]] = []
-        for id, expected in wanted.items():
-            held = self.held.get(id)
-            if held is None:
-                found[id] = Outcome("missing", f"#{id}")
-            elif (known := self._heads.get(held.key)) is not None:
-                found[id] = known
-            else:
-                asked.append((id, held.key, expected))
-        if not asked:
-            return found
-        heads = read_heads(self.tier, [(k, e) for _, k, e in asked], self.model, deadline)
-        self._judge(heads)
-        with self._lock:
-            for (id, key, _), head in zip(asked, heads, strict=True):
-                found[id] = head
-                if isinstance(head, Head):
-                    while len(self._heads) >= HEADS:
-                        del self._heads[next(iter(self._heads))]
-                    self._heads[key] = head
-        return found
+        found: dict[int, Head | Outcome] = {id: Outcome("missing", f"#{id}") for id in wanted}
+        keys = {id: held.key for id in wanted if (held := self.held.get(id)) is not None}
+        heads = self.records.heads([(key, wanted[id]) for id, key in keys.items()], deadline)
+        return found | dict(zip(keys, heads, strict=True))
 
     def stale(self, id: int) -> None:
         """Have the head of a chunk's record read again."""
-        self._heads.pop(self.held[id].key if id in self.held else "", None)
+        if (held := self.held.get(id)) is not None:
+            self.records.stale(held.key)
 
     def get(self, gets: list[Get], deadline: float | None) -> list[Outcome]:
         """Fill buffers."""
-        return self._judge(self.tier.get(gets, deadline=deadline))
+        return self.records.judge(self.tier.get(gets, deadline=deadline))
 
     def used(self, id: int, facts: Facts = UNKNOWN) -> None:
         """Note that a chunk was read."""
@@ -309,7 +242,7 @@ class Level:
             if self.owned:
                 self._discard([held.key], time.monotonic() + 1.0)
             else:
-                self._spoilt.add(held.key)
+                self.records.spoilt.add(held.key)
         elif outcome.state != "missing":
             with self._lock:
                 pause = self._doubts.get(id, (0.0, PAUSES[0] / 2))[1] * 2
@@ -322,7 +255,7 @@ class Level:
             held = self.book.forget(id)
             self._doubts.pop(id, None)
             if held is not None and held.key not in self.book.users:
-                self._heads.pop(held.key, None)
+                self.records.stale(held.key)
             return held
 
     def drop(self, ids: Iterable[int], deadline: float | None = None) -> None:
@@ -332,7 +265,7 @@ class Level:
             held = self.forget(id)
             if held is not None and self.owned:
                 gone |= {held.key, *self.book.others(held.key)}
-        if gone or self._undone:
+        if gone or self.records.undone:
             self._discard(gone, deadline)
 
     def over(self, n_bytes: int) -> int:
@@ -357,7 +290,7 @@ class Level:
     def close(self) -> None:
         """Discard what is to go still, and close the tier."""
         try:
-            if self._undone:
+            if self.records.undone:
                 self._discard((), time.monotonic() + 1.0)
         finally:
             self.tier.close()
@@ -370,28 +303,12 @@ class Level:
     def _note(self, id: int, key: str, n_bytes: int) -> None:
         with self._lock:
             self._doubts.pop(id, None)
-            self._undone.discard(key)
+            self.records.undone.discard(key)
             self.book.note(id, key, n_bytes, strays=self.owned)
 
     def _discard(self, keys: Iterable[str], deadline: float | None) -> None:
         """Remove records that no chunk uses; those that stay are tried again."""
-        wanted, self._undone = {*keys, *self._undone}, set()
-        for key in sorted(wanted):
-            with self._turns.alone(key, deadline) as alone:
-                if key in self.book.users:
-                    continue  # the same text was put again
-                outcome = self.tier.discard([key], deadline=deadline)[0] if alone else LATE
-                if not outcome.ok:
-                    self._undone.add(key)
-                    log.warning("%s: %s stays for now: %s", self.name, key, outcome.why)
-
-    def _judge(self, outcomes: list[T]) -> list[T]:
-        """Leave a tier alone when it does not answer in time; return the outcomes."""
-        if any(isinstance(each, Outcome) and each.state == "late" for each in outcomes):
-            self._absence.note()
-        elif any(not isinstance(each, Outcome) or each.state != "failed" for each in outcomes):
-            self._absence.over()
-        return outcomes
+        self.records.discard(keys, self.book.users.__contains__, deadline)
 
 
 def _lossy_last(item: tuple[str, int]) -> bool:

@@ -6,7 +6,8 @@
              --- save:  now, because room is needed or somebody asked -------->  (first with room)
              <-- load:  all chunks of a weave at once, layer by layer ---------
     a level over its budget moves its coldest chunks one level down; behind the last they are lost,
-    pinned ones excepted, and are computed again when they are wanted
+    pinned ones excepted, and are computed again when they are wanted; what a level keeps for us
+    stays, though, where the one below fails
 
 Whoever calls waits for no device longer than ``seconds``.
 """
@@ -14,8 +15,6 @@ Whoever calls waits for no device longer than ``seconds``.
 from __future__ import annotations
 
 import logging
-import queue
-import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 
@@ -24,17 +23,16 @@ import torch
 from kvweave.errors import KVWeaveError, NoSpace, OverBudget, StoreError
 from kvweave.store.arriving import Arriving, Load
 from kvweave.store.background import Background
+from kvweave.store.behind import WriteBehind
 from kvweave.store.codec import CodecSpec
 from kvweave.store.kv import KV
 from kvweave.store.level import Level
 from kvweave.store.reader import Reader, ToRead
-from kvweave.store.record.layout import record_bytes
+from kvweave.store.record.encode import record_bytes
 from kvweave.store.record.transfer import Expected
 from kvweave.store.staging import HOST, Staging, staging
-from kvweave.store.tier.base import LATE, Outcome
+from kvweave.store.tier.base import DONE, LATE, Outcome
 
-BEHIND = 256 << 20  # bytes that may wait to be written
-WRITING = 60.0  # seconds that a write nobody waits for may take
 LOOKING = 0.5  # seconds that a look for what others may have stored may take
 log = logging.getLogger("kvweave.store")
 
@@ -60,13 +58,7 @@ class Mover:
         self.staging, self.seconds = staging(device or torch.device("cpu")), seconds
         self.on_tier: Callable[[int, str, int], None] = lambda id, tier, n_bytes: None
         self.counts = {"loads": 0, "late": 0, "lost": 0, "bytes_read": 0, "bytes_written": 0}
-        self._behind: queue.Queue[tuple[int, Expected, int, Callable[[], KV]] | None] = (
-            queue.Queue()
-        )
-        self._writing: dict[int, bool] = {}  # chunk -> whether it is still wanted
-        self._written = threading.Condition()  # guards it, and tells of its changes
-        self._waiting_bytes = 0
-        self._writer: Background | None = None
+        self._behind = WriteBehind(self.levels[0] if self.levels else None, self.counts)
         self._sources: dict[int, Level] = {}  # chunk -> where it was last read from
 
     def level_of(self, id: int) -> Level | None:
@@ -108,19 +100,15 @@ class Mover:
                     return level
         ends = time.monotonic() + self.seconds
         last = Outcome("full", "there is no level")
-        if not self._no_longer_waits(id, ends):
+        if not self._behind.over(id, ends):
             last, levels = LATE, []
         else:
             kv = self.staging.down(kv)()
             levels = self.levels if on is None else [on]
         about = self.about(id)
         for level in levels:
-            self._make_room(level, record_bytes(kv))
-            last = level.put(id, about, kv, durable=durable, choice=choice, deadline=ends)
-            if last.state == "full" and self._make_room(level, record_bytes(kv), True):
-                last = level.put(id, about, kv, durable=durable, choice=choice, deadline=ends)
+            last = self._put(level, id, about, kv, ends, durable=durable, choice=choice)
             if last.ok:
-                self.counts["bytes_written"] += level.held[id].n_bytes
                 return level
             log.warning("%s did not take #%s: %s", level.name, id, last.why)
         lowest = levels[-1] if levels else None
@@ -137,53 +125,36 @@ class Mover:
         """Have a chunk written behind; False when too much waits already, or it is there."""
         if not self.levels or any(id in level for level in self.levels):
             return False
-        with self._written:
-            n = record_bytes(kv)
-            full = self._waiting_bytes + kv.n_bytes > BEHIND or not self.levels[0].has_room(n)
-            if full or id in self._writing:
-                return False
-            self._waiting_bytes += kv.n_bytes
-            self._writing[id] = True
-        if self._writer is None:
-            self._writer = Background(self._write)
-        self._behind.put((id, self.about(id), kv.n_bytes, self.staging.down(kv)))
-        return True
+        if not self.levels[0].has_room(record_bytes(kv)):
+            return False
+        return self._behind.add(id, self.about(id), kv.n_bytes, lambda: self.staging.down(kv))
 
     def settle(self) -> None:
         """Wait until everything that was to be written behind is written."""
-        self._behind.join()
+        self._behind.settle()
 
-    def _write(self) -> None:
-        while (item := self._behind.get()) is not None:
-            id, about, n_bytes, landed = item
-            level = self.levels[0]
-            try:
-                kv = landed()
-                if self._writing.get(id):
-                    ends = time.monotonic() + WRITING
-                    if level.put(id, about, kv, deadline=ends).ok:
-                        self.counts["bytes_written"] += level.held[id].n_bytes
-                del kv
-            except Exception:
-                log.exception("#%s could not be written", id)
-            del item, landed
-            with self._written:
-                wanted = self._writing.pop(id, False)
-                self._waiting_bytes -= n_bytes
-                self._written.notify_all()
-            if not wanted:  # dropped meanwhile
-                level.drop([id], time.monotonic() + WRITING)
-            self._behind.task_done()
-        self._behind.task_done()
+    def _put(
+        self,
+        level: Level,
+        id: int,
+        about: Expected,
+        kv: KV,
+        ends: float,
+        *,
+        durable: bool = False,
+        choice: CodecSpec | None = None,
+    ) -> Outcome:
+        """Have a chunk on a level, for which others go down."""
+        n = record_bytes(kv)
+        self._make_room(level, n, ends)
+        outcome = level.put(id, about, kv, durable=durable, choice=choice, deadline=ends)
+        if outcome.state == "full" and self._make_room(level, n, ends, force=True):
+            outcome = level.put(id, about, kv, durable=durable, choice=choice, deadline=ends)
+        if outcome.ok:
+            self.counts["bytes_written"] += level.held[id].n_bytes
+        return outcome
 
-    def _no_longer_waits(self, id: int, ends: float) -> bool:
-        """Let a write of a chunk be over before the same chunk is written again."""
-        with self._written:
-            return self._written.wait_for(
-                lambda: id not in self._writing, max(0.0, ends - time.monotonic())
-            )
-
-    def _make_room(self, level: Level, n_bytes: int, force: bool = False) -> bool:
+    def _make_room(self, level: Level, n_bytes: int, ends: float, *, force: bool = False) -> bool:
         """Move the coldest chunks of a level down, or drop them; tell whether any went."""
         short = level.over(n_bytes) or (n_bytes if force else 0)
         if short <= 0 or not level.owned:
@@ -191,36 +162,46 @@ class Mover:
         freed = level.clear(short)
         if force and level.keeps:
             return freed > 0  # a full disk is no bound that anybody declared
-        below = self.levels[self.levels.index(level) + 1 :]
         gone = []
         for id in level.victims():
-            if short <= freed:
+            if short <= freed or time.monotonic() >= ends:
                 break
-            if not self._sink(id, level, below):
-                continue
-            gone.append(id)
-            freed += level.held[id].n_bytes
-        level.drop(gone, time.monotonic() + self.seconds)
+            held, outcome = level.held.get(id), self._sink(id, level, ends)
+            if outcome.ok and held is not None:
+                gone.append(id)
+                freed += held.n_bytes
+            elif outcome.state != "full":
+                log.warning("#%s stays on %s: %s", id, level.name, outcome.why)
+                break
+        level.drop(gone, ends)
         for id in gone:
             there = self.level_of(id)
             n = 0 if there is None else there.held[id].n_bytes
             self.on_tier(id, "none" if there is None else there.place, n)
         return freed > 0
 
-    def _sink(self, id: int, level: Level, below: Sequence[Level]) -> bool:
-        """Have a chunk one level down, if there is one; tell whether it may leave this one."""
-        if any(id in lower for lower in below):
-            return True
-        if below:
-            kv = self._read(id, level)
-            if kv is not None and below[0].has_room(record_bytes(kv)):
-                ends = time.monotonic() + self.seconds
-                if below[0].put(id, self.about(id), kv, deadline=ends).ok:
-                    return True
-        return not self.is_pinned(id)
+    def _sink(self, id: int, level: Level, ends: float) -> Outcome:
+        """Have a chunk one level down, if there is one; ``done``: it may leave this one.
 
-    def _read(self, id: int, level: Level) -> KV | None:
-        found = self.load([id], level, HOST).get(id)
+        What was perhaps acknowledged as durable goes down durably, to a level that keeps it, and
+        stays where that fails; behind the last of these the declared budgets are the bound.
+        """
+        below = self.levels[self.levels.index(level) + 1 :]
+        if level.keeps:
+            below = [lower for lower in below if lower.keeps]
+        elif any(id in lower for lower in below):
+            return DONE
+        outcome = Outcome("full", "it is pinned, or cannot be read now")
+        if below:
+            kv = self._read(id, level, ends)
+            if kv is not None:
+                outcome = self._put(below[0], id, self.about(id), kv, ends, durable=level.keeps)
+            if outcome.ok or (level.keeps and (kv is None or outcome.state != "full")):
+                return outcome
+        return outcome if self.is_pinned(id) else DONE
+
+    def _read(self, id: int, level: Level, ends: float) -> KV | None:
+        found = self.load([id], level, HOST, ends).get(id)
         if found is None:
             return None
         try:
@@ -232,11 +213,15 @@ class Mover:
     # ---- up
 
     def load(
-        self, ids: Iterable[int], only: Level | None = None, to: Staging | None = None
+        self,
+        ids: Iterable[int],
+        only: Level | None = None,
+        to: Staging | None = None,
+        ends: float | None = None,
     ) -> dict[int, Arriving]:
         """Begin to read chunks; return those that are known to be on a level, arriving by layers."""
         to = self.staging if to is None else to
-        ends = time.monotonic() + self.seconds
+        ends = time.monotonic() + self.seconds if ends is None else ends
         wanted = []
         for id in ids:
             level = self.level_of(id) if only is None else only
@@ -265,19 +250,14 @@ class Mover:
 
     def drop(self, id: int) -> None:
         """Let go of a chunk everywhere."""
-        with self._written:
-            if id in self._writing:
-                self._writing[id] = False
+        self._behind.unwanted(id)
         self._sources.pop(id, None)
         for level in self.levels:
             level.drop([id], time.monotonic() + self.seconds)
 
     def close(self) -> None:
         """Write what waits, stop the thread, close the tiers: all of them, whatever fails."""
-        if self._writer is not None:
-            self._behind.put(None)
-            self._writer.join(WRITING)
-            self._writer = None
+        self._behind.close()
         failure: KVWeaveError | OSError | None = None
         for level in self.levels:
             try:
@@ -292,4 +272,4 @@ class Mover:
         self.settle()
         for level in self.levels:
             level.check_integrity()
-        assert self._waiting_bytes == 0, f"{self._waiting_bytes} bytes wait for nobody"
+        self._behind.check_integrity()

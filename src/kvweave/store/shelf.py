@@ -11,30 +11,25 @@ would go first are written behind, so that letting go of them is free.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 
 from kvweave.errors import InvalidArgument, LoadFailed, OverBudget, StoreError
-from kvweave.keep.base import UNKNOWN, Facts, Policy
+from kvweave.keep.base import Policy
 from kvweave.store.arriving import Arriving
 from kvweave.store.codec import CodecSpec
+from kvweave.store.holdings import Holdings
 from kvweave.store.kv import KV
 from kvweave.store.level import Level
 from kvweave.store.mover import Mover
-from kvweave.store.patches import Patch, Patches, PatchKey
-from kvweave.store.ram import Exact, Ram, Stretches
-from kvweave.store.record.transfer import Expected, codec_of
+from kvweave.store.patches import Patch, PatchKey
+from kvweave.store.ram import Exact, Stretches
 from kvweave.store.tier.base import Outcome
 
-PATCHES = 8  # the part of the budget that patches may take is one in so many
 HIGH, LOW = 0.9, 0.8  # of the budget: over the first, what is over the second is written behind
 log = logging.getLogger("kvweave.store")
 
 
-def _nothing(id: int) -> Expected:
-    raise AssertionError(f"#{id} is on no level: there is none")
-
-
-class Shelf:
+class Shelf(Holdings):
     """Holds KV by chunk id within ``budget`` bytes of memory, and below it where ``mover`` says."""
 
     def __init__(
@@ -45,70 +40,8 @@ class Shelf:
         is_pinned: Callable[[int], bool] = lambda key: False,
         memory: str = "ram",
     ) -> None:
-        self.budget = budget
-        self.policy = policy
-        self.mover = Mover((), _nothing) if mover is None else mover
+        super().__init__(budget, policy, mover, is_pinned, memory)
         self.mover.on_tier = self._sunk
-        self.ram: Ram[KV] = Ram()
-        self.patches = Patches(budget // PATCHES)
-        self.is_pinned = is_pinned
-        self.memory = memory  # "gpu" where the model's device is one
-        self.facts: Callable[[int], Facts] = lambda key: UNKNOWN
-        self.session = ""  # whose weave is using chunks now
-        self.on_tier: Callable[[int, str, int], None] = lambda key, tier, n_bytes: None
-        self.on_in_context: Callable[[int, Stretches], None] = lambda key, seen: None
-        self._in_context: Ram[Exact] = Ram()
-        self._charged: dict[str, int] = {}  # context name -> bytes of its rows
-        self.may_charge: Callable[[str, int], None] = lambda context, n_bytes: None
-        self._n_charged = 0  # of all
-        self.spare: Callable[[], None] = lambda: None  # lets go of what may wait, for others' room
-        self._busy: set[int] = set()  # chunks a weave is reading: not to be let go of now
-        self._to_clean = 0  # bytes stored since the last look for what to write behind
-
-    @property
-    def n_bytes(self) -> int:
-        """Bytes of memory in use."""
-        beside = self._in_context.n_bytes + self.patches.n_bytes
-        return self.ram.n_bytes + beside + self._n_charged
-
-    @property
-    def room(self) -> int:
-        """Bytes of memory that nothing has; below 0 where more is in use than the budget."""
-        return self.budget - self.n_bytes
-
-    def levels(self) -> list[tuple[str, int, int | None]]:
-        """Return place, bytes used and budget of memory and of every level below."""
-        below = [(x.place, x.n_bytes, x.budget) for x in self.mover.levels]
-        return [(self.memory, self.n_bytes, self.budget), *below]
-
-    def tier(self, key: int) -> str:
-        """Return where the canonical KV is: ram (gpu), disk, remote or none."""
-        if key in self.ram:
-            return self.memory
-        level = self.mover.level_of(key)
-        return "none" if level is None else level.place
-
-    def is_lossy(self, key: int) -> bool:
-        """Tell whether the canonical KV that there is went through a codec that loses something."""
-        kv = self.ram.get(key)
-        if kv is not None:
-            return kv.lossy
-        level = self.mover.level_of(key)
-        return level is not None and level.lossy(key)
-
-    def thinned(self, key: int) -> bool:
-        """Tell whether canonical KV of a chunk is of some of its rows only, wherever it is."""
-        kv = self.ram.get(key)
-        return self.mover.about(key).n_rows is not None if kv is None else kv.kept is not None
-
-    def codec(self, key: int) -> str:
-        """Return what the canonical KV that there is went through: raw, a codec's name, or lossy
-        where its record is gone."""
-        if not self.is_lossy(key):
-            return "raw"
-        level = self.mover.level_of(key)
-        found = "raw" if level is None else codec_of(level.held[key].key)
-        return "lossy" if found == "raw" else found
 
     def put(self, key: int, kv: KV) -> None:
         """Keep canonical KV in memory. Raises OverBudget, with nothing changed."""
@@ -188,10 +121,6 @@ class Shelf:
             if key in self.ram and below is not None:
                 self.place(key, below)
 
-    def durable_level(self) -> Level | None:
-        """Return the first level that keeps what it has for us, None if none does."""
-        return next((level for level in self.mover.levels if level.keeps), None)
-
     def save(self, key: int) -> None:
         """Have canonical KV on the first level that keeps it, durably; it stays in memory too.
 
@@ -211,23 +140,6 @@ class Shelf:
             raise LoadFailed(key, "failed: it has no KV now")
         self.mover.save(key, kv, on=first, durable=True)
 
-    def require_tier(self, tier: str) -> None:
-        """Raise InvalidArgument for a place that this engine has not."""
-        self._level(tier)
-
-    def _level(self, tier: str) -> Level | None:
-        """Return the level of a place, None for memory and for none."""
-        if tier in (self.memory, "none"):
-            return None
-        places = {level.place: level for level in reversed(self.mover.levels)}
-        if tier in places:
-            return places[tier]
-        if tier == "disk" and not places:
-            raise InvalidArgument("tier", "this engine has no home directory", "pass home=")
-        *first, last = self.memory, *places, "none"
-        hint = f"use {', '.join(first)} or {last}"
-        raise InvalidArgument("tier", f"{tier!r} is not available here", hint)
-
     def put_in_context(self, key: int, seen: Stretches, kv: KV) -> None:
         """Keep exact in-context KV, the latest one per chunk; skipped when memory is short."""
         old = self._in_context.get(key)
@@ -237,11 +149,6 @@ class Shelf:
                 key, Exact(seen, kv.clone())
             )  # a view would keep all of its buffer
             self.on_in_context(key, seen)
-
-    def in_context(self, key: int, seen: Stretches) -> KV | None:
-        """Return exact in-context KV computed after exactly ``seen``."""
-        found = self._in_context.get(key)
-        return found.kv if found is not None and found.seen == seen else None
 
     def put_patch(self, key: PatchKey, patch: Patch) -> None:
         """Keep a patch; older ones make room, nothing else does."""
@@ -268,10 +175,6 @@ class Shelf:
         self._n_charged += more
         if n_bytes == 0:
             del self._charged[context]
-
-    def charged(self) -> Iterator[tuple[str, int]]:
-        """Yield contexts and the bytes of their rows."""
-        yield from self._charged.items()
 
     def busy(self, keys: Iterable[int], session: str = "") -> None:
         """Declare which chunks must stay in memory until the next call, and who uses them."""
@@ -376,12 +279,3 @@ class Shelf:
             over -= kv.n_bytes
             if self.mover.level_of(key) is None and not self.mover.clean(key, kv):
                 return
-
-    def check_integrity(self) -> None:
-        """Raise AssertionError when accounting and content differ."""
-        self.ram.check_integrity()
-        self._in_context.check_integrity()
-        assert self._n_charged == sum(self._charged.values()), "rows of contexts"
-        self.patches.check_integrity()
-        self.mover.check_integrity()
-        assert self.n_bytes <= self.budget, f"{self.n_bytes} bytes over {self.budget}"

@@ -20,7 +20,8 @@ from pathlib import Path
 import xxhash
 
 from kvweave.errors import StoreError
-from kvweave.store.record.layout import Head, renamed
+from kvweave.store.record.encode import renamed
+from kvweave.store.record.layout import Head
 from kvweave.store.record.transfer import key_of
 from kvweave.store.tier.base import PAGE, Put, Tier
 
