@@ -389,6 +389,8 @@ def test_a_bug_is_an_error_with_an_id_and_no_trace(caplog):
         b"[" * 100_000,
         b"[" * 100_000 + b"]" * 100_000,
         b"[" + b"[]," * MAX_INNER + b"[]]",
+        b'{"dry_run": true, "dry_run": false}',
+        b'[{"a": {"b": 1, "c": 2, "\\u0062": 1}}]',
         b'[{"a\\"": "b"}' + b', {"[": 1}' * MAX_INNER + b"]",
     ],
 )

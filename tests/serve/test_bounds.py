@@ -97,3 +97,37 @@ def test_names_of_the_one_with_most_go_first(serve: Any, monkeypatch: pytest.Mon
     for i in range(15):
         ask(served.anna, f"{i} {A}")
     assert served.berta.names("auto/**") == mine and len(names) <= 12
+
+
+LONG = [{"role": "user", "content": f"rain {i}"} for i in range(9)]
+
+
+@pytest.mark.parametrize(
+    ("verb", "body"),
+    [
+        ("append", {"text": "rain"}),
+        ("message", {"role": "user", "content": "rain"}),
+        ("edit", {"edits": [{"verb": "drop", "parts": [0]}] + 2 * [{"verb": "append", "text": "so"}]}),
+        ("leave", {"ranges": [[i, i + 1] for i in range(0, 20, 2)]}),
+        ("ask", {"content": "rain", "max_tokens": 2}),
+        ("ask", {"content": "rain", "max_tokens": 2, "stream": True}),
+        (":compose", {"template": "{a}", "values": {"a": 9 * ["n"]}}),
+        ("/v1/chat/completions", {"model": "kvweave", "messages": LONG, "max_tokens": 2}),
+    ],
+)  # fmt: skip
+def test_a_context_has_only_so_many_parts_however_they_come(
+    serve: Any, verb: str, body: dict[str, Any]
+) -> None:
+    """To place a part costs a look at all before it, in the thread that serves everybody."""
+    served = serve(max_parts=5)
+    served.anna("PUT", "/v1/chunks/n", {"text": "so well ."}, 201)
+    served.anna("POST", "/v1/contexts", {"name": "c"}, 201)
+    texts = [{"verb": "append", "text": f"rain in the night {i} ."} for i in range(5)]
+    before = served.anna("POST", "/v1/contexts/c:edit", {"edits": texts})
+    assert len(before["parts"]) == 5
+    path = f"/v1/contexts/c:{verb}" if verb.isalpha() else f"/v1/contexts{verb}"
+    path = verb if verb.startswith("/") else path
+    found = served.client.post(path, headers=served.anna.headers, json=body)
+    assert found.status_code == 400 and "max-parts" in found.json()["error"]["hint"], found.text
+    assert served.anna("GET", "/v1/contexts/c")["parts"] == before["parts"]
+    assert [c["name"] for c in served.anna("GET", "/v1/contexts")["data"]] == ["c"]

@@ -9,18 +9,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvweave.chunk.identity import ChunkId
+from kvweave.weave import explaining
+from kvweave.weave.explaining import still_seen
 from kvweave.weave.parts import (
     Available,
     Part,
     Placement,
     Seen,
     Stretch,
+    Truth,
     chunk_seen,
     is_seam,
     resolve,
     seen_from,
     slice_seen,
-    still_seen,
 )
 
 BASE = (Stretch(1, -5, 0, 5),)  # chunk 1, 5 tokens, carries all others
@@ -137,3 +139,43 @@ def test_in_context_kv_is_asked_for_as_of_the_whole_chunk() -> None:
     assert chunk_seen(tail, seen) == BASE
     late = seen_from(placed(part(0, 1, 5), part(1, 7, 8, 8)), 13)
     assert chunk_seen(tail, late) is None, "the chunk's first tokens are not there"
+
+
+def seen_slowly(all_placed: list[Placement]) -> list[tuple[int, ...]]:
+    """As `still_seen`, token by token."""
+    before: set[tuple[int, int]] = set()
+    left = []
+    for p in all_placed:
+        stands = [all((s.id, s.start + i) in before for i in range(s.n)) for s in p.seen]
+        left.append(tuple(dict.fromkeys(s.id for s, here in zip(p.seen, stands, strict=True) if not here)))  # fmt: skip
+        before |= {(int(p.part.id), p.part.start + i) for i in range(p.part.n)}
+    return left
+
+
+RANGES = st.tuples(st.integers(1, 3), st.integers(0, 6), st.integers(1, 5))
+
+
+@given(st.lists(st.tuples(RANGES, st.lists(RANGES, max_size=4)), max_size=9))
+def test_what_is_still_seen_is_found_as_token_by_token(cases: list) -> None:
+    all_placed = [
+        Placement(part(i, id, n, start), 0, 0, "own", n, Truth.STALE, tuple(Stretch(a, 0, b, c) for a, b, c in seen))
+        for i, ((id, start, n), seen) in enumerate(cases)
+    ]  # fmt: skip
+    assert still_seen(all_placed) == seen_slowly(all_placed)
+
+
+@pytest.mark.parametrize("gap", [0, 1])
+def test_the_same_chunk_many_times_is_not_looked_through_again_for_each(
+    monkeypatch: pytest.MonkeyPatch, gap: int
+) -> None:
+    n_looked = 0
+
+    def counting(ranges, start, stop):  # type: ignore[no-untyped-def]
+        nonlocal n_looked
+        n_looked += 1 + len(ranges) // 16
+        return covers(ranges, start, stop)
+
+    covers = explaining._covers
+    monkeypatch.setattr(explaining, "_covers", counting)
+    still_seen(placed(*(part(i, 7, 4, (4 + gap) * (i % 3)) for i in range(200))))
+    assert n_looked < 400, "a server's thread would stand still for a thousand parts"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from argparse import ArgumentParser
 
 from kvweave.cli.simulate_arguments import prefill_costs
-from kvweave.cli.values import positive, share, size
+from kvweave.cli.values import positive, seconds, share, size
 
 POLICIES = ("chunks", "prefix", "hash", "random")
 
@@ -53,7 +53,9 @@ def route(p: ArgumentParser) -> None:
     add("--failures", type=positive, metavar="N", help="looks in a row until it is down (2)")
     add("--timeout", type=float, metavar="SECONDS", help="without a byte of an answer (600)")
     add("--max-body", type=size, metavar="SIZE", help="of a request (8MiB)")
-    add("--grace", type=float, default=10.0, metavar="SECONDS", help="for answers at the end (10)")
+    add(
+        "--grace", type=seconds, default=10.0, metavar="SECONDS", help="for answers at the end (10)"
+    )
     add("--access-log", action="store_true", help="a line on stderr about each request")
     costs = p.add_argument_group("costs of the workers, for the policy chunks").add_argument
     prefill_costs(costs)

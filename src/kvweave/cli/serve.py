@@ -28,7 +28,7 @@ OPEN = (
 )
 LIMITS = (
     "max_waiting", "max_active", "max_body", "max_prompt", "max_sessions", "min_match", "quota",
-    "quota_chunks", "max_contexts", "retain", "reuse",
+    "quota_chunks", "max_contexts", "max_parts", "retain", "reuse",
 )  # fmt: skip
 ENGINE = ("budget", "policy", "tiers", "index", "repair", "share", "max_drift", "keep", "audit")
 

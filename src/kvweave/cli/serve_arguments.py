@@ -5,7 +5,7 @@ from __future__ import annotations
 from argparse import ArgumentParser
 
 from kvweave.cli.arguments import repair
-from kvweave.cli.values import age, positive, share, size
+from kvweave.cli.values import age, positive, seconds, share, size
 from kvweave.keep import POLICIES
 
 AUDIT = 0.01
@@ -133,7 +133,7 @@ def _access(p: ArgumentParser) -> None:
 
 def _limits(p: ArgumentParser) -> None:
     add = p.add_argument_group("limits").add_argument
-    add("--max-waiting", type=positive, metavar="N", help="answers that may wait, a key (64)")
+    add("--max-waiting", type=positive, metavar="N", help="answers that may wait, a key (1024)")
     add("--max-active", type=positive, metavar="N", help="answers that run together (16)")
     add("--max-body", type=size, metavar="SIZE", help="of a request (8MiB)")
     add("--max-prompt", type=positive, metavar="N", help="tokens (the model's limit)")
@@ -141,5 +141,8 @@ def _limits(p: ArgumentParser) -> None:
     add("--quota", type=size, metavar="SIZE", help="KV a namespace may store, and hold in contexts")
     add("--quota-chunks", type=positive, metavar="N", help="chunks a namespace may store")
     add("--max-contexts", type=positive, metavar="N", help="open in a namespace (256)")
+    add("--max-parts", type=positive, metavar="N", help="of one context or prompt (2048)")
     add("--retain", type=age, metavar="AGE", help="unused text of conversations (7d)")
-    add("--grace", type=float, default=10.0, metavar="SECONDS", help="for answers at the end (10)")
+    add(
+        "--grace", type=seconds, default=10.0, metavar="SECONDS", help="for answers at the end (10)"
+    )

@@ -66,6 +66,16 @@ def age(text: str) -> float:
     return float(int(number) * seconds[unit])
 
 
+def seconds(text: str) -> float:
+    """Return seconds, 0 or more; for argparse."""
+    try:
+        if 0 <= float(text) < float("inf"):
+            return float(text)
+    except ValueError:
+        pass
+    raise ArgumentTypeError(f"{text!r} is no number of seconds from 0 up")
+
+
 def size(text: str) -> int:
     """Return bytes."""
     try:

@@ -36,6 +36,7 @@ class Options:
     quota: int | None = None  # bytes of KV a namespace may store, and of rows in its contexts
     quota_chunks: int | None = None  # chunks a namespace may store
     max_contexts: int = 256  # that a namespace may have open
+    max_parts: int = 2048  # of one context, and of one prompt
     body_timeout: float = 30.0  # seconds a client has to send its request
     min_match: int = 32  # tokens; a shorter run of known text is not looked for
     max_sessions: int = 32  # idle contexts kept for the next request of a conversation
@@ -51,7 +52,15 @@ class Options:
         if not 0 <= self.port <= 65535:
             raise InvalidArgument("port", f"{self.port} is not in 0..65535")
         positive = ("max_waiting", "max_active", "max_body", "max_prompt", "max_name", "min_match")
-        for name in (*positive, "max_contexts", "retain", "quota", "quota_chunks", "body_timeout"):
+        for name in (
+            *positive,
+            "max_contexts",
+            "max_parts",
+            "retain",
+            "quota",
+            "quota_chunks",
+            "body_timeout",
+        ):
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise InvalidArgument(name, f"{value} is not above 0")

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from operator import itemgetter
 
 from kvweave.chunk.table import Table
 from kvweave.run.base import NO_SLOTS, Ints
 from kvweave.store.shelf import Shelf
 from kvweave.weave.approximate import of_rows, reasons
-from kvweave.weave.parts import Placement, check_placement, spans_of, still_seen
+from kvweave.weave.parts import Placement, check_placement, spans_of
 from kvweave.weave.plan import How, Plan, Span
 from kvweave.weave.repair import Verdict
 from kvweave.weave.state import State
@@ -92,3 +94,37 @@ def _named(spans: Sequence[Span]) -> tuple[Span, ...]:
     if any(span.approximate for span in spans):
         return tuple(spans)
     return tuple(s if s.exact else replace(s, approximate=("turn",)) for s in spans)
+
+
+def still_seen(placed: Sequence[Placement]) -> list[tuple[int, ...]]:
+    """Return, for each placement, the ids of which it saw tokens that do not stand before it now."""
+    before: dict[int, list[tuple[int, int]]] = {}
+    here: set[tuple[int, int, int]] = set()  # stretches known to stand before: they stay there
+    left: list[tuple[int, ...]] = []
+    for p in placed:
+        gone = []
+        for id, _, start, n in p.seen:
+            if (id, start, n) in here:
+                continue
+            if _covers(before.get(id, ()), start, start + n):
+                here.add((id, start, n))
+            else:
+                gone.append(id)
+        left.append(tuple(dict.fromkeys(gone)))
+        _cover(before.setdefault(int(p.part.id), []), p.part.start, p.part.stop)
+    return left
+
+
+def _cover(ranges: list[tuple[int, int]], start: int, stop: int) -> None:
+    """Put ``[start, stop)`` among half-open ranges in order, of which no two touch."""
+    first = bisect_left(ranges, start, key=itemgetter(1))
+    last = bisect_right(ranges, stop, key=itemgetter(0))
+    if first < last:
+        start, stop = min(start, ranges[first][0]), max(stop, ranges[last - 1][1])
+    ranges[first:last] = [(start, stop)]
+
+
+def _covers(ranges: Sequence[tuple[int, int]], start: int, stop: int) -> bool:
+    """Tell whether such ranges hold ``[start, stop)``."""
+    at = bisect_right(ranges, start, key=itemgetter(0)) - 1
+    return at >= 0 and ranges[at][1] >= stop

@@ -364,25 +364,6 @@ def spans_of(placed: Sequence[Placement], slots: NDArray[np.int64]) -> list[tupl
     return [(int(start), int(stop)) for start, stop in found]
 
 
-def still_seen(placed: Sequence[Placement]) -> list[tuple[int, ...]]:
-    """Return, for each placement, the ids of which it saw tokens that do not stand before it now."""
-    before: dict[int, list[tuple[int, int]]] = {}
-    left: list[tuple[int, ...]] = []
-    for p in placed:
-        gone = (s.id for s in p.seen if not _covers(before.get(s.id, ()), s.start, s.start + s.n))
-        left.append(tuple(dict.fromkeys(gone)))
-        before.setdefault(int(p.part.id), []).append((p.part.start, p.part.stop))
-    return left
-
-
-def _covers(ranges: Sequence[tuple[int, int]], start: int, stop: int) -> bool:
-    """Tell whether half-open ``ranges`` together hold ``[start, stop)``."""
-    for first, last in sorted(ranges):
-        if first <= start:
-            start = max(start, last)
-    return start >= stop
-
-
 def both_seen(a: Seen, b: Seen) -> Seen:
     """Return what KV saw of which some rows were recomputed after ``b``."""
     return b + tuple(each for each in a if each not in b)

@@ -176,7 +176,7 @@ def check_path(scope: Scope) -> Problem | None:
 
 
 def check_json(body: bytes) -> bytes | Problem:
-    """Return ``body`` if it is JSON as its RFC has it, without NaN and without half characters."""
+    """Return ``body`` if it is JSON as its RFC has it: no NaN, no half characters, no name twice."""
 
     def refuse(text: str) -> float:
         raise ValueError(f"{text} is no number of JSON")
@@ -185,12 +185,21 @@ def check_json(body: bytes) -> bytes | Problem:
         value = float(text)
         return value if math.isfinite(value) else refuse(text)
 
+    def once(pairs: list[tuple[str, object]]) -> dict[str, object]:
+        value = dict(pairs)
+        if len(value) < len(pairs):
+            twice = next(name for name, n in Counter(name for name, _ in pairs).items() if n > 1)
+            raise ValueError(f"{twice[:64]!r} is given twice")
+        return value
+
     n_inner = _n_inner(body)
     if n_inner > MAX_INNER and _n_inner(_STRING.sub(b"", body)) > MAX_INNER:
         message = f"the JSON has more than {MAX_INNER:,} lists and objects"
         return make(400, message, code="invalid_json")
     try:
-        value = json.loads(body.decode(), parse_constant=refuse, parse_float=number)
+        value = json.loads(
+            body.decode(), parse_constant=refuse, parse_float=number, object_pairs_hook=once
+        )
         if _SURROGATE.search(body):
             json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvweave.engine import Engine
-from kvweave.errors import OverQuota
+from kvweave.errors import InvalidArgument, OverQuota
 from kvweave.serve.options import Options
 from kvweave.store.shelf import Shelf
 from kvweave.weave.naming import namespace_of
@@ -24,11 +24,12 @@ class Quota:
     n_bytes: int | None = None
     n_chunks: int | None = None
     n_contexts: int | None = None
+    n_parts: int | None = None  # of one context
 
     @staticmethod
     def of(options: Options) -> Quota:
         """Return what a server was told."""
-        return Quota(options.quota, options.quota_chunks, options.max_contexts)
+        return Quota(options.quota, options.quota_chunks, options.max_contexts, options.max_parts)
 
     def bound_rows(self, shelf: Shelf) -> None:
         """Have the rows of each namespace's contexts bounded too, by as many bytes again.
@@ -56,6 +57,16 @@ class Quota:
         n = len(engine.contexts_of(namespace))
         if self.n_contexts is not None and n >= self.n_contexts:
             raise OverQuota("contexts", 1, n, self.n_contexts)
+
+    def check_parts(self, n: int) -> None:
+        """Raise InvalidArgument unless a context may have so many parts.
+
+        What stands before each of them is looked at, so it takes the square of them to place them.
+        """
+        if self.n_parts is not None and n > self.n_parts:
+            reason = f"{n:,} parts are more than the {self.n_parts:,} of a context"
+            hint = "join short ones; the server's operator bounds it with --max-parts"
+            raise InvalidArgument("parts", reason, hint)
 
     def check(
         self, engine: Engine, namespace: str, sizes: list[int], replaces: Sequence[str] = ()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
 from kvweave.engine import Engine
 from kvweave.errors import ContextTooLong
 from kvweave.weave.parts import TextOrTokens
 from kvweave.weave.special import Extent, PlainText
+from kvweave.weave.template import Hole, Template
 
 MOST = 64  # characters that a token has at most, on the average of a long text
 PROBE = 8  # characters a token of the limit: of a longer text the front is tokenised first
@@ -59,12 +61,12 @@ def check_filled(engine: Engine, template: str, values: Mapping[str, str | list[
     """Raise ContextTooLong for a template that values would make far too long, before it is filled."""
     limit = engine.runner.limit
     n_chars = n_chunks = 0
+    holes = Counter(part.name for part in Template(template).parse() if isinstance(part, Hole))
     for name, value in values.items():
-        holes = template.count("{" + name + "}")
         if isinstance(value, str):
-            n_chars += holes * len(value)
+            n_chars += holes[name] * len(value)
         else:
-            n_chunks += holes * len(value)
+            n_chunks += holes[name] * len(value)
     if n_chunks > limit:
         raise ContextTooLong(n_chunks, limit)
     if n_chars > MOST * limit:

@@ -81,6 +81,7 @@ class Sessions:
         what is known, and leaves nothing behind. Raises OverBudget when no
         idle context is left to be closed, OverQuota, ContextTooLong, InvalidArgument.
         """
+        self.quota.check_parts(len(wanted.pieces))
         if reuse != "all":
             wanted = self.composer.without_base(wanted)
         with self._held(wanted):

@@ -9,6 +9,7 @@ from fastapi import APIRouter, Query
 from pydantic import BaseModel, Field
 
 from kvweave.engine import Engine
+from kvweave.errors import InvalidArgument
 from kvweave.run.loop import Task
 from kvweave.serve.guard.access import Tenant
 from kvweave.serve.guard.text import check_filled, plain, sizes_of, tokens_of
@@ -122,6 +123,11 @@ async def compose(tenant: Tenant, the: The, body: Compose) -> _Json:
             PlainText(body.template), plain(body.values), name=name, namespace=tenant, **given(body)
         )
         context.settings = replace(context.settings, denoise=False)
+        try:
+            the.quota.check_parts(len(context.parts))
+        except InvalidArgument:
+            engine.close_context(context.name, tenant)
+            raise
         return view_of(engine, the, context)
 
     return await the.call(tenant, work)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter
@@ -213,7 +215,7 @@ async def edit(here: OnContext, body: Edits) -> _Json:
     """Do several edits as one version: all of them, or none."""
 
     def work(engine: Engine, context: Context) -> _Json:
-        with context.edit():
+        with _bounded(here, context):
             made = [each.apply(here, engine, context) for each in body.edits]
         view = view_of(engine, here.the, context)
         shown = {part["uid"]: part for part in view["parts"]}
@@ -224,14 +226,25 @@ async def edit(here: OnContext, body: Edits) -> _Json:
 
 async def _made(here: NamedContext, body: Append | NewMessage | Replace) -> _Json:
     def work(engine: Engine, context: Context) -> _Json:
-        return part_entry(engine, context, body.apply(here, engine, context))
+        with _bounded(here, context):
+            part = body.apply(here, engine, context)
+        return part_entry(engine, context, part)
 
     return await here.change(work)
 
 
 async def _edited(here: NamedContext, body: Drop | Reorder | Leave) -> _Json:
     def work(engine: Engine, context: Context) -> _Json:
-        body.apply(here, engine, context)
+        with _bounded(here, context):
+            body.apply(here, engine, context)
         return view_of(engine, here.the, context)
 
     return await here.change(work)
+
+
+@contextmanager
+def _bounded(here: NamedContext, context: Context) -> Iterator[None]:
+    """Edits as one; none of them if the context would have too many parts then."""
+    with context.edit():
+        yield
+        here.the.quota.check_parts(len(context.parts))

@@ -111,6 +111,7 @@ class _Turn:
         try:
             if self.body.content is not None:
                 context.message("user", PlainText(self.body.content))
+            self.here.the.quota.check_parts(len(context.parts))
             self.known = {part.uid for part in context.parts[:-1]}
             return [context.begin(self.sampling, self.max_drift, chat=self.chat)]
         except BaseException:
