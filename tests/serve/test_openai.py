@@ -366,15 +366,17 @@ def test_models(server: Server) -> None:
         ({"max_tokens": 0}, "max_tokens"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"tool_choice": "required"}, "tool_choice"),
-        ({"frequency_penalty": 0.5}, "frequency_penalty"),
-        ({"logit_bias": {"5": 1}}, "logit_bias"),
+        ({"frequency_penalty": 3}, "frequency_penalty"),
+        ({"logit_bias": {"50000": 1}}, "logit_bias"),
         ({"top_logprobs": 2}, "top_logprobs"),
         ({"n": 0}, "n"),
-        ({"extra_body": {"min_p": 0.1}}, "min_p"),
+        ({"extra_body": {"min_p": 1.1}}, "min_p"),
         ({"extra_body": {"kvweave": {"repair": "magic"}}}, "repair"),
         ({"extra_body": {"kvweave": {"magic": 1}}}, "kvweave.magic"),
         ({"messages": []}, "messages"),
-        ({"messages": [{"role": "tool", "content": "x", "tool_call_id": "1"}]}, "messages"),
+        ({"extra_body": {"continue_final_message": True}}, "continue_final_message"),
+        ({"extra_body": {"beam_width": 2}}, "beam_width"),
+        ({"tools": [{"type": "function", "function": {}}]}, "tools.0"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, None),
     ],
 )
@@ -465,7 +467,8 @@ def test_an_answer_is_found_again_without_its_thinking(
     with engine, serving(engine) as server:
         messages = [SYSTEM, {"role": "user", "content": LINES[0]}]
         first = server.ask(messages, max_tokens=len(script))
-        assert text_of(first) == f"<think> so well then </think> {said}"
+        assert text_of(first) == said
+        assert first.choices[0].message.reasoning_content == "so well then"
         messages += [{"role": "assistant", "content": text_of(first)}]
         messages += [{"role": "user", "content": LINES[1]}]
         second = server.ask(messages, max_tokens=2)

@@ -131,8 +131,8 @@ def test_a_mark_somebody_wrote_is_text(bundled_tokenizer: Any) -> None:
 
 def test_what_a_template_refuses(bundled_tokenizer: Any) -> None:
     renderer = Renderer(ChatFormat(bundled_tokenizer))
-    with pytest.raises(InvalidArgument, match="unknown role: tool"):
-        renderer.render(say(("tool", "x")))
+    with pytest.raises(InvalidArgument, match="unknown role: critic"):
+        renderer.render(say(("critic", "x")))
     with pytest.raises(InvalidArgument, match="none"):
         renderer.render([])
 

@@ -9,7 +9,7 @@ import pytest
 from templates import TEMPLATES, say, tokenizer_with
 
 from kvweave.errors import ContextTooLong
-from kvweave.serve.reuse import render
+from kvweave.serve.reuse import allowance, render
 from kvweave.serve.reuse.render import Renderer
 from kvweave.weave.chat import ChatFormat
 
@@ -59,7 +59,7 @@ def test_twice_the_messages_are_twice_the_work(
     bundled: Path, monkeypatch: pytest.MonkeyPatch, name: str, talk: str
 ) -> None:
     monkeypatch.setattr(render, "FREE_PREFIXED", 0)
-    monkeypatch.setattr(render, "FREE_SEARCHED", 0)
+    monkeypatch.setattr(allowance, "FREE_SEARCHED", 0)
     tokenizer = tokenizer_with(bundled, TEMPLATES[name])
     real, rendered = tokenizer.apply_chat_template, []
 

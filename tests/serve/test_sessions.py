@@ -62,7 +62,7 @@ class Pool:
 
     def answer(self, session: PooledContext, n: int = 3) -> Answer:
         sampling = Sampling(max_tokens=n, logprobs=1, ignore_eos=True)
-        return self.sessions.begin(session, sampling, chat=False).run()
+        return self.sessions.begin(session, sampling).run()
 
     def ask(self, *messages: list[int], idle: bool = True, **options: Any) -> Answer:
         """Answer and give back; the idle work is done too, if there is time for it."""

@@ -105,7 +105,8 @@ def options_of(args: Namespace) -> Options:
     given["metrics_key"] = (
         os.environ.get(METRICS_KEY) if args.metrics_key is None else args.metrics_key
     )
-    given["allowed_hosts"] = tuple(args.allowed_host)
+    given["allowed_hosts"], given["aliases"] = tuple(args.allowed_host), tuple(args.alias)
+    given["any_model"], given["tool_parser"] = args.any_model, args.tool_parser
     return Options(host=args.host, port=args.port, keys=keys_of(args), model_name=name, **given)
 
 

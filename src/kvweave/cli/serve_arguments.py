@@ -84,6 +84,7 @@ def serve(p: ArgumentParser) -> None:
         f"while nothing else is there to do; 0 is never ({AUDIT})",
     )
     _access(p)
+    _agents(p)
     _limits(p)
     add(
         "--min-match",
@@ -129,6 +130,20 @@ def _access(p: ArgumentParser) -> None:
         help="a name to answer under besides --host and local ones; may be given several times "
         "(with keys: any name)",
     )
+
+
+def _agents(p: ArgumentParser) -> None:
+    add = p.add_argument_group("what programs expect").add_argument
+    add(
+        "--alias", action="append", default=[], metavar="NAME",
+        help="another name of the model; may be given several times",
+    )  # fmt: skip
+    add("--any-model", action="store_true", help="answer whatever model a request names")
+    add(
+        "--tool-parser", metavar="FAMILY",
+        help="how the model writes calls of tools, as docs/http.md lists them (by its chat "
+        "template); none reads none",
+    )  # fmt: skip
 
 
 def _limits(p: ArgumentParser) -> None:

@@ -6,25 +6,37 @@ with a seed has a generator that nothing else draws from.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
+from kvweave.run.base import Ints
 from kvweave.run.sampling import Sampling
+from kvweave.run.shape import Shaping
 
 _COLD = 1e-6  # below this temperature float32 would divide by zero
 _PREFIX = 256  # likeliest tokens top_p looks at first: most nuclei are smaller
 _GROWTH = 8  # times as many when it needs more
 
-Manner = tuple[float, int, float, int]
+Manner = tuple[float, int, float, float, int]
 
 
 class Sampler:
     """How one request's tokens are chosen, and what is left of its seed."""
 
-    def __init__(self, sampling: Sampling, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self,
+        sampling: Sampling,
+        device: torch.device | str = "cpu",
+        ends: Iterable[int] = (),
+        prompt: Ints | None = None,
+        n_vocab: int | None = None,
+    ) -> None:
+        """``ends`` are the tokens that end an answer, ``prompt`` what is read before it. Raises
+        InvalidArgument for a bias of a token that is not below ``n_vocab``."""
         self.sampling = sampling
+        self.shaping = Shaping(sampling, ends, prompt, n_vocab) if sampling.shapes else None
         self._n_sorted = _PREFIX
         self._before: Tensor | None = None  # the generator's state before the last draw
         self._generator: torch.Generator | None = None
@@ -40,7 +52,7 @@ class Sampler:
     def kind(self) -> Manner:
         """What has to be equal for rows to be drawn together."""
         asked = self.sampling
-        return asked.temperature, asked.top_k, asked.top_p, self._n_sorted
+        return asked.temperature, asked.top_k, asked.top_p, asked.min_p, self._n_sorted
 
     @property
     def seeded(self) -> bool:
@@ -91,8 +103,8 @@ def candidates(
     """Return what may be drawn from each row, likeliest first when filtered: token ids [row, n] and
     probabilities [row, n].
 
-    Temperature first, then top_k, then top_p of what is left: its probabilities are 0 from where it
-    cuts, and third comes how many it keeps [row], else None. It looks at no more than ``n_sorted``
+    Temperature first, then top_k, then top_p of what is left, then min_p: probabilities are 0 from
+    where these cut, and third comes how many top_p keeps [row], else None. It looks at no more than ``n_sorted``
     tokens, where there is no top_k: it keeps 0 if that may have been too few. ``logits`` is
     [row, V], temperature > 0.
     """
@@ -111,16 +123,26 @@ def candidates(
         scaled = scaled.gather(-1, ids)
     else:
         every = torch.arange(n_vocab, device=logits.device)
-        return every.expand_as(scaled), scaled.softmax(-1), None
+        return every.expand_as(scaled), _likely(scaled.softmax(-1), sampling.min_p), None
     if sampling.top_p == 1:
-        return ids, probabilities, None
+        return ids, _likely(probabilities, sampling.min_p), None
     kept = probabilities.cumsum(-1) - probabilities < sampling.top_p
     kept[:, 0] = True  # a smaller top_p than float32 has still leaves the likeliest
     n_kept = kept.sum(-1)
     if n_out:  # a token as likely as the last may be among them, and have a lower id
         n_kept = n_kept * (kept & (scaled == scaled[:, -1:])).any(-1).logical_not()
     probabilities = probabilities * kept
-    return ids, probabilities / probabilities.sum(-1, keepdim=True), n_kept
+    probabilities = probabilities / probabilities.sum(-1, keepdim=True)
+    return ids, _likely(probabilities, sampling.min_p), n_kept
+
+
+def _likely(probabilities: Tensor, min_p: float) -> Tensor:
+    """Return probabilities [row, n] of those that have ``min_p`` times the highest one."""
+    if not min_p:
+        return probabilities
+    highest = probabilities.amax(-1, keepdim=True)
+    probabilities = probabilities * (probabilities >= min_p * highest)
+    return probabilities / probabilities.sum(-1, keepdim=True)
 
 
 def _likeliest(scaled: Tensor, n: int) -> Tensor:

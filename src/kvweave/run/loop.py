@@ -15,9 +15,8 @@ A request's fault is its own: `Loop.step` never raises it, and the others go on.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import count
 from typing import TypeVar
 
@@ -26,8 +25,8 @@ import torch
 from torch import Tensor
 
 from kvweave.errors import InvalidArgument, LoadFailed
-from kvweave.run.base import Backend, Observer, Rows, Steps, Work
-from kvweave.run.sample import Choice, Detokenizer, Sampler, Sampling, StopScanner, sample, text_of
+from kvweave.run.base import Backend, Ints, Observer, Rows, Steps, Work
+from kvweave.run.sample import Choice, Detokenizer, Sampler, Sampling, StopScanner, decoder, sample
 from kvweave.run.schedule import Grant, Job, Schedule
 from kvweave.store.kv import KV
 
@@ -57,6 +56,7 @@ class Request:
     steps: Steps[Tensor | None]
     sampling: Sampling | None  # None only computes rows
     tenant: str = ""
+    prompt: Ints | None = None  # the tokens before, where a repetition penalty looks at them
     raw: KV | None = None
     n_raw: int = 0
     observer: Observer | None = None
@@ -137,15 +137,15 @@ class Loop:
         """
         if request.key in self.requests:
             raise InvalidArgument("key", f"request {request.key} is running")
-        decode = self.decode()
-        if request.sampling is not None:
-            request.sampler = Sampler(request.sampling, self.backend.device)
-        if request.sampling is not None and decode is not None:
-            request.detokenizer = Detokenizer(decode)
-            request.scanner = StopScanner(request.sampling.stop)
+        asked = request.sampling
+        if asked is not None:
+            about = self.backend.ends, request.prompt, self.backend.n_vocab
+            request.sampler = Sampler(asked, self.backend.device, *about)
+            if (decode := self.decode(asked.shown)) is not None:
+                request.detokenizer, request.scanner = Detokenizer(decode), StopScanner(asked.stop)
         self.requests[request.key] = request
         try:
-            if request.sampling is not None and request.sampling.stop and decode is None:
+            if asked is not None and asked.stop and request.detokenizer is None:
                 reason = "this model came without a tokenizer, so nothing it writes is text"
                 raise InvalidArgument("stop", reason, "use stop_tokens")
             self._advance(request, lambda: next(request.steps))
@@ -206,10 +206,10 @@ class Loop:
         finally:
             task.close()
 
-    def decode(self) -> Callable[[list[int]], str] | None:
-        """Return tokens -> text, None for a model without a tokenizer."""
+    def decode(self, shown: Iterable[int] = ()) -> Callable[[list[int]], str] | None:
+        """Return tokens -> text, with special ones that are ``shown``; None without a tokenizer."""
         tokenizer = self.backend.tokenizer
-        return None if tokenizer is None else partial(text_of, tokenizer)
+        return None if tokenizer is None else decoder(tokenizer, shown)
 
     def _plan(self) -> list[Grant]:
         """Return who runs; who waits for chunks under a pass does when nobody else can, one at a time."""
@@ -307,8 +307,7 @@ class Loop:
             self._prepared(request, done.value)
 
     def _prepared(self, request: Request, logits: Tensor | None) -> None:
-        request.prepared = True
-        request.n_rows = request.rows.n
+        request.prepared, request.n_rows = True, request.rows.n
         if request.sampling is None or logits is None:
             self._finish(request, "length")
         elif logits.ndim != 1:

@@ -12,7 +12,8 @@ What a batch shares is the launches and the one copy to the host.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -25,6 +26,7 @@ from kvweave.run.draw import Manner, draw
 from kvweave.run.draw import Sampler as Sampler
 from kvweave.run.sampling import Choice as Choice
 from kvweave.run.sampling import Sampling as Sampling
+from kvweave.run.shape import shape
 
 BROKEN = "\ufffd"  # what a decoder shows for bytes that are no character (yet)
 _PARTIAL = 3  # the longest incomplete UTF-8 sequence, bytes
@@ -61,6 +63,11 @@ def _kind(sampler: Sampler) -> Manner | None:
 def _sample(logits: Tensor, samplers: Sequence[Sampler]) -> list[Choice | Exception]:
     """Choose for rows that stand by kind."""
     highest, tokens = logits.max(-1)  # NaN when any logit is; the first of equals
+    own = logits
+    if any(sampler.shaping is not None for sampler in samplers):
+        logits = shape(own, [sampler.shaping for sampler in samplers])
+        left, tokens = logits.max(-1)
+        highest = torch.where(highest.isfinite(), left, highest)
     n_kept: list[tuple[range, Tensor]] = []
     stop = 0
     for kind, alike in groupby(samplers, _kind):
@@ -69,7 +76,7 @@ def _sample(logits: Tensor, samplers: Sequence[Sampler]) -> list[Choice | Except
         if kind is not None:
             tokens[start:stop], kept = draw(logits[start:stop], mine)
             n_kept += [] if kept is None else [(range(start, stop), kept)]
-    logprobs = logits.log_softmax(-1)
+    logprobs = own.log_softmax(-1)
     found = _Found(highest, tokens, logprobs, n_kept, [s.sampling.logprobs for s in samplers])
     choices = [found.choice(row) for row in range(len(samplers))]
     again = [
@@ -77,8 +84,12 @@ def _sample(logits: Tensor, samplers: Sequence[Sampler]) -> list[Choice | Except
         for row, n in found.n_kept.items()
         if isinstance(choices[row], Choice) and not samplers[row].keep(n)
     ]
+    for row, choice in enumerate(choices):
+        shaping = samplers[row].shaping
+        if shaping is not None and isinstance(choice, Choice) and row not in again:
+            shaping.took(choice.token)
     if again:
-        rest = sample(torch.stack([logits[i] for i in again]), [samplers[i] for i in again])
+        rest = sample(torch.stack([own[i] for i in again]), [samplers[i] for i in again])
         for row, choice in zip(again, rest, strict=True):
             choices[row] = choice
     return choices
@@ -185,6 +196,21 @@ def text_of(tokenizer: Any, ids: list[int]) -> str:
     """Return the text of tokens, without special ones and as it was spaced."""
     made = tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
     return str(made)
+
+
+def decoder(tokenizer: Any, shown: Iterable[int] = ()) -> Callable[[list[int]], str]:
+    """Return what makes text of tokens, as `text_of`, but with these special ones."""
+    seen = frozenset(shown)
+    if not seen:
+        return partial(text_of, tokenizer)
+    added = tokenizer.added_tokens_decoder.items()
+    hidden = {*tokenizer.all_special_ids, *(id for id, token in added if token.special)} - seen
+
+    def decode(ids: list[int]) -> str:
+        left = [id for id in ids if id not in hidden]
+        return str(tokenizer.decode(left, clean_up_tokenization_spaces=False))
+
+    return decode
 
 
 class Detokenizer:

@@ -3,9 +3,33 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
 
 from kvweave.errors import InvalidArgument
+
+MAX_BIASED = 4096  # tokens that a request may bias
+
+
+class Follower(Protocol):
+    """Where one answer stands in its grammar."""
+
+    def allowed(self) -> NDArray[np.int32] | None:
+        """Return which tokens may come next, 32 a word, the lowest bit first; None: all."""
+
+    def took(self, token: int) -> None:
+        """Go on by a token that was chosen."""
+
+
+class Constraint(Protocol):
+    """A grammar that an answer keeps to; see `kvweave.run.grammar`."""
+
+    def begin(self) -> Follower:
+        """Return the follower of one more answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +45,14 @@ class Sampling:
     stop_tokens: tuple[int, ...] = ()
     logprobs: int = 0  # likeliest tokens to report per step
     ignore_eos: bool = False
+    min_p: float = 0.0  # tokens with less than this part of the likeliest one's probability go
+    frequency_penalty: float = 0.0  # taken from a token's logit for each time it was written
+    presence_penalty: float = 0.0  # taken once from those that were written
+    repetition_penalty: float = 1.0  # divides (a negative logit: multiplies) those written or read
+    logit_bias: Mapping[int, float] = field(default_factory=dict)  # added to logits of tokens
+    min_tokens: int = 0  # so many come before an end token or one of `stop_tokens`
+    shown: tuple[int, ...] = ()  # special tokens that are part of the text
+    constraint: Constraint | None = None
 
     def __post_init__(self) -> None:
         _refuse(self, "max_tokens", self.max_tokens < 1, "is below 1")
@@ -35,6 +67,24 @@ class Sampling:
         wrong = not isinstance(self.stop_tokens, tuple)
         _refuse(self, "stop_tokens", wrong, "is not a tuple of token ids")
         _refuse(self, "logprobs", self.logprobs < 0, "is below 0")
+        _refuse(self, "min_p", not 0 <= self.min_p <= 1, "is not in 0..1")
+        for name in ("frequency_penalty", "presence_penalty"):
+            _refuse(self, name, not -2 <= getattr(self, name) <= 2, "is not in -2..2")
+        wrong = not (math.isfinite(self.repetition_penalty) and self.repetition_penalty > 0)
+        _refuse(self, "repetition_penalty", wrong, "is not a number above 0")
+        wrong = len(self.logit_bias) > MAX_BIASED
+        _refuse(self, "logit_bias", wrong, f"has more than {MAX_BIASED:,} tokens")
+        wrong = not all(-100 <= bias <= 100 for bias in self.logit_bias.values())
+        _refuse(self, "logit_bias", wrong, "has a bias that is not in -100..100")
+        _refuse(self, "min_tokens", self.min_tokens < 0, "is below 0")
+        if self.min_tokens > self.max_tokens:
+            raise InvalidArgument("min_tokens", f"{self.min_tokens} are more than max_tokens")
+
+    @property
+    def shapes(self) -> bool:
+        """Whether logits are changed before a token is chosen."""
+        penalties = self.frequency_penalty, self.presence_penalty, self.repetition_penalty - 1
+        return bool(any(penalties) or self.logit_bias or self.min_tokens or self.constraint)
 
 
 def _refuse(sampling: Sampling, argument: str, wrong: bool, reason: str) -> None:

@@ -10,6 +10,7 @@ from typing import Literal, get_args
 
 from kvweave.chunk.identity import MAX_NAME, check_namespace
 from kvweave.errors import InvalidArgument
+from kvweave.serve.chat.families import FAMILIES
 from kvweave.serve.guard.keys import check_key
 
 ReuseMode = Literal["all", "prefix", "off"]
@@ -43,12 +44,18 @@ class Options:
     retain: float = 7 * 86400.0  # seconds that what a conversation said is kept after its last use
     reuse: ReuseMode = "all"  # what the OpenAI endpoints reuse; the others are for measuring
     model_name: str = "kvweave"  # what /v1/models calls it
+    aliases: Sequence[str] = ()  # other names that it answers to
+    any_model: bool = False  # it answers to every name
+    tool_parser: str | None = None  # the family of its answers; None: by its chat template
 
     def __post_init__(self) -> None:
         if self.reuse not in get_args(ReuseMode):
             raise InvalidArgument(
                 "reuse", f"{self.reuse!r} is none of {', '.join(get_args(ReuseMode))}"
             )
+        if self.tool_parser not in (None, "none", *FAMILIES):
+            known = ", ".join(("none", *FAMILIES))
+            raise InvalidArgument("tool_parser", f"{self.tool_parser!r} is none of {known}")
         if not 0 <= self.port <= 65535:
             raise InvalidArgument("port", f"{self.port} is not in 0..65535")
         positive = ("max_waiting", "max_active", "max_body", "max_prompt", "max_name", "min_match")
@@ -91,10 +98,14 @@ class Options:
             reason = "it is also the key of a namespace"
             raise InvalidArgument("metrics_key", reason, "take another one")
 
+    def answers_to(self, name: str) -> bool:
+        """Tell whether a request may call the model so."""
+        return self.any_model or name in (self.model_name, *self.aliases)
+
     def to_dict(self) -> dict[str, object]:
         """Return the fields without the keys, JSON-ready."""
         told = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in SECRET}
-        return told | {"allowed_hosts": list(self.allowed_hosts)}
+        return told | {"allowed_hosts": list(self.allowed_hosts), "aliases": list(self.aliases)}
 
 
 def check_host(name: str) -> None:

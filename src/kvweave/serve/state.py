@@ -10,6 +10,7 @@ from kvweave.chunk.identity import check_name
 from kvweave.engine import Engine
 from kvweave.errors import InvalidName
 from kvweave.run.loop import Task
+from kvweave.serve.chat.parse import ResponseForm, form_of
 from kvweave.serve.driver.thread import Driver
 from kvweave.serve.guard.idempotent import Idempotent
 from kvweave.serve.guard.quota import Quota
@@ -38,6 +39,10 @@ class ServerState:
         self.metrics, self.history, self.started = Metrics(), History(), time.time()
         self.quota = Quota.of(options)
         self.renderer = Renderer(engine.maker.chat, engine.runner.limit)
+        self.form = form_of(engine.runner.tokenizer, options.tool_parser)
+        self._adapted = self.form or form_of(
+            engine.runner.tokenizer, "hermes" if options.tool_parser is None else "none"
+        )
         self.library = Library(engine.table)
         self.assembler = Assembler(engine, self.library, min_match=options.min_match)
         self.sessions = Sessions(
@@ -57,6 +62,10 @@ class ServerState:
     @property
     def is_full(self) -> bool:
         return time.monotonic() - self.was_full < FULL_SECONDS
+
+    def form_with(self, tools: bool) -> ResponseForm | None:
+        """Return how answers are read; those of a model that knows no tools, as it is told to."""
+        return self._adapted if tools else self.form
 
     async def call(self, tenant: str, work: Callable[[Engine], T]) -> T:
         """Run ``work`` in the engine's thread; see `Driver.call`."""

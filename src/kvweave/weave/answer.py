@@ -36,6 +36,7 @@ class Answer:
     choices: tuple[Choice, ...]
     plan: Plan
     usage: dict[str, object]
+    stopped_by: str | None = None  # the stop string that ended it
 
     def __str__(self) -> str:
         return self.text

@@ -272,15 +272,23 @@ class Context(EditedParts):
         return self.history.why(self._parts, self.preview())
 
     def begin(
-        self, sampling: Sampling, max_drift: float | None = None, *, chat: bool = False
+        self,
+        sampling: Sampling,
+        max_drift: float | None = None,
+        *,
+        chat: bool = False,
+        header: str | None = None,
     ) -> Turn:
         """Queue an answer; the loop computes it while any context is driven.
 
+        With ``chat`` it is a message, behind the template's usual header or this one.
         Over ``max_drift`` (nats; default: the context's) `auto` repairs more. Raises
         InvalidArgument for a bound that cannot be kept.
         """
         self._readable()
-        return begin(self.session, self, sampling, max_drift, chat)
+        if chat and header is None:
+            header = self.session.maker.chat.header()
+        return begin(self.session, self, sampling, max_drift, header if chat else None)
 
     def generate(self, max_tokens: int = 256, **options: object) -> Answer:
         """Continue the context; the new text becomes its last part. Options: see Sampling, begin."""

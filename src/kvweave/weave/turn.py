@@ -31,11 +31,15 @@ log = logging.getLogger("kvweave.weave")
 
 
 def begin(
-    session: Session, context: Editor, sampling: Sampling, max_drift: float | None, chat: bool
+    session: Session,
+    context: Editor,
+    sampling: Sampling,
+    max_drift: float | None,
+    header: str | None,
 ) -> Turn:
     """Queue an answer. Raises InvalidArgument for a bound that cannot be kept."""
     wish = session.wish(session.strategy, session.settings.share, max_drift)
-    session.turn = turn = Turn(session, context, (sampling, wish), chat)
+    session.turn = turn = Turn(session, context, (sampling, wish), header)
     return turn
 
 
@@ -43,16 +47,15 @@ class Turn:
     """A running answer. `run` drives it to the end, `stream` piece by piece, `cancel` stops it."""
 
     def __init__(
-        self, session: Session, context: Editor, asked: tuple[Sampling, Wish], chat: bool
+        self, session: Session, context: Editor, asked: tuple[Sampling, Wish], header: str | None
     ) -> None:
-        self.context, self.chat = context, chat
+        self.context, self.chat = context, header is not None
         self._session = session
         self._started = time.perf_counter()
         self._before = context.snapshot()
         self._answer: Answer | None = None
         self._gone = False  # the context was put back to before
         self._n_taken = 0  # choices that `take` has handed out
-        header = session.maker.chat.header() if chat else ""
         self._header: Part | None = None
         if header:
             with context.edit(BEGUN):
@@ -67,6 +70,9 @@ class Turn:
             shadow = session.weaver.shadow
             self._watch = shadow.watch(sure=way == "probe") if session.audited else None
             self._weaving.request.watch = self._watch
+            if sampling.repetition_penalty != 1:
+                tokens = [tokens_of(session.weaver.table, part) for part in context.parts]
+                self._weaving.request.prompt = np.concatenate([np.zeros(0, np.int64), *tokens])
             self._weave_seconds = time.perf_counter() - self._started
             self._weaving.request.started = self._started
             session.loop.add(self._weaving.request)
@@ -200,8 +206,9 @@ class Turn:
             "total": request.ended,
         }
         self._answer = Answer(
-            request.text, tuple(request.out), request.finish, tuple(request.choices), plan, usage
-        )
+            request.text, tuple(request.out), request.finish, tuple(request.choices), plan, usage,
+            None if request.scanner is None else request.scanner.matched,
+        )  # fmt: skip
         started = time.perf_counter()
         self._denoise()
         usage["idle"] = time.perf_counter() - started
@@ -251,7 +258,7 @@ class Turn:
         ends = self._session.weaver.backend.ends | set(request.sampling.stop_tokens)
         if request.finish == "stop" and out and out[-1] in ends:
             return out[:-1]
-        decode = loop.decode()
+        decode = loop.decode(request.sampling.shown)
         if request.finish == "stop" and decode is not None:
             while out and not request.text.startswith(decode(out)):
                 out.pop()

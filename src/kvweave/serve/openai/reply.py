@@ -9,32 +9,22 @@ from itertools import accumulate
 from typing import Any
 
 from kvweave.run.sample import BROKEN, Choice
+from kvweave.serve.chat.asked import Asked
+from kvweave.serve.chat.parse import CalledTool, ContentText, ReasoningText, Written
 from kvweave.serve.driver.work import Event, Finished
-from kvweave.serve.openai.request import Asked
 from kvweave.serve.openai.schemas import ChatRequest, CompletionRequest, GenerationRequest
 from kvweave.serve.state import ServerState
 from kvweave.serve.stream import Reply
 
 
 @dataclass(slots=True)
-class Written:
+class ChoiceSoFar:
     """What has come of one choice so far."""
 
-    lead: str = ""  # white space still to be left out at its front
     text: str = ""
     choices: list[Choice] = field(default_factory=list)
     n_tokens: int = 0
     finish: str | None = None
-
-    def add(self, text: str) -> str:
-        """Take new text and return what of it the client gets."""
-        n = 0
-        while n < min(len(self.lead), len(text)) and self.lead[n] == text[n]:
-            n += 1
-        if text:
-            self.lead = self.lead[n:] if n == len(text) else ""
-        self.text += text[n:]
-        return text[n:]
 
 
 class ResponseBuilder(Reply):
@@ -47,51 +37,77 @@ class ResponseBuilder(Reply):
         self.streams = body.stream
         self._begun: set[int] = set()
         self.id, self.created = f"{prefix}-{uuid.uuid4().hex}", int(time.time())
-        self.written: dict[int, Written] = {}
+        self.written: dict[int, ChoiceSoFar] = {}
         self.ttft: float | None = None
         self.ledgers: list[object] = []  # of the conversations that have their answers
 
     # ---- events
 
-    def take_in(self, event: Event) -> tuple[int, str, list[Choice]]:
-        """Take in an event; return the choice's index and what is new of it."""
-        if self.ttft is None:
-            self.ttft = time.perf_counter() - self.asked.arrived
-        written = self.of(event.index)
-        if isinstance(event, Finished):
-            answer = event.answer
-            self.ledgers.append(answer.usage["ledger"])
-            written.finish = "stop" if answer.finish == "stop" else "length"
-            written.n_tokens = len(answer.tokens)
-            return event.index, "", []
-        ends = self.state.driver.engine.runner.ends
-        choices = [choice for choice in event.choices if choice.token not in ends]
-        written.choices += choices
-        return event.index, written.add(event.text), choices
-
     def take(self, event: Event) -> list[dict[str, Any]]:
         """Take in an event; return the chunks of the stream that tell of it."""
-        index, text, choices = self.take_in(event)
-        pieces = []
+        if self.ttft is None:
+            self.ttft = time.perf_counter() - self.asked.arrived
+        index, written = event.index, self.of(event.index)
+        if isinstance(event, Finished):
+            self.ledgers.append(event.answer.usage["ledger"])
+            written.n_tokens = len(event.answer.tokens)
+        chunks = self._chat_chunks(event) if self.is_chat else self._text_chunks(event)
         if index not in self._begun:
             self._begun.add(index)
             if self.is_chat:
-                pieces.append(self.role(index))
+                chunks.insert(0, self.role(index))
             elif self.echo(index):
-                pieces.append(self.piece(index, self.echo(index), []))
-        if isinstance(event, Finished):
-            piece = self.piece(index, None, [], self.of(index).finish)
-            pieces.append(piece | (self.extension if self.is_complete else {}))
-        elif text or (choices and self.logprobs(choices)):
-            pieces.append(self.piece(index, text, choices))
-        return pieces
+                chunks.insert(0, self.piece(index, self.echo(index), []))
+        if written.finish is not None:
+            last = self.piece(index, None, [], written.finish)
+            chunks.append(last | (self.extension if self.is_complete else {}))
+        return chunks
 
-    def of(self, index: int) -> Written:
+    def _text_chunks(self, event: Event) -> list[dict[str, Any]]:
+        written = self.of(event.index)
+        if isinstance(event, Finished):
+            written.finish = "stop" if event.answer.finish == "stop" else "length"
+            return []
+        ends = self.state.driver.engine.runner.ends
+        choices = [choice for choice in event.choices if choice.token not in ends]
+        written.choices += choices
+        written.text += event.text
+        if not event.text and not (choices and self.logprobs(choices)):
+            return []
+        return [self.piece(event.index, event.text, choices)]
+
+    def _chat_chunks(self, event: Event) -> list[dict[str, Any]]:
+        told, written = self.asked.read(event), self.of(event.index)
+        written.finish = told.end
+        written.choices += told.choices
+        deltas = [delta for piece in told.pieces for delta in self._deltas(piece)]
+        if told.choices and not deltas and self.logprobs(told.choices):
+            deltas = [{"content": ""}]
+        chunks = []
+        for i, delta in enumerate(deltas):
+            made = {"index": event.index, "delta": delta, "finish_reason": None}
+            made["logprobs"] = self.logprobs(told.choices) if not i and told.choices else None
+            chunks.append(self._piece([made]))
+        return chunks
+
+    def _deltas(self, piece: Written) -> list[dict[str, Any]]:
+        if isinstance(piece, ContentText):
+            return [{"content": piece.text}]
+        if isinstance(piece, ReasoningText):
+            return [reasoning(piece.text)] if self.tells_reasoning else []
+        function = {"name": piece.name, "arguments": ""}
+        first = {"index": piece.number, "id": piece.id, "type": "function", "function": function}
+        rest = {"index": piece.number, "function": {"arguments": piece.arguments}}
+        return [{"tool_calls": [first]}, {"tool_calls": [rest]}]
+
+    @property
+    def tells_reasoning(self) -> bool:
+        """Whether the client gets what the model thinks."""
+        return not isinstance(self.body, ChatRequest) or self.body.include_reasoning is not False
+
+    def of(self, index: int) -> ChoiceSoFar:
         """Return what has come of a choice."""
-        if index not in self.written:
-            lead = self.asked.opened[index // self.asked.n].prompt.lead if self.is_chat else ""
-            self.written[index] = Written(lead)
-        return self.written[index]
+        return self.written.setdefault(index, ChoiceSoFar())
 
     @property
     def is_complete(self) -> bool:
@@ -108,6 +124,8 @@ class ResponseBuilder(Reply):
     def extension(self) -> dict[str, object]:
         """What only this server tells."""
         told = self.asked.report(self.ttft)
+        if isinstance(self.body, ChatRequest) and (left := self.body.ignored(self.state)):
+            told["ignored"] = left
         return {"kvweave": told | ({"ledger": self.ledgers[0]} if len(self.ledgers) == 1 else {})}
 
     # ---- bodies
@@ -118,13 +136,25 @@ class ResponseBuilder(Reply):
         for index, written in sorted(self.written.items()):
             choice: dict[str, Any] = {"index": index, "finish_reason": written.finish}
             if self.is_chat:
-                choice["message"] = {"role": "assistant", "content": written.text, "refusal": None}
+                choice["message"] = self._message(index)
             else:
                 choice["text"] = self.echo(index) + written.text
             choice["logprobs"] = self.logprobs(written.choices)
             choices.append(choice)
         kind = "chat.completion" if self.is_chat else "text_completion"
         return self._frame(kind, choices) | {"usage": self.usage} | self.extension
+
+    def _message(self, index: int) -> dict[str, Any]:
+        """Return a whole answer of a chat."""
+        assert self.asked.reader is not None
+        read = self.asked.reader.answers[index]
+        made: dict[str, Any] = {"role": "assistant", "content": read.content, "refusal": None}
+        if read.calls:
+            made["content"] = read.content or None
+            made["tool_calls"] = [_call(call) for call in read.calls]
+        if read.reasoning and self.tells_reasoning:
+            made |= reasoning(read.reasoning)
+        return made
 
     def piece(
         self, index: int, text: str | None, choices: list[Choice], finish: str | None = None
@@ -196,7 +226,17 @@ class ResponseBuilder(Reply):
             "id": self.id,
             "object": kind,
             "created": self.created,
-            "model": self.state.options.model_name,
+            "model": self.body.model,
             "system_fingerprint": self.state.fingerprint,
             "choices": choices,
         }
+
+
+def reasoning(text: str) -> dict[str, Any]:
+    """Return thinking under both names that clients look for."""
+    return {"reasoning_content": text, "reasoning": text}
+
+
+def _call(call: CalledTool) -> dict[str, Any]:
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": call.id, "type": "function", "function": function}

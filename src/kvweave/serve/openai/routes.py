@@ -1,7 +1,7 @@
 """``/v1/models``, ``/v1/chat/completions``, ``/v1/completions``, as OpenAI's clients expect them.
 
-Tools go through the model's chat template; what the model answers comes back as text, calls of
-tools are not parsed out of it. Messages may have parts ``{"type": "chunk", "name": "docs/faq"}``.
+Tools go through the model's chat template, and calls come back as its family writes them
+(`serve/chat/families.py`). Messages may have parts ``{"type": "chunk", "name": "docs/faq"}``.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from typing import Any
 from fastapi import APIRouter
 from fastapi.responses import Response
 
+from kvweave.serve.chat.asked import Asked, MakePrompt
 from kvweave.serve.guard.access import Tenant
 from kvweave.serve.guard.problems import make
 from kvweave.serve.guard.text import tokens_of
 from kvweave.serve.openai.reply import ResponseBuilder
-from kvweave.serve.openai.request import Asked, MakePrompt
 from kvweave.serve.openai.schemas import ChatRequest, CompletionRequest
 from kvweave.serve.reuse.render import Prompt, PromptSegment
 from kvweave.serve.routes.base import STREAMED
@@ -31,38 +31,37 @@ def make_router(state: ServerState) -> APIRouter:
     started = int(time.time())
     name = state.options.model_name
     model = {"id": name, "object": "model", "created": started, "owned_by": "kvweave"}
+    model |= {"max_model_len": state.options.max_prompt or state.limit}
 
     @router.get("/v1/models")
     async def models(tenant: Tenant) -> dict[str, Any]:
-        """List the one model there is."""
-        return {"object": "list", "data": [model]}
+        """List the one model there is, under all its names."""
+        names = (name, *state.options.aliases)
+        return {"object": "list", "data": [model | {"id": each} for each in names]}
 
     @router.get("/v1/models/{wanted:path}", response_model=None)
     async def one_model(wanted: str, tenant: Tenant) -> dict[str, Any] | Response:
         """Describe the model."""
-        return model if wanted == name else _no_model(wanted, name)
+        return (
+            model | {"id": wanted} if state.options.answers_to(wanted) else _no_model(wanted, name)
+        )
 
     @router.post("/v1/chat/completions", response_model=None, responses=STREAMED)
     async def chat(body: ChatRequest, tenant: Tenant) -> Response:
         """Answer a conversation; what of it is known is found again, at any position.
 
-        Tools are shown to the model by its chat template; the answer is text, calls are not parsed.
+        Tools are shown to the model by its chat template; its calls come back as ``tool_calls``.
         """
-        if body.model != name:
+        if not state.options.answers_to(body.model):
             return _no_model(body.model, name)
-        logprobs = (body.top_logprobs or 0) if body.logprobs else 0
-        sampling = body.sampling(1 if body.limit is None else body.limit, logprobs)
-        messages, tools = body.plain_messages(), body.plain_tools()
-        how, n = body.how, body.n_choices
-        prompts = [lambda state: state.renderer.render(messages, tools)]
-        private = body.store is False
-        asked = Asked(state, tenant, prompts, sampling, body.limit, how, n, private=private)
+        body.check()
+        asked = Asked.of_chat(state, tenant, body.ask())
         return await respond(asked.events(), ResponseBuilder(state, asked, body))
 
     @router.post("/v1/completions", response_model=None, responses=STREAMED)
     async def completions(body: CompletionRequest, tenant: Tenant) -> Response:
         """Continue text or tokens."""
-        if body.model != name:
+        if not state.options.answers_to(body.model):
             return _no_model(body.model, name)
         limit = 16 if body.max_tokens is None else body.max_tokens
         sampling = body.sampling(limit, body.logprobs or 0)

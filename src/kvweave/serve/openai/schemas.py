@@ -1,32 +1,51 @@
-"""The requests of the OpenAI endpoints. What this server cannot do is refused, never ignored."""
+"""The requests of the OpenAI endpoints.
+
+What this server cannot do is refused; fields that cannot change the text are ignored, and it says
+which (`kvweave.ignored`).
+"""
 
 from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from kvweave.errors import InvalidArgument
 from kvweave.run.sample import Sampling
+from kvweave.serve.chat.ask import EFFORTS, ChatAsk, thinking
 from kvweave.serve.reuse.pooled import WeaveOptions
-from kvweave.serve.routes.base import ChunkRef, Stops
+from kvweave.serve.routes.base import MAX_STOPS, ChunkRef, Stops
+from kvweave.serve.state import ServerState
 
 # Fields that say nothing about the answer's text.
 HARMLESS = frozenset(
     "user metadata service_tier safety_identifier prompt_cache_key prompt_cache_retention "
-    "parallel_tool_calls".split()
+    "prompt_cache_options session_id verbosity prediction web_search_options audio provider "
+    "client_metadata request_id priority include_stop_str_in_output skip_special_tokens "
+    "spaces_between_special_tokens cache_salt return_token_ids echo parallel_tool_calls store "
+    "truncate_prompt_tokens add_generation_prompt cache_control transforms route usage".split()
 )
 MAX_CHOICES = 16
 MAX_MESSAGES = 16_384  # of one conversation
 MAX_TOP = 20
+MAX_TOOLS = 1024  # of one request
+MAX_VARIABLES = 64  # of a chat template
 MAX_ANSWERS = 64  # of one request
 
 
 class TextPart(BaseModel):
-    """Text of a message."""
+    """Text of a message, under the names that APIs have for it."""
 
-    type: Literal["text"]
+    model_config = ConfigDict(extra="ignore")  # cache_control, annotations
+    type: Literal["text", "input_text", "output_text"]
     text: str
+
+
+class RefusalPart(BaseModel):
+    """What an assistant said instead of an answer."""
+
+    type: Literal["refusal"]
+    refusal: str
 
 
 class ChunkPart(BaseModel):
@@ -36,7 +55,7 @@ class ChunkPart(BaseModel):
     name: ChunkRef
 
 
-ContentPart = Annotated[TextPart | ChunkPart, Field(discriminator="type")]
+ContentPart = Annotated[TextPart | RefusalPart | ChunkPart, Field(discriminator="type")]
 
 
 class ToolCall(BaseModel):
@@ -46,13 +65,41 @@ class ToolCall(BaseModel):
     function: dict[str, Any] | None = None
 
 
-class Message(BaseModel):
+class ChatMessage(BaseModel):
     """One message; what else it has (name ...) is the chat template's business."""
 
     model_config = ConfigDict(extra="allow")
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | list[ContentPart] | None = None
     tool_calls: list[ToolCall] | None = None
+
+
+class ToolFunction(BaseModel):
+    """A function that the model may call."""
+
+    model_config = ConfigDict(extra="allow")
+    name: Annotated[str, Field(min_length=1, max_length=256)]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+
+
+class NamedTool(BaseModel):
+    """A tool that has to be called."""
+
+    class Name(BaseModel):
+        """Which."""
+
+        name: str
+
+    type: Literal["function"]
+    function: Name
+
+
+class Thinking(BaseModel):
+    """Whether the model is to think first, as some APIs have it."""
+
+    model_config = ConfigDict(extra="ignore")
+    type: Literal["enabled", "disabled", "adaptive"]
 
 
 KeepSpec = Annotated[str, Field(max_length=256)]
@@ -87,9 +134,14 @@ class GenerationRequest(BaseModel):
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
+    min_p: float | None = None
+    min_tokens: int | None = None
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[int, float] | None = None
+    stop_token_ids: Annotated[list[int], Field(max_length=MAX_STOPS)] | None = None
+    ignore_eos: bool | None = None
     store: bool | None = None
     """False: nothing of the request or its answer is kept for later ones, or can be read."""
     kvweave: Extension | None = None
@@ -110,13 +162,18 @@ class GenerationRequest(BaseModel):
             seed=None if seed is None else seed % 2**63,
             stop=tuple(stop),
             logprobs=logprobs,
+            stop_tokens=tuple(self.stop_token_ids or ()),
+            ignore_eos=bool(self.ignore_eos),
+            min_p=self.min_p or 0.0,
+            min_tokens=self.min_tokens or 0,
+            frequency_penalty=self.frequency_penalty or 0.0,
+            presence_penalty=self.presence_penalty or 0.0,
+            repetition_penalty=1.0 if self.repetition_penalty is None else self.repetition_penalty,
+            logit_bias=self.logit_bias or {},
         )
 
     def check(self) -> None:
         """Raise InvalidArgument for fields that would have to be ignored."""
-        for name in ("frequency_penalty", "presence_penalty", "logit_bias"):
-            if getattr(self, name):
-                raise InvalidArgument(name, "this server has no such sampling", "leave it out")
         for name, value in (self.model_extra or {}).items():
             if value is not None and name not in HARMLESS:
                 raise InvalidArgument(name, "this server does not know it", "leave it out")
@@ -145,15 +202,22 @@ def _not_too_many(given: object) -> object:
 class ChatRequest(GenerationRequest):
     """Body of ``POST /v1/chat/completions``."""
 
-    messages: Annotated[list[Message], BeforeValidator(_not_too_many), Field(min_length=1)]
+    messages: Annotated[list[ChatMessage], BeforeValidator(_not_too_many), Field(min_length=1)]
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP)] | None = None
     response_format: dict[str, Any] | None = None
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: str | dict[str, Any] | None = None
+    tools: Annotated[list[dict[str, Any]], Field(max_length=MAX_TOOLS)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
     modalities: list[str] | None = None
+    reasoning_effort: Literal[EFFORTS] | None = None  # type: ignore[valid-type]
+    enable_thinking: bool | None = None
+    thinking: Thinking | None = None
+    include_reasoning: bool | None = None
+    chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=MAX_VARIABLES)] | None = None
+    continue_final_message: bool | None = None
 
     def check(self) -> None:
         """Raise InvalidArgument for what this server cannot do."""
@@ -166,19 +230,65 @@ class ChatRequest(GenerationRequest):
             raise InvalidArgument("modalities", "only text is supported", "leave it out")
         if self.top_logprobs and not self.logprobs:
             raise InvalidArgument("top_logprobs", "it needs logprobs", "set logprobs to true")
+        if self.continue_final_message and self.messages[-1].role != "assistant":
+            raise InvalidArgument("continue_final_message", "the last message is no assistant's")
 
     @property
     def limit(self) -> int | None:
         """The most new tokens; None: as many as fit, up to a default."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
-    def plain_messages(self) -> list[dict[str, Any]]:
-        """Return the messages as JSON has them."""
-        return [message.model_dump(exclude_none=True) for message in self.messages]
+    def ask(self) -> ChatAsk:
+        """Return what is asked, in terms of no API. Raises InvalidArgument."""
+        logprobs = (self.top_logprobs or 0) if self.logprobs else 0
+        choice = self.tool_choice or "auto"
+        tools, _ = self._functions()
+        return ChatAsk(
+            messages=[message.model_dump(exclude_none=True) for message in self.messages],
+            sampling=self.sampling(1 if self.limit is None else self.limit, logprobs),
+            max_tokens=self.limit,
+            tools=tools,
+            tool_choice=choice if isinstance(choice, str) else f"tool:{choice.function.name}",
+            parallel=self.parallel_tool_calls is not False,
+            variables=self._variables(),
+            continues=bool(self.continue_final_message),
+            how=self.how,
+            n=self.n_choices,
+            private=self.store is False,
+        )
 
-    def plain_tools(self) -> list[dict[str, Any]] | None:
-        """Return the tools the template is to show; none with ``tool_choice="none"``."""
-        return None if self.tool_choice == "none" else self.tools
+    def ignored(self, state: ServerState) -> list[str]:
+        """Return the names of what was given and changes nothing."""
+        found = [name for name, value in (self.model_extra or {}).items() if value is not None]
+        _, unknown = state.renderer.template.variables(self.chat_template_kwargs or {})
+        found += [f"chat_template_kwargs.{name}" for name in unknown]
+        found += self._functions()[1]
+        known = state.renderer.template
+        if self.reasoning_effort is not None and not (
+            known.knows("reasoning_effort") or known.knows("enable_thinking")
+        ):
+            found.append("reasoning_effort")
+        return found
+
+    def _variables(self) -> dict[str, Any]:
+        enabled = self.enable_thinking
+        if enabled is None and self.thinking is not None and self.thinking.type != "adaptive":
+            enabled = self.thinking.type == "enabled"
+        return thinking(self.reasoning_effort, enabled) | (self.chat_template_kwargs or {})
+
+    def _functions(self) -> tuple[list[dict[str, Any]], list[str]]:
+        """Return the functions among the tools, and what names those of other types."""
+        tools, others = [], []
+        for i, tool in enumerate(self.tools or []):
+            if tool.get("type") == "function":
+                try:
+                    ToolFunction.model_validate(tool.get("function"))
+                except ValidationError as error:
+                    raise InvalidArgument(f"tools.{i}", str(error.errors()[0]["msg"])) from None
+                tools.append(tool)
+            else:
+                others.append(f"tools.{i}")
+        return tools, others
 
 
 class CompletionRequest(GenerationRequest):

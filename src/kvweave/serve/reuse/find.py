@@ -31,6 +31,7 @@ from kvweave.weave.special import Extent
 
 SEAM = 4  # tokens on both sides of a gap that are looked at to say why it is one
 MAX_CACHED = 1 << 20  # tokens of texts that are remembered
+FRONT = 12  # characters of an answer by which its place in a rendered message is found
 LONGEST_SEAM = 64  # tokens; a longer gap is new text
 
 NEW, SEAM_WHY, MEASURED = "new text", "tokenised differently at the seam", "reuse is limited"
@@ -206,6 +207,10 @@ class _Finder:
                 yield PromptPiece(segment.kind, self.table.tokens(id), segment.label, id)
             if known:
                 return
+            written = self._written(segment)
+            yield from written
+            if written:
+                return
         at = 0
         for match in self.library.find(self.namespace, tokens):
             if not self._counts(match, segment.is_new):
@@ -215,6 +220,37 @@ class _Finder:
             yield PromptPiece(segment.kind, run, segment.label, match.id, match.offset)
             at = match.stop
         yield from self._gap(segment, tokens[at:])
+
+    def _written(self, segment: PromptSegment) -> list[PromptPiece]:
+        """Return the pieces of an answer that came back, as the model wrote it; [] for none.
+
+        Of one that the template leaves the thinking out of, the rest behind the template's front.
+        """
+        if segment.said is None:
+            return []
+        found = self.library.said.find(self.namespace, self.base, segment.said)
+        if found is None or not all(self.library.is_here(self.namespace, id) for id in found[1]):
+            return []
+        said, ids = found
+        pieces = [PromptPiece(segment.kind, self.table.tokens(id), segment.label, id) for id in ids]
+        thinks = [self.table.get(id).kind == "thinking" for id in ids]
+        if not any(thinks):
+            return pieces if said.reasoning in segment.text else []
+        text, engine = self.assembler.text, self.assembler.engine
+        end = engine.maker.chat.think_end
+        if end is not None and text([end]) in segment.text:
+            kept = segment.said.reasoning == said.reasoning and said.reasoning in segment.text
+            return pieces if kept else []
+        rest = [piece for piece, thought in zip(pieces, thinks, strict=True) if not thought]
+        while rest and rest[0].n and not text(rest[0].tokens[:1]).strip():
+            rest[0] = rest[0].behind(1)
+        first = text(rest[0].tokens).lstrip()[:FRONT] if rest else ""
+        at = segment.text.find(first) if first else -1
+        if at < 0:
+            return []
+        front = replace(segment, text=segment.text[:at], plain=(), said=None)
+        tokens = self.assembler.tokens(front, self.namespace)
+        return [PromptPiece(segment.kind, tokens, segment.label), *rest]
 
     def _named(self, segment: PromptSegment, ref: str) -> PromptPiece:
         """Return the chunk a content part names; as text where nothing may be reused."""

@@ -13,6 +13,7 @@ from kvweave.chunk.identity import ChunkId
 from kvweave.chunk.match import Match, Matcher
 from kvweave.chunk.rolling import Tokens
 from kvweave.chunk.table import Table
+from kvweave.serve.reuse.said import Answers
 
 MAX_ANSWERS = 10_000  # texts of answers that are remembered, the latest
 
@@ -22,7 +23,7 @@ class Library:
 
     def __init__(self, table: Table, width: int = 16) -> None:
         """Learn all chunks there are; ``width`` is the shortest run that is found, in tokens."""
-        self.table, self.width = table, width
+        self.table, self.width, self.said = table, width, Answers()
         self._matchers: dict[str, Matcher] = {}
         self._answers: OrderedDict[tuple[str, ChunkId | None, str], tuple[ChunkId, ...]] = (
             OrderedDict()

@@ -120,11 +120,12 @@ class Sessions:
         """Compute all rows. Raises OverBudget."""
         return self._afford(session.context.namespace, session.context.weave)
 
-    def begin(self, session: PooledContext, sampling: Sampling, *, chat: bool) -> Turn:
-        """Queue an answer. Raises OverBudget, ContextTooLong."""
+    def begin(self, session: PooledContext, sampling: Sampling, header: str | None = None) -> Turn:
+        """Queue an answer, with a ``header`` a message. Raises OverBudget, ContextTooLong."""
         session.n_asked = len(session.context.parts)
+        begin, chat = session.context.begin, header is not None
         return self._afford(
-            session.context.namespace, lambda: session.context.begin(sampling, chat=chat)
+            session.context.namespace, lambda: begin(sampling, chat=chat, header=header)
         )
 
     # ---- giving back
@@ -179,6 +180,7 @@ class Sessions:
             if not self.is_busy(session.context):
                 self._idle.remove(session)
                 self.close(session)
+        self.library.said.expire(before)
         return self.names.expire(before)
 
     # ---- choosing

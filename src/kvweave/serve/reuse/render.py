@@ -11,7 +11,6 @@ two segments one. Content may name stored chunks, which become segments of their
 
 from __future__ import annotations
 
-import json
 import re
 import secrets
 from collections.abc import Callable, Mapping, Sequence
@@ -20,6 +19,9 @@ from typing import Any
 
 from kvweave.chunk.identity import Kind
 from kvweave.errors import ContextTooLong, InvalidArgument
+from kvweave.serve.reuse.adapt import Dialogue, Message, TemplateHabits, text_of_content
+from kvweave.serve.reuse.allowance import Allowance, TextSearch
+from kvweave.serve.reuse.said import AssistantSaid, said_of
 from kvweave.weave.chat import ChatFormat, Wrap
 from kvweave.weave.special import Extent, Special
 
@@ -38,8 +40,6 @@ _SPELT = re.compile(f"({SPELT.format('[0-9a-f]{24}')})")
 MAX_PREFIXES = 64  # renderings of growing prefixes for one prompt
 PREFIXED = 4  # so often all messages may be rendered in prefixes, and FREE_PREFIXED messages more
 FREE_PREFIXED = 4096
-SEARCHED = 64  # so often the whole text may be searched in vain, and FREE_SEARCHED characters more
-FREE_SEARCHED = 1 << 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +53,7 @@ class PromptSegment:
     chunk: str | None = None
     tokens: tuple[int, ...] | None = None  # given instead of text
     plain: tuple[Extent, ...] = ()  # of the text: special tokens that content only spells
+    said: AssistantSaid | None = None  # of an assistant's message
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,12 +62,14 @@ class Prompt:
 
     ``header`` is the last text, which makes the model answer; it is not among the segments.
     ``lead`` is the white space the template puts between it and the answer: the model writes it,
-    the client must not get it, or it would come twice when the answer is sent back.
+    the client must not get it, or it would come twice when the answer is sent back. ``front`` is
+    what the answer's message begins with, the header or a message that is gone on with.
     """
 
     segments: tuple[PromptSegment, ...]
     header: str
     lead: str
+    front: str = ""
 
 
 class Renderer:
@@ -75,17 +78,22 @@ class Renderer:
     def __init__(self, chat: ChatFormat, limit: int | None = None) -> None:
         """``limit``: tokens of the longest prompt; messages and chunks cannot be more."""
         self.chat, self.limit = chat, limit
-        template = chat.tokenizer.chat_template if chat.tokenizer is not None else None
+        self.template = TemplateHabits(chat.tokenizer)
         self._special = Special(chat.tokenizer)
         self._wraps: dict[str, Wrap | None] = {}
-        self._knows_developer = "developer" in str(template or "")
 
     def render(
         self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]] | None = None,
+        messages: Sequence[Message],
+        tools: Sequence[Message] | None = None,
+        variables: Mapping[str, Any] | None = None,
+        *,
+        continues: bool = False,
     ) -> Prompt:
         """Return the segments and the header.
+
+        ``variables`` are the template's own, see `TemplateHabits.variables`. With ``continues`` the
+        answer goes on with the last message, an assistant's.
 
         Raises InvalidArgument for messages the template refuses, ContextTooLong before it renders
         more of them, or more chunks, than a context has tokens. Takes time linear in their length.
@@ -96,22 +104,41 @@ class Renderer:
         refs: dict[str, str] = {}  # mark in the text -> chunk it stands for
         plain = [self._plain(message, refs) for message in messages]
         self._check_number(len(refs))
+        said = [said_of(m) if m["role"] == "assistant" and not refs else None for m in plain]
         spelt: dict[str, str] = {}  # mark in the text -> what it stands for
         plain, tools = self._masked(plain, spelt), self._masked(tools, spelt)
+        asked = Dialogue(plain, tools, dict(variables or {}), continues)
         if not self.chat.has_template:
             if tools:
                 raise InvalidArgument("tools", "this model came without a chat template")
-            whole = "".join("".join(self._expected(m)[:1]) for m in plain) + self.chat.header()
+            whole = "".join("".join(self._expected(m)[:1]) for m in plain)
+            whole += "" if continues else self.chat.header()
         else:
-            whole = self._render(plain, tools, add_generation_prompt=True)
-        header = self._header(whole, plain, tools)
+            asked, said, whole = self._whole(asked, said)
+        header = "" if continues else self._header(whole, asked)
         header = "" if spelt and _SPELT.search(header) else header
         body = whole[: len(whole) - len(header)]
-        segments = self._segments(body, plain, tools)
+        segments = self._segments(body, asked, said)
         cut = [_spelt(p, spelt) for segment in segments for p in _split(segment, refs)]
         before = self.chat.wrap("assistant").before
         lead = before[len(header) :] if before.startswith(header) else ""
-        return Prompt(tuple(cut), header, lead if lead.isspace() else "")
+        front = cut[-1].text if continues and cut else header
+        return Prompt(tuple(cut), header, lead if lead.isspace() else "", front)
+
+    def _whole(
+        self, asked: Dialogue, said: list[AssistantSaid | None]
+    ) -> tuple[Dialogue, list[AssistantSaid | None], str]:
+        """Return what the template makes of it; where it refuses, of what it may take instead."""
+        refused: InvalidArgument | None = None
+        for adapted, kept in self.template.ways(asked):
+            try:
+                text = self._render(adapted, len(adapted.messages), whole=True)
+            except InvalidArgument as error:
+                refused = refused or error
+            else:
+                return adapted, [None if i is None else said[i] for i in kept], text
+        assert refused is not None
+        raise refused
 
     # ---- messages
 
@@ -120,14 +147,10 @@ class Renderer:
         if self.limit is not None and n > self.limit:
             raise ContextTooLong(n, self.limit)
 
-    def _plain(self, message: Mapping[str, Any], refs: dict[str, str]) -> dict[str, Any]:
+    def _plain(self, message: Message, refs: dict[str, str]) -> dict[str, Any]:
         """Return a message as templates expect it: content is text, arguments are objects."""
-        made = {key: value for key, value in message.items() if value is not None}
-        if made["role"] == "developer" and not self._knows_developer:
-            made["role"] = "system"
-        made["content"] = _text(made.get("content", ""), refs)
-        if made.get("tool_calls"):
-            made["tool_calls"] = [_with_arguments(call) for call in made["tool_calls"]]
+        made = self.template.message(message)
+        made["content"] = text_of_content(made.get("content", ""), lambda name: _mark(name, refs))
         return made
 
     def _masked(self, value: Any, spelt: dict[str, str]) -> Any:
@@ -173,49 +196,47 @@ class Renderer:
                 self._wraps[role] = None
         return self._wraps[role]
 
-    def _render(
-        self,
-        messages: list[dict[str, Any]],
-        tools: Sequence[Mapping[str, Any]] | None,
-        **options: Any,
-    ) -> str:
+    def _render(self, asked: Dialogue, n: int, *, whole: bool = False) -> str:
+        """Return the rendering of the first ``n`` messages; ``whole``: ready to be answered."""
         assert self.chat.tokenizer is not None
-        if tools:
-            options["tools"] = list(tools)
+        options = dict(asked.variables)
+        if asked.tools:
+            options["tools"] = list(asked.tools)
+        if whole and asked.continues:
+            options["continue_final_message"] = True
+        elif whole:
+            options["add_generation_prompt"] = True
+        messages = asked.messages[:n]
         try:
             text = self.chat.tokenizer.apply_chat_template(messages, tokenize=False, **options)
         except Exception as error:  # whatever a template raises
             raise InvalidArgument("messages", f"the model's chat template: {error}") from error
         return str(text)
 
-    def _header(
-        self,
-        whole: str,
-        messages: list[dict[str, Any]],
-        tools: Sequence[Mapping[str, Any]] | None,
-    ) -> str:
+    def _header(self, whole: str, asked: Dialogue) -> str:
         usual = self.chat.header()
         if usual and whole.endswith(usual):
             return usual
         if not self.chat.has_template:
             return ""
-        body = self._render(messages, tools)
+        body = self._render(asked, len(asked.messages))
         return whole[len(body) :] if whole.startswith(body) else ""
 
     # ---- cutting
 
     def _segments(
-        self, body: str, messages: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]] | None
+        self, body: str, asked: Dialogue, said: Sequence[AssistantSaid | None]
     ) -> list[PromptSegment]:
-        times = _Budget(MAX_PREFIXES)
-        rendered = _Budget(PREFIXED * len(messages) + FREE_PREFIXED)
+        messages = asked.messages
+        times = Allowance(MAX_PREFIXES)
+        rendered = Allowance(PREFIXED * len(messages) + FREE_PREFIXED)
 
         def prefix(n: int) -> int | None:
             """Return where message ``n`` starts if the rendering of those before is a prefix."""
             if not (self.chat.has_template and times.spend(1) and rendered.spend(n)):
                 return None
             try:
-                text = self._render(messages[:n], tools)
+                text = self._render(asked, n)
             except InvalidArgument:
                 return None
             return len(text) if body.startswith(text) else None
@@ -226,7 +247,9 @@ class Renderer:
         starts = [None if cut in inside else cut for cut in cuts]
         starts[0] = starts[0] or 0
         stops = _next_known([*starts[1:], len(body)])
-        last = max((i for i, m in enumerate(messages) if m["role"] == "assistant"), default=-1)
+        n_said = len(messages) - asked.continues
+        answers = (i for i, m in enumerate(messages[:n_said]) if m["role"] == "assistant")
+        last = max(answers, default=-1)
         segments = []
         if starts[0]:
             segments.append(PromptSegment("system", body[: starts[0]], "preamble", False))
@@ -238,7 +261,9 @@ class Renderer:
             start = starts[i]
             if start is not None and start < stops[i]:
                 kind = KIND_OF.get(role, "user")
-                segments.append(PromptSegment(kind, body[start : stops[i]], label, i > last))
+                own = said[i] if i + 1 == len(starts) or starts[i + 1] is not None else None
+                text = body[start : stops[i]]
+                segments.append(PromptSegment(kind, text, label, i > last, said=own))
         return segments
 
     def _starts(
@@ -249,7 +274,7 @@ class Renderer:
     ) -> list[int | None]:
         """Return where each message starts; None where it cannot be told from the one before."""
         expected = [self._expected(message) for message in messages]
-        find = _Search(body)
+        find = TextSearch(body)
         starts: list[int | None] = [self._first(body, messages[0], find.first(expected[0], 0))]
         at = starts[0] or 0
         for i in range(1, len(messages)):
@@ -260,12 +285,37 @@ class Renderer:
             elif wrap is not None and wrap.before:
                 found = find.first(expected[i], at)
             if found is None:
+                found = self._by_marks(body, messages[i - 1], messages[i], at, find)
+            if found is None:
                 found = prefix(i)
             if found is not None and found < at:
                 found = None
             starts.append(found)
             at = at if found is None else found
         return starts
+
+    def _by_marks(
+        self, body: str, before: Message, message: Message, at: int, find: TextSearch
+    ) -> int | None:
+        """Return where a message of calls or results starts: at what begins those of its role.
+
+        What is between those of a run of results is told from the content behind it.
+        """
+        wrap, said = self._wrap(message["role"]), str(before["content"]).strip()
+        if wrap is None or not self._special.find(wrap.before):
+            return None  # content may spell it
+        place = find.first([said], at) if said else None
+        behind = at + 1 if place is None else place + len(said)
+        if message["role"] != "tool" or before["role"] != "tool":
+            return find.first([wrap.before], behind)
+        content = str(message["content"]).strip()
+        place = find.first([content], behind) if content else None
+        if place is None:
+            return None
+        n, most = 0, min(len(wrap.before), place - behind)
+        while n < most and wrap.before[-1 - n] == body[place - 1 - n]:
+            n += 1
+        return place - n if n else None
 
     def _first(self, body: str, message: dict[str, Any], place: int | None) -> int:
         """Return where the first message starts: a system message takes in all before it."""
@@ -277,64 +327,11 @@ class Renderer:
         return len(bos) if bos and body.startswith(bos) else 0
 
 
-class _Budget:
-    """What may be spent on one prompt."""
-
-    def __init__(self, n: int) -> None:
-        self.n = n
-
-    def spend(self, n: int) -> bool:
-        """Take ``n``; tell whether it was there."""
-        self.n -= n
-        return self.n >= 0
-
-
-class _Search:
-    """Looks for one of several texts, in vain only for so long."""
-
-    def __init__(self, body: str) -> None:
-        self.body = body
-        self.left = _Budget(SEARCHED * len(body) + FREE_SEARCHED)
-        self.trimmed = False  # whether the last one found was: then the next one probably is
-
-    def first(self, texts: Sequence[str], at: int) -> int | None:
-        """Return where the first of ``texts`` that occurs from ``at`` on does."""
-        for text in reversed(texts) if self.trimmed else texts:
-            if self.left.n < 0:
-                break
-            place = self.body.find(text, at)
-            if place >= 0:
-                self.trimmed = text is not texts[0]
-                return place
-            self.left.spend(len(self.body) - at)
-        return None
-
-
-def _text(content: Any, refs: dict[str, str]) -> str:
-    """Return content as text, with a mark for each chunk it names."""
-    if isinstance(content, str):
-        return content
-    pieces = []
-    for part in content:
-        if part["type"] == "chunk":
-            mark = MARK.format(secrets.token_hex(12))  # nobody can write it beforehand
-            refs[mark] = part["name"]
-            pieces.append(mark)
-        else:
-            pieces.append(part["text"])
-    return "".join(pieces)
-
-
-def _with_arguments(call: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a tool call whose arguments are an object where they are the JSON of one."""
-    function = dict(call.get("function") or {})
-    try:
-        arguments = json.loads(function.get("arguments") or "{}")
-    except (TypeError, ValueError, RecursionError):
-        return dict(call)
-    if isinstance(arguments, dict):
-        function["arguments"] = arguments
-    return {**call, "function": function}
+def _mark(name: str, refs: dict[str, str]) -> str:
+    """Return a mark for a chunk that content names."""
+    mark = MARK.format(secrets.token_hex(12))  # nobody can write it beforehand
+    refs[mark] = name
+    return mark
 
 
 def _next_known(places: list[int | None]) -> list[int]:

@@ -1,4 +1,4 @@
-"""One request of the OpenAI endpoints, from its prompts to the contexts that answer it.
+"""One request for text, from its prompts to the contexts that answer it.
 
 Everything that touches the engine runs in the driver's thread: `Asked.begin` when it is this
 request's turn, `Asked.done` when all its answers have ended.
@@ -10,13 +10,13 @@ import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-import numpy as np
-
 from kvweave.engine import Engine
 from kvweave.errors import ContextTooLong, InvalidArgument
 from kvweave.run.sample import Sampling
+from kvweave.serve.chat.ask import ChatAsk
+from kvweave.serve.chat.read import AnswerReader, ToldEvent
 from kvweave.serve.driver.work import Event
-from kvweave.serve.reuse.find import PromptPiece, Wanted
+from kvweave.serve.reuse.find import Wanted
 from kvweave.serve.reuse.pooled import PooledContext, WeaveOptions
 from kvweave.serve.reuse.render import Prompt
 from kvweave.serve.state import ServerState
@@ -78,9 +78,40 @@ class Asked:
     n: int = 1
     chat: bool = True
     private: bool = False  # ``store: false``
+    reader: AnswerReader | None = None  # of a chat
     arrived: float = field(default_factory=time.perf_counter)
     opened: list[Opened] = field(default_factory=list)
     _sessions: list[PooledContext] = field(default_factory=list)
+
+    @classmethod
+    def of_chat(cls, state: ServerState, tenant: str, ask: ChatAsk) -> Asked:
+        """Return the request that a chat is. Raises InvalidArgument."""
+        tools = ask.shown_tools
+        form = state.form_with(bool(tools))
+        variables, _ = state.renderer.template.variables(ask.variables)
+
+        def make(state: ServerState) -> Prompt:
+            options = {"continues": ask.continues}
+            return state.renderer.render(ask.messages, tools or None, variables, **options)
+
+        ends = state.driver.engine.runner.ends
+        return cls(
+            state,
+            tenant,
+            [make],
+            ask.sampling if form is None else replace(ask.sampling, shown=form.shown),
+            ask.max_tokens,
+            ask.how,
+            ask.n,
+            private=ask.private,
+            reader=AnswerReader(form, tools, ends),
+        )
+
+    def read(self, event: Event) -> ToldEvent:
+        """Return what an event of a chat tells."""
+        assert self.reader is not None, "a completion is only text"
+        prompt = self.opened[event.index // self.n].prompt
+        return self.reader.take(event, prompt.front, prompt.lead)
 
     def events(self) -> AsyncGenerator[Event, None]:
         """Queue it; see `Driver.answer`."""
@@ -109,24 +140,21 @@ class Asked:
 
     def done(self, engine: Engine, answers: list[Answer]) -> None:
         """Give the contexts back, and remember the answers by their text."""
-        for session in self._sessions:
+        whole = len(answers) == len(self._sessions)
+        for index, session in enumerate(self._sessions):
             if self.chat and session.reuse == "all" and not session.private:
-                self._remember(session)
+                self._remember(session, (index, answers[index]) if whole else None)
         self.state.sessions.give_back(self._sessions)
 
     def _begin(self, prompt: Prompt, engine: Engine) -> list[Turn]:
         state, sessions, reuse = self.state, self.state.sessions, self.state.options.reuse
         base = sessions.engine_base
         wanted = state.assembler.assemble(prompt.segments, self.tenant, base, reuse)
-        # the turn adds the usual header itself, and makes it one chunk with the answer
-        chat = self.chat and prompt.header == engine.maker.chat.header()
+        # the turn adds the header itself, and makes it one chunk with the answer
         header = engine.maker.tokens(prompt.header)
-        if header and not chat:
-            tokens = np.asarray(header, dtype=np.uint32)
-            wanted.pieces.append(PromptPiece("assistant", tokens, "header"))
         n_base = 0 if base is None else engine.table.get(base).n_tokens
         n = (n_base if wanted.base is None else wanted.base.n) + len(wanted.tokens())
-        n += len(header) if chat else 0
+        n += len(header)
         if n == 0:
             raise InvalidArgument("prompt", "it is empty")
         sampling = replace(self.sampling, max_tokens=self._n_new(n))
@@ -135,7 +163,7 @@ class Asked:
         self._sessions.append(session)
         # the rows of the prompt are computed once
         woven = sessions.weave(session) if self.n > 1 else None
-        turns = self._turns(session, sampling, chat)
+        turns = self._turns(session, sampling, prompt.header)
         self.opened.append(
             Opened(
                 prompt, wanted, session.context.name, n, session.n_computed, session.n_completed,
@@ -144,7 +172,7 @@ class Asked:
         )  # fmt: skip
         return turns
 
-    def _turns(self, session: PooledContext, sampling: Sampling, chat: bool) -> list[Turn]:
+    def _turns(self, session: PooledContext, sampling: Sampling, header: str) -> list[Turn]:
         sessions, own = self.state.sessions, [session]
         for _ in range(self.n - 1):
             own.append(sessions.twin(session))
@@ -153,7 +181,8 @@ class Asked:
         try:
             for i, each in enumerate(own):
                 seed = None if sampling.seed is None else (sampling.seed + i) % 2**63
-                turns.append(sessions.begin(each, replace(sampling, seed=seed), chat=chat))
+                given = header if self.chat else None
+                turns.append(sessions.begin(each, replace(sampling, seed=seed), header=given))
         except BaseException:
             for turn in turns:
                 turn.abandon()
@@ -166,12 +195,12 @@ class Asked:
         if most is not None and n_prompt > most:
             raise ContextTooLong(n_prompt, most)
         left = limit - n_prompt
-        wanted = min(left, NEW_TOKENS) if self.max_tokens is None else self.max_tokens
-        if left < 1 or wanted > left:
-            raise ContextTooLong(n_prompt + max(1, wanted), limit)
-        return wanted
+        if left < 1:
+            raise ContextTooLong(n_prompt + 1, limit)
+        # agents ask for more than any window has: they get what there is
+        return min(left, NEW_TOKENS if self.max_tokens is None else self.max_tokens)
 
-    def _remember(self, session: PooledContext) -> None:
+    def _remember(self, session: PooledContext, answer: tuple[int, Answer] | None) -> None:
         parts = session.context.parts[session.n_asked :]
         ids = tuple(part.id for part in parts)
         if not ids:
@@ -179,6 +208,10 @@ class Asked:
         assembler, table = self.state.assembler, self.state.driver.engine.table
         text = "".join(assembler.text(table.tokens(id)) for id in ids)
         self.state.library.note_answer(self.tenant, text, ids)
+        if self.reader is not None and answer is not None and len(self.opened) == 1:
+            prompt = self.opened[0].prompt
+            said = self.reader.said(*answer, prompt.front)
+            self.state.library.said.note(self.tenant, table.get(ids[0]).base, said, ids)
 
     # ---- what is told of it
 
@@ -195,9 +228,12 @@ class Asked:
         kv["drift"] = max(known) if known and len(known) == len(drifts) else None
         n_prompt = sum(opened.n_tokens for opened in self.opened)
         cached = int(kv.get("exact") or 0) + int(kv.get("reused") or 0)
+        read = {} if self.reader is None else self.reader.answers
+        thought = {"reasoning_tokens": sum(each.n_thought for each in read.values())}
         return {
             "prompt_tokens": n_prompt,
             "completion_tokens": n_completion,
+            **({} if self.reader is None else {"completion_tokens_details": thought}),
             "total_tokens": n_prompt + n_completion,
             "prompt_tokens_details": {"cached_tokens": cached},
             "kv": kv,
