@@ -244,8 +244,10 @@ class _Finder:
         rest = [piece for piece, thought in zip(pieces, thinks, strict=True) if not thought]
         while rest and rest[0].n and not text(rest[0].tokens[:1]).strip():
             rest[0] = rest[0].behind(1)
-        first = text(rest[0].tokens).lstrip()[:FRONT] if rest else ""
-        at = segment.text.find(first) if first else -1
+        whole = text(rest[0].tokens) if rest else ""
+        space, first = whole[: -len(whole.lstrip()) or None], whole.lstrip()[:FRONT]
+        at = segment.text.find(space + first) if first else -1
+        at = segment.text.find(first) if first and at < 0 else at
         if at < 0:
             return []
         front = replace(segment, text=segment.text[:at], plain=(), said=None)
