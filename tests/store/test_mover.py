@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -258,6 +259,30 @@ def test_nearly_full_memory_is_written_behind_so_that_letting_go_costs_nothing(
     shelf.reserve(20 * PER_ROW)
     assert [i for i in range(10) if i in shelf.ram] == [0, 3, 4, 5, 6, 7, 8, 9]
     shelf.check_integrity()
+
+
+def test_what_is_dropped_while_it_is_written_behind_is_in_the_budget_as_long_as_it_is_alive() -> None:
+    tier = Held(1 << 20)
+    shelf = Shelf(100 * PER_ROW, LRU(), Mover([level(tier)], about))
+    for i in range(10):
+        shelf.put(i, kv(10, i))
+    while not tier.begun:
+        time.sleep(0.001)
+    rows = [[weakref.ref(x) for x in shelf.ram._held[i].k] for i in (0, 1)]
+    for i in (0, 1):
+        shelf.drop(i)
+    assert all(x() is None for x in rows[1]), "its turn had not come"
+    assert all(x() is not None for x in rows[0]), "it is being written"
+    assert (shelf.n_bytes, shelf.room) == (90 * PER_ROW, 10 * PER_ROW)
+    shelf.busy(range(10))
+    threading.Timer(0.05, tier.open.set).start()
+    shelf.reserve(20 * PER_ROW)  # waits for it
+    assert shelf.n_bytes == 80 * PER_ROW and all(x() is None for x in rows[0])
+    with pytest.raises(OverBudget):
+        shelf.reserve(21 * PER_ROW)
+    shelf.check_integrity()
+    assert list(tier.keys()) == []
+    shelf.mover.close()
 
 
 Answer = Callable[[Get, Outcome], Outcome]

@@ -104,10 +104,10 @@ class Arriving(KV):
     def __init__(self, load: Load, start: int = 0, stop: int | None = None) -> None:
         self.load, self.start = load, start
         self.stop = load.about.n_tokens if stop is None else stop
-        kept: Any = None if load.about.n_rows is None else _Waiting(self, 2)
-        super().__init__(
-            _Waiting(self, 0), _Waiting(self, 1), load.kv.lossy, kept, self.stop - start
-        )
+        span = start, self.stop
+        kept: Any = None if load.about.n_rows is None else _Waiting(load, span, 2)
+        k, v = _Waiting(load, span, 0), _Waiting(load, span, 1)
+        super().__init__(k, v, load.kv.lossy, kept, self.stop - start)
 
     @property
     def n_tokens(self) -> int:
@@ -134,20 +134,23 @@ class Arriving(KV):
 
 
 class _Waiting(list[Any]):
-    """The keys, the values, or what was kept of every layer; asking for one waits for it."""
+    """The keys, the values, or what was kept of every layer; asking for one waits for it.
 
-    def __init__(self, kv: Arriving, which: int) -> None:
-        self._kv, self._which = kv, which
+    It does not know its `Arriving`: in a circle both, and all rows, would live until Python looks.
+    """
+
+    def __init__(self, load: Load, span: tuple[int, int], which: int) -> None:
+        self._load, self._span, self._which = load, span, which
 
     def __getitem__(self, layer: int) -> Any:  # type: ignore[override]
-        load, (k, v) = self._kv.load, self._kv.load.wait(layer)
+        load, (k, v) = self._load, self._load.wait(layer)
         kept = load.kept[layer][None] if load.kept else None
-        cut = KV([k], [v], kept=kept, span=load.about.n_tokens).rows(self._kv.start, self._kv.stop)
+        cut = KV([k], [v], kept=kept, span=load.about.n_tokens).rows(*self._span)
         found: tuple[Any, ...] = cut.k, cut.v, cut.kept
         return found[self._which][0]
 
     def __len__(self) -> int:
-        return len(self._kv.load.about.shapes)
+        return len(self._load.about.shapes)
 
     def __iter__(self) -> Iterator[Any]:
         return (self[layer] for layer in range(len(self)))

@@ -6,8 +6,8 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Container
+from dataclasses import dataclass
 
 from kvweave.store.background import Background
 from kvweave.store.kv import KV
@@ -19,13 +19,14 @@ PATIENCE = 60.0  # seconds that such a write may take
 log = logging.getLogger("kvweave.store")
 
 
-class ToWrite(NamedTuple):
-    """A chunk that waits; ``landed`` waits until its KV is on the host."""
+@dataclass(slots=True)
+class ToWrite:
+    """A chunk that waits or is written; ``landed`` waits until its KV is on the host."""
 
-    id: int
     about: Expected
-    n_bytes: int
-    landed: Callable[[], KV]
+    n_bytes: int  # alive for it, whoever else lets go of the chunk
+    landed: Callable[[], KV] | None  # None: it is being written, or was dropped before
+    wanted: bool = True
 
 
 class WriteBehind:
@@ -33,10 +34,9 @@ class WriteBehind:
 
     def __init__(self, level: Level | None, counts: dict[str, int]) -> None:
         self.level, self.counts = level, counts
-        self._waiting: queue.Queue[ToWrite | None] = queue.Queue()
-        self._wanted: dict[int, bool] = {}  # chunk that waits or is written -> whether it still is
+        self._waiting: queue.Queue[int | None] = queue.Queue()
+        self._chunks: dict[int, ToWrite] = {}
         self._changed = threading.Condition()  # guards it, and tells of its changes
-        self._n_bytes = 0
         self._thread: Background | None = None
 
     def add(
@@ -44,27 +44,43 @@ class WriteBehind:
     ) -> bool:
         """Have a chunk written, brought ``down`` now; False when it waits already, or too much does."""
         with self._changed:
-            if self._n_bytes + n_bytes > MOST or id in self._wanted:
+            waiting = sum(each.n_bytes for each in self._chunks.values())
+            if waiting + n_bytes > MOST or id in self._chunks:
                 return False
-            self._n_bytes += n_bytes
-            self._wanted[id] = True
-        if self._thread is None:
-            self._thread = Background(self._run)
-        self._waiting.put(ToWrite(id, about, n_bytes, down()))
+            if self._thread is None:
+                self._thread = Background(self._run)
+            self._chunks[id] = ToWrite(about, n_bytes, down())
+        self._waiting.put(id)
         return True
+
+    def beside(self, ids: Container[int]) -> int:
+        """Return the bytes alive for chunks that are not among ``ids``, those in memory."""
+        if not self._chunks:
+            return 0
+        with self._changed:
+            return sum(each.n_bytes for id, each in self._chunks.items() if id not in ids)
+
+    def let_go(self, ids: Container[int], ends: float) -> bool:
+        """Wait until nothing is `beside` any more, at most until ``ends``; False: something is."""
+        with self._changed:
+            return self._changed.wait_for(
+                lambda: all(id in ids for id in self._chunks), max(0.0, ends - time.monotonic())
+            )
 
     def over(self, id: int, ends: float) -> bool:
         """Wait until no write of a chunk is under way, at most until ``ends``; False: one still is."""
         with self._changed:
             return self._changed.wait_for(
-                lambda: id not in self._wanted, max(0.0, ends - time.monotonic())
+                lambda: id not in self._chunks, max(0.0, ends - time.monotonic())
             )
 
     def unwanted(self, id: int) -> None:
         """Have what is written of a chunk dropped again."""
         with self._changed:
-            if id in self._wanted:
-                self._wanted[id] = False
+            if (chunk := self._chunks.get(id)) is not None:
+                chunk.wanted = False
+                if chunk.landed is not None:  # its turn has not come
+                    chunk.landed, chunk.n_bytes = None, 0
 
     def settle(self) -> None:
         """Wait until everything is written."""
@@ -78,30 +94,32 @@ class WriteBehind:
             self._thread = None
 
     def _run(self) -> None:
-        while (item := self._waiting.get()) is not None:
-            id, n_bytes = item.id, item.n_bytes
+        while (id := self._waiting.get()) is not None:
+            chunk = self._chunks[id]
             try:
-                self._write(item)
+                self._write(id, chunk)
             except Exception:
                 log.exception("#%s could not be written", id)
-            del item  # its KV is memory that somebody counts on
             with self._changed:
-                wanted = self._wanted.pop(id, False)
-                self._n_bytes -= n_bytes
+                del self._chunks[id]
                 self._changed.notify_all()
-            if not wanted and self.level is not None:  # dropped meanwhile
+            if not chunk.wanted and self.level is not None:  # dropped meanwhile
                 self.level.drop([id], time.monotonic() + PATIENCE)
             self._waiting.task_done()
         self._waiting.task_done()
 
-    def _write(self, item: ToWrite) -> None:
-        kv = item.landed()
-        if self.level is None or not self._wanted.get(item.id):
+    def _write(self, id: int, chunk: ToWrite) -> None:
+        with self._changed:
+            landed, chunk.landed = chunk.landed, None
+        if landed is None or self.level is None:
             return
-        outcome = self.level.put(item.id, item.about, kv, deadline=time.monotonic() + PATIENCE)
+        kv = landed()
+        if not chunk.wanted:
+            return
+        outcome = self.level.put(id, chunk.about, kv, deadline=time.monotonic() + PATIENCE)
         if outcome.ok:
-            self.counts["bytes_written"] += self.level.held[item.id].n_bytes
+            self.counts["bytes_written"] += self.level.held[id].n_bytes
 
     def check_integrity(self) -> None:
-        """Raise AssertionError when bytes are counted of what does not wait."""
-        assert self._n_bytes == 0, f"{self._n_bytes} bytes wait for nobody"
+        """Raise AssertionError when there is something that does not wait."""
+        assert not self._chunks, f"{list(self._chunks)} wait for nobody"

@@ -53,7 +53,7 @@ class Holdings:
     @property
     def n_bytes(self) -> int:
         """Bytes of memory in use."""
-        beside = self._in_context.n_bytes + self.patches.n_bytes
+        beside = self._in_context.n_bytes + self.patches.n_bytes + self.mover.beside(self.ram)
         return self.ram.n_bytes + beside + self._n_charged
 
     @property

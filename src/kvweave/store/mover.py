@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 
 import torch
 
@@ -128,6 +128,14 @@ class Mover:
         if not self.levels[0].has_room(record_bytes(kv)):
             return False
         return self._behind.add(id, self.about(id), kv.n_bytes, lambda: self.staging.down(kv))
+
+    def beside(self, ids: Container[int]) -> int:
+        """Return the bytes alive to be written of chunks not among ``ids``, those in memory."""
+        return self._behind.beside(ids)
+
+    def let_go(self, ids: Container[int]) -> bool:
+        """Wait until nothing is `beside` any more; tell whether that is so in time."""
+        return self._behind.let_go(ids, time.monotonic() + self.seconds)
 
     def settle(self) -> None:
         """Wait until everything that was to be written behind is written."""

@@ -218,6 +218,8 @@ class Shelf(Holdings):
             if short <= loose + freed:
                 break
         if short > loose + freed:
+            if self.mover.beside(self.ram) and self.mover.let_go(self.ram):
+                return self.reserve(n_bytes)
             raise OverBudget(self.n_bytes + n_bytes, self.budget, loose + freed)
         short -= self.patches.shrink(short)
         for key in list(self._in_context):
