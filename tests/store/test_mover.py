@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
 import weakref
@@ -259,6 +260,27 @@ def test_nearly_full_memory_is_written_behind_so_that_letting_go_costs_nothing(
     shelf.reserve(20 * PER_ROW)
     assert [i for i in range(10) if i in shelf.ram] == [0, 3, 4, 5, 6, 7, 8, 9]
     shelf.check_integrity()
+
+
+def test_what_was_loaded_and_let_go_of_is_gone_at_once(two: Mover) -> None:
+    """Not when Python happens to look for circles, which a large process does seldom."""
+    two.save(1, kv(10, 1))
+    shelf = Shelf(100 * PER_ROW, LRU(), two)
+    gc.disable()
+    try:
+        for get in (lambda: shelf.get(1), lambda: shelf.get(1, wait=False)):
+            found = get()
+            assert found is not None
+            rows = [weakref.ref(x) for x in found.rows(2, 7).k]
+            whole = [weakref.ref(found.k[i]) for i in range(len(SHAPES))]
+            del found
+            shelf.ram.pop(1)
+            end = time.monotonic() + 5  # of the thread that read it
+            while any(x() is not None for x in (*rows, *whole)) and time.monotonic() < end:
+                time.sleep(0.001)
+            assert all(x() is None for x in (*rows, *whole))
+    finally:
+        gc.enable()
 
 
 def test_what_is_dropped_while_it_is_written_behind_is_in_the_budget_as_long_as_it_is_alive() -> None:

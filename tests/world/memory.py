@@ -12,12 +12,17 @@ from oracle import DEVICE
 
 @contextmanager
 def only_from_here() -> Iterator[None]:
-    """What is alive already does not count: `alive` sees what is made from here on."""
+    """What is alive already does not count: `alive` sees what is made from here on.
+
+    Python looks for circles when it likes: what they keep is alive, so here it does not.
+    """
     gc.collect()
     gc.freeze()
+    gc.disable()
     try:
         yield
     finally:
+        gc.enable()
         gc.unfreeze()
 
 
@@ -28,7 +33,6 @@ def alive() -> int:
     """
     if DEVICE.type != "cpu":
         return 0
-    gc.collect()
     found: dict[int, int] = {}
     for thing in gc.get_objects():
         if issubclass(type(thing), torch.Tensor):
