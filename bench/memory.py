@@ -140,15 +140,20 @@ def _figures(name: str, context: Context, peak: int, held: int, pair: Pair) -> d
 
 
 class Alive:
-    """Counts the bytes tensors hold, those left out that were alive on entering."""
+    """Counts the bytes tensors hold, those left out that were alive on entering.
+
+    What only circles keep counts too: Python looks for them when it likes, so here it does not.
+    """
 
     def __enter__(self) -> Alive:
         gc.collect()
         self._known = {start for start, _ in self._storages()}
         gc.freeze()  # what there is now need not be looked through again each time
+        gc.disable()
         return self
 
     def __exit__(self, *_: object) -> None:
+        gc.enable()
         gc.unfreeze()
 
     def _storages(self) -> Iterator[tuple[int, int]]:
@@ -159,7 +164,6 @@ class Alive:
 
     def n_bytes(self) -> int:
         """Return the bytes of all storages; what several tensors share counts once."""
-        gc.collect()
         total = end = 0
         for start, n in sorted(set(self._storages())):
             if start not in self._known:

@@ -12,8 +12,9 @@ import torch
 from conftest import tiny
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from world.memory import alive, only_from_here
 
-from kvweave import Engine, KVWeaveError, Runner
+from kvweave import Engine, KVWeaveError, Runner, Sampling
 from kvweave.errors import (
     ChunkInUse,
     ChunkNotFound,
@@ -244,6 +245,45 @@ def test_records_of_a_put_that_never_ended_go(tmp_path: Path) -> None:
     with Engine(tiny(), **files) as engine:
         assert not orphan.exists()
         assert engine.files.stat("docs/a").tier == "disk"
+
+
+def test_who_knows_a_turn_or_its_error_keeps_no_rows_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Errors are in a circle with whoever keeps them, and with all frames on their way."""
+    with Engine(tiny(), repair="none", base="") as engine, only_from_here():
+        whole, known = Runner.forward, []
+
+        def half(*args: Any, **options: Any) -> Any:
+            activations = torch.zeros(1 << 16)
+            raise ValueError(f"{len(activations)}")
+
+        for prune in ("forget", "evict"):
+            for breaks in (False, True):
+                context = engine.context("c", prune=prune)
+                context.append(text(40))
+                turn = context.begin(Sampling(max_tokens=3, ignore_eos=True))
+                known.append(turn)
+                monkeypatch.setattr(Runner, "forward", half if breaks else whole)
+                try:
+                    turn.run()
+                except ValueError as error:
+                    known.append(error)
+                assert alive() == engine.shelf.n_bytes
+                engine.close_context("c")
+                assert alive() == engine.shelf.n_bytes == 0
+        assert len(known) == 6
+
+
+def test_a_closed_engine_leaves_nothing_in_memory_while_somebody_knows_it() -> None:
+    with only_from_here():
+        engine = Engine(tiny(), repair="none")
+        engine.put("docs/a", [5, 6, 7])
+        context = engine.context("chat")
+        context.append_chunk("docs/a")
+        context.append([8, 9])
+        context.generate(2, ignore_eos=True)
+        assert alive() >= engine.shelf.n_bytes > 0
+        engine.close()
+        assert alive() == engine.shelf.n_bytes == 0
 
 
 def test_fork_and_snapshot(engines: Make) -> None:

@@ -99,7 +99,7 @@ class Engine:
         model = self.runner.fingerprint.digest().hex(), self.runner.device
         uuid = self.table.uuid if where or self.config.index else None
         self.shelf = open_shelf(self.config, where, uuid, model, ties.about, ties.is_pinned)
-        opened.callback(self.shelf.mover.close)
+        opened.callback(self.shelf.close)
         ties.bind(self.shelf)
         self.table.on_free = self._let_go
         self.loop = Loop(self.runner, self.config.max_batch, self.config.max_rows)
@@ -125,7 +125,7 @@ class Engine:
         """
         with contextlib.ExitStack() as last:
             last.callback(self.table.close)
-            last.callback(self.shelf.mover.close)
+            last.callback(self.shelf.close)
             for context in list(self._contexts):
                 self.close_context(context.name, context.namespace)
             self.shadow.close()

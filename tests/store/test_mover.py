@@ -283,7 +283,9 @@ def test_what_was_loaded_and_let_go_of_is_gone_at_once(two: Mover) -> None:
         gc.enable()
 
 
-def test_what_is_dropped_while_it_is_written_behind_is_in_the_budget_as_long_as_it_is_alive() -> None:
+def test_what_is_dropped_while_it_is_written_behind_is_in_the_budget_as_long_as_it_is_alive() -> (
+    None
+):
     tier = Held(1 << 20)
     shelf = Shelf(100 * PER_ROW, LRU(), Mover([level(tier)], about))
     for i in range(10):

@@ -378,7 +378,7 @@ def _end(world: World, cancel: bool) -> bool:
     assert turn is not None
     world.note(f"{chat.context.name}: {'cancel' if cancel else 'run'} the answer under way")
     world.drive()
-    answer, _ = world.tried(turn.cancel if cancel else turn.run)
+    answer = world.tried(turn.cancel if cancel else turn.run)[0]
     if answer is None:  # the context is as it was before it
         chat.open, chat.pieces = None, list(open.before)
         return True

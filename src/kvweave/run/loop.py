@@ -18,7 +18,8 @@ import time
 from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
-from typing import TypeVar
+from traceback import clear_frames
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -251,21 +252,21 @@ class Loop:
 
     def _forward(self, grants: Sequence[Grant]) -> list[Tensor | Exception]:
         """Return each grant's logits, or why it has none."""
-        found: dict[int, Tensor | Exception] = {}
-        works: dict[int, Work] = {}
-        for grant in grants:
-            try:
-                work = self.requests[grant.key].next_work(grant.n_rows)
-                if work.waits:
-                    work.rows.settle()
-                    found[grant.key] = self._nothing
-                else:
-                    works[grant.key] = work
-            except Exception as error:
-                found[grant.key] = error
-        if works:
-            found |= zip(works, self._pass(list(works.values())), strict=True)
+        found: dict[int, Any] = {grant.key: self._work(grant) for grant in grants}
+        works = [key for key, work in found.items() if isinstance(work, Work)]
+        if works:  # no local knows one afterwards: errors keep frames
+            found |= zip(works, self._pass([found[key] for key in works]), strict=True)
         return [found[grant.key] for grant in grants]
+
+    def _work(self, grant: Grant) -> Work | Tensor | Exception:
+        """Return what a grant runs; what it waited for has nothing to run."""
+        try:
+            work = self.requests[grant.key].next_work(grant.n_rows)
+            if work.waits:
+                work.rows.settle()
+            return self._nothing if work.waits else work
+        except Exception as error:
+            return error
 
     def _pass(self, works: Sequence[Work]) -> Sequence[Tensor | Exception]:
         """Run works together; where that fails each alone, so that only who is at fault fails."""
@@ -370,10 +371,9 @@ class Loop:
     def _fail(self, request: Request, error: BaseException) -> None:
         """End a request by what went wrong in it."""
         self._finish(request, "error", flush=False)
-        if isinstance(error, Exception):
-            request.error = error
-        else:
-            request.error = RuntimeError("interrupted while it was prepared")
+        interrupted = RuntimeError("interrupted while it was prepared")
+        clear_frames(error.__traceback__)  # its lines are kept, but no activations and no rows
+        request.error = error if isinstance(error, Exception) else interrupted
         self._close(request)
 
     def _close(self, request: Request) -> None:

@@ -21,8 +21,8 @@ from kvweave.store.holdings import Holdings
 from kvweave.store.kv import KV
 from kvweave.store.level import Level
 from kvweave.store.mover import Mover
-from kvweave.store.patches import Patch, PatchKey
-from kvweave.store.ram import Exact, Stretches
+from kvweave.store.patches import Patch, Patches, PatchKey
+from kvweave.store.ram import Exact, Ram, Stretches
 from kvweave.store.tier.base import Outcome
 
 HIGH, LOW = 0.9, 0.8  # of the budget: over the first, what is over the second is written behind
@@ -281,3 +281,8 @@ class Shelf(Holdings):
             over -= kv.n_bytes
             if self.mover.level_of(key) is None and not self.mover.clean(key, kv):
                 return
+
+    def close(self) -> None:
+        """Let go of all that is in memory, whoever still knows this shelf, and close what is below."""
+        self.ram, self._in_context, self.patches = Ram(), Ram(), Patches(0)
+        self.mover.close()

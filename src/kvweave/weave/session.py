@@ -186,7 +186,8 @@ class Session:
             self.turn.abandon()
         if self.waits_for is not None:
             self.loop.cancel(self.waits_for)
-        self.state = self._new_state()
+        old, self.state = self.state, self._new_state()
+        old.release()
         self.weaver.shelf.charge(self.key, 0)
 
     def wish(self, chosen: Strategy, share: float, max_drift: float | None) -> Wish:
@@ -211,6 +212,8 @@ class Session:
         except BaseException:
             self.weaver.settle_account(self.state)
             raise
+        finally:
+            weaving.let_go()
         assert weaving.plan is not None
         if any(span.placed for span in weaving.plan.spans):
             self.answered = NO_ANSWER  # its rows are not these

@@ -178,6 +178,12 @@ class State:
             None if self.keeper is None else self.keeper.copy(),
         )  # fmt: skip
 
+    def release(self) -> None:
+        """Let go of all memory, whoever still knows these rows: an error's traceback may."""
+        self.rows.truncate(0)
+        self.rows.reserve(0, exact=True)
+        self.woven, self.before, self.kept, self.keeper = [], {}, KeptRows(), None
+
     def repaired_until(self, keep: int, n: int) -> NDArray[np.bool_]:
         """Return which of ``n`` slots were repaired, as far as slots up to ``keep`` still hold."""
         found = np.zeros(n, bool)

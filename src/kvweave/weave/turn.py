@@ -164,6 +164,7 @@ class Turn:
         self._gone, session.turn = True, None
         session.answered = NO_ANSWER
         session.state.woven = []
+        self._weaving.let_go()
         session.weaver.settle_account(session.state)
         self.context.restore(self._before)
 
@@ -195,6 +196,7 @@ class Turn:
             session.plan = plan = None if plan is None else session.state.told(plan)
             if plan is not None:
                 self._account(plan, given)
+        self._weaving.let_go()
         plan = session.preview(self.context.parts) if plan is None else plan
         usage: dict[str, object] = {
             "prompt_tokens": plan.n_tokens,

@@ -37,3 +37,8 @@ class Weaving:
     cell: AuditCell | None = None  # of the answer, where its rows are not exact
     thinned: bool = False  # chunks are placed of which some rows are gone
     alarm: bool = False  # it is repaired since a promise was not kept
+
+    def let_go(self) -> None:
+        """It is over: leave no rows to who still knows it."""
+        self.raw = self.reads = self.request.raw = self.request.observer = None
+        self.kept = KeptRows()
