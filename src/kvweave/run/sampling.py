@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from numbers import Integral
 from typing import Protocol
 
 import numpy as np
@@ -55,6 +56,10 @@ class Sampling:
     constraint: Constraint | None = None
 
     def __post_init__(self) -> None:
+        for name in ("max_tokens", "min_tokens", "top_k", "logprobs", "seed"):
+            given = getattr(self, name)
+            wrong = not isinstance(given, Integral) and (given, name) != (None, "seed")
+            _refuse(self, name, wrong, "is not a whole number")
         _refuse(self, "max_tokens", self.max_tokens < 1, "is below 1")
         wrong = not (math.isfinite(self.temperature) and self.temperature >= 0)
         _refuse(self, "temperature", wrong, "is not a number from 0 up")

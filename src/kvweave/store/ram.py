@@ -46,7 +46,7 @@ class Ram(Generic[T]):
     def __len__(self) -> int:
         return len(self._held)
 
-    def __contains__(self, key: int) -> bool:
+    def __contains__(self, key: object) -> bool:
         return key in self._held
 
     def __iter__(self) -> Iterator[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from hashlib import blake2b
+from operator import index
 
 import numpy as np
 import torch
@@ -44,7 +45,7 @@ class Maker:
         """Return token ids without special tokens added; of `PlainText` text none is a special one.
         Raises InvalidArgument."""
         if not isinstance(text, str):
-            ids = [int(t) for t in text]
+            ids = _ids(text)
             if any(not 0 <= t < self.backend.n_vocab for t in ids):
                 raise InvalidArgument("tokens", "an id is outside the model's vocabulary")
             return ids
@@ -294,3 +295,17 @@ class Maker:
     @property
     def _last(self) -> int:
         return len(self.backend.layers) - 1
+
+
+def _ids(tokens: Sequence[int]) -> list[int]:
+    """Return whole numbers as they are; nothing is rounded, read or cut. Raises InvalidArgument."""
+    if isinstance(tokens, bytes | bytearray | memoryview):
+        raise InvalidArgument("tokens", "bytes are neither text nor token ids", "decode them")
+    try:
+        given = list(tokens)
+        ids = [index(t) for t in given]
+    except TypeError as error:
+        raise InvalidArgument("tokens", f"neither text nor token ids: {error}") from None
+    if any(isinstance(t, bool) for t in given):
+        raise InvalidArgument("tokens", "a truth value is no token id")
+    return ids
