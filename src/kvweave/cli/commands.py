@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvweave.cli import arguments, context_arguments, serve_arguments
+from kvweave.cli import arguments, context_arguments, probe_arguments, serve_arguments
 from kvweave.cli.command import Command
 from kvweave.cli.route_arguments import route as route_arguments
 from kvweave.cli.simulate_arguments import simulate as simulate_arguments
@@ -85,6 +85,7 @@ VERBS = (
     ),
 )
 FILES, TEXT, UPKEEP = "kvweave.cli.files", "kvweave.cli.text", "kvweave.cli.upkeep"
+PROBE = "kvweave.cli.probe"
 COMMANDS = {
     command.name: command
     for command in (
@@ -240,6 +241,33 @@ COMMANDS = {
             "Tell how a server is doing: health, load, budgets.",
             arguments.nothing,
             examples=("kvweave status --url http://127.0.0.1:8700",),
+        ),
+        Command(
+            "probe record",
+            f"{PROBE}:record",
+            "Decode, and write down what each token reads of its KV.",
+            probe_arguments.record,
+            "A plain decode of one prompt; what it says goes to stdout. The trace has, by step, layer, kv\n"
+            "head and page, how much attention there is and which pages count as read.",
+            ("kvweave probe record 'what about the river' --out river.kvt --max-tokens 64",),
+            remote=False,
+        ),
+        Command(
+            "probe report",
+            f"{PROBE}:report",
+            "Say what page traces have in them: reuse, recall of rankings, stability of heads.",
+            probe_arguments.report,
+            "--out writes a page with a paragraph and a figure a question, from the traces alone.",
+            ("kvweave probe report thinking.kvt plain.kvt --out report.html",),
+            remote=False,
+        ),
+        Command(
+            "probe replay",
+            f"{PROBE}:replay",
+            "Play a page trace past a fast and a slow tier: what misses cost, by ranking.",
+            probe_arguments.replay,
+            examples=("kvweave probe replay river.kvt --budget 0.1 --bandwidth 3e9 --ahead",),
+            remote=False,
         ),
         *(
             Command(f"context {verb}", f"{CONTEXTS}:{verb}", summary, add, more, examples)

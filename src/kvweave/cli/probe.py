@@ -1,0 +1,102 @@
+"""``kvweave probe``: record what decoding reads of its KV, and ask the traces."""
+
+from __future__ import annotations
+
+import sys
+from argparse import Namespace
+from pathlib import Path
+
+from kvweave.cli.home import model_of, quieten
+from kvweave.cli.show import Out
+from kvweave.engine import Engine
+from kvweave.errors import of_system
+from kvweave.probe.access import Rule
+from kvweave.probe.findings import find
+from kvweave.probe.predict import RANKINGS
+from kvweave.probe.recalling import PageBudget
+from kvweave.probe.recorder import Recording
+from kvweave.probe.recorder import record as recording
+from kvweave.probe.report import page
+from kvweave.probe.tiers import Setting, SlowTier, play
+from kvweave.probe.trace import PageTrace
+from kvweave.run.sampling import Sampling
+
+MS = 1000
+
+
+def record(args: Namespace) -> None:
+    """Decode and write a trace."""
+    out, how = Out.of(args), Recording(args.page, Rule.parse(args.rule))
+    text = sys.stdin.read() if args.prompt == "-" else args.prompt
+    quieten(args)
+    sampling = Sampling(
+        max_tokens=args.max_tokens,
+        temperature=args.temperature,
+        seed=args.seed,
+        ignore_eos=args.ignore_eos,
+    )
+    notes = {"prompt": text} | ({"label": args.label} if args.label else {})
+    with Engine(model_of(args)) as engine, out.progress("tokens", args.max_tokens) as advance:
+        trace = recording(engine, text, args.out, sampling, how, notes, advance)
+    size = trace.path.stat().st_size
+    if out.as_json:
+        about = {"file": str(trace.path), "steps": trace.n_steps, "pages": trace.n_pages}
+        out.data(about | {"heads": len(trace.header.heads), "bytes": size} | trace.notes)
+        return
+    print(trace.notes["text"])
+    out.note(f"{trace.path}: {trace.n_steps} steps, {trace.n_pages} pages, {size:,} bytes")
+
+
+def report(args: Namespace) -> None:
+    """Say what traces have in them, as a table, JSON or a page."""
+    out, budget, found = Out.of(args), PageBudget(args.budget), []
+    traces = [PageTrace(name) for name in args.traces]
+    with out.progress("steps", sum(trace.n_steps for trace in traces)) as advance:
+        found = [find(trace, budget, advance) for trace in traces]
+    if args.out:
+        try:
+            Path(args.out).write_text(page(found))
+        except OSError as error:
+            raise of_system(error, "write", args.out) from error
+        out.note(f"wrote {args.out}")
+    if out.as_json:
+        out.data({"budget": args.budget, "traces": [each.as_json() for each in found]})
+        return
+    head = ("trace", "steps", "pages", "distance", "top fifth", "alike", *RANKINGS)
+    rows = [
+        (
+            each.label, str(each.trace.n_steps), str(each.trace.n_pages), f"{each.distances.median():g}",
+            f"{each.top.mean:.2f}", f"{each.alike.mean:.2f}",
+            *(f"{each.recalled.mean(name):.2f}" for name in RANKINGS),
+        )
+        for each in found
+    ]  # fmt: skip
+    out.table(head, rows, 1)
+
+
+def replay(args: Namespace) -> None:
+    """Play a trace past tiers, one ranking after the other."""
+    out, trace = Out.of(args), PageTrace(args.trace)
+    tier = SlowTier("slow", args.bandwidth, args.latency)
+    setting = Setting(args.page_bytes, args.decode, 0.0, args.ahead, PageBudget(args.budget))
+    names = list(RANKINGS) if args.ranking == ["all"] else args.ranking
+    played = [play(trace, name, tier, setting) for name in names]
+    if out.as_json:
+        rows = [
+            {
+                "ranking": p.ranking, "miss_rate": p.miss_rate, "stall_s": p.stall,
+                "bytes_a_step": float(p.fetched.mean()),
+            }
+            for p in played
+        ]  # fmt: skip
+        out.data({"trace": str(trace.path), "steps": trace.n_steps, "results": rows})
+        return
+    head = ("ranking", "reads missed", "stall a step, ms", "bytes a step")
+    out.table(
+        head,
+        [
+            (p.ranking, f"{p.miss_rate:.1%}", f"{p.stall * MS:.3f}", f"{p.fetched.mean():,.0f}")
+            for p in played
+        ],
+        1,
+    )

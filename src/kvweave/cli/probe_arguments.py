@@ -1,0 +1,78 @@
+"""The arguments of ``kvweave probe``. No logic."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser
+
+from kvweave.cli.values import positive, share, words
+
+RANKINGS = ("newest", "recent", "cumulative", "ema", "recurrence", "stability", "random", "oracle")
+
+
+def record(p: ArgumentParser) -> None:
+    """Add what `kvweave probe record` takes."""
+    p.add_argument("prompt", metavar="TEXT", help="the prompt; - reads stdin")
+    p.add_argument("--out", required=True, metavar="FILE", help="trace to write (.kvt)")
+    p.add_argument("--max-tokens", type=positive, default=256, metavar="N", help="to decode (256)")
+    p.add_argument("--page", type=positive, default=16, metavar="N", help="slots of a page (16)")
+    p.add_argument(
+        "--rule",
+        default="cover:0.95",
+        metavar="RULE",
+        help="which pages a head reads: cover:0.95, the fewest with so much attention; top:8; over:0.01 (cover:0.95)",
+    )
+    p.add_argument("--temperature", type=float, default=0.0, metavar="T", help="of sampling (0)")
+    p.add_argument("--seed", type=int, default=0, metavar="N", help="of sampling (0)")
+    p.add_argument("--label", default="", metavar="NAME", help="what reports call it")
+    p.add_argument("--ignore-eos", action="store_true", help="go on behind the end of the answer")
+
+
+def report(p: ArgumentParser) -> None:
+    """Add what `kvweave probe report` takes."""
+    p.add_argument("traces", nargs="+", metavar="FILE", help="traces (.kvt)")
+    p.add_argument("--out", metavar="FILE", help="page to write (.html)")
+    p.add_argument(
+        "--budget", type=share, default=0.2, metavar="SHARE", help="of pages in recall (0.2)"
+    )
+
+
+def replay(p: ArgumentParser) -> None:
+    """Add what `kvweave probe replay` takes."""
+    p.add_argument("trace", metavar="FILE", help="trace (.kvt)")
+    p.add_argument(
+        "--ranking",
+        type=words,
+        default=["all"],
+        metavar="LIST",
+        help=f"some of {', '.join(RANKINGS)}; or all (all)",
+    )
+    p.add_argument(
+        "--budget", type=share, default=0.2, metavar="SHARE", help="of pages in the fast tier (0.2)"
+    )
+    p.add_argument(
+        "--bandwidth",
+        type=float,
+        default=25e9,
+        metavar="N",
+        help="of the slow one, bytes a second (25e9)",
+    )
+    p.add_argument(
+        "--latency",
+        type=float,
+        default=1e-5,
+        metavar="S",
+        help="of it, once a step that fetches (1e-5)",
+    )
+    p.add_argument(
+        "--page-bytes",
+        type=positive,
+        default=8192,
+        metavar="N",
+        help="of a page of one head (8192)",
+    )
+    p.add_argument("--decode", type=float, default=0.03, metavar="S", help="a step takes (0.03)")
+    p.add_argument(
+        "--ahead",
+        action="store_true",
+        help="bring what the ranking wants while the step before runs",
+    )

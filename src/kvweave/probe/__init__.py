@@ -1,0 +1,29 @@
+"""How decoding uses its KV: record it page by page, and ask the traces.
+
+::
+
+    recorder   prompt -> .kvt: mass and reads of each step, head, page     trace: the file
+    distance   how far apart the reads of a page are                       KU1
+    shares     how unequal pages are                                       KU1
+    recalling  which ranking would have had what is read (predict)         KU2
+    heads      whether heads stay what they are; milestones                KU3, KU4
+    tiers      what misses cost on tiers that are slower
+    report     all of it as one page
+"""
+
+from kvweave.probe.access import Rule
+from kvweave.probe.recalling import PageBudget, recall
+from kvweave.probe.recorder import Recording, record
+from kvweave.probe.trace import PageTrace, TraceHeader, TraceSteps, TraceWriter
+
+__all__ = [
+    "PageBudget",
+    "PageTrace",
+    "Recording",
+    "Rule",
+    "TraceHeader",
+    "TraceSteps",
+    "TraceWriter",
+    "recall",
+    "record",
+]

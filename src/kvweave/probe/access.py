@@ -1,0 +1,57 @@
+"""What counts as read: from attention mass by page to sets of pages."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvweave.errors import InvalidArgument, nearest
+
+KINDS = ("cover", "top", "over")
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """Pages that a head reads in a step: the fewest that hold ``amount`` of its mass (``cover``), the
+    ``amount`` with most (``top``), or those with more than ``amount`` (``over``)."""
+
+    kind: str = "cover"
+    amount: float = 0.95
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            near = nearest(self.kind, list(KINDS), 1)
+            hint = f"did you mean {near[0]}?" if near else f"one of {', '.join(KINDS)}"
+            raise InvalidArgument("rule", f"no rule {self.kind!r}", hint)
+        whole = self.kind != "top" or (self.amount >= 1 and self.amount == int(self.amount))
+        if not whole or not 0 < self.amount or (self.kind != "top" and self.amount > 1):
+            raise InvalidArgument("rule", f"{self.kind}:{self.amount:g} is no share or number")
+
+    @staticmethod
+    def parse(text: str) -> Rule:
+        """Read ``cover:0.95``, ``top:8``, ``over:0.01``. Raises InvalidArgument."""
+        kind, _, amount = text.partition(":")
+        try:
+            return Rule(kind, float(amount)) if amount else Rule(kind)
+        except ValueError:
+            raise InvalidArgument("rule", f"{amount!r} is no number", "cover:0.95") from None
+
+    def __str__(self) -> str:
+        return f"{self.kind}:{self.amount:g}"
+
+    def read(self, mass: Tensor) -> Tensor:
+        """Return bool [..., page] of ``mass`` [..., page]. Of equal pages the first is read first;
+        a page without mass is not."""
+        there = mass > 0
+        if self.kind == "over":
+            return mass > self.amount
+        best, order = mass.sort(dim=-1, descending=True, stable=True)
+        if self.kind == "top":
+            taken = torch.arange(mass.shape[-1], device=mass.device) < int(self.amount)
+            taken = taken.expand_as(mass)
+        else:  # those before which less than the amount was covered
+            before = best.cumsum(-1) - best
+            taken = before < self.amount * mass.sum(-1, keepdim=True)
+        return torch.zeros_like(there).scatter(-1, order, taken) & there

@@ -1,0 +1,173 @@
+"""One page of what traces say: a question, a sentence with numbers, a figure."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Sequence
+from html import escape
+from typing import Any
+
+import numpy as np
+
+from kvweave.probe.distance import DECILES
+from kvweave.probe.findings import Findings
+
+STYLE = """
+body { font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem;
+       color: #222; background: #fff }
+h1, h2 { font-weight: 600; line-height: 1.2 } h2 { margin-top: 2.5rem }
+table { border-collapse: collapse; font-size: .9rem; display: block; overflow-x: auto }
+td, th { padding: .25rem .75rem; text-align: right; border-bottom: 1px solid #ddd }
+td:first-child, th:first-child { text-align: left }
+svg { max-width: 100%; height: auto } footer { margin-top: 3rem; color: #666; font-size: .85rem }
+"""
+Draw = Callable[[Any, Sequence[Findings]], None]
+
+
+def page(found: Sequence[Findings]) -> str:
+    """Return HTML that needs no other file. Figures are left out where matplotlib is not there."""
+    parts = [
+        _about(found),
+        _section(
+            "How far apart are reads of a page?",
+            "KU1. A cache of a head that has as many pages as the stack distance would have had the page. "
+            + _each(found, lambda f: f"half of the reads come within {f.distances.median():g} other pages "
+                    f"and {f.distances.median('steps'):g} steps; the top fifth of pages has {f.top} of the "
+                    f"attention that is left beside sinks and newest pages (Gini {f.gini})"),
+            _figure(found, _distances),
+        ),
+        _section(
+            "Where does recency fail?",
+            "KU2. Share of the attention that a fifth of the pages would have held, by ranking. "
+            + _each(found, _recency),
+            _table(found) + _figure(found, _recalls),
+        ),
+        _section(
+            "Do heads stay what they are?",
+            "KU3. Pages read in one step and in the next, by Jaccard's index, and whether the most stable "
+            "quarter of heads is the same in both halves of decoding. "
+            + _each(found, lambda f: f"{f.alike} alike; {f.halves[0]:.2f} of the quarter stay, rank "
+                    f"correlation {f.halves[1]:.2f}"),
+            _figure(found, _heads),
+        ),
+        _section(
+            "Does attention know milestones?",
+            "KU4. " + _each(found, _marked),
+            "",
+        ),
+    ]  # fmt: skip
+    return f"""<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><title>Page traces</title>
+<meta name="viewport" content="width=device-width, initial-scale=1"><style>{STYLE}</style></head>
+<body><h1>How decoding used its KV</h1>
+{"".join(parts)}
+<footer>Made by kvweave probe report from the traces alone. Sinks and the newest pages stand apart: they are
+read nearly always. Intervals are 95 %, by bootstrap over heads.</footer></body></html>
+"""
+
+
+def _about(found: Sequence[Findings]) -> str:
+    head = "<tr><th>trace</th><th>model</th><th>prompt</th><th>steps</th><th>pages</th><th>heads</th><th>read is</th></tr>"
+    rows = "".join(
+        f"<tr><td>{escape(f.label)}{'' if f.trace.complete else ' (cut off)'}</td>"
+        f"<td>{escape(f.trace.header.model.get('model', '') or '-')}</td>"
+        f"<td>{f.trace.header.prompt}</td><td>{f.trace.n_steps}</td>"
+        f"<td>{f.trace.n_pages} of {f.trace.header.page}</td><td>{len(f.trace.header.heads)}</td>"
+        f"<td>{escape(str(f.trace.header.rule))}</td></tr>"
+        for f in found
+    )
+    return f"<table>{head}{rows}</table>"
+
+
+def _section(title: str, says: str, more: str) -> str:
+    return f"<h2>{escape(title)}</h2><p>{escape(says)}</p>{more}"
+
+
+def _each(found: Sequence[Findings], says: Callable[[Findings], str]) -> str:
+    return " ".join(f"{f.label}: {says(f)}." for f in found)
+
+
+def _recency(f: Findings) -> str:
+    mean = {name: f.recalled.mean(name) for name in f.recalled.mass}
+    best = max((n for n in mean if n != "oracle"), key=lambda n: np.nan_to_num(mean[n], nan=-1))
+    says = (
+        f"recent {mean['recent']:.2f}, best is {best} with {mean[best]:.2f} of {mean['oracle']:.2f}"
+    )
+    if f.inflection is not None:
+        step, change = f.inflection
+        says += f"; the slope of recent changes most at step {step}, by {change:+.4f} a step"
+    return says
+
+
+def _marked(f: Findings) -> str:
+    if f.milestones is None:
+        return "nothing marked as a milestone in it"
+    m = f.milestones
+    return (
+        f"of {m.n_milestones} pages with a milestone {m.recall:.2f} are in the top fifth by attention "
+        f"(chance {m.chance:.2f}), of which {m.precision:.2f} have one"
+    )
+
+
+def _table(found: Sequence[Findings]) -> str:
+    names = list(found[0].recalled.mass)
+    head = "".join(f"<th>{escape(name)}</th>" for name in names)
+    rows = "".join(
+        f"<tr><td>{escape(f.label)}</td>"
+        + "".join(f"<td>{f.recalled.mean(name):.3f}</td>" for name in names)
+        + "</tr>"
+        for f in found
+    )
+    return f"<table><tr><th></th>{head}</tr>{rows}</table>"
+
+
+def _figure(found: Sequence[Findings], draw: Draw) -> str:
+    try:
+        from matplotlib.backends.backend_svg import FigureCanvasSVG
+        from matplotlib.figure import Figure
+    except ImportError:
+        return "<p>(no figure: pip install 'kvweave[plot]')</p>"
+    figure = Figure(figsize=(8, 3.4), layout="constrained")
+    canvas: Any = FigureCanvasSVG(figure)
+    draw(figure, found)
+    for axes in figure.axes:
+        axes.grid(True, color="#dddddd", linewidth=0.6)
+        axes.set_axisbelow(True)
+    out = io.StringIO()
+    canvas.print_svg(out, metadata={"Date": None})
+    svg = out.getvalue()
+    return svg[svg.index("<svg") :]
+
+
+def _distances(figure: Any, found: Sequence[Findings]) -> None:
+    for axes, which in zip(figure.subplots(1, 2), ("stack", "steps"), strict=True):
+        for f in found:
+            cdf = f.distances.cdf(which)
+            axes.plot(np.arange(len(cdf)) + 1, cdf, label=f.label)
+        axes.set_xscale("log")
+        axes.set_ylim(0, 1.02)
+        axes.set_xlabel("1 + other pages read meanwhile" if which == "stack" else "1 + steps")
+    figure.axes[0].set_ylabel("part of reads within it")
+    figure.axes[0].legend(frameon=False)
+
+
+def _recalls(figure: Any, found: Sequence[Findings]) -> None:
+    panels = figure.subplots(1, len(found), squeeze=False, sharey=True)[0]
+    for axes, f in zip(panels, found, strict=True):
+        for name in f.recalled.mass:
+            axes.plot(np.arange(1, DECILES + 1), f.recalled.by_decile(name), label=name)
+        axes.set_title(f.label, fontsize=10)
+        axes.set_xlabel("tenth of decoding")
+        axes.set_ylim(0, 1.02)
+    panels[0].set_ylabel("attention held")
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right upper", frameon=False)
+
+
+def _heads(figure: Any, found: Sequence[Findings]) -> None:
+    axes = figure.subplots()
+    for f in found:
+        axes.plot(np.sort(f.stability)[::-1], ".-", label=f.label)
+    axes.set_ylim(0, 1.02)
+    axes.set_xlabel("heads, the most stable first")
+    axes.set_ylabel("pages alike from step to step")
+    axes.legend(frameon=False)

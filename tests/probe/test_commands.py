@@ -1,0 +1,80 @@
+"""The commands, as they are typed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from kvweave.cli import main
+from kvweave.probe import PageTrace
+from kvweave.probe.findings import find
+from kvweave.probe.report import page
+
+PROMPT = "Anna's river is cold . so well Omar's metal is hot . what about Anna's river"
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    home = tmp_path_factory.mktemp("probe")
+    path = home / "a.kvt"
+    args = [
+        "--out",
+        str(path),
+        "--max-tokens",
+        "40",
+        "--page",
+        "2",
+        "--ignore-eos",
+        "--label",
+        "river",
+    ]
+    assert main(["probe", "record", PROMPT, *args, "--home", str(home / "h"), "-q"]) == 0
+    return path
+
+
+def test_record(recorded: Path) -> None:
+    trace = PageTrace(recorded)
+    assert (
+        trace.n_steps == 39 and trace.notes["label"] == "river" and trace.notes["prompt"] == PROMPT
+    )
+    assert trace.header.page == 2 and "weights" in trace.header.model
+
+
+def test_report(recorded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "r.html"
+    assert main(["probe", "report", str(recorded), "--out", str(out), "--json"]) == 0
+    (found,) = json.loads(capsys.readouterr().out)["traces"]
+    assert found["label"] == "river" and 0 < found["recall"]["recent"] <= found["recall"]["oracle"]
+    html = out.read_text()
+    assert html.count("<svg") == 3 and "river" in html and "nan" not in html
+    assert main(["probe", "report", str(recorded)]) == 0
+    assert "oracle" in capsys.readouterr().out
+
+
+def test_a_label_is_text_in_a_page(recorded: Path) -> None:
+    trace = PageTrace(recorded)
+    trace.notes["label"] = "<script>alert(1)</script>"
+    assert "<script>alert" not in page([find(trace)])
+
+
+def test_replay(recorded: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["probe", "replay", str(recorded), "--ranking", "recent,oracle", "--json"]) == 0
+    rows = {r["ranking"]: r for r in json.loads(capsys.readouterr().out)["results"]}
+    assert [*rows] == ["recent", "oracle"] and rows["oracle"]["miss_rate"] <= 1
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (["report", "missing.kvt"], "no file"),
+        (["replay", "missing.kvt"], "no file"),
+        (["record", "so well", "--out", "a.kvt", "--rule", "cober:1"], "did you mean cover"),
+    ],
+)
+def test_what_cannot_be_is_told(
+    args: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["probe", *args]) != 0
+    assert says in capsys.readouterr().err
