@@ -104,6 +104,8 @@ def shape(logits: Tensor, shapings: Sequence[Shaping | None]) -> Tensor:
     places = [tokens.astype(np.int64) + row * n_vocab for row, tokens, _, _ in changes]
     host = np.concatenate([*places, np.array([row for row, _ in bound], np.int64)])
     n, n_host = sum(map(len, places)), len(host)
+    if not n_host:
+        return logits
     floats = [factor for *_, factor, _ in changes] + [less for *_, less in changes]
     words = [words.view(np.int32) for _, words in bound]
     packed = [host.view(np.int32), *(each.view(np.int32) for each in floats), *words]

@@ -9,6 +9,7 @@ from typing import TypeVar
 from kvweave.chunk.identity import check_name
 from kvweave.engine import Engine
 from kvweave.errors import InvalidName
+from kvweave.run.grammar import Grammars
 from kvweave.run.loop import Task
 from kvweave.serve.chat.parse import ResponseForm, form_of
 from kvweave.serve.driver.thread import Driver
@@ -43,6 +44,8 @@ class ServerState:
         self._adapted = self.form or form_of(
             engine.runner.tokenizer, "hermes" if options.tool_parser is None else "none"
         )
+        runner = engine.runner
+        self.grammars = Grammars(runner.tokenizer, runner.n_vocab, runner.ends)
         self.library = Library(engine.table)
         self.assembler = Assembler(engine, self.library, min_match=options.min_match)
         self.sessions = Sessions(

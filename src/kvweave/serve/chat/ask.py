@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvweave.run.grammar import GrammarText
 from kvweave.run.sample import Sampling
 from kvweave.serve.reuse.pooled import WeaveOptions
 
@@ -29,6 +30,7 @@ class ChatAsk:
     parallel: bool = True  # whether an answer may have several calls
     variables: Mapping[str, Any] = field(default_factory=dict)  # of the template
     continues: bool = False  # the answer goes on with the last message
+    grammar: GrammarText | None = None  # that the text keeps to
     how: WeaveOptions = field(default_factory=WeaveOptions)
     n: int = 1
     private: bool = False  # nothing of it is kept for later requests

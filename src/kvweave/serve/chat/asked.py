@@ -12,8 +12,10 @@ from dataclasses import dataclass, field, replace
 
 from kvweave.engine import Engine
 from kvweave.errors import ContextTooLong, InvalidArgument
+from kvweave.run.grammar import Grammar
 from kvweave.run.sample import Sampling
 from kvweave.serve.chat.ask import ChatAsk
+from kvweave.serve.chat.forced import grammar_of, held
 from kvweave.serve.chat.read import AnswerReader, ToldEvent
 from kvweave.serve.driver.work import Event
 from kvweave.serve.reuse.find import Wanted
@@ -79,6 +81,7 @@ class Asked:
     chat: bool = True
     private: bool = False  # ``store: false``
     reader: AnswerReader | None = None  # of a chat
+    grammar: Grammar | None = None
     arrived: float = field(default_factory=time.perf_counter)
     opened: list[Opened] = field(default_factory=list)
     _sessions: list[PooledContext] = field(default_factory=list)
@@ -104,7 +107,8 @@ class Asked:
             ask.how,
             ask.n,
             private=ask.private,
-            reader=AnswerReader(form, tools, ends),
+            reader=AnswerReader(form, tools, ends, parallel=ask.parallel),
+            grammar=grammar_of(ask, form, state.grammars),
         )
 
     def read(self, event: Event) -> ToldEvent:
@@ -157,7 +161,14 @@ class Asked:
         n += len(header)
         if n == 0:
             raise InvalidArgument("prompt", "it is empty")
-        sampling = replace(self.sampling, max_tokens=self._n_new(n))
+        n_new = self._n_new(n)
+        sampling = replace(
+            self.sampling, max_tokens=n_new, min_tokens=min(n_new, self.sampling.min_tokens)
+        )
+        if self.grammar is not None:
+            form = None if self.reader is None else self.reader.form
+            begun = held(self.grammar, form, prompt.front, engine.runner.tokenizer)
+            sampling = replace(sampling, constraint=begun)
         sizes = [sampling.max_tokens] * self.n
         session = sessions.open(wanted, self.how, reuse, sizes, private=self.private)
         self._sessions.append(session)
@@ -211,6 +222,9 @@ class Asked:
         if self.reader is not None and answer is not None and len(self.opened) == 1:
             prompt = self.opened[0].prompt
             said = self.reader.said(*answer, prompt.front)
+        else:
+            said = None
+        if said is not None:
             self.state.library.said.note(self.tenant, table.get(ids[0]).base, said, ids)
 
     # ---- what is told of it

@@ -191,7 +191,7 @@ FAMILIES: Mapping[str, Family] = {
             _THINK,
         ),
         CallForm(
-            '<tool_call>\n{"name": {name}, "arguments": {arguments}}\n</tool_call>', between="\n"
+            '<tool_call>\n{"name": "{name}", "arguments": {arguments}}\n</tool_call>', between="\n"
         ),
         _THOUGHT,
     ),
@@ -233,7 +233,7 @@ FAMILIES: Mapping[str, Family] = {
             },
             {"close_pattern": r"<\|eom_id\|>|<\|eot_id\|>"},
         ),
-        CallForm('{"name": {name}, "parameters": {arguments}}'),
+        CallForm('{"name": "{name}", "parameters": {arguments}}'),
     ),
     "mistral-args": Family(
         (("[TOOL_CALLS]", "[ARGS]"),),
@@ -261,7 +261,7 @@ FAMILIES: Mapping[str, Family] = {
             {"close": "</s>"},
         ),
         CallForm(
-            '{"name": {name}, "arguments": {arguments}}',
+            '{"name": "{name}", "arguments": {arguments}}',
             begin="[TOOL_CALLS] [",
             between=", ",
             end="]",

@@ -45,6 +45,7 @@ class ReadAnswer:
     reasoning: str = ""
     calls: list[CalledTool] = field(default_factory=list)
     n_tokens: int = 0
+    most: int | None = None  # calls that are told
     n_thought: int = 0  # tokens of reasoning
     end: End | None = None
 
@@ -53,6 +54,8 @@ class ReadAnswer:
         told: list[Written] = []
         for piece in pieces:
             if isinstance(piece, CalledTool):
+                if self.most is not None and piece.number >= self.most:
+                    continue
                 self.calls.append(piece)
             elif isinstance(piece, ReasoningText):
                 self.reasoning += piece.text
@@ -70,10 +73,16 @@ class AnswerReader:
     """Reads the answers of one request. What it reads is the same in any thread."""
 
     def __init__(
-        self, form: ResponseForm | None, tools: Sequence[Mapping[str, Any]], ends: frozenset[int]
+        self,
+        form: ResponseForm | None,
+        tools: Sequence[Mapping[str, Any]],
+        ends: frozenset[int],
+        *,
+        parallel: bool = True,
     ) -> None:
-        """``ends`` are the tokens that end an answer."""
-        self.form, self.tools, self.ends = form, tools, ends
+        """``ends`` are the tokens that end an answer; of calls that are not ``parallel`` the first
+        one is told."""
+        self.form, self.tools, self.ends, self.most = form, tools, ends, None if parallel else 1
         self._secret = uuid.uuid4().hex
         self.answers: dict[int, ReadAnswer] = {}
 
@@ -81,7 +90,7 @@ class AnswerReader:
         """Take in an event of an answer behind ``front``; see `Prompt`."""
         index = event.index
         if index not in self.answers:
-            self.answers[index] = ReadAnswer(self._parser(index, front), lead)
+            self.answers[index] = ReadAnswer(self._parser(index, front), lead, most=self.most)
         known = self.answers[index]
         if isinstance(event, Finished):
             answer = event.answer
@@ -96,11 +105,13 @@ class AnswerReader:
         choices = [choice for choice in event.choices if choice.token not in self.ends]
         return ToldEvent(index, known.add(found), choices)
 
-    def said(self, index: int, answer: Answer, front: str) -> AssistantSaid:
-        """Return a whole answer as it will come back."""
+    def said(self, index: int, answer: Answer, front: str) -> AssistantSaid | None:
+        """Return a whole answer as it will come back; None if some of it was not told."""
         known = ReadAnswer(self._parser(index, front), "")
         known.add(known.parser.feed(answer.text))
         known.add(known.parser.end(answer.finish == "stop"))
+        if self.most is not None and len(known.calls) > self.most:
+            return None
         calls = [ToolUse(c.id, c.name, normal(c.arguments) or "{}") for c in known.calls]
         return AssistantSaid(known.content.strip(), known.reasoning.strip(), tuple(calls))
 

@@ -6,6 +6,7 @@ Tools go through the model's chat template, and calls come back as its family wr
 
 from __future__ import annotations
 
+import asyncio
 import time
 from typing import Any
 
@@ -55,7 +56,9 @@ def make_router(state: ServerState) -> APIRouter:
         if not state.options.answers_to(body.model):
             return _no_model(body.model, name)
         body.check()
-        asked = Asked.of_chat(state, tenant, body.ask())
+        ask = body.ask()
+        # a grammar may take a second to compile, the first time
+        asked = await asyncio.to_thread(Asked.of_chat, state, tenant, ask)
         return await respond(asked.events(), ResponseBuilder(state, asked, body))
 
     @router.post("/v1/completions", response_model=None, responses=STREAMED)
@@ -66,9 +69,15 @@ def make_router(state: ServerState) -> APIRouter:
         limit = 16 if body.max_tokens is None else body.max_tokens
         sampling = body.sampling(limit, body.logprobs or 0)
         prompts = [_completion_prompt(prompt) for prompt in body.prompts()]
+        given = body.grammar()
+        grammar = None
+        if given is not None:
+            grammar = await asyncio.to_thread(state.grammars.compile, given)
         how, n = body.how, body.n_choices
         private = body.store is False
-        asked = Asked(state, tenant, prompts, sampling, limit, how, n, False, private)
+        asked = Asked(
+            state, tenant, prompts, sampling, limit, how, n, False, private, grammar=grammar
+        )
         return await respond(asked.events(), ResponseBuilder(state, asked, body))
 
     return router

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from kvweave.errors import InvalidArgument
+from kvweave.run.grammar import GrammarKind, GrammarText
 from kvweave.run.sample import Sampling
 from kvweave.serve.chat.ask import EFFORTS, ChatAsk, thinking
 from kvweave.serve.reuse.pooled import WeaveOptions
@@ -121,6 +122,17 @@ class Extension(BaseModel):
     keep: KeepSpec | None = None
 
 
+class StructuredOutputs(BaseModel):
+    """What an answer keeps to, as vLLM names it; one of these."""
+
+    model_config = ConfigDict(extra="forbid")
+    json_: Annotated[dict[str, Any] | str | None, Field(alias="json")] = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+
+
 class GenerationRequest(BaseModel):
     """What both endpoints have in common."""
 
@@ -142,6 +154,11 @@ class GenerationRequest(BaseModel):
     logit_bias: dict[int, float] | None = None
     stop_token_ids: Annotated[list[int], Field(max_length=MAX_STOPS)] | None = None
     ignore_eos: bool | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
     store: bool | None = None
     """False: nothing of the request or its answer is kept for later ones, or can be read."""
     kvweave: Extension | None = None
@@ -177,6 +194,34 @@ class GenerationRequest(BaseModel):
         for name, value in (self.model_extra or {}).items():
             if value is not None and name not in HARMLESS:
                 raise InvalidArgument(name, "this server does not know it", "leave it out")
+
+    def grammar(self) -> GrammarText | None:
+        """Return what the text keeps to. Raises InvalidArgument for several things."""
+        given = self.structured_outputs or StructuredOutputs()
+        asked: list[GrammarText] = []
+        fields: list[tuple[str, GrammarKind, object]] = [
+            ("structured_outputs", "json_schema", given.json_),
+            ("structured_outputs", "regex", given.regex),
+            ("structured_outputs", "choice", given.choice),
+            ("structured_outputs", "lark", given.grammar),
+            ("structured_outputs", "json_object", given.json_object or None),
+            ("guided_json", "json_schema", self.guided_json),
+            ("guided_regex", "regex", self.guided_regex),
+            ("guided_choice", "choice", self.guided_choice),
+            ("guided_grammar", "lark", self.guided_grammar),
+        ]
+        for argument, kind, source in fields:
+            if source is not None:
+                asked.append(GrammarText(kind, source, argument))
+        if (more := self.formatted()) is not None:
+            asked.append(more)
+        if len(asked) > 1:
+            raise InvalidArgument(asked[1].argument, f"there is {asked[0].argument} too")
+        return asked[0] if asked else None
+
+    def formatted(self) -> GrammarText | None:
+        """Return what ``response_format`` asks for, where there is one."""
+        return None
 
     @property
     def how(self) -> WeaveOptions:
@@ -222,10 +267,6 @@ class ChatRequest(GenerationRequest):
     def check(self) -> None:
         """Raise InvalidArgument for what this server cannot do."""
         GenerationRequest.check(self)
-        if (self.response_format or {}).get("type", "text") != "text":
-            raise InvalidArgument("response_format", "only text is supported", "leave it out")
-        if self.tool_choice not in (None, "none", "auto"):
-            raise InvalidArgument("tool_choice", "only none and auto are supported")
         if self.modalities not in (None, ["text"]):
             raise InvalidArgument("modalities", "only text is supported", "leave it out")
         if self.top_logprobs and not self.logprobs:
@@ -237,6 +278,26 @@ class ChatRequest(GenerationRequest):
     def limit(self) -> int | None:
         """The most new tokens; None: as many as fit, up to a default."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    def formatted(self) -> GrammarText | None:
+        """Return what ``response_format`` asks for. Raises InvalidArgument."""
+        given = self.response_format or {}
+        kind = given.get("type", "text")
+        if kind == "text":
+            return None
+        if kind == "json_object":
+            return GrammarText("json_object")
+        if kind == "json_schema":
+            about = given.get("json_schema")
+            schema = about.get("schema") if isinstance(about, dict) else None
+            if not isinstance(schema, dict):
+                raise InvalidArgument("response_format", "json_schema.schema is no schema")
+            return GrammarText("json_schema", schema)
+        if kind in ("regex", "grammar") and isinstance(given.get(kind, given.get("pattern")), str):
+            text = given.get(kind, given.get("pattern"))
+            return GrammarText("regex" if kind == "regex" else "lark", text)
+        known = "text, json_object, json_schema, regex, grammar"
+        raise InvalidArgument("response_format", f"{kind!r} is none of {known}")
 
     def ask(self) -> ChatAsk:
         """Return what is asked, in terms of no API. Raises InvalidArgument."""
@@ -252,6 +313,7 @@ class ChatRequest(GenerationRequest):
             parallel=self.parallel_tool_calls is not False,
             variables=self._variables(),
             continues=bool(self.continue_final_message),
+            grammar=self.grammar(),
             how=self.how,
             n=self.n_choices,
             private=self.store is False,
