@@ -1,4 +1,6 @@
 # The same few commands for people and for CI; each makes .venv first if it has to.
+# Each process of the tests would compile all of the source again.
+export PYTHONDONTWRITEBYTECODE =
 PYTHON ?= python3
 PY := .venv/bin/python
 READY := .venv/.ready

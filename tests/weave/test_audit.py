@@ -72,7 +72,7 @@ def test_an_alarm_for_nothing_is_rare() -> None:
 def test_a_shift_is_an_alarm_within_20_audits(before: int) -> None:
     """Other text or another revision: drifts thirty times as large, or an outlier seven times in ten."""
     late, shifts = 0, 0
-    for i in range(40):
+    for i in range(40 if before < 1000 else 16):
         generator = np.random.default_rng(i)
         usual = np.exp(generator.normal(-6, 0.7, before))
         larger = np.exp(generator.normal(-6, 0.7, 20)) * 30

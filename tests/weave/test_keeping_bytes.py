@@ -62,7 +62,7 @@ def test_statistics_are_charged_with_the_rows_and_released_with_them(
     more = "" if name == "streaming" else more
     context = engine.context("c", keep=f"{name}:40,every={EVERY}{more}", denoise=False)
     state = context.session.state
-    for n_prompt, n_new in ((90, 70), (5, 30)):
+    for n_prompt, n_new in ((60, 30), (5, 12)):
         context.append(ids(n_prompt, n_new).tolist())
         turn = context.begin(*request_from(n_new, {"ignore_eos": True}))
         while not turn.done:

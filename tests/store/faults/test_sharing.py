@@ -14,6 +14,7 @@ from store.faults.host import Child, Host
 from store.faults.tally import Tally
 from store.faults.test_kills import NAMES, SEED, Book, hear, kill_all
 from store.faults.verbs import shared_at
+from store.mooncake_behind import Behind
 
 STEPS = int(os.environ.get("KVWEAVE_STEPS", "10000"))
 LIFE = 300  # things said by engines before they are killed, on the average half of it
@@ -22,6 +23,12 @@ LIFE = 300  # things said by engines before they are killed, on the average half
 @pytest.fixture
 def spec(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
     kind = request.param
+    if kind == "mooncake":
+        behind = Behind(tmp_path)
+        cluster = behind.cluster
+        yield f"mooncake master={cluster.master} listing={cluster.listing} prefix=t."
+        behind.stop()
+        return
     if kind != "redis":
         (tmp_path / "shared").mkdir()
         yield shared_at(tmp_path / "shared", kind)
@@ -33,7 +40,10 @@ def spec(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
     server.stop()
 
 
-KINDS = ["disk", "s3", pytest.param("redis", marks=servers.needs_redis)]
+KINDS = [
+    "disk", "s3", pytest.param("redis", marks=servers.needs_redis),
+    pytest.param("mooncake", marks=servers.needs_mooncake),
+]  # fmt: skip
 
 
 def campaign(host: Host, root: Path, spec: str, n: int, life: int, tally: Tally) -> None:

@@ -58,6 +58,7 @@ class Disk:
         self._claim = claimed
         self.directory, self.capacity, self.shared = directory, capacity, shared
         self._direct = direct
+        self._prefix = os.path.join(directory, "")
         self._lock = threading.Lock()
         self._open: OrderedDict[str, OpenFile] = OrderedDict()
         self._n_writing = 0  # bytes of what is being written, where there is a capacity
@@ -183,7 +184,7 @@ class Disk:
             if found is not None:
                 self._open.move_to_end(key)
                 return found
-        made = OpenFile(self.path(key), self._direct)
+        made = OpenFile(f"{self._prefix}{key}{SUFFIX}", self._direct)
         with self._lock:
             self._open[key] = made
             while len(self._open) > OPEN:

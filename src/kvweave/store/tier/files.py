@@ -20,15 +20,16 @@ PIECE = 4 << 20  # bytes of one system call, between two looks at the clock
 O_DIRECT = getattr(os, "O_DIRECT", 0)
 O_TMPFILE = getattr(os, "O_TMPFILE", 0)
 NO_TMPFILE = (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL)
-PROC = Path("/proc/self/fd")
+PROC = "/proc/self/fd"
+HAS_PROC = os.path.isdir(PROC)
 
 
 class OpenFile:
     """An open file; closed when nobody reads it any more."""
 
-    def __init__(self, path: Path, direct: bool) -> None:
+    def __init__(self, path: str, direct: bool) -> None:
         self.fds: list[int] = []  # past the page cache if it is ``direct``; then through it
-        self.direct = direct and bool(O_DIRECT) and PROC.is_dir()
+        self.direct = direct and bool(O_DIRECT) and HAS_PROC
         flags = os.O_RDONLY | os.O_CLOEXEC
         try:
             self.fds.append(os.open(path, flags | (O_DIRECT if self.direct else 0)))
@@ -44,7 +45,7 @@ class OpenFile:
         if not self.direct:
             return self.fds[0]
         if len(self.fds) == 1:
-            self.fds.append(os.open(PROC / str(self.fds[0]), os.O_RDONLY | os.O_CLOEXEC))
+            self.fds.append(os.open(f"{PROC}/{self.fds[0]}", os.O_RDONLY | os.O_CLOEXEC))
         return self.fds[1]
 
     def __del__(self) -> None:
@@ -63,7 +64,7 @@ class NewFile:
         self._temporary: Path | None = None
         self._direct = direct
         flags = os.O_RDWR | os.O_CLOEXEC
-        if O_TMPFILE and PROC.is_dir():
+        if O_TMPFILE and HAS_PROC:
             try:
                 self.fd = os.open(directory, flags | O_TMPFILE, 0o600)
                 return
@@ -107,7 +108,7 @@ class NewFile:
                 os.link(self._temporary, path)
             else:
                 # with a src_dir_fd Python calls linkat, which follows the link; link does not
-                source = PROC / str(self.fd)
+                source = f"{PROC}/{self.fd}"
                 os.link(source, path, src_dir_fd=self.fd, follow_symlinks=True)
         except FileExistsError:
             return False

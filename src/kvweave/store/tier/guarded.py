@@ -29,7 +29,7 @@ from kvweave.store.tier.base import LATE, Get, Outcome, Put, Tier
 from kvweave.store.tier.keys import n_bytes_of
 
 THREADS = 8
-APART = 1 << 20  # bytes of reads that are worth a thread of their own
+APART = 1 << 18  # bytes of reads that are worth a thread of their own
 AT_ONCE = 4  # threads that one batch is divided among
 QUIET = 4.0  # seconds without a sign of life after which nothing is opened
 LISTED = 1024  # keys listed at a time
