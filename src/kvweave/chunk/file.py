@@ -11,6 +11,9 @@
 Others may read it meanwhile. A write that returned survives the death of the process. After a power
 cut the newest writes may be missing, but what is there is consistent (WAL, synchronous=NORMAL), and
 what `sync` confirmed is there. What is not as it was written raises CorruptChunk when it is opened.
+
+What waits for the device is done aside: opening, syncs, checkpoints and closing end after `PATIENCE`,
+and as long again for each `SLOWLY` bytes there are, whatever the device does.
 """
 
 from __future__ import annotations
@@ -18,11 +21,14 @@ from __future__ import annotations
 import os
 import shutil
 import sqlite3
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TypeVar
 from uuid import uuid4
 
+from kvweave.chunk.background import silent, within
 from kvweave.chunk.check import check_rows
 from kvweave.chunk.format import APPLICATION_ID, FORMAT, PAGE_BYTES, SCHEMA, damaged, meta_sum
 from kvweave.chunk.guard import as_ours, free_name, give_lock, take_lock
@@ -34,6 +40,11 @@ from kvweave.errors import FormatTooNew, InvalidArgument, NoSpace, StoreError, i
 CACHE_KIB = 16_384
 CHECKPOINT_BYTES = 4 << 20
 """What the log may grow to before it is put into the file."""
+PATIENCE = 10.0
+"""Seconds the device may take."""
+SLOWLY = 80 << 20
+"""Bytes."""
+T = TypeVar("T")
 
 
 class IndexFile:
@@ -47,20 +58,18 @@ class IndexFile:
         """Lock and open the file, or make it; raise InvalidArgument when another process has it."""
         self.path, self._busy_timeout = path, busy_timeout
         self._wal = path.with_name(path.name + "-wal")
-        if path.is_dir():
-            raise InvalidArgument("path", f"{path} is a directory, wanted a file in it")
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._lock = take_lock(path)
-        except OSError as error:
-            raise of_system(error, "open", path) from error
         self._db: sqlite3.Connection | None = None
         self._is_sure = True  # no sync has failed
+        self._is_lost = False  # a call that hangs has the connection
+        self._syncing = threading.Lock()  # held by a sync, also by one that nobody waits for
         self._sealing = False
         try:
+            self._lock = within(PATIENCE, self._take, path, give_lock)
+        except OSError as error:
+            raise of_system(error, "open", path) from error
+        try:
             with as_ours(self.path):
-                self._seal = Seal(path)
-                self._open()
+                self._alone(self._open)
         except BaseException:
             self._abandon()
             raise
@@ -68,9 +77,35 @@ class IndexFile:
     @property
     def db(self) -> sqlite3.Connection:
         """The connection. Raises StoreError while there is none."""
-        if self._db is None:
+        if self._db is None or self._is_lost:
             raise StoreError(f"{self.path} is not open", hint="close the engine and open it again")
         return self._db
+
+    def _take(self) -> int:
+        if self.path.is_dir():
+            raise InvalidArgument("path", f"{self.path} is a directory, wanted a file in it")
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        lock = take_lock(self.path)
+        self._seal = Seal(self.path)
+        return lock
+
+    def _alone(self, call: Callable[[], T]) -> T:
+        """Do what waits for the device with the connection, which is lost to a call that hangs."""
+        seconds = PATIENCE
+        with suppress(FileNotFoundError):
+            seconds *= 1 + self.path.stat().st_size / SLOWLY
+        done = threading.Event()
+
+        def whole() -> T:
+            try:
+                return call()
+            finally:
+                done.set()
+
+        try:
+            return within(seconds, whole, self.path)
+        finally:
+            self._is_lost = self._is_lost or not done.is_set()
 
     def _open(self) -> None:
         is_new = not self.path.exists()
@@ -205,8 +240,8 @@ class IndexFile:
         """Put a long log into the file. What fails is found again by `sync`."""
         try:
             if self._wal.stat().st_size > CHECKPOINT_BYTES:
-                self.db.execute("PRAGMA wal_checkpoint(PASSIVE)")
-        except (OSError, sqlite3.Error):
+                self._alone(lambda: self.db.execute("PRAGMA wal_checkpoint(PASSIVE)"))
+        except (OSError, sqlite3.Error, StoreError):
             self._is_sure = False
 
     def sync(self) -> None:
@@ -215,13 +250,13 @@ class IndexFile:
         After a failure nobody knows which pages the disk took, and it would confirm the next time
         whatever it lost: the whole file is written anew before anything is confirmed again.
         """
+        if self._syncing.locked():
+            raise silent(self.path)
         try:
             if not self._is_sure:
-                self._rewrite()
+                self._alone(self._rewrite)
             self._is_sure = False
-            if self._wal.exists():  # else SQLite has put all into the file itself, synced
-                fsync(self._wal)
-            fsync(self.path.parent)  # the file may be new in it
+            within(PATIENCE, self._flush, self.path)
             self._is_sure = True
             if self._sealing:
                 self._seal.synced()
@@ -231,6 +266,12 @@ class IndexFile:
             hint = "mend or change the disk, then try again: all is written anew before it is confirmed"
             where = str(self.path)
             raise StoreError(f"cannot sync {where}: {error}", hint=hint, path=where) from error
+
+    def _flush(self) -> None:
+        with self._syncing:
+            if self._wal.exists():  # else SQLite has put all into the file itself, synced
+                fsync(self._wal)
+            fsync(self.path.parent)  # the file may be new in it
 
     def _rewrite(self) -> None:
         """Write the index to a new file, check that and put it in the place of this one."""
@@ -254,27 +295,30 @@ class IndexFile:
         if self._lock < 0:
             return
         try:
-            if self._db is not None:
-                self._close_sealed(self._db)
+            if self._db is not None and not self._is_lost:
+                with as_ours(self.path):
+                    self._alone(self._close_sealed)
         finally:
             self._abandon()
 
-    def _close_sealed(self, db: sqlite3.Connection) -> None:
-        with as_ours(self.path):
-            db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
-            db.close()
-            self._db = None
-            if (self._sealing or not self.is_whole) and not self._wal.exists():
-                self._seal.end(self.uuid, self.n_writes)
+    def _close_sealed(self) -> None:
+        db = self.db
+        db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        db.close()
+        self._db = None
+        if (self._sealing or not self.is_whole) and not self._wal.exists():
+            self._seal.end(self.uuid, self.n_writes)
 
     def _abandon(self) -> None:
         """Let go of everything, as it is."""
-        if self._db is not None:
+        if self._db is not None and not self._is_lost:
             self._db.close()
-            self._db = None
+        self._db = None
         if self._lock >= 0:
             lock, self._lock = self._lock, -1
             try:
-                self._seal.close()
+                if not self._is_lost:
+                    self._seal.close()
             finally:
-                give_lock(lock)
+                with suppress(StoreError):
+                    within(PATIENCE, lambda: give_lock(lock), self.path)

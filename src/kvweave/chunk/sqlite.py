@@ -265,13 +265,15 @@ class SqliteRows:
         if self._file is None:
             self.db.close()
             return
-        if self._kept_next_id < self._next_id:
-            highest = self._one("SELECT max(id) FROM chunks")[0] or 0
-            if highest + 1 < self._next_id:  # the last ones were given to nobody
-                self.open(1)
-                self._keep_next_id()
-                self.commit(0)
-        self._file.close()
+        try:
+            if self._kept_next_id < self._next_id:
+                highest = self._one("SELECT max(id) FROM chunks")[0] or 0
+                if highest + 1 < self._next_id:  # the last ones were given to nobody
+                    self.open(1)
+                    self._keep_next_id()
+                    self.commit(0)
+        finally:
+            self._file.close()
 
     # --- how ---
 

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Container
 from dataclasses import dataclass
 
-from kvweave.store.background import Background
+from kvweave.chunk.background import Background
 from kvweave.store.kv import KV
 from kvweave.store.level import Level
 from kvweave.store.record.transfer import Expected

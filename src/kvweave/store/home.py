@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from kvweave.chunk.background import within
+from kvweave.chunk.file import PATIENCE
 from kvweave.chunk.guard import lost_of
 from kvweave.chunk.identity import ModelFingerprint
 from kvweave.chunk.rebuild import write_json
@@ -31,10 +33,13 @@ class Home:
     def claim(self) -> None:
         """Make it this model's, for good; called before the first chunk. Raises StoreError."""
         try:
-            if not self._file.exists():
-                write_json(self._file, self.mine.to_dict())
+            within(PATIENCE, self._claim, self.path)
         except OSError as error:
             raise of_system(error, "write", self._file) from error
+
+    def _claim(self) -> None:
+        if not self._file.exists():
+            write_json(self._file, self.mine.to_dict())
 
     @property
     def is_partial(self) -> bool:
@@ -43,7 +48,8 @@ class Home:
 
     def _check(self) -> None:
         try:
-            theirs = ModelFingerprint.from_dict(json.loads(self._file.read_bytes()))
+            data = within(PATIENCE, self._file.read_bytes, self.path)
+            theirs = ModelFingerprint.from_dict(json.loads(data))
         except FileNotFoundError:
             return
         except OSError as error:

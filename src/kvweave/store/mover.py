@@ -20,9 +20,9 @@ from collections.abc import Callable, Container, Iterable, Sequence
 
 import torch
 
+from kvweave.chunk.background import Background
 from kvweave.errors import KVWeaveError, NoSpace, OverBudget, StoreError
 from kvweave.store.arriving import Arriving, Load
-from kvweave.store.background import Background
 from kvweave.store.behind import WriteBehind
 from kvweave.store.codec import CodecSpec
 from kvweave.store.kv import KV

@@ -16,15 +16,14 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, InvalidStateError, wait
-from contextlib import suppress
+from concurrent.futures import Future
 from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
-from kvweave.errors import StoreError, of_system
-from kvweave.store.background import Background
+from kvweave.chunk.background import Background, silent, within
+from kvweave.errors import of_system
 from kvweave.store.tier.base import LATE, Get, Outcome, Put, Tier
 from kvweave.store.tier.keys import n_bytes_of
 
@@ -142,26 +141,8 @@ def in_time(call: Callable[[], T], directory: Path, undo: Callable[[T], object])
 
     What it returns later is given to ``undo``.
     """
-    future: Future[T] = Future()
-
-    def serve() -> None:
-        try:
-            made = call()
-        except BaseException as error:
-            with suppress(InvalidStateError):  # nobody waits any more
-                future.set_exception(error)
-            return
-        try:
-            future.set_result(made)
-        except InvalidStateError:
-            undo(made)
-
-    Background(serve)
-    wait([future], QUIET)
-    if future.cancel():
-        raise silent(directory)
     try:
-        return future.result()
+        return within(QUIET, call, directory, undo)
     except OSError as error:
         raise of_system(error, "open", directory) from error
 
@@ -174,12 +155,6 @@ def listed(tier: Tier) -> Iterator[tuple[str, int | Outcome]]:
         if LATE in sizes:
             raise silent(tier.name)
         yield from zip(some, sizes, strict=True)
-
-
-def silent(what: object) -> StoreError:
-    """Return the error for a device that does not answer."""
-    hint = "look at the device, then try again; nothing was changed"
-    return StoreError(f"{what} does not answer", hint=hint)
 
 
 def _stop() -> None:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-from kvweave.store.background import Background
+from kvweave.chunk.background import Background
 from kvweave.store.tier.limit import Limit, TimeUp
 
 T = TypeVar("T")
