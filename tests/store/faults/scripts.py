@@ -13,6 +13,7 @@ import oracle
 import torch
 from store.faults.shim import Control
 from store.faults.verbs import (
+    OWN,
     Oracle,
     Tokens,
     Told,
@@ -25,6 +26,7 @@ from store.faults.verbs import (
     open_engine,
 )  # fmt: skip
 
+from kvweave.chunk import file
 from kvweave.chunk.marks import marks, uuid_of
 from kvweave.cli import main
 from kvweave.errors import KVWeaveError
@@ -99,6 +101,30 @@ def write(
     control().off()
     told, durable = after_write(old, new, done)
     return verdict, done, examine(TRUTH, home, tiers, told, durable)
+
+
+def write_slowly(
+    say: Say, home: Path, tiers: Iterable[str], old: dict[str, Tokens], new: dict[str, Tokens],
+    patience: float,
+) -> tuple[Verdict, list[str]]:  # fmt: skip
+    """As `write`, on a device that may take ``patience`` seconds for whatever it is waited for."""
+    file.PATIENCE = patience
+    verdict, done = Verdict(), []
+    engine = verdict.timed(
+        "open", OWN + 2 * patience,
+        lambda: open_engine(TRUTH.runner, home, tiers, load_seconds=patience),
+    )  # fmt: skip
+    if engine is not None:
+
+        def put(name: str, tokens: Tokens) -> None:
+            durable_put(engine, name, tokens)
+            done.append(name)
+
+        for name, tokens in new.items():  # its KV is written, the index synced, each once or twice
+            verdict.timed(f"put {name}", 5 * patience, lambda n=name, t=tokens: put(n, t))
+        verdict.timed("rm", 3 * patience, lambda: engine.files.rm(next(iter(old))))
+        verdict.timed("close", OWN + 4 * patience, engine.close)
+    return verdict, done
 
 
 def after_write(

@@ -154,6 +154,32 @@ def test_a_tier_that_hangs(host: Host, fresh: Fresh, tally: Tally, way: str, qui
 
 
 @slow_too("once", "from then on")
+def test_a_home_that_hangs(host: Host, fresh: Fresh, tally: Tally, way: str, quick: bool) -> None:
+    """Syncs, of the index and of what is beside it: verbs end, and what they acknowledged is there."""
+    count = 1 if way == "once" else EVER
+    for k in which(n_calls(host, fresh, SYNC, "write"), quick)[-2 if quick else 0 :]:
+        world = fresh()
+        host.control.aim(SYNC, world.root, mode=HANG, seconds=6, first=k, count=count)
+        where = f"sync {k} hangs {way}"
+        try:
+            verdict, done = host.run("write_slowly", world.home, world.tiers, world.told, NEW, 0.5)
+        except Died as died:
+            tally.fault("late", f"{where}: {died}")
+            continue
+        finally:
+            where += f", {host.control.site}"
+            host.control.off()
+        judged(tally, verdict, where)
+        tally.did("durable puts acknowledged", len(done))
+        told, durable = after_write(world.told, NEW, done)
+        after = host.run("look", world.home, world.tiers, told, durable)
+        tally.judge(after, f"{where}, afterwards")
+        if after.refused:
+            tally.fault("lost", f"{where}: cannot be opened again: {after.refused}")
+    tally.settle()
+
+
+@slow_too("once", "from then on")
 def test_syncs_that_fail_before_the_power_does(
     host: Host, fresh: Fresh, tally: Tally, way: str, quick: bool
 ) -> None:
