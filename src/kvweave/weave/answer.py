@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 
 from kvweave.errors import check_options
 from kvweave.run.sampling import Choice, Sampling
@@ -36,7 +36,7 @@ class Answer:
     choices: tuple[Choice, ...]
     plan: Plan
     usage: dict[str, object]
-    stopped_by: str | None = None  # the stop string that ended it
+    stopped_by: str | None = field(default=None, compare=False)  # the stop string that ended it
 
     def __str__(self) -> str:
         return self.text
