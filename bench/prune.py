@@ -63,7 +63,7 @@ class Shown(Auto):
     def repair(self, passes: Passes, wish: Wish) -> Steps[Verdict]:
         """Keep what was chosen of rows that were there."""
         verdict = yield from super().repair(passes, wish)
-        self.rows = np.setdiff1d(verdict.chosen, passes.unready)
+        self.rows = np.setdiff1d(np.union1d(verdict.chosen, passes.ahead), passes.unready)
         return verdict
 
 

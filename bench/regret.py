@@ -29,6 +29,7 @@ from kvweave.suite import plot, prose, stats
 from kvweave.suite.exam import Exam, outcome
 from kvweave.suite.method import FULL, Method
 from kvweave.suite.words import Paper, Question
+from kvweave.weave.repair import Auto
 
 HERE = Path(__file__).resolve().parent
 FIGURE = HERE.parent / "docs" / "repair.png"
@@ -36,11 +37,19 @@ WEIGHTS, CACHE = HERE / "models" / "weights", HERE / ".cache" / "regret"
 PASS = 0.004  # of the context: a pass of one row took as long as 18 rows more of 4,200 (19 M, CPU)
 NOTES, ASKED = 8, 8
 SINGLE = ("random", "first_k", "deviation:v@1", "query", "rollout:1@0", "boundary")
-OURS = ("auto", "auto:0", "auto:1", "auto:4")  # auto drafts two tokens
+OURS = ("auto", "auto:0", "auto hedge 0%", "auto hedge 50%")  # auto: two drafted, a third hedged
 FLOOR = 1e-4  # nats: below that all are alike
 DRAWN = ("random", "first_k", "deviation:v@1", "query", "rollout:1@0", "auto")
 SHARES = (0.02, 0.05, 0.10, 0.15, 0.30)
 WIDER = (0.5, 0.8)  # of single strategies, so that nothing is compared beyond what was measured
+
+
+class Hedged(Auto):
+    """`auto` with another part of the budget for first rows."""
+
+    def __init__(self, hedge: float) -> None:
+        super().__init__()
+        self.hedge, self.name = hedge, f"auto hedge {hedge:.0%}"
 
 
 @dataclass
@@ -199,7 +208,9 @@ def methods() -> list[Method]:
     made = [Method("none", modes=("forget",))]
     for each in (*SINGLE, *OURS):
         shares = (*SHARES, *WIDER) if each in SINGLE else SHARES
-        made += [Method(each, share, modes=("forget",)) for share in shares]
+        hedge = each.partition(" hedge ")[2]
+        which = Hedged(int(hedge[:-1]) / 100) if hedge else each
+        made += [Method(which, share, modes=("forget",)) for share in shares]
     return made
 
 

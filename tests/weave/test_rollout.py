@@ -22,12 +22,19 @@ from kvweave.run.model import Runner
 from kvweave.suite.exam import Exam
 from kvweave.suite.method import Method
 from kvweave.suite.protocols import cases
+from kvweave.weave import passes as passing
 from kvweave.weave.passes import ASKS, Floats, Look, Passes
-from kvweave.weave.repair import Rollout, Verdict, View, Wish
+from kvweave.weave.repair import Rollout, Verdict, View, Wish, rollout
 from kvweave.weave.repair.base import SETTLED
 from kvweave.weave.repair.rollout import follow
 
 Make = Callable[..., Engine]
+
+
+@pytest.fixture(autouse=True)
+def _drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Random weights are sure of nothing."""
+    monkeypatch.setattr(passing, "SURE", 0.0)
 
 
 def view(budget: int, reads: dict[int, list[float]], asked: list[list[int]]) -> View:
@@ -61,10 +68,10 @@ def test_the_second_round_takes_what_the_first_one_reads() -> None:
     assert followed(view(4, reads, asked), mass, 2) == [11, 13, 15, 16]
 
 
-def test_a_round_takes_a_third_of_what_is_left() -> None:
+def test_a_round_takes_a_third_of_the_budget() -> None:
     asked: list[list[int]] = []
     followed(view(8, {}, asked), np.full(8, 0.1), 3)
-    assert asked == [[10, 11, 12], [13, 14]]
+    assert asked == [[10, 11, 12], [13, 14, 15]]
 
 
 def test_first_rows_of_chunks_count_more_than_those_behind_them(engines: Make) -> None:
@@ -85,6 +92,22 @@ def test_nothing_is_read_again_where_no_row_is_left_to_choose() -> None:
     asked: list[list[int]] = []
     assert followed(view(1, {}, asked), np.arange(8.0), 2) == [17]
     assert asked == []
+
+
+def test_a_round_takes_few_rows_of_a_large_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rollout, "ROUND", 2)
+    asked: list[list[int]] = []
+    assert followed(view(8, {}, asked), np.full(8, 0.1), 2) == list(range(10, 18))
+    assert asked == [[10, 11]]
+
+
+def test_rows_taken_before_count_in_the_budget() -> None:
+    taken = np.zeros(8, bool)
+    taken[[0, 7]] = True
+    none: Any = None
+    mass = np.array([0.0, 0.0, 0.0, 0.9, 0.1, 0.3, 0.0, 0.9])
+    found = drive(none, follow(view(4, {}, []), mass, 1, taken))
+    assert found.tolist() == [10, 13, 15, 17]
 
 
 def test_one_round_is_the_question_alone() -> None:
@@ -204,6 +227,18 @@ def test_a_drafted_token_counts_as_much_as_the_model_is_sure_of_it(
     vocab = engine.runner.config.vocab_size
     assert part[0] < part[1] < part[2]
     assert part[0] < 2 * part[2] / vocab
+
+
+def test_a_reply_that_the_model_is_not_sure_of_is_not_drafted(
+    engines: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unless the look is what evidence is taken of: its rows are the same for all answers then."""
+    engine = engines()
+    first = float(looked(woven(engine, 2)).logits[0].softmax(-1).max())
+    for i, (sure, n_drafted) in enumerate([(first - 1e-3, 2), (first + 1e-3, 0)]):
+        monkeypatch.setattr(passing, "SURE", sure)
+        assert len(looked(woven(engine, 2, f"c{i}")).draft) == n_drafted
+        assert len(looked(woven(engine, 2, f"d{i}", compares=True)).draft) == 2
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "qwen3"])

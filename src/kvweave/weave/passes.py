@@ -22,6 +22,7 @@ from kvweave.weave.keeping import Keeper
 from kvweave.weave.parts import Placement
 
 QUESTION = 32  # rows whose attention tells what a question needs; it stands at the end
+SURE = 0.1  # a reply whose first token is less likely than that is not drafted
 ASKS = 0.2  # what a row of the question counts beside its last one, which predicts
 
 Floats = NDArray[np.float64]
@@ -107,6 +108,7 @@ class Passes:
     keeper: Keeper | None = None  # watches the last pass
     compares: bool = False  # a look has to give the logits of all its rows
     looked: Look | None = None
+    ahead: Ints = field(default_factory=lambda: NO_SLOTS)  # placed rows that a look recomputes
     _replaced: list[tuple[Ints, list[Tensor]]] = field(default_factory=list)  # slots, old values
 
     @property
@@ -176,15 +178,18 @@ class Passes:
             return self.looked
         n, base = self.n, self.backend
         first = min(1, len(base.layers) - 1)
-        seen = [self._watch(self.unready, ASKS, first, n_draft, squared=True)]
-        n_wanted = len(self.question) if self.compares else 1
-        wanted = np.arange(len(self.unready) - n_wanted, len(self.unready))
-        logits = [(yield self.work(self.unready, want=wanted, observer=seen[0]))]
+        todo = union(self.ahead, self.unready)
+        seen = [self._watch(todo, ASKS, first, n_draft, squared=True)]
+        wanted = np.flatnonzero(np.isin(todo, self.question if self.compares else self.unready[-1:]))
+        logits = [(yield self.work(todo, want=wanted, observer=seen[0]))]
         drafted: list[Tensor] = []
         sure: list[Tensor] = []
         ends = len(self.unready) and int(self.unready[-1]) == n - 1
         room = base.limit - 1 - int(self.positions[-1])
-        for i in range(min(n_draft, room) if ends else 0):
+        n_draft = min(n_draft, room) if ends else 0
+        if n_draft and not self.compares:  # a wait, for what would count next to nothing
+            n_draft *= float(logits[0][-1].float().softmax(-1).max()) >= SURE
+        for i in range(n_draft):
             drafted.append(logits[-1][-1:].argmax(-1))
             sure.append(logits[-1][-1].float().softmax(-1).max())
             seen.append(Mass(n + n_draft, np.ones(1), base.device, first, squared=True))
@@ -271,9 +276,8 @@ class Passes:
         self, slots: Ints, each: float, first_layer: int, room: int = 0, squared: bool = False
     ) -> Mass:
         """Return a mass of which the question's rows among ``slots`` count ``each``, the last 1."""
-        weights = np.zeros(len(slots))
-        weights[len(slots) - min(QUESTION, len(slots)) :] = each
-        weights[-1:] = 1.0
+        weights = np.where(np.isin(slots, self.question), each, 0.0)
+        weights[slots == self.question[-1]] = 1.0
         return Mass(self.n + room, weights, self.backend.device, first_layer, squared)
 
 

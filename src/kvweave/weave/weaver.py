@@ -230,8 +230,9 @@ class Weaver:
         if sampling is not None and n - 1 not in passes.left:  # its logits are wanted
             chosen = union(chosen, end)
         weaving.computed = rest = union(chosen, passes.left)
-        weaving.early = np.setdiff1d(passes.early, rest)
-        repaired = np.setdiff1d(chosen, passes.unready)
+        weaving.ahead = passes.ahead
+        weaving.early = np.setdiff1d(union(passes.early, passes.ahead), rest)
+        repaired = np.setdiff1d(union(chosen, passes.ahead), passes.unready)
         counts = [stop - start for start, stop in spans_of(placed, repaired)]
         how = strategy.name, weaving.tiers
         request, n_new = weaving.request, 0 if sampling is None else sampling.max_tokens
@@ -330,7 +331,7 @@ class Weaver:
             done.append(new)
         end = weaving.placed[-1].slots[1]
         state.repaired = state.repaired_until(first_change(weaving.placed), end)
-        state.repaired[slots] = True
+        state.repaired[union(slots, weaving.ahead)] = True
         state.remember(done, kept)
         self.settle_account(state)
 

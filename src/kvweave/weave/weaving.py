@@ -31,6 +31,7 @@ class Weaving:
     tiers: dict[int, str] = field(default_factory=dict)  # chunk -> where its KV was
     computed: Ints = field(default_factory=lambda: NO_SLOTS)  # slots, over all that was repaired
     early: Ints = field(default_factory=lambda: NO_SLOTS)  # slots, over what was not
+    ahead: Ints = field(default_factory=lambda: NO_SLOTS)  # of them, those that were placed
     kept: KeptRows = field(default_factory=KeptRows)  # what the context keeps once this is complete
     raw: KV | None = None  # of the computed rows, then of generated ones
     reads: Reads | None = None  # of the same

@@ -2,8 +2,8 @@
 
 ::
 
-    look          the question's rows over the unrepaired context: attention, predictions
-    repair        the rows that they need, and a few random ones; all are recomputed
+    look          the first rows of chunks, and the question's over them: attention, predictions
+    repair        the rows that these need, and a few random ones; all are recomputed
     evidence      what that changed: predictions of the question, values of the random rows
     bound         the model's calibration turns evidence into an upper bound of the drift
     again         over ``max_drift``: the smallest share whose bound is under it, at last all rows
@@ -25,22 +25,25 @@ from kvweave.weave.calibration import Evidence
 from kvweave.weave.parts import Placement
 from kvweave.weave.passes import Passes, union
 from kvweave.weave.repair.base import Strategy, Verdict, View, Wish, best
-from kvweave.weave.repair.first_k import FirstK
+from kvweave.weave.repair.first_k import firsts
 from kvweave.weave.repair.rollout import LOOKAHEAD, follow
 
+HEDGE = 1 / 3  # of the budget, for first rows of chunks whatever a look says
 PROBES = 2  # of the rows repaired, drawn at random: an unbiased sample of how stale the rest is
 
 
 class Auto(Strategy):
-    """Rows that the question and a drafted reply need, and those they need (`rollout`); without a
-    question those that read most of other chunks when they were made; where that was not recorded,
-    the first rows of every chunk.
+    """A hedge: a third of the budget goes to the first rows of every chunk, the rest to rows that the
+    question and a drafted reply need, and those they need (`rollout`). Where a look computes more
+    rows than are to be repaired, the first rows take all. Without a question, rows that read most
+    of other chunks when they were made; where that was not recorded, the first rows.
 
     Rows of new text that stand before the question's last ones are computed once, by the look; a
     repair may choose them like placed ones.
     """
 
     name = "auto"
+    hedge = HEDGE
 
     def __init__(self, lookahead: int = LOOKAHEAD, evidence: bool = False) -> None:
         if lookahead < 0:
@@ -49,12 +52,19 @@ class Auto(Strategy):
 
     def choose(self, view: View) -> Steps[Ints]:
         """Return ``budget`` rows."""
+        passes = view.passes
+        if len(passes.unready) and passes.looked is None:
+            return best(view, -view.depth())
         need = yield from view.needs(self.draft)
         if need.any():
+            ahead = np.isin(view.candidates, passes.ahead)
+            hedged = ahead | firsts(view, round(self.hedge * view.budget))
             # a round costs a replay of all states, and does not pay (docs/LOG.md, 2026-11-24)
-            return (yield from follow(view, need, rounds=1 if view.passes.replays else 2))
+            rounds = 1 if passes.replays else 2
+            chosen = yield from follow(view, need, rounds, hedged)
+            return np.setdiff1d(chosen, passes.ahead)
         read = view.dependence()
-        return best(view, read) if read.any() else FirstK().choose(view)
+        return best(view, read if read.any() else -view.depth())
 
     def repair(self, passes: Passes, wish: Wish) -> Steps[Verdict]:
         """Repair ``wish.share`` of the rows that are not exact, or as many as a bound takes.
@@ -77,8 +87,14 @@ class Auto(Strategy):
             return Verdict(passes.slots(stale), 0.0)
         known = None if passes.lossy else wish.calibration
         passes.compares = bool(known or self.evidence or wish.max_drift is not None)
-        yield from passes.look(self.draft)
-        candidates = union(candidates, passes.early)
+        budget = round(wish.share * len(candidates))
+        # a look computes the new rows once more; what is to be repaired whole needs none
+        if passes.compares or len(passes.unready) + self.draft <= budget < len(candidates):
+            if not (passes.again or passes.replays):
+                view = View(passes, spans, candidates, budget, np.random.default_rng(0))
+                passes.ahead = candidates[firsts(view, round(self.hedge * budget))]
+            yield from passes.look(self.draft)
+            candidates = union(candidates, passes.early)
         if not passes.compares:
             return Verdict((yield from self.select(passes, spans, candidates, wish.share)))
         evidence, chosen, end = yield from self._try(passes, spans, candidates, wish.share)
@@ -111,7 +127,7 @@ class Auto(Strategy):
         n_probes = min(PROBES, budget // 8) if budget < len(candidates) else 0
         share_left = (budget - n_probes) / len(candidates)
         chosen = yield from self.select(passes, spans, candidates, share_left)
-        rest = np.setdiff1d(candidates, chosen)
+        rest = np.setdiff1d(candidates, union(chosen, passes.ahead))
         order = np.random.default_rng(len(candidates)).permutation(len(rest))
         probes = np.sort(rest[order[:n_probes]])
         todo = union(chosen, probes)
@@ -126,13 +142,13 @@ class Auto(Strategy):
             changes += far / new.float().flatten(1).norm(dim=1).clamp_min(1e-30) / len(old)
         seen = torch.cat([kl.mean()[None], kl.max()[None], changes]).double().cpu().numpy()
         changed, whole = seen[2:], max(float(look.mass.sum()), 1e-30)
-        paid = look.mass[todo]
+        paid, right = look.mass[todo], union(todo, passes.ahead)
         evidence = Evidence(
             share=share,
             moved=float(seen[0]),
             moved_max=float(seen[1]),
             stale=float(changed[np.isin(todo, probes)].mean()) if n_probes else 0.0,
-            left=max(0.0, float(look.mass[candidates].sum() - paid.sum())) / whole,
+            left=max(0.0, float(look.mass[candidates].sum() - look.mass[right].sum())) / whole,
             changed=float((changed * paid).sum()) / whole,
         )
         return evidence, todo, _last(passes, logits)

@@ -99,11 +99,16 @@ class View:
         else: the first rows change most, as 1/(1 + rows before it), down to a floor; measured on
         four models (docs/LOG.md, 2026-11-23). Rows computed among other chunks are at the floor.
         """
+        return SETTLED + (1 - SETTLED) / (1 + self.depth())
+
+    def depth(self) -> Floats:
+        """Return how many rows of its chunk stand before each candidate; infinite for rows that were
+        computed among other chunks."""
         before = np.full(self.passes.n, np.inf)
         for p in self.spans:
             if p.origin == "canonical":
                 before[p.slot : p.slot + p.ready] = np.arange(p.ready)
-        return SETTLED + (1 - SETTLED) / (1 + before[self.candidates])
+        return before[self.candidates]
 
     def dependence(self) -> Floats:
         """Return the attention mass each candidate paid to other chunks when it was last computed

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvweave.errors import InvalidArgument
 from kvweave.run.base import Ints
@@ -28,3 +29,13 @@ class FirstK(Strategy):
         k = self.k if self.k is not None else view.budget // max(1, len(view.spans))
         slots = [np.arange(p.slot, p.slot + min(k, p.ready)) for p in view.spans]
         return np.concatenate([view.candidates[:0], *slots])
+
+
+def firsts(view: View, n: int) -> NDArray[np.bool_]:
+    """Return which ``n`` candidates stand nearest to the start of their chunk, at most: the first row
+    of each chunk, front to back, then the second ones; none that was computed among other chunks."""
+    depth = view.depth()
+    order = np.argsort(depth, kind="stable")[:n]
+    chosen = np.zeros(len(depth), bool)
+    chosen[order] = depth[order] < np.inf
+    return chosen

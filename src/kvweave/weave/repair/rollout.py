@@ -5,6 +5,7 @@ from __future__ import annotations
 from math import ceil
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvweave.errors import InvalidArgument
 from kvweave.run.base import Ints, Steps
@@ -14,7 +15,8 @@ from kvweave.weave.repair.first_k import FirstK
 
 LOOKAHEAD = 2
 ANY = 1.0  # of the mean need, for each row: what the rest of the reply will look at is not known
-HOP = 0.45  # what reaches the question over a row that read it, beside what reaches it at once
+HOP = 0.3  # what reaches the question over a row that read it, beside what reaches it at once
+ROUND = 6  # rows that a round but the last takes at most: each is computed once more
 
 
 class Rollout(Strategy):
@@ -26,7 +28,7 @@ class Rollout(Strategy):
     A value that a chunk took over from another one may take several rows to arrive: the one the
     question finds read it from its neighbour, which had looked it up. `query` repairs the first and
     leaves the second. The first layer does not count, since its rows are right anywhere. A round
-    takes a third of what is left of the budget, the last one all (docs/LOG.md, 2026-11-23).
+    takes a third of the budget, but few rows, the last one what is left (docs/LOG.md, 2026-11-25).
 
     The draft (``lookahead`` tokens, greedy, over the unrepaired context; for the eviction of KV:
     Lookahead Q-Cache, arXiv 2505.20334) shows where the reply will look: a question that ends in a
@@ -53,10 +55,13 @@ class Rollout(Strategy):
         return (yield from follow(view, need, self.rounds))
 
 
-def follow(view: View, need: Floats, rounds: int) -> Steps[Ints]:
+def follow(
+    view: View, need: Floats, rounds: int, taken: NDArray[np.bool_] | None = None
+) -> Steps[Ints]:
     """Return ``budget`` slots, from those with most ``need`` [candidate], known or not, times change
-    on."""
-    need, chosen, change = need.copy(), np.zeros(len(need), bool), view.change()
+    on; those of ``taken`` [candidate] are among them."""
+    need, change = need.copy(), view.change()
+    chosen = np.zeros(len(need), bool) if taken is None else taken.copy()
     budget = min(view.budget, len(need))
     for left in range(rounds, 0, -1):
         room, worth = budget - int(chosen.sum()), (need + ANY * need.mean()) * change
@@ -64,7 +69,7 @@ def follow(view: View, need: Floats, rounds: int) -> Steps[Ints]:
         if left == 1:
             chosen[order[:room]] = True
             break
-        new = order[: ceil(room / 3)]
+        new = order[: min(room, ceil(budget / 3), ROUND)]
         new = np.sort(new[need[new] > 0])
         chosen[new] = True
         if len(new) and chosen.sum() < budget:
