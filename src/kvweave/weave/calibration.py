@@ -17,7 +17,7 @@ from pathlib import Path
 from kvweave.chunk.identity import ModelFingerprint
 from kvweave.errors import CorruptChunk, InvalidArgument
 
-CHOICE = 2  # how the gate chooses rows: bounds of another choice are not its own
+CHOICE = 3  # how the gate chooses rows: bounds of another choice are not its own
 STRATEGY = f"auto:2:{CHOICE}"  # the gate, and how many tokens of a reply it drafts
 FILE = "calibration.json"  # in a home or beside a checkpoint
 
