@@ -21,7 +21,7 @@ from kvweave.weave.deps import Dependence
 from kvweave.weave.keeping import Keeper
 from kvweave.weave.parts import Placement
 
-QUESTION = 32  # rows whose attention tells what a question needs; it stands at the end
+QUESTION = 16  # rows whose attention tells what a question needs; it stands at the end
 SURE = 0.1  # a reply whose first token is less likely than that is not drafted
 ASKS = 0.2  # what a row of the question counts beside its last one, which predicts
 
