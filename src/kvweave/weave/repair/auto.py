@@ -34,9 +34,9 @@ PROBES = 2  # of the rows repaired, drawn at random: an unbiased sample of how s
 
 class Auto(Strategy):
     """A hedge: a third of the budget goes to the first rows of every chunk, the rest to rows that the
-    question and a drafted reply need, and those they need (`rollout`). Where a look computes more
-    rows than are to be repaired, the first rows take all. Without a question, rows that read most
-    of other chunks when they were made; where that was not recorded, the first rows.
+    question and a drafted reply need, and those they need (`rollout`). Without a question, or where
+    a look computes more rows than are to be repaired: rows that read most of other chunks when they
+    were made; where that was not recorded, the first rows.
 
     Rows of new text that stand before the question's last ones are computed once, by the look; a
     repair may choose them like placed ones.
@@ -53,10 +53,8 @@ class Auto(Strategy):
     def choose(self, view: View) -> Steps[Ints]:
         """Return ``budget`` rows."""
         passes = view.passes
-        if len(passes.unready) and passes.looked is None:
-            return best(view, -view.depth())
-        need = yield from view.needs(self.draft)
-        if need.any():
+        if passes.looked is not None and passes.looked.mass[view.candidates].any():
+            need = passes.looked.mass[view.candidates]
             ahead = np.isin(view.candidates, passes.ahead)
             hedged = ahead | firsts(view, round(self.hedge * view.budget))
             # a round costs a replay of all states, and does not pay (docs/LOG.md, 2026-11-24)
