@@ -108,7 +108,7 @@ class Passes:
     keeper: Keeper | None = None  # watches the last pass
     compares: bool = False  # a look has to give the logits of all its rows
     looked: Look | None = None
-    ahead: Ints = field(default_factory=lambda: NO_SLOTS)  # placed rows that a look recomputes
+    ahead: Ints = field(default_factory=lambda: NO_SLOTS)  # placed rows that a look recomputes too
     _replaced: list[tuple[Ints, list[Tensor]]] = field(default_factory=list)  # slots, old values
 
     @property
@@ -167,8 +167,9 @@ class Passes:
         return _down(seen.total)
 
     def look(self, n_draft: int) -> Steps[Look]:
-        """Return what the question sees, over the rows as they were placed, and what the first
-        ``n_draft`` tokens of a reply drafted behind it see; the second call returns the same.
+        """Return what the question sees, over the rows as they were placed but those ``ahead``, and
+        what the first ``n_draft`` tokens of a reply drafted behind it see; the second call returns
+        the same. Nothing is drafted of which the model is not `SURE`, unless looks are compared.
 
         The first layer does not count: its keys and values are right wherever a row stands. A
         drafted token counts as much as the model is sure of the draft up to it: behind a reply
@@ -180,7 +181,9 @@ class Passes:
         first = min(1, len(base.layers) - 1)
         todo = union(self.ahead, self.unready)
         seen = [self._watch(todo, ASKS, first, n_draft, squared=True)]
-        wanted = np.flatnonzero(np.isin(todo, self.question if self.compares else self.unready[-1:]))
+        wanted = np.flatnonzero(
+            np.isin(todo, self.question if self.compares else self.unready[-1:])
+        )
         logits = [(yield self.work(todo, want=wanted, observer=seen[0]))]
         drafted: list[Tensor] = []
         sure: list[Tensor] = []
@@ -277,7 +280,7 @@ class Passes:
     ) -> Mass:
         """Return a mass of which the question's rows among ``slots`` count ``each``, the last 1."""
         weights = np.where(np.isin(slots, self.question), each, 0.0)
-        weights[slots == self.question[-1]] = 1.0
+        weights[np.isin(slots, self.question[-1:])] = 1.0
         return Mass(self.n + room, weights, self.backend.device, first_layer, squared)
 
 
