@@ -141,7 +141,7 @@ def alarmed() -> Auditor:
         auditor.saw(CELL, 0.01, auditor.promise(CELL).bound)
     assert auditor.promise(CELL).bound == 0.01 and auditor.promise(CELL).coverage == 1
     raised = [auditor.saw(CELL, 1.0, 0.01) for _ in range(5)]
-    assert sum(raised) == 1 and auditor.alarmed and auditor.has_alarm(CELL)
+    assert sum(raised) == 1 and auditor.alarmed and auditor.promise(CELL).alarm
     return auditor
 
 
@@ -171,14 +171,14 @@ def test_who_asked_for_a_bound_gets_no_probe() -> None:
     auditor, bounded = Auditor(), AuditCell("auto", 0.05, bounded=True)
     for _ in range(6):
         auditor.saw(bounded, 1.0, 0.1)
-    assert auditor.has_alarm(bounded) and auditor.promise(bounded).alarm
+    assert auditor.promise(bounded).alarm
     assert {auditor.way(bounded) for _ in range(3 * PROBE)} == {"full"}
 
 
 def test_an_alarm_ends_with_a_new_bound() -> None:
     auditor = alarmed()
     n = 0
-    while auditor.has_alarm(CELL):
+    while auditor.promise(CELL).alarm:
         assert not auditor.saw(CELL, 1.5, None)
         n += 1
     assert n <= LEAST and auditor.promise(CELL).bound == 1.5 and auditor.way(CELL) == "asked"

@@ -244,11 +244,6 @@ class Auditor:
         coverage = kept / known.n_promised if known.n_promised else None
         return Promised(known.bound(), coverage, known.alarm)
 
-    def has_alarm(self, cell: AuditCell) -> bool:
-        """Tell whether the promise of this cell broke, and no new one was made."""
-        known = self._cells.get(cell)
-        return known is not None and known.alarm
-
     def way(self, cell: AuditCell) -> Way:
         """Return how the next answer of this cell is woven: as ``asked``; where the promise broke ``full``ly
         repaired, or now and then as a ``probe``, of which nothing is promised."""
