@@ -202,7 +202,8 @@ def test_an_exact_answer_rests_on_no_rounded_map(exact, monkeypatch):
             context.generate(max_tokens=3, ignore_eos=True)
             assert (context.plan.drift == 0) == exact
             assert (context.check().kl < 1e-9) == exact
-    assert bool(used) != exact and cache.n_bytes
+        assert bool(used) != exact and cache.n_bytes
+    assert not cache.n_bytes, "a closed engine leaves no map"
 
 
 def test_states_are_few_and_counted(pair):
