@@ -5,6 +5,7 @@ import signal
 import sqlite3
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -380,3 +381,17 @@ def test_another_process_reads_the_digests_while_it_is_open(path):
     assert len(list(marks(path))) == 42
     with pytest.raises(StoreError, match="there is no index"):
         next(marks(path.with_name("x")))
+
+
+def test_nothing_is_written_behind_what_sqlite_took_back_by_itself(tmp_path):
+    """As a full disk makes it do amid a transaction; whoever goes on in it is refused."""
+    path = tmp_path / "index.sqlite"
+    with Table(path) as table:
+        with pytest.raises(StoreError, match="took back"), table.transaction():
+            table.add([1, 2], digest=b"a" * 16)
+            table._rows.db.execute("ROLLBACK")
+            with suppress(StoreError):
+                table.add([1, 3], digest=b"b" * 16)
+        assert len(table) == 0
+    with Table(path) as table:
+        assert len(table) == 0

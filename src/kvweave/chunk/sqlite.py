@@ -75,6 +75,8 @@ class SqliteRows:
     # --- transactions ---
 
     def open(self, level: int) -> None:
+        if self._level:
+            self._require_open()  # a savepoint outside of a transaction would be one of its own
         while self._level < level:
             self._do("BEGIN IMMEDIATE" if self._level == 0 else f"SAVEPOINT s{self._level + 1}")
             self._level += 1
