@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from kvweave.errors import InvalidArgument
 
+BaseMode = Literal["any", "own"]
 UNITS = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 
 
@@ -22,6 +23,12 @@ def n_bytes(size: int | str) -> int:
     if found == float("inf"):
         raise InvalidArgument("budget", f"{size!r} is no size", "write 2GiB or 500MB")
     return int(found)
+
+
+def check_bases(bases: object) -> None:
+    """Raise InvalidArgument unless ``bases`` is a `BaseMode`."""
+    if bases not in get_args(BaseMode):
+        raise InvalidArgument("bases", f"{bases!r}", f"one of {', '.join(get_args(BaseMode))}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +48,7 @@ class Config:
     )
     index: str | None = None  # postgresql://... that engines share; None: index.sqlite of the home
     load_seconds: float = 10.0  # a load that takes longer is given up, and the chunk computed
+    bases: BaseMode = "any"  # KV of chunks computed after another base is placed, or not: "own"
     denoise: Literal["after", "never"] = "after"  # canonical KV of new turns: after the answer
     audit: float = 0.0  # part of the computing time for audits; those of an engine: `Engine.audit`
     max_batch: int = 16  # contexts that decode together
@@ -56,5 +64,6 @@ class Config:
             raise InvalidArgument(
                 "rows", f"rows in memory are no {self.rows!r}", "raw, int8 or fp8"
             )
+        check_bases(self.bases)
         if self.denoise not in ("after", "never"):
             raise InvalidArgument("denoise", f"{self.denoise!r} is neither 'after' nor 'never'")

@@ -254,12 +254,11 @@ class Engine:
         return files.place(pattern, tier, move, again=again, dry_run=dry_run)
 
     def denoise(self) -> int:
-        """Compute canonical KV for every chunk that has none; return the tokens computed."""
-        return self.maker.canonicalise(
-            r.id
-            for r in list(self.table)
-            if self.shelf.tier(r.id) == "none" and not self.table.is_virtual(r.id)
-        )
+        """Compute canonical KV that is missing, also after open contexts' bases; return the tokens."""
+        for context in self._contexts:
+            self.weaver.sources.bases.rebased(context.parts)
+        mine = (r for r in list(self.table) if not self.table.is_virtual(r.id))
+        return self.maker.canonicalise(r.id for r in mine if self.shelf.tier(r.id) == "none")
 
     def audit(self, n: int = 1) -> list[Audit]:
         """Hold up to ``n`` of the answers put aside (`Config.audit`) against a full prefill, now."""
@@ -316,6 +315,7 @@ class Engine:
         share: float | None = None,
         max_drift: float | None = None,
         keep: str | None = None,
+        bases: str | None = None,
         **holes: object,
     ) -> Context:
         """Make a context from text with ``{holes}``.
@@ -332,8 +332,8 @@ class Engine:
             raise ContextTooLong(len(pieces), self.runner.limit)
         self._n_composed[namespace] += 1
         name = name or f"compose-{self._n_composed[namespace]}"
-        given = {"repair": repair, "share": share, "max_drift": max_drift, "keep": keep}
-        options: dict[str, Any] = {k: v for k, v in given.items() if v is not None}
+        given = [("repair", repair), ("share", share), ("max_drift", max_drift), ("keep", keep)]
+        options: dict[str, Any] = {k: v for k, v in [*given, ("bases", bases)] if v is not None}
         context = self.context(name, namespace=namespace, **options)
         try:
             context.append_pieces(pieces)
@@ -397,3 +397,4 @@ class Engine:
     def _let_go(self, id: int) -> None:
         self.shelf.drop(id)
         self.weaver.dependence.drop(id)
+        self.weaver.sources.bases.drop(ChunkId(id))

@@ -249,7 +249,7 @@ def test_another_namespace_finds_nothing(server: Server) -> None:
     n = other.usage.prompt_tokens
     assert n == first.usage.prompt_tokens
     assert other.usage.kv == {
-        "exact": 0, "reused": 0, "patched": 0, "repaired": 0, "prefilled": n, "drift": 0.0,
+        "exact": 0, "reused": 0, "patched": 0, "other_base": 0, "repaired": 0, "prefilled": n, "drift": 0.0,
     }  # fmt: skip
     assert first.usage.kv["exact"] > 0
     assert [r["found"] for r in other.kvweave["reasons"]] == [0] * len(messages)

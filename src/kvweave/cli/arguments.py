@@ -209,6 +209,12 @@ def repair(p: ArgumentParser) -> None:
         metavar="POLICY:BUDGET",
         help="which rows of the context stay in memory: snapkv:0.3, streaming:1024, ... (all)",
     )
+    p.add_argument(
+        "--bases",
+        choices=["any", "own"],
+        help="place KV of chunks computed after another system message, approximately (any), or "
+        "compute those anew",
+    )
 
 
 def sampling(p: ArgumentParser) -> None:

@@ -51,7 +51,8 @@ def _opened(
 ) -> kvweave.Context | RemoteContext:
     """Open a new context, or the one that was named."""
     given = {
-        name: getattr(args, name) for name in ("system", "repair", "share", "max_drift", "keep")
+        name: getattr(args, name)
+        for name in ("system", "repair", "share", "max_drift", "keep", "bases")
     }
     given = {name: value for name, value in given.items() if value is not None}
     if args.context is None:

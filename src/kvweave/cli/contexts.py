@@ -63,7 +63,8 @@ def show(args: Namespace) -> None:
 def new(args: Namespace) -> None:
     """Open one."""
     given = {
-        name: getattr(args, name) for name in ("prune", "repair", "share", "max_drift", "keep")
+        name: getattr(args, name)
+        for name in ("prune", "repair", "share", "max_drift", "keep", "bases")
     }
     with server(args, "a context").weaver() as client:
         context = client.context(

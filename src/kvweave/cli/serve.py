@@ -30,7 +30,18 @@ LIMITS = (
     "max_waiting", "max_active", "max_body", "max_prompt", "max_sessions", "min_match", "quota",
     "quota_chunks", "max_contexts", "max_parts", "retain", "reuse",
 )  # fmt: skip
-ENGINE = ("budget", "policy", "tiers", "index", "repair", "share", "max_drift", "keep", "audit")
+ENGINE = (
+    "budget",
+    "policy",
+    "tiers",
+    "index",
+    "repair",
+    "share",
+    "max_drift",
+    "keep",
+    "bases",
+    "audit",
+)
 
 
 @contextmanager

@@ -61,7 +61,7 @@ def _protocols(args: Namespace) -> list[str]:
     """Return the protocols to run. Raises UsageError for what makes no sense with the suite."""
     if args.template is not None:
         raise UsageError("--suite takes no TEMPLATE", "leave one of the two away")
-    for option in ("repair", "share", "max_drift", "keep"):
+    for option in ("repair", "share", "max_drift", "keep", "bases"):
         if getattr(args, option) is not None:
             name = "--" + option.replace("_", "-")
             raise UsageError(f"--suite takes no {name}", "use --strategies and --shares")

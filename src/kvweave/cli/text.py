@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 MANY, FEW = 256, 32  # tokens of an answer
 # arguments of Engine.compose
-WEAVE = ("repair", "share", "max_drift", "keep")
+WEAVE = ("repair", "share", "max_drift", "keep", "bases")
 WHAT = ("run", "move")  # what a model can do, or not
 RESERVED = ("self", "template", "name", *WEAVE)
 

@@ -164,7 +164,7 @@ class ClientVerbs(Generic[_ContextT]):
 
         Args:
             system: the first message; all other chunks' canonical KV is computed after it.
-            options: ``repair``, ``share``, ``max_drift``, ``prune``, ``positions``, ``keep``.
+            options: ``repair``, ``share``, ``max_drift``, ``prune``, ``positions``, ``keep``, ``bases``.
 
         Raises NameTaken, InvalidName, InvalidArgument.
         """
@@ -183,6 +183,7 @@ class ClientVerbs(Generic[_ContextT]):
         share: float | None = None,
         max_drift: float | None = None,
         keep: str | None = None,
+        bases: str | None = None,
         **holes: object,
     ) -> Course[_ContextT]:
         """Make a context from text with ``{holes}``; see `Engine.compose`."""
@@ -194,6 +195,7 @@ class ClientVerbs(Generic[_ContextT]):
             "share": share,
             "max_drift": max_drift,
             "keep": keep,
+            "bases": bases,
         }
         return self._made((yield from self._peer.call("POST", f"{CONTEXTS}:compose", body)))
 

@@ -76,7 +76,9 @@ def cell_of(plan: Plan, strategy: Strategy, wish: Wish, state: State) -> AuditCe
     share = 0.0 if strategy.name in ("none", "full") else round(wish.share, 3)
     bounded = wish.max_drift is not None
     spec = _spec(strategy)
-    return AuditCell(spec, share, bounded, codecs or "raw", rows or "raw", policy, state.tenant)
+    bases = "others" if "base" in names else "own"
+    how = codecs or "raw", rows or "raw", policy
+    return AuditCell(spec, share, bounded, *how, state.tenant, bases)
 
 
 def promised(plan: Plan, promise: Promised) -> Plan:

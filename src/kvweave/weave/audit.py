@@ -58,8 +58,8 @@ class AuditCell:
     ``repair`` is the strategy with its options, ``share`` of the rows; ``bounded`` where a
     ``max_drift`` was asked for. ``codec``: what the reused chunks went through at rest. ``rows``:
     how the rows of the context rest. ``policy``: what was done with what was pruned, or the token
-    policy that let go of rows. ``tenant``:
-    whose answers, so that nobody's text can raise an alarm for others.
+    policy that let go of rows. ``bases``: of which bases reused KV was: the context's ``own``, or
+    ``others`` too. ``tenant``: whose answers, so that nobody's text can raise an alarm for others.
     """
 
     repair: str
@@ -69,6 +69,7 @@ class AuditCell:
     rows: str = "raw"
     policy: str = "forget"
     tenant: str = ""
+    bases: str = "own"
 
     @property
     def strategy(self) -> str:

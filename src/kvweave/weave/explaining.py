@@ -53,7 +53,7 @@ class Explainer:
             is_placed = p.source not in ("kept", "none")
             was = was and (p.exact or p.ready == 0)
             whole = n_repaired + n_prefilled == n and (sure or p.ready == 0)
-            if p.source == "canonical" and self._shelf.thinned(int(p.part.id)):
+            if p.source == "canonical" and self._shelf.thinned(int(p.kv)):
                 whole = False  # the rows that are gone cannot be computed in place
             exact = exact and (p.exact or whole) and (was or first == last)
             way: How = "prefill" if p.ready == 0 else ("repair" if n_repaired else "reuse")
@@ -77,12 +77,12 @@ class Explainer:
         self, state: State, p: Placement, base: int | None, renewed: bool, all_rows: tuple[str, ...]
     ) -> tuple[str, ...]:
         """Return what makes a part that is not exact approximate."""
-        id, codec, thinned = p.part.id, "raw", False
+        id, codec, thinned = p.kv, "raw", False
         if p.part.uid in state.kept.lossy if p.source == "kept" else p.source == "canonical":
             codec, thinned = self._shelf.codec(id), self._shelf.thinned(id)
             gone = p.source == "kept" and codec == "raw" and not thinned
             codec = "lossy" if gone else codec
-        other = self._table.get(id).base not in (None, base)
+        other = p.lender is None and self._table.get(id).base not in (None, base)
         return reasons(
             p, renewed=renewed, codec=codec, thinned=thinned, other_base=other, everywhere=all_rows
         )

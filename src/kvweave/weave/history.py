@@ -342,4 +342,5 @@ def _cause(part: Part, span: Span, how: str, edit: Edit | None) -> Cause:
         says = f"{n} of {part.name} {what}, since what stands before it changed{by}"
     else:
         says = f"{part.name} was placed anew, {span.moved:+d}{by}"
+    says += ", its KV is of another base" if "base" in span.approximate else ""
     return Cause(part.uid, part.name, part.n, how, n, edit, says)

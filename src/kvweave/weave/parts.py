@@ -122,6 +122,12 @@ class Placement:
     seen: Seen  # what the KV was computed after
     origin: Source = "none"  # where kept rows once came from
     moved: int = 0  # positions moved since the last weave
+    lender: ChunkId | None = None  # the same tokens after this base, where its KV was taken
+
+    @property
+    def kv(self) -> ChunkId:
+        """The chunk whose canonical KV it is, if it is canonical."""
+        return self.part.id if self.lender is None else self.lender
 
     @property
     def exact(self) -> bool:
@@ -157,6 +163,7 @@ class Available:
     exact: bool  # in-context KV computed after exactly what stands before it now
     lossy: bool = False  # the canonical KV is not quite what was computed
     moves: bool = True  # it may stand elsewhere than where it was computed
+    lender: ChunkId | None = None  # whose canonical KV it is, if not its own chunk's
 
     def staying(self, position: int, seen: Seen) -> Available:
         """Return what may be placed at ``position`` behind ``seen``."""
@@ -276,8 +283,9 @@ def _choose(
     def make(source: Source, ready: int, truth: Truth, after: Seen) -> Placement:
         moved = 0 if before is None else at.position - before.position
         return replace(
-            at, source=source, ready=ready, truth=truth, seen=after, origin=source, moved=moved
-        )
+            at, source=source, ready=ready, truth=truth, seen=after, origin=source, moved=moved,
+            lender=available.lender,
+        )  # fmt: skip
 
     if part.virtual:
         return make("canonical", part.n, Truth.STALE if available.lossy else best, at.seen)

@@ -119,6 +119,12 @@ class Plan:
         return sum(s.n_tokens - s.n_repaired - s.n_prefilled for s in patched)
 
     @property
+    def other_base(self) -> int:
+        """Of the tokens reused approximately, those whose KV was computed after another base."""
+        other = [s for s in self.spans if "base" in s.approximate]
+        return sum(s.n_tokens - s.n_repaired - s.n_prefilled for s in other)
+
+    @property
     def moved(self) -> int:
         """Tokens whose keys were placed anew by this weave."""
         return sum(s.n_tokens - s.n_prefilled for s in self.spans if s.placed)
@@ -139,6 +145,7 @@ class Plan:
             "exact": self.exact,
             "reused": self.reused,
             "patched": self.patched,
+            "other_base": self.other_base,
             "repaired": self.repaired,
             "prefilled": self.prefilled,
             "drift": self.drift,

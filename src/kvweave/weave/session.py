@@ -78,7 +78,8 @@ class Session:
         keeper = None if keep is None else Keeper(Keep.parse(keep), backend)
         rows = backend.new_rows(codec, moves=keeper is not None and keeper.moves)
         tenant, keeps = self.settings.namespace, self.settings.prune == "evict"
-        return State(self.key, rows, keeps, tenant, keeper=keeper)
+        bases = self.settings.bases
+        return State(self.key, rows, keeps, tenant, keeper=keeper, bases=bases)
 
     @property
     def busy(self) -> bool:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from typing import get_args
 
 from kvweave.chunk.identity import check_namespace
-from kvweave.config import Config
+from kvweave.config import BaseMode, Config, check_bases
 from kvweave.errors import InvalidArgument, check_options
 from kvweave.keep.tokens.spec import Keep
 from kvweave.weave.calibration import check_nats
@@ -26,12 +26,14 @@ class Settings:
     namespace: str = ""
     max_drift: float | None = None  # nats: over this predicted bound `auto` repairs more
     keep: str | None = None  # which rows stay, and how many: see `kvweave.keep.tokens.spec`
+    bases: BaseMode = "any"  # KV of another base is placed, approximately; "own": computed anew
     denoise: bool = True  # compute canonical KV of new turns after each answer
 
     def __post_init__(self) -> None:
         strategy(self.repair)
         check_namespace(self.namespace)
         check_share(self.share)
+        check_bases(self.bases)
         for name, kind in (("prune", Mode), ("positions", Positions)):
             value = getattr(self, name)
             if value not in get_args(kind):
@@ -61,6 +63,7 @@ def settings_from(config: Config, options: Mapping[str, object]) -> Settings:
         "share": config.share,
         "max_drift": config.max_drift,
         "keep": config.keep,
+        "bases": config.bases,
         "denoise": config.denoise == "after",
     }
     space = check_namespace(str(options.get("namespace", "")))

@@ -4,15 +4,24 @@ And what of it is placed together."""
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kvweave.chunk.identity import ChunkId
 from kvweave.chunk.table import Table
 from kvweave.errors import ChunkLost, CorruptChunk
+from kvweave.run.base import Backend
 from kvweave.store.kv import KV
 from kvweave.store.shelf import Shelf
+from kvweave.weave.bases import OWN, Bases, Standing
 from kvweave.weave.parts import Available, Part, Placement, Seen, Stretch, chunk_seen, slice_seen
+
+if TYPE_CHECKING:
+    from kvweave.weave.repair import Strategy
+    from kvweave.weave.state import State
 
 SHORT = 1 << 18  # bytes of one layer; chunks below are placed together
 
@@ -22,31 +31,47 @@ def tokens_of(table: Table, part: Part) -> NDArray[np.uint32]:
     return table.tokens(part.id)[part.start : part.stop]
 
 
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a context asks of KV: ``known`` are the uids that were woven in it before, ``stands``
+    tells whose KV it is."""
+
+    known: Collection[int] = ()
+    stands: Standing = OWN
+
+
 class Sources:
     """What the shelf has for a part that would stand behind ``seen``; the KV is a view.
 
-    ``known`` are the uids that were woven in this context before. Without ``moves`` KV stands only
-    where it was computed.
+    Without ``moves`` KV stands only where it was computed. `Asked` is what a context is like: it is
+    asked for once a weave.
     """
 
-    def __init__(self, shelf: Shelf, table: Table, moves: bool = True) -> None:
-        self.shelf, self.table, self.moves = shelf, table, moves
+    def __init__(self, shelf: Shelf, table: Table, backend: Backend) -> None:
+        self.shelf, self.table, self.moves = shelf, table, bool(backend.can_move)
+        self.bases = Bases(table, shelf.tier, backend.fingerprint)
 
-    def peek(self, part: Part, seen: Seen, known: Collection[int]) -> Available:
+    def asked(self, state: State, parts: Sequence[Part], strategy: Strategy) -> Asked:
+        """Return what is asked of the KV of these parts in this context."""
+        swaps = not state.keeps and not strategy.rank  # else KV is told from other KV by its chunk
+        return Asked(state.known, self.bases.standing(parts, state.bases, swaps=swaps))
+
+    def peek(self, part: Part, seen: Seen, asked: Asked) -> Available:
         """Say what could be placed, without loading anything."""
-        exact = self._exact(part, seen) is not None
-        canonical = self._may_reuse(part, seen, known) and self.shelf.tier(part.id) != "none"
-        lossy = canonical and (self.shelf.is_lossy(part.id) or self.shelf.thinned(part.id))
+        exact, kv = self._exact(part, seen) is not None, asked.stands.kv(part)
+        canonical = self._may_reuse(part, seen, asked) and self.shelf.tier(kv) != "none"
+        lossy = canonical and (self.shelf.is_lossy(kv) or self.shelf.thinned(kv))
         canonical = canonical and not exact
-        return Available(canonical, self._canonical_seen(part), exact, lossy, self.moves)
+        return self._found(part, asked, canonical, exact, lossy)
 
-    def begin(self, parts: Iterable[Part], known: Collection[int]) -> None:
+    def begin(self, parts: Iterable[Part], asked: Asked) -> None:
         """Begin to load all that may be reused, at once."""
-        self.shelf.begin(int(part.id) for part in parts if not part.literal or part.uid in known)
+        mine = (part for part in parts if asked.stands.may(part))
+        self.shelf.begin(
+            int(asked.stands.kv(p)) for p in mine if not p.literal or p.uid in asked.known
+        )
 
-    def load(
-        self, part: Part, seen: Seen, known: Collection[int], loaded: dict[int, KV]
-    ) -> Available:
+    def load(self, part: Part, seen: Seen, asked: Asked, loaded: dict[int, KV]) -> Available:
         """Put what could be placed into ``loaded`` by uid. Raises CorruptChunk, OverBudget, and
         ChunkLost for rows that nothing can compute again."""
         if part.virtual:
@@ -56,16 +81,15 @@ class Sources:
         if exact is not None:
             loaded[part.uid] = exact.rows(part.start, part.stop)
             return Available(False, (), True, moves=self.moves)
-        may = self._may_reuse(part, seen, known)
-        canonical = self.shelf.get(part.id, wait=False) if may else None
+        may = self._may_reuse(part, seen, asked)
+        canonical = self.shelf.get(asked.stands.kv(part), wait=False) if may else None
         if canonical is not None:
             wanted = self.table.get(part.id).n_tokens
             if canonical.n_tokens != wanted:
                 raise CorruptChunk(part.name, f"{canonical.n_tokens} rows for {wanted} tokens")
             loaded[part.uid] = canonical.rows(part.start, part.stop)
         lossy = canonical is not None and canonical.altered
-        seen_there = self._canonical_seen(part)
-        return Available(canonical is not None, seen_there, False, lossy, self.moves)
+        return self._found(part, asked, canonical is not None, False, lossy)
 
     def rows_of(self, part: Part) -> KV:
         """Return the rows of a virtual part, which no token made. Raises ChunkLost."""
@@ -82,13 +106,23 @@ class Sources:
         whole = chunk_seen(part, seen)
         return None if whole is None else self.shelf.in_context(part.id, whole)
 
-    def _may_reuse(self, part: Part, seen: Seen, known: Collection[int]) -> bool:
+    def _found(
+        self, part: Part, asked: Asked, canonical: bool, exact: bool, lossy: bool
+    ) -> Available:
+        kv = asked.stands.kv(part)
+        seen, lender = self._canonical_seen(part, kv), kv if canonical and kv != part.id else None
+        return Available(canonical, seen, exact, lossy, self.moves, lender)
+
+    def _may_reuse(self, part: Part, seen: Seen, asked: Asked) -> bool:
         """New text is prefilled in its context, even if canonical KV of the same text is known:
         unless that is exact here, or the part was woven here before."""
-        return not part.literal or part.uid in known or self._canonical_seen(part) == seen
+        if not asked.stands.may(part):
+            return False
+        new = part.literal and part.uid not in asked.known
+        return not new or self._canonical_seen(part, asked.stands.kv(part)) == seen
 
-    def _canonical_seen(self, part: Part) -> Seen:
-        base = self.table.get(part.id).base
+    def _canonical_seen(self, part: Part, kv: ChunkId) -> Seen:
+        base = self.table.get(kv).base
         if base is None:
             return slice_seen(part, ())
         n = self.table.get(base).n_tokens

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from kvweave.config import BaseMode
 from kvweave.errors import InvalidArgument
 from kvweave.run.base import Ints, Rows
 from kvweave.run.upload import up
@@ -108,6 +109,7 @@ class State:
     known: set[int] = field(default_factory=set)  # uids that were woven here before
     repaired: NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, bool))  # [slot]
     keeper: Keeper | None = None  # lets go of rows
+    bases: BaseMode = "any"  # whether KV of another base may be placed
 
     @property
     def n_bytes(self) -> int:
@@ -175,7 +177,7 @@ class State:
         return State(
             name, self.rows.clone(), self.keeps, self.tenant, list(self.woven), dict(self.before),
             self.kept.copy(), set(self.known), self.repaired.copy(),
-            None if self.keeper is None else self.keeper.copy(),
+            None if self.keeper is None else self.keeper.copy(), self.bases,
         )  # fmt: skip
 
     def release(self) -> None:

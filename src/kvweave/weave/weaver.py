@@ -63,7 +63,7 @@ class Weaver:
         self.calibration, self.codec = calibration, codec
         self.shadow = Shadow(backend, shelf) if shadow is None else shadow
         self.dependence, self.patcher = Dependence(table), Patcher(shelf, table)
-        self.sources = Sources(shelf, table, bool(backend.can_move))
+        self.sources = Sources(shelf, table, backend)
         self.explainer = Explainer(shelf, table, backend.row_bytes, codec)
 
     def wish(self, state: State, strategy: Strategy, share: float, max_drift: float | None) -> Wish:
@@ -88,12 +88,12 @@ class Weaver:
 
         Rows to repair are counted for the whole budget; a strategy may choose fewer.
         """
-        known, peek = state.known, self.sources.peek
-        placed = state.resolved(parts, lambda part, seen: peek(part, seen, known))
+        asked, peek = self.sources.asked(state, parts, strategy), self.sources.peek
+        placed = state.resolved(parts, lambda part, seen: peek(part, seen, asked))
         placed = self.patcher.patched(placed, strategy)
         share = {"none": 0.0, "full": 1.0}.get(strategy.name, share)
         counts = [round(share * p.ready) * (p.repairable and not p.patched) for p in placed]
-        tiers = {int(p.part.id): self.shelf.tier(p.part.id) for p in placed}
+        tiers = {int(p.part.id): self.shelf.tier(p.kv) for p in placed}
         return state.told(self.explainer.plan(state, placed, counts, (strategy.name, tiers)))
 
     def prepare(
@@ -132,12 +132,13 @@ class Weaver:
     def _set_out(self, state: State, weaving: Weaving) -> None:
         """Decide where rows come from, make room for them, and place them."""
         parts = weaving.parts
-        self.shelf.busy((int(p.id) for p in parts), state.name)
-        weaving.tiers |= {int(p.id): self.shelf.tier(p.id) for p in parts}
-        self.sources.begin(parts, state.known)
-        loaded: dict[int, KV] = {}
-        known, load = state.known, self.sources.load
-        placed = state.resolved(parts, lambda part, seen: load(part, seen, known, loaded))
+        asked, load = self.sources.asked(state, parts, weaving.strategy), self.sources.load
+        stands, loaded = [asked.stands.kv(p) for p in parts], dict[int, KV]()
+        self.shelf.busy(map(int, stands), state.name)
+        tiers = zip(parts, map(self.shelf.tier, stands), strict=True)
+        weaving.tiers |= {int(p.id): tier for p, tier in tiers}
+        self.sources.begin(parts, asked)
+        placed = state.resolved(parts, lambda part, seen: load(part, seen, asked, loaded))
         weaving.thinned = any(kv.kept is not None for kv in loaded.values())
         if weaving.thinned:
             state.require_heads(weaving.wish.max_drift)

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
+from kvweave.config import BaseMode
 from kvweave.errors import InvalidArgument
 from kvweave.run.grammar import GrammarKind, GrammarText
 from kvweave.run.sample import Sampling
@@ -120,6 +121,7 @@ class Extension(BaseModel):
     share: Annotated[float, Field(ge=0, le=1)] | None = None
     max_drift: float | None = None
     keep: KeepSpec | None = None
+    bases: BaseMode | None = None
 
 
 class StructuredOutputs(BaseModel):
@@ -226,7 +228,7 @@ class GenerationRequest(BaseModel):
     @property
     def how(self) -> WeaveOptions:
         given = self.kvweave or Extension()
-        return WeaveOptions(given.repair, given.share, given.max_drift, given.keep)
+        return WeaveOptions(given.repair, given.share, given.max_drift, given.keep, given.bases)
 
     @property
     def n_choices(self) -> int:

@@ -88,6 +88,9 @@ class Composer:
         engine, session.n_completed = self.engine, 0
         known = {piece.id for piece in wanted.pieces if piece.id is not None}
         missing = {int(id) for id in known if engine.shelf.tier(id) == "none"}
+        missing -= engine.weaver.sources.bases.foreign(
+            session.context.parts
+        )  # later, after this one
         if not missing:
             return
         ids, n_here, left = [], 0, engine.config.max_rows

@@ -253,6 +253,8 @@ class Sessions:
     def _learn(self, session: PooledContext) -> None:
         context, namespace = session.context, session.context.namespace
         fresh: list[ChunkId] = []
+        bases = self.engine.weaver.sources.bases
+        foreign = bases.foreign(context.parts)  # computed after this base instead
         for part in context.parts[session.n_base :]:
             record = self.table.get(part.id)
             if not record.linked:
@@ -261,9 +263,9 @@ class Sessions:
                 if name.startswith(f"{context.name}/"):
                     self.names.note(name, namespace)
             self.library.note(namespace, part.id)
-            if self.engine.shelf.tier(part.id) == "none":
+            if self.engine.shelf.tier(part.id) == "none" and part.id not in foreign:
                 fresh.append(part.id)
-        self.later(fresh)
+        self.later([*fresh, *bases.rebased(context.parts)])
 
     def _unname(self, context: Context) -> None:
         """Take away the names answers got: nothing may be found by them."""

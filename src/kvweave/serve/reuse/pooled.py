@@ -19,6 +19,7 @@ class WeaveOptions:
     share: float | None = None
     max_drift: float | None = None
     keep: str | None = None
+    bases: str | None = None
 
     def options(self) -> dict[str, object]:
         """Return what was asked for, as options of `Engine.context`."""

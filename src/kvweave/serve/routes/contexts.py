@@ -8,6 +8,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Query
 from pydantic import BaseModel, Field
 
+from kvweave.config import BaseMode
 from kvweave.engine import Engine
 from kvweave.errors import InvalidArgument
 from kvweave.run.loop import Task
@@ -46,6 +47,7 @@ class New(Weave):
     prune: Mode | None = None
     positions: Positions | None = None
     keep: ChunkRef | None = None
+    bases: BaseMode | None = None
 
 
 class Compose(Weave):
@@ -55,6 +57,7 @@ class Compose(Weave):
     values: dict[str, str | list[ChunkRef]] = Field(default_factory=dict)
     name: ChunkRef | None = None
     keep: ChunkRef | None = None
+    bases: BaseMode | None = None
 
 
 class To(BaseModel):
@@ -67,7 +70,9 @@ class To(BaseModel):
 
 def given(body: Weave) -> _Json:
     """Return the options of a weave that were given."""
-    return body.model_dump(include={"repair", "share", "max_drift", "keep"}, exclude_none=True)
+    return body.model_dump(
+        include={"repair", "share", "max_drift", "keep", "bases"}, exclude_none=True
+    )
 
 
 @router.get("/contexts", response_model=SummaryList)
