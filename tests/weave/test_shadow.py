@@ -20,10 +20,10 @@ from kvweave import Context, Engine, Runner, Sampling
 from kvweave.errors import KVWeaveError
 from kvweave.run.base import Work
 from kvweave.run.loop import Request, new_key
-from kvweave.weave.audit import LEAST
 from kvweave.weave.calibration import Calibration, Curve
 from kvweave.weave.oracle import forced
 from kvweave.weave.shadow import AUDITS, MOST, SLICE, drift_of
+from kvweave.weave.shift import LEAST
 
 Make = Callable[..., Engine]
 AUDITED: dict[str, object] = {"repair": "query", "share": 0.2, "audit": 1.0}

@@ -17,6 +17,10 @@ def close_all(world: World) -> None:
         del world.chats[name]
     names = [entry.name for entry in world.engine.files.ls()]
     require(names == sorted(world.names), f"names left: {names}, not {sorted(world.names)}")
+    bases, there = world.engine.weaver.sources.bases, {r.id for r in world.engine.table}
+    for first, made in list(bases._made.items()):
+        require(first in there or not made, f"#{first} is gone, what was made of it is not")
+        bases.drop(first)  # what was made for other bases goes with it, and nothing else is left
     found, wanted = world.n_chunks(), world.expected_chunks()
     require(found == wanted, f"{found} chunks are left, {wanted} have names")
     world.engine.check_integrity()

@@ -12,8 +12,9 @@ as answers are like those before. Where they change, the quantile follows the mi
 conformal inference, Gibbs and Candès 2021).
 
 An alarm is raised where the last few audits pass the bound of those before them more often than
-chance would have it (`broken`): a bound that takes in each audit soon fits again, and would hide it.
-Also where they are larger on the whole (`worse`), whether or not they pass it. A bound that comes from elsewhere, a calibration, is bet against: each audit pays, misses much,
+chance would have it: a bound that takes in each audit soon fits again, and would hide it. Also
+where the usual ones are larger, whether or not they pass it (`kvweave.weave.shift`).
+A bound that comes from elsewhere, a calibration, is bet against: each audit pays, misses much,
 and a fortune means that more than one answer in twenty misses. With an alarm all that was known of
 the cell is forgotten, until audits have made a new bound; where the promise broke, its answers are
 repaired wholly meanwhile. No torch.
@@ -22,28 +23,22 @@ repaired wholly meanwhile. No torch.
 from __future__ import annotations
 
 import json
-from bisect import bisect_left, bisect_right
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
-from math import ceil, comb, isfinite
+from math import isfinite
 from pathlib import Path
 from typing import Any, Literal
 
 from kvweave.chunk.identity import ModelFingerprint
 from kvweave.errors import CorruptChunk
+from kvweave.weave.shift import AIM, FLOOR, LEAST, bound_rank, broken, passes, worse
 
 PROMISED = 0.95  # part of the answers whose drift is at most the bound
-AIM = 0.01  # part that misses it, aimed at: below 1 - PROMISED, for a promise that lasts
-LEAST = 19  # audits that make a bound: the largest of so many is passed by one answer in twenty
 WINDOW = 300  # audits a bound is made of: what was before them is another time
 GAMMA = 0.002  # how fast the quantile follows misses
-RECENT = (5, 10, 20)  # audits that are held against those before them
-CHANCE, FAR = 1e-3, 3.1  # of an alarm for nothing, each time; as standard deviations
 STAKE = 5.0  # of the fortune in a bet: four misses in a row are a fortune
 FORTUNE = 1000.0  # audits between two such alarms for nothing, on average, at least
-FLOOR = 1e-6  # nats; below that all is rounding
-ROUNDING = 1e-3  # part by which a drift may pass a bound: sums in another order
 PROBE = 4  # under an alarm one answer in so many is woven as it was asked for, to be audited
 MOST_CELLS = 256  # of who has most of them, what was audited least is forgotten first
 AUDIT_FILE = "audit.json"  # in a home
@@ -131,7 +126,7 @@ class AuditedCell:
         """Return the upper bound (nats) of the next drift; None while too little is known."""
         if len(self.window) < LEAST or self.aim <= 0:
             return None
-        found = sorted(self.window)[_rank(len(self.window), self.aim) - 1]
+        found = sorted(self.window)[bound_rank(len(self.window), self.aim) - 1]
         return max(FLOOR, found) if isfinite(found) else None
 
     def saw(self, drift: float, promised: float | None) -> bool:
@@ -164,60 +159,6 @@ class AuditedCell:
         if not self.alarm:  # what was promised before it is no news
             pay = 1 + STAKE * (missed - (1 - PROMISED))
             self.fortune = max(1.0, self.fortune) * pay
-
-
-def passes(drift: float, bound: float) -> bool:
-    """Tell whether a drift is over a bound, by more than rounding."""
-    return drift > max(bound * (1 + ROUNDING), FLOOR)
-
-
-def broken(drifts: Sequence[float]) -> bool:
-    """Tell whether the last drifts pass the bound of those before them more often than chance has it.
-
-    ::
-
-        before: n, the bound is the j-th largest       last k: x are above it
-        of all n + k, the x + j - 1 largest have x of the last k or more among them
-
-    which is as likely as drawing these: no matter what drifts are distributed like.
-    """
-    found = list(drifts)
-    for k in RECENT:
-        n = len(found) - k
-        if n < LEAST:
-            return False
-        before, last = sorted(found[:n]), found[n:]
-        rank = _rank(n, AIM)
-        x = sum(passes(drift, before[rank - 1]) for drift in last)
-        if x and _chance(n, k, x, x + n - rank) <= CHANCE:
-            return True
-    return False
-
-
-def worse(drifts: Sequence[float]) -> bool:
-    """Tell whether the last drifts are larger than those before them, on the whole: by the sum of
-    their ranks (Mann and Whitney), also where none of them passes the bound."""
-    found = [max(drift, FLOOR) for drift in drifts]
-    for k in RECENT[1:]:
-        n = len(found) - k
-        if n < LEAST:
-            return False
-        before, last = sorted(found[:n]), found[n:]
-        above = sum(bisect_left(before, x) + bisect_right(before, x) for x in last) / 2
-        if above / (n * k) - 0.5 > FAR * ((n + k + 1) / (12 * n * k)) ** 0.5:
-            return True
-    return False
-
-
-def _rank(n: int, aim: float) -> int:
-    """Return which of ``n`` drifts is the bound of the next."""
-    return min(n, ceil((n + 1) * (1 - aim)))
-
-
-def _chance(n: int, k: int, x: int, drawn: int) -> float:
-    """Return how likely it is that of ``drawn`` out of ``n`` and ``k``, ``x`` or more are of the k."""
-    ways = sum(comb(k, i) * comb(n, drawn - i) for i in range(x, min(k, drawn) + 1))
-    return ways / comb(n + k, drawn)
 
 
 class Auditor:

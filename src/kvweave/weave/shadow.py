@@ -30,9 +30,10 @@ from kvweave.errors import CorruptChunk, KVWeaveError, OverBudget
 from kvweave.run.base import Backend, Ints, Rows, Steps, Work
 from kvweave.run.loop import Loop, Request, Task, new_key
 from kvweave.store.shelf import Shelf
-from kvweave.weave.audit import AUDIT_FILE, AuditCell, Auditor, passes
+from kvweave.weave.audit import AUDIT_FILE, AuditCell, Auditor
 from kvweave.weave.check import COMPARED
 from kvweave.weave.costs import AnswerCost
+from kvweave.weave.shift import passes
 
 AUDITS = "||audit"  # of no namespace: whose memory it is
 MOST = 8  # answers that wait for their audit

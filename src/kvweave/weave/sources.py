@@ -32,7 +32,7 @@ def tokens_of(table: Table, part: Part) -> NDArray[np.uint32]:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class Sought:
     """What a context asks of KV: ``known`` are the uids that were woven in it before, ``stands``
     tells whose KV it is."""
 
@@ -43,7 +43,7 @@ class Asked:
 class Sources:
     """What the shelf has for a part that would stand behind ``seen``; the KV is a view.
 
-    Without ``moves`` KV stands only where it was computed. `Asked` is what a context is like: it is
+    Without ``moves`` KV stands only where it was computed. `Sought` is what a context is like: it is
     asked for once a weave.
     """
 
@@ -51,12 +51,12 @@ class Sources:
         self.shelf, self.table, self.moves = shelf, table, bool(backend.can_move)
         self.bases = Bases(table, shelf.tier, backend.fingerprint)
 
-    def asked(self, state: State, parts: Sequence[Part], strategy: Strategy) -> Asked:
+    def asked(self, state: State, parts: Sequence[Part], strategy: Strategy) -> Sought:
         """Return what is asked of the KV of these parts in this context."""
         swaps = not state.keeps and not strategy.rank  # else KV is told from other KV by its chunk
-        return Asked(state.known, self.bases.standing(parts, state.bases, swaps=swaps))
+        return Sought(state.known, self.bases.standing(parts, state.bases, swaps=swaps))
 
-    def peek(self, part: Part, seen: Seen, asked: Asked) -> Available:
+    def peek(self, part: Part, seen: Seen, asked: Sought) -> Available:
         """Say what could be placed, without loading anything."""
         exact, kv = self._exact(part, seen) is not None, asked.stands.kv(part)
         canonical = self._may_reuse(part, seen, asked) and self.shelf.tier(kv) != "none"
@@ -64,14 +64,14 @@ class Sources:
         canonical = canonical and not exact
         return self._found(part, asked, canonical, exact, lossy)
 
-    def begin(self, parts: Iterable[Part], asked: Asked) -> None:
+    def begin(self, parts: Iterable[Part], asked: Sought) -> None:
         """Begin to load all that may be reused, at once."""
         mine = (part for part in parts if asked.stands.may(part))
         self.shelf.begin(
             int(asked.stands.kv(p)) for p in mine if not p.literal or p.uid in asked.known
         )
 
-    def load(self, part: Part, seen: Seen, asked: Asked, loaded: dict[int, KV]) -> Available:
+    def load(self, part: Part, seen: Seen, asked: Sought, loaded: dict[int, KV]) -> Available:
         """Put what could be placed into ``loaded`` by uid. Raises CorruptChunk, OverBudget, and
         ChunkLost for rows that nothing can compute again."""
         if part.virtual:
@@ -107,13 +107,13 @@ class Sources:
         return None if whole is None else self.shelf.in_context(part.id, whole)
 
     def _found(
-        self, part: Part, asked: Asked, canonical: bool, exact: bool, lossy: bool
+        self, part: Part, asked: Sought, canonical: bool, exact: bool, lossy: bool
     ) -> Available:
         kv = asked.stands.kv(part)
         seen, lender = self._canonical_seen(part, kv), kv if canonical and kv != part.id else None
         return Available(canonical, seen, exact, lossy, self.moves, lender)
 
-    def _may_reuse(self, part: Part, seen: Seen, asked: Asked) -> bool:
+    def _may_reuse(self, part: Part, seen: Seen, asked: Sought) -> bool:
         """New text is prefilled in its context, even if canonical KV of the same text is known:
         unless that is exact here, or the part was woven here before."""
         if not asked.stands.may(part):

@@ -1,0 +1,131 @@
+"""Whether drifts have changed: the last few of them are counted against those before. No torch.
+
+::
+
+    before: n of them, sorted   q is the r-th smallest        last k: x of them are above q
+    of all n + k, the x + n - r largest have x of the last k or more among them
+
+which is as likely as drawing these, whatever drifts are distributed like (hypergeometric). It is
+asked of several k, since nobody knows when a change began, and at several levels: a change may show
+in the largest drifts only, or in the usual ones while the largest stay what they were.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from math import ceil, comb
+
+import numpy as np
+from numpy.typing import NDArray
+
+AIM = 0.01  # part of the answers that misses the bound, aimed at
+LEAST = 19  # audits that make a bound: the largest of so many is passed by one answer in twenty
+RECENT = (3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 18, 20)  # audits that are held against those before
+LEVELS = np.array([[0.5, 0.75, 0.9]])  # of those before: what is usual
+LOW = np.array([[0.1, 0.25, 0.5]])
+CHANCE = 1e-4  # of counts above a level, each time; 1 alarm for nothing in 3,500 audits in all
+BESIDE = 1e-3  # of counts below one, where the bound was passed twice besides
+FLOOR = 1e-6  # nats; below that all is rounding
+ROUNDING = 1e-3  # part by which a drift may pass a bound: sums in another order
+
+
+def passes(drift: float, bound: float) -> bool:
+    """Tell whether a drift is over a bound, by more than rounding."""
+    return drift > max(bound * (1 + ROUNDING), FLOOR)
+
+
+def bound_rank(n: int, aim: float) -> int:
+    """Return which of ``n`` drifts is the bound of the next."""
+    return min(n, ceil((n + 1) * (1 - aim)))
+
+
+def broken(drifts: Sequence[float]) -> bool:
+    """Tell whether the last drifts pass the bound of those before them more often than chance has it;
+    or twice, and are others besides: many fall below the usual ones."""
+    if (recent := _recent(drifts)) is None:
+        return False
+    ranks = np.array([[bound_rank(n, AIM)] for n in recent.n])
+    missed = recent.above(ranks)
+    if _unlikely(recent, missed, recent.n[:, None] - ranks, CHANCE):
+        return True
+    twice = np.flatnonzero(missed[:, 0] > 1)
+    if not len(twice):
+        return False
+    ranks = np.maximum(1, (recent.n[twice, None] * LOW).astype(int))
+    fallen = _Recent(recent.n[twice], recent.known[twice], recent.up_to[twice])
+    return _unlikely(fallen, fallen.below(ranks), ranks - 1, BESIDE)
+
+
+def worse(drifts: Sequence[float]) -> bool:
+    """Tell whether the last drifts are larger than those before them, also where none of them passes
+    the bound."""
+    if (recent := _recent(drifts)) is None:
+        return False
+    ranks = np.ceil(recent.n[:, None] * LEVELS).astype(int)
+    return _unlikely(recent, recent.above(ranks), recent.n[:, None] - ranks, CHANCE)
+
+
+@lru_cache(maxsize=1 << 16)
+def chance(n: int, k: int, x: int, drawn: int) -> float:
+    """Return how likely it is that of ``drawn`` out of ``n`` and ``k``, ``x`` or more are of the k."""
+    ways = sum(comb(k, i) * comb(n, drawn - i) for i in range(x, min(k, drawn) + 1))
+    return ways / comb(n + k, drawn)
+
+
+@dataclass(frozen=True, slots=True)
+class _Recent:
+    """For each k (a row) and each of the last drifts: how many of those before the last k are
+    smaller, ``known``, or no larger, ``up_to``. What is not of the last k has -1 there."""
+
+    n: NDArray[np.int64]  # [k] how many were before
+    known: NDArray[np.int64]  # [k, drift]
+    up_to: NDArray[np.int64]
+
+    @property
+    def k(self) -> NDArray[np.int64]:
+        return (self.known >= 0).sum(1)
+
+    def above(self, ranks: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return how many of the last k are above the drift of each rank [k, level] before them."""
+        found: NDArray[np.int64] = (self.known[:, None, :] >= ranks[:, :, None]).sum(2)
+        return found
+
+    def below(self, ranks: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return how many are below."""
+        mine = self.up_to[:, None, :] >= 0
+        found: NDArray[np.int64] = (mine & (self.up_to[:, None, :] < ranks[:, :, None])).sum(2)
+        return found
+
+
+def _recent(drifts: Sequence[float]) -> _Recent | None:
+    """Count each of the last drifts among those before; None where there are too few."""
+    found = np.maximum(np.array(drifts, float), FLOOR)
+    ks = np.array([k for k in RECENT if len(found) - k >= LEAST], int)
+    if not len(ks):
+        return None
+    m = int(ks[-1])
+    first, last = np.sort(found[:-m]), found[-m:]
+    smaller = np.searchsorted(first, last / (1 + ROUNDING), side="left")
+    no_larger = np.searchsorted(first, last * (1 + ROUNDING), side="right")
+    at = m - ks  # of the last m, those in front of the last k are before, too
+    mine = np.arange(m)[None, :] >= at[:, None]
+    before = np.tri(m + 1, m, -1, dtype=int)[at]  # [k, drift] 1 for those
+    among = before @ (last[:, None] < last[None, :] / (1 + ROUNDING))
+    beside = before @ (last[:, None] <= last[None, :] * (1 + ROUNDING))
+    known, up_to = (np.where(mine, x, -1) for x in (smaller + among, no_larger + beside))
+    return _Recent(len(found) - ks, known, up_to)
+
+
+def _unlikely(
+    recent: _Recent, counts: NDArray[np.int64], others: NDArray[np.int64], least: float
+) -> bool:
+    """Tell whether so many of the last k are hardly ever beyond a level that ``others`` of those
+    before are beyond, for some k and level."""
+    n, k = recent.n[:, None], recent.k[:, None]
+    for i, j in np.argwhere(counts * n > k * (others + 1)):
+        x = int(counts[i, j])
+        if chance(int(n[i, 0]), int(k[i, 0]), x, x + int(others[i, j])) <= least:
+            return True
+    return False
