@@ -78,6 +78,8 @@ def test_full_repair_of_it_is_exact(engines: Make, name: str) -> None:
     assert plan.drift == 0 and plan.other_base == 0 and is_full_prefill(context)
     direct = behind(engine, "d", repair="full", share=1.0)
     assert direct.weave().drift == 0 and is_full_prefill(direct)
+    same = behind(engine, "c2", repair="full", share=1.0)  # its question has exact in-context KV
+    assert same.weave().prefilled == 0 and same.plan.drift == 0 and is_full_prefill(same)
 
 
 def test_own_computes_it_anew_and_is_exact(engines: Make) -> None:

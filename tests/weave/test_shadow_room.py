@@ -16,6 +16,7 @@ from kvweave import Engine, Sampling
 from kvweave.run.base import Steps, Work
 from kvweave.run.loop import Request, new_key
 from kvweave.serve.guard.quota import Quota
+from kvweave.weave.shadow import AUDITS
 
 Make = Callable[..., Engine]
 
@@ -174,3 +175,23 @@ def test_a_fork_is_audited_as_much_as_its_original(engines: Make) -> None:
     context = engine.context("c", denoise=False)
     context.session.audited = False
     assert not engine.fork(context, "twin").session.audited
+
+
+def test_what_an_answer_under_way_is_chosen_from_is_charged_and_goes_first() -> None:
+    engine = Engine(tiny(), repair="none", audit=1.0)
+    context = engine.context("c", denoise=False)
+    engine.put("d", text(9, 1))
+    context.append(text(4, 2))
+    context.append_chunk("d")
+    turn = context.begin(Sampling(max_tokens=5, ignore_eos=True))
+    held = dict(engine.shelf.charged())[AUDITS]
+    assert held == engine.runner.n_vocab * engine.runner.dtype.itemsize * 64
+    engine.shadow.spare()
+    assert dict(engine.shelf.charged()).get(AUDITS, 0) == 0
+    turn.run()
+    assert not engine.shadow, "nothing is left to audit of it"
+    for end in (lambda t: t.run(), lambda t: t.abandon()):
+        end(context.begin(Sampling(max_tokens=2, ignore_eos=True)))
+        assert dict(engine.shelf.charged()).get(AUDITS, 0) < held, "what waits is less"
+    engine.check_integrity()
+    engine.close()

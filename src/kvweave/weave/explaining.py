@@ -45,6 +45,7 @@ class Explainer:
         exact, sure = was, verdict is not None or strategy == "full"
         looked, base = spans_of(placed, early), placed[0].part.id if placed else None
         all_rows = of_rows(state, self._codec, n_rows)
+        starts = bool(placed) and placed[0].position == 0  # behind a gap angles differ by rounding
         for p, n_repaired, saw, (first, last) in zip(
             placed, counts, still_seen(placed), looked, strict=True
         ):
@@ -55,6 +56,9 @@ class Explainer:
             whole = n_repaired + n_prefilled == n and (sure or p.ready == 0)
             if p.source == "canonical" and self._shelf.thinned(int(p.kv)):
                 whole = False  # the rows that are gone cannot be computed in place
+            whole = whole or (
+                p.source == "exact" and starts
+            )  # it was right, as all before it is now
             exact = exact and (p.exact or whole) and (was or first == last)
             way: How = "prefill" if p.ready == 0 else ("repair" if n_repaired else "reuse")
             way = "prefix" if p.exact and p.ready and exact else way

@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
+from weakref import WeakSet
 
 import numpy as np
 import torch
@@ -78,16 +79,21 @@ class Audit:
 
 
 class Watch:
-    """Keeps the logits that the last ``n`` tokens of an answer are chosen from."""
+    """Keeps the logits that the last ``n`` tokens of an answer are chosen from, ``a_row`` bytes each."""
 
-    def __init__(self, n: int) -> None:
+    def __init__(self, n: int, a_row: int) -> None:
         self.kept: deque[Tensor] = deque(maxlen=n)
+        self.n_bytes = n * a_row  # at most
+
+    def stop(self) -> None:
+        """Let go of them; nothing is kept from here on."""
+        self.kept = deque(maxlen=0)
 
     def __call__(self, logits: Tensor) -> None:
         try:
             self.kept.append(logits.clone())
         except Exception:  # no memory: an answer is worth more than its audit
-            self.kept = deque(maxlen=0)
+            self.stop()
 
 
 class Shadow:
@@ -105,6 +111,7 @@ class Shadow:
         self.auditor = self._load()
         self._random = random.Random()
         self._waiting: list[Sample] = []
+        self._watching: WeakSet[Watch] = WeakSet()  # of answers under way
         self._running: dict[int, tuple[Loop, int]] = {}  # audits under way: bytes of their rows
         shelf.spare = self.spare
 
@@ -126,7 +133,18 @@ class Shadow:
         a_row = self.backend.n_vocab * self.backend.dtype.itemsize
         n = max(1, min(COMPARED, MOST_BYTES // MOST // a_row))  # few where there are many words
         likely = 1.0 if sure or self.share >= 1 else 0.5 / (1 + len(self._waiting))
-        return Watch(n) if self._random.random() < likely else None
+        if self._random.random() >= likely or n * a_row > self.shelf.room:
+            return None
+        made = Watch(n, a_row)
+        self._watching.add(made)
+        self._charge()
+        return made
+
+    def leave(self, watch: Watch | None) -> None:
+        """Let go of what was seen of an answer that is not audited."""
+        if watch is not None and watch in self._watching:
+            self._watching.discard(watch)
+            self._charge()
 
     def take(
         self,
@@ -138,6 +156,7 @@ class Shadow:
     ) -> None:
         """Put an answer aside; ``given`` are tokens and positions up to its last prediction. One of
         those that wait goes where there are too many."""
+        self.leave(watch)
         if not watch.kept:
             return
         made = Sample(cell, promised, *given, torch.stack(list(watch.kept)), cost)
@@ -149,8 +168,11 @@ class Shadow:
         self._charge()
 
     def spare(self) -> None:
-        """Let go of all that waits, and of audits under way: their memory is wanted."""
+        """Let go of all that waits, is seen of answers, and of audits under way: their memory is wanted."""
         self._waiting.clear()
+        for watch in self._watching:
+            watch.stop()
+        self._watching.clear()
         running, self._running = self._running, {}
         for key, (loop, _) in running.items():
             loop.cancel(key)
@@ -213,6 +235,7 @@ class Shadow:
         """Let go of what waits; with a home, write down what audits have found: numbers, no text."""
         self._waiting.clear()
         self._running.clear()
+        self._watching.clear()
         self._charge()
         if self._file is None or not len(self.auditor):
             return
@@ -232,7 +255,8 @@ class Shadow:
 
     def _charge(self) -> None:
         running = sum(n_bytes for _, n_bytes in self._running.values())
-        self.shelf.charge(AUDITS, running + sum(s.n_bytes for s in self._waiting))
+        seen = sum(watch.n_bytes for watch in self._watching)
+        self.shelf.charge(AUDITS, running + seen + sum(s.n_bytes for s in self._waiting))
 
 
 def drifting(rows: Rows, sample: Sample) -> Steps[float]:

@@ -162,6 +162,7 @@ class Turn:
         if self._gone or self._answer is not None:
             return
         self._gone, session.turn = True, None
+        session.weaver.shadow.leave(self._watch)
         session.answered = NO_ANSWER
         session.state.woven = []
         self._weaving.let_go()
@@ -237,6 +238,7 @@ class Turn:
                 shadow.take(self._watch, cell, plan.drift, given, cost)
             except Exception:  # the answer is given
                 log.exception("an answer was not put aside for an audit")
+        shadow.leave(self._watch)
 
     def _denoise(self) -> None:
         """Compute canonical KV of this turn; what fails there is not the answer's fault, and the next
