@@ -85,7 +85,8 @@ class _Recent:
 
     @property
     def k(self) -> NDArray[np.int64]:
-        return (self.known >= 0).sum(1)
+        found: NDArray[np.int64] = (self.known >= 0).sum(1)
+        return found
 
     def above(self, ranks: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return how many of the last k are above the drift of each rank [k, level] before them."""
