@@ -11,6 +11,7 @@ import pytest
 from needs import need
 from serve.test_app import connected, headers, listening
 
+from kvweave.serve import app as app_module
 from kvweave.serve import listening as server_module
 
 openai = need("openai")
@@ -109,3 +110,60 @@ def test_bodies_under_way_are_bounded_for_each_namespace(serve, monkeypatch):
         assert other.getresponse().status == 200
         for each in (*busy, other):
             each.close()
+
+
+def test_requests_that_never_come_whole_make_room_too(few):
+    _, port = few
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: {headers()['Authorization']}\r\n"
+    half = [socket.create_connection(("127.0.0.1", port), 10) for _ in range(12)]
+    try:
+        for each in half:
+            each.sendall(
+                f"{head}Content-Type: application/json\r\nContent-Length: 9\r\n\r\n{{".encode()
+            )
+        time.sleep(0.3)
+        for _ in range(5):
+            asking = connected(port)
+            asking.request("GET", "/health")
+            assert asking.getresponse().status == 200
+            asking.close()
+    finally:
+        for each in half:
+            each.close()
+
+
+def test_one_namespace_leaves_connections_to_the_others(serve, monkeypatch):
+    """However many requests of it wait: for the model, or with a body that does not come."""
+    monkeypatch.setattr(server_module, "CONNECTIONS", 12)
+    monkeypatch.setattr(app_module, "CONNECTIONS", 12)
+    served = serve(start=False)  # for two namespaces, and for those who have no key: 4 each
+    real = served.engine.loop.step
+    served.engine.loop.step = lambda: (time.sleep(0.05), real())[1]
+    body = json.dumps({"model": "kvweave", "prompt": A, "max_tokens": 400})
+    with listening(served) as port:
+        busy = [connected(port) for _ in range(20)]
+        told = []
+        for i, each in enumerate(busy):
+            each.request("POST", "/v1/completions", body, headers())
+            if i >= 4:
+                answer = each.getresponse()
+                told.append((answer.status, answer.getheader("retry-after")))
+        assert told == [(429, "5")] * 16
+        other = connected(port)
+        short = json.dumps({"model": "kvweave", "prompt": A, "max_tokens": 1})
+        other.request("POST", "/v1/completions", short, headers("key-of-berta"))
+        assert other.getresponse().status == 200
+        for each in (*busy, other):
+            each.close()
+
+
+@pytest.mark.parametrize(
+    ("soft", "hard", "most", "asked"),
+    [(1024, 2**20, 4096, 4608), (1024, 1024, 512, None), (20_000, 20_000, 4096, None), (256, 256, 1, None)],
+)  # fmt: skip
+def test_there_are_no_more_connections_than_files(monkeypatch, soft, hard, most, asked):
+    told = []
+    monkeypatch.setattr(server_module.resource, "getrlimit", lambda _: (soft, hard))
+    monkeypatch.setattr(server_module.resource, "setrlimit", lambda _, both: told.append(both[0]))
+    assert server_module.most_connections() == most
+    assert told == ([] if soft >= 4608 else [asked or hard])

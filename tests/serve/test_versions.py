@@ -69,6 +69,12 @@ def test_every_edit_gives_the_version_that_there_is_then(anna):
         assert found.is_success, found.text
         assert found.headers["etag"] == f'"{version(anna)}"', verb
     assert call(anna, "GET", "/v1/contexts/c", None, None).headers["etag"]
+    for verb, body in ((":ask", {"content": A, "max_tokens": 2}), (":generate", {"max_tokens": 2})):
+        found = call(anna, "POST", f"/v1/contexts/c{verb}", body, None)
+        assert found.headers["etag"] == f'"{version(anna)}"', verb
+    for path, body in (("", {"name": "d"}), (":compose", {"name": "e", "template": A})):
+        found = call(anna, "POST", f"/v1/contexts{path}", body, None)
+        assert found.headers["etag"] == f'"{found.json()["version"]}"', path
 
 
 def test_of_two_who_edit_the_same_version_one_is_told(anna):

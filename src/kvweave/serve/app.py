@@ -26,7 +26,7 @@ from kvweave.serve.guard import problems
 from kvweave.serve.guard.access import Access
 from kvweave.serve.guard.access_log import AccessLog
 from kvweave.serve.guard.limits import Limits
-from kvweave.serve.listening import GRACE
+from kvweave.serve.listening import CONNECTIONS, GRACE
 from kvweave.serve.metrics import Requests
 from kvweave.serve.openai import routes as openai
 from kvweave.serve.options import Options
@@ -92,7 +92,12 @@ def create_app(engine: Engine, options: Options | None = None) -> FastAPI:
     app.include_router(openai.make_router(state), responses=ERRORS)
     app.include_router(page.make_router())
     # the last one added is the first to see a request
-    app.add_middleware(Limits, max_body=options.max_body, body_timeout=options.body_timeout)
+    app.add_middleware(
+        Limits,
+        max_body=options.max_body,
+        body_timeout=options.body_timeout,
+        max_requests=CONNECTIONS // (1 + len(set(options.keys.values()))),
+    )
     app.add_middleware(
         Access,
         keys=options.keys,

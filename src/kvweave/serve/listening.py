@@ -6,6 +6,7 @@ Nothing here knows what is served; it imports no torch.
 from __future__ import annotations
 
 import asyncio
+import resource
 import signal
 import socket
 from collections import Counter
@@ -22,7 +23,8 @@ GRACE = 10.0  # seconds that running answers get at the end
 HEADER_SECONDS = 10.0  # a client has to send its headers
 KEEP_ALIVE = 30.0  # seconds an idle connection stays open
 HEADER_BYTES = 32_768
-CONNECTIONS = 1024  # then those that ask nothing make room
+CONNECTIONS = 4096  # then those that ask nothing make room
+FILES = 512  # left for all else that has a file descriptor
 BACKLOG = 512
 
 
@@ -38,9 +40,10 @@ class Protocol(H11Protocol):
     """Hangs up on who takes too long to send headers, also the second request's.
 
     Where there are too many connections, one that asks nothing is closed for each new one: the
-    oldest of the address that has most of them.
+    oldest of the address that has most of them. If all ask, one whose request has not come whole.
     """
 
+    most = CONNECTIONS
     _headers: asyncio.TimerHandle | None = None
     _since = 0.0
     _refused = False
@@ -50,7 +53,7 @@ class Protocol(H11Protocol):
         super().connection_made(transport)
         self._since = self.loop.time()
         self._watch()
-        if len(self.connections) > CONNECTIONS:
+        if len(self.connections) > self.most:
             self._make_room()
 
     def data_received(self, data: bytes) -> None:
@@ -72,17 +75,22 @@ class Protocol(H11Protocol):
 
     @property
     def is_idle(self) -> bool:
-        """Whether no request of it is being answered."""
+        """Whether no request of it has begun, or all are answered."""
         return self.cycle is None or self.cycle.response_complete
+
+    @property
+    def has_asked(self) -> bool:
+        """Whether a request of it has come whole, and is being answered."""
+        return not self.is_idle and not self.cycle.more_body
 
     def _make_room(self) -> None:
         others = [each for each in self.connections if isinstance(each, Protocol)]
-        idle = [each for each in others if each is not self and each.is_idle]
-        if not idle:
+        silent = [each for each in others if each is not self and not each.has_asked]
+        if not silent:
             self._refused = True
             return
         by_host = Counter(each.host for each in others)
-        max(idle, key=lambda each: (by_host[each.host], -each._since))._give_up()
+        max(silent, key=lambda each: (each.is_idle, by_host[each.host], -each._since))._give_up()
 
     @property
     def host(self) -> str:
@@ -101,6 +109,19 @@ class Protocol(H11Protocol):
         self._headers = None
         if not self.transport.is_closing():
             self.transport.abort()
+
+
+def most_connections() -> int:
+    """Return how many connections this process may have; it asks for as many files as it may get.
+
+    Where a socket gets none, nobody is let in, and none of those that ask nothing goes.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = CONNECTIONS + FILES
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    return CONNECTIONS if soft == resource.RLIM_INFINITY else max(1, min(CONNECTIONS, soft - FILES))
 
 
 class Listener(uvicorn.Server):
@@ -126,6 +147,7 @@ class Listener(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Begin to accept, and say so."""
+        Protocol.most = most_connections()
         await super().startup(sockets)
         if self.started:
             self._ready()

@@ -11,6 +11,7 @@ import json
 import math
 import re
 from collections import Counter
+from dataclasses import replace
 from urllib.parse import unquote_to_bytes
 
 from starlette.datastructures import Headers
@@ -39,12 +40,17 @@ class Gone(Exception):
 class Limits:
     """ASGI middleware in front of all routes; also answers what they fail to.
 
-    A namespace may have requests under way whose bodies have `TOGETHER` times ``max_body`` bytes.
+    A namespace may have ``max_requests`` under way, so that others find a connection, and of those
+    that came whole bodies of `TOGETHER` times ``max_body`` bytes.
     """
 
-    def __init__(self, app: ASGIApp, max_body: int, body_timeout: float) -> None:
+    def __init__(
+        self, app: ASGIApp, max_body: int, body_timeout: float, max_requests: int = 1024
+    ) -> None:
         self.app, self.max_body, self.body_timeout = app, max_body, body_timeout
+        self.max_requests = max_requests
         self._throttle = Throttle()
+        self._requests: Counter[str] = Counter()  # that are here, by namespace
         self._under_way: Counter[str] = Counter()  # bytes of bodies, by namespace
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -52,6 +58,17 @@ class Limits:
             await self.app(scope, receive, send)
             return
         tenant = scope.get("state", {}).get("tenant", "")
+        if self._requests[tenant] >= self.max_requests:
+            problem = problem_of(Overloaded(RETRY_SECONDS))
+            await replace(problem, headers=problem.headers | CLOSE).response(scope, receive, send)
+            return
+        self._requests[tenant] += 1
+        try:
+            await self._take(tenant, scope, receive, send)
+        finally:
+            self._requests[tenant] -= 1
+
+    async def _take(self, tenant: str, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             async with self._throttle.turn(tenant, self._said(scope)):
                 body = check_path(scope) or await self._body(scope, receive)

@@ -108,9 +108,9 @@ def problem_of(error: BaseException, *, stopping: bool = False) -> Problem:
     if isinstance(error, errors.OverQuota):
         told["code"] = told["type"] = "insufficient_quota"
         return Problem(status, told)
-    if status not in (429, 503):
+    if status not in (429, 503) and not isinstance(error, errors.ContextBusy):
         return Problem(status, told)
-    seconds = error.data.get("retry_after", 10)
+    seconds = error.data.get("retry_after", 1 if status == 409 else 10)
     return Problem(status, told, {"Retry-After": f"{float(str(seconds)):.0f}"})
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Query
+from fastapi import APIRouter, Query, Response
 from pydantic import BaseModel, Field
 
 from kvweave.config import BaseMode
@@ -96,7 +96,7 @@ async def contexts(
 
 
 @router.post("/contexts", response_model=ContextView, status_code=201)
-async def create(tenant: Tenant, the: The, body: New) -> _Json:
+async def create(tenant: Tenant, the: The, body: New, response: Response) -> _Json:
     """Open a context."""
     name = the.new_name(body.name)
     options = given(body) | {"denoise": False, "namespace": tenant}
@@ -110,12 +110,12 @@ async def create(tenant: Tenant, the: The, body: New) -> _Json:
         context = engine.context(name, system=system, **options)
         return view_of(engine, the, context)
 
-    return await the.call(tenant, work)
+    return _tagged(response, await the.call(tenant, work))
 
 
 @router.post("/contexts:compose", response_model=ContextView, status_code=201)
 @router.post("/compose", response_model=ContextView, status_code=201, include_in_schema=False)
-async def compose(tenant: Tenant, the: The, body: Compose) -> _Json:
+async def compose(tenant: Tenant, the: The, body: Compose, response: Response) -> _Json:
     """Make a context from text with holes; a hole that names a chunk needs no value."""
     name = None if body.name is None else the.new_name(body.name)
 
@@ -135,7 +135,12 @@ async def compose(tenant: Tenant, the: The, body: Compose) -> _Json:
             raise
         return view_of(engine, the, context)
 
-    return await the.call(tenant, work)
+    return _tagged(response, await the.call(tenant, work))
+
+
+def _tagged(response: Response, view: _Json) -> _Json:
+    response.headers["ETag"] = f'"{view["version"]}"'
+    return view
 
 
 # ---- one context; the routes with a verb stand before those whose name could swallow it

@@ -63,13 +63,13 @@ async def generate(here: OnContext, body: Sampled) -> Response:
     """Continue a context; the new text becomes its last part."""
     if body.content is not None:
         raise InvalidArgument("content", "generate takes none", "use :ask, or :append first")
-    return await respond(_Turn(here, body, chat=False).events(), _Reply(body.stream))
+    return await _answered(_Turn(here, body, chat=False))
 
 
 @router.post("/{name:path}:ask", response_model=None, responses=STREAMED)
 async def ask(here: OnContext, body: Sampled) -> Response:
     """Add a user's message and the model's answer; both become chunks."""
-    return await respond(_Turn(here, body, chat=True).events(), _Reply(body.stream))
+    return await _answered(_Turn(here, body, chat=True))
 
 
 class _Turn:
@@ -80,6 +80,7 @@ class _Turn:
         options = body.model_dump(exclude={"max_tokens", "stream", "content"})
         options["stop_tokens"] = tuple(body.stop_tokens)
         self.sampling, self.max_drift = request_from(body.max_tokens, options)
+        self.version: int | None = None  # once the answer is there
         self.known: set[int] = set()  # uids of parts before the one that is answered
 
     async def events(self) -> AsyncGenerator[Event, None]:
@@ -123,11 +124,19 @@ class _Turn:
         return [int(part.id) for part in engine.get_context(self.here.name, self.here.tenant).parts]
 
     def done(self, engine: Engine, answers: list[Answer]) -> None:
-        parts = engine.get_context(self.here.name, self.here.tenant).parts
+        context = engine.get_context(self.here.name, self.here.tenant)
+        parts, self.version = context.parts, context.history.version
         new = [part.id for part in parts if part.uid not in self.known]
         self.here.the.driver.later(new)
         for id in new:
             self.here.the.library.note(self.here.tenant, id)
+
+
+async def _answered(turn: _Turn) -> Response:
+    response = await respond(turn.events(), _Reply(turn.body.stream))
+    if turn.version is not None and not turn.body.stream:
+        response.headers["ETag"] = f'"{turn.version}"'
+    return response
 
 
 def answer_of(answer: Answer) -> dict[str, Any]:
