@@ -15,6 +15,7 @@ import json
 import multiprocessing
 import os
 import random
+import sys
 import tempfile
 import time
 from collections import Counter
@@ -259,6 +260,8 @@ async def soak(url: str, pid: int, home: Path, seconds: float, turn: float) -> d
             sizes.append((rss(pid), on_disk(home)))
             told += await asyncio.wrap_future(attack)
             await asyncio.sleep(2)
+            so_far = json.dumps(figures(alone, attacked, told, sizes))
+            print(so_far, file=sys.stderr, flush=True)  # what a run that is killed has said
     for each in honest:  # all that was stored is there
         for name, text in each.notes.items():
             got = await each.client.get(f"/v1/chunks/{name}", params={"text": True})
