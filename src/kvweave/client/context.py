@@ -6,7 +6,7 @@ may edit it too.
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import fields
 from typing import Any, Generic, TypeVar, cast
 
 from kvweave.client import parse
@@ -243,8 +243,19 @@ class ContextVerbs(Generic[_TurnT, _ContextT]):
     def _begin(
         self, sampling: Sampling, max_drift: float | None, verb: str, content: str | None
     ) -> _TurnT:
-        body = asdict(sampling) | {"max_drift": max_drift, "content": content, "stream": True}
+        body = sent(sampling) | {"max_drift": max_drift, "content": content, "stream": True}
         return self._turn(self._wire, self._path, verb, body)
+
+
+def sent(sampling: Sampling) -> dict[str, object]:
+    """Return what differs from how a server chooses by itself. Raises InvalidArgument for a
+    grammar, which is an object of this process."""
+    if sampling.constraint is not None:
+        hint = "a server takes response_format on /v1/chat/completions"
+        raise InvalidArgument("constraint", "it cannot be sent to a server", hint)
+    usual = Sampling()
+    every = ((each.name, getattr(sampling, each.name)) for each in fields(Sampling))
+    return {name: value for name, value in every if value != getattr(usual, name)}
 
 
 class RemoteContext(ContextVerbs[RemoteTurn, "RemoteContext"], EditVerbs, Blocking):

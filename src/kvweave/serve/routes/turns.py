@@ -12,6 +12,7 @@ from starlette.responses import Response
 
 from kvweave.engine import Engine
 from kvweave.errors import InvalidArgument
+from kvweave.run.sampling import MAX_BIASED
 from kvweave.serve.driver.work import Delta, Event
 from kvweave.serve.guard.text import tokens_of
 from kvweave.serve.routes.base import (
@@ -22,7 +23,7 @@ from kvweave.serve.routes.base import (
     Int,
     Stops,
 )
-from kvweave.serve.routes.contexts import Nats
+from kvweave.serve.routes.contexts import Nats, Share
 from kvweave.serve.routes.named import NamedContext, OnContext
 from kvweave.serve.routes.strict import StrictRoute
 from kvweave.serve.stream import Reply, respond
@@ -35,6 +36,7 @@ router = APIRouter(
 )
 
 Count = Annotated[Int, Field(ge=0, le=2**31)]
+Penalty = Annotated[float, Field(ge=-2, le=2)]
 
 
 class Sampled(BaseModel):
@@ -53,6 +55,15 @@ class Sampled(BaseModel):
     )
     logprobs: Annotated[Int, Field(ge=0, le=100)] = 0
     ignore_eos: bool = False
+    min_p: Share = 0.0
+    frequency_penalty: Penalty = 0.0
+    presence_penalty: Penalty = 0.0
+    repetition_penalty: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
+    logit_bias: Annotated[dict[int, float], Field(max_length=MAX_BIASED)] = Field(
+        default_factory=dict
+    )
+    min_tokens: Count = 0
+    shown: Annotated[list[StrictInt], Field(max_length=MAX_STOPS)] = Field(default_factory=list)
     max_drift: Nats | None = None
     stream: bool = False
     content: str | None = None  # `ask`: the user's message; null answers what is there
@@ -78,7 +89,7 @@ class _Turn:
     def __init__(self, here: NamedContext, body: Sampled, *, chat: bool) -> None:
         self.here, self.body, self.chat = here, body, chat
         options = body.model_dump(exclude={"max_tokens", "stream", "content"})
-        options["stop_tokens"] = tuple(body.stop_tokens)
+        options |= {"stop_tokens": tuple(body.stop_tokens), "shown": tuple(body.shown)}
         self.sampling, self.max_drift = request_from(body.max_tokens, options)
         self.version: int | None = None  # once the answer is there
         self.known: set[int] = set()  # uids of parts before the one that is answered
