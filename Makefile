@@ -46,7 +46,7 @@ $(VLLM_ENV)/.ready: pyproject.toml constraints.txt
 	$(VPY) -m pip install --quiet -e '.[vllm]' && touch $@
 
 test-vllm: $(VLLM_ENV)/.ready
-	$(VPY) -m pytest -o filterwarnings= -p no:logging tests/connect/test_in_vllm.py tests/connect/test_vllm_server.py $(PYTEST_ARGS)
+	$(VPY) -m pytest -o filterwarnings= -p no:logging tests/connect/test_*vllm*.py $(PYTEST_ARGS)
 
 check: $(READY)
 	$(PY) -m ruff check .

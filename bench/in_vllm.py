@@ -2,9 +2,9 @@
 
 One vLLM, the same prompts: a system message, 24 turns of varied lengths, a question; each round
 edits the turns in three ways (one goes and one comes, all shuffled, one in the middle replaced) and
-asks. Cases are interleaved, and each has its own salt, so that none finds another's blocks. New
-chunks are computed within the request that brings them. `embedded` is kvweave without vLLM. A
-second vLLM, without the connector, says what it costs a plain request.
+asks. Cases are interleaved, and each has its own salt and namespace, so that none finds another's
+blocks or chunks. New chunks are computed within the request that brings them. `embedded` is kvweave
+without vLLM. A second vLLM, without the connector, says what it costs a plain request.
 
     .venv-vllm/bin/python bench/in_vllm.py
 """
@@ -133,6 +133,11 @@ def first_token(
     return took, (found.kv_transfer_params or {}).get("kvweave", {})
 
 
+def space(case: str) -> str:
+    """Return the namespace of a case."""
+    return case.replace(" ", "-").replace("%", "percent")
+
+
 def embedded(engine: Engine, talk: Conversation, ids: dict[tuple[int, ...], str]) -> float:
     """Return seconds to the first token of kvweave alone; new chunks are stored within."""
     start = time.perf_counter()
@@ -167,7 +172,8 @@ def edited(llm: LLM, engine: Engine, options: argparse.Namespace, vocab: int) ->
                     if case.startswith("embedded"):
                         took = embedded(engine, talk, ids)
                     else:
-                        told = said and {**said, "system": SYSTEM, "parts": talk.parts}
+                        mine = {"system": SYSTEM, "parts": talk.parts, "namespace": space(case)}
+                        told = said and {**said, **mine}
                         took, reports[case] = first_token(llm, talk.tokens, salt, told)
                     if i:
                         times[case].append(took)

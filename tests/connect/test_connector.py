@@ -98,9 +98,9 @@ def parts_of(sizes, at=0):
 
 
 def woven(host, ask, start=0, blocks=None):
-    n = len(ask.tokens)
+    n, offer = len(ask.tokens), host.find(ask)
     blocks = tuple(range(50, 50 + -(-n // SIZE))) if blocks is None else blocks
-    host.load("r", WeaveLoad(ask, blocks, start, n - 1, host.find(ask).digest))
+    host.load("r", WeaveLoad(ask, blocks, start, offer.covered, offer.digest))
     for _ in range(1000):
         over = host.step(idle=False)
         if over:
@@ -160,15 +160,17 @@ def test_a_full_repair_writes_the_rows_of_a_prefill_to_the_blocks(host, runner):
     tokens = ids(40, 1)
     ask = PromptAsk(tokens, WeaveSpec(parts=parts_of([12, 9, 14]), repair="full", share=1.0))
     offer = host.find(ask)
-    assert (offer.covered, offer.useful, offer.error) == (39, 35, None)
+    assert (offer.covered, offer.useful, offer.error) == (35, 35, None)
     assert not len(list(host.engine.table)), "a question stores nothing"
     job, blocks = woven(host, ask, start=6)
-    assert job.error is None and job.report()["drift"] == 0 and job.report()["rows"] == [6, 39]
+    assert job.error is None and job.report()["drift"] == 0 and job.report()["rows"] == [6, 35]
+    assert job.report()["prefilled"] == 5, "by vLLM: what stands behind the chunks"
+    assert sum(span["n_tokens"] for span in job.report()["spans"]) == 40
     wanted, _ = oracle.rows_of(runner, torch.tensor([tokens]))
     for layer, written in enumerate(host.writer.slots):
-        assert sorted(written) == [blocks[r // SIZE] * SIZE + r % SIZE for r in range(6, 39)]
+        assert sorted(written) == [blocks[r // SIZE] * SIZE + r % SIZE for r in range(6, 35)]
         keys, values = wanted.read(layer)
-        for row in range(6, 39):
+        for row in range(6, 35):
             found = written[blocks[row // SIZE] * SIZE + row % SIZE]
             assert oracle.relative(found[0], keys[row]) < 1e-6
             assert oracle.relative(found[1], values[row]) < 1e-6
@@ -201,7 +203,7 @@ def test_chunks_that_were_declared_are_there_the_next_time(host):
     )[1]
     job, _ = woven(host, PromptAsk(moved, spec))
     host.engine.runner.forward = before
-    assert job.report()["prefilled"] == 5 and sum(passes) <= 6, "nothing of the chunks is computed"
+    assert job.report()["prefilled"] == 5 and not passes, "nothing of the chunks is computed"
 
 
 def test_a_named_chunk_may_have_other_tokens_at_its_edges(host):
@@ -261,7 +263,7 @@ def test_what_is_woven_is_what_was_offered_or_nothing(host, kept):
     host.cutter.library.sync()
     if not kept:
         host._offered.clear()
-    host.load("r", WeaveLoad(ask, tuple(range(30)), 0, 79, offer.digest))
+    host.load("r", WeaveLoad(ask, tuple(range(30)), 0, offer.covered, offer.digest))
     job = host.step(idle=True)["r"]
     if kept:
         assert job.plan is not None and job.plan.reused == 35, "docs/y came too late"
@@ -380,6 +382,31 @@ def test_the_chain_forks_where_the_first_row_is_written(scheduling):
     other = Chain("d", (*ids(40, 1)[:35], *ids(5, 3)), said(parts=[{"tokens": [0, 35]}]))
     asked(scheduling, other, offer, 8)
     assert other.forks[-1][1] != key, "another question has rows of its own"
+
+
+def test_rows_that_depend_on_no_question_are_found_by_the_next_one(scheduling):
+    offer = WeaveOffer(35, 35, b"plan", looks=False)
+    first = Chain("a", ids(40, 1), said())
+    assert asked(scheduling, first, offer, n_local=8) == (27, True)
+    scheduling.allocated(first, (5, 6, 7), 27)
+    assert scheduling.told()[1]["a"].stop == 35
+    other = Chain("b", (*ids(40, 1)[:35], *ids(2, 3)), said())
+    assert asked(scheduling, other, offer, n_local=32) == (0, False), "the rest is vLLM's"
+    assert other.forks == first.forks
+    assert scheduling.finished("b")["cached"] == 32
+    evicted = Chain("c", ids(60, 1)[:35] + ids(9, 4), said())
+    scheduling.new(evicted)
+    scheduling.external(evicted, 0)
+    scheduling.found("c", offer)
+    assert evicted.forks == first.forks, "where it is looked for"
+    assert scheduling.external(evicted, 28) == (7, True)
+
+
+@pytest.mark.parametrize(("repair", "covered"), [("none", 35), ("first_k:2", 35), ("auto", 39)])
+def test_what_looks_at_the_question_is_woven_with_it(host, repair, covered):
+    ask = PromptAsk(ids(40, 1), WeaveSpec(parts=parts_of([12, 9, 14]), repair=repair))
+    offer = host.find(ask)
+    assert (offer.covered, offer.looks) == (covered, repair == "auto")
 
 
 def test_where_blocks_were_evicted_the_fork_goes_before_what_is_written(scheduling):

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from kvweave.connect.vllm.checked import Checked
-from kvweave.connect.vllm.content import CHAT, chunks_of, filled
+from kvweave.connect.vllm.content import CHAT, MESSAGES, RESPONSES, chunks_of, filled
 from kvweave.connect.vllm.told import Telling, usage_of, with_report
 from kvweave.errors import InvalidArgument
 
@@ -66,6 +66,36 @@ def test_what_a_request_says_besides_stays():
 def test_parts_that_are_wrong_are_refused(wrong):
     with pytest.raises(InvalidArgument):
         filled(wrong, {"a": "A"})
+
+
+def test_other_apis_have_their_messages_elsewhere():
+    said = {"type": "input_text", "text": " and "}
+    body = {"input": [{"role": "user", "content": [chunk("b"), said, chunk("a")]}]}
+    assert chunks_of(body, RESPONSES) == ["b", "a"]
+    made = filled(body, {"a": "A", "b": "B"}, RESPONSES)
+    assert made["input"] == [{"role": "user", "content": "B and A"}]
+    assert len(made["kv_transfer_params"]["kvweave"]["parts"]) == 2
+    image = {"type": "input_image", "image_url": "data:"}
+    body = {"input": [{"role": "user", "content": [chunk("a"), image]}]}
+    content = filled(body, {"a": "A"}, RESPONSES)["input"][0]["content"]
+    assert content == [{"type": "input_text", "text": "A"}, image]
+    body = {"system": [text("x "), chunk("s")], **chat([chunk("a"), text(" ?")])}
+    assert chunks_of(body, MESSAGES) == ["s", "a"]
+    made = filled(body, {"a": "A", "s": "S"}, MESSAGES)
+    assert (made["system"], made["messages"][0]["content"]) == ("x S", "A ?")
+    assert chunks_of({"input": "chunk"}, RESPONSES) == chunks_of({"system": "x"}, MESSAGES) == []
+    assert filled({"input": "x"}, {}, RESPONSES)["input"] == "x"
+
+
+def test_tokens_of_a_prompt_as_each_api_counts_them():
+    plain = {"woven": False, "drift": 0.0, "local": 64}
+    for usage in (
+        {"prompt_tokens": 100},
+        {"input_tokens": 100, "input_tokens_details": {"cached_tokens": 64}},
+        {"input_tokens": 36, "cache_read_input_tokens": 64, "cache_creation_input_tokens": None},
+    ):
+        kv = with_report({"usage": usage}, plain)["usage"]["kv"]
+        assert (kv["exact"], kv["prefilled"]) == (64, 36)
 
 
 @pytest.mark.parametrize(

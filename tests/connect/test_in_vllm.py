@@ -10,62 +10,28 @@ import os
 
 import pytest
 
-os.environ |= {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "HF_HUB_OFFLINE": "1",
-    "VLLM_LOGGING_LEVEL": "ERROR",
-}
 pytest.importorskip("vllm", reason="no vLLM here: make setup-vllm, then make test-vllm")
 
 import random
 
 import torch
-from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
-from vllm import LLM, SamplingParams
+from transformers import AutoModelForCausalLM
+from vllm_requests import CLOSE, STRATEGIES, Case, checkpoint_at, core, off, run, vllm_of
 
-from kvweave import Engine
 from kvweave.run.model import Runner
 
 N = int(os.environ.get("KVWEAVE_VLLM_REQUESTS", "150"))
 SEED = int(os.environ.get("KVWEAVE_SEED", "1"))
-BLOCKS = 18  # of 32 tokens: few enough that requests are preempted, and blocks evicted
-CLOSE = 2e-4
-STRATEGIES = [("none", 0.0), ("full", 1.0), ("first_k", 0.1), ("query", 0.1), ("auto", 0.1)]
-CONNECTOR = {
-    "kv_connector": "KVWeaveConnector",
-    "kv_connector_module_path": "kvweave.connect.vllm.connector",
-    "kv_role": "kv_both",
-    "kv_load_failure_policy": "recompute",
-    "kv_connector_extra_config": {"max_rows": 64, "budget": "64MiB"},
-}
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=300, hidden_size=128, intermediate_size=128, num_hidden_layers=3,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=32, max_position_embeddings=1024,
-        bos_token_id=None, eos_token_id=None,
-    )  # fmt: skip
-    model = Qwen3ForCausalLM(config)
-    for weight in model.parameters():
-        if weight.dim() > 1:
-            torch.nn.init.normal_(weight, std=0.08)
-    where = tmp_path_factory.mktemp("model")
-    model.save_pretrained(where)
-    return str(where)
+    return checkpoint_at(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")
 def llm(checkpoint):
-    made = LLM(
-        checkpoint, skip_tokenizer_init=True, enforce_eager=True, dtype="float32", block_size=32,
-        max_model_len=512, max_num_seqs=4, max_num_batched_tokens=128, enable_prefix_caching=True,
-        num_gpu_blocks_override=BLOCKS, worker_cls="kvweave.connect.vllm.worker.KVWeaveWorker",
-        kv_transfer_config=CONNECTOR,
-    )  # fmt: skip
+    made = vllm_of(checkpoint)
     yield made
     made.llm_engine.engine_core.shutdown()
 
@@ -80,89 +46,12 @@ def embedded(plain):
     return Runner(plain)
 
 
-def core(llm):
-    return llm.llm_engine.engine_core.engine_core
-
-
 def host(llm):
     return core(llm).model_executor.driver_worker.worker.kvweave_connector().host
 
 
 def n_free(llm):
     return core(llm).scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
-
-
-class Case:
-    """One request, and what it should predict."""
-
-    def __init__(self, tokens, parts=(), strategy=None, n_new=1):
-        self.tokens, self.parts, self.strategy, self.n_new = tokens, parts, strategy, n_new
-
-    @property
-    def said(self):
-        if self.strategy is None:
-            return None
-        at, found = 0, []
-        for is_chunk, tokens in self.parts:
-            found += [{"tokens": [at, at + len(tokens)]}] if is_chunk else []
-            at += len(tokens)
-        repair, share = self.strategy
-        return {"parts": found, "repair": repair, "share": share}
-
-    @property
-    def sampling(self):
-        extra = None if self.said is None else {"kv_transfer_params": {"kvweave": self.said}}
-        return SamplingParams(
-            max_tokens=self.n_new, temperature=0, logprobs=5, detokenize=False, ignore_eos=True,
-            extra_args=extra,
-        )  # fmt: skip
-
-    def expected(self, plain, embedded):
-        """Log-probabilities [vocab] of the next token, and the plan of the embedded engine's weave."""
-        if self.strategy is None or self.strategy[0] == "full":
-            with torch.inference_mode():
-                logits = plain(torch.tensor([self.tokens])).logits[0, -1]
-            return logits.log_softmax(-1), {}
-        repair, share = self.strategy
-        with Engine(embedded, repair=repair, share=share, max_rows=64) as engine:
-            context = engine.context("asked")
-            with context.edit():
-                for i, (is_chunk, tokens) in enumerate(self.parts):
-                    if is_chunk:
-                        engine.put(f"c{i}", tokens)
-                        context.append_chunk(f"c{i}")
-                    else:
-                        context.append(tokens)
-            answer = context.generate(1, ignore_eos=True, logprobs=10)
-        found = torch.full((300,), float("nan"))
-        choice = answer.choices[0]
-        for token, logprob in [(choice.token, choice.logprob), *choice.top]:
-            found[token] = logprob
-        return found, answer.plan.to_dict()
-
-
-def off(output, expected):
-    """The largest difference of the first token's likeliest log-probabilities."""
-    found = output.outputs[0].logprobs[0]
-    return max(abs(p.logprob - float(expected[t])) for t, p in found.items() if p.rank <= 5)
-
-
-def run(llm, cases, abort=()):
-    """Run requests together; return their outputs by number. Some are aborted after some steps."""
-    engine, outputs = llm.llm_engine, {}
-    for i, case in enumerate(cases):
-        prompt = {"prompt_token_ids": case.tokens}
-        engine.add_request(str(i), prompt, case.sampling)
-    aborts, step = dict(abort), 0
-    while engine.has_unfinished_requests():
-        for output in engine.step():
-            if output.finished:
-                outputs[int(output.request_id)] = output
-        gone = [i for i, at in aborts.items() if at == step and i not in outputs]
-        if gone:
-            engine.abort_request([str(i) for i in gone])
-        step += 1
-    return outputs
 
 
 def test_random_requests_poison_nothing_and_leave_nothing(llm, plain, embedded):
@@ -248,7 +137,7 @@ def answered(llm, case):
 def test_the_same_plan_and_a_turn_behind_it_find_its_blocks(llm, plain, embedded):
     tokens, parts = prompt_of(100)
     first, told = answered(llm, Case(tokens, parts, ("none", 0.0)))
-    assert told["woven"] and told["drift"] is None and told["rows"] == [0, 199]
+    assert told["woven"] and told["drift"] is None and told["rows"] == [0, 180]
     again, told = answered(llm, Case(tokens, parts, ("none", 0.0)))
     assert not told["woven"] and told["cached"] == 192 and told["drift"] is None
     assert told["approximate"] == {"reuse": 110}

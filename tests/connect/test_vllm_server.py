@@ -216,6 +216,27 @@ def test_parts_are_declared_once(url):
     assert reply.status_code == 400 and "not in both" in reply.json()["error"]["message"]
 
 
+def test_chunks_are_named_in_the_other_apis_too(url):
+    stored(url, ("parts/a", A), ("parts/b", B))
+    how = {"kv_transfer_params": {"kvweave": {"repair": "full"}}, "model": "demo"}
+    asked = {"type": "input_text", "text": " what about Anna's river"}
+    user = {"role": "user", "content": [chunk("parts/b"), chunk("parts/a"), asked]}
+    body = {"input": [user], "max_output_tokens": 6, "temperature": 0, **how}
+    said = httpx.post(f"{url}/v1/responses", json=body, timeout=120)
+    told = said.json()["kv_transfer_params"]["kvweave"]
+    assert told["woven"] and told["drift"] == 0, said.text
+    assert said.json()["usage"]["kv"]["repaired"] == told["repaired"]
+    user = {"role": "user", "content": [chunk("parts/a"), text(" what about Anna's river")]}
+    body = {"messages": [user], "system": [chunk("parts/b")], "max_tokens": 6, **how}
+    said = httpx.post(f"{url}/v1/messages", json=body, timeout=120)
+    told = said.json()["kv_transfer_params"]["kvweave"]
+    assert told["woven"] and told["drift"] == 0, said.text
+    assert said.json()["usage"]["kv"]["prefilled"] == told["prefilled"]
+    user["content"][0]["name"] = "no/such"
+    refused = httpx.post(f"{url}/v1/messages", json=body, timeout=120)
+    assert refused.status_code == 404 and refused.json()["error"]["type"] == "not_found_error"
+
+
 # ---- what routers ask
 
 

@@ -28,6 +28,9 @@ class PromptAsk:
 class WeaveOffer:
     """What would be woven of a prompt: rows [0, covered), with chunks in [0, useful).
 
+    Where ``looks`` is false these rows do not depend on what stands behind the chunks: ``covered`` is
+    ``useful`` then, and whatever question follows finds them again.
+
     ``digest`` tells plans apart: the same one makes the same rows. Nothing is woven where
     ``covered`` is 0; ``error`` says why, if something is wrong.
     """
@@ -35,6 +38,7 @@ class WeaveOffer:
     covered: int = 0
     useful: int = 0
     digest: bytes = b""
+    looks: bool = True
     error: dict[str, Any] | None = None
 
 

@@ -18,6 +18,7 @@ from vllm.config import VllmConfig
 from vllm.forward_context import set_forward_context
 
 from kvweave.chunk.identity import ModelFingerprint
+from kvweave.connect.vllm.lockstep import Lockstep
 from kvweave.connect.vllm.look import layer_info, why_not
 from kvweave.errors import CannotMove, CannotRun, InvalidArgument
 from kvweave.run import attention
@@ -37,8 +38,15 @@ class VllmBackend:
     `kvweave.connect.vllm.look`. What it can run it can move.
     """
 
-    def __init__(self, model: nn.Module, config: VllmConfig, tokenizer: Any = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        config: VllmConfig,
+        tokenizer: Any = None,
+        lockstep: Lockstep | None = None,
+    ) -> None:
         self.model, self.config, self.tokenizer = model, config, tokenizer
+        self.lockstep = Lockstep() if lockstep is None else lockstep
         here = config.model_config
         self.dtype: torch.dtype = here.dtype
         self.device = next(model.parameters()).device
@@ -57,9 +65,10 @@ class VllmBackend:
             reason = str(error)
         self.can_run = Capability(reason is None, reason or f"{len(self.layers)} layers")
         self.can_move = self.can_run
-        self.fingerprint: ModelFingerprint = fingerprint(
+        mine = fingerprint(
             _Described(model, self.dtype), tokenizer, here.model, [x.rotation for x in self.layers]
         )
+        self.fingerprint: ModelFingerprint = self.lockstep.fingerprint(mine)
 
     @property
     def row_bytes(self) -> int:
@@ -89,8 +98,10 @@ class VllmBackend:
     def forward(self, works: Sequence[Work]) -> list[Tensor]:
         """Run works of different contexts in one pass; see `Backend.forward`."""
         self.require_run()
+        self.lockstep.require_same(works)
+        shown = [self.lockstep.shared(work) for work in works]
         return one_pass(
-            works, self.limit, lambda: Batch(works, self.layers, self.device), self._call
+            shown, self.limit, lambda: Batch(shown, self.layers, self.device), self._call
         )
 
     def _call(self, batch: Batch) -> Tensor:
@@ -166,13 +177,15 @@ class Paged:
     @torch.inference_mode()
     def write(self, rows: Rows, blocks: Sequence[int], start: int, stop: int) -> None:
         """Write rows [start, stop) of a context to the blocks of a request."""
-        slots, numbers = self.slots(blocks, start, stop), torch.arange(start, stop).numpy()
+        assert isinstance(rows, KVRows), "rows of another backend"
+        slots, strided = self.slots(blocks, start, stop), self.backend.device.type == "cpu"
+        rows.settle()
         for i, module in enumerate(self.backend.attentions.values()):
-            keys, values = rows.read(i, numbers)
-            cache = module.kv_cache
-            module.impl.do_kv_cache_update(
-                module, keys.contiguous(), values.contiguous(), cache, slots
-            )
+            seen = rows.layers[i].seen(slice(start, stop))  # [head, row, dim]
+            both = [each.transpose(0, 1) for each in seen]
+            if not strided:  # kernels of GPUs were not tried with rows that lie apart
+                both = [each.contiguous() for each in both]
+            module.impl.do_kv_cache_update(module, *both, module.kv_cache, slots)
 
 
 class _Described:

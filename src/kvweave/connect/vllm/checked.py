@@ -12,7 +12,7 @@ from typing import Any
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from kvweave.connect.vllm.content import CHAT, PARAMS, chunks_of, filled
+from kvweave.connect.vllm.content import CHAT, DIALECTS, MESSAGES, PARAMS, chunks_of, filled
 from kvweave.connect.vllm.spec import KEY, WeaveSpec, spec_of
 from kvweave.connect.vllm.told import Telling
 from kvweave.errors import ChunkNotFound, ContextTooLong, InvalidArgument, KVWeaveError
@@ -20,7 +20,7 @@ from kvweave.serve.guard.problems import problem_of
 
 MOST_CHECKED = 64 << 20  # of the body of a completion
 DEEPEST = 32  # levels of kv_transfer_params: vLLM cannot send on what is nested hundreds deep
-WOVEN = ("/v1/completions", CHAT, "/v1/responses")
+WOVEN = ("/v1/completions", *DIALECTS)
 STREAMED = ("/v1/completions", CHAT)  # whose events are known here
 
 
@@ -66,7 +66,7 @@ class Checked:
         try:
             woven = await self._check(scope["path"], bytes(body))
         except KVWeaveError as error:
-            await refused(error)(scope, again, send)
+            await refused(error, scope["path"])(scope, again, send)
             return
         if woven is None:
             await self.app(scope, again, send)
@@ -86,7 +86,7 @@ class Checked:
             params, prompt = said.get(PARAMS), said.get("prompt")
         except (ValueError, AttributeError, RecursionError):
             return None  # vLLM says what is wrong with it
-        names = chunks_of(said) if path == CHAT else []
+        names = chunks_of(said, path) if path in DIALECTS else []
         if _depth(params) > DEEPEST:
             raise InvalidArgument(PARAMS, f"it is nested more than {DEEPEST} deep")
         engine = self.engine_of()
@@ -99,7 +99,7 @@ class Checked:
         await self._require(engine, spec or WeaveSpec())
         if names:
             texts = await self._texts(engine, names, spec.namespace if spec else "")
-            said = filled(said, texts)
+            said = filled(said, texts, path)
         return _woven(path, said, changed=bool(names))
 
     async def _require(self, engine: Any, spec: WeaveSpec) -> None:
@@ -172,8 +172,9 @@ def _depth(value: Any) -> int:
     return depth
 
 
-def refused(error: KVWeaveError) -> JSONResponse:
-    """Return an error as vLLM says its own: ``code`` is the status."""
+def refused(error: KVWeaveError, path: str = "") -> JSONResponse:
+    """Return an error as vLLM says its own: ``code`` is the status; as Anthropic's API does where that
+    is spoken."""
     problem = problem_of(error)
     told = problem.body["error"]
     kinds = {404: "NotFoundError", 503: "ServiceUnavailableError"}
@@ -183,4 +184,9 @@ def refused(error: KVWeaveError) -> JSONResponse:
         "param": told.get("param"),
         "code": problem.status,
     }
+    if path == MESSAGES:
+        kinds = {404: "not_found_error", 503: "overloaded_error"}
+        kind = kinds.get(problem.status, "invalid_request_error")
+        spoken = {"type": "error", "error": {"type": kind, "message": body["message"]}}
+        return JSONResponse(spoken, problem.status, problem.headers)
     return JSONResponse({"error": body}, problem.status, problem.headers)

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from vllm.config import VllmConfig
+from vllm.distributed import get_tp_group
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -22,6 +23,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from kvweave.connect.vllm.backend import Paged, VllmBackend
 from kvweave.connect.vllm.fork import Forker
 from kvweave.connect.vllm.host import Host, WeaveJob
+from kvweave.connect.vllm.lockstep import Lockstep
 from kvweave.connect.vllm.scheduling import Scheduling
 from kvweave.connect.vllm.selftest import require_equal
 from kvweave.connect.vllm.verbs import Verbs
@@ -109,11 +111,12 @@ class KVWeaveConnector(KVConnectorBase_V1):  # type: ignore[misc]
     def attach(self, model: torch.nn.Module, attn_groups: Any, tokenizer: Any) -> None:
         """Begin to weave with the worker's model, if what we write is what its own kernels read.
         Raises CannotMove, with the reason."""
-        backend = VllmBackend(model, self._vllm_config, tokenizer)
+        workers = get_tp_group().cpu_group if get_tp_group().world_size > 1 else None
+        backend = VllmBackend(model, self._vllm_config, tokenizer, Lockstep(workers))
         paged = Paged(backend, self.block_size)
         backend.require_move()
         require_equal(backend, paged, attn_groups)
-        self.host = Host(backend, paged, self.options)
+        self.host = Host(backend, paged, self.options, backend.lockstep)
         self.verbs = Verbs(self.host)
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:

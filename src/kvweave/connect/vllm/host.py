@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+import secrets
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from hashlib import blake2b
+from itertools import count
 from typing import Any, Protocol
 
 import numpy as np
@@ -16,6 +18,7 @@ from kvweave.chunk.identity import ChunkId
 from kvweave.config import Config
 from kvweave.connect.vllm.asks import PromptAsk, WeaveLoad, WeaveOffer
 from kvweave.connect.vllm.cut import PromptCut, PromptCutter
+from kvweave.connect.vllm.lockstep import TOLD, Lockstep
 from kvweave.connect.vllm.spec import WeaveSpec
 from kvweave.connect.vllm.texts import ChunkTexts
 from kvweave.engine import Engine
@@ -26,9 +29,10 @@ from kvweave.serve.driver.pace import Pace
 from kvweave.serve.driver.tasks import Tasks
 from kvweave.serve.guard.problems import problem_of
 from kvweave.serve.reuse.library import Library
-from kvweave.serve.reuse.names import AutoNames, new_context_name
+from kvweave.serve.reuse.names import AutoNames
 from kvweave.weave.context import Context
-from kvweave.weave.plan import Plan
+from kvweave.weave.plan import Plan, Span
+from kvweave.weave.repair import Strategy, strategy
 
 log = logging.getLogger("kvweave.vllm")
 MOST_OFFERED = 256  # plans whose pieces are kept until they are woven, the latest
@@ -69,17 +73,29 @@ class Host:
     Args:
         backend: the worker's model.
         writer: of vLLM's blocks.
+        lockstep: with the other workers.
         options: ``home`` and ``base`` of `Engine`, and the fields of `Config`.
 
     Raises InvalidArgument, and what `Engine` raises.
     """
 
-    def __init__(self, backend: Backend, writer: BlockWriter, options: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        writer: BlockWriter,
+        options: dict[str, Any],
+        lockstep: Lockstep | None = None,
+    ) -> None:
         allowed = [*(field.name for field in fields(Config)), "home", "base"]
         check_options(options, allowed)
         backend.require_move()
         self.backend, self.writer = backend, writer
+        self.lockstep = Lockstep() if lockstep is None else lockstep
+        self.lockstep.require_options(options)
         self.engine = Engine(backend, **options)
+        self.lockstep.require_strategy(strategy(self.engine.config.repair))
+        # names that no earlier run gave, the same for all workers
+        self._run, self._numbers = self.lockstep.decide(1 + secrets.randbits(32)), count(1)
         self.names = AutoNames(self.engine.table)
         self.tasks = Tasks(self.engine.loop)
         self._jobs: dict[str, WeaveJob] = {}
@@ -99,7 +115,10 @@ class Host:
 
     def find(self, ask: PromptAsk) -> WeaveOffer:
         """Say what would be woven of a prompt; nothing is computed, and nothing is stored."""
+        if self.lockstep.lost:
+            return WeaveOffer(error={"code": "out_of_step", "message": TOLD})
         try:
+            self.lockstep.require_strategy(self._strategy(ask.spec))
             pieces = self.cutter.cut(ask)
             offer = self._offer(ask, pieces)
             if offer.covered:
@@ -122,7 +141,16 @@ class Host:
                 where = (piece.start, piece.stop, piece.offset)
                 digest.update(repr(where).encode() + piece.digest)
         digest.update(np.asarray(ask.tokens[:useful], np.int64).tobytes())
-        return WeaveOffer(len(ask.tokens) - 1, useful, digest.digest())
+        looks = self._looks(ask.spec)
+        covered = len(ask.tokens) - 1 if looks else useful
+        return WeaveOffer(covered, useful, digest.digest(), looks)
+
+    def _looks(self, spec: WeaveSpec) -> bool:
+        """Tell whether the rows of a weave depend on the question behind the chunks."""
+        return self._strategy(spec).looks
+
+    def _strategy(self, spec: WeaveSpec) -> Strategy:
+        return strategy(spec.repair or self.engine.config.repair)
 
     def load(self, name: str, load: WeaveLoad) -> None:
         """Begin to weave for a request."""
@@ -147,16 +175,21 @@ class Host:
             before, n_beside = self._before
             self._pace.note(start - before, 1, n_beside, 0)
         n_rows = self.engine.config.max_rows if idle else self._pace.rows
-        busy = n_rows > 0 and any(not job.done for job in self._jobs.values())
+        waits = any(not job.done for job in self._jobs.values())
+        n_rows = self.lockstep.decide(1 + n_rows) - 1 if waits else 0
+        busy = n_rows > 0
         schedule.max_rows = max(2, n_rows)
         while busy:
             self.tasks.go_on()
             self.engine.loop.step()
             self.tasks.go_on()
             busy = idle and any(not job.done for job in self._jobs.values())
-            busy = busy and time.perf_counter() < start + IDLE_SECONDS
+            quick = time.perf_counter() < start + IDLE_SECONDS
+            busy = busy and self.lockstep.goes_on(quick)
+        if self.lockstep.lost:
+            self.drop(list(self._jobs))
         schedule.max_rows = self.engine.config.max_rows
-        self._before = None if idle else (start, n_rows if self._jobs else 0)
+        self._before = None if idle else (start, max(0, n_rows))
         return self.over()
 
     def over(self) -> dict[str, WeaveJob]:
@@ -177,7 +210,7 @@ class Host:
             plan = yield from context.weaving()
             rows = context.session.state.rows
             self.writer.write(rows, load.blocks, load.start, load.stop)
-            job.plan = plan
+            job.plan = _whole(plan, len(load.ask.tokens))
         except Exception as error:  # the request is computed by vLLM then
             if not isinstance(error, KVWeaveError):
                 log.exception("a weave failed")
@@ -189,12 +222,18 @@ class Host:
 
     def _open(self, spec: WeaveSpec) -> Context:
         options: dict[str, Any] = spec.options() | {"namespace": spec.namespace, "denoise": False}
-        return self.engine.context(new_context_name(), **options)
+        return self.engine.context(self._new_name(), **options)
+
+    def _new_name(self) -> str:
+        return f"auto/{self._run:08x}-{next(self._numbers)}"
 
     def _fill(self, context: Context, load: WeaveLoad) -> Task[None]:
         """Give a context the parts of a prompt; compute canonical KV that chunks lack."""
         engine, ask = self.engine, load.ask
         space, pieces = ask.spec.namespace, self._pieces(load)
+        if not self._looks(ask.spec):  # vLLM computes what stands behind the chunks
+            while not pieces[-1].is_chunk:
+                pieces.pop()
         first = pieces[0] if pieces and pieces[0].is_base else None
         if context.parts and (first is None or first.id != self.cutter.base):
             context.drop(0)
@@ -258,7 +297,7 @@ class Host:
     def _keep(self, id: ChunkId, namespace: str) -> None:
         """Give a chunk a name, if it has none: else it goes with its context."""
         if not self.engine.table.names_of(id):
-            names = self.names.counter(new_context_name(), namespace)
+            names = self.names.counter(self._new_name(), namespace)
             self.names.bind(names, id, self.engine.table.get(id).kind, namespace)
 
     def _settings(self, spec: WeaveSpec) -> tuple[object, ...]:
@@ -269,3 +308,12 @@ class Host:
             config.max_drift if spec.max_drift is None else spec.max_drift,
             spec.namespace,
         )
+
+
+def _whole(plan: Plan, n: int) -> Plan:
+    """Return the plan of all ``n`` tokens of a prompt, of which vLLM computes the last."""
+    at = plan.n_tokens
+    if at == n:
+        return plan
+    rest = Span("new", 0, n - at, "prefill", "-", 0, at, 0, n_prefilled=n - at)
+    return replace(plan, spans=(*plan.spans, rest))

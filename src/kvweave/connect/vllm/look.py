@@ -24,8 +24,7 @@ def why_not(config: VllmConfig, attentions: Mapping[str, Any]) -> str | None:
     """Return why chunks of this model cannot be woven inside vLLM; None: they can."""
     parallel = config.parallel_config
     refused = [
-        (parallel.tensor_parallel_size > 1, "tensor parallelism: a strategy would choose rows by "
-         "the heads of one rank only"),
+        (parallel.enable_expert_parallel, "expert parallelism: a pass of ours was never run over it"),
         (parallel.pipeline_parallel_size > 1, "pipeline parallelism: no worker has all layers"),
         (parallel.data_parallel_size > 1, "data parallelism: its ranks run in lock step"),
         (getattr(parallel, "decode_context_parallel_size", 1) > 1, "context parallelism"),

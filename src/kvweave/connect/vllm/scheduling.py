@@ -24,7 +24,8 @@ REMEMBERED = ("drift", "drift_by", "strategy", "approximate")  # of a plan's las
 
 @dataclass(eq=False, slots=True)
 class ForkPoint:
-    """Rows of a prompt of ``n_tokens`` leave vLLM's keys at ``block``, under ``key``."""
+    """Rows of a prompt that begins with these ``n_tokens`` leave vLLM's keys at ``block``, under
+    ``key``."""
 
     n_tokens: int
     tail: bytes  # digest of the tokens behind the last chunk
@@ -102,7 +103,8 @@ class Scheduling:
                 self._asks[request.request_id] = woven.ask
             return None, False
         woven.n_local = n_local
-        if woven.point is None or n_local >= woven.found.useful:
+        # less than a block of the chunks is computed by vLLM: no other request would find it
+        if woven.point is None or n_local >= woven.found.useful // self.size * self.size:
             if woven.ask.spec.ticket:
                 self._reports[woven.ask.spec.ticket] = _report(woven)
             return 0, False
@@ -179,9 +181,10 @@ class Scheduling:
             n = point.n_tokens
             if n <= len(ask.tokens) and point.tail == _tail(found, ask.tokens[:n]):
                 return point
-        tail = _tail(found, ask.tokens)
+        n = len(ask.tokens) if found.looks else found.useful
+        tail = _tail(found, ask.tokens[:n])
         self._n_points += 1
-        made = ForkPoint(len(ask.tokens), tail, tail + self._n_points.to_bytes(8))
+        made = ForkPoint(n, tail, tail + self._n_points.to_bytes(8))
         points.append(made)
         del points[:-MOST_TAILS]
         return made

@@ -18,6 +18,7 @@ from kvweave.connect.vllm.spec import KEY
 Report = Mapping[str, Any]
 FindReport = Callable[[], Awaitable[Report | None]]
 COUNTS = ("exact", "reused", "patched", "repaired", "prefilled")
+CACHED = ("cache_read_input_tokens", "cache_creation_input_tokens")
 MOST_HELD = 1 << 20  # bytes of one event
 
 
@@ -39,10 +40,22 @@ def with_report(told: dict[str, Any], report: Report) -> dict[str, Any]:
     params = told.get(PARAMS)
     made = {**told, PARAMS: {**(params if isinstance(params, dict) else {}), KEY: report}}
     usage = told.get("usage")
-    if isinstance(usage, dict) and isinstance(n := usage.get("prompt_tokens"), int):
+    if isinstance(usage, dict) and (n := _n_prompt(usage)) is not None:
         kv = usage_of(report, n)
         made["usage"] = usage | ({} if kv is None else {"kv": kv})
     return made
+
+
+def _n_prompt(usage: Mapping[str, Any]) -> int | None:
+    """Return the tokens of a prompt, as the usage of any API says it."""
+    if isinstance(n := usage.get("prompt_tokens"), int):
+        return n
+    if not isinstance(n := usage.get("input_tokens"), int):
+        return None
+    if "input_tokens_details" in usage:
+        return n
+    apart = (usage.get(key) or 0 for key in CACHED)  # Anthropic's API counts these by themselves
+    return n + sum(each for each in apart if isinstance(each, int))
 
 
 class Telling:

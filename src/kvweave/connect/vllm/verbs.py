@@ -29,6 +29,7 @@ from kvweave.serve.state import ServerState
 
 T = TypeVar("T")
 SLICE_SECONDS = 0.05
+TURNS = 64  # of asyncio's loop between two passes: a number, so that all workers come as far
 MOST_WAITING = 256  # requests under way together
 
 
@@ -106,8 +107,9 @@ class Verbs:
     def go_on(self, ticket: int) -> VerbReply | None:
         """Go on for a slice; return what came of the request, None while it runs."""
         task, until = self._running[ticket], time.perf_counter() + SLICE_SECONDS
-        while not task.done() and time.perf_counter() < until:
-            self.loop.run_until_complete(asyncio.wait({task}, timeout=0.001))
+        goes_on = self.host.lockstep.goes_on
+        while not task.done() and goes_on(time.perf_counter() < until):
+            self.loop.run_until_complete(_turns())
             self.host.tasks.go_on()
             self.host.engine.loop.step()
             self.host.tasks.go_on()
@@ -140,3 +142,9 @@ class Verbs:
         """Everybody whom vLLM lets in has the chunks of the one namespace."""
         scope.setdefault("state", {}).update(tenant="", sees_metrics=False)
         await self._app(scope, receive, send)
+
+
+async def _turns() -> None:
+    """Let whatever can go on do so."""
+    for _ in range(TURNS):
+        await asyncio.sleep(0)

@@ -12,6 +12,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from kvweave.connect.vllm.asks import PromptAsk, WeaveLoad, WeaveOffer
 
+DIFFER = {"code": "internal", "message": "the workers of this vLLM know of different chunks"}
+
 
 @dataclass
 class StepMeta(KVConnectorMetadata):  # type: ignore[misc]
@@ -32,5 +34,12 @@ class StepReply(KVConnectorWorkerMetadata):  # type: ignore[misc]
     reports: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
-        """Return the first: there is one worker."""
+        """Return what all workers say alike: nothing is woven where they would weave different things,
+        and one that failed has failed for all."""
+        assert isinstance(other, StepReply)
+        differ = [n for n in {*self.found, *other.found} if self.found.get(n) != other.found.get(n)]
+        self.found |= dict.fromkeys(differ, WeaveOffer(error=DIFFER))
+        for name, report in other.reports.items():
+            if name not in self.reports or not report.get("woven"):
+                self.reports[name] = report
         return self

@@ -44,6 +44,7 @@ class Auto(Strategy):
 
     name = "auto"
     hedge = HEDGE
+    looks = True
 
     def __init__(self, lookahead: int = LOOKAHEAD, evidence: bool = False) -> None:
         if lookahead < 0:

@@ -127,6 +127,7 @@ class Strategy:
     records = False  # a context records what its rows read of other chunks
     rank = 0  # > 0: patches of that rank are stored and used
     draft = 0  # tokens of the reply it drafts at most: rows to have room for
+    looks = False  # at what the question attends to: which rows are chosen depends on it
 
     @property
     def copies(self) -> int:

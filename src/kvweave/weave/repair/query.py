@@ -13,6 +13,7 @@ class Query(Strategy):
     question it falls back to the first rows of every chunk."""
 
     name = "query"
+    looks = True
 
     def choose(self, view: View) -> Steps[Ints]:
         """Return the ``budget`` rows that get most attention."""

@@ -39,6 +39,7 @@ class Rollout(Strategy):
     """
 
     name = "rollout"
+    looks = True
 
     def __init__(self, rounds: int = 2, lookahead: int = LOOKAHEAD) -> None:
         if rounds < 1:
