@@ -2,7 +2,8 @@
 
 One vLLM, the same prompts: a system message, 24 turns of varied lengths, a question; each round
 edits the turns in three ways (one goes and one comes, all shuffled, one in the middle replaced) and
-asks. Cases are interleaved, and each has its own salt and namespace, so that none finds another's
+asks after each. Ratios are of CPU seconds of the process, which with one thread are what the work takes
+when nothing else runs. Cases are interleaved, and each has its own salt and namespace, so that none finds another's
 blocks or chunks. New chunks are computed within the request that brings them. `embedded` is kvweave
 without vLLM. A second vLLM, without the connector, says what it costs a plain request.
 
@@ -43,6 +44,7 @@ from common import (
     report,
     shape_of,
     table,
+    took,
     turn_sizes,
 )
 from vllm import LLM, SamplingParams
@@ -65,15 +67,15 @@ CASES: dict[str, dict[str, Any] | None] = {
     "embedded auto 5 %": None,
 }
 SYSTEM, QUESTION = 64, 32
+Times = tuple[float, float]  # seconds of the clock, and of the process's CPUs
 
 
 class Conversation:
     """Turns that are edited; each round's prompt, and where its parts stand."""
 
-    def __init__(self, n: int, n_turns: int, vocab: int, seed: int = 0) -> None:
+    def __init__(self, n: int, n_turns: int, vocab: int) -> None:
         self.vocab, self.rng, self._seed = vocab, np.random.default_rng(0), 1000
         self.system = self._new(SYSTEM)
-        self._seed += 10_000 * seed
         self.turns = [self._new(size) for size in turn_sizes(n - SYSTEM - QUESTION, n_turns)]
         self.question = self._new(QUESTION)
 
@@ -122,15 +124,18 @@ def serve(model: str, options: argparse.Namespace, *, weaves: bool) -> LLM:
 
 def first_token(
     llm: LLM, tokens: Sequence[int], salt: str, said: dict[str, Any] | None = None
-) -> tuple[float, dict[str, Any]]:
-    """Return seconds to the first token, and what the response says of its weave."""
+) -> tuple[Times, dict[str, Any]]:
+    """Return how long the first token took, and what the response says of its weave."""
     extra = None if said is None else {"kv_transfer_params": {"kvweave": said}}
     sampling = SamplingParams(max_tokens=1, temperature=0, detokenize=False, extra_args=extra)
     prompt: Any = {"prompt_token_ids": list(tokens), "cache_salt": salt}
-    start = time.perf_counter()
-    found = llm.generate([prompt], sampling, use_tqdm=False)[0]
-    took = time.perf_counter() - start
-    return took, (found.kv_transfer_params or {}).get("kvweave", {})
+    told: dict[str, Any] = {}
+
+    def ask() -> None:
+        found = llm.generate([prompt], sampling, use_tqdm=False)[0]
+        told.update((found.kv_transfer_params or {}).get("kvweave", {}))
+
+    return took(ask, torch.device("cpu")), told
 
 
 def space(case: str) -> str:
@@ -138,55 +143,61 @@ def space(case: str) -> str:
     return case.replace(" ", "-").replace("%", "percent")
 
 
-def embedded(engine: Engine, talk: Conversation, ids: dict[tuple[int, ...], str]) -> float:
-    """Return seconds to the first token of kvweave alone; new chunks are stored within."""
-    start = time.perf_counter()
-    for turn in talk.turns:
-        if tuple(turn) not in ids:
-            ids[tuple(turn)] = name = f"turn-{len(ids)}"
-            engine.put(name, turn, replace=True)
-    context = engine.context("asked")
-    with context.edit():
+def embedded(engine: Engine, talk: Conversation, ids: dict[tuple[int, ...], str]) -> Times:
+    """Return how long the first token takes in kvweave alone; new chunks are stored within."""
+
+    def ask() -> None:
         for turn in talk.turns:
-            context.append_chunk(ids[tuple(turn)])
-        context.append(talk.question)
-    context.generate(1)
-    took = time.perf_counter() - start
-    engine.close_context(context.name)
-    return took
+            if tuple(turn) not in ids:
+                ids[tuple(turn)] = name = f"turn-{len(ids)}"
+                engine.put(name, turn, replace=True)
+        context = engine.context("asked")
+        with context.edit():
+            for turn in talk.turns:
+                context.append_chunk(ids[tuple(turn)])
+            context.append(talk.question)
+        context.generate(1)
+
+    found = took(ask, torch.device("cpu"))
+    engine.close_context("asked")
+    return found
 
 
 def edited(llm: LLM, engine: Engine, options: argparse.Namespace, vocab: int) -> dict[str, Any]:
-    """Time all cases for each kind of edit."""
-    found: dict[str, Any] = {}
+    """Time all cases behind each kind of edit of one conversation."""
     kinds = options.kinds.split(",")
-    with progress("edits", len(kinds) * (options.rounds + 1) * len(CASES)) as step:
-        for number, kind in enumerate(kinds):
-            talk = Conversation(options.context, options.turns, vocab, number)
-            ids: dict[tuple[int, ...], str] = {}
-            times: dict[str, list[float]] = {case: [] for case in CASES}
-            reports: dict[str, Any] = {}
-            for i in range(options.rounds + 1):  # the first fills what each case keeps
-                for case, said in CASES.items():
-                    salt = f"{kind} {case}" + (f" {i}" if case == "full" else "")
-                    if case.startswith("embedded"):
-                        took = embedded(engine, talk, ids)
-                    else:
-                        mine = {"system": SYSTEM, "parts": talk.parts, "namespace": space(case)}
-                        told = said and {**said, **mine}
-                        took, reports[case] = first_token(llm, talk.tokens, salt, told)
-                    if i:
-                        times[case].append(took)
-                    step(f"{kind}: {case}")
+    talk = Conversation(options.context, options.turns, vocab)
+    ids: dict[tuple[int, ...], str] = {}
+    times: dict[str, dict[str, list[Times]]] = {k: {case: [] for case in CASES} for k in kinds}
+    reports: dict[str, dict[str, Any]] = {kind: {} for kind in kinds}
+    asked = [None, *kinds * options.rounds]  # the first fills what each case keeps
+    with progress("edits", len(asked) * len(CASES)) as step:
+        for i, kind in enumerate(asked):
+            if kind is not None:
                 talk.edit(kind)
-            found[kind] = {
-                "seconds": {case: median(each) for case, each in times.items()},
-                "times": {case: [round(t, 4) for t in each] for case, each in times.items()},
-                "x_full": {c: compare(times["full"], each) for c, each in times.items()},
-                "x_prefix": {c: compare(times["prefix"], each) for c, each in times.items()},
-                "repaired": {c: r.get("repaired") for c, r in reports.items() if r},
-            }
-    return found
+            for case, said in CASES.items():
+                if case.startswith("embedded"):
+                    found, told = embedded(engine, talk, ids), {}
+                elif kind is not None or case != "full":
+                    mine = {"system": SYSTEM, "parts": talk.parts, "namespace": space(case)}
+                    salt = case + (f" {i}" if case == "full" else "")
+                    found, told = first_token(llm, talk.tokens, salt, said and {**said, **mine})
+                if kind is not None:
+                    times[kind][case].append(found)
+                    reports[kind][case] = told
+                step(f"{kind}: {case}")
+    made: dict[str, Any] = {}
+    for kind in kinds:
+        cpu = {case: [each[1] for each in found] for case, found in times[kind].items()}
+        made[kind] = {
+            "seconds": {case: median(each) for case, each in cpu.items()},
+            "times": {case: [round(t, 4) for t in each] for case, each in cpu.items()},
+            "wall": {c: [round(each[0], 4) for each in found] for c, found in times[kind].items()},
+            "x_full": {c: compare(cpu["full"], each) for c, each in cpu.items()},
+            "x_prefix": {c: compare(cpu["prefix"], each) for c, each in cpu.items()},
+            "repaired": {c: r.get("repaired") for c, r in reports[kind].items() if r},
+        }
+    return made
 
 
 def one_plain(llm: LLM, vocab: int) -> dict[str, Any]:
@@ -196,9 +207,9 @@ def one_plain(llm: LLM, vocab: int) -> dict[str, Any]:
     sampling = SamplingParams(max_tokens=16, temperature=0, logprobs=5, detokenize=False)
     asked: Any = [{"prompt_token_ids": p} for p in prompts]
     llm.reset_prefix_cache()
-    start = time.perf_counter()
+    start = time.process_time()
     outs = llm.generate(asked, sampling, use_tqdm=False)
-    took = time.perf_counter() - start
+    took = time.process_time() - start
     said = [
         [sorted((t, p.logprob) for t, p in at.items()) for at in o.outputs[0].logprobs]
         for o in outs
