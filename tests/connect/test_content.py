@@ -204,8 +204,8 @@ class FakeEngine:
         return [[self.chunks.get(args[0][0])] if verb == "kvweave_texts" else []]
 
 
-def passed(body, path=CHAT, engine=None):
-    """Return what vLLM sees of a body, byte by byte, and the answer."""
+def passed(body, path=CHAT, engine=None, root=""):
+    """Return what vLLM sees of a body, byte by byte, and the answer; ``root``: that it is served under."""
     seen, out = [], []
     raw = body if isinstance(body, bytes) else json.dumps(body).encode()
     pieces = [raw[:5], raw[5:]]
@@ -226,7 +226,8 @@ def passed(body, path=CHAT, engine=None):
         out.append(message)
 
     headers = [(b"content-length", str(len(raw)).encode())]
-    scope = {"type": "http", "path": path, "method": "POST", "headers": headers}
+    scope = {"type": "http", "path": root + path, "method": "POST", "headers": headers}
+    scope["root_path"] = root
     asyncio.run(Checked(app, lambda: engine or FakeEngine())(scope, receive, send))
     return (seen[0] if seen else None), out
 
@@ -269,3 +270,13 @@ def test_a_chunk_that_cannot_be_text_is_refused_before_vllm_sees_it(names, statu
     seen, out = passed(chat([chunk(name) for name in names]))
     error = json.loads(out[1]["body"])["error"]
     assert seen is None and out[0]["status"] == error["code"] == status and says in error["message"]
+
+
+@pytest.mark.parametrize("path", [CHAT, MESSAGES])
+def test_a_server_below_a_path_is_looked_at_too_and_errors_are_of_the_api_that_is_spoken(path):
+    _, out = passed(chat([chunk("none")]), path, root="/api")
+    told = json.loads(out[-1]["body"])
+    assert out[0]["status"] == 404 and "none" in told["error"]["message"]
+    assert (told.get("type") == "error") == (path == MESSAGES)
+    seen, _ = passed(chat([chunk("a"), text(" ?")]), path, root="/api")
+    assert json.loads(seen[0])["messages"][0]["content"] == "AA ?"

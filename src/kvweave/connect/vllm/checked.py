@@ -48,7 +48,8 @@ class Checked:
         self._turn = asyncio.Lock()  # one text is read at a time, between two of vLLM's steps
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] not in WOVEN or scope["method"] != "POST":
+        path = scope.get("path", "").removeprefix(scope.get("root_path", ""))
+        if scope["type"] != "http" or path not in WOVEN or scope["method"] != "POST":
             await self.app(scope, receive, send)
             return
         body, messages = bytearray(), []
@@ -64,9 +65,9 @@ class Checked:
             return messages.pop(0) if messages else await receive()
 
         try:
-            woven = await self._check(scope["path"], bytes(body))
+            woven = await self._check(path, bytes(body))
         except KVWeaveError as error:
-            await refused(error, scope["path"])(scope, again, send)
+            await refused(error, path)(scope, again, send)
             return
         if woven is None:
             await self.app(scope, again, send)
