@@ -70,7 +70,7 @@ def vllm_server(log, **more):
         )
     found = VllmServer(f"http://127.0.0.1:{port}", process)
     try:
-        until = time.monotonic() + 240
+        until = time.monotonic() + 900
         while True:
             assert process.poll() is None and time.monotonic() < until, log.read_text()[-3000:]
             try:
