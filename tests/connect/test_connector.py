@@ -402,6 +402,11 @@ def test_rows_that_depend_on_no_question_are_found_by_the_next_one(scheduling):
     assert scheduling.external(evicted, 28) == (7, True)
 
 
+def test_chunks_shorter_than_a_block_are_woven_where_nothing_is_there(scheduling):
+    offer = WeaveOffer(3, 3, b"plan", looks=False)
+    assert asked(scheduling, Chain("a", ids(9, 1), said()), offer) == (3, True)
+
+
 @pytest.mark.parametrize(("repair", "covered"), [("none", 35), ("first_k:2", 35), ("auto", 39)])
 def test_what_looks_at_the_question_is_woven_with_it(host, repair, covered):
     ask = PromptAsk(ids(40, 1), WeaveSpec(parts=parts_of([12, 9, 14]), repair=repair))

@@ -103,8 +103,9 @@ class Scheduling:
                 self._asks[request.request_id] = woven.ask
             return None, False
         woven.n_local = n_local
-        # less than a block of the chunks is computed by vLLM: no other request would find it
-        if woven.point is None or n_local >= woven.found.useful // self.size * self.size:
+        # less than a block of chunks behind a hit is computed by vLLM: nobody else would find it
+        enough = max(1, woven.found.useful // self.size * self.size)
+        if woven.point is None or n_local >= enough:
             if woven.ask.spec.ticket:
                 self._reports[woven.ask.spec.ticket] = _report(woven)
             return 0, False
