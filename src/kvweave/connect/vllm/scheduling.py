@@ -103,16 +103,18 @@ class Scheduling:
                 self._asks[request.request_id] = woven.ask
             return None, False
         woven.n_local = n_local
-        # less than a block of chunks behind a hit is computed by vLLM: nobody else would find it
-        enough = max(1, woven.found.useful // self.size * self.size)
-        if woven.point is None or n_local >= enough:
+        enough, point = woven.found.useful, woven.point
+        if point is not None and point.block is not None and not woven.found.looks:
+            # of chunks woven for another question vLLM computes the last ones, less than a block
+            enough = max(1, enough // self.size * self.size)
+        if point is None or n_local >= enough:
             if woven.ask.spec.ticket:
                 self._reports[woven.ask.spec.ticket] = _report(woven)
             return 0, False
         block = n_local // self.size
-        if woven.point.block is None or block < woven.point.block:
-            woven.point.block = block
-        self.fork(request, woven.point.block, woven.point.key)
+        if point.block is None or block < point.block:
+            point.block = block
+        self.fork(request, point.block, point.key)
         return woven.found.covered - n_local, True
 
     def allocated(self, request: Any, blocks: tuple[int, ...], n_external: int) -> None:
