@@ -19,6 +19,7 @@
     |   |-- HoleNotFilled              .hole
     |   |-- ContextTooLong             .n, .limit
     |   |-- ContextNotFound            .name, .did_you_mean
+    |   |-- MemoryNotFound             .name
     |   |-- ContextBusy                .name
     |   |-- ContextChanged             .name, .wanted, .found (versions)
     |   `-- InvalidArgument            .argument, .reason
@@ -265,6 +266,11 @@ class ContextNotFound(WeaveError):
     def __init__(self, name: str, did_you_mean: tuple[str, ...] = ()) -> None:
         hint = f"did you mean {' or '.join(map(repr, did_you_mean))}?" if did_you_mean else ""
         super().__init__(f"no context {name!r}", hint=hint, name=name, did_you_mean=did_you_mean)
+
+
+class MemoryNotFound(WeaveError):
+    def __init__(self, name: str) -> None:
+        super().__init__(f"context {name!r} has no memory", hint="open one over it", name=name)
 
 
 class ContextBusy(WeaveError):

@@ -3,23 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from kvweave.errors import InvalidArgument, nearest
 from kvweave.memory.items import ANCHORS
 from kvweave.memory.scheduler import Memory
-
-LIMIT = 5000  # characters
-
-
-@dataclass(frozen=True, slots=True)
-class MemoryBlock:
-    """One block; ``value`` is what its chunk says now."""
-
-    label: str
-    value: str
-    limit: int
-    description: str = ""
+from kvweave.memory.told import BLOCK_LIMIT, MemoryBlock
 
 
 class MemoryBlocks:
@@ -39,7 +27,7 @@ class MemoryBlocks:
             yield self.get(item.name.removeprefix(f"{self.memory.root}/{ANCHORS}/"))
 
     def add(
-        self, label: str, value: str = "", limit: int = LIMIT, description: str = ""
+        self, label: str, value: str = "", limit: int = BLOCK_LIMIT, description: str = ""
     ) -> MemoryBlock:
         """Make a block. Raises NameTaken, InvalidName, InvalidArgument for a value over the limit."""
         _check(label, value, limit)
@@ -57,7 +45,7 @@ class MemoryBlocks:
             near = nearest(label, known) or tuple(known[:8])
             hint = f"there are {', '.join(near)}" if near else "add one first"
             raise InvalidArgument("label", f"there is no block {label!r}", hint)
-        return MemoryBlock(label, items.text(name), *self._about.get(label, (LIMIT, "")))
+        return MemoryBlock(label, items.text(name), *self._about.get(label, (BLOCK_LIMIT, "")))
 
     def set(self, label: str, value: str) -> MemoryBlock:
         """Give a block another value. Raises InvalidArgument for one over the limit."""

@@ -9,7 +9,8 @@ from kvweave.engine import Engine
 from kvweave.errors import InvalidArgument
 from kvweave.memory.items import Items
 from kvweave.memory.limits import MemoryBudget
-from kvweave.memory.zones import Zone, Zones
+from kvweave.memory.told import Zone
+from kvweave.memory.zones import Zones
 from kvweave.weave.context import Context
 from kvweave.weave.parts import Part
 

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Literal, get_args
 
 from kvweave.chunk.identity import ChunkId
 from kvweave.errors import ChunkNotFound, InvalidArgument
 from kvweave.memory.grams import Ranking
 from kvweave.memory.ground import Ground
 from kvweave.memory.looking import attended
+from kvweave.memory.told import RANKED, WAYS, By
 from kvweave.weave.parts import TextOrTokens
 
-By = Literal["name", "embedding", "attention"]
-WAYS: tuple[By, ...] = get_args(By)
 LOOKED_AT = 8  # items whose KV a question looks at, those that rank highest before
 LOOKED_THROUGH = 256  # items a call of `look_through` takes
-RANKED = 24  # items that are ranked, of which the first that fit are placed
 
 
 class Recaller:

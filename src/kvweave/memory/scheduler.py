@@ -3,43 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager
 
-from kvweave.chunk.identity import ChunkId, Kind, TierName
+from kvweave.chunk.identity import ChunkId, Kind
 from kvweave.chunk.record import Record
 from kvweave.engine import Engine
 from kvweave.errors import ContextBusy, InvalidArgument, NameTaken
+from kvweave.memory.asking import Asking
 from kvweave.memory.dense import DenseRanking, Embedder
 from kvweave.memory.grams import GramRanking
 from kvweave.memory.ground import Ground
 from kvweave.memory.items import ANCHORS, Items
 from kvweave.memory.journal import Journal
 from kvweave.memory.limits import MemoryBudget
-from kvweave.memory.recall import RANKED, By, Recaller
+from kvweave.memory.recall import Recaller
 from kvweave.memory.settle import Settling
-from kvweave.memory.sleep import Compress, Sleep, Slept
+from kvweave.memory.sleep import Compress, Sleep
 from kvweave.memory.summaries import AskModel, Summariser
-from kvweave.memory.zones import Zone, Zones
+from kvweave.memory.told import RANKED, By, MemoryItem, Slept, Zone
+from kvweave.memory.zones import Zones
 from kvweave.run.sampling import Sampling
 from kvweave.weave.answer import Answer, request_from
 from kvweave.weave.context import Context
 from kvweave.weave.parts import Part, TextOrTokens
 
 MOST_STEPS = 64  # that can be undone
-
-
-@dataclass(frozen=True, slots=True)
-class MemoryItem:
-    """One item: a name and the chunk it stands for."""
-
-    name: str
-    id: ChunkId
-    kind: Kind
-    n_tokens: int
-    tier: TierName
-    pinned: bool
-    in_context: bool
 
 
 class Memory:
@@ -71,7 +59,7 @@ class Memory:
         context = engine.get_context(context) if isinstance(context, str) else context
         self.context, self.budget = context, budget or MemoryBudget()
         self.items_below = items = Items(context, engine.table, engine.maker, root)
-        self._ground = Ground(engine, context, items, Zones(), self.budget)
+        self._ground = Ground(engine, context, items, Zones.of_context(context), self.budget)
         self._ground.require_ordered()
         self._journal = Journal(context, items, self._ground.zones, MOST_STEPS)
         self._settling = Settling(self._ground, summarise or AskModel(engine, context))
@@ -122,7 +110,7 @@ class Memory:
         With ``recall=None`` what is recalled stays as it is. Options: as of `Context.ask`. Raises
         what the summariser raises, and then nothing was said.
         """
-        with self._step("ask"):
+        with self.step("ask"):
             self._settle()
             if recall is not None:
                 self._recall(question if question is not None else content, recall, None)
@@ -142,38 +130,32 @@ class Memory:
         Room is made and the message said before this returns. Closing the iterator cancels: what was
         generated stays, and `undo` takes all of it back. Raises what `ask` raises, ContextBusy.
         """
-        request = request_from(max_tokens, options)
-        pieces = self._pieces(content, request, recall, question)
-        next(pieces)  # closing what has not begun would not reach the answer
-        return pieces
+        return self.begin(content, request_from(max_tokens, options), recall, question).stream()
 
-    def _pieces(
+    def begin(
         self,
         content: str,
-        request: tuple[Sampling, float | None],
-        recall: By | None,
-        question: str | None,
-    ) -> Generator[str]:
-        with self._step("ask"):
+        asked: tuple[Sampling, float | None],
+        recall: By | None = "embedding",
+        question: str | None = None,
+    ) -> Asking:
+        """As `stream`, for who drives the loop himself: the step is open until `Asking.end`."""
+        with ExitStack() as step:
+            step.enter_context(self.step("ask"))
             self._settle()
             if recall is not None:
                 self._recall(question if question is not None else content, recall, None)
             self.context.message("user", content)
-            answer = self.context.begin(*request, chat=True).stream()
+            turn = self.context.begin(*asked, chat=True)
             self._streaming = True
-            try:
-                yield ""
-                yield from answer
-            except GeneratorExit:
-                answer.close()  # where it was closed before its first piece
-            finally:
-                self._streaming = False
+            step.callback(self._quiet)
+            return Asking(turn, step.pop_all())
 
     def tell(self, content: TextOrTokens, kind: Kind = "user") -> Part:
         """Make room, and add a message of ``user``, ``assistant`` or ``tool`` without an answer."""
         if kind not in ("user", "assistant", "tool"):
             raise InvalidArgument("kind", f"{kind!r} is none of user, assistant, tool")
-        with self._step("tell"):
+        with self.step("tell"):
             self._settle()
             if isinstance(content, str):
                 return self.context.message(kind, content)
@@ -181,7 +163,7 @@ class Memory:
 
     def settle(self) -> list[str]:
         """Bring window and summaries under their budgets now; return the names of new items."""
-        with self._step("settle"):
+        with self.step("settle"):
             return self._settle()
 
     # ---- recalling
@@ -200,12 +182,12 @@ class Memory:
 
         By ``name``: a name or a glob. Up to ``n`` that fit ``budget.recalled``, the best first.
         """
-        with self._step("recall"):
+        with self.step("recall"):
             return self._recall(question, by, n)
 
     def release(self, pattern: str = "**") -> list[str]:
         """Take recalled items out of the context; they stay items. Return their names."""
-        with self._step("release"), self.context.edit("release"):
+        with self.step("release"), self.context.edit("release"):
             return self._recaller.release(pattern)
 
     # ---- writing
@@ -213,7 +195,7 @@ class Memory:
     def anchor(self, label: str, content: TextOrTokens) -> str:
         """Pin a text in front of all but other anchors; return its name. Raises NameTaken."""
         items, name = self.items_below, self.items_below.full(f"{ANCHORS}/{label}")
-        with self._step("anchor"), self.context.edit("anchor"):
+        with self.step("anchor"), self.context.edit("anchor"):
             if items.find(name) is not None:
                 raise NameTaken(name, items.get(name).id)
             items.bind(name, self._make(content, "memory"))
@@ -230,7 +212,7 @@ class Memory:
         Raises NameTaken without ``replace``, InvalidName, InvalidArgument.
         """
         name = self.items_below.full(name)
-        with self._step("write"), self.context.edit("write"):
+        with self.step("write"), self.context.edit("write"):
             id = self._make(content, "memory")
             self.items_below.bind(name, id, replace=replace)
             self._ground.refresh()
@@ -239,7 +221,7 @@ class Memory:
 
     def delete(self, pattern: str) -> list[str]:
         """Remove items, from the context too; return their names. Raises ChunkNotFound."""
-        with self._step("delete"), self.context.edit("delete"):
+        with self.step("delete"), self.context.edit("delete"):
             names = self.items_below.names(pattern)
             for name in names:
                 self.items_below.unbind(name)
@@ -251,7 +233,7 @@ class Memory:
         Raises ChunkNotFound, NameTaken, InvalidName."""
         items = self.items_below
         old, new = items.full(name), items.full(to)
-        with self._step("rename"), self.context.edit("rename"):
+        with self.step("rename"), self.context.edit("rename"):
             tree = old.endswith("/")
             stem = new.rstrip("/") + "/" if tree else new
             for each in items.names(old):
@@ -259,6 +241,31 @@ class Memory:
         return new
 
     # ---- steps
+
+    @property
+    def n_steps(self) -> int:
+        """How many `undo` can take back."""
+        return len(self._journal.moments)
+
+    @contextmanager
+    def step(self, label: str) -> Iterator[None]:
+        """Make all verbs inside one step: all of it happens, or what an error leaves is as before.
+        Raises ContextBusy."""
+        self._require_quiet()
+        if self._depth:
+            yield
+            return
+        moment = self._journal.open(label)
+        self._depth = 1
+        try:
+            yield
+            self._journal.close(moment)
+        except BaseException:
+            self._journal.fail(moment)
+            raise
+        finally:
+            self._depth = 0
+            self._recaller.forget(moment.names)
 
     def undo(self) -> str | None:
         """Take back the last step: parts, names and items are as before it. Return what it was, or
@@ -270,13 +277,13 @@ class Memory:
         self._recaller.forget(moment.names)
         return moment.label
 
-    def idle(self) -> Slept | None:
+    def idle(self, *, settle: bool = True) -> Slept | None:
         """Do one bounded step of what can wait, None where nothing does: settle, compute canonical
         KV of what was written, lay an item down that was not used for long; then look which of
         256 items were edited under their names. While an answer is read nothing waits."""
         if self._streaming:
             return None
-        if self._settling.is_due:
+        if settle and self._settling.is_due:
             names = self.settle()
             return Slept("settle", ", ".join(names), sum(self._n_tokens(n) for n in names))
         slept = self._sleep.step()
@@ -294,24 +301,8 @@ class Memory:
 
     # ---- inside
 
-    @contextmanager
-    def _step(self, label: str) -> Iterator[None]:
-        """Make all inside one step: it happens, or what an error leaves is as before."""
-        self._require_quiet()
-        if self._depth:
-            yield
-            return
-        moment = self._journal.open(label)
-        self._depth = 1
-        try:
-            yield
-            self._journal.close(moment)
-        except BaseException:
-            self._journal.fail(moment)
-            raise
-        finally:
-            self._depth = 0
-            self._recaller.forget(moment.names)
+    def _quiet(self) -> None:
+        self._streaming = False
 
     def _require_quiet(self) -> None:
         """Raise ContextBusy while an answer of `stream` is read."""

@@ -4,25 +4,14 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from kvweave.chunk.identity import TierName
 from kvweave.chunk.record import Record
 from kvweave.memory.ground import Ground
+from kvweave.memory.told import Slept
 
 Compress = Callable[[str], object]  # given an item's whole name; it may bind the name anew
 LOOKED_THROUGH = 16  # items a call looks through at most before it finds one to lay down
-
-
-@dataclass(frozen=True, slots=True)
-class Slept:
-    """What one step did: ``settle``, ``denoise`` (canonical KV computed), ``place`` (laid on a lower
-    tier, behind the hook) or ``compress`` (the hook thinned it: `Engine.compress`), with the item
-    and its tokens."""
-
-    what: str
-    name: str
-    n_tokens: int
 
 
 class Sleep:

@@ -7,25 +7,17 @@ wrong is told to the model in a sentence that says what to do instead.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
 
 from kvweave.chunk.identity import check_name
 from kvweave.errors import InvalidArgument, InvalidName, KVWeaveError
 from kvweave.memory.scheduler import Memory
+from kvweave.memory.told import ToolReply
 
 ROOT = "/memories"
 MOST_LISTED = 200  # lines of a directory
 LEVELS = 2  # of directories that are shown
-
-
-@dataclass(frozen=True, slots=True)
-class ToolReply:
-    """What goes back to the model as the result of a call."""
-
-    text: str
-    is_error: bool = False
 
 
 class MemoryTool:

@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import ClassVar
+from weakref import WeakKeyDictionary
 
+from kvweave.memory.told import Zone
+from kvweave.weave.context import Context
 from kvweave.weave.naming import LETTERS
 from kvweave.weave.parts import Part
 
-Zone = Literal["anchor", "recalled", "summary", "turn"]
 BEGINS_TURN = LETTERS["user"] + "-"
 
 
 class Zones:
     """The zone of each part by its uid, which means the same for ever; all others are turns."""
 
+    _known: ClassVar[WeakKeyDictionary[Context, Zones]] = WeakKeyDictionary()
+
     def __init__(self) -> None:
         self._marks: dict[int, Zone] = {}
+
+    @classmethod
+    def of_context(cls, context: Context) -> Zones:
+        """Return what memories of an open context marked, the one that is made now included."""
+        return cls._known.setdefault(context, cls())
 
     def mark(self, part: Part, zone: Zone) -> None:
         """Put a part into a zone."""

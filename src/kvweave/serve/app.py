@@ -31,10 +31,12 @@ from kvweave.serve.metrics import Requests
 from kvweave.serve.openai import routes as openai
 from kvweave.serve.options import Options
 from kvweave.serve.routes import (
+    asked,
     chunks,
     contexts,
     edits,
     history,
+    memory,
     page,
     placements,
     system,
@@ -87,7 +89,8 @@ def create_app(engine: Engine, options: Options | None = None) -> FastAPI:
     )
     app.state.kvweave = state
     problems.install(app)
-    for rooms in (turns, edits, history, contexts, thin, chunks, system, placements):
+    ours = (turns, edits, history, contexts, asked, memory, thin, chunks, system, placements)
+    for rooms in ours:
         app.include_router(rooms.router)
     app.include_router(openai.make_router(state), responses=ERRORS)
     app.include_router(page.make_router())

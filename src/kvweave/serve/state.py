@@ -15,6 +15,7 @@ from kvweave.serve.chat.parse import ResponseForm, form_of
 from kvweave.serve.driver.thread import Driver
 from kvweave.serve.guard.idempotent import Idempotent
 from kvweave.serve.guard.quota import Quota
+from kvweave.serve.memories import Memories
 from kvweave.serve.metrics import History, Metrics
 from kvweave.serve.options import Options
 from kvweave.serve.placements import Placements
@@ -56,6 +57,7 @@ class ServerState:
             quota=self.quota,
             is_busy=driver.is_busy,
         )
+        self.memories = driver.audits.before = Memories(engine, self.quota)
         self.fingerprint = f"fp_{engine.runner.fingerprint.digest().hex()[:12]}"
         self.limit = engine.runner.limit
         self.idempotent = Idempotent()

@@ -92,6 +92,11 @@ class Turn:
         return self._answer is not None and not self._gone
 
     @property
+    def ended(self) -> bool:
+        """Whether `finish` or `cancel` has given its answer."""
+        return self._answer is not None
+
+    @property
     def plan(self) -> Plan | None:
         """How its context is woven, once the repair has chosen."""
         return self._weaving.plan

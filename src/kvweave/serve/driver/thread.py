@@ -82,7 +82,7 @@ class Driver:
         self._ahead = Ahead()
         self._tasks = Tasks(engine.loop)
         self._idle = Idle(engine.maker)
-        self._audits = IdleAudits(engine)
+        self.audits = IdleAudits(engine)
         self._pace = Pace(engine.config.max_rows)
         self._spent = Spent()
         self._deadline: float | None = None  # time.monotonic(); set: no new work
@@ -180,7 +180,7 @@ class Driver:
                 "waiting": len(self._waiting),
                 "active": len(self._active),
                 "calls": len(self._calls),
-                "later": len(self._idle) + self._tasks.n_own,
+                "later": len(self._idle) + self._tasks.n_own + self.audits.n_before,
                 "steps": self._steps,
                 "tokens": self._tokens,
                 "cancelled": self._cancelled,
@@ -215,11 +215,11 @@ class Driver:
                 log.exception("the driver failed")
                 self._fail(self._active, error)
                 self._tasks.fail(error)
-                self._audits.stop(error)
+                self.audits.stop(error)
 
     def _has_work(self) -> bool:
         work = self._calls or self._waiting or self._active or self._idle or self._tasks
-        return bool(work or self._audits) or (not self.stopping and self._audits.is_due())
+        return bool(work or self.audits) or (not self.stopping and self.audits.is_due())
 
     def _turn(self) -> None:
         """Do one round: cancel, call, admit, step, hand out, or idle work."""
@@ -230,13 +230,13 @@ class Driver:
         self._spent.turn()
         self._run_calls()
         self._begin_waiting()
-        if self._active or self._tasks or self._audits:
+        if self._active or self._tasks or self.audits:
             self._look_ahead()
             self._step()
         if not self._waiting and not self._tasks.n_own:
             self._idle.work(self._tasks if self._active else None)
         if not (self._waiting or self._active or self._tasks or self._idle or self.stopping):
-            self._audits.begin()
+            self.audits.begin()
 
     def _close(self, deadline: float) -> None:
         """Turn away what waits; past the deadline end what runs."""
@@ -244,7 +244,7 @@ class Driver:
             left = [*self._waiting.clear()]
             calls = self._calls.clear()
             self._idle.clear()
-        self._audits.stop(Overloaded(10))
+        self.audits.stop(Overloaded(10))
         for job in left:
             job.sink.put(Overloaded(10))
         for call in calls:
@@ -319,7 +319,7 @@ class Driver:
         for job in list(self._active):
             self._hand_out(job)
         self._tasks.go_on()
-        self._audits.go_on()
+        self.audits.go_on()
         if not ran and (self._active or self._tasks):
             stuck = RuntimeError("an answer has nothing to run")
             self._fail(self._active, stuck)

@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from kvweave.engine import Engine
 from kvweave.run.sample import Choice
@@ -47,6 +47,18 @@ def nothing(engine: Engine, answers: list[Answer]) -> None:
 def unknown(engine: Engine) -> Iterable[int]:
     """Tell of no chunks that an answer will use."""
     return ()
+
+
+class Rest(Protocol):
+    """What may be done while nobody asks, one bounded step after the other."""
+
+    def is_due(self) -> bool:
+        """Tell whether there may be something."""
+        ...
+
+    def rest(self) -> None:
+        """Do one step."""
+        ...
 
 
 class Sink:

@@ -27,6 +27,7 @@ REQUEST_ID: ContextVar[str] = ContextVar("request_id", default="")  # of the req
 STATUS: Sequence[tuple[type[KVWeaveError], int]] = (
     (errors.ChunkNotFound, 404),
     (errors.ContextNotFound, 404),
+    (errors.MemoryNotFound, 404),
     (errors.NameTaken, 409),
     (errors.ChunkPinned, 409),
     (errors.ChunkInUse, 409),

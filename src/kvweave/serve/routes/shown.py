@@ -102,7 +102,7 @@ def parts_of(engine: Engine, context: Context) -> list[_Json]:
     for index, (part, span) in enumerate(zip(context.parts, spans, strict=True)):
         record = engine.table.get(part.id)
         told.append(
-            _part(part)
+            part_told(part)
             | {"index": index, "kind": record.kind, "pinned": record.pinned}
             | {"position": span.position, "tier": span.tier, "how": span.how, "exact": span.exact}
             | {"n_repaired": span.n_repaired, "n_prefilled": span.n_prefilled}
@@ -111,7 +111,8 @@ def parts_of(engine: Engine, context: Context) -> list[_Json]:
     return told
 
 
-def _part(part: Part) -> _Json:
+def part_told(part: Part) -> _Json:
+    """Return a part as such."""
     return {
         "uid": part.uid, "name": part.name, "id": part.id, "start": part.start, "n_tokens": part.n
     }  # fmt: skip

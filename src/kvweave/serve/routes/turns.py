@@ -74,21 +74,23 @@ async def generate(here: OnContext, body: Sampled) -> Response:
     """Continue a context; the new text becomes its last part."""
     if body.content is not None:
         raise InvalidArgument("content", "generate takes none", "use :ask, or :append first")
-    return await _answered(_Turn(here, body, chat=False))
+    return await answered(OneTurn(here, body, chat=False))
 
 
 @router.post("/{name:path}:ask", response_model=None, responses=STREAMED)
 async def ask(here: OnContext, body: Sampled) -> Response:
     """Add a user's message and the model's answer; both become chunks."""
-    return await _answered(_Turn(here, body, chat=True))
+    return await answered(OneTurn(here, body, chat=True))
 
 
-class _Turn:
+class OneTurn:
     """One answer of one context."""
 
-    def __init__(self, here: NamedContext, body: Sampled, *, chat: bool) -> None:
+    def __init__(
+        self, here: NamedContext, body: Sampled, *, chat: bool, but: tuple[str, ...] = ()
+    ) -> None:
         self.here, self.body, self.chat = here, body, chat
-        options = body.model_dump(exclude={"max_tokens", "stream", "content"})
+        options = body.model_dump(exclude={"max_tokens", "stream", "content", *but})
         options |= {"stop_tokens": tuple(body.stop_tokens), "shown": tuple(body.shown)}
         self.sampling, self.max_drift = request_from(body.max_tokens, options)
         self.version: int | None = None  # once the answer is there
@@ -143,8 +145,9 @@ class _Turn:
             self.here.the.library.note(self.here.tenant, id)
 
 
-async def _answered(turn: _Turn) -> Response:
-    response = await respond(turn.events(), _Reply(turn.body.stream))
+async def answered(turn: OneTurn) -> Response:
+    """Return the answer, whole or as a stream; a whole one carries the version it leaves."""
+    response = await respond(turn.events(), AnswerReply(turn.body.stream))
     if turn.version is not None and not turn.body.stream:
         response.headers["ETag"] = f'"{turn.version}"'
     return response
@@ -162,7 +165,7 @@ def answer_of(answer: Answer) -> dict[str, Any]:
     }
 
 
-class _Reply(Reply):
+class AnswerReply(Reply):
     """``{"text": ...}`` for each piece, at last ``{"answer": ...}``."""
 
     def __init__(self, streams: bool) -> None:
