@@ -10,9 +10,17 @@ import pytest
 from faces import FACES, faces
 from served import served
 
-from kvweave import AsyncClient, Client, Context, Engine, errors
+from kvweave import AsyncClient, Client, Context, Engine, Memory, MemoryBudget, errors
 from kvweave.chunk.files import Files
-from kvweave.client import AsyncRemoteContext, AsyncRemoteFiles, RemoteContext, RemoteFiles
+from kvweave.client import (
+    AsyncRemoteContext,
+    AsyncRemoteFiles,
+    AsyncRemoteMemory,
+    RemoteContext,
+    RemoteFiles,
+    RemoteMemory,
+)
+from kvweave.memory import FirstSentences, MemoryBlocks, MemoryTool
 from kvweave.run.model import Runner
 from kvweave.run.sampling import Sampling
 from kvweave.weave.parts import Part
@@ -193,6 +201,88 @@ def history_script(weaver, settle):
     yield sorted(weaver.contexts), failure(weaver.rename_context, "chat/1", "chat/3")
 
 
+SMALL = MemoryBudget(window=60, summaries=60, summary=30, recalled=60, warm=10**6)
+
+
+class Near:
+    """A memory in this process, with the few verbs that a client has beside those of `Memory`."""
+
+    def __init__(self, engine, context):
+        context = engine.get_context(context)
+        self.memory = Memory(engine, context, budget=SMALL, summarise=FirstSentences(None))
+        self.tool, blocks = MemoryTool(self.memory), MemoryBlocks(self.memory)
+        self.blocks, self.add_block, self.set_block = lambda: list(blocks), blocks.add, blocks.set
+        self.append_block, self.replace_block = blocks.append, blocks.replace
+
+    def __getattr__(self, name):
+        return getattr(self.memory, name)
+
+
+def memory_script(weaver, settle):
+    """A conversation that outgrows its window, is recalled, written to, and undone."""
+    chat = weaver.context("chat", system=SYSTEM)
+    if isinstance(weaver, Engine):
+        memory = Near(weaver, "chat")
+    else:
+        memory = weaver.memory("chat", budget=SMALL, summarise="sentences", sentences=0)
+        assert list(weaver.memories) == ["chat"]
+
+    def rest():
+        settle()
+        while isinstance(memory, Near) and memory.idle(settle=False):
+            pass
+
+    def items(pattern="**"):  # a server computes KV when it has the time
+        return [dataclasses.replace(item, tier="none") for item in memory.items(pattern)]
+
+    for key, value in {"Anna": "cold", "Omar": "hot", "Mei": "loud", "Ravi": "tame"}.items():
+        yield memory.ask(f"so well {key}'s river is {value} . then we saw it", 4)
+        rest()
+    yield (
+        failure(memory.tell, "late rain .", "tool"),
+        memory.tell("late rain ."),
+        memory.settle(),
+        memory.n_steps,
+        memory.root,
+    )
+    zones = ("anchor", "recalled", "summary", "turn")
+    yield [memory.zone(zone) for zone in zones], items("chat/*")
+    rest()
+    yield memory.ask("what about Anna's river", 8), [memory.zone(zone) for zone in zones]
+    rest()
+    for by in ("embedding", "attention"):
+        yield memory.search("what about Omar's river", by, 2)
+    yield memory.search("chat/u-*", "name"), memory.recall("chat/u-001", "name"), chat.parts
+    yield memory.release(), failure(memory.release, "chat/u-001")
+    yield memory.write("notes/plan", "Mei's song is loud ."), memory.read("notes/plan")
+    yield memory.recall([*map(int, chat.tokens()[-4:])], n=1), memory.write("notes/b", [5, 6, 7])
+    yield failure(memory.write, "notes/plan", "x", replace=False), failure(memory.write, "a*", "x")
+    yield memory.rename("notes/", "old/"), memory.delete("old/b"), items("old/")
+    yield failure(memory.read, "old/c"), failure(memory.delete, "old/c"), items("no*")
+    yield memory.anchor("me", "so well ."), failure(memory.anchor, "me", "x"), chat.parts
+    yield memory.add_block("you", "late .", 9), memory.append_block("me", "then"), memory.blocks()
+    yield memory.set_block("you", "so"), memory.replace_block("me", "well", "late"), memory.blocks()
+    yield failure(memory.set_block, "you", "x" * 10), failure(memory.replace_block, "me", "no", "x")
+    for call in (
+        {"command": "create", "path": "/memories/a.md", "file_text": "one\ntwo"},
+        {"command": "insert", "path": "/memories/a.md", "insert_line": 1, "insert_text": "late"},
+        {"command": "str_replace", "path": "/memories/a.md", "old_str": "two", "new_str": "rain"},
+        {"command": "view", "path": "/memories/a.md", "view_range": [2, -1]},
+        {"command": "rename", "old_path": "/memories/a.md", "new_path": "/memories/b.md"},
+        {"command": "create", "path": "/elsewhere/a.md", "file_text": "one"},
+        {"command": "view", "path": "/memories"},
+    ):
+        yield memory.tool(call)
+    rest()
+    yield "".join(memory.stream("what about Mei's river", 8, recall=None)), chat.parts
+    rest()
+    for _ in range(memory.n_steps):
+        yield memory.undo(), chat.tokens(), items(), [memory.zone(zone) for zone in zones]
+    yield memory.undo(), memory.n_steps
+    memory.close()
+    yield len(weaver.files.find("memory/**")), weaver.files.find(pinned=True), chat.parts
+
+
 def same(runner, server_of, script):
     with Engine(runner, repair="none") as engine:
         wanted = [plain(each, near) for each in script(engine, lambda: None)]
@@ -216,6 +306,10 @@ def test_a_pruned_chat_goes_as_the_engines(runner, server, client):
 
 def test_history_is_what_the_engines_is(runner, server, client):
     same(runner, (server, client), history_script)
+
+
+def test_a_memory_does_what_the_engines_does(runner, server, client):
+    same(runner, (server, client), memory_script)
 
 
 def test_an_edit_of_another_version_is_refused(client):
@@ -246,6 +340,7 @@ EXCUSED = {
     "answer_part": "the server's own, when an answer is out",
     "append_pieces": "part of compose",
     "set_base": "the server's own, when a context is opened",
+    "step": "several verbs in one step: of the process",
     **dict.fromkeys(
         ("putting", "weaving", "checking", "wove", "answered"), "steps of the server's tasks"
     ),
@@ -258,6 +353,7 @@ EXCUSED = {
         (Engine, (Client, AsyncClient)),
         (Context, (RemoteContext, AsyncRemoteContext)),
         (Files, (RemoteFiles, AsyncRemoteFiles)),
+        (Memory, (RemoteMemory, AsyncRemoteMemory)),
     ],
 )
 def test_the_clients_have_every_verb(here, there):
@@ -265,13 +361,14 @@ def test_the_clients_have_every_verb(here, there):
         return {name for name in dir(kind) if not name.startswith("_")}
 
     for kind in there:
-        missing = public(here) - public(kind)
+        missing = public(here) - public(kind) - ({"begin"} if here is Memory else set())
         assert missing <= EXCUSED.keys(), f"{kind.__name__} lacks {missing - EXCUSED.keys()}"
     assert public(there[0]) == public(there[1]), "two faces of one client"
 
 
 def test_no_excuse_is_left_over():
-    assert not EXCUSED.keys() & {*dir(Client), *dir(RemoteContext), *dir(RemoteFiles)}
+    there = {*dir(Client), *dir(RemoteContext), *dir(RemoteFiles), *dir(RemoteMemory)}
+    assert not EXCUSED.keys() & there
 
 
 # --- what only a server has
@@ -323,6 +420,47 @@ def test_after_hanging_up_a_context_is_free_at_once(client, verb):
     arguments = {"drop": [0], "generate": [1], "fork": ["twin"], "stream": [1], "append": ["so"]}
     found = getattr(client.get_context(ctx.name), verb)(*arguments.get(verb, []))
     assert verb != "stream" or list(found)
+
+
+def test_while_a_memory_answers_nothing_else_is_done_and_undo_takes_all_of_it_back(client):
+    chat = client.context("chat", system=SYSTEM)
+    memory = client.memory(chat, budget=SMALL, summarise="sentences")
+    memory.tell(A)
+    wanted = chat.tokens(), [entry.name for entry in client.files.ls()]
+    pieces = memory.stream("so ?", 2000, ignore_eos=True)
+    assert next(pieces)
+    for verb in (lambda: memory.write("a", "x"), memory.undo, memory.idle, chat.close):
+        with pytest.raises(errors.ContextBusy):
+            verb()
+    pieces.close()
+    assert memory.undo() == "ask" and memory.n_steps == 1
+    assert (chat.tokens(), [entry.name for entry in client.files.ls()]) == wanted
+    assert client.get_memory("chat").ask("so ?", 2).finish
+    memory.close()
+    with pytest.raises(errors.MemoryNotFound, match="has no memory"):
+        client.get_memory("chat")
+
+
+def test_an_answer_of_a_memory_that_fails_puts_all_back(server, client, monkeypatch):
+    chat = client.context("chat", system=SYSTEM)
+    memory = client.memory(chat, budget=SMALL, summarise="sentences", sentences=0)
+    for key in ("Anna", "Omar", "Mei", "Ravi", "Lena"):
+        memory.tell(f"so well {key}'s river is cold . then we saw it")
+    server.settle()
+    wanted = chat.tokens(), memory.items(), [entry.name for entry in client.files.ls()]
+    loop = server.driver.engine.loop
+
+    def fail(*_):
+        raise errors.OverBudget(1, 1, 0)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(loop, "_forward", fail)
+        with pytest.raises(errors.KVWeaveError):
+            memory.ask("what about Anna's river", 4)
+    server.settle()
+    assert (chat.tokens(), memory.items(), [e.name for e in client.files.ls()]) == wanted
+    assert memory.ask("what about Anna's river", 4).text
+    assert memory.undo() == "ask" and chat.tokens() == wanted[0]
 
 
 class Dropping(httpx.BaseTransport, httpx.AsyncBaseTransport):

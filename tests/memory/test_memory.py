@@ -249,6 +249,36 @@ def test_steps_are_undone_one_by_one(make) -> None:
     assert memory.undo() is None
 
 
+def test_several_verbs_are_one_step(make) -> None:
+    memory = make()
+    fill(memory)
+    before = state(memory)
+    with memory.step("plan"):
+        memory.write("notes/a", says("Mei's song"))
+        memory.recall("notes/a", by="name")
+        memory.tell("so well .")
+    assert memory.zone("recalled") and memory.undo() == "plan" and state(memory) == before
+    with pytest.raises(NameTaken), memory.step("plan"):
+        memory.write("notes/a", "late rain .")
+        memory.write("notes/a", "so well .", replace=False)
+    assert state(memory) == before
+
+
+def test_a_memory_made_anew_finds_its_zones(make) -> None:
+    memory = make()
+    fill(memory)
+    memory.recall("what about Anna's river")
+    memory.anchor("me", "so well .")
+    zones = ("anchor", "recalled", "summary", "turn")
+    wanted = [memory.zone(zone) for zone in zones]
+    assert all(wanted)
+    memory.close()
+    again = make(context=memory.context)
+    assert [again.zone(zone) for zone in zones] == wanted
+    again.release()
+    assert not again.zone("recalled") and not memory.zone("recalled")
+
+
 def test_what_somebody_else_changed_is_not_undone(make) -> None:
     memory = make()
     memory.tell(says("Anna's river"))

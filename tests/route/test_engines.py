@@ -13,7 +13,7 @@ from served import Server, served
 from serving import BUNDLED, KEYS
 
 from kvweave import Client, Engine
-from kvweave.errors import ChunkNotFound, ContextNotFound
+from kvweave.errors import ChunkNotFound, ContextNotFound, MemoryNotFound
 
 A = "Anna's river is cold . Omar's metal is sharp . so well then we saw it was a day of rain ."
 B = "she went home with them for long time but nobody came back until very late or maybe not ."
@@ -182,6 +182,22 @@ def test_a_chunk_is_lent_to_the_context_that_names_it(pair):
         name = made.json()["name"]
         assert http.post(f"/v1/contexts/{name}:generate", json={"max_tokens": 2}).status_code == 200
         assert http.delete(f"/v1/contexts/{name}").status_code == 200
+
+
+def test_a_memory_is_where_its_context_is(pair):
+    with pair.client() as client:
+        for i in range(3):
+            chat = client.context(f"talk{i}", system="keep the notes .")
+            memory = client.memory(chat, summarise="sentences")
+            memory.write("notes/a", f"late rain {i} .")
+            assert memory.ask("so ?", 2).tokens and memory.read("notes/a") == f"late rain {i} ."
+        assert [*client.memories] == ["talk0", "talk1", "talk2"]
+        client.get_memory("talk1").close()
+        with pytest.raises(MemoryNotFound):
+            client.get_memory("talk1")
+        assert client.get_context("talk1").parts and [*client.memories] == ["talk0", "talk2"]
+        for memory in client.memories.values():
+            memory.close()
 
 
 def test_a_new_router_finds_contexts_and_chunks(pair):

@@ -42,7 +42,11 @@ CONFIG = {
 }
 MAX_TOKENS = 4
 LINE = "Anna's river is cold . what about Anna's river"
-NAMES = {"chunks": ("docs/a", "docs/b", "#1", "docs/**", "docs/"), "contexts": ("chat/a", "chat/b")}
+NAMES = {
+    "chunks": ("docs/a", "docs/b", "#1", "docs/**", "docs/"),
+    "contexts": ("chat/a", "chat/b"),
+    "memory": ("chat/a", "chat/b"),
+}
 
 
 def known_names(context, parameters):

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from kvweave.cli import arguments, context_arguments, probe_arguments, serve_arguments
+from kvweave.cli import (
+    arguments,
+    context_arguments,
+    memory_arguments,
+    probe_arguments,
+    serve_arguments,
+)
 from kvweave.cli.command import Command
 from kvweave.cli.route_arguments import route as route_arguments
 from kvweave.cli.simulate_arguments import simulate as simulate_arguments
@@ -272,6 +278,10 @@ COMMANDS = {
         *(
             Command(f"context {verb}", f"{CONTEXTS}:{verb}", summary, add, more, examples)
             for verb, summary, add, more, examples in VERBS
+        ),
+        *(
+            Command(f"memory {verb}", f"kvweave.cli.memory:{verb}", summary, add, more, examples)
+            for verb, summary, add, more, examples in memory_arguments.VERBS
         ),
         Command(
             "serve",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -15,9 +16,11 @@ from kvweave.client.course import AtOnce, Course, Disconnect, Journey
 from kvweave.client.edits import content_of
 from kvweave.client.faces import Awaited, Blocking, Told, Verb
 from kvweave.client.files import CHUNKS, AsyncRemoteFiles, FileVerbs, RemoteFiles
+from kvweave.client.memory import MEMORY, AsyncRemoteMemory, MemoryVerbs, RemoteMemory
 from kvweave.client.peer import Peer, part_of_path
 from kvweave.client.wires import AwaitedWire, BlockingWire, Wire, require_httpx
 from kvweave.errors import InvalidArgument
+from kvweave.memory.limits import MemoryBudget
 from kvweave.run.capability import Capability
 from kvweave.weave.answer import Answer
 from kvweave.weave.parts import TextOrTokens
@@ -30,12 +33,14 @@ URL = "http://127.0.0.1:8700"  # where `kvweave serve` listens
 TIMEOUT = 600.0  # seconds without a byte; a long text takes a small machine minutes
 
 _ContextT = TypeVar("_ContextT", bound=ContextVerbs[Any, Any])
+_MemoryT = TypeVar("_MemoryT", bound=MemoryVerbs[Any])
 
 
-class ClientVerbs(Generic[_ContextT]):
+class ClientVerbs(Generic[_ContextT, _MemoryT]):
     """What both clients can do."""
 
     _context: type[_ContextT]
+    _memory: type[_MemoryT]
 
     def __init__(self, wire: Wire) -> None:
         self._wire: Any = wire
@@ -238,13 +243,50 @@ class ClientVerbs(Generic[_ContextT]):
         several = [Journey(generate(context, max_tokens, **options)) for context in contexts]
         return list((yield AtOnce(several)))
 
+    # ---- memories
+
+    @Verb
+    def memory(
+        self,
+        context: _ContextT | str,
+        *,
+        root: str = "memory",
+        budget: MemoryBudget | None = None,
+        summarise: str = "model",
+        sentences: int = 1,
+    ) -> Course[_MemoryT]:
+        """Open a memory over a context; see `kvweave.Memory`. Summaries are written by the ``model``, or are
+        the first ``sentences`` (0: all) of each message. Raises ContextNotFound, NameTaken, InvalidArgument."""
+        name = context if isinstance(context, str) else context.name
+        body = {
+            "root": root,
+            "budget": _json(budget),
+            "summarise": summarise,
+            "sentences": sentences,
+        }
+        yield from self._peer.call("POST", f"{MEMORY}/{part_of_path(name)}:open", body)
+        return self._memory(self._wire, name)
+
+    @Verb
+    def get_memory(self, name: str) -> Course[_MemoryT]:
+        """Return the memory over a context. Raises ContextNotFound, MemoryNotFound."""
+        found = self._memory(self._wire, name)
+        yield from MemoryVerbs.describe.course(found)
+        return found
+
+    @Told
+    def memories(self) -> Course[dict[str, _MemoryT]]:
+        """The memories by the names of their contexts."""
+        names = [each["name"] for each in (yield from self._peer.pages(MEMORY))]
+        return {name: self._memory(self._wire, name) for name in names}
+
     # ---- inside
 
     def _made(self, told: Mapping[str, Any]) -> _ContextT:
         return self._context(self._wire, str(told["name"]))
 
 
-class Client(ClientVerbs[RemoteContext], Blocking):
+class Client(ClientVerbs[RemoteContext, RemoteMemory], Blocking):
     """A server's chunks and contexts, as far as its key lets us see them.
 
     Args:
@@ -258,7 +300,7 @@ class Client(ClientVerbs[RemoteContext], Blocking):
     may share a client.
     """
 
-    _context = RemoteContext
+    _context, _memory = RemoteContext, RemoteMemory
 
     def __init__(
         self,
@@ -284,14 +326,14 @@ class Client(ClientVerbs[RemoteContext], Blocking):
         self.close()
 
 
-class AsyncClient(ClientVerbs[AsyncRemoteContext], Awaited):
+class AsyncClient(ClientVerbs[AsyncRemoteContext, AsyncRemoteMemory], Awaited):
     """A `Client` whose verbs are awaited, on asyncio or trio; ``async with`` closes it.
 
     What a `Client` has as a property is awaited too: ``await client.contexts``. Cancelling a task
     that waits for an answer hangs up, and the server stops that answer.
     """
 
-    _context = AsyncRemoteContext
+    _context, _memory = AsyncRemoteContext, AsyncRemoteMemory
 
     def __init__(
         self,
@@ -321,6 +363,11 @@ def _peer(url: str | None, key: str | None, retries: int) -> Peer:
     require_httpx()
     url = url or os.environ.get("KVWEAVE_URL") or URL
     return Peer(url, key or os.environ.get("KVWEAVE_KEY"), retries)
+
+
+def _json(budget: MemoryBudget | None) -> dict[str, object]:
+    given = {} if budget is None else asdict(budget)
+    return {key: value for key, value in given.items() if value is not None}
 
 
 def _value(hole: str, value: object) -> object:

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 from kvweave.chunk.files import Entry, Usage
 from kvweave.chunk.identity import ChunkId
+from kvweave.memory.told import MemoryItem
 from kvweave.run.sampling import Choice
 from kvweave.weave.answer import Answer
 from kvweave.weave.check import Check
@@ -22,6 +23,11 @@ T = TypeVar("T")
 def entry(found: Json) -> Entry:
     """Return an entry of a listing."""
     return _make(Entry, found)
+
+
+def item(found: Json) -> MemoryItem:
+    """Return an item of a memory."""
+    return _make(MemoryItem, found)
 
 
 def usage(found: Json) -> Usage:

@@ -56,6 +56,10 @@ class Items:
         """Return the whole name of an item: ``name`` is that, or what stands below the root."""
         return name if name.startswith(self.root + "/") else f"{self.root}/{name}"
 
+    def new(self, name: str) -> str:
+        """Return the whole name of an item to be written. Raises InvalidName."""
+        return check_name(self.full(name))
+
     def names(self, pattern: str = "**") -> list[str]:
         """Return whole names that a name, a glob or a ``directory/`` means, sorted. Raises
         ChunkNotFound for a name that is not there."""

@@ -194,7 +194,7 @@ class Memory:
 
     def anchor(self, label: str, content: TextOrTokens) -> str:
         """Pin a text in front of all but other anchors; return its name. Raises NameTaken."""
-        items, name = self.items_below, self.items_below.full(f"{ANCHORS}/{label}")
+        items, name = self.items_below, self.items_below.new(f"{ANCHORS}/{label}")
         with self.step("anchor"), self.context.edit("anchor"):
             if items.find(name) is not None:
                 raise NameTaken(name, items.get(name).id)
@@ -211,7 +211,7 @@ class Memory:
 
         Raises NameTaken without ``replace``, InvalidName, InvalidArgument.
         """
-        name = self.items_below.full(name)
+        name = self.items_below.new(name)
         with self.step("write"), self.context.edit("write"):
             id = self._make(content, "memory")
             self.items_below.bind(name, id, replace=replace)

@@ -102,6 +102,8 @@ def _routes() -> list[BaseRoute]:
         route("/v1/contexts:compose", contexts.opened, "POST"),
         route("/v1/compose", contexts.opened, "POST"),
         route("/v1/contexts/{name:path}", contexts.one, "GET", "POST", "DELETE"),
+        route("/v1/memory", contexts.listed, "GET"),
+        route("/v1/memory/{name:path}", contexts.remembered, "GET", "POST", "DELETE"),
         route("/v1/chunks", chunks.read, "GET"),
         route("/v1/chunks:put", chunks.put, "POST"),
         route("/v1/chunks:find", chunks.read, "GET"),

@@ -1,4 +1,4 @@
-"""``/v1/contexts``: a context is on one worker, and every verb on it goes there.
+"""``/v1/contexts`` and ``/v1/memory``: a context is on one worker with its memory, and every verb on it goes there.
 
 A new one goes where rendezvous hashing puts its name, unless a context of that name is known elsewhere.
 Where a router does not know (it is new itself), it asks the workers. A verb on a context changes it, so it
@@ -36,11 +36,18 @@ VERBS = (
     "append message drop replace reorder leave edit fork rename log diff revert ledger why weave preview "
     "check generate ask"
 ).split()
-_NAMED = re.compile(f"/v1/contexts/(.+?)(?::({'|'.join(VERBS)}))?", re.DOTALL)
+MEMORY = (
+    "open items read blocks block tool tell settle search recall release anchor write delete rename undo "
+    "idle ask"
+).split()
+_CONTEXT, _MEMORY = (
+    re.compile(f"/v1/{noun}/(.+?)(?::({'|'.join(verbs)}))?", re.DOTALL)
+    for noun, verbs in (("contexts", VERBS), ("memory", MEMORY))
+)
 
 
 async def listed(request: Request) -> Response:
-    """List the contexts of all workers by name."""
+    """List the contexts, or the memories, of all workers by name."""
     state: RouterState = request.app.state.router
     call = await Call.of(request)
     told, _ = await state.ask_all(state.native(contexts=True), call)
@@ -76,9 +83,19 @@ async def one(request: Request) -> ASGIApp:
     """Do a verb on a context where it is."""
     state: RouterState = request.app.state.router
     call = await Call.of(request)
-    found = _NAMED.fullmatch(request.scope["path"])
+    found = _CONTEXT.fullmatch(request.scope["path"])
     name, verb = (found[1], found[2] or "") if found else ("", "")
     return await _Verb(state, call, state.tenant_of(call), name, verb).answer()
+
+
+async def remembered(request: Request) -> ASGIApp:
+    """Do a verb on the memory over a context, where that is."""
+    state: RouterState = request.app.state.router
+    call = await Call.of(request)
+    found = _MEMORY.fullmatch(request.scope["path"])
+    return await _Verb(
+        state, call, state.tenant_of(call), found[1] if found else "", "memory"
+    ).answer()
 
 
 @dataclass(eq=False)
@@ -127,7 +144,8 @@ class _Verb:
         return next((worker for worker, reply, _ in told if reply.status_code == 200), None)
 
     async def _lend(self, worker: Worker) -> WholeAnswer | None:
-        names = names_in(self.call.json()) if self.call.method == "POST" else ()
+        may = self.call.method == "POST" and self.verb != "memory"
+        names = names_in(self.call.json()) if may else ()
         if not names:
             return None
         await directory.look(self.state, self.tenant, self.call, names)
@@ -164,12 +182,14 @@ class _Verb:
         if passing.response.is_success:
             self.tenant = self.state.tenants.keep(self.tenant)
             self._learn(worker, body)
-        elif passing.response.status_code == 404:
+        elif passing.response.status_code == 404 and self.verb != "memory":
             self.tenant.contexts.pop(self.name, None)
         return answer_of((worker, passing.response, body))
 
     def _learn(self, worker: Worker, body: bytes) -> None:
         """Remember which contexts are on a worker now."""
+        if self.verb == "memory":
+            return
         if self.call.method == "DELETE" or self.verb == "rename":
             self.tenant.contexts.pop(self.name, None)
         if self.call.method == "DELETE":

@@ -56,7 +56,7 @@ class Memories:
     # ---- finding
 
     def open(
-        self, context: Context, root: str, budget: MemoryBudget, summarise: str, sentences: int | None
+        self, context: Context, root: str, budget: MemoryBudget, summarise: str, sentences: int
     ) -> OpenMemory:  # fmt: skip
         """Open a memory over a context. Raises NameTaken where it has one, InvalidArgument."""
         self._sweep()
@@ -68,7 +68,7 @@ class Memories:
             raise InvalidArgument("root", reason, "choose another root")
         how: Summariser = AskModel(self.engine, context)
         if summarise == "sentences":
-            how = FirstSentences(sentences)
+            how = FirstSentences(sentences or None)
         memory = Memory(self.engine, context, root=root, budget=budget, summarise=how)
         made = OpenMemory(memory, MemoryTool(memory), MemoryBlocks(memory), summarise)
         self._open[id(context)] = made
@@ -124,12 +124,13 @@ class Memories:
 
     def rest(self) -> None:
         """Do one bounded step of one of them."""
-        each = self._due.pop(0)
+        each, more = self._due[0], False
         try:
-            if self._is_there(each) and each.memory.idle(settle=False) is not None:
-                self._due.append(each)
+            more = self._is_there(each) and each.memory.idle(settle=False) is not None
         except KVWeaveError as error:
             log.info("a memory of %s could not sleep: %s", each.memory.context.name, error)
+        finally:  # in turns; others see it wait as long as it works
+            self._due = [*self._due[1:], each] if more else self._due[1:]
 
     # ---- inside
 

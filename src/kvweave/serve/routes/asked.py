@@ -11,7 +11,7 @@ from kvweave.serve.guard.text import tokens_of
 from kvweave.serve.memories import OpenMemory
 from kvweave.serve.routes.base import ERRORS, STREAMED
 from kvweave.serve.routes.named import NamedContext, OnContext
-from kvweave.serve.routes.remembered import Asked
+from kvweave.serve.routes.remembered import MemoryAsked
 from kvweave.serve.routes.strict import StrictRoute
 from kvweave.serve.routes.turns import AnswerReply, OneTurn
 from kvweave.serve.stream import respond
@@ -23,7 +23,7 @@ router = APIRouter(prefix="/v1/memory", tags=["memory"], responses=ERRORS, route
 
 
 @router.post("/{name:path}:ask", response_model=None, responses=STREAMED)
-async def ask_memory(here: OnContext, body: Asked) -> Response:
+async def ask_memory(here: OnContext, body: MemoryAsked) -> Response:
     """Make room, recall what the message calls for, and answer it: all of it one step."""
     return await respond(_MemoryTurn(here, body).events(), AnswerReply(body.stream))
 
@@ -31,10 +31,10 @@ async def ask_memory(here: OnContext, body: Asked) -> Response:
 class _MemoryTurn(OneTurn):
     """One answer of one memory."""
 
-    def __init__(self, here: NamedContext, body: Asked) -> None:
+    def __init__(self, here: NamedContext, body: MemoryAsked) -> None:
         super().__init__(here, body, chat=True, but=("recall", "question"))
         self.content = PlainText(body.content)
-        self.recall = body.recall
+        self.recall = None if body.recall == "none" else body.recall
         self.question = None if body.question is None else PlainText(body.question)
         self.under_way: tuple[OpenMemory, Asking] | None = None
 

@@ -31,7 +31,7 @@ router = APIRouter(prefix="/v1/memory", tags=["memory"], responses=ERRORS, route
 T = TypeVar("T")
 _Json = dict[str, Any]
 ItemName = Annotated[str, Query(min_length=1, max_length=MAX_REF)]
-Pattern = Annotated[str, Query(min_length=1, max_length=MAX_REF)]
+ItemPattern = Annotated[str, Query(min_length=1, max_length=MAX_REF)]
 
 
 @router.get("", response_model=shape.MemoryList)
@@ -60,13 +60,13 @@ async def open_memory(here: OnContext, body: shape.Open) -> _Json:
     def work(engine: Engine, context: Context) -> _Json:
         here.the.new_name(f"{root}/{context.name}/sum-000")  # names of items are made of these two
         how = (body.summarise, body.sentences)
-        return view_of(context, here.the.memories.open(context, root, budget, *how))
+        return view_of(here, context, here.the.memories.open(context, root, budget, *how))
 
     return await here.change(work)
 
 
 @router.get("/{name:path}:items", response_model=shape.ItemList)
-async def items(here: OnContext, pattern: Pattern = "**") -> _Json:
+async def items(here: OnContext, pattern: ItemPattern = "**") -> _Json:
     """List the items that match, by name."""
     return await _read(here, lambda each: _items(each.memory.items(pattern)))
 
@@ -87,7 +87,7 @@ async def blocks(here: OnContext) -> _Json:
     return await _read(here, lambda each: {"object": "list", "data": [*map(asdict, each.blocks)]})
 
 
-@router.post("/{name:path}:block", response_model=shape.Block)
+@router.post("/{name:path}:block", response_model=shape.BlockTold)
 async def block(here: OnContext, body: shape.BlockCall) -> _Json:
     """Add a block, give it another value, append a line, or replace a text in it."""
 
@@ -98,7 +98,7 @@ async def block(here: OnContext, body: shape.BlockCall) -> _Json:
 
 
 @router.post("/{name:path}:tool", response_model=shape.ToolTold)
-async def tool(here: OnContext, body: shape.ToolCall) -> _Json:
+async def tool(here: OnContext, body: shape.MemoryToolCall) -> _Json:
     """Answer a call of the memory tool; what goes wrong is told as the tool's result."""
     call = body.model_dump(exclude_none=True)
 
@@ -128,13 +128,13 @@ async def tell(here: OnContext, body: shape.Tell) -> _Json:
     )
 
 
-@router.post("/{name:path}:settle", response_model=shape.Names)
+@router.post("/{name:path}:settle", response_model=shape.ItemNames)
 async def settle(here: OnContext) -> _Json:
     """Bring window and summaries under their budgets now."""
     return await _step(here, "settle", lambda each: {"names": each.memory.settle()})
 
 
-@router.post("/{name:path}:search", response_model=shape.Found)
+@router.post("/{name:path}:search", response_model=shape.FoundItems)
 async def search(here: OnContext, body: shape.Search) -> _Json:
     """Rank items, and change nothing."""
 
@@ -146,7 +146,7 @@ async def search(here: OnContext, body: shape.Search) -> _Json:
     return await here.read(work)
 
 
-@router.post("/{name:path}:recall", response_model=shape.Names)
+@router.post("/{name:path}:recall", response_model=shape.ItemNames)
 async def recall(here: OnContext, body: shape.Recall) -> _Json:
     """Let items stand between anchors and summaries, in place of what was recalled before."""
 
@@ -159,7 +159,7 @@ async def recall(here: OnContext, body: shape.Recall) -> _Json:
     return await here.change(work)
 
 
-@router.post("/{name:path}:release", response_model=shape.Names)
+@router.post("/{name:path}:release", response_model=shape.ItemNames)
 async def release(here: OnContext, body: shape.Matching) -> _Json:
     """Take recalled items out of the context; they stay items."""
     return await _take(here, lambda each: {"names": each.memory.release(body.pattern)})
@@ -170,7 +170,7 @@ async def anchor(here: OnContext, body: shape.Anchor) -> _Json:
     """Pin a text in front of all but other anchors."""
 
     def work(each: OpenMemory) -> _Json:
-        here.the.new_name(each.memory.items_below.full(f"anchors/{body.label}"))
+        here.the.new_name(each.memory.items_below.new(f"anchors/{body.label}"))
         return {"name": each.memory.anchor(body.label, body.content)}
 
     return await _step(here, "anchor", work, body.content)
@@ -181,13 +181,13 @@ async def write(here: OnContext, body: shape.Write) -> _Json:
     """Write an item, in the context too where it stands there."""
 
     def work(each: OpenMemory) -> _Json:
-        name = here.the.new_name(each.memory.items_below.full(body.name))
+        name = here.the.new_name(each.memory.items_below.new(body.name))
         return {"name": each.memory.write(name, body.content, replace=body.replace)}
 
     return await _step(here, "write", work, body.content)
 
 
-@router.post("/{name:path}:delete", response_model=shape.Names)
+@router.post("/{name:path}:delete", response_model=shape.ItemNames)
 async def delete(here: OnContext, body: shape.DryMatching) -> _Json:
     """Remove items, from the context too."""
 
@@ -200,7 +200,7 @@ async def delete(here: OnContext, body: shape.DryMatching) -> _Json:
 
 
 @router.post("/{name:path}:rename", response_model=shape.Name)
-async def rename(here: OnContext, body: shape.Rename) -> _Json:
+async def rename(here: OnContext, body: shape.RenameItem) -> _Json:
     """Give an item, or all below a ``directory/``, another name."""
 
     def work(each: OpenMemory) -> _Json:
@@ -230,7 +230,7 @@ async def idle(here: OnContext) -> _Json:
 @router.get("/{name:path}", response_model=shape.MemoryView)
 async def view(here: OnContext) -> _Json:
     """Tell which part of the context is in which zone."""
-    return await here.read(lambda _, context: view_of(context, here.the.memories.get(context)))
+    return await here.read(lambda _, ctx: view_of(here, ctx, here.the.memories.get(ctx)))
 
 
 @router.delete("/{name:path}", response_model=shape.MemorySummary)
@@ -248,7 +248,7 @@ async def close(here: OnContext) -> _Json:
 # ---- how
 
 
-def view_of(context: Context, each: OpenMemory) -> _Json:
+def view_of(here: NamedContext, context: Context, each: OpenMemory) -> _Json:
     """Return one memory in full."""
     memory = each.memory
     return {
@@ -258,6 +258,7 @@ def view_of(context: Context, each: OpenMemory) -> _Json:
         "n_tokens": context.n_tokens,
         "n_items": each.n_items,
         "n_steps": memory.n_steps,
+        "busy": here.the.driver.is_busy(context),
         "summarise": each.summarise,
         "budget": asdict(memory.budget),
         "zones": {zone: [*map(part_told, memory.zone(zone))] for zone in ZONES},

@@ -15,39 +15,39 @@ from kvweave.serve.routes.turns import Sampled
 from kvweave.weave.special import PlainText
 
 MOST_SUMMARY = 1024  # tokens of one summary, which the model may have to write
-Size = Annotated[Int, Field(ge=0, le=2**31)]
-Count = Annotated[Int, Field(ge=1, le=1000)]
+_Size = Annotated[Int, Field(ge=0, le=2**31)]
+_Count = Annotated[Int, Field(ge=1, le=1000)]
 Line = Annotated[str, Field(max_length=4096)]
 TAKES_NOTHING = ("view", "delete", "rename")  # commands of the tool that store nothing new
 
 
-class Budget(BaseModel):
+class ZoneBudget(BaseModel):
     """Tokens of each zone; what is null is as `kvweave.MemoryBudget` has it."""
 
     model_config = STRICT
 
-    window: Size | None = None
-    turns: Size | None = None
+    window: _Size | None = None
+    turns: _Size | None = None
     keep: Annotated[float, Field(ge=0, le=1)] | None = None
-    summaries: Size | None = None
+    summaries: _Size | None = None
     summary: Annotated[Int, Field(ge=1, le=MOST_SUMMARY)] | None = None
-    recalled: Size | None = None
-    warm: Size | None = None
+    recalled: _Size | None = None
+    warm: _Size | None = None
     cold: TierName | None = None
 
 
 class Open(BaseModel):
     """A memory to open: items are the names below ``root``.
 
-    Summaries are written by the model, or are the first ``sentences`` (null: all) of each message.
+    Summaries are written by the model, or are the first ``sentences`` (0: all) of each message.
     """
 
     model_config = STRICT
 
     root: ChunkRef = "memory"
-    budget: Budget = Field(default_factory=Budget)
+    budget: ZoneBudget = Field(default_factory=ZoneBudget)
     summarise: Literal["model", "sentences"] = "model"
-    sentences: Count | None = 1
+    sentences: Annotated[Int, Field(ge=0, le=1000)] = 1
 
 
 class Tell(Content):
@@ -56,15 +56,15 @@ class Tell(Content):
     kind: Literal["user", "assistant", "tool"] = "user"
 
 
-class Asked(Sampled):
-    """A message to answer, and what to recall before; null leaves what is recalled as it is."""
+class MemoryAsked(Sampled):
+    """A message to answer, and what to recall before; ``none`` leaves what is recalled as it is."""
 
     content: str
-    recall: By | None = "embedding"
+    recall: By | Literal["none"] = "embedding"
     question: str | None = None
 
 
-class Question(BaseModel):
+class RankBy(BaseModel):
     """What to rank items by: text, token ids, or with ``name`` a name or a glob."""
 
     model_config = STRICT
@@ -73,16 +73,16 @@ class Question(BaseModel):
     by: By = "embedding"
 
 
-class Search(Question):
+class Search(RankBy):
     """What to rank items by, and how many to tell."""
 
-    n: Count = RANKED
+    n: _Count = RANKED
 
 
-class Recall(Question):
+class Recall(RankBy):
     """What to recall, and how many at most."""
 
-    n: Count | None = None
+    n: _Count | None = None
 
 
 class Matching(BaseModel):
@@ -112,7 +112,7 @@ class Write(Content):
     replace: bool = True
 
 
-class Rename(BaseModel):
+class RenameItem(BaseModel):
     """An item, or a ``directory/``, and its new name."""
 
     model_config = STRICT
@@ -150,7 +150,7 @@ class BlockCall(BaseModel):
         return blocks.replace(self.label, self.old or "", self.value)
 
 
-class ToolCall(BaseModel):
+class MemoryToolCall(BaseModel):
     """The input of a call of the memory tool (``memory_20250818``)."""
 
     model_config = STRICT
@@ -213,12 +213,13 @@ class BudgetTold(BaseModel):
 
 
 class MemoryView(MemorySummary):
-    """One memory in full. ``n_steps``: how many ``undo`` can take back."""
+    """One memory in full. ``n_steps``: how many ``undo`` can take back; ``busy``: an answer is under way."""
 
     version: int
     n_tokens: int
     n_items: int
     n_steps: int
+    busy: bool
     summarise: str
     budget: BudgetTold
     zones: dict[Zone, list[PartTold]]
@@ -256,7 +257,7 @@ class Name(BaseModel):
     name: str
 
 
-class Names(BaseModel):
+class ItemNames(BaseModel):
     """Whole names of items, in order."""
 
     names: list[str]
@@ -269,7 +270,7 @@ class Scored(BaseModel):
     score: float
 
 
-class Found(BaseModel):
+class FoundItems(BaseModel):
     """Items, the best first."""
 
     object: Literal["list"] = "list"
@@ -296,7 +297,7 @@ class SleptTold(BaseModel):
     slept: SleptEntry | None
 
 
-class Block(BaseModel):
+class BlockTold(BaseModel):
     """A memory block."""
 
     label: str
@@ -309,7 +310,7 @@ class BlockList(BaseModel):
     """Memory blocks by label."""
 
     object: Literal["list"] = "list"
-    data: list[Block]
+    data: list[BlockTold]
 
 
 class ToolTold(BaseModel):

@@ -97,6 +97,7 @@ class OneTurn:
         self.known: set[int] = set()  # uids of parts before the one that is answered
 
     async def events(self) -> AsyncGenerator[Event, None]:
+        """Yield what comes of it."""
         events, event = await self.here.free(self.first)
         try:
             while event is not None:
@@ -116,6 +117,7 @@ class OneTurn:
             raise
 
     def begin(self, engine: Engine) -> list[Turn]:
+        """Add the message, and queue the answer; in the driver's thread."""
         context = self.here.open(engine)
         sizes = [self.body.max_tokens]
         if self.body.content is not None:
@@ -134,9 +136,12 @@ class OneTurn:
             raise
 
     def wants(self, engine: Engine) -> list[int]:
+        """Return the chunks that it will use."""
         return [int(part.id) for part in engine.get_context(self.here.name, self.here.tenant).parts]
 
     def done(self, engine: Engine, answers: list[Answer]) -> None:
+        """Have canonical KV computed of what is new, and let it be found."""
+        parts = engine.get_context(self.here.name, self.here.tenant).parts
         context = engine.get_context(self.here.name, self.here.tenant)
         parts, self.version = context.parts, context.history.version
         new = [part.id for part in parts if part.uid not in self.known]
