@@ -226,6 +226,14 @@ def test_single_rows_cannot_be_freed():
     with Engine(Runner(tiny("qwen3_next"))) as engine:
         with pytest.raises(InvalidArgument, match="states"):
             engine.context("agent", keep="h2o:64")
+        with pytest.raises(InvalidArgument, match="states"):
+            engine.context("agent", keep="full:64")
+        said = []
+        for keep in (None, "full"):  # which frees nothing, and is what none is
+            context = engine.context(f"agent-{keep}", keep=keep)
+            context.append([*map(int, text(30))])
+            said.append(context.generate(max_tokens=4, ignore_eos=True))
+        assert said[0].tokens == said[1].tokens and said[1].plan.drift == 0
 
 
 def test_the_callers_model_stays_as_it_was():

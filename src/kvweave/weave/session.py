@@ -12,6 +12,7 @@ from typing import Protocol
 import numpy as np
 
 from kvweave.errors import CannotMove, InvalidArgument
+from kvweave.keep.tokens.base import may_let_go
 from kvweave.keep.tokens.spec import Keep
 from kvweave.run.base import Steps, gapless
 from kvweave.run.handing import GAPLESS
@@ -75,7 +76,10 @@ class Session:
         if keep is not None and codec != "raw":
             reason = f"rows kept as {codec} cannot be freed one by one"
             raise InvalidArgument("keep", reason, 'use rows="raw"')
-        keeper = None if keep is None else Keeper(Keep.parse(keep), backend)
+        chosen = None if keep is None else Keep.parse(keep)
+        if chosen is not None and chosen.is_all and not may_let_go(backend.layers):
+            chosen = None  # the same as none
+        keeper = None if chosen is None else Keeper(chosen, backend)
         rows = backend.new_rows(codec, moves=keeper is not None and keeper.moves)
         tenant, keeps = self.settings.namespace, self.settings.prune == "evict"
         bases = self.settings.bases

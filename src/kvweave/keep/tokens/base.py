@@ -140,6 +140,12 @@ class TokenPolicy(ABC):
         raise NotImplementedError
 
 
+def may_let_go(infos: Sequence[LayerInfo]) -> bool:
+    """Tell whether rows may go at all: not where a layer keeps a state, or hands all rows to a model's own
+    attention."""
+    return all(info.mixer is None and info.handed is None for info in infos)
+
+
 def require_heads(policy: TokenPolicy, infos: Sequence[LayerInfo]) -> None:
     """Raise InvalidArgument for a policy that compares queries with the keys of heads where a layer
     keeps latents, of which heads make theirs later; for any, where a layer keeps a state."""

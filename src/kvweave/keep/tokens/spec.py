@@ -130,6 +130,11 @@ class Keep:
         how = int(every), own["heads"], own["layers"]
         return cls(text, policy, Amount.parse(size), *how, more)
 
+    @property
+    def is_all(self) -> bool:
+        """Whether no row that a later token sees goes, or rests in fewer bits."""
+        return self.policy.name == "full" and self.budget == Amount() and not self.more
+
     def __str__(self) -> str:
         return self.text
 
