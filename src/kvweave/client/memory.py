@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict
 from typing import Any, Generic, TypeVar
 
 from kvweave.client import parse
+from kvweave.client.context import sent
 from kvweave.client.course import Course
 from kvweave.client.edits import content_of
 from kvweave.client.faces import Awaited, Blocking, Streamed, Told, Verb
@@ -245,7 +245,7 @@ class MemoryVerbs(Generic[_TurnT]):
         options: dict[str, object],
     ) -> _TurnT:
         sampling, max_drift = request_from(max_tokens, options)
-        body = asdict(sampling) | {"max_drift": max_drift, "content": content, "stream": True}
+        body = sent(sampling) | {"max_drift": max_drift, "content": content, "stream": True}
         body |= {"recall": recall or "none", "question": question}
         return self._turn(self._wire, self._path, "ask", body)
 

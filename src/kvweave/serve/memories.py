@@ -107,6 +107,7 @@ class Memories:
     def check(self, each: OpenMemory, *sizes: int) -> None:
         """Raise OverQuota unless its namespace may store what it does, and chunks of these sizes more."""
         self.quota.check(self.engine, _space(each), list(sizes))
+        self.quota.check_parts(len(each.memory.context.parts))
         if each.n_items > MOST_ITEMS:
             reason = f"there are {each.n_items} items, {MOST_ITEMS} is the most"
             raise InvalidArgument("memory", reason, "delete some")

@@ -13,8 +13,7 @@ from kvweave.serve.routes.base import ERRORS, STREAMED
 from kvweave.serve.routes.named import NamedContext, OnContext
 from kvweave.serve.routes.remembered import MemoryAsked
 from kvweave.serve.routes.strict import StrictRoute
-from kvweave.serve.routes.turns import AnswerReply, OneTurn
-from kvweave.serve.stream import respond
+from kvweave.serve.routes.turns import OneTurn, answered
 from kvweave.weave.answer import Answer
 from kvweave.weave.special import PlainText
 from kvweave.weave.turn import Turn
@@ -25,7 +24,7 @@ router = APIRouter(prefix="/v1/memory", tags=["memory"], responses=ERRORS, route
 @router.post("/{name:path}:ask", response_model=None, responses=STREAMED)
 async def ask_memory(here: OnContext, body: MemoryAsked) -> Response:
     """Make room, recall what the message calls for, and answer it: all of it one step."""
-    return await respond(_MemoryTurn(here, body).events(), AnswerReply(body.stream))
+    return await answered(_MemoryTurn(here, body))
 
 
 class _MemoryTurn(OneTurn):

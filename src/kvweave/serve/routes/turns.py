@@ -141,7 +141,6 @@ class OneTurn:
 
     def done(self, engine: Engine, answers: list[Answer]) -> None:
         """Have canonical KV computed of what is new, and let it be found."""
-        parts = engine.get_context(self.here.name, self.here.tenant).parts
         context = engine.get_context(self.here.name, self.here.tenant)
         parts, self.version = context.parts, context.history.version
         new = [part.id for part in parts if part.uid not in self.known]
