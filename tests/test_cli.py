@@ -213,7 +213,7 @@ def test_put_refuses_a_taken_name_and_replaces_when_told(stocked):
         (["put", "x"], b"\xff\xfe\x00", "-: it is not UTF-8 text"),
         (["put", "x", "nofile"], "", "cannot use nofile: No such file"),
         (["put", "a*"], "hi", "'a*' is not a chunk name"),
-        (["put", "x"], "so " * 5000, "the model's limit is 4096"),
+        (["put", "x"], "so " * 5000, "maximum context length is 4096 tokens"),
         (["put", "x", "--model", "./nomodel"], "hi", "cannot load a model from './nomodel'"),
     ],
 )
@@ -423,7 +423,7 @@ def test_a_bound_on_the_drift_is_handed_on_and_kept(stocked):
         (["so {q}", "--docs", "q=x/*"], "no chunk 'x/*'", ""),
         (["so {q}", "--docs", "q=docs/aa"], "no chunk 'docs/aa'", "did you mean"),
         (["so", "--temperature", "-1"], "temperature: -1.0", ""),
-        (["so", "--max-tokens", "5000"], "the model's limit is 4096", ""),
+        (["so", "--max-tokens", "5000"], "maximum context length is 4096 tokens", ""),
     ],
 )
 def test_run_says_what_is_wrong(stocked, words, message, hint):
@@ -562,7 +562,7 @@ def test_chat_goes_on_after_errors_and_says_so_at_the_end(sh):
         status=1,
     )
     assert "hint: did you mean /drop?" in sh.err and "which part?" in sh.err
-    assert "no part 'x'" in sh.err and "the model's limit is 4096" in sh.err
+    assert "no part 'x'" in sh.err and "maximum context length is 4096 tokens" in sh.err
     assert len(sh.out.splitlines()) == 1
 
 

@@ -254,8 +254,9 @@ class HoleNotFilled(WeaveError):
 
 class ContextTooLong(WeaveError):
     def __init__(self, n: int, limit: int) -> None:
-        super().__init__(
-            f"{n} positions, the model's limit is {limit}",
+        super().__init__(  # agents know by the first sentence that they have to say less
+            f"This model's maximum context length is {limit} tokens. However, what was given "
+            f"resulted in {n} tokens.",
             hint="drop some chunks, or ask for fewer new tokens",
             n=n,
             limit=limit,

@@ -459,6 +459,7 @@ def test_the_query_counts_and_is_utf8():
 ERRORS = [
     (errors.ChunkNotFound("x"), 404, "chunk_not_found", "invalid_request_error"),
     (errors.ContextNotFound("x"), 404, "context_not_found", "invalid_request_error"),
+    (errors.MemoryNotFound("x"), 404, "memory_not_found", "invalid_request_error"),
     (errors.ChunkLost("x"), 410, "chunk_lost", "invalid_request_error"),
     (errors.NameTaken("x", 1), 409, "name_taken", "invalid_request_error"),
     (errors.ChunkPinned("x", 1), 409, "chunk_pinned", "invalid_request_error"),

@@ -364,7 +364,7 @@ def test_models(server: Server) -> None:
         ({"temperature": -1}, "temperature"),
         ({"top_p": 0}, "top_p"),
         ({"max_tokens": 0}, "max_tokens"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"response_format": {"type": "yaml"}}, "response_format"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"frequency_penalty": 3}, "frequency_penalty"),
         ({"logit_bias": {"50000": 1}}, "logit_bias"),
@@ -392,6 +392,7 @@ def test_too_long_and_unknown_model(server: Server) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         server.ask([SYSTEM, {"role": "user", "content": "so " * 5000}])
     assert caught.value.code == "context_length_exceeded"
+    assert "maximum context length is 4096 tokens" in str(caught.value)
     with server.client() as client, pytest.raises(openai.NotFoundError) as missing:
         client.chat.completions.create(model="gpt", messages=[SYSTEM])
     assert missing.value.code == "model_not_found" and missing.value.param == "model"

@@ -101,11 +101,6 @@ def problem_of(error: BaseException, *, stopping: bool = False) -> Problem:
     told["type"] = TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
     if isinstance(error, errors.ContextTooLong):
         told["code"] = "context_length_exceeded"
-        # agents know by these words that they have to say less
-        told["message"] = (
-            f"This model's maximum context length is {error.limit} tokens. "
-            f"However, your messages resulted in {error.n} tokens."
-        )
     if isinstance(error, errors.OverQuota):
         told["code"] = told["type"] = "insufficient_quota"
         return Problem(status, told)
