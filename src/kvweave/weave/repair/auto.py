@@ -34,9 +34,8 @@ PROBES = 2  # of the rows repaired, drawn at random: an unbiased sample of how s
 
 class Auto(Strategy):
     """A hedge: a third of the budget goes to the first rows of every chunk, the rest to rows that the
-    question and a drafted reply need, and those they need (`rollout`). Without a question, or where
-    a look computes more rows than are to be repaired: rows that read most of other chunks when they
-    were made; where that was not recorded, the first rows.
+    question and a drafted reply need, and those they need (`rollout`). Without a question: rows
+    that read most of other chunks when they were made; where that was not recorded, the first rows.
 
     Rows of new text that stand before the question's last ones are computed once, by the look; a
     repair may choose them like placed ones.
@@ -87,8 +86,7 @@ class Auto(Strategy):
         known = None if passes.lossy else wish.calibration
         passes.compares = bool(known or self.evidence or wish.max_drift is not None)
         budget = round(wish.share * len(candidates))
-        # a look computes the new rows once more; what is to be repaired whole needs none
-        if passes.compares or len(passes.unready) + self.draft <= budget < len(candidates):
+        if passes.compares or budget < len(candidates):  # what is repaired whole needs no look
             if not (passes.again or passes.replays):
                 view = View(passes, spans, candidates, budget, np.random.default_rng(0))
                 passes.ahead = candidates[firsts(view, round(self.hedge * budget))]
