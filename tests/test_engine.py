@@ -90,8 +90,16 @@ def test_namespaces_do_not_share(engines: Make) -> None:
         (lambda e: e.contexts["chat"].drop("nope"), ChunkNotFound, "nope"),
         (lambda e: e.contexts["chat"].drop(7), ChunkNotFound, "part '7'"),
         (lambda e: e.contexts["chat"].append([]), EmptyChunk, "no tokens"),
-        (lambda e: e.contexts["chat"].append(text(1020)), ContextTooLong, "context length is 1024 tokens"),
-        (lambda e: e.contexts["chat"].generate(1020), ContextTooLong, "context length is 1024 tokens"),
+        (
+            lambda e: e.contexts["chat"].append(text(1020)),
+            ContextTooLong,
+            "context length is 1024 tokens",
+        ),
+        (
+            lambda e: e.contexts["chat"].generate(1020),
+            ContextTooLong,
+            "context length is 1024 tokens",
+        ),
         (lambda e: e.contexts["chat"].generate(2.5), InvalidArgument, "whole number"),
         (lambda e: e.contexts["chat"].generate(2, top_k=1.5), InvalidArgument, "whole number"),
         (lambda e: e.contexts["chat"].generate(4, temprature=1), InvalidArgument, "temperature"),

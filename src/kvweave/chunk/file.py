@@ -12,8 +12,9 @@ Others may read it meanwhile. A write that returned survives the death of the pr
 cut the newest writes may be missing, but what is there is consistent (WAL, synchronous=NORMAL), and
 what `sync` confirmed is there. What is not as it was written raises CorruptChunk when it is opened.
 
-What waits for the device is done aside: opening, syncs, checkpoints and closing end after `PATIENCE`,
-and as long again for each `SLOWLY` bytes there are, whatever the device does.
+What waits for the device is done aside: opening, syncs, checkpoints, commits that begin a log (whose
+head SQLite syncs) and closing end after `PATIENCE`, and as long again for each `SLOWLY` bytes there are,
+whatever the device does.
 """
 
 from __future__ import annotations
@@ -61,6 +62,7 @@ class IndexFile:
         self._db: sqlite3.Connection | None = None
         self._is_sure = True  # no sync has failed
         self._is_lost = False  # a call that hangs has the connection
+        self._begins = True  # the next commit may begin a log, which SQLite syncs
         self._syncing = threading.Lock()  # held by a sync, also by one that nobody waits for
         self._sealing = False
         try:
@@ -127,6 +129,7 @@ class IndexFile:
 
     def _connect(self) -> None:
         # autocommit; the Table serialises threads
+        self._begins = True
         self._db = sqlite3.connect(
             self.path, timeout=self._busy_timeout, isolation_level=None, check_same_thread=False
         )
@@ -228,6 +231,14 @@ class IndexFile:
             self._sealing = True
         set_meta(self.db, "n_writes", self.n_writes + 1)
 
+    def commit(self) -> None:
+        """Commit the transaction that is open."""
+        if self._begins:
+            self._alone(lambda: self.db.execute("COMMIT"))
+        else:
+            self.db.execute("COMMIT")
+        self._begins = False
+
     def wrote(self) -> None:
         """Say that what `write` counted is committed."""
         self.n_writes += 1
@@ -240,6 +251,7 @@ class IndexFile:
         """Put a long log into the file. What fails is found again by `sync`."""
         try:
             if self._wal.stat().st_size > CHECKPOINT_BYTES:
+                self._begins = True
                 self._alone(lambda: self.db.execute("PRAGMA wal_checkpoint(PASSIVE)"))
         except (OSError, sqlite3.Error, StoreError):
             self._is_sure = False

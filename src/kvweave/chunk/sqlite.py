@@ -107,7 +107,10 @@ class SqliteRows:
         # The highest rows may be gone: then the file must say itself which ids were given.
         if n_freed and self._file is not None and self._kept_next_id < self._next_id:
             self._keep_next_id()
-        self._do("COMMIT")
+        if self._file is None:
+            self._do("COMMIT")
+        else:
+            self._guarded(self._file.commit)
         self._level = 0
         if self._file is not None:
             self._file.wrote()

