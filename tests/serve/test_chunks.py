@@ -159,7 +159,7 @@ def test_an_encoded_slash_is_a_slash(serve):
         ({"text": A, "kind": "novel"}, "kind"),
         ({"text": A, "knid": "document"}, "knid"),
         ({"text": A, "durable": True}, "home"),
-        ({"text": "so " * 5000}, "limit is"),
+        ({"text": "so " * 5000}, "maximum context length is"),
         ([], "valid dictionary"),
         (None, "required"),
     ],

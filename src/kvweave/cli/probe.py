@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import sys
 from argparse import Namespace
+from dataclasses import replace
 from pathlib import Path
 
 from kvweave.cli.home import model_of, quieten
 from kvweave.cli.show import Out
+from kvweave.cli.text import sampling_of
 from kvweave.engine import Engine
 from kvweave.errors import of_system
 from kvweave.probe.access import Rule
@@ -19,7 +21,6 @@ from kvweave.probe.recorder import record as recording
 from kvweave.probe.report import page
 from kvweave.probe.tiers import Setting, SlowTier, play
 from kvweave.probe.trace import PageTrace
-from kvweave.run.sampling import Sampling
 
 MS = 1000
 
@@ -29,14 +30,9 @@ def record(args: Namespace) -> None:
     out, how = Out.of(args), Recording(args.page, Rule.parse(args.rule))
     text = sys.stdin.read() if args.prompt == "-" else args.prompt
     quieten(args)
-    sampling = Sampling(
-        max_tokens=args.max_tokens,
-        temperature=args.temperature,
-        seed=args.seed,
-        ignore_eos=args.ignore_eos,
-    )
+    sampling = replace(sampling_of(args, []), ignore_eos=args.ignore_eos)
     notes = {"prompt": text} | ({"label": args.label} if args.label else {})
-    with Engine(model_of(args)) as engine, out.progress("tokens", args.max_tokens) as advance:
+    with Engine(model_of(args)) as engine, out.progress("tokens", sampling.max_tokens) as advance:
         trace = recording(engine, text, args.out, sampling, how, notes, advance)
     size = trace.path.stat().st_size
     if out.as_json:

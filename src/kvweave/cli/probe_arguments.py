@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from argparse import ArgumentParser
 
+from kvweave.cli.arguments import sampling
 from kvweave.cli.values import positive, share, words
 
 RANKINGS = ("newest", "recent", "cumulative", "ema", "recurrence", "stability", "random", "oracle")
@@ -13,7 +14,7 @@ def record(p: ArgumentParser) -> None:
     """Add what `kvweave probe record` takes."""
     p.add_argument("prompt", metavar="TEXT", help="the prompt; - reads stdin")
     p.add_argument("--out", required=True, metavar="FILE", help="trace to write (.kvt)")
-    p.add_argument("--max-tokens", type=positive, default=256, metavar="N", help="to decode (256)")
+    sampling(p)
     p.add_argument("--page", type=positive, default=16, metavar="N", help="slots of a page (16)")
     p.add_argument(
         "--rule",
@@ -21,8 +22,6 @@ def record(p: ArgumentParser) -> None:
         metavar="RULE",
         help="which pages a head reads: cover:0.95, the fewest with so much attention; top:8; over:0.01 (cover:0.95)",
     )
-    p.add_argument("--temperature", type=float, default=0.0, metavar="T", help="of sampling (0)")
-    p.add_argument("--seed", type=int, default=0, metavar="N", help="of sampling (0)")
     p.add_argument("--label", default="", metavar="NAME", help="what reports call it")
     p.add_argument("--ignore-eos", action="store_true", help="go on behind the end of the answer")
 
