@@ -102,16 +102,15 @@ def find(
     counter = ReuseDistances(len(trace.header.heads), trace.n_pages, trace.n_steps)
     total = np.zeros((len(trace.header.heads), trace.n_pages))
     age = np.zeros(trace.n_pages)
-    for some in trace:
-        counter.add(some)
-        if progress is not None:
-            progress(some.n)
+    whole, half = trace.whole(), trace.n_steps // 2
+    counter.add(whole)
     for mass, _ in trace.each():
         total[:, : mass.shape[1]] += mass
         age[: mass.shape[1]] += 1
+        if progress is not None:
+            progress(1)
     first, last = budget.between(trace.n_pages)
     per_step = (total / np.maximum(age, 1))[:, first:last]
-    whole, half = trace.whole(), trace.n_steps // 2
     stable = stability(whole)
     recalled = recall(trace, budget)
     marks = trace.notes.get("milestones")
