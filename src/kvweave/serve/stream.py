@@ -12,7 +12,7 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.responses import Response
 
 from kvweave.serve.driver.work import Event
-from kvweave.serve.guard.problems import problem_of
+from kvweave.serve.guard.problems import Problem, problem_of
 
 HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 BEAT_SECONDS = 5.0  # proxies and clients give up on a connection that says nothing
@@ -20,9 +20,15 @@ BEAT = ": waiting\n\n"  # a comment: no client takes it for an event
 
 
 class Reply(ABC):
-    """What the client of one answer gets of its events."""
+    """What the client of one answer gets of its events.
+
+    A stream whose events are ``named`` says the ``type`` of each before it, and ends with the last;
+    others end with ``[DONE]``.
+    """
 
     streams: bool
+    named = False
+    beat = BEAT
 
     @abstractmethod
     def take(self, event: Event) -> list[dict[str, Any]]:
@@ -35,6 +41,10 @@ class Reply(ABC):
     def last(self) -> list[dict[str, Any]]:
         """Return what a stream sends when all events are in."""
         return []
+
+    def failed(self, problem: Problem) -> list[dict[str, Any]]:
+        """Return what a stream sends, as its last, when the answer failed."""
+        return [problem.body]
 
 
 async def respond(events: AsyncGenerator[Event, None], reply: Reply) -> Response:
@@ -87,22 +97,25 @@ async def _stream(
     try:
         while True:
             if event is None:
-                yield BEAT
+                yield reply.beat
             else:
                 for piece in reply.take(event):
-                    yield _sse(piece)
+                    yield _sse(piece, reply.named)
             try:
                 event = await anext(beating)
             except StopAsyncIteration:
                 break
         for piece in reply.last():
-            yield _sse(piece)
-        yield "data: [DONE]\n\n"
+            yield _sse(piece, reply.named)
+        if not reply.named:
+            yield "data: [DONE]\n\n"
     except Exception as error:  # the status is sent: it can only be said here
-        yield _sse(problem_of(error).body)
+        for piece in reply.failed(problem_of(error)):
+            yield _sse(piece, reply.named)
     finally:
         await beating.aclose()
 
 
-def _sse(data: dict[str, Any]) -> str:
-    return f"data: {json.dumps(data, ensure_ascii=False)}\n\n"
+def _sse(data: dict[str, Any], named: bool) -> str:
+    name = f"event: {data['type']}\n" if named else ""
+    return f"{name}data: {json.dumps(data, ensure_ascii=False)}\n\n"

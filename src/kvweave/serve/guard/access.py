@@ -84,6 +84,7 @@ class Access:
             return None
         scheme, _, key = headers.get("authorization", "").partition(" ")
         key = key.strip() if scheme.lower() == "bearer" else ""
+        key = key or headers.get("x-api-key", "").strip()  # as Anthropic's clients send it
         if path == METRICS and self._of_metrics.namespace(key) is not None:
             state["sees_metrics"] = True
             return None
@@ -93,7 +94,7 @@ class Access:
                 401,
                 "this server needs an API key" if not key else "the API key is not known",
                 code="invalid_api_key",
-                hint="send it as `Authorization: Bearer KEY`",
+                hint="send it as `Authorization: Bearer KEY`, or as `x-api-key`",
                 headers={"WWW-Authenticate": "Bearer"} | CLOSE,
             )
         state["tenant"] = namespace

@@ -13,7 +13,7 @@ import uuid
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from kvweave.serve.guard.problems import REQUEST_ID
+from kvweave.serve.guard.problems import MESSAGES, OF_MESSAGES, REQUEST_ID
 
 log = logging.getLogger("kvweave.access")
 
@@ -41,15 +41,19 @@ class AccessLog:
             if message["type"] == "http.response.start":
                 status = message["status"]
                 MutableHeaders(scope=message)[HEADER] = id
+                if of_messages:
+                    MutableHeaders(scope=message)["Request-Id"] = id
             elif message["type"] == "http.response.body" and scope["method"] != "HEAD":
                 n_bytes += len(message.get("body", b""))
             await send(message)
 
-        token = REQUEST_ID.set(id)
+        of_messages = scope["path"] == MESSAGES or scope["path"].startswith(f"{MESSAGES}/")
+        token, which = REQUEST_ID.set(id), OF_MESSAGES.set(of_messages)
         try:
             await self.app(scope, receive, note)
         finally:
             REQUEST_ID.reset(token)
+            OF_MESSAGES.reset(which)
             _tell(scope, id, status, n_bytes, 1000 * (time.perf_counter() - started))
 
 

@@ -1,4 +1,7 @@
-"""Errors as OpenAI's clients expect them: ``{"error": {message, type, param, code, hint, ...}}``."""
+"""Errors as OpenAI's clients expect them: ``{"error": {message, type, param, code, hint, ...}}``.
+
+Below ``/v1/messages`` they are as Anthropic's clients expect them, whoever refuses a request.
+"""
 
 from __future__ import annotations
 
@@ -23,6 +26,8 @@ from kvweave.errors import KVWeaveError
 log = logging.getLogger("kvweave.serve")
 
 REQUEST_ID: ContextVar[str] = ContextVar("request_id", default="")  # of the request under way
+MESSAGES = "/v1/messages"  # what is below it speaks Anthropic's API
+OF_MESSAGES: ContextVar[bool] = ContextVar("of_messages", default=False)  # the request under way
 
 STATUS: Sequence[tuple[type[KVWeaveError], int]] = (
     (errors.ChunkNotFound, 404),
@@ -44,6 +49,16 @@ STATUS: Sequence[tuple[type[KVWeaveError], int]] = (
     (errors.OverQuota, 429),
 )
 TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+MESSAGES_TYPES = {
+    401: "authentication_error",
+    402: "billing_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    504: "timeout_error",
+    529: "overloaded_error",
+}
 NO_ROUTE = "a verb stands behind a colon, as in /v1/contexts/chat:ask; GET /openapi.json lists all"
 CLOSE = {"Connection": "close"}  # for answers to requests that are not read to their end
 # Their messages name files of the server, which are not the client's business.
@@ -61,11 +76,24 @@ class Problem:
     @property
     def body(self) -> dict[str, Any]:
         id = REQUEST_ID.get()
+        if OF_MESSAGES.get():
+            return {"type": "error", "error": self._of_messages()[1], "request_id": id or None}
         return {"error": self.error | ({"request_id": id} if id else {})}
 
     @property
     def response(self) -> JSONResponse:
-        return JSONResponse(self.body, self.status, self.headers)
+        status = self._of_messages()[0] if OF_MESSAGES.get() else self.status
+        return JSONResponse(self.body, status, self.headers)
+
+    def _of_messages(self) -> tuple[int, dict[str, Any]]:
+        """Return status and error in Anthropic's terms."""
+        status = 529 if self.status == 503 else self.status
+        kind = MESSAGES_TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
+        told = {"type": kind, "message": self.error["message"]}
+        if self.error["code"] == "context_length_exceeded":  # the words agents look for
+            n, limit = self.error["n"], self.error["limit"]
+            told["message"] = f"prompt is too long: {n} tokens > {limit} maximum"
+        return status, {key: value for key, value in self.error.items() if value} | told
 
 
 def make(
