@@ -7,6 +7,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
+from kvweave.client import parse
 from kvweave.client.course import Course
 from kvweave.client.settle import settle
 from kvweave.client.wires import Wire
@@ -34,9 +35,10 @@ class Promise(Generic[T]):
 
     @property
     def part(self) -> T:
-        """What it made. Raises InvalidArgument inside the block."""
+        """What it made. Raises InvalidArgument inside the block, and where the block took it away."""
         if not self.found:
-            raise InvalidArgument("part", "it is not made yet", "the block has to end first")
+            reason = "it is not made yet, or the block dropped it again"
+            raise InvalidArgument("part", reason, "the block has to end first")
         return self.found[0]
 
 
@@ -75,7 +77,8 @@ class Block:
         )
         self.version = told.get("version")
         for each, entry in zip(self._edits, told["made"], strict=True):
-            each.found.append(each.edit.read(entry))
+            if entry is not None or each.edit.read is not parse.part:
+                each.found.append(each.edit.read(entry))
 
 
 def if_match(version: int | None) -> dict[str, str]:
