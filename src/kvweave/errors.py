@@ -255,7 +255,7 @@ class HoleNotFilled(WeaveError):
 class ContextTooLong(WeaveError):
     def __init__(self, n: int, limit: int) -> None:
         super().__init__(  # agents know by the first sentence that they have to say less
-            f"This model's maximum context length is {limit} tokens. However, what was given "
+            f"This model's maximum context length is {limit} tokens. However, your messages "
             f"resulted in {n} tokens.",
             hint="drop some chunks, or ask for fewer new tokens",
             n=n,

@@ -117,6 +117,7 @@ def options_of(args: Namespace) -> Options:
         os.environ.get(METRICS_KEY) if args.metrics_key is None else args.metrics_key
     )
     given["allowed_hosts"], given["aliases"] = tuple(args.allowed_host), tuple(args.alias)
+    given["cors_origins"] = tuple(args.cors_origin)
     given["any_model"], given["tool_parser"] = args.any_model, args.tool_parser
     return Options(host=args.host, port=args.port, keys=keys_of(args), model_name=name, **given)
 

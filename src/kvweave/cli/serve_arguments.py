@@ -130,6 +130,14 @@ def _access(p: ArgumentParser) -> None:
         help="a name to answer under besides --host and local ones; may be given several times "
         "(with keys: any name)",
     )
+    add(
+        "--cors-origin",
+        action="append",
+        default=[],
+        metavar="ORIGIN",
+        help="pages of this origin (https://app.example) may read and change what they reach here; "
+        "may be given several times (none)",
+    )
 
 
 def _agents(p: ArgumentParser) -> None:

@@ -17,6 +17,7 @@ from importlib.metadata import version
 from typing import Any
 
 from fastapi import FastAPI
+from fastapi.middleware.cors import CORSMiddleware
 from fastapi.routing import APIRoute
 
 from kvweave.engine import Engine
@@ -29,6 +30,7 @@ from kvweave.serve.guard.limits import Limits
 from kvweave.serve.listening import CONNECTIONS, GRACE
 from kvweave.serve.metrics import Requests
 from kvweave.serve.openai import routes as openai
+from kvweave.serve.openai import tokens, vectors
 from kvweave.serve.options import Options
 from kvweave.serve.routes import (
     asked,
@@ -89,11 +91,31 @@ def create_app(engine: Engine, options: Options | None = None) -> FastAPI:
     )
     app.state.kvweave = state
     problems.install(app)
-    ours = (turns, edits, history, contexts, asked, memory, thin, chunks, system, placements)
+    ours = (
+        turns,
+        edits,
+        history,
+        contexts,
+        asked,
+        memory,
+        thin,
+        chunks,
+        system,
+        placements,
+        tokens,
+        vectors,
+    )
     for rooms in ours:
         app.include_router(rooms.router)
     app.include_router(openai.make_router(state), responses=ERRORS)
     app.include_router(page.make_router())
+    _guard(app, state)
+    return app
+
+
+def _guard(app: FastAPI, state: ServerState) -> None:
+    """Put the guards before the routes."""
+    options = state.options
     # the last one added is the first to see a request
     app.add_middleware(
         Limits,
@@ -107,10 +129,18 @@ def create_app(engine: Engine, options: Options | None = None) -> FastAPI:
         metrics_key=options.metrics_key,
         host=options.host,
         allowed_hosts=options.allowed_hosts,
+        origins=options.cors_origins,
     )
+    if options.cors_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=options.cors_origins,
+            allow_methods=("GET", "POST", "PUT", "DELETE"),
+            allow_headers=("*",),
+            expose_headers=("*",),
+        )
     app.add_middleware(Requests, metrics=state.metrics)
     app.add_middleware(AccessLog)
-    return app
 
 
 async def _expire(state: ServerState, seconds: float) -> None:

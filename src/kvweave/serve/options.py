@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Literal, get_args
+from urllib.parse import urlsplit
 
 from kvweave.chunk.identity import MAX_NAME, check_namespace
 from kvweave.errors import InvalidArgument
@@ -27,6 +28,7 @@ class Options:
     keys: Mapping[str, str] = field(default_factory=dict, repr=False)  # API key -> namespace
     metrics_key: str | None = field(default=None, repr=False)  # of /metrics, where there are keys
     allowed_hosts: Sequence[str] = ()  # names it answers under besides its own; without ports
+    cors_origins: Sequence[str] = ()  # of pages that may read and change what they can reach here
     max_waiting: int = 1024  # answers of one namespace, and as many other calls, that may wait
     max_active: int | None = None  # answers that run together; None: the engine's max_batch
     max_body: int = (
@@ -80,6 +82,8 @@ class Options:
             self._check_metrics_key(self.metrics_key)
         for host in self.allowed_hosts:
             check_host(host)
+        for origin in self.cors_origins:
+            check_origin(origin)
         if not self.keys and not is_loopback(self.host):
             raise InvalidArgument(
                 "host",
@@ -105,7 +109,8 @@ class Options:
     def to_dict(self) -> dict[str, object]:
         """Return the fields without the keys, JSON-ready."""
         told = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in SECRET}
-        return told | {"allowed_hosts": list(self.allowed_hosts), "aliases": list(self.aliases)}
+        lists = ("allowed_hosts", "cors_origins", "aliases")
+        return told | {name: list(getattr(self, name)) for name in lists}
 
 
 def check_host(name: str) -> None:
@@ -116,6 +121,22 @@ def check_host(name: str) -> None:
         if not _HOST.fullmatch(name):
             hint = "a name or an address, without http:// and without a port; no wildcards"
             raise InvalidArgument("allowed_hosts", f"{name!r} is no host", hint) from None
+
+
+def check_origin(origin: str) -> None:
+    """Raise InvalidArgument unless ``origin`` is one as browsers write it: no path, no wildcard."""
+    scheme, _, host = origin.partition("://")
+    try:
+        found = urlsplit(origin)
+        port = "" if found.port is None else f":{found.port}"
+        name = found.hostname or ""
+        check_host(name)
+    except (ValueError, InvalidArgument):
+        name = port = ""
+    shown = f"[{name}]" if ":" in name else name
+    if not name or scheme not in ("http", "https") or host != shown + port:
+        hint = "as browsers send it: http:// or https://, a name in small letters, a port if there is one"
+        raise InvalidArgument("cors_origins", f"{origin!r} is no origin", hint)
 
 
 def plain_host(name: str) -> str:

@@ -123,7 +123,7 @@ class Placements:
         told = [self._told(id, namespace) for id, _ in page]
         return {
             "run": self.run,
-            "seq": page[-1][1] if len(page) < len(changes) else last,
+            "seq": (page[-1][1] if page else since) if len(page) < len(changes) else last,
             "snapshot": anew or since == 0,
             "more": len(page) < len(changes),
             "chunks": [each for each in told if each is not None],

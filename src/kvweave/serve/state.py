@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable
 from typing import TypeVar
@@ -60,8 +61,10 @@ class ServerState:
         self.memories = driver.audits.before = Memories(engine, self.quota)
         self.fingerprint = f"fp_{engine.runner.fingerprint.digest().hex()[:12]}"
         self.limit = engine.runner.limit
+        self.longest = min(self.limit, options.max_prompt or self.limit)  # prompt, in tokens
         self.idempotent = Idempotent()
         self.placements = Placements(engine)
+        self.embedding = asyncio.Lock()  # one vector is made at a time
         self.was_full = float("-inf")  # when the disk had no room, by `time.monotonic`
 
     @property

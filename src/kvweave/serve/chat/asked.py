@@ -7,7 +7,7 @@ request's turn, `Asked.done` when all its answers have ended.
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field, replace
 
 from kvweave.engine import Engine
@@ -16,6 +16,7 @@ from kvweave.run.grammar import Grammar
 from kvweave.run.sample import Sampling
 from kvweave.serve.chat.ask import ChatAsk
 from kvweave.serve.chat.forced import grammar_of, held
+from kvweave.serve.chat.prompts import MakePrompt
 from kvweave.serve.chat.read import AnswerReader, ToldEvent
 from kvweave.serve.driver.work import Event
 from kvweave.serve.reuse.find import Wanted
@@ -29,7 +30,6 @@ from kvweave.weave.turn import Turn
 NEW_TOKENS = 1024  # at most so many when a chat request does not say
 
 Counts = dict[str, int | float | None]
-MakePrompt = Callable[[ServerState], Prompt]
 
 
 @dataclass(slots=True)

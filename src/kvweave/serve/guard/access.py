@@ -55,10 +55,12 @@ class Access:
         metrics_key: str | None = None,
         host: str = "",
         allowed_hosts: Iterable[str] = (),
+        origins: Iterable[str] = (),
     ) -> None:
         self.app, self.keys = app, Keys(keys)
         self._of_metrics = Keys({} if metrics_key is None else {metrics_key: ""})
         allowed = {plain_host(name) for name in allowed_hosts}
+        self._origins = frozenset(origins)  # pages that may do what their users may
         self._checks_host = bool(allowed) or not keys
         self._hosts = (allowed | {plain_host(host)}) - {""}
 
@@ -78,7 +80,8 @@ class Access:
         if self._checks_host and (problem := self._other_host(headers)):
             return problem
         if not self.keys:
-            return _from_elsewhere(scope["method"], headers)
+            known = headers.get("origin") in self._origins
+            return None if known else _from_elsewhere(scope["method"], headers)
         path = scope["path"]
         if path in OPEN or path.startswith(OPEN_BELOW):
             return None

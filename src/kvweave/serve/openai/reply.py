@@ -124,7 +124,7 @@ class ResponseBuilder(Reply):
     def extension(self) -> dict[str, object]:
         """What only this server tells."""
         told = self.asked.report(self.ttft)
-        if isinstance(self.body, ChatRequest) and (left := self.body.ignored(self.state)):
+        if left := self.body.ignored(self.state):
             told["ignored"] = left
         return {"kvweave": told | ({"ledger": self.ledgers[0]} if len(self.ledgers) == 1 else {})}
 

@@ -13,13 +13,12 @@ from typing import Any
 from fastapi import APIRouter
 from fastapi.responses import Response
 
-from kvweave.serve.chat.asked import Asked, MakePrompt
+from kvweave.serve.chat.asked import Asked
+from kvweave.serve.chat.prompts import completion_prompt
 from kvweave.serve.guard.access import Tenant
-from kvweave.serve.guard.problems import make
-from kvweave.serve.guard.text import tokens_of
+from kvweave.serve.openai.named import other_model
 from kvweave.serve.openai.reply import ResponseBuilder
 from kvweave.serve.openai.schemas import ChatRequest, CompletionRequest
-from kvweave.serve.reuse.render import Prompt, PromptSegment
 from kvweave.serve.routes.base import STREAMED
 from kvweave.serve.routes.strict import StrictRoute
 from kvweave.serve.state import ServerState
@@ -32,7 +31,7 @@ def make_router(state: ServerState) -> APIRouter:
     started = int(time.time())
     name = state.options.model_name
     model = {"id": name, "object": "model", "created": started, "owned_by": "kvweave"}
-    model |= {"max_model_len": state.options.max_prompt or state.limit}
+    model |= {"max_model_len": state.longest}
 
     @router.get("/v1/models")
     async def models(tenant: Tenant) -> dict[str, Any]:
@@ -43,9 +42,7 @@ def make_router(state: ServerState) -> APIRouter:
     @router.get("/v1/models/{wanted:path}", response_model=None)
     async def one_model(wanted: str, tenant: Tenant) -> dict[str, Any] | Response:
         """Describe the model."""
-        return (
-            model | {"id": wanted} if state.options.answers_to(wanted) else _no_model(wanted, name)
-        )
+        return other_model(state, wanted) or model | {"id": wanted}
 
     @router.post("/v1/chat/completions", response_model=None, responses=STREAMED)
     async def chat(body: ChatRequest, tenant: Tenant) -> Response:
@@ -53,10 +50,10 @@ def make_router(state: ServerState) -> APIRouter:
 
         Tools are shown to the model by its chat template; its calls come back as ``tool_calls``.
         """
-        if not state.options.answers_to(body.model):
-            return _no_model(body.model, name)
+        if (refused := other_model(state, body.model)) is not None:
+            return refused
         body.check()
-        ask = body.ask()
+        ask = body.ask(state.renderer.template)
         # a grammar may take a second to compile, the first time
         asked = await asyncio.to_thread(Asked.of_chat, state, tenant, ask)
         return await respond(asked.events(), ResponseBuilder(state, asked, body))
@@ -64,11 +61,11 @@ def make_router(state: ServerState) -> APIRouter:
     @router.post("/v1/completions", response_model=None, responses=STREAMED)
     async def completions(body: CompletionRequest, tenant: Tenant) -> Response:
         """Continue text or tokens."""
-        if not state.options.answers_to(body.model):
-            return _no_model(body.model, name)
+        if (refused := other_model(state, body.model)) is not None:
+            return refused
         limit = 16 if body.max_tokens is None else body.max_tokens
         sampling = body.sampling(limit, body.logprobs or 0)
-        prompts = [_completion_prompt(prompt) for prompt in body.prompts()]
+        prompts = [completion_prompt(prompt) for prompt in body.prompts()]
         given = body.grammar()
         grammar = None
         if given is not None:
@@ -81,25 +78,3 @@ def make_router(state: ServerState) -> APIRouter:
         return await respond(asked.events(), ResponseBuilder(state, asked, body))
 
     return router
-
-
-def _no_model(wanted: str, name: str) -> Response:
-    return make(
-        404, f"no model {wanted!r}", code="model_not_found", param="model", hint=f"it is {name!r}"
-    ).response
-
-
-def _completion_prompt(given: str | list[int]) -> MakePrompt:
-    """Return what makes the prompt; a BOS the engine begins with anyway is not put twice."""
-
-    def prompt(state: ServerState) -> Prompt:
-        engine, base = state.driver.engine, state.sessions.engine_base
-        tokens = tokens_of(engine, given)
-        begin = [] if base is None else [int(t) for t in engine.table.tokens(base)]
-        text = given if isinstance(given, str) else state.assembler.text(tokens)
-        if begin and tokens[: len(begin)] == begin:
-            tokens = tokens[len(begin) :]
-        segment = PromptSegment("document", text, "prompt", True, tokens=tuple(tokens))
-        return Prompt((segment,) if tokens else (), "", "")
-
-    return prompt

@@ -6,17 +6,26 @@ which (`kvweave.ignored`).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
 
 from kvweave.config import BaseMode
 from kvweave.errors import InvalidArgument
 from kvweave.run.grammar import GrammarKind, GrammarText
 from kvweave.run.sample import Sampling
 from kvweave.serve.chat.ask import EFFORTS, ChatAsk, thinking
+from kvweave.serve.openai.messages import (
+    MAX_TOOLS,
+    MAX_VARIABLES,
+    Messages,
+    plain_messages,
+    plain_tools,
+)
+from kvweave.serve.reuse.adapt import TemplateHabits
 from kvweave.serve.reuse.pooled import WeaveOptions
-from kvweave.serve.routes.base import MAX_STOPS, ChunkRef, Stops
+from kvweave.serve.routes.base import MAX_STOPS, Stops
 from kvweave.serve.state import ServerState
 
 # Fields that say nothing about the answer's text.
@@ -25,64 +34,24 @@ HARMLESS = frozenset(
     "prompt_cache_options session_id verbosity prediction web_search_options audio provider "
     "client_metadata request_id priority include_stop_str_in_output skip_special_tokens "
     "spaces_between_special_tokens cache_salt return_token_ids echo parallel_tool_calls store "
-    "truncate_prompt_tokens add_generation_prompt cache_control transforms route usage".split()
+    "truncate_prompt_tokens add_generation_prompt cache_control transforms route usage "
+    "add_special_tokens use_beam_search".split()
 )
+# Of these, what would change it.
+ONLY: Mapping[str, tuple[object, ...]] = {
+    "include_stop_str_in_output": (False,),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "truncate_prompt_tokens": (),
+    "add_generation_prompt": (True,),
+    "add_special_tokens": (False,),
+    "use_beam_search": (False,),
+    "transforms": ([],),
+    "echo": (False,),
+}
 MAX_CHOICES = 16
-MAX_MESSAGES = 16_384  # of one conversation
 MAX_TOP = 20
-MAX_TOOLS = 1024  # of one request
-MAX_VARIABLES = 64  # of a chat template
 MAX_ANSWERS = 64  # of one request
-
-
-class TextPart(BaseModel):
-    """Text of a message, under the names that APIs have for it."""
-
-    model_config = ConfigDict(extra="ignore")  # cache_control, annotations
-    type: Literal["text", "input_text", "output_text"]
-    text: str
-
-
-class RefusalPart(BaseModel):
-    """What an assistant said instead of an answer."""
-
-    type: Literal["refusal"]
-    refusal: str
-
-
-class ChunkPart(BaseModel):
-    """A stored chunk by name or ``#id``, in the place where it stands in the message."""
-
-    type: Literal["chunk"]
-    name: ChunkRef
-
-
-ContentPart = Annotated[TextPart | RefusalPart | ChunkPart, Field(discriminator="type")]
-
-
-class ToolCall(BaseModel):
-    """A call of a tool in an answer that is sent back."""
-
-    model_config = ConfigDict(extra="allow")
-    function: dict[str, Any] | None = None
-
-
-class ChatMessage(BaseModel):
-    """One message; what else it has (name ...) is the chat template's business."""
-
-    model_config = ConfigDict(extra="allow")
-    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: str | list[ContentPart] | None = None
-    tool_calls: list[ToolCall] | None = None
-
-
-class ToolFunction(BaseModel):
-    """A function that the model may call."""
-
-    model_config = ConfigDict(extra="allow")
-    name: Annotated[str, Field(min_length=1, max_length=256)]
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
 
 
 class NamedTool(BaseModel):
@@ -100,8 +69,9 @@ class NamedTool(BaseModel):
 class Thinking(BaseModel):
     """Whether the model is to think first, as some APIs have it."""
 
-    model_config = ConfigDict(extra="ignore")
+    model_config = ConfigDict(extra="forbid")
     type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: int | None = None
 
 
 KeepSpec = Annotated[str, Field(max_length=256)]
@@ -110,6 +80,7 @@ KeepSpec = Annotated[str, Field(max_length=256)]
 class StreamOptions(BaseModel):
     """Whether the last chunk of a stream has the usage."""
 
+    model_config = ConfigDict(extra="allow")  # include_obfuscation, ...: nothing of the text
     include_usage: bool = False
 
 
@@ -196,6 +167,8 @@ class GenerationRequest(BaseModel):
         for name, value in (self.model_extra or {}).items():
             if value is not None and name not in HARMLESS:
                 raise InvalidArgument(name, "this server does not know it", "leave it out")
+            if value is not None and value not in ONLY.get(name, (value,)):
+                raise InvalidArgument(name, f"{value!r} is not supported", "leave it out")
 
     def grammar(self) -> GrammarText | None:
         """Return what the text keeps to. Raises InvalidArgument for several things."""
@@ -225,6 +198,12 @@ class GenerationRequest(BaseModel):
         """Return what ``response_format`` asks for, where there is one."""
         return None
 
+    def ignored(self, state: ServerState) -> list[str]:
+        """Return the names of what was given and changes nothing."""
+        found = [name for name, value in (self.model_extra or {}).items() if value is not None]
+        more = self.stream_options.model_extra if self.stream_options is not None else None
+        return [*found, *(f"stream_options.{name}" for name in more or {})]
+
     @property
     def how(self) -> WeaveOptions:
         given = self.kvweave or Extension()
@@ -239,17 +218,10 @@ class GenerationRequest(BaseModel):
         return self.stream_options is not None and self.stream_options.include_usage
 
 
-def _not_too_many(given: object) -> object:
-    """Refuse more messages than any context holds before one of them is looked at."""
-    if isinstance(given, list) and len(given) > MAX_MESSAGES:
-        raise ValueError(f"{len(given):,} messages are more than {MAX_MESSAGES:,}")
-    return given
-
-
 class ChatRequest(GenerationRequest):
     """Body of ``POST /v1/chat/completions``."""
 
-    messages: Annotated[list[ChatMessage], BeforeValidator(_not_too_many), Field(min_length=1)]
+    messages: Messages
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
@@ -265,9 +237,13 @@ class ChatRequest(GenerationRequest):
     include_reasoning: bool | None = None
     chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=MAX_VARIABLES)] | None = None
     continue_final_message: bool | None = None
+    _left: list[str] = PrivateAttr(default_factory=list)  # ignored of messages and tools
 
     def check(self) -> None:
         """Raise InvalidArgument for what this server cannot do."""
+        extra = self.model_extra or {}
+        if self.continue_final_message and extra.get("add_generation_prompt") is False:
+            del extra["add_generation_prompt"]  # as vLLM has it, the one asks for the other
         GenerationRequest.check(self)
         if self.modalities not in (None, ["text"]):
             raise InvalidArgument("modalities", "only text is supported", "leave it out")
@@ -301,13 +277,15 @@ class ChatRequest(GenerationRequest):
         known = "text, json_object, json_schema, regex, grammar"
         raise InvalidArgument("response_format", f"{kind!r} is none of {known}")
 
-    def ask(self) -> ChatAsk:
+    def ask(self, template: TemplateHabits) -> ChatAsk:
         """Return what is asked, in terms of no API. Raises InvalidArgument."""
         logprobs = (self.top_logprobs or 0) if self.logprobs else 0
         choice = self.tool_choice or "auto"
-        tools, _ = self._functions()
+        messages, left = plain_messages(self.messages, template)
+        tools, more = plain_tools(self.tools or [], template)
+        self._left = [*left, *more]
         return ChatAsk(
-            messages=[message.model_dump(exclude_none=True) for message in self.messages],
+            messages=messages,
             sampling=self.sampling(1 if self.limit is None else self.limit, logprobs),
             max_tokens=self.limit,
             tools=tools,
@@ -322,37 +300,23 @@ class ChatRequest(GenerationRequest):
         )
 
     def ignored(self, state: ServerState) -> list[str]:
-        """Return the names of what was given and changes nothing."""
-        found = [name for name, value in (self.model_extra or {}).items() if value is not None]
-        _, unknown = state.renderer.template.variables(self.chat_template_kwargs or {})
-        found += [f"chat_template_kwargs.{name}" for name in unknown]
-        found += self._functions()[1]
+        """Return the names of what was given and changes nothing, once it was asked."""
         known = state.renderer.template
+        _, unknown = known.variables(self.chat_template_kwargs or {})
+        found = [f"chat_template_kwargs.{name}" for name in unknown]
         if self.reasoning_effort is not None and not (
             known.knows("reasoning_effort") or known.knows("enable_thinking")
         ):
             found.append("reasoning_effort")
-        return found
+        if self.thinking is not None and self.thinking.budget_tokens is not None:
+            found.append("thinking.budget_tokens")
+        return [*GenerationRequest.ignored(self, state), *found, *self._left]
 
     def _variables(self) -> dict[str, Any]:
         enabled = self.enable_thinking
         if enabled is None and self.thinking is not None and self.thinking.type != "adaptive":
             enabled = self.thinking.type == "enabled"
         return thinking(self.reasoning_effort, enabled) | (self.chat_template_kwargs or {})
-
-    def _functions(self) -> tuple[list[dict[str, Any]], list[str]]:
-        """Return the functions among the tools, and what names those of other types."""
-        tools, others = [], []
-        for i, tool in enumerate(self.tools or []):
-            if tool.get("type") == "function":
-                try:
-                    ToolFunction.model_validate(tool.get("function"))
-                except ValidationError as error:
-                    raise InvalidArgument(f"tools.{i}", str(error.errors()[0]["msg"])) from None
-                tools.append(tool)
-            else:
-                others.append(f"tools.{i}")
-        return tools, others
 
 
 class CompletionRequest(GenerationRequest):

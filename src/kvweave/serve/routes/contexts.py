@@ -77,7 +77,7 @@ def given(body: Weave) -> _Json:
 
 @router.get("/contexts", response_model=SummaryList)
 async def contexts(
-    tenant: Tenant, the: The, limit: Annotated[int, Query(ge=1, le=1000)] = 1000,
+    tenant: Tenant, the: The, limit: Annotated[int, Query(ge=0, le=1000)] = 1000,
     after: Annotated[str, Query(max_length=256)] = "",
 ) -> _Json:  # fmt: skip
     """List the open contexts by name."""
@@ -85,7 +85,7 @@ async def contexts(
     def work(engine: Engine) -> _Json:
         names = sorted(name for name in engine.contexts_of(tenant) if name > after)
         mine = [engine.get_context(name, tenant) for name in names[:limit]]
-        more = names[limit - 1] if len(names) > limit else None
+        more = names[limit - 1] if 0 < limit < len(names) else None
         return {
             "object": "list",
             "data": [summary_of(the, context) for context in mine],

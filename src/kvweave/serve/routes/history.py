@@ -119,7 +119,7 @@ class Revert(BaseModel):
 
 
 @router.get("/{name:path}:log", response_model=EditList)
-async def log(here: OnContext, limit: Annotated[int, Query(ge=1, le=1000)] = 100) -> _Json:
+async def log(here: OnContext, limit: Annotated[int, Query(ge=0, le=1000)] = 100) -> _Json:
     """List what was done to a context, the newest first."""
 
     def work(engine: Engine, context: Context) -> _Json:

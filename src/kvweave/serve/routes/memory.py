@@ -36,7 +36,7 @@ ItemPattern = Annotated[str, Query(min_length=1, max_length=MAX_REF)]
 
 @router.get("", response_model=shape.MemoryList)
 async def memories(
-    tenant: Tenant, the: The, limit: Annotated[int, Query(ge=1, le=1000)] = 1000,
+    tenant: Tenant, the: The, limit: Annotated[int, Query(ge=0, le=1000)] = 1000,
     after: Annotated[str, Query(max_length=256)] = "",
 ) -> _Json:  # fmt: skip
     """List the memories by the names of their contexts."""
@@ -44,7 +44,7 @@ async def memories(
     def work(engine: Engine) -> _Json:
         mine = the.memories.of(tenant)
         names = sorted(name for name in mine if name > after)
-        more = names[limit - 1] if len(names) > limit else None
+        more = names[limit - 1] if 0 < limit < len(names) else None
         told = [{"name": n, "root": mine[n].memory.root} for n in names[:limit]]
         return {"object": "list", "data": told, "next": more}
 

@@ -46,7 +46,7 @@ async def placements(
     tenant: Tenant, the: The,
     run: Annotated[str, Query(max_length=64)] = "",
     since: Annotated[int, Query(ge=0, le=2**53)] = 0,
-    limit: Annotated[int, Query(ge=1, le=MOST)] = MOST,
+    limit: Annotated[int, Query(ge=0, le=MOST)] = MOST,
 ) -> dict[str, Any]:  # fmt: skip
     """Tell a router which chunks have KV, and where: all, or what changed behind ``since`` of ``run``.
 
