@@ -8,6 +8,7 @@ is the server's own.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,10 +44,10 @@ SPECIAL = ["<|im_start|>", "<|im_end|>"]
 class Script:
     """The lines that are written, one an answer."""
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, end: str = "<|im_end|>") -> None:
         self.tokenizer = tokenizer
         self.lines: deque[str] = deque()
-        self.end = int(tokenizer.convert_tokens_to_ids("<|im_end|>"))
+        self.end = int(tokenizer.convert_tokens_to_ids(end))
         self._left: dict[int, deque[int]] = {}  # of each sampler
 
     def say(self, *lines: str) -> None:
@@ -74,15 +75,19 @@ def scripted(
     monkeypatch: pytest.MonkeyPatch,
     template: str = HERMES,
     n: int = 4096,
+    special: Sequence[str] = SPECIAL,
     **more: Any,
 ) -> tuple[Engine, Script]:
-    """Return an engine of a tiny random model with ``n`` positions, and what it writes."""
+    """Return an engine of a tiny random model with ``n`` positions, and what it writes.
+
+    The last of the ``special`` tokens ends answers.
+    """
     tokenizer = AutoTokenizer.from_pretrained(bundled)
-    tokenizer.add_tokens(SPECIAL, special_tokens=True)
+    tokenizer.add_tokens(list(special), special_tokens=True)
     tokenizer.add_tokens(["<think>", "</think>"])
     tokenizer.chat_template = template
-    tokenizer.eos_token = "<|im_end|>"
-    script = Script(tokenizer)
+    tokenizer.eos_token = special[-1]
+    script = Script(tokenizer, special[-1])
     sizes = {"vocab_size": len(tokenizer), "max_position_embeddings": n}
     model = oracle.build("qwen3", sizes | {"eos_token_id": script.end})
     model.generation_config.eos_token_id = script.end

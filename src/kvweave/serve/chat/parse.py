@@ -148,18 +148,31 @@ class AnswerParser:
         if self._form is None or self._parser is None:
             return []
         calls = self._form.response["fields"].get("tool_calls", {})
-        if self._field == "tool_calls" and not (
-            complete and calls.get("content", "text") in STRICT_CONTENT
-        ):
-            return self._give_up()
+        strict = calls.get("content", "text") in STRICT_CONTENT
+        found: list[Written] = []
+        if self._field == "tool_calls" and complete and not strict:
+            found = self._closed()
+        if self._field == "tool_calls" and not (complete and strict):
+            return _joined([*found, *self._give_up()])
         try:
             _, events = self._parser.finalize()
         except ValueError:
-            return self._give_up()
-        found = [piece for event in events for piece in self._event(event)]
+            return _joined([*found, *self._give_up()])
+        found += [piece for event in events for piece in self._event(event)]
         if self._plain and self._held:
             found.append(ContentText(self._held))
+        if not self._started and self._raw.strip():
+            found.append(ContentText(self._raw))  # nothing in it was of any region
         return _joined(found)
+
+    def _closed(self) -> list[Written]:
+        """Return the call that is complete, where what closes it waits for what follows."""
+        found = self.feed("\n")
+        self._raw = self._raw.removesuffix("\n")
+        last = found[-1] if found else None
+        if isinstance(last, ContentText):
+            found[-1] = ContentText(last.text.removesuffix("\n"))
+        return found
 
     # ---- regions
 
