@@ -89,6 +89,9 @@ GOOD: dict[tuple[str, str], dict[str, Any]] = {
     ("POST", "/v1/contexts/chat/a:message"): {"role": "robot", "content": "Anna's river ?"},
     ("POST", "/v1/contexts/chat/a:drop"): {"parts": [], "mode": "forget"},
     ("POST", "/v1/contexts/chat/a:replace"): {"part": "docs/none", "text": "x", "kind": "document"},
+    ("POST", "/v1/contexts/chat/a:amend"): {
+        "part": "docs/none", "text": "x", "kind": "document", "role": "user",
+    },
     ("POST", "/v1/contexts/chat/a:reorder"): {"order": [0]},
     ("POST", "/v1/contexts/chat/a:fork"): {"to": "chat/a"},
     ("POST", "/v1/contexts/chat/a:weave"): {"repair": "none", "share": 0.0, "max_drift": 1.0},

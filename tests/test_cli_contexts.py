@@ -79,6 +79,23 @@ def test_parts_are_added_and_dropped(there):
         there("context", "append", "chat/42", *words, status=2)
 
 
+def test_a_part_is_amended_and_its_errata_go_with_it(there):
+    made = there("context", "amend", "chat/42", "docs/a", "late rain .")
+    assert re.match(r"added: docs/a~1  #\d+, \d+ tokens\n", made)
+    version = str(there.json("context", "show", "chat/42")["version"])
+    words = ["-1", "-", "--role", "user", "--if-version"]
+    assert there.json("context", "amend", "chat/42", *words, version, stdin="hi")["name"] == (
+        "docs/a~1~1"
+    )
+    there("context", "amend", "chat/42", *words, version, stdin="hi", status=1)
+    there("context", "amend", "chat/42", "1", "x", "--role", "user", "--kind", "tool", status=2)
+    there("context", "amend", "chat/42", "nothing", "x", status=1)
+    shown = there.json("context", "show", "chat/42")["parts"]
+    assert [p["amends"] for p in shown] == [None, None, shown[1]["id"], shown[2]["id"]]
+    assert there.json("context", "drop", "chat/42", "docs/a")["n_parts"] == 1
+    assert "drop docs/a, docs/a~1, docs/a~1~1" in there("context", "log", "chat/42")
+
+
 def test_a_question_and_its_answer_stay(there):
     text = there(
         "context", "ask", "chat/42", "what about Nina's river .", "--max-tokens", "3", "--explain"

@@ -130,6 +130,16 @@ def context_script(weaver, settle):
     yield twin.append_slice("docs/a", 2, 9), twin.append_chunk("#1"), twin.append("so well .")
     yield twin.insert(1, [5, 6], name="five-six"), twin.insert_chunk(0, "docs/b")
     yield twin.replace(0, "then we saw it"), twin.parts, ctx.parts
+    late = weaver.fork(twin, "late")
+    yield late.amend(1, "so well ."), late.amend("docs/b", [7, 8], kind="tool"), late.preview()
+    yield late.amend(0, "late rain .", role="user"), late.parts, late.weave()
+    yield failure(late.amend, 0, [5], role="user"), failure(late.amend, "nothing", "x")
+    with late.edit() as edit:
+        edit.amend(-1, "so well .")
+        edit.drop("docs/b")
+    yield late.parts, late.replace(0, "we saw it"), late.parts
+    settle()
+    weaver.close_context("late")
     twin.leave((0, 5), (7, twin.n_tokens))
     twin.reorder([2, 1, 0, *range(3, len(twin.parts))])
     twin.drop(twin.parts[0], "docs/a[2:9]", -1)

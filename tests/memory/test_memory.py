@@ -75,6 +75,21 @@ def fill(memory: Memory) -> None:
 # ---- the loop
 
 
+def test_an_erratum_leaves_with_the_turn_it_amends(make) -> None:
+    memory = make()
+    wrong = memory.tell(says("Anna's river"))
+    erratum = memory.context.amend(wrong, "so well Anna's river is loud . then we saw it", role="user")
+    for key in list(FACTS)[1:]:
+        memory.tell(says(key))
+    names = [part.name for part in memory.context.parts]
+    assert wrong.name not in names and erratum.name not in names
+    kept = [memory.read(item.name) for item in memory.items()]
+    assert any("Anna's river is cold" in said for said in kept)
+    assert any("Anna's river is loud" in said for said in kept), "it is an item too"
+    summary = memory.zone("summary")[0]
+    assert "Anna's river is loud" in memory.read(summary.name)
+
+
 def test_old_turns_become_a_summary_and_items(make) -> None:
     memory = make()
     fill(memory)

@@ -170,7 +170,12 @@ class Fake:
             parts[index] = part(self.next_id, parts[index]["name"], n, parts[index]["kind"], how="prefill", tier="none", n_prefilled=n)  # fmt: skip
             self.disturb(name, index + 1)
             says = f"replace {parts[index]['name']}"
-        if verb in ("drop", "revert", "append", "replace"):
+        elif verb == "amend":
+            amended, self.next_id = parts[self.at(name, body["part"])]["name"], self.next_id + 1
+            made, n = f"{amended}~1", len(body["text"].split())
+            parts.append(part(self.next_id, made, n, "document", how="prefill", tier="none", n_prefilled=n))  # fmt: skip
+            says = f"amend {made}"
+        if verb in ("drop", "revert", "append", "replace", "amend"):
             self.note(name, verb, says)
 
     def named(self, name: str) -> dict:

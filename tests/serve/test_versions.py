@@ -38,6 +38,7 @@ EDITS = [
     ("POST", ":message", {"role": "user", "content": A}),
     ("POST", ":drop", {"parts": [-1]}),
     ("POST", ":replace", {"part": -1, "tokens": [9]}),
+    ("POST", ":amend", {"part": -1, "tokens": [9]}),
     ("POST", ":reorder", {"order": [0, 2, 1, 3]}),
     ("POST", ":edit", {"edits": [{"verb": "append", "tokens": [8]}]}),
     ("POST", ":revert", {"to": 2}),

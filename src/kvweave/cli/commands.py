@@ -57,6 +57,13 @@ VERBS = (
         "",
         ("kvweave context drop chat/42 docs/faq 3",),
     ),
+    (
+        "amend",
+        "Add an erratum of a part at the end of a context; nothing else is computed anew.",
+        context_arguments.amend,
+        "What was wrong can still be read. It goes when the part is dropped.",
+        ("kvweave context amend chat/42 docs/faq 'Correction: the button is red.'",),
+    ),
     ("ledger", "Say what each answer of a context cost, in nats.", context_arguments.one, "", ()),
     ("log", "List what was done to a context, the latest first.", context_arguments.log, "", ()),
     (

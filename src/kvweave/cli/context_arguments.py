@@ -61,6 +61,16 @@ def drop(p: ArgumentParser) -> None:
     version(p)
 
 
+def amend(p: ArgumentParser) -> None:
+    """Add what `kvweave context amend` takes."""
+    one(p)
+    p.add_argument("part", metavar="PART", help=PART)
+    p.add_argument("text", metavar="TEXT", nargs="?", help="the erratum; - or none reads stdin")
+    p.add_argument("--role", choices=ROLES, help="as a message of this role")
+    p.add_argument("--kind", choices=KINDS, help="what it is (document)")
+    version(p)
+
+
 def two(what: str) -> Callable[[ArgumentParser], None]:
     """Return what adds a context and another name."""
 

@@ -17,6 +17,7 @@ from kvweave.errors import ContextNotFound, nearest
 
 if TYPE_CHECKING:
     from kvweave.client import RemoteContext
+    from kvweave.weave.parts import Part
 
 _Json = dict[str, Any]
 
@@ -147,13 +148,28 @@ def ledger(args: Namespace) -> None:
 def drop(args: Namespace) -> None:
     """Remove parts of one."""
     with _context(args) as context:
-        parts = [int(p) if p.lstrip("-").isdecimal() else p for p in args.parts]
+        parts = list(map(_ref, args.parts))
         if args.if_version is None:
             context.drop(*parts, mode=args.mode)
         else:
             with context.edit(version=args.if_version) as edit:
                 edit.drop(*parts, mode=args.mode)
         _did(args, f"dropped {', '.join(args.parts)}", context)
+
+
+def amend(args: Namespace) -> None:
+    """Add an erratum of a part of one."""
+    if args.role is not None and args.kind is not None:
+        raise UsageError("the role of a message is its kind", "leave --kind away")
+    text, how = _text(args.text), {"kind": args.kind, "role": args.role}
+    with _context(args) as context:
+        if args.if_version is None:
+            part = context.amend(_ref(args.part), text, **how)
+        else:
+            with context.edit(version=args.if_version) as edit:
+                made = edit.amend(_ref(args.part), text, **how)
+            part = made.part
+    _added(args, part)
 
 
 def mv(args: Namespace) -> None:
@@ -189,11 +205,7 @@ def append(args: Namespace) -> None:
         raise UsageError("a message goes to the end, by a name of its own", "leave --role away")
     with _context(args) as context:
         part = _append(args, context)
-    out = Out.of(args)
-    if out.as_json:
-        out.data({"name": part.name, "id": part.id, "n_tokens": part.n})
-    elif not out.quiet:
-        print(f"added: {part.name}  #{part.id}, {part.n} tokens")
+    _added(args, part)
 
 
 def ask(args: Namespace) -> None:
@@ -239,6 +251,18 @@ def _append(args: Namespace, context: RemoteContext) -> Any:
     if args.at is None:
         return context.append(text, kind=args.kind, name=args.stored)
     return context.insert(args.at, text, kind=args.kind, name=args.stored)
+
+
+def _added(args: Namespace, part: Part) -> None:
+    out = Out.of(args)
+    if out.as_json:
+        out.data({"name": part.name, "id": part.id, "n_tokens": part.n})
+    elif not out.quiet:
+        print(f"added: {part.name}  #{part.id}, {part.n} tokens")
+
+
+def _ref(word: str) -> str | int:
+    return int(word) if word.lstrip("-").isdecimal() else word
 
 
 def _text(text: str | None) -> str:

@@ -72,6 +72,19 @@ class EditVerbs:
         return OneEdit("replace", body, parse.part)
 
     @Editing
+    def amend(
+        self,
+        ref: AnyPart,
+        content: TextOrTokens,
+        *,
+        kind: Kind | None = None,
+        role: Kind | None = None,
+    ) -> OneEdit[Part]:
+        """Add an erratum of a part at the end; what stands there is left as it is."""
+        body = {"part": ref_of(ref), **content_of(content), "kind": kind, "role": role}
+        return OneEdit("amend", {k: v for k, v in body.items() if v is not None}, parse.part)
+
+    @Editing
     def reorder(self, order: Sequence[AnyPart]) -> OneEdit[None]:
         """Put the parts in another order; ``order`` names each of them once."""
         return _edit("reorder", order=refs_of(order))

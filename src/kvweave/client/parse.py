@@ -50,8 +50,9 @@ def check(found: Json) -> Check:
 
 def part(found: Json) -> Part:
     """Return one part of a context."""
-    start, n = found.get("start", 0), found["n_tokens"]
-    return Part(found["uid"], ChunkId(found["id"]), n, found["name"], start=start)
+    start, n, amends = found.get("start", 0), found["n_tokens"], found.get("amends")
+    amended = None if amends is None else ChunkId(amends)
+    return Part(found["uid"], ChunkId(found["id"]), n, found["name"], start=start, amends=amended)
 
 
 def edit(found: Json) -> Edit:

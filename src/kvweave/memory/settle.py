@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from kvweave.errors import InvalidArgument
 from kvweave.memory.ground import Ground
 from kvweave.memory.summaries import Said, Segment, Summariser
+from kvweave.weave.edits import with_errata
 from kvweave.weave.parts import Part, TextOrTokens
 
 SUMMARY = "sum"  # items: ROOT/CONTEXT/sum-000
@@ -46,7 +47,9 @@ class Settling:
     def _leaving(self) -> list[Part]:
         turns = self.ground.turns()
         n = self.ground.budget.leaving([sum(p.n for p in turn) for turn in turns])
-        return [part for turn in turns[:n] for part in turn]
+        parts = self.ground.context.parts
+        leaving = {parts.index(part) for turn in turns[:n] for part in turn}
+        return [parts[i] for i in sorted(with_errata(parts, leaving))]
 
     def _folding(self) -> list[Part]:
         parts = self.ground.parts("summary")

@@ -33,7 +33,7 @@ from kvweave.serve.guard.problems import Problem
 MOST = 100_000  # contexts of a tenant whose worker is remembered
 AGAIN = (0.2, 1.0)  # seconds before what may be sent again is
 VERBS = (
-    "append message drop replace reorder leave edit fork rename log diff revert ledger why weave preview "
+    "append message drop replace amend reorder leave edit fork rename log diff revert ledger why weave preview "
     "check generate ask"
 ).split()
 MEMORY = (

@@ -6,6 +6,7 @@ Here are the parts and their edits, without a tensor; their rows are a `Session`
 from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from kvweave.chunk.identity import ChunkId, Kind
@@ -16,7 +17,15 @@ from kvweave.weave.answer import Answer, request_from
 from kvweave.weave.check import Check
 from kvweave.weave.costs import AnswerCost
 from kvweave.weave.edited import EditedParts
-from kvweave.weave.edits import dropped, left, part_of, renamed, reordered
+from kvweave.weave.edits import (
+    dropped,
+    erratum_name,
+    left,
+    part_of,
+    renamed,
+    reordered,
+    with_errata,
+)
 from kvweave.weave.history import Why
 from kvweave.weave.naming import holder
 from kvweave.weave.parts import Mode, Part, TextOrTokens
@@ -138,7 +147,7 @@ class Context(EditedParts):
             self._base = id
 
     def drop(self, *refs: str | int | Part, mode: Mode | None = None) -> None:
-        """Remove parts.
+        """Remove parts, and with them their errata (see `amend`).
 
         ``forget``: what is left behaves as if they had never been there. ``evict``: only their
         memory is freed; what stands behind keeps what it saw, which needs a context made with
@@ -151,7 +160,7 @@ class Context(EditedParts):
             reason = "this context does not keep what its parts saw"
             raise InvalidArgument("mode", reason, 'use prune="evict"')
         with self.edit("drop" if mode == "forget" else mode):
-            gone = {self.index(r) for r in refs}
+            gone = with_errata(self._parts, {self.index(r) for r in refs})
             if self._base is not None and 0 in gone and len(self._parts) > len(gone):
                 raise InvalidArgument("drop", "the base carries all other parts", "use replace")
             gaps = self.settings.positions == "keep"
@@ -179,10 +188,10 @@ class Context(EditedParts):
     def replace(
         self, ref: str | int | Part, content: TextOrTokens, *, kind: Kind = "document"
     ) -> Part:
-        """Put new text in the place of a part; what stands behind is woven anew."""
+        """Put new text in the place of a part; what stands behind is woven anew. Its errata go."""
         with self.edit("replace"):
             index = self.index(ref)
-            old = self._parts[index]
+            old, gone = self._parts[index], with_errata(self._parts, {index}) - {index}
             self._no_gaps("replace")
             is_base = self._base is not None and index == 0
             self._parts = self._parts[:index] + self._parts[index + 1 :]
@@ -190,9 +199,38 @@ class Context(EditedParts):
                 self._base = None
             new = renamed(self.insert(index, content, kind=kind), old)
             self._parts = (*self._parts[:index], new, *self._parts[index + 1 :])
+            self._parts = dropped(self._parts, gone, frozen=False, gaps=False)
             if is_base:
                 self._base = new.id
             return new
+
+    def amend(
+        self,
+        ref: str | int | Part,
+        content: TextOrTokens,
+        *,
+        kind: Kind | None = None,
+        role: Kind | None = None,
+    ) -> Part:
+        """Add an erratum of a part at the end and leave the part as it was, and all that read it: only
+        the erratum is computed. It is named ``REF~1`` and goes when the part is dropped or replaced.
+
+        What was wrong can still be read, so that a model has to heed the correction (arXiv
+        2606.17107): `replace` is what forgets. ``kind`` is ``document`` by default; with ``role``
+        the erratum is a chat message of that role. Raises ChunkNotFound, InvalidArgument.
+        """
+        with self.edit("amend"):
+            amended = self._parts[self.index(ref)]
+            if role is not None:
+                if kind is not None or not isinstance(content, str):
+                    reason = "a message is text, and its role is its kind"
+                    raise InvalidArgument("role", reason, "leave kind away, or role")
+                content = self._maker.message(role, content)
+            label = erratum_name(self._parts, amended)
+            made = self.append(content, kind=role or kind or "document", label=label)
+            erratum = replace(made, amends=amended.id)
+            self._parts = (*self._parts[:-1], erratum)
+            return erratum
 
     def reorder(self, order: Sequence[str | int | Part]) -> None:
         """Put the parts in another order; ``order`` names each of them once."""

@@ -131,11 +131,12 @@ class EditedParts:
         past = self.history.at(version)
         with self.edit(f"revert to {version}"):
             made = {p.id: self._again(p) for p in past.parts}
+            amended = [None if p.amends is None else made.get(p.amends, p.amends) for p in past.parts]
             self._parts = tuple(
                 p
-                if made[p.id] == p.id
-                else replace(p, id=made[p.id], uid=self._new_uid(), frozen=False)
-                for p in past.parts
+                if (made[p.id], amends) == (p.id, p.amends)
+                else replace(p, id=made[p.id], uid=self._new_uid(), frozen=False, amends=amends)
+                for p, amends in zip(past.parts, amended, strict=True)
             )
             self._base = None if past.base is None else made[past.base]
 

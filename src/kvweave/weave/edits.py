@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
+from kvweave.chunk.identity import ChunkId
 from kvweave.chunk.record import Record
 from kvweave.errors import ChunkNotFound, InvalidArgument, nearest
 from kvweave.weave.parts import Part, with_positions
@@ -45,6 +46,25 @@ def part_of(record: Record, ref: str, start: int = 0, stop: int | None = None) -
 def renamed(new: Part, old: Part) -> Part:
     """Return ``new`` with the name ``old`` went by, without the range of a slice."""
     return replace(new, name=old.name.removesuffix(f"[{old.start}:{old.stop}]"))
+
+
+def erratum_name(parts: Sequence[Part], amended: Part) -> str:
+    """Return what the next erratum of a part is called: ``docs/faq~2`` behind ``docs/faq~1``."""
+    taken = {part.name for part in parts}
+    numbers = range(1, len(parts) + 2)
+    return next(name for n in numbers if (name := f"{amended.name}~{n}") not in taken)
+
+
+def with_errata(parts: Sequence[Part], gone: Collection[int]) -> set[int]:
+    """Return the indices ``gone`` and those of the errata of chunks that stand nowhere else."""
+    found = set(gone)
+    while True:
+        left: set[ChunkId] = {part.id for i, part in enumerate(parts) if i not in found}
+        lost = {parts[i].id for i in found} - left
+        more = {i for i, part in enumerate(parts) if part.amends in lost} - found
+        if not more:
+            return found
+        found |= more
 
 
 def inserted(parts: Sequence[Part], index: int, part: Part) -> tuple[Part, ...]:

@@ -70,6 +70,7 @@ class Explainer:
                 Span(
                     p.part.name, int(p.part.id), n, way, tier, n_bytes, p.position, p.moved,
                     n_repaired, n_prefilled, exact, is_placed, saw, p.patched, p.part.start, why,
+                    None if p.part.amends is None else int(p.part.amends),
                 )
             )  # fmt: skip
         found = Verdict(NO_SLOTS) if verdict is None else verdict

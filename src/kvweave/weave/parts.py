@@ -91,6 +91,7 @@ class Part:
     literal: bool = False
     start: int = 0  # token of the chunk it begins with
     virtual: bool = False  # rows that no token made: they are as they are, wherever they stand
+    amends: ChunkId | None = None  # the chunk it is an erratum of, see `Context.amend`
 
     @property
     def stop(self) -> int:

@@ -32,6 +32,7 @@ class Span:
     patched: bool = False  # a stored difference to its in-context KV was added: approximate
     start: int = 0  # token of the chunk it begins with
     approximate: tuple[str, ...] = ()  # why its rows are not exact: see `kvweave.weave.approximate`
+    amends: int | None = None  # the chunk it is an erratum of
 
 
 @dataclass(frozen=True, slots=True)

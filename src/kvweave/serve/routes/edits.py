@@ -126,6 +126,23 @@ class Replace(Content):
         return context.replace(part_of(context, self.part), tokens, kind=self.kind)
 
 
+class Amend(Content):
+    """A part, and an erratum of it: text or tokens, or with ``role`` a message."""
+
+    verb: Literal["amend"] = "amend"
+    part: PartRef
+    kind: Kind | None = None
+    role: Literal["system", "user", "assistant", "tool"] | None = None
+
+    def apply(self, named: NamedContext, engine: Engine, context: Context) -> Part:
+        """Do it."""
+        tokens = tokens_of(engine, self.content)
+        named.the.quota.check(engine, named.tenant, [len(tokens)])
+        content = tokens if self.role is None else self.content
+        index = part_of(context, self.part)
+        return context.amend(index, content, kind=self.kind, role=self.role)
+
+
 class Reorder(BaseModel):
     """All parts, in the new order."""
 
@@ -153,7 +170,7 @@ class Leave(BaseModel):
 
 
 AnyEdit = Annotated[
-    Append | NewMessage | Drop | Replace | Reorder | Leave, Field(discriminator="verb")
+    Append | NewMessage | Drop | Replace | Amend | Reorder | Leave, Field(discriminator="verb")
 ]
 
 
@@ -192,6 +209,12 @@ async def replace_part(here: OnContext, body: Replace) -> _Json:
     return await _made(here, body)
 
 
+@router.post("/{name:path}:amend", response_model=PartEntry)
+async def amend(here: OnContext, body: Amend) -> _Json:
+    """Add an erratum of a part at the end; what stands there is left as it is."""
+    return await _made(here, body)
+
+
 @router.post("/{name:path}:drop", response_model=ContextView)
 async def drop(here: OnContext, body: Drop) -> _Json:
     """Remove parts: forget them, or evict only their memory."""
@@ -224,7 +247,7 @@ async def edit(here: OnContext, body: Edits) -> _Json:
     return await here.change(work)
 
 
-async def _made(here: NamedContext, body: Append | NewMessage | Replace) -> _Json:
+async def _made(here: NamedContext, body: Append | NewMessage | Replace | Amend) -> _Json:
     def work(engine: Engine, context: Context) -> _Json:
         with _bounded(here, context):
             part = body.apply(here, engine, context)

@@ -40,6 +40,7 @@ class SummaryList(BaseModel):
 class PartEntry(BaseModel):
     """One part: tokens ``start`` to ``start + n_tokens`` of a chunk, at ``position``.
 
+    ``amends``: the id of the chunk that it is an erratum of.
     From ``how`` on it says what a weave would do now.
     """
 
@@ -47,6 +48,7 @@ class PartEntry(BaseModel):
     index: int
     name: str
     id: int
+    amends: int | None = None
     start: int
     n_tokens: int
     position: int
@@ -114,7 +116,8 @@ def parts_of(engine: Engine, context: Context) -> list[_Json]:
 def part_told(part: Part) -> _Json:
     """Return a part as such."""
     return {
-        "uid": part.uid, "name": part.name, "id": part.id, "start": part.start, "n_tokens": part.n
+        "uid": part.uid, "name": part.name, "id": part.id, "start": part.start, "n_tokens": part.n,
+        "amends": part.amends,
     }  # fmt: skip
 
 

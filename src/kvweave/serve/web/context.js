@@ -133,6 +133,7 @@ export class Card {
       ["Drop, keep its trace", () => this.drop(part, "evict", version), "evict: only its memory goes"],
       [part.pinned ? "Unpin" : "Pin", () => this.pin(part)],
       ["Replace text…", () => this.replace(part, version)],
+      ["Amend…", () => this.amend(part, version), "a correction behind all; nothing else is computed"],
     ], { ...part, why: this.causes.get(part.uid) });
   }
 
@@ -182,14 +183,22 @@ export class Card {
 
   async replace(part, version) {
     const stat = await statOf(part.id).catch(() => ({ text: "" }));
-    let text = stat.text ?? "";
-    let note = "What stands behind it is woven anew; its KV is reused or repaired.";
+    const note = "What stands behind it is woven anew; its KV is reused or repaired.";
+    return this.write(part, version, ["Replace", "Replaced", "replace"], stat.text ?? "", note);
+  }
+
+  amend(part, version) {
+    const note = "A correction at the end of the context. What it corrects stays, and can still be read.";
+    return this.write(part, version, ["Amend", "Amended", "amend"], "", note);
+  }
+
+  async write(part, version, [title, done, verb], text, note) {
     for (;;) { // what was written is not lost when somebody else was first
-      const made = await edit({ title: `Replace ${part.name}`, text, note });
-      if (!made || await this.change(`Replaced ${part.name}`, "replace", { part: { uid: part.uid }, text: made.text }, version)) return;
+      const made = await edit({ title: `${title} ${part.name}`, text, note });
+      if (!made || await this.change(`${done} ${part.name}`, verb, { part: { uid: part.uid }, text: made.text }, version)) return;
       ({ text } = made);
       ({ version } = this);
-      note = "It was not replaced: the context is another now. Save again, or cancel.";
+      note = `It was not ${done.toLowerCase()}: the context is another now. Save again, or cancel.`;
     }
   }
 
