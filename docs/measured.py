@@ -1,4 +1,4 @@
-"""Write the measured numbers of README.md and of codecs, fidelity, memory, repair, simulate and vllm in docs/ from ``bench/results/*.json``.
+"""Write the measured numbers of README.md and of codecs, fidelity, memory, prune-bench, repair, simulate and vllm in docs/ from ``bench/results/*.json``.
 
 ``python docs/measured.py`` rewrites them between their markers; ``--check`` only compares. Of the
 suite's results nothing is written while there are none.
@@ -14,6 +14,7 @@ from typing import Any
 
 from in_vllm import in_vllm
 from on_gpu import on_gpu
+from pruned import pruned
 from regrets import regrets
 from remembered import remembered
 from rested import codec_page, rested
@@ -29,6 +30,7 @@ REPAIR = ROOT / "docs" / "repair.md"
 MEMORY = ROOT / "docs" / "memory.md"
 VLLM = ROOT / "docs" / "vllm.md"
 CONCEPTS = ROOT / "docs" / "concepts.md"
+PRUNE = ROOT / "docs" / "prune-bench.md"
 FIGURE = ROOT / "docs" / "fidelity.png"
 Row = dict[str, Any]
 SHOWN = (  # in the README: strategy and share
@@ -384,6 +386,7 @@ def main() -> int:
         (MEMORY, remembered(find("memory_loop"))),
         (VLLM, in_vllm(find("vllm"))),
         (CONCEPTS, wasted(find("waste"))),
+        (PRUNE, pruned(find("amend"))),
     ):
         text = file.read_text()
         head, rest = text.split(BEGIN)

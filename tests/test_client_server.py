@@ -136,6 +136,7 @@ def context_script(weaver, settle):
     yield failure(late.amend, 0, [5], role="user"), failure(late.amend, "nothing", "x")
     with late.edit() as edit:
         edit.amend(-1, "so well .")
+        edit.amend("docs/b", "late rain .")
         edit.drop("docs/b")
     yield late.parts, late.replace(0, "we saw it"), late.parts
     settle()

@@ -78,7 +78,9 @@ def fill(memory: Memory) -> None:
 def test_an_erratum_leaves_with_the_turn_it_amends(make) -> None:
     memory = make()
     wrong = memory.tell(says("Anna's river"))
-    erratum = memory.context.amend(wrong, "so well Anna's river is loud . then we saw it", role="user")
+    erratum = memory.context.amend(
+        wrong, "so well Anna's river is loud . then we saw it", role="user"
+    )
     for key in list(FACTS)[1:]:
         memory.tell(says(key))
     names = [part.name for part in memory.context.parts]

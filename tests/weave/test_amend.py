@@ -40,8 +40,8 @@ def test_an_erratum_is_all_that_is_computed(engines: Make) -> None:
 def test_errata_go_with_what_they_amend(engines: Make) -> None:
     context = chat(engines("llama"), "c", [6, 7, 8])
     version = context.history.version
-    for ref in ("c/0", "c/0", "c/0~2", "c/1", 0):
-        context.amend(ref, text(3, 5))
+    for i, ref in enumerate(("c/0", "c/0", "c/0~2", "c/1", 0)):
+        context.amend(ref, text(3, 50 + i))
     names = [p.name for p in context.parts[4:]]
     assert names == ["c/0~1", "c/0~2", "c/0~2~1", "c/1~1", "base~1"]
     amended = context.history.version

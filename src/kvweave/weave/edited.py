@@ -131,7 +131,9 @@ class EditedParts:
         past = self.history.at(version)
         with self.edit(f"revert to {version}"):
             made = {p.id: self._again(p) for p in past.parts}
-            amended = [None if p.amends is None else made.get(p.amends, p.amends) for p in past.parts]
+            amended = [
+                None if p.amends is None else made.get(p.amends, p.amends) for p in past.parts
+            ]
             self._parts = tuple(
                 p
                 if (made[p.id], amends) == (p.id, p.amends)
