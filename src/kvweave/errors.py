@@ -20,6 +20,8 @@
     |   |-- ContextTooLong             .n, .limit
     |   |-- ContextNotFound            .name, .did_you_mean
     |   |-- MemoryNotFound             .name
+    |   |-- NotStored                  .what, .id
+    |   |   `-- PreviousResponseNotFound
     |   |-- ContextBusy                .name
     |   |-- ContextChanged             .name, .wanted, .found (versions)
     |   `-- InvalidArgument            .argument, .reason
@@ -149,12 +151,7 @@ class ChunkNotFound(ChunkError):
             hint = "a part goes by its name, its chunk's #id, or its index from 0"
         if did_you_mean:
             hint = f"did you mean {' or '.join(map(repr, did_you_mean))}?"
-        super().__init__(
-            what,
-            hint=hint,
-            name=name,
-            did_you_mean=did_you_mean,
-        )
+        super().__init__(what, hint=hint, name=name, did_you_mean=did_you_mean)
 
 
 class NameTaken(ChunkError):
@@ -232,11 +229,7 @@ class CannotMove(WeaveError):
     _hint = "engine.can('move') tells which layers and why"
 
     def __init__(self, reason: str, hint: str = "") -> None:
-        super().__init__(
-            f"{self._says}: {reason}",
-            hint=hint or self._hint,
-            reason=reason,
-        )
+        super().__init__(f"{self._says}: {reason}", hint=hint or self._hint, reason=reason)
 
 
 class CannotRun(CannotMove):
@@ -272,6 +265,18 @@ class ContextNotFound(WeaveError):
 class MemoryNotFound(WeaveError):
     def __init__(self, name: str) -> None:
         super().__init__(f"context {name!r} has no memory", hint="open one over it", name=name)
+
+
+class NotStored(WeaveError):
+    def __init__(self, what: str, id: str) -> None:
+        hint = "it never was, was deleted, or is forgotten: send the items themselves"
+        super().__init__(f"no {what} {id!r} is stored", hint=hint, what=what, id=id)
+
+
+class PreviousResponseNotFound(NotStored):
+    def __init__(self, id: str) -> None:
+        super().__init__("response", id)
+        self.data["argument"] = "previous_response_id"
 
 
 class ContextBusy(WeaveError):
@@ -372,10 +377,9 @@ class OverQuota(ServerError):
 
 class IdempotencyKeyReused(ServerError):
     def __init__(self, key: str) -> None:
+        hint = "make a new key for every request that is not the same again"
         super().__init__(
-            f"another request was sent with the idempotency key {key!r}",
-            hint="make a new key for every request that is not the same again",
-            key=key,
+            f"another request was sent with the idempotency key {key!r}", hint=hint, key=key
         )
 
 
@@ -391,9 +395,5 @@ class Unreachable(ServerError):
 
 class KeyRefused(ServerError):
     def __init__(self, url: str, reason: str) -> None:
-        super().__init__(
-            f"{url} refuses the API key: {reason}",
-            hint="give one of its keys: key=, --key or KVWEAVE_KEY",
-            url=url,
-            reason=reason,
-        )
+        hint = "give one of its keys: key=, --key or KVWEAVE_KEY"
+        super().__init__(f"{url} refuses the API key: {reason}", hint=hint, url=url, reason=reason)

@@ -32,6 +32,8 @@ from kvweave.serve.metrics import Requests
 from kvweave.serve.openai import routes as openai
 from kvweave.serve.openai import tokens, vectors
 from kvweave.serve.options import Options
+from kvweave.serve.responses import conversations
+from kvweave.serve.responses import routes as responses
 from kvweave.serve.routes import (
     asked,
     chunks,
@@ -104,6 +106,8 @@ def create_app(engine: Engine, options: Options | None = None) -> FastAPI:
         placements,
         tokens,
         vectors,
+        responses,
+        conversations,
     )
     for rooms in ours:
         app.include_router(rooms.router)
@@ -147,6 +151,7 @@ async def _expire(state: ServerState, seconds: float) -> None:
     """Forget again and again what was kept for so long without a use."""
     while True:
         await asyncio.sleep(min(max(seconds / 10, 0.1), 600.0))
+        state.responses.expire(time.time() - seconds)
         try:
             await state.driver.call(
                 lambda engine: state.sessions.expire(time.time() - seconds), tenant=OURS

@@ -20,6 +20,7 @@ from kvweave.serve.memories import Memories
 from kvweave.serve.metrics import History, Metrics
 from kvweave.serve.options import Options
 from kvweave.serve.placements import Placements
+from kvweave.serve.responses.store import ResponseStore
 from kvweave.serve.reuse.find import Assembler
 from kvweave.serve.reuse.library import Library
 from kvweave.serve.reuse.pool import Sessions
@@ -64,6 +65,7 @@ class ServerState:
         self.longest = min(self.limit, options.max_prompt or self.limit)  # prompt, in tokens
         self.idempotent = Idempotent()
         self.placements = Placements(engine)
+        self.responses = ResponseStore()
         self.embedding = asyncio.Lock()  # one vector is made at a time
         self.was_full = float("-inf")  # when the disk had no room, by `time.monotonic`
 

@@ -33,6 +33,7 @@ STATUS: Sequence[tuple[type[KVWeaveError], int]] = (
     (errors.ChunkNotFound, 404),
     (errors.ContextNotFound, 404),
     (errors.MemoryNotFound, 404),
+    (errors.NotStored, 404),
     (errors.NameTaken, 409),
     (errors.ChunkPinned, 409),
     (errors.ChunkInUse, 409),

@@ -1,0 +1,1 @@
+"""OpenAI's Responses API: items, events, stored responses, conversations, compaction."""

@@ -1,0 +1,197 @@
+"""Summaries that stand for items, and what becomes of a list of items that has them.
+
+::
+
+    items      [u0][a0][call][result][u1][a1][u2][compaction][a2]     all that was said
+    given      [u0][u1][compaction][u2][a2]                           messages of users stay
+    taken back [u0][a0][call][result][u1][a1][u2][a2]                 as if it had not been
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+
+from kvweave.errors import ContextTooLong, WeaveError
+from kvweave.run.sample import Sampling
+from kvweave.serve.chat.ask import ChatAsk
+from kvweave.serve.chat.asked import Asked
+from kvweave.serve.chat.prompts import prompt_tokens
+from kvweave.serve.driver.work import Finished
+from kvweave.serve.responses.items import ResponseItem, digest, messages_of, new_id, seal, unseal
+from kvweave.serve.responses.store import Compaction
+from kvweave.serve.state import ServerState
+
+SUMMARY_TOKENS = 1024  # of a summary at most, and an eighth of the model's positions
+ASK = (
+    "Write a summary of this conversation for yourself: it will stand in the place of your answers "
+    "and of the results of tools. Keep what was asked, what was decided and why, names, numbers, "
+    "paths, what is done and what is left to do. Write only the summary."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Conversed:
+    """Who asks, and what is asked besides the messages."""
+
+    state: ServerState
+    tenant: str
+    instructions: str | None
+    ask: ChatAsk  # without messages
+
+    def asking(self, items: Sequence[ResponseItem]) -> ChatAsk:
+        """Return what is asked of these items."""
+        return replace(self.ask, messages=messages_of(self.instructions, items))
+
+    async def count(self, items: Sequence[ResponseItem]) -> int:
+        """Return the tokens of the prompt; where that is too long, at least so many."""
+        free = replace(self.asking(items), grammar=None, tools=self.ask.shown_tools)
+        make = Asked.of_chat(self.state, self.tenant, replace(free, tool_choice="auto")).prompts[0]
+        try:
+            tokens = await self.state.call(
+                self.tenant, lambda engine: prompt_tokens(self.state, self.tenant, make(self.state))
+            )
+        except ContextTooLong as error:
+            return max(int(str(error.data["n"])), self.state.limit + 1)
+        return len(tokens)
+
+    async def fit(
+        self, items: Sequence[ResponseItem], room: int
+    ) -> tuple[list[ResponseItem], list[ResponseItem]]:
+        """Return what is left when the oldest items go until the prompt has ``room`` tokens, and
+        those that went. System messages and the last exchange stay."""
+        if not items or await self.count(items) <= room:
+            return list(items), []
+        groups = _groups(items)
+        low, high = 1, max(1, len(groups) - 1)  # so many go
+        while low < high:
+            middle = (low + high) // 2
+            if await self.count(_without(items, groups[:middle])[0]) <= room:
+                high = middle
+            else:
+                low = middle + 1
+        return _without(items, groups[:high] if len(groups) > 1 else [])
+
+
+def given(items: Sequence[ResponseItem], known: Mapping[str, Compaction]) -> list[ResponseItem]:
+    """Return what the model is given of items: summaries in the place of what they stand for."""
+    made: list[ResponseItem] = []
+    for item in items:
+        if item["type"] != "compaction":
+            made.append(item)
+            continue
+        record = known.get(item["id"])
+        if record is not None and record.undone:
+            made = _restored(made, record.items)
+        else:
+            made = _covered(made, item)
+    return made
+
+
+def _covered(items: Sequence[ResponseItem], compaction: ResponseItem) -> list[ResponseItem]:
+    """Return items with a compaction in the place of those it covers."""
+    covers = Counter(unseal(compaction["encrypted_content"]).get("covers") or ())
+    made: list[ResponseItem] = []
+    place = None
+    for item in items:
+        key = digest(item)
+        if covers[key] > 0:
+            covers[key] -= 1
+            place = len(made)
+        else:
+            made.append(item)
+    made.insert(len(made) if place is None else place, compaction)
+    return made
+
+
+def _restored(
+    items: Sequence[ResponseItem], originals: Sequence[ResponseItem]
+) -> list[ResponseItem]:
+    """Return items as they were before a compaction."""
+    known = {digest(item) for item in originals}
+    places = [i for i, item in enumerate(items) if digest(item) in known]
+    before = list(items[: places[0]] if places else items)
+    behind = items[places[0] :] if places else ()
+    return [*before, *originals, *(item for item in behind if digest(item) not in known)]
+
+
+def to_cover(items: Sequence[ResponseItem], *, answered: bool) -> list[ResponseItem]:
+    """Return the items that a summary is to stand for: all but the messages of users and operators.
+
+    ``answered``: those that the next answer is about stay too.
+    """
+    n = len(items)
+    if answered and items and items[-1]["type"].endswith("_output"):
+        while n and items[n - 1]["type"].endswith("_output"):
+            n -= 1
+        while n and (items[n - 1]["type"] in ("function_call", "custom_tool_call", "reasoning")):
+            n -= 1
+    return [item for item in items[:n] if item["type"] != "message" or item["role"] == "assistant"]
+
+
+async def compact(
+    who: Conversed, items: Sequence[ResponseItem], *, answered: bool
+) -> tuple[ResponseItem, Compaction, Asked]:
+    """Have the model write a summary. Raises WeaveError where it writes none, or none is needed."""
+    covered = to_cover(items, answered=answered)
+    if not covered:
+        raise WeaveError("there is nothing to make a summary of", hint="send more of it")
+    most = min(SUMMARY_TOKENS, max(1, who.state.limit // 8))
+    question: ResponseItem = {"type": "message", "id": "", "role": "user"}
+    question["content"] = [{"type": "input_text", "text": ASK}]
+    sampling = Sampling(max_tokens=most, temperature=0.0)
+    quiet = replace(who.ask, sampling=sampling, max_tokens=most, grammar=None, tool_choice="auto")
+    quiet = replace(quiet, tools=who.ask.shown_tools)
+    writer = replace(who, ask=quiet)
+    shown, _ = await writer.fit([*items, question], who.state.longest - most)
+    n_before = await who.count(items)
+    asked = Asked.of_chat(who.state, who.tenant, writer.asking(shown))
+    async with aclosing(asked.events()) as events:
+        async for event in events:
+            asked.read(event)
+            if isinstance(event, Finished):
+                n_written = len(event.answer.tokens)
+    assert asked.reader is not None
+    summary = asked.reader.answers[0].content.strip()
+    if not summary:
+        raise WeaveError("the model wrote no summary", hint="ask again, or send the items")
+    id = new_id("compaction")
+    told = {"summary": summary, "covers": [digest(item) for item in covered]}
+    item: ResponseItem = {"type": "compaction", "id": id, "encrypted_content": seal(told)}
+    n_after = await who.count(_covered(items, item))
+    record = Compaction(
+        id, summary, tuple(items), tuple(covered), int(time.time()), n_before, n_after, n_written
+    )
+    return item, record, asked
+
+
+def _groups(items: Sequence[ResponseItem]) -> list[list[int]]:
+    """Return what goes together, oldest first: a call and its results; no system messages."""
+    groups: list[list[int]] = []
+    of_call: dict[str, list[int]] = {}
+    for i, item in enumerate(items):
+        kind = item["type"]
+        if kind == "message" and item["role"] in ("system", "developer"):
+            continue
+        group = of_call.get(item["call_id"]) if kind.endswith("_output") else None
+        goes_on = groups and kind in ("function_call", "custom_tool_call", "message")
+        if group is None and goes_on and items[i - 1]["type"] in ("reasoning", "function_call"):
+            group = groups[-1] if kind != "message" or item["role"] == "assistant" else None
+        if group is None:
+            group = []
+            groups.append(group)
+        group.append(i)
+        if kind in ("function_call", "custom_tool_call"):
+            of_call[item["call_id"]] = group
+    return groups
+
+
+def _without(
+    items: Sequence[ResponseItem], groups: Sequence[Sequence[int]]
+) -> tuple[list[ResponseItem], list[ResponseItem]]:
+    gone = {i for group in groups for i in group}
+    left = [item for i, item in enumerate(items) if i not in gone]
+    return left, [item for i, item in enumerate(items) if i in gone]

@@ -1,0 +1,127 @@
+"""``/v1/conversations``: items under a name, to which each response of it adds."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from fastapi import APIRouter
+from pydantic import BaseModel, ConfigDict, Field
+
+from kvweave.errors import NotStored
+from kvweave.serve.guard.access import Tenant
+from kvweave.serve.responses.items import read_items
+from kvweave.serve.responses.routes import PageAfter, PageLimit, PageOrder
+from kvweave.serve.responses.schemas import MetadataPairs
+from kvweave.serve.responses.store import page
+from kvweave.serve.routes.base import ERRORS, STRICT, ChunkRef, The
+from kvweave.serve.routes.strict import StrictRoute
+
+router = APIRouter(
+    prefix="/v1/conversations", tags=["conversations"], responses=ERRORS, route_class=StrictRoute
+)
+
+MOST_ADDED = 20  # items of one request, as the API has it
+AddedItems = Annotated[list[dict[str, Any]], Field(max_length=MOST_ADDED)]
+_Json = dict[str, Any]
+
+
+class NewConversation(BaseModel):
+    """A conversation to open: ``name`` is its id, where it is not to be made up."""
+
+    model_config = STRICT
+    items: AddedItems | None = None
+    metadata: MetadataPairs | None = None
+    name: ChunkRef | None = None
+
+
+class NewMetadata(BaseModel):
+    """What is noted of a conversation."""
+
+    model_config = STRICT
+    metadata: MetadataPairs
+
+
+class MoreItems(BaseModel):
+    """Items to add to the end."""
+
+    model_config = ConfigDict(extra="forbid")
+    items: Annotated[AddedItems, Field(min_length=1)]
+
+
+@router.post("", response_model=None)
+async def open_conversation(tenant: Tenant, the: The, body: NewConversation | None = None) -> _Json:
+    """Open a conversation."""
+    given, store = body or NewConversation(), the.responses.of(tenant)
+    name = None if given.name is None else the.new_name(given.name)
+    items = read_items(given.items or [], store.item, "items")
+    store.check_room(None, items)
+    made = store.open(name, given.metadata or {})
+    made.add(items)
+    return made.told()
+
+
+@router.get("/{id}", response_model=None)
+async def get_conversation(tenant: Tenant, the: The, id: str) -> _Json:
+    """Return a conversation without its items."""
+    return the.responses.of(tenant).conversation(id).told()
+
+
+@router.post("/{id}", response_model=None)
+async def note_conversation(tenant: Tenant, the: The, id: str, body: NewMetadata) -> _Json:
+    """Note something else of a conversation."""
+    found = the.responses.of(tenant).conversation(id)
+    found.metadata = body.metadata
+    return found.told()
+
+
+@router.delete("/{id}", response_model=None)
+async def delete_conversation(tenant: Tenant, the: The, id: str) -> _Json:
+    """Forget a conversation; its responses stay."""
+    store = the.responses.of(tenant)
+    with store.conversation(id).held():
+        del store.conversations[id]
+    return {"id": id, "object": "conversation.deleted", "deleted": True}
+
+
+@router.get("/{id}/items", response_model=None)
+async def conversation_items(
+    tenant: Tenant,
+    the: The,
+    id: str,
+    limit: PageLimit = 20,
+    order: PageOrder = "desc",
+    after: PageAfter = None,
+) -> _Json:
+    """List the items of a conversation."""
+    return page(the.responses.of(tenant).conversation(id).items, limit, order, after)
+
+
+@router.post("/{id}/items", response_model=None)
+async def add_items(tenant: Tenant, the: The, id: str, body: MoreItems) -> _Json:
+    """Add items to the end of a conversation."""
+    store = the.responses.of(tenant)
+    found = store.conversation(id)
+    items = read_items(body.items, store.item, "items")
+    store.check_room(found, items)
+    with found.held():
+        found.add(items)
+    return page(items, MOST_ADDED, "asc", None)
+
+
+@router.get("/{id}/items/{item}", response_model=None)
+async def conversation_item(tenant: Tenant, the: The, id: str, item: str) -> _Json:
+    """Return one item of a conversation."""
+    items = the.responses.of(tenant).conversation(id).items
+    for each in items:
+        if each["id"] == item:
+            return each
+    raise NotStored("item", item)
+
+
+@router.delete("/{id}/items/{item}", response_model=None)
+async def delete_item(tenant: Tenant, the: The, id: str, item: str) -> _Json:
+    """Take an item out of a conversation; what stands behind it is reused all the same."""
+    found = the.responses.of(tenant).conversation(id)
+    with found.held():
+        found.drop(item)
+    return found.told()

@@ -1,0 +1,272 @@
+"""Items of the Responses API: read from clients, told to them, and made messages of.
+
+::
+
+    items     [reasoning][message][function_call][function_call] [function_call_output] [message]
+    messages  [---- assistant: reasoning, content, calls -------][------- tool --------][-- user -]
+
+An item is JSON as the API has it, with an ``id``; what is read is in one form however it was
+written. ``encrypted_content`` is not encrypted: it is what the server needs to go on without having
+kept anything (`seal`), and whoever holds it may read it.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from hashlib import blake2b
+from typing import Any
+
+from kvweave.errors import InvalidArgument
+from kvweave.serve.reuse.said import normal
+
+ResponseItem = dict[str, Any]
+Find = Callable[[str], ResponseItem | None]  # an item that was stored, by its id
+
+SEAL = "kvw1."
+SUMMARY = "Summary of the conversation so far:\n"
+PREFIX = {"message": "msg", "function_call": "fc", "reasoning": "rs", "compaction": "cmp"}
+# Fields that say nothing to the model.
+NOTES = frozenset(
+    "id status phase annotations logprobs created_by prompt_cache_breakpoint cache_control caller "
+    "metadata internal_chat_message_metadata_passthrough summary detail end_turn".split()
+)
+TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
+
+
+def new_id(kind: str) -> str:
+    """Return the id of a new item of type ``kind``."""
+    return f"{PREFIX.get(kind, 'item')}_{uuid.uuid4().hex}"
+
+
+def seal(data: Mapping[str, Any]) -> str:
+    """Return what clients send back as it is, to be read again by `unseal`."""
+    return SEAL + base64.urlsafe_b64encode(json.dumps(data).encode()).decode()
+
+
+def unseal(text: object) -> dict[str, Any]:
+    """Return what was sealed; {} for what another server made."""
+    if not isinstance(text, str) or not text.startswith(SEAL):
+        return {}
+    try:
+        found = json.loads(base64.urlsafe_b64decode(text.removeprefix(SEAL)))
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def digest(item: ResponseItem) -> str:
+    """Return the same for items that say the same, whatever their ids."""
+    said = {key: value for key, value in item.items() if key not in NOTES}
+    if item["type"] == "function_call":
+        said["arguments"] = normal(item["arguments"]) or item["arguments"]
+    if item["type"] == "reasoning":
+        said = {"type": "reasoning", "text": reasoning_of(item)}
+    if item["type"] == "message":
+        said["content"] = [part.get("text", part.get("name", "")) for part in item["content"]]
+    return blake2b(json.dumps(said, sort_keys=True).encode(), digest_size=8).hexdigest()
+
+
+# ---- reading
+
+
+def read_items(
+    given: str | Sequence[Mapping[str, Any]], find: Find, where: str
+) -> list[ResponseItem]:
+    """Return the items of an input. Raises InvalidArgument for what the model cannot be given."""
+    if isinstance(given, str):
+        given = [{"role": "user", "content": given}]
+    return [_read(item, find, f"{where}.{i}") for i, item in enumerate(given)]
+
+
+def _read(given: Mapping[str, Any], find: Find, where: str) -> ResponseItem:
+    kind = given.get("type") or ("message" if "role" in given else None)
+    if kind == "item_reference" or (kind is None and "id" in given):
+        found = find(_text(given, "id", where))
+        if found is None:
+            raise InvalidArgument(where, f"no stored item {given['id']!r}", "send the item itself")
+        return found
+    kind = {"compaction_summary": "compaction"}.get(str(kind), kind)
+    reader = READERS.get(str(kind))
+    if reader is None:
+        raise InvalidArgument(
+            where, f"an item of type {str(kind)[:64]!r} is nothing this model reads", "leave it out"
+        )
+    id = given.get("id")
+    made = {"type": kind, "id": id if isinstance(id, str) and id else new_id(str(kind))}
+    made |= {"status": "completed"} if kind != "compaction" else {}
+    return made | reader(given, find, where)
+
+
+def _known(given: Mapping[str, Any], names: str, where: str) -> None:
+    """Raise InvalidArgument for a field that may change what the item says."""
+    for name, value in given.items():
+        if name != "type" and name not in NOTES and name not in names.split() and value is not None:
+            raise InvalidArgument(f"{where}.{name[:64]}", "it is not known", "leave it out")
+
+
+def _text(given: Mapping[str, Any], name: str, where: str) -> str:
+    value = given.get(name)
+    if not isinstance(value, str) or (name != "arguments" and name != "input" and not value):
+        raise InvalidArgument(f"{where}.{name}", "it should be text")
+    return value
+
+
+def _message(given: Mapping[str, Any], find: Find, where: str) -> ResponseItem:
+    _known(given, "role content", where)
+    role = given.get("role")
+    if role not in ("user", "assistant", "system", "developer"):
+        raise InvalidArgument(f"{where}.role", "it is none of user, assistant, system, developer")
+    content = given.get("content")
+    if isinstance(content, str):
+        content = [{"type": "input_text", "text": content}]
+    return {"role": role, "content": _parts(content, role == "assistant", f"{where}.content")}
+
+
+def _parts(content: Any, answered: bool, where: str) -> list[ResponseItem]:
+    """Return the parts of a content. Raises InvalidArgument for what is no text."""
+    if not isinstance(content, list):
+        raise InvalidArgument(where, "it should be text, or a list of parts")
+    made: list[ResponseItem] = []
+    for i, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        place = f"{where}.{i}"
+        if kind in TEXTS and isinstance(part.get("text"), str):
+            _known(part, "text", place)
+            told: ResponseItem = {
+                "type": "output_text" if answered else "input_text",
+                "text": part["text"],
+            }
+            made.append(told | ({"annotations": [], "logprobs": []} if answered else {}))
+        elif kind == "refusal" and isinstance(part.get("refusal"), str):
+            made.append({"type": "refusal", "refusal": part["refusal"]})
+        elif kind == "chunk" and isinstance(part.get("name"), str):
+            made.append({"type": "chunk", "name": part["name"]})
+        else:
+            reason = f"a part of type {str(kind)[:64]!r} is no text; this model reads text"
+            raise InvalidArgument(place, reason, "send its text, or leave it out")
+    return made
+
+
+def _call(given: Mapping[str, Any], find: Find, where: str) -> ResponseItem:
+    _known(given, "call_id name arguments namespace", where)
+    return {name: _text(given, name, where) for name in ("call_id", "name", "arguments")}
+
+
+def _custom_call(given: Mapping[str, Any], find: Find, where: str) -> ResponseItem:
+    _known(given, "call_id name input namespace", where)
+    return {name: _text(given, name, where) for name in ("call_id", "name", "input")}
+
+
+def _result(given: Mapping[str, Any], find: Find, where: str) -> ResponseItem:
+    _known(given, "call_id output name", where)
+    output = given.get("output")
+    if not isinstance(output, str):
+        output = _parts(output, False, f"{where}.output")
+    return {"call_id": _text(given, "call_id", where), "output": output}
+
+
+def _reasoning(given: Mapping[str, Any], find: Find, where: str) -> ResponseItem:
+    _known(given, "content encrypted_content", where)
+    content = given.get("content")
+    texts = _parts(content, False, f"{where}.content") if content else []
+    text = "".join(part.get("text", "") for part in texts)
+    text = text or str(unseal(given.get("encrypted_content")).get("reasoning") or "")
+    if not text and isinstance(given.get("id"), str):
+        stored = find(given["id"])  # a client that has it stored sends its id only
+        text = "" if stored is None else reasoning_of(stored)
+    told = [{"type": "reasoning_text", "text": text}] if text else []
+    return {"summary": [], "content": told}
+
+
+def _compaction(given: Mapping[str, Any], find: Find, where: str) -> ResponseItem:
+    _known(given, "encrypted_content", where)
+    if not isinstance(unseal(given.get("encrypted_content")).get("summary"), str):
+        reason = "it was not made by a server of this kind"
+        raise InvalidArgument(f"{where}.encrypted_content", reason, "send the items themselves")
+    return {"encrypted_content": given["encrypted_content"]}
+
+
+READERS: dict[str, Callable[[Mapping[str, Any], Find, str], ResponseItem]] = {
+    "message": _message,
+    "function_call": _call,
+    "custom_tool_call": _custom_call,
+    "function_call_output": _result,
+    "custom_tool_call_output": _result,
+    "reasoning": _reasoning,
+    "compaction": _compaction,
+}
+
+
+def reasoning_of(item: ResponseItem) -> str:
+    """Return the text of a reasoning item."""
+    return "".join(part.get("text", "") for part in item.get("content") or ())
+
+
+# ---- messages
+
+
+def messages_of(instructions: str | None, items: Sequence[ResponseItem]) -> list[dict[str, Any]]:
+    """Return items as `ChatAsk` has messages: what one answer was made of is one message."""
+    made: list[dict[str, Any]] = []
+    if instructions:
+        made.append({"role": "system", "content": instructions})
+    answer: dict[str, Any] | None = None  # goes on while items of the assistant come
+    for item in items:
+        kind = item["type"]
+        answers = kind in ("reasoning", "function_call", "custom_tool_call")
+        if not answers and not (kind == "message" and item["role"] == "assistant"):
+            answer = None
+            made.append(_other(item))
+            continue
+        if answer is None or _begins(item, answer):
+            answer = {"role": "assistant", "content": ""}
+            made.append(answer)
+        _add(answer, item)
+    return made
+
+
+def _other(item: ResponseItem) -> dict[str, Any]:
+    if item["type"] == "message":
+        return {"role": item["role"], "content": _content(item["content"])}
+    if item["type"] == "compaction":
+        return {"role": "user", "content": SUMMARY + unseal(item["encrypted_content"])["summary"]}
+    output = item["output"]
+    text = output if isinstance(output, str) else _content(output)
+    return {"role": "tool", "tool_call_id": item["call_id"], "content": text}
+
+
+def _content(parts: Sequence[ResponseItem]) -> str | list[ResponseItem]:
+    """Return parts as chat messages have them; text alone as text."""
+    if any(part["type"] == "chunk" for part in parts):
+        return [p if p["type"] == "chunk" else {"type": "text", "text": _said(p)} for p in parts]
+    return "".join(map(_said, parts))
+
+
+def _said(part: ResponseItem) -> str:
+    return str(part.get("text", part.get("refusal", "")))
+
+
+def _begins(item: ResponseItem, answer: Mapping[str, Any]) -> bool:
+    """Tell whether an item is of another answer than the one before it."""
+    if item["type"] == "reasoning":
+        return bool(answer["content"] or answer.get("tool_calls"))
+    if item["type"] == "message":
+        return bool(answer["content"]) and not answer.get("tool_calls")
+    return False
+
+
+def _add(answer: dict[str, Any], item: ResponseItem) -> None:
+    if item["type"] == "reasoning":
+        answer["reasoning_content"] = answer.get("reasoning_content", "") + reasoning_of(item)
+    elif item["type"] == "message":
+        content = _content(item["content"])
+        answer["content"] = answer["content"] + content if isinstance(content, str) else content
+    else:
+        given = item["input"] if item["type"] == "custom_tool_call" else None
+        arguments = item["arguments"] if given is None else json.dumps({"input": given})
+        function = {"name": item["name"], "arguments": arguments}
+        call = {"id": item["call_id"], "type": "function", "function": function}
+        answer.setdefault("tool_calls", []).append(call)

@@ -1,0 +1,215 @@
+"""The requests of the Responses API; sampling and what is ignored are as in OpenAI's other endpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
+
+from kvweave.errors import InvalidArgument
+from kvweave.run.grammar import GrammarText
+from kvweave.serve.chat.ask import EFFORTS, ChatAsk, thinking
+from kvweave.serve.openai.messages import MAX_MESSAGES, MAX_TOOLS, MAX_VARIABLES, plain_tools
+from kvweave.serve.openai.schemas import MAX_TOP, GenerationRequest
+from kvweave.serve.reuse.adapt import TemplateHabits
+from kvweave.serve.routes.base import STRICT
+from kvweave.serve.state import ServerState
+
+ENCRYPTED, LOGPROBS = "reasoning.encrypted_content", "message.output_text.logprobs"
+UNUSED = ("access_programs", "image")  # about what this server does not have
+
+_Text = Annotated[str, Field(max_length=512)]
+MetadataPairs = Annotated[dict[Annotated[str, Field(max_length=64)], _Text], Field(max_length=16)]
+GivenItems = Annotated[list[dict[str, Any]], Field(max_length=MAX_MESSAGES)]
+GivenId = Annotated[str, Field(min_length=1, max_length=256)]
+
+
+class ReasoningOptions(BaseModel):
+    """How much to think, and how that is told."""
+
+    model_config = ConfigDict(extra="allow")
+    effort: Literal[EFFORTS] | None = None  # type: ignore[valid-type]
+    summary: str | None = None
+
+
+class TextOptions(BaseModel):
+    """What the text keeps to."""
+
+    model_config = ConfigDict(extra="allow")
+    format: dict[str, Any] | None = None
+    verbosity: str | None = None
+
+
+class ConversationRef(BaseModel):
+    """A conversation, by its id."""
+
+    model_config = STRICT
+    id: GivenId
+
+
+class CompactAt(BaseModel):
+    """When to make a summary of what was said."""
+
+    model_config = STRICT
+    type: Literal["compaction"]
+    compact_threshold: Annotated[int, Field(ge=1)] | None = None
+
+
+class Instructed(BaseModel):
+    """What a response goes on from: items, instructions, an earlier response."""
+
+    model_config = ConfigDict(extra="allow")
+    model: str | None = None
+    input: str | GivenItems | None = None
+    instructions: str | None = None
+    previous_response_id: GivenId | None = None
+
+
+class ResponsesRequest(GenerationRequest):
+    """Body of ``POST /v1/responses``."""
+
+    input: str | GivenItems | None = None
+    instructions: str | None = None
+    previous_response_id: GivenId | None = None
+    conversation: GivenId | ConversationRef | None = None
+    max_output_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_tool_calls: int | None = None
+    tools: Annotated[list[dict[str, Any]], Field(max_length=MAX_TOOLS)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning: ReasoningOptions | None = None
+    text: TextOptions | None = None
+    truncation: Literal["auto", "disabled"] | None = None
+    include: Annotated[list[str], Field(max_length=32)] | None = None
+    context_management: Annotated[list[CompactAt], Field(max_length=1)] | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP)] | None = None
+    metadata: MetadataPairs | None = None
+    background: bool | None = None
+    chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=MAX_VARIABLES)] | None = None
+    _left: list[str] = PrivateAttr(default_factory=list)  # ignored of tools
+    _unused: list[str] = PrivateAttr(default_factory=list)
+
+    def check(self) -> None:
+        """Raise InvalidArgument for what this server cannot do."""
+        extra = self.model_extra or {}
+        self._unused += [name for name in UNUSED if extra.pop(name, None) is not None]
+        GenerationRequest.check(self)
+        if self.background:
+            raise InvalidArgument("background", "answers come while one waits", "set stream")
+        if self.n_choices != 1:
+            raise InvalidArgument("n", "a response is one answer", "ask several times")
+        if self.previous_response_id is not None and self.conversation is not None:
+            raise InvalidArgument("conversation", "there is previous_response_id too")
+        if self.conversation is not None and self.store is False:
+            reason = "a conversation keeps what is said in it"
+            raise InvalidArgument("store", reason, "send the items instead")
+        if self.top_logprobs and LOGPROBS not in (self.include or ()):
+            raise InvalidArgument("top_logprobs", f"it needs {LOGPROBS}", "add it to include")
+
+    @property
+    def kept_in(self) -> str | None:
+        """The id of the conversation that it is part of."""
+        given = self.conversation
+        return given.id if isinstance(given, ConversationRef) else given
+
+    @property
+    def compact_above(self) -> int | None:
+        """Tokens of a prompt above which a summary is made; None for never."""
+        given = self.context_management or []
+        return given[0].compact_threshold if given else None
+
+    def includes(self, name: str) -> bool:
+        """Tell whether something that is left out otherwise is asked for."""
+        return name in (self.include or ())
+
+    @property
+    def format(self) -> dict[str, Any]:
+        """What the text keeps to, as the API has it."""
+        given = self.text.format if self.text is not None else None
+        return given or {"type": "text"}
+
+    def formatted(self) -> GrammarText | None:
+        """Return what ``text.format`` asks for. Raises InvalidArgument."""
+        given = self.format
+        kind = given.get("type")
+        if kind == "text":
+            return None
+        if kind == "json_object":
+            return GrammarText("json_object", argument="text.format")
+        if kind != "json_schema":
+            reason = f"{kind!r} is none of text, json_object, json_schema"
+            raise InvalidArgument("text.format", reason)
+        if not isinstance(given.get("schema"), dict):
+            raise InvalidArgument("text.format", "schema is no schema")
+        return GrammarText("json_schema", given["schema"], "text.format")
+
+    def ask(self, template: TemplateHabits) -> ChatAsk:
+        """Return what is asked, still without messages. Raises InvalidArgument."""
+        tools, self._left = plain_tools([_nested(tool) for tool in self.tools or []], template)
+        choice, allowed = _choice(self.tool_choice)
+        if allowed is not None:
+            tools = [tool for tool in tools if tool["function"]["name"] in allowed]
+        logprobs = (self.top_logprobs or 0) if self.includes(LOGPROBS) else 0
+        limit = self.max_output_tokens
+        effort = None if self.reasoning is None else self.reasoning.effort
+        return ChatAsk(
+            messages=(),
+            sampling=self.sampling(1 if limit is None else limit, logprobs),
+            max_tokens=limit,
+            tools=tools,
+            tool_choice=choice,
+            parallel=self.parallel_tool_calls is not False,
+            variables=thinking(effort, None) | (self.chat_template_kwargs or {}),
+            grammar=self.grammar(),
+            how=self.how,
+            private=self.store is False,
+        )
+
+    def ignored(self, state: ServerState) -> list[str]:
+        """Return the names of what was given and changes nothing, once it was asked."""
+        known = state.renderer.template
+        found = [*GenerationRequest.ignored(self, state), *self._left]
+        found += [*self._unused, *(["max_tool_calls"] if self.max_tool_calls is not None else [])]
+        _, unknown = known.variables(self.chat_template_kwargs or {})
+        found += [f"chat_template_kwargs.{name}" for name in unknown]
+        effort = None if self.reasoning is None else self.reasoning.effort
+        if effort is not None and not (
+            known.knows("reasoning_effort") or known.knows("enable_thinking")
+        ):
+            found.append("reasoning.effort")
+        for name, given, used in (
+            ("reasoning", self.reasoning, "effort"),
+            ("text", self.text, "format"),
+        ):
+            set_ = given.model_dump(exclude_none=True) if given is not None else {}
+            found += [f"{name}.{each}" for each in set_ if each != used]
+        found += [
+            f"include.{i}"
+            for i, each in enumerate(self.include or ())
+            if each not in (ENCRYPTED, LOGPROBS)
+        ]
+        return found
+
+
+def _nested(tool: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a function as chats have it; of other types only that."""
+    if tool.get("type") != "function":
+        return {"type": str(tool.get("type"))}
+    function = {key: value for key, value in tool.items() if key != "type" and value is not None}
+    return {"type": "function", "function": function}
+
+
+def _choice(given: str | dict[str, Any] | None) -> tuple[str, set[str] | None]:
+    """Return the choice as `ChatAsk` has it, and the tools that may be called where that is said."""
+    if given is None or isinstance(given, str):
+        return given or "auto", None
+    kind, name = given.get("type"), given.get("name")
+    if kind == "function" and isinstance(name, str):
+        return f"tool:{name}", None
+    if kind == "allowed_tools" and isinstance(given.get("tools"), list):
+        names = {tool.get("name") for tool in given["tools"] if isinstance(tool, dict)}
+        mode = given.get("mode", "auto")
+        if mode in ("auto", "required") and all(isinstance(each, str) for each in names):
+            return str(mode), {str(each) for each in names}
+    raise InvalidArgument("tool_choice", f"{kind!r} cannot be chosen", "name a function")
