@@ -22,6 +22,7 @@ from fastapi.routing import APIRoute
 
 from kvweave.engine import Engine
 from kvweave.errors import KVWeaveError
+from kvweave.serve.anthropic import routes as anthropic
 from kvweave.serve.driver.thread import Driver
 from kvweave.serve.guard import problems
 from kvweave.serve.guard.access import Access
@@ -112,6 +113,7 @@ def create_app(engine: Engine, options: Options | None = None) -> FastAPI:
     for rooms in ours:
         app.include_router(rooms.router)
     app.include_router(openai.make_router(state), responses=ERRORS)
+    app.include_router(anthropic.router)
     app.include_router(page.make_router())
     _guard(app, state)
     return app

@@ -62,7 +62,7 @@ async def respond(events: AsyncGenerator[Event, None], reply: Reply) -> Response
         return JSONResponse(reply.whole())
     beating = _beating(events)
     try:
-        first = await anext(beating)
+        first = await anext(beating, None)
     except BaseException:
         await beating.aclose()
         raise

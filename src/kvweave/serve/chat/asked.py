@@ -42,14 +42,16 @@ class Opened:
     n_tokens: int
     n_computed: int  # tokens of it that have KV only because this request computed it
     n_completed: int
-    turn: Turn
+    turn: Turn | None  # None where no answer is wanted
     woven: Plan | None  # before its answers began
     seconds: float  # from the request's arrival to here: waiting, placing
 
     @property
     def plan(self) -> Plan:
         """How it was woven; known from the first token on."""
-        plan = self.turn.plan if self.woven is None else self.woven
+        plan = self.woven
+        if plan is None and self.turn is not None:
+            plan = self.turn.plan
         assert plan is not None, "the repair has not chosen yet"
         return plan
 
@@ -67,9 +69,19 @@ class Opened:
         return counts
 
 
+def prompt_of(state: ServerState, ask: ChatAsk) -> Prompt:
+    """Return what the template makes of a chat. Raises InvalidArgument, ContextTooLong."""
+    variables, _ = state.renderer.template.variables(ask.variables)
+    tools = ask.shown_tools or None
+    return state.renderer.render(ask.messages, tools, variables, continues=ask.continues)
+
+
 @dataclass(slots=True)
 class Asked:
-    """A request: prompts, and ``n`` answers to each."""
+    """A request: prompts, and ``n`` answers to each.
+
+    With ``max_tokens`` 0 the rows of the prompts are computed, and nothing is answered.
+    """
 
     state: ServerState
     tenant: str
@@ -91,17 +103,11 @@ class Asked:
         """Return the request that a chat is. Raises InvalidArgument."""
         tools = ask.shown_tools
         form = state.form_with(bool(tools))
-        variables, _ = state.renderer.template.variables(ask.variables)
-
-        def make(state: ServerState) -> Prompt:
-            options = {"continues": ask.continues}
-            return state.renderer.render(ask.messages, tools or None, variables, **options)
-
         ends = state.driver.engine.runner.ends
         return cls(
             state,
             tenant,
-            [make],
+            [lambda state: prompt_of(state, ask)],
             ask.sampling if form is None else replace(ask.sampling, shown=form.shown),
             ask.max_tokens,
             ask.how,
@@ -146,9 +152,14 @@ class Asked:
         """Give the contexts back, and remember the answers by their text."""
         whole = len(answers) == len(self._sessions)
         for index, session in enumerate(self._sessions):
-            if self.chat and session.reuse == "all" and not session.private:
+            if self.chat and session.reuse == "all" and not session.private and not self.warms:
                 self._remember(session, (index, answers[index]) if whole else None)
         self.state.sessions.give_back(self._sessions)
+
+    @property
+    def warms(self) -> bool:
+        """Whether only the rows of the prompts are wanted."""
+        return self.max_tokens == 0
 
     def _begin(self, prompt: Prompt, engine: Engine) -> list[Turn]:
         state, sessions, reuse = self.state, self.state.sessions, self.state.options.reuse
@@ -158,10 +169,10 @@ class Asked:
         header = engine.maker.tokens(prompt.header)
         n_base = 0 if base is None else engine.table.get(base).n_tokens
         n = (n_base if wanted.base is None else wanted.base.n) + len(wanted.tokens())
-        n += len(header)
+        n += 0 if self.warms else len(header)
         if n == 0:
             raise InvalidArgument("prompt", "it is empty")
-        n_new = self._n_new(n)
+        n_new = max(1, self._n_new(n))
         sampling = replace(
             self.sampling, max_tokens=n_new, min_tokens=min(n_new, self.sampling.min_tokens)
         )
@@ -169,16 +180,16 @@ class Asked:
             form = None if self.reader is None else self.reader.form
             begun = held(self.grammar, form, prompt.front, engine.runner.tokenizer)
             sampling = replace(sampling, constraint=begun)
-        sizes = [sampling.max_tokens] * self.n
+        sizes = [] if self.warms else [sampling.max_tokens] * self.n
         session = sessions.open(wanted, self.how, reuse, sizes, private=self.private)
         self._sessions.append(session)
         # the rows of the prompt are computed once
-        woven = sessions.weave(session) if self.n > 1 else None
-        turns = self._turns(session, sampling, prompt.header)
+        woven = sessions.weave(session) if self.n > 1 or self.warms else None
+        turns = [] if self.warms else self._turns(session, sampling, prompt.header)
         self.opened.append(
             Opened(
                 prompt, wanted, session.context.name, n, session.n_computed, session.n_completed,
-                turns[0], woven, time.perf_counter() - self.arrived,
+                turns[0] if turns else None, woven, time.perf_counter() - self.arrived,
             )
         )  # fmt: skip
         return turns

@@ -1,0 +1,1 @@
+"""Anthropic's Messages API: its requests, context editing, a reply and its events."""

@@ -1,0 +1,251 @@
+"""Messages of Anthropic's API, and the same in the form that chat templates take.
+
+::
+
+    user [tool_result][tool_result][text]    ->  tool, tool, user
+    assistant [thinking][text][tool_use]     ->  assistant: reasoning_content, content, tool_calls
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+from kvweave.serve.routes.base import ChunkRef
+
+MAX_MESSAGES = 16_384  # of one conversation
+GAP = "\n\n"  # between blocks of text, which are things of their own
+# Claude Code begins its system text so, with something new in each request.
+BILLING = re.compile(r"^x-anthropic-billing-header:[^\n]*(?:\n|\Z)", re.MULTILINE)
+_OPEN = ConfigDict(extra="ignore")  # cache_control, citations, caller: nothing of the text
+UNREADABLE = frozenset(
+    "image container_upload server_tool_use web_search_tool_result web_fetch_tool_result "
+    "code_execution_tool_result bash_code_execution_tool_result mcp_tool_use mcp_tool_result".split()
+)
+
+
+def _as_blocks(given: object) -> object:
+    """Return a string as one block; refuse what no text can be made of."""
+    if isinstance(given, str):
+        return [{"type": "text", "text": given}]
+    for block in given if isinstance(given, list) else ():
+        kind = block.get("type") if isinstance(block, dict) else None
+        if isinstance(kind, str) and kind in UNREADABLE:
+            raise ValueError(f"a block {kind!r} is no text; this model reads text")
+    return given
+
+
+class TextBlock(BaseModel):
+    """Text."""
+
+    model_config = _OPEN
+    type: Literal["text"]
+    text: str
+
+
+class ChunkBlock(BaseModel):
+    """A stored chunk by name or ``#id``, in its place; an extension of this server."""
+
+    model_config = _OPEN
+    type: Literal["chunk"]
+    name: ChunkRef
+
+
+class TextSource(BaseModel):
+    """A document given as text."""
+
+    model_config = _OPEN
+    type: Literal["text"]
+    data: str
+
+
+class BlockSource(BaseModel):
+    """A document given as blocks of text."""
+
+    model_config = _OPEN
+    type: Literal["content"]
+    content: Annotated[list[TextBlock], BeforeValidator(_as_blocks)]
+
+
+class DocumentBlock(BaseModel):
+    """A document, its title and context in front."""
+
+    model_config = _OPEN
+    type: Literal["document"]
+    source: Annotated[TextSource | BlockSource, Field(discriminator="type")]
+    title: str | None = None
+    context: str | None = None
+
+    @property
+    def text(self) -> str:
+        """All of it."""
+        source = self.source
+        body = [source.data] if isinstance(source, TextSource) else [b.text for b in source.content]
+        return GAP.join(filter(None, [self.title, self.context, *body]))
+
+
+class SearchBlock(BaseModel):
+    """What a search found."""
+
+    model_config = _OPEN
+    type: Literal["search_result"]
+    title: str
+    source: str
+    content: list[TextBlock]
+
+    @property
+    def text(self) -> str:
+        """All of it."""
+        return GAP.join([self.title, self.source, *(block.text for block in self.content)])
+
+
+class ThinkingBlock(BaseModel):
+    """What the model thought; the signature is not looked at."""
+
+    model_config = _OPEN
+    type: Literal["thinking"]
+    thinking: str
+
+
+class RedactedBlock(BaseModel):
+    """Thinking that nobody can read here; it is left out."""
+
+    model_config = _OPEN
+    type: Literal["redacted_thinking"]
+
+
+class CallBlock(BaseModel):
+    """A call of a tool."""
+
+    model_config = _OPEN
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: dict[str, Any]
+
+
+Readable = Annotated[
+    TextBlock | ChunkBlock | DocumentBlock | SearchBlock, Field(discriminator="type")
+]
+
+
+class ResultBlock(BaseModel):
+    """What came of a call."""
+
+    model_config = _OPEN
+    type: Literal["tool_result"]
+    tool_use_id: str
+    content: Annotated[list[Readable], BeforeValidator(_as_blocks)] = Field(default_factory=list)
+    is_error: bool = False
+
+
+Block = Annotated[
+    TextBlock
+    | ChunkBlock
+    | DocumentBlock
+    | SearchBlock
+    | ThinkingBlock
+    | RedactedBlock
+    | CallBlock
+    | ResultBlock,
+    Field(discriminator="type"),
+]
+
+
+class DialogueMessage(BaseModel):
+    """One message."""
+
+    model_config = ConfigDict(extra="forbid")
+    role: Literal["user", "assistant", "system"]
+    content: Annotated[list[Block], BeforeValidator(_as_blocks)]
+    clear_at: Literal["next_user_message", "never"] | None = None
+
+    @property
+    def results(self) -> list[ResultBlock]:
+        return [block for block in self.content if isinstance(block, ResultBlock)]
+
+    @property
+    def begins_turn(self) -> bool:
+        """Whether the user says something, and does not only hand in results."""
+        return self.role == "user" and len(self.results) < len(self.content)
+
+
+SystemText = Annotated[list[TextBlock | ChunkBlock], BeforeValidator(_as_blocks)]
+
+
+def parts_of(blocks: Sequence[BaseModel]) -> str | list[dict[str, Any]]:
+    """Return the content that readable blocks are: text, or parts where chunks are named."""
+    parts: list[dict[str, Any]] = []
+    for block in blocks:
+        if isinstance(block, ChunkBlock):
+            parts.append({"type": "chunk", "name": block.name})
+        elif isinstance(block, TextBlock | DocumentBlock | SearchBlock):
+            if parts and parts[-1]["type"] == "text":
+                parts[-1] = {"type": "text", "text": f"{parts[-1]['text']}{GAP}{block.text}"}
+            else:
+                parts.append({"type": "text", "text": block.text})
+    if not parts or (len(parts) == 1 and parts[0]["type"] == "text"):
+        return str(parts[0]["text"]) if parts else ""
+    return parts
+
+
+def system_message(system: Sequence[TextBlock | ChunkBlock]) -> list[dict[str, Any]]:
+    """Return the system message in front; [] for no text."""
+    blocks: list[TextBlock | ChunkBlock] = []
+    for block in system:
+        if isinstance(block, TextBlock):
+            block = TextBlock(type="text", text=BILLING.sub("", block.text))
+        if isinstance(block, ChunkBlock) or block.text:
+            blocks.append(block)
+    content = parts_of(blocks)
+    return [{"role": "system", "content": content}] if content else []
+
+
+def chat_messages(messages: Sequence[DialogueMessage]) -> list[dict[str, Any]]:
+    """Return messages as chat templates take them; see `ChatAsk`."""
+    last_user = max((i for i, m in enumerate(messages) if m.role == "user"), default=-1)
+    made: list[dict[str, Any]] = []
+    for i, message in enumerate(messages):
+        if message.role == "assistant":
+            made.append(_answer(message))
+        elif message.role == "user":
+            made += _asked(message)
+        elif message.clear_at != "next_user_message" or i > last_user:
+            made.append({"role": "system", "content": parts_of(message.content)})
+    return made
+
+
+def _asked(message: DialogueMessage) -> list[dict[str, Any]]:
+    made = [
+        {"role": "tool", "tool_call_id": result.tool_use_id, "content": parts_of(result.content)}
+        for result in message.results
+    ]
+    content = parts_of(message.content)
+    return [*made, {"role": "user", "content": content}] if content or not made else made
+
+
+def _answer(message: DialogueMessage) -> dict[str, Any]:
+    texts = [block.text for block in message.content if isinstance(block, TextBlock)]
+    thoughts = [block.thinking for block in message.content if isinstance(block, ThinkingBlock)]
+    calls = [block for block in message.content if isinstance(block, CallBlock)]
+    made: dict[str, Any] = {"role": "assistant", "content": "".join(texts)}
+    if any(isinstance(b, ChunkBlock | DocumentBlock | SearchBlock) for b in message.content):
+        made["content"] = parts_of(message.content)
+    if any(thoughts):
+        made["reasoning_content"] = "".join(thoughts)
+    if calls:
+        made["tool_calls"] = [_call(block) for block in calls]
+    return made
+
+
+def _call(block: CallBlock) -> dict[str, Any]:
+    arguments = json.dumps(block.input, ensure_ascii=False)
+    return {
+        "id": block.id,
+        "type": "function",
+        "function": {"name": block.name, "arguments": arguments},
+    }

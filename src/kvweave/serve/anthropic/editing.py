@@ -1,0 +1,248 @@
+"""Context editing: what of a conversation is cleared before the model sees it.
+
+The client keeps and sends everything, each time; the rules here say anew what of it stays. They are
+a function of the messages, and what was cleared once stays cleared while the conversation grows. A
+cleared result is one placeholder, cleared thinking is gone: what stands around them are the chunks
+they were, so their KV is found.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    Field,
+    StrictBool,
+    StrictInt,
+    StrictStr,
+    model_validator,
+)
+
+from kvweave.serve.anthropic.blocks import (
+    CallBlock,
+    DialogueMessage,
+    RedactedBlock,
+    ResultBlock,
+    TextBlock,
+    ThinkingBlock,
+    parts_of,
+)
+from kvweave.serve.routes.base import STRICT
+
+PLACEHOLDER = "[tool result cleared to save context]"
+SHORTEST = 47  # bytes of a result that is worth clearing
+TRIGGER = 100_000  # tokens of a prompt; more are too many where nothing is said
+KEPT_USES, KEPT_TURNS = 3, 1
+MAX_EDITS = 16
+
+Messages = Sequence[DialogueMessage]
+Content = str | list[dict[str, Any]]
+NotNegative = Annotated[StrictInt, Field(ge=0)]
+Positive = Annotated[StrictInt, Field(ge=1)]
+
+
+class TokensAmount(BaseModel):
+    """So many tokens of input."""
+
+    model_config = STRICT
+    type: Literal["input_tokens"]
+    value: NotNegative
+
+
+class UsesAmount(BaseModel):
+    """So many uses of tools."""
+
+    model_config = STRICT
+    type: Literal["tool_uses"]
+    value: NotNegative
+
+
+class TurnsAmount(BaseModel):
+    """The thinking of so many turns."""
+
+    model_config = STRICT
+    type: Literal["thinking_turns"]
+    value: Positive
+
+
+class AllTurns(BaseModel):
+    """All thinking."""
+
+    model_config = STRICT
+    type: Literal["all"]
+
+
+def _all_by_name(given: object) -> object:
+    return {"type": "all"} if given == "all" else given
+
+
+class ClearToolUses(BaseModel):
+    """Old results of tools become a placeholder, and with ``clear_tool_inputs`` their inputs ``{}``."""
+
+    model_config = STRICT
+    type: Literal["clear_tool_uses_20250919"]
+    trigger: Annotated[TokensAmount | UsesAmount, Field(discriminator="type")] = TokensAmount(
+        type="input_tokens", value=TRIGGER
+    )
+    keep: UsesAmount = UsesAmount(type="tool_uses", value=KEPT_USES)
+    clear_at_least: TokensAmount | None = None
+    exclude_tools: list[StrictStr] | None = None
+    clear_tool_inputs: StrictBool | list[StrictStr] | None = None
+
+    def apply(
+        self, messages: Messages, n_tokens: int, size: Callable[[Content], int]
+    ) -> tuple[list[DialogueMessage], int]:
+        """Return the messages as they are cleared, and how many uses were.
+
+        ``n_tokens`` of the prompt; ``size`` are the tokens of a content.
+        """
+        calls = {b.id: b for m in messages for b in m.content if isinstance(b, CallBlock)}
+        n = n_tokens if isinstance(self.trigger, TokensAmount) else len(calls)
+        if n <= self.trigger.value:
+            return list(messages), 0
+        gone = self._gone(messages, calls, size)
+        made = [_with(m, [self._cleared(b, gone, calls) for b in m.content]) for m in messages]
+        return made, len(gone)
+
+    def _gone(
+        self, messages: Messages, calls: dict[str, CallBlock], size: Callable[[Content], int]
+    ) -> set[str]:
+        """Return the ids of the calls to be cleared: the oldest, in batches of ``clear_at_least``."""
+        results = [result for message in messages for result in message.results]
+        newest = results[-1] if results else None
+        known = [result for result in results if self._counts(result, calls)]
+        old = known[: max(0, len(known) - self.keep.value)]
+        old = [result for result in old if result is not newest]
+        least = 0 if self.clear_at_least is None else self.clear_at_least.value
+        gone: set[str] = set()
+        batch: set[str] = set()
+        n = 0
+        for result in old:
+            batch.add(result.tool_use_id)
+            n += size(parts_of(result.content)) - size(PLACEHOLDER)
+            call = calls.get(result.tool_use_id)
+            if call is not None and self._clears_input(call):
+                n += size(json.dumps(call.input)) - size("{}")
+            if n >= least:
+                gone |= batch
+                batch, n = set(), 0
+        return gone
+
+    def _counts(self, result: ResultBlock, calls: dict[str, CallBlock]) -> bool:
+        """Tell whether a result may be cleared at all."""
+        content = parts_of(result.content)
+        call = calls.get(result.tool_use_id)
+        if call is not None and call.name in (self.exclude_tools or ()):
+            return False
+        return not isinstance(content, str) or len(content.encode(errors="replace")) >= SHORTEST
+
+    def _clears_input(self, call: CallBlock) -> bool:
+        which = self.clear_tool_inputs or False
+        return which if isinstance(which, bool) else call.name in which
+
+    def _cleared(self, block: Any, gone: set[str], calls: dict[str, CallBlock]) -> Any:
+        if isinstance(block, ResultBlock) and block.tool_use_id in gone:
+            return block.model_copy(update={"content": [TextBlock(type="text", text=PLACEHOLDER)]})
+        if isinstance(block, CallBlock) and block.id in gone and self._clears_input(block):
+            return block.model_copy(update={"input": {}})
+        return block
+
+    def told(self, n: int) -> dict[str, Any]:
+        """Return what is said of ``n`` uses that were cleared."""
+        return {"type": self.type, "cleared_tool_uses": n}
+
+
+class ClearThinking(BaseModel):
+    """The thinking of all turns but the last ones is left out."""
+
+    model_config = STRICT
+    type: Literal["clear_thinking_20251015"]
+    keep: Annotated[
+        Annotated[TurnsAmount | AllTurns, Field(discriminator="type")],
+        BeforeValidator(_all_by_name),
+    ] = TurnsAmount(type="thinking_turns", value=KEPT_TURNS)
+
+    def apply(
+        self, messages: Messages, n_tokens: int, size: Callable[[Content], int]
+    ) -> tuple[list[DialogueMessage], int]:
+        """Return the messages without old thinking, and how many turns lost theirs.
+
+        A turn is all that the assistant says until the user says something again; results of tools
+        are a part of it.
+        """
+        turn, turns = 0, []
+        for message in messages:
+            turn += message.begins_turn
+            turns.append(turn if any(map(_thinks, message.content)) else None)
+        thinking = sorted({turn for turn in turns if turn is not None})
+        kept = len(thinking) if isinstance(self.keep, AllTurns) else self.keep.value
+        gone = set(thinking[: max(0, len(thinking) - kept)])
+        made = [
+            _with(m, [b for b in m.content if turn not in gone or not _thinks(b)])
+            for m, turn in zip(messages, turns, strict=True)
+        ]
+        return made, len(gone)
+
+    def told(self, n: int) -> dict[str, Any]:
+        """Return what is said of ``n`` turns that lost their thinking."""
+        return {"type": self.type, "cleared_thinking_turns": n}
+
+
+class ContextManagement(BaseModel):
+    """The edits of a request, one after the other."""
+
+    model_config = STRICT
+    edits: Annotated[
+        list[Annotated[ClearToolUses | ClearThinking, Field(discriminator="type")]],
+        Field(max_length=MAX_EDITS),
+    ] = Field(default_factory=list)
+
+    @model_validator(mode="after")
+    def _in_order(self) -> ContextManagement:
+        kinds = [edit.type for edit in self.edits]
+        if len(set(kinds)) < len(kinds):
+            raise ValueError("edits: each kind may be there once")
+        if "clear_thinking_20251015" in kinds[1:]:
+            raise ValueError("edits: clear_thinking_20251015 stands first")
+        return self
+
+
+@dataclass(frozen=True, slots=True)
+class EditedMessages:
+    """What edits left, what is said of each that cleared something, and the tokens of the prompt."""
+
+    messages: list[DialogueMessage]
+    applied: list[dict[str, Any]]
+    n_before: int
+    n_after: int
+
+
+def edit_messages(
+    edits: Sequence[ClearToolUses | ClearThinking],
+    messages: Messages,
+    count: Callable[[Messages], int],
+    size: Callable[[Content], int],
+) -> EditedMessages:
+    """Return the messages as they are edited; ``count`` are the tokens of a whole prompt."""
+    made, applied = list(messages), []
+    original = n = count(messages)
+    for edit in edits:
+        changed, n_gone = edit.apply(made, n, size)
+        if n_gone:
+            left = count(changed)
+            applied.append(edit.told(n_gone) | {"cleared_input_tokens": max(0, n - left)})
+            made, n = changed, left
+    return EditedMessages(made, applied, original, n)
+
+
+def _thinks(block: object) -> bool:
+    return isinstance(block, ThinkingBlock | RedactedBlock)
+
+
+def _with(message: DialogueMessage, content: list[Any]) -> DialogueMessage:
+    return message.model_copy(update={"content": content})

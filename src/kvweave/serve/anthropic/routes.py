@@ -1,0 +1,100 @@
+"""``/v1/messages`` and ``/v1/messages/count_tokens``, as Anthropic's clients expect them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from fastapi import APIRouter
+from fastapi.responses import Response
+
+from kvweave.run.sample import Sampling
+from kvweave.serve.anthropic.blocks import DialogueMessage
+from kvweave.serve.anthropic.editing import Content, EditedMessages, edit_messages
+from kvweave.serve.anthropic.reply import MessageReply
+from kvweave.serve.anthropic.schemas import CountRequest, MessagesRequest
+from kvweave.serve.chat.asked import Asked, prompt_of
+from kvweave.serve.chat.count import count_tokens, segment_size
+from kvweave.serve.guard.access import Tenant
+from kvweave.serve.guard.problems import make
+from kvweave.serve.reuse.render import PromptSegment
+from kvweave.serve.routes.base import STREAMED, The
+from kvweave.serve.routes.strict import StrictRoute
+from kvweave.serve.state import ServerState
+from kvweave.serve.stream import respond
+
+router = APIRouter(tags=["anthropic"], route_class=StrictRoute)
+
+
+@router.post("/v1/messages", response_model=None, responses=STREAMED)
+async def messages(body: MessagesRequest, tenant: Tenant, state: The) -> Response:
+    """Answer a conversation; what of it is known is found again, at any position.
+
+    ``context_management`` clears old results and thinking before the model sees them.
+    """
+    if not state.options.answers_to(body.model):
+        return _no_model(state, body.model)
+    body.check()
+    left, applied = body.messages, None
+    if body.context_management is not None:
+        edited = await _edited(state, tenant, body)
+        left, applied = edited.messages, edited.applied
+    # a grammar may take a second to compile, the first time
+    asked = await asyncio.to_thread(Asked.of_chat, state, tenant, body.asked(left))
+    return await respond(asked.events(), MessageReply(asked, body, applied))
+
+
+@router.post("/v1/messages/count_tokens", response_model=None)
+async def count(body: CountRequest, tenant: Tenant, state: The) -> dict[str, Any] | Response:
+    """Say how many tokens the prompt of such a request has, before and after it is edited."""
+    if not state.options.answers_to(body.model):
+        return _no_model(state, body.model)
+    body.check()
+    if body.context_management is None:
+        size = _counter(state, tenant, body)
+        return {"input_tokens": await state.call(tenant, lambda engine: size(body.messages))}
+    edited = await _edited(state, tenant, body)
+    before = {"original_input_tokens": edited.n_before}
+    return {"input_tokens": edited.n_after, "context_management": before}
+
+
+async def _edited(state: ServerState, tenant: str, body: CountRequest) -> EditedMessages:
+    """Return what the edits of a request leave of its messages."""
+    assert body.context_management is not None
+    edits, count = body.context_management.edits, _counter(state, tenant, body)
+    size = _sizer(state, tenant)
+    return await state.call(tenant, lambda engine: edit_messages(edits, body.messages, count, size))
+
+
+def _counter(
+    state: ServerState, tenant: str, body: CountRequest
+) -> Callable[[Sequence[DialogueMessage]], int]:
+    """Return what counts the tokens of a whole prompt, in the driver's thread."""
+
+    def count(left: Sequence[DialogueMessage]) -> int:
+        ask = body.ask(left, Sampling(), None)
+        return count_tokens(state, tenant, prompt_of(state, ask))
+
+    return count
+
+
+def _sizer(state: ServerState, tenant: str) -> Callable[[Content], int]:
+    """Return what counts the tokens of a content, in the driver's thread."""
+
+    def size(content: Content) -> int:
+        parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+        segments = [
+            PromptSegment("tool", part.get("text", ""), "", False, part.get("name"))
+            for part in parts
+        ]
+        return sum(segment_size(state, tenant, segment) for segment in segments)
+
+    return size
+
+
+def _no_model(state: ServerState, wanted: str) -> Response:
+    name = state.options.model_name
+    return make(
+        404, f"no model {wanted!r}", code="model_not_found", param="model", hint=f"it is {name!r}"
+    ).response

@@ -1,0 +1,260 @@
+"""The requests of ``/v1/messages``.
+
+What would change the text and cannot be done is refused; what cannot change it is ignored, and named
+in `kvweave.ignored`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    model_validator,
+)
+
+from kvweave.errors import InvalidArgument
+from kvweave.run.grammar import GrammarText
+from kvweave.run.sample import Sampling
+from kvweave.serve.anthropic.blocks import (
+    MAX_MESSAGES,
+    DialogueMessage,
+    SystemText,
+    chat_messages,
+    system_message,
+)
+from kvweave.serve.anthropic.editing import ContextManagement
+from kvweave.serve.chat.ask import ChatAsk, thinking
+from kvweave.serve.openai.schemas import MAX_TOOLS, Extension
+from kvweave.serve.reuse.pooled import WeaveOptions
+from kvweave.serve.routes.base import MAX_STOPS, STRICT, Int, Stop
+from kvweave.serve.state import ServerState
+
+# Fields that say nothing about the answer's text.
+HARMLESS = frozenset(
+    "cache_control metadata service_tier inference_geo speed diagnostics user_profile_id "
+    "workspace_id billing_policy fallbacks fallback_credit_token betas anthropic_beta "
+    "anthropic_version".split()
+)
+OFF: tuple[object, ...] = (None, [], {})  # values of fields that ask for nothing
+MIN_BUDGET = 1024  # tokens of thinking, as the API has it
+CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+
+
+class ClientTool(BaseModel):
+    """A tool that the client runs."""
+
+    model_config = ConfigDict(extra="ignore")  # cache_control, strict, input_examples
+    type: Literal["custom"] | None = None
+    name: Annotated[str, Field(min_length=1, max_length=256)]
+    description: str | None = None
+    input_schema: dict[str, Any]
+
+    def function(self) -> dict[str, Any]:
+        """Return it as templates take it."""
+        made: dict[str, Any] = {"name": self.name, "parameters": self.input_schema}
+        if self.description is not None:
+            made["description"] = self.description
+        return {"type": "function", "function": made}
+
+
+class ForeignTool(BaseModel):
+    """A tool of Anthropic's own; this server does not have it, and shows the model nothing of it."""
+
+    model_config = ConfigDict(extra="ignore")
+    type: str
+
+
+def _whose(given: object) -> str:
+    kind = given.get("type") if isinstance(given, dict) else None
+    return "foreign" if isinstance(kind, str) and kind != "custom" else "custom"
+
+
+Tool = Annotated[
+    Annotated[ClientTool, Tag("custom")] | Annotated[ForeignTool, Tag("foreign")],
+    Discriminator(_whose),
+]
+
+
+class ToolChoice(BaseModel):
+    """Whether tools are called, and which."""
+
+    model_config = STRICT
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool = False
+
+    @model_validator(mode="after")
+    def _named(self) -> ToolChoice:
+        if (self.type == "tool") != (self.name is not None):
+            raise ValueError("a name goes with the type tool, and only with it")
+        return self
+
+
+class ThinkingConfig(BaseModel):
+    """Whether the model thinks first. ``budget_tokens`` bounds nothing here."""
+
+    model_config = ConfigDict(extra="ignore")  # block_binding
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: Annotated[Int, Field(ge=MIN_BUDGET)] | None = None
+    display: Literal["summarized", "omitted", "updates"] | None = None
+
+    @model_validator(mode="after")
+    def _with_budget(self) -> ThinkingConfig:
+        if self.type == "enabled" and self.budget_tokens is None:
+            raise ValueError("budget_tokens: it is missing")
+        return self
+
+    @property
+    def enabled(self) -> bool | None:
+        return None if self.type == "adaptive" else self.type == "enabled"
+
+
+class JsonFormat(BaseModel):
+    """A JSON schema that the answer's text keeps to."""
+
+    model_config = STRICT
+    type: Literal["json_schema"]
+    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+
+
+class OutputConfig(BaseModel):
+    """How much effort, and the form of the answer."""
+
+    model_config = STRICT
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    format: JsonFormat | None = None
+    task_budget: dict[str, Any] | None = None  # the model is told nothing of it
+
+
+def _not_too_many(given: object) -> object:
+    """Refuse more messages than any context holds before one of them is looked at."""
+    if isinstance(given, list) and len(given) > MAX_MESSAGES:
+        raise ValueError(f"{len(given):,} messages are more than {MAX_MESSAGES:,}")
+    return given
+
+
+class CountRequest(BaseModel):
+    """Body of ``POST /v1/messages/count_tokens``."""
+
+    model_config = ConfigDict(extra="allow")
+    model: str
+    messages: Annotated[list[DialogueMessage], BeforeValidator(_not_too_many), Field(min_length=1)]
+    system: SystemText = Field(default_factory=list)
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] = Field(default_factory=list)
+    tool_choice: ToolChoice | None = None
+    thinking: ThinkingConfig | None = None
+    output_config: OutputConfig | None = None
+    output_format: JsonFormat | None = None
+    context_management: ContextManagement | None = None
+    kvweave: Extension | None = None
+
+    def check(self) -> None:
+        """Raise InvalidArgument for fields that would have to be ignored."""
+        for name, value in (self.model_extra or {}).items():
+            if name not in HARMLESS and value not in OFF:
+                raise InvalidArgument(name, "this server does not know it", "leave it out")
+
+    @property
+    def functions(self) -> list[dict[str, Any]]:
+        """The tools as templates take them."""
+        return [tool.function() for tool in self.tools if isinstance(tool, ClientTool)]
+
+    def ask(
+        self, messages: Sequence[DialogueMessage], sampling: Sampling, max_tokens: int | None
+    ) -> ChatAsk:
+        """Return what is asked when ``messages`` are what is left of those that were sent.
+
+        Raises InvalidArgument.
+        """
+        given = self.tool_choice or ToolChoice(type="auto")
+        config, think = self.output_config, self.thinking
+        shape = self.output_format if config is None else config.format or self.output_format
+        extension = self.kvweave or Extension()
+        last = messages[-1]
+        return ChatAsk(
+            messages=[*system_message(self.system), *chat_messages(messages)],
+            sampling=sampling,
+            max_tokens=max_tokens,
+            tools=self.functions,
+            tool_choice=CHOICES.get(given.type, f"tool:{given.name}"),
+            parallel=not given.disable_parallel_tool_use,
+            variables=thinking(
+                None if config is None else config.effort, None if think is None else think.enabled
+            ),
+            continues=last.role == "assistant",
+            grammar=None if shape is None else GrammarText("json_schema", shape.schema_),
+            how=WeaveOptions(
+                extension.repair, extension.share, extension.max_drift, extension.keep,
+                extension.bases,
+            ),
+            private=self.is_private,
+        )  # fmt: skip
+
+    @property
+    def is_private(self) -> bool:
+        """Whether nothing of it is kept for later requests."""
+        return True
+
+    def ignored(self, state: ServerState) -> list[str]:
+        """Return the names of what was given and changes nothing."""
+        found = [name for name, value in (self.model_extra or {}).items() if value is not None]
+        found += [f"tools.{i}" for i, t in enumerate(self.tools) if isinstance(t, ForeignTool)]
+        if self.thinking is not None and self.thinking.budget_tokens is not None:
+            found.append("thinking.budget_tokens")
+        config, known = self.output_config, state.renderer.template
+        if config is not None and config.task_budget is not None:
+            found.append("output_config.task_budget")
+        if config is not None and config.effort is not None:
+            if not (known.knows("reasoning_effort") or known.knows("enable_thinking")):
+                found.append("output_config.effort")
+        if any(result.is_error for message in self.messages for result in message.results):
+            found.append("is_error")
+        return found
+
+
+class MessagesRequest(CountRequest):
+    """Body of ``POST /v1/messages``."""
+
+    max_tokens: Annotated[Int, Field(ge=0)]
+    stop_sequences: Annotated[list[Stop], Field(max_length=MAX_STOPS)] | None = None
+    stream: bool = False
+    temperature: Annotated[float, Field(ge=0)] | None = None
+    top_p: float | None = None
+    top_k: Int | None = None
+    store: bool | None = None
+    """False: nothing of the request or its answer is kept for later ones, or can be read."""
+
+    def check(self) -> None:
+        """Raise InvalidArgument for what this server cannot do."""
+        CountRequest.check(self)
+        think = self.thinking
+        if think is not None and think.type == "enabled" and self.max_tokens:
+            if (think.budget_tokens or 0) >= self.max_tokens:
+                reason = f"{think.budget_tokens} are not below max_tokens, {self.max_tokens}"
+                raise InvalidArgument("thinking.budget_tokens", reason)
+
+    def asked(self, messages: Sequence[DialogueMessage]) -> ChatAsk:
+        """Return what is asked, as `ask`. Raises InvalidArgument."""
+        return self.ask(messages, self.sampling(), self.max_tokens)
+
+    def sampling(self) -> Sampling:
+        """Return how to choose tokens; the default temperature is 1. Raises InvalidArgument."""
+        return Sampling(
+            max_tokens=max(1, self.max_tokens),
+            temperature=1.0 if self.temperature is None else self.temperature,
+            top_p=1.0 if self.top_p is None else self.top_p,
+            top_k=self.top_k or 0,
+            stop=tuple(self.stop_sequences or ()),
+        )
+
+    @property
+    def is_private(self) -> bool:
+        """Whether nothing of it is kept for later requests."""
+        return self.store is False
