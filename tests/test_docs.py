@@ -3,7 +3,8 @@
 The ``python`` blocks of a file run in order in one namespace, in an empty directory, with the
 bundled model for "path/or/hf-id" (and as ``MODEL``). A file's first block imports what it uses.
 ``console`` blocks show commands after ``$``: those of kvweave must parse, those of make must exist.
-docs/http.md has a server at ``$KVWEAVE_URL``, which must answer its curl commands, in order.
+docs/http.md has a server at ``$KVWEAVE_URL``, which must answer its curl commands, in order; so has
+docs/agents.md.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from needs import need
 from served import served
 
 from kvweave import Engine
@@ -26,6 +28,7 @@ ROOT = Path(__file__).parents[1]
 SRC = ROOT / "src" / "kvweave"
 MODEL = str(home.BUNDLED)
 HTTP = "docs/http.md"
+AGENTS = "docs/agents.md"
 PLACEHOLDER = '"path/or/hf-id"'
 PAGES = {
     path.relative_to(ROOT).as_posix(): path.read_text()
@@ -76,7 +79,9 @@ def url(monkeypatch):
 @pytest.mark.parametrize("name", WITH_PYTHON)
 def test_python_blocks_run(name, tmp_path, monkeypatch, request):
     monkeypatch.chdir(tmp_path)
-    if name == HTTP:
+    if name == AGENTS:
+        need("anthropic")
+    if name in (HTTP, AGENTS):
         request.getfixturevalue("url")
     execute(PAGES[name], str(ROOT / name), {"__name__": "docs", "MODEL": MODEL})
 

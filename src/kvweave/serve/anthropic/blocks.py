@@ -13,19 +13,26 @@ import re
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, Field
 
-from kvweave.serve.routes.base import ChunkRef
+from kvweave.serve.routes.base import STRICT, ChunkRef
 
 MAX_MESSAGES = 16_384  # of one conversation
 GAP = "\n\n"  # between blocks of text, which are things of their own
 # Claude Code begins its system text so, with something new in each request.
 BILLING = re.compile(r"^x-anthropic-billing-header:[^\n]*(?:\n|\Z)", re.MULTILINE)
-_OPEN = ConfigDict(extra="ignore")  # cache_control, citations, caller: nothing of the text
 UNREADABLE = frozenset(
     "image container_upload server_tool_use web_search_tool_result web_fetch_tool_result "
     "code_execution_tool_result bash_code_execution_tool_result mcp_tool_use mcp_tool_result".split()
 )
+
+
+class Noted(BaseModel):
+    """What may have notes to others, which say nothing to a model; another field is refused."""
+
+    model_config = STRICT
+    cache_control: Any = None
+    citations: Any = None
 
 
 def _as_blocks(given: object) -> object:
@@ -39,42 +46,39 @@ def _as_blocks(given: object) -> object:
     return given
 
 
-class TextBlock(BaseModel):
+class TextBlock(Noted):
     """Text."""
 
-    model_config = _OPEN
     type: Literal["text"]
     text: str
+    parsed_output: Any = None
 
 
-class ChunkBlock(BaseModel):
+class ChunkBlock(Noted):
     """A stored chunk by name or ``#id``, in its place; an extension of this server."""
 
-    model_config = _OPEN
     type: Literal["chunk"]
     name: ChunkRef
 
 
-class TextSource(BaseModel):
+class TextSource(Noted):
     """A document given as text."""
 
-    model_config = _OPEN
     type: Literal["text"]
     data: str
+    media_type: Any = None
 
 
-class BlockSource(BaseModel):
+class BlockSource(Noted):
     """A document given as blocks of text."""
 
-    model_config = _OPEN
     type: Literal["content"]
     content: Annotated[list[TextBlock], BeforeValidator(_as_blocks)]
 
 
-class DocumentBlock(BaseModel):
+class DocumentBlock(Noted):
     """A document, its title and context in front."""
 
-    model_config = _OPEN
     type: Literal["document"]
     source: Annotated[TextSource | BlockSource, Field(discriminator="type")]
     title: str | None = None
@@ -88,10 +92,9 @@ class DocumentBlock(BaseModel):
         return GAP.join(filter(None, [self.title, self.context, *body]))
 
 
-class SearchBlock(BaseModel):
+class SearchBlock(Noted):
     """What a search found."""
 
-    model_config = _OPEN
     type: Literal["search_result"]
     title: str
     source: str
@@ -103,29 +106,30 @@ class SearchBlock(BaseModel):
         return GAP.join([self.title, self.source, *(block.text for block in self.content)])
 
 
-class ThinkingBlock(BaseModel):
+class ThinkingBlock(Noted):
     """What the model thought; the signature is not looked at."""
 
-    model_config = _OPEN
     type: Literal["thinking"]
     thinking: str
+    signature: Any = None
 
 
-class RedactedBlock(BaseModel):
+class RedactedBlock(Noted):
     """Thinking that nobody can read here; it is left out."""
 
-    model_config = _OPEN
     type: Literal["redacted_thinking"]
+    data: Any = None
 
 
-class CallBlock(BaseModel):
+class CallBlock(Noted):
     """A call of a tool."""
 
-    model_config = _OPEN
     type: Literal["tool_use"]
     id: str
     name: str
     input: dict[str, Any]
+    caller: Any = None
+    toolset_name: Any = None
 
 
 Readable = Annotated[
@@ -133,17 +137,17 @@ Readable = Annotated[
 ]
 
 
-class ResultBlock(BaseModel):
+class ResultBlock(Noted):
     """What came of a call."""
 
-    model_config = _OPEN
     type: Literal["tool_result"]
     tool_use_id: str
     content: Annotated[list[Readable], BeforeValidator(_as_blocks)] = Field(default_factory=list)
     is_error: bool = False
+    toolset_name: Any = None
 
 
-Block = Annotated[
+MessageBlock = Annotated[
     TextBlock
     | ChunkBlock
     | DocumentBlock
@@ -159,9 +163,9 @@ Block = Annotated[
 class DialogueMessage(BaseModel):
     """One message."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = STRICT
     role: Literal["user", "assistant", "system"]
-    content: Annotated[list[Block], BeforeValidator(_as_blocks)]
+    content: Annotated[list[MessageBlock], BeforeValidator(_as_blocks)]
     clear_at: Literal["next_user_message", "never"] | None = None
 
     @property

@@ -40,8 +40,8 @@ TRIGGER = 100_000  # tokens of a prompt; more are too many where nothing is said
 KEPT_USES, KEPT_TURNS = 3, 1
 MAX_EDITS = 16
 
-Messages = Sequence[DialogueMessage]
-Content = str | list[dict[str, Any]]
+DialogueMessages = Sequence[DialogueMessage]
+ChatContent = str | list[dict[str, Any]]
 NotNegative = Annotated[StrictInt, Field(ge=0)]
 Positive = Annotated[StrictInt, Field(ge=1)]
 
@@ -95,7 +95,7 @@ class ClearToolUses(BaseModel):
     clear_tool_inputs: StrictBool | list[StrictStr] | None = None
 
     def apply(
-        self, messages: Messages, n_tokens: int, size: Callable[[Content], int]
+        self, messages: DialogueMessages, n_tokens: int, size: Callable[[ChatContent], int]
     ) -> tuple[list[DialogueMessage], int]:
         """Return the messages as they are cleared, and how many uses were.
 
@@ -110,7 +110,10 @@ class ClearToolUses(BaseModel):
         return made, len(gone)
 
     def _gone(
-        self, messages: Messages, calls: dict[str, CallBlock], size: Callable[[Content], int]
+        self,
+        messages: DialogueMessages,
+        calls: dict[str, CallBlock],
+        size: Callable[[ChatContent], int],
     ) -> set[str]:
         """Return the ids of the calls to be cleared: the oldest, in batches of ``clear_at_least``."""
         results = [result for message in messages for result in message.results]
@@ -168,7 +171,7 @@ class ClearThinking(BaseModel):
     ] = TurnsAmount(type="thinking_turns", value=KEPT_TURNS)
 
     def apply(
-        self, messages: Messages, n_tokens: int, size: Callable[[Content], int]
+        self, messages: DialogueMessages, n_tokens: int, size: Callable[[ChatContent], int]
     ) -> tuple[list[DialogueMessage], int]:
         """Return the messages without old thinking, and how many turns lost theirs.
 
@@ -224,9 +227,9 @@ class EditedMessages:
 
 def edit_messages(
     edits: Sequence[ClearToolUses | ClearThinking],
-    messages: Messages,
-    count: Callable[[Messages], int],
-    size: Callable[[Content], int],
+    messages: DialogueMessages,
+    count: Callable[[DialogueMessages], int],
+    size: Callable[[ChatContent], int],
 ) -> EditedMessages:
     """Return the messages as they are edited; ``count`` are the tokens of a whole prompt."""
     made, applied = list(messages), []

@@ -11,13 +11,13 @@ from fastapi.responses import Response
 
 from kvweave.run.sample import Sampling
 from kvweave.serve.anthropic.blocks import DialogueMessage
-from kvweave.serve.anthropic.editing import Content, EditedMessages, edit_messages
+from kvweave.serve.anthropic.editing import ChatContent, EditedMessages, edit_messages
 from kvweave.serve.anthropic.reply import MessageReply
 from kvweave.serve.anthropic.schemas import CountRequest, MessagesRequest
 from kvweave.serve.chat.asked import Asked, prompt_of
 from kvweave.serve.chat.count import count_tokens, segment_size
 from kvweave.serve.guard.access import Tenant
-from kvweave.serve.guard.problems import make
+from kvweave.serve.openai.named import other_model
 from kvweave.serve.reuse.render import PromptSegment
 from kvweave.serve.routes.base import STREAMED, The
 from kvweave.serve.routes.strict import StrictRoute
@@ -33,8 +33,8 @@ async def messages(body: MessagesRequest, tenant: Tenant, state: The) -> Respons
 
     ``context_management`` clears old results and thinking before the model sees them.
     """
-    if not state.options.answers_to(body.model):
-        return _no_model(state, body.model)
+    if (refused := other_model(state, body.model)) is not None:
+        return refused
     body.check()
     left, applied = body.messages, None
     if body.context_management is not None:
@@ -48,8 +48,8 @@ async def messages(body: MessagesRequest, tenant: Tenant, state: The) -> Respons
 @router.post("/v1/messages/count_tokens", response_model=None)
 async def count(body: CountRequest, tenant: Tenant, state: The) -> dict[str, Any] | Response:
     """Say how many tokens the prompt of such a request has, before and after it is edited."""
-    if not state.options.answers_to(body.model):
-        return _no_model(state, body.model)
+    if (refused := other_model(state, body.model)) is not None:
+        return refused
     body.check()
     if body.context_management is None:
         size = _counter(state, tenant, body)
@@ -79,10 +79,10 @@ def _counter(
     return count
 
 
-def _sizer(state: ServerState, tenant: str) -> Callable[[Content], int]:
+def _sizer(state: ServerState, tenant: str) -> Callable[[ChatContent], int]:
     """Return what counts the tokens of a content, in the driver's thread."""
 
-    def size(content: Content) -> int:
+    def size(content: ChatContent) -> int:
         parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
         segments = [
             PromptSegment("tool", part.get("text", ""), "", False, part.get("name"))
@@ -91,10 +91,3 @@ def _sizer(state: ServerState, tenant: str) -> Callable[[Content], int]:
         return sum(segment_size(state, tenant, segment) for segment in segments)
 
     return size
-
-
-def _no_model(state: ServerState, wanted: str) -> Response:
-    name = state.options.model_name
-    return make(
-        404, f"no model {wanted!r}", code="model_not_found", param="model", hint=f"it is {name!r}"
-    ).response

@@ -25,13 +25,15 @@ from kvweave.run.sample import Sampling
 from kvweave.serve.anthropic.blocks import (
     MAX_MESSAGES,
     DialogueMessage,
+    Noted,
     SystemText,
     chat_messages,
     system_message,
 )
 from kvweave.serve.anthropic.editing import ContextManagement
 from kvweave.serve.chat.ask import ChatAsk, thinking
-from kvweave.serve.openai.schemas import MAX_TOOLS, Extension
+from kvweave.serve.openai.messages import MAX_TOOLS
+from kvweave.serve.openai.schemas import Extension
 from kvweave.serve.reuse.pooled import WeaveOptions
 from kvweave.serve.routes.base import MAX_STOPS, STRICT, Int, Stop
 from kvweave.serve.state import ServerState
@@ -47,14 +49,24 @@ MIN_BUDGET = 1024  # tokens of thinking, as the API has it
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
-class ClientTool(BaseModel):
-    """A tool that the client runs."""
+class ClientTool(Noted):
+    """A tool that the client runs. Of deferred ones all is shown; to be ``strict``, force a call."""
 
-    model_config = ConfigDict(extra="ignore")  # cache_control, strict, input_examples
     type: Literal["custom"] | None = None
     name: Annotated[str, Field(min_length=1, max_length=256)]
     description: str | None = None
     input_schema: dict[str, Any]
+    strict: Any = None
+    defer_loading: Any = None
+    input_examples: Any = None
+    eager_input_streaming: Any = None
+    allowed_callers: Any = None
+
+    @property
+    def unused(self) -> list[str]:
+        """The fields that were asked for and change nothing."""
+        names = ("strict", "defer_loading", "input_examples")
+        return [name for name in names if getattr(self, name)]
 
     def function(self) -> dict[str, Any]:
         """Return it as templates take it."""
@@ -100,10 +112,11 @@ class ToolChoice(BaseModel):
 class ThinkingConfig(BaseModel):
     """Whether the model thinks first. ``budget_tokens`` bounds nothing here."""
 
-    model_config = ConfigDict(extra="ignore")  # block_binding
+    model_config = STRICT
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: Annotated[Int, Field(ge=MIN_BUDGET)] | None = None
     display: Literal["summarized", "omitted", "updates"] | None = None
+    block_binding: Any = None
 
     @model_validator(mode="after")
     def _with_budget(self) -> ThinkingConfig:
@@ -205,7 +218,11 @@ class CountRequest(BaseModel):
     def ignored(self, state: ServerState) -> list[str]:
         """Return the names of what was given and changes nothing."""
         found = [name for name, value in (self.model_extra or {}).items() if value is not None]
-        found += [f"tools.{i}" for i, t in enumerate(self.tools) if isinstance(t, ForeignTool)]
+        for i, tool in enumerate(self.tools):
+            if isinstance(tool, ForeignTool):
+                found.append(f"tools.{i}")
+            else:
+                found += [f"tools.{i}.{name}" for name in tool.unused]
         if self.thinking is not None and self.thinking.budget_tokens is not None:
             found.append("thinking.budget_tokens")
         config, known = self.output_config, state.renderer.template
