@@ -49,6 +49,7 @@ class Script:
         self.lines: deque[str] = deque()
         self.end = int(tokenizer.convert_tokens_to_ids(end))
         self._left: dict[int, deque[int]] = {}  # of each sampler
+        self._kept: list[Sampler] = []
 
     def say(self, *lines: str) -> None:
         """Have these written next."""
@@ -61,7 +62,7 @@ class Script:
             if id(sampler) not in self._left and self.lines and sampler.sampling.constraint is None:
                 ids = self.tokenizer.encode(self.lines.popleft(), add_special_tokens=False)
                 self._left[id(sampler)] = deque([*ids, self.end])
-                self.keep = sampler  # an id is given again when its object is gone
+                self._kept.append(sampler)  # an id is given again when its object is gone
             left = self._left.get(id(sampler))
             if left:
                 found.append(Choice(left.popleft(), 0.0, ()))

@@ -53,6 +53,10 @@ from kvweave.serve.routes.system import OURS
 from kvweave.serve.state import ServerState
 from kvweave.weave.answer import Answer
 
+ROOMS = (
+    turns, edits, history, contexts, asked, memory, thin, chunks, system, placements, tokens,
+    vectors, responses, conversations, anthropic,
+)  # fmt: skip
 log = logging.getLogger("kvweave.serve")
 
 
@@ -94,26 +98,9 @@ def create_app(engine: Engine, options: Options | None = None) -> FastAPI:
     )
     app.state.kvweave = state
     problems.install(app)
-    ours = (
-        turns,
-        edits,
-        history,
-        contexts,
-        asked,
-        memory,
-        thin,
-        chunks,
-        system,
-        placements,
-        tokens,
-        vectors,
-        responses,
-        conversations,
-    )
-    for rooms in ours:
+    for rooms in ROOMS:
         app.include_router(rooms.router)
     app.include_router(openai.make_router(state), responses=ERRORS)
-    app.include_router(anthropic.router)
     app.include_router(page.make_router())
     _guard(app, state)
     return app

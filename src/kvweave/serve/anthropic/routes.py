@@ -19,12 +19,17 @@ from kvweave.serve.chat.count import count_tokens, segment_size
 from kvweave.serve.guard.access import Tenant
 from kvweave.serve.openai.named import other_model
 from kvweave.serve.reuse.render import PromptSegment
-from kvweave.serve.routes.base import STREAMED, The
+from kvweave.serve.routes.base import ERRORS, STREAMED, The
 from kvweave.serve.routes.strict import StrictRoute
 from kvweave.serve.state import ServerState
 from kvweave.serve.stream import respond
 
-router = APIRouter(tags=["anthropic"], route_class=StrictRoute)
+# in Anthropic's shape, see `Problem`
+REFUSED: dict[int | str, dict[str, Any]] = {
+    529 if status == 503 else status: {"description": about["description"]}
+    for status, about in ERRORS.items()
+}
+router = APIRouter(tags=["anthropic"], responses=REFUSED, route_class=StrictRoute)
 
 
 @router.post("/v1/messages", response_model=None, responses=STREAMED)
