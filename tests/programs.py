@@ -1,7 +1,7 @@
 """Agents of other people, as they come from npm: how each is started, and what it can call.
 
 They are not installed by the tests. KVWEAVE_AGENTS names a folder in which
-``npm install @mariozechner/pi-coding-agent opencode-ai @qwen-code/qwen-code`` was run.
+``npm install`` of what `PACKAGES` lists was run.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 FOLDER = "KVWEAVE_AGENTS"
+PACKAGES = "@mariozechner/pi-coding-agent opencode-ai @qwen-code/qwen-code @openai/codex"
 PAGE = Path(__file__).parents[1] / "docs" / "agents.md"
 URL, KEY = "http://127.0.0.1:8700", "KEY"
 
@@ -46,14 +47,15 @@ class Program:
     start: Callable[[Started], tuple[list[str], Mapping[str, str]]]
     write: Callable[[str, str], tuple[str, dict[str, object]]]
     read: Callable[[str], tuple[str, dict[str, object]]]
+    keep_unstored: bool = False  # it says `store: false` always
 
     def run(self, at: Started, question: str, timeout: float = 400) -> str:
         """Ask it one thing, without a terminal; return what it printed. It reaches this machine only."""
         folder = os.environ.get(FOLDER)
         binary = None if folder is None else _within(Path(folder), self.binary)
         if binary is None:
-            hint = "npm install @mariozechner/pi-coding-agent opencode-ai @qwen-code/qwen-code"
-            pytest.skip(f"no {self.binary} below ${FOLDER}: run `{hint}` and name that folder")
+            hint = f"run `npm install {PACKAGES}` and name that folder"
+            pytest.skip(f"no {self.binary} below ${FOLDER}: {hint}")
         words, more = self.start(at)
         env = {name: os.environ[name] for name in ("PATH", "LANG") if name in os.environ}
         nowhere = {f"{way}_PROXY": "http://127.0.0.1:9" for way in ("HTTP", "HTTPS")}
@@ -95,6 +97,14 @@ def _qwen(at: Started) -> tuple[list[str], dict[str, str]]:
     return [*words, "--yolo", "-p"], given
 
 
+def _codex(at: Started) -> tuple[list[str], dict[str, str]]:
+    file = at.home / ".codex" / "config.toml"
+    file.parent.mkdir()
+    file.write_text(shown("codex", at.url, at.key))
+    words = ["exec", "--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox"]
+    return words, {"KVWEAVE_KEY": at.key}
+
+
 PROGRAMS = {
     "pi": Program(
         "pi",
@@ -113,5 +123,12 @@ PROGRAMS = {
         _qwen,
         lambda path, text: ("write_file", {"file_path": path, "content": text}),
         lambda path: ("read_file", {"file_path": path}),
+    ),
+    "codex": Program(
+        "codex",
+        _codex,
+        lambda path, text: ("exec_command", {"cmd": f"printf '%s' '{text}' > {path}"}),
+        lambda path: ("exec_command", {"cmd": f"cat {path}"}),
+        keep_unstored=True,
     ),
 }

@@ -161,3 +161,14 @@ def test_no_answer_is_put_aside_for_an_audit(serve: Any) -> None:
     assert len(asked) == 1
     ask(served.anna, [*talk, *conversation(rng, 1)[1:]])
     assert len(asked) == 2
+
+
+def test_a_server_may_keep_what_is_not_stored(serve: Any) -> None:
+    served, rng = serve(keep_unstored=True), random.Random(8)
+    talk = conversation(rng, 2)
+    ask(served.anna, talk, store=False)
+    settle(served)
+    again = ask(served.anna, talk, store=False)["usage"]
+    assert again["prompt_tokens_details"]["cached_tokens"] > again["prompt_tokens"] / 2
+    made = served.anna("POST", "/v1/responses", {"model": "kvweave", "input": "so", "store": False})
+    served.anna.error("GET", f"/v1/responses/{made['id']}", None, 404)

@@ -1,4 +1,4 @@
-"""pi, opencode and qwen-code, unchanged, work through a loop of tools to its end.
+"""pi, opencode, qwen-code and codex, unchanged, work through a loop of tools to its end.
 
 Their prompts are 3,000 to 16,000 tokens, so the model is a tiny random one with 32,768 positions whose
 logits are forced (`answering`): it calls what they offer to write a file and then to read it. All else,
@@ -47,7 +47,10 @@ def test_a_loop_of_tools_ends(
             json.dumps({"name": tool, "arguments": arguments}, separators=(",", " : "))
         )
 
-    with answering(bundled, monkeypatch, answer) as (engine, answers), serving(engine) as server:
+    with (
+        answering(bundled, monkeypatch, answer) as (engine, answers),
+        serving(engine, keep_unstored=program.keep_unstored) as server,
+    ):
         printed = program.run(Started(home, work, server.url, KEY), "make a file")
         server.settle()
         server.on_engine(lambda engine: engine.check_integrity())

@@ -148,6 +148,11 @@ def _agents(p: ArgumentParser) -> None:
     )  # fmt: skip
     add("--any-model", action="store_true", help="answer whatever model a request names")
     add(
+        "--keep-unstored", action="store_true",
+        help='keep the KV of requests with "store": false, for agents that always say so; by '
+        "default nothing of them is left",
+    )  # fmt: skip
+    add(
         "--tool-parser", metavar="FAMILY",
         help="how the model writes calls of tools, as docs/http.md lists them (by its chat "
         "template); none reads none",

@@ -48,6 +48,7 @@ class Options:
     model_name: str = "kvweave"  # what /v1/models calls it
     aliases: Sequence[str] = ()  # other names that it answers to
     any_model: bool = False  # it answers to every name
+    keep_unstored: bool = False  # KV of requests that say `store: false` stays for later ones
     tool_parser: str | None = None  # the family of its answers; None: by its chat template
 
     def __post_init__(self) -> None:

@@ -112,7 +112,7 @@ class Asked:
             ask.max_tokens,
             ask.how,
             ask.n,
-            private=ask.private,
+            private=ask.private and not state.options.keep_unstored,
             reader=AnswerReader(form, tools, ends, parallel=ask.parallel),
             grammar=grammar_of(ask, form, state.grammars),
         )

@@ -71,7 +71,7 @@ def make_router(state: ServerState) -> APIRouter:
         if given is not None:
             grammar = await asyncio.to_thread(state.grammars.compile, given)
         how, n = body.how, body.n_choices
-        private = body.store is False
+        private = body.store is False and not state.options.keep_unstored
         asked = Asked(
             state, tenant, prompts, sampling, limit, how, n, False, private, grammar=grammar
         )
