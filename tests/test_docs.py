@@ -80,7 +80,7 @@ def url(monkeypatch):
 def test_python_blocks_run(name, tmp_path, monkeypatch, request):
     monkeypatch.chdir(tmp_path)
     if name == AGENTS:
-        need("anthropic")
+        need("anthropic"), need("openai")
     if name in (HTTP, AGENTS):
         request.getfixturevalue("url")
     execute(PAGES[name], str(ROOT / name), {"__name__": "docs", "MODEL": MODEL})

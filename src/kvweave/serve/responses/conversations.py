@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter
 from pydantic import BaseModel, ConfigDict, Field
 
-from kvweave.errors import NotStored
+from kvweave.errors import InvalidName, NotStored
 from kvweave.serve.guard.access import Tenant
 from kvweave.serve.responses.items import read_items
 from kvweave.serve.responses.routes import PageAfter, PageLimit, PageOrder
@@ -53,6 +53,8 @@ async def open_conversation(tenant: Tenant, the: The, body: NewConversation | No
     """Open a conversation."""
     given, store = body or NewConversation(), the.responses.of(tenant)
     name = None if given.name is None else the.new_name(given.name)
+    if name is not None and "/" in name:
+        raise InvalidName(name, "a conversation's has no /")
     items = read_items(given.items or [], store.item, "items")
     store.check_room(None, items)
     made = store.open(name, given.metadata or {})
