@@ -77,10 +77,10 @@ def _within(folder: Path, binary: str) -> Path | None:
     return None
 
 
-def _pi(at: Started) -> tuple[list[str], dict[str, str]]:
+def _pi(at: Started, block: str = "pi") -> tuple[list[str], dict[str, str]]:
     file = at.home / ".pi" / "agent" / "models.json"
     file.parent.mkdir(parents=True)
-    file.write_text(shown("pi", at.url, at.key))
+    file.write_text(shown(block, at.url, at.key))
     return ["--provider", "kvweave", "--model", "demo", "--no-session", "-p"], {"PI_OFFLINE": "1"}
 
 
@@ -109,6 +109,12 @@ PROGRAMS = {
     "pi": Program(
         "pi",
         _pi,
+        lambda path, text: ("write", {"path": path, "content": text}),
+        lambda path: ("read", {"path": path}),
+    ),
+    "pi-messages": Program(  # over Anthropic's API
+        "pi",
+        lambda at: _pi(at, "pi-messages"),
         lambda path, text: ("write", {"path": path, "content": text}),
         lambda path: ("read", {"path": path}),
     ),

@@ -93,4 +93,4 @@ def scripted(
     model = oracle.build("qwen3", sizes | {"eos_token_id": script.end})
     model.generation_config.eos_token_id = script.end
     monkeypatch.setattr(loop, "sample", script.sample)
-    return Engine(Runner(model, tokenizer), repair="none", **more), script
+    return Engine(Runner(model, tokenizer), **{"repair": "none"} | more), script
