@@ -170,22 +170,20 @@ def as_plain(messages: Any) -> Plain:
 @settings(max_examples=300, deadline=None)
 @given(conversations(), edits)
 def test_clear_tool_uses_is_what_its_twin_does(messages: Plain, edit: dict[str, Any]) -> None:
-    made = edited(messages, edit)
+    made, applied = edited(messages, edit)
     wanted, n = twin(messages, edit)
-    assert dumped(made.messages) == normal(wanted)
+    assert dumped(made) == normal(wanted)
     saved = length(messages) - length(wanted)
     told = {"type": edit["type"], "cleared_tool_uses": n, "cleared_input_tokens": max(0, saved)}
-    assert made.applied == ([told] if n else [])
-    assert made.n_before == length(messages)
-    assert normal(messages) == dumped(map(DialogueMessage.model_validate, messages))
+    assert applied == ([told] if n else [])
 
 
 @settings(max_examples=100, deadline=None)
 @given(conversations(), edits, st.integers(1, 10))
 def test_what_was_cleared_stays_cleared(messages: Plain, edit: dict[str, Any], n: int) -> None:
     """A conversation grows, and none of what was cleared comes back."""
-    earlier = dumped(edited(messages[: 2 * n + 1], edit).messages)
-    later = dumped(edited(messages, edit).messages)
+    earlier = dumped(edited(messages[: 2 * n + 1], edit)[0])
+    later = dumped(edited(messages, edit)[0])
     gone, still = (
         {b["tool_use_id"] for b in results_of(each) if b["content"][0]["text"] == PLACEHOLDER}
         for each in (earlier, later)
@@ -227,10 +225,10 @@ DIALOGUE: Plain = [
 def test_clear_thinking_goes_by_turns(keep: Any, lost: int, n_turns: int) -> None:
     """Results of tools are a part of a turn; turns without thinking do not count."""
     edit = {"type": "clear_thinking_20251015"} | ({} if keep is None else {"keep": keep})
-    made = edited(DIALOGUE, edit)
+    made, applied = edited(DIALOGUE, edit)
     told = {"type": edit["type"], "cleared_thinking_turns": n_turns, "cleared_input_tokens": lost}
-    assert made.applied == ([told] if n_turns else [])
-    left = [b for m in dumped(made.messages) for b in m["content"] if b["type"] == "thinking"]
+    assert applied == ([told] if n_turns else [])
+    left = [b for m in dumped(made) for b in m["content"] if b["type"] == "thinking"]
     assert [len(b["thinking"]) for b in left] == ([30] if n_turns else [10, 20, 30])
 
 
@@ -358,3 +356,43 @@ def test_one_placeholder_for_all(served: tuple[Server, Script]) -> None:
     )
     assert text.count(PLACEHOLDER) == 3
     assert text.count('"arguments": {}') == 3
+
+
+def test_old_thinking_goes_and_its_answers_stay(served: tuple[Server, Script]) -> None:
+    server, script = served
+    script.lines.clear()
+    edit = {"type": "clear_thinking_20251015", "keep": {"type": "thinking_turns", "value": 1}}
+    thoughts = [f"<think>\n{prose(70 + i, 40)}\n</think>\n\n" for i in range(3)]
+    said = [wrote(1, thoughts[0]), thoughts[1] + prose(80, 60), wrote(2, thoughts[2])]
+    messages: Plain = [{"role": "user", "content": "look at it ."}]
+    after: list[Any] = [None, "and now ?", None]
+    with anthropic.Anthropic(base_url=server.url, api_key="key-of-anna", max_retries=0) as client:
+
+        def ask(**more: Any) -> Any:
+            reply = client.beta.messages.create(
+                model="demo", max_tokens=300, messages=messages, tools=[tool("look")],
+                system="thoughts .", thinking={"type": "adaptive"}, **BETA, **more,
+            )  # fmt: skip
+            server.settle()
+            return reply
+
+        for i, (line, then) in enumerate(zip(said, after, strict=True)):
+            script.say(line)
+            content = [block.model_dump(exclude_none=True) for block in ask().content]
+            assert content[0]["type"] == "thinking"
+            result = {
+                "type": "tool_result",
+                "tool_use_id": content[-1].get("id"),
+                "content": prose(i),
+            }
+            messages += [{"role": "assistant", "content": content}]
+            messages += [{"role": "user", "content": then or [result]}]
+        script.say("so")
+        reply = ask(context_management={"edits": [edit]})
+    (applied,) = reply.context_management.applied_edits
+    assert applied.cleared_thinking_turns == 1 and applied.cleared_input_tokens > 90
+    kv, n = reply.usage.kv, n_prompt(reply.usage)
+    assert kv["prefilled"] < 0.4 * n and kv["reused"] > 100, "the answers are placed without it"
+    context = server.on_engine(lambda engine: engine.contexts_of("anna"))[reply.kvweave["context"]]
+    kinds = [server.service.driver.engine.table.get(part.id).kind for part in context.parts]
+    assert kinds.count("thinking") == 1, "that of the turn that goes on"

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -94,6 +93,11 @@ class ClearToolUses(BaseModel):
     exclude_tools: list[StrictStr] | None = None
     clear_tool_inputs: StrictBool | list[StrictStr] | None = None
 
+    @property
+    def goes_by_tokens(self) -> bool:
+        """Whether the size of the prompt decides if anything is cleared."""
+        return isinstance(self.trigger, TokensAmount)
+
     def apply(
         self, messages: DialogueMessages, n_tokens: int, size: Callable[[ChatContent], int]
     ) -> tuple[list[DialogueMessage], int]:
@@ -102,7 +106,7 @@ class ClearToolUses(BaseModel):
         ``n_tokens`` of the prompt; ``size`` are the tokens of a content.
         """
         calls = {b.id: b for m in messages for b in m.content if isinstance(b, CallBlock)}
-        n = n_tokens if isinstance(self.trigger, TokensAmount) else len(calls)
+        n = n_tokens if self.goes_by_tokens else len(calls)
         if n <= self.trigger.value:
             return list(messages), 0
         gone = self._gone(messages, calls, size)
@@ -170,6 +174,11 @@ class ClearThinking(BaseModel):
         BeforeValidator(_all_by_name),
     ] = TurnsAmount(type="thinking_turns", value=KEPT_TURNS)
 
+    @property
+    def goes_by_tokens(self) -> bool:
+        """Whether the size of the prompt decides if anything is cleared."""
+        return False
+
     def apply(
         self, messages: DialogueMessages, n_tokens: int, size: Callable[[ChatContent], int]
     ) -> tuple[list[DialogueMessage], int]:
@@ -215,32 +224,27 @@ class ContextManagement(BaseModel):
         return self
 
 
-@dataclass(frozen=True, slots=True)
-class EditedMessages:
-    """What edits left, what is said of each that cleared something, and the tokens of the prompt."""
-
-    messages: list[DialogueMessage]
-    applied: list[dict[str, Any]]
-    n_before: int
-    n_after: int
-
-
 def edit_messages(
     edits: Sequence[ClearToolUses | ClearThinking],
     messages: DialogueMessages,
     count: Callable[[DialogueMessages], int],
     size: Callable[[ChatContent], int],
-) -> EditedMessages:
-    """Return the messages as they are edited; ``count`` are the tokens of a whole prompt."""
+) -> tuple[list[DialogueMessage], list[dict[str, Any]]]:
+    """Return the messages as they are edited, and what is said of each edit that cleared something.
+
+    ``count`` are the tokens of a whole prompt; it is called only where they matter.
+    """
     made, applied = list(messages), []
-    original = n = count(messages)
+    n: int | None = None
     for edit in edits:
-        changed, n_gone = edit.apply(made, n, size)
+        if n is None and edit.goes_by_tokens:
+            n = count(made)
+        changed, n_gone = edit.apply(made, n or 0, size)
         if n_gone:
-            left = count(changed)
-            applied.append(edit.told(n_gone) | {"cleared_input_tokens": max(0, n - left)})
-            made, n = changed, left
-    return EditedMessages(made, applied, original, n)
+            before, n = count(made) if n is None else n, count(changed)
+            applied.append(edit.told(n_gone) | {"cleared_input_tokens": max(0, before - n)})
+            made = changed
+    return made, applied
 
 
 def _thinks(block: object) -> bool:

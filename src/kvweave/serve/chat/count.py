@@ -7,6 +7,13 @@ from kvweave.serve.reuse.render import Prompt, PromptSegment
 from kvweave.serve.state import ServerState
 
 
+def about_tokens(state: ServerState, tenant: str, prompt: Prompt) -> int:
+    """Return about how many tokens a prompt has: those of its text, though a model may have written
+    it with others; in the driver's thread. Raises ChunkNotFound."""
+    sizes = (segment_size(state, tenant, segment) for segment in prompt.segments)
+    return sum(sizes) + len(state.driver.engine.maker.tokens(prompt.header))
+
+
 def count_tokens(state: ServerState, tenant: str, prompt: Prompt) -> int:
     """Return the tokens of a prompt, its header too; in the driver's thread.
 
@@ -18,8 +25,7 @@ def count_tokens(state: ServerState, tenant: str, prompt: Prompt) -> int:
     try:
         wanted = state.assembler.assemble(prompt.segments, tenant, base, state.options.reuse)
     except ContextTooLong:
-        n = sum(segment_size(state, tenant, segment) for segment in prompt.segments)
-        return max(state.limit + 1, n + n_header)
+        return max(state.limit + 1, about_tokens(state, tenant, prompt))
     return (n_base if wanted.base is None else wanted.base.n) + len(wanted.tokens()) + n_header
 
 
