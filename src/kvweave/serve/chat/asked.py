@@ -216,9 +216,12 @@ class Asked:
         limit, most = self.state.limit, self.state.options.max_prompt
         if most is not None and n_prompt > most:
             raise ContextTooLong(n_prompt, most)
-        left = limit - n_prompt
+        maker = self.state.driver.engine.maker
+        # an answer is closed as the template closes it, whoever ended it
+        n_end = len(maker.tokens(maker.chat.wrap("assistant").after)) if self.chat else 0
+        left = limit - n_prompt - n_end
         if left < 1:
-            raise ContextTooLong(n_prompt + 1, limit)
+            raise ContextTooLong(n_prompt + 1 + n_end, limit)
         # agents ask for more than any window has: they get what there is
         return min(left, NEW_TOKENS if self.max_tokens is None else self.max_tokens)
 

@@ -9,7 +9,15 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    ValidationError,
+)
 
 from kvweave.errors import InvalidArgument
 from kvweave.serve.reuse.adapt import TemplateHabits
@@ -59,6 +67,12 @@ class ChunkPart(BaseModel):
 ContentPart = Annotated[TextPart | RefusalPart | ChunkPart, Field(discriminator="type")]
 
 
+_Content = Annotated[
+    Annotated[str, Tag("text")] | Annotated[list[ContentPart], Tag("parts")],
+    Discriminator(lambda given: "text" if isinstance(given, str) else "parts"),
+]
+
+
 class CallFunction(BaseModel):
     """What was called: ``arguments`` is JSON, or the object itself."""
 
@@ -81,7 +95,7 @@ class ChatMessage(BaseModel):
 
     model_config = _OPEN
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: str | list[ContentPart] | None = None
+    content: _Content | None = None
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
