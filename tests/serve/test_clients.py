@@ -354,17 +354,18 @@ def test_14_errors_have_one_shape_inside_a_stream_too_and_say_when_to_come_again
 
 
 def test_15_more_tokens_than_there_is_room_for_are_clamped_and_hints_are_taken(
-    talk: tuple[Server, Script],
+    bundled: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    server, script = talk
     hints = {"x-session-id": "s", "session-id": "s", "thread-id": "t", "conversation_id": "c"}
-    for name in ("max_tokens", "max_completion_tokens"):
-        script.say("so well .")
-        limits = {"max_tokens": None, name: 32_000, "prompt_cache_key": "s"}
-        reply = post(server, headers=hints, **limits)
-        assert reply["choices"][0]["message"]["content"] == "so well ."
-        assert reply["choices"][0]["finish_reason"] == "stop"
-    reply = post(server, max_tokens=32_000, ignore_eos=True, temperature=1)
-    assert reply["choices"][0]["finish_reason"] == "length"
-    n_end = len(script.tokenizer.encode("<|im_end|>\n"))
-    assert reply["usage"]["total_tokens"] == 4096 - n_end, "and the message can still be closed"
+    engine, script = scripted(bundled, monkeypatch, n=256)
+    with engine, serving(engine) as server:
+        for name in ("max_tokens", "max_completion_tokens"):
+            script.say("so well .")
+            limits = {"max_tokens": None, name: 32_000, "prompt_cache_key": "s"}
+            reply = post(server, headers=hints, **limits)
+            assert reply["choices"][0]["message"]["content"] == "so well ."
+            assert reply["choices"][0]["finish_reason"] == "stop"
+        reply = post(server, max_tokens=32_000, ignore_eos=True, temperature=1)
+        assert reply["choices"][0]["finish_reason"] == "length"
+        n_end = len(script.tokenizer.encode("<|im_end|>\n"))
+        assert reply["usage"]["total_tokens"] == 256 - n_end, "and the message can still be closed"
