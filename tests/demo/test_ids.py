@@ -36,7 +36,7 @@ PAPERS = {
 PYTHON_3_11 = "9fd2eb1120a43753"  # of its held-out prose
 PROSE = "20e676a941558891"
 STREAMS = "44a983eb4cf18477"
-JOB = {"SIZE": "d2f0a0b7f5a1fffb", "QUICK": "e18e55d8095d6e9c"}
+JOB = {"SIZE": "af80763bdb04c6bc", "QUICK": "e18e55d8095d6e9c"}
 FIRST, FURTHER = "ad793547ea600b12", "d2960be7237d8820"
 SIZES = (Size(), Size(notes=(3, 5), facts=(1, 2), filler=(0, 3), entities=(8, 10), questions=6))
 

@@ -268,7 +268,7 @@ def chat(p: ArgumentParser) -> None:
 
 def demo(p: ArgumentParser) -> None:
     """Add what `kvweave demo` takes."""
-    p.add_argument("--turns", type=positive, default=100, metavar="N", help="to measure (100)")
+    p.add_argument("--turns", type=positive, default=60, metavar="N", help="to measure (60)")
     p.add_argument("--out", default="demo-out", metavar="DIR", help="for results (demo-out)")
     p.add_argument("--quick", action="store_true", help="a few turns of a short conversation")
     p.add_argument(

@@ -39,9 +39,9 @@ SEED = "demo"
 class JobSize:
     """How long the context is: pruning begins at ``turns`` and ``tokens``, or near ``cap``."""
 
-    turns: int = 24
-    tokens: int = 2_200  # leaves 2,000 at the least, whatever the sizes of turns
-    cap: int = 2_500  # tokens, the coming turn and its answer included
+    turns: int = 40
+    tokens: int = 3_600  # leaves 3,400 at the least, whatever the sizes of turns
+    cap: int = 4_000  # tokens, the coming turn and its answer included
     answer: int = 8  # tokens to decode at most
 
 
@@ -169,7 +169,7 @@ class WeavingWay:
 
 def run(
     model: str | None,
-    turns: int = 100,
+    turns: int = 60,
     json_out: bool = False,
     out: Path = Path("demo-out"),
     quick: bool = False,

@@ -100,7 +100,7 @@ def _together(
         out *= torch.sigmoid(sums - sinks)[..., None].to(out.dtype)
         sums = torch.logaddexp(sums, sinks)
     for part in batch.parts if shown else ():
-        watched = _watched(part, layer) if layer < part.last else NOTHING
+        watched = rows_watched(part, layer) if layer < part.last else NOTHING
         if watched == NOTHING:
             continue
         mask, mine = batch.infos[layer].mask, query[part.span]
@@ -121,7 +121,7 @@ def _part(
 ) -> list[Tensor]:
     """Attention of one work's rows, ``query`` [row, head, dim] -> pieces [row, head, v_dim]."""
     mask, latent = batch.infos[layer].mask, batch.infos[layer].latent
-    pieces = part.cut(mask, _watched(part, layer) if shown else NOTHING)
+    pieces = part.cut(mask, rows_watched(part, layer) if shown else NOTHING)
     rows = part.rows.layers[layer]
     if isinstance(rows, ThinnedRows):
         return [_thinned(batch, part, piece, layer, query, how) for piece in pieces]
@@ -272,14 +272,14 @@ def _attention(
 def show_all(batch: Batch, layer: int, weights: Tensor) -> None:
     """Show what rows of the only part of a pass pay to all slots, ``weights`` [head, row, slot]."""
     (part,) = batch.parts
-    first, last = _watched(part, layer)
+    first, last = rows_watched(part, layer)
     if first < last:
         piece = Piece(first, last, 0, part.stop, False, True)
         wide = weights if weights.dtype == torch.float64 else weights.float()
         _show(part, piece, layer, wide[:, first:last])
 
 
-def _watched(part: BatchPart, layer: int) -> tuple[int, int]:
+def rows_watched(part: BatchPart, layer: int) -> tuple[int, int]:
     """Return the rows of a part whose attention its observer wants; it counts the whole work's."""
     observer, at = part.work.observer, part.work.at
     if observer is None or not observer.sees:

@@ -34,6 +34,10 @@ class StopPass(Exception):
     """Ends a pass early; the layers after the one asked for are not needed."""
 
 
+class KeysWritten(Exception):
+    """Ends the first call of the last layer of a pass that is narrowed (`run/narrow.py`)."""
+
+
 class Batch:
     """Works of different contexts in one pass; making one changes no rows.
 
@@ -71,6 +75,8 @@ class Batch:
         self._stacks: dict[int, Tensor] = {}
         self._offsets: Tensor | None = None
         self._seen: Tensor | None = None
+        self.narrow: Batch | None = None  # of the rows that the last layer is computed for
+        self.kept_of: Tensor | None = None  # of such a batch: which rows of the whole one they are
         self.attending = -1  # the layer whose rows were asked for last (`run/handed.py`)
 
     def _last(self, work: Work) -> int:
@@ -192,8 +198,11 @@ class Batch:
     def write(self, layer: int, keys: Tensor, values: Tensor) -> None:
         """Store a layer's rows; ``keys`` and ``values`` are [total, head, dim], unrotated.
 
-        Raises StopPass after the last layer that is wanted, LoadFailed.
+        Raises StopPass after the last layer that is wanted, LoadFailed; KeysWritten after the last
+        one of all in a pass that is narrowed.
         """
+        if self.kept_of is not None:
+            return
         writing = [part for part in self.parts if layer <= part.last]
         for part in writing:
             part.rows.settle(layer)
@@ -208,6 +217,8 @@ class Batch:
                 part.keep_raw(layer, keys[part.span], values[part.span])
         if layer == self.last:
             raise StopPass
+        if self.narrow is not None and layer == len(self.infos) - 1:
+            raise KeysWritten
 
     def write_turned(self, layer: int, keys: Tensor, values: Tensor) -> None:
         """Store a layer's rows of the only part, whose keys stand at their positions. Raises

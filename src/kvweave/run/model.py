@@ -32,6 +32,8 @@ from kvweave.run.handing import As
 from kvweave.run.kernel import available
 from kvweave.run.load import load, twin
 from kvweave.run.looking import KeptLayer, Refused, implement
+from kvweave.run.narrow import agrees, last_layer, narrowed
+from kvweave.run.narrow import install as install_narrow
 from kvweave.run.passing import one_pass
 from kvweave.run.pool import Pools
 from kvweave.run.primed import PrimedLayer
@@ -142,6 +144,7 @@ class Runner:
         self.pools: Pools | None = None
         self._wants_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
         native = model.config._attn_implementation
+        self._narrows = False
         self._why: str | None = None  # attention of ours cannot follow the model's
         try:
             self.layers = self._learned()
@@ -162,6 +165,13 @@ class Runner:
             self.can_run = Capability(False, found if self._why is None else self._why)
         stays = self.can_run and fixed is not None
         self.can_move = Capability(False, FIXED) if stays else self.can_run
+        last = last_layer(self.model, self.layers) if self.can_run else None
+        if last is not None:
+            hook = install_narrow(last)
+            self._narrows = True
+            if not agrees(self):
+                self._narrows = False
+                hook.remove()
         self.pools = None  # verification ran in a wider dtype
 
     def _learned(self) -> list[LayerInfo]:
@@ -284,10 +294,13 @@ class Runner:
 
     def _call(self, batch: Batch) -> Tensor:
         """Return the logits [want, vocab] of a batch."""
-        n, options = len(batch.want), {}
+        n, want, options = len(batch.want), batch.want, {}
+        if self._narrows:
+            batch.narrow = narrowed(batch)
+            want = want if batch.narrow is None else batch.narrow.want
         if self._wants_rows:
             # an empty selection would mean "all" to some models: compute one row and drop it
-            options["logits_to_keep"] = batch.want if n else batch.ids.new_zeros(1)
+            options["logits_to_keep"] = want if n else batch.ids.new_zeros(1)
         try:
             with shown(batch):
                 logits: Tensor = self.model(
@@ -299,7 +312,7 @@ class Runner:
                 ).logits[0]
         except StopPass:
             return torch.empty(0, self.n_vocab, dtype=self.dtype, device=self.device)
-        return logits[:n] if self._wants_rows else logits[batch.want]
+        return logits[:n] if self._wants_rows else logits[want]
 
 
 def _rope(config: Any) -> dict[str, Any]:

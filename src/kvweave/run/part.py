@@ -12,7 +12,9 @@ from kvweave.run.base import Ints, Mask, Work
 from kvweave.run.layers import At
 from kvweave.run.rows import KVRows
 
-PIECE, PIECES = 64, 8  # rows of the smallest piece of attention, and how many pieces at most
+STEP, STEPS = 8, 64  # pieces of attention end after so many rows, at so many places at most
+# what a piece costs beside rows times slots: its keys come from memory, and a kernel is called
+ROWS_EACH, EACH = 4, 1 << 13
 SHOWN = 64  # rows whose attention is shown at once: never rows x rows
 
 
@@ -72,10 +74,10 @@ class BatchPart:
         # come later. Otherwise rows far apart see very different numbers of keys: cut them, so
         # that the early ones do not pay for keys they may not see
         plain = self.contiguous and self.first == 0 and begins is None
-        spread = not plain and self.stop - self.first > self.stop // 4
-        size = max(PIECE, self.n // PIECES) if spread else self.n
-        watched = {*range(a, b, SHOWN), b} if a < b else set()
-        cuts = sorted({*range(0, self.n, size), self.n} | watched)
+        forced = {0, self.n, *range(a, b, SHOWN), b} if a < b else {0, self.n}
+        cuts = sorted(forced)
+        if not plain:
+            cuts = [*(at for i, j in pairwise(cuts) for at in self._cheapest(begins, i, j)), self.n]
         pieces = []
         for first, last in pairwise(cuts):
             begin = 0 if begins is None else int(begins[first])
@@ -84,3 +86,24 @@ class BatchPart:
             causal = plain and first == 0 and not watch and last > 1
             pieces.append(Piece(first, last, begin, stop, causal, watch))
         return pieces
+
+    def _cheapest(self, begins: Ints | None, first: int, last: int) -> list[int]:
+        """Return where the pieces of rows ``[first, last)`` begin whose rows times slots are fewest."""
+        size = last - first
+        step = STEP * -(-size // (STEP * STEPS))
+        ends = np.append(np.arange(first, last, step), last)
+        if len(ends) == 2:
+            return [first]
+        stops = self.work.slots[ends[1:] - 1] + 1
+        starts = np.zeros(len(ends) - 1, np.int64) if begins is None else begins[ends[:-1]]
+        best, before = np.zeros(len(ends)), np.zeros(len(ends), np.int64)
+        for j in range(1, len(ends)):
+            rows = ends[j] - ends[:j] + ROWS_EACH
+            cost = best[:j] + rows * (stops[j - 1] - starts[:j]) + EACH
+            before[j] = cost.argmin()
+            best[j] = cost[before[j]]
+        found, at = [], len(ends) - 1
+        while at:
+            at = int(before[at])
+            found.append(int(ends[at]))
+        return found[::-1]
