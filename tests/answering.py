@@ -24,6 +24,7 @@ from kvweave.run.sample import Choice, Sampler, sample
 from kvweave.serve.chat.ask import ChatAsk
 from kvweave.serve.chat.asked import Asked
 
+FORCED = 1e4  # a logit that nothing else comes near
 Answer = Callable[[ChatAsk], str | None]
 
 
@@ -49,18 +50,17 @@ class Answers:
         return made
 
     def sample(self, logits: Tensor, samplers: list[Sampler]) -> list[Choice | Exception]:
-        """Choose the line's tokens; what has a grammar or no line is drawn as ever."""
-        found: list[Choice | Exception] = []
+        """Make the line's next token by far the likeliest; a grammar may still forbid it."""
+        logits = logits.clone()
         for row, sampler in enumerate(samplers):
             line = self._lines.get(sampler.sampling.seed or 0)
-            if line is None or sampler.sampling.constraint is not None:
-                found += sample(logits[row : row + 1], [sampler])
-                continue
-            if id(sampler) not in self._left:
+            if line is not None and id(sampler) not in self._left:
                 ids = self.script.tokenizer.encode(line, add_special_tokens=False)
                 self._left[id(sampler)] = (sampler, deque([*ids, self.script.end]))
-            found.append(Choice(self._left[id(sampler)][1].popleft(), 0.0, ()))
-        return found
+            _, left = self._left.get(id(sampler), (None, None))
+            if left:
+                logits[row, left.popleft()] = FORCED
+        return sample(logits, samplers)
 
 
 @contextmanager
