@@ -255,10 +255,9 @@ class Engine:
 
     def denoise(self) -> int:
         """Compute canonical KV that is missing, also after open contexts' bases; return the tokens."""
-        for context in self._contexts:
-            self.weaver.sources.bases.rebased(context.parts)
-        mine = (r for r in list(self.table) if not self.table.is_virtual(r.id))
-        return self.maker.canonicalise(r.id for r in mine if self.shelf.tier(r.id) == "none")
+        with self.weaver.sources.bases.rebasing(context.parts for context in self._contexts):
+            mine = (r for r in list(self.table) if not self.table.is_virtual(r.id))
+            return self.maker.canonicalise(r.id for r in mine if self.shelf.tier(r.id) == "none")
 
     def audit(self, n: int = 1) -> list[Audit]:
         """Hold up to ``n`` of the answers put aside (`Config.audit`) against a full prefill, now."""

@@ -115,6 +115,24 @@ def test_kv_of_the_right_base_takes_its_place(engines: Make) -> None:
     engine.check_integrity()
 
 
+def test_what_could_not_be_computed_leaves_no_chunk_behind(engines: Make, monkeypatch) -> None:
+    engine = engines(base=THERE)
+    stored(engine)
+    behind(engine, "c")
+    before = {r.id for r in engine.table}
+
+    def broken(*args: object) -> int:
+        raise RuntimeError("no")
+
+    monkeypatch.setattr(engine.maker, "canonicalise", broken)
+    with pytest.raises(RuntimeError, match="no"):
+        engine.denoise()
+    assert {r.id for r in engine.table} == before
+    monkeypatch.undo()
+    assert engine.denoise() > 0 and len(engine.table) > len(before)
+    engine.check_integrity()
+
+
 def test_lossy_or_evicting_or_patched_contexts_say_the_same(engines: Make) -> None:
     engine = engines(base=THERE)
     stored(engine)

@@ -11,7 +11,8 @@ A chunk is of one base: `#9` is another chunk, which no name leads to. It is mad
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from kvweave.chunk.identity import ChunkId, ModelFingerprint, chunk_digest
@@ -92,6 +93,22 @@ class Bases:
         """Let go of what was made for other bases of a chunk that is gone."""
         for twin in self._made.pop(id, ()):
             self._table.release(twin, HOLDER)
+
+    @contextmanager
+    def rebasing(self, contexts: Iterable[Sequence[Part]]) -> Iterator[None]:
+        """Do that for all these while their KV is computed; where that fails, let go of what was made
+        and got none."""
+        there = {id for made in self._made.values() for id in made}
+        try:
+            for parts in contexts:
+                self.rebased(parts)
+            yield
+        except BaseException:
+            for made in self._made.values():
+                for twin in [id for id in made - there if self._tier(id) == "none"]:
+                    made.discard(twin)
+                    self._table.release(twin, HOLDER)
+            raise
 
     def _made_for(self, record: Record, base: ChunkId) -> ChunkId | None:
         digest, made = self._digest(record, base), self._made.setdefault(record.id, set())
