@@ -65,7 +65,7 @@ class Answers:
 
 @contextmanager
 def answering(
-    bundled: Path, monkeypatch: pytest.MonkeyPatch, answer: Answer, n: int = 32768, **more: Any
+    bundled: Path, monkeypatch: pytest.MonkeyPatch, answer: Answer, n: int = 65536, **more: Any
 ) -> Iterator[tuple[Engine, Answers]]:
     """Yield an engine of a tiny random model with ``n`` positions that answers so."""
     engine, script = scripted(bundled, monkeypatch, HERMES, n, **more)

@@ -26,6 +26,7 @@ need("openai")
 need("llguidance")
 from serve.test_openai import Server, serving  # noqa: E402
 
+pytestmark = pytest.mark.slow
 KEY = "key-of-anna"
 CALL = '<tool_call>\n{{"name": "{}", "arguments": {}}}\n</tool_call>'
 # as grammars want JSON: nothing else may be written where a call must come

@@ -1,6 +1,6 @@
 """pi, opencode, qwen-code and codex, unchanged, work through a loop of tools to its end.
 
-Their prompts are 3,000 to 16,000 tokens, so the model is a tiny random one with 32,768 positions whose
+Their prompts are 2,400 to 32,000 tokens of its tokenizer, so the model is a tiny random one with 65,536 positions whose
 logits are forced (`answering`): it calls what they offer to write a file and then to read it. All else,
 from what they send to what they print, is theirs and the server's. Set KVWEAVE_AGENTS; see `programs`.
 """

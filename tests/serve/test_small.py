@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from needs import need
 from serving import Served, bundled_runner
 
 from kvweave.errors import InvalidArgument
@@ -68,6 +69,15 @@ def test_tokens_of_messages_are_those_that_a_chat_is_computed_of(
     assert usage["prompt_tokens"] == made["count"]
 
 
+def test_tools_count_too(served: Served) -> None:
+    tool = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
+    made = served.anna("POST", "/tokenize", {"messages": ASK, "tools": [tool]})
+    body = {"model": "kvweave", "messages": ASK, "tools": [tool], "max_tokens": 1}
+    usage = served.anna("POST", "/v1/chat/completions", body)["usage"]
+    bare = served.anna("POST", "/tokenize", {"messages": ASK})
+    assert usage["prompt_tokens"] == made["count"] > bare["count"]
+
+
 @pytest.mark.parametrize(
     ("path", "body", "param"),
     [
@@ -122,6 +132,26 @@ def test_vectors_are_those_of_transformers_own_forward(served: Served) -> None:
     assert found.tolist() == made["data"][0]["embedding"]
     told = served.anna.error("POST", "/v1/embeddings", {"model": "kvweave", "input": "so " * 9000})
     assert told["code"] == "context_length_exceeded"
+
+
+def test_the_openai_client_reads_them(served: Served) -> None:
+    openai = need("openai")
+    url = f"{served.client.base_url}/v1"
+    client = openai.OpenAI(base_url=url, api_key="key-of-anna", http_client=served.client)
+    packed = client.embeddings.create(model="kvweave", input=[TEXT])
+    plain = client.embeddings.create(model="kvweave", input=[TEXT], encoding_format="float")
+    assert packed.data[0].embedding == plain.data[0].embedding
+    with pytest.raises(openai.BadRequestError, match="token"):  # of another model's tokenizer
+        client.embeddings.create(model="kvweave", input=[[5, 99_999]])
+
+
+def test_a_model_without_hidden_states_refuses(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(served.engine.runner.model, "get_output_embeddings", lambda: None)
+    body = {"model": "kvweave", "input": TEXT}
+    told = served.anna.error("POST", "/v1/embeddings", body, status=409)
+    assert told["code"] == "cannot_run" and "hidden states" in told["message"]
 
 
 def _plain_model() -> Any:
