@@ -85,7 +85,7 @@ class Verbs:
         app.state.kvweave = state
         problems.install(app)
         for rooms in (thin, chunks, placements):
-            app.include_router(rooms.router)
+            app.router.routes.extend(rooms.router.routes)
         self._app = app
 
     def close(self) -> None:

@@ -19,7 +19,7 @@ from kvweave.serve.guard.access import Tenant
 from kvweave.serve.openai.named import other_model
 from kvweave.serve.openai.reply import ResponseBuilder
 from kvweave.serve.openai.schemas import ChatRequest, CompletionRequest
-from kvweave.serve.routes.base import STREAMED
+from kvweave.serve.routes.base import ERRORS, STREAMED
 from kvweave.serve.routes.strict import StrictRoute
 from kvweave.serve.state import ServerState
 from kvweave.serve.stream import respond
@@ -27,7 +27,7 @@ from kvweave.serve.stream import respond
 
 def make_router(state: ServerState) -> APIRouter:
     """Return the routes of one server."""
-    router = APIRouter(tags=["openai"], route_class=StrictRoute)
+    router = APIRouter(tags=["openai"], responses=ERRORS, route_class=StrictRoute)
     started = int(time.time())
     name = state.options.model_name
     model = {"id": name, "object": "model", "created": started, "owned_by": "kvweave"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 from dataclasses import dataclass
+from functools import cache
 from hashlib import blake2b
 from importlib.resources import files
 
@@ -70,6 +71,7 @@ class Asset:
         return Response(self.body, headers=headers, media_type=self.media_type)
 
 
+@cache
 def read_assets() -> dict[str, Asset]:
     """Return the files of ``web/`` by name."""
     found = sorted(files("kvweave.serve").joinpath("web").iterdir(), key=lambda file: file.name)
@@ -78,13 +80,13 @@ def read_assets() -> dict[str, Asset]:
 
 def make_router() -> APIRouter:
     """Return the routes ``/`` and ``/web/...``: GET and HEAD, open to all; the data needs a key."""
-    router = APIRouter(include_in_schema=False)
+    router = APIRouter()
 
     def route(path: str, asset: Asset) -> None:
-        def serve(request: Request) -> Response:
+        async def serve(request: Request) -> Response:
             return asset.answer(request)
 
-        router.add_api_route(path, serve, methods=["GET", "HEAD"], response_class=Response)
+        router.add_route(path, serve, include_in_schema=False)
 
     for name, asset in read_assets().items():
         route("/" if name == INDEX else f"/web/{name}", asset)

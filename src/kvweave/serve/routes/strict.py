@@ -28,6 +28,10 @@ class StrictRoute(APIRoute):
     none is wanted.
     """
 
+    def __init__(self, path: str, endpoint: Callable[..., Any], **options: Any) -> None:
+        options["generate_unique_id_function"] = _operation
+        super().__init__(path, endpoint, **options)
+
     def get_route_handler(self) -> Handler:
         """Return what answers a request."""
         handle = super().get_route_handler()
@@ -61,6 +65,11 @@ DryQuery = Annotated[bool, Query(alias="dry_run", description="as in the body")]
 def is_dry(query: bool, body: DryRun | None) -> bool:
     """Tell whether nothing may be changed: said in the query, in the body, or in both."""
     return query or (body is not None and body.dry_run)
+
+
+def _operation(route: APIRoute) -> str:
+    group = str(route.tags[0]) if route.tags else "page"
+    return f"{group}_{route.name}"
 
 
 def _declared(route: APIRoute) -> dict[str, bool]:
