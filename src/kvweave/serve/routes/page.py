@@ -71,22 +71,22 @@ class Asset:
         return Response(self.body, headers=headers, media_type=self.media_type)
 
 
-@cache
 def read_assets() -> dict[str, Asset]:
     """Return the files of ``web/`` by name."""
     found = sorted(files("kvweave.serve").joinpath("web").iterdir(), key=lambda file: file.name)
     return {file.name: Asset.of(file.name, file.read_bytes()) for file in found}
 
 
+@cache
 def make_router() -> APIRouter:
     """Return the routes ``/`` and ``/web/...``: GET and HEAD, open to all; the data needs a key."""
-    router = APIRouter()
+    router = APIRouter(include_in_schema=False)
 
     def route(path: str, asset: Asset) -> None:
-        async def serve(request: Request) -> Response:
+        def serve(request: Request) -> Response:
             return asset.answer(request)
 
-        router.add_route(path, serve, include_in_schema=False)
+        router.add_api_route(path, serve, methods=["GET", "HEAD"], response_class=Response)
 
     for name, asset in read_assets().items():
         route("/" if name == INDEX else f"/web/{name}", asset)
