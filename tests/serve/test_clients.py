@@ -135,12 +135,15 @@ def test_3_fields_are_used_or_named_as_ignored_or_refused(talk: tuple[Server, Sc
     script.say("so well .", "so well .")
     noted = {"cache_control": {"type": "ephemeral"}}
     parts = [{"type": "text", "text": ASK[1]["content"], **noted}]
-    messages = [{**ASK[0], "id": "m1"}, {"role": "user", "content": parts, "name": "anna"}]
+    messages = [
+        {**ASK[0], "id": "m1", "images": []},
+        {"role": "user", "content": parts, "name": "anna"},
+    ]
     tools = [{**TOOL, **noted}, {"type": "web_search"}]
     told = post(server, messages=messages, tools=tools, **HARMLESS, **KNOWN)["kvweave"]["ignored"]
     assert set(told) == {
         "user", "metadata", "verbosity", "prompt_cache_key", "session_id", "prompt_cache_options",
-        "service_tier", "safety_identifier", "skip_special_tokens", "echo", "messages.0.id",
+        "service_tier", "safety_identifier", "skip_special_tokens", "echo", "messages.0.id", "messages.0.images",
         "messages.1.name", "messages.1.content.0.cache_control", "tools.0.cache_control", "tools.1",
     }  # fmt: skip
     plain = post(server, tools=[TOOL], chat_template_kwargs={"enable_thinking": False})

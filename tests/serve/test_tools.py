@@ -98,7 +98,7 @@ def test_with_its_thinking_all_rows_are_kept(talk: tuple[Server, Script]) -> Non
     script.say(THOUGHT + WROTE, "so")
     message = ask(server, ASK).choices[0].message
     result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "rain"}
-    for name in ("reasoning_content", "reasoning"):
+    for name in ("reasoning_content", "reasoning", "reasoning_text"):
         script.say("so")
         sent = again(message, **{name: message.reasoning, "content": ""})
         reply = ask(server, [*ASK, sent, result])

@@ -33,7 +33,7 @@ NOTES = frozenset(
     "id index status phase created created_at timestamp date usage metadata annotations cache_control "
     "citations logprobs provider_specific_fields provider_options providerOptions provider_metadata "
     "providerMetadata response_metadata additional_kwargs parsed parsed_arguments reasoning_details "
-    "thinking_blocks reasoning_signature thinking_signature thought_signature signature extra_content "
+    "thinking_blocks reasoning_items reasoning_opaque reasoning_signature thinking_signature thought_signature signature extra_content "
     "encrypted_content copilot_cache_control finish_reason is_error".split()
 )
 PARTS = {"chunk": "name", "refusal": "refusal"}  # type of a part -> what it has; text by default
@@ -102,6 +102,7 @@ class ChatMessage(BaseModel):
     refusal: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
+    reasoning_text: str | None = None
     thinking: str | None = None
 
 
@@ -169,7 +170,7 @@ class _Fields:
                 continue
             if name in known:
                 made[name] = value
-            elif name in NOTES:
+            elif name in NOTES or value in ([], {}, ""):
                 self.ignored.append(f"{where}.{name}")
             elif self.template.knows(name):
                 made[name] = value

@@ -17,7 +17,12 @@ from typing import Any
 from kvweave.chunk.identity import ChunkId
 
 MAX_SAID = 10_000  # answers that are remembered, of all namespaces
-REASONING = ("reasoning_content", "reasoning", "thinking")  # names that clients send it under
+REASONING = (
+    "reasoning_content",
+    "reasoning",
+    "reasoning_text",
+    "thinking",
+)  # names that clients send it under
 
 
 @dataclass(frozen=True, slots=True)
