@@ -26,10 +26,11 @@ def bench() -> Iterator[dict[str, ModuleType]]:
     """The bench of models as modules; they import each other as scripts do."""
     sys.path.insert(0, str(ROOT / "bench"))
     try:
+        import bf16
         import regret
         from models import train, worlds, zoo
 
-        yield {"regret": regret, "train": train, "worlds": worlds, "zoo": zoo}
+        yield {"bf16": bf16, "regret": regret, "train": train, "worlds": worlds, "zoo": zoo}
     finally:
         sys.path.remove(str(ROOT / "bench"))
 
@@ -144,3 +145,30 @@ def test_states_of_a_new_model_last(bench: dict[str, ModuleType]) -> None:
     steps = torch.cat([torch.nn.functional.softplus(s.dt_bias) for s in states])
     assert len(states) == 6
     assert steps.min() > 0.9e-3 and steps.max() < 0.11
+
+
+def test_the_default_dtype_stands_on_what_was_measured(bench: dict[str, ModuleType]) -> None:
+    bf16, zoo = bench["bf16"], bench["zoo"]
+    found = json.loads((bf16.RESULTS / "bf16.json").read_text())
+    assert {r["model"] for r in found["rows"]} == {bf16.BUNDLED, *(k.name for k in zoo.ZOO)}
+    assert found["holds"] is bf16.holds(found["rows"]) is True
+    for what, by, where in (
+        ("right", -0.03, {k.name for k in zoo.ZOO}),
+        ("kl", 0.05, {"neox-first"}),
+    ):
+        worse = [
+            r | {what: [r[what][0] + by, *r[what][1:]]}
+            if r["dtype"] == "bfloat16" and r["method"] == "auto 5%" and r["model"] in where
+            else r
+            for r in found["rows"]
+        ]
+        assert not bf16.holds(worse), what
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen3-last", "neox-first"])
+def test_bfloat16_is_as_right_as_float32(bench: dict[str, ModuleType], name: str) -> None:
+    bf16 = bench["bf16"]
+    found = bf16.losses(bf16.measure(name, 3))
+    assert max(r["kl"][1] - bf16.FARTHER * r["kl"][0] for r in found) <= bf16.FLOOR, found
+    assert sum(r["lost"] for r in found) / len(found) <= 2 * bf16.LOSS, found

@@ -66,6 +66,20 @@ def test_gauges_leave_no_hole(visit, width):
 
 
 @SLOW
+@pytest.mark.parametrize("width", [360, 800, 1280])
+def test_a_long_conversation_leaves_the_rest_in_reach(visit, width):
+    page = visit(width)
+    page.evaluate(
+        """() => {
+          const log = document.querySelector("#log");
+          for (let i = 0; i < 200; i++) log.append(document.createElement("p"));
+          log.querySelectorAll("p").forEach((p) => (p.textContent = "so well"));
+        }"""
+    )
+    assert page.locator(".chat").bounding_box()["height"] < page.viewport_size["height"]
+
+
+@SLOW
 def test_what_rests_in_memory_is_plain(visit):
     page = visit()
     settled(page)

@@ -32,8 +32,9 @@ export function drawn({ parts, plan }) {
 function spent(ledger) {
   if (!ledger?.answers) return "";
   const { answers, unknown, nats } = ledger;
-  const known = unknown === answers ? "" : `${plural(answers - unknown, "answer")} cost at most ${nats.toPrecision(2)} nats`;
-  return `Ledger: ${[known, unknown ? `of ${unknown} it is unknown` : ""].filter(Boolean).join("; ")}.`;
+  if (unknown === answers) return `Ledger: what ${plural(answers, "answer")} cost is unknown.`;
+  const known = `${plural(answers - unknown, "answer")} cost at most ${nats ? nats.toPrecision(2) : 0} nats`;
+  return `Ledger: ${known}${unknown ? `; of ${unknown} it is unknown` : ""}.`;
 }
 
 export class Card {
