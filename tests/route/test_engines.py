@@ -262,7 +262,7 @@ def test_placements_of_the_workers_are_followed(pair):
 def test_what_is_of_one_worker_is_refused_with_a_hint(pair):
     with pair.router.client(ANNA) as http:
         for method, path in (
-            ("GET", "/v1/status"), ("GET", "/"), ("GET", "/v1/answers/1"), ("POST", "/v1/embeddings"),
+            ("GET", "/v1/status"), ("GET", "/"), ("GET", "/v1/answers/1"), ("POST", "/v1/responses"),
             ("GET", "/v1/placements"), ("GET", "/v1/chunks/%2317"), ("DELETE", "/v1/chunks/%2317"),
             ("GET", "/openapi.json"), ("POST", "/v1/chunks/%2317:pin"),
         ):  # fmt: skip
@@ -302,6 +302,11 @@ def test_verbs_on_chunks_reach_all_and_lists_are_one(pair):
         assert http.post("/v1/chunks:put", json=many).status_code == 200
         assert http.delete("/v1/chunks/nothing").status_code == 404
         assert http.get("/v1/models").json()["data"][0]["id"] == "m"
+        words = http.post("/tokenize", json={"prompt": B}).json()["tokens"]
+        back = http.post("/detokenize", json={"tokens": words}).json()["prompt"]
+        assert back.endswith(B)
+        vector = http.post("/v1/embeddings", json={"model": "m", "input": B}).json()["data"][0]
+        assert sum(x * x for x in vector["embedding"]) == pytest.approx(1, abs=1e-4)
         assert http.get("/v1/models/m").json()["id"] == "m" and names
 
 

@@ -1,4 +1,4 @@
-"""``/v1/chat/completions`` and ``/v1/completions``: chosen, sent, and sent again where that is safe.
+"""``/v1/chat/completions``, ``/v1/completions`` and what else changes nothing: chosen, sent, and sent again where that is safe.
 
 A completion without a context changes nothing that a client can see. It is sent again, to another worker,
 where the connection was refused or the worker died before the first byte of its answer; the latter once
