@@ -7,6 +7,7 @@ from functools import cache
 from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # of processes that tests start
 
 import torch
 
@@ -29,6 +30,12 @@ def pytest_collection_finish() -> None:
     """Spare the collector what was imported: to go through it takes up to a second, each time."""
     gc.collect()
     gc.freeze()
+
+
+def pytest_runtest_setup() -> None:
+    """What a bench sets holds for its own test: with two threads those behind it take ten times as long."""
+    if torch.get_num_threads() != 1:
+        torch.set_num_threads(1)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
