@@ -149,3 +149,10 @@ def test_text_of_no_region_is_content(bundled: Path, monkeypatch: pytest.MonkeyP
         script.say("so well .", "so well .")
         assert ask(server, USER).choices[0].message.content == "so well ."
         assert ask(server, USER, tools=None).choices[0].message.content == "so well ."
+        script.say("<|channel|>analysis<|message|>hm<|end|>so well .")
+        assert ask(server, USER).choices[0].message.content == "so well ."
+        script.say("<|channel|>analysis<|message|>so well then<|end|>")
+        message = ask(server, USER).choices[0].message
+        assert message.content == "" and message.reasoning_content == "so well then"
+        script.say("<|channel|>final<|message|>so well .")
+        assert ask(server, USER, max_tokens=1).choices[0].message.content == ""

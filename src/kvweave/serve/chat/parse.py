@@ -161,8 +161,12 @@ class AnswerParser:
         found += [piece for event in events for piece in self._event(event)]
         if self._plain and self._held:
             found.append(ContentText(self._held))
-        if not self._started and self._raw.strip():
-            found.append(ContentText(self._raw))  # nothing in it was of any region
+        left = self._raw.strip()
+        said = self._started == "content" or self.calls
+        if (
+            left and not said and (complete or not left.startswith("<"))
+        ):  # of no region; no cut mark
+            found.append(ContentText(self._raw))
         return _joined(found)
 
     def _closed(self) -> list[Written]:
