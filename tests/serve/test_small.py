@@ -173,6 +173,10 @@ def test_a_list_may_be_asked_for_nothing_of_it(serve: Any) -> None:
         told = anna("GET", path, params={"limit": 0})
         assert told["data"] == [] and told["next"] is None
     assert anna("GET", "/v1/contexts/c:log", params={"limit": 0})["data"] == []
+    item = {"type": "message", "role": "user", "content": TEXT}
+    anna("POST", "/v1/conversations", {"name": "c", "items": [item]})
+    none = anna("GET", "/v1/conversations/c/items", params={"limit": 0})
+    assert none["data"] == [] and none["has_more"] and none["last_id"] is None
     first = anna("GET", "/v1/placements", params={"limit": 0})
     assert first["chunks"] == [] and first["more"]
     rest = anna("GET", "/v1/placements", params={"run": first["run"], "since": first["seq"]})

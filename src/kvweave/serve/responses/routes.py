@@ -23,7 +23,7 @@ from kvweave.serve.stream import respond
 
 router = APIRouter(prefix="/v1", tags=["responses"], responses=ERRORS, route_class=StrictRoute)
 
-PageLimit = Annotated[int, Query(ge=1, le=100)]
+PageLimit = Annotated[int, Query(ge=0, le=100)]
 PageOrder = Literal["asc", "desc"]
 PageAfter = Annotated[str | None, Query(max_length=256)]
 _Json = dict[str, Any]
