@@ -14,7 +14,8 @@ from oracle import DEVICE
 def only_from_here() -> Iterator[None]:
     """What is alive already does not count: `alive` sees what is made from here on.
 
-    Python looks for circles when it likes: what they keep is alive, so here it does not.
+    Python looks for circles when it likes: what they keep is alive, so here it does not. What is
+    frozen stays so: else all that was imported is gone through each time, here and in tests behind.
     """
     gc.collect()
     gc.freeze()
@@ -23,7 +24,6 @@ def only_from_here() -> Iterator[None]:
         yield
     finally:
         gc.enable()
-        gc.unfreeze()
 
 
 def alive() -> int:

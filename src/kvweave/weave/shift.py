@@ -13,7 +13,7 @@ in the largest drifts only, or in the usual ones while the largest stay what the
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import ceil, comb
 
@@ -46,15 +46,16 @@ def broken(drifts: Sequence[float]) -> bool:
     or twice, and are others besides: many fall below the usual ones."""
     if (recent := _recent(drifts)) is None:
         return False
-    ranks = np.array([[bound_rank(n, AIM)] for n in recent.n])
-    missed = recent.above(ranks)
-    if _unlikely(recent, missed, recent.n[:, None] - ranks, CHANCE):
+    missed = recent.above(recent.ranks)
+    if _unlikely(recent, missed, recent.n[:, None] - recent.ranks, CHANCE):
         return True
     twice = np.flatnonzero(missed[:, 0] > 1)
     if not len(twice):
         return False
     ranks = np.maximum(1, (recent.n[twice, None] * LOW).astype(int))
-    fallen = _Recent(recent.n[twice], recent.known[twice], recent.up_to[twice])
+    fallen = replace(
+        recent, n=recent.n[twice], known=recent.known[twice], up_to=recent.up_to[twice]
+    )
     return _unlikely(fallen, fallen.below(ranks), ranks - 1, BESIDE)
 
 
@@ -80,6 +81,7 @@ class _Recent:
     smaller, ``known``, or no larger, ``up_to``. What is not of the last k has -1 there."""
 
     n: NDArray[np.int64]  # [k] how many were before
+    ranks: NDArray[np.int64]  # [k, 1] which of them is the bound
     known: NDArray[np.int64]  # [k, drift]
     up_to: NDArray[np.int64]
 
@@ -103,20 +105,34 @@ class _Recent:
 def _recent(drifts: Sequence[float]) -> _Recent | None:
     """Count each of the last drifts among those before; None where there are too few."""
     found = np.maximum(np.array(drifts, float), FLOOR)
-    ks = np.array([k for k in RECENT if len(found) - k >= LEAST], int)
-    if not len(ks):
+    if (cuts := _cuts(len(found))) is None:
         return None
-    m = int(ks[-1])
+    n, ranks, mine, before = cuts
+    m = mine.shape[1]
     first, last = np.sort(found[:-m]), found[-m:]
     smaller = np.searchsorted(first, last / (1 + ROUNDING), side="left")
     no_larger = np.searchsorted(first, last * (1 + ROUNDING), side="right")
-    at = m - ks  # of the last m, those in front of the last k are before, too
-    mine = np.arange(m)[None, :] >= at[:, None]
-    before = np.tri(m + 1, m, -1, dtype=int)[at]  # [k, drift] 1 for those
     among = before @ (last[:, None] < last[None, :] / (1 + ROUNDING))
     beside = before @ (last[:, None] <= last[None, :] * (1 + ROUNDING))
     known, up_to = (np.where(mine, x, -1) for x in (smaller + among, no_larger + beside))
-    return _Recent(len(found) - ks, known, up_to)
+    return _Recent(n, ranks, known, up_to)
+
+
+@lru_cache(maxsize=1 << 10)
+def _cuts(
+    size: int,
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_], NDArray[np.int64]] | None:
+    """Return for each k how many of ``size`` drifts are before the last k, which of those is the
+    bound, and which of the last ones (of the largest k) are of the last k or are before them."""
+    ks = np.array([k for k in RECENT if size - k >= LEAST], int)
+    if not len(ks):
+        return None
+    m = int(ks[-1])
+    at = m - ks  # of the last m, those in front of the last k are before, too
+    ranks = np.array([[bound_rank(int(n), AIM)] for n in size - ks])
+    mine = np.arange(m)[None, :] >= at[:, None]
+    before = np.tri(m + 1, m, -1, dtype=int)[at]  # [k, drift] 1 for those
+    return size - ks, ranks, mine, before
 
 
 def _unlikely(
