@@ -21,6 +21,16 @@ import pytest
 import kvweave
 from kvweave.run.model import Runner
 
+try:
+    from hypothesis import HealthCheck, settings
+except ImportError:  # beside vLLM there is none
+    pass
+else:  # a busy machine is no fault of what is tested
+    settings.register_profile(
+        "any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    )
+    settings.load_profile("any machine")
+
 torch.set_num_threads(1)  # tiny tensors: more threads only wait for each other
 
 BUNDLED = Path(__file__).parents[1] / "src" / "kvweave" / "demo" / "model"

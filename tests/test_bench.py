@@ -218,6 +218,7 @@ def test_gpu_smoke(bench: dict[str, ModuleType], pair: Any) -> None:
     assert len(bench["gpu"].tables(result)) == 2
 
 
+@pytest.mark.slow
 def test_serve(bench: dict[str, ModuleType], tmp_path: Path) -> None:
     """Starts real servers of a tiny model."""
     out = tmp_path / "serve.json"
