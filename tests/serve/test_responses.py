@@ -20,6 +20,8 @@ from scripted import Script, scripted
 from serve.test_openai import Server, serving
 from serve.test_tools import THOUGHT, WROTE
 
+from kvweave.serve.responses.items import messages_of, read_items, seal
+
 openai = need("openai")
 from openai.types.responses import Response, ResponseStreamEvent  # noqa: E402
 
@@ -203,6 +205,15 @@ def test_what_changes_nothing_is_named(talk: Any) -> None:
         ({"conversation": "x", "previous_response_id": "y"}, "conversation"),
         ({"conversation": "x", "store": False}, "store"),
         ({"tool_choice": {"type": "web_search"}}, "tool_choice"),
+        ({"tool_choice": {"type": "allowed_tools", "tools": [{"name": ["x"]}]}}, "tool_choice"),
+        (
+            {
+                "input": [
+                    {"type": "compaction", "encrypted_content": seal({"summary": "s", "covers": 5})}
+                ]
+            },
+            "input.0.encrypted_content",
+        ),
     ],
 )
 def test_what_it_cannot_do_is_refused(talk: Any, changes: dict[str, Any], param: str) -> None:
@@ -211,6 +222,30 @@ def test_what_it_cannot_do_is_refused(talk: Any, changes: dict[str, Any], param:
     headers = {"Authorization": "Bearer key-of-anna"}
     answer = httpx.post(f"{server.url}/v1/responses", json=body, headers=headers)
     assert answer.status_code == 400 and answer.json()["error"]["param"] == param, answer.text
+
+
+def test_what_one_answer_was_made_of_is_one_message() -> None:
+    call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
+    chunk = {"role": "assistant", "content": [{"type": "chunk", "name": "a/b"}]}
+    given = [
+        {"role": "assistant", "content": "so"},
+        call,
+        chunk,
+        {"role": "assistant", "content": "b"},
+    ]
+    given += [{"role": "user", "content": "then"}, {"role": "assistant", "content": "x"}]
+    given += [{"role": "assistant", "content": "y"}, {"type": "reasoning", "content": []}]
+    made = messages_of("be brief", read_items(given, lambda id: None, "input"))
+    assert [message["role"] for message in made] == [
+        "system",
+        "assistant",
+        "user",
+        *["assistant"] * 3,
+    ]
+    assert made[1]["content"] == [
+        {"type": "text", "text": "so"}, {"type": "chunk", "name": "a/b"}, {"type": "text", "text": "b"},
+    ]  # fmt: skip
+    assert [made[3]["content"], made[4]["content"]] == ["x", "y"]
 
 
 class Place(BaseModel):

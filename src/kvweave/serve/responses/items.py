@@ -183,7 +183,10 @@ def _reasoning(given: Mapping[str, Any], find: Find, where: str) -> ResponseItem
 
 def _compaction(given: Mapping[str, Any], find: Find, where: str) -> ResponseItem:
     _known(given, "encrypted_content", where)
-    if not isinstance(unseal(given.get("encrypted_content")).get("summary"), str):
+    sealed = unseal(given.get("encrypted_content"))
+    covers = sealed.get("covers", [])
+    digests = isinstance(covers, list) and all(isinstance(each, str) for each in covers)
+    if not digests or not isinstance(sealed.get("summary"), str):
         reason = "it was not made by a server of this kind"
         raise InvalidArgument(f"{where}.encrypted_content", reason, "send the items themselves")
     return {"encrypted_content": given["encrypted_content"]}
@@ -245,6 +248,14 @@ def _content(parts: Sequence[ResponseItem]) -> str | list[ResponseItem]:
     return "".join(map(_said, parts))
 
 
+def _joined(a: Any, b: Any) -> Any:
+    """Return two contents as one: text where both are."""
+    if isinstance(a, str) and isinstance(b, str):
+        return a + b
+    parts = ([{"type": "text", "text": each}] if isinstance(each, str) else each for each in (a, b))
+    return [part for each in parts for part in each if part.get("text", True)]
+
+
 def _said(part: ResponseItem) -> str:
     return str(part.get("text", part.get("refusal", "")))
 
@@ -263,7 +274,7 @@ def _add(answer: dict[str, Any], item: ResponseItem) -> None:
         answer["reasoning_content"] = answer.get("reasoning_content", "") + reasoning_of(item)
     elif item["type"] == "message":
         content = _content(item["content"])
-        answer["content"] = answer["content"] + content if isinstance(content, str) else content
+        answer["content"] = _joined(answer["content"], content)
     else:
         given = item["input"] if item["type"] == "custom_tool_call" else None
         arguments = item["arguments"] if given is None else json.dumps({"input": given})

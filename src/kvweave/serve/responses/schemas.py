@@ -208,7 +208,7 @@ def _choice(given: str | dict[str, Any] | None) -> tuple[str, set[str] | None]:
     if kind == "function" and isinstance(name, str):
         return f"tool:{name}", None
     if kind == "allowed_tools" and isinstance(given.get("tools"), list):
-        names = {tool.get("name") for tool in given["tools"] if isinstance(tool, dict)}
+        names = [tool.get("name") for tool in given["tools"] if isinstance(tool, dict)]
         mode = given.get("mode", "auto")
         if mode in ("auto", "required") and all(isinstance(each, str) for each in names):
             return str(mode), {str(each) for each in names}
