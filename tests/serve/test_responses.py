@@ -20,6 +20,9 @@ from scripted import Script, scripted
 from serve.test_openai import Server, serving
 from serve.test_tools import THOUGHT, WROTE
 
+from kvweave.errors import Overloaded
+from kvweave.serve.chat.asked import Asked
+from kvweave.serve.responses import store
 from kvweave.serve.responses.items import messages_of, read_items, seal
 
 openai = need("openai")
@@ -472,3 +475,32 @@ def test_a_private_summary_is_known_to_the_client_only(talk: Any) -> None:
             lambda: client.responses.compact(model="demo", input=said[:1]), openai.BadRequestError
         )
         assert "nothing" in body["message"]
+
+
+def test_what_fails_in_a_stream_is_said_in_it(talk: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(self: Any, event: Any) -> None:
+        raise Overloaded(3)
+
+    with client_of(talk, "so .", "so .") as client:
+        monkeypatch.setattr(Asked, "read", fail)
+        last = streamed(client, "rain ?")[-1]
+        assert last.type == "response.failed" and last.response.status == "failed"
+        assert last.response.error.code == "rate_limit_exceeded"
+        assert "Please try again in 3s" in last.response.error.message
+        refused(lambda: client.responses.retrieve(last.response.id), openai.NotFoundError)
+
+
+def test_what_is_kept_is_bounded(talk: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store, "MOST_RESPONSES", 2)
+    with client_of(talk, *["so ."] * 6) as client:
+        made = [ask(client, "rain ?") for _ in range(2)]
+        client.responses.retrieve(made[0].id)  # used: the other one goes first
+        last = ask(client, "rain ?", previous_response_id=made[1].id)
+        refused(lambda: client.responses.retrieve(made[0].id), openai.NotFoundError)
+        more = ask(client, "and ?", previous_response_id=last.id)
+        assert len(list(client.responses.input_items.list(more.id))) == 5, "all it went on from"
+        monkeypatch.setattr(store, "MOST_ITEMS", 2)
+        talking = client.conversations.create(items=[{"role": "user", "content": "a"}] * 2)
+        body = refused(lambda: ask(client, "so", conversation=talking.id), openai.RateLimitError)
+        assert body["code"] == "insufficient_quota"
+        assert len(client.conversations.items.list(talking.id).data) == 2

@@ -169,7 +169,7 @@ class ResponseReply(Reply):
         if code not in CODES:
             usual = "invalid_prompt" if problem.status < 500 else "server_error"
             code = "rate_limit_exceeded" if problem.status == 429 else usual
-        wait = problem.headers.get("Retry-PageAfter")
+        wait = problem.headers.get("Retry-After")
         again = f" Please try again in {wait}s." if wait else ""
         self.error = {"code": code, "message": f"{problem.error['message']}{again}"}
         return [self._event("response.failed", response=self.whole())]
