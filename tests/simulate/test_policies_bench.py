@@ -11,6 +11,7 @@ import pytest
 BENCH = Path(__file__).resolve().parents[2] / "bench"
 
 
+@pytest.mark.slow
 def test_quick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(BENCH))
     import policies
