@@ -1,0 +1,145 @@
+"""What do agents' edits of their own histories cost, and what is lost by not computing all anew?
+
+Runs of agents are replayed under the editing rules of real ones. ``count``: what no reuse, a prefix cache
+and kvweave compute, over all runs. ``time``: seconds to the first token after edits, with KV of a random
+model. ``drift``: KL and first choices against a full prefill of the edited prompt, on models that can
+be asked. Public runs are fetched and converted first (`pruning/convert.py`); without ``--traces``
+generated ones stand in, which have no text.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import RESULTS, machine, model_pair, parser, progress, report, shape_of, table
+from models.worlds import BOS
+from pruning import count, drift, figure, timed, trace
+from pruning.rules import RULES
+from rich.table import Table
+
+from kvweave.run.model import Runner
+from kvweave.suite.exam import Exam
+
+HERE = Path(__file__).resolve().parent
+BUNDLED = HERE.parent / "src" / "kvweave" / "demo" / "model"
+PARTS = ("count", "time", "drift")
+FRONT = 5700  # tokens of tools and rules that opencode sends in front of all
+
+
+def counts(options: argparse.Namespace, runs: list[trace.AgentRun]) -> dict[str, Any]:
+    """Count over all runs, as they are and with an agent's tools in front."""
+    return {"as they are": count.counted(runs), "with tools": count.counted(runs, FRONT)}
+
+
+def times(options: argparse.Namespace, runs: list[trace.AgentRun]) -> dict[str, Any]:
+    """Measure some events of each rule, interleaved: the first of every rule, then the second."""
+    pair = model_pair(shape_of(options), options.dtype, options.device, options.context + 1024)
+    bench = timed.TimedEvents(pair, options.context)
+    by_rule = [timed.chosen(runs, options.rounds, [name]) for name in list(RULES)[1:]]
+    events = [e for some in zip(*by_rule, strict=True) for e in some]
+    found = []
+    with progress("time", len(events)) as step:
+        bench.of(events[0])  # warms up
+        for event in events:
+            found.append(bench.of(event))
+            step(event.rule)
+    load = [round(x, 2) for x in os.getloadavg()]
+    return {
+        "context": options.context,
+        "events": found,
+        "rules": timed.summed(found),
+        "load_at_end": load,
+    }
+
+
+def drifts(options: argparse.Namespace, runs: list[trace.AgentRun]) -> dict[str, Any]:
+    """Ask the bundled model about runs of its world, and a model of prose about text of the runs."""
+    found: dict[str, Any] = {}
+    n, steps = options.runs, options.steps
+    with progress("drift", 2 * n * (len(RULES) - 1)) as step:
+        exam = Exam(Runner.load(str(BUNDLED), device="cpu"), evidence=False)
+        found["world"] = asked(exam, list(drift.made_runs(exam, n, 0, steps)), step)
+        exam.close()
+        texts = [
+            run for run in runs if all(m.text for m in run.messages) and len(run.asked) >= steps
+        ]
+        if texts:
+            name = str(HERE / "models" / "weights" / "llama-prose")
+            exam = Exam(Runner.load(name, device="cpu"), BOS, evidence=False)
+            some = texts[:: max(1, len(texts) // n)][:n]
+            found["text"] = asked(exam, list(drift.text_runs(exam, some, steps)), step)
+            exam.close()
+    return found
+
+
+def asked(exam: Exam, runs: list[drift.AskedRun], step: Callable[[str], None]) -> dict[str, Any]:
+    """Return what came of some runs."""
+    rows = drift.summed(drift.drifts(exam, runs, step))
+    return {"tokens": [sum(map(len, run.said)) for run in runs], "rows": rows}
+
+
+def tables(result: dict[str, Any]) -> list[Table]:
+    """Return what is printed."""
+    made = []
+    for setup, found in result.get("count", {}).items():
+        rows = [
+            (rule, f["sent"], *f["computed"].values(), f["price"]["prefix"], f["price"]["auto"], f["dearer_runs"]["auto"])
+            for rule, f in found["rules"].items()
+        ]  # fmt: skip
+        head = ("rule", "sent", "no reuse", "prefix", "none", "auto", "15 %", "price prefix", "price auto", "dearer")  # fmt: skip
+        made.append(table(f"computed, of no edits with a prefix cache; {setup}", head, rows))
+    if "time" in result:
+        rows = [
+            (rule, f["n"], *(f["cpu_of_full"][w] for w in ("prefix", "none", "auto")), f["cpu_of_unedited"]["auto"])
+            for rule, f in result["time"]["rules"].items()
+        ]  # fmt: skip
+        made.append(table("CPU seconds to the first token, of a full prefill; auto of no edit", ("rule", "n", "prefix", "none", "auto", "auto / unedited"), rows))  # fmt: skip
+    for world, found in result.get("drift", {}).items():
+        rows = [(r["rule"], r["way"], r["n"], r["kl"][0], r["kl_95"], r["top1"], r["right"], r["full"]) for r in found["rows"]]  # fmt: skip
+        made.append(
+            table(world, ("rule", "way", "n", "KL", "95 %", "top 1", "right", "full"), rows)
+        )
+    return made
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measure the parts that are asked for, keep the others, and write the result."""
+    options_of = parser(__doc__, threads=1, context=2560)
+    options_of.add_argument("--traces", type=Path, help="a folder of JSONL")
+    options_of.add_argument("--limit", type=int, help="so many runs at most")
+    options_of.add_argument("--parts", default=",".join(PARTS))
+    options_of.add_argument("--runs", type=int, default=3, help="of each kind, for drift")
+    options_of.add_argument("--steps", type=int, default=30, help="requests of these")
+    options = options_of.parse_args(argv)
+    torch.set_num_threads(options.threads)
+    parts = options.parts.split(",")
+    if not set(parts) <= set(PARTS):
+        options_of.error(f"--parts: {', '.join(PARTS)}")
+    if options.traces is None:
+        runs = list(trace.generated(options.limit or 40))
+    else:
+        runs = list(trace.read(options.traces, options.limit))
+    out = options.out or RESULTS / "prune_agents.json"
+    result: dict[str, Any] = json.loads(out.read_text()) if out.exists() else {}
+    measures = {"count": counts, "time": times, "drift": drifts}
+    for part in parts:
+        here = machine(torch.device(options.device))
+        result = {"machine": here} | result | {part: measures[part](options, runs)}
+        result["traces"] = "generated" if options.traces is None else "public"
+        result.setdefault("machines", {})[part] = here
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(json.dumps(result, indent=1) + "\n")
+    figure.draw(
+        result, out.with_suffix(".png") if options.out else HERE.parent / "docs" / "prune-bench.png"
+    )
+    report(result, tables(result), options, "prune_agents")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,200 @@
+"""Counts what each engine computes when runs of agents are replayed under rules. No KV.
+
+- *no reuse* computes every prompt whole.
+- *prefix caching* keeps all that was ever sent or answered in a run, to the message, and computes what
+  stands behind the longest prefix that was there: more than an engine of blocks and a budget would find.
+- *kvweave* computes text that it never had, whatever stands before it. From the first change on, what it
+  has is placed and approximate; of all that is approximate and was not repaired since it was placed, each
+  request repairs a share, as `auto` does. In idle time it computes the canonical KV of every text once
+  besides: ``idle``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterable, Sequence
+from dataclasses import dataclass, field
+from statistics import mean
+from typing import Any
+
+import numpy as np
+from pruning.rules import RULES, Piece, Rule
+from pruning.trace import AgentRun
+
+READ, WRITE = 0.1, 1.25  # price of a cached token, and of one that is computed and stored
+SHARES = (0.05, 0.15)  # the default's, and a larger one
+_Trie = dict[tuple[str, int], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Counted:
+    """Tokens of one request: all that are sent; those behind the longest known prefix; those never
+    seen; those repaired by share. ``edited``: it does not just go on from the one before."""
+
+    sent: int
+    behind: int
+    new: int
+    repaired: dict[float, float]
+    edited: bool
+
+    def computed(self, share: float) -> float:
+        """Tokens kvweave computes when it repairs this share."""
+        return self.new + self.repaired[share]
+
+
+@dataclass(slots=True)
+class PlacedText:
+    """Rows of a piece in a context: whether they are exact, and how many were repaired."""
+
+    tokens: int
+    exact: bool
+    repaired: float = 0.0
+
+
+class Repairs:
+    """What `auto` repairs of one context at a share, request by request."""
+
+    def __init__(self, share: float) -> None:
+        self.share = share
+        self.rows: list[PlacedText] = []
+
+    def request(self, now: Sequence[Piece], kept: int, known: Container[tuple[str, int]]) -> float:
+        """Weave these pieces, of which ``kept`` stand where they stood and ``known`` keys have KV; return
+        how many tokens are repaired."""
+        self.rows = self.rows[:kept]
+        exact = all(row.exact for row in self.rows)
+        ready = list(self.rows)
+        for key, n in now[kept:]:
+            exact = exact and key not in known
+            self.rows.append(PlacedText(n, exact))
+            if key in known:
+                ready.append(self.rows[-1])
+        stale = [row for row in ready if not row.exact]
+        candidates = sum(row.tokens - row.repaired for row in stale)
+        if candidates <= sum(n for key, n in now if key not in known):
+            for row in self.rows:  # all of them, which costs less than a look
+                row.exact = True
+            return candidates
+        for row in stale:
+            row.repaired += self.share * (row.tokens - row.repaired)
+        return self.share * candidates
+
+    def answer(self, n: int) -> None:
+        """Note an answer that was decoded behind all."""
+        self.rows.append(PlacedText(n, all(row.exact for row in self.rows)))
+
+
+def replay(run: AgentRun, rule: Rule, front: int = 0) -> list[Counted]:
+    """Return what each request of a run takes; ``front`` more tokens stand before all."""
+    seen: _Trie = {}
+    known: set[tuple[str, int]] = set()
+    before: list[Piece] = []
+    found = []
+    head = [Piece(("front", 0), run.tools + front)] if run.tools + front else []
+    repairs = [Repairs(share) for share in SHARES]
+    for index in run.asked:
+        now = [*head, *rule.edit(run.messages[:index])]
+        kept = same(before, now)
+        sent = sum(n for _, n in now)
+        cached = sum(n for _, n in now[: reached(seen, now)])
+        new = sum(n for key, n in now if key not in known)
+        repaired = {each.share: each.request(now, kept, known) for each in repairs}
+        found.append(Counted(sent, sent - cached, new, repaired, kept < len(before)))
+        n = run.messages[index].tokens
+        before = [*now, Piece(("message", index), n)]
+        for each in repairs:
+            each.answer(n)
+        known.update(key for key, _ in before)
+        store(seen, before)
+    return found
+
+
+def same(a: Sequence[Piece], b: Sequence[Piece]) -> int:
+    """Return how many pieces at the front are equal."""
+    return next(
+        (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b))
+    )
+
+
+def reached(trie: _Trie, pieces: Iterable[Piece]) -> int:
+    """Return how many pieces at the front are in the trie."""
+    n = 0
+    for key, _ in pieces:
+        if key not in trie:
+            break
+        trie, n = trie[key], n + 1
+    return n
+
+
+def store(trie: _Trie, pieces: Iterable[Piece]) -> None:
+    """Put pieces into the trie."""
+    for key, _ in pieces:
+        trie = trie.setdefault(key, {})
+
+
+@dataclass
+class Totals:
+    """All requests of a rule, by run."""
+
+    runs: list[list[Counted]] = field(default_factory=list)
+
+    def sum(self, of: Callable[[Counted], float]) -> float:
+        """Add up a number of each request."""
+        return sum(of(each) for run in self.runs for each in run)
+
+
+def price(sent: float, computed: float) -> float:
+    """Return what a request costs, in prices of a token that is neither cached nor stored."""
+    return READ * (sent - computed) + WRITE * computed
+
+
+def counted(runs: Iterable[AgentRun], front: int = 0) -> dict[str, Any]:
+    """Return the figures of every rule, against a prefix cache without edits."""
+    totals = {name: Totals() for name in RULES}
+    n_requests = 0
+    for run in runs:
+        for name, make in RULES.items():
+            totals[name].runs.append(replay(run, make(), front))
+        n_requests += len(run.asked)
+    plain = totals["no edits"]
+    return {
+        "runs": len(plain.runs), "requests": n_requests, "front": front,
+        "sent_per_request": round(plain.sum(lambda c: c.sent) / n_requests),
+        "new_per_request": round(plain.sum(lambda c: c.new) / n_requests),
+        "rules": {name: figures(of, plain) for name, of in totals.items()},
+    }  # fmt: skip
+
+
+def figures(of: Totals, plain: Totals) -> dict[str, Any]:
+    """Return what one rule comes to."""
+    base = plain.sum(lambda c: c.behind)
+    ways: dict[str, Callable[[Counted], float]] = {
+        "no reuse": lambda c: c.sent,
+        "prefix": lambda c: c.behind,
+        "none": lambda c: c.new,
+        "auto": lambda c: c.computed(SHARES[0]),
+        "15 %": lambda c: c.computed(SHARES[1]),
+    }
+    usual = plain.sum(lambda c: price(c.sent, c.behind))
+    edits = [each for run in of.runs for each in run if each.edited]
+    shares = [each.computed(SHARES[0]) / each.sent for each in edits]
+    dearer = {
+        way: mean(
+            sum(price(c.sent, computed(c)) for c in run)
+            > sum(price(c.sent, c.behind) for c in alone)
+            for run, alone in zip(of.runs, plain.runs, strict=True)
+        )
+        for way, computed in ways.items()
+    }
+    return {
+        "sent": of.sum(lambda c: c.sent) / plain.sum(lambda c: c.sent),
+        "computed": {way: of.sum(computed) / base for way, computed in ways.items()},
+        "price": {way: of.sum(lambda c, f=computed: price(c.sent, f(c))) / usual for way, computed in ways.items()},  # type: ignore[misc]
+        "dearer_runs": dearer,
+        "idle": of.sum(lambda c: c.new) / base,
+        "edits": len(edits),
+        "after_edit": None if not edits else {
+            "prefix": float(np.median([each.behind / each.sent for each in edits])),
+            "auto": float(np.median(shares)), "auto_95": float(np.quantile(shares, 0.95)),
+            "within_quarter": float(np.mean([share <= 0.25 for share in shares])),
+        },
+    }  # fmt: skip
