@@ -39,7 +39,7 @@ def counts(options: argparse.Namespace, runs: list[trace.AgentRun]) -> dict[str,
 
 def times(options: argparse.Namespace, runs: list[trace.AgentRun]) -> dict[str, Any]:
     """Measure some events of each rule, interleaved: the first of every rule, then the second."""
-    pair = model_pair(shape_of(options), options.dtype, options.device, options.context + 1024)
+    pair = model_pair(shape_of(options), options.dtype, options.device, 8 * options.context)
     bench = timed.TimedEvents(pair, options.context)
     by_rule = [timed.chosen(runs, options.rounds, [name]) for name in list(RULES)[1:]]
     events = [e for some in zip(*by_rule, strict=True) for e in some]

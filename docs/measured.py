@@ -386,7 +386,7 @@ def main() -> int:
         (MEMORY, remembered(find("memory_loop"))),
         (VLLM, in_vllm(find("vllm"))),
         (CONCEPTS, wasted(find("waste"))),
-        (PRUNE, pruned(find("amend"))),
+        (PRUNE, pruned(find("prune_agents"), find("amend"))),
     ):
         text = file.read_text()
         head, rest = text.split(BEGIN)

@@ -1,0 +1,276 @@
+"""The bench of agents' edits: its rules and counts against slow twins, what it counts against the engine."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+BENCH = Path(__file__).resolve().parents[1] / "bench"
+
+
+@pytest.fixture(scope="module")
+def bench() -> Iterator[SimpleNamespace]:
+    """The bench's modules; they import each other as scripts do."""
+    sys.path.insert(0, str(BENCH))
+    try:
+        import prune_agents
+        from pruning import convert, count, drift, rules, timed, trace
+
+        yield SimpleNamespace(
+            main=prune_agents, convert=convert, count=count, drift=drift, rules=rules, timed=timed,
+            trace=trace,
+        )  # fmt: skip
+    finally:
+        sys.path.remove(str(BENCH))
+
+
+@pytest.fixture(scope="module")
+def runs(bench: Any) -> list[Any]:
+    return list(bench.trace.generated(6, seed=3))
+
+
+# ---- traces
+
+
+def test_a_line_is_a_run_and_back(bench: Any, runs: list[Any], tmp_path: Path) -> None:
+    assert bench.trace.write(tmp_path / "a" / "x.jsonl", runs) == 6
+    assert list(bench.trace.read(tmp_path / "a")) == runs
+    assert list(bench.trace.generated(6, seed=3)) == runs
+    assert [len(list(bench.trace.read(tmp_path / "a", limit=n))) for n in (0, 2, 9)] == [0, 2, 6]
+    with pytest.raises(ValueError, match=r"no \*\.jsonl"):
+        list(bench.trace.read(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"role": "robot", "tokens": 3},
+        {"role": "user", "tokens": 0},
+        {"role": "user", "tokens": "3"},
+        {"role": "user", "tokens": 3, "length": 9},
+    ],
+)
+def test_what_is_not_of_the_format_is_refused(bench: Any, message: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="made"):
+        bench.trace.parse(json.dumps({"name": "made", "messages": [message]}))
+
+
+def test_public_runs_have_the_tokens_their_provider_counted(bench: Any) -> None:
+    def answer(text: str, n: int) -> dict[str, Any]:
+        usage = {"prompt_tokens": n}
+        return {"role": "assistant", "content": text, "extra": {"response": {"usage": usage}}}
+
+    told = [
+        {"role": "system", "content": "be good"}, {"role": "user", "content": "do it please"},
+        answer("THOUGHT: look\n```bash\nls\n```", 100),
+        {"role": "user", "content": "<returncode>0</returncode>\na b c"},
+        answer("```bash\nls\n```", 160), {"role": "user", "content": "<returncode>1</returncode>"},
+        answer("done", 230),
+    ]  # fmt: skip
+    run = bench.convert.converted("x", {"messages": told})
+    assert [m.role for m in run.messages] == [
+        "system", "user", "assistant", "tool", "assistant", "tool", "assistant",
+    ]  # fmt: skip
+    assert [sum(m.tokens for m in run.messages[:i]) for i in run.asked] == [100, 160, 230]
+    first, second = run.messages[3], run.messages[5]
+    assert first.call == second.call and (first.error, second.error) == (False, True)
+
+
+# ---- rules
+
+
+def naive(name: str, run: Any, n: int, state: dict[str, Any]) -> list[tuple[str, int, int]]:
+    """What each rule leaves of the first ``n`` messages, told again with lists and loops."""
+    history = [(i, m) for i, m in enumerate(run.messages[:n])]
+    tools = [i for i, m in history if m.role == "tool"]
+    gone: set[int] = set(state.get("gone", ()))
+    if name.startswith("SWE-agent"):
+        poll = 10 if "polling" in name else 1
+        n_seen = len(tools)
+        while n_seen % poll:
+            n_seen -= 1
+        gone = {i for place, i in enumerate(tools) if place < n_seen - 5}
+    elif "clear" in name or "at_least" in name:
+        least, big = (
+            (2000 if "at_least" in name else 1),
+            [i for i in tools if run.messages[i].tokens > 12],
+        )
+        if sum(m.tokens for _, m in history) > 8000:
+            waiting: list[int] = []
+            for i in big[: len(big) - 3] if len(big) > 3 else []:
+                waiting.append(i)
+                if sum(run.messages[j].tokens - 8 for j in waiting) >= least:
+                    gone |= set(waiting)
+                    waiting = []
+    elif name.startswith("opencode"):
+        newest, more = 0, set[int]()
+        for i in tools[:-1][::-1]:
+            if i in gone:
+                break
+            newest += run.messages[i].tokens
+            more |= {i} if newest > 3200 else set()
+        gone |= more if sum(run.messages[i].tokens for i in more) > 1600 else set()
+    elif name.startswith("DCP"):
+        calls = [(run.messages[i].tool, run.messages[i].call) for i in tools]
+        gone = {i for place, i in enumerate(tools) if calls[place] in calls[place + 1 :]}
+    elif name.startswith("Claude"):
+        left = [i for i in tools if i not in gone]
+        gone |= set(left[:-5]) if len(left) > 10 else set()
+    elif name.startswith("OpenHands"):
+        left = [i for i, _ in history if i not in gone]
+        if len(left) > 40:
+            while len(left) > 20:
+                gone.add(left.pop(2))
+        state["gone"] = gone
+        return [("message", i, m.tokens) for i, m in history if i not in gone]
+    elif name.startswith("Letta"):
+        body = [i for i, _ in history[2:] if i not in gone]
+        sent = sum(m.tokens for i, m in history if i not in gone) + (200 if gone else 0)
+        if sent > 16000:
+            gone |= set(body[: max(2, int(0.3 * len(body)))])
+        state["gone"] = gone
+        made: list[tuple[str, int, int]] = []
+        for i, m in history:
+            if i == 2 and gone:
+                made.append(("summary", len(gone), 200))
+            made += [("message", i, m.tokens)] if i not in gone else []
+        return made
+    state["gone"] = gone
+    return [
+        ("mark", i, min(8, m.tokens)) if i in gone else ("message", i, m.tokens) for i, m in history
+    ]
+
+
+def test_every_rule_leaves_what_a_slow_twin_leaves(bench: Any, runs: list[Any]) -> None:
+    edited = dict.fromkeys(bench.rules.RULES, 0)
+    for run in runs:
+        for name, make in bench.rules.RULES.items():
+            rule, state = make(), dict[str, Any]()
+            for n in run.asked:
+                found = [(*key, tokens) for key, tokens in rule.edit(run.messages[:n])]
+                wanted = naive(name, run, n, state)
+                assert found == wanted, (name, run.name, n)
+                edited[name] += found != [
+                    ("message", i, m.tokens) for i, m in enumerate(run.messages[:n])
+                ]
+    assert [name for name, n in edited.items() if not n] == ["no edits"]
+
+
+# ---- counts
+
+
+def test_counts_are_those_of_prompts_written_out(bench: Any, runs: list[Any]) -> None:
+    for run in runs[:1]:
+        for name, make in bench.rules.RULES.items():
+            rule, before, texts = make(), list[list[tuple[Any, int]]](), set[Any]()
+            for counted, n in zip(bench.count.replay(run, make()), run.asked, strict=True):
+                pieces = rule.edit(run.messages[:n])
+                prompt = [(key, i) for key, tokens in pieces for i in range(tokens)]
+                most = max((common(prompt, old) for old in before), default=0)
+                new = sum(tokens for key, tokens in pieces if key not in texts)
+                assert (counted.sent, counted.behind) == (len(prompt), len(prompt) - most), name
+                assert counted.new == new
+                if name == "no edits":
+                    assert (counted.behind, counted.edited, counted.repaired[0.05]) == (
+                        new,
+                        False,
+                        0,
+                    )
+                answer = (("message", n), run.messages[n].tokens)
+                before.append(prompt + [(answer[0], i) for i in range(answer[1])])
+                texts |= {key for key, _ in (*pieces, answer)}
+
+
+def common(a: list[Any], b: list[Any]) -> int:
+    return next(
+        (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b))
+    )
+
+
+def test_figures_of_a_rule_add_up(bench: Any, runs: list[Any]) -> None:
+    found = bench.count.counted(runs)
+    plain, batched = (
+        found["rules"][name] for name in ("no edits", "SWE-agent, last 5, polling 10")
+    )
+    unbatched = found["rules"]["SWE-agent, last 5"]
+    assert plain["computed"]["prefix"] == plain["price"]["prefix"] == plain["sent"] == 1
+    assert unbatched["computed"]["prefix"] > 2 * batched["computed"]["prefix"] > 2
+    for f in found["rules"].values():
+        assert 1 - 1e-9 <= f["computed"]["none"] <= f["computed"]["auto"] <= f["computed"]["15 %"]
+        assert f["computed"]["none"] <= f["computed"]["prefix"] <= f["computed"]["no reuse"]
+    front = bench.count.counted(runs, 5700)
+    assert front["sent_per_request"] == found["sent_per_request"] + 5700
+
+
+# ---- with KV
+
+
+@pytest.mark.parametrize(("rule", "n"), [("LastOutputs", 4), ("Forget", 16)])
+def test_what_is_counted_is_what_the_engine_does(
+    bench: Any, bundled: Any, rule: str, n: int
+) -> None:
+    from kvweave.run.model import Runner
+    from kvweave.suite.exam import Exam
+
+    exam = Exam(Runner.load(str(bundled), device="cpu"), evidence=False)
+    [asked] = bench.drift.made_runs(exam, 1, seed=5, steps=12)
+    run = bench.trace.AgentRun(
+        "sizes",
+        tuple(
+            bench.trace.TracedMessage(m.role, len(tokens), m.tool, m.call)
+            for m, tokens in zip(asked.run.messages, asked.said, strict=True)
+        ),
+    )
+    make = getattr(bench.rules, rule)
+    wanted, edits = bench.count.replay(run, make(n)), make(n)
+    living = bench.drift.Living(exam.runner, asked, "auto", 0.05)
+    n_repaired = 0
+    for index, counted in zip(run.asked, wanted, strict=True):
+        question = asked.questions[index]
+        plan = living.request(edits.edit(run.messages[:index]), question.asked)
+        n_base = len(asked.said[0]) if index == run.asked[0] else 0
+        n_new = counted.new + len(question.asked) - n_base
+        assert plan.prefilled == pytest.approx(
+            n_new, abs=3 if rule == "LastOutputs" else 0
+        )  # marks
+        assert plan.repaired == pytest.approx(counted.repaired[0.05], rel=0.45, abs=2.5)
+        n_repaired += plan.repaired
+        living.answered(bench.rules.Piece(("message", index), run.messages[index].tokens))
+    assert n_repaired > 12 and any(c.edited for c in wanted)
+    living.close()
+    exam.close()
+
+
+def test_drift_is_none_where_all_is_computed_anew(bench: Any, bundled: Any) -> None:
+    from kvweave.run.model import Runner
+    from kvweave.suite.exam import Exam
+
+    exam = Exam(Runner.load(str(bundled), device="cpu"), evidence=False)
+    [asked] = bench.drift.made_runs(exam, 1, seed=6, steps=9)
+    ways = {"none": ("none", 0.0), "full": ("full", 1.0)}
+    trials = list(bench.drift.replayed(exam, asked, "x", bench.rules.LastOutputs(2), ways))
+    exam.close()
+    by = {way: [t for t in trials if t["way"] == way] for way in ways}
+    assert len(by["full"]) == len(by["none"]) >= 5
+    assert max(t["kl"] for t in by["full"]) < 1e-9 < max(t["kl"] for t in by["none"])
+    assert all(t["top1"] == 1 and t["right"] == t["full"] for t in by["full"])
+    assert not all(t["stands"] for t in trials), "facts that were cleared are not asked for"
+
+
+@pytest.mark.slow
+def test_the_bench_runs_on_generated_runs(bench: Any, tmp_path: Path) -> None:
+    tiny = "--layers 2 --hidden 32 --heads 4 --kv-heads 2 --head-dim 8 --ffn 64 --vocab 97".split()
+    size = "--limit 12 --context 300 --rounds 1 --runs 1 --steps 6 --json".split()
+    out = tmp_path / "x.json"
+    bench.main.main([*tiny, *size, "--out", str(out)])
+    found = json.loads(out.read_text())
+    assert found["traces"] == "generated" and set(found["machines"]) == {"count", "time", "drift"}
+    assert len(found["time"]["rules"]) == len(found["count"]["as they are"]["rules"]) - 1
+    for event in found["time"]["events"]:
+        assert event["repaired"] > 0 and set(event["cpu"]) == {"none", "auto", "unedited", "full", "prefix"}  # fmt: skip
