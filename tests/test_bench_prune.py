@@ -230,7 +230,7 @@ def test_what_is_counted_is_what_the_engine_does(
     make = getattr(bench.rules, rule)
     wanted, edits = bench.count.replay(run, make(n)), make(n)
     living = bench.drift.Living(exam.runner, asked, "auto", 0.05)
-    n_repaired = 0
+    n_repaired = 0.0
     for index, counted in zip(run.asked, wanted, strict=True):
         question = asked.questions[index]
         plan = living.request(edits.edit(run.messages[:index]), question.asked)
@@ -239,10 +239,13 @@ def test_what_is_counted_is_what_the_engine_does(
         assert plan.prefilled == pytest.approx(
             n_new, abs=3 if rule == "LastOutputs" else 0
         )  # marks
-        assert plan.repaired == pytest.approx(counted.repaired[0.05], rel=0.45, abs=2.5)
+        assert (
+            plan.repaired <= counted.repaired[0.05] + 2.5
+        )  # new rows that were chosen are no repair
         n_repaired += plan.repaired
         living.answered(bench.rules.Piece(("message", index), run.messages[index].tokens))
-    assert n_repaired > 12 and any(c.edited for c in wanted)
+    n_counted = sum(c.repaired[0.05] for c in wanted)
+    assert n_counted / 2 < n_repaired and any(c.edited for c in wanted)
     living.close()
     exam.close()
 
