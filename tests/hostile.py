@@ -378,7 +378,8 @@ def bad_key(rng: random.Random) -> Probe:
     given = rng.choice((
         (), ("Authorization: Bearer ",), ("Authorization: Basic " + KEY,), (f"Authorization: Bearer {KEY}x",),
         (f"Authorization: Bearer {KEY[:-1]}",), ("Authorization: Bearer " + "k" * 10_000,), ("Authorization: \xe9",),
-        (f"Authorization: Bearer {KEY.upper()}",), (f"X-Api-Key: {KEY}",), ("Authorization: Bearer \xff\xfe",),
+        (f"Authorization: Bearer {KEY.upper()}",), (f"X-Api-Key: {KEY}x",), (f"Api-Key: {KEY}",), ("Authorization: Bearer \xff\xfe",),
+        ("Authorization: Bearer none", f"X-Api-Key: {KEY}"),
         ("Authorization: Bearer none", f"Authorization: Bearer {KEY}"), ("Authorization: Bearer",),
     ))  # fmt: skip
     return Probe("bad key", (request(method, path, body, key=None, more=given),))

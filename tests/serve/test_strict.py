@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
-from typing import Any
+from collections.abc import Iterator
+from typing import Annotated, Any, get_args
 
 import pytest
+from fastapi.routing import APIRoute
+from pydantic import BaseModel, TypeAdapter, ValidationError
 
 A = "The museum opens at nine."
 DRY = ("dryrun", "dry-run", "Dry_Run", "dry_run ", "dry")
@@ -27,6 +31,40 @@ def test_every_route_is_strict(serve: Any) -> None:
         body = None if method in ("get", "delete") else {}
         told = served.anna.error(method, where, body, 400, params={"no_such": "1"})
         assert told["param"] == "no_such", (method, path)
+
+
+def models_of(kind: Any) -> Iterator[type[BaseModel]]:
+    """Yield the models that a type is made of, those of their fields too."""
+    if isinstance(kind, type) and issubclass(kind, BaseModel):
+        yield kind
+        for field in kind.model_fields.values():
+            yield from models_of(field.annotation)
+    for part in get_args(kind):
+        yield from models_of(part)
+
+
+def types_of(schema: dict[str, Any]) -> set[str]:
+    """Return the JSON types that a field's schema says it takes."""
+    named = {schema["type"]} if "type" in schema else set()
+    return named.union(*map(types_of, schema.get("anyOf", []) + schema.get("oneOf", [])))
+
+
+def test_a_body_takes_the_types_that_its_schema_names(serve: Any) -> None:
+    bodies = [r.body_field for r in serve().app.routes if isinstance(r, APIRoute) and r.body_field]
+    models = {m for body in bodies for m in models_of(body.field_info.annotation)}
+    taken, asked = [], 0
+    for model in models:
+        for name, field in model.model_fields.items():
+            own = TypeAdapter(Annotated[(field.annotation, "field", *field.metadata)])
+            types = types_of(own.json_schema())
+            wrong = {"string": ('"1"', '"true"'), "boolean": ("true",)}
+            for text in (t for kind in wrong if kind not in types for t in wrong[kind]):
+                if types & {"integer", "number", "boolean"}:
+                    asked += 1
+                    with contextlib.suppress(ValidationError):
+                        own.validate_json(text)
+                        taken.append((model.__name__, name, text))
+    assert asked > 200 and taken == []
 
 
 @pytest.mark.parametrize("name", DRY)

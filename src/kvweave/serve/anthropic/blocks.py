@@ -13,7 +13,7 @@ import re
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, Field
+from pydantic import BaseModel, BeforeValidator, Field, StrictBool
 
 from kvweave.serve.routes.base import STRICT, ChunkRef
 
@@ -143,7 +143,7 @@ class ResultBlock(Noted):
     type: Literal["tool_result"]
     tool_use_id: str
     content: Annotated[list[Readable], BeforeValidator(_as_blocks)] = Field(default_factory=list)
-    is_error: bool = False
+    is_error: StrictBool = False
     toolset_name: Any = None
 
 

@@ -15,6 +15,7 @@ from pydantic import (
     ConfigDict,
     Discriminator,
     Field,
+    StrictBool,
     Tag,
     model_validator,
 )
@@ -35,7 +36,7 @@ from kvweave.serve.chat.ask import ChatAsk, thinking
 from kvweave.serve.openai.messages import MAX_TOOLS
 from kvweave.serve.openai.schemas import Extension
 from kvweave.serve.reuse.pooled import WeaveOptions
-from kvweave.serve.routes.base import MAX_STOPS, STRICT, Int, Stop
+from kvweave.serve.routes.base import MAX_STOPS, STRICT, Int, Num, Stop
 from kvweave.serve.state import ServerState
 
 # Fields that say nothing about the answer's text.
@@ -100,7 +101,7 @@ class ToolChoice(BaseModel):
     model_config = STRICT
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
-    disable_parallel_tool_use: bool = False
+    disable_parallel_tool_use: StrictBool = False
 
     @model_validator(mode="after")
     def _named(self) -> ToolChoice:
@@ -241,11 +242,11 @@ class MessagesRequest(CountRequest):
 
     max_tokens: Annotated[Int, Field(ge=0)]
     stop_sequences: Annotated[list[Stop], Field(max_length=MAX_STOPS)] | None = None
-    stream: bool = False
-    temperature: Annotated[float, Field(ge=0)] | None = None
-    top_p: float | None = None
+    stream: StrictBool = False
+    temperature: Annotated[Num, Field(ge=0)] | None = None
+    top_p: Num | None = None
     top_k: Int | None = None
-    store: bool | None = None
+    store: StrictBool | None = None
     """False: nothing of the request or its answer is kept for later ones, or can be read."""
 
     def check(self) -> None:

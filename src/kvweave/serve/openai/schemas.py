@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, StrictBool
 
 from kvweave.config import BaseMode
 from kvweave.errors import InvalidArgument
@@ -25,7 +25,7 @@ from kvweave.serve.openai.messages import (
 )
 from kvweave.serve.reuse.adapt import TemplateHabits
 from kvweave.serve.reuse.pooled import WeaveOptions
-from kvweave.serve.routes.base import MAX_STOPS, Stops
+from kvweave.serve.routes.base import MAX_STOPS, Int, Num, Stops
 from kvweave.serve.state import ServerState
 
 # Fields that say nothing about the answer's text.
@@ -71,7 +71,7 @@ class Thinking(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
     type: Literal["enabled", "disabled", "adaptive"]
-    budget_tokens: int | None = None
+    budget_tokens: Int | None = None
 
 
 KeepSpec = Annotated[str, Field(max_length=256)]
@@ -81,7 +81,7 @@ class StreamOptions(BaseModel):
     """Whether the last chunk of a stream has the usage."""
 
     model_config = ConfigDict(extra="allow")  # include_obfuscation, ...: nothing of the text
-    include_usage: bool = False
+    include_usage: StrictBool = False
 
 
 class Extension(BaseModel):
@@ -89,8 +89,8 @@ class Extension(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
     repair: str | None = None
-    share: Annotated[float, Field(ge=0, le=1)] | None = None
-    max_drift: float | None = None
+    share: Annotated[Num, Field(ge=0, le=1)] | None = None
+    max_drift: Num | None = None
     keep: KeepSpec | None = None
     bases: BaseMode | None = None
 
@@ -103,7 +103,7 @@ class StructuredOutputs(BaseModel):
     regex: str | None = None
     choice: list[str] | None = None
     grammar: str | None = None
-    json_object: bool | None = None
+    json_object: StrictBool | None = None
 
 
 class GenerationRequest(BaseModel):
@@ -111,28 +111,28 @@ class GenerationRequest(BaseModel):
 
     model_config = ConfigDict(extra="allow")
     model: str
-    stream: bool = False
+    stream: StrictBool = False
     stream_options: StreamOptions | None = None
-    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = 1
+    n: Annotated[Int, Field(ge=1, le=MAX_CHOICES)] | None = 1
     stop: Stops | None = None
-    seed: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    min_tokens: int | None = None
-    frequency_penalty: float | None = None
-    presence_penalty: float | None = None
-    repetition_penalty: float | None = None
+    seed: Int | None = None
+    temperature: Num | None = None
+    top_p: Num | None = None
+    top_k: Int | None = None
+    min_p: Num | None = None
+    min_tokens: Int | None = None
+    frequency_penalty: Num | None = None
+    presence_penalty: Num | None = None
+    repetition_penalty: Num | None = None
     logit_bias: dict[int, float] | None = None
     stop_token_ids: Annotated[list[int], Field(max_length=MAX_STOPS)] | None = None
-    ignore_eos: bool | None = None
+    ignore_eos: StrictBool | None = None
     structured_outputs: StructuredOutputs | None = None
     guided_json: dict[str, Any] | str | None = None
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
-    store: bool | None = None
+    store: StrictBool | None = None
     """False: nothing of the request or its answer is kept for later ones, or can be read."""
     kvweave: Extension | None = None
 
@@ -222,21 +222,21 @@ class ChatRequest(GenerationRequest):
     """Body of ``POST /v1/chat/completions``."""
 
     messages: Messages
-    max_tokens: int | None = None
-    max_completion_tokens: int | None = None
-    logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP)] | None = None
+    max_tokens: Int | None = None
+    max_completion_tokens: Int | None = None
+    logprobs: StrictBool | None = None
+    top_logprobs: Annotated[Int, Field(ge=0, le=MAX_TOP)] | None = None
     response_format: dict[str, Any] | None = None
     tools: Annotated[list[dict[str, Any]], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
-    parallel_tool_calls: bool | None = None
+    parallel_tool_calls: StrictBool | None = None
     modalities: list[str] | None = None
     reasoning_effort: Literal[EFFORTS] | None = None  # type: ignore[valid-type]
-    enable_thinking: bool | None = None
+    enable_thinking: StrictBool | None = None
     thinking: Thinking | None = None
-    include_reasoning: bool | None = None
+    include_reasoning: StrictBool | None = None
     chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=MAX_VARIABLES)] | None = None
-    continue_final_message: bool | None = None
+    continue_final_message: StrictBool | None = None
     _left: list[str] = PrivateAttr(default_factory=list)  # ignored of messages and tools
 
     def check(self) -> None:
@@ -323,10 +323,10 @@ class CompletionRequest(GenerationRequest):
     """Body of ``POST /v1/completions``."""
 
     prompt: str | list[int] | list[str] | list[list[int]]
-    max_tokens: int | None = 16
-    logprobs: Annotated[int, Field(ge=0, le=MAX_TOP)] | None = None
-    echo: bool | None = False
-    best_of: int | None = None
+    max_tokens: Int | None = 16
+    logprobs: Annotated[Int, Field(ge=0, le=MAX_TOP)] | None = None
+    echo: StrictBool | None = False
+    best_of: Int | None = None
     suffix: str | None = None
 
     def check(self) -> None:

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter
 from fastapi.responses import Response
-from pydantic import BaseModel, Field, StrictInt, model_validator
+from pydantic import BaseModel, Field, StrictBool, StrictInt, model_validator
 
 from kvweave.engine import Engine
 from kvweave.errors import ContextTooLong, InvalidArgument
@@ -44,10 +44,10 @@ class TokenizeRequest(BaseModel):
     messages: Messages | None = None
     tools: Annotated[list[dict[str, Any]], Field(max_length=MAX_TOOLS)] | None = None
     chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=MAX_VARIABLES)] | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool = False
-    add_special_tokens: bool | None = None
-    return_token_strs: bool | None = False
+    add_generation_prompt: StrictBool | None = None
+    continue_final_message: StrictBool = False
+    add_special_tokens: StrictBool | None = None
+    return_token_strs: StrictBool | None = False
 
     @model_validator(mode="after")
     def _one_of_them(self) -> TokenizeRequest:

@@ -17,7 +17,7 @@ from kvweave.run.embed import Embedding, head_of
 from kvweave.serve.guard.access import Tenant
 from kvweave.serve.guard.text import tokens_of
 from kvweave.serve.openai.named import other_model
-from kvweave.serve.routes.base import ERRORS, STRICT, The
+from kvweave.serve.routes.base import ERRORS, STRICT, Int, The
 from kvweave.serve.routes.strict import StrictRoute
 from kvweave.serve.state import ServerState
 from kvweave.weave.special import PlainText
@@ -37,7 +37,7 @@ class EmbeddingRequest(BaseModel):
     input: str | _Ids | Annotated[list[str] | list[_Ids], Field(max_length=MAX_INPUTS)]
     model: str
     encoding_format: Literal["float", "base64"] = "float"
-    dimensions: int | None = None
+    dimensions: Int | None = None
     user: str | None = None
 
     def inputs(self) -> list[str | list[int]]:

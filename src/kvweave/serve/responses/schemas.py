@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, StrictBool
 
 from kvweave.errors import InvalidArgument
 from kvweave.run.grammar import GrammarText
@@ -13,7 +13,7 @@ from kvweave.serve.chat.ask import EFFORTS, ChatAsk, thinking
 from kvweave.serve.openai.messages import MAX_MESSAGES, MAX_TOOLS, MAX_VARIABLES, plain_tools
 from kvweave.serve.openai.schemas import MAX_TOP, GenerationRequest
 from kvweave.serve.reuse.adapt import TemplateHabits
-from kvweave.serve.routes.base import STRICT
+from kvweave.serve.routes.base import STRICT, Int
 from kvweave.serve.state import ServerState
 
 ENCRYPTED, LOGPROBS = "reasoning.encrypted_content", "message.output_text.logprobs"
@@ -53,7 +53,7 @@ class CompactAt(BaseModel):
 
     model_config = STRICT
     type: Literal["compaction"]
-    compact_threshold: Annotated[int, Field(ge=1)] | None = None
+    compact_threshold: Annotated[Int, Field(ge=1)] | None = None
 
 
 class Instructed(BaseModel):
@@ -73,19 +73,19 @@ class ResponsesRequest(GenerationRequest):
     instructions: str | None = None
     previous_response_id: GivenId | None = None
     conversation: GivenId | ConversationRef | None = None
-    max_output_tokens: Annotated[int, Field(ge=1)] | None = None
-    max_tool_calls: int | None = None
+    max_output_tokens: Annotated[Int, Field(ge=1)] | None = None
+    max_tool_calls: Int | None = None
     tools: Annotated[list[dict[str, Any]], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
-    parallel_tool_calls: bool | None = None
+    parallel_tool_calls: StrictBool | None = None
     reasoning: ReasoningOptions | None = None
     text: TextOptions | None = None
     truncation: Literal["auto", "disabled"] | None = None
     include: Annotated[list[str], Field(max_length=32)] | None = None
     context_management: Annotated[list[CompactAt], Field(max_length=1)] | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP)] | None = None
+    top_logprobs: Annotated[Int, Field(ge=0, le=MAX_TOP)] | None = None
     metadata: MetadataPairs | None = None
-    background: bool | None = None
+    background: StrictBool | None = None
     chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=MAX_VARIABLES)] | None = None
     _left: list[str] = PrivateAttr(default_factory=list)  # ignored of tools
     _unused: list[str] = PrivateAttr(default_factory=list)

@@ -41,13 +41,15 @@ The = Annotated[ServerState, Depends(_state)]
 """A route's parameter of this type is the running server."""
 
 
-def _no_bool(value: object) -> object:
-    if isinstance(value, bool):
+def _number(value: object) -> object:
+    if isinstance(value, bool | str):
         raise ValueError("should be a number")
     return value
 
 
-Int = Annotated[int, BeforeValidator(_no_bool)]  # pydantic's own takes true for 1
+# of a body: pydantic's own take true and "1" for 1, which their JSON schema does not
+Int = Annotated[int, BeforeValidator(_number)]
+Num = Annotated[float, BeforeValidator(_number)]
 STRICT = ConfigDict(extra="forbid")  # of requests: fields that are not known are refused
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query, Response
-from pydantic import BaseModel, Field, FiniteFloat, StringConstraints
+from pydantic import BaseModel, Field, FiniteFloat, StrictBool, StringConstraints
 
 from kvweave.chunk.files import Entry, Files
 from kvweave.chunk.identity import ChunkId, Kind, TierName
@@ -96,9 +96,9 @@ class PutChunk(Content):
     """
 
     kind: Kind = "document"
-    replace: bool = False
-    durable: bool = False
-    special_tokens: bool = False
+    replace: StrictBool = False
+    durable: StrictBool = False
+    special_tokens: StrictBool = False
 
     @property
     def content(self) -> str | list[int]:
@@ -110,7 +110,7 @@ class NamedContent(Content):
 
     name: ChunkRef
     kind: Kind = "document"
-    special_tokens: bool = False
+    special_tokens: StrictBool = False
 
     @property
     def content(self) -> str | list[int]:
@@ -122,8 +122,8 @@ class PutMany(BaseModel):
 
     model_config = STRICT
 
-    replace: bool = False
-    durable: bool = False
+    replace: StrictBool = False
+    durable: StrictBool = False
     items: Annotated[list[NamedContent], Field(min_length=1, max_length=MAX_ITEMS)]
 
 
@@ -138,7 +138,7 @@ class Rename(DryRun):
     """The new name, or ``docs/`` for several."""
 
     to: ChunkRef
-    replace: bool = False
+    replace: StrictBool = False
 
 
 def _as_it_is(given: str | list[int], special_tokens: bool) -> str | list[int]:

@@ -14,7 +14,7 @@ from kvweave.errors import InvalidArgument
 from kvweave.run.loop import Task
 from kvweave.serve.guard.access import Tenant
 from kvweave.serve.guard.text import check_filled, plain, sizes_of, tokens_of
-from kvweave.serve.routes.base import ERRORS, STRICT, ChunkRef, The
+from kvweave.serve.routes.base import ERRORS, STRICT, ChunkRef, Num, The
 from kvweave.serve.routes.named import OnContext
 from kvweave.serve.routes.shown import ContextView, Summary, SummaryList, summary_of, view_of
 from kvweave.serve.routes.strict import StrictRoute
@@ -24,8 +24,8 @@ from kvweave.weave.special import PlainText
 
 router = APIRouter(prefix="/v1", tags=["contexts"], responses=ERRORS, route_class=StrictRoute)
 
-Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
-Nats = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Share = Annotated[Num, Field(ge=0, le=1, allow_inf_nan=False)]
+Nats = Annotated[Num, Field(ge=0, allow_inf_nan=False)]
 _Json = dict[str, Any]
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, Field, StrictInt
+from pydantic import BaseModel, Field, StrictBool, StrictInt
 
 from kvweave.chunk.identity import Kind, TierName
 from kvweave.memory import MemoryBlock, MemoryBlocks
 from kvweave.memory.told import BLOCK_LIMIT, RANKED, By, Zone
-from kvweave.serve.routes.base import STRICT, ChunkRef, Content, Int
+from kvweave.serve.routes.base import STRICT, ChunkRef, Content, Int, Num
 from kvweave.serve.routes.strict import DryRun
 from kvweave.serve.routes.turns import Sampled
 from kvweave.weave.special import PlainText
@@ -28,7 +28,7 @@ class ZoneBudget(BaseModel):
 
     window: _Size | None = None
     turns: _Size | None = None
-    keep: Annotated[float, Field(ge=0, le=1)] | None = None
+    keep: Annotated[Num, Field(ge=0, le=1)] | None = None
     summaries: _Size | None = None
     summary: Annotated[Int, Field(ge=1, le=MOST_SUMMARY)] | None = None
     recalled: _Size | None = None
@@ -109,7 +109,7 @@ class Write(Content):
     """An item."""
 
     name: ChunkRef
-    replace: bool = True
+    replace: StrictBool = True
 
 
 class RenameItem(BaseModel):

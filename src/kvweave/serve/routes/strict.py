@@ -8,7 +8,7 @@ from typing import Annotated, Any, get_origin
 from fastapi import Query, Request, Response, params
 from fastapi.dependencies.utils import get_flat_params
 from fastapi.routing import APIRoute
-from pydantic import BaseModel
+from pydantic import BaseModel, StrictBool
 
 from kvweave.errors import InvalidArgument, nearest
 from kvweave.serve.guard.access import tenant_of
@@ -56,7 +56,7 @@ class DryRun(BaseModel):
 
     model_config = STRICT
 
-    dry_run: bool = False
+    dry_run: StrictBool = False
 
 
 DryQuery = Annotated[bool, Query(alias="dry_run", description="as in the body")]

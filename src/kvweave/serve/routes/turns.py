@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Annotated, Any
 
 from fastapi import APIRouter
-from pydantic import BaseModel, Field, StrictInt
+from pydantic import BaseModel, Field, StrictBool, StrictInt
 from starlette.responses import Response
 
 from kvweave.engine import Engine
@@ -21,6 +21,7 @@ from kvweave.serve.routes.base import (
     STREAMED,
     STRICT,
     Int,
+    Num,
     Stops,
 )
 from kvweave.serve.routes.contexts import Nats, Share
@@ -36,7 +37,7 @@ router = APIRouter(
 )
 
 Count = Annotated[Int, Field(ge=0, le=2**31)]
-Penalty = Annotated[float, Field(ge=-2, le=2)]
+Penalty = Annotated[Num, Field(ge=-2, le=2)]
 
 
 class Sampled(BaseModel):
@@ -45,8 +46,8 @@ class Sampled(BaseModel):
     model_config = STRICT
 
     max_tokens: Annotated[Int, Field(ge=1, le=2**31)] = 256
-    temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    temperature: Annotated[Num, Field(ge=0, allow_inf_nan=False)] = 0.0
+    top_p: Annotated[Num, Field(gt=0, le=1)] = 1.0
     top_k: Count = 0
     seed: Annotated[Int, Field(ge=0, lt=2**63)] | None = None
     stop: Stops = Field(default_factory=list)
@@ -54,18 +55,18 @@ class Sampled(BaseModel):
         default_factory=list
     )
     logprobs: Annotated[Int, Field(ge=0, le=100)] = 0
-    ignore_eos: bool = False
+    ignore_eos: StrictBool = False
     min_p: Share = 0.0
     frequency_penalty: Penalty = 0.0
     presence_penalty: Penalty = 0.0
-    repetition_penalty: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
+    repetition_penalty: Annotated[Num, Field(gt=0, allow_inf_nan=False)] = 1.0
     logit_bias: Annotated[dict[int, float], Field(max_length=MAX_BIASED)] = Field(
         default_factory=dict
     )
     min_tokens: Count = 0
     shown: Annotated[list[StrictInt], Field(max_length=MAX_STOPS)] = Field(default_factory=list)
     max_drift: Nats | None = None
-    stream: bool = False
+    stream: StrictBool = False
     content: str | None = None  # `ask`: the user's message; null answers what is there
 
 
