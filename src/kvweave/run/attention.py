@@ -25,6 +25,7 @@ from kvweave.run.upload import up
 
 SINKS = 8  # dims that hold sinks in one kernel: two are used, and kernels want widths of eight
 FOLD = 32  # rows below which query heads that share keys stand in one block, which reads these once
+WIDE = 192  # rows from which torch's kernel for CPUs takes wider blocks: a fifth faster
 NOTHING = (0, 0)
 
 current: ContextVar[Batch] = ContextVar("kvweave_batch")
@@ -52,6 +53,16 @@ class VisibleKV:
     values: Tensor
     bias: Tensor | None  # 0 and -inf [row, slot], None: all rows see all
     causal: bool = False  # row i sees the first i + 1 slots
+    piece: Piece | None = None  # whose bias that is
+
+    def repeated(self, n: int) -> Tensor | None:
+        """Return the bias ``n`` times, one below the other: for heads that stand in one block."""
+        if self.bias is None or n == 1:
+            return self.bias
+        made = {} if self.piece is None else self.piece.repeated
+        if n not in made:
+            made[n] = self.bias.repeat(n, 1)
+        return made[n]
 
 
 def attend(
@@ -139,7 +150,7 @@ def _part(
             seen = VisibleKV(expanded[0][:, span], expanded[1][:, span], bias, causal)
             outs.append(_attention(q, seen, how, False)[0])
             continue
-        seen = VisibleKV(keys[:, span], values[:, span], bias, causal)
+        seen = VisibleKV(keys[:, span], values[:, span], bias, causal, piece)
         out, weights = _latently(q, seen, how, piece.watched, latent)
         outs.append(out)
         if weights is not None:
@@ -154,7 +165,7 @@ def _latently(
     if latent is None:
         return _attention(query, seen, how, watched)
     bias = None if seen.bias is None else latent.wide(seen.bias)
-    wide = replace(seen, keys=latent.wide(seen.keys), values=latent.wide(seen.values), bias=bias)
+    wide = VisibleKV(latent.wide(seen.keys), latent.wide(seen.values), bias, seen.causal)
     out, weights = _attention(latent.absorbed(query), wide, how, watched)
     return latent.read(out).to(query.dtype), weights
 
@@ -220,9 +231,8 @@ def _thinned_together(
     if weights is not None and piece.watched:
         every = weights.new_zeros(*weights.shape[:2], piece.stop)
         group = len(weights) // len(rows.heads)
-        where = up(rows.slots_together(weights.shape[2]), query.device).repeat_interleave(group, 0)[
-            :, None
-        ]
+        at = rows.slots_together(weights.shape[2])
+        where = up(at, query.device).repeat_interleave(group, 0)[:, None]
         _show(part, piece, layer, every.scatter_(2, where.expand_as(weights), weights))
     return out
 
@@ -306,28 +316,30 @@ def _unfolded(out: Tensor, n: int) -> Tensor:
 def _fused(query: Tensor, seen: VisibleKV, how: Scaling) -> Tensor:
     """Attention of ``query`` [row, head, dim] in one kernel."""
     n, heads, dim = query.shape
-    keys, values, bias = seen.keys, seen.values, seen.bias
+    keys, values = seen.keys, seen.values
     kv_heads, n_keys, v_dim = values.shape
-    group = heads // kv_heads
-    if n < FOLD and not seen.causal:
-        if bias is not None and group > 1:
-            bias = bias.repeat(group, 1)
-        folded = _folded(query, kv_heads)[None]
-        out = F.scaled_dot_product_attention(
-            folded, keys[None], values[None], attn_mask=bias, scale=how.scale
-        )
-        return _unfolded(out[0], n)
-    if v_dim < dim:  # kernels want keys and values as wide
+    folded = 1 if seen.causal else _fold(n, heads // kv_heads, query.is_cpu)
+    blocks = heads // kv_heads // folded
+    if v_dim < dim and (n >= FOLD or seen.causal):  # kernels want keys and values as wide
         values = F.pad(values, (0, dim - v_dim))
+    asked = query.view(n, kv_heads, blocks, folded, dim).permute(1, 2, 3, 0, 4)
     out = F.scaled_dot_product_attention(
-        query.view(n, kv_heads, group, dim).permute(1, 2, 0, 3),
-        keys[:, None].expand(kv_heads, group, n_keys, dim),
-        values[:, None].expand(kv_heads, group, n_keys, values.shape[2]),
-        attn_mask=bias,
+        asked.reshape(kv_heads, blocks, -1, dim),
+        keys[:, None].expand(kv_heads, blocks, n_keys, dim),
+        values[:, None].expand(kv_heads, blocks, n_keys, values.shape[2]),
+        attn_mask=seen.repeated(folded),
         is_causal=seen.causal,
         scale=how.scale,
     )
-    return out[..., :v_dim].permute(2, 0, 1, 3).reshape(n, heads, v_dim)
+    out = out[..., :v_dim].reshape(*asked.shape[:-1], v_dim)
+    return out.permute(3, 0, 1, 2, 4).reshape(n, heads, v_dim)
+
+
+def _fold(n: int, group: int, cpu: bool) -> int:
+    """Return how many query heads of ``group`` that share keys stand in one block of ``n`` rows each."""
+    if n < FOLD or n >= WIDE or not cpu:
+        return group if n < FOLD else 1
+    return next((each for each in range(1, group + 1) if not group % each and n * each >= WIDE), 1)
 
 
 def _fused_with_sinks(query: Tensor, seen: VisibleKV, how: Scaling) -> Tensor:
@@ -370,9 +382,7 @@ def _scores(query: Tensor, seen: VisibleKV, how: Scaling) -> Tensor:
     """
     kv_heads = len(seen.keys)
     folded, keys = _folded(query, kv_heads), seen.keys.transpose(1, 2)
-    bias = seen.bias
-    if bias is not None:
-        bias = bias.repeat(query.shape[1] // kv_heads, 1)
+    bias = seen.repeated(query.shape[1] // kv_heads)
     if query.shape[2] > seen.keys.shape[2]:
         scores = torch.baddbmm(
             folded[..., : keys.shape[1]] @ keys,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 import numpy as np
@@ -29,6 +29,7 @@ class Piece:
     causal: bool  # row i sees the first i + 1 of these slots
     watched: bool  # somebody wants the weights
     bias: Tensor | None = None  # 0 and -inf [query, key], made once for all layers
+    repeated: dict[int, Tensor] = field(default_factory=dict)  # the same for heads in one block
 
 
 class BatchPart:
