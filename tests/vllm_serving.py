@@ -61,12 +61,13 @@ class VllmServer:
 
 
 @contextmanager
-def vllm_server(log, **more):
+def vllm_server(log, environment=None, **more):
     """Start a server, wait until it takes requests, and end it afterwards."""
     port = free_port()
+    env = ENVIRONMENT | (environment or {})
     with log.open("w") as out:
         process = subprocess.Popen(
-            command(port, **more), stdout=out, stderr=out, env=ENVIRONMENT, start_new_session=True
+            command(port, **more), stdout=out, stderr=out, env=env, start_new_session=True
         )
     found = VllmServer(f"http://127.0.0.1:{port}", process)
     try:
