@@ -22,8 +22,9 @@ from serve.test_tools import THOUGHT, WROTE
 
 from kvweave.errors import Overloaded
 from kvweave.serve.chat.asked import Asked
+from kvweave.serve.chat.sealed import seal
 from kvweave.serve.responses import store
-from kvweave.serve.responses.items import messages_of, read_items, seal
+from kvweave.serve.responses.items import messages_of, read_items
 
 openai = need("openai")
 from openai.types.responses import Response, ResponseStreamEvent  # noqa: E402

@@ -121,6 +121,16 @@ class RedactedBlock(Noted):
     data: Any = None
 
 
+class CompactionBlock(Noted):
+    """A summary that stands for all before it; without content for nothing."""
+
+    type: Literal["compaction"]
+    content: Annotated[str, Field(min_length=1)] | None = None
+    encrypted_content: Any = None
+    signature: Any = None
+    tool_changes: Any = None
+
+
 class CallBlock(Noted):
     """A call of a tool."""
 
@@ -154,6 +164,7 @@ MessageBlock = Annotated[
     | SearchBlock
     | ThinkingBlock
     | RedactedBlock
+    | CompactionBlock
     | CallBlock
     | ResultBlock,
     Field(discriminator="type"),

@@ -36,6 +36,7 @@ from kvweave.serve.routes.base import STRICT
 PLACEHOLDER = "[tool result cleared to save context]"
 SHORTEST = 47  # bytes of a result that is worth clearing
 TRIGGER = 100_000  # tokens of a prompt; more are too many where nothing is said
+COMPACT_TRIGGER = 150_000
 KEPT_USES, KEPT_TURNS = 3, 1
 MAX_EDITS = 16
 
@@ -205,14 +206,39 @@ class ClearThinking(BaseModel):
         return {"type": self.type, "cleared_thinking_turns": n}
 
 
+class CompactEdit(BaseModel):
+    """A prompt that is too long becomes a summary, which the model writes first."""
+
+    model_config = STRICT
+    type: Literal["compact_20260112"]
+    trigger: TokensAmount | None = None
+    instructions: StrictStr | None = None
+    pause_after_compaction: StrictBool = False
+
+    @property
+    def above(self) -> int:
+        """The tokens of a prompt; more are too many."""
+        return COMPACT_TRIGGER if self.trigger is None else self.trigger.value
+
+
 class ContextManagement(BaseModel):
-    """The edits of a request, one after the other."""
+    """The edits of a request, one after the other; a summary is made of what they leave."""
 
     model_config = STRICT
     edits: Annotated[
-        list[Annotated[ClearToolUses | ClearThinking, Field(discriminator="type")]],
+        list[Annotated[ClearToolUses | ClearThinking | CompactEdit, Field(discriminator="type")]],
         Field(max_length=MAX_EDITS),
     ] = Field(default_factory=list)
+
+    @property
+    def clearing(self) -> list[ClearToolUses | ClearThinking]:
+        """The edits that clear something."""
+        return [edit for edit in self.edits if not isinstance(edit, CompactEdit)]
+
+    @property
+    def compaction(self) -> CompactEdit | None:
+        """The edit that asks for a summary."""
+        return next((edit for edit in self.edits if isinstance(edit, CompactEdit)), None)
 
     @model_validator(mode="after")
     def _in_order(self) -> ContextManagement:

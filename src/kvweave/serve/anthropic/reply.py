@@ -19,11 +19,12 @@ from kvweave.serve.anthropic.schemas import MessagesRequest
 from kvweave.serve.chat.asked import Asked
 from kvweave.serve.chat.parse import CalledTool, ContentText, ReasoningText, Written
 from kvweave.serve.chat.read import ToldEvent
+from kvweave.serve.chat.summary import WrittenSummary
 from kvweave.serve.driver.work import Event, Finished
+from kvweave.serve.state import ServerState
 from kvweave.serve.stream import Reply
 
 PING = 'event: ping\ndata: {"type": "ping"}\n\n'
-FIELDS = {"text": "text", "thinking": "thinking"}  # of a block, what its deltas add to
 
 
 class MessageReply(Reply):
@@ -32,12 +33,10 @@ class MessageReply(Reply):
     named = True
     beat = PING
 
-    def __init__(
-        self, asked: Asked, body: MessagesRequest, applied: list[dict[str, Any]] | None
-    ) -> None:
-        """``applied``: the edits of the context, None where none were asked for."""
-        self.asked, self.body, self.streams = asked, body, body.stream
-        self.applied = None if applied is None else {"applied_edits": applied}
+    def __init__(self, state: ServerState, body: MessagesRequest) -> None:
+        self.state, self.body, self.streams = state, body, body.stream
+        self._asked: Asked | None = None
+        self.applied: list[dict[str, Any]] | None = None  # edits; None where none were asked for
         self.id = f"msg_{uuid.uuid4().hex}"
         self.blocks: list[dict[str, Any]] = []
         self.stop_reason: str | None = None
@@ -45,10 +44,32 @@ class MessageReply(Reply):
         self.n_tokens = 0
         self.ttft: float | None = None
         self.ledger: object = None
+        self.told: dict[str, Any] = {}  # of what was done before, for ``kvweave``
+        self._summary: dict[str, Any] | None = None  # a block in front of the answer
+        self._written: dict[str, Any] | None = None  # what it cost
         self._begun = self._open = False
         thinking = body.thinking
         self._hides = thinking is not None and thinking.display == "omitted"
         self._thought = ""  # in the block that is open
+
+    @property
+    def asked(self) -> Asked:
+        """What is answered."""
+        assert self._asked is not None, "nothing was asked yet"
+        return self._asked
+
+    def begin(self, asked: Asked) -> None:
+        """Take what is answered."""
+        self._asked, self.n_tokens, self.stop_reason = asked, 0, None
+
+    def compacted(
+        self, block: dict[str, Any], summary: WrittenSummary, told: dict[str, Any]
+    ) -> None:
+        """Take the block of a summary that was made first; all there is, unless an answer follows."""
+        self._asked, self._summary = summary.asked, block
+        self._written = {"type": "compaction", **self._counts(summary.n_tokens)}
+        self.told["compaction"] = told | {"kv": summary.asked.usage(summary.n_tokens)["kv"]}
+        self.stop_reason = "compaction"
 
     # ---- events
 
@@ -69,9 +90,7 @@ class MessageReply(Reply):
 
     def last(self) -> list[dict[str, Any]]:
         """Return what a stream ends with."""
-        made = [*self._begin(), *self._close()]
-        if not self.blocks and not self.asked.warms:
-            made += [*self._start({"type": "text", "text": ""}), *self._close()]
+        made = self._finish()
         delta = {"stop_reason": self._reason, "stop_sequence": self.stop_sequence}
         end = {"type": "message_delta", "delta": delta, "usage": self.usage}
         return [*made, end | self._told(), {"type": "message_stop"}]
@@ -81,7 +100,21 @@ class MessageReply(Reply):
             return []
         self._begun = True
         front = self._message([]) | {"stop_reason": None, "stop_sequence": None}
-        return [{"type": "message_start", "message": front}]
+        made = [{"type": "message_start", "message": front}]
+        if self._summary is not None:
+            told = {key: value for key, value in self._summary.items() if key != "type"}
+            made += self._start({"type": "compaction", "content": None})
+            made += [self._delta({"type": "compaction_delta", **told}), *self._close()]
+            self.blocks[-1] = self._summary
+        return made
+
+    def _finish(self) -> list[dict[str, Any]]:
+        """Return what is still to be told; an answer that said nothing is one empty block."""
+        made = [*self._begin(), *self._close()]
+        said = any(block["type"] != "compaction" for block in self.blocks)
+        if not (said or self._is_paused or self.asked.warms):
+            made += [*self._start({"type": "text", "text": ""}), *self._close()]
+        return made
 
     def _piece(self, piece: Written) -> list[dict[str, Any]]:
         if isinstance(piece, CalledTool):
@@ -137,9 +170,8 @@ class MessageReply(Reply):
 
     def whole(self) -> dict[str, Any]:
         """Return the body of a response that is not streamed."""
-        self._close()
-        empty = [] if self.asked.warms else [{"type": "text", "text": ""}]
-        return self._message(self.blocks or empty) | self._told()
+        self._finish()
+        return self._message(self.blocks) | self._told()
 
     def _message(self, content: list[dict[str, Any]]) -> dict[str, Any]:
         return {
@@ -159,31 +191,49 @@ class MessageReply(Reply):
 
     def _told(self) -> dict[str, Any]:
         """Return what is said of the whole request at its end."""
-        report = self.asked.report(self.ttft)
+        report = self.asked.report(self.ttft) | self.told
         if self.ledger is not None:
             report["ledger"] = self.ledger
-        if left := self.body.ignored(self.asked.state):
+        if left := self.body.ignored(self.state):
             report["ignored"] = left
-        return {"context_management": self.applied, "kvweave": report}
+        applied = None if self.applied is None else {"applied_edits": self.applied}
+        return {"context_management": applied, "kvweave": report}
 
     @property
     def usage(self) -> dict[str, Any]:
-        """What is charged: tokens that were read, that were computed and stored, and the rest."""
+        """What is charged for the answer, and ``iterations`` where a summary was made first."""
         usage = self.asked.usage(self.n_tokens)
         kv: Any = usage["kv"]
         details: Any = usage.get("completion_tokens_details", {})
+        told: dict[str, Any] = dict(self._counts(self.n_tokens))
+        thought = details.get("reasoning_tokens", 0)
+        if self._is_paused:  # nothing was answered
+            told, thought, kv = dict.fromkeys(told, 0), 0, dict.fromkeys(kv, 0)
+        told |= {"output_tokens_details": {"thinking_tokens": thought}, "kv": kv}
+        if self._written is not None:
+            answer = {"type": "message", **self._counts(self.n_tokens)}
+            told["iterations"] = [self._written, *([] if self._is_paused else [answer])]
+        return told
+
+    def _counts(self, n_tokens: int) -> dict[str, int]:
+        """Tokens of the prompt that were read, computed and stored, and the rest; and of the answer."""
+        usage = self.asked.usage(n_tokens)
+        kv: Any = usage["kv"]
         n_read, n_written = kv["exact"] + kv["reused"], kv["prefilled"]
-        if self.asked.private or self.asked.state.options.reuse == "off":
+        if self.asked.private or self.state.options.reuse == "off":
             n_written = 0
         n_prompt: Any = usage["prompt_tokens"]
         return {
             "input_tokens": n_prompt - n_read - n_written,
             "cache_creation_input_tokens": n_written,
             "cache_read_input_tokens": n_read,
-            "output_tokens": self.n_tokens,
-            "output_tokens_details": {"thinking_tokens": details.get("reasoning_tokens", 0)},
-            "kv": kv,
+            "output_tokens": n_tokens,
         }
+
+    @property
+    def _is_paused(self) -> bool:
+        """Whether a summary is all there is."""
+        return self.stop_reason == "compaction"
 
 
 def signature(thought: str) -> str:

@@ -45,6 +45,7 @@ HARMLESS = frozenset(
     "workspace_id billing_policy fallbacks fallback_credit_token betas anthropic_beta "
     "anthropic_version".split()
 )
+NO_THREADS = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
 OFF: tuple[object, ...] = (None, [], {})  # values of fields that ask for nothing
 MIN_BUDGET = 1024  # tokens of thinking, as the API has it
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
@@ -173,7 +174,10 @@ class CountRequest(BaseModel):
         """Raise InvalidArgument for fields that would have to be ignored."""
         for name, value in (self.model_extra or {}).items():
             if name not in HARMLESS and value not in OFF:
-                raise InvalidArgument(name, "this server does not know it", "leave it out")
+                error = InvalidArgument(name, "this server does not know it", "leave it out")
+                if name == "thread":  # the SDK's tool runner goes on without, where that is said so
+                    error.data["details"] = NO_THREADS
+                raise error
 
     @property
     def functions(self) -> list[dict[str, Any]]:
@@ -191,9 +195,9 @@ class CountRequest(BaseModel):
         config, think = self.output_config, self.thinking
         shape = self.output_format if config is None else config.format or self.output_format
         extension = self.kvweave or Extension()
-        last = messages[-1]
+        chat = chat_messages(messages)
         return ChatAsk(
-            messages=[*system_message(self.system), *chat_messages(messages)],
+            messages=[*system_message(self.system), *chat],
             sampling=sampling,
             max_tokens=max_tokens,
             tools=self.functions,
@@ -202,7 +206,7 @@ class CountRequest(BaseModel):
             variables=thinking(
                 None if config is None else config.effort, None if think is None else think.enabled
             ),
-            continues=last.role == "assistant",
+            continues=bool(chat) and chat[-1]["role"] == "assistant",
             grammar=None if shape is None else GrammarText("json_schema", shape.schema_),
             how=WeaveOptions(
                 extension.repair, extension.share, extension.max_drift, extension.keep,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kvweave.run.grammar import GrammarText
@@ -39,6 +39,10 @@ class ChatAsk:
     def shown_tools(self) -> Sequence[Mapping[str, Any]]:
         """The tools that the template is to show."""
         return () if self.tool_choice == "none" else self.tools
+
+    def free(self) -> ChatAsk:
+        """Return the same without what the answer is held to."""
+        return replace(self, grammar=None, tools=self.shown_tools, tool_choice="auto")
 
 
 def thinking(effort: str | None, enabled: bool | None) -> dict[str, Any]:

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from kvweave.errors import ContextTooLong
+from kvweave.serve.chat.ask import ChatAsk
+from kvweave.serve.chat.asked import prompt_of
+from kvweave.serve.chat.prompts import prompt_tokens
 from kvweave.serve.reuse.render import Prompt, PromptSegment
 from kvweave.serve.state import ServerState
 
@@ -19,14 +24,27 @@ def count_tokens(state: ServerState, tenant: str, prompt: Prompt) -> int:
 
     Of one that is too long about so many, and more than fit. Raises ChunkNotFound.
     """
-    engine, base = state.driver.engine, state.sessions.engine_base
-    n_base = 0 if base is None else engine.table.get(base).n_tokens
-    n_header = len(engine.maker.tokens(prompt.header))
     try:
-        wanted = state.assembler.assemble(prompt.segments, tenant, base, state.options.reuse)
+        return len(prompt_tokens(state, tenant, prompt))
     except ContextTooLong:
         return max(state.limit + 1, about_tokens(state, tenant, prompt))
-    return (n_base if wanted.base is None else wanted.base.n) + len(wanted.tokens()) + n_header
+
+
+def chat_tokens(
+    state: ServerState,
+    tenant: str,
+    ask: ChatAsk,
+    how: Callable[[ServerState, str, Prompt], int] = count_tokens,
+) -> int:
+    """Return the tokens of a chat's prompt; in the driver's thread. Raises ChunkNotFound.
+
+    At least so many, and more than fit, where it has more messages than a context has tokens.
+    """
+    try:
+        prompt = prompt_of(state, ask.free())
+    except ContextTooLong as error:
+        return max(int(str(error.data["n"])), state.limit + 1)
+    return how(state, tenant, prompt)
 
 
 def segment_size(state: ServerState, tenant: str, segment: PromptSegment) -> int:

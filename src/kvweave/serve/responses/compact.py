@@ -12,20 +12,18 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from contextlib import aclosing
 from dataclasses import dataclass, replace
 
-from kvweave.errors import ContextTooLong, WeaveError
-from kvweave.run.sample import Sampling
+from kvweave.errors import WeaveError
 from kvweave.serve.chat.ask import ChatAsk
 from kvweave.serve.chat.asked import Asked
-from kvweave.serve.chat.prompts import prompt_tokens
-from kvweave.serve.driver.work import Finished
-from kvweave.serve.responses.items import ResponseItem, digest, messages_of, new_id, seal, unseal
+from kvweave.serve.chat.count import chat_tokens
+from kvweave.serve.chat.sealed import seal, unseal
+from kvweave.serve.chat.summary import fewest, summary_room, write_summary
+from kvweave.serve.responses.items import ResponseItem, digest, messages_of, new_id
 from kvweave.serve.responses.store import Compaction
 from kvweave.serve.state import ServerState
 
-SUMMARY_TOKENS = 1024  # of a summary at most, and an eighth of the model's positions
 ASK = (
     "Write a summary of this conversation for yourself: it will stand in the place of your answers "
     "and of the results of tools. Keep what was asked, what was decided and why, names, numbers, "
@@ -48,15 +46,10 @@ class Conversed:
 
     async def count(self, items: Sequence[ResponseItem]) -> int:
         """Return the tokens of the prompt; where that is too long, at least so many."""
-        free = replace(self.asking(items), grammar=None, tools=self.ask.shown_tools)
-        make = Asked.of_chat(self.state, self.tenant, replace(free, tool_choice="auto")).prompts[0]
-        try:
-            tokens = await self.state.call(
-                self.tenant, lambda engine: prompt_tokens(self.state, self.tenant, make(self.state))
-            )
-        except ContextTooLong as error:
-            return max(int(str(error.data["n"])), self.state.limit + 1)
-        return len(tokens)
+        ask = self.asking(items)
+        return await self.state.call(
+            self.tenant, lambda engine: chat_tokens(self.state, self.tenant, ask)
+        )
 
     async def fit(
         self, items: Sequence[ResponseItem], room: int
@@ -66,14 +59,12 @@ class Conversed:
         if not items or await self.count(items) <= room:
             return list(items), []
         groups = _groups(items)
-        low, high = 1, max(1, len(groups) - 1)  # so many go
-        while low < high:
-            middle = (low + high) // 2
-            if await self.count(_without(items, groups[:middle])[0]) <= room:
-                high = middle
-            else:
-                low = middle + 1
-        return _without(items, groups[:high] if len(groups) > 1 else [])
+
+        async def fits(n: int) -> bool:
+            return await self.count(_without(items, groups[:n])[0]) <= room
+
+        n = await fewest(len(groups) - 1, fits)
+        return _without(items, groups[:n] if len(groups) > 1 else [])
 
 
 def given(items: Sequence[ResponseItem], known: Mapping[str, Compaction]) -> list[ResponseItem]:
@@ -84,7 +75,7 @@ def given(items: Sequence[ResponseItem], known: Mapping[str, Compaction]) -> lis
             made.append(item)
             continue
         record = known.get(item["id"])
-        if record is not None and record.undone:
+        if record is not None and record.undone and record.of == "items":
             made = _restored(made, record.items)
         else:
             made = _covered(made, item)
@@ -139,33 +130,23 @@ async def compact(
     covered = to_cover(items, answered=answered)
     if not covered:
         raise WeaveError("there is nothing to make a summary of", hint="send more of it")
-    most = min(SUMMARY_TOKENS, max(1, who.state.limit // 8))
     question: ResponseItem = {"type": "message", "id": "", "role": "user"}
     question["content"] = [{"type": "input_text", "text": ASK}]
-    sampling = Sampling(max_tokens=most, temperature=0.0)
-    quiet = replace(who.ask, sampling=sampling, max_tokens=most, grammar=None, tool_choice="auto")
-    quiet = replace(quiet, tools=who.ask.shown_tools)
-    writer = replace(who, ask=quiet)
-    shown, _ = await writer.fit([*items, question], who.state.longest - most)
+    room = who.state.longest - summary_room(who.state)
+    shown, _ = await who.fit([*items, question], room)
     n_before = await who.count(items)
-    asked = Asked.of_chat(who.state, who.tenant, writer.asking(shown))
-    async with aclosing(asked.events()) as events:
-        async for event in events:
-            asked.read(event)
-            if isinstance(event, Finished):
-                n_written = len(event.answer.tokens)
-    assert asked.reader is not None
-    summary = asked.reader.answers[0].content.strip()
-    if not summary:
+    summary = await write_summary(who.state, who.tenant, who.asking(shown))
+    if not summary.text:
         raise WeaveError("the model wrote no summary", hint="ask again, or send the items")
     id = new_id("compaction")
-    told = {"summary": summary, "covers": [digest(item) for item in covered]}
+    told = {"summary": summary.text, "covers": [digest(item) for item in covered]}
     item: ResponseItem = {"type": "compaction", "id": id, "encrypted_content": seal(told)}
     n_after = await who.count(_covered(items, item))
     record = Compaction(
-        id, summary, tuple(items), tuple(covered), int(time.time()), n_before, n_after, n_written
-    )
-    return item, record, asked
+        id, summary.text, tuple(items), tuple(covered), int(time.time()), n_before, n_after,
+        summary.n_tokens,
+    )  # fmt: skip
+    return item, record, summary.asked
 
 
 def _groups(items: Sequence[ResponseItem]) -> list[list[int]]:

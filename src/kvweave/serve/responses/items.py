@@ -6,13 +6,11 @@
     messages  [---- assistant: reasoning, content, calls -------][------- tool --------][-- user -]
 
 An item is JSON as the API has it, with an ``id``; what is read is in one form however it was
-written. ``encrypted_content`` is not encrypted: it is what the server needs to go on without having
-kept anything (`seal`), and whoever holds it may read it.
+written. ``encrypted_content`` is sealed (`kvweave.serve.chat.sealed`).
 """
 
 from __future__ import annotations
 
-import base64
 import json
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -20,12 +18,12 @@ from hashlib import blake2b
 from typing import Any
 
 from kvweave.errors import InvalidArgument
+from kvweave.serve.chat.sealed import unseal
 from kvweave.serve.reuse.said import normal
 
 ResponseItem = dict[str, Any]
 Find = Callable[[str], ResponseItem | None]  # an item that was stored, by its id
 
-SEAL = "kvw1."
 SUMMARY = "Summary of the conversation so far:\n"
 PREFIX = {"message": "msg", "function_call": "fc", "reasoning": "rs", "compaction": "cmp"}
 # Fields that say nothing to the model.
@@ -39,22 +37,6 @@ TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
 def new_id(kind: str) -> str:
     """Return the id of a new item of type ``kind``."""
     return f"{PREFIX.get(kind, 'item')}_{uuid.uuid4().hex}"
-
-
-def seal(data: Mapping[str, Any]) -> str:
-    """Return what clients send back as it is, to be read again by `unseal`."""
-    return SEAL + base64.urlsafe_b64encode(json.dumps(data).encode()).decode()
-
-
-def unseal(text: object) -> dict[str, Any]:
-    """Return what was sealed; {} for what another server made."""
-    if not isinstance(text, str) or not text.startswith(SEAL):
-        return {}
-    try:
-        found = json.loads(base64.urlsafe_b64decode(text.removeprefix(SEAL)))
-    except (ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}
 
 
 def digest(item: ResponseItem) -> str:

@@ -13,9 +13,10 @@ from kvweave.run.sample import BROKEN, Choice
 from kvweave.serve.chat.asked import Asked
 from kvweave.serve.chat.parse import CalledTool, ContentText, ReasoningText, Written
 from kvweave.serve.chat.read import End
+from kvweave.serve.chat.sealed import seal
 from kvweave.serve.driver.work import Event, Finished
 from kvweave.serve.guard.problems import Problem
-from kvweave.serve.responses.items import ResponseItem, new_id, seal
+from kvweave.serve.responses.items import ResponseItem, new_id
 from kvweave.serve.responses.schemas import ENCRYPTED, LOGPROBS, ResponsesRequest
 from kvweave.serve.state import ServerState
 from kvweave.serve.stream import Reply

@@ -13,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from kvweave.errors import ContextBusy, NameTaken, NotStored, OverQuota, PreviousResponseNotFound
 from kvweave.serve.responses.items import ResponseItem
@@ -61,6 +61,7 @@ class Compaction:
     n_before: int  # tokens of the prompt
     n_after: int
     n_written: int
+    of: Literal["items", "messages"] = "items"  # of which API what it stands for is
     undone: bool = False
     used: float = field(default_factory=time.time)
 
@@ -77,7 +78,7 @@ class Compaction:
             "undone": self.undone,
             "summary": self.summary,
             "items": list(self.items),
-            "covered": [item["id"] for item in self.covered],
+            "covered": [item.get("id", i) for i, item in enumerate(self.covered)],
             "tokens": {"before": self.n_before, "after": self.n_after, "written": self.n_written},
         }
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from fastapi import Depends, Path, Request
+from fastapi import Depends, Path, Query, Request
 from pydantic import (
     BaseModel,
     BeforeValidator,
@@ -39,6 +39,8 @@ async def _state(request: Request) -> ServerState:  # no thread of its own
 
 The = Annotated[ServerState, Depends(_state)]
 """A route's parameter of this type is the running server."""
+# of Anthropic's clients, where they call something a beta
+BetaQuery = Annotated[bool | None, Query(alias="beta", description="says nothing")]
 
 
 def _number(value: object) -> object:
