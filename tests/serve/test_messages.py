@@ -432,3 +432,42 @@ def test_what_is_private_is_not_stored(talk: Talk) -> None:
     for _ in range(2):
         usage = talk.raw(ask).json()["usage"]
         assert usage["cache_creation_input_tokens"] == 0 and usage["input_tokens"] > 40
+
+
+def test_models_as_the_client_expects_them(talk: Talk) -> None:
+    for models in (talk.client.models, talk.client.beta.models):
+        found = list(models.list())
+        assert [model.id for model in found] == ["demo", "claude-x"]
+        assert [model.id for model in models.list(limit=1)] == ["demo", "claude-x"], "two pages"
+        assert [model.id for model in models.list(after_id="demo").data] == ["claude-x"]
+        before = models.list(before_id="claude-x", limit=5)
+        assert [model.id for model in before.data] == ["demo"] and not before.has_more
+        one = models.retrieve("claude-x")
+        info = type(one).model_validate(one.model_dump())
+        assert (info.type, info.display_name, info.lifecycle) == ("model", "claude-x", "active")
+        limit = talk.server.service.limit
+        assert info.max_input_tokens == talk.server.service.longest and info.max_tokens == limit
+        with pytest.raises(anthropic.NotFoundError, match="no model 'other'") as caught:
+            models.retrieve("other")
+        assert caught.value.body["type"] == "error" and caught.value.request_id
+        with pytest.raises(anthropic.BadRequestError, match="after_id"):
+            models.list(after_id="other")
+    keys = {"x-api-key": "key-of-anna"}
+    plain = httpx.get(f"{talk.server.url}/v1/models", headers=keys).json()
+    assert plain["object"] == "list" and plain["data"][0]["object"] == "model"
+    wrong = httpx.get(f"{talk.server.url}/v1/models?after_id=demo", headers=keys)
+    assert wrong.status_code == 400 and "type" not in wrong.json()
+    wrong = httpx.get(f"{talk.server.url}/v1/models", headers={"anthropic-version": "2023-06-01"})
+    assert wrong.status_code == 401 and wrong.json()["error"]["type"] == "authentication_error"
+
+
+def test_what_some_clients_put_into_the_query_changes_nothing(talk: Talk) -> None:
+    for path in ("", "/count_tokens"):
+        body = {} if not path else {"max_tokens": None}
+        keys = {"x-api-key": "key-of-anna"}
+        whole = {"model": "demo", "max_tokens": 4, "messages": [ASK]} | body
+        whole = {name: value for name, value in whole.items() if value is not None}
+        url = f"{talk.server.url}/v1/messages{path}?beta=true"
+        assert httpx.post(url, json=whole, headers=keys).status_code == 200
+        assert httpx.post(f"{url}&gamma=true", json=whole, headers=keys).status_code == 400
+    talk.server.settle()

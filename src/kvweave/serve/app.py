@@ -29,8 +29,8 @@ from kvweave.serve.guard.access_log import AccessLog
 from kvweave.serve.guard.limits import Limits
 from kvweave.serve.listening import CONNECTIONS, GRACE
 from kvweave.serve.metrics import Requests
+from kvweave.serve.openai import models, tokens, vectors
 from kvweave.serve.openai import routes as openai
-from kvweave.serve.openai import tokens, vectors
 from kvweave.serve.options import Options
 from kvweave.serve.responses import conversations
 from kvweave.serve.responses import routes as responses
@@ -53,7 +53,7 @@ from kvweave.weave.answer import Answer
 
 ROOMS = (
     turns, edits, history, contexts, asked, memory, thin, chunks, system, placements, tokens,
-    vectors, responses, conversations, anthropic,
+    vectors, models, responses, conversations, anthropic,
 )  # fmt: skip
 log = logging.getLogger("kvweave.serve")
 

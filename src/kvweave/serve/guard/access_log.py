@@ -13,7 +13,7 @@ import uuid
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from kvweave.serve.guard.problems import MESSAGES, OF_MESSAGES, REQUEST_ID
+from kvweave.serve.guard.problems import OF_MESSAGES, REQUEST_ID, speaks_messages
 
 log = logging.getLogger("kvweave.access")
 
@@ -47,7 +47,7 @@ class AccessLog:
                 n_bytes += len(message.get("body", b""))
             await send(message)
 
-        of_messages = scope["path"] == MESSAGES or scope["path"].startswith(f"{MESSAGES}/")
+        of_messages = speaks_messages(scope)
         token, which = REQUEST_ID.set(id), OF_MESSAGES.set(of_messages)
         try:
             await self.app(scope, receive, note)

@@ -1,6 +1,7 @@
 """Errors as OpenAI's clients expect them: ``{"error": {message, type, param, code, hint, ...}}``.
 
-Below ``/v1/messages`` they are as Anthropic's clients expect them, whoever refuses a request.
+Below ``/v1/messages``, and where a client says that it is Anthropic's, they are as those expect them,
+whoever refuses a request.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
+from starlette.types import Scope
 
 from kvweave import errors
 from kvweave.errors import KVWeaveError
@@ -28,6 +30,8 @@ log = logging.getLogger("kvweave.serve")
 REQUEST_ID: ContextVar[str] = ContextVar("request_id", default="")  # of the request under way
 MESSAGES = "/v1/messages"  # what is below it speaks Anthropic's API
 OF_MESSAGES: ContextVar[bool] = ContextVar("of_messages", default=False)  # the request under way
+
+VERSION = b"anthropic-version"  # a header that only Anthropic's clients send
 
 STATUS: Sequence[tuple[type[KVWeaveError], int]] = (
     (errors.ChunkNotFound, 404),
@@ -95,6 +99,13 @@ class Problem:
             n, limit = self.error["n"], self.error["limit"]
             told["message"] = f"prompt is too long: {n} tokens > {limit} maximum"
         return status, {key: value for key, value in self.error.items() if value} | told
+
+
+def speaks_messages(scope: Scope) -> bool:
+    """Tell whether a request is of a client of Anthropic's."""
+    path = scope["path"]
+    below = path == MESSAGES or path.startswith(f"{MESSAGES}/")
+    return below or any(name.lower() == VERSION for name, _ in scope["headers"])
 
 
 def make(

@@ -1,4 +1,4 @@
-"""``/v1/models``, ``/v1/chat/completions``, ``/v1/completions``, as OpenAI's clients expect them.
+"""``/v1/chat/completions``, ``/v1/completions``, as OpenAI's clients expect them.
 
 Tools go through the model's chat template, and calls come back as its family writes them
 (`serve/chat/families.py`). Messages may have parts ``{"type": "chunk", "name": "docs/faq"}``.
@@ -7,8 +7,6 @@ Tools go through the model's chat template, and calls come back as its family wr
 from __future__ import annotations
 
 import asyncio
-import time
-from typing import Any
 
 from fastapi import APIRouter
 from fastapi.responses import Response
@@ -28,21 +26,6 @@ from kvweave.serve.stream import respond
 def make_router(state: ServerState) -> APIRouter:
     """Return the routes of one server."""
     router = APIRouter(tags=["openai"], responses=ERRORS, route_class=StrictRoute)
-    started = int(time.time())
-    name = state.options.model_name
-    model = {"id": name, "object": "model", "created": started, "owned_by": "kvweave"}
-    model |= {"max_model_len": state.longest}
-
-    @router.get("/v1/models")
-    async def models(tenant: Tenant) -> dict[str, Any]:
-        """List the one model there is, under all its names."""
-        names = (name, *state.options.aliases)
-        return {"object": "list", "data": [model | {"id": each} for each in names]}
-
-    @router.get("/v1/models/{wanted:path}", response_model=None)
-    async def one_model(wanted: str, tenant: Tenant) -> dict[str, Any] | Response:
-        """Describe the model."""
-        return other_model(state, wanted) or model | {"id": wanted}
 
     @router.post("/v1/chat/completions", response_model=None, responses=STREAMED)
     async def chat(body: ChatRequest, tenant: Tenant) -> Response:

@@ -1,0 +1,102 @@
+"""``/v1/models``: the one model there is, under all its names, in the shape of who asks.
+
+A client of Anthropic's says so by its header ``anthropic-version``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Header, Query
+from fastapi.responses import Response
+
+from kvweave.errors import InvalidArgument
+from kvweave.serve.guard.access import Tenant
+from kvweave.serve.openai.named import other_model
+from kvweave.serve.routes.base import ERRORS, BetaQuery, The
+from kvweave.serve.routes.strict import StrictRoute
+from kvweave.serve.state import ServerState
+
+router = APIRouter(tags=["openai"], responses=ERRORS, route_class=StrictRoute)
+
+PAGE = 20  # models, as Anthropic's API has it
+AnthropicVersion = Annotated[str | None, Header(alias="anthropic-version")]
+ModelId = Annotated[str | None, Query(max_length=256)]
+_Json = dict[str, Any]
+
+
+@router.get("/v1/models")
+async def models(
+    tenant: Tenant,
+    the: The,
+    version: AnthropicVersion = None,
+    limit: Annotated[int, Query(ge=1, le=1000)] = PAGE,
+    after_id: ModelId = None,
+    before_id: ModelId = None,
+    beta: BetaQuery = None,
+) -> _Json:
+    """List the one model there is, under all its names; in pages for clients of Anthropic's."""
+    names = (the.options.model_name, *the.options.aliases)
+    if version is None:
+        if after_id is not None or before_id is not None:
+            name = "before_id" if after_id is None else "after_id"
+            raise InvalidArgument(name, "the list is whole", "leave it out")
+        return {"object": "list", "data": [_openai(the, name) for name in names]}
+    shown, more = _page(names, limit, after_id, before_id)
+    return {
+        "data": [_anthropic(the, name) for name in shown],
+        "has_more": more,
+        "first_id": shown[0] if shown else None,
+        "last_id": shown[-1] if shown else None,
+    }
+
+
+@router.get("/v1/models/{wanted:path}", response_model=None)
+async def one_model(
+    wanted: str, tenant: Tenant, the: The, version: AnthropicVersion = None, beta: BetaQuery = None
+) -> _Json | Response:
+    """Describe the model."""
+    refused = other_model(the, wanted)
+    if refused is not None:
+        return refused
+    return _openai(the, wanted) if version is None else _anthropic(the, wanted)
+
+
+def _openai(the: ServerState, name: str) -> _Json:
+    return {
+        "id": name,
+        "object": "model",
+        "created": int(the.started),
+        "owned_by": "kvweave",
+        "max_model_len": the.longest,
+    }
+
+
+def _anthropic(the: ServerState, name: str) -> _Json:
+    created = datetime.fromtimestamp(int(the.started), UTC)
+    return {
+        "id": name,
+        "type": "model",
+        "display_name": name,
+        "created_at": created.isoformat().replace("+00:00", "Z"),
+        "lifecycle": "active",
+        "max_input_tokens": the.longest,
+        "max_tokens": the.limit,
+    }
+
+
+def _page(
+    names: Sequence[str], limit: int, after: str | None, before: str | None
+) -> tuple[Sequence[str], bool]:
+    """Return so many of the names, and whether there are more that way. Raises InvalidArgument."""
+    for argument, name in (("after_id", after), ("before_id", before)):
+        if name is not None and name not in names:
+            raise InvalidArgument(argument, f"no model {name!r} is listed")
+    if after is not None:
+        names = names[names.index(after) + 1 :]
+    if before is not None and after is None:
+        names = names[: names.index(before)]
+        return names[-limit:], len(names) > limit
+    return names[:limit], len(names) > limit
