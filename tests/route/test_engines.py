@@ -262,7 +262,7 @@ def test_placements_of_the_workers_are_followed(pair):
 def test_what_is_of_one_worker_is_refused_with_a_hint(pair):
     with pair.router.client(ANNA) as http:
         for method, path in (
-            ("GET", "/v1/status"), ("GET", "/"), ("GET", "/v1/answers/1"), ("POST", "/v1/responses"),
+            ("GET", "/v1/status"), ("GET", "/"), ("GET", "/v1/answers/1"), ("POST", "/v1/messages/batches"),
             ("GET", "/v1/placements"), ("GET", "/v1/chunks/%2317"), ("DELETE", "/v1/chunks/%2317"),
             ("GET", "/openapi.json"), ("POST", "/v1/chunks/%2317:pin"),
         ):  # fmt: skip

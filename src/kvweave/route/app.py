@@ -21,7 +21,7 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from kvweave.route import chunks, completions, contexts, own
+from kvweave.route import chunks, completions, contexts, own, stored
 from kvweave.route.follow import following, probing
 from kvweave.route.options import RouteOptions
 from kvweave.route.state import RouterState
@@ -34,7 +34,7 @@ Endpoint = Callable[[Request], Awaitable[ASGIApp]]
 
 
 class Tenancy:
-    """ASGI middleware: who is who, for limits; a caller goes by its ``Authorization``.
+    """ASGI middleware: who is who, for limits; a caller goes by its ``Authorization``, or ``x-api-key``.
 
     By few bits of its digest: strangers can write any, and limits keep something for each.
     """
@@ -44,7 +44,8 @@ class Tenancy:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
-            given = Headers(scope=scope).get("authorization", "")
+            headers = Headers(scope=scope)
+            given = headers.get("authorization", "") + headers.get("x-api-key", "")
             digest = sha256(given.encode("latin-1")).hexdigest()[:3] if given else ""
             scope.setdefault("state", {})["tenant"] = digest
         await self.app(scope, receive, send)
@@ -98,6 +99,15 @@ def _routes() -> list[BaseRoute]:
         route("/v1/embeddings", completions.complete, "POST"),
         route("/tokenize", completions.complete, "POST"),
         route("/detokenize", completions.complete, "POST"),
+        route("/v1/messages", stored.answer, "POST"),
+        route("/v1/messages/count_tokens", stored.answer, "POST"),
+        route("/v1/responses", stored.answer, "POST"),
+        route("/v1/responses/input_tokens", stored.answer, "POST"),
+        route("/v1/responses/compact", stored.answer, "POST"),
+        route("/v1/responses/{id:path}", stored.kept, "GET", "DELETE"),
+        route("/v1/conversations", stored.opened, "POST"),
+        route("/v1/conversations/{id:path}", stored.kept, "GET", "POST", "DELETE"),
+        route("/v1/compactions/{id:path}", stored.kept, "GET", "POST"),
         route("/v1/models", completions.models, "GET"),
         route("/v1/models/{model:path}", completions.models, "GET"),
         route("/v1/contexts", contexts.listed, "GET"),

@@ -1,6 +1,6 @@
 """``/v1/chat/completions``, ``/v1/completions`` and what else changes nothing: chosen, sent, and sent again where that is safe.
 
-A completion without a context changes nothing that a client can see. It is sent again, to another worker,
+A completion without a context changes nothing that a client can see; nor does a response whose id nobody was told. It is sent again, to another worker,
 where the connection was refused or the worker died before the first byte of its answer; the latter once
 only, or a request that kills workers would kill them all. Once a byte is there it is never sent again.
 """
@@ -38,20 +38,26 @@ async def complete(request: Request) -> ASGIApp:
     call = await Call.of(request)
     prompt = prompt_of(call.json())
     if prompt.by_id:
-        hint = "name it: an id is a number that every worker gives by itself"
-        what = f"{prompt.by_id[0]} is a chunk of one worker, and the router does not know which"
-        return make(501, what, code="not_routed", param="messages", hint=hint).response
-    return await _Completion(state, call, state.tenant_of(call), prompt).answer()
+        return not_by_id(prompt)
+    return await RoutedCompletion(state, call, state.tenant_of(call), prompt).answer()
+
+
+def not_by_id(prompt: PromptText) -> Response:
+    """Return what is answered where a chunk is named by its id."""
+    hint = "name it: an id is a number that every worker gives by itself"
+    what = f"{prompt.by_id[0]} is a chunk of one worker, and the router does not know which"
+    return make(501, what, code="not_routed", param="messages", hint=hint).response
 
 
 @dataclass(eq=False)
-class _Completion:
-    """One completion and the workers that have tried it."""
+class RoutedCompletion:
+    """One completion and the workers that have tried it; with a ``home`` that is the only one."""
 
     state: RouterState
     call: Call
     tenant: RouteTenant
     prompt: PromptText
+    home: Worker | None = None
     tried: set[str] = field(default_factory=set)
     deaths: int = 0
     looked_again: bool = False
@@ -62,7 +68,8 @@ class _Completion:
         while True:
             if self.prompt.names:
                 await directory.look(self.state, self.tenant, self.call, self.prompt.names)
-            workers = [w for w in self.state.taking() if w.name not in self.tried]
+            able = self.state.taking() if self.home is None else [self.home]
+            workers = [w for w in able if w.name not in self.tried]
             if not workers:
                 return last or self.state.nobody().response
             choice = self._choose(workers)
@@ -77,7 +84,7 @@ class _Completion:
                 self.tried.add(worker.name)
                 last = unreachable(worker, failure).response
                 self.deaths += failure.sent
-                if failure.slow or self.deaths > DEATHS:
+                if failure.slow or self.deaths > DEATHS or self.home is not None:
                     return last
                 self._again("died" if failure.sent else "refused")
                 continue
@@ -100,7 +107,9 @@ class _Completion:
 
     def _may_try_again(self, worker: Worker, answered: Response) -> bool:
         """Tell whether a worker refused a request that another one may take."""
-        if answered.status_code == 503:  # it stops, or has no room: nothing was done
+        if (
+            answered.status_code in (503, 529) and self.home is None
+        ):  # it stops, or has no room: nothing was done
             self.tried.add(worker.name)
             self._again("unavailable")
             return True
@@ -173,6 +182,7 @@ class _Completion:
         state, name = self.state, choice.worker.name
         if not read.ended or read.failed:
             return
+        self.tenant.keep_stored(read.stored, name)
         metrics = state.metrics
         metrics.saved.labels(name).inc(max(0.0, choice.saved))
         n_prompt, n_cached = read.n_prompt, read.n_cached
@@ -200,9 +210,14 @@ async def models(request: Request) -> Response:
 
 
 def merged_models(told: list[WholeAnswer]) -> Response:
-    """Return one list of models."""
+    """Return one list of models, in the shape of the first."""
+    pages = [json.loads(body) for _, _, body in told]
     found: dict[str, object] = {}
-    for _, _, body in told:
-        for model in json.loads(body).get("data", ()):
+    for page in pages:
+        for model in page.get("data", ()):
             found.setdefault(model["id"], model)
-    return JSONResponse({"object": "list", "data": list(found.values())})
+    if "object" in pages[0]:
+        return JSONResponse({"object": "list", "data": list(found.values())})
+    ends = {"first_id": next(iter(found), None), "last_id": next(reversed(found), None)}
+    more = any(page.get("has_more") for page in pages)
+    return JSONResponse({"data": list(found.values()), "has_more": more, **ends})

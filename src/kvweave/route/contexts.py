@@ -7,31 +7,28 @@ is sent again only if nothing of it was sent before, or if it has an ``Idempoten
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
 import secrets
 from collections.abc import Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote
 
+import httpx
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp
 
 from kvweave.route import directory
-from kvweave.route.forward import Call, WorkerFailed, whole
-from kvweave.route.relay import AnswerRead, Passing, broken
+from kvweave.route.errand import Errand
+from kvweave.route.forward import Call, WorkerFailed
 from kvweave.route.state import RouterState, WholeAnswer, answer_of, unreachable
-from kvweave.route.tenant import RouteTenant
 from kvweave.route.wanted import names_in
 from kvweave.route.worker import Worker
 from kvweave.serve.guard.problems import Problem
 
 MOST = 100_000  # contexts of a tenant whose worker is remembered
-AGAIN = (0.2, 1.0)  # seconds before what may be sent again is
 VERBS = (
     "append message drop replace amend reorder leave edit fork rename log diff revert ledger why weave preview "
     "check generate ask"
@@ -99,12 +96,9 @@ async def remembered(request: Request) -> ASGIApp:
 
 
 @dataclass(eq=False)
-class _Verb:
+class _Verb(Errand):
     """A verb on one context of a tenant; ``open`` makes it."""
 
-    state: RouterState
-    call: Call
-    tenant: RouteTenant
     name: str
     verb: str
 
@@ -117,7 +111,7 @@ class _Verb:
             refused = await self._lend(worker)
             if refused is not None:
                 return answer_of(refused)
-            return await self._on(worker)
+            return await self.on(worker)
         except WorkerFailed as failure:
             self.state.failed(worker, failure)
             return unreachable(worker, failure).response
@@ -151,40 +145,13 @@ class _Verb:
         await directory.look(self.state, self.tenant, self.call, names)
         return await directory.lend(self.state, self.tenant, self.call, names, worker)
 
-    async def _on(self, worker: Worker) -> ASGIApp:
-        """Return the worker's answer; may be sent again, as the top of this file says."""
-        repeatable = self.call.method == "GET" or self.call.header(b"idempotency-key") is not None
-        for pause in (*AGAIN, None):
-            try:
-                with ExitStack() as stack:
-                    job = stack.enter_context(worker.job())
-                    response = await self.state.forwarder.send(worker, self.call)
-                    worker.first(job)
-                    passing = Passing(
-                        response, stack.pop_all(), AnswerRead(), cut=lambda why: self._cut(worker, why)
-                    )  # fmt: skip
-                break
-            except WorkerFailed as failure:
-                if pause is None or failure.slow or (failure.sent and not repeatable):
-                    raise
-                self.state.metrics.retries.labels("died" if failure.sent else "refused").inc()
-                await asyncio.sleep(pause)
-        self.state.count(worker, response)
-        return passing if passing.is_stream else await self._whole(worker, passing)
-
-    async def _whole(self, worker: Worker, passing: Passing) -> Response:
-        with passing.until:
-            try:
-                body = await whole(passing.response)
-            except WorkerFailed as failure:
-                self._cut(worker, failure.why)
-                return broken(failure.why).response
-        if passing.response.is_success:
+    def took(self, worker: Worker, response: httpx.Response, body: bytes) -> None:
+        """Take in which contexts are where now."""
+        if response.is_success:
             self.tenant = self.state.tenants.keep(self.tenant)
             self._learn(worker, body)
-        elif passing.response.status_code == 404 and self.verb != "memory":
+        elif response.status_code == 404 and self.verb != "memory":
             self.tenant.contexts.pop(self.name, None)
-        return answer_of((worker, passing.response, body))
 
     def _learn(self, worker: Worker, body: bytes) -> None:
         """Remember which contexts are on a worker now."""
@@ -204,10 +171,6 @@ class _Verb:
         contexts.move_to_end(name)
         while len(contexts) > MOST:
             contexts.popitem(last=False)
-
-    def _cut(self, worker: Worker, why: str) -> None:
-        self.state.metrics.cut.labels(worker.name).inc()
-        self.state.failed(worker, WorkerFailed(why, sent=True))
 
 
 def _object(body: bytes) -> Mapping[str, Any]:

@@ -26,6 +26,7 @@ HOPS = frozenset(
 # of requests: made anew for the worker, or checked here, where the worker's own names are not known
 OURS = frozenset(b"host content-length accept-encoding origin referer x-request-id".split())
 THEIRS = frozenset(b"date server x-request-id".split())  # of answers: the listener makes its own
+ASKING = frozenset(b"authorization x-api-key x-request-id".split())  # who asks
 Headers = list[tuple[bytes, bytes]]
 
 
@@ -71,7 +72,7 @@ class Call:
 
     def asking(self, method: str, target: str, body: Mapping[str, Any] | None = None) -> Call:
         """Return another call of the same caller."""
-        kept = [(k, v) for k, v in self.headers if k in (b"authorization", b"x-request-id")]
+        kept = [(k, v) for k, v in self.headers if k in ASKING]
         made = Call(method, target.encode(), kept)
         return made if body is None else made.with_json(body)
 

@@ -42,7 +42,7 @@ class RouterState:
 
     def tenant_of(self, call: Call) -> RouteTenant:
         """Return whose call it is."""
-        return self.tenants.of(call.header(b"authorization"))
+        return self.tenants.of(call.header(b"authorization"), call.header(b"x-api-key"))
 
     def taking(self) -> list[Worker]:
         """Return the workers that new work may go to."""

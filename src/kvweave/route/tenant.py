@@ -1,4 +1,4 @@
-"""Tenants: what is known is kept by the ``Authorization`` of who taught it, and used for nobody else.
+"""Tenants: what is known is kept by the ``Authorization`` (or ``x-api-key``) of who taught it, and used for nobody else.
 
 A tenant's ids of prints are its own: the same text of two tenants has nothing in common. Nothing is kept
 of an ``Authorization`` before a worker has accepted it. Where all knowledge together is too much, who has
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
@@ -20,6 +21,7 @@ from kvweave.route.holding import Holding
 from kvweave.simulate.route import Router
 
 MOST = 1024  # tenants; who was not there for longest is forgotten
+MOST_STORED = 100_000  # responses and so on of a tenant whose worker is remembered
 LETTERS = 4.0  # characters of a token, before any answer has said how many
 STEADY = 0.8  # how much of that stays when an answer says another number
 RECENT = 120.0  # seconds that a tenant is followed after its last request
@@ -38,6 +40,7 @@ class RouteTenant:
     sizes: dict[str, int] = field(default_factory=dict)  # named chunk -> tokens
     looked: float = 0.0  # when the directory was begun
     contexts: OrderedDict[str, str] = field(default_factory=OrderedDict)  # context -> worker
+    stored: OrderedDict[str, str] = field(default_factory=OrderedDict)  # `stored_key` -> worker
     router: Router | None = None  # of policies that remember
     used: float = field(default_factory=time.monotonic)
 
@@ -47,6 +50,14 @@ class RouteTenant:
     def holding(self, worker: str) -> Holding:
         """Return what a worker has of this tenant."""
         return self.holdings.setdefault(worker, Holding())
+
+    def keep_stored(self, keys: Iterable[str], worker: str) -> None:
+        """Note what a worker keeps; of too much what was noted first is forgotten."""
+        for key in keys:
+            self.stored[key] = worker
+            self.stored.move_to_end(key)
+        while len(self.stored) > MOST_STORED:
+            self.stored.popitem(last=False)
 
     def ids(self, hashes: Hashes) -> list[int]:
         """Return this tenant's ids of prints; a bijection that others do not have."""
@@ -73,12 +84,18 @@ class Tenants:
         self._remembered = remembered
         self._known: OrderedDict[bytes, RouteTenant] = OrderedDict()
 
-    def of(self, authorization: bytes | None) -> RouteTenant:
-        """Return the tenant of a header; one that is not known is not kept yet.
+    def of(self, authorization: bytes | None, api_key: bytes | None = None) -> RouteTenant:
+        """Return the tenant of the headers; one that is not known is not kept yet.
 
-        Every router makes the same digest of it, and so puts its names and prompts where others do.
+        ``api_key`` is Anthropic's ``x-api-key``: alone it is the same as a bearer. Every router makes
+        the same digest of them, and so puts its names and prompts where others do.
         """
-        digest = blake2b(authorization or b"", digest_size=32).digest()
+        given = authorization or b""
+        if api_key and not authorization:
+            authorization = given = b"Bearer " + api_key.strip()
+        elif api_key:  # workers go by either
+            given += b"\0" + api_key
+        digest = blake2b(given, digest_size=32).digest()
         known = self._known.get(digest)
         return RouteTenant(digest, authorization) if known is None else known
 

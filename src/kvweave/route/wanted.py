@@ -22,6 +22,10 @@ MAX_NAMES = 64  # chunks that one request names, of which workers are asked
 MAX_CHARS = 2**21  # of one request that are looked at: 50 ms
 _LETTERS = 0x10000  # token ids are hashed as letters from here on, behind the surrogates
 _PATTERN = frozenset("*?[")
+# types of parts that are text, and where that is
+TEXTS = dict.fromkeys(("text", "input_text", "output_text", "reasoning_text"), "text") | {
+    "thinking": "thinking"
+}
 Body = Mapping[str, Any]
 
 
@@ -35,7 +39,7 @@ class PromptText:
 
 
 def prompt_of(body: Body) -> PromptText:
-    """Return what a body of ``/v1/chat/completions`` or ``/v1/completions`` asks about.
+    """Return what a body asks about: of a completion, a chat, a message of Anthropic's, a response.
 
     Whatever the body is: what makes no sense is the worker's to refuse.
     """
@@ -70,13 +74,14 @@ class _Named:
 
 
 def _parts(body: Body) -> Iterator[str | _Named]:
-    messages = body.get("messages")
-    if isinstance(messages, list):
-        for message in messages:
-            if isinstance(message, dict):
-                yield from _content(message.get("content"))
-                if message.get("tool_calls"):
-                    yield json.dumps(message["tool_calls"], sort_keys=True)
+    for name in ("system", "instructions"):
+        yield from _content(body.get(name))
+    for name in ("messages", "input"):
+        given = body.get(name)
+        if isinstance(given, str):
+            yield given
+        for message in _dicts(given):
+            yield from _message(message)
     prompt = body.get("prompt")
     if isinstance(prompt, str):
         yield prompt
@@ -85,16 +90,34 @@ def _parts(body: Body) -> Iterator[str | _Named]:
             yield each if isinstance(each, str) else _as_letters(each)
 
 
+def _message(message: Body) -> Iterator[str | _Named]:
+    """Yield the parts of a message, or of an item of a response."""
+    yield from _content(message.get("content"))
+    yield from _content(message.get("output"))
+    if isinstance(message.get("arguments"), str):
+        yield message["arguments"]
+    if message.get("tool_calls"):
+        yield json.dumps(message["tool_calls"], sort_keys=True)
+
+
 def _content(content: object) -> Iterator[str | _Named]:
     if isinstance(content, str):
         yield content
     for part in content if isinstance(content, list) else ():
         if not isinstance(part, dict):
             continue
-        if part.get("type") == "text" and isinstance(part.get("text"), str):
-            yield part["text"]
-        elif part.get("type") == "chunk" and isinstance(part.get("name"), str):
+        kind = part.get("type")
+        name = TEXTS.get(kind) if isinstance(kind, str) else None
+        if name is not None and isinstance(part.get(name), str):
+            yield part[name]
+        elif kind == "chunk" and isinstance(part.get("name"), str):
             yield _Named(part["name"])
+        elif kind == "tool_result":
+            held = part.get("content")
+            yield from _content(
+                [each for each in _dicts(held) if each.get("type") != "tool_result"]
+            )
+            yield from _content(held if isinstance(held, str) else None)
         else:  # an image: the same one has the same prints
             yield json.dumps(part, sort_keys=True)
 
