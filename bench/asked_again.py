@@ -33,6 +33,7 @@ import numpy as np
 import torch
 from common import machine, progress, report, table
 from models.worlds import BOS
+from pruning.count import FEW, LEFT, rows_of
 from regret import WEIGHTS, Counted, kind_of, papers
 from rich.table import Table
 
@@ -53,7 +54,6 @@ BUNDLED = Path(__file__).resolve().parents[1] / "src" / "kvweave" / "demo" / "mo
 MODELS = ("bundled", "llama-one", "qwen3-last", "neox-first", "gemma3-slide", "qwen3moe-chain", "olmo2-path", "deepseek-last", "llama-prose", "qwen3-bytes")  # fmt: skip
 PROTOCOLS = ("P1", "P2", "P3", "P4", "P8")
 SHARE, EXACT, ASKED = 0.05, 2, 8
-LEFT, FEW = 0.1, 16  # chosen on the bundled model, llama-one, qwen3-last and llama-prose
 PIECE = 16  # tokens of prose that are given, and that are predicted
 
 
@@ -71,11 +71,11 @@ class Less(Auto):
         stale = [p for p in passes.placed if p.ready and not p.exact]
         slots = passes.candidates(stale)
         if len(slots) and len(passes.unready):
-            met = wish.share * int((slots < self.met).sum())
-            new = wish.share * int((slots >= self.met).sum())
-            rows = new + min(met, max(self.few, self.left * met))
+            met = int((slots < self.met).sum())
+            new = len(slots) - met
+            rows = rows_of(wish.share, new, met, self.left, self.few)
+            self.hedge = HEDGE * wish.share * new / max(rows, 1e-9) if self.asked else HEDGE
             wish = replace(wish, share=rows / len(slots))
-            self.hedge = HEDGE * new / max(rows, 1e-9) if self.asked else HEDGE
             self.met = passes.n
         return (yield from super().repair(passes, wish))
 

@@ -92,7 +92,7 @@ def tables(result: dict[str, Any]) -> list[Table]:
             (rule, f["sent"], *f["computed"].values(), f["price"]["prefix"], f["price"]["auto"], f["dearer_runs"]["auto"])
             for rule, f in found["rules"].items()
         ]  # fmt: skip
-        head = ("rule", "sent", "no reuse", "prefix", "none", "auto", "15 %", "price prefix", "price auto", "dearer")  # fmt: skip
+        head = ("rule", "sent", "no reuse", "prefix", "none", "auto", "15 %", "less", "price prefix", "price auto", "dearer")  # fmt: skip
         made.append(table(f"computed, of no edits with a prefix cache; {setup}", head, rows))
     if "time" in result:
         rows = [

@@ -88,6 +88,7 @@ def counted(found: dict[str, Any]) -> list[str]:
             for name, f in mine["rules"].items()
         ]  # fmt: skip
         lines += [*table(head, body), ""]
+    lines += less(edited(found["count"]["as they are"]))
     machine = found["machines"]["count"]
     lines += [
         "![Tokens computed and price of each rule, engine by engine](prune-bench.png)", "",
@@ -96,6 +97,21 @@ def counted(found: dict[str, Any]) -> list[str]:
         "",
     ]  # fmt: skip
     return lines
+
+
+def less(rules: dict[str, Any]) -> list[str]:
+    """Return what a repair would cost that does less for what an earlier request had met."""
+    spans = {
+        key: [f[key]["less"] for f in rules.values()]
+        for key in ("computed", "price", "dearer_runs")
+    }
+    low, high = ({key: end(values) for key, values in spans.items()} for end in (min, max))
+    return [
+        f"*Not the default, nor offered*: a repair that does a tenth of the share (16 rows at least) of what an earlier request had met would compute {low['computed']:.2f} to "
+        f"{high['computed']:.2f} at a price of {low['price']:.2f} to {high['price']:.2f}, with {low['dearer_runs']:.0%} to {high['dearer_runs']:.0%} of a rule's runs dearer. On prose it is "
+        "further from a full prefill, beyond noise ([bench/asked_again.py](../bench/asked_again.py), [LOG](LOG.md)).",
+        "",
+    ]  # fmt: skip
 
 
 def timed(found: dict[str, Any]) -> list[str]:

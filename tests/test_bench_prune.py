@@ -177,7 +177,7 @@ def test_counts_are_those_of_prompts_written_out(bench: Any, runs: list[Any]) ->
                 assert (counted.sent, counted.behind) == (len(prompt), len(prompt) - most), name
                 assert counted.new == new
                 if name == "no edits":
-                    assert (counted.behind, counted.edited, counted.repaired[0.05]) == (
+                    assert (counted.behind, counted.edited, counted.repaired["auto"]) == (
                         new,
                         False,
                         0,
@@ -203,6 +203,7 @@ def test_figures_of_a_rule_add_up(bench: Any, runs: list[Any]) -> None:
     assert unbatched["computed"]["prefix"] > 2 * batched["computed"]["prefix"] > 2
     for f in found["rules"].values():
         assert 1 - 1e-9 <= f["computed"]["none"] <= f["computed"]["auto"] <= f["computed"]["15 %"]
+        assert f["computed"]["none"] <= f["computed"]["less"] <= f["computed"]["auto"]
         assert f["computed"]["none"] <= f["computed"]["prefix"] <= f["computed"]["no reuse"]
     front = bench.count.counted(runs, 5700)
     assert front["sent_per_request"] == found["sent_per_request"] + 5700
@@ -240,11 +241,11 @@ def test_what_is_counted_is_what_the_engine_does(
             n_new, abs=3 if rule == "LastOutputs" else 0
         )  # marks
         assert (
-            plan.repaired <= counted.repaired[0.05] + 2.5
+            plan.repaired <= counted.repaired["auto"] + 2.5
         )  # new rows that were chosen are no repair
         n_repaired += plan.repaired
         living.answered(bench.rules.Piece(("message", index), run.messages[index].tokens))
-    n_counted = sum(c.repaired[0.05] for c in wanted)
+    n_counted = sum(c.repaired["auto"] for c in wanted)
     assert n_counted / 2 < n_repaired and any(c.edited for c in wanted)
     living.close()
     exam.close()

@@ -5,8 +5,8 @@
   stands behind the longest prefix that was there: more than an engine of blocks and a budget would find.
 - *kvweave* computes text that it never had, whatever stands before it. From the first change on, what it
   has is placed and approximate; of all that is approximate and was not repaired since it was placed, each
-  request repairs a share, as `auto` does. In idle time it computes the canonical KV of every text once
-  besides: ``idle``.
+  request repairs a share, as `auto` does, or ``less`` of what an earlier request had met, which it does not
+  (`asked_again.py`). In idle time it computes the canonical KV of every text once besides: ``idle``.
 """
 
 from __future__ import annotations
@@ -21,40 +21,49 @@ from pruning.rules import RULES, Piece, Rule
 from pruning.trace import AgentRun
 
 READ, WRITE = 0.1, 1.25  # price of a cached token, and of one that is computed and stored
-SHARES = (0.05, 0.15)  # the default's, and a larger one
+REPAIRS = {"auto": (0.05, False), "15 %": (0.15, False), "less": (0.05, True)}  # share, less
+LEFT, FEW = 0.1, 16  # of the share; rows: chosen by `asked_again.py --tried --seed tune`
 _Trie = dict[tuple[str, int], Any]
+
+
+def rows_of(share: float, new: float, met: float, left: float = LEFT, few: int = FEW) -> float:
+    """Return how many rows are repaired of ``new`` ones and of those that an earlier request has ``met``:
+    ``left`` of the share of these, but ``few`` rows if the share has them."""
+    return share * new + min(share * met, max(few, left * share * met))
 
 
 @dataclass(frozen=True, slots=True)
 class Counted:
     """Tokens of one request: all that are sent; those behind the longest known prefix; those never
-    seen; those repaired by share. ``edited``: it does not just go on from the one before."""
+    seen; those repaired, by way. ``edited``: it does not just go on from the one before."""
 
     sent: int
     behind: int
     new: int
-    repaired: dict[float, float]
+    repaired: dict[str, float]
     edited: bool
 
-    def computed(self, share: float) -> float:
-        """Tokens kvweave computes when it repairs this share."""
-        return self.new + self.repaired[share]
+    def computed(self, way: str) -> float:
+        """Tokens kvweave computes when it repairs this way."""
+        return self.new + self.repaired[way]
 
 
 @dataclass(slots=True)
 class PlacedText:
-    """Rows of a piece in a context: whether they are exact, and how many were repaired."""
+    """Rows of a piece in a context: whether they are exact, how many were repaired, and whether a request
+    met the others."""
 
     tokens: int
     exact: bool
     repaired: float = 0.0
+    met: bool = False
 
 
 class Repairs:
-    """What `auto` repairs of one context at a share, request by request."""
+    """What `auto` repairs of one context at a share, request by request; or ``less``."""
 
-    def __init__(self, share: float) -> None:
-        self.share = share
+    def __init__(self, share: float, less: bool) -> None:
+        self.share, self.less = share, less
         self.rows: list[PlacedText] = []
 
     def request(self, now: Sequence[Piece], kept: int, known: Container[tuple[str, int]]) -> float:
@@ -74,9 +83,13 @@ class Repairs:
             for row in self.rows:  # all of them, which costs less than a look
                 row.exact = True
             return candidates
+        met = sum(row.tokens - row.repaired for row in stale if row.met and self.less)
+        part, taken = rows_of(self.share, 0, met) / met if met else self.share, 0.0
         for row in stale:
-            row.repaired += self.share * (row.tokens - row.repaired)
-        return self.share * candidates
+            share = part if row.met and self.less else self.share
+            mine = share * (row.tokens - row.repaired)
+            row.repaired, row.met, taken = row.repaired + mine, True, taken + mine
+        return taken
 
     def answer(self, n: int) -> None:
         """Note an answer that was decoded behind all."""
@@ -90,18 +103,18 @@ def replay(run: AgentRun, rule: Rule, front: int = 0) -> list[Counted]:
     before: list[Piece] = []
     found = []
     head = [Piece(("front", 0), run.tools + front)] if run.tools + front else []
-    repairs = [Repairs(share) for share in SHARES]
+    repairs = {way: Repairs(*how) for way, how in REPAIRS.items()}
     for index in run.asked:
         now = [*head, *rule.edit(run.messages[:index])]
         kept = same(before, now)
         sent = sum(n for _, n in now)
         cached = sum(n for _, n in now[: reached(seen, now)])
         new = sum(n for key, n in now if key not in known)
-        repaired = {each.share: each.request(now, kept, known) for each in repairs}
+        repaired = {way: each.request(now, kept, known) for way, each in repairs.items()}
         found.append(Counted(sent, sent - cached, new, repaired, kept < len(before)))
         n = run.messages[index].tokens
         before = [*now, Piece(("message", index), n)]
-        for each in repairs:
+        for each in repairs.values():
             each.answer(n)
         known.update(key for key, _ in before)
         store(seen, before)
@@ -171,12 +184,11 @@ def figures(of: Totals, plain: Totals) -> dict[str, Any]:
         "no reuse": lambda c: c.sent,
         "prefix": lambda c: c.behind,
         "none": lambda c: c.new,
-        "auto": lambda c: c.computed(SHARES[0]),
-        "15 %": lambda c: c.computed(SHARES[1]),
+        **{way: lambda c, way=way: c.computed(way) for way in REPAIRS},  # type: ignore[misc]
     }
     usual = plain.sum(lambda c: price(c.sent, c.behind))
     edits = [each for run in of.runs for each in run if each.edited]
-    shares = [each.computed(SHARES[0]) / each.sent for each in edits]
+    shares = [each.computed("auto") / each.sent for each in edits]
     dearer = {
         way: mean(
             sum(price(c.sent, computed(c)) for c in run)
