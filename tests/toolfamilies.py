@@ -16,6 +16,12 @@ BARE = (  # {city:"Oslo",days:3}, with other marks for quotes
     + "{{ ',' if not loop.first else '' }}{{ k }}:{{ QUOTE + v + QUOTE if v is string else v }}"
     "{% endfor %}"
 )
+PYTHONIC = (  # with something behind each, so that several can be told apart
+    "{{ '' if loop.first else ', ' }}"
+    + NAME
+    + "({% for k, v in c['function']['arguments'].items() %}"
+    "{{ ', ' if not loop.first else '' }}{{ k }}={{ v | tojson }}{% endfor %})"
+)
 ASKED = '{"city":"Oslo",  "days":3}'
 ALSO = '{"city":"Bergen"}'
 
@@ -187,6 +193,45 @@ CASES = {
         think=("<|channel>thought\n", "<channel|>"),
         thought="so well",
         special='<|turn> <turn|> <tool_response|> <|tool_call> <tool_call|> <|"|> <|channel> <channel|>',
+    ),
+    "pythonic": Case(
+        ("<|header_start|>user<|header_end|>\n\n", "<|eot|>"),
+        ("<|header_start|>ipython<|header_end|>\n\n", "<|eot|>"),
+        "<|header_start|>assistant<|header_end|>\n\n",
+        PYTHONIC,
+        "<|eot|>",
+        """[get_weather(city='Oslo',  days=3), get_weather(city="Bergen")]""",
+        "[get_weather(city='Oslo', days=3",
+        calls=("[", "]"),
+        tail="<|eot|>",
+        content="",
+        special="<|header_start|> <|header_end|> <|eom|> <|python_start|> <|python_end|>",
+    ),
+    "lfm2": Case(
+        IM,
+        ("<|im_start|>tool\n", "<|im_end|>\n"),
+        IM_FRONT,
+        PYTHONIC,
+        "<|im_end|>",
+        """I look .<|tool_call_start|>[get_weather(city="Oslo",days=3),get_weather(city="Bergen")]"""
+        "<|tool_call_end|>",
+        "<|tool_call_start|>[get_weather(open('x'))]<|tool_call_end|>",
+        calls=("<|tool_call_start|>[", "]<|tool_call_end|>"),
+        tail="<|im_end|>\n",
+        special="<|im_start|> <|tool_call_start|> <|tool_call_end|>",
+    ),
+    "olmo3": Case(
+        (IM[0], f"<functions></functions>{IM[1]}"),
+        ("<|im_start|>environment\n", "<|im_end|>\n"),
+        IM_FRONT,
+        PYTHONIC,
+        "<|im_end|>",
+        """I look .<function_calls>\nget_weather(days=3, city="Oslo")\nget_weather(city='Bergen')\n"""
+        "</function_calls>",
+        "<function_calls>get_weather(city=__import__('os'))</function_calls>",
+        calls=("<function_calls>", "</function_calls>"),
+        tail="<|im_end|>\n",
+        special="<|im_start|>",
     ),
     "llama3-json": Case(
         ("<|start_header_id|>user<|end_header_id|>\n\n", "<|eot_id|>"),

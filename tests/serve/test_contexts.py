@@ -356,3 +356,24 @@ def test_status_shows_each_key_its_own_answers(serve):
     assert served.anna("GET", "/v1/answers/2")["plan"] == told["last_plan"]
     assert "1 to 1" in served.berta.error("GET", "/v1/answers/2", None, 400)["hint"]
     assert [b["tier"] for b in told["budgets"]] == ["ram"] and told["budgets"][0]["budget"] is None
+
+
+def test_an_answer_that_could_not_be_closed_is_refused_before_anything_changes(serve):
+    served = serve()
+    anna, maker = served.anna, served.engine.maker
+    opened(anna)
+    chat, limit = maker.chat, served.engine.runner.limit
+    n_closing = len(maker.tokens(chat.wrap("assistant").after))
+    needed = len(maker.tokens(chat.message("user", "so ?") + chat.header())) + 5 + n_closing
+    n = limit - needed - anna("GET", "/v1/contexts/c")["n_tokens"] + 1
+    words = maker.tokens("so well then we saw it")
+    anna("PUT", "/v1/chunks/long", {"tokens": (words * n)[:n]}, 201)
+    anna("POST", "/v1/contexts/c:append", {"chunk": "long"})
+    before = anna("GET", "/v1/contexts/c")
+    for stream in (False, True):
+        body = {"content": "so ?", "max_tokens": 5, "stream": stream}
+        refused = anna.error("POST", "/v1/contexts/c:ask", body, 400)
+        assert refused["code"] == "context_length_exceeded" and refused["n"] == limit + 1
+    assert anna("GET", "/v1/contexts/c") == before
+    anna("POST", "/v1/contexts/c:ask", {"content": "so ?", "max_tokens": 4})
+    assert anna("GET", "/v1/contexts/c")["n_tokens"] <= limit

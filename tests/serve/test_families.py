@@ -1,4 +1,4 @@
-"""Calls as eleven families write them; test_tools.py has the twelfth. The model is scripted.
+"""Calls as the families write them, but for hermes, which test_tools.py has. The model is scripted.
 
 Whole and streamed through the openai client, at random splits below the server, cut off or malformed,
 and found again by their ids, whatever the client's JSON and the family's template make of them.

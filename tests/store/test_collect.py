@@ -187,6 +187,23 @@ def test_what_was_marked_a_while_ago_goes(monkeypatch: pytest.MonkeyPatch) -> No
     assert list(index.tier.keys()) == [f"index.{MINE}"]
 
 
+@pytest.mark.parametrize("said", [b'{"at": 4e9}', b'{"at": "noon"}', b"{", b"[]", b'{"at": NaN}'])
+def test_a_mark_without_a_sensible_time_is_made_anew(
+    said: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The clock was ahead, or the mark is spoilt: waiting begins again, and ends."""
+    index = lying(Shared())
+    (record,) = (key for key in index.tier.keys() if digest_of(key))
+    index.tier.put([Put(record + MARK, [memoryview(said)])])
+    first = sweep(index.tier, index.marks, {MINE}, grace=60)
+    assert first.waiting == [record] and record + MARK not in set(index.tier.keys())
+    assert sweep(index.tier, index.marks, {MINE}, grace=60).waiting == [record]
+    now = __import__("time").time
+    monkeypatch.setattr("kvweave.store.collect.time.time", lambda: now() + 61)
+    assert sweep(index.tier, index.marks, {MINE}, grace=60).removed == [record]
+    assert list(index.tier.keys()) == [f"index.{MINE}"]
+
+
 def test_an_index_that_was_not_given_stops_it() -> None:
     index = lying(Shared())
     register(index.tier, OTHER, "moon:/home", None)

@@ -147,6 +147,23 @@ def test_what_cannot_be_written_leaves_nothing(
     assert_holds(tier, "a", content("a", 9001))
 
 
+@pytest.mark.parametrize("capacity", [None, 1 << 20])
+def test_a_disk_that_cannot_be_asked_fails_puts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capacity: int | None
+) -> None:
+    tier = Disk(tmp_path, capacity)
+    store(tier, "before", content("before", 9000))
+    with monkeypatch.context() as patch:
+
+        def fail(*args: object, **how: object) -> int:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+        patch.setattr(module.os, "stat", fail)
+        assert put_one(tier, "a", content("a", 9001)).state == "failed"
+        assert put_one(tier, "before", content("before", 9000)).state == "failed"
+    store(tier, "a", content("a", 9001))
+
+
 def test_a_name_that_may_not_be_on_the_disk_is_taken_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

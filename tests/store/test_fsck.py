@@ -21,7 +21,7 @@ from kvweave.errors import StoreError
 from kvweave.store import fsck
 from kvweave.store.codec import parse
 from kvweave.store.record.encode import encode
-from kvweave.store.record.layout import FIXED, START
+from kvweave.store.record.layout import FIXED, FORMAT, MAGIC, START
 from kvweave.store.tier.base import PAGE
 
 NAMES = ("a", "b", "c", "d")
@@ -215,3 +215,34 @@ def test_a_tier_outside_the_home_is_looked_through_too(
     assert main(other) == 1, "it belongs to another home"
     assert owner.read_text() == said and sorted(there.iterdir()) == before
     assert "another" in capsys.readouterr().out
+
+
+def test_a_directory_that_engines_share_is_looked_through_and_keeps_its_records(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    there, spec = tmp_path / "there", f"disk path={tmp_path / 'there'} shared=yes"
+    with Engine(tiny(), home=tmp_path / "home", repair="none", tiers=(spec,)) as engine:
+        for i, name in enumerate(NAMES):
+            engine.put(name, text(20, i))
+    command = ["fsck", str(tmp_path / "home"), "--tier", spec, "--repair"]
+    assert main(command[:-1]) == 0
+    owner, first = there / "owner.json", min(there.glob("[0-9a-f]*.kv"))
+    said = owner.read_text()
+    owner.write_text("{")
+    first.write_bytes(first.read_bytes()[:-1])
+    with pytest.raises(StoreError) as caught:
+        tiers(tmp_path / "home", spec)
+    assert "fsck --repair" in caught.value.hint
+    assert main(command[:-1]) == 1 and owner.read_text() == "{"
+    assert main(command) == 0
+    assert owner.read_text() == said and first.exists(), "others may use it"
+    assert "1 spoilt" in capsys.readouterr().out
+    assert len(tiers(tmp_path / "home", spec)) == 4
+
+
+def test_a_record_of_a_later_version_is_left_alone(home: Path) -> None:
+    record = min((home / "kv").glob("*.kv"))
+    head = bytearray(record.read_bytes())
+    FIXED.pack_into(head, 0, *(MAGIC, FORMAT + 1), *FIXED.unpack_from(head)[2:])
+    record.write_bytes(head)
+    assert check(home, repair=True).repaired == [] and record.read_bytes() == head

@@ -255,8 +255,9 @@ def _answer(world: World, question: list[int] | None) -> bool:
     verb = "generate" if question is None else "ask"
     said = "" if question is None else f"{text(question)!r}, "
     world.note(f"{context.name}.{verb}({said}{n_most}, **{options})")
-    n_last = Chat(context, open.pieces, ()).end + n_most
-    if n_last + (question is not None) > LIMIT:
+    # a question's answer is closed by one token
+    n_last = Chat(context, open.pieces, ()).end + n_most + (question is not None)
+    if n_last > LIMIT:
         allowed = [*allowed, ContextTooLong]
     answer = world.attempt(
         lambda: (

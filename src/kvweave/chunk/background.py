@@ -7,15 +7,17 @@ where the system has no memory for it. What a thread is to do here has a deadlin
 from __future__ import annotations
 
 import _thread
+import queue
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError, wait
 from contextlib import suppress
-from typing import TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from kvweave.errors import StoreError
 
 T = TypeVar("T")
+Calls: TypeAlias = "queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None]"
 
 
 class Background:
@@ -40,6 +42,23 @@ class Background:
     def join(self, timeout: float) -> None:
         """Wait until it has ended, ``timeout`` seconds at most."""
         self._ended.wait(timeout)
+
+
+def answer(calls: Calls, done: Callable[[], object] = lambda: None) -> None:
+    """Make the calls of a queue, up to None; ``done`` is called behind each. Those whose future was
+    cancelled are not made."""
+    while (both := calls.get()) is not None:
+        call, future = both
+        if future.set_running_or_notify_cancel():
+            try:
+                made = call()
+            except BaseException as error:  # it is the caller's
+                future.set_exception(error)
+            else:
+                future.set_result(made)
+                del made
+        del both, call, future  # buffers of callers among them
+        done()
 
 
 def within(

@@ -59,9 +59,10 @@ class SqliteRows:
             return
         self.uuid = self._file.uuid
         try:
-            self._kept_next_id = int(self._file.meta("next_id"))
-            """Below which the file knows by itself that ids were given."""
-            highest = self._one("SELECT max(id) FROM chunks")[0] or 0
+            with as_ours(self._file.path):
+                self._kept_next_id = int(self._file.meta("next_id"))
+                """Below which the file knows by itself that ids were given."""
+                highest = self._one("SELECT max(id) FROM chunks")[0] or 0
             self._next_id = max(self._kept_next_id, highest + 1)
         except BaseException:
             self._file.close()

@@ -44,27 +44,22 @@ def fsck(args: Namespace) -> int:
                 f"  rebuilt: {report.n_chunks} chunks, {report.n_names} names; {lost} chunks and "
                 f"{len(report.lost_names)} names are lost; the old file is {report.kept_aside}"
             )
-    fingerprint = home / "model.json"
-    if fingerprint.exists() and files.model_of(home) is None:
+    if of_model := _model(home, args.repair):
         said["model"] = "damaged"
-        lines.append("model.json: it is no model's fingerprint")
-        if args.repair:
-            kept = free_name(fingerprint)
-            fingerprint.rename(kept)
-            lines.append(
-                f"  put aside as {kept.name}; the next engine that puts a chunk writes it anew"
-            )
+        lines += of_model
     checked = []
     if said["index"] == "ok" or args.repair:
         with Table(index) as table:
             chunks = {r.digest.hex(): (r.n_tokens, r.tier == "disk") for r in table}
             known = files.Known(index, table.uuid, chunks, files.model_of(home))
         discard = args.repair and args.discard_strays
-        for directory in files.directories(home, tiers_of(home, args.tier)):
+        specs = tiers_of(home, args.tier)
+        for directory in files.directories(home, specs):
             out.note(f"reading {directory}")
             checked.append(
                 files.check(directory, known, repair=args.repair, discard_strays=discard)
             )
+        checked += files.check_shared(specs, repair=args.repair)
         if discard:
             lost_of(index).unlink(missing_ok=True)
     said["directories"] = [each.to_dict() for each in checked]
@@ -79,6 +74,21 @@ def fsck(args: Namespace) -> int:
         if not ok and not args.repair:
             print(f"`kvweave fsck {home} --repair` keeps what verifies and removes the rest")
     return 0 if ok else 1
+
+
+def _model(home: Path, repair: bool) -> list[str]:
+    """Return what is wrong with ``model.json``, which ``repair`` puts aside."""
+    fingerprint = home / "model.json"
+    if not fingerprint.exists() or files.model_of(home) is not None:
+        return []
+    lines = ["model.json: it is no model's fingerprint"]
+    if repair:
+        kept = free_name(fingerprint)
+        fingerprint.rename(kept)
+        lines.append(
+            f"  put aside as {kept.name}; the next engine that puts a chunk writes it anew"
+        )
+    return lines
 
 
 def _lines(found: files.Found) -> list[str]:

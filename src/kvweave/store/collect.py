@@ -17,13 +17,15 @@ That every index which relies on the tier was read is checked too: each register
 from __future__ import annotations
 
 import json
+import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 
 from kvweave.errors import InvalidArgument, StoreError
 from kvweave.store.record.transfer import MARK, digest_of
 from kvweave.store.tier.base import Get, Outcome, Put, Tier
+from kvweave.store.tier.keys import pages
 
 REGISTERED = "index."
 TOGETHER = 500  # keys of one request
@@ -88,12 +90,14 @@ def sweep(
     unnamed = [key for key in records if digest_of(key) not in named]
     found.n_records, found.n_named = len(records), len(records) - len(unnamed)
     if dry_run:
-        sizes = [n for batch in _batches(unnamed) for n in tier.look(batch, deadline=_soon())]
+        sizes = [
+            n for batch in pages(unnamed, TOGETHER) for n in tier.look(batch, deadline=_soon())
+        ]
         found.n_bytes = sum(n for n in sizes if isinstance(n, int))
         found.removed = unnamed
         return found
     fresh = [key for key in unnamed if key not in marked]
-    for batch in _batches(fresh):
+    for batch in pages(fresh, TOGETHER):
         said = memoryview(json.dumps({"at": time.time()}).encode())
         puts = [Put(key + MARK, [said]) for key in batch]
         for key, outcome in zip(batch, tier.put(puts, durable=True, deadline=_soon()), strict=True):
@@ -110,11 +114,14 @@ def sweep(
 
 
 def _remove(tier: Tier, doomed: list[str], marked: set[str], grace: float, found: Swept) -> None:
-    until = time.time() - grace
-    for batch in _batches(doomed):
+    now = time.time()
+    for batch in pages(doomed, TOGETHER):
         old = batch  # what was marked just now has no time to wait, unless there is a grace
         if grace > 0:
-            old = [key for key in batch if key in marked and _marked_at(tier, key) <= until]
+            at = {key: _marked_at(tier, key) for key in batch if key in marked}
+            old = [key for key, then in at.items() if then <= now - grace]
+            # marks of a clock that was ahead, or that are spoilt: the next sweep makes them anew
+            _unmark(tier, [key for key, then in at.items() if then > now], found)
         found.waiting += [key for key in batch if key not in old]
         sizes = tier.look(old, deadline=_soon())
         for key, size, outcome in zip(old, sizes, tier.discard(old, deadline=_soon()), strict=True):
@@ -126,7 +133,7 @@ def _remove(tier: Tier, doomed: list[str], marked: set[str], grace: float, found
 
 
 def _unmark(tier: Tier, keys: Sequence[str], found: Swept) -> None:
-    for batch in _batches(keys):
+    for batch in pages(keys, TOGETHER):
         outcomes = tier.discard([key + MARK for key in batch], deadline=_soon())
         found.failed += [k for k, o in zip(batch, outcomes, strict=True) if not o.ok]
 
@@ -146,7 +153,7 @@ def _read(tier: Tier, key: str) -> dict[str, object]:
 
 def _marked_at(tier: Tier, key: str) -> float:
     at = _read(tier, key + MARK).get("at")
-    return float(at) if isinstance(at, int | float) else time.time()
+    return float(at) if isinstance(at, int | float) and math.isfinite(at) else math.inf
 
 
 def _where(tier: Tier, uuid: str) -> str:
@@ -157,11 +164,6 @@ def _done(outcomes: Sequence[Outcome]) -> None:
     for outcome in outcomes:
         if not outcome.ok:
             raise StoreError(outcome.why, hint="nothing was removed; try again")
-
-
-def _batches(keys: Sequence[str]) -> Iterator[list[str]]:
-    for start in range(0, len(keys), TOGETHER):
-        yield list(keys[start : start + TOGETHER])
 
 
 def _soon() -> float:

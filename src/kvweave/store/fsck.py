@@ -6,6 +6,8 @@ Needs neither the model nor an open engine. What it finds:
     strays     whole records of chunks that the index does not know
     missing    chunks that the index says are on disk, and are not
     unfinished files that a crash left half written
+
+Records that a later version of kvweave wrote are none of that, and are left alone.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from pathlib import Path
 from kvweave.chunk.guard import lost_of
 from kvweave.chunk.identity import ModelFingerprint
 from kvweave.chunk.rebuild import write_json
-from kvweave.errors import KVWeaveError, StoreError
+from kvweave.errors import FormatTooNew, KVWeaveError, StoreError
 from kvweave.store.record.layout import Head
 from kvweave.store.record.transfer import digest_of, verify
 from kvweave.store.spec import parse
@@ -129,9 +131,12 @@ def _is_to_be_ours(directory: Path, known: Known) -> bool:
 
 def _fault(disk: Disk, key: str, model: str | None, known: tuple[int, bool] | None) -> str:
     """Return what is wrong with a record, "" if nothing is."""
-    head = _head(disk, key)
-    if isinstance(head, str):
-        return head
+    try:
+        head = _head(disk, key)
+    except FormatTooNew:
+        return ""
+    except (StoreError, OSError) as error:
+        return str(error)
     if head.chunk != digest_of(key):
         return f"it is of the chunk {head.chunk[:12]}"
     if model is not None and head.model != model:
@@ -145,13 +150,10 @@ def _fault(disk: Disk, key: str, model: str | None, known: tuple[int, bool] | No
     return "" if outcome.ok else outcome.why
 
 
-def _head(disk: Disk, key: str) -> Head | str:
-    """Return the head of a record, whatever it is of, or why it cannot be read."""
-    try:
-        with disk.path(key).open("rb") as file:
-            return Head.parse(file.read(Head.needs(file.peek(PAGE), key)), key)
-    except (StoreError, OSError) as error:
-        return str(error)
+def _head(disk: Disk, key: str) -> Head:
+    """Return the head of a record, whatever it is of. Raises StoreError, OSError."""
+    with disk.path(key).open("rb") as file:
+        return Head.parse(file.read(Head.needs(file.peek(PAGE), key)), key)
 
 
 def model_of(home: Path) -> str | None:
@@ -170,8 +172,38 @@ def directories(home: Path, specs: Iterable[str]) -> list[Path]:
     """
     found = {path.parent for path in home.glob(f"*/{FILE}")}
     found |= {home / name for name in DIRECTORIES if (home / name).is_dir()}
-    for spec in specs:
-        kind, words = parse(spec)
-        if kind in ("disk", "files") and "path" in words and words.get("shared") != "yes":
-            found.add(Path(words["path"]))
+    found |= _paths(specs, shared=False)
     return sorted(path for path in found if path.is_dir())
+
+
+def check_shared(specs: Iterable[str], *, repair: bool = False) -> list[Found]:
+    """Look through the directories among ``specs`` that engines share.
+
+    Spoilt records stay: engines pass them over. With ``repair`` an ``owner.json`` that is damaged is
+    written anew. Raises InvalidArgument for a spec that means nothing, StoreError, OSError.
+    """
+    checked = []
+    for directory in sorted(path for path in _paths(specs, shared=True) if path.is_dir()):
+        found = Found(str(directory))
+        checked.append(found)
+        try:
+            owner_of(directory)
+        except StoreError as error:
+            if repair:
+                disown(directory)
+                claim(directory, None, shared=True, inside=False).close()
+                found.repaired.append(f"{FILE}: written anew")
+            else:
+                found.owner = str(error)
+        disk = Disk(directory, shared=True)
+        keys = [key for key in disk.keys() if digest_of(key)]
+        found.n_records, found.n_bytes = len(keys), disk.n_bytes
+        found.spoilt = {key: why for key in keys if (why := _fault(disk, key, None, None))}
+        disk.close()
+    return checked
+
+
+def _paths(specs: Iterable[str], *, shared: bool) -> set[Path]:
+    said = [words for kind, words in map(parse, specs) if kind in ("disk", "files")]
+    here = [words for words in said if (words.get("shared") == "yes") == shared]
+    return {Path(words["path"]) for words in here if "path" in words}

@@ -34,6 +34,7 @@ class Holdings:
         self.budget = budget
         self.policy = policy
         self.mover = Mover((), _nothing) if mover is None else mover
+        self.mover.on_tier = self._sunk
         self.ram: Ram[KV] = Ram()
         self.patches = Patches(budget // PATCHES)
         self.is_pinned = is_pinned
@@ -120,6 +121,10 @@ class Holdings:
         """Return exact in-context KV computed after exactly ``seen``."""
         found = self._in_context.get(key)
         return found.kv if found is not None and found.seen == seen else None
+
+    def _sunk(self, key: int, place: str, n_bytes: int) -> None:
+        if key not in self.ram:
+            self.on_tier(key, place, n_bytes)
 
     def charged(self) -> Iterator[tuple[str, int]]:
         """Yield contexts and the bytes of their rows."""

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from kvweave.chunk.background import within
 from kvweave.chunk.file import PATIENCE
-from kvweave.chunk.guard import lost_of
+from kvweave.chunk.guard import as_ours, lost_of
 from kvweave.chunk.identity import ModelFingerprint
 from kvweave.chunk.rebuild import write_json
 from kvweave.errors import CorruptChunk, InvalidArgument, of_system
@@ -44,7 +44,8 @@ class Home:
     @property
     def is_partial(self) -> bool:
         """Whether its index was salvaged, and chunks were lost: see `kvweave.chunk.salvage`."""
-        return lost_of(self.index).exists()
+        with as_ours(lost_of(self.index)):
+            return lost_of(self.index).exists()
 
     def _check(self) -> None:
         try:

@@ -11,7 +11,7 @@ would go first are written behind, so that letting go of them is free.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 from kvweave.errors import InvalidArgument, LoadFailed, OverBudget, StoreError
 from kvweave.keep.base import Policy
@@ -20,7 +20,6 @@ from kvweave.store.codec import CodecSpec
 from kvweave.store.holdings import Holdings
 from kvweave.store.kv import KV
 from kvweave.store.level import Level
-from kvweave.store.mover import Mover
 from kvweave.store.patches import Patch, Patches, PatchKey
 from kvweave.store.ram import Exact, Ram, Stretches
 from kvweave.store.tier.base import Outcome
@@ -31,17 +30,6 @@ log = logging.getLogger("kvweave.store")
 
 class Shelf(Holdings):
     """Holds KV by chunk id within ``budget`` bytes of memory, and below it where ``mover`` says."""
-
-    def __init__(
-        self,
-        budget: int,
-        policy: Policy,
-        mover: Mover | None = None,
-        is_pinned: Callable[[int], bool] = lambda key: False,
-        memory: str = "ram",
-    ) -> None:
-        super().__init__(budget, policy, mover, is_pinned, memory)
-        self.mover.on_tier = self._sunk
 
     def put(self, key: int, kv: KV) -> None:
         """Keep canonical KV in memory. Raises OverBudget, with nothing changed."""
@@ -263,10 +251,6 @@ class Shelf(Holdings):
             return None
         self.ram.put(key, whole)
         return whole
-
-    def _sunk(self, key: int, place: str, n_bytes: int) -> None:
-        if key not in self.ram:
-            self.on_tier(key, place, n_bytes)
 
     def _clean(self) -> None:
         """Have what would go first written behind, while memory is nearly full."""

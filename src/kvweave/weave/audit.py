@@ -30,6 +30,7 @@ from math import isfinite
 from pathlib import Path
 from typing import Any, Literal
 
+from kvweave.chunk.guard import as_ours
 from kvweave.chunk.identity import ModelFingerprint
 from kvweave.errors import CorruptChunk
 from kvweave.weave.shift import AIM, FLOOR, LEAST, bound_rank, broken, passes, worse
@@ -229,9 +230,11 @@ class Auditor:
 
     @classmethod
     def load(cls, path: Path, model: ModelFingerprint) -> Auditor:
-        """Read what was saved; of another model nothing is known. Raises CorruptChunk."""
+        """Read what was saved; of another model nothing is known. Raises CorruptChunk, StoreError."""
         made = cls()
-        if not path.exists():
+        with as_ours(path):
+            there = path.exists()
+        if not there:
             return made
         try:
             told = json.loads(path.read_text())

@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from math import inf, log10
 from pathlib import Path
 
+from kvweave.chunk.guard import as_ours
 from kvweave.chunk.identity import ModelFingerprint
 from kvweave.errors import CorruptChunk, InvalidArgument
 
@@ -125,17 +126,17 @@ def calibration_of(
 ) -> Calibration | None:
     """Return the calibration in ``file``, or the first of this model that lies in one of ``places``.
 
-    Raises ModelMismatch for another model's file, CorruptChunk.
+    Raises ModelMismatch for another model's file, CorruptChunk, StoreError where nobody can tell.
     """
     if file is not None:
         found = Calibration.load(Path(file))
         fingerprint.require(found.fingerprint)
         return found
-    for place in places:
-        if place is not None and (place / FILE).exists():
-            found = Calibration.load(place / FILE)
-            if found.fingerprint == fingerprint:
-                return found
+    for path in [place / FILE for place in places if place is not None]:
+        with as_ours(path):
+            there = path.exists()
+        if there and (found := Calibration.load(path)).fingerprint == fingerprint:
+            return found
     return None
 
 

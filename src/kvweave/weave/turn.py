@@ -57,6 +57,8 @@ class Turn:
         self._gone = False  # the context was put back to before
         self._n_taken = 0  # choices that `take` has handed out
         self._header: Part | None = None
+        closing = session.maker.chat.wrap("assistant").after if self.chat else ""
+        self._closing = session.maker.tokens(closing) if closing else []
         if header:
             with context.edit(BEGUN):
                 self._header = context.append(header, kind="assistant", label="answer")
@@ -64,7 +66,7 @@ class Turn:
         try:
             chosen, wish, way = session.repairing(context.parts, wish)
             self._weaving = session.weaver.prepare(
-                session.state, context.parts, chosen, wish, sampling
+                session.state, context.parts, chosen, wish, (sampling, len(self._closing))
             )
             self._weaving.alarm = way == "full"
             shadow = session.weaver.shadow
@@ -276,10 +278,9 @@ class Turn:
     def _add_parts(self, tokens: list[int]) -> None:
         """Put header, generated tokens and the closing text into one chunk (two with thinking)."""
         session, context, request = self._session, self.context, self._weaving.request
-        table, maker = session.weaver.table, session.maker
+        table = session.weaver.table
         head = [int(t) for t in table.tokens(self._header.id)] if self._header else []
-        after = maker.chat.wrap("assistant").after if self.chat else ""
-        whole = head + tokens + (maker.tokens(after) if after else [])
+        whole = head + tokens + self._closing
         keeper, state = session.state.keeper, session.state
         moved = keeper is not None and keeper.moved
         if not whole or (not tokens and self._header is None):

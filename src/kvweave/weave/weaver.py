@@ -102,26 +102,25 @@ class Weaver:
         parts: Sequence[Part],
         strategy: Strategy,
         wish: Wish,
-        sampling: Sampling | None = None,
+        asked: tuple[Sampling | None, int] = (None, 0),
     ) -> Weaving:
-        """Place rows and return the weave, whose request computes the rest.
-
-        Chunks that a tier loses or brings too late are prefilled. Raises ContextTooLong,
-        OverBudget or CorruptChunk before any row changes.
+        """Place rows and return the weave, whose request computes the rest; ``asked`` is an answer's
+        sampling, and the tokens that close it. Chunks that a tier loses or brings too late are
+        prefilled. Raises ContextTooLong, OverBudget or CorruptChunk before any row changes.
         """
-        if sampling is not None:
+        if asked[0] is not None:
             require_speech(parts)
         if state.keeper is not None and strategy.records:
             reason = "it records reads of rows that a token policy lets go of"
             raise InvalidArgument("repair", reason, "leave out keep")
-        weaving = Weaving(parts, strategy, wish, sampling)
+        weaving = Weaving(parts, strategy, wish, *asked)
         try:
             self._set_out(state, weaving)
         except BaseException:
             self.settle_account(state)
             raise
         weaving.request = Request(
-            new_key(), state.rows, self._steps(state, weaving), sampling, state.tenant
+            new_key(), state.rows, self._steps(state, weaving), asked[0], state.tenant
         )
         if state.keeper is not None:
             weaving.request.decoded = lambda: self._decoded(state, weaving.request)
@@ -159,7 +158,8 @@ class Weaver:
         """Account all that the weave will take; return the rows. Raises ContextTooLong, OverBudget."""
         placed, sampling = weaving.placed, weaving.sampling
         n = placed[-1].slots[1]
-        n_said = n_new = n_positions = sampling.max_tokens if sampling is not None else 0
+        n_said = n_new = sampling.max_tokens if sampling is not None else 0
+        n_positions = n_said + weaving.n_closing
         if state.keeper is not None:
             n_new = state.keeper.at_once(n_new)
             n_positions = n_new if state.keeper.moves else n_positions

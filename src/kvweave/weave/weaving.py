@@ -25,6 +25,7 @@ class Weaving:
     strategy: Strategy
     wish: Wish
     sampling: Sampling | None
+    n_closing: int = 0  # tokens behind an answer
     plan: Plan | None = None  # once the strategy has chosen
     request: Request = field(init=False)
     placed: list[Placement] = field(default_factory=list)

@@ -8,7 +8,7 @@ import pytest
 from store.faults import shim
 from store.faults.host import Host
 from store.faults.tally import Tally, table
-from store.faults.verbs import Tokens, chunks, tier_at
+from store.faults.verbs import Tokens, chunks, shared_at, tier_at
 
 CHUNKS = chunks(6)
 
@@ -27,17 +27,22 @@ def quiet(host: Host) -> Iterator[None]:
     yield
     host.control.off()
     host.control.unwatch()
-    host.control.raw.skew = 0
+    host.control.raw.skew = host.control.raw.named = 0
 
 
 class Filled:
-    """A home, and a tier in it or beside it, with durable chunks; `copy` makes another of it."""
+    """A home, and a tier in it or beside it, with durable chunks; `copy` makes another of it.
 
-    def __init__(self, root: Path, told: dict[str, Tokens], *, inside: bool = False) -> None:
-        self.root, self.told, self.inside = root, told, inside
+    ``kind``: of a tier that others may use too.
+    """
+
+    def __init__(
+        self, root: Path, told: dict[str, Tokens], *, inside: bool = False, kind: str = ""
+    ) -> None:
+        self.root, self.told, self.inside, self.kind = root, told, inside, kind
         self.home = root / "home"
         self.tier = self.home / "tier" if inside else root / "tier"
-        self.tiers = (tier_at(self.tier),)
+        self.tiers = (shared_at(self.tier, kind) if kind else tier_at(self.tier),)
 
     @property
     def may(self) -> dict[str, list[Tokens | None]]:
@@ -55,7 +60,7 @@ class Filled:
         if to.exists():
             shutil.rmtree(to)
         shutil.copytree(self.root, to)
-        return Filled(to, self.told, inside=self.inside)
+        return Filled(to, self.told, inside=self.inside, kind=self.kind)
 
     def restore(self, original: Filled, *, tier: bool) -> None:
         """Put back the home's own files as they were, and with ``tier`` also what was in that."""
@@ -68,8 +73,10 @@ class Filled:
                 shutil.copyfile(original.root / path, self.root / path)
 
 
-def _filled(host: Host, root: Path, inside: bool) -> Filled:
-    made = Filled(root, CHUNKS, inside=inside)
+def _filled(host: Host, root: Path, *, inside: bool = False, kind: str = "") -> Filled:
+    made = Filled(root, CHUNKS, inside=inside, kind=kind)
+    if kind:
+        made.tier.mkdir()
     host.control.off()
     host.run("fill", made.home, made.tiers, CHUNKS)
     return made
@@ -77,12 +84,25 @@ def _filled(host: Host, root: Path, inside: bool) -> Filled:
 
 @pytest.fixture(scope="session")
 def pristine(host: Host, tmp_path_factory: pytest.TempPathFactory) -> Filled:
-    return _filled(host, tmp_path_factory.mktemp("pristine"), False)
+    return _filled(host, tmp_path_factory.mktemp("pristine"))
 
 
 @pytest.fixture(scope="session")
 def pristine_inside(host: Host, tmp_path_factory: pytest.TempPathFactory) -> Filled:
-    return _filled(host, tmp_path_factory.mktemp("inside"), True)
+    return _filled(host, tmp_path_factory.mktemp("inside"), inside=True)
+
+
+@pytest.fixture(scope="session")
+def pristine_of(host: Host, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Filled]:
+    """By kind of tier, one that others may use too."""
+    made: dict[str, Filled] = {}
+
+    def get(kind: str) -> Filled:
+        if kind not in made:
+            made[kind] = _filled(host, tmp_path_factory.mktemp(kind), kind=kind)
+        return made[kind]
+
+    return get
 
 
 @pytest.fixture

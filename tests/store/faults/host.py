@@ -79,6 +79,13 @@ class Host:
     def run(self, script: str, *args: Any, limit: float = 120.0) -> Any:
         return self.start(script, *args).result(limit)
 
+    def last_word(self, script: str, *args: Any, limit: float = 120.0) -> Any:
+        """As `run`, for what may end badly: return ("end", result) or ("raised", where, its hint)."""
+        child = self.start(script, *args)
+        heard = child.hear(limit)
+        child.kill()
+        return heard
+
     def wait(self, pid: int) -> int:
         self.link.send(("wait", pid, ()))
         return int(self.link.recv())

@@ -127,6 +127,17 @@ def write_slowly(
     return verdict, done
 
 
+def step_by_step(
+    say: Say, home: Path, tiers: Iterable[str], old: dict[str, Tokens], new: dict[str, Tokens]
+) -> None:
+    """As `write`, and say what was acknowledged when it was."""
+    with open_engine(TRUTH.runner, home, tiers) as engine:
+        for name, tokens in new.items():
+            durable_put(engine, name, tokens)
+            say(("done", name))
+        engine.files.rm(next(iter(old)))
+
+
 def after_write(
     old: dict[str, Tokens], new: dict[str, Tokens], done: Iterable[str]
 ) -> tuple[dict[str, list[Tokens | None]], list[str]]:

@@ -13,13 +13,15 @@
 #include <string.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
+#include <sys/statvfs.h>
 #include <sys/syscall.h>
 #include <sys/time.h>
 #include <sys/uio.h>
 #include <time.h>
 #include <unistd.h>
 
-enum { OPEN = 1, READ = 2, WRITE = 4, SYNC = 8, RENAME = 16, UNLINK = 32, SIZE = 64, LIST = 128 };
+enum { OPEN = 1, READ = 2, WRITE = 4, SYNC = 8, RENAME = 16, UNLINK = 32, SIZE = 64, LIST = 128,
+       STAT = 256, MAKE = 512, LOCK = 1024 }; /* MAKE: opens that may write, where they are told apart */
 enum { FAIL, SHORT, HANG, DROP };
 
 struct control {
@@ -27,7 +29,7 @@ struct control {
     int32_t error, mode;
     int64_t first, last, seen, hits;
     double seconds, skew;
-    uint32_t n_lost, pad;
+    uint32_t n_lost, named; /* named: there are no files without a name, as on NFS */
     char aim[512];    /* calls on paths under this one may be hit */
     char only[128];   /* and have this in them */
     char roots[2][512]; /* what a power cut is modelled for */
@@ -107,7 +109,7 @@ static unsigned char *slurp(const char *path, size_t *n) {
     int fd = syscall(SYS_openat, AT_FDCWD, path, O_RDONLY);
     if (fd < 0) return NULL;
     struct stat st;
-    fstat(fd, &st);
+    syscall(SYS_fstat, fd, &st);
     unsigned char *all = malloc(st.st_size + 1);
     for (ssize_t got; (got = syscall(SYS_pread64, fd, all + *n, st.st_size - *n, *n)) > 0;) *n += got;
     syscall(SYS_close, fd);
@@ -148,7 +150,7 @@ static void keep_dir(const char *path) {
 static void synced(int fd, const char *path, int lost) {
     struct stat st;
     char link[64], a[600], b[600];
-    if (!watched(path) || fstat(fd, &st)) return;
+    if (!watched(path) || syscall(SYS_fstat, fd, &st)) return;
     if (S_ISDIR(st.st_mode)) { if (!lost) keep_dir(path); return; }
     snprintf(link, sizeof link, "/proc/self/fd/%d", fd);
     syscall(SYS_linkat, AT_FDCWD, link, AT_FDCWD, part(a, 'k', st.st_ino), AT_SYMLINK_FOLLOW);
@@ -178,7 +180,7 @@ static void wrote(int fd, int64_t at, ssize_t n) {
     struct stat st;
     if (!C || n <= 0 || !C->shadow[0]) return;
     int saved = errno, flags = syscall(SYS_fcntl, fd, F_GETFL);
-    if (C->n_lost && watched(of_fd(fd, path)) && !fstat(fd, &st)) {
+    if (C->n_lost && watched(of_fd(fd, path)) && !syscall(SYS_fstat, fd, &st)) {
         if (at < 0) at = syscall(SYS_lseek, fd, 0, SEEK_CUR) - n;
         size_t n_map;
         unsigned char *map = slurp(part(b, 'l', st.st_ino), &n_map);
@@ -200,7 +202,9 @@ static void wrote(int fd, int64_t at, ssize_t n) {
     va_end(rest);                                                                                  \
     char buffer[1024];                                                                             \
     if (C && C->boot[0] && !strcmp(path, BOOT)) path = C->boot;                                    \
-    if (fault(OPEN, of_path(dirfd, path, buffer)) == 1) return -1;                                 \
+    if (C && C->named && (how & O_TMPFILE) == O_TMPFILE) { errno = EOPNOTSUPP; return -1; }        \
+    int writes = C && C->ops & MAKE && how & (O_WRONLY | O_RDWR | O_CREAT);                        \
+    if (fault(writes ? MAKE : OPEN, of_path(dirfd, path, buffer)) == 1) return -1;                 \
     return syscall(SYS_openat, dirfd, path, how | O_LARGEFILE, mode)
 
 int open(const char *p, int how, ...) { OPENING(AT_FDCWD, p, how); }
@@ -285,7 +289,7 @@ int linkat(int d, const char *p, int e, const char *q, int how) { AT(RENAME, e, 
 int link(const char *p, const char *q) { return linkat(AT_FDCWD, p, AT_FDCWD, q, 0); }
 int unlinkat(int d, const char *p, int how) { AT(UNLINK, d, p); return syscall(SYS_unlinkat, d, p, how); }
 int unlink(const char *p) { return unlinkat(AT_FDCWD, p, 0); }
-int mkdirat(int d, const char *p, mode_t m) { AT(OPEN, d, p); return syscall(SYS_mkdirat, d, p, m); }
+int mkdirat(int d, const char *p, mode_t m) { AT(C && C->ops & MAKE ? MAKE : OPEN, d, p); return syscall(SYS_mkdirat, d, p, m); }
 int mkdir(const char *p, mode_t m) { return mkdirat(AT_FDCWD, p, m); }
 DIR *opendir(const char *p) {
     char name[1024];
@@ -293,6 +297,43 @@ DIR *opendir(const char *p) {
     REAL(DIR *, "opendir", const char *);
     return real(p);
 }
+
+/* What is asked of a name, and of an open file. */
+#define ASKED(dir, p) char name[1024]; if (fault(STAT, of_path(dir, p, name)) == 1) return -1
+int fstatat64(int d, const char *p, struct stat64 *to, int how) {
+    REAL(int, "fstatat64", int, const char *, struct stat64 *, int);
+    ASKED(d, p);
+    return real(d, p, to, how);
+}
+int fstatat(int d, const char *p, struct stat *to, int how) { return fstatat64(d, p, (struct stat64 *)to, how); }
+int stat64(const char *p, struct stat64 *to) { return fstatat64(AT_FDCWD, p, to, 0); }
+int lstat64(const char *p, struct stat64 *to) { return fstatat64(AT_FDCWD, p, to, AT_SYMLINK_NOFOLLOW); }
+int stat(const char *p, struct stat *to) { return stat64(p, (struct stat64 *)to); }
+int lstat(const char *p, struct stat *to) { return lstat64(p, (struct stat64 *)to); }
+int statx(int d, const char *p, int how, unsigned mask, struct statx *to) {
+    if (*p) { ASKED(d, p); return syscall(SYS_statx, d, p, how, mask, to); }
+    return syscall(SYS_statx, d, p, how, mask, to);
+}
+int fstat64(int fd, struct stat64 *to) {
+    REAL(int, "fstat64", int, struct stat64 *);
+    LOOK(STAT, fd)
+    return real(fd, to);
+}
+int fstat(int fd, struct stat *to) { return fstat64(fd, (struct stat64 *)to); }
+int faccessat(int d, const char *p, int wanted, int how) {
+    REAL(int, "faccessat", int, const char *, int, int);
+    ASKED(d, p);
+    return real(d, p, wanted, how);
+}
+int access(const char *p, int wanted) { return faccessat(AT_FDCWD, p, wanted, 0); }
+int statvfs64(const char *p, struct statvfs64 *to) {
+    REAL(int, "statvfs64", const char *, struct statvfs64 *);
+    ASKED(AT_FDCWD, p);
+    return real(p, to);
+}
+int statvfs(const char *p, struct statvfs *to) { return statvfs64(p, (struct statvfs64 *)to); }
+int flock(int fd, int how) { LOOK(LOCK, fd) return syscall(SYS_flock, fd, how); }
+
 int ftruncate64(int fd, off64_t n) { LOOK(SIZE, fd) return syscall(SYS_ftruncate, fd, n); }
 int ftruncate(int fd, off_t n) { return ftruncate64(fd, n); }
 int fallocate64(int fd, int how, off64_t at, off64_t n) { LOOK(SIZE, fd) return syscall(SYS_fallocate, fd, how, at, n); }

@@ -17,8 +17,11 @@ from pathlib import Path
 import needs
 import pytest
 
-OPEN, READ, WRITE, SYNC, RENAME, UNLINK, SIZE, LIST = (1 << bit for bit in range(8))
-KINDS = dict(zip((1 << bit for bit in range(8)), "open read write sync rename unlink size list".split(), strict=True))  # fmt: skip
+NAMES = "open read write sync rename unlink size list stat make lock".split()
+BITS = OPEN, READ, WRITE, SYNC, RENAME, UNLINK, SIZE, LIST, STAT, MAKE, LOCK = tuple(
+    1 << bit for bit in range(len(NAMES))
+)
+KINDS = dict(zip(BITS, NAMES, strict=True))
 WRITING = OPEN | WRITE | SYNC | RENAME | SIZE
 READING = OPEN | READ | LIST
 FAIL, SHORT, HANG, DROP = range(4)
@@ -34,7 +37,7 @@ class _Struct(ctypes.Structure):
         *((name, ctypes.c_int32) for name in ("error", "mode")),
         *((name, ctypes.c_int64) for name in ("first", "last", "seen", "hits")),
         *((name, ctypes.c_double) for name in ("seconds", "skew")),
-        *((name, ctypes.c_uint32) for name in ("n_lost", "pad")),
+        *((name, ctypes.c_uint32) for name in ("n_lost", "named")),
         ("aim", ctypes.c_char * 512),
         ("only", ctypes.c_char * 128),
         ("roots", ctypes.c_char * 512 * 2),

@@ -1,10 +1,15 @@
-"""Every call that reaches the disk fails once, or from then on; one test for each way to fail."""
+"""Every call that reaches the disk fails once, or from then on; one test for each way to fail.
+
+Calls are told apart as the shim does it: opening, reading, writing, syncing, naming, removing, asking
+what is there, locking.
+"""
 
 from __future__ import annotations
 
 import errno
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,11 +21,18 @@ from store.faults.shim import (
     EVER,
     HANG,
     LIST,
+    LOCK,
+    MAKE,
     OPEN,
     READ,
     READING,
+    RENAME,
     SHORT,
+    SIZE,
+    STAT,
     SYNC,
+    UNLINK,
+    WRITE,
     WRITING,
     power_cut,
 )  # fmt: skip
@@ -33,6 +45,7 @@ NEW = {f"new/{i}": tokens for i, tokens in enumerate(chunks(3, seed=5).values())
 LOAD = 0.5  # seconds a load may take
 Fresh = Callable[[], Filled]
 Aim = dict[str, Any]
+CHANGING = MAKE | WRITE | RENAME | SIZE | UNLINK
 
 WRITES = {
     "ENOSPC from then on": {"error": errno.ENOSPC, "count": EVER},
@@ -41,6 +54,13 @@ WRITES = {
     "EIO once": {"error": errno.EIO, "count": 1},
     "EIO from then on": {"error": errno.EIO, "count": EVER},
     "a short write": {"mode": SHORT, "count": 1},
+    "EMFILE from then on": {"ops": OPEN, "error": errno.EMFILE, "count": EVER},
+    "EROFS from then on": {"ops": CHANGING, "error": errno.EROFS, "count": EVER},
+    "no removal once": {"ops": UNLINK, "error": errno.EIO, "count": 1},
+    "no removal from then on": {"ops": UNLINK, "error": errno.EACCES, "count": EVER},
+    "no look once": {"ops": STAT, "error": errno.EIO, "count": 1},
+    "no look from then on": {"ops": STAT, "error": errno.EIO, "count": EVER},
+    "no lock once": {"ops": LOCK, "error": errno.ENOLCK, "count": 1},
 }
 READS = {
     "EIO once": {"error": errno.EIO, "count": 1},
@@ -48,7 +68,17 @@ READS = {
     "EMFILE once": {"error": errno.EMFILE, "count": 1},
     "EMFILE from then on": {"error": errno.EMFILE, "count": EVER},
     "a short read": {"mode": SHORT, "count": 1},
+    "no look once": {"ops": STAT, "error": errno.EIO, "count": 1},
+    "no look from then on": {"ops": STAT, "error": errno.EACCES, "count": EVER},
 }
+OTHERS = [  # where others may use the tier too
+    pytest.param("disk", "EIO once", True, id="disk, some"),
+    *(
+        pytest.param(kind, way, False, id=f"{kind}, {way}", marks=pytest.mark.slow)
+        for kind in ("disk", "s3")
+        for way in ("EIO once", "ENOSPC from then on", "no look once")
+    ),
+]
 
 
 def which(n: int, quick: bool) -> range:
@@ -73,20 +103,41 @@ def slow_too(*ways: str, quick: int = 1) -> Any:
 def n_calls(host: Host, fresh: Fresh, ops: int, script: str, only: str = "") -> int:
     world = fresh()
     host.control.aim(ops, world.root, first=EVER, count=0, only=only)
-    args = (NEW,) if script == "write" else ()
-    told = world.told if script == "write" else world.may
-    host.run(script, world.home, world.tiers, told, *args)
+    args = (world.may,) if script == "look" else (world.told, NEW)
+    host.run(script, world.home, world.tiers, *args)
     return int(host.control.raw.seen)
+
+
+def aimed(way: Aim, ops: int) -> tuple[int, Aim]:
+    return way.get("ops", ops), {name: value for name, value in way.items() if name != "ops"}
 
 
 @slow_too(*WRITES)
 def test_writes_that_fail(host: Host, fresh: Fresh, tally: Tally, way: str, quick: bool) -> None:
+    writes(host, fresh, tally, way, quick)
+
+
+@pytest.mark.parametrize(("kind", "way", "quick"), OTHERS)
+def test_writes_that_fail_where_others_are(
+    host: Host,
+    pristine_of: Callable[[str], Filled],
+    tmp_path: Path,
+    tally: Tally,
+    kind: str,
+    way: str,
+    quick: bool,
+) -> None:
+    writes(host, lambda: pristine_of(kind).copy(tmp_path / "world"), tally, way, quick)
+
+
+def writes(host: Host, fresh: Fresh, tally: Tally, way: str, quick: bool) -> None:
     """What was acknowledged is there, errors say what to do, and closing lets go of everything."""
-    n = n_calls(host, fresh, WRITING, "write")
-    assert n > 20
+    ops, aim = aimed(WRITES[way], WRITING)
+    n = n_calls(host, fresh, ops, "write")
+    assert n > (20 if ops == WRITING else 0), "nothing is hit"
     for k in which(n, quick):
         world = fresh()
-        host.control.aim(WRITING, world.root, first=k, **WRITES[way])
+        host.control.aim(ops, world.root, first=k, **aim)
         try:
             verdict, done, after = host.run("write", world.home, world.tiers, world.told, NEW)
         except Died as died:
@@ -105,7 +156,7 @@ def test_writes_that_fail(host: Host, fresh: Fresh, tally: Tally, way: str, quic
 @slow_too(*READS)
 def test_reads_that_fail(host: Host, fresh: Fresh, tally: Tally, way: str, quick: bool) -> None:
     """Answers are right or errors meanwhile, and nothing is lost by it, also when it dies then."""
-    aim, ops = READS[way], OPEN | LIST if "EMFILE" in way else READING
+    ops, aim = aimed(READS[way], OPEN | LIST if "EMFILE" in way else READING)
     for k in which(n_calls(host, fresh, ops, "look"), quick):
         world = fresh()
         host.control.aim(ops, world.root, first=k, **aim)
@@ -156,11 +207,26 @@ def test_a_tier_that_hangs(host: Host, fresh: Fresh, tally: Tally, way: str, qui
 @slow_too("once", "from then on")
 def test_a_home_that_hangs(host: Host, fresh: Fresh, tally: Tally, way: str, quick: bool) -> None:
     """Syncs, of the index and of what is beside it: verbs end, and what they acknowledged is there."""
+    hangs(host, fresh, tally, SYNC, "", way, 2 if quick else 0)
+
+
+@slow_too("once", "from then on")
+def test_a_tier_that_takes_nothing_in_time(
+    host: Host, fresh: Fresh, tally: Tally, way: str, quick: bool
+) -> None:
+    """Whatever a put does there hangs."""
+    hangs(host, fresh, tally, CHANGING | SYNC, "/tier", way, 1 if quick else 0)
+
+
+def hangs(host: Host, fresh: Fresh, tally: Tally, ops: int, only: str, way: str, last: int) -> None:
+    """Put durably while calls hang: all of them in turn, or the ``last`` ones of some."""
+    n = n_calls(host, fresh, ops, "write", only)
+    assert n > 3
     count = 1 if way == "once" else EVER
-    for k in which(n_calls(host, fresh, SYNC, "write"), quick)[-2 if quick else 0 :]:
+    for k in which(n, last > 0)[-last if last else 0 :]:
         world = fresh()
-        host.control.aim(SYNC, world.root, mode=HANG, seconds=6, first=k, count=count)
-        where = f"sync {k} hangs {way}"
+        host.control.aim(ops, world.root, mode=HANG, seconds=6, first=k, count=count, only=only)
+        where = f"call {k} hangs {way}"
         try:
             verdict, done = host.run("write_slowly", world.home, world.tiers, world.told, NEW, 0.5)
         except Died as died:

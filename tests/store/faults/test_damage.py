@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import random
 import shutil
@@ -13,7 +14,9 @@ import pytest
 from store.faults.conftest import Filled
 from store.faults.host import Died, Host
 from store.faults.tally import Tally
-from store.faults.verbs import Verdict
+from store.faults.verbs import Told, Verdict, chunks
+
+from kvweave.store.record.layout import FIXED, FORMAT, MAGIC, SUM, head_sum
 
 FLIPS = int(os.environ.get("KVWEAVE_FLIPS", "1000"))
 SEED = int(os.environ.get("KVWEAVE_SEED", "2026"))
@@ -23,10 +26,13 @@ LOST_BY_A_BIT = 6  # names that may stand in the page of SQLite that a repair mu
 VERSION = slice(60, 64)  # of an SQLite file: PRAGMA user_version
 
 
-def look(host: Host, world: Filled, tally: Tally, where: str, *, may_lose: int) -> Verdict | None:
+def look(
+    host: Host, world: Filled, tally: Tally, where: str, *, may_lose: int, may: Told | None = None
+) -> Verdict | None:
     """Open and ask: nothing wrong comes out, and no more than so many are lost."""
+    told = world.may if may is None else may
     try:
-        verdict: Verdict = host.run("look", world.home, world.tiers, world.may, list(world.told))
+        verdict: Verdict = host.run("look", world.home, world.tiers, told, list(world.told))
     except Died as died:
         tally.fault("hintless", f"{where}: {died}")
         return None
@@ -75,6 +81,21 @@ def _open_again(host: Host, world: Filled, tally: Tally, where: str) -> None:
         tally.fault("lost", f"{where}: {verdict.refused}")
 
 
+def newer(whole: bytes) -> bytes | None:
+    """Return a file as a later version might have written it, None for one without a version."""
+    made = bytearray(whole)
+    if whole.startswith(SQLITE):
+        made[VERSION] = (int.from_bytes(whole[VERSION], "big") + 1).to_bytes(4, "big")
+        return bytes(made)
+    if whole.startswith(MAGIC):
+        magic, _, *rest = FIXED.unpack_from(whole)
+        FIXED.pack_into(made, 0, magic, FORMAT + 1, *rest)
+        SUM.pack_into(made, FIXED.size, head_sum(memoryview(made)[: rest[0]]))
+        return bytes(made)
+    said = json.loads(whole) if whole.startswith(b"{") else {}
+    return json.dumps(said | {"format": said["format"] + 1}).encode() if "format" in said else None
+
+
 def spoilt(path: Path) -> Iterator[tuple[str, bytes | None]]:
     """What may have become of one file."""
     whole = path.read_bytes()
@@ -83,12 +104,10 @@ def spoilt(path: Path) -> Iterator[tuple[str, bytes | None]]:
         yield "empty", b""
         for n in {len(whole) // 2, len(whole) - 1, min(len(whole) - 1, 10)}:
             yield f"cut to {n}", whole[:n]
-    if whole.startswith(SQLITE):
-        version = int.from_bytes(whole[VERSION], "big")
-        newer = bytearray(whole)
-        newer[VERSION] = (version + 1).to_bytes(4, "big")
-        yield "newer", bytes(newer)
-    else:
+    later = newer(whole)
+    if later is not None:
+        yield "newer", later
+    if not whole.startswith(SQLITE):
         for i in range(min(len(whole), 24)):  # wherever the version of its format may stand
             changed = bytearray(whole)
             changed[i] = (changed[i] + 1) % 256
@@ -123,9 +142,36 @@ def damage(host: Host, original: Filled, to: Path, tally: Tally, *, quick: bool 
             may_lose = 1 if in_tier else len(world.told) * (label in ("missing", "empty"))
             verdict = look(host, world, tally, where, may_lose=may_lose)
             tally.did(f"damaged {kind(path)}")
+            if label == "newer":
+                left_alone(host, world, path, data, tally)
             most = 1 if in_tier else len(world.told)  # a file cut in half is half a file
             repaired(host, world, verdict, tally, where, may_lose=most)
             (undone if in_tier else mended)(host, world, original, tally, where)
+    tally.settle()
+
+
+def left_alone(host: Host, world: Filled, path: Path, data: bytes | None, tally: Tally) -> None:
+    """What a later version wrote is no damage, for an engine or for a repair; but for whose directory
+    it is, which a repair knows."""
+    for who in ("opening", "a repair") if path.suffix != ".json" else ("opening",):
+        if who == "a repair":
+            host.last_word("repair", world.home, world.tiers)  # it may well refuse
+        if not (world.root / path).exists() or (world.root / path).read_bytes() != data:
+            tally.fault("lost", f"{path} of a later version, by {who}")
+
+
+def test_files_of_a_later_version(host: Host, fresh: Fresh, pristine: Filled, tally: Tally) -> None:
+    kinds = {
+        kind(path): path for path in pristine.files() if newer((pristine.root / path).read_bytes())
+    }
+    assert len(kinds) >= 3, "the index, a record, whose directory it is"
+    for path in kinds.values():
+        world, data = fresh(), newer((pristine.root / path).read_bytes())
+        apply(world.root / path, data)
+        in_tier = pristine.in_tier(path)
+        look(host, world, tally, f"{path} newer", may_lose=len(world.told))
+        left_alone(host, world, path, data, tally)
+        (undone if in_tier else mended)(host, world, pristine, tally, f"{path} newer")
     tally.settle()
 
 
@@ -196,6 +242,29 @@ def test_a_shorter_record_in_the_place_of_a_longer_one(
     host: Host, fresh: Fresh, pristine: Filled, tally: Tally
 ) -> None:  # point 2
     copied(host, fresh, pristine, tally)
+
+
+@pytest.mark.parametrize("quick", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_files_of_another_home(
+    host: Host, fresh: Fresh, pristine: Filled, tmp_path: Path, tally: Tally, quick: bool
+) -> None:
+    """The other one has other texts under the same names: of either, and nothing is destroyed."""
+    other = Filled(tmp_path / "other", chunks(len(pristine.told), seed=7))
+    host.run("fill", other.home, other.tiers, other.told)
+    may = {name: [tokens, other.told[name]] for name, tokens in pristine.told.items()}
+    records = (path for path in other.files() if path.suffix == ".kv")
+    files = [(path, path if (other.root / path).exists() else next(records))
+             for path in pristine.files()]  # fmt: skip
+    if quick:
+        files = [pair for pair in files if pair[0].name in ("index.sqlite", "owner.json")]
+    for ours, theirs in files:
+        world, where = fresh(), f"{ours} of another home"
+        shutil.copyfile(other.root / theirs, world.root / ours)
+        in_tier = world.in_tier(ours)
+        look(host, world, tally, where, may_lose=1 if in_tier else len(may), may=may)
+        tally.did("of another home")
+        (undone if in_tier else mended)(host, world, pristine, tally, where)
+    tally.settle()
 
 
 def flips(

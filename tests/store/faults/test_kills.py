@@ -154,15 +154,26 @@ def test_kills_of_engines_that_share_a_store(
     campaign(host, tmp_path, KILLS // 4, tally, tier=shared_at(tmp_path / "shared", kind))
 
 
-def cuts(host: Host, root: Path, n: int, tally: Tally, **how: Any) -> None:
-    """As kills, but what was not synced goes: all of it, or any pages and names."""
+@pytest.mark.parametrize("n", [3, pytest.param(KILLS // 10, marks=pytest.mark.slow)])
+def test_kills_where_files_have_names_at_once(
+    host: Host, tmp_path: Path, tally: Tally, n: int
+) -> None:
+    """As on NFS: a file is written under a name of its own and linked to its key."""
+    host.control.raw.named = 1
+    campaign(host, tmp_path, n, tally)
+
+
+def cuts(host: Host, root: Path, n: int, tally: Tally, *, kind: str = "", **how: Any) -> None:
+    """As kills, but what was not synced goes: all of it, or any pages and names. ``kind``: of a tier
+    that others may use."""
     rng, fine = random.Random(SEED), True
     for i in range(n):
         if i % 10 == 0 or not fine:
             home, tier = root / f"{i}/home", root / f"{i}/kv"
             home.mkdir(parents=True)
             tier.mkdir()
-            books = {"a": Book("a", home, (tier_at(tier),))}
+            spec = shared_at(tier, kind) if kind else tier_at(tier)
+            books = {"a": Book("a", home, (spec,))}
         shadow = root / "shadow"
         host.control.watch(shadow, home, tier)
         killed(host, books, rng, tally, **how)
@@ -197,6 +208,15 @@ def test_a_power_cut_just_after_the_first_opening(host: Host, tmp_path: Path, ta
 @pytest.mark.slow
 def test_power_cuts(host: Host, tmp_path: Path, tally: Tally) -> None:
     cuts(host, tmp_path, CUTS, tally)
+
+
+@pytest.mark.parametrize("n", [2, pytest.param(CUTS // 4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("named", [0, 1], ids=["nameless", "named"])
+def test_power_cuts_of_a_shared_directory(
+    host: Host, tmp_path: Path, tally: Tally, named: int, n: int
+) -> None:
+    host.control.raw.named = named
+    cuts(host, tmp_path, n, tally, kind="disk", life=20)
 
 
 @pytest.mark.slow

@@ -184,10 +184,12 @@ def examine(
         verdict.refused = (verdict.errors or verdict.hintless)[0]
         return verdict
     before = counts(engine)
-    below = {record.id: rests(engine, record.id) for record in list(engine.table)}
+    below = verdict.timed(
+        "ls", limit + OWN, lambda: {r.id: rests(engine, r.id) for r in list(engine.table)}
+    )
     for name, may in told.items():
         try:
-            _one(truth, engine, name, set(may), name in set(durable), below, limit, verdict)
+            _one(truth, engine, name, set(may), name in set(durable), below or {}, limit, verdict)
         except Exception as error:
             verdict.caught(error, name)
     after = counts(engine)

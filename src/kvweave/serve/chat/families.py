@@ -31,6 +31,7 @@ class Family:
     response: Mapping[str, Any]
     call: CallForm | None = None  # None: not to be forced by a grammar
     think: tuple[str, str] | None = None  # what opens and closes reasoning
+    pythonic: bool = False  # calls are written as Python calls them
 
 
 def _call(name: str = "{name}", arguments: str = "{content}") -> dict[str, Any]:
@@ -68,6 +69,7 @@ def _bare_keys(quote: str) -> dict[str, Any]:
     return {"content_args": {"unquoted_keys": True, "string_delims": [[quote, quote]]}}
 
 
+_AS_TEXT = {"content": "text", "transform": None}
 _HARMONY_START = r"(?:<\|start\|>assistant)?"
 _HARMONY_ENDS = ["<|end|>", "<|return|>"]
 
@@ -221,6 +223,56 @@ FAMILIES: Mapping[str, Family] = {
         ),
         None,
         ("<|channel>thought\n", "<channel|>"),
+    ),
+    # Llama 4, and whatever is told to write so; without marks of their own around the list
+    "pythonic": Family(
+        (("<|header_start|>",), ("[func_name1(",)),
+        _response(
+            [
+                "<|header_start|>assistant<|header_end|>\n\n",
+                "<|start_header_id|>assistant<|end_header_id|>\n\n",
+                "<start_of_turn>model\n",
+            ],
+            {
+                "open_pattern": r"\s*(?:<\|python_start\|>)?(?=\[\s*[A-Za-z_][\w.]*\(|\{\s*\"name\")",
+                "close_pattern": r"\s*(?:<\|python_end\|>|<\|eot\|>|<\|eom\|>|<\|eot_id\|>|<end_of_turn>)",
+                **_AS_TEXT,
+            },
+            {"close_pattern": r"<\|eot\|>|<\|eom\|>|<\|eot_id\|>|<end_of_turn>"},
+        ),
+        pythonic=True,
+    ),
+    "lfm2": Family(
+        (("<|tool_call_start|>",), ("<|tool_list_start|>",)),
+        _response(
+            _IM,
+            {
+                "open_pattern": r"\s*<\|tool_call_start\|>",
+                "close": "<|tool_call_end|>",
+                **_AS_TEXT,
+            },
+            _IM_END,
+            _THINK,
+        ),
+        None,
+        _THOUGHT,
+        pythonic=True,
+    ),
+    "olmo3": Family(
+        (("<function_calls>", "<functions>"),),
+        _response(
+            _IM,
+            {
+                "open_pattern": r"\s*<function_calls>",
+                "close": "</function_calls>",
+                **_AS_TEXT,
+            },
+            _IM_END,
+            _THINK,
+        ),
+        None,
+        _THOUGHT,
+        pythonic=True,
     ),
     "llama3-json": Family(
         (("<|start_header_id|>", "parameters"), ("<|python_tag|>",)),

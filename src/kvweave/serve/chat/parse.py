@@ -15,6 +15,7 @@ from typing import Any
 from transformers.utils.chat_parsing import ResponseParser
 
 from kvweave.serve.chat.families import FAMILIES, Family, family_of
+from kvweave.serve.chat.pythonic import pythonic_calls
 
 STRICT_CONTENT = ("json",)  # of a call: such a region is complete if it can be read
 
@@ -127,6 +128,11 @@ class AnswerParser:
         """Whether what comes now is reasoning."""
         return self._field == "reasoning_content"
 
+    @property
+    def _pythonic(self) -> bool:
+        family = None if self._form is None else self._form.family
+        return family is not None and family.pythonic
+
     def feed(self, text: str) -> list[Written]:
         """Take in more of the answer; return what it adds."""
         if self._form is None or self._parser is None:
@@ -148,7 +154,7 @@ class AnswerParser:
         if self._form is None or self._parser is None:
             return []
         calls = self._form.response["fields"].get("tool_calls", {})
-        strict = calls.get("content", "text") in STRICT_CONTENT
+        strict = self._pythonic or calls.get("content", "text") in STRICT_CONTENT
         found: list[Written] = []
         if self._field == "tool_calls" and complete and not strict:
             found = self._closed()
@@ -229,6 +235,8 @@ class AnswerParser:
     def _called(self, value: Any) -> list[Written]:
         """Return the calls of a region that was closed; what is none is content."""
         made: list[Written] = []
+        if self._pythonic:
+            value = pythonic_calls(value) if isinstance(value, str) else None
         for each in value if isinstance(value, list) else [value]:
             call = _call_of(each)
             if call is None:

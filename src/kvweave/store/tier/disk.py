@@ -28,7 +28,7 @@ from kvweave.errors import StoreError, of_system
 from kvweave.store.tier.base import DONE, LATE, PAGE, Get, Outcome, Put, checked
 from kvweave.store.tier.buffers import Run, runs
 from kvweave.store.tier.files import PIECE, NewFile, OpenFile, taken
-from kvweave.store.tier.keys import absent, check_key, is_key, n_bytes_of, outside, present
+from kvweave.store.tier.keys import absent, check_keys, is_key, n_bytes_of, outside, present
 from kvweave.store.tier.owner import Claim
 
 SUFFIX = ".kv"
@@ -78,9 +78,8 @@ class Disk:
     def put(
         self, puts: Sequence[Put], *, durable: bool = False, deadline: float | None = None
     ) -> list[Outcome]:
-        for put in puts:
-            check_key(put.key)
-        outcomes = [self._put(put, durable, deadline) for put in puts]
+        check_keys(put.key for put in puts)
+        outcomes = [self._refused(deadline) or self._put(put, durable, deadline) for put in puts]
         if durable and any(o.state in ("done", "exists") for o in outcomes):
             why = self._sync_directory()
             if why:  # a name that may not be on the disk is taken back: nobody relies on it
@@ -92,17 +91,16 @@ class Disk:
         return outcomes
 
     def _put(self, put: Put, durable: bool, deadline: float | None) -> Outcome:
-        if self._closed:
-            return CLOSED
-        if _is_over(deadline):
-            return LATE
         n, path = n_bytes_of(put.data), self.path(put.key)
         if n == 0:
             return Outcome("failed", f"{put.key}: nothing is no value")
-        if path.exists():
-            return self._exists(path, durable)
-        if not self._reserve(n):
-            return Outcome("full", f"{put.key}: {n} bytes do not fit into {self.capacity}")
+        try:
+            if path.exists():
+                return self._exists(path, durable)
+            if not self._reserve(n):
+                return Outcome("full", f"{put.key}: {n} bytes do not fit into {self.capacity}")
+        except (OSError, StoreError) as error:
+            return Outcome("failed", f"{put.key}: {error}")
         try:
             with NewFile(self.directory, self._direct) as file:
                 file.write(runs(put.data), deadline)
@@ -137,15 +135,10 @@ class Disk:
     # ---- reading
 
     def get(self, gets: Sequence[Get], *, deadline: float | None = None) -> list[Outcome]:
-        for get in gets:
-            check_key(get.key)
-        return [self._get(get, deadline) for get in gets]
+        check_keys(get.key for get in gets)
+        return [self._refused(deadline) or self._get(get, deadline) for get in gets]
 
     def _get(self, get: Get, deadline: float | None) -> Outcome:
-        if self._closed:
-            return CLOSED
-        if _is_over(deadline):
-            return LATE
         try:
             file = self._opened(get.key)
             bad = outside(get, file.n)
@@ -196,15 +189,10 @@ class Disk:
             self._open.pop(key, None)
 
     def look(self, keys: Sequence[str], *, deadline: float | None = None) -> list[int | Outcome]:
-        for key in keys:
-            check_key(key)
-        return [self._look(key, deadline) for key in keys]
+        check_keys(keys)
+        return [self._refused(deadline) or self._look(key) for key in keys]
 
-    def _look(self, key: str, deadline: float | None) -> int | Outcome:
-        if self._closed:
-            return CLOSED
-        if _is_over(deadline):
-            return LATE
+    def _look(self, key: str) -> int | Outcome:
         try:
             return self.path(key).stat().st_size
         except FileNotFoundError:
@@ -225,15 +213,10 @@ class Disk:
     # ---- going
 
     def discard(self, keys: Sequence[str], *, deadline: float | None = None) -> list[Outcome]:
-        for key in keys:
-            check_key(key)
-        return [self._remove(key, deadline) for key in keys]
+        check_keys(keys)
+        return [self._refused(deadline) or self._remove(key) for key in keys]
 
-    def _remove(self, key: str, deadline: float | None = None) -> Outcome:
-        if self._closed:
-            return CLOSED
-        if _is_over(deadline):
-            return LATE
+    def _remove(self, key: str) -> Outcome:
         self._forget(key)
         try:
             self.path(key).unlink()
@@ -294,6 +277,11 @@ class Disk:
         if self.capacity is not None:
             with self._lock:
                 self._n_writing -= taken(n)
+
+    def _refused(self, deadline: float | None) -> Outcome | None:
+        if self._closed:
+            return CLOSED
+        return LATE if _is_over(deadline) else None
 
     def check_integrity(self) -> None:
         """Do nothing: no accounts are kept that could differ from the files."""

@@ -20,19 +20,20 @@ from concurrent.futures import Future
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
-from kvweave.chunk.background import Background, silent, within
+from kvweave.chunk.background import Background, Calls, answer, silent, within
 from kvweave.errors import of_system
 from kvweave.store.tier.base import LATE, Get, Outcome, Put, Tier
 from kvweave.store.tier.keys import n_bytes_of
+from kvweave.store.tier.limit import Limit
 
 THREADS = 8
 APART = 1 << 18  # bytes of reads that are worth a thread of their own
 AT_ONCE = 4  # threads that one batch is divided among
 QUIET = 4.0  # seconds without a sign of life after which nothing is opened
 LISTED = 1024  # keys listed at a time
-PATIENCE = 30.0  # seconds of a call without a deadline, and as long again for each 256 MiB
+PATIENCE = 60.0  # seconds of a call without a deadline, beside those of its bytes
 T = TypeVar("T")
 
 
@@ -41,38 +42,38 @@ class Guarded:
 
     def __init__(self, tier: Tier) -> None:
         self.tier, self.name, self.shared = tier, tier.name, tier.shared
-        self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = queue.SimpleQueue()
+        self._calls: Calls = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._n_threads = self._n_busy = 0
 
     def put(
         self, puts: Sequence[Put], *, durable: bool = False, deadline: float | None = None
     ) -> list[Outcome]:
-        ends = _ends(deadline, sum(n_bytes_of(put.data) for put in puts))
-        call = partial(self.tier.put, puts, durable=durable, deadline=ends)
-        return self._wait(self._begin(call), ends, [_over(deadline)] * len(puts))
+        limit = Limit(deadline, PATIENCE, sum(n_bytes_of(put.data) for put in puts))
+        call = partial(self.tier.put, puts, durable=durable, deadline=limit.ends)
+        return _wait(self._begin(call), limit, len(puts))
 
     def get(self, gets: Sequence[Get], *, deadline: float | None = None) -> list[Outcome]:
         sizes = [n_bytes_of(get.into) for get in gets]
-        ends = _ends(deadline, sum(sizes))
+        limit = Limit(deadline, PATIENCE, sum(sizes))
         groups = list(_groups(gets, sizes))
-        begun = [self._begin(partial(self.tier.get, group, deadline=ends)) for group in groups]
-        late = _over(deadline)
+        call = partial(self.tier.get, deadline=limit.ends)
+        begun = [self._begin(partial(call, group)) for group in groups]
         return [
             outcome
             for group, future in zip(groups, begun, strict=True)
-            for outcome in self._wait(future, ends, [late] * len(group))
+            for outcome in _wait(future, limit, len(group))
         ]
 
     def look(self, keys: Sequence[str], *, deadline: float | None = None) -> list[int | Outcome]:
-        ends = _ends(deadline, 0)
-        late: list[int | Outcome] = [_over(deadline)] * len(keys)
-        return self._wait(self._begin(partial(self.tier.look, keys, deadline=ends)), ends, late)
+        limit = Limit(deadline, PATIENCE)
+        call = partial(self.tier.look, keys, deadline=limit.ends)
+        return _wait(self._begin(call), limit, len(keys))
 
     def discard(self, keys: Sequence[str], *, deadline: float | None = None) -> list[Outcome]:
-        ends = _ends(deadline, 0)
-        late = [_over(deadline)] * len(keys)
-        return self._wait(self._begin(partial(self.tier.discard, keys, deadline=ends)), ends, late)
+        limit = Limit(deadline, PATIENCE)
+        call = partial(self.tier.discard, keys, deadline=limit.ends)
+        return _wait(self._begin(call), limit, len(keys))
 
     def keys(self) -> Iterator[str]:
         """Yield keys. Raises StoreError, also when for `QUIET` seconds none came."""
@@ -91,7 +92,7 @@ class Guarded:
         self.tier.close()
         with self._lock:
             for _ in range(self._n_threads):
-                self._calls.put((_stop, Future()))
+                self._calls.put(None)
             self._n_threads = 0
 
     def _begin(self, call: Callable[[], T]) -> Future[T]:
@@ -100,7 +101,7 @@ class Guarded:
             self._n_busy += 1
             if self._n_busy > self._n_threads < THREADS:
                 self._n_threads += 1
-                Background(self._serve, "kvweave-tier")
+                Background(partial(answer, self._calls, self._done), "kvweave-tier")
         self._calls.put((call, future))
         return future
 
@@ -111,29 +112,17 @@ class Guarded:
         except TimeoutError as error:
             raise silent(self.name) from error
 
-    def _wait(self, future: Future[T], ends: float, late: T) -> T:
-        try:
-            return future.result(max(0.0, ends - time.monotonic()))
-        except TimeoutError:
-            future.cancel()  # if it has not begun it never does
-            return late
+    def _done(self) -> None:
+        with self._lock:
+            self._n_busy -= 1
 
-    def _serve(self) -> None:
-        while True:
-            call, future = self._calls.get()
-            if call is _stop:
-                return
-            if future.set_running_or_notify_cancel():
-                try:
-                    made = call()
-                except BaseException as error:  # it is the caller's
-                    future.set_exception(error)
-                else:
-                    future.set_result(made)
-                    del made
-            del call, future  # buffers of callers among them
-            with self._lock:
-                self._n_busy -= 1
+
+def _wait(future: Future[list[T]], limit: Limit, n: int) -> list[T | Outcome]:
+    try:
+        return [*future.result(max(0.0, limit.ends - time.monotonic()))]
+    except TimeoutError:
+        future.cancel()  # if it has not begun it never does
+        return [limit.outcome()] * n
 
 
 def in_time(call: Callable[[], T], directory: Path, undo: Callable[[T], object]) -> T:
@@ -155,18 +144,6 @@ def listed(tier: Tier) -> Iterator[tuple[str, int | Outcome]]:
         if LATE in sizes:
             raise silent(tier.name)
         yield from zip(some, sizes, strict=True)
-
-
-def _stop() -> None:
-    raise AssertionError("a mark, not called")
-
-
-def _ends(deadline: float | None, n_bytes: int) -> float:
-    return time.monotonic() + PATIENCE * (1 + n_bytes / 2**28) if deadline is None else deadline
-
-
-def _over(deadline: float | None) -> Outcome:
-    return Outcome("failed", "the device does not answer") if deadline is None else LATE
 
 
 def _groups(gets: Sequence[Get], sizes: Sequence[int]) -> Iterator[Sequence[Get]]:

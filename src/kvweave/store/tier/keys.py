@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from kvweave.errors import InvalidArgument
 from kvweave.store.tier.base import Get, Outcome
@@ -21,6 +21,17 @@ def check_key(key: str) -> None:
     if not is_key(key):
         hint = "a key is 1 to 200 characters of a-z 0-9 . - _"
         raise InvalidArgument("key", f"{key[:80]!r} is not a key", hint)
+
+
+def check_keys(keys: Iterable[str]) -> None:
+    """Raise InvalidArgument unless all of them are keys."""
+    for key in keys:
+        check_key(key)
+
+
+def pages(keys: Sequence[str], n: int) -> Iterator[Sequence[str]]:
+    """Cut keys into groups of ``n``, the last one of what is left."""
+    return (keys[start : start + n] for start in range(0, len(keys), n))
 
 
 def n_bytes_of(buffers: Sequence[memoryview]) -> int:

@@ -11,7 +11,7 @@ import numpy as np
 from kvweave.errors import InvalidArgument, StoreError
 from kvweave.store.tier.base import DONE, LATE, Get, Outcome, Put, checked
 from kvweave.store.tier.buffers import Bytes, copy_in, copy_out
-from kvweave.store.tier.keys import absent, check_key, n_bytes_of, outside, present
+from kvweave.store.tier.keys import absent, check_keys, n_bytes_of, outside, present
 
 CLOSED = Outcome("failed", "the tier is closed")
 
@@ -35,26 +35,22 @@ class Memory:
         self, puts: Sequence[Put], *, durable: bool = False, deadline: float | None = None
     ) -> list[Outcome]:
         """Create values; ``durable`` changes nothing: they go with the process."""
-        for put in puts:
-            check_key(put.key)
+        check_keys(put.key for put in puts)
         return [self._refused(deadline) or self._put(put) for put in puts]
 
     def get(self, gets: Sequence[Get], *, deadline: float | None = None) -> list[Outcome]:
         """Fill the callers' buffers."""
-        for get in gets:
-            check_key(get.key)
+        check_keys(get.key for get in gets)
         return [self._refused(deadline) or self._get(get) for get in gets]
 
     def look(self, keys: Sequence[str], *, deadline: float | None = None) -> list[int | Outcome]:
         """Return the bytes of each value, or why that cannot be told."""
-        for key in keys:
-            check_key(key)
+        check_keys(keys)
         return [self._refused(deadline) or self._look(key) for key in keys]
 
     def discard(self, keys: Sequence[str], *, deadline: float | None = None) -> list[Outcome]:
         """Remove values; memory that a reader copies from goes when it is done."""
-        for key in keys:
-            check_key(key)
+        check_keys(keys)
         return [self._refused(deadline) or self._discard(key) for key in keys]
 
     def keys(self) -> Iterator[str]:

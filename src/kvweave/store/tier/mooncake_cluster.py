@@ -6,8 +6,9 @@ import socket
 from dataclasses import dataclass
 from typing import Any
 
-from kvweave.errors import InvalidArgument, StoreError
+from kvweave.errors import StoreError
 from kvweave.store.tier.limit import Limit, TimeUp
+from kvweave.store.tier.remote import library
 from kvweave.store.tier.slots import Slot
 
 JOINING = 10.0  # seconds a master may take to let us in
@@ -38,17 +39,9 @@ def join(cluster: Cluster) -> tuple[Any, Any]:
 
     Raises InvalidArgument where the package is missing, StoreError when nobody lets us in.
     """
-    try:
-        from mooncake.store import (  # type: ignore[import-not-found, import-untyped, unused-ignore]
-            MooncakeDistributedStore,
-            ReplicateConfig,
-        )
-    except (ImportError, OSError) as error:
-        hint = (
-            "pip install 'kvweave[mooncake]'; it needs libibverbs, librdmacm, libnuma and libcurl"
-        )
-        raise InvalidArgument("tier", f"Mooncake cannot be loaded: {error}", hint) from error
-    store, config = MooncakeDistributedStore(), ReplicateConfig()
+    needs = "; it needs libibverbs, librdmacm, libnuma and libcurl"
+    found = library("mooncake.store", "mooncake", needs=needs)
+    store, config = found.MooncakeDistributedStore(), found.ReplicateConfig()
     config.replica_num = cluster.replicas
     c = cluster
     slot, host, port = Slot(), *c.master.rpartition(":")[::2]

@@ -20,7 +20,7 @@ from kvweave.store.tier.buffers import copy_in, flat
 from kvweave.store.tier.keys import absent, check_key, n_bytes_of, outside, present
 from kvweave.store.tier.limit import SLOWEST, Limit, TimeUp
 from kvweave.store.tier.ranges import PIECE, Range, ranges
-from kvweave.store.tier.remote import KEYS, Lost, Remote, RemoteCalls, judged
+from kvweave.store.tier.remote import KEYS, Lost, Remote, RemoteCalls, judged, library
 from kvweave.store.tier.slots import Slot, Slots, layout
 
 WINDOW = 64  # requests on the way at a time
@@ -53,7 +53,7 @@ class Redis(Remote):
         """
         if connections < 1 or timeout <= 0:
             raise InvalidArgument("connections" if connections < 1 else "timeout", "must be over 0")
-        self._api = _load()
+        self._api = library("redis", "redis", "backoff", "cluster", "retry")
         plain = re.sub(r"^(rediss?)\+cluster://", r"\1://", url)
         self._client_class = self._api.Redis if plain == url else self._api.RedisCluster
         self._url, self._server = plain, _server_of(self._api, plain)
@@ -218,17 +218,6 @@ class Redis(Remote):
             raise
         except Exception as error:  # what is no Redis makes the library raise anything
             raise Lost(f"{self._link.name}: {error or type(error).__name__}") from error
-
-
-def _load() -> Any:
-    try:
-        import redis.backoff
-        import redis.cluster
-        import redis.retry
-    except ImportError as error:
-        hint = "pip install 'kvweave[redis]'"
-        raise InvalidArgument("tier", f"redis-py cannot be loaded: {error}", hint) from error
-    return redis
 
 
 def _server_of(api: Any, url: str) -> str:

@@ -17,11 +17,12 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from typing import TypeVar
+from importlib import import_module
+from typing import Any, TypeVar
 
-from kvweave.errors import StoreError
+from kvweave.errors import InvalidArgument, StoreError
 from kvweave.store.tier.base import Get, Outcome, OutcomeState, Put
-from kvweave.store.tier.keys import check_key, n_bytes_of
+from kvweave.store.tier.keys import check_keys, n_bytes_of, pages
 from kvweave.store.tier.limit import Absence, Limit, TimeUp
 from kvweave.store.tier.slots import Slot, Slots, batches
 
@@ -128,8 +129,7 @@ class Remote:
         self, puts: Sequence[Put], *, durable: bool = False, deadline: float | None = None
     ) -> list[Outcome]:
         """Create values; ``durable`` changes nothing: they are kept as the server keeps them."""
-        for put in puts:
-            check_key(put.key)
+        check_keys(put.key for put in puts)
         sizes = [n_bytes_of(put.data) for put in puts]
         limit = Limit(deadline, self._timeout, sum(sizes))
         why = f"a value has 1 to {self._largest} bytes"
@@ -145,23 +145,20 @@ class Remote:
 
     def get(self, gets: Sequence[Get], *, deadline: float | None = None) -> list[Outcome]:
         """Fill the callers' buffers."""
-        for get in gets:
-            check_key(get.key)
+        check_keys(get.key for get in gets)
         sizes = [n_bytes_of(get.into) for get in gets]
         limit = Limit(deadline, self._timeout, sum(sizes))
         return self._each(batches(gets, sizes), self._get, limit)
 
     def look(self, keys: Sequence[str], *, deadline: float | None = None) -> list[int | Outcome]:
         """Return the bytes of each value, or why that cannot be told."""
-        for key in keys:
-            check_key(key)
-        return self._each(_pages(keys), self._look, Limit(deadline, self._timeout))
+        check_keys(keys)
+        return self._each(pages(keys, KEYS), self._look, Limit(deadline, self._timeout))
 
     def discard(self, keys: Sequence[str], *, deadline: float | None = None) -> list[Outcome]:
         """Remove values where they rest."""
-        for key in keys:
-            check_key(key)
-        return self._each(_pages(keys), self._discard, Limit(deadline, self._timeout))
+        check_keys(keys)
+        return self._each(pages(keys, KEYS), self._discard, Limit(deadline, self._timeout))
 
     def keys(self) -> Iterator[str]:
         """Yield the keys that the server has. Raises StoreError."""
@@ -240,10 +237,18 @@ class Remote:
         return StoreError(f"{self.name} cannot say what it keeps: {why}", hint=hint)
 
 
+def library(name: str, extra: str, *parts: str, needs: str = "") -> Any:
+    """Return an optional library, with ``parts`` of it loaded too. Raises InvalidArgument."""
+    try:
+        found = import_module(name)
+        for part in parts:
+            import_module(f"{name}.{part}")
+    except (ImportError, OSError) as error:
+        hint = f"pip install 'kvweave[{extra}]'{needs}"
+        raise InvalidArgument("tier", f"{name} cannot be loaded: {error}", hint) from error
+    return found
+
+
 def judged(state: OutcomeState, key: str, why: object) -> Outcome:
     """Return an outcome with what the server said of one key."""
     return Outcome(state, f"{key}: {why}")
-
-
-def _pages(keys: Sequence[str]) -> Iterator[Sequence[str]]:
-    return (keys[start : start + KEYS] for start in range(0, len(keys), KEYS))

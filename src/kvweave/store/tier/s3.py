@@ -17,7 +17,7 @@ from kvweave.store.tier.base import DONE, Get, Outcome, Put, checked
 from kvweave.store.tier.buffers import copy_out, flat
 from kvweave.store.tier.keys import absent, n_bytes_of, outside, present
 from kvweave.store.tier.limit import Limit, TimeUp
-from kvweave.store.tier.remote import KEYS, Lost, Remote, RemoteCalls, judged
+from kvweave.store.tier.remote import KEYS, Lost, Remote, RemoteCalls, judged, library
 from kvweave.store.tier.slots import Slots
 
 SUFFIX = ".kv"  # no object may be called "..", a key may
@@ -47,7 +47,7 @@ class Archive(Remote):
         A call without a deadline takes at most ``timeout`` seconds and those of its bytes at
         8 MiB/s. Raises InvalidArgument where obstore is missing.
         """
-        self._api = _load()
+        self._api = library("obstore", "archive")
         self._store = store
         self._prefix = prefix.strip("/")
         self._timeout = timeout
@@ -57,7 +57,7 @@ class Archive(Remote):
     def at(cls, url: str, *, prefix: str = "kvweave") -> Archive:
         """Open ``s3://bucket``, ``file:///directory`` or another address that obstore knows;
         credentials are those of the environment. Raises InvalidArgument."""
-        api = _load()
+        api = library("obstore", "archive")
         try:
             store = api.store.from_url(url)
         except (ValueError, api.exceptions.BaseError) as error:
@@ -185,15 +185,6 @@ async def _together(calls: Sequence[_Call], limit: Limit) -> list[Any]:
             return await asyncio.gather(*(one(call) for call in calls))
     except TimeoutError as error:
         raise TimeUp from error
-
-
-def _load() -> Any:
-    try:
-        import obstore  # type: ignore[import-not-found, unused-ignore]
-    except ImportError as error:
-        hint = "pip install 'kvweave[archive]'"
-        raise InvalidArgument("tier", f"obstore cannot be loaded: {error}", hint) from error
-    return obstore
 
 
 def _odd(get: Get, size: int, error: Exception | None) -> Outcome:

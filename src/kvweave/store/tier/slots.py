@@ -12,9 +12,10 @@ import mmap
 import queue
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import Any, TypeVar
 
-from kvweave.chunk.background import Background
+from kvweave.chunk.background import Background, Calls, answer
 from kvweave.store.tier.limit import Limit, TimeUp
 
 T = TypeVar("T")
@@ -30,9 +31,9 @@ class Slot:
     def __init__(self) -> None:
         self.memory = memoryview(b"")
         self.address = 0
-        self._work: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = queue.SimpleQueue()
+        self._work: Calls = queue.SimpleQueue()
         self._future: Future[Any] | None = None
-        Background(self._serve)
+        Background(partial(answer, self._work))
 
     def start(self, call: Callable[[], T]) -> Future[T]:
         """Do ``call`` in the thread of the slot, after what is under way there."""
@@ -60,24 +61,7 @@ class Slot:
 
     def stop(self) -> None:
         """Let the thread end."""
-        self._work.put((_stop, Future()))
-
-    def _serve(self) -> None:
-        while True:
-            call, future = self._work.get()
-            if call is _stop:
-                return
-            try:
-                made = call()
-            except BaseException as error:  # it is the caller's
-                future.set_exception(error)
-            else:
-                future.set_result(made)
-            del call, future  # and what they hold
-
-
-def _stop() -> None:
-    raise AssertionError("a mark, not called")
+        self._work.put(None)
 
 
 class Slots:
