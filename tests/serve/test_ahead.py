@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import random
 
 from hypothesis import given
 from hypothesis import strategies as st
 from serving import Driven, run
 from weaving import text
 
-from kvweave.serve.driver.fair import FairQueue
+from kvweave.serve.driver.fair import FairLock, FairQueue
 from kvweave.serve.driver.thread import Driver
 from kvweave.serve.driver.work import nothing, unknown
 
@@ -24,6 +26,37 @@ def test_first_is_what_would_be_taken(tenants, n):
     first = queue.first(n)
     assert len(queue) == len(tenants)
     assert first == [queue.take() for _ in range(min(n, len(tenants)))]
+
+
+def test_a_lock_is_held_by_one_at_a_time_and_tenants_take_turns():
+    """Some give up while they wait, or just as it becomes theirs: nobody waits for ever."""
+
+    async def all_of_them(seed: int) -> None:
+        draw, lock, order, inside = random.Random(seed), FairLock(), [], 0
+
+        async def one(tenant: str, patience: float) -> None:
+            nonlocal inside
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(patience), lock.turn(tenant):
+                    inside += 1
+                    assert inside == 1
+                    order.append(tenant)
+                    try:
+                        await asyncio.sleep(0.001 * draw.random())
+                    finally:
+                        inside -= 1
+
+        many = [one("anna", 60 if draw.random() < 0.7 else 0.01 * draw.random()) for _ in range(30)]
+        tasks = [asyncio.create_task(each) for each in [*many, one("berta", 60)]]
+        for task in draw.sample(tasks[:30], 5):
+            await asyncio.sleep(0)
+            task.cancel()
+        await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 60)
+        await asyncio.wait_for(one("last", 60), 60)
+        assert order[-1] == "last" and order.index("berta") <= 6
+
+    for seed in range(30):
+        run(all_of_them(seed))
 
 
 def stored(driven: Driven, *names: str) -> list[int]:

@@ -241,3 +241,44 @@ def test_an_origin_is_one_or_refused(origin: str) -> None:
     with pytest.raises(InvalidArgument, match="origin"):
         Options(cors_origins=(origin,))
     assert Options(cors_origins=("http://[::1]:3000", "http://localhost:5173")).cors_origins
+
+
+def test_what_goes_on_with_a_message_is_no_message_by_itself(serve):
+    """Later prompts have the header before it, whoever wrote a part of it here."""
+    served, fresh = serve().anna, serve().anna
+    begun = [*ASK, {"role": "assistant", "content": "the river"}]
+    more = {"model": "kvweave", "temperature": 0, "max_tokens": 6, "continue_final_message": True}
+    told = served("POST", "/v1/chat/completions", {**more, "messages": begun})
+    said = told["choices"][0]["message"]["content"]
+    assert said
+    for content in (said, "the river" + said):
+        after = [
+            *ASK,
+            {"role": "assistant", "content": content},
+            {"role": "user", "content": "so ?"},
+        ]
+        body = {"model": "kvweave", "messages": after}
+        tokens = [anna("POST", "/tokenize", body)["tokens"] for anna in (served, fresh)]
+        assert tokens[0] == tokens[1]
+
+
+def test_what_is_far_too_long_is_counted_without_reading_all_of_it(serve, monkeypatch):
+    served = serve().anna
+    text = "Anna's river is wide . " * 400
+    messages = [{"role": "user", "content": f"{i} {text}"} for i in range(60)]
+    body = {"model": "kvweave", "messages": messages}
+    state, read = served.client.app.state.kvweave, []
+    whole = state.assembler.tokens
+    monkeypatch.setattr(
+        state.assembler, "tokens", lambda s, n: read.append(len(s.text)) or whole(s, n)
+    )
+    counted = served("POST", "/v1/messages/count_tokens", body)["input_tokens"]
+    every = sum(len(m["content"]) for m in messages)
+    assert sum(read) < every / 2
+    one = served("POST", "/v1/messages/count_tokens", {**body, "messages": messages[:1]})
+    assert abs(counted / (60 * one["input_tokens"]) - 1) < 0.1
+
+
+def test_a_salt_that_is_to_keep_users_apart_is_refused(serve):
+    body = {"model": "kvweave", "messages": ASK, "cache_salt": "mine"}
+    assert serve().anna.error("POST", "/v1/chat/completions", body, 400)["param"] == "cache_salt"

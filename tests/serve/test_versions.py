@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import threading
 
 import pytest
@@ -261,6 +263,63 @@ def test_those_sent_at_once_are_done_once(anna):
     for thread in threads:
         thread.join()
     assert {answer.content for answer in found} == {found[0].content}
+    assert version(anna) == now + 1
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_who_hangs_up_and_asks_again_finds_it_done_once(anna, begun):
+    """Retries after a lost connection are what the key is for."""
+    app, now, entered, gate = anna.client.app, version(anna), threading.Event(), threading.Event()
+    maker = app.state.kvweave.driver.engine.maker
+    tokens = maker.tokens
+
+    def slowly(*given):
+        entered.set()
+        gate.wait(20)
+        return tokens(*given)
+
+    body = {"text": "slowly so"}
+    whole = json.dumps(body, separators=(",", ":")).encode()  # as the client writes it
+
+    async def lost():
+        def wait(engine):
+            entered.set()
+            gate.wait(20)
+
+        if begun:
+            maker.tokens = slowly
+        else:
+            busy = asyncio.ensure_future(app.state.kvweave.driver.call(wait, tenant="berta"))
+            assert not busy.done()
+            await asyncio.to_thread(entered.wait, 20)
+        sent = [{"type": "http.request", "body": whole, "more_body": False}]
+        headers = anna.headers | KEY | {"content-type": "application/json", "host": "localhost"}
+
+        async def receive():
+            if sent:
+                return sent.pop()
+            await asyncio.to_thread(entered.wait, 20)
+            await asyncio.sleep(0.1)
+            return {"type": "http.disconnect"}
+
+        async def send(message):
+            raise AssertionError(f"told to nobody: {message}")
+
+        scope = {
+            "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "POST",
+            "scheme": "http", "path": "/v1/contexts/c:append", "raw_path": b"/v1/contexts/c:append",
+            "query_string": b"", "client": ("testclient", 1), "server": ("localhost", 80),
+            "headers": [(k.lower().encode(), v.encode()) for k, v in headers.items()],
+        }  # fmt: skip
+        await app(scope, receive, send)
+
+    try:
+        anna.client.portal.call(lost)
+    finally:
+        gate.set()
+        maker.__dict__.pop("tokens", None)
+    again = sent(anna, body)
+    assert again.status_code == 200 and again.headers["idempotent-replayed"]
     assert version(anna) == now + 1
 
 

@@ -142,6 +142,7 @@ class ModelFingerprint:
     dtype: str
     rope: str
     adapter: str = ""
+    config: str = ""
 
     def digest(self) -> bytes:
         """Return 16 bytes that differ when any field differs."""
@@ -163,7 +164,7 @@ class ModelFingerprint:
     def from_dict(cls, data: Mapping[str, str]) -> ModelFingerprint:
         """Return the fingerprint ``to_dict`` was called on; raise InvalidArgument on other keys."""
         names = {field.name for field in fields(cls)}
-        wrong = sorted(names.symmetric_difference(data) - {"adapter"})
+        wrong = sorted(names.symmetric_difference(data) - {"adapter", "config"})
         if wrong:
             raise InvalidArgument("fingerprint", f"missing or unknown: {', '.join(wrong)}")
         return cls(**data)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Callable
 from typing import TypeVar
@@ -13,6 +12,7 @@ from kvweave.errors import InvalidName
 from kvweave.run.grammar import Grammars
 from kvweave.run.loop import Task
 from kvweave.serve.chat.parse import ResponseForm, form_of
+from kvweave.serve.driver.fair import FairLock
 from kvweave.serve.driver.thread import Driver
 from kvweave.serve.guard.idempotent import Idempotent
 from kvweave.serve.guard.quota import Quota
@@ -66,7 +66,7 @@ class ServerState:
         self.idempotent = Idempotent()
         self.placements = Placements(engine)
         self.responses = ResponseStore()
-        self.embedding = asyncio.Lock()  # one vector is made at a time
+        self.embedding = FairLock()  # one vector is made at a time
         self.was_full = float("-inf")  # when the disk had no room, by `time.monotonic`
 
     @property

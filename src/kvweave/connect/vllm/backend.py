@@ -66,7 +66,10 @@ class VllmBackend:
         self.can_run = Capability(reason is None, reason or f"{len(self.layers)} layers")
         self.can_move = self.can_run
         mine = fingerprint(
-            _Described(model, self.dtype), tokenizer, here.model, [x.rotation for x in self.layers]
+            _Described(model, self.dtype, config.model_config.hf_config),
+            tokenizer,
+            here.model,
+            [x.rotation for x in self.layers],
         )
         self.fingerprint: ModelFingerprint = self.lockstep.fingerprint(mine)
 
@@ -191,9 +194,9 @@ class Paged:
 class _Described:
     """A model under its own class's name, with its dtype, for a fingerprint."""
 
-    def __new__(cls, model: nn.Module, dtype: torch.dtype) -> Any:
+    def __new__(cls, model: nn.Module, dtype: torch.dtype, config: Any) -> Any:
         made = type(type(model).__name__, (), {})()
-        made.state_dict, made.dtype = model.state_dict, dtype
+        made.state_dict, made.dtype, made.config = model.state_dict, dtype, config
         return made
 
 

@@ -28,7 +28,7 @@ from kvweave.serve.anthropic.editing import (
 from kvweave.serve.anthropic.reply import MessageReply
 from kvweave.serve.anthropic.schemas import CountRequest, MessagesRequest
 from kvweave.serve.chat.asked import Asked
-from kvweave.serve.chat.count import about_tokens, chat_tokens, count_tokens, segment_size
+from kvweave.serve.chat.count import SegmentSizes, about_tokens, chat_tokens, count_tokens
 from kvweave.serve.chat.summary import summary_room, write_summary
 from kvweave.serve.driver.work import Event
 from kvweave.serve.reuse.render import Prompt, PromptSegment
@@ -142,12 +142,14 @@ class AnswerCourse(MessageCourse):
 def _sizer(state: ServerState, tenant: str) -> Callable[[ChatContent], int]:
     """Return what counts the tokens of a content, in the driver's thread."""
 
+    counted = SegmentSizes(state, tenant)
+
     def size(content: ChatContent) -> int:
         parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
         segments = [
             PromptSegment("tool", part.get("text", ""), "", False, part.get("name"))
             for part in parts
         ]
-        return sum(segment_size(state, tenant, segment) for segment in segments)
+        return sum(map(counted, segments))
 
     return size

@@ -92,6 +92,7 @@ class Asked:
     n: int = 1
     chat: bool = True
     private: bool = False  # ``store: false``
+    continues: bool = False  # the last message of a chat: what is written is no whole one
     reader: AnswerReader | None = None  # of a chat
     grammar: Grammar | None = None
     arrived: float = field(default_factory=time.perf_counter)
@@ -113,6 +114,7 @@ class Asked:
             ask.how,
             ask.n,
             private=ask.private and not state.options.keep_unstored,
+            continues=ask.continues,
             reader=AnswerReader(form, tools, ends, parallel=ask.parallel),
             grammar=grammar_of(ask, form, state.grammars),
         )
@@ -151,8 +153,9 @@ class Asked:
     def done(self, engine: Engine, answers: list[Answer]) -> None:
         """Give the contexts back, and remember the answers by their text."""
         whole = len(answers) == len(self._sessions)
+        kept = self.chat and not self.warms and not self.continues
         for index, session in enumerate(self._sessions):
-            if self.chat and session.reuse == "all" and not session.private and not self.warms:
+            if kept and session.reuse == "all" and not session.private:
                 self._remember(session, (index, answers[index]) if whole else None)
         self.state.sessions.give_back(self._sessions)
 

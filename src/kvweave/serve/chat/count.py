@@ -15,8 +15,8 @@ from kvweave.serve.state import ServerState
 def about_tokens(state: ServerState, tenant: str, prompt: Prompt) -> int:
     """Return about how many tokens a prompt has: those of its text, though a model may have written
     it with others; in the driver's thread. Raises ChunkNotFound."""
-    sizes = (segment_size(state, tenant, segment) for segment in prompt.segments)
-    return sum(sizes) + len(state.driver.engine.maker.tokens(prompt.header))
+    size = SegmentSizes(state, tenant)
+    return sum(map(size, prompt.segments)) + len(state.driver.engine.maker.tokens(prompt.header))
 
 
 def count_tokens(state: ServerState, tenant: str, prompt: Prompt) -> int:
@@ -47,11 +47,24 @@ def chat_tokens(
     return how(state, tenant, prompt)
 
 
-def segment_size(state: ServerState, tenant: str, segment: PromptSegment) -> int:
-    """Return the tokens of a segment, about so many of one that is far too long."""
-    if segment.chunk is not None:
-        return state.driver.engine.table.resolve(segment.chunk, tenant).n_tokens
-    try:
-        return len(state.assembler.tokens(segment, tenant))
-    except ContextTooLong as error:
-        return int(str(error.data["n"]))
+class SegmentSizes:
+    """Counts the tokens of segments; when more than twice a context were counted, those of others by
+    their characters: nobody waits for the exact size of what does not fit."""
+
+    def __init__(self, state: ServerState, tenant: str) -> None:
+        self.state, self.tenant = state, tenant
+        self._n = self._letters = 0
+
+    def __call__(self, segment: PromptSegment) -> int:
+        """Return the tokens of a segment, about so many of one that is far too long."""
+        if segment.chunk is not None:
+            return self.state.driver.engine.table.resolve(segment.chunk, self.tenant).n_tokens
+        letters = len(segment.text)
+        if self._n > 2 * self.state.limit:
+            return -(-letters * self._n // self._letters)
+        try:
+            n = len(self.state.assembler.tokens(segment, self.tenant))
+        except ContextTooLong as error:
+            n = int(str(error.data["n"]))
+        self._n, self._letters = self._n + n, self._letters + letters
+        return n

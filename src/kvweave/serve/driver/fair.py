@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections import deque
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, Collection, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from itertools import chain, islice, zip_longest
 from typing import Generic, TypeVar
 
@@ -78,6 +79,41 @@ class FairQueue(Generic[T]):
         while self._queues:
             left.append(self.take())
         return left
+
+
+class FairLock:
+    """A lock of an event loop for which tenants take turns."""
+
+    def __init__(self) -> None:
+        self._waiting: FairQueue[asyncio.Future[None]] = FairQueue()
+        self._held = False
+
+    @asynccontextmanager
+    async def turn(self, tenant: str) -> AsyncGenerator[None, None]:
+        """Hold it, after those whose turn is first."""
+        if self._held:
+            mine: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._waiting.put(tenant, mine)
+            try:
+                await mine
+            except BaseException:
+                self._waiting.remove(tenant, mine)
+                if mine.done() and not mine.cancelled():  # it was given the lock meanwhile
+                    self._let_go()
+                raise
+        self._held = True
+        try:
+            yield
+        finally:
+            self._let_go()
+
+    def _let_go(self) -> None:
+        self._held = False
+        while self._waiting and not self._held:
+            after = self._waiting.take()
+            if not after.done():
+                after.set_result(None)
+                self._held = True
 
 
 class Spent:

@@ -45,6 +45,7 @@ class Idempotent:
 
     def __init__(self) -> None:
         self._kept: dict[str, OrderedDict[str, KeptAnswer]] = {}
+        self._doing: set[asyncio.Task[Response]] = set()
 
     async def answer(
         self, tenant: str, request: Request, handle: Callable[[Request], Awaitable[Response]]
@@ -69,14 +70,22 @@ class Idempotent:
                 return Response(body, status, {**headers, "Idempotent-Replayed": "true"})
             await known.over.wait()
         kept = mine[key] = KeptAnswer(digest)
-        try:
-            response = await handle(request)
-            kept.answer = _whole(response)
-            return response
-        finally:
-            if kept.answer is None:
-                del mine[key]
-            kept.over.set()
+
+        async def once() -> Response:
+            try:
+                response = await handle(request)
+                kept.answer = _whole(response)
+                return response
+            finally:
+                if kept.answer is None:
+                    del mine[key]
+                kept.over.set()
+
+        # who hangs up asks again: what began is done, and told then
+        doing = asyncio.create_task(once())
+        self._doing.add(doing)
+        doing.add_done_callback(self._doing.discard)
+        return await asyncio.shield(doing)
 
     def _expire(self, mine: OrderedDict[str, KeptAnswer]) -> None:
         since = time.monotonic() - SECONDS

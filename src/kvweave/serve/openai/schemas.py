@@ -39,6 +39,7 @@ HARMLESS = frozenset(
 )
 # Of these, what would change it.
 ONLY: Mapping[str, tuple[object, ...]] = {
+    "cache_salt": (),  # it is to keep users apart: namespaces do, each with keys of its own
     "include_stop_str_in_output": (False,),
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),

@@ -100,7 +100,7 @@ async def _vector(
     the: ServerState, tenant: str, front: list[int], tokens: list[int]
 ) -> NDArray[Any]:
     """Return the vector of a text; answers of others go on between its pieces."""
-    async with the.embedding:  # its rows are in no budget: those of one text at a time
+    async with the.embedding.turn(tenant):  # its rows are in no budget: those of one text at a time
         made = await the.call(
             tenant, lambda engine: Embedding(engine.runner, [*front, *tokens], len(front))
         )

@@ -6,13 +6,13 @@ text, and the model may have written it with other tokens than the tokenizer wou
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Sequence
 
 from kvweave.chunk.identity import ChunkId
 from kvweave.chunk.match import Match, Matcher
 from kvweave.chunk.rolling import Tokens
 from kvweave.chunk.table import Table
+from kvweave.serve.reuse.latest import Latest
 from kvweave.serve.reuse.said import Answers
 
 MAX_ANSWERS = 10_000  # texts of answers that are remembered, the latest
@@ -25,9 +25,7 @@ class Library:
         """Learn all chunks there are; ``width`` is the shortest run that is found, in tokens."""
         self.table, self.width, self.said = table, width, Answers()
         self._matchers: dict[str, Matcher] = {}
-        self._answers: OrderedDict[tuple[str, ChunkId | None, str], tuple[ChunkId, ...]] = (
-            OrderedDict()
-        )
+        self._answers: Latest[tuple[ChunkId | None, str], tuple[ChunkId, ...]] = Latest(MAX_ANSWERS)
         self.sync()
 
     def sync(self) -> None:
@@ -64,13 +62,14 @@ class Library:
 
     def note_answer(self, namespace: str, text: str, ids: tuple[ChunkId, ...]) -> None:
         """Remember that a message of this text is these chunks, all of one base."""
-        key = (namespace, self.table.get(ids[0]).base, text)
-        self._answers.pop(key, None)
-        self._answers[key] = ids
-        while len(self._answers) > MAX_ANSWERS:
-            self._answers.popitem(last=False)
+        self._answers.note(namespace, (self.table.get(ids[0]).base, text), ids)
 
     def find_answer(self, namespace: str, base: ChunkId | None, text: str) -> tuple[ChunkId, ...]:
         """Return the chunks that are an answer of this text, put after ``base``; () for none."""
-        ids = self._answers.get((namespace, base, text), ())
+        ids = self._answers.find(namespace, (base, text)) or ()
         return ids if all(self.is_here(namespace, id) for id in ids) else ()
+
+    def expire(self, before: float) -> None:
+        """Forget the texts of answers that were not used since ``before``."""
+        self._answers.expire(before)
+        self.said.expire(before)

@@ -180,7 +180,7 @@ class Sessions:
             if not self.is_busy(session.context):
                 self._idle.remove(session)
                 self.close(session)
-        self.library.said.expire(before)
+        self.library.expire(before)
         return self.names.expire(before)
 
     # ---- choosing

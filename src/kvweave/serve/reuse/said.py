@@ -7,14 +7,13 @@ the template makes of a message is not what the model wrote, and its KV would no
 from __future__ import annotations
 
 import json
-import time
-from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
 
 from kvweave.chunk.identity import ChunkId
+from kvweave.serve.reuse.latest import Latest
 
 MAX_SAID = 10_000  # answers that are remembered, of all namespaces
 REASONING = (
@@ -83,53 +82,30 @@ def normal(arguments: object) -> str | None:
         return None
 
 
-@dataclass(slots=True)
-class _Known:
-    said: AssistantSaid
-    ids: tuple[ChunkId, ...]
-    used: float
-
-
 class Answers:
-    """The answers that may come back, each namespace's by itself. Used in the driver's thread only.
-
-    When there are too many, the namespace that has most of them loses its oldest.
-    """
+    """The answers that may come back, each namespace's by itself. Used in the driver's thread only."""
 
     def __init__(self, most: int = MAX_SAID) -> None:
-        self.most = most
-        self._known: dict[str, OrderedDict[tuple[ChunkId | None, str], _Known]] = {}
+        self._known: Latest[
+            tuple[ChunkId | None, str], tuple[AssistantSaid, tuple[ChunkId, ...]]
+        ] = Latest(most)
 
     def __len__(self) -> int:
-        return sum(map(len, self._known.values()))
+        return len(self._known)
 
     def note(
         self, namespace: str, base: ChunkId | None, said: AssistantSaid, ids: tuple[ChunkId, ...]
     ) -> None:
         """Remember that ``said`` is these chunks, put after ``base``."""
-        mine = self._known.setdefault(namespace, OrderedDict())
-        mine.pop((base, said.key), None)
-        mine[base, said.key] = _Known(said, ids, time.time())
-        while len(self) > self.most:
-            largest = max(self._known, key=lambda name: len(self._known[name]))
-            self._known[largest].popitem(last=False)
+        self._known.note(namespace, (base, said.key), (said, ids))
 
     def find(
         self, namespace: str, base: ChunkId | None, said: AssistantSaid
     ) -> tuple[AssistantSaid, tuple[ChunkId, ...]] | None:
         """Return the answer that came back as ``said``, and its chunks."""
-        mine = self._known.get(namespace, OrderedDict())
-        known = mine.get((base, said.key))
-        if known is None or not said.is_of(known.said):
-            return None
-        known.used = time.time()
-        mine.move_to_end((base, said.key))
-        return known.said, known.ids
+        known = self._known.find(namespace, (base, said.key))
+        return known if known is not None and said.is_of(known[0]) else None
 
     def expire(self, before: float) -> None:
         """Forget what was not used since ``before``."""
-        for namespace, mine in list(self._known.items()):
-            for key in [key for key, known in mine.items() if known.used < before]:
-                del mine[key]
-            if not mine:
-                del self._known[namespace]
+        self._known.expire(before)
