@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import random
 
-from kvweave.serve.reuse.latest import Latest
+from kvweave.serve.reuse.latest import LatestOfEach
 
 
 def test_of_one_namespace_it_forgets_what_a_list_in_order_of_use_would() -> None:
-    made, draw = Latest[int, int](12), random.Random(3)
+    made, draw = LatestOfEach[int, int](12), random.Random(3)
     twin: list[tuple[int, int]] = []
     for step in range(5000):
         key = draw.randrange(20)
@@ -24,7 +24,7 @@ def test_of_one_namespace_it_forgets_what_a_list_in_order_of_use_would() -> None
 
 
 def test_who_talks_much_forgets_his_own() -> None:
-    made = Latest[str, int](10)
+    made = LatestOfEach[str, int](10)
     made.note("anna", "mine", 1)
     for i in range(1000):
         made.note("berta", f"{i}", i)

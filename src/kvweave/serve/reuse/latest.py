@@ -11,7 +11,7 @@ K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
 
 
-class Latest(Generic[K, V]):
+class LatestOfEach(Generic[K, V]):
     """Values by namespace and key, ``most`` in all: where there are more, the namespace that has most of
     them loses what it used longest ago. One thread's."""
 

@@ -12,7 +12,7 @@ from kvweave.chunk.identity import ChunkId
 from kvweave.chunk.match import Match, Matcher
 from kvweave.chunk.rolling import Tokens
 from kvweave.chunk.table import Table
-from kvweave.serve.reuse.latest import Latest
+from kvweave.serve.reuse.latest import LatestOfEach
 from kvweave.serve.reuse.said import Answers
 
 MAX_ANSWERS = 10_000  # texts of answers that are remembered, the latest
@@ -25,7 +25,9 @@ class Library:
         """Learn all chunks there are; ``width`` is the shortest run that is found, in tokens."""
         self.table, self.width, self.said = table, width, Answers()
         self._matchers: dict[str, Matcher] = {}
-        self._answers: Latest[tuple[ChunkId | None, str], tuple[ChunkId, ...]] = Latest(MAX_ANSWERS)
+        self._answers: LatestOfEach[tuple[ChunkId | None, str], tuple[ChunkId, ...]] = LatestOfEach(
+            MAX_ANSWERS
+        )
         self.sync()
 
     def sync(self) -> None:

@@ -13,7 +13,7 @@ from hashlib import blake2b
 from typing import Any
 
 from kvweave.chunk.identity import ChunkId
-from kvweave.serve.reuse.latest import Latest
+from kvweave.serve.reuse.latest import LatestOfEach
 
 MAX_SAID = 10_000  # answers that are remembered, of all namespaces
 REASONING = (
@@ -86,9 +86,9 @@ class Answers:
     """The answers that may come back, each namespace's by itself. Used in the driver's thread only."""
 
     def __init__(self, most: int = MAX_SAID) -> None:
-        self._known: Latest[
+        self._known: LatestOfEach[
             tuple[ChunkId | None, str], tuple[AssistantSaid, tuple[ChunkId, ...]]
-        ] = Latest(most)
+        ] = LatestOfEach(most)
 
     def __len__(self) -> int:
         return len(self._known)
