@@ -18,6 +18,7 @@ from kvweave.errors import (
     NameTaken,
 )
 from kvweave.memory import FirstSentences, MeanRows
+from kvweave.weave.naming import holds_vectors, namespace_of
 
 SYSTEM = "keep the notes ."
 FACTS = {
@@ -386,6 +387,15 @@ def test_vectors_may_be_given(make, model) -> None:
     found = memory.search("what about Anna's river")
     assert found and all(np.isfinite(score) for _, score in found)
     assert len(model.table) == n_chunks, "a question leaves no chunk"
+    ((holder, n_bytes),) = [each for each in model.shelf.charged() if holds_vectors(each[0])]
+    d, n_items = MeanRows(model, context)([5, 6]).size, len(memory.items())
+    assert namespace_of(holder) == context.namespace
+    assert n_bytes == 2 * 4 * d * n_items > 0, "each by itself, and in the matrix"
+    memory.delete(memory.items()[0].name)
+    memory.search("so")
+    assert dict(model.shelf.charged())[holder] == 2 * 4 * d * (n_items - 1)
+    memory.close()
+    assert holder not in dict(model.shelf.charged())
     with pytest.raises(InvalidArgument, match="layer"):
         MeanRows(model, context, 99)
     wrong = make(context=model.context("w"), root="w", embed=lambda tokens: np.array([np.nan]))

@@ -75,6 +75,7 @@ def test_metrics_count_exactly(serve):
     assert found["kvweave_ttft_seconds_count",] == found["kvweave_wait_seconds_count",] == 1
     assert found["kvweave_contexts",] == 1 and found["kvweave_steps",] >= 3
     assert found["kvweave_kv_bytes", "ram"] == served.on_engine(lambda engine: engine.shelf.n_bytes)
+    assert found["kvweave_vector_bytes",] == 0
     assert found["kvweave_kv_budget_bytes",] == served.engine.shelf.budget
     assert not [key for key in found if "secret" in str(key) or "anna" in str(key)]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 from importlib.metadata import version
 from typing import Any
@@ -13,7 +14,11 @@ from needs import need
 from serving import Served, bundled_runner
 
 from kvweave.errors import InvalidArgument
+from kvweave.run.embed import Embedding
+from kvweave.serve.metrics import EngineSnapshot
+from kvweave.serve.openai.vectors import _vector
 from kvweave.serve.options import Options
+from kvweave.weave.naming import holds_vectors, namespace_of
 
 TEXT = "Anna's river is cold ."
 ASK = [{"role": "system", "content": "keep the notes ."}, {"role": "user", "content": TEXT}]
@@ -152,6 +157,59 @@ def test_a_model_without_hidden_states_refuses(
     body = {"model": "kvweave", "input": TEXT}
     told = served.anna.error("POST", "/v1/embeddings", body, status=409)
     assert told["code"] == "cannot_run" and "hidden states" in told["message"]
+
+
+@pytest.mark.parametrize("ends", ["well", "badly", "cancelled"])
+def test_the_rows_of_a_vector_count_while_it_is_made(
+    served: Served, monkeypatch: pytest.MonkeyPatch, ends: str
+) -> None:
+    seen: list[tuple[dict[str, int], float]] = []
+    step, shelf = Embedding.step, served.engine.shelf
+
+    def looked(self: Embedding) -> None:
+        held = EngineSnapshot.of(served.engine)
+        seen.append(({h: n for h, n in shelf.charged() if holds_vectors(h)}, held.vectors))
+        assert held.bytes["ram"] >= held.vectors
+        if ends == "badly":
+            raise InvalidArgument("input", "so it is")
+        step(self)
+
+    monkeypatch.setattr(Embedding, "step", looked)
+    body = {"model": "kvweave", "input": "so well then " * 200}
+    if ends == "cancelled":
+        tokens = bundled_runner().tokenizer.encode(str(body["input"]))
+
+        async def given_up() -> None:
+            task = asyncio.ensure_future(_vector(served.app.state.kvweave, "anna", [], tokens))
+            while not seen:
+                await asyncio.sleep(0.001)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+
+        assert served.client.portal is not None
+        served.client.portal.call(given_up)
+    else:
+        served.anna("POST", "/v1/embeddings", body, 200 if ends == "well" else 400)
+    (charged,) = {tuple(each.items()) for each, _ in seen}
+    ((holder, n_bytes),) = charged
+    assert namespace_of(holder) == "anna" and n_bytes == seen[0][1]
+    assert n_bytes >= 600 * served.engine.runner.row_bytes
+    settled = served.on_engine(lambda engine: [h for h, _ in shelf.charged() if holds_vectors(h)])
+    assert settled == []
+    assert served.on_engine(EngineSnapshot.of).vectors == 0
+
+
+def test_a_vector_that_memory_has_no_room_for_is_refused(serve: Any) -> None:
+    small = bundled_runner().row_bytes * 300
+    served = serve(engine_options={"budget": small})
+    body = {"model": "kvweave", "input": "so well then " * 200}
+    told = served.anna.error("POST", "/v1/embeddings", body, 503)
+    assert told["code"] == "over_budget"
+    assert served.anna("POST", "/v1/embeddings", body | {"input": "so well"})["data"]
+    bounded = serve(quota=small)
+    told = bounded.anna.error("POST", "/v1/embeddings", body, 429)
+    assert told["code"] == "insufficient_quota"
 
 
 def _plain_model() -> Any:

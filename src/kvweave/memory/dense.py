@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Protocol
+from uuid import uuid4
+from weakref import finalize
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,6 +15,7 @@ from kvweave.chunk.identity import ChunkId
 from kvweave.engine import Engine
 from kvweave.errors import InvalidArgument
 from kvweave.weave.context import Context
+from kvweave.weave.naming import vectors_holder
 
 Vector = NDArray[np.float32]
 
@@ -29,25 +33,36 @@ class DenseRanking:
     items, without which most embeddings made of a model's rows all point one way. A question costs
     one product with all vectors: d x items."""
 
-    def __init__(self, embed: Embedder) -> None:
-        self.embed = embed
+    def __init__(
+        self, embed: Embedder, charge: Callable[[int], None] = lambda n_bytes: None
+    ) -> None:
+        """``charge`` is told the bytes of all vectors before they grow, and may refuse them."""
+        self.embed, self.charge = embed, charge
         self._known: dict[str, ChunkId] = {}
         self._vectors: dict[str, Vector] = {}
         self._matrix: Vector | None = None  # [item, d] of these, until one changes
 
     def add(self, name: str, id: ChunkId, tokens: Sequence[int]) -> None:
-        """Know an item, or what it says now. Raises InvalidArgument for a vector of another size."""
+        """Know an item, or what it says now. Raises InvalidArgument for a vector of another size,
+        OverBudget."""
         vector = np.asarray(self.embed(tokens), np.float32)
         first = next(iter(self._vectors.values()), vector)
         if vector.ndim != 1 or vector.shape != first.shape or not np.isfinite(vector).all():
             raise InvalidArgument("embed", f"it gave {vector.shape} values, or some not finite")
+        self.charge(self._bytes(len(self._vectors.keys() | {name}), vector))
         self._known[name], self._vectors[name], self._matrix = id, vector, None
 
     def remove(self, name: str) -> None:
         """Forget an item; one that is not known is none."""
         self._known.pop(name, None)
-        if self._vectors.pop(name, None) is not None:
+        gone = self._vectors.pop(name, None)
+        if gone is not None:
             self._matrix = None
+            self.charge(self._bytes(len(self._vectors), gone))
+
+    def _bytes(self, n: int, vector: Vector) -> int:
+        """Return the bytes of ``n`` vectors, each by itself and in the matrix."""
+        return 2 * n * vector.nbytes
 
     def known(self) -> dict[str, ChunkId]:
         """Return the items and the chunks they were."""
@@ -70,6 +85,14 @@ class DenseRanking:
         order = np.argsort(-scores, kind="stable")[:n]
         names = list(self._vectors)
         return [(names[i], float(scores[i])) for i in order if scores[i] > 0]
+
+
+def kept_vectors(engine: Engine, context: Context, embed: Embedder) -> DenseRanking:
+    """Return a ranking whose vectors count in an engine's memory for as long as it is there."""
+    key, shelf = vectors_holder(uuid4().hex, context.namespace), engine.shelf
+    ranking = DenseRanking(embed, partial(shelf.charge, key))
+    finalize(ranking, shelf.charge, key, 0).atexit = False
+    return ranking
 
 
 class MeanRows:

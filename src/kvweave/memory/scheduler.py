@@ -10,7 +10,7 @@ from kvweave.chunk.record import Record
 from kvweave.engine import Engine
 from kvweave.errors import ContextBusy, InvalidArgument, NameTaken
 from kvweave.memory.asking import Asking
-from kvweave.memory.dense import DenseRanking, Embedder
+from kvweave.memory.dense import Embedder, kept_vectors
 from kvweave.memory.grams import GramRanking
 from kvweave.memory.ground import Ground
 from kvweave.memory.items import ANCHORS, Items
@@ -63,8 +63,9 @@ class Memory:
         self._ground.require_ordered()
         self._journal = Journal(context, items, self._ground.zones, MOST_STEPS)
         self._settling = Settling(self._ground, summarise or AskModel(engine, context))
-        ranking = GramRanking() if embed is None else DenseRanking(embed)
-        self._recaller = Recaller(self._ground, ranking)
+        self._recaller = Recaller(
+            self._ground, GramRanking() if embed is None else kept_vectors(engine, context, embed)
+        )
         self._compress = compress
         self._sleep = Sleep(self._ground, None if compress is None else self._compressed)
         self._depth = 0
@@ -292,12 +293,13 @@ class Memory:
         return slept
 
     def close(self) -> None:
-        """Unpin what was pinned here; items and context stay."""
+        """Unpin what was pinned here, let go of what is known to recall by; items and context stay."""
         for name in self._pinned:
             record = self.items_below.find(name)
             if record is not None and record.pinned:
                 self.items_below.table.update(record.id, pinned=False)
         self._pinned.clear()
+        self._recaller.forget([*self._recaller.ranking.known()])
 
     # ---- inside
 

@@ -44,6 +44,11 @@ class Embedding:
         self._done = 0
 
     @property
+    def n_bytes(self) -> int:
+        """Bytes of the rows that are there while it is made."""
+        return self._rows.bytes_for(len(self._tokens))
+
+    @property
     def is_done(self) -> bool:
         return self._done == len(self._tokens)
 
@@ -51,7 +56,7 @@ class Embedding:
         """Read the next piece. Raises ContextTooLong."""
         piece = self._tokens[self._done : self._done + PIECE]
         slots = self._done + np.arange(len(piece))
-        self._rows.reserve(int(slots[-1]) + 1)
+        self._rows.reserve(len(self._tokens))
         work = Work(self._rows, piece, slots, slots, np.arange(len(piece)), observer=_Unseen())
         with _caught(self._head) as found, suppress(_Enough):
             self._backend.forward([work])

@@ -21,6 +21,7 @@ from kvweave.errors import InvalidArgument
 from kvweave.serve.guard.access_log import METHODS
 from kvweave.weave.answer import Answer
 from kvweave.weave.audit import CellReport
+from kvweave.weave.naming import holds_vectors
 from kvweave.weave.plan import Plan
 
 RECENT = 200  # answers kept for the page, per namespace
@@ -41,6 +42,7 @@ class EngineSnapshot:
     n_audits_failed: int = 0
     seconds: float = 0.0  # in model passes
     audit_seconds: float = 0.0  # of these
+    vectors: int = 0  # bytes of memory: vectors, and rows that they are made of
 
     @classmethod
     def of(cls, engine: Engine) -> EngineSnapshot:
@@ -55,6 +57,7 @@ class EngineSnapshot:
         return cls(
             held, shelf.budget, len(engine.table), n_contexts,
             tuple(auditor.report()), auditor.n_failed, loop.seconds, loop.background,
+            sum(n for holder, n in shelf.charged() if holds_vectors(holder)),
         )  # fmt: skip
 
 
@@ -123,6 +126,7 @@ class Metrics:
         self.later = gauge("later", "Chunks that get canonical KV when there is time")
         self.kv_bytes = gauge("kv_bytes", "KV held, with the rows of contexts", "tier")
         self.budget = gauge("kv_budget_bytes", "KV that memory may hold")
+        self.vectors = gauge("vector_bytes", "Of memory's, vectors and what they are made of")
         self.chunks = gauge("chunks", "Chunks in the index")
         self.contexts = gauge("contexts", "Open contexts")
         self.nats = counter("drift_nats", "Nats of the answers whose drift was known", "by")
@@ -156,6 +160,7 @@ class Metrics:
             for tier, n_bytes in held.bytes.items():
                 self.kv_bytes.labels(tier).set(n_bytes)
             self.budget.set(held.budget)
+            self.vectors.set(held.vectors)
             self.chunks.set(held.n_chunks)
             self.contexts.set(held.n_contexts)
             self.audited.set(held)

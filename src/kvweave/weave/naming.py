@@ -8,10 +8,22 @@ from kvweave.chunk.identity import Kind
 
 LETTERS = {"system": "s", "user": "u", "assistant": "a", "thinking": "th", "summary": "sum"}
 
+VECTORS = "#vectors/"
+
 
 def holder(name: str, namespace: str) -> str:
     """Return what tells a context from those of all namespaces; ``|`` is in no name."""
     return f"{namespace}|{name}" if namespace else name
+
+
+def vectors_holder(id: str, namespace: str) -> str:
+    """Return what holds vectors, or rows that one is made of: no context's, no name begins with ``#``."""
+    return holder(f"{VECTORS}{id}", namespace)
+
+
+def holds_vectors(holder: str) -> bool:
+    """Tell whether `vectors_holder` returned it."""
+    return holder.rpartition("|")[2].startswith(VECTORS)
 
 
 def namespace_of(holder: str) -> str:

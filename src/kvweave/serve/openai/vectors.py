@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 from functools import partial
 from typing import Annotated, Any, Literal
+from uuid import uuid4
 
 from fastapi import APIRouter
 from fastapi.responses import Response
@@ -12,7 +14,7 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, Field, StrictInt
 
 from kvweave.engine import Engine
-from kvweave.errors import ContextTooLong, InvalidArgument
+from kvweave.errors import ContextTooLong, InvalidArgument, Overloaded
 from kvweave.run.embed import Embedding, head_of
 from kvweave.serve.guard.access import Tenant
 from kvweave.serve.guard.text import tokens_of
@@ -20,11 +22,13 @@ from kvweave.serve.openai.named import other_model
 from kvweave.serve.routes.base import ERRORS, STRICT, Int, The
 from kvweave.serve.routes.strict import StrictRoute
 from kvweave.serve.state import ServerState
+from kvweave.weave.naming import vectors_holder
 from kvweave.weave.special import PlainText
 
 router = APIRouter(tags=["openai"], responses=ERRORS, route_class=StrictRoute)
 
 MAX_INPUTS = 2048  # texts of one request
+PAUSE = 0.5  # seconds, where too much waits to give memory back
 
 _Ids = list[StrictInt]
 
@@ -99,11 +103,29 @@ def _tokens(the: ServerState, given: str | list[int], n_front: int, engine: Engi
 async def _vector(
     the: ServerState, tenant: str, front: list[int], tokens: list[int]
 ) -> NDArray[Any]:
-    """Return the vector of a text; answers of others go on between its pieces."""
-    async with the.embedding.turn(tenant):  # its rows are in no budget: those of one text at a time
-        made = await the.call(
-            tenant, lambda engine: Embedding(engine.runner, [*front, *tokens], len(front))
-        )
-        while not made.is_done:
-            await the.call(tenant, lambda _: made.step())
-        return made.vector
+    """Return the vector of a text; answers of others go on between its pieces.
+
+    Its rows count as those of contexts do. Raises OverBudget, OverQuota.
+    """
+    holder = vectors_holder(uuid4().hex, tenant)
+
+    def begin(engine: Engine) -> Embedding:
+        made = Embedding(engine.runner, [*front, *tokens], len(front))
+        engine.shelf.charge(holder, made.n_bytes)
+        return made
+
+    async def end() -> None:
+        while not the.driver.stopping:
+            try:
+                return await the.call(tenant, lambda engine: engine.shelf.charge(holder, 0))
+            except Overloaded:
+                await asyncio.sleep(PAUSE)
+
+    async with the.embedding.turn(tenant):  # one at a time: more do not make the others sooner
+        try:
+            made = await the.call(tenant, begin)
+            while not made.is_done:
+                await the.call(tenant, lambda _: made.step())
+            return made.vector
+        finally:  # also where the client went away
+            await asyncio.shield(asyncio.ensure_future(end()))
