@@ -125,10 +125,12 @@ def kind(path: Path) -> str:
     return f"{path.parts[0]}/*{path.suffix or path.name}"
 
 
-def damage(host: Host, original: Filled, to: Path, tally: Tally, *, quick: bool = False) -> None:
+def damage(
+    host: Host, original: Filled, to: Path, tally: Tally, *, quick: bool = False, step: int = 1
+) -> None:
     records = 0
     for path in original.files():
-        every = list(spoilt(original.root / path))
+        every = list(spoilt(original.root / path))[::step]
         in_tier = original.in_tier(path)
         if quick:
             records += in_tier
