@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 
+import httpx
 import pytest
 from routing import CHAT, Routed, routed, until
 from served import Server, served
@@ -164,6 +166,87 @@ def homes_of(pair, name, key=ANNA):
 
 def names_of(client):
     return list(client.contexts)
+
+
+def all_homes_of(pair, names, key=ANNA):
+    """Which servers have contexts of these names."""
+    found = {name: [] for name in names}
+    for server in pair.servers:
+        with Client(server.url, key) as client:
+            for name in {*client.contexts} & found.keys():
+                found[name].append(server.url)
+    return found
+
+
+def test_a_context_without_a_name_is_made_once_under_one_key(pair):
+    body = {"template": "use the river . {q}", "values": {"q": "how ?"}}
+    for i in range(4):
+        for url in (pair.router.url, pair.servers[0].url):
+            headers = {"Authorization": f"Bearer {ANNA}", "Idempotency-Key": f"{url}{i}"}
+            told = [
+                httpx.post(f"{url}/v1/contexts:compose", json=body, headers=headers)
+                for _ in range(3)
+            ]
+            assert [reply.status_code for reply in told] == [201] * 3, told[-1].text
+            assert len({reply.text for reply in told}) == 1
+            assert [r.headers.get("idempotent-replayed") for r in told] == [None, "true", "true"]
+    with pair.client() as client:
+        assert len([*client.contexts]) == 8
+
+
+@pytest.mark.parametrize("verb", ["fork", "rename"])
+def test_a_context_does_not_get_a_name_that_another_worker_has(pair, verb):
+    with pair.client() as client, pair.router.client(ANNA) as http:
+        for i in range(12):
+            client.context(f"n{i}")
+        homes = all_homes_of(pair, [f"n{i}" for i in range(12)])
+        one = next(n for n, urls in homes.items() if urls == [pair.servers[0].url])
+        same = next(n for n, urls in homes.items() if urls == homes[one] and n != one)
+        other = next(n for n, urls in homes.items() if urls == [pair.servers[1].url])
+
+        def do(source, to, **headers):
+            return http.post(f"/v1/contexts/{source}:{verb}", json={"to": to}, headers=headers)
+
+        theirs, ours = do(one, same), do(one, other)
+        assert theirs.status_code == ours.status_code == 409
+        told = [reply.json()["error"] for reply in (theirs, ours)]
+        for error, name in zip(told, (same, other), strict=True):
+            del error["request_id"]
+            assert name in error.pop("message") and error.pop("name") == name
+        assert told[0] == told[1], "in the server's own words"
+        assert do("nobody", other).status_code == 404
+        assert all_homes_of(pair, homes) == homes
+        if verb == "rename":
+            keyed = {"Idempotency-Key": "once"}
+            first, again = do(one, "new", **keyed), do(one, "new", **keyed)
+            assert first.status_code == again.status_code == 200, again.text
+            assert again.headers["idempotent-replayed"] == "true"
+
+
+def test_of_two_that_want_one_name_at_once_one_gets_it(pair):
+    with pair.client() as client:
+        for i in range(12):
+            client.context(f"n{i}")
+        homes = all_homes_of(pair, [f"n{i}" for i in range(12)])
+        sources = [next(n for n, urls in homes.items() if urls == [s.url]) for s in pair.servers]
+    headers = {"Authorization": f"Bearer {ANNA}"}
+
+    def fork(source, to):
+        url = f"{pair.router.url}/v1/contexts/{source}:fork"
+        return httpx.post(url, json={"to": to}, headers=headers, timeout=60).status_code
+
+    def open(to):
+        url = f"{pair.router.url}/v1/contexts"
+        return httpx.post(url, json={"name": to}, headers=headers, timeout=60).status_code
+
+    with ThreadPoolExecutor(3) as pool:
+        for i in range(6):
+            name = f"wanted-{i}"
+            asked = [pool.submit(fork, source, name) for source in sources]
+            asked.append(pool.submit(open, name))
+            assert sorted(each.result() for each in asked) == [201, 409, 409]
+            assert len(all_homes_of(pair, [name])[name]) == 1
+    assert not pair.router.state._claims
 
 
 def test_a_chunk_is_lent_to_the_context_that_names_it(pair):

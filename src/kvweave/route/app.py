@@ -13,7 +13,6 @@ from contextlib import asynccontextmanager
 from hashlib import sha256
 
 from starlette.applications import Starlette
-from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
@@ -23,8 +22,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvweave.route import chunks, completions, contexts, own, stored
 from kvweave.route.follow import following, probing
+from kvweave.route.forward import Call
 from kvweave.route.options import RouteOptions
-from kvweave.route.state import RouterState
+from kvweave.route.state import NotAccepted, RouterState, answer_of
 from kvweave.serve.guard.access import Access
 from kvweave.serve.guard.access_log import AccessLog
 from kvweave.serve.guard.limits import Limits
@@ -34,7 +34,7 @@ Endpoint = Callable[[Request], Awaitable[ASGIApp]]
 
 
 class Tenancy:
-    """ASGI middleware: who is who, for limits; a caller goes by its ``Authorization``, or ``x-api-key``.
+    """ASGI middleware: who is who, for limits; a caller goes by the key that workers see.
 
     By few bits of its digest: strangers can write any, and limits keep something for each.
     """
@@ -44,9 +44,8 @@ class Tenancy:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
-            headers = Headers(scope=scope)
-            given = headers.get("authorization", "") + headers.get("x-api-key", "")
-            digest = sha256(given.encode("latin-1")).hexdigest()[:3] if given else ""
+            caller = Call.head_of(scope).caller
+            digest = sha256(caller).hexdigest()[:3] if caller else ""
             scope.setdefault("state", {})["tenant"] = digest
         await self.app(scope, receive, send)
 
@@ -75,12 +74,18 @@ def create_router(options: RouteOptions) -> Starlette:
     app = Starlette(routes=_routes(), middleware=guards, lifespan=life)
     app.router.redirect_slashes = False
     app.add_exception_handler(HTTPException, _problem)
+    app.add_exception_handler(NotAccepted, _not_accepted)
     app.state.router = state
     return app
 
 
 async def _problem(request: Request, error: Exception) -> Response:
     return problem_of(error).response
+
+
+async def _not_accepted(request: Request, error: Exception) -> Response:
+    assert isinstance(error, NotAccepted)
+    return answer_of(error.told)
 
 
 def _routes() -> list[BaseRoute]:

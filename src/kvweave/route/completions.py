@@ -70,6 +70,8 @@ class RoutedCompletion:
                 await directory.look(self.state, self.tenant, self.call, self.prompt.names)
             able = self.state.taking() if self.home is None else [self.home]
             workers = [w for w in able if w.name not in self.tried]
+            noted = self.state.noted(self.tenant, self.call)
+            workers = [noted] if noted in workers else workers
             if not workers:
                 return last or self.state.nobody().response
             choice = self._choose(workers)
@@ -128,11 +130,14 @@ class RoutedCompletion:
         state, worker = self.state, choice.worker
         with ExitStack() as stack:
             job = stack.enter_context(worker.job(choice.seconds))
+            state.note(self.call, worker)
             response = await self._first(worker)
             worker.first(job)
             state.count(worker, response)
             if response.status_code == 200:
-                self.tenant = state.tenants.keep(self.tenant)
+                if self.call.target.startswith(b"/v1/"):  # elsewhere vLLM asks for no key
+                    self.tenant = state.tenants.keep(self.tenant)
+                    state.note(self.call, worker)
                 state.chooser.sent(self.tenant, choice)
                 state.tenants.bound()
             read = AnswerRead()

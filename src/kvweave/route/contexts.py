@@ -20,19 +20,22 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp
 
+from kvweave.chunk.identity import normal_name
+from kvweave.errors import NameTaken
 from kvweave.route import directory
 from kvweave.route.errand import Errand
 from kvweave.route.forward import Call, WorkerFailed
-from kvweave.route.state import RouterState, WholeAnswer, answer_of, unreachable
-from kvweave.route.wanted import names_in
+from kvweave.route.state import IDEMPOTENCY, RouterState, WholeAnswer, answer_of, unreachable
+from kvweave.route.tenant import note
+from kvweave.route.wanted import is_name, names_in
 from kvweave.route.worker import Worker
-from kvweave.serve.guard.problems import Problem
+from kvweave.serve.guard.problems import Problem, problem_of
 
-MOST = 100_000  # contexts of a tenant whose worker is remembered
 VERBS = (
     "append message drop replace amend reorder leave edit fork rename log diff revert ledger why weave preview "
     "check generate ask"
 ).split()
+RENAMING = ("fork", "rename")  # to a name that no worker may have
 MEMORY = (
     "open items read blocks block tool tell settle search recall release anchor write delete rename undo "
     "idle ask"
@@ -70,7 +73,8 @@ async def opened(request: Request) -> ASGIApp:
     body, tenant = call.json(), state.tenant_of(call)
     name = body.get("name")
     if "name" not in body and isinstance(body.get("template"), str):
-        name = f"c-{secrets.token_hex(8)}"
+        key = call.header(IDEMPOTENCY)
+        name = f"c-{secrets.token_hex(8) if key is None else tenant.place(key)}"
         call = call.with_json({**body, "name": name})
     verb = _Verb(state, call, tenant, name if isinstance(name, str) else "", "open")
     return await verb.answer()
@@ -103,10 +107,20 @@ class _Verb(Errand):
     verb: str
 
     async def answer(self) -> ASGIApp:
-        """Find the worker, and have it do the verb."""
+        """Find the worker, and have it do the verb; of those that want one name, one after the other."""
+        body = self.call.json() if self.verb in RENAMING else {}
+        to = body.get("to", self.name if self.verb == "open" else "")
+        if not isinstance(to, str) or not is_name(to):
+            return await self._do("")
+        async with self.state.claim(self.tenant, normal_name(to)):
+            return await self._do(to)
+
+    async def _do(self, to: str) -> ASGIApp:
         worker = await self._home()
         if isinstance(worker, Problem):
             return worker.response
+        if self.verb in RENAMING and to and await self._is_elsewhere(to, worker):
+            return problem_of(NameTaken(normal_name(to), 0)).response
         try:
             refused = await self._lend(worker)
             if refused is not None:
@@ -116,6 +130,15 @@ class _Verb(Errand):
             self.state.failed(worker, failure)
             return unreachable(worker, failure).response
 
+    async def _is_elsewhere(self, to: str, worker: Worker) -> bool:
+        """Tell whether another worker has a context of the name that one on ``worker`` is to have."""
+        there = self.state.native(contexts=True)
+        others = [each for each in there if each is not worker]
+        if await self._asked(others, to) is None:
+            return False
+        found = await self._asked([worker], self.name)  # without it the worker says what is missing
+        return found is not None
+
     async def _home(self) -> Worker | Problem:
         """Return the worker that has the context, or is to have it."""
         known = self.state.named(self.tenant.contexts.get(self.name, ""))
@@ -123,17 +146,20 @@ class _Verb(Errand):
             return known  # what is sent to one that is down says so, or finds it back
         there = self.state.native(contexts=True)
         if self.name and there:
-            found = await self._asked(there)
+            found = await self._asked(there, self.name)
             if found is not None:
-                self._remember(self.name, found)
+                note(self.tenant.contexts, self.name, found.name)
                 return found
+        noted = self.state.noted(self.tenant, self.call)
+        if noted is not None:
+            return noted
         able = self.state.native(taking=True, contexts=True) if self.verb == "open" else there
         if not able:
             return self.state.nobody(native=True)
         return self.state.owners(self.tenant, self.name, able)[0]
 
-    async def _asked(self, workers: list[Worker]) -> Worker | None:
-        path = "/v1/contexts/" + quote(self.name, safe="/")
+    async def _asked(self, workers: list[Worker], name: str) -> Worker | None:
+        path = "/v1/contexts/" + quote(name, safe="/")
         told, _ = await self.state.ask_all(workers, self.call.asking("GET", path))
         return next((worker for worker, reply, _ in told if reply.status_code == 200), None)
 
@@ -163,14 +189,7 @@ class _Verb(Errand):
             return
         told = _object(body) if self.verb in ("open", "fork", "rename") else {}
         name = told.get("name", self.name)
-        self._remember(name if isinstance(name, str) else self.name, worker)
-
-    def _remember(self, name: str, worker: Worker) -> None:
-        contexts = self.tenant.contexts
-        contexts[name] = worker.name
-        contexts.move_to_end(name)
-        while len(contexts) > MOST:
-            contexts.popitem(last=False)
+        note(self.tenant.contexts, name if isinstance(name, str) else self.name, worker.name)
 
 
 def _object(body: bytes) -> Mapping[str, Any]:

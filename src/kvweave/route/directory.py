@@ -31,15 +31,18 @@ def path_of(name: str) -> str:
 def forget(tenant: RouteTenant) -> None:
     """Chunks of a tenant changed: look again."""
     tenant.directory.clear()
+    tenant.sizes.clear()
 
 
 async def look(state: RouterState, tenant: RouteTenant, call: Call, names: Sequence[str]) -> None:
-    """Find out who has the chunks of these names, where that is not known."""
+    """Find out who has the chunks of these names, where that is not known. Raises NotAccepted."""
     now = time.monotonic()
     if now - tenant.looked > FRESH or len(tenant.directory) > MOST:
         forget(tenant)
         tenant.looked = now
     unknown = [name for name in names if name not in tenant.directory]
+    if unknown:
+        await state.admit(state.native(), call)
     found = await asyncio.gather(*(_look(state, call, name) for name in unknown))
     for name, told in zip(unknown, found, strict=True):
         there = {worker.name: entry for worker, entry in told}

@@ -12,7 +12,7 @@ from starlette.types import ASGIApp
 
 from kvweave.route.forward import Call, WorkerFailed, whole
 from kvweave.route.relay import AnswerRead, Passing, broken
-from kvweave.route.state import RouterState, answer_of
+from kvweave.route.state import IDEMPOTENCY, RouterState, answer_of
 from kvweave.route.tenant import RouteTenant
 from kvweave.route.worker import Worker
 
@@ -34,9 +34,13 @@ class Errand:
         """Return the worker's answer. Raises WorkerFailed before its first byte.
 
         It is sent again if nothing of it was sent before, if it only reads, or if it has an
-        ``Idempotency-Key``.
+        ``Idempotency-Key``, which keeps it with this worker, unless nothing of it was sent.
         """
-        repeatable = self.call.method == "GET" or self.call.header(b"idempotency-key") is not None
+        keyed = self.call.header(IDEMPOTENCY) is not None
+        repeatable = self.call.method == "GET" or keyed
+        is_new = keyed and self.state.noted(self.tenant, self.call) is None
+        self.state.note(self.call, worker)
+        sent = False
         for pause in (*AGAIN, None):
             try:
                 with ExitStack() as stack:
@@ -48,6 +52,9 @@ class Errand:
                     )  # fmt: skip
                 break
             except WorkerFailed as failure:
+                sent = sent or failure.sent
+                if is_new and not sent:
+                    self.state.note(self.call, None)
                 if pause is None or failure.slow or (failure.sent and not repeatable):
                     raise
                 self.state.metrics.retries.labels("died" if failure.sent else "refused").inc()

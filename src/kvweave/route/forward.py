@@ -13,10 +13,12 @@ from typing import Any
 
 import httpx
 from starlette.requests import Request
+from starlette.types import Scope
 
 from kvweave.route.options import RouteOptions
 from kvweave.route.worker import Worker
 from kvweave.serve.guard.access_log import HEADER as REQUEST_ID_HEADER
+from kvweave.serve.guard.keys import key_given
 from kvweave.serve.guard.problems import REQUEST_ID
 
 HOPS = frozenset(
@@ -50,13 +52,17 @@ class Call:
     @classmethod
     async def of(cls, request: Request) -> Call:
         """Return what is sent on of a request that came."""
-        scope = request.scope
+        head = cls.head_of(request.scope)
+        headers = [*head.headers, (REQUEST_ID_HEADER.lower().encode(), REQUEST_ID.get().encode())]
+        return replace(head, headers=headers, body=await request.body())
+
+    @classmethod
+    def head_of(cls, scope: Scope) -> Call:
+        """Return what is sent on of a request, without its body."""
         target = scope["raw_path"] + (
             b"?" + scope["query_string"] if scope["query_string"] else b""
         )
-        headers = end_to_end(scope["headers"], OURS)
-        headers.append((REQUEST_ID_HEADER.lower().encode(), REQUEST_ID.get().encode()))
-        return cls(request.method, target, headers, await request.body())
+        return cls(scope["method"], target, end_to_end(scope["headers"], OURS))
 
     def json(self) -> Mapping[str, Any]:
         """Return the body's object; an empty one for anything else."""
@@ -69,6 +75,13 @@ class Call:
     def header(self, name: bytes) -> bytes | None:
         """Return a header, None where it is not there."""
         return next((value for key, value in self.headers if key == name), None)
+
+    @property
+    def caller(self) -> bytes:
+        """What workers know the caller by, as an ``Authorization``: its key, however it was written."""
+        given, api_key = self.header(b"authorization") or b"", self.header(b"x-api-key") or b""
+        key = key_given(given.decode("latin-1"), api_key.decode("latin-1"))
+        return b"Bearer " + key.encode("latin-1") if key else given
 
     def asking(self, method: str, target: str, body: Mapping[str, Any] | None = None) -> Call:
         """Return another call of the same caller."""

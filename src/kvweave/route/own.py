@@ -10,6 +10,7 @@ from starlette.responses import JSONResponse, Response
 
 from kvweave.route.state import RouterState
 from kvweave.route.worker import Worker
+from kvweave.serve.guard.keys import key_given
 from kvweave.serve.guard.problems import Problem, make
 
 NOT_ROUTED = "it is of one worker: ask that one; GET /v1/workers of the router lists them"
@@ -107,8 +108,7 @@ def _refused(request: Request) -> Problem | None:
     key = request.app.state.router.options.key
     if key is None:
         return None
-    scheme, _, given = request.headers.get("authorization", "").partition(" ")
-    given = given.strip() if scheme.lower() == "bearer" else ""
+    given = key_given(request.headers.get("authorization", ""), "")
     if compare_digest(given.encode("utf-8", "surrogateescape"), key.encode()):
         return None
     return make(

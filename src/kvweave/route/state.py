@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
+from weakref import WeakValueDictionary
 
 import httpx
 from starlette.responses import Response
@@ -13,13 +14,25 @@ from kvweave.route.choose import Chooser
 from kvweave.route.forward import Call, Forwarder, WorkerFailed, headers_of, whole
 from kvweave.route.metrics import RouteMetrics
 from kvweave.route.options import RouteOptions, worker_url
-from kvweave.route.tenant import RouteTenant, Tenants
+from kvweave.route.tenant import MOST_KEYS, RouteTenant, Tenants, note
 from kvweave.route.worker import Worker
-from kvweave.serve.guard.problems import Problem, make
+from kvweave.serve.guard.idempotent import HEADER
+from kvweave.serve.guard.problems import OF_MESSAGES, VERSION, Problem, make
 from kvweave.simulate.route import weight
 
 log = logging.getLogger("kvweave.route")
 WholeAnswer = tuple[Worker, httpx.Response, bytes]  # a worker's whole answer
+
+
+IDEMPOTENCY = HEADER.lower().encode()
+
+
+class NotAccepted(Exception):
+    """A worker refused a caller that none has accepted yet. ``told``: its answer."""
+
+    def __init__(self, told: WholeAnswer) -> None:
+        super().__init__(told[1].status_code)
+        self.told = told
 
 
 class RouterState:
@@ -35,6 +48,7 @@ class RouterState:
         self.metrics = RouteMetrics()
         self.look = asyncio.Event()  # set: a worker failed, so probe them now
         self.stopping = False
+        self._claims: WeakValueDictionary[tuple[bytes, str], asyncio.Lock] = WeakValueDictionary()
 
     def stop(self) -> None:
         """Say that it stops, to whoever asks for its health."""
@@ -42,7 +56,50 @@ class RouterState:
 
     def tenant_of(self, call: Call) -> RouteTenant:
         """Return whose call it is."""
-        return self.tenants.of(call.header(b"authorization"), call.header(b"x-api-key"))
+        return self.tenants.of(call.caller)
+
+    async def admit(self, workers: Sequence[Worker], call: Call) -> None:
+        """Have one worker say that it knows the caller, if none has said so yet, before many are asked.
+
+        Raises NotAccepted with the answer of one that does not.
+        """
+        tenant, told = self.tenant_of(call), None
+        if self.tenants.has(tenant):
+            return
+        ask = call.asking("GET", "/v1/models")
+        if OF_MESSAGES.get():  # to be refused in the words of that API
+            ask.headers.append((VERSION, b"2023-06-01"))
+        for worker in workers:
+            try:
+                told = await self.ask(worker, ask)
+            except WorkerFailed:
+                continue
+            status = told[1].status_code
+            if status in (401, 403):
+                break
+            if status < 500 and status != 429:
+                if told[1].is_success:
+                    self.tenants.keep(tenant)
+                return
+        if told is not None:
+            raise NotAccepted(told)
+
+    def noted(self, tenant: RouteTenant, call: Call) -> Worker | None:
+        """Return the worker that had a request with this ``Idempotency-Key`` before."""
+        key = call.header(IDEMPOTENCY)
+        return None if key is None else self.named(tenant.keys.get(tenant.place(key), ""))
+
+    def note(self, call: Call, worker: Worker | None) -> None:
+        """Note which worker has a request with an ``Idempotency-Key``; None: nobody has."""
+        key, tenant = call.header(IDEMPOTENCY), self.tenant_of(call)
+        if key is not None and worker is not None:
+            note(tenant.keys, tenant.place(key), worker.name, MOST_KEYS)
+        elif key is not None:
+            tenant.keys.pop(tenant.place(key), None)
+
+    def claim(self, tenant: RouteTenant, name: str) -> asyncio.Lock:
+        """Return what is to be held while something of that name is made."""
+        return self._claims.setdefault((tenant.digest, name), asyncio.Lock())
 
     def taking(self) -> list[Worker]:
         """Return the workers that new work may go to."""
@@ -89,7 +146,8 @@ class RouterState:
     async def ask_all(
         self, workers: Sequence[Worker], call: Call, *, quick: bool = True
     ) -> tuple[list[WholeAnswer], list[Worker]]:
-        """Return the answers of all that gave one, and the workers that did not."""
+        """Return the answers of all that gave one, and the workers that did not. Raises NotAccepted."""
+        await self.admit(workers, call)
         asked = [self.ask(worker, call, quick=quick) for worker in workers]
         found = await asyncio.gather(*asked, return_exceptions=True)
         told, silent = [], []

@@ -13,6 +13,7 @@ import re
 import secrets
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 from urllib.parse import quote
 
@@ -24,9 +25,9 @@ from kvweave.route.completions import RoutedCompletion, not_by_id
 from kvweave.route.errand import Errand
 from kvweave.route.forward import Call, WorkerFailed
 from kvweave.route.relay import stored_in, stored_key
-from kvweave.route.state import RouterState, unreachable
+from kvweave.route.state import IDEMPOTENCY, RouterState, unreachable
 from kvweave.route.tenant import RouteTenant
-from kvweave.route.wanted import prompt_of
+from kvweave.route.wanted import MAX_NAMES, is_name, prompt_of
 from kvweave.route.worker import Worker
 from kvweave.serve.chat.sealed import unseal
 from kvweave.serve.guard.problems import Problem, make
@@ -61,8 +62,11 @@ async def opened(request: Request) -> ASGIApp:
     if isinstance(name, str):
         home = await _where(state, tenant, call, stored_key("conversations", name))
     if home is None:
-        taking = state.taking()
-        place = name if isinstance(name, str) else secrets.token_hex(8)
+        home = state.noted(tenant, call)
+    if home is None:
+        taking, key = state.taking(), call.header(IDEMPOTENCY)
+        made_up = secrets.token_hex(8) if key is None else tenant.place(key)
+        place = name if isinstance(name, str) else made_up
         home = state.owners(tenant, place, taking)[0] if taking else state.nobody()
     return await _do(_Kept(state, call, tenant, ""), home)
 
@@ -119,7 +123,7 @@ async def _home_of(
         if found is not None:
             homes[found.name] = found
     summaries: dict[str, Worker] = {}
-    for key in summaries_in(body):
+    for key in islice(dict.fromkeys(summaries_in(body)), MAX_NAMES):
         found = await _where(state, tenant, call, key)
         # a summary says enough to go on without the worker that has what it stands for
         if isinstance(found, Worker) and found.healthy:
@@ -135,11 +139,11 @@ async def _home_of(
 async def _where(
     state: RouterState, tenant: RouteTenant, call: Call, key: str
 ) -> Worker | Problem | None:
-    """Return the worker that keeps something, None where nobody does."""
+    """Return the worker that keeps something, None where nobody does. Raises NotAccepted."""
     noun, _, id = key.partition("/")
     if key in tenant.stored:
         return state.named(tenant.stored[key])
-    if noun not in ASKED or not id:
+    if noun not in ASKED or not is_name(id):
         return None
     path = f"/v1/{noun}/{quote(id, safe='')}"
     told, silent = await state.ask_all(state.there(), call.asking("GET", path))

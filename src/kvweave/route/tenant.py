@@ -1,7 +1,7 @@
-"""Tenants: what is known is kept by the ``Authorization`` (or ``x-api-key``) of who taught it, and used for nobody else.
+"""Tenants: what is known is kept by the key (`Call.caller`) of who taught it, and used for nobody else.
 
 A tenant's ids of prints are its own: the same text of two tenants has nothing in common. Nothing is kept
-of an ``Authorization`` before a worker has accepted it. Where all knowledge together is too much, who has
+of a caller before a worker has accepted it. Where all knowledge together is too much, who has
 most forgets: nobody can push out what others taught.
 """
 
@@ -21,7 +21,8 @@ from kvweave.route.holding import Holding
 from kvweave.simulate.route import Router
 
 MOST = 1024  # tenants; who was not there for longest is forgotten
-MOST_STORED = 100_000  # responses and so on of a tenant whose worker is remembered
+MOST_NOTED = 100_000  # contexts, and responses and so on, of a tenant whose worker is remembered
+MOST_KEYS = 4_096  # and ``Idempotency-Key``s; workers keep the answers to fewer
 LETTERS = 4.0  # characters of a token, before any answer has said how many
 STEADY = 0.8  # how much of that stays when an answer says another number
 RECENT = 120.0  # seconds that a tenant is followed after its last request
@@ -30,7 +31,7 @@ _MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
 
 @dataclass(eq=False)
 class RouteTenant:
-    """One ``Authorization``, and what its requests have taught."""
+    """One caller, and what its requests have taught."""
 
     digest: bytes = field(repr=False)
     authorization: bytes | None = field(repr=False)  # to ask workers for its placements with
@@ -41,6 +42,7 @@ class RouteTenant:
     looked: float = 0.0  # when the directory was begun
     contexts: OrderedDict[str, str] = field(default_factory=OrderedDict)  # context -> worker
     stored: OrderedDict[str, str] = field(default_factory=OrderedDict)  # `stored_key` -> worker
+    keys: OrderedDict[str, str] = field(default_factory=OrderedDict)  # `place` -> worker
     router: Router | None = None  # of policies that remember
     used: float = field(default_factory=time.monotonic)
 
@@ -52,12 +54,14 @@ class RouteTenant:
         return self.holdings.setdefault(worker, Holding())
 
     def keep_stored(self, keys: Iterable[str], worker: str) -> None:
-        """Note what a worker keeps; of too much what was noted first is forgotten."""
+        """Note what a worker keeps."""
         for key in keys:
-            self.stored[key] = worker
-            self.stored.move_to_end(key)
-        while len(self.stored) > MOST_STORED:
-            self.stored.popitem(last=False)
+            note(self.stored, key, worker)
+
+    def place(self, key: bytes) -> str:
+        """Return what stands for an ``Idempotency-Key``: the same in every router, so that what has no name
+        goes to the same worker when it is sent again."""
+        return blake2b(self.digest + key, digest_size=8).hexdigest()
 
     def ids(self, hashes: Hashes) -> list[int]:
         """Return this tenant's ids of prints; a bijection that others do not have."""
@@ -76,6 +80,14 @@ class RouteTenant:
         return max(1, round(n_chars / self.letters))
 
 
+def note(known: OrderedDict[str, str], key: str, worker: str, most: int = MOST_NOTED) -> None:
+    """Note where something is; of too much what was noted first is forgotten."""
+    known[key] = worker
+    known.move_to_end(key)
+    while len(known) > most:
+        known.popitem(last=False)
+
+
 class Tenants:
     """All tenants that a worker has accepted."""
 
@@ -84,20 +96,18 @@ class Tenants:
         self._remembered = remembered
         self._known: OrderedDict[bytes, RouteTenant] = OrderedDict()
 
-    def of(self, authorization: bytes | None, api_key: bytes | None = None) -> RouteTenant:
-        """Return the tenant of the headers; one that is not known is not kept yet.
+    def of(self, caller: bytes | None) -> RouteTenant:
+        """Return the tenant that workers know as ``caller``; one that is not known is not kept yet.
 
-        ``api_key`` is Anthropic's ``x-api-key``: alone it is the same as a bearer. Every router makes
-        the same digest of them, and so puts its names and prompts where others do.
+        Every router makes the same digest, and so puts its names and prompts where others do.
         """
-        given = authorization or b""
-        if api_key and not authorization:
-            authorization = given = b"Bearer " + api_key.strip()
-        elif api_key:  # workers go by either
-            given += b"\0" + api_key
-        digest = blake2b(given, digest_size=32).digest()
+        digest = blake2b(caller or b"", digest_size=32).digest()
         known = self._known.get(digest)
-        return RouteTenant(digest, authorization) if known is None else known
+        return RouteTenant(digest, caller or None) if known is None else known
+
+    def has(self, tenant: RouteTenant) -> bool:
+        """Tell whether a worker has accepted a tenant."""
+        return tenant.digest in self._known
 
     def keep(self, tenant: RouteTenant) -> RouteTenant:
         """Keep a tenant that a worker has accepted; return the one that is kept."""

@@ -13,15 +13,15 @@ from typing import Any
 
 import numpy as np
 
+from kvweave.chunk.identity import check_name
 from kvweave.chunk.prints import Prints, prints, thinned
-from kvweave.errors import InvalidArgument
+from kvweave.errors import InvalidArgument, InvalidName
 from kvweave.weave.template import Template
 
 MOST = 2048  # prints of one request that are looked at
 MAX_NAMES = 64  # chunks that one request names, of which workers are asked
 MAX_CHARS = 2**21  # of one request that are looked at: 50 ms
 _LETTERS = 0x10000  # token ids are hashed as letters from here on, behind the surrogates
-_PATTERN = frozenset("*?[")
 # types of parts that are text, and where that is
 TEXTS = dict.fromkeys(("text", "input_text", "output_text", "reasoning_text"), "text") | {
     "thinking": "thinking"
@@ -55,7 +55,7 @@ def prompt_of(body: Body) -> PromptText:
             left -= min(left, len(part))
         else:
             names[part.name] = None
-    plain = [name for name in names if not name.startswith("#")]
+    plain = [name for name in names if is_name(name)]
     by_id = tuple(name for name in names if name.startswith("#"))
     return PromptText(thinned(joined(found), MOST), tuple(plain[:MAX_NAMES]), by_id)
 
@@ -144,8 +144,17 @@ def names_in(body: Body) -> tuple[str, ...]:
             found += [hole for hole in Template(body["template"]).holes if hole not in values]
         except InvalidArgument:
             pass  # the worker says why
-    names = [n for n in found if isinstance(n, str) and n and n[0] != "#" and not _PATTERN & {*n}]
+    names = [n for n in found if isinstance(n, str) and is_name(n)]
     return tuple(dict.fromkeys(names))[:MAX_NAMES]
+
+
+def is_name(name: str) -> bool:
+    """Tell whether workers can have anything of this name: no id, no pattern, nothing endless."""
+    try:
+        check_name(name)
+    except InvalidName:
+        return False
+    return True
 
 
 def _dicts(given: object) -> list[dict[str, Any]]:

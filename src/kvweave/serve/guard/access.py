@@ -13,6 +13,7 @@ from fastapi.security import HTTPBearer
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from kvweave.serve.guard.keys import key_given
 from kvweave.serve.guard.problems import CLOSE, Problem, make
 from kvweave.serve.options import is_loopback, plain_host
 
@@ -85,9 +86,7 @@ class Access:
         path = scope["path"]
         if path in OPEN or path.startswith(OPEN_BELOW):
             return None
-        scheme, _, key = headers.get("authorization", "").partition(" ")
-        key = key.strip() if scheme.lower() == "bearer" else ""
-        key = key or headers.get("x-api-key", "").strip()  # as Anthropic's clients send it
+        key = key_given(headers.get("authorization", ""), headers.get("x-api-key", ""))
         if path == METRICS and self._of_metrics.namespace(key) is not None:
             state["sees_metrics"] = True
             return None

@@ -16,6 +16,14 @@ _COMMENT = re.compile(r"(?:^|\s)#.*")
 _FORM = "write KEY or KEY:NAMESPACE"
 
 
+def key_given(authorization: str, api_key: str) -> str:
+    """Return the key of a request by its two headers, "" where neither has one: a bearer's goes first,
+    then ``x-api-key``, as Anthropic's clients send it."""
+    scheme, _, key = authorization.partition(" ")
+    key = key.strip() if scheme.lower() == "bearer" else ""
+    return key or api_key.strip()
+
+
 def parse_key(text: str, source: str = "key") -> tuple[str, str]:
     """Return key and namespace of ``KEY`` or ``KEY:NAMESPACE``, taken as it is.
 
