@@ -351,6 +351,7 @@ EXCUSED = {
     "answer_part": "the server's own, when an answer is out",
     "append_pieces": "part of compose",
     "set_base": "the server's own, when a context is opened",
+    "closed": "of the process",
     "step": "several verbs in one step: of the process",
     **dict.fromkeys(
         ("putting", "weaving", "checking", "wove", "answered"), "steps of the server's tasks"

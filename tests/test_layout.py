@@ -22,6 +22,7 @@ SRC = ROOT / "src" / "kvweave"
 # Each may import from those before it and from itself; those in one row not from each other.
 ORDER = (
     ("errors",),
+    ("verbs",),
     ("config",),
     ("chunk",),
     ("keep",),  # sees ids and sizes only, so the store can ask it who may go

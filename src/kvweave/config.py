@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from kvweave.errors import InvalidArgument
+from kvweave.verbs import checked
 
 BaseMode = Literal["any", "own"]
 UNITS = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
@@ -31,6 +32,7 @@ def check_bases(bases: object) -> None:
         raise InvalidArgument("bases", f"{bases!r}", f"one of {', '.join(get_args(BaseMode))}")
 
 
+@checked
 @dataclass(frozen=True, slots=True)
 class Config:
     """Defaults of every context; each field with its unit and the reason for its value."""
@@ -56,10 +58,12 @@ class Config:
 
     def __post_init__(self) -> None:
         n_bytes(self.budget)
-        if not 0 <= self.share <= 1:
-            raise InvalidArgument("share", f"{self.share} is not between 0 and 1")
-        if not 0 <= self.audit <= 1:
-            raise InvalidArgument("audit", f"{self.audit} is not between 0 and 1")
+        for name in ("share", "audit"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise InvalidArgument(name, f"{getattr(self, name)} is not between 0 and 1")
+        for name in ("max_batch", "max_rows", "load_seconds"):
+            if getattr(self, name) <= 0:
+                raise InvalidArgument(name, f"{getattr(self, name)} is not above 0")
         if self.rows not in ("raw", "int8", "fp8"):
             raise InvalidArgument(
                 "rows", f"rows in memory are no {self.rows!r}", "raw, int8 or fp8"

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 from kvweave.chunk.files import Entry, Files
-from kvweave.chunk.identity import ChunkId, Kind, TierName, check_name, check_namespace
+from kvweave.chunk.identity import ChunkId, Kind, Namespace, TierName, check_name
 from kvweave.chunk.record import Record
 from kvweave.chunk.table import Table
 from kvweave.config import Config
@@ -25,6 +23,7 @@ from kvweave.store.codec import parse
 from kvweave.store.home import Home
 from kvweave.store.kv import KV
 from kvweave.store.spec import open_shelf
+from kvweave.verbs import FromZero, checked
 from kvweave.weave.answer import Answer, request_from
 from kvweave.weave.calibration import calibration_of, check_bound
 from kvweave.weave.context import Context
@@ -44,14 +43,15 @@ from kvweave.weave.weaver import Weaver
 LOADING = ("dtype", "device", "max_positions")  # options of Runner.load
 
 
+@checked
 class Engine:
-    """One model, its chunks and its contexts.
+    """One model, its chunks and its contexts. Threads may share it: their verbs wait for each other.
 
     Args:
         model: a checkpoint directory, a hub id, a `Runner`, or another `Backend`.
         home: directory for the index and KV on disk; None keeps everything in memory.
-        base: text every chunk's canonical KV is computed after; by default the BOS token, if the
-            tokenizer has one. Without any (``base=""``) each chunk brings its own attention sink.
+        base: text (or token ids) every chunk's canonical KV is computed after; by default the BOS token,
+            if the tokenizer has one. Without any (``base=""``) each chunk brings its own attention sink.
         options: the fields of `Config`, and ``dtype``, ``device``, ``max_positions`` of the model.
 
     Raises ModelUnusable, ModelMismatch (``home`` belongs to another model), InvalidArgument.
@@ -62,7 +62,7 @@ class Engine:
         model: str | Path | Backend,
         *,
         home: str | Path | None = None,
-        base: str | None = None,
+        base: TextOrTokens | None = None,
         config: Config | None = None,
         **options: object,
     ) -> None:
@@ -103,10 +103,10 @@ class Engine:
         ties.bind(self.shelf)
         self.table.on_free = self._let_go
         self.loop = Loop(self.runner, self.config.max_batch, self.config.max_rows)
+        self.closed, self.gate = False, self.loop.gate
         self.maker = Maker(self.runner, self.shelf, self.table)
         self.files = Files(self.table)
         self._contexts = Contexts()
-        self._n_composed: Counter[str] = Counter()  # by namespace
         return ties
 
     # ---- life
@@ -123,7 +123,10 @@ class Engine:
         Everything is let go of whatever fails; the first failure is raised then. KV that could not
         be written is computed again one day.
         """
+        if self.closed:
+            return
         with contextlib.ExitStack() as last:
+            last.callback(setattr, self, "closed", True)
             last.callback(self.table.close)
             last.callback(self.shelf.close)
             for context in list(self._contexts):
@@ -145,7 +148,7 @@ class Engine:
         text: TextOrTokens,
         *,
         kind: Kind = "document",
-        namespace: str = "",
+        namespace: Namespace = "",
         replace: bool = False,
         progress: Callable[[int], None] = lambda n: None,
     ) -> Entry:
@@ -163,14 +166,14 @@ class Engine:
         items: Iterable[tuple[str, TextOrTokens]],
         *,
         kind: Kind = "document",
-        namespace: str = "",
+        namespace: Namespace = "",
         replace: bool = False,
         progress: Callable[[int], None] = lambda n: None,
     ) -> list[Entry]:
         """Store several chunks; short ones are computed together. All of them or none."""
         self._require_run()
         items = list(items)
-        with self._all_or_none() as made:
+        with self.maker.all_or_none() as made:
             for name, text in items:
                 tokens, of = self.maker.tokens(text), {"namespace": namespace, "name": name}
                 id = self.maker.add(tokens, kind=kind, base=self._base, **of)
@@ -183,7 +186,7 @@ class Engine:
         self,
         items: Sequence[NewChunk],
         *,
-        namespace: str = "",
+        namespace: Namespace = "",
         replace: bool = False,
         then: Callable[[Sequence[ChunkId]], None] = lambda ids: None,
     ) -> Task[list[Entry]]:
@@ -192,42 +195,34 @@ class Engine:
         yield from putting(self.maker, items, self._base, namespace, replace, then)
         return [Files(self.table, namespace).stat(item.name) for item in items]
 
-    def put_rows(self, name: str, kv: KV, *, kind: Kind = "memory", namespace: str = "") -> Entry:
+    def put_rows(
+        self, name: str, kv: KV, *, kind: Kind = "memory", namespace: Namespace = ""
+    ) -> Entry:
         """Store rows that no token made (a learned prefix, say) under ``name``; keys unrotated.
 
         They are placed as they are, wherever they stand, and never computed: what is lost of them
         is lost. Raises NameTaken, InvalidName, InvalidArgument, OverBudget, CannotMove.
         """
         self._require_run()
-        with self._all_or_none() as made:
+        with self.maker.all_or_none() as made:
             made.append(self.maker.add_rows(kv, kind=kind, namespace=namespace))
             self.table.bind(name, made[0], namespace=namespace)
         return Files(self.table, namespace).stat(name)
 
-    def compress(self, ref: str, keep: str, *, to: str | None = None, namespace: str = "") -> Entry:
+    def compress(
+        self, ref: str, keep: str, *, to: str | None = None, namespace: Namespace = ""
+    ) -> Entry:
         """Leave of a chunk's KV what a token policy keeps (``kvzip:0.3``), under the name ``to``, by
         default its own; ``full`` computes all of it again. Raises ChunkNotFound, InvalidArgument,
         NameTaken, ChunkPinned, ContextTooLong, OverBudget, CannotMove.
         """
         self._require_run()
         chosen = Keep.parse(keep)
-        with self._all_or_none() as made:
+        with self.maker.all_or_none() as made:
             id, whole = self.table.resolve(ref, namespace).id, chosen.policy.name == "full"
             made.append(self.maker.whole(id) if whole else self.maker.thin(id, chosen))
             self.table.bind(to or ref, made[0], namespace=namespace, replace=to is None)
         return Files(self.table, namespace).stat(to or ref)
-
-    @contextmanager
-    def _all_or_none(self) -> Iterator[list[ChunkId]]:
-        """A transaction; where it fails, the rows of chunks that it made, and lists, are dropped."""
-        made: list[ChunkId] = []
-        try:
-            with self.table.transaction():
-                yield made
-        except BaseException:
-            for id in {*made} - {record.id for record in self.table}:
-                self.shelf.drop(id)  # the id may be given again: its KV must not be found then
-            raise
 
     def place(
         self,
@@ -235,7 +230,7 @@ class Engine:
         tier: TierName,
         *,
         codec: str | None = None,
-        namespace: str = "",
+        namespace: Namespace = "",
         dry_run: bool = False,
     ) -> list[Entry]:
         """Move the canonical KV of matching chunks to ram, disk, remote or none (tokens only).
@@ -259,8 +254,9 @@ class Engine:
             mine = (r for r in list(self.table) if not self.table.is_virtual(r.id))
             return self.maker.canonicalise(r.id for r in mine if self.shelf.tier(r.id) == "none")
 
-    def audit(self, n: int = 1) -> list[Audit]:
+    def audit(self, n: FromZero = 1) -> list[Audit]:
         """Hold up to ``n`` of the answers put aside (`Config.audit`) against a full prefill, now."""
+        n = min(n, len(self.shadow))
         made = (self.loop.finish(self.shadow.audit(self.loop)) for _ in range(n) if self.shadow)
         return [audit for audit in made if audit is not None]
 
@@ -271,7 +267,7 @@ class Engine:
         """The open contexts of the default namespace by name."""
         return self._contexts.of("")
 
-    def contexts_of(self, namespace: str) -> dict[str, Context]:
+    def contexts_of(self, namespace: Namespace) -> dict[str, Context]:
         """Return the open contexts of one namespace by name."""
         return self._contexts.of(namespace)
 
@@ -286,7 +282,7 @@ class Engine:
         Raises NameTaken, InvalidName, InvalidArgument, CannotRun, CannotMove (what would close up).
         """
         self._require_run()
-        check_name(name)
+        name = check_name(name)
         settings = settings_from(self.config, options)
         self._contexts.require_free(name, settings.namespace)
         key = self._contexts.new_key(name, settings.namespace)
@@ -309,7 +305,7 @@ class Engine:
         values: Mapping[str, object] | None = None,
         *,
         name: str | None = None,
-        namespace: str = "",
+        namespace: Namespace = "",
         repair: str | None = None,
         share: float | None = None,
         max_drift: float | None = None,
@@ -324,13 +320,12 @@ class Engine:
         ``namespace``. The text between chunks is always prefilled here, also when the same text is
         stored. Raises HoleNotFilled, ChunkNotFound, ContextTooLong, InvalidArgument.
         """
-        made, namespace = Template.of(template), check_namespace(namespace)
+        made = Template.of(template)
         known = lambda ref: self.table.lookup(ref, namespace) is not None  # noqa: E731
         pieces = made.fill({**(values or {}), **holes}, known)
         if len(pieces) > self.runner.limit:  # each has a token at least
             raise ContextTooLong(len(pieces), self.runner.limit)
-        self._n_composed[namespace] += 1
-        name = name or f"compose-{self._n_composed[namespace]}"
+        name = name or self._contexts.next_composed(namespace)
         given = [("repair", repair), ("share", share), ("max_drift", max_drift), ("keep", keep)]
         options: dict[str, Any] = {k: v for k, v in [*given, ("bases", bases)] if v is not None}
         context = self.context(name, namespace=namespace, **options)
@@ -341,25 +336,26 @@ class Engine:
             raise
         return context
 
-    def get_context(self, name: str, namespace: str = "") -> Context:
+    def get_context(self, name: str, namespace: Namespace = "") -> Context:
         """Return an open context. Raises ContextNotFound."""
         return self._contexts.get(name, namespace)
 
     def fork(self, context: Context, name: str) -> Context:
         """Return a copy of ``context`` under another name, in the same namespace."""
-        check_name(name)
+        name = check_name(name)
+        self._contexts.require_own(context)
         self._contexts.require_free(name, context.namespace)
         twin = context.fork(name, self._contexts.new_key(name, context.namespace))
         self._contexts.add(twin)
         return twin
 
-    def rename_context(self, name: str, to: str, namespace: str = "") -> Context:
+    def rename_context(self, name: str, to: str, namespace: Namespace = "") -> Context:
         """Give a context another name. Raises ContextNotFound, NameTaken, InvalidName."""
         context = self._contexts.get(name, namespace)
         self._contexts.rename(context, check_name(to))
         return context
 
-    def close_context(self, name: str, namespace: str = "") -> None:
+    def close_context(self, name: str, namespace: Namespace = "") -> None:
         """Free a context's rows and let go of its chunks. Raises ContextNotFound."""
         context = self._contexts.get(name, namespace)
         context.close()
@@ -371,6 +367,7 @@ class Engine:
     ) -> list[Answer]:
         """Continue several contexts together, one packed model pass a step."""
         request = request_from(max_tokens, options)
+        self._contexts.require_own(*contexts)
         self.shelf.upcoming(int(part.id) for context in contexts for part in context.parts)
         try:
             turns = begin_all(contexts, *request)

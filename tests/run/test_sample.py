@@ -54,7 +54,7 @@ def choose(sampler: Sampler, logits: torch.Tensor) -> Choice:
         ("seed", 2**63),
         ("stop", "END"),
         ("stop", ("END", "")),
-        ("stop_tokens", [3]),
+        ("min_p", 1.5),
         ("logprobs", -1),
     ],
 )

@@ -11,6 +11,7 @@ from typing import Any, Literal
 from kvweave.chunk.identity import (
     ChunkId,
     Kind,
+    Namespace,
     TierName,
     check_kind,
     check_name,
@@ -27,6 +28,7 @@ from kvweave.errors import (
     InvalidArgument,
     NameTaken,
 )
+from kvweave.verbs import FromZero, checked
 
 _Move = Callable[[Record, TierName], int]
 """Moves the KV of a chunk to a tier and returns how many bytes it takes there."""
@@ -73,6 +75,7 @@ class Usage:
 SORT_KEYS = tuple(field for field in Entry.__slots__ if field != "refs")
 
 
+@checked
 class Files:
     """The verbs on the chunks of one namespace.
 
@@ -82,7 +85,7 @@ class Files:
     returns or raises the same and changes nothing; ``place`` says how it differs.
     """
 
-    def __init__(self, table: Table, namespace: str = "") -> None:
+    def __init__(self, table: Table, namespace: Namespace = "") -> None:
         self.table = table
         self.namespace = namespace
 
@@ -92,16 +95,14 @@ class Files:
         self,
         pattern: str = "",
         *,
-        namespace: str | None = None,
+        namespace: Namespace | None = None,
         sort: str = "name",
         reverse: bool = False,
-        limit: int | None = None,
+        limit: FromZero | None = None,
     ) -> list[Entry]:
         """Return the names that match, of ``namespace`` if given, in order of an Entry's field."""
         if sort not in SORT_KEYS:
             raise InvalidArgument("sort", f"{sort!r} is none of {', '.join(SORT_KEYS)}")
-        if limit is not None and limit < 0:
-            raise InvalidArgument("limit", f"{limit} is negative")
         files = self if namespace is None else Files(self.table, namespace)
         found = files._match(pattern)
 

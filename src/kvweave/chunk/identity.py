@@ -8,7 +8,7 @@ import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from hashlib import blake2b
-from typing import Literal, NewType, get_args
+from typing import Annotated, Literal, NewType, get_args
 
 import numpy as np
 
@@ -60,8 +60,11 @@ def check_namespace(namespace: str) -> str:
     if len(namespace) > MAX_NAMESPACE:
         reason = f"it has {len(namespace)} characters, {MAX_NAMESPACE} is the most"
     if reason:
-        raise InvalidArgument("namespace", f"{namespace!r}: {reason}")
+        raise InvalidArgument("namespace", f"{namespace!r}: {reason}", "a word such as team-a")
     return namespace
+
+
+Namespace = Annotated[str, check_namespace]  # as an argument: in its normal form
 
 
 def check_kind(kind: str) -> Kind:

@@ -17,7 +17,7 @@ from kvweave.chunk.levels import Holders
 from kvweave.chunk.rebuild import create, set_meta
 from kvweave.chunk.record import Record, from_row, to_row
 from kvweave.chunk.rows import ChunkFacts, GroupSize
-from kvweave.errors import StoreError
+from kvweave.errors import InvalidArgument, StoreError
 
 TOGETHER = 500
 """IndexRows of one statement, and of one step of a pass over all."""
@@ -46,7 +46,7 @@ class SqliteRows:
         self._file = None if path is None else IndexFile(path, busy_timeout=busy_timeout)
         self._path = path or Path("memory")
         self.where = str(self._path)
-        self._level = 0
+        self._level, self._closed = 0, False
         self.held: Holders = {}
         self._memory: sqlite3.Connection | None = None
         if self._file is None:
@@ -71,6 +71,8 @@ class SqliteRows:
     @property
     def db(self) -> sqlite3.Connection:
         """The connection."""
+        if self._closed:
+            raise InvalidArgument("index", "it is closed", "open it again")
         return self._file.db if self._memory is None else self._memory  # type: ignore[union-attr]
 
     # --- transactions ---
@@ -270,6 +272,7 @@ class SqliteRows:
     def close(self) -> None:
         if self._file is None:
             self.db.close()
+            self._closed = True
             return
         try:
             if self._kept_next_id < self._next_id:
@@ -279,6 +282,7 @@ class SqliteRows:
                     self._keep_next_id()
                     self.commit(0)
         finally:
+            self._closed = True
             self._file.close()
 
     # --- how ---

@@ -61,7 +61,7 @@ class Transactions:
 
     def _check_open(self) -> None:
         if self._closed:
-            raise InvalidArgument("table", "it is closed")
+            raise InvalidArgument("table", "it is closed", "open it again")
 
     # --- what is remembered ---
 

@@ -22,6 +22,7 @@ from kvweave.client.wires import AwaitedWire, BlockingWire, Wire, require_httpx
 from kvweave.errors import InvalidArgument
 from kvweave.memory.limits import MemoryBudget
 from kvweave.run.capability import Capability
+from kvweave.verbs import checked
 from kvweave.weave.answer import Answer
 from kvweave.weave.parts import TextOrTokens
 from kvweave.weave.template import Ref, Template
@@ -286,6 +287,7 @@ class ClientVerbs(Generic[_ContextT, _MemoryT]):
         return self._context(self._wire, str(told["name"]))
 
 
+@checked
 class Client(ClientVerbs[RemoteContext, RemoteMemory], Blocking):
     """A server's chunks and contexts, as far as its key lets us see them.
 
@@ -326,6 +328,7 @@ class Client(ClientVerbs[RemoteContext, RemoteMemory], Blocking):
         self.close()
 
 
+@checked
 class AsyncClient(ClientVerbs[AsyncRemoteContext, AsyncRemoteMemory], Awaited):
     """A `Client` whose verbs are awaited, on asyncio or trio; ``async with`` closes it.
 

@@ -13,6 +13,7 @@ from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, cast, overload
 from kvweave.client.block import Block, OneEdit, Promise
 from kvweave.client.course import Course
 from kvweave.client.wires import AwaitedWire, BlockingWire
+from kvweave.verbs import checking
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -45,8 +46,8 @@ class Verb(_Method, Generic[P, T]):
     """A method that goes its course; on a class, `course` is for other verbs' use."""
 
     def __init__(self, course: Callable[Concatenate[Any, P], Course[T]]) -> None:
-        self.course = course
-        super().__init__(course)
+        self.course = checking(course)
+        super().__init__(self.course)
 
     @overload
     def __get__(self, face: None, owner: type) -> Verb[P, T]: ...
@@ -79,8 +80,8 @@ class Editing(_Method, Generic[P, T]):
     """A method that edits a context: sent at once, or collected."""
 
     def __init__(self, edit: Callable[Concatenate[Any, P], OneEdit[T]]) -> None:
-        self.edit = edit
-        super().__init__(edit)
+        self.edit = checking(edit)
+        super().__init__(self.edit)
 
     @overload
     def __get__(self, face: None, owner: type) -> Editing[P, T]: ...
@@ -111,8 +112,8 @@ class Streamed(_Method, Generic[P]):
     """A method that returns a turn; called, it gives the pieces of that turn's text."""
 
     def __init__(self, turn: Callable[Concatenate[Any, P], Any]) -> None:
-        self.turn = turn
-        super().__init__(turn)
+        self.turn = checking(turn)
+        super().__init__(self.turn)
 
     @overload
     def __get__(self, face: None, owner: type) -> Streamed[P]: ...

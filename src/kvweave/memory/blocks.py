@@ -8,8 +8,10 @@ from kvweave.errors import InvalidArgument, nearest
 from kvweave.memory.items import ANCHORS
 from kvweave.memory.scheduler import Memory
 from kvweave.memory.told import BLOCK_LIMIT, MemoryBlock
+from kvweave.verbs import checked
 
 
+@checked
 class MemoryBlocks:
     """Blocks over the anchors of a memory: ``human`` is the chunk ``memory/anchors/human``.
 

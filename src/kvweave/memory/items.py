@@ -60,6 +60,12 @@ class Items:
         """Return the whole name of an item to be written. Raises InvalidName."""
         return check_name(self.full(name))
 
+    def some(self, name: str) -> str:
+        """Return what `full` does. Raises InvalidArgument for "", which would be all of them."""
+        if not name:
+            raise InvalidArgument("name", "it is empty", "'**' stands for everything")
+        return self.full(name)
+
     def names(self, pattern: str = "**") -> list[str]:
         """Return whole names that a name, a glob or a ``directory/`` means, sorted. Raises
         ChunkNotFound for a name that is not there."""

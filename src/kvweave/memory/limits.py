@@ -6,8 +6,10 @@ from dataclasses import dataclass
 
 from kvweave.chunk.identity import TierName
 from kvweave.errors import InvalidArgument
+from kvweave.verbs import checked
 
 
+@checked
 @dataclass(frozen=True, slots=True)
 class MemoryBudget:
     """Tokens of each zone; raises InvalidArgument for what cannot be kept.

@@ -23,6 +23,7 @@ from kvweave.memory.summaries import AskModel, Summariser
 from kvweave.memory.told import RANKED, By, MemoryItem, Slept, Zone
 from kvweave.memory.zones import Zones
 from kvweave.run.sampling import Sampling
+from kvweave.verbs import FromZero, checked
 from kvweave.weave.answer import Answer, request_from
 from kvweave.weave.context import Context
 from kvweave.weave.parts import Part, TextOrTokens
@@ -30,6 +31,7 @@ from kvweave.weave.parts import Part, TextOrTokens
 MOST_STEPS = 64  # that can be undone
 
 
+@checked
 class Memory:
     """Schedules what one context holds; every verb is one step, made wholly or not at all.
 
@@ -57,7 +59,10 @@ class Memory:
         compress: Compress | None = None,
     ) -> None:
         context = engine.get_context(context) if isinstance(context, str) else context
-        self.context, self.budget = context, budget or MemoryBudget()
+        if engine.contexts_of(context.namespace).get(context.name) is not context:
+            reason = f"{context.name!r} is closed, or of another engine"
+            raise InvalidArgument("context", reason, "open it in this engine")
+        self.context, self.gate, self.budget = context, context.gate, budget or MemoryBudget()
         self.items_below = items = Items(context, engine.table, engine.maker, root)
         self._ground = Ground(engine, context, items, Zones.of_context(context), self.budget)
         self._ground.require_ordered()
@@ -170,13 +175,13 @@ class Memory:
     # ---- recalling
 
     def search(
-        self, question: TextOrTokens, by: By = "embedding", n: int = RANKED
+        self, question: TextOrTokens, by: By = "embedding", n: FromZero = RANKED
     ) -> list[tuple[str, float]]:
         """Return up to ``n`` names of items and scores, the best first, and change nothing."""
         return self._rank(question, by)[:n]
 
     def recall(
-        self, question: TextOrTokens, by: By = "embedding", n: int | None = None
+        self, question: TextOrTokens, by: By = "embedding", n: FromZero | None = None
     ) -> list[str]:
         """Let items that ``question`` calls for stand between anchors and summaries, in place of what
         was recalled before; return their names in the order they stand.
@@ -223,7 +228,7 @@ class Memory:
     def delete(self, pattern: str) -> list[str]:
         """Remove items, from the context too; return their names. Raises ChunkNotFound."""
         with self.step("delete"), self.context.edit("delete"):
-            names = self.items_below.names(pattern)
+            names = self.items_below.names(self.items_below.some(pattern))
             for name in names:
                 self.items_below.unbind(name)
             self._ground.refresh()
@@ -233,7 +238,7 @@ class Memory:
         """Give an item, or all below a ``directory/``, another name; return the whole new name.
         Raises ChunkNotFound, NameTaken, InvalidName."""
         items = self.items_below
-        old, new = items.full(name), items.full(to)
+        old, new = items.some(name), items.some(to)
         with self.step("rename"), self.context.edit("rename"):
             tree = old.endswith("/")
             stem = new.rstrip("/") + "/" if tree else new
@@ -302,6 +307,11 @@ class Memory:
         self._recaller.forget([*self._recaller.ranking.known()])
 
     # ---- inside
+
+    @property
+    def closed(self) -> bool:
+        """Whether its context is."""
+        return self.context.closed
 
     def _quiet(self) -> None:
         self._streaming = False

@@ -37,6 +37,8 @@ class MemoryTool:
     def __call__(self, call: Mapping[str, Any]) -> ToolReply:
         """Do what the input of a ``tool_use`` block asks for; nothing is changed by what fails."""
         try:
+            if not isinstance(call, Mapping):
+                raise InvalidArgument("call", "it is no object", "name a command in it")
             command = self._commands.get(str(call.get("command")))
             if command is None:
                 known = ", ".join(self._commands)

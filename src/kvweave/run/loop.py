@@ -30,6 +30,7 @@ from kvweave.run.base import Backend, Ints, Observer, Rows, Steps, Work
 from kvweave.run.sample import Choice, Detokenizer, Sampler, Sampling, StopScanner, decoder, sample
 from kvweave.run.schedule import Grant, Job, Schedule
 from kvweave.store.kv import KV
+from kvweave.verbs import Gate
 
 T = TypeVar("T")
 _KEYS = count(1)
@@ -122,10 +123,10 @@ Task = Generator[Request, None, T]
 
 
 class Loop:
-    """Runs requests until they are finished. Not thread-safe: one driver calls `step`."""
+    """Runs requests until they are finished; who drives it holds ``gate.lock``."""
 
     def __init__(self, backend: Backend, max_batch: int = 16, max_rows: int = 512) -> None:
-        self.backend = backend
+        self.backend, self.gate = backend, Gate()
         self.schedule = Schedule(max_batch, max_rows)
         self.requests: dict[int, Request] = {}  # running, in order of arrival
         self.seconds, self.background = 0.0, 0.0  # spent in steps; on what is in the background

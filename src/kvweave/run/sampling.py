@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from numbers import Integral
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvweave.errors import InvalidArgument
+from kvweave.verbs import checked
 
 MAX_BIASED = 4096  # tokens that a request may bias
 
@@ -33,6 +33,7 @@ class Constraint(Protocol):
         """Return the follower of one more answer."""
 
 
+@checked
 @dataclass(frozen=True, slots=True)
 class Sampling:
     """How to choose tokens and when to stop; raises InvalidArgument for what makes no sense."""
@@ -56,10 +57,6 @@ class Sampling:
     constraint: Constraint | None = None
 
     def __post_init__(self) -> None:
-        for name in ("max_tokens", "min_tokens", "top_k", "logprobs", "seed"):
-            given = getattr(self, name)
-            wrong = not isinstance(given, Integral) and (given, name) != (None, "seed")
-            _refuse(self, name, wrong, "is not a whole number")
         _refuse(self, "max_tokens", self.max_tokens < 1, "is below 1")
         wrong = not (math.isfinite(self.temperature) and self.temperature >= 0)
         _refuse(self, "temperature", wrong, "is not a number from 0 up")
@@ -67,10 +64,7 @@ class Sampling:
         _refuse(self, "top_k", self.top_k < 0, "is below 0 (0 means all tokens)")
         wrong = self.seed is not None and not 0 <= self.seed < 2**63
         _refuse(self, "seed", wrong, "is not in 0..2**63-1")
-        _refuse(self, "stop", not isinstance(self.stop, tuple), "is not a tuple of strings")
         _refuse(self, "stop", "" in self.stop, "has an empty string")
-        wrong = not isinstance(self.stop_tokens, tuple)
-        _refuse(self, "stop_tokens", wrong, "is not a tuple of token ids")
         _refuse(self, "logprobs", self.logprobs < 0, "is below 0")
         _refuse(self, "min_p", not 0 <= self.min_p <= 1, "is not in 0..1")
         for name in ("frequency_penalty", "presence_penalty"):
@@ -84,6 +78,12 @@ class Sampling:
         _refuse(self, "min_tokens", self.min_tokens < 0, "is below 0")
         if self.min_tokens > self.max_tokens:
             raise InvalidArgument("min_tokens", f"{self.min_tokens} are more than max_tokens")
+
+    def require_known(self, n_vocab: int | None) -> None:
+        """Raise InvalidArgument for a biased token that there is not."""
+        most = math.inf if n_vocab is None else n_vocab
+        if not all(0 <= token < most for token in self.logit_bias):
+            raise InvalidArgument("logit_bias", f"it names a token that is not in 0..{most - 1}")
 
     @property
     def shapes(self) -> bool:

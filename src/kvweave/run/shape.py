@@ -17,7 +17,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kvweave.errors import InvalidArgument
 from kvweave.run.base import Ints
 from kvweave.run.sampling import Sampling
 from kvweave.run.upload import up
@@ -34,9 +33,7 @@ class Shaping:
         n_vocab: int | None = None,
     ) -> None:
         """See `Sampler`. Raises InvalidArgument for a biased token that there is not."""
-        most = np.inf if n_vocab is None else n_vocab
-        if not all(0 <= token < most for token in sampling.logit_bias):
-            raise InvalidArgument("logit_bias", f"it names a token that is not in 0..{most - 1}")
+        sampling.require_known(n_vocab)
         self.sampling = sampling
         self.follower = None if sampling.constraint is None else sampling.constraint.begin()
         self.n = 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from typing import Any
 
 from kvweave.errors import check_options
 from kvweave.run.sampling import Choice, Sampling
@@ -14,11 +15,11 @@ def request_from(max_tokens: int, options: Mapping[str, object]) -> tuple[Sampli
     """Build a Sampling, and take out ``max_drift``. Raises InvalidArgument for an unknown option,
     with what is near."""
     check_options(options, ["max_drift", *(f.name for f in fields(Sampling))])
-    clean, stop = dict(options), options.get("stop", ())
+    clean: dict[str, Any] = dict(options)
     max_drift = clean.pop("max_drift", None)
-    clean["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)  # type: ignore[arg-type]
-    sampling = Sampling(max_tokens=max_tokens, **clean)  # type: ignore[arg-type]
-    return sampling, None if max_drift is None else float(max_drift)  # type: ignore[arg-type]
+    if isinstance(clean.get("stop"), str):
+        clean["stop"] = (clean["stop"],)
+    return Sampling(max_tokens=max_tokens, **clean), max_drift
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,10 +9,11 @@ from collections.abc import Generator, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from kvweave.chunk.identity import ChunkId, Kind
+from kvweave.chunk.identity import ChunkId, Kind, check_name
 from kvweave.errors import ChunkNotFound, InvalidArgument
 from kvweave.run.loop import Task
 from kvweave.run.sampling import Sampling
+from kvweave.verbs import checked
 from kvweave.weave.answer import Answer, request_from
 from kvweave.weave.check import Check
 from kvweave.weave.costs import AnswerCost
@@ -35,6 +36,7 @@ from kvweave.weave.template import Ref, Text
 from kvweave.weave.turn import Turn, begin
 
 
+@checked
 class Context(EditedParts):
     """Named parts in order; every edit happens wholly or not at all.
 
@@ -93,7 +95,7 @@ class Context(EditedParts):
     ) -> Part:
         """Add text or token ids before the part at ``index``."""
         with self.edit("append" if index == len(self._parts) else "insert"):
-            shown = name or label or f"text-{self._next_uid}"
+            shown = check_name(name) if name is not None else label or f"text-{self._next_uid}"
             tokens = self._maker.tokens(content)
             id = self._maker.add(
                 tokens, kind=kind, base=self._base, namespace=self.namespace, name=shown
@@ -255,10 +257,10 @@ class Context(EditedParts):
     def close(self) -> None:
         """Free the rows and let go of the chunks; an answer under way is abandoned. Names stay;
         unnamed chunks go."""
-        if self._closed:
+        if self.closed:
             return
         self.session.close()
-        self._closed = True
+        self.closed = True
         self._sync_holds(self._parts, ())
         self._parts = ()
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import count
 
+from kvweave.chunk.identity import normal_name
 from kvweave.errors import ContextNotFound, InvalidArgument, NameTaken, nearest
 from kvweave.run.sampling import Sampling
 from kvweave.weave.context import Context
@@ -17,25 +19,38 @@ class Contexts:
 
     def __init__(self) -> None:
         self._spaces: dict[str, dict[str, Context]] = {"": {}}
+        self._n_composed: Counter[str] = Counter()  # by namespace
 
     def __iter__(self) -> Iterator[Context]:
         return iter([c for space in self._spaces.values() for c in space.values()])
 
     def of(self, namespace: str) -> dict[str, Context]:
         """Return the contexts of one namespace by name."""
-        return self._spaces.get(namespace, {})
+        return self._spaces.get(normal_name(namespace), {})
 
     def get(self, name: str, namespace: str = "") -> Context:
         """Return a context. Raises ContextNotFound."""
-        mine = self.of(namespace)
-        if name not in mine:
-            raise ContextNotFound(name, nearest(name, mine))
-        return mine[name]
+        mine, known = self.of(namespace), normal_name(name)
+        if known not in mine:
+            raise ContextNotFound(name, nearest(known, mine))
+        return mine[known]
+
+    def require_own(self, *contexts: Context) -> None:
+        """Raise InvalidArgument for a context that is not, or no longer, one of these."""
+        for context in contexts:
+            if self.of(context.namespace).get(context.name) is not context:
+                reason = f"{context.name!r} is closed, or of another engine"
+                raise InvalidArgument("context", reason, "open it here")
 
     def require_free(self, name: str, namespace: str) -> None:
         """Raise NameTaken if there is a context of that name."""
         if name in self.of(namespace):
             raise NameTaken(name, 0)
+
+    def next_composed(self, namespace: str) -> str:
+        """Return a name for a context that was composed without one."""
+        self._n_composed[namespace] += 1
+        return f"compose-{self._n_composed[namespace]}"
 
     def new_key(self, name: str, namespace: str) -> str:
         """Return what tells a new context from all others, also from one that had its name once."""

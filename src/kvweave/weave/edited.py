@@ -10,6 +10,7 @@ from typing import Self
 
 from kvweave.chunk.identity import ChunkId
 from kvweave.errors import ChunkNotFound, ContextBusy, ContextTooLong, InvalidArgument
+from kvweave.verbs import checked
 from kvweave.weave.costs import Costs
 from kvweave.weave.edits import adopted, find, inserted
 from kvweave.weave.history import ContextHistory
@@ -19,6 +20,7 @@ from kvweave.weave.session import Session
 from kvweave.weave.sources import tokens_of
 
 
+@checked
 class EditedParts:
     """What is true of a context's parts whatever the edit; `Context` has the edits."""
 
@@ -35,7 +37,7 @@ class EditedParts:
         self.history, self.costs = ContextHistory(), Costs()
         self._depth = 0  # of edits in edits
         self._verbs: list[str] = []  # of the edits in the outermost
-        self._closed = False
+        self.closed, self.gate = False, session.loop.gate
 
     @property
     def namespace(self) -> str:
@@ -73,14 +75,19 @@ class EditedParts:
     def edit(self, verb: str = "edit") -> Iterator[Self]:
         """Batch edits: all of them happen, or none when an error leaves the block.
 
-        They are one version of the context; ``verb`` is what its log calls it.
+        They are one version of the context; ``verb`` is what its log calls it. Other threads wait.
         """
+        with self.gate.lock, self._editing(verb):
+            yield self
+
+    @contextmanager
+    def _editing(self, verb: str) -> Iterator[None]:
         self._idle("edit")
         if self._depth:
             self._verbs += [verb] if self._depth == 1 else []
             self._depth += 1
             try:
-                yield self
+                yield
             finally:
                 self._depth -= 1
             return
@@ -88,7 +95,7 @@ class EditedParts:
         self._depth, self._verbs = 1, []
         try:
             with self._table.transaction():
-                yield self
+                yield
                 n, limit = end(self._parts), self._maker.backend.limit
                 if n > limit:
                     raise ContextTooLong(n, limit)
@@ -111,6 +118,9 @@ class EditedParts:
     def restore(self, snapshot: Snapshot) -> None:
         """Bring back the parts of a snapshot; those of another context as if they were appended here.
         Raises ChunkNotFound if one was removed since, or is of another namespace or engine."""
+        if len(snapshot.digests) != len(snapshot.parts):
+            reason = "it does not say what its chunks are, as one of a server's context"
+            raise InvalidArgument("snapshot", reason, "take one of a context here")
         with self.edit("restore"):
             for part, digest in zip(snapshot.parts, snapshot.digests, strict=True):
                 same = self._table.get(part.id).digest == digest  # an id says nothing elsewhere
@@ -183,7 +193,7 @@ class EditedParts:
         )
 
     def _idle(self, verb: str) -> None:
-        if self._closed:
+        if self.closed:
             raise InvalidArgument(verb, f"{self.name} is closed", "open another context")
         if self.session.busy:
             raise ContextBusy(self.name)

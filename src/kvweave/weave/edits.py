@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
-from kvweave.chunk.identity import ChunkId
+from kvweave.chunk.identity import ChunkId, normal_name
 from kvweave.chunk.record import Record
 from kvweave.errors import ChunkNotFound, InvalidArgument, nearest
 from kvweave.weave.parts import Part, with_positions
@@ -18,15 +18,17 @@ def find(parts: Sequence[Part], ref: str | int | Part) -> int:
         if not -len(parts) <= ref < len(parts):
             raise ChunkNotFound(str(ref), n_parts=len(parts))
         return ref % len(parts)
+    wanted = _about(ref) if isinstance(ref, Part) else normal_name(ref)
     for i, part in enumerate(parts):
-        if isinstance(ref, Part):
-            same = (part.uid, part.id) == (ref.uid, ref.id)
-        else:
-            same = ref in (part.name, f"#{part.id}")
-        if same:
+        if wanted in (_about(part), normal_name(part.name), f"#{part.id}"):
             return i
     name = ref.name if isinstance(ref, Part) else ref
     raise ChunkNotFound(name, nearest(name, [p.name for p in parts]), len(parts))
+
+
+def _about(part: Part) -> tuple[object, ...]:
+    """Return what stays as it is of a part, and differs in a part of another engine."""
+    return part.uid, part.id, part.start, part.n, part.name
 
 
 def part_of(record: Record, ref: str, start: int = 0, stop: int | None = None) -> Part:
@@ -39,6 +41,7 @@ def part_of(record: Record, ref: str, start: int = 0, stop: int | None = None) -
     if not 0 <= start < stop <= n:
         reason = f"[{start}:{stop}] is no range of the {n} tokens of {ref}"
         raise InvalidArgument("slice", reason, f"0 <= start < stop <= {n}")
+    ref = normal_name(ref)
     name = ref if stop - start == n else f"{ref}[{start}:{stop}]"
     return Part(-1, record.id, stop - start, name, start=start)
 

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from kvweave.chunk.identity import ChunkId, Kind
 from kvweave.errors import InvalidArgument
+from kvweave.verbs import checked
 from kvweave.weave.parts import Part
 from kvweave.weave.plan import Plan, Span
 
@@ -146,6 +147,7 @@ class Why:
         return {**asdict(self), "says": self.says, "parts": parts}
 
 
+@checked
 class ContextHistory:
     """The versions of one context, the oldest forgotten first."""
 

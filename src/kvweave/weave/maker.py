@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from hashlib import blake2b
-from operator import index
 
 import numpy as np
 import torch
@@ -24,6 +24,7 @@ from kvweave.run.base import NO_SLOTS, Backend, Ints, Rows, Steps, Work
 from kvweave.run.loop import Request, Task, new_key
 from kvweave.store.kv import KV
 from kvweave.store.shelf import Shelf
+from kvweave.verbs import token_ids
 from kvweave.weave.chat import ChatFormat
 from kvweave.weave.parts import TextOrTokens
 from kvweave.weave.rereading import reread_rows
@@ -41,11 +42,23 @@ class Maker:
         self.chat = ChatFormat(backend.tokenizer)
         self.special = Special(backend.tokenizer)
 
+    @contextmanager
+    def all_or_none(self) -> Iterator[list[ChunkId]]:
+        """A transaction; where it fails, the rows of chunks that it made, and lists, are dropped."""
+        made: list[ChunkId] = []
+        try:
+            with self.table.transaction():
+                yield made
+        except BaseException:
+            for id in {*made} - {record.id for record in self.table}:
+                self.shelf.drop(id)  # the id may be given again: its KV must not be found then
+            raise
+
     def tokens(self, text: TextOrTokens) -> list[int]:
         """Return token ids without special tokens added; of `PlainText` text none is a special one.
         Raises InvalidArgument."""
         if not isinstance(text, str):
-            ids = _ids(text)
+            ids = token_ids(text)
             if any(not 0 <= t < self.backend.n_vocab for t in ids):
                 raise InvalidArgument("tokens", "an id is outside the model's vocabulary")
             return ids
@@ -77,7 +90,7 @@ class Maker:
         found = [] if bos is None else [int(bos)]
         return found if found and tokenizer.encode("a")[:1] == found else []
 
-    def base(self, text: str | None) -> ChunkId | None:
+    def base(self, text: TextOrTokens | None) -> ChunkId | None:
         """Make what all chunks are computed after: BOS and ``text``; None if that is nothing, or
         ``text`` is empty."""
         tokens = self.bos() + (self.tokens(text) if text else [])
@@ -295,17 +308,3 @@ class Maker:
     @property
     def _last(self) -> int:
         return len(self.backend.layers) - 1
-
-
-def _ids(tokens: Sequence[int]) -> list[int]:
-    """Return whole numbers as they are; nothing is rounded, read or cut. Raises InvalidArgument."""
-    if isinstance(tokens, bytes | bytearray | memoryview):
-        raise InvalidArgument("tokens", "bytes are neither text nor token ids", "decode them")
-    try:
-        given = list(tokens)
-        ids = [index(t) for t in given]
-    except TypeError as error:
-        raise InvalidArgument("tokens", f"neither text nor token ids: {error}") from None
-    if any(isinstance(t, bool) for t in given):
-        raise InvalidArgument("tokens", "a truth value is no token id")
-    return ids

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from kvweave.chunk.identity import ChunkId, Kind
 from kvweave.run.loop import Task
+from kvweave.verbs import checked
 from kvweave.weave.maker import Maker
 
 
@@ -18,6 +19,7 @@ class _TriedError(Exception):
 PUTTING = "|put"  # who holds chunks that have no name yet; ``|`` is in no name
 
 
+@checked
 @dataclass(frozen=True, slots=True)
 class NewChunk:
     """Tokens to store under a name."""

@@ -6,15 +6,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import get_args
 
-from kvweave.chunk.identity import check_namespace
+from kvweave.chunk.identity import Namespace
 from kvweave.config import BaseMode, Config, check_bases
 from kvweave.errors import InvalidArgument, check_options
 from kvweave.keep.tokens.spec import Keep
+from kvweave.verbs import checked
 from kvweave.weave.calibration import check_nats
 from kvweave.weave.parts import Mode, Positions
 from kvweave.weave.repair import Strategy, strategy
 
 
+@checked
 @dataclass(frozen=True, slots=True)
 class Settings:
     """How a context is woven; raises InvalidArgument for what makes no sense."""
@@ -23,7 +25,7 @@ class Settings:
     share: float = 0.0  # of the reused rows, 0..1
     prune: Mode = "forget"  # what `drop` does to survivors by default
     positions: Positions = "compact"
-    namespace: str = ""
+    namespace: Namespace = ""
     max_drift: float | None = None  # nats: over this predicted bound `auto` repairs more
     keep: str | None = None  # which rows stay, and how many: see `kvweave.keep.tokens.spec`
     bases: BaseMode = "any"  # KV of another base is placed, approximately; "own": computed anew
@@ -31,7 +33,6 @@ class Settings:
 
     def __post_init__(self) -> None:
         strategy(self.repair)
-        check_namespace(self.namespace)
         check_share(self.share)
         check_bases(self.bases)
         for name, kind in (("prune", Mode), ("positions", Positions)):
@@ -66,8 +67,7 @@ def settings_from(config: Config, options: Mapping[str, object]) -> Settings:
         "bases": config.bases,
         "denoise": config.denoise == "after",
     }
-    space = check_namespace(str(options.get("namespace", "")))
-    return Settings(**(defaults | dict(options) | {"namespace": space}))  # type: ignore[arg-type]
+    return Settings(**(defaults | dict(options)))  # type: ignore[arg-type]
 
 
 def check_share(share: float) -> None:

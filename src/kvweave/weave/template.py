@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from kvweave.errors import HoleNotFilled, InvalidArgument, nearest
+from kvweave.verbs import checked
 from kvweave.weave.special import PlainText
 
 _NAME = re.compile(r"#\d+|\w[\w.\-@:+=~]*(/[\w.\-@:+=~]+)*")
@@ -54,6 +55,7 @@ class Ref:
 _Piece = Text | Ref
 
 
+@checked
 class Template:
     """A parsed template; raises InvalidArgument with the position of a wrong brace or hole."""
 

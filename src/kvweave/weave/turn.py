@@ -9,9 +9,10 @@ from collections.abc import Generator
 import numpy as np
 
 from kvweave.chunk.identity import Kind
-from kvweave.errors import OverBudget
+from kvweave.errors import InvalidArgument, OverBudget
 from kvweave.run.base import Ints
 from kvweave.run.sampling import Choice, Sampling
+from kvweave.verbs import checked
 from kvweave.weave.answer import Answer
 from kvweave.weave.editor import Editor
 from kvweave.weave.history import BEGUN
@@ -38,19 +39,23 @@ def begin(
     header: str | None,
 ) -> Turn:
     """Queue an answer. Raises InvalidArgument for a bound that cannot be kept."""
+    sampling.require_known(session.weaver.backend.n_vocab)
     wish = session.wish(session.strategy, session.settings.share, max_drift)
     session.turn = turn = Turn(session, context, (sampling, wish), header)
     return turn
 
 
+@checked
 class Turn:
     """A running answer. `run` drives it to the end, `stream` piece by piece, `cancel` stops it."""
+
+    closed = False
 
     def __init__(
         self, session: Session, context: Editor, asked: tuple[Sampling, Wish], header: str | None
     ) -> None:
         self.context, self.chat = context, header is not None
-        self._session = session
+        self._session, self.gate = session, session.loop.gate
         self._started = time.perf_counter()
         self._before = context.snapshot()
         self._answer: Answer | None = None
@@ -145,8 +150,9 @@ class Turn:
             while True:
                 while request.fresh:
                     yield request.fresh.pop(0)
-                if self.done or not self._session.loop.step():
-                    break
+                with self.gate.lock:
+                    if self.done or not self._session.loop.step():
+                        break
             yield from request.fresh
             request.fresh.clear()
         except GeneratorExit:
@@ -155,6 +161,9 @@ class Turn:
         except BaseException:
             self.abandon()
             raise
+        if self._gone:
+            reason = "the answer was given up: its context was closed, or another error came first"
+            raise InvalidArgument("stream", reason, "what came of it up to there is all there is")
         self.finish()
 
     def cancel(self) -> Answer:
