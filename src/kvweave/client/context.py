@@ -20,6 +20,7 @@ from kvweave.client.turn import AsyncRemoteTurn, RemoteTurn, TurnVerbs
 from kvweave.client.wires import Wire
 from kvweave.errors import ChunkNotFound, InvalidArgument
 from kvweave.run.sampling import Sampling
+from kvweave.verbs import checked
 from kvweave.weave.answer import Answer, request_from
 from kvweave.weave.check import Check
 from kvweave.weave.edits import find
@@ -34,6 +35,7 @@ T = TypeVar("T")
 _Json = dict[str, Any]
 
 
+@checked
 class ContextVerbs(Generic[_TurnT, _ContextT]):
     """A context of a server; two of one name are the same context.
 
@@ -258,6 +260,7 @@ def sent(sampling: Sampling) -> dict[str, object]:
     return {name: value for name, value in every if value != getattr(usual, name)}
 
 
+@checked
 class RemoteContext(ContextVerbs[RemoteTurn, "RemoteContext"], EditVerbs, Blocking):
     """A context of a server; its verbs return when they are done."""
 
@@ -272,6 +275,7 @@ class RemoteContext(ContextVerbs[RemoteTurn, "RemoteContext"], EditVerbs, Blocki
         return EditBlock(self._wire, self._path, version)
 
 
+@checked
 class AsyncRemoteContext(ContextVerbs[AsyncRemoteTurn, "AsyncRemoteContext"], EditVerbs, Awaited):
     """A context of a server; its verbs are awaited, and so is what a `RemoteContext` has as a
     property: ``await context.parts``."""
