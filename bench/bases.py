@@ -138,33 +138,35 @@ class Bench:
         notes = paper.left()
         flat = [t for _, tokens in notes for t in tokens]
         truth = exam.oracle([*self.messages[here], *flat], paper.questions)
-        ids: dict[bool, list[ChunkId]] = {}
         for other, message in ((False, here), (True, there)):
             base = self.base(message)
-            ids[other] = [engine.maker.add(tokens, base=base) for _, tokens in notes]
-            for id in ids[other]:
+            ids = [engine.maker.add(tokens, base=base) for _, tokens in notes]
+            for id in ids:
                 engine.table.hold(id, "bench")
-            engine.maker.canonicalise(ids[other])
-        for label, (other, how, share) in methods().items():
-            context = engine.context(f"bases-{next(self._n)}", repair=how, share=share)
-            context.set_base(self.base(here), "base")
-            with context.edit():
-                for id in ids[other]:
-                    context.append_chunk(f"#{id}")
-            for question, wanted, (plan, reply) in zip(
-                paper.questions, truth, self.ask(context, paper), strict=True
-            ):
-                right, kl, _ = judge(question, wanted, reply)
-                same = wanted.logits[0].argmax() == reply.logits[0].argmax()
-                yield {
-                    "method": label, "protocol": paper.protocol, "case": paper.index, "here": here,
-                    "there": there, "kl": kl, "right": right, "first": float(same),
-                    "full": judge(question, wanted, wanted)[0],
-                    "rows": plan.repaired / max(1, len(flat)),
-                }  # fmt: skip
-            engine.close_context(context.name)
-        for each in {*ids[False], *ids[True]}:
-            engine.table.release(each, "bench")
+            engine.maker.canonicalise(ids)
+            for label, (whose, how, share) in methods().items():
+                if whose != other:
+                    continue
+                context = engine.context(f"bases-{next(self._n)}", repair=how, share=share)
+                context.set_base(self.base(here), "base")
+                with context.edit():
+                    for id in ids:
+                        context.append_chunk(f"#{id}")
+                assert ("base" in context.preview().approximate) == other, "KV of another base"
+                for question, wanted, (plan, reply) in zip(
+                    paper.questions, truth, self.ask(context, paper), strict=True
+                ):
+                    right, kl, _ = judge(question, wanted, reply)
+                    same = wanted.logits[0].argmax() == reply.logits[0].argmax()
+                    yield {
+                        "method": label, "protocol": paper.protocol, "case": paper.index,
+                        "here": here, "there": there, "kl": kl, "right": right,
+                        "first": float(same), "full": judge(question, wanted, wanted)[0],
+                        "rows": plan.repaired / max(1, len(flat)),
+                    }  # fmt: skip
+                engine.close_context(context.name)
+            for id in ids:  # before the next: where KV of the right base is there, it is placed
+                engine.table.release(id, "bench")
 
     def ask(self, context: Any, paper: Paper) -> Iterator[tuple[Any, Heard]]:
         """Weave for every question in a copy of the context."""

@@ -341,7 +341,7 @@ def test_what_was_compressed_is_read_by_the_next_command(stocked, monkeypatch):
     words = ["run", "keep the notes .{docs/small} what about Yuki's metal", "--max-tokens", "4"]
     spans = {span["part"]: span for span in stocked.json(*words)["plan"]["spans"]}
     assert spans["docs/small"]["tier"] == "disk" and spans["docs/small"]["n_prefilled"] == 0
-    assert "thinned" in spans["docs/small"]["approximate"]
+    assert "thinned:h2o:4" in spans["docs/small"]["approximate"]
 
 
 def test_run_keeps_some_rows(stocked):

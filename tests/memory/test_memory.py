@@ -442,7 +442,7 @@ def test_sleep_thins_items_and_they_are_recalled(make, bundled) -> None:
         assert thin
         answer = memory.ask("what about Anna's river", max_tokens=8)
         assert answer.text.strip() == "Anna's river is cold ."
-        assert "thinned" in answer.plan.approximate and answer.plan.drift is None
+        assert "thinned:kvzip:0.5" in answer.plan.approximate and answer.plan.drift is None
         memory.undo()
         engine.check_integrity()
         memory.close()

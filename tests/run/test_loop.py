@@ -376,6 +376,36 @@ def test_an_interrupted_pass_is_run_again():
     assert two[0].out == two[1].out == alone(lambda rows: prompt(rows, 3))
 
 
+def test_a_token_whose_choice_was_interrupted_is_watched_once(monkeypatch):
+    _, loop, (a, b) = started("a", "b")
+    two = [request(i, rows, prompt(rows, 3)) for i, rows in enumerate((a, b))]
+    seen: list[list[torch.Tensor]] = [[], []]
+    for r, each in zip(two, seen, strict=True):
+        r.watch = each.append
+        loop.add(r)
+    wanted = alone(lambda rows: prompt(rows, 3))
+    choose, n_calls = kvweave.run.loop.sample, 0
+
+    def sometimes(*asked: Any) -> Any:
+        nonlocal n_calls
+        n_calls += 1
+        if n_calls % 2:
+            interrupt()
+        return choose(*asked)
+
+    monkeypatch.setattr(kvweave.run.loop, "sample", sometimes)
+    n_interrupted = 0
+    while any(r.running for r in two):
+        try:
+            loop.step()
+        except KeyboardInterrupt:
+            n_interrupted += 1
+    assert n_interrupted >= 4
+    for r, each in zip(two, seen, strict=True):
+        assert r.out == wanted
+        assert r.out == [int(logits.argmax()) for logits in each], "a row for each token, its own"
+
+
 def interrupt(*_: Any) -> None:
     raise KeyboardInterrupt
 

@@ -142,6 +142,31 @@ def test_a_quota_puts_a_step_back(serve: Any) -> None:
     anna("POST", f"{M}:write", {"name": "n6", "text": "so well ."})
 
 
+@pytest.mark.parametrize(
+    ("body", "where"),
+    [
+        ({"verb": "set"}, "value"),
+        ({"verb": "append"}, "value"),
+        ({"verb": "replace", "old": "so"}, "value"),
+        ({"verb": "replace", "value": "x"}, "old"),
+        ({"verb": "set", "value": "x", "limit": 5}, "limit"),
+        ({"verb": "append", "value": "x", "description": "x"}, "description"),
+        ({"verb": "set", "value": "x", "old": "so"}, "old"),
+        ({"verb": "add", "value": "x", "old": "so"}, "old"),
+    ],
+)
+def test_a_block_is_told_all_that_its_verb_needs_and_no_more(
+    serve: Any, body: dict[str, Any], where: str
+) -> None:
+    anna = serve().anna
+    opened(anna)
+    anna("POST", f"{M}:block", {"verb": "add", "label": "me", "value": "so well .", "limit": 99})
+    before = state(anna)
+    error = anna.error("POST", f"{M}:block", {"label": "me"} | body, 400)
+    assert where in error["message"] + str(error["param"])
+    assert state(anna) == before
+
+
 def test_versions(serve: Any) -> None:
     anna = serve().anna
     opened(anna)

@@ -112,6 +112,36 @@ def test_no_file_of_the_home_has_the_words(serve: Any, tmp_path: Path) -> None:
         assert not path.is_file() or middle not in path.read_bytes(), path
 
 
+def texts(served: Any) -> list[str]:
+    """What is remembered of prompts' texts."""
+    return [text for _, text, _ in served.app.state.kvweave.assembler._tokens]
+
+
+def test_no_text_of_a_prompt_is_left(serve: Any) -> None:
+    served = serve()
+    anna, secret = served.anna, "zebra and metal"
+    message = {"role": "user", "content": secret}
+    ask(anna, [message], store=False)
+    body = {"model": "kvweave", "messages": [message], "max_tokens": 4, "store": False}
+    anna("POST", "/v1/messages", body)
+    anna("POST", "/v1/messages/count_tokens", {"model": "kvweave", "messages": [message]})
+    body = {"model": "kvweave", "input": secret, "store": False, "truncation": "auto"}
+    anna("POST", "/v1/responses", body)
+    anna("POST", "/v1/responses/input_tokens", body)
+    settle(served)
+    assert not any("zebra" in text for text in texts(served))
+    ask(anna, [message])
+    assert any("zebra" in text for text in texts(served))
+    state = served.app.state.kvweave
+    served.client.portal.call(served.driver.call, lambda engine: state.expire(time.time() - 100))
+    assert texts(served)
+    served.client.portal.call(served.driver.call, lambda engine: state.expire(time.time() + 1))
+    assert texts(served) == [] and state.assembler._n_cached == 0
+    kept = serve(keep_unstored=True)
+    ask(kept.anna, [message], store=False)
+    assert any("zebra" in text for text in texts(kept))
+
+
 def test_what_nobody_used_for_long_is_forgotten(serve: Any) -> None:
     served, rng = serve(retain=3600.0), random.Random(5)
     anna, sessions = served.anna, served.app.state.kvweave.sessions
@@ -139,8 +169,11 @@ def test_it_is_forgotten_without_anybody_asking(serve: Any) -> None:
     served = serve(retain=0.5)
     ask(served.anna, conversation(random.Random(6), 1))
     end = time.monotonic() + 20
-    while (served.anna.names() or kept(served)["tokens"]) and time.monotonic() < end:
+    while (served.anna.names() or kept(served)["tokens"] or texts(served)) and (
+        time.monotonic() < end
+    ):
         time.sleep(0.1)
+    assert texts(served) == []
     assert served.anna.names() == [] and kept(served)["tokens"] == set()
 
 

@@ -52,6 +52,7 @@ class Journal:
         moment.after = {name: self._digest(name) for name in moment.names}
         before = {n: None if b is None else b.digest for n, b in moment.names.items()}
         if before == moment.after and moment.snapshot.parts == self.context.parts:
+            self._stands_at(moment.version)
             return
         moment.version_after = self.context.history.version
         self.moments.append(moment)
@@ -62,11 +63,11 @@ class Journal:
         self.items.noted = None
         for name in self._own() - moment.own:
             moment.names.setdefault(name, None)
-        if not moment.names and moment.snapshot.parts == self.context.parts:
-            return
-        self._return_to(moment, "put back")
+        if moment.names or moment.snapshot.parts != self.context.parts:
+            self._return_to(moment, "put back")
         if moment.snapshot.parts == self.context.parts:
             self.context.history.back_to(moment.version)
+        self._stands_at(moment.version)
 
     def undo(self) -> Moment | None:
         """Take back the last step and return what it was, None where there is none.
@@ -82,9 +83,14 @@ class Journal:
             raise ContextChanged(self.context.name, moment.version_after, found)
         self._return_to(moment, f"undo {moment.label}")
         self.moments.pop()
-        if self.moments:
-            self.moments[-1].version_after = self.context.history.version
+        self._stands_at(moment.version)
         return moment
+
+    def _stands_at(self, version: int) -> None:
+        """Take the context as it is for what it was at ``version``, where the last step left it there;
+        where it did not, somebody else has edited it in between, and that step stays as it is."""
+        if self.moments and self.moments[-1].version_after == version:
+            self.moments[-1].version_after = self.context.history.version
 
     def renew(self, name: str, before: bytes) -> None:
         """Take what a name stands for now for what steps left there as ``before`` (a digest)."""

@@ -49,7 +49,7 @@ class Request:
     ``steps`` ends with the logits [vocab] of the last row, or None where nothing is to be sampled.
     While it runs it may set ``raw`` and ``observer``: they get the generated tokens' rows, the
     first as number ``n_raw``. Nothing else may write ``rows`` from then on. ``watch`` is shown the
-    logits [vocab] of every token before it is chosen, ``decoded`` told of each one's row: it may
+    logits [vocab] of every token that is taken, ``decoded`` told of each one's row: it may
     take rows away, and lowers ``n_rows`` by them. One in the ``background`` runs alone only.
     """
 
@@ -321,14 +321,13 @@ class Loop:
         """Give each request its next token."""
         if not requests:
             return
-        for request in requests:
-            if request.watch is not None and request.logits is not None:
-                request.watch(request.logits)
         rows = [request.logits for request in requests if request.logits is not None]
         samplers = [request.sampler for request in requests if request.sampler is not None]
         for request, choice in zip(requests, sample(torch.stack(rows), samplers), strict=True):
-            request.logits = None
+            seen, request.logits = request.logits, None
             try:
+                if request.watch is not None and seen is not None:
+                    request.watch(seen)
                 self._take(request, choice)
             except Exception as error:
                 self._fail(request, error)

@@ -142,9 +142,7 @@ async def _expire(state: ServerState, seconds: float) -> None:
         await asyncio.sleep(min(max(seconds / 10, 0.1), 600.0))
         state.responses.expire(time.time() - seconds)
         try:
-            await state.driver.call(
-                lambda engine: state.sessions.expire(time.time() - seconds), tenant=OURS
-            )
+            await state.call(OURS, lambda engine: state.expire(time.time() - seconds))
         except KVWeaveError as error:  # busy, or a disk that is full: another time
             log.warning("nothing was forgotten: %s", error)
 

@@ -85,6 +85,12 @@ class ServerState:
         """As `call`, for work that goes on beside the answers under way."""
         return await self.driver.call(work, tenant=tenant)
 
+    def expire(self, before: float) -> None:
+        """Forget what only the server kept, in the driver's thread: names, KV and texts that were not
+        used since ``before``."""
+        self.assembler.expire(before)
+        self.sessions.expire(before)
+
     def new_name(self, name: str) -> str:
         """Return the normal form of a name to be given. Raises InvalidName."""
         name = check_name(name)

@@ -7,7 +7,7 @@
 | `patch` | were brought near by a stored difference |
 | `turn` | were computed or decoded here, over or beside rows that were approximate |
 | `evict` | keep what they saw of what was pruned |
-| `thinned` | are those that a token policy left of the chunk |
+| `thinned:KEEP` | are those that a token policy left of the chunk |
 | `codec:NAME` | went through a codec that loses something |
 | `rows:NAME` | rest in 8 bits, or some of them, or will, in fewer: a token policy has them do so |
 | `freed` | are not all there, or will not be: a token policy lets go of some |
@@ -18,6 +18,7 @@ All of them count in one budget: the drift is that of the answer, whatever it co
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from kvweave.weave.audit import AuditCell, Promised
@@ -28,7 +29,8 @@ if TYPE_CHECKING:
     from kvweave.weave.repair import Strategy, Wish
     from kvweave.weave.state import State
 
-CODEC, ROWS = "codec:", "rows:"
+CODEC, ROWS, THINNED = "codec:", "rows:", "thinned:"
+LOST = "lossy"  # a codec's name where its record is gone
 
 
 def reasons(
@@ -36,14 +38,14 @@ def reasons(
     *,
     renewed: bool,
     codec: str,
-    thinned: bool,
+    thinned: str,
     other_base: bool,
     everywhere: tuple[str, ...],
 ) -> tuple[str, ...]:
     """Return why the rows of a part are not those of a full prefill.
 
     ``renewed``: all were computed by this weave. ``codec``: what the chunk's KV went through,
-    ``thinned``: whether some rows are gone. ``everywhere``: what is true of all rows of the context.
+    ``thinned``: what left some rows of it only, "" if nothing. ``everywhere``: what is true of all rows of the context.
     """
     found = list(everywhere)
     origin = p.origin if p.source == "kept" else p.source
@@ -53,7 +55,7 @@ def reasons(
         else:
             found.append("patch" if p.patched else "reuse")
             found += ["base"] if other_base else []
-        found += ["thinned"] if thinned else []
+        found += [THINNED + thinned] if thinned else []
         found += [CODEC + codec] if codec != "raw" else []
     return tuple(found)
 
@@ -66,19 +68,33 @@ def of_rows(state: State, codec: str, n_rows: int) -> tuple[str, ...]:
     return (*(ROWS + form for form in forms), *freed)
 
 
-def cell_of(plan: Plan, strategy: Strategy, wish: Wish, state: State) -> AuditCell:
-    """Return the cell of answers over a woven context."""
-    names = sorted(plan.approximate)
-    codecs = "+".join(name.removeprefix(CODEC) for name in names if name.startswith(CODEC))
-    rows = "+".join(name.removeprefix(ROWS) for name in names if name.startswith(ROWS))
-    policy = "thinned" if "freed" in names else "evict" if state.keeps else "forget"
-    policy = policy if state.keeper is None else str(state.keeper.keep)
+def cell_of(plan: Plan, strategy: Strategy, wish: Wish, state: State) -> AuditCell | None:
+    """Return the cell of answers over a woven context; None where nobody knows any more what some
+    of its rows went through."""
+    codecs, thinned = _named(plan, CODEC), _named(plan, THINNED)
+    if LOST in codecs:
+        return None
     share = 0.0 if strategy.name in ("none", "full") else round(wish.share, 3)
-    bounded = wish.max_drift is not None
-    spec = _spec(strategy)
-    bases = "others" if "base" in names else "own"
-    how = codecs or "raw", rows or "raw", policy
-    return AuditCell(spec, share, bounded, *how, state.tenant, bases)
+    pruned = "evict" if state.keeps else "forget"
+    ends = accumulate((span.n_tokens for span in plan.spans), initial=0)
+    gaps = any(span.position != end for span, end in zip(plan.spans, ends, strict=False))
+    return AuditCell(
+        _spec(strategy),
+        share,
+        bounded=wish.max_drift is not None,
+        codec="+".join(codecs) or "raw",
+        rows="+".join(_named(plan, ROWS)) or "raw",
+        policy=pruned if state.keeper is None else str(state.keeper.keep),
+        tenant=state.tenant,
+        bases="others" if "base" in plan.approximate else "own",
+        thinned="+".join(thinned),
+        positions="keep" if gaps else "compact",
+    )
+
+
+def _named(plan: Plan, kind: str) -> list[str]:
+    """Return what stands behind the names of a kind, in order."""
+    return sorted(name.removeprefix(kind) for name in plan.approximate if name.startswith(kind))
 
 
 def promised(plan: Plan, promise: Promised) -> Plan:

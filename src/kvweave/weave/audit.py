@@ -55,7 +55,8 @@ class AuditCell:
     ``max_drift`` was asked for. ``codec``: what the reused chunks went through at rest. ``rows``:
     how the rows of the context rest. ``policy``: what was done with what was pruned, or the token
     policy that let go of rows. ``bases``: of which bases reused KV was: the context's ``own``, or
-    ``others`` too. ``tenant``: whose answers, so that nobody's text can raise an alarm for others.
+    ``others`` too. ``thinned``: what left some rows only of reused chunks. ``positions``: ``keep``
+    where there are gaps. ``tenant``: whose answers, so that nobody's text can raise an alarm for others.
     """
 
     repair: str
@@ -66,6 +67,8 @@ class AuditCell:
     policy: str = "forget"
     tenant: str = ""
     bases: str = "own"
+    thinned: str = ""
+    positions: str = "compact"
 
     @property
     def strategy(self) -> str:
@@ -239,10 +242,16 @@ class Auditor:
         try:
             told = json.loads(path.read_text())
             if ModelFingerprint.from_dict(told["fingerprint"]) == model:
-                made._cells = dict(map(_known, told["cells"]))
+                made._cells = dict(map(_known, filter(_is_of_one_kind, told["cells"])))
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise CorruptChunk(str(path), f"no audits: {error}", hint="remove it") from error
         return made
+
+
+def _is_of_one_kind(told: Mapping[str, Any]) -> bool:
+    """Tell whether answers of a cell were alike: before a cell told what left rows out and where there
+    were gaps, those that may have had either were in one with those that had not."""
+    return "thinned" in told["cell"] or told["cell"].get("policy", "forget") == "forget"
 
 
 def _known(told: Mapping[str, Any]) -> tuple[AuditCell, AuditedCell]:

@@ -10,11 +10,12 @@ from operator import itemgetter
 from kvweave.chunk.table import Table
 from kvweave.run.base import NO_SLOTS, Ints
 from kvweave.store.shelf import Shelf
-from kvweave.weave.approximate import of_rows, reasons
+from kvweave.weave.approximate import LOST, of_rows, reasons
 from kvweave.weave.parts import Placement, check_placement, spans_of
 from kvweave.weave.plan import How, Plan, Span
 from kvweave.weave.repair import Verdict
 from kvweave.weave.state import State
+from kvweave.weave.thinning import said_by
 
 
 class Explainer:
@@ -82,11 +83,13 @@ class Explainer:
         self, state: State, p: Placement, base: int | None, renewed: bool, all_rows: tuple[str, ...]
     ) -> tuple[str, ...]:
         """Return what makes a part that is not exact approximate."""
-        id, codec, thinned = p.kv, "raw", False
+        id, codec, thinned = p.kv, "raw", ""
         if p.part.uid in state.kept.lossy if p.source == "kept" else p.source == "canonical":
-            codec, thinned = self._shelf.codec(id), self._shelf.thinned(id)
+            codec = self._shelf.codec(id)
+            if self._shelf.thinned(id):
+                thinned = str(said_by(self._table.get(id).digest))
             gone = p.source == "kept" and codec == "raw" and not thinned
-            codec = "lossy" if gone else codec
+            codec = LOST if gone else codec
         other = p.lender is None and self._table.get(id).base not in (None, base)
         return reasons(
             p, renewed=renewed, codec=codec, thinned=thinned, other_base=other, everywhere=all_rows

@@ -7,6 +7,7 @@ puts its text into whatever gives it the verbs of `Editor`.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Protocol
 
 import numpy as np
@@ -102,7 +103,8 @@ class Session:
         if shadow.share and shadow.auditor.alarmed:
             plan = self.weaver.plan(state, parts, self.strategy, 0.0)
             if plan.drift != 0:
-                way = shadow.auditor.way(cell_of(plan, self.strategy, wish, state))
+                cell = cell_of(plan, self.strategy, wish, state)
+                way = "asked" if cell is None else shadow.auditor.way(cell)
         if way != "full":
             return self.strategy, wish, way
         state.woven = state.woven[: exact_prefix(state.woven)]
@@ -148,7 +150,7 @@ class Session:
         require_speech(parts)
         answered, start, stop = self.answered
         plan = self.preview(parts)
-        if answered != parts or any(s.placed for s in plan.spans):
+        if answered != parts or _changes(plan, stop):
             start, stop = plan.n_tokens - 1, plan.n_tokens
             if plan.prefilled or any(s.placed for s in plan.spans):
                 yield from self.weaving(parts, None, None, None)
@@ -220,6 +222,15 @@ class Session:
         finally:
             weaving.let_go()
         assert weaving.plan is not None
-        if any(span.placed for span in weaving.plan.spans):
+        if weaving.plan.repaired or _changes(weaving.plan, self.answered[2]):
             self.answered = NO_ANSWER  # its rows are not these
         return self.state.told(weaving.plan)
+
+
+def _changes(plan: Plan, stop: int) -> bool:
+    """Tell whether a weave writes rows before slot ``stop`` anew, or has none there."""
+    ends = accumulate(span.n_tokens for span in plan.spans)
+    computed = (
+        end - s.n_prefilled for end, s in zip(ends, plan.spans, strict=True) if s.n_prefilled
+    )
+    return any(s.placed for s in plan.spans) or min(computed, default=plan.n_tokens) < stop

@@ -38,16 +38,21 @@ def thin_digest(whole: bytes, keep: Keep) -> bytes:
     return state.digest() + code
 
 
+def said_by(thinned: bytes) -> Keep | None:
+    """Return by what the chunk of this digest was thinned; of a whole chunk's it may be anything."""
+    return Keep.decoded(thinned[-CODE:])
+
+
 def named_by(whole: bytes, thinned: bytes) -> Keep | None:
     """Return by what a chunk of digest ``whole`` was thinned to ``thinned``; None: it was not."""
-    keep = Keep.decoded(thinned[-CODE:])
+    keep = said_by(thinned)
     return keep if keep is not None and thin_digest(whole, keep) == thinned else None
 
 
 def thinned_by(backend: Backend, table: Table, id: ChunkId) -> Keep | None:
     """Return what thinned a chunk; None for a whole one."""
     record = table.get(id)
-    if Keep.decoded(record.digest[-CODE:]) is None:
+    if said_by(record.digest) is None:
         return None
     below = b"" if record.base is None else table.get(record.base).digest
     tokens = table.tokens(id).tolist()

@@ -294,6 +294,7 @@ class Turn:
         moved = keeper is not None and keeper.moved
         if not whole or (not tokens and self._header is None):
             if not moved:
+                session.answered = NO_ANSWER
                 return
             whole = []  # nothing was said, but rows have closed up before it
         n_rows = len(head) + min(len(tokens), max(0, len(request.out) - 1))

@@ -58,7 +58,7 @@ class MessageCourse:
         messages = given(self.body.messages, self.store.compactions)
         if (wanted := self.body.context_management) is None:
             return messages, None
-        edits, size = wanted.clearing, _sizer(self.state, self.tenant)
+        edits, size = wanted.clearing, _sizer(self.state, self.tenant, private=self.body.is_private)
         return await self.state.call(
             self.tenant,
             lambda engine: edit_messages(edits, messages, lambda m: self._counted(m, how), size),
@@ -139,7 +139,7 @@ class AnswerCourse(MessageCourse):
         return made
 
 
-def _sizer(state: ServerState, tenant: str) -> Callable[[ChatContent], int]:
+def _sizer(state: ServerState, tenant: str, *, private: bool) -> Callable[[ChatContent], int]:
     """Return what counts the tokens of a content, in the driver's thread."""
 
     counted = SegmentSizes(state, tenant)
@@ -147,7 +147,9 @@ def _sizer(state: ServerState, tenant: str) -> Callable[[ChatContent], int]:
     def size(content: ChatContent) -> int:
         parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
         segments = [
-            PromptSegment("tool", part.get("text", ""), "", False, part.get("name"))
+            PromptSegment(
+                "tool", part.get("text", ""), "", False, part.get("name"), private=private
+            )
             for part in parts
         ]
         return sum(map(counted, segments))

@@ -73,7 +73,8 @@ def prompt_of(state: ServerState, ask: ChatAsk) -> Prompt:
     """Return what the template makes of a chat. Raises InvalidArgument, ContextTooLong."""
     variables, _ = state.renderer.template.variables(ask.variables)
     tools = ask.shown_tools or None
-    return state.renderer.render(ask.messages, tools, variables, continues=ask.continues)
+    prompt = state.renderer.render(ask.messages, tools, variables, continues=ask.continues)
+    return prompt.kept_nowhere() if ask.private and not state.options.keep_unstored else prompt
 
 
 @dataclass(slots=True)

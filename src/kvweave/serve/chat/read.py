@@ -33,6 +33,7 @@ class ToldEvent:
     choices: list[Choice]  # the tokens, end tokens left out
     end: End | None = None  # None while it goes on
     stopped_by: str | None = None  # the stop string that ended it
+    thought: bool = False  # whether the tokens are of reasoning
 
 
 @dataclass(slots=True)
@@ -103,7 +104,7 @@ class AnswerReader:
         thought |= any(isinstance(piece, ReasoningText) for piece in found)
         known.n_thought += len(event.choices) * thought
         choices = [choice for choice in event.choices if choice.token not in self.ends]
-        return ToldEvent(index, known.add(found), choices)
+        return ToldEvent(index, known.add(found), choices, thought=thought)
 
     def said(self, index: int, answer: Answer, front: str) -> AssistantSaid | None:
         """Return a whole answer as it will come back; None if some of it was not told."""

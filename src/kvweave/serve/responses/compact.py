@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import Counter, defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -68,45 +68,99 @@ class Conversed:
 
 
 def given(items: Sequence[ResponseItem], known: Mapping[str, Compaction]) -> list[ResponseItem]:
-    """Return what the model is given of items: summaries in the place of what they stand for."""
-    made: list[ResponseItem] = []
+    """Return what the model is given of items: summaries in the place of what they stand for.
+
+    What one that was taken back stands for may have others, taken back or not.
+    """
+    originals: dict[str, _Restored] = {}
+    waiting = _undone(items, known)
+    while waiting:  # a summary stands for older ones only: this comes to an end
+        record = waiting[-1]
+        inner = [each for each in _undone(record.items, known) if each.id not in originals]
+        if inner:
+            waiting += inner
+        else:
+            originals[waiting.pop().id] = _Restored(record, _shown(record.items, originals))
+    return _shown(items, originals)
+
+
+def _undone(items: Sequence[ResponseItem], known: Mapping[str, Compaction]) -> list[Compaction]:
+    found = (known.get(item["id"]) for item in items if item["type"] == "compaction")
+    return [each for each in found if each is not None and each.undone and each.of == "items"]
+
+
+def _shown(items: Sequence[ResponseItem], originals: Mapping[str, _Restored]) -> list[ResponseItem]:
+    """Return items as they are given; ``originals``: what those taken back stand for, by their id."""
+    made, restored = _Shown(), set()
+    behind: list[str] = []  # what comes now and was restored already
     for item in items:
-        if item["type"] != "compaction":
-            made.append(item)
+        if behind and digest(item) == behind[0]:
+            del behind[0]
             continue
-        record = known.get(item["id"])
-        if record is not None and record.undone and record.of == "items":
-            made = _restored(made, record.items)
-        else:
-            made = _covered(made, item)
-    return made
+        behind = []
+        if item["type"] != "compaction":
+            made.put(item)
+        elif item["id"] not in originals:
+            made.cover(item)
+        elif item["id"] not in restored:
+            restored.add(item["id"])
+            behind = originals[item["id"]].behind(made)
+            made.restore(originals[item["id"]].items)
+    return [item for item in made.slots if item is not None]
 
 
-def _covered(items: Sequence[ResponseItem], compaction: ResponseItem) -> list[ResponseItem]:
-    """Return items with a compaction in the place of those it covers."""
-    covers = Counter(unseal(compaction["encrypted_content"]).get("covers") or ())
-    made: list[ResponseItem] = []
-    place = None
-    for item in items:
-        key = digest(item)
-        if covers[key] > 0:
-            covers[key] -= 1
-            place = len(made)
-        else:
-            made.append(item)
-    made.insert(len(made) if place is None else place, compaction)
-    return made
+@dataclass(slots=True)
+class _Restored:
+    """What a compaction stands for."""
+
+    record: Compaction
+    items: list[ResponseItem]  # summaries among them given or taken back too
+
+    def behind(self, made: _Shown) -> list[str]:
+        """Return what follows where a client sends what a summary leaves, and not all there was:
+        the messages behind the last one that is covered."""
+        covered = {id(item) for item in self.record.covered}
+        left = [digest(item) for item in self.record.items if id(item) not in covered]
+        have = Counter(digest(item) for item in made.slots if item is not None)
+        places = [i for i, item in enumerate(self.record.items) if id(item) in covered]
+        if not places or Counter(left) <= have:
+            return []
+        return [digest(item) for item in self.record.items[places[-1] + 1 :]]
 
 
-def _restored(
-    items: Sequence[ResponseItem], originals: Sequence[ResponseItem]
-) -> list[ResponseItem]:
-    """Return items as they were before a compaction."""
-    known = {digest(item) for item in originals}
-    places = [i for i, item in enumerate(items) if digest(item) in known]
-    before = list(items[: places[0]] if places else items)
-    behind = items[places[0] :] if places else ()
-    return [*before, *originals, *(item for item in behind if digest(item) not in known)]
+class _Shown:
+    """Items in order, while summaries come in the place of some."""
+
+    def __init__(self) -> None:
+        self.slots: list[ResponseItem | None] = []
+        self._at: defaultdict[str, deque[int]] = defaultdict(deque)  # places by what is said there
+
+    def put(self, item: ResponseItem) -> None:
+        """Add an item at the end."""
+        self._at[digest(item)].append(len(self.slots))
+        self.slots.append(item)
+
+    def cover(self, compaction: ResponseItem) -> None:
+        """Put a compaction in the place of the last item that it covers, and take all these out."""
+        covers = unseal(compaction["encrypted_content"]).get("covers") or ()
+        places = [self._at[key].popleft() for key in covers if self._at.get(key)]
+        if not places:
+            self.put(compaction)
+            return
+        for place in places:
+            self.slots[place] = None
+        self.slots[max(places)] = compaction
+        self._at[digest(compaction)].append(max(places))
+
+    def restore(self, originals: Sequence[ResponseItem]) -> None:
+        """Put in what there was before a compaction, where the first of it is."""
+        known = {digest(item) for item in originals}
+        now = [item for item in self.slots if item is not None]
+        first = next((i for i, item in enumerate(now) if digest(item) in known), len(now))
+        behind = [item for item in now[first:] if digest(item) not in known]
+        self.__init__()  # type: ignore[misc]
+        for item in (*now[:first], *originals, *behind):
+            self.put(item)
 
 
 def to_cover(items: Sequence[ResponseItem], *, answered: bool) -> list[ResponseItem]:
@@ -141,7 +195,7 @@ async def compact(
     id = new_id("compaction")
     told = {"summary": summary.text, "covers": [digest(item) for item in covered]}
     item: ResponseItem = {"type": "compaction", "id": id, "encrypted_content": seal(told)}
-    n_after = await who.count(_covered(items, item))
+    n_after = await who.count(_shown([*items, item], {}))
     record = Compaction(
         id, summary.text, tuple(items), tuple(covered), int(time.time()), n_before, n_after,
         summary.n_tokens,

@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from kvweave.errors import InvalidName, NotStored
 from kvweave.serve.guard.access import Tenant
-from kvweave.serve.responses.items import read_items
+from kvweave.serve.responses.items import read_items, unread
 from kvweave.serve.responses.routes import PageAfter, PageLimit, PageOrder
 from kvweave.serve.responses.schemas import MetadataPairs
 from kvweave.serve.responses.store import page
@@ -59,7 +59,7 @@ async def open_conversation(tenant: Tenant, the: The, body: NewConversation | No
     store.check_room(None, items)
     made = store.open(name, given.metadata or {})
     made.add(items)
-    return made.told()
+    return _saying(made.told(), unread(given.items, "items"))
 
 
 @router.get("/{id}", response_model=None)
@@ -80,8 +80,8 @@ async def note_conversation(tenant: Tenant, the: The, id: str, body: NewMetadata
 async def delete_conversation(tenant: Tenant, the: The, id: str) -> _Json:
     """Forget a conversation; its responses stay."""
     store = the.responses.of(tenant)
-    with store.conversation(id).held():
-        del store.conversations[id]
+    with store.conversation(id).answering():
+        store.close(id)
     return {"id": id, "object": "conversation.deleted", "deleted": True}
 
 
@@ -100,30 +100,35 @@ async def conversation_items(
 
 @router.post("/{id}/items", response_model=None)
 async def add_items(tenant: Tenant, the: The, id: str, body: MoreItems) -> _Json:
-    """Add items to the end of a conversation."""
+    """Add items to the end of a conversation; return those that were not in it yet."""
     store = the.responses.of(tenant)
     found = store.conversation(id)
     items = read_items(body.items, store.item, "items")
     store.check_room(found, items)
-    with found.held():
-        found.add(items)
-    return page(items, MOST_ADDED, "asc", None)
+    with found.answering():
+        added = found.add(items)
+    told = page(added, MOST_ADDED, "asc", None)
+    return _saying(told, unread(body.items, "items"))
 
 
 @router.get("/{id}/items/{item}", response_model=None)
 async def conversation_item(tenant: Tenant, the: The, id: str, item: str) -> _Json:
     """Return one item of a conversation."""
-    items = the.responses.of(tenant).conversation(id).items
-    for each in items:
-        if each["id"] == item:
-            return each
-    raise NotStored("item", item)
+    found = the.responses.of(tenant).conversation(id).by_id.get(item)
+    if found is None:
+        raise NotStored("item", item)
+    return found
 
 
 @router.delete("/{id}/items/{item}", response_model=None)
 async def delete_item(tenant: Tenant, the: The, id: str, item: str) -> _Json:
     """Take an item out of a conversation; what stands behind it is reused all the same."""
     found = the.responses.of(tenant).conversation(id)
-    with found.held():
+    with found.answering():
         found.drop(item)
     return found.told()
+
+
+def _saying(told: _Json, ignored: list[str]) -> _Json:
+    """Return what is told, and what of the request changed nothing."""
+    return told | {"kvweave": told.get("kvweave", {}) | {"ignored": ignored}} if ignored else told

@@ -11,7 +11,7 @@ from kvweave.errors import InvalidArgument, WeaveError
 from kvweave.serve.chat.asked import NEW_TOKENS, Asked
 from kvweave.serve.driver.work import Event
 from kvweave.serve.responses.compact import Conversed, compact, given
-from kvweave.serve.responses.items import ResponseItem, read_items
+from kvweave.serve.responses.items import ResponseItem, apart, fresh, read_items
 from kvweave.serve.responses.reply import Prepared, ResponseReply
 from kvweave.serve.responses.schemas import ResponsesRequest
 from kvweave.serve.responses.store import StoredResponse
@@ -34,7 +34,9 @@ class ResponseCourse:
         self._before = before
         self.conversation = None if body.kept_in is None else self.store.conversation(body.kept_in)
         self.own = read_items(body.input or [], self.store.item, "input")
-        if self.conversation is not None:
+        if self.conversation is None:
+            self.own = apart(before, self.own)
+        else:
             self.store.check_room(self.conversation, self.own)
         if not (self.items or body.instructions):
             raise InvalidArgument("input", "there is none", "send text or items")
@@ -43,8 +45,9 @@ class ResponseCourse:
     @property
     def items(self) -> tuple[ResponseItem, ...]:
         """All there is to be answered, summaries beside what they stand for."""
-        known = self._before if self.conversation is None else self.conversation.items
-        return (*known, *self.own)
+        if self.conversation is None:
+            return (*self._before, *self.own)
+        return (*self.conversation.items, *fresh(self.conversation.by_id, self.own))
 
     def given(self) -> list[ResponseItem]:
         """Return what the model is given of that."""
@@ -55,8 +58,12 @@ class ResponseCourse:
         answer under way."""
         with ExitStack() as held:
             if self.conversation is not None:
-                held.enter_context(self.conversation.held())
-            made = Prepared(self.items, len(self.own))
+                held.enter_context(self.conversation.answering())
+                # others may have taken the room since; what is held counts
+                self.store.check_room(self.conversation, self.own)
+                self.store.said.hold(self.own)
+                held.callback(self.store.said.release, self.own)
+            made = Prepared(self.items)
             ask = self.who.asking(await self._fitted(made))
             # a grammar may take a second to compile, the first time
             asked = await asyncio.to_thread(Asked.of_chat, self.state, self.tenant, ask)
@@ -96,7 +103,7 @@ class ResponseCourse:
         if self.who.ask.private:
             return
         body, made = reply.whole(), reply.made
-        self.store.keep(StoredResponse(body, made.items, made.n_own))
+        self.store.keep(StoredResponse(body, made.items))
         if self.conversation is not None:
             self.conversation.add([*self.own, *body["output"]])
             self.conversation.context = reply.asked.opened[0].context

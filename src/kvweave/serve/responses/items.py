@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from hashlib import blake2b
 from typing import Any
 
@@ -47,8 +47,43 @@ def digest(item: ResponseItem) -> str:
     if item["type"] == "reasoning":
         said = {"type": "reasoning", "text": reasoning_of(item)}
     if item["type"] == "message":
-        said["content"] = [part.get("text", part.get("name", "")) for part in item["content"]]
+        said["content"] = [_part_said(part) for part in item["content"]]
     return blake2b(json.dumps(said, sort_keys=True).encode(), digest_size=8).hexdigest()
+
+
+def _part_said(part: Mapping[str, Any]) -> str | list[str]:
+    """Return what a part says; a chunk that is named says something else than its name."""
+    return [part["name"]] if part["type"] == "chunk" else _said(part)
+
+
+def fresh(known: Mapping[str, ResponseItem], items: Iterable[ResponseItem]) -> list[ResponseItem]:
+    """Return the items that are not known by their id yet, each once.
+
+    One that says something else than what has its id gets another: the same whenever it comes.
+    """
+    taken, made = dict(known), []
+    for item in items:
+        said = digest(item)
+        while (other := taken.get(item["id"])) is not None and digest(other) != said:
+            kind = item["type"]
+            hashed = blake2b(f"{item['id']} {said}".encode(errors="replace"), digest_size=16)
+            item = item | {"id": f"{PREFIX.get(kind, 'item')}_{hashed.hexdigest()}"}
+        if other is None:
+            taken[item["id"]] = item
+            made.append(item)
+    return made
+
+
+def apart(before: Iterable[ResponseItem], items: Iterable[ResponseItem]) -> list[ResponseItem]:
+    """Return the items, those with the id of one before them under another; summaries keep theirs,
+    which leads to what they stand for."""
+    taken, made = {item["id"] for item in before}, []
+    for item in items:
+        if item["id"] in taken and item["type"] != "compaction":
+            item = item | {"id": new_id(item["type"])}
+        taken.add(item["id"])
+        made.append(item)
+    return made
 
 
 # ---- reading
@@ -80,6 +115,15 @@ def _read(given: Mapping[str, Any], find: Find, where: str) -> ResponseItem:
     made = {"type": kind, "id": id if isinstance(id, str) and id else new_id(str(kind))}
     made |= {"status": "completed"} if kind != "compaction" else {}
     return made | reader(given, find, where)
+
+
+def unread(given: str | Sequence[Mapping[str, Any]] | None, where: str) -> list[str]:
+    """Return the names of what items may have and the model is not given."""
+    found = []
+    for i, item in enumerate(given or () if not isinstance(given, str) else ()):
+        names = ("namespace", "name") if "output" in item else ("namespace",)
+        found += [f"{where}.{i}.{name}" for name in names if item.get(name) is not None]
+    return found
 
 
 def _known(given: Mapping[str, Any], names: str, where: str) -> None:
@@ -238,7 +282,7 @@ def _joined(a: Any, b: Any) -> Any:
     return [part for each in parts for part in each if part.get("text", True)]
 
 
-def _said(part: ResponseItem) -> str:
+def _said(part: Mapping[str, Any]) -> str:
     return str(part.get("text", part.get("refusal", "")))
 
 

@@ -30,7 +30,6 @@ class Prepared:
     """What was made of a request before its answer began."""
 
     items: tuple[ResponseItem, ...]  # all that the model is given
-    n_own: int  # of these, the last ones, that came with the request
     front: list[ResponseItem] = field(default_factory=list)  # of the output: a compaction
     told: _Json = field(default_factory=dict)  # of what was done, for ``kvweave``
 
@@ -48,7 +47,7 @@ class ResponseReply(Reply):
         self.streams = body.stream
         self.id, self.created = f"resp_{uuid.uuid4().hex}", int(time.time())
         self.output: list[ResponseItem] = []
-        self.made = Prepared((), 0)
+        self.made = Prepared(())
         self.usage: _Json | None = None
         self.extension: _Json = {}
         self.status, self.end = "in_progress", None
@@ -57,6 +56,7 @@ class ResponseReply(Reply):
         self.ttft: float | None = None
         self._asked: Asked | None = None
         self._open: ResponseItem | None = None  # the last of the output, which goes on
+        self._untold: list[Choice] = []  # tokens whose text is held back
         self._n = 0
 
     def begin(self, asked: Asked, made: Prepared) -> None:
@@ -82,10 +82,14 @@ class ResponseReply(Reply):
             for item in self.made.front:
                 found += self._added(item) + self._done()
         told = self.asked.read(event)
-        choices = told.choices
+        self._untold += told.choices
         for piece in told.pieces:
+            choices = self._untold
+            if isinstance(piece, ContentText):
+                self._untold = []
             found += self._piece(piece, choices)
-            choices = choices if not isinstance(piece, ContentText) else []
+        if told.thought or (told.pieces and not isinstance(told.pieces[-1], ContentText)):
+            self._untold = []  # they are of no message
         if isinstance(event, Finished):
             found += self._finish(event, told.end)
         return found
@@ -150,9 +154,14 @@ class ResponseReply(Reply):
 
     def _finish(self, event: Finished, end: End | None) -> list[_Json]:
         whole = end != "length"
-        found = self._done("completed" if whole else "incomplete")
+        if self._untold and self._open is not None and self._open["type"] == "message":
+            found = self._piece(ContentText(""), self._untold)  # of a text that nobody gets
+            self._untold = []
+        else:
+            found = []
+        found += self._done("completed" if whole else "incomplete")
         if len(self.output) == len(self.made.front):  # clients look for a message
-            found += self._piece(ContentText(""), ()) + self._done()
+            found += self._piece(ContentText(""), self._untold) + self._done()
         self.status = "completed" if whole else "incomplete"
         self.completed = int(time.time())
         self.usage = usage_of(self.asked, len(event.answer.tokens))

@@ -108,14 +108,10 @@ async def get_compaction(tenant: Tenant, the: The, id: str) -> _Json:
 @router.post("/compactions/{id}:undo", response_model=None)
 async def undo_compaction(tenant: Tenant, the: The, id: str) -> _Json:
     """Have the items themselves given from now on, wherever the summary is sent or stored."""
-    record = the.responses.of(tenant).compaction(id)
-    record.undone = True
-    return record.told()
+    return the.responses.of(tenant).take_back(id, undone=True).told()
 
 
 @router.post("/compactions/{id}:redo", response_model=None)
 async def redo_compaction(tenant: Tenant, the: The, id: str) -> _Json:
     """Have the summary given again."""
-    record = the.responses.of(tenant).compaction(id)
-    record.undone = False
-    return record.told()
+    return the.responses.of(tenant).take_back(id, undone=False).told()

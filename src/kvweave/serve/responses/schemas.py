@@ -12,6 +12,7 @@ from kvweave.run.grammar import GrammarText
 from kvweave.serve.chat.ask import EFFORTS, ChatAsk, thinking
 from kvweave.serve.openai.messages import MAX_MESSAGES, MAX_TOOLS, MAX_VARIABLES, plain_tools
 from kvweave.serve.openai.schemas import MAX_TOP, GenerationRequest
+from kvweave.serve.responses.items import unread
 from kvweave.serve.reuse.adapt import TemplateHabits
 from kvweave.serve.routes.base import STRICT, Int
 from kvweave.serve.state import ServerState
@@ -173,6 +174,7 @@ class ResponsesRequest(GenerationRequest):
         found += [*self._unused, *(["max_tool_calls"] if self.max_tool_calls is not None else [])]
         _, unknown = known.variables(self.chat_template_kwargs or {})
         found += [f"chat_template_kwargs.{name}" for name in unknown]
+        found += unread(self.input, "input")
         effort = None if self.reasoning is None else self.reasoning.effort
         if effort is not None and not (
             known.knows("reasoning_effort") or known.knows("enable_thinking")

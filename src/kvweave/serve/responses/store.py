@@ -13,16 +13,40 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, TypeVar
 
 from kvweave.errors import ContextBusy, NameTaken, NotStored, OverQuota, PreviousResponseNotFound
-from kvweave.serve.responses.items import ResponseItem
+from kvweave.serve.responses.held import HeldItems, size_of, summaries_in
+from kvweave.serve.responses.items import ResponseItem, fresh
 
 MOST_RESPONSES = 4096  # of a namespace; the one that was used least recently goes first
-MOST_BYTES = 64 << 20  # of text of a namespace, of responses and compactions together
+MOST_BYTES = 64 << 20  # of text of a namespace: of responses and compactions, and of conversations
 MOST_CONVERSATIONS = 256  # of a namespace
 MOST_ITEMS = 16_384  # of a conversation
-POINTER = 8  # bytes that one more response on the same items takes for each
+
+
+class _Used(Protocol):
+    used: float
+
+
+_T = TypeVar("_T", bound=_Used)
+
+
+class RecentlyUsed(OrderedDict[str, _T]):
+    """What is kept by id, what was used least recently first: to get it is to use it."""
+
+    def get(self, id: str, default: Any = None) -> Any:
+        """Return what has this id, and note that it was used."""
+        found = super().get(id)
+        if found is None:
+            return default
+        found.used = time.time()
+        self.move_to_end(id)
+        return found
+
+    def unused(self, before: float) -> list[str]:
+        """Return the ids of what was not used since ``before``."""
+        return [id for id, each in self.items() if each.used < before]
 
 
 @dataclass(slots=True)
@@ -31,8 +55,8 @@ class StoredResponse:
 
     body: dict[str, Any]
     items: tuple[ResponseItem, ...]
-    n_own: int  # of these, the last ones, that came with it
     used: float = field(default_factory=time.time)
+    n_own: int = 0  # bytes besides those of items
 
     @property
     def id(self) -> str:
@@ -43,11 +67,6 @@ class StoredResponse:
         """What the next response goes on from."""
         return (*self.items, *self.body["output"])
 
-    @property
-    def n_bytes(self) -> int:
-        own = self.items[len(self.items) - self.n_own :]
-        return len(json.dumps([self.body, own])) + POINTER * len(self.items)
-
 
 @dataclass(slots=True)
 class Compaction:
@@ -56,7 +75,7 @@ class Compaction:
     id: str
     summary: str
     items: tuple[ResponseItem, ...]  # all up to it, in order; those kept beside it too
-    covered: tuple[ResponseItem, ...]  # what is left out for it
+    covered: tuple[ResponseItem, ...]  # of these, what is left out for it
     created: int
     n_before: int  # tokens of the prompt
     n_after: int
@@ -64,10 +83,8 @@ class Compaction:
     of: Literal["items", "messages"] = "items"  # of which API what it stands for is
     undone: bool = False
     used: float = field(default_factory=time.time)
-
-    @property
-    def n_bytes(self) -> int:
-        return len(json.dumps([self.summary, self.covered])) + POINTER * len(self.items)
+    n_own: int = 0  # bytes besides those of items
+    n_bytes: int = 0  # with those of items, whoever holds them too
 
     def told(self) -> dict[str, Any]:
         """Return what a client may know of it."""
@@ -89,12 +106,16 @@ class StoredConversation:
 
     id: str
     metadata: dict[str, str]
-    items: list[ResponseItem] = field(default_factory=list)
+    held: HeldItems
+    by_id: dict[str, ResponseItem] = field(default_factory=dict)  # in order
     created: int = field(default_factory=lambda: int(time.time()))
     used: float = field(default_factory=time.time)
     context: str | None = None  # where its last answer came to be
-    n_bytes: int = 0
     busy: bool = False
+
+    @property
+    def items(self) -> tuple[ResponseItem, ...]:
+        return tuple(self.by_id.values())
 
     def told(self) -> dict[str, Any]:
         """Return it as the API has it."""
@@ -103,27 +124,27 @@ class StoredConversation:
             "object": "conversation",
             "created_at": self.created,
             "metadata": self.metadata,
-            "kvweave": {"context": self.context, "items": len(self.items)},
+            "kvweave": {"context": self.context, "items": len(self.by_id)},
         }
 
-    def add(self, items: Iterable[ResponseItem]) -> None:
-        """Add items to its end; those that are in it already stay where they are."""
-        known = {item["id"] for item in self.items}
-        more = [item for item in items if item["id"] not in known]
-        self.items += more
-        self.n_bytes += len(json.dumps(more))
+    def add(self, items: Iterable[ResponseItem]) -> list[ResponseItem]:
+        """Add items to its end; those that are in it already stay where they are, and one that has
+        the id of another gets an id of its own. Return what was added."""
+        more = fresh(self.by_id, items)
+        self.held.hold(more)
+        self.by_id.update((item["id"], item) for item in more)
         self.used = time.time()
+        return more
 
     def drop(self, id: str) -> None:
         """Take an item out. Raises NotStored."""
-        gone = [item for item in self.items if item["id"] == id]
-        if not gone:
+        gone = self.by_id.pop(id, None)
+        if gone is None:
             raise NotStored("item", id)
-        self.items.remove(gone[0])
-        self.n_bytes -= len(json.dumps(gone))
+        self.held.release([gone])
 
     @contextmanager
-    def held(self) -> Iterator[StoredConversation]:
+    def answering(self) -> Iterator[StoredConversation]:
         """Hold it while an answer of it is under way. Raises ContextBusy."""
         if self.busy:
             raise ContextBusy(self.id)
@@ -134,91 +155,107 @@ class StoredConversation:
             self.busy = False
 
 
-@dataclass(slots=True)
 class NamespaceStore:
     """What is kept of one namespace."""
 
-    responses: OrderedDict[str, StoredResponse] = field(default_factory=OrderedDict)
-    compactions: OrderedDict[str, Compaction] = field(default_factory=OrderedDict)
-    conversations: OrderedDict[str, StoredConversation] = field(default_factory=OrderedDict)
-    _by_id: dict[str, tuple[str, ResponseItem]] = field(
-        default_factory=dict
-    )  # item -> its response
-    _sizes: dict[str, int] = field(default_factory=dict)
+    def __init__(self) -> None:
+        self.responses: RecentlyUsed[StoredResponse] = RecentlyUsed()
+        self.compactions: RecentlyUsed[Compaction] = RecentlyUsed()
+        self.conversations: RecentlyUsed[StoredConversation] = RecentlyUsed()
+        self.kept = HeldItems()  # by responses and compactions: it goes when there is too much
+        self.said = HeldItems()  # by conversations: when there is too much, more is refused
+        self._n_own = 0  # bytes of responses and compactions besides items
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of all responses and compactions."""
+        return self.kept.n_bytes + self._n_own
+
+    def item(self, id: str) -> ResponseItem | None:
+        """Return an item that something here holds, by its id."""
+        return self.kept.find(id) or self.said.find(id)
 
     # ---- responses
 
     def response(self, id: str, *, previous: bool = False) -> StoredResponse:
         """Return a response. Raises NotStored, or where it was to be gone on from
         PreviousResponseNotFound."""
-        found = self.responses.get(id)
+        found: StoredResponse | None = self.responses.get(id)
         if found is None:
             raise PreviousResponseNotFound(id) if previous else NotStored("response", id)
-        found.used = time.time()
-        self.responses.move_to_end(id)
         return found
 
     def keep(self, response: StoredResponse) -> None:
         """Keep a response; those that were used least recently go where there are too many."""
+        response.n_own = len(json.dumps(response.body | {"output": []}))
         self.responses[response.id] = response
-        own = response.items[len(response.items) - response.n_own :]
-        for item in (*own, *response.body["output"]):
-            self._by_id[item["id"]] = (response.id, item)
-        self._count(response.id, response.n_bytes)
-        while len(self.responses) > MOST_RESPONSES:
-            self.drop(next(iter(self.responses)))
+        self.kept.hold(response.all_items)
+        self._n_own += response.n_own
+        self._make_room(response.id)
 
     def drop(self, id: str) -> None:
         """Forget a response. Raises NotStored."""
-        if self.responses.pop(id, None) is None:
+        gone = self.responses.pop(id, None)
+        if gone is None:
             raise NotStored("response", id)
-        self._sizes.pop(id, None)
-        for each in [each for each, (owner, _) in self._by_id.items() if owner == id]:
-            del self._by_id[each]
-
-    def item(self, id: str) -> ResponseItem | None:
-        """Return an item of a stored response or conversation by its id."""
-        if id in self._by_id:
-            return self._by_id[id][1]
-        every = (item for each in self.conversations.values() for item in each.items)
-        return next((item for item in every if item["id"] == id), None)
+        self.kept.release(gone.all_items)
+        self._n_own -= gone.n_own
 
     # ---- compactions
 
     def compaction(self, id: str) -> Compaction:
         """Return a compaction. Raises NotStored."""
-        found = self.compactions.get(id)
+        found: Compaction | None = self.compactions.get(id)
         if found is None:
             raise NotStored("compaction", id)
-        found.used = time.time()
         return found
 
     def keep_compaction(self, compaction: Compaction) -> None:
         """Keep what a summary stands for."""
+        compaction.n_own = len(json.dumps(compaction.summary))
         self.compactions[compaction.id] = compaction
-        self._count(compaction.id, compaction.n_bytes)
+        compaction.n_bytes = compaction.n_own + self.kept.hold(compaction.items)
+        self._n_own += compaction.n_own
+        self._make_room(compaction.id)
+
+    def take_back(self, id: str, *, undone: bool) -> Compaction:
+        """Have the items given in the place of a summary, or the summary again.
+
+        What is undone stays as long as it is used: it does not go where there is too much. Raises
+        NotStored, OverQuota for too much of that.
+        """
+        found = self.compaction(id)
+        others = sum(c.n_bytes for c in self.compactions.values() if c.undone and c is not found)
+        if undone and others + found.n_bytes > MOST_BYTES // 2:
+            raise OverQuota("bytes of what is undone", found.n_bytes, others, MOST_BYTES // 2)
+        found.undone = undone
+        return found
+
+    def _drop_compaction(self, id: str) -> Compaction:
+        gone = self.compactions.pop(id)
+        self.kept.release(gone.items)
+        self._n_own -= gone.n_own
+        return gone
 
     # ---- conversations
 
     def conversation(self, id: str) -> StoredConversation:
         """Return a conversation. Raises NotStored."""
-        found = self.conversations.get(id)
+        found: StoredConversation | None = self.conversations.get(id)
         if found is None:
             raise NotStored("conversation", id)
-        found.used = time.time()
         return found
 
     def check_room(
         self, conversation: StoredConversation | None, more: Sequence[ResponseItem]
     ) -> None:
         """Raise OverQuota unless these may be added to a conversation, None for a new one."""
-        n, used = 0 if conversation is None else len(conversation.items), len(self.conversations)
+        n, used = 0 if conversation is None else len(conversation.by_id), len(self.conversations)
         if n + len(more) > MOST_ITEMS:
             raise OverQuota("items of a conversation", len(more), n, MOST_ITEMS)
         if conversation is None and used >= MOST_CONVERSATIONS:
             raise OverQuota("conversations", 1, used, MOST_CONVERSATIONS)
-        n_bytes = sum(each.n_bytes for each in self.conversations.values())
-        needed = len(json.dumps(list(more)))
+        needed, n_bytes = size_of(more), self.said.n_bytes
         if n_bytes + needed > MOST_BYTES:
             raise OverQuota("bytes of conversations", needed, n_bytes, MOST_BYTES)
 
@@ -226,34 +263,47 @@ class NamespaceStore:
         """Open a conversation, under a name or one that is made up. Raises NameTaken."""
         if name in self.conversations:
             raise NameTaken(name or "", 0)
-        made = StoredConversation(name or f"conv_{uuid.uuid4().hex}", metadata)
+        made = StoredConversation(name or f"conv_{uuid.uuid4().hex}", metadata, self.said)
         self.conversations[made.id] = made
         return made
+
+    def close(self, id: str) -> None:
+        """Forget a conversation."""
+        self.said.release(self.conversations.pop(id).items)
 
     # ---- forgetting
 
     def expire(self, before: float) -> None:
-        """Forget what was not used since ``before``."""
-        for response in [r for r in self.responses.values() if r.used < before]:
-            self.drop(response.id)
-        for id in [c.id for c in self.compactions.values() if c.used < before]:
-            self._sizes.pop(id, None)
-            del self.compactions[id]
-        for id in [c.id for c in self.conversations.values() if c.used < before and not c.busy]:
-            del self.conversations[id]
+        """Forget what was not used since ``before``; no compaction that something else leads to."""
+        for id in self.responses.unused(before):
+            self.drop(id)
+        for id in self.conversations.unused(before):
+            if not self.conversations[id].busy:
+                self.close(id)
+        waiting = self.compactions.unused(before)
+        while waiting:
+            id = waiting.pop()
+            found = OrderedDict.get(self.compactions, id)  # which is no use of it
+            if found is None or found.used >= before or self._leads_to(id):
+                continue
+            for item in self._drop_compaction(id).items:
+                waiting += summaries_in(item)
 
-    def _count(self, id: str, n_bytes: int) -> None:
-        self._sizes[id] = n_bytes
-        while sum(self._sizes.values()) > MOST_BYTES and len(self._sizes) > 1:
-            oldest = next(iter(self.responses), None)
-            if oldest is not None and oldest != id:
+    def _leads_to(self, compaction: str) -> bool:
+        return self.kept.leads_to(compaction) or self.said.leads_to(compaction)
+
+    def _make_room(self, but: str) -> None:
+        """Forget what was used least recently, while there is too much: responses first."""
+        while len(self.responses) > MOST_RESPONSES or self.n_bytes > MOST_BYTES:
+            oldest = next((each for each in self.responses if each != but), None)
+            if oldest is not None:
                 self.drop(oldest)
                 continue
-            old = next((each for each in self.compactions if each != id), None)
+            others = (c.id for c in self.compactions.values() if c.id != but and not c.undone)
+            old = next(others, None)
             if old is None:
                 return
-            self._sizes.pop(old, None)
-            del self.compactions[old]
+            self._drop_compaction(old)
 
 
 class ResponseStore:

@@ -11,6 +11,7 @@ runs of tokens. New input is prefilled, and so exact, wherever it is not a long 
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -70,6 +71,14 @@ class Wanted:
         return np.concatenate([np.zeros(0, np.uint32), *(p.tokens for p in self.pieces)])
 
 
+@dataclass(slots=True)
+class _Cut:
+    """The tokens of a text, and when they were asked for."""
+
+    tokens: Tokens
+    used: float
+
+
 class Assembler:
     """Finds the known parts of prompts. Used in the driver's thread only."""
 
@@ -77,7 +86,7 @@ class Assembler:
         """``min_match``: tokens of the shortest run that is reused inside a message."""
         self.engine, self.library, self.min_match = engine, library, min_match
         self.cutter = by_content(64, 256, 1024)
-        self._tokens: OrderedDict[tuple[str, str, tuple[Extent, ...]], Tokens] = OrderedDict()
+        self._tokens: OrderedDict[tuple[str, str, tuple[Extent, ...]], _Cut] = OrderedDict()
         self._n_cached = 0
 
     def assemble(
@@ -136,24 +145,35 @@ class Assembler:
     def tokens(self, segment: PromptSegment, namespace: str) -> Tokens:
         """Return the token ids of a segment's text.
 
-        A conversation comes again and again, so they are remembered: for each namespace by itself,
-        or the time would tell what others said.
+        A conversation comes again and again, so they are remembered, unless it is private: for each
+        namespace by itself, or the time would tell what others said.
         """
         if segment.tokens is not None:
             return np.asarray(self.engine.maker.tokens(segment.tokens), dtype=np.uint32)
         key = (namespace, segment.text, segment.plain)
         known = self._tokens.get(key)
         if known is not None:
+            known.used = time.time()
             self._tokens.move_to_end(key)
-            return known
+            return known.tokens
         ids = tokens_of_mixed(self.engine, segment.text, segment.plain)
-        known = np.asarray(ids, dtype=np.uint32)
-        known.flags.writeable = False
-        self._tokens[key] = known
-        self._n_cached += len(known)
+        made = np.asarray(ids, dtype=np.uint32)
+        made.flags.writeable = False
+        if segment.private:
+            return made
+        self._tokens[key] = _Cut(made, time.time())
+        self._n_cached += len(made)
         while self._n_cached > MAX_CACHED:
-            self._n_cached -= len(self._tokens.popitem(last=False)[1])
-        return known
+            self._forget_oldest()
+        return made
+
+    def expire(self, before: float) -> None:
+        """Forget the texts that were not used since ``before``."""
+        while self._tokens and next(iter(self._tokens.values())).used < before:
+            self._forget_oldest()
+
+    def _forget_oldest(self) -> None:
+        self._n_cached -= len(self._tokens.popitem(last=False)[1].tokens)
 
     def text(self, tokens: Sequence[int] | Tokens) -> str:
         """Return tokens as text, special ones included."""

@@ -54,6 +54,7 @@ class PromptSegment:
     tokens: tuple[int, ...] | None = None  # given instead of text
     plain: tuple[Extent, ...] = ()  # of the text: special tokens that content only spells
     said: AssistantSaid | None = None  # of an assistant's message
+    private: bool = False  # its text is remembered nowhere
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +71,10 @@ class Prompt:
     header: str
     lead: str
     front: str = ""
+
+    def kept_nowhere(self) -> Prompt:
+        """Return it such that none of its texts is remembered."""
+        return replace(self, segments=tuple(replace(s, private=True) for s in self.segments))
 
 
 class Renderer:

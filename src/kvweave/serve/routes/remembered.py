@@ -121,33 +121,67 @@ class RenameItem(BaseModel):
     to: ChunkRef
 
 
-class BlockCall(BaseModel):
-    """What to do with a block: ``add`` and ``set`` take a value, ``append`` a line in it, ``replace``
-    an old text that occurs once and a new one."""
+class BlockVerb(BaseModel):
+    """What to do with a block."""
 
     model_config = STRICT
 
-    verb: Literal["add", "set", "append", "replace"]
     label: ChunkRef
-    value: str = ""
-    limit: Annotated[Int, Field(ge=1, le=2**20)] | None = None
-    description: Line | None = None
-    old: str | None = None
+    value: str
 
     def texts(self) -> list[str]:
         """Return the text that comes into it."""
         return [PlainText(self.value)]
 
+
+class AddBlock(BlockVerb):
+    """Make a block."""
+
+    verb: Literal["add"]
+    value: str = ""
+    limit: Annotated[Int, Field(ge=1, le=2**20)] | None = None
+    description: Line | None = None
+
     def apply(self, blocks: MemoryBlocks) -> MemoryBlock:
         """Do it."""
-        if self.verb == "add":
-            more = self.limit or BLOCK_LIMIT, self.description or ""
-            return blocks.add(self.label, self.value, *more)
-        if self.verb == "set":
-            return blocks.set(self.label, self.value)
-        if self.verb == "append":
-            return blocks.append(self.label, self.value)
-        return blocks.replace(self.label, self.old or "", self.value)
+        more = self.limit or BLOCK_LIMIT, self.description or ""
+        return blocks.add(self.label, self.value, *more)
+
+
+class SetBlock(BlockVerb):
+    """Give it another value."""
+
+    verb: Literal["set"]
+
+    def apply(self, blocks: MemoryBlocks) -> MemoryBlock:
+        """Do it."""
+        return blocks.set(self.label, self.value)
+
+
+class AppendToBlock(BlockVerb):
+    """Put a line behind its value."""
+
+    verb: Literal["append"]
+
+    def apply(self, blocks: MemoryBlocks) -> MemoryBlock:
+        """Do it."""
+        return blocks.append(self.label, self.value)
+
+
+class ReplaceInBlock(BlockVerb):
+    """Put ``value`` in the place of ``old``, which occurs once."""
+
+    verb: Literal["replace"]
+    old: Annotated[str, Field(min_length=1)]
+
+    def apply(self, blocks: MemoryBlocks) -> MemoryBlock:
+        """Do it."""
+        return blocks.replace(self.label, self.old, self.value)
+
+
+BlockCall = Annotated[
+    AddBlock | SetBlock | AppendToBlock | ReplaceInBlock, Field(discriminator="verb")
+]
 
 
 class MemoryToolCall(BaseModel):
