@@ -47,7 +47,7 @@ def goals(found: dict[str, Any]) -> list[str]:
         "",
         f"- *After every edit the next first token within {GOAL}x of a full prefill, with the default repair.* By time {reached} of {len(within)} rules "
         f"(medians {min(within):.2f}x to {max(within):.2f}x, CPU seconds); by tokens computed {min(counted):.0%} to {max(counted):.0%} of a rule's edits: not every one. "
-        "What misses are edits of short prompts, and those whose new output is most of the prompt.",
+        "What misses are edits of short prompts, and those whose new output is much of the prompt.",
         f"- *No edit dearer than not editing.* **Missed with the default repair.** The first token after an edit takes {min(slower):.1f} to {max(slower):.1f} times what it takes "
         f"without the edit ({min(bare):.2f} to {max(bare):.2f} times without repair). Over whole runs the price falls to {min(prices.values()):.2f} to {max(prices.values()):.2f} of no edits, "
         f"since less is read; above 1: {listed(dear)}. {min(runs):.0%} to {max(runs):.0%} of a rule's runs get dearer, "
