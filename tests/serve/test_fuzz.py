@@ -78,6 +78,9 @@ def short_answers(context, body):
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings(
+    "ignore:Generating overly large repr"
+)  # of an example that failed nothing
 def test_the_server_answers_as_its_description_says(bundled: Path) -> None:
     with Engine(bundled, repair="none", budget="256MiB") as engine:
         for name in ("docs/a", "docs/b"):

@@ -103,3 +103,11 @@ def test_what_is_said_twice_or_where_nobody_reads_is_refused(serve: Any) -> None
         "did you mean pattern?"
     )
     assert anna.names() == ["a/x"]
+
+
+def test_a_put_answers_as_it_is_described(serve: Any) -> None:
+    served = serve()
+    described = served.app.openapi()["paths"]["/v1/chunks/{name}"]["put"]["responses"]
+    for status in (201, 200):
+        served.anna("PUT", "/v1/chunks/a", {"text": A, "replace": True}, status)
+        assert str(status) in described

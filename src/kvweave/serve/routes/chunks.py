@@ -309,7 +309,10 @@ async def put_many(tenant: Tenant, the: The, body: PutMany) -> dict[str, Any]:
     return await the.run(tenant, work)
 
 
-@router.put("/{name:path}", response_model=ChunkEntry, status_code=201)
+REPLACED: Any = {200: {"model": ChunkEntry, "description": "There was one of that name."}}
+
+
+@router.put("/{name:path}", response_model=ChunkEntry, status_code=201, responses=REPLACED)
 async def put(
     tenant: Tenant, the: The, name: PathRef, body: PutChunk, response: Response
 ) -> dict[str, object]:
