@@ -130,7 +130,7 @@ def test_anything_different_is_another_digest():
             for field in FINGERPRINT.to_dict()
         ),
     }
-    assert len(digests) == 11
+    assert len(digests) == 12
 
 
 def test_fingerprint_round_trip_and_first_difference():

@@ -149,7 +149,10 @@ class ModelFingerprint:
 
     def digest(self) -> bytes:
         """Return 16 bytes that differ when any field differs."""
-        text = json.dumps(list(self.to_dict().values())).encode()
+        told = self.to_dict()
+        if not self.config:  # made before configs were told
+            del told["config"]
+        text = json.dumps(list(told.values())).encode()
         return blake2b(text, digest_size=DIGEST_BYTES, person=b"kvweave-model").digest()
 
     def require(self, other: ModelFingerprint) -> None:
