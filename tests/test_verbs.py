@@ -548,3 +548,11 @@ def test_a_client_refuses_what_the_engine_refuses(runner, face):
         near.close()
     far.world.close()
     assert not faults, "\n".join(faults)
+
+
+def test_items_of_a_dict_are_a_list_of_pairs(runner: Runner) -> None:
+    with Engine(runner, repair="none") as engine:
+        entries = engine.put_many({"d/a": [1, 2, 3], "d/b": [4, 5]}.items())
+        assert [entry.n_tokens for entry in entries] == [3, 2]
+        with pytest.raises(InvalidArgument):  # which has no order
+            engine.put("d/c", {4, 5})

@@ -15,7 +15,7 @@ A verb that is added is held to its annotations; nothing has to be said of it he
 from __future__ import annotations
 
 from collections import abc
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from inspect import Parameter, get_annotations, signature, unwrap
 from math import nan
@@ -275,7 +275,7 @@ def _several(kinds: Sequence[_Kind], made: type) -> _Kind:
     says = "token ids" if len(kinds) == 1 and ids else says
 
     def take(value: Any) -> Any:
-        if isinstance(value, str | bytes | bytearray | memoryview | Mapping | Set):
+        if isinstance(value, str | bytes | bytearray | memoryview | Mapping | set | frozenset):
             raise _refused(value, says)
         try:
             found = list(value.tolist() if hasattr(value, "tolist") else value)
