@@ -15,7 +15,7 @@ import pytest
 from kvweave.chunk import file, rebuild
 from kvweave.chunk.file import IndexFile
 from kvweave.chunk.table import Table
-from kvweave.errors import StoreError
+from kvweave.errors import InvalidArgument, StoreError
 
 WAIT = 0.2
 
@@ -144,6 +144,6 @@ def test_opening_and_closing_end(
                 assert "c/1" in again.names()
                 assert ("c/2" in again.names()) == (what == "_close_sealed")
                 return
-        except (StoreError, sqlite3.Error):  # the late call has it still
+        except (StoreError, InvalidArgument, sqlite3.Error):  # the late call has it still
             assert time.monotonic() < deadline
             time.sleep(0.05)

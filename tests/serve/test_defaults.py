@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import fields
+from unittest.mock import Mock
 
 import pytest
 
@@ -15,7 +16,7 @@ from kvweave.cli.serve import LIMITS
 from kvweave.client.context import sent
 from kvweave.config import n_bytes
 from kvweave.errors import InvalidArgument
-from kvweave.run.sampling import Sampling
+from kvweave.run.sampling import Constraint, Sampling
 from kvweave.serve.options import Options
 from kvweave.serve.routes.turns import Sampled
 
@@ -62,4 +63,4 @@ def test_a_client_sends_what_is_not_usual() -> None:
     body = Sampled(**json.loads(json.dumps(sent(given))))
     assert sent(Sampling()) == {} and body.logit_bias == {7: -3.0} and body.shown == [4]
     with pytest.raises(InvalidArgument, match="cannot be sent"):
-        sent(Sampling(constraint=object()))  # type: ignore[arg-type]
+        sent(Sampling(constraint=Mock(spec=Constraint)))
