@@ -179,7 +179,7 @@ def test_a_bound_that_is_no_number_from_zero_up_is_refused(engines: Make, bound:
         lambda: context.weave(max_drift=bound),
         lambda: context.generate(max_tokens=2, max_drift=bound),
     ):
-        with pytest.raises(InvalidArgument, match="max_drift: .* is not a number"):
+        with pytest.raises(InvalidArgument, match=r"max_drift: .* is not a number"):
             call()
     assert context.tokens() == before and context.session.state.woven == []
 
