@@ -20,10 +20,18 @@ T = TypeVar("T")
 Calls: TypeAlias = "queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None]"
 
 
+class NoThread(StoreError):
+    """The system gives no thread; what was to be done in it has not begun."""
+
+    def __init__(self, why: str) -> None:
+        hint = "raise its limits (ulimit -u, vm.max_map_count, memory) or end other work, then try again"
+        super().__init__(f"the system gives no thread: {why}", hint=hint)
+
+
 class Background:
     """``run`` in a daemon thread; where that dies before it begins, nothing is done.
 
-    Raises RuntimeError where the system gives no thread.
+    Raises NoThread.
     """
 
     def __init__(self, run: Callable[[], object], name: str | None = None) -> None:
@@ -37,7 +45,10 @@ class Background:
             finally:
                 self._ended.set()
 
-        _thread.start_new_thread(whole, ())
+        try:
+            _thread.start_new_thread(whole, ())
+        except RuntimeError as error:
+            raise NoThread(str(error)) from error
 
     def join(self, timeout: float) -> None:
         """Wait until it has ended, ``timeout`` seconds at most."""

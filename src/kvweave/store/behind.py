@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Container
 from dataclasses import dataclass
 
-from kvweave.chunk.background import Background
+from kvweave.chunk.background import Background, NoThread
 from kvweave.store.kv import KV
 from kvweave.store.level import Level
 from kvweave.store.record.transfer import Expected
@@ -48,7 +48,11 @@ class WriteBehind:
             if waiting + n_bytes > MOST or id in self._chunks:
                 return False
             if self._thread is None:
-                self._thread = Background(self._run)
+                try:
+                    self._thread = Background(self._run)
+                except NoThread as error:  # it stays in memory
+                    log.warning("#%s is not written behind: %s", id, error)
+                    return False
             self._chunks[id] = ToWrite(about, n_bytes, down())
         self._waiting.put(id)
         return True

@@ -17,6 +17,7 @@ That every index which relies on the tier was read is checked too: each register
 from __future__ import annotations
 
 import json
+import logging
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -30,6 +31,7 @@ from kvweave.store.tier.keys import pages
 REGISTERED = "index."
 TOGETHER = 500  # keys of one request
 SECONDS = 60.0  # of one request
+log = logging.getLogger("kvweave.store")
 
 
 @dataclass(slots=True)
@@ -44,6 +46,12 @@ class Swept:
     waiting: list[str] = field(default_factory=list)
     """Named by nobody, marked, and not long enough yet."""
     failed: list[str] = field(default_factory=list)
+    """What could not be marked or removed now: the next sweep tries it again. The log says why."""
+
+    def fail(self, key: str, outcome: Outcome) -> None:
+        """Note that a record stays."""
+        log.warning("%s stays for now: %s", key, outcome.why or outcome.state)
+        self.failed.append(key)
 
     def to_dict(self) -> dict[str, object]:
         """Return the fields, JSON-ready."""
@@ -102,7 +110,7 @@ def sweep(
         puts = [Put(key + MARK, [said]) for key in batch]
         for key, outcome in zip(batch, tier.put(puts, durable=True, deadline=_soon()), strict=True):
             if outcome.state not in ("done", "exists"):
-                found.failed.append(key)
+                found.fail(key, outcome)
     named = marks()  # whoever did not see a mark had committed his row before: it is read now
     gone_before = marked - set(records)  # an earlier sweep ended between 5 and 6
     alive = {key for key in [*unnamed, *marked] if digest_of(key) in named}
@@ -129,13 +137,15 @@ def _remove(tier: Tier, doomed: list[str], marked: set[str], grace: float, found
                 found.removed.append(key)
                 found.n_bytes += size if isinstance(size, int) else 0
             else:
-                found.failed.append(key)
+                found.fail(key, outcome)
 
 
 def _unmark(tier: Tier, keys: Sequence[str], found: Swept) -> None:
     for batch in pages(keys, TOGETHER):
         outcomes = tier.discard([key + MARK for key in batch], deadline=_soon())
-        found.failed += [k for k, o in zip(batch, outcomes, strict=True) if not o.ok]
+        for key, outcome in zip(batch, outcomes, strict=True):
+            if not outcome.ok:
+                found.fail(key, outcome)
 
 
 def _read(tier: Tier, key: str) -> dict[str, object]:

@@ -20,7 +20,7 @@ from collections.abc import Callable, Container, Iterable, Sequence
 
 import torch
 
-from kvweave.chunk.background import Background
+from kvweave.chunk.background import Background, NoThread
 from kvweave.errors import KVWeaveError, NoSpace, OverBudget, StoreError
 from kvweave.store.arriving import Arriving, Load
 from kvweave.store.behind import WriteBehind
@@ -242,7 +242,10 @@ class Mover:
             self._sources[id] = level
         if wanted:
             reader = Reader(wanted, to, ends, self.counts)
-            Background(reader.run)
+            try:
+                Background(reader.run)
+            except NoThread:  # then before the first layer is used
+                reader.run()
         self.counts["loads"] += len(wanted)
         return {each.load.key: Arriving(each.load) for each in wanted}
 

@@ -22,7 +22,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TypeVar
 
-from kvweave.chunk.background import Background, Calls, answer, silent, within
+from kvweave.chunk.background import Background, Calls, NoThread, answer, silent, within
 from kvweave.errors import of_system
 from kvweave.store.tier.base import LATE, Get, Outcome, Put, Tier
 from kvweave.store.tier.keys import n_bytes_of
@@ -98,10 +98,15 @@ class Guarded:
     def _begin(self, call: Callable[[], T]) -> Future[T]:
         future: Future[T] = Future()
         with self._lock:
+            if self._n_busy + 1 > self._n_threads < THREADS:
+                try:
+                    Background(partial(answer, self._calls, self._done), "kvweave-tier")
+                    self._n_threads += 1
+                except NoThread as error:
+                    if not self._n_threads:  # else those that are there do it
+                        future.set_exception(error)
+                        return future
             self._n_busy += 1
-            if self._n_busy > self._n_threads < THREADS:
-                self._n_threads += 1
-                Background(partial(answer, self._calls, self._done), "kvweave-tier")
         self._calls.put((call, future))
         return future
 
@@ -123,6 +128,8 @@ def _wait(future: Future[list[T]], limit: Limit, n: int) -> list[T | Outcome]:
     except TimeoutError:
         future.cancel()  # if it has not begun it never does
         return [limit.outcome()] * n
+    except NoThread as error:
+        return [Outcome("failed", str(error))] * n
 
 
 def in_time(call: Callable[[], T], directory: Path, undo: Callable[[T], object]) -> T:
