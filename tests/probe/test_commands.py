@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from kvweave.cli import main
+from kvweave.cli import main, probe_arguments
 from kvweave.probe import PageTrace
+from kvweave.probe.classes import CLASSES
 from kvweave.probe.findings import find
 from kvweave.probe.report import page
 
@@ -65,11 +66,29 @@ def test_replay(recorded: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert [*rows] == ["recent", "oracle"] and rows["oracle"]["miss_rate"] <= 1
 
 
+def test_ablate(recorded: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    args = ["probe", "ablate", str(recorded), "--share", "0.5", "--classes", "early,late"]
+    assert main([*args, "--tokens", "9", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    rows = {row["class"]: row for row in found["results"]}
+    assert [*rows] == ["none", "early", "late"] and found["tokens"] == 9 and found["step"] == 20
+    assert rows["early"]["bytes"] == rows["late"]["bytes"] > 0 and rows["none"]["free"] == 1
+    assert main([*args, "--quiet"]) == 0
+    assert "first wrong" in capsys.readouterr().out
+    assert main(["probe", "ablate", str(recorded)]) == 0
+    assert "left out: milestone" in capsys.readouterr().err
+
+
+def test_names_of_arguments_are_those_there_are() -> None:
+    assert probe_arguments.CLASSES == tuple(CLASSES)
+
+
 @pytest.mark.parametrize(
     ("args", "says"),
     [
         (["report", "missing.kvt"], "no file"),
         (["replay", "missing.kvt"], "no file"),
+        (["ablate", "missing.kvt"], "no file"),
         (["record", "so well", "--out", "a.kvt", "--rule", "cober:1"], "did you mean cover"),
     ],
 )

@@ -282,6 +282,16 @@ COMMANDS = {
             examples=("kvweave probe replay river.kvt --budget 0.1 --bandwidth 3e9 --ahead",),
             remote=False,
         ),
+        Command(
+            "probe ablate",
+            f"{PROBE}:ablate",
+            "Let pages go in the middle of a recorded decode: how right the rest is, by class of page.",
+            probe_arguments.ablate,
+            "Each class frees the same bytes. The rest is compared with what the model says when nothing\n"
+            "goes: the next token behind that (forced), and its own greedy decode (free).",
+            ("kvweave probe ablate river.kvt --at 0.5 --share 0.3 --classes early,late,random",),
+            remote=False,
+        ),
         *(
             Command(f"context {verb}", f"{CONTEXTS}:{verb}", summary, add, more, examples)
             for verb, summary, add, more, examples in VERBS

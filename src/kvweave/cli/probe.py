@@ -8,10 +8,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from kvweave.cli.home import model_of, quieten
-from kvweave.cli.show import Out
+from kvweave.cli.show import Out, size
 from kvweave.cli.text import sampling_of
 from kvweave.engine import Engine
 from kvweave.errors import of_system
+from kvweave.probe.ablation import Ablation, Eviction
+from kvweave.probe.ablation import ablate as ablation
 from kvweave.probe.access import Rule
 from kvweave.probe.findings import find
 from kvweave.probe.predict import RANKINGS
@@ -34,13 +36,13 @@ def record(args: Namespace) -> None:
     notes = {"prompt": text} | ({"label": args.label} if args.label else {})
     with Engine(model_of(args)) as engine, out.progress("tokens", sampling.max_tokens) as advance:
         trace = recording(engine, text, args.out, sampling, how, notes, advance)
-    size = trace.path.stat().st_size
+    n_bytes = trace.path.stat().st_size
     if out.as_json:
         about = {"file": str(trace.path), "steps": trace.n_steps, "pages": trace.n_pages}
-        out.data(about | {"heads": len(trace.header.heads), "bytes": size} | trace.notes)
+        out.data(about | {"heads": len(trace.header.heads), "bytes": n_bytes} | trace.notes)
         return
     print(trace.notes["text"])
-    out.note(f"{trace.path}: {trace.n_steps} steps, {trace.n_pages} pages, {size:,} bytes")
+    out.note(f"{trace.path}: {trace.n_steps} steps, {trace.n_pages} pages, {n_bytes:,} bytes")
 
 
 def report(args: Namespace) -> None:
@@ -96,3 +98,39 @@ def replay(args: Namespace) -> None:
         ],
         1,
     )
+
+
+def ablate(args: Namespace) -> None:
+    """Let classes of pages go, and say how right the rest is."""
+    out, trace = Out.of(args), PageTrace(args.trace)
+    how = Eviction(args.at, args.share, args.tokens, args.where, args.seed)
+    names = None if args.classes == ["all"] else args.classes
+    quieten(args)
+    n = args.tokens or trace.n_steps - round(args.at * trace.n_steps)
+    with Engine(model_of(args)) as engine, out.progress("tokens", n) as advance:
+        found = ablation(engine, trace, names, how, advance)
+    if out.as_json:
+        out.data({"trace": str(trace.path), "steps": trace.n_steps, **found.as_json()})
+        return
+    head = ("class", "freed", "forced", "KL, nats", "free", "first wrong")
+    rows = [
+        (
+            one.name, size(one.n_bytes), f"{one.forced:.1%}", f"{one.kl:.4f}", f"{one.free:.1%}",
+            "-" if one.first_wrong is None else str(one.first_wrong),
+        )
+        for one in found.results
+    ]  # fmt: skip
+    out.table(head, rows, 1)
+    for note in _notes(found):
+        out.note(note)
+
+
+def _notes(found: Ablation) -> list[str]:
+    """Return what is to be known of an ablation beside its numbers."""
+    went = f"{found.pages} of {found.candidates} pages a head went at step {found.step}"
+    fewer = "" if found.pages == found.wanted else f" ({found.wanted} were wanted)"
+    notes = [f"{went}{fewer}; {len(found.reference)} tokens behind"]
+    if found.control < 1:
+        same = f"{found.control:.1%} of the recorded tokens"
+        notes.append(f"note: the recording is no greedy decode of this machine: none says {same}")
+    return notes + [f"left out: {name}, {why}" for name, why in found.skipped.items()]

@@ -8,6 +8,7 @@ from kvweave.cli.arguments import sampling
 from kvweave.cli.values import positive, share, words
 
 RANKINGS = ("newest", "recent", "cumulative", "ema", "recurrence", "stability", "random", "oracle")
+CLASSES = ("milestone", "other", "early", "late", "random", "high", "low", "stable", "unstable", "scattered")  # fmt: skip
 
 
 def record(p: ArgumentParser) -> None:
@@ -75,3 +76,31 @@ def replay(p: ArgumentParser) -> None:
         action="store_true",
         help="bring what the ranking wants while the step before runs",
     )
+
+
+def ablate(p: ArgumentParser) -> None:
+    """Add what `kvweave probe ablate` takes."""
+    p.add_argument("trace", metavar="FILE", help="trace (.kvt)")
+    p.add_argument(
+        "--classes",
+        type=words,
+        default=["all"],
+        metavar="LIST",
+        help=f"some of {', '.join(CLASSES)}; or all that the trace gives (all)",
+    )
+    p.add_argument(
+        "--at", type=share, default=0.5, metavar="SHARE", help="of the steps decoded before (0.5)"
+    )
+    p.add_argument(
+        "--share", type=share, default=0.2, metavar="SHARE", help="of pages that may go (0.2)"
+    )
+    p.add_argument(
+        "--tokens", type=positive, metavar="N", help="to decode behind (as many as are recorded)"
+    )
+    p.add_argument(
+        "--where",
+        choices=("decoded", "all"),
+        default="decoded",
+        help="whether pages of the prompt may go too (decoded)",
+    )
+    p.add_argument("--seed", type=int, default=0, metavar="N", help="of what is random (0)")

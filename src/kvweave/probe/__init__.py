@@ -7,16 +7,20 @@
     shares     how unequal pages are                                       KU1
     recalling  which ranking would have had what is read (predict)         KU2
     heads      whether heads stay what they are; milestones                KU3, KU4
+    ablation   what becomes of a decode when pages go: which (classes)     KU5
     tiers      what misses cost on tiers that are slower
     report     all of it as one page
 """
 
+from kvweave.probe.ablation import Ablation, Eviction, ablate
 from kvweave.probe.access import Rule
 from kvweave.probe.recalling import PageBudget, recall
 from kvweave.probe.recorder import Recording, record
 from kvweave.probe.trace import PageTrace, TraceHeader, TraceSteps, TraceWriter
 
 __all__ = [
+    "Ablation",
+    "Eviction",
     "PageBudget",
     "PageTrace",
     "Recording",
@@ -24,6 +28,7 @@ __all__ = [
     "TraceHeader",
     "TraceSteps",
     "TraceWriter",
+    "ablate",
     "recall",
     "record",
 ]

@@ -25,6 +25,7 @@ from kvweave.run.sample import Sampler, Sampling, sample
 
 SLICE = 512  # rows of a prompt in one pass
 BLOCK = 64  # steps of a block of the file
+OWN_NOTES = frozenset(("prompt_tokens", "text", "tokens", "seconds"))
 Progress = Callable[[int], None]
 
 
@@ -122,9 +123,13 @@ def record(
     """Prefill ``prompt``, decode by ``sampling`` and write what each step read to ``path`` (`.kvt`).
 
     A plain decode: no chunk is placed and no context is made. ``notes`` go into the file beside
-    ``text``, ``tokens`` and ``seconds``; ``progress`` is told of each step. Raises InvalidArgument
-    (an empty prompt, a model whose attention cannot be seen), ContextTooLong, CannotRun, NoSpace.
+    ``prompt_tokens``, ``text``, ``tokens`` and ``seconds``; ``progress`` is told of each step. Raises
+    InvalidArgument (an empty prompt, a note of these names, a model whose attention cannot be seen),
+    ContextTooLong, CannotRun, NoSpace.
     """
+    taken = OWN_NOTES & (notes or {}).keys()
+    if taken:
+        raise InvalidArgument("notes", f"a recording notes {min(taken)} itself", "another name")
     backend, how = engine.runner, how or Recording()
     sampling = sampling or Sampling(max_tokens=256)
     tokens = tokens_of(backend, prompt)
@@ -138,7 +143,8 @@ def record(
     with TraceWriter(path, header) as writer:
         said, took = _decode(backend, tokens, sampling, (recorder, writer, progress))
         text = "" if backend.tokenizer is None else backend.tokenizer.decode(said)
-        writer.notes(**(notes or {}), text=text, tokens=said, seconds=round(took, 6))
+        own = {"prompt_tokens": tokens.tolist(), "text": text, "tokens": said}
+        writer.notes(**(notes or {}), **own, seconds=round(took, 6))
     return PageTrace(path)
 
 
