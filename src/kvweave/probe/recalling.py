@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvweave.errors import InvalidArgument, nearest
-from kvweave.probe.predict import RANKINGS, PageRanking
+from kvweave.probe.predict import RANKINGS
+from kvweave.probe.ranking import PageRanking
 from kvweave.probe.trace import Bools, Numbers, PageMass, PageTrace
 
 
@@ -62,11 +63,15 @@ class Recalled:
 
 
 def recall(
-    trace: PageTrace, budget: PageBudget | None = None, names: Sequence[str] = tuple(RANKINGS)
+    trace: PageTrace,
+    budget: PageBudget | None = None,
+    names: Sequence[str] = tuple(RANKINGS),
+    beside: Mapping[str, PageRanking] | None = None,
 ) -> Recalled:
-    """Play a trace past rankings. Raises InvalidArgument."""
+    """Play a trace past rankings; those of ``beside`` are new ones, of your own. Raises InvalidArgument."""
     budget = budget or PageBudget()
     rankings = {name: ranking(name, len(trace.header.heads), trace.n_pages) for name in names}
+    rankings |= beside or {}
     mass: dict[str, list[float]] = {name: [] for name in rankings}
     reads: dict[str, list[float]] = {name: [] for name in rankings}
     for step in trace.each():

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from kvweave.errors import InvalidArgument
 from kvweave.probe.predict import Oracle
+from kvweave.probe.ranking import PageRanking
 from kvweave.probe.recalling import PageBudget, ranking, resident
 from kvweave.probe.trace import PageTrace
 
@@ -76,9 +77,13 @@ class Setting:
 
 
 def play(
-    trace: PageTrace, name: str, tier: SlowTier | None = None, setting: Setting | None = None
+    trace: PageTrace,
+    name: str,
+    tier: SlowTier | None = None,
+    setting: Setting | None = None,
+    own: PageRanking | None = None,
 ) -> TierPlay:
-    """Play a trace past a ranking. Raises InvalidArgument.
+    """Play a trace past a ranking, ``own`` where it is given, and new. Raises InvalidArgument.
 
     Without ``ahead`` a page comes when a step reads it, and rankings only choose which go; with it they are
     brought while the step before runs, and what that takes longer than the step is waited for.
@@ -86,7 +91,8 @@ def play(
     tier, how = tier or SlowTier(), setting or Setting()
     n_heads = len(trace.header.heads)
     sizes = np.broadcast_to(np.asarray(how.page_bytes, np.float64), n_heads)
-    each, there = ranking(name, n_heads, trace.n_pages), np.zeros((n_heads, trace.n_pages), bool)
+    each = own or ranking(name, n_heads, trace.n_pages)
+    there = np.zeros((n_heads, trace.n_pages), bool)
     stalls, fetched, misses, reads = [], [], [], 0
     for mass, access in trace.each():
         n = access.shape[1]

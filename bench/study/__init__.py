@@ -1,0 +1,1 @@
+"""How a chain of thought uses its KV: tasks of known dependencies, models trained on them, what they read."""
