@@ -1,4 +1,4 @@
-"""Write the measured numbers of README.md and of codecs, fidelity, memory, prune-bench, repair, simulate and vllm in docs/ from ``bench/results/*.json``.
+"""Write the measured numbers of README.md and of codecs, fidelity, memory, prune-bench, repair, simulate, study and vllm in docs/ from ``bench/results/*.json``.
 
 ``python docs/measured.py`` rewrites them between their markers; ``--check`` only compares. Of the
 suite's results nothing is written while there are none.
@@ -19,6 +19,7 @@ from regrets import regrets
 from remembered import remembered
 from rested import codec_page, rested
 from simulated import simulated
+from studied import studied
 from tables import table
 from wasted import wasted
 
@@ -31,6 +32,7 @@ MEMORY = ROOT / "docs" / "memory.md"
 VLLM = ROOT / "docs" / "vllm.md"
 CONCEPTS = ROOT / "docs" / "concepts.md"
 PRUNE = ROOT / "docs" / "prune-bench.md"
+STUDY = ROOT / "docs" / "study.md"
 FIGURE = ROOT / "docs" / "fidelity.png"
 Row = dict[str, Any]
 SHOWN = (  # in the README: strategy and share
@@ -387,6 +389,7 @@ def main() -> int:
         (VLLM, in_vllm(find("vllm"))),
         (CONCEPTS, wasted(find("waste"))),
         (PRUNE, pruned(find("prune_agents"), find("amend"))),
+        (STUDY, studied(find("study"))),
     ):
         text = file.read_text()
         head, rest = text.split(BEGIN)

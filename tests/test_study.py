@@ -22,7 +22,10 @@ MODELS = ("gemma3", "olmo2", "qwen3")
 def study() -> Iterator[dict[str, ModuleType]]:
     sys.path.insert(0, str(BENCH))
     try:
-        yield {n: importlib.import_module(f"study.{n}") for n in ("tasks", "train", "score", "record", "learn")}
+        yield {
+            n: importlib.import_module(f"study.{n}")
+            for n in ("tasks", "train", "score", "record", "learn")
+        }
     finally:
         sys.path.remove(str(BENCH))
 
@@ -45,7 +48,12 @@ def think_program(body: list[str]) -> list[str]:
 
 def think_verify(body: list[str]) -> list[str]:
     chain = think_program(body)[:-1]
-    return [*chain, "check", *(w for i in range(0, len(chain), 6) for w in chain[i + 4 : i + 6]), "<end>"]
+    return [
+        *chain,
+        "check",
+        *(w for i in range(0, len(chain), 6) for w in chain[i + 4 : i + 6]),
+        "<end>",
+    ]
 
 
 def think_walk(body: list[str]) -> list[str]:
@@ -101,7 +109,9 @@ def think_list(body: list[str]) -> list[str]:
 
 @pytest.mark.parametrize("family", ["program", "walk", "search", "sum", "verify", "list"])
 @pytest.mark.parametrize("n_words", [24, 200, 1000])
-def test_a_chain_follows_from_its_prompt(study: dict[str, ModuleType], family: str, n_words: int) -> None:
+def test_a_chain_follows_from_its_prompt(
+    study: dict[str, ModuleType], family: str, n_words: int
+) -> None:
     tasks = study["tasks"]
     known = set(tasks.vocabulary())
     for seed in range(20):
@@ -146,7 +156,9 @@ def test_training_draws_other_tasks_than_are_asked(study: dict[str, ModuleType])
     made, _ = study["train"].batch(state, "qwen3/7")
     again, _ = study["train"].batch(state, "qwen3/7")
     assert [t.words for t in made] == [t.words for t in again]
-    asked = {tuple(t.words) for f in study["tasks"].FAMILIES for t in study["score"].tasks(f, 8, 96)}
+    asked = {
+        tuple(t.words) for f in study["tasks"].FAMILIES for t in study["score"].tasks(f, 8, 96)
+    }
     assert not asked & {tuple(t.words) for t in made}
 
 

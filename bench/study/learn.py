@@ -47,7 +47,9 @@ def learn(some: Sequence[Lesson], seed: int = 0) -> Weights:
     torch.manual_seed(seed)
     flat = np.concatenate([each.rows.reshape(-1, len(SIGNALS))[::7] for each in some])
     mean, scale = flat.mean(0), np.maximum(flat.std(0), 0.01)
-    net = torch.nn.Sequential(torch.nn.Linear(len(SIGNALS), HIDDEN), torch.nn.ReLU(), torch.nn.Linear(HIDDEN, 1))
+    net = torch.nn.Sequential(
+        torch.nn.Linear(len(SIGNALS), HIDDEN), torch.nn.ReLU(), torch.nn.Linear(HIDDEN, 1)
+    )
     optimizer = torch.optim.Adam(net.parameters(), RATE)
     rng = np.random.default_rng(seed)
     for at in range(ROUNDS):
@@ -68,5 +70,7 @@ def learn(some: Sequence[Lesson], seed: int = 0) -> Weights:
     a, b = net[0], net[2]
     parts = {"mean": mean, "scale": scale, "w1": a.weight.detach().numpy().T, "b1": a.bias.detach().numpy(),
              "w2": b.weight.detach().numpy().T, "b2": b.bias.detach().numpy()}  # fmt: skip
-    found: dict[str, Any] = {k: np.asarray(v, np.float64).round(5).tolist() for k, v in parts.items()}
+    found: dict[str, Any] = {
+        k: np.asarray(v, np.float64).round(5).tolist() for k, v in parts.items()
+    }
     return {"signals": list(SIGNALS), **found}

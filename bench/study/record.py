@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from study.score import WORDS, ids, models, opened, tasks
-from study.tasks import FAMILIES, Task
-from study.train import RUN
-
 from kvweave import Sampling
 from kvweave.engine import Engine
 from kvweave.probe import Recording, record
+from study.score import WORDS, ids, models, opened, tasks
+from study.tasks import FAMILIES, Task
+from study.train import RUN
 
 TRACES = RUN / "traces"
 PAGE = 8
@@ -25,7 +24,12 @@ def where(model: str, family: str, i: int, folder: Path = TRACES) -> Path:
 def trace_of(engine: Engine, model: str, task: Task, to: Path) -> None:
     """Record a chain; its notes say what is needed where."""
     marks = sorted(at - task.start for at in task.milestones())
-    notes = {"label": f"{model} {task.family}", "model": model, "family": task.family, "milestones": marks}
+    notes = {
+        "label": f"{model} {task.family}",
+        "model": model,
+        "family": task.family,
+        "milestones": marks,
+    }
     wanted = ids(engine, task.words)
     notes["wanted"] = wanted[task.start :]
     sampling = Sampling(max_tokens=len(task.words) - task.start, ignore_eos=True)

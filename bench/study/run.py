@@ -16,16 +16,16 @@ from typing import Any
 import numpy as np
 import torch
 from common import RESULTS, machine, progress
-from study import learn
-from study.record import record_all, where
-from study.score import WORDS, models, opened, score
-from study.tasks import FAMILIES
 
-from kvweave.probe import PageTrace, ablate, recall
+from kvweave.probe import Eviction, PageTrace, ablate, recall
 from kvweave.probe.findings import find
 from kvweave.probe.heads import rank_overlap, stability
 from kvweave.probe.milestone import Milestone, Weights
 from kvweave.probe.tiers import Setting, SlowTier, play
+from study import learn
+from study.record import record_all, where
+from study.score import WORDS, models, opened, score
+from study.tasks import FAMILIES
 
 SIMPLE = ("newest", "recent", "cumulative", "ema", "recurrence", "stability", "random", "oracle")
 THINKING = tuple(name for name in FAMILIES if name != "list")
@@ -33,6 +33,7 @@ MARKED = ("program", "search", "verify")  # chains that have milestones
 AT = (0.4, 0.6)  # where pages are taken away
 TIER = SlowTier("slow", 0.5e9, 20e-6)  # a page of a head in the time of a step, about
 SETTING = Setting(page_bytes=8 * 2 * 64 * 4, decode=2e-3, ahead=True)
+QUANTILES = ("0.5", "0.9", "0.99")  # of stack distances
 Tick = Callable[[str], None]
 
 
@@ -62,6 +63,8 @@ def traces(n: int, tick: Tick) -> list[dict[str, Any]]:
         wanted = np.array(trace.notes["wanted"])
         row = {"model": model, "family": family, "i": i, **said.as_json()}
         row["right"] = round(float((np.array(trace.notes["tokens"]) == wanted).mean()), 4)
+        cdf = said.distances.cdf()
+        row["reuse_distance"] = {q: int(np.searchsorted(cdf, float(q))) for q in QUANTILES}
         row["stability"] = said.stability.round(4).tolist()
         for table in ("recall", "recall_by_decile"):
             del row[table]["milestone"]  # the shipped one was taught by these: see `predict`
@@ -79,7 +82,9 @@ def heads_between(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     found = []
     for model in sorted({row["model"] for row in rows}):
         mean = {
-            f: np.mean([r["stability"] for r in rows if (r["model"], r["family"]) == (model, f)], axis=0)
+            f: np.mean(
+                [r["stability"] for r in rows if (r["model"], r["family"]) == (model, f)], axis=0
+            )
             for f in FAMILIES
         }
         for a, b in combinations(FAMILIES, 2):
@@ -96,7 +101,9 @@ def predict(n: int, tick: Tick) -> list[dict[str, Any]]:
         tick(f"lessons {model} {family} {i}")
     rows = []
     for model, family in {(m, f): 0 for m, f, _ in each(n)}:
-        others = [x for (m, f, _), some in taught.items() if m != model and f != family for x in some]
+        others = [
+            x for (m, f, _), some in taught.items() if m != model and f != family for x in some
+        ]
         rows += held_out(model, family, n, learn.learn(others))
         tick(f"asked {model} {family}")
     (RESULTS.parents[1] / "src" / "kvweave" / "probe" / "milestone.json").write_text(
@@ -114,7 +121,13 @@ def held_out(model: str, family: str, n: int, weights: Weights) -> list[dict[str
         found = recall(trace, names=SIMPLE, beside={"milestone": Milestone(*size, weights)})
         names = [*SIMPLE, "milestone"]
         plays = {
-            name: play(trace, name, TIER, SETTING, Milestone(*size, weights) if name == "milestone" else None)
+            name: play(
+                trace,
+                name,
+                TIER,
+                SETTING,
+                Milestone(*size, weights) if name == "milestone" else None,
+            )
             for name in ("recent", "cumulative", "milestone", "oracle")
         }
         rows.append({
@@ -135,8 +148,12 @@ def ablated(n: int, tick: Tick) -> list[dict[str, Any]]:
             for family in MARKED:
                 for i in range(n):
                     for at in AT:
-                        found = ablate(engine, PageTrace(where(model, family, i)), at=at)
-                        rows.append({"model": model, "family": family, "i": i, "at": at, **found.as_json()})
+                        found = ablate(
+                            engine, PageTrace(where(model, family, i)), how=Eviction(at)
+                        ).as_json()
+                        for each in found["results"]:
+                            del each["tokens"]
+                        rows.append({"model": model, "family": family, "i": i, "at": at, **found})
                     tick(f"{model} {family} {i}")
     return rows
 

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from study.tasks import Task, make
-from study.train import WEIGHTS
 
 from kvweave import Engine
 from kvweave.probe.recorder import prefill
 from kvweave.run.base import Work
+from study.tasks import Task, make
+from study.train import WEIGHTS
 
 WORDS = 1000  # of a chain that is reported
 
@@ -43,7 +43,9 @@ def decoded(engine: Engine, some: Sequence[Task]) -> list[list[int]]:
     backend, said = engine.runner, [[] for _ in some]
     made = []
     for task in some:
-        rows, logits = prefill(backend, np.array(ids(engine, task.words[: task.start])), len(task.words))
+        rows, logits = prefill(
+            backend, np.array(ids(engine, task.words[: task.start])), len(task.words)
+        )
         made.append((rows, logits))
     for row, (_, logits) in zip(said, made, strict=True):
         row.append(int(logits.argmax()))

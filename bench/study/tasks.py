@@ -97,7 +97,13 @@ def program(rng: random.Random, n: int, family: str = "program") -> Task:
     rows: dict[int, tuple[int, int, int]] = {}
     for i, name in enumerate(order):
         # half of them go on with what is new, half take up anything
-        of = None if i == 0 or rng.random() < 0.1 else i - 1 if rng.random() < 0.4 else rng.randrange(i)
+        of = (
+            None
+            if i == 0 or rng.random() < 0.1
+            else i - 1
+            if rng.random() < 0.4
+            else rng.randrange(i)
+        )
         digit = rng.randrange(10)
         lines.append((name, of, digit))
         rows[i] = (
@@ -193,7 +199,9 @@ def search(rng: random.Random, n: int) -> Task:
         task.say(str(weights[name]), (rows[name][0],), phase="down")
         sums[name] = (sums.get(parent.get(name, -1), 0) + weights[name]) % 10
         said[name] = [task.say(str(sums[name]), phase="down")]
-        task.say(f"n{children[name][0]}" if children[name] else "leaf", (rows[name][1],), phase="down")
+        task.say(
+            f"n{children[name][0]}" if children[name] else "leaf", (rows[name][1],), phase="down"
+        )
 
     stack = [order[0]]
     down(order[0])

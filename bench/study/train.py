@@ -19,11 +19,12 @@ from typing import Any
 import torch
 from models import zoo
 from models.train import AHEAD, Back, learning_rate
-from study.tasks import BOS, END, FAMILIES, PAD, Task, make, vocabulary
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch.nn import functional
 from tqdm import tqdm
 from transformers import GenerationConfig, PreTrainedTokenizerFast
+
+from study.tasks import BOS, END, FAMILIES, PAD, Task, make, vocabulary
 
 HERE = Path(__file__).resolve().parent
 RUN = HERE.parent / ".cache" / "study"
@@ -31,6 +32,7 @@ WEIGHTS = HERE / "weights"
 TOKENS = 1500  # a batch
 STAGES = (24, 48, 96, 200, 400, 1000)  # words of a chain
 SUMS = 6.0  # weight of digits that are no copies: few, and the last to be learned
+BY = {0.58: 3, 0.66: 4, 0.75: 5}  # the stage that is begun at a share of the time, mastered or not
 WITHOUT = 3  # the stage from which the task beside is gone
 MASTERED = 0.95  # moving share of right words, of the worst family
 BUILDS: dict[str, Callable[[int, dict[str, Any]], Any]] = {
@@ -121,6 +123,9 @@ def train(name: str, minutes: float, half: bool = False) -> None:
         began = time.monotonic()
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(state.step, state.seconds / end, 3e-3)
+        least = max((stage for share, stage in BY.items() if state.seconds > share * end), default=0)
+        if state.stage < least:
+            state.stage, state.right = least, {}
         made, at = batch(state, f"{name}/{state.step}")
         with torch.autocast("cpu", torch.bfloat16, enabled=half):
             loss, found, n = loss_of(model, ids, made, back if state.stage < WITHOUT else None)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 
@@ -28,7 +30,7 @@ def slowly(seen: list[tuple[np.ndarray, np.ndarray]], head: int, page: int) -> d
     there = [(i, m, a) for i, (m, a) in enumerate(seen) if m.shape[1] > page]
     born, now = there[0][0], len(seen)
     reads = [i for i, _, a in there if a[head, page]]
-    gaps = [b - a for a, b in zip(reads, reads[1:], strict=False)]
+    gaps = [b - a for a, b in itertools.pairwise(reads)]
     age = now - born
     since = now - reads[-1] if reads else age
     ema = 0.0

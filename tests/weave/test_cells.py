@@ -104,14 +104,37 @@ def test_a_verb_that_changes_drifts_is_in_the_cell(
     assert one != other
 
 
-def test_nothing_is_promised_of_rows_of_which_nobody_knows_what_they_went_through(
-    engines: Make, tmp_path: Path
+@pytest.mark.parametrize("then", ["gone", "raw", "int8"])
+def test_rows_are_named_after_what_they_went_through_whatever_becomes_of_the_chunk(
+    engines: Make, tmp_path: Path, then: str
 ) -> None:
     engine = engines(audit=1.0, home=tmp_path / "home")
     context = chat(engine, "c", [20, 20])
     engine.place("c/1", "disk", codec="int4")
     context.weave()
-    engine.shelf.drop(int(context.parts[-1].id))  # its rows stay
+    id = context.parts[-1].id
+    engine.shelf.drop(int(id))  # its rows stay
+    if then != "gone":
+        engine.maker.canonicalise([id])
+        engine.place("c/1", "disk", codec=then)
+    twin, context = context.fork("twin"), context
+    for each in (context, twin):
+        each.append(text(4, 6))
+        answer = each.generate(2, ignore_eos=True)
+        assert [n for n in answer.plan.approximate if n.startswith("codec:")] == ["codec:int4"]
+        assert answer.plan.drift is None
+    assert {audit.cell.codec for audit in engine.audit()} == {"int4"}
+
+
+def test_nothing_is_promised_of_rows_of_which_nobody_knows_what_they_went_through(
+    engines: Make, tmp_path: Path
+) -> None:
+    engine = engines(audit=1.0, home=tmp_path / "home", tiers=["disk codec=int4"])
+    context = chat(engine, "c", [20, 20])
+    id = int(engine.table.lookup("c/1").id)
+    engine.place("c/1", "disk")
+    engine.shelf.get(id)
+    engine.shelf.mover.drop(id)  # a lossy copy in memory is all there is
     context.append(text(4, 6))
     answer = context.generate(2, ignore_eos=True)
     assert answer.plan.approximate["codec:lossy"] and answer.plan.drift is None

@@ -99,7 +99,9 @@ class Milestone(PageRanking):
 
 def apply(weights: Weights, rows: NDArray[np.float32]) -> NDArray[np.float32]:
     """Return logits [...] of ``rows`` [..., signal]."""
-    parts = {k: np.asarray(weights[k], np.float32) for k in ("mean", "scale", "w1", "b1", "w2", "b2")}
+    parts = {
+        k: np.asarray(weights[k], np.float32) for k in ("mean", "scale", "w1", "b1", "w2", "b2")
+    }
     hidden = np.maximum(((rows - parts["mean"]) / parts["scale"]) @ parts["w1"] + parts["b1"], 0)
     found: NDArray[np.float32] = (hidden @ parts["w2"] + parts["b2"])[..., 0]
     return found

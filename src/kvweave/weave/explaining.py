@@ -7,14 +7,15 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from operator import itemgetter
 
+from kvweave.chunk.identity import ChunkId
 from kvweave.chunk.table import Table
 from kvweave.run.base import NO_SLOTS, Ints
 from kvweave.store.shelf import Shelf
-from kvweave.weave.approximate import LOST, of_rows, reasons
+from kvweave.weave.approximate import of_rows, reasons
 from kvweave.weave.parts import Placement, check_placement, spans_of
 from kvweave.weave.plan import How, Plan, Span
 from kvweave.weave.repair import Verdict
-from kvweave.weave.state import State
+from kvweave.weave.state import State, Went
 from kvweave.weave.thinning import said_by
 
 
@@ -79,18 +80,21 @@ class Explainer:
         named = tuple(spans) if exact else _named(spans)
         return Plan(named, strategy, found.drift or None, said).settled(exact)
 
+    def went(self, id: ChunkId) -> Went:
+        """Return what the canonical KV of a chunk went through, as it is now."""
+        thinned = str(said_by(self._table.get(id).digest)) if self._shelf.thinned(id) else ""
+        return self._shelf.codec(id), thinned
+
     def _why(
         self, state: State, p: Placement, base: int | None, renewed: bool, all_rows: tuple[str, ...]
     ) -> tuple[str, ...]:
         """Return what makes a part that is not exact approximate."""
-        id, codec, thinned = p.kv, "raw", ""
-        if p.part.uid in state.kept.lossy if p.source == "kept" else p.source == "canonical":
-            codec = self._shelf.codec(id)
-            if self._shelf.thinned(id):
-                thinned = str(said_by(self._table.get(id).digest))
-            gone = p.source == "kept" and codec == "raw" and not thinned
-            codec = LOST if gone else codec
-        other = p.lender is None and self._table.get(id).base not in (None, base)
+        codec, thinned = "raw", ""
+        if p.source == "kept":
+            codec, thinned = state.kept.lossy.get(p.part.uid, (codec, thinned))
+        elif p.source == "canonical":
+            codec, thinned = self.went(p.kv)
+        other = p.lender is None and self._table.get(p.kv).base not in (None, base)
         return reasons(
             p, renewed=renewed, codec=codec, thinned=thinned, other_base=other, everywhere=all_rows
         )

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from kvweave.chunk.identity import ChunkId
 from kvweave.config import BaseMode
 from kvweave.errors import InvalidArgument
 from kvweave.run.base import Ints, Rows
@@ -16,6 +17,8 @@ from kvweave.store.kv import KV, joined
 from kvweave.weave.keeping import Keeper
 from kvweave.weave.parts import Available, Part, Placement, Seen, is_only_here, resolve
 from kvweave.weave.plan import Plan
+
+Went = tuple[str, str]  # the codec that KV went through, and what thinned it
 
 
 @dataclass(slots=True)
@@ -28,7 +31,7 @@ class KeptRows:
 
     own: dict[int, KV] = field(default_factory=dict)  # computed in this context
     redone: dict[int, tuple[Ints, KV]] = field(default_factory=dict)  # repaired rows, offsets
-    lossy: set[int] = field(default_factory=set)  # whose rows are altered
+    lossy: dict[int, Went] = field(default_factory=dict)  # whose rows are altered, and by what
 
     @property
     def n_bytes(self) -> int:
@@ -37,7 +40,7 @@ class KeptRows:
 
     def copy(self) -> KeptRows:
         """Return one that can be filled without changing this."""
-        return KeptRows(dict(self.own), dict(self.redone), set(self.lossy))
+        return KeptRows(dict(self.own), dict(self.redone), dict(self.lossy))
 
     def only(self, uids: Collection[int]) -> KeptRows:
         """Return what belongs to these parts."""
@@ -45,7 +48,7 @@ class KeptRows:
         return KeptRows(
             {uid: kv for uid, kv in own if uid in uids},
             {uid: rows for uid, rows in redone if uid in uids},
-            self.lossy.intersection(uids),
+            {uid: went for uid, went in self.lossy.items() if uid in uids},
         )
 
     def inherited(self, woven: Sequence[Placement], placed: Sequence[Placement]) -> KeptRows:
@@ -60,7 +63,9 @@ class KeptRows:
                 continue
             new.own.pop(uid, None)
             new.redone.pop(uid, None)
-            (new.lossy.add if was in self.lossy else new.lossy.discard)(uid)
+            new.lossy.pop(uid, None)
+            if was in self.lossy:
+                new.lossy[uid] = self.lossy[was]
             if was in self.own:
                 new.own[uid] = self.own[was].rows(0, p.ready).clone()
             if was in self.redone:
@@ -69,14 +74,24 @@ class KeptRows:
                 new.redone[uid] = offsets[:n], kv.rows(0, n).clone()
         return new
 
-    def take(self, placed: Sequence[Placement], loaded: Mapping[int, KV], *, own: bool) -> None:
-        """Note what was ``loaded``: its loss, and with ``own`` all that may not be found again."""
+    def take(
+        self,
+        placed: Sequence[Placement],
+        loaded: Mapping[int, KV],
+        went: Callable[[ChunkId], Went],
+        *,
+        own: bool,
+    ) -> None:
+        """Note what was ``loaded``: its loss, which is named now, since its record may become another;
+        and with ``own`` all that may not be found again."""
         for p in placed:
             uid = p.part.uid
             if own and is_only_here(p):
                 self.own[uid] = loaded[uid]
             if p.source == "canonical":
-                (self.lossy.add if loaded[uid].altered else self.lossy.discard)(uid)
+                self.lossy.pop(uid, None)
+                if loaded[uid].altered:
+                    self.lossy[uid] = went(p.kv)
 
     def redo(self, uid: int, offsets: Ints, kv: KV) -> None:
         """Keep repaired rows of a part, beside those kept before; the newest of a row counts."""

@@ -152,7 +152,7 @@ class Weaver:
         state.rows.truncate(keep)
         state.rows.reserve(n_rows)
         self._place(state, placed, loaded)
-        kept.take(placed, loaded, own=state.keeps)
+        kept.take(placed, loaded, self.explainer.went, own=state.keeps)
 
     def _charge(self, state: State, weaving: Weaving) -> int:
         """Account all that the weave will take; return the rows. Raises ContextTooLong, OverBudget."""
@@ -314,7 +314,7 @@ class Weaver:
             if p.source != "kept" and state.redone_of(p) is None:  # they are of other rows
                 kept.redone.pop(p.part.uid, None)
             if whole:
-                kept.lossy.discard(p.part.uid)
+                kept.lossy.pop(p.part.uid, None)
             self.dependence.computed(weaving.reads, done, p, (start, stop))
             if raw is not None and right and not state.thinned:
                 self.patcher.keep(p, done, weaving.strategy, raw.rows(start, stop))

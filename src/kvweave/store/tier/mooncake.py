@@ -209,7 +209,7 @@ class Mooncake(Remote):
 
         found = self._link_ask(limit, call)
         return [
-            DONE if code in (0, NOT_FOUND) else _outcome(code, key)
+            DONE if code in (0, NOT_FOUND) else _kept(code, key)
             for key, code in zip(keys, found, strict=True)
         ]
 
@@ -270,6 +270,14 @@ def _outcome(code: int, key: str) -> Outcome:
     if state == "missing":
         return absent(key)
     return judged(state, key, "it is being read" if code == LEASED else f"Mooncake says {code}")
+
+
+def _kept(code: int, key: str) -> Outcome:
+    """Return why a value was not removed: one that a dead client was writing stays until the master
+    takes it back."""
+    if code == NOT_READY:
+        return judged("failed", key, "somebody is writing it, or died doing so")
+    return _outcome(code, key)
 
 
 def _odd(get: Get) -> Outcome:
