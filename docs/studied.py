@@ -43,7 +43,7 @@ def studied(found: dict[str, Any] | None) -> str:
     lines = [
         f"{n} traces of {len(found['scores'])} models and {len(FAMILIES)} families, pages of {found['traces'][0]['page']} "
         f"rows, made on {machine['cpu']}, commit {machine['commit'][:7]}: `make study-models`, then `make study`. In brackets: "
-        "95 % intervals by bootstrap over traces; one that excludes the other's mean is a difference.",
+        "95 % intervals by bootstrap over traces, two of a model and family. Lines of families pool the models, which differ, and so are wide.",
         "",
         *_verdicts(found),
         *_scores(found["scores"]),
@@ -111,7 +111,7 @@ def _claims(found: Row) -> dict[str, Callable[[str], list[float]]]:
 
     def costs(model: str) -> list[float]:
         of = [{c["class"]: c["free"] for c in r["results"]} for r in by(gone, model=model)]
-        return [c["random"] - c["milestone"] for c in of if "milestone" in c]
+        return [c["other"] - c["milestone"] for c in of if "milestone" in c and "other" in c]
 
     def beats(model: str) -> list[float]:
         own = [r["recall"] for r in by(predicted, model=model) if r["family"] != CONTROL]
@@ -122,7 +122,7 @@ def _claims(found: Row) -> dict[str, Callable[[str], list[float]]]:
         "KU2: what recency would have held falls from the second to the last third of a chain": fades,
         "KU3: the order of heads by stability is one for all families (rank correlation over .5)": same,
         "KU4: pages with milestones have more attention than others (share over chance)": known,
-        "KU5: to lose pages with milestones costs more right words than to lose any": costs,
+        "KU5: to lose pages with milestones costs more right words than to lose others": costs,
         "CB3: the predictor holds more than recency and than attention summed up, of families and models it never saw": beats,
     }  # fmt: skip
 
@@ -370,7 +370,8 @@ def draw(found: dict[str, Any]) -> None:
         axes[0].bar(np.arange(len(FAMILIES)) + i * wide - 0.4, means, wide, label=name, color=color)
     axes[0].set_xticks(range(len(FAMILIES)), FAMILIES)
     axes[0].set_title("Attention that a fifth of the pages holds", fontsize=10)
-    axes[0].legend(frameon=False, fontsize=7, ncols=2)
+    axes[0].set_ylim(0, 1)
+    axes[0].legend(frameon=False, fontsize=7, ncols=4)
     for f in FAMILIES:
         parts = np.array(
             [r["recall_by_decile"]["recent"] for r in by(found["traces"], family=f)], float
@@ -385,18 +386,16 @@ def draw(found: dict[str, Any]) -> None:
     axes[1].set_ylim(0, 1)
     axes[1].set_title("The same of `recent`, by tenth of the decode", fontsize=10)
     axes[1].legend(frameon=False, fontsize=7, ncols=2)
-    for f in FAMILIES:
-        parts = np.array(
-            [r["reuse_distance_median_by_decile"] for r in by(found["traces"], family=f)], float
-        )
-        axes[2].plot(
-            range(1, 11),
-            np.nanmean(parts, 0),
-            marker=".",
-            label=f,
-            ls="--" if f == CONTROL else "-",
-        )
-    axes[2].set_title("Median stack distance of reads, by tenth", fontsize=10)
+    models = list(found["scores"])
+    for i, m in enumerate(models):
+        means = [
+            np.mean([r["reuse_distance"]["0.9"] for r in by(found["traces"], model=m, family=f)])
+            for f in FAMILIES
+        ]
+        axes[2].bar(np.arange(len(FAMILIES)) + 0.25 * (i - 1), means, 0.25, label=m)
+    axes[2].set_xticks(range(len(FAMILIES)), FAMILIES)
+    axes[2].set_title("Stack distance that nine of ten reads do not pass, pages", fontsize=10)
+    axes[2].legend(frameon=False, fontsize=7)
     for key, mark in (("forced", "o"), ("free", "x")):
         means = [
             np.mean([c[key] for r in found["ablate"] for c in r["results"] if c["class"] == name])

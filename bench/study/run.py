@@ -24,7 +24,7 @@ from kvweave.probe.milestone import Milestone, Weights
 from kvweave.probe.tiers import Setting, SlowTier, play
 from study import learn
 from study.record import record_all, where
-from study.score import WORDS, models, opened, score
+from study.score import ONLY, WORDS, models, opened, score
 from study.tasks import FAMILIES
 
 SIMPLE = ("newest", "recent", "cumulative", "ema", "recurrence", "stability", "random", "oracle")
@@ -158,6 +158,15 @@ def ablated(n: int, tick: Tick) -> list[dict[str, Any]]:
     return rows
 
 
+def beside(old: Any, new: Any) -> Any:
+    """Return what was found now beside what was found of other models."""
+    if isinstance(new, dict):
+        return {**(old or {}), **new}
+    return sorted(
+        [r for r in old or [] if r["model"] not in models()] + new, key=lambda r: r["model"]
+    )
+
+
 PARTS = ("scores", "record", "traces", "predict", "ablate")
 
 
@@ -165,12 +174,14 @@ def main() -> None:
     """Run the parts that are named, and keep what the others found."""
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)  # fmt: skip
     made.add_argument("--parts", default=",".join(PARTS), help="some of " + ", ".join(PARTS))
+    made.add_argument("--models", help="some of them; what was found of others stays")
     made.add_argument("--traces", type=int, default=3, help="of a model and family")
     made.add_argument("--chains", type=int, default=8, help="that a model is scored on, a family")
     made.add_argument("--threads", type=int, default=2)
     made.add_argument("--out", type=Path, default=RESULTS / "study.json")
     options = made.parse_args()
     torch.set_num_threads(options.threads)
+    ONLY.update(options.models.split(",") if options.models else ())
     n, cells = options.traces, len(models()) * len(FAMILIES)
     found = json.loads(options.out.read_text()) if options.out.exists() else {}
     marked = len(models()) * len(MARKED) * n
@@ -186,9 +197,9 @@ def main() -> None:
         with progress(part, total) as tick:
             made_now = job(tick)
         if made_now is not None:
-            found[part] = made_now
+            found[part] = beside(found.get(part), made_now)
         if part == "traces":
-            found["heads"] = heads_between(made_now)
+            found["heads"] = heads_between(found["traces"])
         found["machine"] = machine(torch.device("cpu"))
         options.out.write_text(json.dumps(found, indent=1) + "\n")
 

@@ -15,11 +15,13 @@ from study.tasks import Task, make
 from study.train import WEIGHTS
 
 WORDS = 1000  # of a chain that is reported
+ONLY: set[str] = set()  # models that are asked; empty: all
 
 
 def models() -> list[str]:
-    """Return the names of the models that were trained."""
-    return sorted(p.name for p in WEIGHTS.iterdir() if (p / "config.json").exists())
+    """Return the names of the models that are asked."""
+    there = sorted(p.name for p in WEIGHTS.iterdir() if (p / "config.json").exists())
+    return [name for name in there if not ONLY or name in ONLY]
 
 
 def opened(name: str, weights: Path = WEIGHTS) -> Engine:

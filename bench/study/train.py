@@ -31,7 +31,7 @@ RUN = HERE.parent / ".cache" / "study"
 WEIGHTS = HERE / "weights"
 TOKENS = 1500  # a batch
 STAGES = (24, 48, 96, 200, 400, 1000)  # words of a chain
-SUMS = 6.0  # weight of digits that are no copies: few, and the last to be learned
+HARD = 6.0  # weight of words that are no copies of the prompt, and of the way up: few, and learned last
 BY = {0.58: 3, 0.66: 4, 0.75: 5}  # the stage that is begun at a share of the time, mastered or not
 WITHOUT = 3  # the stage from which the task beside is gone
 MASTERED = 0.95  # moving share of right words, of the worst family
@@ -74,6 +74,12 @@ def batch(state: State, seed: str) -> tuple[list[Task], int]:
     return made, at
 
 
+def is_hard(task: Task, at: int) -> bool:
+    """Tell whether a word is a sum, a value taken up again, or where a search goes back to."""
+    first = min((min(slots) for slots in task.needs.get(at, ())), default=task.start)
+    return (task.words[at].isdigit() and first >= task.start) or task.phases[at] == "up"
+
+
 def loss_of(model: Any, ids: dict[str, int], made: list[Task], back: Back | None) -> tuple[torch.Tensor, dict[str, tuple[int, int]], int]:  # fmt: skip
     """Return the loss on the chains, words right and words by family, and tokens."""
     length = max(len(task.words) for task in made)
@@ -83,8 +89,7 @@ def loss_of(model: Any, ids: dict[str, int], made: list[Task], back: Back | None
     for i, task in enumerate(made):
         inputs[i, : len(task.words)] = torch.tensor([ids[w] for w in task.words])
         target[i, task.start - 1 : len(task.words) - 1] = inputs[i, task.start : len(task.words)]
-        sums = [at - 1 for at in task.phases if task.words[at].isdigit() and at not in task.needs]
-        weight[i, sums] = SUMS
+        weight[i, [at - 1 for at in task.phases if is_hard(task, at)]] = HARD
     asked = target >= 0
     out = model.base_model(input_ids=inputs, use_cache=False, output_hidden_states=back is not None)
     logits = model.get_output_embeddings()(out.last_hidden_state[asked]).float()
@@ -123,7 +128,9 @@ def train(name: str, minutes: float, half: bool = False) -> None:
         began = time.monotonic()
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(state.step, state.seconds / end, 3e-3)
-        least = max((stage for share, stage in BY.items() if state.seconds > share * end), default=0)
+        least = max(
+            (stage for share, stage in BY.items() if state.seconds > share * end), default=0
+        )
         if state.stage < least:
             state.stage, state.right = least, {}
         made, at = batch(state, f"{name}/{state.step}")
