@@ -122,7 +122,7 @@ def render() -> str:
         f"KV rows for a weave, {peaks['minus one plus one']:.2f}x for a prune.",
         f"- Index of {index['n']:,} chunks: load {index['load_s']:.1f} s, `stat` "
         f"{index['stat_us']['median']:.0f} us, `rm` {index['rm_us']['median']:.0f} us, "
-        f"{index['bytes_per_entry']:.0f} bytes an entry.",
+        f"{index['bytes_per_entry']:.0f} B of memory an entry.",
         f"- The bundled model recalls one fact among 27 turns {100 * score['recall']['exact_match']:.1f} % of the time, an "
         f"overridden one {100 * score['override']['exact_match']:.1f} %.",
         "",
