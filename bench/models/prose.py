@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import sysconfig
+from collections.abc import Iterable
 from pathlib import Path
 from pydoc_data import topics
 from typing import Any
@@ -33,19 +34,27 @@ def texts(held_out: bool) -> list[str]:
 def tokenizer_of(kind: Kind) -> PreTrainedTokenizerFast:
     """Return the tokenizer of a model: one token a word of its world, pieces of prose, or bytes."""
     if kind.wording is not None:
-        vocabulary = {w: i for i, w in enumerate(kind.wording.words())}
-        made = Tokenizer(models.WordLevel(vocabulary, unk_token=PAD))
-        made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    else:
-        made = Tokenizer(models.BPE())
-        made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        made.decoder = decoders.ByteLevel()
-        size = kind.vocab or 256 + len(SPECIALS)
-        trainer = trainers.BpeTrainer(
-            vocab_size=size, special_tokens=list(SPECIALS), show_progress=False,
-            initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        )  # fmt: skip
-        made.train_from_iterator(texts(held_out=False) if kind.vocab else [], trainer)
+        return word_tokenizer(kind.wording.words())
+    made = Tokenizer(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    size = kind.vocab or 256 + len(SPECIALS)
+    trainer = trainers.BpeTrainer(
+        vocab_size=size, special_tokens=list(SPECIALS), show_progress=False,
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+    )  # fmt: skip
+    made.train_from_iterator(texts(held_out=False) if kind.vocab else [], trainer)
+    return _wrapped(made)
+
+
+def word_tokenizer(words: Iterable[str]) -> PreTrainedTokenizerFast:
+    """Return the tokenizer of a world: one token a word, in this order."""
+    made = Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, unk_token=PAD))
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return _wrapped(made)
+
+
+def _wrapped(made: Tokenizer) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=made, bos_token=BOS, eos_token=END, pad_token=PAD)  # fmt: skip
 
 

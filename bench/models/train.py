@@ -12,6 +12,7 @@ import math
 import os
 import random
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,10 @@ class State:
     seconds: float = 0.0
     accuracy: dict[str, float] = field(default_factory=dict)  # moving, of the present stage
     curve: list[dict[str, Any]] = field(default_factory=list)
+
+
+Build = Callable[[int, dict[str, Any]], Any]  # of the number of words and options of the config
+Step = Callable[[State, float], tuple[torch.Tensor, int]]  # share of time spent -> loss, tokens
 
 
 def size_of(stage: int) -> Size:
@@ -116,43 +121,59 @@ def begin(kind: Kind) -> tuple[Any, Any, dict[str, int]]:
     """Return a new model, its tokenizer and the ids of its words."""
     tokenizer = tokenizer_of(kind)
     ids = tokenizer.get_vocab()
-    torch.manual_seed(sum(map(ord, kind.name)))
+    return built(kind.name, kind.build, ids), tokenizer, ids
+
+
+def built(name: str, build: Build, ids: dict[str, int]) -> Any:
+    """Return a new model of these words."""
+    torch.manual_seed(sum(map(ord, name)))
     own = {"bos_token_id": ids[BOS], "eos_token_id": ids[END], "pad_token_id": ids[PAD]}
     own["initializer_range"] = 0.06  # at transformers' 0.02 attention of so few dimensions is flat
-    return kind.build(len(ids), own), tokenizer, ids
+    return build(len(ids), own)
 
 
 def train(kind: Kind, minutes: float) -> None:
     """Train one model until its minutes are spent, and export it."""
     model, tokenizer, ids = begin(kind)
     back = Back(model.config.hidden_size, len(ids))
+    prose = Prose(tokenizer) if kind.wording is None else None
+
+    def step(state: State, spent: float) -> tuple[torch.Tensor, int]:
+        if prose is not None:
+            return prose.loss(model, state.step, spent)
+        assert kind.wording is not None
+        loss, hits, n = facts_loss(model, kind.wording, ids, state.stage, f"{kind.name}/{state.step}", back if state.stage < WITHOUT else None)  # fmt: skip
+        follow(state, hits)
+        return loss, n
+
+    state = spend(minutes, RUN / f"{kind.name}.pt", model, back, step, kind.rate)
+    export(WEIGHTS / kind.name, model, tokenizer, state)
+
+
+def spend(
+    minutes: float, file: Path, model: Any, back: Back, step: Step, rate: float, half: bool = True
+) -> State:
+    """Take steps until the minutes are spent, from the checkpoint ``file`` on if it is there."""
     optimizer = torch.optim.AdamW([*model.parameters(), *back.parameters()], betas=(0.9, 0.98), weight_decay=0.01, fused=True)  # fmt: skip
-    state, file = State(), RUN / f"{kind.name}.pt"
+    state = State()
     if file.exists():
         parts = torch.load(file, weights_only=False)
         model.load_state_dict(parts["model"])
         optimizer.load_state_dict(parts["optimizer"])
         state = parts["state"]
-    prose = Prose(tokenizer) if kind.wording is None else None
     end, saved = minutes * 60, state.seconds
-    bar = tqdm(total=end, initial=int(state.seconds), unit="s", mininterval=20, desc=kind.name)
+    bar = tqdm(total=end, initial=int(state.seconds), unit="s", mininterval=20, desc=file.stem)
     model.train()
     while state.seconds < end:
         began = time.monotonic()
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate(state.step, state.seconds / end, kind.rate)
-        with torch.autocast("cpu", torch.bfloat16):
-            if prose is not None:
-                loss, n = prose.loss(model, state.step, state.seconds / end)
-                hits: dict[str, list[bool]] = {}
-            else:
-                assert kind.wording is not None
-                loss, hits, n = facts_loss(model, kind.wording, ids, state.stage, f"{kind.name}/{state.step}", back if state.stage < WITHOUT else None)  # fmt: skip
+            group["lr"] = learning_rate(state.step, state.seconds / end, rate)
+        with torch.autocast("cpu", torch.bfloat16, enabled=half):
+            loss, n = step(state, state.seconds / end)
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        follow(state, hits)
         state.step, state.tokens = state.step + 1, state.tokens + n
         spent = time.monotonic() - began
         state.seconds += spent
@@ -161,10 +182,10 @@ def train(kind: Kind, minutes: float) -> None:
             state.curve.append(shown(state, loss.item()))
             bar.set_postfix_str(" ".join(f"{k}={v}" for k, v in state.curve[-1].items()))
         if state.seconds - saved > 60 or state.seconds >= end:
-            save(kind, model, optimizer, state)
+            save(file, model, optimizer, state)
             saved = state.seconds
     bar.close()
-    export(kind, model, tokenizer, state)
+    return state
 
 
 def follow(state: State, hits: dict[str, list[bool]]) -> None:
@@ -183,18 +204,16 @@ def shown(state: State, loss: float) -> dict[str, Any]:
     return found | {k: round(v, 3) for k, v in sorted(state.accuracy.items())}
 
 
-def save(kind: Kind, model: Any, optimizer: Any, state: State) -> None:
+def save(file: Path, model: Any, optimizer: Any, state: State) -> None:
     """Write the checkpoint, whole or not at all."""
-    RUN.mkdir(exist_ok=True, parents=True)
-    file = RUN / f"{kind.name}.pt"
+    file.parent.mkdir(exist_ok=True, parents=True)
     parts = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "state": state}
     torch.save(parts, file.with_suffix(".tmp"))
     os.replace(file.with_suffix(".tmp"), file)
 
 
-def export(kind: Kind, model: Any, tokenizer: PreTrainedTokenizerFast, state: State) -> None:
+def export(folder: Path, model: Any, tokenizer: PreTrainedTokenizerFast, state: State) -> None:
     """Write what from_pretrained needs; weights in bfloat16."""
-    folder = WEIGHTS / kind.name
     folder.mkdir(exist_ok=True, parents=True)
     model.generation_config = GenerationConfig(
         do_sample=False, bos_token_id=model.config.bos_token_id,

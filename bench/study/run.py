@@ -28,7 +28,6 @@ from study.score import ONLY, WORDS, models, opened, score
 from study.tasks import FAMILIES
 
 SIMPLE = ("newest", "recent", "cumulative", "ema", "recurrence", "stability", "random", "oracle")
-THINKING = tuple(name for name in FAMILIES if name != "list")
 MARKED = ("program", "search", "verify")  # chains that have milestones
 AT = (0.4, 0.6)  # where pages are taken away
 TIER = SlowTier("slow", 0.5e9, 20e-6)  # a page of a head in the time of a step, about
@@ -181,6 +180,8 @@ def main() -> None:
     made.add_argument("--out", type=Path, default=RESULTS / "study.json")
     options = made.parse_args()
     torch.set_num_threads(options.threads)
+    if options.models and "predict" in options.parts.split(","):
+        made.error("predict holds models out, and so needs all: leave out --models, or that part")
     ONLY.update(options.models.split(",") if options.models else ())
     n, cells = options.traces, len(models()) * len(FAMILIES)
     found = json.loads(options.out.read_text()) if options.out.exists() else {}

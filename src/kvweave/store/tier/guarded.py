@@ -98,7 +98,7 @@ class Guarded:
     def _begin(self, call: Callable[[], T]) -> Future[T]:
         future: Future[T] = Future()
         with self._lock:
-            if self._n_busy + 1 > self._n_threads < THREADS:
+            if self._n_busy >= self._n_threads < THREADS:
                 try:
                     Background(partial(answer, self._calls, self._done), "kvweave-tier")
                     self._n_threads += 1
