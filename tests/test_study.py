@@ -15,6 +15,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from kvweave.keep.tokens.signals import PageSignals, apply
+
 BENCH = Path(__file__).parents[1] / "bench"
 WEIGHTS = BENCH / "study" / "weights"
 FLOORS = {"gemma3": 0.97, "olmo2": 0.85, "qwen3": 0.8}  # of words, the worst family
@@ -190,24 +192,24 @@ def test_a_model_thinks_by_itself(study: dict[str, ModuleType]) -> None:
 
 def test_the_predictor_learns_what_is_read_next(study: dict[str, ModuleType]) -> None:
     """Reads that go round in order: no page that was read lately is read next."""
-    learn, milestone = study["learn"], importlib.import_module("kvweave.probe.milestone")
+    learn = study["learn"]
     rng = random.Random(0)
 
     def lesson() -> object:
         pages = 40
-        signals, at = milestone.PageSignals(2, pages), rng.randrange(pages)
+        signals, at = PageSignals(), rng.randrange(pages)
         for step in range(120):
-            mass = np.zeros((2, pages), np.float32)
+            mass = torch.zeros(2, pages)
             mass[:, (at + step) % pages] = 1
             signals.see(mass, mass > 0)
         wanted = np.zeros((2, pages), np.float32)
         wanted[:, (at + 120) % pages] = 1
-        return learn.Lesson(signals.rows(pages), wanted)
+        return learn.Lesson(signals.rows().numpy(), wanted)
 
     weights = learn.learn([lesson() for _ in range(60)])
     hits = 0
     for _ in range(40):
         asked = lesson()
-        scores = milestone.apply(weights, asked.rows)
+        scores = apply(weights, torch.from_numpy(asked.rows)).numpy()
         hits += int((scores.argmax(1) == asked.wanted.argmax(1)).all())
     assert hits >= 36

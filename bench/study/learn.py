@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from kvweave.keep.tokens.signals import SIGNALS, PageSignals, Weights
 from kvweave.probe import PageBudget, PageTrace
-from kvweave.probe.milestone import SIGNALS, PageSignals, Weights
 
 EVERY = 13  # steps between two that are learned from
 AHEAD = 4  # steps whose attention is foretold
@@ -29,16 +29,16 @@ class Lesson:
 def lessons(trace: PageTrace, budget: PageBudget | None = None) -> list[Lesson]:
     """Return some steps of a trace, of the pages that count."""
     budget, found = budget or PageBudget(), []
-    signals = PageSignals(len(trace.header.heads), trace.n_pages)
+    signals = PageSignals()
     steps = list(trace.each())
     for at, (mass, access) in enumerate(steps):
-        signals.see(mass, access)
+        signals.see(torch.from_numpy(mass).double(), torch.from_numpy(access))
         n = access.shape[1]
         first, last = budget.between(n)
         if at % EVERY or last - first < 16 or at + AHEAD >= len(steps):
             continue
         ahead = sum(m[:, first:last] for m, _ in steps[at + 1 : at + 1 + AHEAD])
-        found.append(Lesson(signals.rows(n)[:, first:last], np.asarray(ahead, np.float32)))
+        found.append(Lesson(signals.rows()[:, first:last].numpy(), np.asarray(ahead, np.float32)))
     return found
 
 

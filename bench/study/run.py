@@ -17,10 +17,11 @@ import numpy as np
 import torch
 from common import RESULTS, machine, progress
 
+from kvweave.keep.tokens.signals import Weights
 from kvweave.probe import Eviction, PageTrace, ablate, recall
 from kvweave.probe.findings import find
 from kvweave.probe.heads import rank_overlap, stability
-from kvweave.probe.milestone import Milestone, Weights
+from kvweave.probe.milestone import Milestone
 from kvweave.probe.tiers import Setting, SlowTier, play
 from study import learn
 from study.record import record_all, where
@@ -105,7 +106,7 @@ def predict(n: int, tick: Tick) -> list[dict[str, Any]]:
         ]
         rows += held_out(model, family, n, learn.learn(others))
         tick(f"asked {model} {family}")
-    (RESULTS.parents[1] / "src" / "kvweave" / "probe" / "milestone.json").write_text(
+    (RESULTS.parents[1] / "src" / "kvweave" / "keep" / "tokens" / "milestone.json").write_text(
         json.dumps({"of": "bench/study, all families and models", **learn.learn([x for s in taught.values() for x in s])}) + "\n"
     )  # fmt: skip
     return rows

@@ -1,84 +1,38 @@
-"""The signals of the milestone predictor against their definitions, and what it makes of them."""
+"""The learned ranking among others, and the token policy that goes by it against it, over one decode."""
 
 from __future__ import annotations
 
-import itertools
+from pathlib import Path
 
 import numpy as np
+import oracle
 import pytest
+import torch
 
-from kvweave.probe import milestone
-from kvweave.probe.milestone import FAST, GAP, SIGNALS, TINY, Milestone, PageSignals, apply, shipped
+from kvweave import Engine, Runner
+from kvweave.errors import InvalidArgument
+from kvweave.keep.tokens.access import Rule
+from kvweave.keep.tokens.signals import shipped
+from kvweave.probe import PageTrace, TraceHeader, TraceSteps, TraceWriter
+from kvweave.probe.milestone import Milestone
 from kvweave.probe.predict import RANKINGS
+from kvweave.probe.recorder import PageRecorder, Recording
+from kvweave.run.base import Observer
+from kvweave.weave.answer import request_from
+from kvweave.weave.observers import Observers
 
-HEADS, PAGES, STEPS = 3, 9, 60
-
-
-def steps(seed: int) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Pages come one by one; each head reads some of them."""
-    rng = np.random.default_rng(seed)
-    made = []
-    for step in range(STEPS):
-        n = min(PAGES, 2 + step // 7)
-        mass = rng.random((HEADS, n)).astype(np.float32) ** 4
-        made.append((mass, rng.random((HEADS, n)) < 0.15))
-    return made
-
-
-def slowly(seen: list[tuple[np.ndarray, np.ndarray]], head: int, page: int) -> dict[str, float]:
-    """Each signal as its name says it, looking at all steps again."""
-    there = [(i, m, a) for i, (m, a) in enumerate(seen) if m.shape[1] > page]
-    born, now = there[0][0], len(seen)
-    reads = [i for i, _, a in there if a[head, page]]
-    gaps = [b - a for a, b in itertools.pairwise(reads)]
-    age = now - born
-    since = now - reads[-1] if reads else age
-    ema = 0.0
-    for _, m, _ in there:
-        ema = FAST * ema + (1 - FAST) * float(m[head, page])
-    masses = [float(m[head, page]) for _, m, _ in there]
-    return {
-        "age": np.log1p(age), "since": np.log1p(since), "longest": np.log1p(max(gaps, default=0)),
-        "rate": len(reads) / age, "ema": np.log(ema + TINY), "mean": np.log(sum(masses) / age + TINY),
-        "peak": np.log(max(masses) + TINY), "returns": np.log1p(sum(g > GAP for g in gaps)),
-        "fresh": np.log1p(age - since), "new": float(born > 0),
-    }  # fmt: skip
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_signals_are_what_they_are_called(seed: int) -> None:
-    made, signals = steps(seed), PageSignals(HEADS, PAGES)
-    for step in made:
-        signals.see(*step)
-    n = made[-1][0].shape[1]
-    rows = signals.rows(n)
-    slow = [[slowly(made, h, p) for p in range(n)] for h in range(HEADS)]
-    for i, name in enumerate(SIGNALS):
-        for h in range(HEADS):
-            for p in range(n):
-                if name in slow[0][0]:
-                    wanted = slow[h][p][name]
-                elif name == "heads_ema":
-                    wanted = np.mean([slow[x][p]["ema"] for x in range(HEADS)])
-                elif name == "heads_since":
-                    wanted = min(slow[x][p]["since"] for x in range(HEADS))
-                else:
-                    at = p - 1 if name.startswith("before") else p + 1
-                    which = name.split("_")[1]
-                    none = {"since": np.log1p(STEPS), "ema": np.log(TINY)}[which]
-                    wanted = slow[h][at][which] if 0 <= at < n else none
-                assert rows[h, p, i] == pytest.approx(wanted, rel=1e-4, abs=1e-4), (name, h, p)
+PAGE, EVERY, PROMPT, NEW = 8, 16, 40, 97
+CLOSE = 2e-2  # of logits: a trace has attention in steps of 1/65535
 
 
 def test_pages_that_are_not_there_come_last() -> None:
-    ranking = Milestone(HEADS, PAGES)
+    ranking, rng = Milestone(3, 9), np.random.default_rng(0)
     assert (ranking.scores() == -np.inf).all()
-    for step in steps(0)[:10]:
-        ranking.see(*step)
-    n = steps(0)[9][0].shape[1]
+    for n in (2, 2, 3, 4):
+        ranking.see(rng.random((3, n)).astype(np.float32), rng.random((3, n)) < 0.5)
     scores = ranking.scores()
-    assert np.isfinite(scores[:, :n]).all()
-    assert (scores[:, n:] == -np.inf).all()
+    assert np.isfinite(scores[:, :4]).all()
+    assert (scores[:, 4:] == -np.inf).all()
 
 
 def test_it_is_a_ranking_among_others() -> None:
@@ -86,23 +40,87 @@ def test_it_is_a_ranking_among_others() -> None:
     assert shipped()["of"]
 
 
-def test_weights_of_other_signals_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    shipped.cache_clear()
-    monkeypatch.setattr(milestone, "SIGNALS", SIGNALS[1:])
-    with pytest.raises(ValueError, match="train it again"):
-        shipped()
-    shipped.cache_clear()
+class Both(Observer):
+    """Records the decoded rows of a context beside what watches them already."""
+
+    def __init__(self, engine: Engine, path: Path) -> None:
+        layers, how = engine.runner.layers, Recording(PAGE, Rule(), 1)
+        self.recorder = PageRecorder(layers, how)
+        header = TraceHeader(PAGE, self.recorder.heads, PROMPT)
+        self.writer, self.n = TraceWriter(path, header), 0
+
+    def taken(self) -> None:
+        mass, access = self.recorder.take()
+        some = TraceSteps(self.n, np.zeros(1, np.int32), mass.float().numpy(), access.numpy())
+        self.writer.steps(some)
+        self.n += 1
 
 
-def test_a_network_is_two_products() -> None:
-    rng = np.random.default_rng(0)
-    weights = {
-        "mean": [0.5] * len(SIGNALS), "scale": [2.0] * len(SIGNALS), "w1": rng.normal(size=(len(SIGNALS), 5)).tolist(),
-        "b1": [0.1] * 5, "w2": rng.normal(size=(5, 1)).tolist(), "b2": [0.3],
-    }  # fmt: skip
-    row = rng.normal(size=len(SIGNALS)).astype(np.float32)
-    total = 0.3
-    for j in range(5):
-        inner = 0.1 + sum((row[i] - 0.5) / 2 * weights["w1"][i][j] for i in range(len(SIGNALS)))
-        total += max(inner, 0) * weights["w2"][j][0]
-    assert apply(weights, row[None])[0] == pytest.approx(total, rel=1e-4)
+@pytest.mark.parametrize("kind", ["llama", "gemma3"])
+def test_the_policy_keeps_the_pages_that_the_ranking_puts_first(kind: str, tmp_path: Path) -> None:
+    """Choice by choice, of those a head still has; recorded while the policy lets go of them."""
+    torch.manual_seed(3)
+    n_pages = 10
+    spec = f"milestone:{PAGE * n_pages},every={EVERY},recent=0"
+    choices = []
+    with Engine(Runner(oracle.build(*oracle.MODELS[kind])), base="") as engine:
+        context = engine.context("c", keep=spec)
+        context.append(np.random.default_rng(5).integers(3, 101, PROMPT).tolist())
+        turn, state = context.begin(*request_from(NEW, {"ignore_eos": True})), context.session.state
+        both, layers = Both(engine, tmp_path / "a.kvt"), engine.runner.layers
+        wholes = [i for i, info in enumerate(layers) if info.mask.window is None]
+        request = None
+        while not turn.done:
+            if request is None and turn._weaving.request.out:
+                request = turn._weaving.request
+                request.observer = Observers([both.recorder, request.observer])
+            if request is not None:
+                both.recorder.starts(state.rows.n)
+            engine.loop.step()
+            if both.recorder.n:
+                both.taken()
+                if both.n % EVERY == 0:
+                    choices.append((both.n, [state.rows.kept(i) for i in wholes]))
+        turn.finish()
+        both.writer.close()
+    trace = PageTrace(tmp_path / "a.kvt")
+    assert trace.n_steps == NEW - 1 and len(choices) == 6
+    compare(trace, choices, wholes, n_pages)
+
+
+def compare(trace: PageTrace, choices: list, wholes: list[int], n_pages: int) -> None:
+    """The sink page and the newest two stay; of the others those that score best."""
+    ranking, went, ties = Milestone(len(trace.header.heads), trace.n_pages), 0, 0
+    left = np.ones((len(trace.header.heads), trace.n_pages), bool)
+    todo = dict(choices)
+    for step, (mass, access) in enumerate(trace.each(), 1):
+        ranking.see(mass, access)
+        if step not in todo:
+            continue
+        n = mass.shape[1]
+        scores = ranking.scores()
+        for head, (layer, kv_head) in enumerate(trace.header.heads):
+            if layer not in wholes:
+                continue
+            slots = todo[step][wholes.index(layer)][kv_head]
+            found, counts = np.unique(slots // PAGE, return_counts=True)
+            assert (counts == PAGE).all() and len(found) == min(n, n_pages)
+            worth = np.where(left[head, :n], scores[head, :n], -np.inf)
+            worth[[0, n - 2, n - 1]] = np.inf
+            order = sorted(range(n), key=lambda p: (-worth[p], -p))[:n_pages]
+            odd = set(found) ^ set(order)
+            least = min(worth[order])
+            assert all(abs(worth[p] - least) < CLOSE for p in odd), (step, head, odd)
+            ties += len(odd)
+            went += int(left[head, :n].sum()) - len(found)
+            left[head, :n] = np.isin(np.arange(n), found)
+    assert went >= 14 and ties <= went // 10
+
+
+def test_it_is_refused_for_a_chunk_and_before_anything_changes() -> None:
+    with Engine(Runner(oracle.build(*oracle.MODELS["llama"])), base="") as engine:
+        engine.put("a", list(range(3, 60)))
+        with pytest.raises(InvalidArgument, match="nothing decodes"):
+            engine.compress("a", "milestone:0.3", to="b")
+        assert [name for record in engine.table for name in record.names] == ["a"]
+        engine.check_integrity()

@@ -12,8 +12,8 @@ import torch
 
 from kvweave import Engine, Runner, Sampling
 from kvweave.errors import ContextTooLong, InvalidArgument, KVWeaveError
+from kvweave.keep.tokens.access import Rule
 from kvweave.probe import PageTrace, Recording, record
-from kvweave.probe.access import Rule
 
 KINDS = ("llama", "gemma3", "gpt_oss_sinks", "gpt_neox", "deepseek_v3_latent")
 GREEDY = Sampling(max_tokens=40, ignore_eos=True)

@@ -12,7 +12,7 @@ import zstandard
 from probe import synthetic
 
 from kvweave.errors import FormatTooNew, InvalidArgument
-from kvweave.probe.access import Rule
+from kvweave.keep.tokens.access import Rule
 from kvweave.probe.trace import ONE, PageTrace, TraceHeader, TraceWriter, joined
 
 

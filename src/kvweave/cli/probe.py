@@ -12,9 +12,9 @@ from kvweave.cli.show import Out, size
 from kvweave.cli.text import sampling_of
 from kvweave.engine import Engine
 from kvweave.errors import of_system
+from kvweave.keep.tokens.access import Rule
 from kvweave.probe.ablation import Ablation, Eviction
 from kvweave.probe.ablation import ablate as ablation
-from kvweave.probe.access import Rule
 from kvweave.probe.findings import find
 from kvweave.probe.predict import RANKINGS
 from kvweave.probe.recalling import PageBudget

@@ -12,8 +12,8 @@
     report     all of it as one page
 """
 
+from kvweave.keep.tokens.access import Rule
 from kvweave.probe.ablation import Ablation, Eviction, ablate
-from kvweave.probe.access import Rule
 from kvweave.probe.recalling import PageBudget, recall
 from kvweave.probe.recorder import Recording, record
 from kvweave.probe.trace import PageTrace, TraceHeader, TraceSteps, TraceWriter

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from kvweave.errors import ContextTooLong, InvalidArgument
-from kvweave.probe.access import Rule
+from kvweave.keep.tokens.access import Rule, by_page
 from kvweave.probe.trace import PageTrace, TraceHeader, TraceSteps, TraceWriter
 from kvweave.run.base import Backend, Ints, LayerInfo, Observer, Rows, Work
 from kvweave.run.sample import Sampler, Sampling, sample
@@ -83,11 +83,8 @@ class PageRecorder(Observer):
         mass = weights[:, -1].reshape(heads.stop - heads.start, -1, weights.shape[-1]).mean(1)
         if self._step is None:
             self._step = mass.new_zeros(len(self.heads), self.n_pages)
-        lead, n = begin % page, mass.shape[-1]
-        n_pages = -(-(lead + n) // page)
-        whole = torch.nn.functional.pad(mass, (lead, n_pages * page - lead - n))
-        at = begin // page
-        self._step[heads, at : at + n_pages] += whole.view(*mass.shape[:-1], -1, page).sum(-1)
+        found = by_page(mass, begin, page)
+        self._step[heads, : found.shape[-1]] += found
 
     def end(self) -> None:
         """The pass is over."""

@@ -32,7 +32,7 @@ import zstandard
 from numpy.typing import NDArray
 
 from kvweave.errors import FormatTooNew, InvalidArgument, of_system
-from kvweave.probe.access import Rule
+from kvweave.keep.tokens.access import Rule
 
 MAGIC, VERSION = b"KVT", 1
 ONE = 65535  # of mass: all of a head's attention

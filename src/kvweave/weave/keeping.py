@@ -182,7 +182,7 @@ class Keeper:
         """Return who watches a pass over ``n`` rows besides ``other``: a choice comes behind it."""
         if self.watch is None:
             return other
-        self.watch.until = n
+        self.watch.until, self.watch.decoding = n, False
         self._seen += n
         return self.watch if other is None else Observers([other, self.watch])
 
@@ -296,7 +296,7 @@ class Keeper:
         """Set out for the next choice, ``n`` rows having been computed."""
         if self.watch is not None:
             self.watch.chosen()
-            self.watch.until = n + self.keep.every
+            self.watch.until, self.watch.decoding = n + self.keep.every, True
 
     def _safe(self, view: LayerView, n: int, target: int) -> Tensor:
         """Return the rows [head, row] that stay whatever they are worth: sinks, pins, the newest, and

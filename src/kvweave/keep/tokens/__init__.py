@@ -12,6 +12,7 @@ from kvweave.keep.tokens.keydiff import KeyDiff
 from kvweave.keep.tokens.knorm import KNorm
 from kvweave.keep.tokens.kvzip import KVzip
 from kvweave.keep.tokens.lazy import Lazy
+from kvweave.keep.tokens.milestone import MilestoneRows
 from kvweave.keep.tokens.random import RandomRows
 from kvweave.keep.tokens.rkv import RKV
 from kvweave.keep.tokens.snapkv import SnapKV
@@ -21,7 +22,7 @@ from kvweave.keep.tokens.triattention import TriAttention
 from kvweave.keep.tokens.ttkv import TTKV
 
 _KINDS: tuple[type[TokenPolicy], ...] = (
-    DiffKV, ExpectedAttention, FlexiCache, AllRows, H2O, KeyDiff, KNorm, KVzip, Lazy, RandomRows, RKV, SnapKV, Streaming,
-    TOVA, TriAttention, TTKV,
+    DiffKV, ExpectedAttention, FlexiCache, AllRows, H2O, KeyDiff, KNorm, KVzip, Lazy, MilestoneRows, RandomRows, RKV, SnapKV,
+    Streaming, TOVA, TriAttention, TTKV,
 )  # fmt: skip
 POLICIES: dict[str, type[TokenPolicy]] = {kind.name: kind for kind in _KINDS}

@@ -115,6 +115,7 @@ class TokenPolicy(ABC):
     more: ClassVar[Mapping[str, str]] = {}  # forms of fewer bits and their budgets, by default
     splits: ClassVar[tuple[str, ...]] = ()  # forms among which it divides the rows itself
     some: ClassVar[tuple[str, ...]] = ()  # options that are 1 at least
+    decodes: ClassVar[bool] = False  # goes by what decoding reads: not for chunks
 
     sinks: int = 4
     window: int = 32

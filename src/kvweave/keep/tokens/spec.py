@@ -144,6 +144,11 @@ class Keep:
         Raises InvalidArgument for options and budgets that have no place in them.
         """
         name = self.policy.name
+        if self.policy.decodes:
+            reason = (
+                f"{name} goes by what decoding reads, and nothing decodes while a chunk is made"
+            )
+            raise InvalidArgument("keep", reason, f"contexts with keep={name}, kvzip for chunks")
         if self.forms:
             hint = "the codec of a tier says in how many bits a chunk rests there"
             raise InvalidArgument("keep", f"{self} for a chunk", hint)

@@ -75,12 +75,14 @@ class BySlot:
 class Tally:
     """What a policy counts of one context or chunk; derive, and override what is needed.
 
-    ``recent`` is how many rows before a choice count; None: all.
+    ``recent`` is how many rows before a choice count; None: all. With ``each`` it is of a prompt's rows, and of
+    those that are decoded all count.
     """
 
     sees = False  # whether it is shown attention
     asks = False  # whether it is shown queries
     recent: int | None = None
+    each = False
 
     def of_attention(self, layer: int, begin: int, weights: Tensor) -> object:
         """Return what is to be added of ``weights`` [kv_head, group, row, key], float32 at least:
@@ -114,13 +116,15 @@ class TokenWatch(Observer):
 
     Rows are numbered as works number them. Whoever runs them sets ``until`` to the number of the
     row at which the next choice is due, so that only those before it are shown that count; where it
-    is 0, every row is. ``start`` is the slot of the row with number 0.
+    is 0, every row is. ``start`` is the slot of the row with number 0; ``decoding`` says that the rows to
+    come are decoded.
     """
 
     def __init__(self, tally: Tally, infos: Sequence[LayerInfo]) -> None:
         self.tally = tally
         self.asks = tally.asks
         self.until = self.start = 0
+        self.decoding = False
         self._kv_heads = [info.shape.k_heads for info in infos]
         self._now: list[tuple[int, object]] = []
 
@@ -133,7 +137,7 @@ class TokenWatch(Observer):
         """All rows, or the last before the next choice; none while the tally sees nothing."""
         if not self.tally.sees:
             return 0, 0
-        recent = self.tally.recent
+        recent = None if self.decoding and self.tally.each else self.tally.recent
         first = 0 if recent is None else max(0, self.until - recent)
         return first, min(n, self.until) if self.until else n
 

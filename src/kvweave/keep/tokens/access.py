@@ -1,4 +1,4 @@
-"""What counts as read: from attention mass by page to sets of pages."""
+"""What counts as read: from attention by row to attention by page, and to sets of pages."""
 
 from __future__ import annotations
 
@@ -55,3 +55,13 @@ class Rule:
             before = best.cumsum(-1) - best
             taken = before < self.amount * mass.sum(-1, keepdim=True)
         return torch.zeros_like(there).scatter(-1, order, taken) & there
+
+
+def by_page(weights: Tensor, begin: int, page: int) -> Tensor:
+    """Return ``weights`` [..., key] of the slots from ``begin`` on added up [..., page], from page 0 on."""
+    n = weights.shape[-1]
+    n_pages, lead = -(-(begin + n) // page), begin % page
+    behind = n_pages * page - begin - n
+    padded = torch.nn.functional.pad(weights, (lead, behind))
+    sums = padded.view(*weights.shape[:-1], -1, page).sum(-1)
+    return torch.nn.functional.pad(sums, (begin // page, 0)) if begin >= page else sums
