@@ -60,6 +60,45 @@ def test_a_label_is_text_in_a_page(recorded: Path) -> None:
     assert "<script>alert" not in page([find(trace)])
 
 
+def test_milestones_of_a_file_are_noted_and_answered(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """KU4 of a recorded trace, from the shell alone."""
+    said, path = tmp_path / "marks.json", tmp_path / "a.kvt"
+    said.write_text('[3, 9, {"name": "the river", "first": 9, "stop": 12}]')
+    args = ["--out", str(path), "--max-tokens", "30", "--page", "2", "--ignore-eos", "-q"]
+    args += ["--milestones", str(said), "--label", "marked"]
+    assert main(["probe", "record", PROMPT, *args]) == 0
+    trace = PageTrace(path)
+    assert trace.notes["milestones"] == [3, 9, 10, 11]
+    assert trace.notes["milestone_names"] == [{"name": "the river", "first": 9, "stop": 12}]
+    capsys.readouterr()
+    assert main(["probe", "report", str(path)]) == 0
+    pages = {(trace.header.prompt + step) // 2 for step in (3, 9, 10, 11)}
+    assert f"marked: of {len(pages)} pages with a milestone" in capsys.readouterr().err
+    assert main(["probe", "report", str(path), "--json"]) == 0
+    (found,) = json.loads(capsys.readouterr().out)["traces"]
+    assert found["milestones"]["n_milestones"] == len(pages)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("nothing", "is no JSON"), ("[]", "no list"), ('{"a": [3]}', "no list"), ("[1.5]", "no step"), ("[true]", "no step"),
+        ("[-1]", "within 30"), ("[30]", "within 30"), ('[{"first": 3}]', "no span"), ('[{"name": 3, "first": 3, "stop": 4}]', "no span"),
+        ('[{"first": 4, "stop": 4}]', "within 30"), ('[{"first": 4, "last": 5}]', "no step and no span"),
+    ],
+)  # fmt: skip
+def test_milestones_that_are_none_are_told_before_a_file_is_there(
+    text: str, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said, path = tmp_path / "marks.json", tmp_path / "a.kvt"
+    said.write_text(text)
+    args = ["--out", str(path), "--max-tokens", "30", "--milestones", str(said)]
+    assert main(["probe", "record", PROMPT, *args]) != 0
+    assert says in capsys.readouterr().err and not path.exists()
+
+
 def test_replay(recorded: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["probe", "replay", str(recorded), "--ranking", "recent,oracle", "--json"]) == 0
     rows = {r["ranking"]: r for r in json.loads(capsys.readouterr().out)["results"]}

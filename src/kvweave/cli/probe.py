@@ -6,6 +6,7 @@ import sys
 from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from kvweave.cli.home import model_of, quieten
 from kvweave.cli.show import Out, size
@@ -16,11 +17,12 @@ from kvweave.keep.tokens.access import Rule
 from kvweave.probe.ablation import Ablation, Eviction
 from kvweave.probe.ablation import ablate as ablation
 from kvweave.probe.findings import find
+from kvweave.probe.marks import marks
 from kvweave.probe.predict import RANKINGS
 from kvweave.probe.recalling import PageBudget
 from kvweave.probe.recorder import Recording
 from kvweave.probe.recorder import record as recording
-from kvweave.probe.report import page
+from kvweave.probe.report import marked, page
 from kvweave.probe.tiers import Setting, SlowTier, play
 from kvweave.probe.trace import PageTrace
 
@@ -33,7 +35,9 @@ def record(args: Namespace) -> None:
     text = sys.stdin.read() if args.prompt == "-" else args.prompt
     quieten(args)
     sampling = replace(sampling_of(args, []), ignore_eos=args.ignore_eos)
-    notes = {"prompt": text} | ({"label": args.label} if args.label else {})
+    notes: dict[str, Any] = {"prompt": text} | ({"label": args.label} if args.label else {})
+    if args.milestones:
+        notes |= marks(args.milestones, sampling.max_tokens)
     with Engine(model_of(args)) as engine, out.progress("tokens", sampling.max_tokens) as advance:
         trace = recording(engine, text, args.out, sampling, how, notes, advance)
     n_bytes = trace.path.stat().st_size
@@ -70,6 +74,9 @@ def report(args: Namespace) -> None:
         for each in found
     ]  # fmt: skip
     out.table(head, rows, 1)
+    for each in found:
+        if each.milestones is not None:
+            out.note(f"{each.label}: {marked(each)}")
 
 
 def replay(args: Namespace) -> None:

@@ -26,6 +26,11 @@ def record(p: ArgumentParser) -> None:
         help="which pages a head reads: cover:0.95, the fewest with so much attention; top:8; over:0.01 (cover:0.95)",
     )
     p.add_argument("--label", default="", metavar="NAME", help="what reports call it")
+    p.add_argument(
+        "--milestones",
+        metavar="FILE",
+        help='decoded steps that are milestones, JSON: [3, 9, {"name": "x", "first": 12, "stop": 15}]',
+    )
     p.add_argument("--ignore-eos", action="store_true", help="go on behind the end of the answer")
 
 

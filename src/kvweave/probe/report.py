@@ -52,7 +52,7 @@ def page(found: Sequence[Findings]) -> str:
         ),
         _section(
             "Does attention know milestones?",
-            "KU4. " + _each(found, _marked),
+            "KU4. " + _each(found, marked),
             "",
         ),
     ]  # fmt: skip
@@ -99,7 +99,8 @@ def _recency(f: Findings) -> str:
     return says
 
 
-def _marked(f: Findings) -> str:
+def marked(f: Findings) -> str:
+    """Return what a trace says of its milestones, in words (KU4)."""
     if f.milestones is None:
         return "nothing marked as a milestone in it"
     m = f.milestones
