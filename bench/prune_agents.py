@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from typing import Any
 import torch
 from common import RESULTS, machine, model_pair, parser, progress, report, shape_of, table
 from models.worlds import BOS
-from pruning import count, drift, figure, timed, trace
+from pruning import count, drift, figure, timed, tokens, trace
 from pruning.rules import RULES
 from rich.table import Table
 
@@ -29,6 +30,7 @@ from kvweave.suite.exam import Exam
 HERE = Path(__file__).resolve().parent
 BUNDLED = HERE.parent / "src" / "kvweave" / "demo" / "model"
 PARTS = ("count", "time", "drift")
+PROSE = "llama-prose"
 FRONT = 5700  # tokens of tools and rules that opencode sends in front of all
 
 
@@ -60,28 +62,38 @@ def times(options: argparse.Namespace, runs: list[trace.AgentRun]) -> dict[str, 
 
 def drifts(options: argparse.Namespace, runs: list[trace.AgentRun]) -> dict[str, Any]:
     """Ask the bundled model about runs of its world, and a model of prose about text of the runs."""
-    found: dict[str, Any] = {}
     n, steps = options.runs, options.steps
-    with progress("drift", 2 * n * (len(RULES) - 1)) as step:
-        exam = Exam(Runner.load(str(BUNDLED), device="cpu"), evidence=False)
-        found["world"] = asked(exam, list(drift.made_runs(exam, n, 0, steps)), step)
-        exam.close()
-        texts = [
-            run for run in runs if all(m.text for m in run.messages) and len(run.asked) >= steps
-        ]
-        if texts:
-            name = str(HERE / "models" / "weights" / "llama-prose")
-            exam = Exam(Runner.load(name, device="cpu"), BOS, evidence=False)
-            some = texts[:: max(1, len(texts) // n)][:n]
-            found["text"] = asked(exam, list(drift.text_runs(exam, some, steps)), step)
-            exam.close()
+    texts = [r for r in runs if all(m.text for m in r.messages) and len(r.asked) >= steps]
+    some = texts[:: max(1, len(texts) // n)][:n]
+    found: dict[str, Any] = {}
+    with progress("drift", (n + len(some)) * len(RULES)) as step:
+        exam = asking(BUNDLED)
+        made = list(tokens.made_runs(exam, n, 0, steps))
+        found["world"] = asked(exam, made, steps, step)
+        if some:
+            exam = asking(HERE / "models" / "weights" / PROSE, BOS)
+            made = list(tokens.text_runs(exam, some, steps, options.text))
+            found["text"] = asked(exam, made, drift.MEASURED, step)
     return found
 
 
-def asked(exam: Exam, runs: list[drift.AskedRun], step: Callable[[str], None]) -> dict[str, Any]:
-    """Return what came of some runs."""
-    rows = drift.summed(drift.drifts(exam, runs, step))
-    return {"tokens": [sum(map(len, run.said)) for run in runs], "rows": rows}
+def asking(path: Path, system: str | None = None) -> Exam:
+    """Return what asks a model, in float32: half of it is as coarse as some KLs are."""
+    runner = Runner.load(str(path), device="cpu", dtype="float32")
+    return Exam(runner, system, evidence=False)
+
+
+def asked(
+    exam: Exam, runs: list[tokens.AskedRun], most: int, step: Callable[[str], None]
+) -> dict[str, Any]:
+    """Return what came of some runs, of each of which at most so many requests are measured."""
+    start = time.process_time()
+    rows = drift.summed(drift.drifts(exam, runs, step, most))
+    exam.close()
+    return {
+        "tokens": [sum(map(len, run.said)) for run in runs], "requests": [len(run.questions) for run in runs],
+        "cpu_seconds": round(time.process_time() - start), "rows": rows,
+    }  # fmt: skip
 
 
 def tables(result: dict[str, Any]) -> list[Table]:
@@ -101,10 +113,9 @@ def tables(result: dict[str, Any]) -> list[Table]:
         ]  # fmt: skip
         made.append(table("CPU seconds to the first token, of a full prefill; auto of no edit", ("rule", "n", "prefix", "none", "auto", "auto / unedited"), rows))  # fmt: skip
     for world, found in result.get("drift", {}).items():
-        rows = [(r["rule"], r["way"], r["n"], r["kl"][0], r["kl_95"], r["top1"], r["right"], r["full"]) for r in found["rows"]]  # fmt: skip
-        made.append(
-            table(world, ("rule", "way", "n", "KL", "95 %", "top 1", "right", "full"), rows)
-        )
+        rows = [(r["rule"], r["way"], r["n"], r["moved"][0], *r["kl"], r["top1"][0], r["lost"][0], r["late"] and r["late"][0], r["right"], r["full"]) for r in found["rows"]]  # fmt: skip
+        head = ("rule", "way", "n", "edit", "KL", "from", "to", "top 1", "lost", "late", "right", "full")  # fmt: skip
+        made.append(table(world, head, rows))
     return made
 
 
@@ -114,8 +125,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     options_of.add_argument("--traces", type=Path, help="a folder of JSONL")
     options_of.add_argument("--limit", type=int, help="so many runs at most")
     options_of.add_argument("--parts", default=",".join(PARTS))
-    options_of.add_argument("--runs", type=int, default=3, help="of each kind, for drift")
-    options_of.add_argument("--steps", type=int, default=30, help="requests of these")
+    options_of.add_argument("--runs", type=int, default=6, help="of each kind, for drift")
+    options_of.add_argument("--steps", type=int, default=28, help="requests of these")
+    options_of.add_argument("--text", type=int, default=2000, help="tokens of text of these")
     options = options_of.parse_args(argv)
     torch.set_num_threads(options.threads)
     parts = options.parts.split(",")
@@ -131,13 +143,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     for part in parts:
         here = machine(torch.device(options.device))
         result = {"machine": here} | result | {part: measures[part](options, runs)}
-        result["traces"] = "generated" if options.traces is None else "public"
+        here["traces"] = "generated" if options.traces is None else "public"
         result.setdefault("machines", {})[part] = here
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(json.dumps(result, indent=1) + "\n")
-    figure.draw(
-        result, out.with_suffix(".png") if options.out else HERE.parent / "docs" / "prune-bench.png"
-    )
+    if "count" in parts:
+        drawn = out.with_suffix(".png") if options.out else HERE.parent / "docs" / "prune-bench.png"
+        figure.draw(result, drawn)
     report(result, tables(result), options, "prune_agents")
 
 

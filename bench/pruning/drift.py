@@ -1,148 +1,43 @@
 """How far predictions are from a full prefill of the edited prompt, on models that can be asked.
 
 A run is replayed in one context for each way to repair, which lives from the first request to the last:
-what is approximate stays so, and adds up. At each request the answer that the run has is forced, and
-compared with a full prefill of the same prompt.
+what is approximate stays so, and adds up. The answers that the run has are forced, and compared with a
+full prefill of the same prompt, at some requests from the first edit on. Beside it stands how far the edit
+itself moves predictions: a full prefill of the edited prompt against one of all that there was.
 
-- *world*: the bundled model and runs of its own world: an output is a note of facts and a question, the
-  answer is right or wrong (`made_runs`).
-- *text*: a model of prose and code, and the text of public runs, each message cut to a few tokens.
+The floor of what can be measured: contexts that nothing is edited in (``no edits``), and one that repairs
+all of what was (``full``).
 """
 
 from __future__ import annotations
 
 import itertools
-import random
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from pruning.count import same
 from pruning.rules import RULES, Piece, Rule
 from pruning.timed import name_of
-from pruning.trace import AgentRun, TracedMessage
+from pruning.tokens import AskedRun
 
 from kvweave import Engine
-from kvweave.demo.vocabulary import ASK, FILLER, text
 from kvweave.run.model import Runner
 from kvweave.suite import stats
 from kvweave.suite.exam import Exam, judge
-from kvweave.suite.protocols import Draft, Size
 from kvweave.suite.reply import Heard
 from kvweave.suite.words import Question
 from kvweave.weave.context import Context
 from kvweave.weave.plan import Plan
 
-WAYS = {"none": ("none", 0.0), "auto": ("auto", 0.05), "auto 15 %": ("auto", 0.15)}
-WINDOW = 16_000  # what the rules' sizes are for; runs here are shorter, and counted up to it
-
-
-@dataclass(frozen=True)
-class AskedRun:
-    """A run in tokens: what each message, mark and summary says, and what is asked for each answer.
-
-    ``run`` has the tokens that rules see. ``needs``: the message that an answer's fact stands in.
-    """
-
-    run: AgentRun
-    said: list[list[int]]
-    mark: list[int]
-    summary: list[int]
-    questions: dict[int, Question]
-    needs: dict[int, int]
-
-    def tokens(self, piece: Piece) -> list[int]:
-        """Return the tokens of a piece; each summary says something else."""
-        kind, index = piece.key
-        if kind == "message":
-            return self.said[index]
-        return (
-            self.mark if kind == "mark" else self.summary[index % 7 :] + self.summary[: index % 7]
-        )
-
-
-def made_runs(exam: Exam, n: int, seed: int = 0, steps: int = 30) -> Iterator[AskedRun]:
-    """Yield runs of the bundled model's world. Facts are asked for that stand in this output or one
-    before it, mostly a recent one, half of them taken over from there."""
-    for index in range(n):
-        yield made_run(exam, random.Random(f"{seed}/{index}"), f"world/{index}", steps)
-
-
-def made_run(exam: Exam, rng: random.Random, name: str, steps: int) -> AskedRun:
-    """Make one of them."""
-    words, draft = (
-        exam.words,
-        Draft(rng, Size(notes=(steps, steps), entities=(36, 36), filler=(6, 14))),
-    )
-    facts: list[tuple[str, str, str, int]] = []
-    asked: list[tuple[str, str, str, int]] = []
-    for step in range(steps):
-        facts.append((*draft.fact(step), step))
-        recent = [f for f in facts if f[3] >= step - (4 if rng.random() < 0.8 else step)]
-        entity, attribute, value, where = rng.choice(recent)
-        if rng.random() < 0.5 and where < step:
-            other = draft.take(lambda p, a=attribute, e=entity: p[1] == a and p[0] != e)
-            draft.add(step, "from", entity, attribute, "same", *other, "also")
-            entity = other[0]
-        asked.append((entity, attribute, value, where))
-    notes = [draft.text(step) for step in range(steps)]
-    messages = [TracedMessage("system", 1), TracedMessage("user", 1)]
-    said = [list(words.head), words.user(text(rng.choices(FILLER, k=12)))]
-    questions, needs = {}, {}
-    before: list[int] = []
-    for step, (entity, attribute, value, where) in enumerate(asked):
-        again = rng.random() < 0.1 and before
-        call = rng.choice(before) if again else step
-        before.append(call)
-        messages.append(TracedMessage("tool", 1, "look", str(call)))
-        said.append(list(words.user(f"{notes[step]} {text([ASK, entity, attribute])}")))
-        reply = text([entity, attribute, value, "."])
-        questions[len(messages)] = Question(
-            "asked", words.tokens(words.header), words.expected(reply), value
-        )
-        needs[len(messages)] = 2 + 2 * where
-        messages.append(TracedMessage("assistant", 1))
-        said.append([*words.tokens(words.header), *words.reply(reply)])
-    return counted_up(AgentRun(name, tuple(messages)), said, words.user("so well ."),
-                      words.user(text(rng.choices(FILLER, k=20))), questions, needs)  # fmt: skip
-
-
-def text_runs(
-    exam: Exam, runs: Sequence[AgentRun], steps: int = 30, sizes: tuple[int, int] = (20, 36)
-) -> Iterator[AskedRun]:
-    """Yield the first requests of runs that have text, of each message the first tokens: ``sizes`` of an
-    answer and of an output."""
-    for run in runs:
-        messages, said, questions = [], [], {}
-        for i, message in enumerate(run.messages[: 2 * steps + 2]):
-            size = sizes[message.role != "assistant"]
-            tokens = exam.words.maker.tokens(message.text[: 8 * size] or "-")[:size]
-            if i == 0:
-                tokens = [*exam.words.head, *tokens]
-            if message.role == "assistant" and len(tokens) > 8:
-                questions[i] = Question("prose", tuple(tokens[:4]), tuple(tokens[4:]))
-            messages.append(replace(message, tokens=1))
-            said.append(list(tokens))
-        marks = [exam.words.maker.tokens(t) for t in ("Old output cleared.\n", "The messages before this are a summary of what was done so far.\n")]  # fmt: skip
-        yield counted_up(
-            AgentRun(run.name, tuple(messages)), said, marks[0], marks[1], questions, {}
-        )
-
-
-def counted_up(
-    run: AgentRun, said: list[list[int]], mark: Sequence[int], summary: Sequence[int],
-    questions: dict[int, Question], needs: dict[int, int],
-) -> AskedRun:  # fmt: skip
-    """Return it with lengths for the rules, as if it filled the window they are for."""
-    factor = WINDOW / sum(map(len, said))
-    messages = [
-        replace(m, tokens=max(1, round(factor * len(t))))
-        for m, t in zip(run.messages, said, strict=True)
-    ]
-    return AskedRun(
-        replace(run, messages=tuple(messages)), said, list(mark), list(summary), questions, needs
-    )
+Ways = Mapping[str, tuple[str, float]]  # strategy, share
+WAYS: Ways = {"none": ("none", 0.0), "auto": ("auto", 0.05), "auto 15 %": ("auto", 0.15)}
+FLOOR: dict[str, Ways] = {
+    "no edits": {"none": WAYS["none"]},
+    "SWE-agent, last 5": {**WAYS, "full": ("full", 1.0)},  # the rule of the most edits
+}
+MEASURED = 12  # requests of a run of text
 
 
 class Living:
@@ -183,80 +78,163 @@ class Living:
         [reply] = exam.replies([(self.context, start, question.asked[-1:])], [question])
         return reply
 
-    def answered(self, answer: Piece) -> None:
-        """Put the answer there instead of what was asked; in idle time all gets canonical KV."""
+    def answered(self, answer: Piece) -> Plan:
+        """Put the answer there instead of what was asked, as if it had been decoded: nothing is repaired
+        for it. In idle time all gets canonical KV."""
         self.context.drop(-1, -2)
         self.add(len(self.context.parts), answer)
         self.before.append(answer)
-        self.context.weave()
+        plan = self.context.weave(share=0.0)
         self.engine.denoise()
+        return plan
 
     def close(self) -> None:
         """Let go of it."""
         self.engine.close()
 
 
-def replayed(exam: Exam, asked: AskedRun, name: str, rule: Rule, ways: dict[str, tuple[str, float]] = WAYS) -> Iterator[dict[str, Any]]:  # fmt: skip
-    """Yield what each way did at each request from the first edit on."""
-    contexts = {way: Living(exam.runner, asked, *how) for way, how in ways.items()}  # type: ignore[arg-type]
-    before: list[Piece] = []
-    was_edited = False
-    for request, index in enumerate(i for i in asked.run.asked if i in asked.questions):
-        question = asked.questions[index]
+@dataclass(frozen=True)
+class EditedRequest:
+    """What a rule sends for an answer."""
+
+    number: int
+    answer: int  # the message
+    now: list[Piece]
+    edited: bool  # it does not just go on from the one before
+
+
+def requests(asked: AskedRun, rule: Rule) -> list[EditedRequest]:
+    """Return all requests of a run under a rule."""
+    found, before = list[EditedRequest](), list[Piece]()
+    for number, index in enumerate(i for i in asked.run.asked if i in asked.questions):
         now = rule.edit(asked.run.messages[:index])
-        is_edited = same(before, now) < len(before)
-        was_edited = was_edited or is_edited
-        truth = None
-        if was_edited:
-            prompt = [t for piece in now for t in asked.tokens(piece)]
-            [truth] = exam.oracle(prompt, [question])
-        stands = index not in asked.needs or ("message", asked.needs[index]) in {k for k, _ in now}
-        for way, living in contexts.items():
-            plan = living.request(now, question.asked)
-            if truth is not None:
-                reply = living.heard(exam, question)
-                right, kl, _ = judge(question, truth, reply)
-                yield {
-                    "rule": name, "run": asked.run.name, "request": request, "way": way, "edited": is_edited,
-                    "stands": stands, "kl": kl, "right": right, "full": judge(question, truth, truth)[0],
-                    "top1": float((reply.logits.argmax(-1) == truth.logits.argmax(-1)).double().mean()),
-                    "sent": plan.n_tokens, "prefilled": plan.prefilled, "repaired": plan.repaired,
-                }  # fmt: skip
-            living.answered(Piece(("message", index), asked.run.messages[index].tokens))
-        before = [*now, Piece(("message", index), asked.run.messages[index].tokens)]
-    for living in contexts.values():
-        living.close()
+        found.append(EditedRequest(number, index, now, same(before, now) < len(before)))
+        before = [*now, *asked.whole(index + 1)[-1:]]
+    return found
+
+
+def chosen(all_of_them: Sequence[EditedRequest], most: int) -> set[int]:
+    """Return the numbers of at most so many requests from the first edit on, spread evenly, the first and
+    the last among them; of all where nothing is edited."""
+    first = next((r.number for r in all_of_them if r.edited), 0)
+    there = [r.number for r in all_of_them[first:]]
+    return {there[round(x)] for x in np.linspace(0, len(there) - 1, min(most, len(there)))}
+
+
+class Replay:
+    """Replays one run, under one rule after the other. ``most``: requests measured of each."""
+
+    def __init__(self, exam: Exam, asked: AskedRun, most: int = MEASURED) -> None:
+        self.exam, self.asked, self.most = exam, asked, most
+        self._whole: dict[int, Heard] = {}
+
+    def truth(self, pieces: Sequence[Piece], answer: int) -> Heard:
+        """Return the answer that a full prefill of these pieces gives."""
+        prompt = self.asked.prompt(pieces)
+        [heard] = self.exam.oracle(prompt, [self.asked.questions[answer]])
+        return heard
+
+    def whole(self, answer: int) -> Heard:
+        """Return what a full prefill of the unedited prompt gives; once for all rules."""
+        if answer not in self._whole:
+            self._whole[answer] = self.truth(self.asked.whole(answer), answer)
+        return self._whole[answer]
+
+    def under(self, name: str, rule: Rule, ways: Ways = WAYS) -> Iterator[dict[str, Any]]:
+        """Yield what each way did at each request that is measured."""
+        asked, every = self.asked, requests(self.asked, rule)
+        measured = chosen(every, self.most)
+        if name != "no edits" and not any(r.edited for r in every):
+            return
+        living = {way: Living(self.exam.runner, asked, *how) for way, how in ways.items()}  # type: ignore[arg-type]
+        for request in every:
+            question, answer = asked.questions[request.answer], asked.whole(request.answer + 1)[-1]
+            is_measured = request.number in measured
+            truth = self.truth(request.now, request.answer) if is_measured else None
+            for way, context in living.items():
+                plan = context.request(request.now, question.asked)
+                if truth is not None:
+                    reply = context.heard(self.exam, question)
+                    told = {"rule": name, "run": asked.run.name, "way": way}
+                    yield told | self.compared(request, truth, reply, plan)
+                context.answered(answer)
+        for context in living.values():
+            context.close()
+
+    def compared(
+        self, request: EditedRequest, truth: Heard, reply: Heard, plan: Plan
+    ) -> dict[str, Any]:
+        """Return how one reply is, against a full prefill's."""
+        question, needs = self.asked.questions[request.answer], self.asked.needs
+        keys = {key for key, _ in request.now}
+        right, kl, nll = judge(question, truth, reply)
+        full, _, full_nll = judge(question, truth, truth)
+        _, moved, _ = judge(question, truth, self.whole(request.answer))
+        same_choice = reply.logits.argmax(-1) == truth.logits.argmax(-1)
+        return {
+            "request": request.number, "edited": request.edited, "kl": kl, "moved": moved, "nll": full_nll, "lost": nll - full_nll,
+            "stands": request.answer not in needs or ("message", needs[request.answer]) in keys,
+            "top1": float(same_choice.double().mean()), "right": right, "full": full,
+            "sent": plan.n_tokens, "prefilled": plan.prefilled, "repaired": plan.repaired,
+        }  # fmt: skip
 
 
 def drifts(
-    exam: Exam, runs: Sequence[AskedRun], step: Callable[[str], None]
+    exam: Exam, runs: Sequence[AskedRun], step: Callable[[str], None], most: int = MEASURED
 ) -> list[dict[str, Any]]:
-    """Return the trials of all rules that edit."""
+    """Return the trials of all rules."""
     found = []
-    for asked, (name, make) in itertools.product(runs, list(RULES.items())[1:]):
-        found += replayed(exam, asked, name, make())
-        step(name)
+    for asked in runs:
+        replay = Replay(exam, asked, most)
+        for name, make in RULES.items():
+            found += replay.under(name, make(), FLOOR.get(name, WAYS))
+            step(name)
     return found
 
 
 def summed(trials: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return a row a rule and way: KL and first choices over all requests since the first edit, right
-    answers where the fact still stands in the prompt."""
+    """Return a row a rule and way; intervals are [value, low, high], of runs drawn as wholes.
+
+    ``kl``, ``moved`` (by the edit itself) and ``lost`` (log-likelihood of what the run says next) are nats a
+    token; ``late``: KL in the second half of a run's requests over that in the first; ``of_none``: KL over
+    that without repair; ``right`` of facts that still stand in the prompt.
+    """
     rows = []
     for rule, way in dict.fromkeys((t["rule"], t["way"]) for t in trials):
-        mine = [t for t in trials if (t["rule"], t["way"]) == (rule, way)]
-        there = [t for t in mine if t["stands"]]
-        by_run = [
-            [t["kl"] for t in mine if t["run"] == run]
-            for run in dict.fromkeys(t["run"] for t in mine)
-        ]
+        mine = by_run(trials, rule, way)
+        every = list(itertools.chain(*mine))
+        there = [t for t in every if t["stands"]]
         rows.append({
-            "rule": rule, "way": way, "n": len(mine), "runs": len(by_run), "n_there": len(there),
-            "kl": stats.mean(by_run).to_list(),
-            "kl_95": float(np.quantile([t["kl"] for t in mine], 0.95)),
-            "top1": float(np.mean([t["top1"] for t in mine])),
-            "right": float(np.mean([t["right"] for t in there])),
-            "full": float(np.mean([t["full"] for t in there])),
-            "repaired": sum(t["repaired"] for t in mine) / sum(t["sent"] for t in mine),
+            "rule": rule, "way": way, "n": len(every), "runs": len(mine), "n_there": len(there),
+            **{key: stats.mean([[t[key] for t in run] for run in mine]).to_list() for key in ("kl", "moved", "lost", "top1")},
+            "kl_95": stats.quantile([t["kl"] for t in every], 0.95),
+            "late": late(mine), "of_none": of_none(mine, by_run(trials, rule, "none")),
+            **{key: float(np.mean([t[key] for t in there])) if there else None for key in ("right", "full")},
+            "nll": float(np.mean([t["nll"] for t in every])),
+            "sent": float(np.mean([t["sent"] for t in every])),
+            "repaired": sum(t["repaired"] for t in every) / sum(t["sent"] for t in every),
         })  # fmt: skip
     return rows
+
+
+def by_run(trials: Sequence[dict[str, Any]], rule: str, way: str) -> list[list[dict[str, Any]]]:
+    """Return the trials of a rule and way, run by run."""
+    mine = [t for t in trials if (t["rule"], t["way"]) == (rule, way)]
+    return [[t for t in mine if t["run"] == run] for run in dict.fromkeys(t["run"] for t in mine)]
+
+
+def late(runs: Sequence[Sequence[dict[str, Any]]]) -> list[float] | None:
+    """Return the KL of the second halves over that of the first; None where runs have no halves."""
+    halves = [(run[: len(run) // 2], run[-(len(run) // 2) :]) for run in runs if len(run) > 1]
+    if not halves:
+        return None
+    first, second = ([[t["kl"] for t in half] for half in side] for side in zip(*halves, strict=True))  # fmt: skip
+    return stats.ratio(second, first).to_list()
+
+
+def of_none(
+    runs: Sequence[Sequence[dict[str, Any]]], none: Sequence[Sequence[dict[str, Any]]]
+) -> list[float]:
+    """Return the KL over that without repair."""
+    found, other = ([[t["kl"] for t in run] for run in side] for side in (runs, none))
+    return stats.ratio(found, other).to_list()
