@@ -13,7 +13,7 @@ import torch
 from kvweave import Engine, Runner, Sampling
 from kvweave.errors import ContextTooLong, InvalidArgument, KVWeaveError
 from kvweave.keep.tokens.access import Rule
-from kvweave.probe import PageTrace, Recording, record
+from kvweave.probe import PageTrace, Recording, record, recorder
 
 KINDS = ("llama", "gemma3", "gpt_oss_sinks", "gpt_neox", "deepseek_v3_latent")
 GREEDY = Sampling(max_tokens=40, ignore_eos=True)
@@ -132,6 +132,21 @@ def test_what_is_there_when_it_is_cut_off_is_readable(tmp_path: Path) -> None:
     with engine, pytest.raises(Enough):
         record(engine, prompt(), path, GREEDY, Recording(block=8), progress=stop)
     assert PageTrace(path).n_steps == 16
+
+
+def test_steps_of_many_pages_are_written_sooner(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks are as long as bytes allow, and what they say is the same."""
+    _, engine = made("llama")
+    with engine:
+        whole = record(engine, prompt(), tmp_path / "a.kvt", GREEDY, Recording(page=1))
+        heads = len(whole.header.heads)
+        monkeypatch.setattr(recorder, "HELD", 5 * heads * 60 * 4)
+        short = record(engine, prompt(), tmp_path / "b.kvt", GREEDY, Recording(page=1))
+    assert [some.n for some in whole] == [39] and max(some.n for some in short) <= 8
+    assert np.array_equal(whole.whole().mass, short.whole().mass)
+    assert np.array_equal(whole.whole().access, short.whole().access)
 
 
 @pytest.mark.parametrize(

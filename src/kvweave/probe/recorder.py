@@ -1,7 +1,7 @@
 """Record what decoding reads of its KV: by step, layer, kv head and page.
 
 The recorder is an `Observer`: it adds the attention of a row up by page as soon as a layer shows it,
-so that beside the rows there are only pages: ``block`` steps of [head, page].
+so that beside the rows there are only pages: ``block`` steps of [head, page], or fewer where these are many.
 """
 
 from __future__ import annotations
@@ -24,7 +24,10 @@ from kvweave.run.base import Backend, Ints, LayerInfo, Observer, Rows, Work
 from kvweave.run.sample import Sampler, Sampling, sample
 
 SLICE = 512  # rows of a prompt in one pass
-BLOCK = 64  # steps of a block of the file
+BLOCK = 64  # steps of a block of the file, at most
+HELD = (
+    16 << 20
+)  # bytes of steps that wait to be written: what is made of them takes some times as much
 OWN_NOTES = frozenset(("prompt_tokens", "text", "tokens", "seconds"))
 Progress = Callable[[int], None]
 
@@ -37,7 +40,7 @@ class Probed(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """How to record: ``page`` slots a page, ``rule`` what counts as read, ``block`` steps at once.
+    """How to record: ``page`` slots a page, ``rule`` what counts as read, ``block`` steps at once at most.
 
     Raises InvalidArgument.
     """
@@ -96,6 +99,16 @@ class PageRecorder(Observer):
     def n(self) -> int:
         """Steps that were not taken yet."""
         return len(self._done)
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of these steps."""
+        return sum(step.nbytes for step in self._done)
+
+    @property
+    def full(self) -> bool:
+        """Whether it is time to take them."""
+        return self.n == self.how.block or self.n_bytes >= HELD
 
     @torch.inference_mode()
     def take(self) -> tuple[Tensor, Tensor]:
@@ -199,7 +212,7 @@ def _decode(
         recorder.starts(rows.n)
         work = Work(rows, np.array([choice.token]), slot, slot, np.array([0]), observer=recorder)
         logits = backend.forward([work])[0][0]
-        if recorder.n == recorder.how.block:
+        if recorder.full:
             first = _write(writer, recorder, said, first)
         if progress is not None:
             progress(1)
