@@ -1,4 +1,4 @@
-"""Write the measured numbers of README.md and of codecs, fidelity, memory, prune-bench, repair, simulate, study and vllm in docs/ from ``bench/results/*.json``.
+"""Write the measured numbers of README.md and of codecs, fidelity, memory, probe, prune-bench, repair, simulate, study and vllm in docs/ from ``bench/results/*.json``.
 
 ``python docs/measured.py`` rewrites them between their markers; ``--check`` only compares. Of the
 suite's results nothing is written while there are none.
@@ -14,6 +14,7 @@ from typing import Any
 
 from in_vllm import in_vllm
 from on_gpu import on_gpu
+from probed import probed
 from pruned import pruned
 from regrets import regrets
 from remembered import remembered
@@ -33,6 +34,7 @@ VLLM = ROOT / "docs" / "vllm.md"
 CONCEPTS = ROOT / "docs" / "concepts.md"
 PRUNE = ROOT / "docs" / "prune-bench.md"
 STUDY = ROOT / "docs" / "study.md"
+PROBE = ROOT / "docs" / "probe.md"
 FIGURE = ROOT / "docs" / "fidelity.png"
 Row = dict[str, Any]
 SHOWN = (  # in the README: strategy and share
@@ -390,6 +392,7 @@ def main() -> int:
         (CONCEPTS, wasted(find("waste"))),
         (PRUNE, pruned(find("prune_agents"), find("amend"))),
         (STUDY, studied(find("study"))),
+        (PROBE, probed(find("record"), find("stalls"))),
     ):
         text = file.read_text()
         head, rest = text.split(BEGIN)

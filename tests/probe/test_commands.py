@@ -103,6 +103,11 @@ def test_replay(recorded: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["probe", "replay", str(recorded), "--ranking", "recent,oracle", "--json"]) == 0
     rows = {r["ranking"]: r for r in json.loads(capsys.readouterr().out)["results"]}
     assert [*rows] == ["recent", "oracle"] and rows["oracle"]["miss_rate"] <= 1
+    plain = rows["recent"]
+    args = ["--ranking", "milestone", "--json", "--deadline", "1e-9"]
+    assert main(["probe", "replay", str(recorded), *args]) == 0
+    (late,) = json.loads(capsys.readouterr().out)["results"]
+    assert late["miss_rate"] > 0 and plain["miss_rate"] > 0  # nothing comes in a nanosecond
 
 
 def test_ablate(recorded: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -87,8 +87,66 @@ def test_the_oracle_misses_least(tmp_path: Path) -> None:
     assert found["oracle"] == min(found.values()) < found["random"]
 
 
+def by_hand(
+    scores: list[dict[tuple[int, int], float]],
+    reads: list[set[tuple[int, int]]],
+    keep: int,
+    fit: int,
+) -> tuple[list[int], list[int]]:
+    """Pages brought and missed at each step: ``fit`` at most, the best first, ``keep`` a head."""
+    there: set[tuple[int, int]] = set()
+    brought, missed = [], []
+
+    def best(some: set[tuple[int, int]], by: dict[tuple[int, int], float]) -> set[tuple[int, int]]:
+        heads = {head for head, _ in some}
+        order = sorted(some, key=lambda at: (-by[at], -at[1]))
+        return {at for h in heads for at in [x for x in order if x[0] == h][:keep]}
+
+    for t, step in enumerate(reads):
+        wanted = best(set(scores[t]), scores[t]) - there
+        comes = set(sorted(sorted(wanted), key=lambda at: -scores[t][at])[:fit])
+        there = best(there | comes, scores[t])
+        brought.append(len(comes))
+        missed.append(len(step - there))
+        there = best(there | step, scores[t + 1])
+    return brought, missed
+
+
+@pytest.mark.parametrize("fit", [0, 1, 3, 100])
+def test_what_is_brought_ahead_comes_by_the_deadline_the_most_wanted_first(
+    fit: int, tmp_path: Path
+) -> None:
+    rng = np.random.default_rng(fit)
+    heads, n_pages, n = 3, 10, 40
+    mass = rng.random((heads, n_pages, n)) ** 4
+    some = synthetic.steps(mass, over=0.3)
+    trace = synthetic.trace(tmp_path / "a.kvt", some, page=1000, prompt=9001)
+    tier, size, each = SlowTier("ssd", 1e6, 0.5, 0.25), 1000.0, 0.25 + 0.001
+    deadline = 0.5 + (fit + 0.5) * each
+    how = Setting(size, 1e9, 0.0, True, deadline, PageBudget(0.3, 0, 0))
+    found = play(trace, "ema", tier, how)
+    totals, scores = np.zeros((heads, n_pages)), []
+    for t in range(n + 1):
+        scores.append({(h, p): totals[h, p] for h in range(heads) for p in range(n_pages)})
+        if t < n:
+            totals = totals * 0.5 ** (1 / 16) + some.mass[..., t]
+    reads = [{(int(h), int(p)) for h, p in np.argwhere(some.access[..., t])} for t in range(n)]
+    brought, missed = by_hand(scores, reads, 3, fit)
+    assert found.misses.tolist() == missed
+    assert np.allclose(
+        found.fetched, [size * (a + b) for a, b in zip(brought, missed, strict=True)]
+    )
+    assert np.allclose(found.stalls, [m and 0.5 + m * each for m in missed])  # nothing else waits
+    if fit == 100:
+        whole = play(trace, "ema", tier, Setting(size, 1e9, 0.0, True, None, PageBudget(0.3, 0, 0)))
+        assert np.array_equal(found.fetched, whole.fetched)
+
+
 def test_settings_that_make_no_sense(tmp_path: Path) -> None:
     with pytest.raises(InvalidArgument):
         SlowTier(bandwidth=0)
+    for wrong in (Setting, lambda **k: Setting(ahead=True, **(k | {"deadline": 0.0}))):
+        with pytest.raises(InvalidArgument, match="deadline"):
+            wrong(deadline=1.0)
     with pytest.raises(InvalidArgument, match="did you mean recent"):
         play(in_turn(tmp_path / "a.kvt"), "recnet")

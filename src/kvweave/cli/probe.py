@@ -82,8 +82,9 @@ def report(args: Namespace) -> None:
 def replay(args: Namespace) -> None:
     """Play a trace past tiers, one ranking after the other."""
     out, trace = Out.of(args), PageTrace(args.trace)
-    tier = SlowTier("slow", args.bandwidth, args.latency)
-    setting = Setting(args.page_bytes, args.decode, 0.0, args.ahead, PageBudget(args.budget))
+    tier = SlowTier("slow", args.bandwidth, args.latency, args.each)
+    ahead, budget = args.ahead or args.deadline is not None, PageBudget(args.budget)
+    setting = Setting(args.page_bytes, args.decode, 0.0, ahead, args.deadline, budget)
     names = list(RANKINGS) if args.ranking == ["all"] else args.ranking
     played = [play(trace, name, tier, setting) for name in names]
     if out.as_json:

@@ -71,6 +71,9 @@ def replay(p: ArgumentParser) -> None:
         help="of it, once a step that fetches (1e-5)",
     )
     p.add_argument(
+        "--each", type=float, default=0.0, metavar="S", help="of it, for each page besides (0)"
+    )
+    p.add_argument(
         "--page-bytes",
         type=positive,
         default=8192,
@@ -82,6 +85,12 @@ def replay(p: ArgumentParser) -> None:
         "--ahead",
         action="store_true",
         help="bring what the ranking wants while the step before runs",
+    )
+    p.add_argument(
+        "--deadline",
+        type=float,
+        metavar="S",
+        help="bring ahead only the most wanted pages that come within so long",
     )
 
 
