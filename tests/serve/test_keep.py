@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
 A = "Nina's river is wide . so well then we saw it . " * 6
 SYSTEM = "keep the notes ."
 
@@ -37,12 +39,13 @@ def test_a_request_says_what_stays(serve):
     assert "no token policy" in json.dumps(error)
 
 
-def test_a_context_says_what_went(serve):
+@pytest.mark.parametrize("keep", ["h2o:16,every=4", "milestone:16,page=4,every=4"])
+def test_a_context_says_what_went(serve, keep):
     anna = serve().anna
-    anna("POST", "/v1/contexts", {"name": "c", "system": SYSTEM, "keep": "h2o:16,every=4"}, 201)
+    anna("POST", "/v1/contexts", {"name": "c", "system": SYSTEM, "keep": keep}, 201)
     anna("POST", "/v1/contexts/c:ask", {"content": A, "max_tokens": 4})
     plan = anna("GET", "/v1/contexts/c")["plan"]
-    assert plan["shed"]["keep"] == "h2o:16,every=4"
+    assert plan["shed"]["keep"] == keep
     assert 0 < plan["shed"]["n_freed"] < plan["shed"]["n_rows"] and 0 < plan["shed"]["lost"] < 1
     assert plan["drift"] is None and plan["approximate"]["freed"] > 0
     anna.error("POST", "/v1/contexts", {"name": "d", "keep": "h2o:16", "prune": "evict"})
@@ -53,6 +56,8 @@ def test_a_context_says_what_went(serve):
 def test_a_chunk_is_compressed_by_its_owner(serve):
     served = serve()
     entry = served.anna.put("docs/a", A)
+    error = served.anna.error("POST", "/v1/chunks/docs/a:compress", {"keep": "milestone:0.3"})
+    assert "nothing decodes" in json.dumps(error)
     small = served.anna(
         "POST", "/v1/chunks/docs/a:compress", {"keep": "kvzip:0.3", "to": "docs/small"}
     )["data"][0]
