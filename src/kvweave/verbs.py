@@ -25,6 +25,7 @@ from types import FunctionType, NoneType, UnionType
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar, Union, cast, get_args, get_origin
 
 from kvweave.errors import InvalidArgument
+from kvweave.interrupts import HELD
 
 T = TypeVar("T")
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
@@ -83,7 +84,7 @@ def checking(function: FunctionT) -> FunctionT:
         args, options = asked[0].take(args, options, gate)
         if gate is None:
             return function(self, *args, **options)
-        with gate.lock:
+        with gate.lock, HELD:
             gate.require(function.__name__, self.closed)
             return function(self, *args, **options)
 

@@ -13,6 +13,7 @@ from transformers import AutoTokenizer
 from kvweave import Engine, Runner, Sampling
 from kvweave.errors import ContextBusy, InvalidArgument
 from kvweave.weave.chat import ChatFormat
+from kvweave.weave.weaver import Weaver
 
 TEMPLATE = (
     "{% for m in messages %}{{ '<|' + m['role'] + '|>' + m['content'] | trim + '<|end|>' }}{% endfor %}"
@@ -239,3 +240,49 @@ def test_wraps_are_found_by_rendering(system: bool) -> None:
 def test_without_a_template_roles_are_lines() -> None:
     chat = ChatFormat(None)
     assert chat.message("user", "hi") + chat.header() == "User: hi\nAssistant:"
+
+
+class HalfCharacters:
+    """Each token is an ``x`` and the first byte of a character of three."""
+
+    def decode(self, ids: list[int], **_: object) -> str:
+        return (b"x\xe2" * len(ids)).decode(errors="replace")
+
+
+def test_a_stop_string_in_text_that_was_held_back_stops_too(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    context = engine.context("c")
+    context.append([5, 6, 7])
+    before = context.tokens()
+    monkeypatch.setattr(engine.runner, "tokenizer", HalfCharacters())
+    answer = context.generate(1, stop=("x",), ignore_eos=True)
+    assert (answer.text, answer.finish, answer.stopped_by) == ("", "stop", "x")
+    assert context.tokens() == before
+    turn = context.begin(Sampling(max_tokens=2, stop=("x",), ignore_eos=True))
+    while not turn._weaving.request.out:
+        engine.loop.step()
+    assert (turn.cancel().text, turn.cancel().finish) == ("", "cancelled")
+    assert context.tokens() == before
+
+
+def test_answers_that_run_together_all_end_though_one_cannot_be_taken_in(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, b = engine.context("a"), engine.context("b")
+    for context in (a, b):
+        context.append([5, 6, 7])
+    commit, n = Weaver.commit, 0
+
+    def half(*args: Any) -> None:
+        nonlocal n
+        n += 1
+        if n == 1:
+            raise MemoryError("no room")
+        commit(*args)
+
+    monkeypatch.setattr(Weaver, "commit", half)
+    with pytest.raises(MemoryError):
+        engine.generate_many([a, b], 2, ignore_eos=True)
+    assert not a.session.busy and not b.session.busy
+    assert (len(a.tokens()), len(b.tokens())) == (3, 5)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from kvweave.chunk.identity import ChunkId
 from kvweave.chunk.record import Fields, Record
+from kvweave.interrupts import HELD
 
 Holders = dict[ChunkId, dict[str, int]]
 """id -> context -> how often it holds it"""
@@ -61,10 +62,18 @@ class Transaction:
         self._end = end
 
     def __enter__(self) -> None:
-        self._begin()
+        HELD.__enter__()
+        try:
+            self._begin()
+        except BaseException:
+            HELD.__exit__()
+            raise
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._end(kind is not None)
+        try:
+            self._end(kind is not None)
+        finally:
+            HELD.__exit__()
 
 
 def require(truth: object, sentence: str) -> None:

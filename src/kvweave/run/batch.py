@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvweave.interrupts import let_in
 from kvweave.run.base import NO_SLOTS, Ints, LayerInfo, Mask, Work, fixed_from, readers_of
 from kvweave.run.graphs import Form
 from kvweave.run.layers import At, span_of
@@ -201,6 +202,7 @@ class Batch:
         Raises StopPass after the last layer that is wanted, LoadFailed; KeysWritten after the last
         one of all in a pass that is narrowed.
         """
+        let_in()
         if self.kept_of is not None:
             return
         writing = [part for part in self.parts if layer <= part.last]
@@ -223,6 +225,7 @@ class Batch:
     def write_turned(self, layer: int, keys: Tensor, values: Tensor) -> None:
         """Store a layer's rows of the only part, whose keys stand at their positions. Raises
         LoadFailed."""
+        let_in()
         (part,) = self.parts
         if layer > part.last:
             return

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from kvweave.errors import InvalidArgument, LoadFailed
+from kvweave.interrupts import let_in
 from kvweave.run.base import Backend, Ints, Observer, Rows, Steps, Work
 from kvweave.run.sample import Choice, Detokenizer, Sampler, Sampling, StopScanner, decoder, sample
 from kvweave.run.schedule import Grant, Job, Schedule
@@ -172,6 +173,7 @@ class Loop:
 
         What fails fails only the requests at fault: see `Request.error`.
         """
+        let_in()
         started, grants = time.perf_counter(), self._plan()
         if not grants and all(request.logits is None for request in self.requests.values()):
             waits = any(request.loading for request in self.requests.values())
@@ -366,6 +368,7 @@ class Loop:
         request.work, request.found, request.logits = None, [], None
         if flush and request.detokenizer is not None and request.scanner is not None:
             text, stopped = request.scanner.feed(request.detokenizer.flush())
+            request.finish = "stop" if stopped and why == "length" else why
             self._emit(request, text if stopped else text + request.scanner.flush())
 
     def _fail(self, request: Request, error: BaseException) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from kvweave.errors import ContextTooLong
+from kvweave.interrupts import let_in
 from kvweave.run import attention
 from kvweave.run.base import Work
 from kvweave.run.batch import Batch
@@ -28,6 +29,7 @@ def one_pass(
     last = max(int(work.positions[-1]) for work in works)
     if last >= limit:
         raise ContextTooLong(last + 1, limit)
+    let_in()
     batch = make()
     token = attention.current.set(batch)
     try:

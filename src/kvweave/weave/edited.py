@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Self
 
 from kvweave.chunk.identity import ChunkId
 from kvweave.errors import ChunkNotFound, ContextBusy, ContextTooLong, InvalidArgument
+from kvweave.interrupts import HELD
 from kvweave.verbs import checked
 from kvweave.weave.costs import Costs
 from kvweave.weave.edits import adopted, find, inserted
@@ -77,7 +78,8 @@ class EditedParts:
 
         They are one version of the context; ``verb`` is what its log calls it. Other threads wait.
         """
-        with self.gate.lock, self._editing(verb):
+        mine = HELD.depth == 0
+        with self.gate.lock, HELD, self._editing(verb), HELD.outside() if mine else nullcontext():
             yield self
 
     @contextmanager

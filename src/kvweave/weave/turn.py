@@ -10,6 +10,7 @@ import numpy as np
 
 from kvweave.chunk.identity import Kind
 from kvweave.errors import InvalidArgument, OverBudget
+from kvweave.interrupts import HELD
 from kvweave.run.base import Ints
 from kvweave.run.sampling import Choice, Sampling
 from kvweave.verbs import checked
@@ -150,7 +151,7 @@ class Turn:
             while True:
                 while request.fresh:
                     yield request.fresh.pop(0)
-                with self.gate.lock:
+                with self.gate.lock, HELD:
                     if self.done or not self._session.loop.step():
                         break
             yield from request.fresh
@@ -277,9 +278,9 @@ class Turn:
         out = list(request.out)
         ends = self._session.weaver.backend.ends | set(request.sampling.stop_tokens)
         if request.finish == "stop" and out and out[-1] in ends:
-            return out[:-1]
-        decode = loop.decode(request.sampling.shown)
-        if request.finish == "stop" and decode is not None:
+            out.pop()
+        decode, scanner = loop.decode(request.sampling.shown), request.scanner
+        if decode is not None and scanner is not None and scanner.matched is not None:
             while out and not request.text.startswith(decode(out)):
                 out.pop()
         return out
@@ -340,12 +341,21 @@ def run_all(turns: list[Turn]) -> list[Answer]:
     """
     if not turns:
         return []
+    failure: Exception | None = None
     try:
         turns[0]._session.loop.run(lambda: all(t.done for t in turns))
-    except BaseException:
         for turn in turns:
+            try:
+                turn.finish()
+            except Exception as error:
+                failure = failure or error
+    except BaseException:
+        for turn in turns:  # those that have their answer keep it
             turn.abandon()
         raise
-    for turn in (t for t in turns if not t.failed):
-        turn.finish()
-    return [turn.finish() for turn in turns]
+    try:
+        if failure is not None:
+            raise failure
+        return [turn.finish() for turn in turns]
+    finally:
+        del failure  # its traceback knows this frame: a circle
