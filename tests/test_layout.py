@@ -21,7 +21,7 @@ SRC = ROOT / "src" / "kvweave"
 
 # Each may import from those before it and from itself; those in one row not from each other.
 ORDER = (
-    ("errors",),
+    ("errors", "interrupts"),
     ("verbs",),
     ("config",),
     ("chunk",),

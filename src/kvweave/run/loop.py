@@ -163,8 +163,7 @@ class Loop:
 
     def cancel(self, key: int) -> None:
         """Stop a request; the rows computed up to now stay."""
-        if key in self.requests:
-            request = self.requests[key]
+        if (request := self.requests.get(key)) is not None:
             self._finish(request, "cancelled")
             self._close(request)
 
@@ -295,8 +294,7 @@ class Loop:
             request.n_run += grant.n_rows
             request.found.append(logits)
             if not request.n_pending:
-                pieces = request.found
-                found = torch.cat(pieces) if len(pieces) > 1 else pieces[0]
+                found = torch.cat(request.found) if len(request.found) > 1 else request.found[0]
                 self._advance(request, lambda: request.steps.send(found))
 
     def _advance(self, request: Request, go: Callable[[], Work]) -> None:

@@ -24,6 +24,7 @@ from transformers import (
 
 from kvweave.errors import CannotMove, CannotRun, ContextTooLong, InvalidArgument
 from kvweave.run import attention
+from kvweave.run.apart import apart
 from kvweave.run.base import Capability, LayerInfo, Work, fixed_from, n_numbers, readers_of
 from kvweave.run.batch import Batch, StopPass
 from kvweave.run.fingerprint import fingerprint
@@ -117,6 +118,7 @@ class Runner:
         ModelUnusable: the directory or the weights cannot be loaded.
     """
 
+    @apart()
     def __init__(
         self,
         model: PreTrainedModel,
@@ -248,6 +250,7 @@ class Runner:
         """Return uninitialised KV for ``n`` tokens."""
         return KV.empty(self.shapes, n, self.dtype, self.device)
 
+    @apart()
     @torch.inference_mode()
     def forward(self, works: Sequence[Work]) -> list[Tensor]:
         """Run works of different contexts in one pass; return each one's logits [want, vocab], in
