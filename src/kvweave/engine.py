@@ -77,6 +77,7 @@ class Engine:
         loads = isinstance(model, str | Path)
         self.runner: Backend = Runner.load(str(model), **loading) if loads else model  # type: ignore[arg-type,assignment]
         self._home = None if home is None else Home(Path(home), self.runner.fingerprint)
+        self.home = None if self._home is None else self._home.path
         where, index = (self._home.path, self._home.index) if self._home else (None, None)
         self.table = Table(self.config.index or index)
         with contextlib.ExitStack() as opened:  # what fails from here on leaves no lock behind

@@ -17,7 +17,8 @@ from kvweave.serve.chat.sealed import seal
 from kvweave.serve.responses import store as stores
 from kvweave.serve.responses.compact import given
 from kvweave.serve.responses.items import digest, fresh
-from kvweave.serve.responses.store import Compaction, NamespaceStore, StoredResponse
+from kvweave.serve.responses.records import Compaction, StoredResponse
+from kvweave.serve.responses.store import NamespaceStore
 
 ASKED = "Anna's river is cold ."
 Json = dict[str, Any]

@@ -6,6 +6,7 @@
                                 "tiers": what `serve --tier` was given
                model.json       the model's fingerprint     the engine's; KV of no other model enters
                index.sqlite     names, ids, tokens
+               responses.sqlite what a server keeps of responses: `kvweave.serve.responses.saved`
                kv/              KV on disk: `kvweave.store.tier.disk`
 """
 

@@ -76,6 +76,7 @@ def create_app(engine: Engine, options: Options | None = None) -> FastAPI:
 
     @asynccontextmanager
     async def life(app: FastAPI) -> AsyncGenerator[None, None]:
+        state.responses.expire(time.time() - options.retain)
         driver.start()
         expiring = asyncio.create_task(_expire(state, options.retain))
         try:
@@ -83,6 +84,7 @@ def create_app(engine: Engine, options: Options | None = None) -> FastAPI:
         finally:
             expiring.cancel()
             await asyncio.to_thread(driver.stop, GRACE)
+            await asyncio.to_thread(state.responses.close)
 
     app = _App(
         title="kvweave",

@@ -65,7 +65,7 @@ class ServerState:
         self.longest = min(self.limit, options.max_prompt or self.limit)  # prompt, in tokens
         self.idempotent = Idempotent()
         self.placements = Placements(engine)
-        self.responses = ResponseStore()
+        self.responses = ResponseStore(engine.home)
         self.embedding = FairLock()  # one vector is made at a time
         self.was_full = float("-inf")  # when the disk had no room, by `time.monotonic`
 

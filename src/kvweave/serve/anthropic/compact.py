@@ -20,7 +20,7 @@ from typing import Any
 from kvweave.serve.anthropic.blocks import CompactionBlock, DialogueMessage, TextBlock
 from kvweave.serve.chat.sealed import seal, unseal
 from kvweave.serve.chat.summary import WrittenSummary, fewest
-from kvweave.serve.responses.store import Compaction
+from kvweave.serve.responses.records import Compaction
 
 SUMMARY = "This is a summary of the conversation so far:\n\n{}"
 ASK = (

@@ -21,7 +21,7 @@ from kvweave.serve.chat.count import chat_tokens
 from kvweave.serve.chat.sealed import seal, unseal
 from kvweave.serve.chat.summary import fewest, summary_room, write_summary
 from kvweave.serve.responses.items import ResponseItem, digest, messages_of, new_id
-from kvweave.serve.responses.store import Compaction
+from kvweave.serve.responses.records import Compaction
 from kvweave.serve.state import ServerState
 
 ASK = (

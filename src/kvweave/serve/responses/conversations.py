@@ -72,7 +72,7 @@ async def get_conversation(tenant: Tenant, the: The, id: str) -> _Json:
 async def note_conversation(tenant: Tenant, the: The, id: str, body: NewMetadata) -> _Json:
     """Note something else of a conversation."""
     found = the.responses.of(tenant).conversation(id)
-    found.metadata = body.metadata
+    found.note(body.metadata)
     return found.told()
 
 

@@ -12,9 +12,9 @@ from kvweave.serve.chat.asked import NEW_TOKENS, Asked
 from kvweave.serve.driver.work import Event
 from kvweave.serve.responses.compact import Conversed, compact, given
 from kvweave.serve.responses.items import ResponseItem, apart, fresh, read_items
+from kvweave.serve.responses.records import StoredResponse
 from kvweave.serve.responses.reply import Prepared, ResponseReply
 from kvweave.serve.responses.schemas import ResponsesRequest
-from kvweave.serve.responses.store import StoredResponse
 from kvweave.serve.state import ServerState
 
 

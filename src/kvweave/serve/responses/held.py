@@ -12,11 +12,22 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from kvweave.serve.chat.sealed import unseal
 from kvweave.serve.responses.items import ResponseItem
 
 POINTER = 8  # bytes that one more holder of an item takes
+
+
+class ItemFile(Protocol):
+    """Where items are written down while somebody holds them."""
+
+    def put(self, text: str) -> int:
+        """Write an item, as JSON; return its number."""
+
+    def drop(self, n: int) -> None:
+        """Remove it."""
 
 
 @dataclass(slots=True)
@@ -25,14 +36,16 @@ class _Held:
     id: str
     n_bytes: int
     summaries: tuple[str, ...]
+    n: int  # in the file
     n_holders: int = 0
 
 
 class HeldItems:
     """Items by id, while somebody holds them. Of two with one id, the later one is found."""
 
-    def __init__(self) -> None:
+    def __init__(self, file: ItemFile | None = None) -> None:
         self.n_bytes = 0
+        self._file = file
         self._held: dict[int, _Held] = {}  # by the object: it is here, so its address is its own
         self._by_id: dict[str, dict[int, ResponseItem]] = {}
         self._summaries: Counter[str] = Counter()  # compactions that items lead to
@@ -40,15 +53,23 @@ class HeldItems:
     def __len__(self) -> int:
         return len(self._held)
 
-    def hold(self, items: Sequence[ResponseItem]) -> int:
-        """Hold items once more; return the bytes of all of them, whoever holds them too."""
+    def hold(self, items: Sequence[ResponseItem], numbers: Sequence[int] | None = None) -> int:
+        """Hold items once more; return the bytes of all of them, whoever holds them too.
+
+        ``numbers``: of those that were read of the file.
+        """
         n = POINTER * len(items)
         self.n_bytes += n
-        for item in items:
+        for i, item in enumerate(items):
             held = self._held.get(id(item))
             if held is None:
-                known, n_bytes = str(item.get("id")), len(json.dumps(item))
-                held = _Held(item, known, n_bytes, tuple(summaries_in(item)))
+                known, text = str(item.get("id")), json.dumps(item)
+                n_bytes = len(text)
+                if numbers is not None:
+                    number = numbers[i]
+                else:
+                    number = 0 if self._file is None else self._file.put(text)
+                held = _Held(item, known, n_bytes, tuple(summaries_in(item)), number)
                 self._held[id(item)] = held
                 self._by_id.setdefault(known, {})[id(item)] = item
                 self._summaries.update(held.summaries)
@@ -66,6 +87,8 @@ class HeldItems:
             if held.n_holders:
                 continue
             del self._held[id(item)]
+            if self._file is not None:
+                self._file.drop(held.n)
             self.n_bytes -= held.n_bytes
             same = self._by_id[held.id]
             del same[id(item)]
@@ -75,6 +98,14 @@ class HeldItems:
                 self._summaries[summary] -= 1
                 if not self._summaries[summary]:
                     del self._summaries[summary]
+
+    def numbers(self, items: Iterable[ResponseItem]) -> tuple[int, ...]:
+        """Return the numbers that held items have in the file."""
+        return tuple(self._held[id(item)].n for item in items)
+
+    def numbered(self) -> Iterator[tuple[int, ResponseItem]]:
+        """Yield every item with its number."""
+        return ((held.n, held.item) for held in self._held.values())
 
     def find(self, id: str) -> ResponseItem | None:
         """Return an item by its id."""

@@ -1,28 +1,41 @@
 """What is kept of responses, conversations and compactions, each namespace's by itself.
 
-It is text in memory: KV is found again by tokens, as for every prompt, and a server that starts anew
-knows no responses. Used in the event loop only.
+It is text in memory: KV is found again by tokens, as for every prompt. With a home it is written
+down as well (`kvweave.serve.responses.saved`), and a server that starts anew knows it. Used in the
+event loop only.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import time
 import uuid
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, TypeVar
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Protocol, TypeAlias, TypeVar
 
-from kvweave.errors import ContextBusy, NameTaken, NotStored, OverQuota, PreviousResponseNotFound
+from kvweave.errors import NameTaken, NotStored, OverQuota, PreviousResponseNotFound
 from kvweave.serve.responses.held import HeldItems, size_of, summaries_in
-from kvweave.serve.responses.items import ResponseItem, fresh
+from kvweave.serve.responses.items import ResponseItem
+from kvweave.serve.responses.records import Compaction, StoredConversation, StoredResponse
+from kvweave.serve.responses.saved import (
+    FILE,
+    NamespaceFile,
+    SavedRecord,
+    SavedResponses,
+    Statement,
+    item_row,
+)
 
 MOST_RESPONSES = 4096  # of a namespace; the one that was used least recently goes first
 MOST_BYTES = 64 << 20  # of text of a namespace: of responses and compactions, and of conversations
 MOST_CONVERSATIONS = 256  # of a namespace
 MOST_ITEMS = 16_384  # of a conversation
+RESPONSE, COMPACTION, CONVERSATION = "response", "compaction", "conversation"
+Numbers: TypeAlias = "Sequence[int] | None"
+log = logging.getLogger("kvweave.serve")
 
 
 class _Used(Protocol):
@@ -49,121 +62,17 @@ class RecentlyUsed(OrderedDict[str, _T]):
         return [id for id, each in self.items() if each.used < before]
 
 
-@dataclass(slots=True)
-class StoredResponse:
-    """A response: its body, and all items that went in."""
-
-    body: dict[str, Any]
-    items: tuple[ResponseItem, ...]
-    used: float = field(default_factory=time.time)
-    n_own: int = 0  # bytes besides those of items
-
-    @property
-    def id(self) -> str:
-        return str(self.body["id"])
-
-    @property
-    def all_items(self) -> tuple[ResponseItem, ...]:
-        """What the next response goes on from."""
-        return (*self.items, *self.body["output"])
-
-
-@dataclass(slots=True)
-class Compaction:
-    """A summary, what it stands for, and whether that is shown instead."""
-
-    id: str
-    summary: str
-    items: tuple[ResponseItem, ...]  # all up to it, in order; those kept beside it too
-    covered: tuple[ResponseItem, ...]  # of these, what is left out for it
-    created: int
-    n_before: int  # tokens of the prompt
-    n_after: int
-    n_written: int
-    of: Literal["items", "messages"] = "items"  # of which API what it stands for is
-    undone: bool = False
-    used: float = field(default_factory=time.time)
-    n_own: int = 0  # bytes besides those of items
-    n_bytes: int = 0  # with those of items, whoever holds them too
-
-    def told(self) -> dict[str, Any]:
-        """Return what a client may know of it."""
-        return {
-            "id": self.id,
-            "object": "compaction",
-            "created_at": self.created,
-            "undone": self.undone,
-            "summary": self.summary,
-            "items": list(self.items),
-            "covered": [item.get("id", i) for i, item in enumerate(self.covered)],
-            "tokens": {"before": self.n_before, "after": self.n_after, "written": self.n_written},
-        }
-
-
-@dataclass(slots=True)
-class StoredConversation:
-    """Items under a name; each response of it adds what came in and out."""
-
-    id: str
-    metadata: dict[str, str]
-    held: HeldItems
-    by_id: dict[str, ResponseItem] = field(default_factory=dict)  # in order
-    created: int = field(default_factory=lambda: int(time.time()))
-    used: float = field(default_factory=time.time)
-    context: str | None = None  # where its last answer came to be
-    busy: bool = False
-
-    @property
-    def items(self) -> tuple[ResponseItem, ...]:
-        return tuple(self.by_id.values())
-
-    def told(self) -> dict[str, Any]:
-        """Return it as the API has it."""
-        return {
-            "id": self.id,
-            "object": "conversation",
-            "created_at": self.created,
-            "metadata": self.metadata,
-            "kvweave": {"context": self.context, "items": len(self.by_id)},
-        }
-
-    def add(self, items: Iterable[ResponseItem]) -> list[ResponseItem]:
-        """Add items to its end; those that are in it already stay where they are, and one that has
-        the id of another gets an id of its own. Return what was added."""
-        more = fresh(self.by_id, items)
-        self.held.hold(more)
-        self.by_id.update((item["id"], item) for item in more)
-        self.used = time.time()
-        return more
-
-    def drop(self, id: str) -> None:
-        """Take an item out. Raises NotStored."""
-        gone = self.by_id.pop(id, None)
-        if gone is None:
-            raise NotStored("item", id)
-        self.held.release([gone])
-
-    @contextmanager
-    def answering(self) -> Iterator[StoredConversation]:
-        """Hold it while an answer of it is under way. Raises ContextBusy."""
-        if self.busy:
-            raise ContextBusy(self.id)
-        self.busy = True
-        try:
-            yield self
-        finally:
-            self.busy = False
-
-
 class NamespaceStore:
     """What is kept of one namespace."""
 
-    def __init__(self) -> None:
+    def __init__(self, file: NamespaceFile | None = None) -> None:
         self.responses: RecentlyUsed[StoredResponse] = RecentlyUsed()
         self.compactions: RecentlyUsed[Compaction] = RecentlyUsed()
         self.conversations: RecentlyUsed[StoredConversation] = RecentlyUsed()
-        self.kept = HeldItems()  # by responses and compactions: it goes when there is too much
-        self.said = HeldItems()  # by conversations: when there is too much, more is refused
+        self._file = file or NamespaceFile()
+        # by responses and compactions: it goes when there is too much
+        self.kept = HeldItems(self._file)
+        self.said = HeldItems(self._file)  # by conversations: more than too much is refused
         self._n_own = 0  # bytes of responses and compactions besides items
 
     @property
@@ -187,17 +96,22 @@ class NamespaceStore:
 
     def keep(self, response: StoredResponse) -> None:
         """Keep a response; those that were used least recently go where there are too many."""
+        self._hold_response(response)
+        self._file.put_record(RESPONSE, response, self.kept.numbers(response.all_items))
+        self._make_room(response.id)
+
+    def _hold_response(self, response: StoredResponse, numbers: Numbers = None) -> None:
         response.n_own = len(json.dumps(response.body | {"output": []}))
         self.responses[response.id] = response
-        self.kept.hold(response.all_items)
+        self.kept.hold(response.all_items, numbers)
         self._n_own += response.n_own
-        self._make_room(response.id)
 
     def drop(self, id: str) -> None:
         """Forget a response. Raises NotStored."""
         gone = self.responses.pop(id, None)
         if gone is None:
             raise NotStored("response", id)
+        self._file.drop_record(RESPONSE, id)
         self.kept.release(gone.all_items)
         self._n_own -= gone.n_own
 
@@ -212,11 +126,18 @@ class NamespaceStore:
 
     def keep_compaction(self, compaction: Compaction) -> None:
         """Keep what a summary stands for."""
+        self._hold_compaction(compaction)
+        self._save_compaction(compaction)
+        self._make_room(compaction.id)
+
+    def _hold_compaction(self, compaction: Compaction, numbers: Numbers = None) -> None:
         compaction.n_own = len(json.dumps(compaction.summary))
         self.compactions[compaction.id] = compaction
-        compaction.n_bytes = compaction.n_own + self.kept.hold(compaction.items)
+        compaction.n_bytes = compaction.n_own + self.kept.hold(compaction.items, numbers)
         self._n_own += compaction.n_own
-        self._make_room(compaction.id)
+
+    def _save_compaction(self, compaction: Compaction) -> None:
+        self._file.put_record(COMPACTION, compaction, self.kept.numbers(compaction.items))
 
     def take_back(self, id: str, *, undone: bool) -> Compaction:
         """Have the items given in the place of a summary, or the summary again.
@@ -229,10 +150,12 @@ class NamespaceStore:
         if undone and others + found.n_bytes > MOST_BYTES // 2:
             raise OverQuota("bytes of what is undone", found.n_bytes, others, MOST_BYTES // 2)
         found.undone = undone
+        self._save_compaction(found)
         return found
 
     def _drop_compaction(self, id: str) -> Compaction:
         gone = self.compactions.pop(id)
+        self._file.drop_record(COMPACTION, id)
         self.kept.release(gone.items)
         self._n_own -= gone.n_own
         return gone
@@ -263,13 +186,58 @@ class NamespaceStore:
         """Open a conversation, under a name or one that is made up. Raises NameTaken."""
         if name in self.conversations:
             raise NameTaken(name or "", 0)
-        made = StoredConversation(name or f"conv_{uuid.uuid4().hex}", metadata, self.said)
+        id = name or f"conv_{uuid.uuid4().hex}"
+        made = StoredConversation(id, metadata, self.said, self._save_conversation)
         self.conversations[made.id] = made
+        self._save_conversation(made)
         return made
 
     def close(self, id: str) -> None:
         """Forget a conversation."""
+        self._file.drop_record(CONVERSATION, id)
         self.said.release(self.conversations.pop(id).items)
+
+    def _save_conversation(self, talk: StoredConversation) -> None:
+        self._file.put_record(CONVERSATION, talk, self.said.numbers(talk.items))
+
+    # ---- the file
+
+    def read(self, saved: SavedRecord) -> None:
+        """Keep what a record of the file says. Raises KeyError and the like for one of no form."""
+        if saved.kind == RESPONSE:
+            response = StoredResponse.read(saved.told, saved.items, saved.used)
+            self._hold_response(response, saved.numbers)
+        elif saved.kind == COMPACTION:
+            compaction = Compaction.read(saved.told, saved.items, saved.used)
+            self._hold_compaction(compaction, saved.numbers)
+        else:
+            metadata, created = saved.told["metadata"], saved.told["created"]
+            talk = StoredConversation(saved.id, metadata, self.said, self._save_conversation)
+            talk.created, talk.used = created, saved.used
+            talk.by_id.update((item["id"], item) for item in saved.items)
+            self.said.hold(talk.items, saved.numbers)
+            self.conversations[talk.id] = talk
+
+    def note_uses(self, since: float) -> None:
+        """Write down what was used since then."""
+        for kind, records, _ in self._records():
+            for record in records:
+                if record.used >= since:
+                    self._file.use_record(kind, record)
+
+    def rows(self) -> Iterator[Statement]:
+        """Yield all there is, for a file that has nothing of it."""
+        for held in (self.kept, self.said):
+            yield from (item_row(n, json.dumps(item)) for n, item in held.numbered())
+        for kind, records, held in self._records():
+            for record in records:
+                items = getattr(record, "all_items", None) or record.items
+                yield self._file.row(kind, record, held.numbers(items))
+
+    def _records(self) -> Iterator[tuple[str, list[Any], HeldItems]]:
+        yield RESPONSE, list(self.responses.values()), self.kept
+        yield COMPACTION, list(self.compactions.values()), self.kept
+        yield CONVERSATION, list(self.conversations.values()), self.said
 
     # ---- forgetting
 
@@ -309,17 +277,47 @@ class NamespaceStore:
 class ResponseStore:
     """What is kept, by namespace."""
 
-    def __init__(self) -> None:
+    def __init__(self, home: Path | None = None) -> None:
+        """Read what is kept in a home. Raises InvalidArgument when another process has it, StoreError."""
         self._of: dict[str, NamespaceStore] = {}
+        self._saved = None if home is None else SavedResponses(home / FILE)
+        self._noted = time.time()
+        for record in () if self._saved is None else self._saved.load():
+            try:
+                self.of(record.namespace).read(record)
+            except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+                log.warning("%s %r is not read: %r", record.kind, record.id, error)
 
     def of(self, namespace: str) -> NamespaceStore:
         """Return what is kept of a namespace."""
-        return self._of.setdefault(namespace, NamespaceStore())
+        found = self._of.get(namespace)
+        if found is None:
+            found = NamespaceStore(NamespaceFile(self._saved, namespace))
+            self._of[namespace] = found
+        return found
 
     def expire(self, before: float) -> None:
-        """Forget what was not used since ``before``."""
+        """Forget what was not used since ``before``; note in the file what was, and mend that."""
         for each in self._of.values():
             each.expire(before)
+        self._note()
+        if self._saved is not None:
+            self._saved.wipe()
+
+    def close(self) -> None:
+        """Write down what is not yet, and let the file go."""
+        if self._saved is not None:
+            self._note()
+            self._saved.close()
+
+    def _note(self) -> None:
+        if self._saved is None:
+            return
+        if self._saved.is_behind:
+            self._saved.rewrite([row for each in self._of.values() for row in each.rows()])
+        since, self._noted = self._noted, time.time()
+        for each in self._of.values():
+            each.note_uses(since)
 
 
 def page(

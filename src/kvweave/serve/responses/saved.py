@@ -1,0 +1,296 @@
+"""The file of what is kept of responses: a server that starts anew on the same home knows it again.
+
+::
+
+    responses.sqlite    kept(namespace, kind, id, used, told, items)   a response, a summary, a conversation
+                        items(n, told)                                 each item of a namespace once
+
+It is written behind the answers, by a thread of its own, since a disk may be slow: who kills the
+server loses what the last moments said. Where nothing can be written the server goes on without; all
+is written anew when that works again.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import queue
+import sqlite3
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, TypeAlias
+
+from kvweave.chunk.background import Background, NoThread
+from kvweave.chunk.guard import as_ours, free_name, give_lock, take_lock
+from kvweave.errors import CorruptChunk, FormatTooNew
+
+FILE = "responses.sqlite"
+FORMAT, APPLICATION_ID = 1, 0x6B767772  # "kvwr"
+MOST_WAITING = 20_000  # writes; more than that, and nothing is written down for now
+TOGETHER = 512  # writes of one transaction
+CLOSE_SECONDS = 30.0
+SCHEMA = (
+    "CREATE TABLE kept(namespace TEXT NOT NULL, kind TEXT NOT NULL, id TEXT NOT NULL,"
+    " used REAL NOT NULL, told TEXT NOT NULL, items TEXT NOT NULL, PRIMARY KEY(namespace, kind, id))",
+    "CREATE TABLE items(n INTEGER PRIMARY KEY, told TEXT NOT NULL)",
+)
+Statement: TypeAlias = tuple[str, tuple[Any, ...]]
+log = logging.getLogger("kvweave.serve")
+
+
+@dataclass(frozen=True, slots=True)
+class SavedRecord:
+    """A record of the file."""
+
+    namespace: str
+    kind: str
+    id: str
+    used: float
+    told: dict[str, Any]
+    numbers: tuple[int, ...]
+    items: tuple[dict[str, Any], ...]
+
+
+class SavedResponses:
+    """The open file. Its methods return at once; what they write comes later, in their order.
+
+    Items are written before the record that has them, and go after it, so what is there is whole
+    wherever writing ends.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Open the file, or make it; one that is damaged is put aside.
+
+        Raises InvalidArgument when another process has it, FormatTooNew, StoreError.
+        """
+        self.path = path
+        self.is_behind = False
+        """Whether something could not be written, and all has to be (`rewrite`)."""
+        with as_ours(path):
+            self._lock = take_lock(path)
+        self._unlock = weakref.finalize(self, give_lock, self._lock)
+        try:
+            with as_ours(path):
+                self._db = self._opened()
+                last = self._db.execute("SELECT max(n) FROM items").fetchone()[0]
+        except BaseException:
+            self._unlock()
+            raise
+        self._next = (last or 0) + 1
+        self._waiting: queue.SimpleQueue[list[Statement] | None] = queue.SimpleQueue()
+        self._writer: Background | None = None
+
+    # ---- reading
+
+    def load(self) -> Iterator[SavedRecord]:
+        """Yield all records, those that were used least recently first; what has one number is one.
+
+        Called before anything is written; items that no record has are removed. Raises StoreError.
+        """
+        with as_ours(self.path):
+            texts: dict[int, str] = dict(self._db.execute("SELECT n, told FROM items").fetchall())
+            kept = self._db.execute("SELECT * FROM kept ORDER BY used").fetchall()
+            numbers = [json.loads(row[-1]) for row in kept]
+            wanted = {n for each in numbers for n in each}
+            lost = [(n,) for n in texts if n not in wanted]
+            self._db.executemany("DELETE FROM items WHERE n=?", lost)
+        items = {n: json.loads(texts[n]) for n in wanted if n in texts}
+        for (space, kind, id, used, told, _), own in zip(kept, numbers, strict=True):
+            if not all(n in items for n in own):  # the writing ended in the middle of a failure
+                log.warning("%s: %s %s is not whole, and is not read", self.path, kind, id)
+                continue
+            held = tuple(items[n] for n in own)
+            yield SavedRecord(space, kind, id, used, json.loads(told), tuple(own), held)
+
+    # ---- writing
+
+    def number(self) -> int:
+        """Return the number of a new item."""
+        self._next += 1
+        return self._next - 1
+
+    def write(self, *statements: Statement) -> None:
+        """Write this down, some time."""
+        if self.is_behind:
+            return
+        if self._waiting.qsize() > MOST_WAITING:
+            self._fell_behind("the disk is too slow")
+            return
+        self._put(list(statements))
+
+    def rewrite(self, statements: Sequence[Statement]) -> None:
+        """Write all anew, after something could not be written."""
+        self.is_behind = False
+        clear: list[Statement] = [("DELETE FROM kept", ()), ("DELETE FROM items", ())]
+        self._put([*clear, *statements])
+
+    def wipe(self) -> None:
+        """Have nothing left in SQLite's log of what was removed, once that is written."""
+        if self._writer is not None and not self.is_behind:
+            self._put([])
+
+    def close(self) -> None:
+        """Write what waits, and close the file."""
+        if self._writer is not None:
+            self._waiting.put(None)
+            self._writer.join(CLOSE_SECONDS)
+        with suppress(sqlite3.Error):
+            self._db.close()
+        self._unlock()
+
+    def _put(self, statements: list[Statement]) -> None:
+        try:
+            if self._writer is None:
+                self._writer = Background(self._write, "kvweave-responses")
+        except NoThread as error:
+            self._fell_behind(error.message)
+            return
+        self._waiting.put(statements)
+
+    def _write(self) -> None:
+        """Write what comes until there is None."""
+        while (first := self._waiting.get()) is not None:
+            together, ends = [first], False
+            with suppress(queue.Empty):
+                while len(together) < TOGETHER and not ends:
+                    more = self._waiting.get_nowait()
+                    ends = more is None
+                    together += [] if more is None else [more]
+            try:
+                self._transact([statement for each in together for statement in each])
+                if not all(together):
+                    self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+            except (sqlite3.Error, ValueError) as error:
+                self._fell_behind(str(error))
+            if ends:
+                return
+
+    def _transact(self, statements: Sequence[Statement]) -> None:
+        self._db.execute("BEGIN IMMEDIATE")
+        try:
+            for sql, given in statements:
+                self._db.execute(sql, given)
+            self._db.execute("COMMIT")
+        except BaseException:
+            with suppress(sqlite3.Error):
+                self._db.execute("ROLLBACK")
+            raise
+
+    def _fell_behind(self, why: str) -> None:
+        if not self.is_behind:
+            log.warning("%s: responses are kept in memory only for now: %s", self.path, why)
+        self.is_behind = True
+
+    # ---- opening
+
+    def _opened(self) -> sqlite3.Connection:
+        try:
+            return self._connect()
+        except (sqlite3.DatabaseError, CorruptChunk) as error:
+            if isinstance(error, sqlite3.OperationalError):  # of the machine, not of the file
+                raise
+            aside = free_name(self.path)
+            log.warning("%s is damaged (%s): it is put aside as %s", self.path, error, aside.name)
+            for end in ("", "-wal", "-shm"):
+                with suppress(FileNotFoundError):
+                    self.path.with_name(self.path.name + end).rename(f"{aside}{end}")
+            return self._connect()
+
+    def _connect(self) -> sqlite3.Connection:
+        os.close(os.open(self.path, os.O_RDWR | os.O_CREAT, 0o600))  # text: its owner's alone
+        db = sqlite3.connect(self.path, isolation_level=None, check_same_thread=False)
+        try:
+            self._prepare(db)
+        except BaseException:
+            db.close()
+            raise
+        return db
+
+    def _prepare(self, db: sqlite3.Connection) -> None:
+        application = db.execute("PRAGMA application_id").fetchone()[0]
+        version = db.execute("PRAGMA user_version").fetchone()[0]
+        n_tables = db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
+        if n_tables and application != APPLICATION_ID:
+            raise CorruptChunk(str(self.path), "it is another kind of file")
+        if version > FORMAT:
+            raise FormatTooNew(str(self.path), version, FORMAT)
+        db.execute("PRAGMA journal_mode=WAL")
+        db.execute("PRAGMA synchronous=NORMAL")
+        db.execute("PRAGMA secure_delete=ON")  # what is forgotten is gone from the file too
+        if n_tables:
+            if db.execute("PRAGMA quick_check(1)").fetchone()[0] != "ok":
+                raise CorruptChunk(str(self.path), "SQLite finds faults in it")
+            return
+        db.execute("BEGIN")
+        for statement in SCHEMA:
+            db.execute(statement)
+        db.execute(f"PRAGMA application_id={APPLICATION_ID}")
+        db.execute(f"PRAGMA user_version={FORMAT}")
+        db.execute("COMMIT")
+
+
+class KeptRecord(Protocol):
+    """What a record of the file is made of."""
+
+    used: float
+
+    @property
+    def id(self) -> str:
+        """Its name, among those of its kind."""
+
+    def saved(self) -> dict[str, Any]:
+        """Return it without its items, as JSON."""
+
+
+class NamespaceFile:
+    """The part of the file that is one namespace's; without a file nothing is written."""
+
+    def __init__(self, saved: SavedResponses | None = None, namespace: str = "") -> None:
+        self._saved, self._namespace = saved, namespace
+
+    def put(self, text: str) -> int:
+        """Write an item, as JSON; return its number."""
+        if self._saved is None:
+            return 0
+        n = self._saved.number()
+        self._saved.write(item_row(n, text))
+        return n
+
+    def drop(self, n: int) -> None:
+        """Remove an item."""
+        self._write("DELETE FROM items WHERE n=?", n)
+
+    def put_record(self, kind: str, record: KeptRecord, items: Sequence[int]) -> None:
+        """Write a record, or what has become of it."""
+        if self._saved is not None:
+            self._saved.write(self.row(kind, record, items))
+
+    def drop_record(self, kind: str, id: str) -> None:
+        """Remove a record."""
+        where = "namespace=? AND kind=? AND id=?"
+        self._write(f"DELETE FROM kept WHERE {where}", self._namespace, kind, id)
+
+    def use_record(self, kind: str, record: KeptRecord) -> None:
+        """Note when a record was used."""
+        where = "namespace=? AND kind=? AND id=?"
+        given = (record.used, self._namespace, kind, record.id)
+        self._write(f"UPDATE kept SET used=? WHERE {where}", *given)
+
+    def row(self, kind: str, record: KeptRecord, items: Sequence[int]) -> Statement:
+        """Return what writes a record."""
+        told, numbers = json.dumps(record.saved()), json.dumps(list(items))
+        given = (self._namespace, kind, record.id, record.used, told, numbers)
+        return "INSERT OR REPLACE INTO kept VALUES(?,?,?,?,?,?)", given
+
+    def _write(self, sql: str, *given: Any) -> None:
+        if self._saved is not None:
+            self._saved.write((sql, given))
+
+
+def item_row(n: int, text: str) -> Statement:
+    """Return what writes an item, as JSON."""
+    return "INSERT OR REPLACE INTO items VALUES(?,?)", (n, text)
