@@ -11,28 +11,26 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, BeforeValidator, Field, StrictBool
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictBool, model_validator
 
+from kvweave.serve.anthropic.noted import Noted
+from kvweave.serve.anthropic.tools import AdditionBlock, RemovalBlock, ToolChange
 from kvweave.serve.routes.base import STRICT, ChunkRef
 
 MAX_MESSAGES = 16_384  # of one conversation
 GAP = "\n\n"  # between blocks of text, which are things of their own
 # Claude Code begins its system text so, with something new in each request.
 BILLING = re.compile(r"^x-anthropic-billing-header:[^\n]*(?:\n|\Z)", re.MULTILINE)
-UNREADABLE = frozenset(
-    "image container_upload server_tool_use web_search_tool_result web_fetch_tool_result "
-    "code_execution_tool_result bash_code_execution_tool_result mcp_tool_use mcp_tool_result".split()
-)
-
-
-class Noted(BaseModel):
-    """What may have notes to others, which say nothing to a model; another field is refused."""
-
-    model_config = STRICT
-    cache_control: Any = None
-    citations: Any = None
+# Types of blocks, and who may say them; None: everybody.
+BLOCKS: dict[str, str | None] = {
+    **dict.fromkeys(("text", "chunk", "document", "search_result", "compaction")),
+    **dict.fromkeys(("tool_addition", "tool_removal")),
+    **dict.fromkeys(("thinking", "redacted_thinking", "tool_use", "fallback"), "assistant"),
+    "tool_result": "user",
+}
+EFFORT = Literal["low", "medium", "high", "xhigh", "max"]
 
 
 def _as_blocks(given: object) -> object:
@@ -41,8 +39,9 @@ def _as_blocks(given: object) -> object:
         return [{"type": "text", "text": given}]
     for block in given if isinstance(given, list) else ():
         kind = block.get("type") if isinstance(block, dict) else None
-        if isinstance(kind, str) and kind in UNREADABLE:
-            raise ValueError(f"a block {kind!r} is no text; this model reads text")
+        if isinstance(kind, str) and kind not in BLOCKS and kind != "tool_reference":
+            reason = "is nothing that this model reads: it reads text; leave it out"
+            raise ValueError(f"a block {kind[:64]!r} {reason}")
     return given
 
 
@@ -117,6 +116,7 @@ class ThinkingBlock(Noted):
 class RedactedBlock(Noted):
     """Thinking that nobody can read here; it is left out."""
 
+    is_left_out: ClassVar[bool] = True
     type: Literal["redacted_thinking"]
     data: Any = None
 
@@ -128,7 +128,17 @@ class CompactionBlock(Noted):
     content: Annotated[str, Field(min_length=1)] | None = None
     encrypted_content: Any = None
     signature: Any = None
-    tool_changes: Any = None
+    tool_changes: (
+        list[Annotated[AdditionBlock | RemovalBlock, Field(discriminator="type")]] | None
+    ) = None
+
+
+class FallbackBlock(Noted):
+    """Where another model took over once; no model is shown it."""
+
+    model_config = ConfigDict(extra="ignore")
+    is_left_out: ClassVar[bool] = True
+    type: Literal["fallback"]
 
 
 class CallBlock(Noted):
@@ -142,8 +152,20 @@ class CallBlock(Noted):
     toolset_name: Any = None
 
 
+class FoundTool(Noted):
+    """A tool that a search of tools found: its name, since all tools are shown."""
+
+    type: Literal["tool_reference"]
+    tool_name: str
+
+    @property
+    def text(self) -> str:
+        """What the model reads."""
+        return self.tool_name
+
+
 Readable = Annotated[
-    TextBlock | ChunkBlock | DocumentBlock | SearchBlock, Field(discriminator="type")
+    TextBlock | ChunkBlock | DocumentBlock | SearchBlock | FoundTool, Field(discriminator="type")
 ]
 
 
@@ -166,9 +188,19 @@ MessageBlock = Annotated[
     | RedactedBlock
     | CompactionBlock
     | CallBlock
-    | ResultBlock,
+    | ResultBlock
+    | FallbackBlock
+    | AdditionBlock
+    | RemovalBlock,
     Field(discriminator="type"),
 ]
+
+
+class MessageOutput(BaseModel):
+    """How the model answers from this message on."""
+
+    model_config = STRICT
+    effort: EFFORT | None = None
 
 
 class DialogueMessage(BaseModel):
@@ -176,12 +208,38 @@ class DialogueMessage(BaseModel):
 
     model_config = STRICT
     role: Literal["user", "assistant", "system"]
-    content: Annotated[list[MessageBlock], BeforeValidator(_as_blocks)]
+    content: Annotated[list[MessageBlock], BeforeValidator(_as_blocks)] = Field(
+        default_factory=list
+    )
     clear_at: Literal["next_user_message", "never"] | None = None
+    output_config: MessageOutput | None = None
+
+    @model_validator(mode="after")
+    def _in_form(self) -> DialogueMessage:
+        if self.role != "system" and self.output_config is not None:
+            raise ValueError("output_config: it stands in system messages only")
+        if "content" not in self.model_fields_set and self.output_config is None:
+            raise ValueError("content: it is missing")
+        for i, block in enumerate(self.content):
+            whose = BLOCKS[block.type]
+            if whose is not None and whose != self.role:
+                raise ValueError(f"content.{i}: a block {block.type!r} is the {whose}'s to say")
+        return self
 
     @property
     def results(self) -> list[ResultBlock]:
         return [block for block in self.content if isinstance(block, ResultBlock)]
+
+    @property
+    def changes(self) -> list[tuple[int, ToolChange]]:
+        """The changes of tools, each with the place of its block."""
+        found: list[tuple[int, ToolChange]] = []
+        for i, block in enumerate(self.content):
+            if isinstance(block, AdditionBlock | RemovalBlock):
+                found.append((i, block))
+            elif isinstance(block, CompactionBlock):
+                found += [(i, change) for change in block.tool_changes or ()]
+        return found
 
     @property
     def begins_turn(self) -> bool:
@@ -198,7 +256,7 @@ def parts_of(blocks: Sequence[BaseModel]) -> str | list[dict[str, Any]]:
     for block in blocks:
         if isinstance(block, ChunkBlock):
             parts.append({"type": "chunk", "name": block.name})
-        elif isinstance(block, TextBlock | DocumentBlock | SearchBlock):
+        elif isinstance(block, TextBlock | DocumentBlock | SearchBlock | FoundTool):
             if parts and parts[-1]["type"] == "text":
                 parts[-1] = {"type": "text", "text": f"{parts[-1]['text']}{GAP}{block.text}"}
             else:
@@ -230,7 +288,9 @@ def chat_messages(messages: Sequence[DialogueMessage]) -> list[dict[str, Any]]:
         elif message.role == "user":
             made += _asked(message)
         elif message.clear_at != "next_user_message" or i > last_user:
-            made.append({"role": "system", "content": parts_of(message.content)})
+            content = parts_of(message.content)
+            if content or not (message.changes or message.output_config):
+                made.append({"role": "system", "content": content})
     return made
 
 

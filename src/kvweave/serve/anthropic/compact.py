@@ -108,18 +108,22 @@ def compaction(
     )  # fmt: skip
 
 
-def block_of(record: Compaction | None, *, kept: bool) -> dict[str, Any]:
+def block_of(
+    record: Compaction | None, *, kept: bool, changes: Sequence[Mapping[str, Any]] = ()
+) -> dict[str, Any]:
     """Return the block that a client gets; None: no summary came of it.
 
-    Of one that is not ``kept`` the client alone has the messages.
+    Of one that is not ``kept`` the client alone has the messages. ``changes``: what the messages have
+    changed of the tools.
     """
     block = {"type": "compaction", "content": None, "encrypted_content": None}
     if record is None:
         return block
-    return block | {
+    made = block | {
         "content": record.summary,
         "encrypted_content": seal({"id": record.id}) if kept else None,
     }
+    return made | ({"tool_changes": list(changes)} if changes else {})
 
 
 def _last(messages: Sequence[DialogueMessage]) -> tuple[int, int] | None:

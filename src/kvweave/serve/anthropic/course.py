@@ -82,13 +82,16 @@ class AnswerCourse(MessageCourse):
     async def events(self) -> AsyncGenerator[Event, None]:
         """Answer it; see `Driver.answer`. Raises InvalidArgument, ContextTooLong."""
         left, self.reply.applied = await self.edited(about_tokens)
+        if self.body.compaction is not None:
+            await self._summarised(left, self.body.compaction.instructions, alone=True)
+            return
         edit = (
             None
             if self.body.context_management is None
             else self.body.context_management.compaction
         )
         if edit is not None and await self._is_over(left, edit):
-            summary = await self._summarised(left, edit)
+            summary = await self._summarised(left, edit.instructions)
             if summary is not None and edit.pause_after_compaction:
                 return
             left = [summary] if summary is not None else left
@@ -108,11 +111,13 @@ class AnswerCourse(MessageCourse):
         return await self.count(left, about_tokens) > edit.above
 
     async def _summarised(
-        self, left: Sequence[DialogueMessage], edit: CompactEdit
+        self, left: Sequence[DialogueMessage], instructions: str | None, *, alone: bool = False
     ) -> DialogueMessage | None:
-        """Have the model write a summary; None where it writes none."""
-        words = question(edit.instructions)
-        room = self.state.longest - summary_room(self.state)
+        """Have the model write a summary; None where it writes none. ``alone``: it is all that is
+        asked for. Raises ContextTooLong for one that is."""
+        words = question(instructions)
+        most = summary_room(self.state)
+        room = self.state.longest - most
 
         async def fits(messages: list[DialogueMessage]) -> bool:
             return await self.count([*messages, words]) <= room
@@ -120,9 +125,14 @@ class AnswerCourse(MessageCourse):
         shown = [*await fitting(left, fits), words]
         try:
             summary = await write_summary(
-                self.state, self.tenant, self.body.ask(shown, Sampling(), None)
+                self.state,
+                self.tenant,
+                self.body.ask(shown, Sampling(), None),
+                min(most, self.body.max_tokens or most) if alone else most,
             )
         except ContextTooLong as error:  # then the answer says so too, unless it just fits
+            if alone:
+                raise
             self.reply.told["compaction"] = {"refused": error.message}
             return None
         made = summary_message(summary.text) if summary.text else None
@@ -135,7 +145,9 @@ class AnswerCourse(MessageCourse):
                 self.store.keep_compaction(record)
         else:
             told = {"refused": "the model wrote no summary"}
-        self.reply.compacted(block_of(record, kept=kept), summary, told)
+        self.reply.compacted(
+            block_of(record, kept=kept, changes=self.body.tool_changes), summary, told
+        )
         return made
 
 

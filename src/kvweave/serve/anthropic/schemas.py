@@ -13,10 +13,9 @@ from pydantic import (
     BaseModel,
     BeforeValidator,
     ConfigDict,
-    Discriminator,
     Field,
     StrictBool,
-    Tag,
+    StrictStr,
     model_validator,
 )
 
@@ -24,14 +23,17 @@ from kvweave.errors import InvalidArgument
 from kvweave.run.grammar import GrammarText
 from kvweave.run.sample import Sampling
 from kvweave.serve.anthropic.blocks import (
+    EFFORT,
     MAX_MESSAGES,
     DialogueMessage,
-    Noted,
+    ResultBlock,
     SystemText,
     chat_messages,
     system_message,
 )
 from kvweave.serve.anthropic.editing import ContextManagement
+from kvweave.serve.anthropic.noted import unused
+from kvweave.serve.anthropic.tools import ClientTool, Tool, changes_between, offered
 from kvweave.serve.chat.ask import ChatAsk, thinking
 from kvweave.serve.openai.messages import MAX_TOOLS
 from kvweave.serve.openai.schemas import Extension
@@ -49,51 +51,6 @@ NO_THREADS = {"error_code": "thread_unsupported_request", "unsupported": ["threa
 OFF: tuple[object, ...] = (None, [], {})  # values of fields that ask for nothing
 MIN_BUDGET = 1024  # tokens of thinking, as the API has it
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
-
-
-class ClientTool(Noted):
-    """A tool that the client runs. Of deferred ones all is shown; to be ``strict``, force a call."""
-
-    type: Literal["custom"] | None = None
-    name: Annotated[str, Field(min_length=1, max_length=256)]
-    description: str | None = None
-    input_schema: dict[str, Any]
-    strict: Any = None
-    defer_loading: Any = None
-    input_examples: Any = None
-    eager_input_streaming: Any = None
-    allowed_callers: Any = None
-
-    @property
-    def unused(self) -> list[str]:
-        """The fields that were asked for and change nothing."""
-        names = ("strict", "defer_loading", "input_examples")
-        return [name for name in names if getattr(self, name)]
-
-    def function(self) -> dict[str, Any]:
-        """Return it as templates take it."""
-        made: dict[str, Any] = {"name": self.name, "parameters": self.input_schema}
-        if self.description is not None:
-            made["description"] = self.description
-        return {"type": "function", "function": made}
-
-
-class ForeignTool(BaseModel):
-    """A tool of Anthropic's own; this server does not have it, and shows the model nothing of it."""
-
-    model_config = ConfigDict(extra="ignore")
-    type: str
-
-
-def _whose(given: object) -> str:
-    kind = given.get("type") if isinstance(given, dict) else None
-    return "foreign" if isinstance(kind, str) and kind != "custom" else "custom"
-
-
-Tool = Annotated[
-    Annotated[ClientTool, Tag("custom")] | Annotated[ForeignTool, Tag("foreign")],
-    Discriminator(_whose),
-]
 
 
 class ToolChoice(BaseModel):
@@ -143,9 +100,17 @@ class OutputConfig(BaseModel):
     """How much effort, and the form of the answer."""
 
     model_config = STRICT
-    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    effort: EFFORT | None = None
     format: JsonFormat | None = None
-    task_budget: dict[str, Any] | None = None  # the model is told nothing of it
+    task_budget: Any = None
+
+
+class SummaryWanted(BaseModel):
+    """The conversation becomes a summary, which is all the answer."""
+
+    model_config = STRICT
+    type: Literal["summarize"]
+    instructions: StrictStr | None = None
 
 
 def _not_too_many(given: object) -> object:
@@ -168,6 +133,7 @@ class CountRequest(BaseModel):
     output_config: OutputConfig | None = None
     output_format: JsonFormat | None = None
     context_management: ContextManagement | None = None
+    compaction: SummaryWanted | None = None
     kvweave: Extension | None = None
 
     def check(self) -> None:
@@ -178,11 +144,31 @@ class CountRequest(BaseModel):
                 if name == "thread":  # the SDK's tool runner goes on without, where that is said so
                     error.data["details"] = NO_THREADS
                 raise error
+        if self.compaction is not None and self.context_management is not None:
+            reason = "there is context_management too"
+            raise InvalidArgument("compaction", reason, "send one of them")
+        self.offered()
+
+    def offered(self) -> list[ClientTool]:
+        """Return the tools that the model is shown. Raises InvalidArgument for one that is not there."""
+        changes = (
+            (f"messages.{i}.content.{j}", change)
+            for i, message in enumerate(self.messages)
+            for j, change in message.changes
+        )
+        return offered(self.tools, changes)
 
     @property
-    def functions(self) -> list[dict[str, Any]]:
-        """The tools as templates take them."""
-        return [tool.function() for tool in self.tools if isinstance(tool, ClientTool)]
+    def tool_changes(self) -> list[dict[str, Any]]:
+        """What the messages have changed of the tools."""
+        return list(changes_between(self.tools, self.offered()))
+
+    @property
+    def effort(self) -> str | None:
+        """How much to think: what a message said last, or the request."""
+        said = [m.output_config.effort for m in self.messages if m.output_config is not None]
+        asked = None if self.output_config is None else self.output_config.effort
+        return next((each for each in reversed(said) if each is not None), asked)
 
     def ask(
         self, messages: Sequence[DialogueMessage], sampling: Sampling, max_tokens: int | None
@@ -200,12 +186,10 @@ class CountRequest(BaseModel):
             messages=[*system_message(self.system), *chat],
             sampling=sampling,
             max_tokens=max_tokens,
-            tools=self.functions,
+            tools=[tool.function() for tool in self.offered()],
             tool_choice=CHOICES.get(given.type, f"tool:{given.name}"),
             parallel=not given.disable_parallel_tool_use,
-            variables=thinking(
-                None if config is None else config.effort, None if think is None else think.enabled
-            ),
+            variables=thinking(self.effort, None if think is None else think.enabled),
             continues=bool(chat) and chat[-1]["role"] == "assistant",
             grammar=None if shape is None else GrammarText("json_schema", shape.schema_),
             how=WeaveOptions(
@@ -223,21 +207,27 @@ class CountRequest(BaseModel):
     def ignored(self, state: ServerState) -> list[str]:
         """Return the names of what was given and changes nothing."""
         found = [name for name, value in (self.model_extra or {}).items() if value is not None]
-        for i, tool in enumerate(self.tools):
-            if isinstance(tool, ForeignTool):
-                found.append(f"tools.{i}")
-            else:
-                found += [f"tools.{i}.{name}" for name in tool.unused]
-        if self.thinking is not None and self.thinking.budget_tokens is not None:
+        for name in ("system", "messages", "tools", "thinking", "output_config"):
+            value = getattr(self, name)
+            for path, each in (
+                [(name, value)]
+                if not isinstance(value, list)
+                else [(f"{name}.{i}", each) for i, each in enumerate(value)]
+            ):
+                found += unused(each, path) if isinstance(each, BaseModel) else ()
+        think = self.thinking
+        if think is not None and think.budget_tokens is not None:
             found.append("thinking.budget_tokens")
-        config, known = self.output_config, state.renderer.template
-        if config is not None and config.task_budget is not None:
-            found.append("output_config.task_budget")
-        if config is not None and config.effort is not None:
+        if think is not None and think.display == "updates":
+            found.append("thinking.display")
+        known = state.renderer.template
+        if self.effort is not None:
             if not (known.knows("reasoning_effort") or known.knows("enable_thinking")):
                 found.append("output_config.effort")
-        if any(result.is_error for message in self.messages for result in message.results):
-            found.append("is_error")
+        for i, message in enumerate(self.messages):
+            for j, block in enumerate(message.content):
+                if isinstance(block, ResultBlock) and block.is_error:
+                    found.append(f"messages.{i}.content.{j}.is_error")
         return found
 
 

@@ -29,12 +29,14 @@ def summary_room(state: ServerState) -> int:
     return min(MOST_TOKENS, max(1, state.limit // 8))
 
 
-async def write_summary(state: ServerState, tenant: str, ask: ChatAsk) -> WrittenSummary:
-    """Have the model answer a chat whose last message asks for a summary. Raises ContextTooLong.
+async def write_summary(
+    state: ServerState, tenant: str, ask: ChatAsk, most: int | None = None
+) -> WrittenSummary:
+    """Have the model answer a chat whose last message asks for a summary, in ``most`` tokens at most.
 
-    It sees the tools, as before, and is not made to call one.
+    Raises ContextTooLong. It sees the tools, as before, and is not made to call one.
     """
-    most = summary_room(state)
+    most = most or summary_room(state)
     sampling = Sampling(max_tokens=most, temperature=0.0)
     asked = Asked.of_chat(state, tenant, replace(ask.free(), sampling=sampling, max_tokens=most))
     n = 0

@@ -34,7 +34,7 @@ NOTES = frozenset(
     "citations logprobs provider_specific_fields provider_options providerOptions provider_metadata "
     "providerMetadata response_metadata additional_kwargs parsed parsed_arguments reasoning_details "
     "thinking_blocks reasoning_items reasoning_opaque reasoning_signature thinking_signature thought_signature signature extra_content "
-    "encrypted_content copilot_cache_control finish_reason is_error".split()
+    "encrypted_content copilot_cache_control prompt_cache_breakpoint finish_reason is_error".split()
 )
 PARTS = {"chunk": "name", "refusal": "refusal"}  # type of a part -> what it has; text by default
 _OPEN = ConfigDict(extra="allow")  # what else there is, is looked at below

@@ -50,6 +50,7 @@ ONLY: Mapping[str, tuple[object, ...]] = {
     "transforms": ([],),
     "echo": (False,),
 }
+INSTEAD = {"functions": "send tools", "function_call": "send tool_choice"}
 MAX_CHOICES = 16
 MAX_TOP = 20
 MAX_ANSWERS = 64  # of one request
@@ -65,6 +66,19 @@ class NamedTool(BaseModel):
 
     type: Literal["function"]
     function: Name
+
+
+class AllowedTools(BaseModel):
+    """The tools that may be called, of those that are given."""
+
+    class Allowed(BaseModel):
+        """Whether one must be."""
+
+        mode: Literal["auto", "required"]
+        tools: list[NamedTool]
+
+    type: Literal["allowed_tools"]
+    allowed_tools: Allowed
 
 
 class Thinking(BaseModel):
@@ -167,7 +181,8 @@ class GenerationRequest(BaseModel):
         """Raise InvalidArgument for fields that would have to be ignored."""
         for name, value in (self.model_extra or {}).items():
             if value is not None and name not in HARMLESS:
-                raise InvalidArgument(name, "this server does not know it", "leave it out")
+                hint = INSTEAD.get(name, "leave it out")
+                raise InvalidArgument(name, "this server does not know it", hint)
             if value is not None and value not in ONLY.get(name, (value,)):
                 raise InvalidArgument(name, f"{value!r} is not supported", "leave it out")
 
@@ -229,7 +244,7 @@ class ChatRequest(GenerationRequest):
     top_logprobs: Annotated[Int, Field(ge=0, le=MAX_TOP)] | None = None
     response_format: dict[str, Any] | None = None
     tools: Annotated[list[dict[str, Any]], Field(max_length=MAX_TOOLS)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedTools | None = None
     parallel_tool_calls: StrictBool | None = None
     modalities: list[str] | None = None
     reasoning_effort: Literal[EFFORTS] | None = None  # type: ignore[valid-type]
@@ -281,9 +296,13 @@ class ChatRequest(GenerationRequest):
     def ask(self, template: TemplateHabits) -> ChatAsk:
         """Return what is asked, in terms of no API. Raises InvalidArgument."""
         logprobs = (self.top_logprobs or 0) if self.logprobs else 0
-        choice = self.tool_choice or "auto"
         messages, left = plain_messages(self.messages, template)
         tools, more = plain_tools(self.tools or [], template)
+        choice = self.tool_choice or "auto"
+        if isinstance(choice, AllowedTools):
+            names = {tool.function.name for tool in choice.allowed_tools.tools}
+            tools = [tool for tool in tools if tool["function"]["name"] in names]
+            choice = choice.allowed_tools.mode
         self._left = [*left, *more]
         return ChatAsk(
             messages=messages,

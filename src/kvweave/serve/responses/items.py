@@ -31,6 +31,10 @@ NOTES = frozenset(
     "id status phase annotations logprobs created_by prompt_cache_breakpoint cache_control caller "
     "metadata internal_chat_message_metadata_passthrough summary detail end_turn".split()
 )
+# Of these, what neither this server sends itself nor a client needs to know is unread.
+UNREAD = tuple(
+    "annotations logprobs phase created_by prompt_cache_breakpoint cache_control caller metadata detail end_turn".split()
+)
 TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
 
 
@@ -122,8 +126,21 @@ def unread(given: str | Sequence[Mapping[str, Any]] | None, where: str) -> list[
     found = []
     for i, item in enumerate(given or () if not isinstance(given, str) else ()):
         names = ("namespace", "name") if "output" in item else ("namespace",)
-        found += [f"{where}.{i}.{name}" for name in names if item.get(name) is not None]
+        found += _noted(item, (*names, *UNREAD), f"{where}.{i}")
+        if item.get("type") == "reasoning" and not (
+            item.get("content") or item.get("encrypted_content")
+        ):
+            found += _noted(item, ("summary",), f"{where}.{i}")
+        for field in ("content", "output"):
+            parts = item.get(field)
+            for j, part in enumerate(parts if isinstance(parts, list) else ()):
+                if isinstance(part, Mapping):
+                    found += _noted(part, UNREAD, f"{where}.{i}.{field}.{j}")
     return found
+
+
+def _noted(given: Mapping[str, Any], names: Iterable[str], where: str) -> list[str]:
+    return [f"{where}.{name}" for name in names if given.get(name) not in (None, [], {}, "")]
 
 
 def _known(given: Mapping[str, Any], names: str, where: str) -> None:
