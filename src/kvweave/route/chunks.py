@@ -1,6 +1,7 @@
 """``/v1/chunks``: put where rendezvous hashing says, read from whoever has it, changed wherever it is.
 
-A change has to reach every copy, so it is refused while a worker is down that may have one. Nothing here
+A change has to reach every copy, so it is refused while a worker is down that may have one, and so is one
+that would make one name of two chunks (`kvweave.route.naming`). Nothing here
 is sent again but what is the same when it is done twice.
 """
 
@@ -13,7 +14,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from kvweave.route import directory
+from kvweave.route import directory, naming
 from kvweave.route.forward import Call, WorkerFailed
 from kvweave.route.state import RouterState, WholeAnswer, answer_of, unreachable
 from kvweave.route.worker import Worker
@@ -45,14 +46,18 @@ async def put(request: Request) -> Response:
     call = await Call.of(request)
     tenant = state.tenant_of(call)
     many = request.method == "POST"
-    name = _first_name(call) if many else request.scope["path"].removeprefix("/v1/chunks/")
+    names = _names(call) if many else [request.scope["path"].removeprefix("/v1/chunks/")]
+    name = names[0] if names else ""
     if name.startswith("#"):
         return _by_id(name).response
-    names = [name] if name else []
     directory.forget(tenant)
-    await directory.look(state, tenant, call, names)
+    holder = await naming.putting(state, tenant, call, names)
+    if isinstance(holder, Problem):
+        return holder.response
     has = tenant.directory.get(name, {})
     holders = [worker for worker in state.native() if worker.name in has]
+    if many and holder is not None:
+        holders = [holder]
     order = state.owners(tenant, name, holders or state.native(taking=True))
     if not order:
         return state.nobody(native=True).response
@@ -84,8 +89,16 @@ async def change(request: Request) -> Response:
     down = [worker for worker in state.workers if not worker.healthy]
     if down:
         return _not_all(down, nothing=True).response
-    tenant = state.tenant_of(call)
+    tenant, verb = state.tenant_of(call), path[len(pattern) + 1 :]
     try:
+        if verb in naming.NAMING:
+            directory.forget(tenant)
+            try:
+                why = await naming.refusal(state, tenant, call, pattern, verb)
+            except WorkerFailed:
+                return _not_all([w for w in state.workers if not w.healthy], nothing=True).response
+            if why is not None:
+                return why.response if isinstance(why, Problem) else answer_of(why)
         told, silent = await state.ask_all(state.native(), call, quick=False)
     finally:
         directory.forget(tenant)
@@ -96,11 +109,10 @@ async def change(request: Request) -> Response:
     return _together(told, request)
 
 
-def _first_name(call: Call) -> str:
+def _names(call: Call) -> list[str]:
     items = call.json().get("items")
-    first = items[0] if isinstance(items, list) and items else None
-    name = first.get("name") if isinstance(first, dict) else None
-    return name if isinstance(name, str) else ""
+    given = [i.get("name") for i in items if isinstance(i, dict)] if isinstance(items, list) else []
+    return [name for name in given if isinstance(name, str) and name]
 
 
 def _by_id(name: str) -> Problem:
