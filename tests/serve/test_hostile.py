@@ -246,7 +246,7 @@ async def all_of_it(server: Launched, log: Log) -> tuple[int, int]:
 def stray_files(directory: Path) -> list[str]:
     """Return what a server wrote that is not its home's."""
     ours = re.compile(
-        r"home(/(config|model|audit)\.json|/index\.sqlite(-wal|-shm|\.lock|\.seal)?|/kv(/[0-9a-f]{32}\.raw\.kv|/owner\.(json|lock))?)?"
+        r"home(/(config|model|audit)\.json|/(index|responses)\.sqlite(-wal|-shm|\.lock|\.seal)?|/kv(/[0-9a-f]{32}\.raw\.kv|/owner\.(json|lock))?)?"
     )
     found = [str(path.relative_to(directory)) for path in directory.rglob("*")]
     return [p for p in found if p not in ("cwd", "user", "tmp", "log") and not ours.fullmatch(p)]
