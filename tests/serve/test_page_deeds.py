@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from serve.page_browser import SLOW, boxes, chunks_of, opening, say, until
+from serve.page_browser import SIZES, SLOW, boxes, check_looks, chunks_of, opening, say, until
 from serve.page_server import answered
 
 from kvweave import Engine
@@ -251,3 +251,34 @@ def test_over_the_real_server_edits_are_undone_and_plans_kept(browser, bundled):
         page.locator(".toast").get_by_role("button", name="Now").click()
         page.get_by_text("chat/1 is closed.").wait_for()
         assert "chat/1" not in engine.contexts
+
+
+@SLOW
+@SIZES
+def test_an_amendment_stands_at_the_end_and_is_undone(visit, fake, width, scheme):
+    page, before = visit(width, scheme), ids(fake)
+    chunks_of(page, "chat/42").nth(3).click()
+    page.get_by_role("menuitem", name="Amend").wait_for()
+    inside(page, "[role=menu]", width)
+    page.get_by_role("menuitem", name="Amend").click()
+    page.get_by_text("What it corrects stays, and can still be read.").wait_for()
+    inside(page, "dialog[open]", width)
+    page.locator("#editor-text").fill("it opens to the right")
+    page.get_by_role("button", name="Save").click()
+    cost = page.locator(f"{CHAT} .cost")
+    cost.get_by_text("Amended docs/manual/valve.").wait_for()
+    assert ids(fake)[:-1] == before, "nothing else has changed"
+    assert fake.contexts["chat/42"][-1]["name"] == "docs/manual/valve~1"
+    check_looks(page)
+    cost.get_by_role("button", name="Undo").click()
+    cost.get_by_text("Taken back: amended docs/manual/valve.").wait_for()
+    assert ids(fake) == before
+
+
+def inside(page, selector: str, width: int) -> None:
+    """All of it is in the window, and no word of it is cut off."""
+    box = page.locator(selector).bounding_box()
+    assert box["x"] >= 0 and box["x"] + box["width"] <= width and box["y"] >= 0
+    assert box["y"] + box["height"] <= 900
+    wide = f"[...document.querySelectorAll('{selector}, {selector} *')].filter(e => e.scrollWidth > e.clientWidth + 1 && e.clientWidth)"
+    assert page.evaluate(f"{wide}.map(e => e.className || e.tagName)") == []

@@ -101,6 +101,8 @@ export function openMenu(at, entries, part = null, label = "Actions") {
   document.body.append(box);
   menu = { box, at };
   place(box, at);
+  // the text of the chunk comes later, and must not push the menu out of the window
+  new ResizeObserver(() => box.isConnected && place(box, at)).observe(box);
   items[0]?.focus({ preventScroll: true });
 }
 

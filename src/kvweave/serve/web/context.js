@@ -134,7 +134,7 @@ export class Card {
       ["Drop, keep its trace", () => this.drop(part, "evict", version), "evict: only its memory goes"],
       [part.pinned ? "Unpin" : "Pin", () => this.pin(part)],
       ["Replace text…", () => this.replace(part, version)],
-      ["Amend…", () => this.amend(part, version), "a correction behind all; nothing else is computed"],
+      ["Amend…", () => this.amend(part, version), "a correction, at the end"],
     ], { ...part, why: this.causes.get(part.uid) });
   }
 
