@@ -15,6 +15,7 @@ from kvweave.keep.tokens.base import LayerView, Need, TokenPolicy, TokenWatch
 from kvweave.keep.tokens.signals import KEPT, PageSignals, apply, shipped
 from kvweave.keep.tokens.watch import BySlot, Tally, heads_of
 from kvweave.run.base import Ints, LayerInfo
+from kvweave.run.upload import up
 
 
 class PageReads(Tally):
@@ -58,7 +59,7 @@ class PageReads(Tally):
         if self._numbers is None:
             mass = by_page(mass, begin, self.page)
         else:
-            where = torch.from_numpy(pages[begin:]).to(mass.device).expand_as(mass)
+            where = up(pages[begin:], mass.device).expand_as(mass)
             empty = mass.new_zeros(*mass.shape[:2], int(pages[-1]) + 1)
             mass = empty.scatter_add_(2, where, mass)
         return mass, self.rule.read(mass), pages[stop - n :] + 1
@@ -131,7 +132,7 @@ class MilestoneRows(TokenPolicy):
         known = reads.logits(view.layer)
         if known is None:
             return view.of(None)
-        pages = torch.from_numpy(reads.pages(int(view.slots.max()) + 1)).to(view.slots.device)
+        pages = up(reads.pages(int(view.slots.max()) + 1), view.slots.device)
         where = pages[view.slots]
         logits = known.gather(1, where.clamp(max=known.shape[1] - 1))
         best = known.amax(1, keepdim=True)
