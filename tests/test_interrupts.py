@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from random import Random
 from types import FrameType
 from typing import Any
@@ -121,6 +122,27 @@ def test_an_interrupt_leaves_nothing_half_done(verb: str) -> None:
     n = lines(verb)
     for at in Random(0).sample(range(1, n), 3):
         interrupted(verb, at)
+
+
+@pytest.mark.slow
+def test_an_engine_whose_opening_was_interrupted_has_let_go_of_its_home(tmp_path: Path) -> None:
+    def opening() -> Engine:
+        return Engine(tiny(), home=tmp_path, base=text(3, 99))
+
+    with opening() as engine:
+        engine.put("d", text(6, 1))
+    with Signalled() as all, opening():
+        pass
+    for at in Random(2).sample(range(1, all.n), 60):
+        try:
+            with Signalled(at), opening():
+                pass
+        except KeyboardInterrupt as interrupt:
+            error = interrupt  # it knows all frames, so that nothing is let go of by chance
+            with opening() as engine:
+                engine.files.stat("d")
+                engine.check_integrity()
+            del error
 
 
 @pytest.mark.slow

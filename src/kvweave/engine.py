@@ -14,6 +14,7 @@ from kvweave.chunk.record import Record
 from kvweave.chunk.table import Table
 from kvweave.config import Config
 from kvweave.errors import ContextTooLong, InvalidArgument, check_options
+from kvweave.interrupts import HELD, let_in
 from kvweave.keep import POLICIES
 from kvweave.keep.tokens.spec import Keep
 from kvweave.run.base import Backend, Capability
@@ -79,8 +80,8 @@ class Engine:
         self._home = None if home is None else Home(Path(home), self.runner.fingerprint)
         self.home = None if self._home is None else self._home.path
         where, index = (self._home.path, self._home.index) if self._home else (None, None)
-        self.table = Table(self.config.index or index)
-        with contextlib.ExitStack() as opened:  # what fails from here on leaves no lock behind
+        with contextlib.ExitStack() as opened, HELD:  # what fails from here on leaves no lock behind
+            self.table = Table(self.config.index or index)
             opened.callback(self.table.close)
             ties = self._open(where, opened)
             places = [where, Path(str(model)) if loads else None]
@@ -92,6 +93,7 @@ class Engine:
             )
             ties.mend(self._home is not None and self._home.is_partial)
             self._base = self.maker.base(base) if self.runner.can_run else None
+            let_in()
             opened.pop_all()
 
     def _open(self, where: Path | None, opened: contextlib.ExitStack) -> Ties:
