@@ -161,7 +161,7 @@ def drifted(found: dict[str, Any]) -> list[str]:
 def about(world: str, mine: dict[str, Any]) -> str:
     """Return who was asked what, and what came of it."""
     n, tokens, at = len(mine["tokens"]), mine["tokens"], by_rule(mine)
-    size = f"{n} runs of {min(tokens):,} to {max(tokens):,} tokens and {min(mine['requests'])} requests"
+    size = f"{n} runs of at most {max(tokens):,} tokens and {max(mine['requests'])} requests"
     shares = {
         way: [cells[way]["kl"][0] / cells["none"]["moved"][0] for cells in at.values()]
         for way in DRIFTS
