@@ -80,10 +80,7 @@ class Engine:
         self._home = None if home is None else Home(Path(home), self.runner.fingerprint)
         self.home = None if self._home is None else self._home.path
         where, index = (self._home.path, self._home.index) if self._home else (None, None)
-        with (
-            contextlib.ExitStack() as opened,
-            HELD,
-        ):  # what fails from here on leaves no lock behind
+        with contextlib.ExitStack() as opened, HELD:  # what fails from here leaves no lock behind
             self.table = Table(self.config.index or index)
             opened.callback(self.table.close)
             ties = self._open(where, opened)
