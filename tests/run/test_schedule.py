@@ -390,3 +390,39 @@ def test_what_generates_nothing_takes_its_time_while_others_decode() -> None:
         schedule.done(grant.key, grant.n_rows)
     schedule.cancel(1)
     assert [grant.n_rows for grant in schedule.step()] == [64]
+
+
+# ---- where others may come
+
+
+@given(traffic, st.integers(1, 6), st.integers(8, 24), st.lists(st.integers(1, 30), min_size=1))
+def test_steps_are_as_short_as_they_are_asked_to_be(specs, batch, rows, most):
+    queue = [Job(key, *spec) for key, spec in enumerate(specs)]
+    schedule = filled(batch, rows, *queue)
+    prefilled, n = [0] * len(queue), 0
+    while True:
+        schedule.most = most[n % len(most)]
+        grants = schedule.step()
+        if not grants:
+            break
+        pieces = [grant.n_rows for grant in grants if not grant.is_decode]
+        decoding = len(grants) - len(pieces)
+        assert sum(pieces) <= max(1, min(rows, schedule.most) - decoding)
+        for grant in grants:
+            prefilled[grant.key] += grant.n_rows * (not grant.is_decode)
+            schedule.done(grant.key, grant.n_rows)
+        schedule.check_integrity()
+        n += 1
+    assert prefilled == [spec[0] for spec in specs]
+
+
+def test_in_short_steps_turns_are_short_too() -> None:
+    """A newcomer has rows in the second step at the latest, however many were there first."""
+    schedule = filled(4, 512, *(Job(key, 5000, 1, f"t{key}") for key in range(3)))
+    schedule.most = 32
+    run(schedule, 5)
+    schedule.add(Job(9, 8, 1, "new"))
+    assert any(key == 9 for step in run(schedule, 2) for key, _, _ in step)
+    schedule.most = 512
+    run(schedule, 1)
+    assert schedule.quantum == 128

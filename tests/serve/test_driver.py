@@ -13,7 +13,7 @@ from weaving import text
 
 from kvweave import Sampling
 from kvweave.errors import ChunkNotFound, OverBudget, Overloaded
-from kvweave.serve.driver.fair import FairQueue
+from kvweave.serve.driver.fair import PATIENCE, FairQueue, Spent
 from kvweave.serve.driver.thread import Delta, Finished
 
 # ---- the queue
@@ -28,6 +28,24 @@ def test_tenants_take_turns_and_each_keeps_its_order():
     assert queue.clear() == ["b2", "a3", "c2"]
     with pytest.raises(IndexError):
         queue.take()
+
+
+def test_who_has_something_running_is_behind_who_has_nothing():
+    queue = FairQueue()
+    for item in ("a1", "b1", "c1"):
+        queue.put(item[0], item)
+    assert queue.next(behind="ab") == "c"
+    assert queue.next(but="c", behind="ab") == "a"
+    assert queue.next(behind="abc") == "a"
+    assert queue.next(but="abc", behind="ab") is None
+
+
+def test_who_is_behind_is_not_behind_for_ever():
+    spent, waits = Spent(), []
+    for _ in range(4 * PATIENCE):
+        spent.turn()
+        waits.append("a" in spent.behind({"a"}))
+    assert waits.count(False) == 4 and waits.count(True) == 4 * (PATIENCE - 1)
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from(["put", "take", "remove"]))))

@@ -10,7 +10,9 @@ from weaving import text
 
 from kvweave import Sampling
 from kvweave.errors import ChunkNotFound, NameTaken, Overloaded
-from kvweave.serve.driver.pace import LEAST, LOOK, Pace
+from kvweave.serve.driver import fair
+from kvweave.serve.driver.fair import Crowd
+from kvweave.serve.driver.pace import COSTS, FEW, LEAST, LOOK, STEP, Pace, Slices
 from kvweave.weave.putting import NewChunk
 
 
@@ -233,3 +235,74 @@ def test_steps_with_prompts_tell_the_pace_nothing():
     assert pace.rows == 0  # nobody has seen decoding alone
     pace.note(0.01, 1, 0, 0)
     assert pace.rows > 0
+
+
+# ---- where others may come
+
+
+@pytest.mark.parametrize("per_row", [0.00001, 0.0003, 0.002, 0.1])
+@pytest.mark.parametrize("alone", [0.002, 0.05])
+def test_a_step_takes_as_long_as_another_key_may_be_made_to_wait(per_row, alone):
+    slices, took, rows = Slices(512), [], []
+    for _ in range(200):
+        n = slices.rows
+        rows.append(n)
+        took.append(alone + per_row * n)
+        slices.note(took[-1], n, alone)
+    bound = max(STEP, COSTS * alone)
+    fits = min(512, (bound - alone) / per_row)
+    assert max(rows[50:]) <= max(FEW, 1.3 * fits), rows[-9:]
+    assert min(rows[50:]) >= min(512, max(FEW, fits / 1.5)), rows[-9:]
+
+
+def test_a_short_step_does_not_say_that_a_longer_one_is_quick():
+    slices = Slices(512)
+    for _ in range(9):
+        slices.note(0.001, 4, 0.001)
+    assert slices.rows == Slices(512).rows
+
+
+def test_a_crowd_is_who_came_lately(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(fair.time, "monotonic", lambda: now[0])
+    crowd = Crowd()
+    crowd.note("anna")
+    crowd.note("anna")
+    assert not crowd
+    crowd.note("berta")
+    assert crowd
+    now[0] += fair.LATELY - 1
+    crowd.note("anna")
+    assert crowd
+    now[0] += 2
+    assert not crowd  # berta is long gone
+    crowd.note("berta")
+    assert crowd
+
+
+def test_the_steps_of_one_are_short_where_another_was_there_lately(going):
+    driven = going({"max_rows": 512})
+    driver, engine = driven.driver, driven.engine
+    steps = []
+    forward = engine.loop.backend.forward
+
+    def counted(works):
+        steps.append(sum(len(work.tokens) for work in works))
+        return forward(works)
+
+    engine.loop.backend.forward = counted
+
+    async def one(name, tenant):
+        steps.clear()
+        await driver.call(put(name, tokens=[ord(name[0]), *LONG]), tenant=tenant)
+        return max(steps)
+
+    async def both():
+        alone = await one("a", "anna")
+        await driver.call(lambda engine: None, tenant="berta")
+        return alone, await one("b", "anna")
+
+    alone, beside = run(both())
+    assert alone == 512
+    assert beside < 512
+    driver.stop()

@@ -71,12 +71,15 @@ class Schedule:
         self.beside = max_rows
         """Rows a step for what may take its time, while something else may not."""
 
+        self.most = max_rows
+        """Rows a step, while somebody else may come at any moment; turns are shorter then, too."""
+
         self.rows = 0, 0, 0
         """Of the last step: rows that decode, that may take their time, and others."""
 
         self._ledger = Ledger(MUCH)
 
-        self.quantum = max(1, max_rows // 4)  # rows; a shorter prefill is never cut by a rival
+        self._quantum = max(1, max_rows // 4)
         self._jobs: dict[int, Job] = {}
         self._decoding: deque[int] = deque()  # keys, next to run first
         self._tenants: deque[str] = deque()  # tenants with pending jobs, next to run first
@@ -89,6 +92,11 @@ class Schedule:
 
     def __contains__(self, key: int) -> bool:
         return key in self._jobs
+
+    @property
+    def quantum(self) -> int:
+        """Rows of a turn; a shorter prefill is never cut by a rival."""
+        return min(self._quantum, max(1, self.most // 4))
 
     def job(self, key: int) -> Job:
         """Return the job with this key; raises InvalidArgument when there is none."""
@@ -147,7 +155,7 @@ class Schedule:
             self._decoding.append(key)
         grants = [Grant(key, 1, True) for key in decoding]
         slow = self._slow(waiting, greedy, bool(decoding))
-        left = self.max_rows - len(decoding)
+        left = max(1, min(self.max_rows, self.most) - len(decoding))
         pieces = self._share(left, waiting - slow)
         n_urgent = sum(pieces.values())
         most = self.beside // GREEDY if greedy else self.beside
@@ -200,7 +208,7 @@ class Schedule:
             assert queue, f"tenant {tenant!r} has an empty queue"
             assert all(self._jobs[key].tenant == tenant for key in queue), "wrong tenant"
         assert sorted(self._tenants) == sorted(self._pending), "tenants and queues differ"
-        assert 0 <= self._credit <= self.quantum, "credit out of range"
+        assert 0 <= self._credit <= self._quantum, "credit out of range"
         assert self._tenants or not self._credit, "credit without a tenant"
         assert set(self._out) <= set(self._jobs), "a grant without its job"
         assert sum(self._out.values()) <= self.max_rows, "more rows than the budget"
@@ -228,7 +236,7 @@ class Schedule:
             if key is None:
                 self._next_tenant()
                 continue
-            self._credit = self._credit or self.quantum
+            self._credit = min(self._credit, self.quantum) or self.quantum
             unplanned = self._jobs[key].n_pending - rows.get(key, 0)
             piece = min(unplanned, self._credit, budget)
             rows[key] = rows.get(key, 0) + piece

@@ -16,6 +16,7 @@ T = TypeVar("T")
 
 MUCH = 50.0  # milliseconds lately, with which one had a share
 PATIENCE = 8  # turns that he waits at most
+LATELY = 60.0  # seconds
 
 
 class FairQueue(Generic[T]):
@@ -39,9 +40,11 @@ class FairQueue(Generic[T]):
         """Return who has something here, in the order of their turns."""
         return list(self._queues)
 
-    def next(self, but: Collection[str] = ()) -> str | None:
-        """Return whose turn it is, of those not in ``but``; None where there is nobody."""
-        return next((tenant for tenant in self._queues if tenant not in but), None)
+    def next(self, but: Collection[str] = (), behind: Collection[str] = ()) -> str | None:
+        """Return whose turn it is, of those not in ``but``, those in ``behind`` last; None where
+        there is nobody."""
+        there = [tenant for tenant in self._queues if tenant not in but]
+        return min(there, key=lambda tenant: tenant in behind, default=None)
 
     def take(self, but: Collection[str] = ()) -> T:
         """Return the next item, of no tenant in ``but``. Raises IndexError when there is none."""
@@ -116,6 +119,23 @@ class FairLock:
                 self._held = True
 
 
+class Crowd:
+    """Tells whether several tenants were here lately. From any thread."""
+
+    def __init__(self) -> None:
+        self._came: dict[str, float] = {}  # when each was here last
+
+    def note(self, tenant: str) -> None:
+        """Somebody asks for something."""
+        self._came[tenant] = time.monotonic()
+
+    def __bool__(self) -> bool:
+        long_ago = time.monotonic() - LATELY
+        came = tuple(self._came.items())  # at once: others come meanwhile
+        self._came = {tenant: when for tenant, when in came if when > long_ago}
+        return len(self._came) > 1
+
+
 class Spent:
     """The time of one thread that each tenant had; who had much waits while others want little."""
 
@@ -130,6 +150,10 @@ class Spent:
     def greedy(self, there: Collection[str]) -> set[str]:
         """Return those of ``there`` that wait in this turn."""
         return self._ledger.greedy(there) if self._turns % PATIENCE else set()
+
+    def behind(self, running: set[str]) -> set[str]:
+        """Return those of ``running`` that wait in this turn for who has nothing running."""
+        return running if self._turns % PATIENCE else set()
 
     @contextmanager
     def by(self, tenant: str) -> Iterator[None]:

@@ -3,8 +3,7 @@
 ::
 
     asyncio                                     the driver's thread
-    call(work)    -> calls   (fair over tenants) -> work(engine) between two steps; a task goes on
-                                                    with each step (`Tasks`), slowly (`Pace`)
+    call(work)    -> calls   (fair over tenants) -> work(engine) between two steps, or `Tasks`
     answer(begin) -> waiting (fair over tenants) -> begin(engine) when there is room
                      active                      -> engine.loop.step(), Delta ..., Finished
     later(ids)                                   -> canonical KV, when nothing waits; audits
@@ -29,9 +28,9 @@ from kvweave.errors import KVWeaveError, Overloaded
 from kvweave.run.loop import Task
 from kvweave.serve.driver.ahead import AHEAD, Ahead
 from kvweave.serve.driver.audits import IdleAudits
-from kvweave.serve.driver.fair import FairQueue, Spent
+from kvweave.serve.driver.fair import Crowd, FairQueue, Spent
 from kvweave.serve.driver.idle import Idle
-from kvweave.serve.driver.pace import Pace
+from kvweave.serve.driver.pace import Sizing
 from kvweave.serve.driver.tasks import Tasks
 from kvweave.serve.driver.work import (
     AnswerJob,
@@ -83,8 +82,8 @@ class Driver:
         self._tasks = Tasks(engine.loop)
         self._idle = Idle(engine.maker)
         self.audits = IdleAudits(engine)
-        self._pace = Pace(engine.config.max_rows)
-        self._spent = Spent()
+        self._pace = Sizing(engine.loop.schedule)
+        self._spent, self._crowd = Spent(), Crowd()
         self._deadline: float | None = None  # time.monotonic(); set: no new work
         self._thread: threading.Thread | None = None
         self._steps = self._tokens = self._cancelled = 0
@@ -129,7 +128,7 @@ class Driver:
         """
         call = DriverCall(work, asyncio.get_running_loop().create_future())
         with self._wake:
-            self._admit(self._calls.count(tenant))
+            self._admit(self._calls, tenant)
             self._calls.put(tenant, call)
             self._wake.notify()
         try:
@@ -152,7 +151,7 @@ class Driver:
         """
         job = AnswerJob(tenant, begin, done, Sink(), wants)
         with self._wake:
-            self._admit(self._waiting.count(tenant))
+            self._admit(self._waiting, tenant)
             self._waiting.put(tenant, job)
             self._wake.notify()
         try:
@@ -192,11 +191,12 @@ class Driver:
             return True
         return any(turn.context is context for job in self._active for turn in job.turns)
 
-    def _admit(self, n_waiting: int) -> None:
+    def _admit(self, queue: FairQueue[DriverCall] | FairQueue[AnswerJob], tenant: str) -> None:
         assert self._thread is not None, "start() the driver first"
+        self._crowd.note(tenant)
         if self._deadline is not None:
             raise Overloaded(10)
-        if n_waiting >= self.max_waiting:
+        if queue.count(tenant) >= self.max_waiting:
             rounds = 1 + len(self._waiting) // self.max_active
             raise Overloaded(min(60, max(1, round(self._seconds * rounds))))
 
@@ -279,9 +279,9 @@ class Driver:
         until = time.monotonic() + BEGIN_SECONDS
         while True:
             with self._wake:
-                full = len(self._active) >= self.max_active
-                running = {job.tenant for job in self._active} if full else set()
-                tenant = self._waiting.next(but=running | self._held_up())
+                running, but = {job.tenant for job in self._active}, self._held_up()
+                but |= running if len(self._active) >= self.max_active else set()
+                tenant = self._waiting.next(but, self._spent.behind(running))
                 if tenant is None:
                     return
                 job = self._waiting.take_of(tenant)
@@ -308,10 +308,10 @@ class Driver:
 
     def _step(self) -> None:
         ran, loop, started = True, self.engine.loop, time.monotonic()
-        loop.schedule.beside = self._pace.rows
+        self._pace.plan(crowd=bool(self._crowd))
         try:
             ran = loop.step()
-            self._pace.note(time.monotonic() - started, *loop.schedule.rows)
+            self._pace.note(time.monotonic() - started)
         except Exception as error:  # what is one answer's fault is found when it is handed out
             log.exception("a step failed")
             self._fail(self._active, error)
