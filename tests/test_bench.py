@@ -22,8 +22,9 @@ BENCH = Path(__file__).resolve().parents[1] / "bench"
 def bench() -> Iterator[dict[str, ModuleType]]:
     """The benches as modules; they import each other as scripts do."""
     sys.path.insert(0, str(BENCH))
-    # pytest calls tests/serve and tests/memory so
-    folders = {name: sys.modules.pop(name, None) for name in ("serve", "memory")}
+    # pytest calls tests/serve, tests/memory and tests/route so
+    names = [folder.name for folder in Path(__file__).parent.iterdir() if folder.is_dir()]
+    folders = {name: sys.modules.pop(name, None) for name in names}
     try:
         import audit
         import common
