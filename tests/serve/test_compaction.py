@@ -14,10 +14,8 @@ from typing import Any
 import httpx
 import pytest
 from needs import need
-from scripted import scripted
 from serve.test_context_editing import prose
-from serve.test_messages import ASK, TOOL, WROTE, Talk, n_prompt, sent_back
-from serve.test_openai import serving
+from serve.test_messages import ASK, TOOL, WROTE, Talk, n_prompt, sent_back, talking
 
 from kvweave.serve.anthropic.blocks import DialogueMessage
 from kvweave.serve.anthropic.compact import fitting, given
@@ -31,16 +29,8 @@ SUMMARY = "Anna saw rain in Oslo ."
 
 @pytest.fixture(scope="module")
 def talk(bundled: Path) -> Iterator[Talk]:
-    with pytest.MonkeyPatch.context() as patch:
-        engine, script = scripted(bundled, patch)
-        with engine, serving(engine) as server:
-            client = anthropic.Anthropic(
-                base_url=server.url, api_key="key-of-anna", max_retries=0, timeout=60
-            )
-            with client:
-                yield Talk(server, script, client)
-            server.settle()
-            server.on_engine(lambda engine: engine.check_integrity())
+    with talking(bundled) as made:
+        yield made
 
 
 def compacting(above: int = 60, **more: Any) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -82,11 +83,12 @@ class Talk:
         return found
 
 
-@pytest.fixture(scope="module")
-def talk(bundled: Path) -> Iterator[Talk]:
+@contextmanager
+def talking(bundled: Path, **more: Any) -> Iterator[Talk]:
+    """A scripted server; its engine is checked behind it."""
     with pytest.MonkeyPatch.context() as patch:
         engine, script = scripted(bundled, patch)
-        with engine, serving(engine, aliases=("claude-x",)) as server:
+        with engine, serving(engine, **more) as server:
             client = anthropic.Anthropic(
                 base_url=server.url, api_key="key-of-anna", max_retries=0, timeout=60
             )
@@ -94,6 +96,12 @@ def talk(bundled: Path) -> Iterator[Talk]:
                 yield Talk(server, script, client)
             server.settle()
             server.on_engine(lambda engine: engine.check_integrity())
+
+
+@pytest.fixture(scope="module")
+def talk(bundled: Path) -> Iterator[Talk]:
+    with talking(bundled, aliases=("claude-x",)) as made:
+        yield made
 
 
 def n_prompt(usage: Any) -> int:

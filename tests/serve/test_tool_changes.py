@@ -9,10 +9,8 @@ from typing import Any
 import pytest
 from needs import need
 from pydantic import ValidationError
-from scripted import scripted
 from serve.test_compaction import SUMMARY, fetched, long_talk, user
-from serve.test_messages import TOOL, Talk, n_prompt, sent_back
-from serve.test_openai import serving
+from serve.test_messages import TOOL, Talk, n_prompt, sent_back, talking
 
 from kvweave.errors import InvalidArgument
 from kvweave.serve.anthropic.schemas import MessagesRequest
@@ -23,16 +21,8 @@ Json = dict[str, Any]
 
 @pytest.fixture(scope="module")
 def talk(bundled: Path) -> Iterator[Talk]:
-    with pytest.MonkeyPatch.context() as patch:
-        engine, script = scripted(bundled, patch)
-        with engine, serving(engine) as server:
-            client = anthropic.Anthropic(
-                base_url=server.url, api_key="key-of-anna", max_retries=0, timeout=60
-            )
-            with client:
-                yield Talk(server, script, client)
-            server.settle()
-            server.on_engine(lambda engine: engine.check_integrity())
+    with talking(bundled) as made:
+        yield made
 
 
 def tool(name: str, **more: Any) -> Json:
