@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Coroutine, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from anyio.from_thread import BlockingPortal, start_blocking_portal
@@ -68,7 +68,8 @@ def pieces(generator: Any, portal: BlockingPortal) -> Iterator[Any]:
         while (piece := portal.call(more)) is not None:
             yield piece
     finally:
-        portal.call(generator.aclose)
+        with suppress(RuntimeError):  # the portal is over, and so is what was read
+            portal.call(generator.aclose)
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import threading
 
 import httpx
@@ -413,7 +414,10 @@ def test_an_interrupted_message_is_taken_back(server, client):
         chat.restore(before)
 
 
-def test_a_context_is_busy_while_it_answers(client):
+def test_a_context_is_busy_while_it_answers(client, monkeypatch):
+    monkeypatch.setattr("kvweave.serve.routes.named.GRACE_SECONDS", 0.0)
+    # who is refused leaves no answer behind, and never waits for one
+    monkeypatch.setattr("kvweave.client.settle.SETTLE_SECONDS", math.inf)
     ctx = client.compose(f"{SYSTEM} {A}")
     pieces = ctx.stream(2000, ignore_eos=True)
     next(pieces)
@@ -434,7 +438,10 @@ def test_after_hanging_up_a_context_is_free_at_once(client, verb):
     assert verb != "stream" or list(found)
 
 
-def test_while_a_memory_answers_nothing_else_is_done_and_undo_takes_all_of_it_back(client):
+def test_while_a_memory_answers_nothing_else_is_done_and_undo_takes_all_of_it_back(
+    client, monkeypatch
+):
+    monkeypatch.setattr("kvweave.serve.routes.named.GRACE_SECONDS", 0.0)
     chat = client.context("chat", system=SYSTEM)
     memory = client.memory(chat, budget=SMALL, summarise="sentences")
     memory.tell(A)

@@ -10,7 +10,7 @@ from kvweave.client.course import Course, HangUp, Journey
 from kvweave.client.faces import Awaited, Blocking, Verb
 from kvweave.client.settle import settle
 from kvweave.client.wires import Wire
-from kvweave.errors import InvalidArgument, Unreachable
+from kvweave.errors import InvalidArgument, KVWeaveError, Unreachable
 from kvweave.weave.answer import Answer
 
 
@@ -51,9 +51,11 @@ class TurnVerbs:
                 raise Unreachable(peer.url, "the stream ended without an answer")
             self._answer = parse.answer(last["answer"])
             return self._answer
-        finally:
-            if self._answer is None:  # no request here: this may run when garbage is collected
+        except BaseException as error:
+            refused = isinstance(error, KVWeaveError) and not isinstance(error, Unreachable)
+            if not refused:  # no request here: this may run when garbage is collected
                 peer.left.add(self._path)
+            raise
 
 
 class RemoteTurn(TurnVerbs, Blocking):
