@@ -63,7 +63,7 @@ bench: $(READY)
 bench-models: $(READY)
 	cd bench && ../$(PY) -m models.train
 
-study-models: $(READY)  # chains of thought of known needs, three models of an hour each
+study-models: $(READY)  # chains of thought of known needs: some minutes of a GPU a model
 	cd bench && ../$(PY) -m study.train
 
 study: $(READY)  # what they read of their KV: docs/study.md

@@ -106,9 +106,9 @@ class Back(torch.nn.Module):
         states = states * torch.rsqrt(states.float().square().mean(-1, keepdim=True) + 1e-6)
         losses = []
         for n, head in enumerate(self.heads, 1):
-            real = inputs[:, n:] != pad
-            logits = head(states[:, n:][real]).float()
-            losses.append(functional.cross_entropy(logits, inputs[:, :-n][real]))
+            target = inputs[:, :-n].masked_fill(inputs[:, n:] == pad, -100)
+            logits = head(states[:, n:]).float()
+            losses.append(functional.cross_entropy(logits.flatten(0, 1), target.flatten()))
         return sum(losses) / len(losses)  # type: ignore[return-value]
 
 
@@ -150,9 +150,7 @@ def train(kind: Kind, minutes: float) -> None:
     export(WEIGHTS / kind.name, model, tokenizer, state)
 
 
-def spend(
-    minutes: float, file: Path, model: Any, back: Back, step: Step, rate: float, half: bool = True
-) -> State:
+def spend(minutes: float, file: Path, model: Any, back: Back, step: Step, rate: float) -> State:
     """Take steps until the minutes are spent, from the checkpoint ``file`` on if it is there."""
     optimizer = torch.optim.AdamW([*model.parameters(), *back.parameters()], betas=(0.9, 0.98), weight_decay=0.01, fused=True)  # fmt: skip
     state = State()
@@ -168,7 +166,7 @@ def spend(
         began = time.monotonic()
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(state.step, state.seconds / end, rate)
-        with torch.autocast("cpu", torch.bfloat16, enabled=half):
+        with torch.autocast("cpu", torch.bfloat16):
             loss, n = step(state, state.seconds / end)
         optimizer.zero_grad(set_to_none=True)
         loss.backward()

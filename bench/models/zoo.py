@@ -41,13 +41,14 @@ def llama(vocab: int, own: dict[str, Any]) -> Any:
     )  # fmt: skip
 
 
-def qwen3(vocab: int, own: dict[str, Any]) -> Any:
+def qwen3(vocab: int, own: dict[str, Any], theta: float = 1000.0, layers: int = 5, heads: int = 4, kv_heads: int = 4) -> Any:  # fmt: skip
     """Five layers, wider, keys and queries normalised."""
     return transformers.Qwen3ForCausalLM(
         transformers.Qwen3Config(
-            vocab_size=vocab, hidden_size=160, intermediate_size=448, num_hidden_layers=5,
-            num_attention_heads=4, num_key_value_heads=4, head_dim=64, tie_word_embeddings=True,
-            max_position_embeddings=8192, rope_parameters=rope(1000.0), **own,
+            vocab_size=vocab, hidden_size=160, intermediate_size=448, num_hidden_layers=layers,
+            num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=64,
+            tie_word_embeddings=True, max_position_embeddings=8192, rope_parameters=rope(theta),
+            **own,
         )
     )  # fmt: skip
 
@@ -64,7 +65,7 @@ def neox(vocab: int, own: dict[str, Any]) -> Any:
     )  # fmt: skip
 
 
-def gemma3(vocab: int, own: dict[str, Any]) -> Any:
+def gemma3(vocab: int, own: dict[str, Any], theta: float = 10_000.0) -> Any:
     """Six layers, of which four see 64 rows back."""
     kinds = ["sliding_attention", "sliding_attention", "full_attention"] * 2
     return transformers.Gemma3ForCausalLM(
@@ -72,7 +73,7 @@ def gemma3(vocab: int, own: dict[str, Any]) -> Any:
             vocab_size=vocab, hidden_size=128, intermediate_size=384, num_hidden_layers=6,
             num_attention_heads=4, num_key_value_heads=2, head_dim=64, layer_types=kinds,
             sliding_window=64, max_position_embeddings=8192, query_pre_attn_scalar=64,
-            rope_parameters={"sliding_attention": rope(500.0), "full_attention": rope(10_000.0)},
+            rope_parameters={"sliding_attention": rope(500.0), "full_attention": rope(theta)},
             **own,
         )
     )  # fmt: skip
@@ -90,13 +91,13 @@ def qwen3moe(vocab: int, own: dict[str, Any]) -> Any:
     )  # fmt: skip
 
 
-def olmo2(vocab: int, own: dict[str, Any]) -> Any:
+def olmo2(vocab: int, own: dict[str, Any], theta: float = 2000.0) -> Any:
     """Norms behind attention and MLP, keys and queries normalised over all heads."""
     return transformers.Olmo2ForCausalLM(
         transformers.Olmo2Config(
             vocab_size=vocab, hidden_size=192, intermediate_size=448, num_hidden_layers=4,
             num_attention_heads=3, num_key_value_heads=3, tie_word_embeddings=True,
-            max_position_embeddings=8192, rope_parameters=rope(2000.0), **own,
+            max_position_embeddings=8192, rope_parameters=rope(theta), **own,
         )
     )  # fmt: skip
 
