@@ -213,19 +213,16 @@ class Engine:
         return Files(self.table, namespace).stat(name)
 
     def compress(
-        self, ref: str, keep: str, *, to: str | None = None, namespace: Namespace = ""
-    ) -> Entry:
+        self, ref: str, keep: str, *, to: str | None = None, namespace: Namespace = "",
+        dry_run: bool = False,
+    ) -> Entry:  # fmt: skip
         """Leave of a chunk's KV what a token policy keeps (``kvzip:0.3``), under the name ``to``, by
-        default its own; ``full`` computes all of it again. Raises ChunkNotFound, InvalidArgument,
-        NameTaken, ChunkPinned, ContextTooLong, OverBudget, CannotMove.
+        default its own; ``full`` computes all of it again. ``dry_run`` computes nothing, so it has no
+        bytes and an id that nobody has. Raises ChunkNotFound, InvalidArgument, NameTaken, ChunkPinned,
+        ContextTooLong, OverBudget, CannotMove.
         """
         self._require_run()
-        chosen = Keep.parse(keep)
-        with self.maker.all_or_none() as made:
-            id, whole = self.table.resolve(ref, namespace).id, chosen.policy.name == "full"
-            made.append(self.maker.whole(id) if whole else self.maker.thin(id, chosen))
-            self.table.bind(to or ref, made[0], namespace=namespace, replace=to is None)
-        return Files(self.table, namespace).stat(to or ref)
+        return self.maker.compress(ref, Keep.parse(keep), to, namespace, dry_run=dry_run)
 
     def place(
         self,

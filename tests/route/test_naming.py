@@ -61,6 +61,29 @@ def test_a_name_of_another_worker_is_not_given_to_a_second_chunk(
     assert len(pair.holders("made/new")) == 1
 
 
+@pytest.mark.parametrize("to", [None, "made/new"])
+def test_what_one_worker_would_not_compress_none_does(pair: Pair, to: str | None) -> None:
+    name, other = lent(pair)
+    [home] = pair.holders(other)
+    with Client(home, ANNA) as direct:  # here it cannot take the name
+        if to is None:
+            direct.files.pin(name)
+        else:
+            direct.put(to, A)
+    before = have(pair)
+    told = verb(pair, name, "compress", keep="h2o:4", to=to)
+    assert told.status_code == 409 and have(pair) == before
+    with Client(home, ANNA) as direct:
+        direct.files.unpin(name) if to is None else direct.files.rm(to)
+    before = have(pair)
+    dry = verb(pair, name, "compress", keep="h2o:4", to=to, dry_run=True)
+    assert dry.status_code == 200 and dry.json()["data"][0]["name"] == (to or name)
+    assert have(pair) == before
+    assert verb(pair, name, "compress", keep="h2o:4", to=to).status_code == 200
+    found = have(pair)
+    assert len({each[to or name] for each in found}) == 1 and found != before
+
+
 @pytest.mark.parametrize("how", ["cp", "mv", "compress"])
 def test_every_copy_gets_the_name_and_is_of_the_chunk_that_is_right(pair: Pair, how: str) -> None:
     name, _ = lent(pair)
@@ -134,7 +157,7 @@ def test_a_verb_that_broke_off_is_not_sent_again(workers: Any, route: Any) -> No
         until(lambda: len(router.state.there()) == 2, "coming back")
         path = f"/v1/chunks/a:{how}"
         with router.client() as client:
-            body = {} if how == "pin" else {"to": "b"}
+            body = {} if how == "pin" else {"to": "b", "keep": "h2o:4"}
             told = client.post(path, json=body, headers={"Idempotency-Key": f"k{how}"})
         assert told.status_code == 503 and "it was done on the others" in told.text
         for worker in both:

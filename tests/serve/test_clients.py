@@ -296,7 +296,7 @@ def test_10_parts_of_text_have_several_names_and_an_image_is_refused(
         assert reply["choices"][0]["message"]["content"] == "so well ."
     image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
     told = post(server, 400, messages=[{"role": "user", "content": [image]}])["error"]
-    assert "image_url" in told["message"] and told["param"] == "messages.0.content.parts.0"
+    assert "image_url" in told["message"] and told["param"] == "messages.0.content.0.type"
 
 
 def test_11_other_names_of_the_model(bundled: Path) -> None:

@@ -367,7 +367,7 @@ def test_chunks_may_be_named(talk: Talk) -> None:
          "context_management.edits.0.clear_tool_uses_20250919.keep.value: "),
         ({"context_management": {"edits": [{"type": "clear_tool_uses_20250919", "frob": 1}]}},
          "context_management.edits.0.clear_tool_uses_20250919.frob: "),
-        ({"context_management": {"edits": [{"type": "clear_other"}]}}, "context_management.edits.0: "),
+        ({"context_management": {"edits": [{"type": "clear_other"}]}}, "context_management.edits.0.type: "),
         ({"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}, {"type": "clear_thinking_20251015"}]}},
          "context_management: "),
     ],

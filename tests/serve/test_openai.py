@@ -364,7 +364,7 @@ def test_models(server: Server) -> None:
         ({"temperature": -1}, "temperature"),
         ({"top_p": 0}, "top_p"),
         ({"max_tokens": 0}, "max_tokens"),
-        ({"response_format": {"type": "yaml"}}, "response_format"),
+        ({"response_format": {"type": "yaml"}}, "response_format.type"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"frequency_penalty": 3}, "frequency_penalty"),
         ({"logit_bias": {"50000": 1}}, "logit_bias"),
@@ -376,7 +376,7 @@ def test_models(server: Server) -> None:
         ({"messages": []}, "messages"),
         ({"extra_body": {"continue_final_message": True}}, "continue_final_message"),
         ({"extra_body": {"beam_width": 2}}, "beam_width"),
-        ({"tools": [{"type": "function", "function": {}}]}, "tools.0"),
+        ({"tools": [{"type": "function", "function": {}}]}, "tools.0.function.name"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, None),
     ],
 )

@@ -204,12 +204,25 @@ def test_what_changes_nothing_is_named(talk: Any) -> None:
         ({"background": True}, "background"),
         ({"n": 2}, "n"),
         ({"prompt": {"id": "x"}}, "prompt"),
-        ({"text": {"format": {"type": "xml"}}}, "text.format"),
+        ({"text": {"format": {"type": "xml"}}}, "text.format.type"),
         ({"top_logprobs": 2}, "top_logprobs"),
         ({"conversation": "x", "previous_response_id": "y"}, "conversation"),
         ({"conversation": "x", "store": False}, "store"),
         ({"tool_choice": {"type": "web_search"}}, "tool_choice"),
-        ({"tool_choice": {"type": "allowed_tools", "tools": [{"name": ["x"]}]}}, "tool_choice"),
+        (
+            {"tool_choice": {"type": "allowed_tools", "tools": [{"name": ["x"]}]}},
+            "tool_choice.tools.0.name",
+        ),
+        (
+            {"tool_choice": {"type": "allowed_tools", "mode": "some", "tools": []}},
+            "tool_choice.mode",
+        ),
+        ({"tool_choice": {"type": "function"}}, "tool_choice.name"),
+        ({"tools": [{"type": "function", "name": 5}]}, "tools.0.name"),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_text", "text": 5}]}]},
+            "input.0.content.0.text",
+        ),
         (
             {
                 "input": [

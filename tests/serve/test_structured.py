@@ -64,7 +64,7 @@ def test_calls_that_must_come(talk: tuple[Server, Script]) -> None:
 @pytest.mark.parametrize(
     ("changes", "param"),
     [
-        ({"response_format": {"type": "xml"}}, "response_format"),
+        ({"response_format": {"type": "xml"}}, "response_format.type"),
         ({"response_format": {"type": "regex", "regex": "a(b"}}, "response_format"),
         ({"tool_choice": "required"}, "tool_choice"),
         (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 import numpy as np
@@ -11,7 +12,7 @@ import zoo
 from run.backend import ids, reference, transformers
 
 from kvweave import Engine
-from kvweave.errors import ChunkPinned, InvalidArgument, NameTaken
+from kvweave.errors import ChunkPinned, InvalidArgument, KVWeaveError, NameTaken
 from kvweave.keep.tokens import POLICIES
 from kvweave.keep.tokens.spec import NUMBERED, Keep
 from kvweave.run.base import Work
@@ -206,6 +207,39 @@ def test_what_a_digest_cannot_say_is_refused(engine: Engine, spec: str) -> None:
     with pytest.raises(InvalidArgument):
         engine.compress("d0", spec)
     assert engine.table.resolve("d0").id == before
+
+
+@pytest.mark.parametrize("to", [None, "small"])
+@pytest.mark.parametrize("keep", ["h2o:13", "full"])
+def test_a_dry_run_says_the_same_and_changes_nothing(
+    engine: Engine, to: str | None, keep: str
+) -> None:
+    if keep == "full":
+        engine.compress("d0", "h2o:13")
+    before, n = engine.files.ls(), len(list(engine.table))
+    dry = engine.compress("d0", keep, to=to, dry_run=True)
+    assert (engine.files.ls(), len(list(engine.table))) == (before, n)
+    engine.check_integrity()
+    done = engine.compress("d0", keep, to=to)
+    assert (dry.name, dry.n_tokens, dry.kind) == (done.name, done.n_tokens, done.kind)
+
+
+def test_a_dry_run_refuses_the_same(engine: Engine) -> None:
+    engine.compress("d0", "h2o:13", to="small")
+    engine.files.pin("d2")
+    before = engine.files.ls()
+    for ref, keep, to in (
+        ("small", "h2o:9", None),
+        ("d0", "h2o:13", "d1"),
+        ("nothing", "h2o:13", None),
+        ("d2", "h2o:13", None),
+        ("d0", "ttkv:0.3", None),
+    ):
+        with pytest.raises(KVWeaveError) as real:
+            engine.compress(ref, keep, to=to)
+        with pytest.raises(type(real.value), match=re.escape(str(real.value))):
+            engine.compress(ref, keep, to=to, dry_run=True)
+    assert engine.files.ls() == before
 
 
 def test_what_cannot_follow_is_refused(engine: Engine) -> None:

@@ -95,6 +95,7 @@ def compress(p: ArgumentParser) -> None:
         "keep", metavar="POLICY:BUDGET", help="what stays of it: kvzip:0.3, h2o:256; full: all"
     )
     p.add_argument("--to", metavar="NAME", help="name of what stays (its own)")
+    p.add_argument("-n", "--dry-run", action="store_true", help="only say what would happen")
 
 
 def du(p: ArgumentParser) -> None:

@@ -122,8 +122,8 @@ def compress(args: Namespace) -> None:
     """Leave of a chunk's KV what a token policy keeps."""
     out = Out.of(args)
     with target(args).weaver() as weaver:
-        entry = weaver.compress(args.ref, args.keep, to=args.to)
-    out.done("compressed", [entry], dry_run=False)
+        entry = weaver.compress(args.ref, args.keep, to=args.to, dry_run=args.dry_run)
+    out.done("compressed", [entry], dry_run=args.dry_run)
 
 
 def place(args: Namespace) -> None:

@@ -136,10 +136,12 @@ class ClientVerbs(Generic[_ContextT, _MemoryT]):
         return (yield from place(files, pattern, tier, codec=codec, dry_run=dry_run))
 
     @Verb
-    def compress(self, ref: str, keep: str, *, to: str | None = None) -> Course[Entry]:
+    def compress(
+        self, ref: str, keep: str, *, to: str | None = None, dry_run: bool = False
+    ) -> Course[Entry]:
         """Leave of a chunk's KV what a token policy keeps; see `Engine.compress`."""
         files = FileVerbs(self._wire)
-        return (yield from FileVerbs.compress.course(files, ref, keep, to=to))
+        return (yield from FileVerbs.compress.course(files, ref, keep, to=to, dry_run=dry_run))
 
     @Verb
     def denoise(self) -> Course[int]:

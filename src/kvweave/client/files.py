@@ -140,9 +140,12 @@ class FileVerbs:
         return (yield from self._do(pattern, "unpin", {"dry_run": dry_run}))
 
     @Verb
-    def compress(self, ref: str, keep: str, *, to: str | None = None) -> Course[Entry]:
+    def compress(
+        self, ref: str, keep: str, *, to: str | None = None, dry_run: bool = False
+    ) -> Course[Entry]:
         """Leave of a chunk's KV what a token policy keeps, under the name ``to``, by default its own."""
-        return (yield from self._do(ref, "compress", {"keep": keep, "to": to}))[0]
+        body = {"keep": keep, "to": to, "dry_run": dry_run}
+        return (yield from self._do(ref, "compress", body))[0]
 
     @Verb
     def place(

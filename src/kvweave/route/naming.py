@@ -33,8 +33,10 @@ async def refusal(
     new. Raises NotAccepted, WorkerFailed."""
     body = call.json()
     to = body.get("to")
+    if to is None and verb == "compress":
+        to = pattern
     if not isinstance(to, str):
-        return None  # to itself; or the workers say what is wrong with it
+        return None  # the workers say what is wrong with it
     sources = await _sources(state, call, pattern)
     shared = [name for name, workers in sources.items() if len(workers) > 1]
     if len(shared) > MOST:
@@ -50,21 +52,18 @@ async def refusal(
             if (told := await directory.lend(state, tenant, call, [name], worker)) is not None:
                 return told
     made: dict[str, set[str]] = {}
-    if verb == "compress":
-        made[to] = {worker.name for workers in sources.values() for worker in workers}
-    else:
-        target = call.target.decode("latin-1")
-        told_all, silent = await state.ask_all(
-            state.native(), call.asking("POST", target, {**body, "dry_run": True})
-        )
-        if silent:
-            raise WorkerFailed("it did not answer", sent=False)
-        for worker, response, content in told_all:
-            if response.is_success:
-                for entry in json.loads(content)["data"]:
-                    made.setdefault(entry["name"], set()).add(worker.name)
-            elif response.status_code != 404:
-                return worker, response, content
+    target = call.target.decode("latin-1")
+    told_all, silent = await state.ask_all(
+        state.native(), call.asking("POST", target, {**body, "dry_run": True})
+    )
+    if silent:
+        raise WorkerFailed("it did not answer", sent=False)
+    for worker, response, content in told_all:
+        if response.is_success:
+            for entry in json.loads(content)["data"]:
+                made.setdefault(entry["name"], set()).add(worker.name)
+        elif response.status_code != 404:
+            return worker, response, content
     return await _taken(state, call, made)
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from hashlib import blake2b
 
 import numpy as np
 import torch
 
+from kvweave.chunk.files import Entry, Files
 from kvweave.chunk.identity import NO_TOKEN, ChunkId, Kind, chunk_digest
 from kvweave.chunk.table import Table
 from kvweave.errors import (
@@ -30,6 +31,11 @@ from kvweave.weave.parts import TextOrTokens
 from kvweave.weave.rereading import reread_rows
 from kvweave.weave.special import PlainText, Special
 from kvweave.weave.thinning import Thinning, thin_digest, thinned_by
+
+
+class TriedError(Exception):
+    """Takes back what was only tried."""
+
 
 BLOCK = 512  # rows of one pass; bounds the mask to BLOCK x context
 
@@ -142,7 +148,24 @@ class Maker:
         self.shelf.put(id, kv.clone(self.backend.device))
         return id
 
-    def thin(self, whole: ChunkId, keep: Keep) -> ChunkId:
+    def compress(
+        self, ref: str, keep: Keep, to: str | None, namespace: str, *, dry_run: bool
+    ) -> Entry:
+        """Bind a name to what ``keep`` leaves of a chunk; see `Engine.compress`."""
+        with suppress(TriedError), self.all_or_none() as made:
+            id, compute = self.table.resolve(ref, namespace).id, not dry_run
+            if keep.policy.name == "full":
+                new = self.whole(id, compute=compute)
+            else:
+                new = self.thin(id, keep, compute=compute)
+            made += [new] if compute else []
+            self.table.bind(to or ref, new, namespace=namespace, replace=to is None)
+            entry = Files(self.table, namespace).stat(to or ref)
+            if dry_run:
+                raise TriedError
+        return entry
+
+    def thin(self, whole: ChunkId, keep: Keep, *, compute: bool = True) -> ChunkId:
         """Give a chunk thinned by ``keep`` an id, and compute its rows. Raises InvalidArgument,
         CannotMove."""
         self.backend.require_move()
@@ -155,6 +178,9 @@ class Maker:
             self.table.tokens(whole).tolist(), digest=digest, kind=record.kind,
             namespace=record.namespace, base=record.base,
         )  # fmt: skip
+        if not compute:
+            Thinning(self.backend, keep)  # for what it refuses
+            return id
         try:
             self.canonicalise([id])
         except BaseException:
@@ -162,13 +188,13 @@ class Maker:
             raise
         return id
 
-    def whole(self, thinned: ChunkId) -> ChunkId:
+    def whole(self, thinned: ChunkId, *, compute: bool = True) -> ChunkId:
         """Give the whole chunk of a thinned one an id, and compute what is missing of its KV."""
         record, tokens = self.table.get(thinned), self.table.tokens(thinned).tolist()
         if self.thinned_by(thinned) is None:
             return thinned
         id = self.add(tokens, kind=record.kind, base=record.base, namespace=record.namespace)
-        self.canonicalise([id])
+        self.canonicalise([id] if compute else [])
         return id
 
     def rethin(self, id: ChunkId) -> None:

@@ -9,12 +9,7 @@ from dataclasses import dataclass
 from kvweave.chunk.identity import ChunkId, Kind
 from kvweave.run.loop import Task
 from kvweave.verbs import checked
-from kvweave.weave.maker import Maker
-
-
-class _TriedError(Exception):
-    """Takes back what was only tried."""
-
+from kvweave.weave.maker import Maker, TriedError
 
 PUTTING = "|put"  # who holds chunks that have no name yet; ``|`` is in no name
 
@@ -56,9 +51,9 @@ def putting(
                 )
                 table.hold(id, PUTTING)
             held.append(id)
-        with suppress(_TriedError), table.transaction():  # what cannot be named is not computed
+        with suppress(TriedError), table.transaction():  # what cannot be named is not computed
             bind()
-            raise _TriedError
+            raise TriedError
         for id in dict.fromkeys(held):
             yield from maker.computing(id, namespace)
         with table.transaction():

@@ -37,7 +37,9 @@ def _as_blocks(given: object) -> object:
     """Return a string as one block; refuse what no text can be made of."""
     if isinstance(given, str):
         return [{"type": "text", "text": given}]
-    for block in given if isinstance(given, list) else ():
+    if not isinstance(given, list):
+        raise ValueError("should be a string or a list of blocks")
+    for block in given:
         kind = block.get("type") if isinstance(block, dict) else None
         if isinstance(kind, str) and kind not in BLOCKS and kind != "tool_reference":
             reason = "is nothing that this model reads: it reads text; leave it out"

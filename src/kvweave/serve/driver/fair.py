@@ -148,12 +148,13 @@ class Spent:
         self._turns += 1
 
     def greedy(self, there: Collection[str]) -> set[str]:
-        """Return those of ``there`` that wait in this turn."""
-        return self._ledger.greedy(there) if self._turns % PATIENCE else set()
+        """Return those of ``there`` that had much, and wait in this turn."""
+        return self.behind(self._ledger.greedy(there))
 
-    def behind(self, running: set[str]) -> set[str]:
-        """Return those of ``running`` that wait in this turn for who has nothing running."""
-        return running if self._turns % PATIENCE else set()
+    def behind(self, others: set[str]) -> set[str]:
+        """Return those who wait in this turn for ``others`` to be first: all, and every eighth turn
+        nobody."""
+        return others if self._turns % PATIENCE else set()
 
     @contextmanager
     def by(self, tenant: str) -> Iterator[None]:

@@ -24,6 +24,7 @@ from starlette.types import Scope
 
 from kvweave import errors
 from kvweave.errors import KVWeaveError
+from kvweave.serve.guard.malformed import faults
 
 log = logging.getLogger("kvweave.serve")
 
@@ -156,17 +157,12 @@ def snake_case(name: str) -> str:
 
 
 def _malformed(error: RequestValidationError) -> Problem:
-    first, *more = error.errors()
-    message = _where(first) + str(first["msg"])
+    first, *more = faults(error.errors(), error.body, 1)
+    place = first.tagged if OF_MESSAGES.get() else first.path
+    message = f"{place}: {first.message}" if place else first.message
     if more:
         message += f" (and {len(more)} more)"
-    param = ".".join(str(part) for part in first["loc"][1:]) or None
-    return make(400, message, code="invalid_request", param=param)
-
-
-def _where(found: Mapping[str, Any]) -> str:
-    place = ".".join(str(part) for part in found["loc"][1:])
-    return f"{place}: " if place else ""
+    return make(400, message, code="invalid_request", param=first.path or None)
 
 
 def _unexpected(error: BaseException) -> Problem:

@@ -13,13 +13,12 @@ from pydantic import (
     BaseModel,
     BeforeValidator,
     ConfigDict,
-    Discriminator,
     Field,
-    Tag,
     ValidationError,
 )
 
 from kvweave.errors import InvalidArgument
+from kvweave.serve.guard.malformed import faults
 from kvweave.serve.reuse.adapt import TemplateHabits
 from kvweave.serve.reuse.said import REASONING
 from kvweave.serve.routes.base import ChunkRef
@@ -67,12 +66,6 @@ class ChunkPart(BaseModel):
 ContentPart = Annotated[TextPart | RefusalPart | ChunkPart, Field(discriminator="type")]
 
 
-_Content = Annotated[
-    Annotated[str, Tag("text")] | Annotated[list[ContentPart], Tag("parts")],
-    Discriminator(lambda given: "text" if isinstance(given, str) else "parts"),
-]
-
-
 class CallFunction(BaseModel):
     """What was called: ``arguments`` is JSON, or the object itself."""
 
@@ -95,7 +88,7 @@ class ChatMessage(BaseModel):
 
     model_config = _OPEN
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: _Content | None = None
+    content: str | list[ContentPart] | None = None
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
@@ -136,22 +129,30 @@ def plain_messages(
 
 
 def plain_tools(
-    tools: Sequence[Mapping[str, Any]], template: TemplateHabits
+    tools: Sequence[Mapping[str, Any]],
+    template: TemplateHabits,
+    where: str = "tools",
+    inner: str = ".function",
 ) -> tuple[list[dict[str, Any]], list[str]]:
     """Return the functions among tools, and the names of what is ignored: tools of other types too.
 
-    Raises InvalidArgument.
+    ``where`` and ``inner``: of paths, what the list is called, and a function's fields are in. Raises
+    InvalidArgument.
     """
     fields, made = _Fields(template), []
     for i, tool in enumerate(tools):
+        place = f"{where}.{i}"
         if tool.get("type") != "function":
-            fields.ignored.append(f"tools.{i}")
+            fields.ignored.append(place)
             continue
+        function = tool.get("function")
         try:
-            ToolFunction.model_validate(tool.get("function"))
+            ToolFunction.model_validate(function)
         except ValidationError as error:
-            raise InvalidArgument(f"tools.{i}", str(error.errors()[0]["msg"])) from None
-        made.append(fields.tool(tool, f"tools.{i}"))
+            wrong = faults(error.errors(), function)[0]
+            path = f"{place}{inner}.{wrong.path}" if wrong.path else f"{place}{inner}"
+            raise InvalidArgument(path, wrong.message) from None
+        made.append(fields.tool(tool, place, f"{place}{inner}"))
     return made, fields.ignored
 
 
@@ -215,11 +216,11 @@ class _Fields:
         inner = self.kept(made["function"], ("name", "arguments"), f"{where}.function")
         return made | {"function": inner}
 
-    def tool(self, tool: Mapping[str, Any], where: str) -> dict[str, Any]:
-        """Return one function, as the template is to show it."""
+    def tool(self, tool: Mapping[str, Any], where: str, within: str) -> dict[str, Any]:
+        """Return one function, as the template is to show it; ``within``: where its fields are."""
         made = self.kept(tool, ("type", "function"), where)
         known = ("name", "description", "parameters", "strict")
-        inner = self.kept(made["function"], known, f"{where}.function")
+        inner = self.kept(made["function"], known, within)
         if inner.get("strict"):  # shown to the model; only calls that are forced are held to it
-            self.ignored.append(f"{where}.function.strict")
+            self.ignored.append(f"{within}.strict")
         return made | {"function": inner}

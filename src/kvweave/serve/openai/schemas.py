@@ -16,6 +16,7 @@ from kvweave.errors import InvalidArgument
 from kvweave.run.grammar import GrammarKind, GrammarText
 from kvweave.run.sample import Sampling
 from kvweave.serve.chat.ask import EFFORTS, ChatAsk, thinking
+from kvweave.serve.guard.malformed import shown
 from kvweave.serve.openai.messages import (
     MAX_TOOLS,
     MAX_VARIABLES,
@@ -285,13 +286,17 @@ class ChatRequest(GenerationRequest):
             about = given.get("json_schema")
             schema = about.get("schema") if isinstance(about, dict) else None
             if not isinstance(schema, dict):
-                raise InvalidArgument("response_format", "json_schema.schema is no schema")
+                reason = f"it should be an object, not {shown(schema)}"
+                raise InvalidArgument("response_format.json_schema.schema", reason)
             return GrammarText("json_schema", schema)
-        if kind in ("regex", "grammar") and isinstance(given.get(kind, given.get("pattern")), str):
+        if kind in ("regex", "grammar"):
             text = given.get(kind, given.get("pattern"))
+            if not isinstance(text, str):
+                reason = f"it should be text, not {shown(text)}"
+                raise InvalidArgument(f"response_format.{kind}", reason)
             return GrammarText("regex" if kind == "regex" else "lark", text)
         known = "text, json_object, json_schema, regex, grammar"
-        raise InvalidArgument("response_format", f"{kind!r} is none of {known}")
+        raise InvalidArgument("response_format.type", f"{shown(kind)} is none of {known}")
 
     def ask(self, template: TemplateHabits) -> ChatAsk:
         """Return what is asked, in terms of no API. Raises InvalidArgument."""

@@ -19,6 +19,7 @@ from typing import Any
 
 from kvweave.errors import InvalidArgument
 from kvweave.serve.chat.sealed import unseal
+from kvweave.serve.guard.malformed import shown
 from kvweave.serve.reuse.said import normal
 
 ResponseItem = dict[str, Any]
@@ -35,6 +36,7 @@ NOTES = frozenset(
 UNREAD = tuple(
     "annotations logprobs phase created_by prompt_cache_breakpoint cache_control caller metadata detail end_turn".split()
 )
+MAY_BE_EMPTY = ("arguments", "input", "text", "refusal")
 TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
 
 
@@ -152,8 +154,8 @@ def _known(given: Mapping[str, Any], names: str, where: str) -> None:
 
 def _text(given: Mapping[str, Any], name: str, where: str) -> str:
     value = given.get(name)
-    if not isinstance(value, str) or (name != "arguments" and name != "input" and not value):
-        raise InvalidArgument(f"{where}.{name}", "it should be text")
+    if not isinstance(value, str) or (name not in MAY_BE_EMPTY and not value):
+        raise InvalidArgument(f"{where}.{name}", f"it should be text, not {shown(value)}")
     return value
 
 
@@ -161,7 +163,8 @@ def _message(given: Mapping[str, Any], find: Find, where: str) -> ResponseItem:
     _known(given, "role content", where)
     role = given.get("role")
     if role not in ("user", "assistant", "system", "developer"):
-        raise InvalidArgument(f"{where}.role", "it is none of user, assistant, system, developer")
+        reason = f"{shown(role)} is none of user, assistant, system, developer"
+        raise InvalidArgument(f"{where}.role", reason)
     content = given.get("content")
     if isinstance(content, str):
         content = [{"type": "input_text", "text": content}]
@@ -171,22 +174,22 @@ def _message(given: Mapping[str, Any], find: Find, where: str) -> ResponseItem:
 def _parts(content: Any, answered: bool, where: str) -> list[ResponseItem]:
     """Return the parts of a content. Raises InvalidArgument for what is no text."""
     if not isinstance(content, list):
-        raise InvalidArgument(where, "it should be text, or a list of parts")
+        reason = f"it should be text, or a list of parts, not {shown(content)}"
+        raise InvalidArgument(where, reason)
     made: list[ResponseItem] = []
     for i, part in enumerate(content):
         kind = part.get("type") if isinstance(part, Mapping) else None
         place = f"{where}.{i}"
-        if kind in TEXTS and isinstance(part.get("text"), str):
+        if kind in TEXTS:
             _known(part, "text", place)
             told: ResponseItem = {
                 "type": "output_text" if answered else "input_text",
-                "text": part["text"],
+                "text": _text(part, "text", place),
             }
             made.append(told | ({"annotations": [], "logprobs": []} if answered else {}))
-        elif kind == "refusal" and isinstance(part.get("refusal"), str):
-            made.append({"type": "refusal", "refusal": part["refusal"]})
-        elif kind == "chunk" and isinstance(part.get("name"), str):
-            made.append({"type": "chunk", "name": part["name"]})
+        elif kind in ("refusal", "chunk"):
+            field = "name" if kind == "chunk" else "refusal"
+            made.append({"type": kind, field: _text(part, field, place)})
         else:
             reason = f"a part of type {str(kind)[:64]!r} is no text; this model reads text"
             raise InvalidArgument(place, reason, "send its text, or leave it out")

@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, StrictBool
 from kvweave.errors import InvalidArgument
 from kvweave.run.grammar import GrammarText
 from kvweave.serve.chat.ask import EFFORTS, ChatAsk, thinking
+from kvweave.serve.guard.malformed import shown
 from kvweave.serve.openai.messages import MAX_MESSAGES, MAX_TOOLS, MAX_VARIABLES, plain_tools
 from kvweave.serve.openai.schemas import MAX_TOP, GenerationRequest
 from kvweave.serve.responses.items import unread
@@ -139,15 +140,18 @@ class ResponsesRequest(GenerationRequest):
         if kind == "json_object":
             return GrammarText("json_object", argument="text.format")
         if kind != "json_schema":
-            reason = f"{kind!r} is none of text, json_object, json_schema"
-            raise InvalidArgument("text.format", reason)
+            reason = f"{shown(kind)} is none of text, json_object, json_schema"
+            raise InvalidArgument("text.format.type", reason)
         if not isinstance(given.get("schema"), dict):
-            raise InvalidArgument("text.format", "schema is no schema")
+            reason = f"it should be an object, not {shown(given.get('schema'))}"
+            raise InvalidArgument("text.format.schema", reason)
         return GrammarText("json_schema", given["schema"], "text.format")
 
     def ask(self, template: TemplateHabits) -> ChatAsk:
         """Return what is asked, still without messages. Raises InvalidArgument."""
-        tools, self._left = plain_tools([_nested(tool) for tool in self.tools or []], template)
+        tools, self._left = plain_tools(
+            [_nested(tool) for tool in self.tools or []], template, inner=""
+        )
         choice, allowed = _choice(self.tool_choice)
         if allowed is not None:
             tools = [tool for tool in tools if tool["function"]["name"] in allowed]
@@ -206,12 +210,22 @@ def _choice(given: str | dict[str, Any] | None) -> tuple[str, set[str] | None]:
     """Return the choice as `ChatAsk` has it, and the tools that may be called where that is said."""
     if given is None or isinstance(given, str):
         return given or "auto", None
-    kind, name = given.get("type"), given.get("name")
-    if kind == "function" and isinstance(name, str):
-        return f"tool:{name}", None
-    if kind == "allowed_tools" and isinstance(given.get("tools"), list):
-        names = [tool.get("name") for tool in given["tools"] if isinstance(tool, dict)]
-        mode = given.get("mode", "auto")
-        if mode in ("auto", "required") and all(isinstance(each, str) for each in names):
-            return str(mode), {str(each) for each in names}
-    raise InvalidArgument("tool_choice", f"{kind!r} cannot be chosen", "name a function")
+    kind, where = given.get("type"), "tool_choice"
+    if kind == "function":
+        return f"tool:{_name(given, where)}", None
+    if kind != "allowed_tools":
+        reason = f"{shown(kind)} cannot be chosen"
+        raise InvalidArgument(where, reason, "name a function, or say allowed_tools")
+    mode, tools = given.get("mode", "auto"), given.get("tools")
+    if mode not in ("auto", "required"):
+        raise InvalidArgument(f"{where}.mode", f"{shown(mode)} is none of auto, required")
+    if not isinstance(tools, list):
+        raise InvalidArgument(f"{where}.tools", f"it should be a list, not {shown(tools)}")
+    return str(mode), {_name(tool, f"{where}.tools.{i}") for i, tool in enumerate(tools)}
+
+
+def _name(given: Any, where: str) -> str:
+    name = given.get("name") if isinstance(given, dict) else None
+    if not isinstance(name, str):
+        raise InvalidArgument(f"{where}.name", f"it should be text, not {shown(name)}")
+    return name

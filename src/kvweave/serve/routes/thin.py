@@ -5,33 +5,33 @@ from __future__ import annotations
 from typing import Any
 
 from fastapi import APIRouter
-from pydantic import BaseModel
 
 from kvweave.engine import Engine
 from kvweave.serve.guard.access import Tenant
-from kvweave.serve.routes.base import ERRORS, STRICT, ChunkRef, PathRef, The
+from kvweave.serve.routes.base import ERRORS, ChunkRef, PathRef, The
 from kvweave.serve.routes.chunks import ChunkList, listing
-from kvweave.serve.routes.strict import StrictRoute
+from kvweave.serve.routes.strict import DryQuery, DryRun, StrictRoute, is_dry
 
 router = APIRouter(prefix="/v1/chunks", tags=["chunks"], responses=ERRORS, route_class=StrictRoute)
 
 
-class Thin(BaseModel):
+class Thin(DryRun):
     """The token policy and its budget, and the name of what it leaves; null: the chunk's own."""
-
-    model_config = STRICT
 
     keep: ChunkRef
     to: ChunkRef | None = None
 
 
 @router.post("/{ref:path}:compress", response_model=ChunkList)
-async def compress(tenant: Tenant, the: The, ref: PathRef, body: Thin) -> dict[str, Any]:
+async def compress(
+    tenant: Tenant, the: The, ref: PathRef, body: Thin, dry: DryQuery = False
+) -> dict[str, Any]:
     """Leave of a chunk's KV what a token policy keeps; ``full`` computes all of it again."""
 
     def work(engine: Engine) -> dict[str, Any]:
         n = engine.table.resolve(ref, tenant).n_tokens
         the.quota.check(engine, tenant, [n], [body.to or ref])
-        return listing([engine.compress(ref, body.keep, to=body.to, namespace=tenant)])
+        how = {"to": body.to, "namespace": tenant, "dry_run": is_dry(dry, body)}
+        return listing([engine.compress(ref, body.keep, **how)])  # type: ignore[arg-type]
 
     return await the.call(tenant, work)
