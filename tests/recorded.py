@@ -15,7 +15,7 @@ class Played(Graphs):
     """Recordings without a GPU."""
 
     def record(self, batch: P, call: Callable[[P], Tensor]) -> Recorded:
-        made = Recorded(lambda: None, call(batch).clone(), batch.raw)
+        made = Recorded(lambda: None, call(batch).clone(), batch.beside)
 
         def play() -> None:
             batch.forget()
@@ -24,7 +24,7 @@ class Played(Graphs):
                 made.logits.copy_(call(batch))
             finally:
                 attention.current.reset(token)
-            made.raw = batch.raw
+            made.beside = batch.beside
 
         made.play = play
         return made

@@ -71,11 +71,15 @@ EXCUSED: dict[tuple[str, str, str], str] = {
             "run/fused.py",
             kernel,
         ): "a Triton kernel takes pointers and strides one by one"
-        for kernel in ("_turned", "_write", "_attend", "_join")
+        for kernel in ("_turned", "_write", "_attend", "_join", "_add_up")
     },
     **{
         ("local_imports", "run/kernel.py", name): "Triton is there only where a GPU is"
-        for name in ("_write_rows_on_cuda", "_interval_attention_on_cuda")
+        for name in (
+            "_write_rows_on_cuda",
+            "_interval_attention_on_cuda",
+            "_attention_sums_on_cuda",
+        )
     },
     ("inheritance", "run/pool.py", "PooledRows"): "raw rows whose memory is a pool's",
     **{

@@ -115,3 +115,38 @@ def test_rows_are_turned_and_written_where_plain_torch_writes_them(
         near(mine, one, DTYPES[dtype])
     turned = rotation.apply(keys, (angles[0], angles[1]))
     near(found[0][:, slots.to(DEVICE)].transpose(0, 1), turned, DTYPES[dtype])
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("window", "softcap"), [(None, 0.0), (7, 0.0), (None, 5.0)])
+@pytest.mark.parametrize("squared", [False, True])
+def test_what_rows_pay_is_added_up_as_in_plain_torch(
+    shape: tuple[int, int, int, int],
+    dtype: torch.dtype,
+    window: int | None,
+    softcap: float,
+    squared: bool,
+) -> None:
+    heads, kv_heads, dim, v_dim = shape
+    seen, tiles = cut(window)
+    query = normal(seen.shape[1], heads, dim, dtype=dtype, seed=0)
+    pools = [normal(kv_heads, N_SLOTS, d, dtype=dtype, seed=d) for d in (dim, v_dim)]
+    for pool in pools:
+        pool[:, 6:20] = float("nan")
+    _, lse = kernel.interval_attention(query, *pools, seen, tiles, dim**-0.5, softcap)
+    first, last = len(CONTEXTS[0][1]) + 1, len(seen[0]) - 3  # rows of the third context
+    rows = torch.arange(first, last)
+    rows = torch.cat((rows, rows.new_zeros(64 - len(rows))))
+    weights = torch.zeros(64, dtype=torch.float64)
+    weights[: last - first] = torch.linspace(0, 1, last - first)  # the first does not count
+    total = torch.ones(60, dtype=lse.dtype)
+    counted = rows, weights, torch.tensor([CONTEXTS[2][0]])
+    paid, how = (query, pools[0], seen, lse), (dim**-0.5, softcap, 2.0 if squared else 1.0)
+    found = total.to(DEVICE, copy=True)
+    fused.attention_sums([t.to(DEVICE) for t in paid], [t.to(DEVICE) for t in counted], found, how)
+    kernel.attention_sums(paid, counted, total, how)
+    near(found, total, DTYPES[dtype])
+    if not squared:  # each head of each row pays 1 in all
+        wanted = 60 + heads * weights.sum()
+        assert float(total.sum()) == pytest.approx(float(wanted), rel=DTYPES[dtype])

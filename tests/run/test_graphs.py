@@ -65,7 +65,7 @@ def lives(engine: Engine) -> list[Any]:
     for i, context in enumerate(contexts):
         for part in range(3):
             context.append(text(9 + 5 * i + part, 10 * i + part), name=f"{i}/{part}")
-    for repair in ("none", "random", "none"):
+    for repair in ("none", "random", "auto", "query", "none"):
         for answer in engine.generate_many(contexts, 7, ignore_eos=True):
             found.append(answer.tokens)
         for context in contexts:

@@ -110,12 +110,12 @@ def _together(
         sinks = how.sinks.to(sums.dtype)
         out *= torch.sigmoid(sums - sinks)[..., None].to(out.dtype)
         sums = torch.logaddexp(sums, sinks)
-    for part in batch.parts if shown else ():
+    if shown:
+        together.add_up(layer, query, sums, (how.scale, how.softcap or 0.0), batch.beside)
+    for part in batch.parts if shown and together.sums is None else ():
         watched = rows_watched(part, layer) if layer < part.last else NOTHING
-        if watched == NOTHING:
-            continue
         mask, mine = batch.infos[layer].mask, query[part.span]
-        for piece in part.cut(mask, watched):
+        for piece in part.cut(mask, watched) if watched != NOTHING else ():
             if piece.watched:
                 rows = slice(piece.first, piece.last)
                 keys, values = part.rows.layers[layer].seen(slice(piece.begin, piece.stop))

@@ -114,6 +114,16 @@ def n_numbers(infos: Sequence[LayerInfo]) -> int:
     return 1 + max([*readers_of(infos), *mixers])
 
 
+@dataclass(frozen=True, slots=True)
+class AddedUp:
+    """What an observer adds up: of each head, from layer ``first_layer`` on, what every row pays to
+    every slot, or its square, times the row's weight."""
+
+    weights: NDArray[np.float64]  # [row of the work]
+    first_layer: int
+    squared: bool
+
+
 class Observer:
     """Sees the attention that the rows of one `Work` pay; derive, and override what is needed.
 
@@ -123,6 +133,7 @@ class Observer:
 
     asks = False  # whether it is shown queries
     sees = True  # whether it is shown attention
+    sums: AddedUp | None = None  # nothing but these is wanted
 
     def rows(self, layer: int, n: int) -> tuple[int, int]:
         """Return the half-open range of rows wanted in ``layer``; (0, 0): none.
@@ -142,6 +153,9 @@ class Observer:
         The rows are those of the whole work from ``first`` on, the keys the slots from ``begin``
         on; a layer may be shown in several pieces. The layer `Work.last` is not seen.
         """
+
+    def add(self, found: Tensor) -> None:
+        """Take these ``sums`` [slot], zeros behind the last, of a pass that shows nothing else."""
 
     def ask(self, layer: int, first: int, queries: Tensor) -> None:
         """Take unrotated ``queries`` [row, head, dim] of the rows from ``first`` on, numbered as in

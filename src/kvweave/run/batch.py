@@ -19,15 +19,8 @@ from kvweave.run.layers import At, span_of
 from kvweave.run.part import BatchPart, Piece
 from kvweave.run.pool import Pools
 from kvweave.run.rotary import Angles, Rotation
-from kvweave.run.together import (
-    FEW,
-    SHAPED,
-    RawCopies,
-    Together,
-    filled,
-    pooled,
-    power_of_two,
-)
+from kvweave.run.sums import power_of_two
+from kvweave.run.together import FEW, SHAPED, Beside, Together, filled, pooled
 from kvweave.run.upload import Upload, up
 
 
@@ -64,7 +57,7 @@ class Batch:
             part.last = self._last(part.work)
         self.last = max(part.last for part in self.parts)
         self.together: Together | None = None
-        self.raw = RawCopies()
+        self.beside = Beside()
         self._pools = pools if pools is not None and pooled(self.parts, layers) else None
         self.total = n if self._pools is None else filled(n, len(self.parts))
         self._bounded: dict[Mask, int] = {}  # row of the table that holds where a mask begins
@@ -129,14 +122,16 @@ class Batch:
     def form(self) -> Form | None:
         """What passes have in common that launch the same over the same addresses; None: no other
         pass will."""
-        alone = any(p.work.observer is not None or p.rows.pending for p in self.parts)
-        if self.together is None or alone or self.total > SHAPED or len(self.want) > FEW:
+        together = self.together
+        if together is None or together.sums is None or any(p.rows.pending for p in self.parts):
             return None
-        return self.total, len(self.want), self.last, len(self._bounded), *self.together.layout
+        if self.total > SHAPED or len(self.want) > FEW:
+            return None
+        return self.total, len(self.want), self.last, len(self._bounded), *together.layout
 
     def forget(self) -> None:
         """Forget what the pass has computed so far."""
-        self._angles, self._stacks, self._offsets, self.raw = {}, {}, None, RawCopies()
+        self._angles, self._stacks, self._offsets, self.beside = {}, {}, None, Beside()
 
     def begin(self) -> None:
         """The pass begins: its rows are there, their positions known."""
@@ -147,7 +142,8 @@ class Batch:
 
     def end(self) -> None:
         """The pass went through."""
-        self.raw.write(self.parts)
+        if self.together is not None:
+            self.together.end(self.beside)
         for part in self.parts:
             if part.work.observer is not None:
                 part.work.observer.end()
@@ -210,7 +206,7 @@ class Batch:
             part.rows.settle(layer)
         if self.together is not None:
             self.together.write(layer, keys, values, self._stacked(layer))
-            self.raw.add(layer, keys, values)
+            self.beside.add(layer, keys, values)
         else:
             turned = self.turned(layer, keys)
             for part in writing:

@@ -10,9 +10,11 @@ a whole GPU busy; the parts are joined by their log-sum-exp::
 """
 
 # Triton is there where CUDA is, and its functions are no Python that mypy could check
-# mypy: disable-error-code="import-not-found,untyped-decorator,no-untyped-def,no-any-return"
+# mypy: disable-error-code="import-not-found,import-untyped,untyped-decorator,no-untyped-def,no-any-return"
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 import triton
@@ -23,6 +25,7 @@ BLOCK = 64  # slots read at once, at most
 BLOCK_BYTES = 1 << 14  # and their keys' bytes
 SMALLEST = 16  # rows or dims that the units for matrix products take at least
 MOST_SPLITS = 32
+MOST_QUERIES = 64  # rows times heads that meet a block of slots at once
 STAGES = 3  # blocks of slots on their way at once
 MANY = 128  # rows from which on a program writes several
 
@@ -201,6 +204,68 @@ def interval_attention(
     if splits > 1:
         _join[n * heads,](parts, sums, out, lse, n * heads, splits, v_dim, block_v)
     return out, lse
+
+
+@triton.jit
+def _add_up(query, k_pool, seen, lse, rows, weights, start, total, n_rows, n_slots, n_total, q_row, q_head,
+            SCALE: tl.constexpr, SOFTCAP: tl.constexpr, SQUARED: tl.constexpr, WANTED: tl.constexpr, HEADS: tl.constexpr,
+            KV_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr,
+            BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+            WIDE: tl.constexpr):  # fmt: skip
+    """One block of slots: all rows and heads."""
+    at = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    slots = tl.load(start) + at
+    dims, both = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_M)
+    found = tl.zeros([BLOCK_N], WIDE)
+    for tile in range(0, WANTED, ROWS):
+        which = tile + both // GROUP
+        counted = (both < ROWS * GROUP) & (which < WANTED)
+        row = tl.load(rows + which, mask=counted, other=0)
+        weight = tl.load(weights + which, mask=counted, other=0.0).to(WIDE)
+        valid = counted & (weight != 0)
+        begin = tl.load(seen + row, mask=valid, other=n_slots)
+        end = tl.load(seen + n_rows + row, mask=valid, other=0)
+        if (tl.min(begin, 0) <= tl.max(slots, 0)) & (tl.max(end, 0) > tl.min(slots, 0)):
+            visible = (
+                valid[:, None] & (slots[None] >= begin[:, None]) & (slots[None] < end[:, None])
+            )
+            for kv_head in range(KV_HEADS):
+                head = kv_head * GROUP + both % GROUP
+                q = tl.load(query + (row * q_row + head * q_head)[:, None] + dims[None],
+                            mask=valid[:, None] & (dims < DIM)[None], other=0.0)  # fmt: skip
+                where = (kv_head * n_slots + slots) * DIM
+                keys = tl.load(k_pool + where[None] + dims[:, None],
+                               mask=(slots < n_slots)[None] & (dims < DIM)[:, None], other=0.0)  # fmt: skip
+                scores = tl.dot(q, keys, input_precision="ieee", out_dtype=WIDE) * SCALE
+                if SOFTCAP > 0:
+                    half = tl.exp(-2 * tl.abs(scores) / SOFTCAP)
+                    scores = tl.where(scores < 0, -1.0, 1.0) * (1 - half) / (1 + half) * SOFTCAP
+                of_all = tl.load(lse + row * HEADS + head, mask=valid, other=0.0)
+                paid = tl.where(visible, tl.exp(scores - of_all[:, None]), 0.0)
+                if SQUARED:
+                    paid = paid * paid
+                found += tl.sum(paid * weight[:, None], 0)
+    inside = at < n_total
+    tl.store(total + at, tl.load(total + at, mask=inside, other=0.0) + found, mask=inside)
+
+
+def attention_sums(
+    paid: Sequence[Tensor], counted: Sequence[Tensor], total: Tensor, how: Sequence[float]
+) -> None:
+    """See `kernel.attention_sums`."""
+    query, k_pool, seen, lse = paid
+    scale, softcap, power = how
+    (n, heads, dim), (kv_heads, n_slots, _) = query.shape, k_pool.shape
+    query, group, wanted = _dense(query), heads // kv_heads, len(counted[0])
+    rows = min(wanted, max(1, MOST_QUERIES // group))
+    block_m = max(SMALLEST, triton.next_power_of_2(rows * group))
+    block_d = max(SMALLEST, triton.next_power_of_2(dim))
+    block_n = max(SMALLEST, min(BLOCK, BLOCK_BYTES // (block_d * query.itemsize)))
+    _add_up[triton.cdiv(len(total), block_n),](
+        query, k_pool, seen.contiguous(), lse.contiguous(), *counted, total, n, n_slots, len(total),
+        query.stride(0), query.stride(1), scale, softcap, power == 2, wanted,
+        heads, kv_heads, group, rows, dim, block_m, block_n, block_d, _wide(query), num_warps=4,
+    )  # fmt: skip
 
 
 def _dense(x: Tensor) -> Tensor:

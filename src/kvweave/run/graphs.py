@@ -30,7 +30,7 @@ log = logging.getLogger("kvweave.run")
 class Recordable(Protocol):
     """A pass before it runs."""
 
-    raw: Any  # what it keeps besides logits
+    beside: Any  # what it finds beside logits
 
     @property
     def form(self) -> Form | None:
@@ -49,7 +49,7 @@ class Recorded:
 
     play: Callable[[], object]
     logits: Tensor
-    raw: Any
+    beside: Any
 
 
 class Graphs:
@@ -85,7 +85,7 @@ class Graphs:
                 return call(batch)
         known.play()
         self.n_played += 1
-        batch.raw = known.raw
+        batch.beside = known.beside
         return known.logits.clone()
 
     def _drop(self) -> None:
@@ -109,4 +109,4 @@ class Graphs:
             finally:
                 graph.capture_end()
         torch.cuda.current_stream(self._device).wait_stream(aside)
-        return Recorded(graph.replay, logits, batch.raw)
+        return Recorded(graph.replay, logits, batch.beside)

@@ -1,10 +1,11 @@
-"""The two operations of a layer on a GPU, over rows of any number of contexts in one pool.
+"""The operations of a layer on a GPU, over rows of any number of contexts in one pool.
 
 Each is one operation of torch with two ways: plain torch, which is obviously right and is what the
 other is tested against, and Triton on CUDA (`run/fused.py`)::
 
     write_rows           turn a pass's keys to their positions; keys and values to their slots
     interval_attention   every row over its interval of slots [begin, end), and the log-sum-exp
+    attention_sums       what some rows pay to each slot, added up over heads and rows
 
 Rows that fill a pass up to its size have an empty interval; they get zeros. What one row sees is
 never touched for another: a NaN stays in its context.
@@ -12,6 +13,7 @@ never touched for another: a NaN stays in its context.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib.util import find_spec
 from math import inf
 from typing import Any
@@ -30,6 +32,9 @@ _library.define(
 _library.define(
     "interval_attention(Tensor query, Tensor k_pool, Tensor v_pool, Tensor seen, Tensor tiles,"
     " float scale, float softcap) -> (Tensor, Tensor)"
+)
+_library.define(
+    "attention_sums(Tensor[] paid, Tensor[] counted, Tensor(a!) total, float[] how) -> ()"
 )
 ELSEWHERE = "CompositeExplicitAutograd"  # devices without a kernel of their own
 
@@ -125,9 +130,36 @@ def _interval_attention_on_cuda(
     return fused.interval_attention(query, (k_pool, v_pool), seen, tiles, (scale, softcap), cut)
 
 
+def _attention_sums(
+    paid: Sequence[Tensor], counted: Sequence[Tensor], total: Tensor, how: Sequence[float]
+) -> None:
+    query, k_pool, seen, lse = paid
+    scale, softcap, power = how
+    start, group = int(counted[2]), query.shape[1] // k_pool.shape[0]
+    for row, weight in zip(counted[0].tolist(), counted[1].tolist(), strict=True):
+        begin, end = seen[:, row].tolist()
+        if not weight or begin == end:
+            continue
+        keys = k_pool[:, begin:end].to(lse.dtype).repeat_interleave(group, 0)
+        scores = torch.einsum("hd,hsd->hs", query[row].to(lse.dtype), keys) * scale
+        if softcap:
+            scores = torch.tanh(scores / softcap) * softcap
+        each = (scores - lse[row][:, None]).exp().pow(power).sum(0)
+        total[begin - start : end - start] += weight * each
+
+
+def _attention_sums_on_cuda(
+    paid: Sequence[Tensor], counted: Sequence[Tensor], total: Tensor, how: Sequence[float]
+) -> None:
+    from kvweave.run import fused
+
+    fused.attention_sums(paid, counted, total, how)
+
+
 for _name, _plain, _on_cuda in (
     ("write_rows", _write_rows, _write_rows_on_cuda),
     ("interval_attention", _interval_attention, _interval_attention_on_cuda),
+    ("attention_sums", _attention_sums, _attention_sums_on_cuda),
 ):
     _library.impl(_name, _plain, ELSEWHERE)
     _library.impl(_name, _on_cuda, "CUDA")
@@ -172,3 +204,18 @@ def interval_attention(
         query, k_pool, v_pool, seen, tiles, scale, softcap
     )
     return found
+
+
+def attention_sums(
+    paid: Sequence[Tensor], counted: Sequence[Tensor], total: Tensor, how: Sequence[float]
+) -> None:
+    """Add to ``total`` [slot] what some rows of one context pay, over all heads.
+
+    Args:
+        paid: query, k_pool and seen, as of `interval_attention`; and the log-sum-exp [row, head] of
+            all that rows pay to.
+        counted: rows [wanted] and their weights [wanted] float64, 0: does not count; and the slot
+            [1] of the pool that is the context's first, where ``total`` begins.
+        how: scale and softcap as of `interval_attention`; and the power of what is paid, 1 or 2.
+    """
+    torch.ops.kvweave.attention_sums(paid, counted, total, how)

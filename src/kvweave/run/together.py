@@ -17,6 +17,7 @@ from kvweave.run.base import Ints, LayerInfo, Mask
 from kvweave.run.kernel import TILE, interval_attention, write_rows
 from kvweave.run.part import BatchPart
 from kvweave.run.pool import LayerPool, PooledRows
+from kvweave.run.sums import PassSums, only_sums, power_of_two
 from kvweave.run.upload import Upload
 
 SHAPED = 512  # rows of a pass up to which it is filled up: more take longer than their launches
@@ -31,11 +32,6 @@ def pooled(parts: Sequence[BatchPart], infos: Sequence[LayerInfo]) -> bool:
     return all(plain) and all(
         isinstance(rows, PooledRows) for part in parts for rows in part.rows.layers
     )
-
-
-def power_of_two(n: int) -> int:
-    """Return the lowest that is not below ``n``."""
-    return 1 << (n - 1).bit_length()
 
 
 def filled(n: int, contexts: int) -> int:
@@ -72,6 +68,7 @@ class Together:
             self._to.append(runs[writes])
             self._seen.append(seen[reads, info.mask])
         self._tiles = upload.add(self._cut())
+        self.sums = PassSums(parts, upload) if only_sums(parts) else None
 
     def _slots(self, starts: Key) -> Ints:
         """Return the slot of each row [row], 0 where it is not written."""
@@ -113,7 +110,8 @@ class Together:
         """Where in the upload each layer finds its numbers: passes of one layout differ in numbers
         only."""
         starts = (run.start for run in (*self._to, *self._seen, self._tiles))
-        return *starts, self._tiles.stop
+        sums = () if self.sums is None else self.sums.form
+        return *starts, self._tiles.stop, *sums
 
     def write(self, layer: int, keys: Tensor, values: Tensor, angles: Tensor) -> None:
         """Write unrotated rows [row, head, dim] of a layer; ``angles`` are [2, row, width]."""
@@ -133,11 +131,28 @@ class Together:
         )
         return found
 
+    def add_up(
+        self, layer: int, query: Tensor, sums: Tensor, how: tuple[float, float], found: Beside
+    ) -> None:
+        """Add up what observers want of a layer, if all of them only add up; ``sums`` [row, head] is
+        the log-sum-exp, with what goes to nothing, ``how`` scale and softcap."""
+        if self.sums is not None:
+            seen = self._upload[self._seen[layer]].view(2, -1)
+            self.sums.add(layer, query, sums, self._pools[layer], seen, how, found.totals)
 
-class RawCopies:
-    """Unrotated rows of a pass on their way to where works want them: all at once, at its end."""
+    def end(self, found: Beside) -> None:
+        """Hand on what was found beside logits, by this pass or by one recorded."""
+        found.write(self._parts)
+        if self.sums is not None:
+            self.sums.hand_on(found.totals)
+
+
+class Beside:
+    """What a pass finds beside logits: unrotated rows, and ``totals`` of attention; they are handed on
+    all at once, at its end."""
 
     def __init__(self) -> None:
+        self.totals: dict[int, Tensor] = {}
         self._layers: list[tuple[int, Tensor, Tensor]] = []
 
     def add(self, layer: int, keys: Tensor, values: Tensor) -> None:
@@ -145,7 +160,7 @@ class RawCopies:
         self._layers.append((layer, keys, values))
 
     def write(self, parts: Sequence[BatchPart]) -> None:
-        """Copy what has been kept to the works' `raw`."""
+        """Copy the rows to the works' `raw`."""
         to: list[Tensor] = []
         rows: list[Tensor] = []
         for layer, keys, values in self._layers:

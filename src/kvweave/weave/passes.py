@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kvweave.run.base import NO_SLOTS, Backend, Ints, Observer, Rows, Steps, Work
+from kvweave.run.base import NO_SLOTS, AddedUp, Backend, Ints, Observer, Rows, Steps, Work
 from kvweave.run.upload import up
 from kvweave.weave.deps import Dependence
 from kvweave.weave.keeping import Keeper
@@ -47,10 +47,12 @@ class Mass(Observer):
         squared: bool = False,
     ) -> None:
         self.squared = squared
+        self.sums: AddedUp = AddedUp(weights, first_layer, squared)
         counted = np.flatnonzero(weights)
         self.range = (int(counted[0]), len(weights)) if len(counted) else (0, 0)
         self.first_layer = first_layer
-        self.weights = up(weights.astype(np.float32), device)
+        self._device = device
+        self._weights: Tensor | None = None
         self.total = torch.zeros(n, device=device)
         self._now = torch.zeros_like(self.total)
 
@@ -67,8 +69,15 @@ class Mass(Observer):
         heads, n, n_keys = weights.shape
         if self.squared:
             weights = weights.square()
-        each = self.weights[first : first + n].to(weights.dtype).repeat(heads)
+        if self._weights is None:
+            self._weights = up(self.sums.weights.astype(np.float32), self._device)
+        each = self._weights[first : first + n].to(weights.dtype).repeat(heads)
         self._now[begin : begin + n_keys] += each @ weights.reshape(heads * n, n_keys)
+
+    def add(self, found: Tensor) -> None:
+        """Add what a backend added up."""
+        n = min(len(found), len(self._now))
+        self._now[:n] += found[:n]
 
     def end(self) -> None:
         """Count what was added."""
