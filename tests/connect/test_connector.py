@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -15,7 +16,8 @@ from kvweave.connect.vllm.host import Host
 from kvweave.connect.vllm.scheduling import EXACT, Scheduling
 from kvweave.connect.vllm.spare import HOLDER
 from kvweave.connect.vllm.spec import PartSpec, WeaveSpec, spec_of
-from kvweave.errors import ChunkNotFound, InvalidArgument
+from kvweave.errors import ChunkNotFound, InvalidArgument, ModelMismatch
+from kvweave.weave.calibration import Calibration, Curve
 
 SIZE = 4  # tokens of a block
 
@@ -566,3 +568,23 @@ def test_exact_rows_are_looked_for_behind_those_of_vllm(scheduling, n_plain):
     assert request.chain == ((n_plain, EXACT), (3, key))
     assert scheduling.external(request, 0) == (39, True), "they were evicted"
     assert request.chain == ((0, key),)
+
+
+@pytest.mark.parametrize("mine", [True, False])
+def test_a_calibration_bounds_the_drift_of_its_own_model_only(runner, tmp_path, mine):
+    curve = Curve(0.15, 0.15, (0.0,) * 6, (0.0,), (0.5,), (-99.0,) * 5, (99.0,) * 5)
+    whose = runner.fingerprint if mine else replace(runner.fingerprint, weights="0" * 32)
+    file = tmp_path / "calibration.json"
+    Calibration(whose, 0.95, 100, (curve,)).save(file)
+    options = {"budget": "64MiB", "max_rows": 16}
+    if not mine:
+        with pytest.raises(ModelMismatch, match="weights"):
+            Host(runner, Blocks(len(runner.layers)), options | {"calibration": str(file)})
+        options |= {"home": str(tmp_path)}  # where it is only looked for
+    else:
+        options |= {"calibration": str(file)}
+    host = Host(runner, Blocks(len(runner.layers)), options)
+    spec = WeaveSpec(parts=parts_of([40, 40, 40]), repair="auto", share=0.15)
+    job, _ = woven(host, PromptAsk(ids(130, 51), spec))
+    assert (job.report()["drift"] is not None) == mine, job.report()
+    host.close()
