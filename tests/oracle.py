@@ -5,7 +5,8 @@ from __future__ import annotations
 import inspect
 import os
 import re
-from collections.abc import Callable
+from functools import cache
+from types import FunctionType
 from typing import Any
 
 import numpy as np
@@ -197,26 +198,39 @@ class Float64(TorchFunctionMode):
         return func(*args, **options)
 
 
-def _goes_to_float32(forward: Callable[..., Any]) -> bool:
-    """Whether a module's code, or how it turns its keys, names another dtype than the model's."""
-    forward = inspect.unwrap(forward)
-    turns = [name for name in forward.__code__.co_names if name.startswith("apply_rotary")]
-    called = [forward.__globals__[turn] for turn in turns]
-    return any(re.search(r"\bfloat(32)?\b", inspect.getsource(f)) for f in (forward, *called))
+@cache
+def _wider(kind: type) -> type:
+    """Return the class of a module that stays in float64: its own, if neither the code of its ``forward``
+    nor how that turns keys names another dtype.
+
+    A norm has the names exchanged, which gives the same bits: a mode looks at every operation, and
+    most of what a tiny model does are norms.
+    """
+    forward = kind.forward  # type: ignore[attr-defined]
+    plain = inspect.unwrap(forward)
+    turns = [name for name in plain.__code__.co_names if name.startswith("apply_rotary")]
+    called = [plain.__globals__[turn] for turn in turns]
+    if not any(re.search(r"\bfloat(32)?\b", inspect.getsource(f)) for f in (plain, *called)):
+        return kind
+
+    def watched(*args: Any, **options: Any) -> Any:
+        with Float64():
+            return forward(*args, **options)
+
+    def named() -> Any:
+        exchanged = {"float": "double", "float32": "float64"}
+        names = tuple(exchanged.get(name, name) for name in plain.__code__.co_names)
+        code = plain.__code__.replace(co_names=names)
+        return FunctionType(code, plain.__globals__, None, plain.__defaults__, plain.__closure__)
+
+    norm = "Norm" in kind.__name__ and plain is forward
+    return type(kind.__name__, (kind,), {"forward": named() if norm else watched})
 
 
 def stay_in_float64(model: Any) -> None:
     """Let the modules of a float64 model that would compute in float32 not do so."""
     for module in model.modules():
-        kind = type(module)
-        if not _goes_to_float32(kind.forward):
-            continue
-
-        def forward(self: Any, *args: Any, kind: Any = kind, **options: Any) -> Any:
-            with Float64():
-                return kind.forward(self, *args, **options)
-
-        module.__class__ = type(kind.__name__, (kind,), {"forward": forward})
+        module.__class__ = _wider(type(module))
 
 
 def build(kind: str, changes: dict[str, Any], dtype: torch.dtype = torch.float64) -> Any:

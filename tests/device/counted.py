@@ -21,6 +21,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -196,11 +197,15 @@ class Counted(Tensor):
 class _Mode(TorchDispatchMode):
     """Sees what has no counted tensor among its arguments: tensors made, pinned and uploaded."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing here is compiled, and to say so takes as long as an operation
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = _memory(func, args, kwargs := kwargs or {})
         if found is not None:
             return found
-        if not any(_is_here(leaf) for leaf in _leaves((args, kwargs))):
+        if not any(map(_is_here, _leaves((args, kwargs)))):
             return func(*args, **kwargs)
         with self:
             return _run(func, args, kwargs)
@@ -259,7 +264,7 @@ def _mapped(change: Callable[[Any], Any], tree: Any) -> Any:
 
 def _memory(func: Any, args: Any, kwargs: Any) -> Any:
     """Do what concerns pinned memory, which a CPU build has not; None: it does not."""
-    name = func._schema.name
+    name = _about(func)[0]
     if name in ("aten::pin_memory", "aten::_pin_memory"):
         return args[0] if _is_pinned(args[0]) else _pin(args[0].clone())
     if name == "aten::is_pinned":
@@ -286,10 +291,18 @@ def _is_here(leaf: Any) -> bool:
     return isinstance(leaf, Counted) or (isinstance(leaf, torch.device) and leaf.type == "counted")
 
 
+@cache
+def _about(func: Any) -> tuple[str, bool, bool]:
+    """Return an operation's name, whether it is to be taken apart, and whether it is no kernel."""
+    name = func._schema.name
+    free = name in FREE or func.is_view or torch.Tag.inplace_view in func.tags
+    return name, name not in WHOLE and func._can_decompose(), free
+
+
 def _run(func: Any, args: Any, kwargs: Any) -> Any:
     """Do one operation on the values held, and log it."""
-    name = func._schema.name
-    if name not in WHOLE and func._can_decompose():
+    name, apart, free = _about(func)
+    if apart:
         found = func.decompose(*args, **kwargs)
         if found is not NotImplemented:
             return found
@@ -303,7 +316,6 @@ def _run(func: Any, args: Any, kwargs: Any) -> Any:
     if name in SYNCS or _asks_how_many(name, args):
         _note("sync", name)
     outs = [leaf for leaf in _leaves(found) if isinstance(leaf, Tensor)]
-    free = name in FREE or func.is_view or torch.Tag.inplace_view in func.tags
     if not free and (not outs or any(out.numel() for out in outs)):
         _launch(name)
     return found
