@@ -33,7 +33,7 @@ from typing import Any, Literal
 from kvweave.chunk.guard import as_ours
 from kvweave.chunk.identity import ModelFingerprint
 from kvweave.errors import CorruptChunk
-from kvweave.weave.shift import AIM, FLOOR, LEAST, bound_rank, broken, passes, worse
+from kvweave.weave.shift import AIM, FLOOR, LEAST, bound_rank, changed, passes
 
 PROMISED = 0.95  # part of the answers whose drift is at most the bound
 WINDOW = 300  # audits a bound is made of: what was before them is another time
@@ -145,8 +145,9 @@ class AuditedCell:
             self.n_promised, self.n_missed = self.n_promised + 1, self.n_missed + missed
             self._bet(missed)
         self.window.append(drift)
-        breach = self.fortune >= FORTUNE or broken(self.window)
-        raised = not self.alarm and (breach or worse(self.window))
+        breach, news = changed(self.window)
+        breach |= self.fortune >= FORTUNE
+        raised = not self.alarm and (breach or news)
         if raised:
             self.breach = breach
             self.window.clear()

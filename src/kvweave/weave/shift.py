@@ -44,8 +44,27 @@ def bound_rank(n: int, aim: float) -> int:
 def broken(drifts: Sequence[float]) -> bool:
     """Tell whether the last drifts pass the bound of those before them more often than chance has it;
     or twice, and are others besides: many fall below the usual ones."""
-    if (recent := _recent(drifts)) is None:
-        return False
+    recent = _recent(drifts)
+    return recent is not None and _broken(recent)
+
+
+def worse(drifts: Sequence[float]) -> bool:
+    """Tell whether the last drifts are larger than those before them, also where none of them passes
+    the bound."""
+    recent = _recent(drifts)
+    return recent is not None and _worse(recent)
+
+
+def changed(drifts: Sequence[float]) -> tuple[bool, bool]:
+    """Return whether they are `broken`, and whether they are that or `worse`: both are of the same counts."""
+    recent = _recent(drifts)
+    if recent is None:
+        return False, False
+    breach = _broken(recent)
+    return breach, breach or _worse(recent)
+
+
+def _broken(recent: _Recent) -> bool:
     missed = recent.above(recent.ranks)
     if _unlikely(recent, missed, recent.n[:, None] - recent.ranks, CHANCE):
         return True
@@ -59,11 +78,7 @@ def broken(drifts: Sequence[float]) -> bool:
     return _unlikely(fallen, fallen.below(ranks), ranks - 1, BESIDE)
 
 
-def worse(drifts: Sequence[float]) -> bool:
-    """Tell whether the last drifts are larger than those before them, also where none of them passes
-    the bound."""
-    if (recent := _recent(drifts)) is None:
-        return False
+def _worse(recent: _Recent) -> bool:
     ranks = np.ceil(recent.n[:, None] * LEVELS).astype(int)
     return _unlikely(recent, recent.above(ranks), recent.n[:, None] - ranks, CHANCE)
 
@@ -141,7 +156,8 @@ def _unlikely(
     """Tell whether so many of the last k are hardly ever beyond a level that ``others`` of those
     before are beyond, for some k and level."""
     n, k = recent.n[:, None], recent.k[:, None]
-    for i, j in np.argwhere(counts * n > k * (others + 1)):
+    more = counts * n > k * (others + 1)
+    for i, j in np.argwhere(more) if more.any() else ():
         x = int(counts[i, j])
         if chance(int(n[i, 0]), int(k[i, 0]), x, x + int(others[i, j])) <= least:
             return True
