@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import tiny
 from store.faults.verbs import (
     KINDS,
     Oracle,
@@ -18,13 +17,14 @@ from store.faults.verbs import (
     chunks,
     durable_put,
     examine,
+    model,
     open_engine,
     settle,
     tier_at,
 )
 
 START = _thread.start_new_thread
-TOLD = chunks(3)
+TOLD = chunks(2)
 
 
 class Miser:
@@ -42,7 +42,7 @@ class Miser:
 
 @pytest.fixture(scope="module")
 def truth() -> Iterator[Oracle]:
-    oracle = Oracle(tiny())
+    oracle = Oracle(model())
     yield oracle
     oracle.engine.close()
 

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-import oracle
 import torch
 from store.faults.shim import Control
 from store.faults.verbs import (
@@ -23,6 +22,7 @@ from store.faults.verbs import (
     draw,
     durable_put,
     examine,
+    model,
     open_engine,
 )  # fmt: skip
 
@@ -30,7 +30,6 @@ from kvweave.chunk import file
 from kvweave.chunk.marks import marks, uuid_of
 from kvweave.cli import main
 from kvweave.errors import KVWeaveError
-from kvweave.run.model import Runner
 from kvweave.store.collect import REGISTERED, Swept, sweep
 from kvweave.store.record.transfer import digest_of
 from kvweave.store.spec import open_shared
@@ -46,7 +45,7 @@ def prepare() -> None:
     """Load the model once; forks inherit it, and what the oracle said about the usual chunks."""
     global TRUTH
     torch.set_num_threads(1)
-    TRUTH = Oracle(Runner(oracle.build("llama", {}), name="llama"))
+    TRUTH = Oracle(model())
     for tokens in (*chunks(8).values(), *chunks(3, seed=5).values(), *TEXTS):
         TRUTH.answer(tokens)
         TRUTH.engine.put("t" + "-".join(map(str, tokens)), list(tokens))
