@@ -86,11 +86,13 @@ def chunk(name):
 
 def test_chunks_are_put_once_and_lent_to_who_needs_them(pair):
     with pair.client() as client:
-        names = [f"docs/{i:02}" for i in range(16)]
-        for i, name in enumerate(names):
-            client.put(name, f"{A} {i}")
-        homes = {name: pair.holders(name) for name in names}
-        assert all(len(home) == 1 for home in homes.values())
+        homes: dict[str, list[str]] = {}
+        while len(homes) < 5 or (len({h[0] for h in homes.values()}) < 2 and len(homes) < 40):
+            name = f"docs/{len(homes):02}"
+            client.put(name, f"{A} {name}")
+            homes[name] = pair.holders(name)
+            assert len(homes[name]) == 1
+        names = [*homes]
         assert len({home[0] for home in homes.values()}) == 2, "some here, some there"
         assert [e.name for e in client.files.ls("docs/")] == names
         assert [e.name for e in client.files.ls("docs/", limit=3)] == names[:3]
@@ -100,7 +102,7 @@ def test_chunks_are_put_once_and_lent_to_who_needs_them(pair):
         assert reply.json()["usage"]["kv"]["reused"] > 20
         both = {len(pair.holders(names[0])), len(pair.holders(one))}
         assert both == {1, 2}, "one of them was copied"
-        assert len(client.files.ls("docs/")) == 16, "and is listed once"
+        assert len(client.files.ls("docs/")) == len(names), "and is listed once"
         lent = names[0] if len(pair.holders(names[0])) == 2 else one
         with Client(next(u for u in pair.holders(lent)), ANNA) as direct:
             assert direct.files.text(lent)["tokens"] == client.files.text(lent)["tokens"]
@@ -139,9 +141,8 @@ def put_apart(pair, client):
 
 def test_a_context_stays_where_it_was_made(pair):
     with pair.client() as client:
-        made = [client.context(f"chat/{i}", system="keep the notes .") for i in range(16)]
-        homes = {c.name: homes_of(pair, c.name) for c in made}
-        assert all(len(h) == 1 for h in homes.values()) and len({h[0] for h in homes.values()}) == 2
+        homes = spread(pair, client, at_first=2, system="keep the notes .")
+        made = [client.get_context(name) for name in homes]
         far = next(c for c in made if homes[c.name] != homes[made[0].name])
         for context in (made[0], far):
             assert context.ask("what about Anna ?", max_tokens=3) is not None
@@ -154,6 +155,19 @@ def test_a_context_stays_where_it_was_made(pair):
         client.close_context("chat/copy")
         with pytest.raises(ContextNotFound):
             client.get_context("chat/copy")
+
+
+def spread(pair, client, at_first=1, **options):
+    """Open contexts until the first worker has so many and the other one has one; return where each is."""
+    homes = {}
+    for i in range(40):
+        client.context(f"n{i}", **options)
+        homes |= all_homes_of(pair, [f"n{i}"])
+        assert len(homes[f"n{i}"]) == 1
+        counts = [sum(urls == [server.url] for urls in homes.values()) for server in pair.servers]
+        if counts[0] >= at_first and counts[1]:
+            return homes
+    raise AssertionError("all on one worker")
 
 
 def homes_of(pair, name, key=ANNA):
@@ -197,9 +211,7 @@ def test_a_context_without_a_name_is_made_once_under_one_key(pair):
 @pytest.mark.parametrize("verb", ["fork", "rename"])
 def test_a_context_does_not_get_a_name_that_another_worker_has(pair, verb):
     with pair.client() as client, pair.router.client(ANNA) as http:
-        for i in range(12):
-            client.context(f"n{i}")
-        homes = all_homes_of(pair, [f"n{i}" for i in range(12)])
+        homes = spread(pair, client, at_first=2)
         one = next(n for n, urls in homes.items() if urls == [pair.servers[0].url])
         same = next(n for n, urls in homes.items() if urls == homes[one] and n != one)
         other = next(n for n, urls in homes.items() if urls == [pair.servers[1].url])
@@ -225,9 +237,7 @@ def test_a_context_does_not_get_a_name_that_another_worker_has(pair, verb):
 
 def test_of_two_that_want_one_name_at_once_one_gets_it(pair):
     with pair.client() as client:
-        for i in range(12):
-            client.context(f"n{i}")
-        homes = all_homes_of(pair, [f"n{i}" for i in range(12)])
+        homes = spread(pair, client)
         sources = [next(n for n, urls in homes.items() if urls == [s.url]) for s in pair.servers]
     headers = {"Authorization": f"Bearer {ANNA}"}
 

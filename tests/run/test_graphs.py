@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from itertools import product
 from typing import Any
 
@@ -58,6 +59,13 @@ def played(engine: Engine) -> int:
     return 0 if runner.pools.graphs is None else runner.pools.graphs.n_played
 
 
+@cache
+def plain_lives(name: str) -> list[Any]:
+    """`lives` of an engine whose passes nobody records."""
+    with engine(name) as plain:
+        return lives(plain)
+
+
 def lives(engine: Engine) -> list[Any]:
     """What contexts say and are after they answer together, lose chunks, and are repaired."""
     found: list[Any] = []
@@ -87,8 +95,7 @@ def lives(engine: Engine) -> list[Any]:
      *product(["gemma3", "smollm3_nope", "llama4_chunked"], KINDS[::2])],  # refusing is not theirs
 )  # fmt: skip
 def test_contexts_live_the_same_life_whoever_launches(name: str, kind: str) -> None:
-    with engine(name) as plain:
-        wanted = lives(plain)
+    wanted = plain_lives(name)
     with engine(name, GRAPHS[kind]) as other:
         found = lives(other)
         assert (played(other) > 10) == (kind != "refused")

@@ -413,7 +413,8 @@ def test_no_more_is_held_than_was_accounted(name: str) -> None:
     with Engine(model) as engine:
         context = engine.context("c", keep=f"{name}:5000,every={EVERY}", denoise=False)
         context.append(ids(60).tolist())
-        turn, state = context.begin(*request_from(100, {"ignore_eos": True})), context.session.state
+        some = request_from(5 * EVERY, {"ignore_eos": True})
+        turn, state = context.begin(*some), context.session.state
         while not turn.done:
             engine.loop.step()
             assert state.n_bytes <= dict(engine.shelf.charged())[state.name]
