@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,9 +13,11 @@ import torch
 
 from kvweave.connect.vllm.asks import PromptAsk, WeaveLoad, WeaveOffer
 from kvweave.connect.vllm.host import Host
-from kvweave.connect.vllm.scheduling import Scheduling
+from kvweave.connect.vllm.scheduling import EXACT, Scheduling
+from kvweave.connect.vllm.spare import HOLDER
 from kvweave.connect.vllm.spec import PartSpec, WeaveSpec, spec_of
-from kvweave.errors import ChunkNotFound, InvalidArgument
+from kvweave.errors import ChunkNotFound, InvalidArgument, ModelMismatch
+from kvweave.weave.calibration import Calibration, Curve
 
 SIZE = 4  # tokens of a block
 
@@ -296,6 +299,38 @@ def test_a_weave_given_up_ends_and_leaves_nothing(host):
     assert not host.writer.slots[0] and not host.engine.contexts
 
 
+def test_the_rows_of_a_weave_are_those_of_the_next_one(host, runner):
+    def full(sizes, seed):
+        n = sum(sizes)
+        spec = WeaveSpec(parts=parts_of(sizes), repair="full", share=1.0)
+        ask = PromptAsk(ids(n + 3, seed), spec)
+        job, blocks = woven(host, ask)
+        assert job.error is None
+        for layer, written in enumerate(host.writer.slots):
+            keys, values = oracle.rows_of(runner, torch.tensor([ask.tokens]))[0].read(layer)
+            for row in range(n):
+                found = written[blocks[row // SIZE] * SIZE + row % SIZE]
+                assert oracle.relative(found[0], keys[row]) < 1e-6
+                assert oracle.relative(found[1], values[row]) < 1e-6
+        return host.spare.rows
+
+    shelf = host.engine.shelf
+    first = full([30, 30], 31)
+    place, n_bytes = first.layers[0].k.data_ptr(), first.n_bytes
+    assert first.n == 0 and dict(shelf.charged()) == {HOLDER: n_bytes}
+    again = full([25, 20], 32)
+    assert again is first and again.layers[0].k.data_ptr() == place
+    assert full([9, 8], 33) is first, "too many for so few are kept, and not lent"
+    longer = full([60, 60], 34)
+    assert longer.n_bytes > n_bytes, "what grew is kept"
+    assert dict(shelf.charged()) == {HOLDER: longer.n_bytes}
+    shelf.charge("somebody", shelf.room + 1)
+    assert host.spare.rows is None and dict(shelf.charged()).keys() == {"somebody"}
+    full([9, 8], 35)
+    assert host.spare.rows is None or shelf.room >= 0
+    shelf.charge("somebody", 0)
+
+
 # ---- the scheduler's side
 
 
@@ -306,15 +341,22 @@ class Chain:
         self.request_id, self.prompt_token_ids, self.kv_transfer_params = name, list(tokens), params
         plain = SimpleNamespace(
             mm_features=[], lora_request=None, pooling_params=None, resumable=False,
-            skip_reading_prefix_cache=False,
+            skip_reading_prefix_cache=False, block_hashes=[],
         )  # fmt: skip
         vars(self).update({**vars(plain), **fields})
-        self.forks = []
+        self.forks, self.chain = [], ()
 
 
 @pytest.fixture
 def scheduling():
-    return Scheduling(lambda request, block, key: request.forks.append((block, key)), SIZE, False)
+    def fork(request, forks):
+        request.chain = forks
+        if forks and forks[-1][1] != EXACT:
+            request.forks.append(forks[-1])
+        elif request.forks:
+            request.forks.append((None, b""))
+
+    return Scheduling(fork, SIZE, False)
 
 
 def asked(scheduling, request, offer, n_local=0):
@@ -472,3 +514,77 @@ def test_an_offer_that_comes_too_late_is_let_go(scheduling):
     scheduling.found("a", WeaveOffer(39, 35, b"plan"))
     scheduling.wove("a", {"woven": True})
     assert scheduling.told() == ({}, {}) and not request.forks
+
+
+def wrote(scheduling, request, *spans):
+    found = {"drift": None, "drift_by": "unknown", "strategy": "none", "approximate": {}}
+    spans = [{"n_tokens": n, "exact": exact} for n, exact in spans]
+    scheduling.wove(request.request_id, {"woven": True, "spans": spans, **found})
+
+
+def test_exact_rows_stand_under_one_key_for_all_plans(scheduling):
+    request = Chain("a", ids(40, 1), said())
+    asked(scheduling, request, WeaveOffer(39, 35, b"plan"), n_local=4)
+    (own,) = request.chain
+    assert own[0] == 1
+    wrote(scheduling, request, (3, True), (8, True), (9, False), (9, True))
+    assert request.chain == ((1, EXACT), (2, own[1])), (
+        "11 rows are two blocks, whatever comes later"
+    )
+    again = Chain("b", ids(40, 1), said())
+    asked(scheduling, again, WeaveOffer(39, 35, b"plan"), n_local=36)
+    assert again.chain == request.chain
+
+
+def test_nothing_exact_of_a_weave_that_began_behind_the_fork_is_shared(scheduling):
+    offer, request = WeaveOffer(39, 35, b"plan"), Chain("a", ids(40, 1), said())
+    asked(scheduling, request, offer, n_local=4)
+    (own,) = request.chain
+    wrote(scheduling, request, (40, False))
+    again = Chain("b", ids(40, 1), said())
+    asked(scheduling, again, offer, n_local=12)
+    wrote(scheduling, again, (40, True))
+    assert again.chain == (own,), "the blocks in front stand under the plan's own key"
+
+
+@pytest.mark.parametrize("n_plain", [0, 1, 2])
+def test_exact_rows_are_looked_for_behind_those_of_vllm(scheduling, n_plain):
+    cached = {*"abc"[:n_plain], *"ABC"[n_plain:]}
+    scheduling.is_cached = lambda hash: hash in cached
+    fork = scheduling.fork
+
+    def forked(request, forks):
+        fork(request, forks)
+        at = next((block for block, key in forks if key == EXACT), 9)
+        request.block_hashes = [*"abcdef"[:at], *"ABCDEF"[at:]]
+
+    scheduling.fork, request = forked, Chain("a", ids(40, 1), said(), block_hashes=[*"abcdef"])
+    scheduling.new(request)
+    scheduling.external(request, 0)
+    scheduling.found("a", WeaveOffer(39, 35, b"plan"))
+    assert request.chain == ((n_plain, EXACT),) and not request.forks
+    assert scheduling.external(request, 12) == (27, True)
+    key = request.chain[-1][1]
+    assert request.chain == ((n_plain, EXACT), (3, key))
+    assert scheduling.external(request, 0) == (39, True), "they were evicted"
+    assert request.chain == ((0, key),)
+
+
+@pytest.mark.parametrize("mine", [True, False])
+def test_a_calibration_bounds_the_drift_of_its_own_model_only(runner, tmp_path, mine):
+    curve = Curve(0.15, 0.15, (0.0,) * 6, (0.0,), (0.5,), (-99.0,) * 5, (99.0,) * 5)
+    whose = runner.fingerprint if mine else replace(runner.fingerprint, weights="0" * 32)
+    file = tmp_path / "calibration.json"
+    Calibration(whose, 0.95, 100, (curve,)).save(file)
+    options = {"budget": "64MiB", "max_rows": 16}
+    if not mine:
+        with pytest.raises(ModelMismatch, match="weights"):
+            Host(runner, Blocks(len(runner.layers)), options | {"calibration": str(file)})
+        options |= {"home": str(tmp_path)}  # where it is only looked for
+    else:
+        options |= {"calibration": str(file)}
+    host = Host(runner, Blocks(len(runner.layers)), options)
+    spec = WeaveSpec(parts=parts_of([40, 40, 40]), repair="auto", share=0.15)
+    job, _ = woven(host, PromptAsk(ids(130, 51), spec))
+    assert (job.report()["drift"] is not None) == mine, job.report()
+    host.close()

@@ -197,3 +197,37 @@ def test_others_decode_while_a_long_prompt_is_woven(llm):
     assert talked >= 8, (
         "64 rows a step of 350, and chunks before: each step had a token of the other"
     )
+
+
+def test_requests_that_are_woven_share_the_blocks_of_an_exact_prefix(llm, plain, embedded):
+    core(llm).scheduler.reset_prefix_cache()
+    engine, manager = llm.llm_engine, core(llm).scheduler.kv_cache_manager
+    front, _ = prompt_of(140, (130,))
+    cases = []
+    for seed in (141, 142):
+        back, parts = prompt_of(seed, (50, 40, 20))
+        parts = [(True, front), *parts]
+        cases.append(Case([*front, *back], parts, ("none", 0.0), n_new=60))
+    free, blocks, outputs = n_free(llm), {}, {}
+    for name, case in zip("ab", cases, strict=True):
+        engine.add_request(name, {"prompt_token_ids": case.tokens}, case.sampling)
+        while name not in blocks:
+            for output in engine.step():
+                blocks[output.request_id] = manager.get_block_ids(output.request_id)[0]
+    assert blocks["a"][:4] == blocks["b"][:4] and not {*blocks["a"][4:]} & {*blocks["b"][4:]}
+    while engine.has_unfinished_requests():
+        outputs |= {output.request_id: output for output in engine.step() if output.finished}
+    told = {name: o.kv_transfer_params["kvweave"] for name, o in outputs.items()}
+    assert [told[name]["rows"] for name in "ab"] == [[0, 220], [128, 220]]
+    for name, case in zip("ab", cases, strict=True):
+        expected, mine = case.expected(plain, embedded)
+        assert told[name]["exact"] == mine["exact"] and off(outputs[name], expected) < CLOSE
+        exact = Case(case.tokens).expected(plain, embedded)[0]
+        assert off(outputs[name], exact) > 20 * CLOSE, "it can see what it looks for"
+    output, report = answered(llm, Case([*front, 5, 6, 7]))
+    assert report is None and not output.num_cached_tokens, "a plain request finds none of them"
+    assert off(output, Case([*front, 5, 6, 7]).expected(plain, embedded)[0]) < CLOSE
+    again, report = answered(llm, cases[0])
+    assert report["cached"] == 192 + 32 and not report["woven"]
+    assert again.outputs[0].token_ids == outputs["a"].outputs[0].token_ids
+    assert n_free(llm) == free

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 
-from kvweave.run.attention import FOLD, WIDE, Scaling, VisibleKV, _attention, _fold
+from kvweave.run import written
+from kvweave.run.attention import FOLD, WIDE, _attention, _fold
 from kvweave.run.part import Piece
+from kvweave.run.written import Scaling, VisibleKV, is_quick
 
 KV_HEADS, KEYS = 3, 70
 
@@ -38,3 +42,35 @@ def test_however_heads_are_folded_rows_see_what_their_mask_says(n: int, group: i
     assert group % folded == 0 and (folded == group or n >= FOLD)
     assert FOLD <= n < WIDE or folded == (group if n < FOLD else 1)
     assert set(piece.repeated) == ({folded} if folded > 1 else set())
+
+
+@pytest.mark.parametrize("n", [2, 19, 20, 47, 128, 129])
+@pytest.mark.parametrize("watched", [False, True])
+@pytest.mark.parametrize("clear", [0, 30])
+@pytest.mark.parametrize("scratch", [1, 4, 1000])
+def test_what_is_written_out_in_place_is_attention(
+    n: int, watched: bool, clear: int, scratch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = torch.Generator().manual_seed(n + clear)
+    query = torch.randn(n, KV_HEADS * 2, 8, generator=made)
+    keys = torch.randn(KV_HEADS, KEYS, 8, generator=made)
+    values = torch.randn(KV_HEADS, KEYS, 6, generator=made)
+    unseen = torch.rand(n, KEYS, generator=made) < 0.5
+    unseen[:, : max(1, clear)] = False
+    bias = torch.zeros(n, KEYS).masked_fill_(unseen, -torch.inf)
+    skipped = n // 3 if watched else 0
+    piece = Piece(0, n, 0, KEYS, False, watched, bias, clear=clear, skipped=skipped)
+    scores = torch.einsum("nkgd,ksd->kgns", query.view(n, KV_HEADS, 2, 8).double(), keys.double())
+    shares = (scores * 0.3 + bias).softmax(-1)
+    wanted = torch.einsum("kgns,ksd->nkgd", shares, values.double()).reshape(n, KV_HEADS * 2, 6)
+    monkeypatch.setattr(written, "SCRATCH", scratch * 2 * n * KEYS)  # none, one head, all at a time
+    monkeypatch.setattr(written, "_mine", threading.local())
+    seen, before = VisibleKV(keys, values, bias, False, piece), [keys.clone(), bias.clone()]
+    out, weights = _attention(query, seen, Scaling(0.3, None), watched)
+    torch.testing.assert_close(out, wanted.float(), rtol=1e-5, atol=1e-5)
+    if watched:
+        assert weights is not None
+        shown = shares.reshape(KV_HEADS * 2, n, KEYS)[:, skipped:].float()
+        torch.testing.assert_close(weights, shown, rtol=1e-5, atol=1e-6)
+    assert torch.equal(keys, before[0]) and torch.equal(bias, before[1])
+    assert is_quick(query, seen) == (20 <= n <= 128 and scratch > 1)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +21,18 @@ from kvweave.run.part import BatchPart, Piece
 from kvweave.run.thinned import ThinnedRows
 from kvweave.run.together import Together
 from kvweave.run.upload import up
+from kvweave.run.written import (
+    Scaling,
+    VisibleKV,
+    blocks_of,
+    in_place,
+    is_quick,
+    rows_of,
+    scores_of,
+    shares_of,
+    suits,
+    weights_of,
+)
 
 SINKS = 8  # dims that hold sinks in one kernel: two are used, and kernels want widths of eight
 FOLD = 32  # rows below which query heads that share keys stand in one block, which reads these once
@@ -29,40 +40,6 @@ WIDE = 192  # rows from which torch's kernel for CPUs takes wider blocks: a fift
 NOTHING = (0, 0)
 
 current: ContextVar[Batch] = ContextVar("kvweave_batch")
-
-
-@dataclass(frozen=True, slots=True)
-class Scaling:
-    """What a model does with scores."""
-
-    scale: float
-    softcap: float | None
-    # [head] a score that each head gives to nothing (arXiv 2309.17453, section 3.3; gpt-oss)
-    sinks: Tensor | None = None
-
-    def of(self, first: int, last: int) -> Scaling:
-        """Return what is done with the scores of query heads ``[first, last)``."""
-        return self if self.sinks is None else replace(self, sinks=self.sinks[first:last])
-
-
-@dataclass(frozen=True, slots=True)
-class VisibleKV:
-    """Keys and values [kv_head, slot, dim] that some rows see."""
-
-    keys: Tensor
-    values: Tensor
-    bias: Tensor | None  # 0 and -inf [row, slot], None: all rows see all
-    causal: bool = False  # row i sees the first i + 1 slots
-    piece: Piece | None = None  # whose bias that is
-
-    def repeated(self, n: int) -> Tensor | None:
-        """Return the bias ``n`` times, one below the other: for heads that stand in one block."""
-        if self.bias is None or n == 1:
-            return self.bias
-        made = {} if self.piece is None else self.piece.repeated
-        if n not in made:
-            made[n] = self.bias.repeat(n, 1)
-        return made[n]
 
 
 def attend(
@@ -121,7 +98,7 @@ def _together(
                 keys, values = part.rows.layers[layer].seen(slice(piece.begin, piece.stop))
                 bias = batch.bias(part, piece, mask, sums.dtype)
                 seen = VisibleKV(keys.to(sums.dtype), values, bias)
-                scores = _scores(mine[rows].to(sums.dtype), seen, how)
+                scores = scores_of(mine[rows].to(sums.dtype), seen, how)
                 scores = scores.view(query.shape[1], piece.last - piece.first, -1)
                 _show(part, piece, layer, (scores - sums[part.span][rows].t()[..., None]).exp_())
     return out
@@ -132,8 +109,9 @@ def _part(
 ) -> list[Tensor]:
     """Attention of one work's rows, ``query`` [row, head, dim] -> pieces [row, head, v_dim]."""
     mask, latent = batch.infos[layer].mask, batch.infos[layer].latent
-    pieces = part.cut(mask, rows_watched(part, layer) if shown else NOTHING)
     rows = part.rows.layers[layer]
+    joins = suits(query, how) and latent is None and not isinstance(rows, ThinnedRows)
+    pieces = part.cut(mask, rows_watched(part, layer) if shown else NOTHING, joins=joins)
     if isinstance(rows, ThinnedRows):
         return [_thinned(batch, part, piece, layer, query, how) for piece in pieces]
     begin, outs = pieces[0].begin, []
@@ -244,23 +222,24 @@ def _coded(
     then those that are ``seen``; every row sees all of ``levels``."""
     n, heads, _ = query.shape
     wide = torch.float64 if query.dtype == torch.float64 else torch.float32
-    folded = _folded(query, len(seen.keys)).to(wide) * how.scale
+    folded = blocks_of(query, len(seen.keys)).to(wide) * how.scale
     scores = [level.scores(folded) for level in levels]
     if how.softcap is not None:
         scores = [torch.tanh(each / how.softcap) * how.softcap for each in scores]
-    scores.append(_scores(query, seen, how).to(wide))
-    weights = _shares(torch.cat(scores, -1), how, n)
+    scores.append(scores_of(query, seen, how).to(wide))
+    weights = shares_of(torch.cat(scores, -1), how, n)
     at = weights.shape[-1] - seen.keys.shape[1]
     out = (weights[..., at:].to(seen.values.dtype) @ seen.values).to(wide)
     for level in reversed(levels):
         at, stop = at - level.n // len(level.slots), at
         out += level.mixed(weights[..., at:stop])
-    return _unfolded(out.to(query.dtype), n), weights.reshape(heads, n, -1)
+    return rows_of(out.to(query.dtype), n), weights.reshape(heads, n, -1)
 
 
 def _show(part: BatchPart, piece: Piece, layer: int, weights: Tensor) -> None:
     assert part.work.observer is not None
-    part.work.observer.see(layer, part.work.at + piece.first, piece.begin, weights)
+    first = part.work.at + piece.first + piece.skipped
+    part.work.observer.see(layer, first, piece.begin, weights)
 
 
 def _attention(
@@ -269,13 +248,15 @@ def _attention(
     """Return attention [row, head, v_dim] of ``query`` [row, head, dim], and if it is watched its
     weights [head, row, slot]."""
     absorbed = query.shape[2] > seen.keys.shape[2]
+    if suits(query, how) and not (absorbed or seen.causal) and (watched or is_quick(query, seen)):
+        return in_place(query, seen, how, watched)
     few = how.sinks is not None and len(query) < FOLD and not seen.causal
     if not (how.softcap is not None or watched or absorbed or few):
         fused = _fused if how.sinks is None else _fused_with_sinks
         return fused(query, seen, how), None
     n, heads, _ = query.shape
-    weights = _weights(query, seen, how)
-    out = _unfolded(weights.to(seen.values.dtype) @ seen.values, n)
+    weights = weights_of(query, seen, how)
+    out = rows_of(weights.to(seen.values.dtype) @ seen.values, n)
     return out, weights.reshape(heads, n, -1) if watched else None
 
 
@@ -297,20 +278,6 @@ def rows_watched(part: BatchPart, layer: int) -> tuple[int, int]:
     first, last = observer.rows(layer, at + part.n)
     first, last = max(first - at, 0), min(last - at, part.n)
     return (first, last) if first < last else NOTHING
-
-
-def _folded(query: Tensor, kv_heads: int) -> Tensor:
-    """[row, head, dim] -> [kv_head, group * row, dim]: no copy of the keys a group shares."""
-    n, heads, dim = query.shape
-    group = heads // kv_heads
-    return query.view(n, kv_heads, group, dim).permute(1, 2, 0, 3).reshape(kv_heads, -1, dim)
-
-
-def _unfolded(out: Tensor, n: int) -> Tensor:
-    """[kv_head, group * row, dim] -> [row, head, dim]."""
-    kv_heads, both, dim = out.shape
-    group = both // n
-    return out.view(kv_heads, group, n, dim).permute(2, 0, 1, 3).reshape(n, -1, dim)
 
 
 def _fused(query: Tensor, seen: VisibleKV, how: Scaling) -> Tensor:
@@ -358,43 +325,3 @@ def _fused_with_sinks(query: Tensor, seen: VisibleKV, how: Scaling) -> Tensor:
         return _fused(padded, VisibleKV(keys, values, None, True), how)[1:]
     bias = None if seen.bias is None else F.pad(seen.bias, (1, 0))
     return _fused(query, VisibleKV(keys, values, bias), how)
-
-
-def _weights(query: Tensor, seen: VisibleKV, how: Scaling) -> Tensor:
-    """Return attention weights [kv_head, group * row, slot], in float32 at least."""
-    return _shares(_scores(query, seen, how), how, len(query))
-
-
-def _shares(scores: Tensor, how: Scaling, n: int) -> Tensor:
-    """Return what of each of ``n`` rows' attention [kv_head, group * row, slot] goes where."""
-    half = scores.dtype in (torch.bfloat16, torch.float16)
-    wide = torch.float32 if half else scores.dtype
-    if how.sinks is None:
-        return scores.softmax(-1, dtype=wide)
-    sinks = how.sinks.view(len(scores), -1, 1).expand(-1, -1, n).reshape(*scores.shape[:2], 1)
-    return torch.cat((scores.to(wide), sinks.to(wide)), -1).softmax(-1)[..., :-1]
-
-
-def _scores(query: Tensor, seen: VisibleKV, how: Scaling) -> Tensor:
-    """Return attention scores [kv_head, group * row, slot], -inf where a row sees nothing.
-
-    Where a query is wider than keys, what is behind meets the values (`run/latent.py`).
-    """
-    kv_heads = len(seen.keys)
-    folded, keys = _folded(query, kv_heads), seen.keys.transpose(1, 2)
-    bias = seen.repeated(query.shape[1] // kv_heads)
-    if query.shape[2] > seen.keys.shape[2]:
-        scores = torch.baddbmm(
-            folded[..., : keys.shape[1]] @ keys,
-            folded[..., keys.shape[1] :],
-            seen.values.transpose(1, 2),
-        ).mul_(how.scale)
-        if how.softcap is not None:
-            scores = torch.tanh(scores / how.softcap) * how.softcap
-        return scores if bias is None else scores + bias
-    if how.softcap is not None:
-        scores = torch.tanh(folded @ keys * (how.scale / how.softcap)) * how.softcap
-        return scores if bias is None else scores + bias
-    if bias is not None:
-        return torch.baddbmm(bias.expand(kv_heads, -1, -1), folded, keys, alpha=how.scale)
-    return (folded * how.scale) @ keys

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 import numpy as np
@@ -30,6 +31,8 @@ class Piece:
     watched: bool  # somebody wants the weights
     bias: Tensor | None = None  # 0 and -inf [query, key], made once for all layers
     repeated: dict[int, Tensor] = field(default_factory=dict)  # the same for heads in one block
+    skipped: int = 0  # weights of so many first rows are not asked for
+    clear: int = 0  # so many slots in front are seen by all rows
 
 
 class BatchPart:
@@ -44,7 +47,7 @@ class BatchPart:
         self.contiguous = self.stop - self.first == work.n
         self.at: At
         self.begins: dict[Mask, Ints | None] = {}  # first slot each row sees; None: 0
-        self.pieces: dict[tuple[Mask, int, int], list[Piece]] = {}
+        self.pieces: dict[tuple[Mask, int, int, bool], list[Piece]] = {}
 
     def see(self, mask: Mask) -> Ints | None:
         """Find the first slot that each row sees."""
@@ -62,11 +65,13 @@ class BatchPart:
         if raw is not None:
             raw.k[layer][span], raw.v[layer][span] = keys, values
 
-    def cut(self, mask: Mask, watched: tuple[int, int]) -> list[Piece]:
-        """Return the pieces of a layer with this mask and these rows watched."""
-        key = (mask, *watched)
+    def cut(self, mask: Mask, watched: tuple[int, int], joins: bool = False) -> list[Piece]:
+        """Return the pieces of a layer with this mask and these rows watched; ``joins``: what is shown
+        costs nothing, so a few rows before them may be in one piece with them."""
+        key = (mask, *watched, joins)
         if key not in self.pieces:
-            self.pieces[key] = self._cut(mask, *watched)
+            found = self._cut(mask, *watched)
+            self.pieces[key] = list(_joined(found)) if joins else found
         return self.pieces[key]
 
     def _cut(self, mask: Mask, a: int, b: int) -> list[Piece]:
@@ -85,7 +90,8 @@ class BatchPart:
             stop = int(self.work.slots[last - 1]) + 1
             watch = a <= first < b
             causal = plain and first == 0 and not watch and last > 1
-            pieces.append(Piece(first, last, begin, stop, causal, watch))
+            clear = int(self.work.slots[first]) + 1 if begins is None else 0
+            pieces.append(Piece(first, last, begin, stop, causal, watch, clear=clear))
         return pieces
 
     def _cheapest(self, begins: Ints | None, first: int, last: int) -> list[int]:
@@ -108,3 +114,22 @@ class BatchPart:
             at = int(before[at])
             found.append(int(ends[at]))
         return found[::-1]
+
+
+def _joined(pieces: Sequence[Piece]) -> Iterator[Piece]:
+    """Have the piece before one that is watched be part of it, where that is less than two kernels."""
+    held: Piece | None = None
+    for piece in pieces:
+        if held is not None and piece.watched and not held.watched and not held.causal:
+            n = held.last - held.first
+            more = n * (piece.stop - held.stop)
+            if piece.last - held.first <= SHOWN and more <= EACH:
+                piece = replace(
+                    piece, first=held.first, begin=held.begin, skipped=n, clear=held.clear
+                )
+                held = None
+        if held is not None:
+            yield held
+        held = piece
+    if held is not None:
+        yield held

@@ -15,6 +15,9 @@ from typing import Any
 
 from kvweave.connect.vllm.spec import WeaveSpec
 
+# blocks, increasing, from which on a request's hashes have one more key, and that key
+Forks = tuple[tuple[int, bytes], ...]
+
 
 @dataclass(frozen=True, slots=True)
 class PromptAsk:

@@ -66,6 +66,10 @@ class KVWeaveConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     # ---- the scheduler's side
 
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        """Blocks are found in this pool; all layers are of its one group."""
+        self.scheduling.is_cached = lambda hash: bool(gpu_block_pool.get_cached_block(hash, [0]))
+
     def on_new_request(self, request: Any) -> None:
         """A request has come."""
         self.scheduling.new(request)

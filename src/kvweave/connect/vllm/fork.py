@@ -1,8 +1,10 @@
 """Where a request's chain of block hashes leaves vLLM's own.
 
 vLLM finds blocks by a chain of hashes of tokens. Rows that we wrote stand under a chain that goes
-another way from the first block that we write: its hash has one more key, the plan's digest. So a
-plain request never finds them, the same plan does, and what comes behind them is cached as usual.
+another way from the first block that we write: its hash has one more key. So a plain request never
+finds them. The key is the same for all plans as long as rows are exact, and the plan's digest from
+the first block on where one is not: any request that is woven finds the former, the same plan the
+latter, and what comes behind is cached as usual.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from typing import Any
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys, hash_block_tokens
 
+from kvweave.connect.vllm.asks import Forks
 from kvweave.connect.vllm.spec import KEY
 
 
@@ -23,6 +26,8 @@ class ForkedHasher:
 
     def __init__(self, plain: Any, algorithm: str, size: int, block: int, digest: bytes) -> None:
         self.plain, self.size, self.block, self.digest = plain, size, block, digest
+        before: Forks = plain.forks if isinstance(plain, ForkedHasher) else ()
+        self.forks: Forks = (*before, (block, digest))
         self._hash: Any = get_hash_fn_by_name(algorithm)
 
     def __call__(self, request: Any) -> list[Any]:
@@ -56,23 +61,17 @@ class Forker:
     def __init__(self, algorithm: str, size: int) -> None:
         self.algorithm, self.size = algorithm, size
 
-    def __call__(self, request: Any, block: int | None, key: bytes) -> None:
-        """Have the chain of ``request`` leave vLLM's at ``block``, or, forked before, leave it there
-        instead; None: nowhere. Does nothing where blocks are not cached."""
-        plain = request._block_hasher
-        if plain is None:
+    def __call__(self, request: Any, forks: Forks) -> None:
+        """Have the chain of ``request`` leave vLLM's at ``forks``, wherever it did before. Does nothing
+        where blocks are not cached."""
+        hasher = request._block_hasher
+        old: Forks = hasher.forks if isinstance(hasher, ForkedHasher) else ()
+        if hasher is None or old == forks:
             return
-        if block is None:
-            if isinstance(plain, ForkedHasher):
-                del request.block_hashes[plain.block :]
-                request._block_hasher = plain.plain
-                request.update_block_hashes()
-            return
-        first = block
-        if isinstance(plain, ForkedHasher):
-            if (plain.block, plain.digest) == (block, key):
-                return
-            plain, first = plain.plain, min(block, plain.block)
-        del request.block_hashes[first:]
-        request._block_hasher = ForkedHasher(plain, self.algorithm, self.size, block, key)
+        while isinstance(hasher, ForkedHasher):
+            hasher = hasher.plain
+        for block, key in forks:
+            hasher = ForkedHasher(hasher, self.algorithm, self.size, block, key)
+        del request.block_hashes[min({*old} ^ {*forks})[0] :]
+        request._block_hasher = hasher
         request.update_block_hashes()

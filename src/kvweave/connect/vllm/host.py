@@ -19,6 +19,7 @@ from kvweave.config import Config
 from kvweave.connect.vllm.asks import PromptAsk, WeaveLoad, WeaveOffer
 from kvweave.connect.vllm.cut import PromptCut, PromptCutter
 from kvweave.connect.vllm.lockstep import TOLD, Lockstep
+from kvweave.connect.vllm.spare import SpareRows
 from kvweave.connect.vllm.spec import WeaveSpec
 from kvweave.connect.vllm.texts import ChunkTexts
 from kvweave.engine import Engine
@@ -104,7 +105,7 @@ class Host:
         # when the last step began that others had a part in, and how many rows of ours it had
         self._before: tuple[float, int] | None = None
         self.cutter = PromptCutter(self.engine, Library(self.engine.table))
-        self.texts = ChunkTexts(self.engine)
+        self.texts, self.spare = ChunkTexts(self.engine), SpareRows(self.engine)
 
     def close(self) -> None:
         """Give up what is under way, and close the engine."""
@@ -206,6 +207,7 @@ class Host:
         load = job.load
         try:
             context = self._open(load.ask.spec)
+            self.spare.lend(context, len(load.ask.tokens))
             yield from self._fill(context, load)
             plan = yield from context.weaving()
             rows = context.session.state.rows
@@ -217,7 +219,7 @@ class Host:
             job.error = error
         finally:
             if context is not None:
-                self.engine.close_context(context.name, context.namespace)
+                self.spare.close(context)
             job.seconds, job.done = time.perf_counter() - started, True
 
     def _open(self, spec: WeaveSpec) -> Context:

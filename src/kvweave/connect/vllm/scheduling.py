@@ -7,16 +7,18 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from hashlib import blake2b
+from itertools import takewhile
 from typing import Any
 
 import numpy as np
 
-from kvweave.connect.vllm.asks import PromptAsk, WeaveLoad, WeaveOffer
+from kvweave.connect.vllm.asks import Forks, PromptAsk, WeaveLoad, WeaveOffer
 from kvweave.connect.vllm.spec import WeaveSpec, spec_of
 from kvweave.errors import KVWeaveError
 
 log = logging.getLogger("kvweave.vllm")
-Fork = Callable[[Any, int | None, bytes], None]
+Fork = Callable[[Any, Forks], None]
+EXACT = b"exact"  # the key of rows of ours that are what a prefill makes, whatever the plan
 MOST_PLANS = 1024  # plans that are remembered, the latest
 MOST_TAILS = 64  # questions of one plan
 REMEMBERED = ("drift", "drift_by", "strategy", "approximate")  # of a plan's last weave
@@ -24,14 +26,22 @@ REMEMBERED = ("drift", "drift_by", "strategy", "approximate")  # of a plan's las
 
 @dataclass(eq=False, slots=True)
 class ForkPoint:
-    """Rows of a prompt that begins with these ``n_tokens`` leave vLLM's keys at ``block``, under
-    ``key``."""
+    """Rows of a prompt that begins with these ``n_tokens`` stand under ``key`` from ``block`` on; exact
+    ones of ours before that, from block ``begins`` on, under one that all plans have."""
 
     n_tokens: int
     tail: bytes  # digest of the tokens behind the last chunk
     key: bytes  # of its own: rows that stand under that of a point forgotten are not found again
     block: int | None = None  # None: nothing of it was written yet
+    begins: int | None = None  # None: no rows of ours before that
     report: dict[str, Any] | None = None  # of the weave that wrote it last
+
+    @property
+    def forks(self) -> Forks:
+        """Where the chain leaves vLLM's keys."""
+        own = () if self.block is None else ((self.block, self.key),)
+        shared = self.begins is not None and (self.block is None or self.begins < self.block)
+        return ((self.begins, EXACT), *own) if shared and self.begins is not None else own
 
 
 @dataclass(eq=False, slots=True)
@@ -44,6 +54,7 @@ class WovenRequest:
     found: WeaveOffer | None = None  # None: the worker has not answered yet
     point: ForkPoint | None = None
     n_local: int = 0
+    block: int = -1  # the first that is written for it
     report: dict[str, Any] | None = None
 
 
@@ -51,14 +62,16 @@ class Scheduling:
     """Bookkeeping of one scheduler.
 
     A request waits one step for the worker to say what it would weave. Rows are written from the
-    end of the local hit on, never before it, and the chain of block hashes forks right there.
+    end of the local hit on, never before it, and the chain of block hashes forks right there. What
+    of them was exact is known when they are written, and stands under one key for all plans then.
     """
 
     def __init__(self, fork: Fork, block_size: int, matches: bool) -> None:
-        """``fork``: has the chain of a request's hashes leave vLLM's at a block, under a key; None:
+        """``fork``: has the chain of a request's hashes leave vLLM's at blocks, each under a key; none:
         has it be vLLM's again.
         ``matches``: a request that says nothing to us is woven too, where chunks are found."""
         self.fork, self.size, self.matches = fork, block_size, matches
+        self.is_cached: Callable[[Any], bool] = lambda hash: False  # whether vLLM has such a block
         self._requests: dict[str, WovenRequest] = {}
         self._asks: dict[str, PromptAsk] = {}
         self._loads: dict[str, WeaveLoad] = {}
@@ -111,10 +124,12 @@ class Scheduling:
             if woven.ask.spec.ticket:
                 self._reports[woven.ask.spec.ticket] = _report(woven)
             return 0, False
-        block = n_local // self.size
+        woven.block = block = n_local // self.size
         if point.block is None or block < point.block:
             point.block = block
-        self.fork(request, point.block, point.key)
+        if point.begins is not None and block < point.begins:
+            point.begins = block
+        self.fork(request, point.forks)
         return woven.found.covered - n_local, True
 
     def allocated(self, request: Any, blocks: tuple[int, ...], n_external: int) -> None:
@@ -147,9 +162,10 @@ class Scheduling:
         if found.error is not None:
             woven.report = {"woven": False, "error": found.error}
         if found.covered:
-            woven.point = self._point(woven.ask, found)
-            if woven.point.block is not None:  # so that what was written for it is found
-                self.fork(woven.request, woven.point.block, woven.point.key)
+            woven.point = point = self._point(woven.ask, found)
+            if point.block is None:
+                point.begins = self._exact_from(woven.request)
+            self.fork(woven.request, point.forks)  # so that what was written for it is found
 
     def wove(self, name: str, report: dict[str, Any]) -> None:
         """The worker wove, or failed to."""
@@ -158,9 +174,32 @@ class Scheduling:
             woven.report = report
             if woven.point is not None and report["woven"]:
                 woven.point.report = {key: report[key] for key in REMEMBERED}
+                self._share(woven, woven.point, report)
             if not report["woven"]:  # vLLM computes it, over none of our rows
                 woven.point = None
-                self.fork(woven.request, None, b"")
+                self.fork(woven.request, ())
+
+    def _exact_from(self, request: Any) -> int | None:
+        """Return the block from which on exact rows of ours are found for a request, of whatever plan:
+        behind those that vLLM has of its own. None: there are none."""
+        n = self._n_cached(request)
+        self.fork(request, ((n, EXACT),))
+        return n if self._n_cached(request) > n else None
+
+    def _n_cached(self, request: Any) -> int:
+        """Return how many blocks vLLM finds for a request."""
+        return sum(1 for _ in takewhile(self.is_cached, request.block_hashes))
+
+    def _share(self, woven: WovenRequest, point: ForkPoint, report: dict[str, Any]) -> None:
+        """Have exact rows that were written stand under the key that all plans have."""
+        exact = takewhile(lambda span: span["exact"], report.get("spans", ()))
+        last = sum(span["n_tokens"] for span in exact) // self.size
+        if woven.block == point.block and last > woven.block:
+            point.begins, point.block = (
+                (woven.block if point.begins is None else point.begins),
+                last,
+            )
+            self.fork(woven.request, point.forks)
 
     def finished(self, name: str) -> dict[str, Any] | None:
         """A request has ended; return what its response says of it."""

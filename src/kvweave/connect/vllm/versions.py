@@ -6,7 +6,9 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.v1.core import kv_cache_utils
+from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.request import Request
 
 from kvweave.errors import KVWeaveError
@@ -30,6 +32,8 @@ def require_known(config: VllmConfig, kv_cache_config: Any) -> None:
     for where, names in (
         (kv_cache_utils, ("hash_block_tokens", "generate_block_hash_extra_keys")),
         (Request, ("update_block_hashes",)),
+        (BlockPool, ("get_cached_block",)),
+        (KVConnectorBase_V1, ("bind_gpu_block_pool",)),
     ):
         for name in names:
             if not hasattr(where, name):
