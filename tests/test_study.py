@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import json
 import random
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,8 +20,9 @@ from kvweave.keep.tokens.signals import PageSignals, apply
 
 BENCH = Path(__file__).parents[1] / "bench"
 WEIGHTS = BENCH / "study" / "weights"
-FLOORS = {"gemma3": 0.97, "olmo2": 0.85, "qwen3": 0.8}  # of words, the worst family
-MODELS = tuple(FLOORS)
+MODELS = ("gemma3", "olmo2", "qwen3")
+FLOOR = 0.995  # of words, the worst family of the worst model
+NOISE = 0.42  # of what weights scatter, for a model that errs: soon, later and hardly
 
 
 @pytest.fixture(scope="module")
@@ -243,16 +245,22 @@ def test_attention_without_masks_is_the_models_own(study: dict[str, ModuleType],
 
 
 def test_words_of_all_chains_at_once_are_those_one_after_the_other(
-    study: dict[str, ModuleType],
+    study: dict[str, ModuleType], tmp_path: Path
 ) -> None:
-    """OLMo 2 makes faults in `search`, and what it says behind them follows from them."""
+    """A model with noise in it makes faults, and what it says behind them follows from them."""
     made = study["score"].tasks("search", 3, 100)
-    with study["score"].opened("olmo2") as engine:
-        wanted = study["score"].decoded(engine, made)
     model = AutoModelForCausalLM.from_pretrained(WEIGHTS / "olmo2", dtype=torch.float32).eval()
+    torch.manual_seed(0)
+    for weight in model.parameters():
+        if weight.ndim > 1:
+            weight.data += NOISE * weight.std() * torch.randn_like(weight)
+    model.save_pretrained(tmp_path / "noisy")
+    AutoTokenizer.from_pretrained(WEIGHTS / "olmo2").save_pretrained(tmp_path / "noisy")
+    with study["score"].opened("noisy", tmp_path) as engine:
+        wanted = study["score"].decoded(engine, made)
     true = torch.from_numpy(study["pool"].rows_of(made).ids.astype("int64"))
     start, end = made[0].start, len(made[0].words)
-    ids, settled = study["free"].said(model, true, start, end)
+    ids, settled = study["free"].said(model, true, start, end, seconds=600)
     assert ids[:, start:end].tolist() == wanted
     assert settled.tolist() == [end] * 3
     _, settled = study["free"].said(model, true, start, end, seconds=0.0)
@@ -269,6 +277,8 @@ def test_training_goes_on_where_it_was(
     train, cpu = study["train"], torch.device("cpu")
     monkeypatch.setitem(train.TOKENS, "cpu", (400, 400))
     monkeypatch.setattr(train, "POINT", 5)
+    ticks = itertools.count()
+    monkeypatch.setattr(train, "time", SimpleNamespace(monotonic=lambda: next(ticks) * 0.2))
     draws = study["pool"].Draws(folder, cpu)
     run = train.Run("qwen3", tmp_path, cpu)
     before = run.model.state_dict()["model.layers.1.mlp.up_proj.weight"].clone()
@@ -318,14 +328,15 @@ def test_a_model_knows_the_next_word(study: dict[str, ModuleType], name: str) ->
         _, found = study["train"].loss_of(model, batch, None)
     for family, right, n in zip(study["tasks"].FAMILIES, *found.tolist(), strict=True):
         assert n == sum(len(t.words) - t.start for t in made if t.family == family)
-        assert right / n > FLOORS[name], family
+        assert right / n > FLOOR, family
 
 
 def test_a_model_thinks_by_itself(study: dict[str, ModuleType]) -> None:
-    with study["score"].opened("gemma3") as engine:
-        found = study["score"].score(engine, "verify", 2, 200)
+    """`search` takes up most from afar; the models before these said a word in ten of it right."""
+    with study["score"].opened("qwen3") as engine:
+        found = study["score"].score(engine, "search", 2, 200)
     assert found["words"] > 180
-    assert found["right"] > 0.9
+    assert found["right"] > 0.99
 
 
 def test_the_predictor_learns_what_is_read_next(study: dict[str, ModuleType]) -> None:

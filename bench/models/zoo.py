@@ -41,14 +41,13 @@ def llama(vocab: int, own: dict[str, Any]) -> Any:
     )  # fmt: skip
 
 
-def qwen3(vocab: int, own: dict[str, Any], theta: float = 1000.0, layers: int = 5, heads: int = 4, kv_heads: int = 4) -> Any:  # fmt: skip
+def qwen3(vocab: int, own: dict[str, Any], theta: float = 1000.0) -> Any:
     """Five layers, wider, keys and queries normalised."""
     return transformers.Qwen3ForCausalLM(
         transformers.Qwen3Config(
-            vocab_size=vocab, hidden_size=160, intermediate_size=448, num_hidden_layers=layers,
-            num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=64,
-            tie_word_embeddings=True, max_position_embeddings=8192, rope_parameters=rope(theta),
-            **own,
+            vocab_size=vocab, hidden_size=160, intermediate_size=448, num_hidden_layers=5,
+            num_attention_heads=4, num_key_value_heads=4, head_dim=64, tie_word_embeddings=True,
+            max_position_embeddings=8192, rope_parameters=rope(theta), **own,
         )
     )  # fmt: skip
 

@@ -41,7 +41,6 @@ POINT = 50  # steps between two points of the curve
 SAVE = 20.0  # seconds between two checkpoints
 BUILDS: dict[str, Build] = {  # bases of the rotation near their authors': at 1,000 no part of a key is alike a thousand rows on
     "qwen3": partial(zoo.qwen3, theta=1e6),
-    "qwen3-deep": partial(zoo.qwen3, theta=1e5, layers=6, heads=6, kv_heads=2),
     "gemma3": partial(zoo.gemma3, theta=1e6),
     "olmo2": partial(zoo.olmo2, theta=5e5),
 }  # fmt: skip
