@@ -66,7 +66,7 @@ MODEL = Path(kvweave.demo.__file__).parent / "model"
 WEIGHTS, CACHE = HERE / "models" / "weights", HERE / ".cache" / "policies_tokens"
 SHARES = (0.1, 0.2, 0.3, 0.5)
 OPTIONS = "sinks=4,window=8"  # the same for all: the questions are 6 to 9 tokens
-VARIANTS = {"h2o by age": "h2o,age=true"}  # beside `POLICIES`
+VARIANTS = {"h2o by age": "h2o,age=true", "newest": "full"}  # beside `POLICIES`
 # what rests in other forms is compared by bytes: bench/levels.py
 NAMES = tuple(
     n for n, kind in POLICIES.items() if n != "full" and not kind.more and not kind.splits
