@@ -218,10 +218,12 @@ def passages(exam: Exam, name: str, n: int) -> Iterator[Paper]:
         yield Paper(name, i, (("text", tuple(tokens[:DOCUMENT])),), questions)
 
 
-def measure(n: int, n_prose: int, cache: Path, minutes: float) -> dict[str, list[dict[str, Any]]]:
+def measure(
+    n: int, n_prose: int, cache: Path, minutes: float, names: Sequence[str] = (*NAMES, *VARIANTS)
+) -> dict[str, list[dict[str, Any]]]:
     """Return what each case of each protocol and prose model gave, read where it was measured before;
     what time does not suffice for is left out."""
-    names, begun = [*NAMES, *VARIANTS], time.perf_counter()
+    begun = time.perf_counter()
     found: dict[str, list[dict[str, Any]]] = {}
     jobs = [(str(MODEL), protocol) for protocol in PROTOCOLS]
     jobs += [(str(WEIGHTS / name), name) for name in PROSE]
@@ -291,6 +293,25 @@ def quality(found: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
         for group, whats in groups.items()
     }
     return {"full": full, "rows": rows, "gaps": gaps(found)}
+
+
+def joined(old: dict[str, Any], new: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    """Return ``old`` with what was measured of ``names`` besides, on the same documents; where that has
+    others of the old ones too, how far these came out from there at most."""
+    known = {(r["on"], r["mode"], r["policy"], r["share"]): r for r in old["rows"]}
+    again = [(r, known.get((r["on"], r["mode"], r["policy"], r["share"]))) for r in new["rows"]]
+    both = [(r, was) for r, was in again if was is not None and r["policy"] not in names]
+    whole = dict(old)
+    for key in ("rows", "gaps"):
+        whole[key] = [r for r in old[key] if r["policy"] not in names]
+        whole[key] += [r for r in new[key] if r["policy"] in names]
+    whole["besides"] = {
+        "policies": list(names), "beside": sorted({r["policy"] for r, _ in both}),
+        "cases": {r["on"]: r["cases"] for r in new["rows"]},
+        "right_apart": max((abs(r["right"][0] - was["right"][0]) for r, was in both), default=0.0),
+        "kl_apart": max((abs(r["kl"][0] / was["kl"][0] - 1) for r, was in both), default=0.0),
+    }  # fmt: skip
+    return whole
 
 
 def gaps(found: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
@@ -594,6 +615,8 @@ def main() -> None:
     made.add_argument("--n", type=int, default=8, help="cases of a protocol, five questions each")
     made.add_argument("--prose", type=int, default=16, help="documents of a prose model")
     made.add_argument("--minutes", type=float, default=math.inf, help="begin no case after that")
+    made.add_argument("--policies", default="", help="measure these alone, and --add some to what is there")
+    made.add_argument("--add", default="", help="those of --policies that are put into the table")
     made.add_argument("--context", type=int, default=4096)
     made.add_argument("--new", type=int, default=256, help="tokens decoded")
     made.add_argument("--cases", type=int, default=2, help="of the matrix")
@@ -613,10 +636,14 @@ def main() -> None:
     if options.matrix:
         found["matrix"] = matrix(options.cases, "0.3", (0.15,), "disk") | {"machine": here}
     if not (options.overhead or options.matrix):
-        found["machine"] = here
-        found["quality"] = quality(
-            measure(options.n, options.prose, options.cache, options.minutes)
-        )
+        names = options.policies.split(",") if options.policies else [*NAMES, *VARIANTS]
+        made_now = quality(measure(options.n, options.prose, options.cache, options.minutes, names))
+        if options.policies:
+            some = [n for n in names if n in options.add.split(",")]
+            found["quality"] = joined(found["quality"], made_now, some)
+            found["quality"]["besides"]["machine"] = here
+        else:
+            found["machine"], found["quality"] = here, made_now
         draw(
             found["quality"],
             FIGURE if options.out.parent == RESULTS else options.out.with_suffix(".png"),
