@@ -615,7 +615,9 @@ def main() -> None:
     made.add_argument("--n", type=int, default=8, help="cases of a protocol, five questions each")
     made.add_argument("--prose", type=int, default=16, help="documents of a prose model")
     made.add_argument("--minutes", type=float, default=math.inf, help="begin no case after that")
-    made.add_argument("--policies", default="", help="measure these alone, and --add some to what is there")
+    made.add_argument(
+        "--policies", default="", help="measure these alone, and --add some to what is there"
+    )
     made.add_argument("--add", default="", help="those of --policies that are put into the table")
     made.add_argument("--context", type=int, default=4096)
     made.add_argument("--new", type=int, default=256, help="tokens decoded")

@@ -17,6 +17,7 @@ from kvweave.errors import ContextTooLong, InvalidArgument, check_options
 from kvweave.interrupts import HELD, let_in
 from kvweave.keep import POLICIES
 from kvweave.keep.tokens.spec import Keep
+from kvweave.run.apart import apart
 from kvweave.run.base import Backend, Capability
 from kvweave.run.loop import Loop, Task
 from kvweave.run.model import Runner
@@ -80,7 +81,7 @@ class Engine:
         self._home = None if home is None else Home(Path(home), self.runner.fingerprint)
         self.home = None if self._home is None else self._home.path
         where, index = (self._home.path, self._home.index) if self._home else (None, None)
-        with contextlib.ExitStack() as opened, HELD:  # what fails from here leaves no lock behind
+        with contextlib.ExitStack() as opened, HELD, apart():  # what fails leaves no lock behind
             self.table = Table(self.config.index or index)
             opened.callback(self.table.close)
             ties = self._open(where, opened)

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections import abc
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
 from inspect import Parameter, get_annotations, signature, unwrap
 from math import nan
@@ -36,10 +37,11 @@ SHOWN = 60  # characters of a value in a message
 
 class Gate:
     """Lets one thread at a time into the verbs over one engine; others wait. What a verb calls back
-    (``progress``, say) stands in the middle of it, and may enter none."""
+    (``progress``, say) stands in the middle of it, and may enter none. ``around`` is entered with each
+    verb, and left with it."""
 
-    def __init__(self) -> None:
-        self.lock = RLock()
+    def __init__(self, around: Callable[[], AbstractContextManager[object]] = nullcontext) -> None:
+        self.lock, self.around = RLock(), around
         self._n_calling = 0
 
     def require(self, verb: str, closed: bool) -> None:
@@ -84,7 +86,7 @@ def checking(function: FunctionT) -> FunctionT:
         args, options = asked[0].take(args, options, gate)
         if gate is None:
             return function(self, *args, **options)
-        with gate.lock, HELD:
+        with gate.lock, HELD, gate.around():
             gate.require(function.__name__, self.closed)
             return function(self, *args, **options)
 

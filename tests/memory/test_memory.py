@@ -16,6 +16,7 @@ from kvweave.errors import (
     ContextTooLong,
     InvalidArgument,
     NameTaken,
+    OverBudget,
 )
 from kvweave.memory import FirstSentences, MeanRows
 from kvweave.weave.naming import holds_vectors, namespace_of
@@ -377,6 +378,29 @@ def test_another_conversation_recalls_what_one_left(make, model) -> None:
     answer = second.ask("what about Anna's river", max_tokens=8)
     assert answer.text.strip() == "Anna's river is cold ."
     second.close()
+
+
+def test_words_count_in_the_budget(bundled) -> None:
+    """What is known to find items by is charged like rows, refused with all of its step, and given back."""
+    with Engine(bundled, budget="24MiB") as engine:
+        context = engine.context("words", system=SYSTEM)
+        memory = Memory(engine, context, budget=SMALL, summarise=keep_facts(), root="m/words")
+        fill(memory)
+        assert memory.search("what about Anna's river")
+        ((holder, n_bytes),) = [each for each in engine.shelf.charged() if "#words/" in each[0]]
+        assert n_bytes == memory._recaller.ranking.n_bytes > 0
+        engine.shelf.charge("somebody", engine.shelf.room)  # nothing more fits
+        names = [item.name for item in memory.items()]
+        with pytest.raises(OverBudget):
+            for i in range(200):
+                memory.write(f"more/{i}", " ".join(map(str, range(i, i + 60))))
+                memory.search("river")
+        engine.shelf.charge("somebody", 0)
+        assert {*names} <= {item.name for item in memory.items()}
+        assert memory.search("what about Anna's river"), "it is whole again when there is room"
+        assert engine.shelf.n_bytes <= engine.shelf.budget
+        memory.close()
+        assert holder not in dict(engine.shelf.charged())
 
 
 def test_vectors_may_be_given(make, model) -> None:

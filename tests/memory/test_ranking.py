@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import random
+import tracemalloc
+from itertools import count
 
 import numpy as np
 import pytest
 
-from kvweave.errors import InvalidArgument
+from kvweave.errors import InvalidArgument, OverBudget
 from kvweave.memory import DenseRanking, FirstSentences, GramRanking, Said, Segment
 
 
@@ -31,6 +33,49 @@ def test_ranks_through_random_adds_and_removes() -> None:
         found = [name for name, _ in ranking.rank(question, 1000)]
         assert set(found) == brute(items, question) and ranking.known().keys() == items.keys()
     assert len(ranking._names) <= max(65, 2 * len(items) + 1), "removed rows are let go of"
+
+
+def test_words_take_no_more_than_is_charged() -> None:
+    """Against what Python allocates, through growth, edits, removal, and what is refused."""
+    draw, charged, limit = random.Random(1), [0], [1 << 40]
+
+    def charge(n_bytes: int) -> None:
+        if n_bytes > max(charged[-1], limit[0]):
+            raise OverBudget(n_bytes, limit[0], 0)
+        charged.append(n_bytes)
+
+    def fill(first: int, last: int, words: int, size: int) -> None:
+        for i in range(first, last):
+            tokens = [draw.randint(0, words) for _ in range(size)]
+            ranking.add(f"some/longer/name/{i}", 10**6 + next(ids), tokens)  # type: ignore[arg-type]
+            held.append((tracemalloc.get_traced_memory()[0] - before, charged[-1]))
+
+    held: list[tuple[int, int]] = []
+    ids = count()
+    tracemalloc.start()
+    try:
+        before = tracemalloc.get_traced_memory()[0]
+        ranking = GramRanking(charge)
+        fill(0, 600, 2000, 40)
+        fill(0, 300, 2000, 40)  # edits
+        fill(600, 605, 10**6, 3000)
+        fill(700, 2000, 50, 4)
+        for i in range(0, 2000):
+            if i % 7:
+                ranking.remove(f"some/longer/name/{i}")
+                held.append((tracemalloc.get_traced_memory()[0] - before, charged[-1]))
+        notes = 2 * 120 * len(held) + 64 * len(charged)  # of the test's own
+        assert all(mine <= said + notes for mine, said in held)
+        assert max(mine for mine, _ in held) > 0.3 * max(said for _, said in held), "not far above"
+    finally:
+        tracemalloc.stop()
+    limit[0], knew = ranking.n_bytes + 2000, dict(ranking.known())
+    with pytest.raises(OverBudget):
+        ranking.add("some/longer/name/7", 1, [*range(100)])  # type: ignore[arg-type]
+    assert ranking.known() == knew
+    for name in knew:
+        ranking.remove(name)
+    assert ranking.n_bytes == charged[-1] == 0
 
 
 def test_the_rarest_words_and_the_shortest_text_come_first() -> None:

@@ -14,8 +14,9 @@ from numpy.typing import NDArray
 from kvweave.chunk.identity import ChunkId
 from kvweave.engine import Engine
 from kvweave.errors import InvalidArgument
+from kvweave.memory.grams import GramRanking, Ranking
 from kvweave.weave.context import Context
-from kvweave.weave.naming import vectors_holder
+from kvweave.weave.naming import vectors_holder, words_holder
 
 Vector = NDArray[np.float32]
 
@@ -87,10 +88,13 @@ class DenseRanking:
         return [(names[i], float(scores[i])) for i in order if scores[i] > 0]
 
 
-def kept_vectors(engine: Engine, context: Context, embed: Embedder) -> DenseRanking:
-    """Return a ranking whose vectors count in an engine's memory for as long as it is there."""
-    key, shelf = vectors_holder(uuid4().hex, context.namespace), engine.shelf
-    ranking = DenseRanking(embed, partial(shelf.charge, key))
+def counted(engine: Engine, context: Context, embed: Embedder | None) -> Ranking:
+    """Return a ranking by vectors, or by words, that counts in an engine's memory for as long as it is
+    there."""
+    of = words_holder if embed is None else vectors_holder
+    key, shelf = of(uuid4().hex, context.namespace), engine.shelf
+    charge = partial(shelf.charge, key)
+    ranking = GramRanking(charge) if embed is None else DenseRanking(embed, charge)
     finalize(ranking, shelf.charge, key, 0).atexit = False
     return ranking
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from heapq import nlargest
 from itertools import pairwise
 from math import log
@@ -13,6 +13,9 @@ from kvweave.chunk.identity import ChunkId
 COMMON = 0.25  # a gram in more of the items says nothing, once there are enough
 ENOUGH = 32  # items
 PAIR = 1 << 32  # a pair of tokens is first * PAIR + second + PAIR
+# bytes at most, with what tables take while they grow: of a gram with its list, of a row in such a list, of
+# a row, of a name besides its letters, and of the tables when anything is in them
+GRAM, FOUND, ROW, NAME, TABLES = 240, 24, 832, 256, 2048
 
 
 class Ranking(Protocol):
@@ -44,22 +47,42 @@ class GramRanking:
     items there are, as long as what it asks for is rare among them.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, charge: Callable[[int], None] = lambda n_bytes: None) -> None:
+        """``charge`` is told the bytes of all of it before they grow, and may refuse them."""
+        self.charge = charge
         self._known: dict[str, ChunkId] = {}
         self._rows: dict[ChunkId, int] = {}  # names of one chunk share a row, and count once
         self._names: list[dict[str, None]] = []  # by row, in the order they came; none: removed
         self._sizes: list[int] = []  # by row: grams
         self._rows_of: dict[int, list[int]] = {}  # gram -> rows, removed ones too
         self._total = 0  # grams of the rows there are
+        self._n_found, self._letters = 0, 0  # rows in all lists; of all names
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of what is known, at most; rows of removed items count until they are let go of."""
+        tables = GRAM * len(self._rows_of) + FOUND * self._n_found + ROW * len(self._names)
+        names = NAME * len(self._known) + 4 * self._letters
+        return tables + names + TABLES * bool(self._known)
 
     def add(self, name: str, id: ChunkId, tokens: Sequence[int]) -> None:
-        """Know an item, or what it says now."""
+        """Know an item, or what it says now. Raises OverBudget, and then knows what it knew."""
+        if self._known.get(name) == id:
+            return
+        found = set() if id in self._rows else grams(tokens)
+        fresh = sum(gram not in self._rows_of for gram in found)
+        more = GRAM * fresh + FOUND * len(found) + ROW * bool(found) + NAME + 4 * len(name) + TABLES
+        self.charge(self.n_bytes + more)
         self.remove(name)
-        self._known[name] = id
+        self._put(name, id, found)
+        self.charge(self.n_bytes)
+
+    def _put(self, name: str, id: ChunkId, found: set[int]) -> None:
+        self._known[name], self._letters = id, self._letters + len(name)
         if id in self._rows:
             self._names[self._rows[id]][name] = None
             return
-        found, row = grams(tokens), len(self._names)
+        row, self._n_found = len(self._names), self._n_found + len(found)
         self._rows[id] = row
         self._names.append({name: None})
         self._sizes.append(len(found))
@@ -72,13 +95,14 @@ class GramRanking:
         id = self._known.pop(name, None)
         if id is None:
             return
-        row = self._rows[id]
+        row, self._letters = self._rows[id], self._letters - len(name)
         del self._names[row][name]
         if not self._names[row]:
             del self._rows[id]
             self._total -= self._sizes[row]
-            if len(self._names) > 64 and len(self._names) > 2 * len(self._rows):
+            if not self._rows or len(self._names) > max(64, 2 * len(self._rows)):
                 self._rebuild()
+        self.charge(self.n_bytes)
 
     def known(self) -> dict[str, ChunkId]:
         """Return the items and the chunks they were."""
@@ -110,11 +134,13 @@ class GramRanking:
         self._names = [self._names[row] for row in rows]
         self._sizes = [self._sizes[row] for row in rows]
         self._rows = {id: place[row] for id, row in self._rows.items()}
-        kept = {
-            gram: [place[row] for row in found if row in place]
-            for gram, found in self._rows_of.items()
-        }
-        self._rows_of = {gram: found for gram, found in kept.items() if found}
+        for found in self._rows_of.values():  # list by list: both tables are there for a moment
+            found[:] = [place[row] for row in found if row in place]
+        self._rows_of = {gram: found for gram, found in self._rows_of.items() if found}
+        self._n_found = sum(map(len, self._rows_of.values()))
+        known = dict(self._known)  # a table does not shrink by what is taken out
+        self._known.clear()
+        self._known.update(known)
 
 
 def grams(tokens: Sequence[int]) -> set[int]:

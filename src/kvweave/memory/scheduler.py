@@ -10,8 +10,7 @@ from kvweave.chunk.record import Record
 from kvweave.engine import Engine
 from kvweave.errors import ContextBusy, InvalidArgument, NameTaken
 from kvweave.memory.asking import Asking
-from kvweave.memory.dense import Embedder, kept_vectors
-from kvweave.memory.grams import GramRanking
+from kvweave.memory.dense import Embedder, counted
 from kvweave.memory.ground import Ground
 from kvweave.memory.items import ANCHORS, Items
 from kvweave.memory.journal import Journal
@@ -68,9 +67,7 @@ class Memory:
         self._ground.require_ordered()
         self._journal = Journal(context, items, self._ground.zones, MOST_STEPS)
         self._settling = Settling(self._ground, summarise or AskModel(engine, context))
-        self._recaller = Recaller(
-            self._ground, GramRanking() if embed is None else kept_vectors(engine, context, embed)
-        )
+        self._recaller = Recaller(self._ground, counted(engine, context, embed))
         self._compress = compress
         self._sleep = Sleep(self._ground, None if compress is None else self._compressed)
         self._depth = 0

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from kvweave.errors import InvalidArgument, LoadFailed
 from kvweave.interrupts import let_in
+from kvweave.run.apart import apart
 from kvweave.run.base import Backend, Ints, Observer, Rows, Steps, Work
 from kvweave.run.sample import Choice, Detokenizer, Sampler, Sampling, StopScanner, decoder, sample
 from kvweave.run.schedule import Grant, Job, Schedule
@@ -127,7 +128,7 @@ class Loop:
     """Runs requests until they are finished; who drives it holds ``gate.lock``."""
 
     def __init__(self, backend: Backend, max_batch: int = 16, max_rows: int = 512) -> None:
-        self.backend, self.gate = backend, Gate()
+        self.backend, self.gate = backend, Gate(apart)
         self.schedule = Schedule(max_batch, max_rows)
         self.requests: dict[int, Request] = {}  # running, in order of arrival
         self.seconds, self.background = 0.0, 0.0  # spent in steps; on what is in the background
@@ -167,11 +168,10 @@ class Loop:
             self._finish(request, "cancelled")
             self._close(request)
 
+    @apart()
     def step(self) -> bool:
-        """Run one model pass; return False when there is nothing to run.
-
-        What fails fails only the requests at fault: see `Request.error`.
-        """
+        """Run one model pass; return False when there is nothing to run. What fails fails only
+        the requests at fault: see `Request.error`."""
         let_in()
         started, grants = time.perf_counter(), self._plan()
         if not grants and all(request.logits is None for request in self.requests.values()):
@@ -180,8 +180,7 @@ class Loop:
             return waits
         quiet = all(request.background for request in self.requests.values())
         try:
-            interrupt = self._run(grants)
-            if interrupt is not None:
+            if (interrupt := self._run(grants)) is not None:
                 raise interrupt
             self._sample([r for r in self.requests.values() if r.logits is not None])
         finally:

@@ -8,7 +8,7 @@ from kvweave.chunk.identity import Kind
 
 LETTERS = {"system": "s", "user": "u", "assistant": "a", "thinking": "th", "summary": "sum"}
 
-VECTORS = "#vectors/"
+VECTORS, WORDS = "#vectors/", "#words/"
 
 
 def holder(name: str, namespace: str) -> str:
@@ -19,6 +19,11 @@ def holder(name: str, namespace: str) -> str:
 def vectors_holder(id: str, namespace: str) -> str:
     """Return what holds vectors, or rows that one is made of: no context's, no name begins with ``#``."""
     return holder(f"{VECTORS}{id}", namespace)
+
+
+def words_holder(id: str, namespace: str) -> str:
+    """Return what holds the words that items are found by; no context's either."""
+    return holder(f"{WORDS}{id}", namespace)
 
 
 def holds_vectors(holder: str) -> bool:

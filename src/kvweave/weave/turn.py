@@ -151,7 +151,7 @@ class Turn:
             while True:
                 while request.fresh:
                     yield request.fresh.pop(0)
-                with self.gate.lock, HELD:
+                with self.gate.lock, HELD, self.gate.around():
                     if self.done or not self._session.loop.step():
                         break
             yield from request.fresh
