@@ -60,7 +60,7 @@ def test_words_take_no_more_than_is_charged() -> None:
         fill(0, 300, 2000, 40)  # edits
         fill(600, 605, 10**6, 3000)
         fill(700, 2000, 50, 4)
-        for i in range(0, 2000):
+        for i in range(2000):
             if i % 7:
                 ranking.remove(f"some/longer/name/{i}")
                 held.append((tracemalloc.get_traced_memory()[0] - before, charged[-1]))

@@ -11,14 +11,12 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from conftest import tiny
 from run.backend import ids, transformers
 from weave.twins import EVERY, N_NEW, Twin
 
 from kvweave import Engine
 from kvweave.errors import ContextTooLong, InvalidArgument
 from kvweave.keep.tokens import POLICIES
-from kvweave.keep.tokens.base import Need
 from kvweave.keep.tokens.spec import Keep
 from kvweave.run.base import Ints
 from kvweave.weave.answer import request_from
@@ -450,22 +448,3 @@ def test_a_bound_of_one_answer_is_refused(engine: Engine) -> None:
             context.generate(max_tokens=5, max_drift=0.05)
         assert context.session.state.rows.n == 0
         engine.close_context("c")
-
-
-@pytest.mark.parametrize("name", sorted(POLICIES))
-def test_policies_that_want_keys_of_heads_are_refused_for_latents(name: str) -> None:
-    """Before anything is made; the others run, and closing up moves latents exactly."""
-    wants = Need.QUERIES in POLICIES[name].needs
-    with Engine(tiny("deepseek_v3_latent"), base="") as made:
-        if wants:
-            with pytest.raises(InvalidArgument, match="latents"):
-                made.context("c", keep=f"{name}:30")
-            assert not made.contexts
-            made.put("a", ids(40, 6).tolist())
-            with pytest.raises(InvalidArgument, match=r"latents|for a chunk"):
-                made.compress("a", f"{name}:0.5")
-            return
-        context = made.context("c", keep=f"{name}:30,every={EVERY}")
-        context.append(ids(80, 6).tolist())
-        assert len(context.generate(max_tokens=20, ignore_eos=True).tokens) == 20
-        made.check_integrity()

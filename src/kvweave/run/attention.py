@@ -62,9 +62,7 @@ def attend(
     for part in batch.parts:
         observer = part.work.observer
         if own and observer is not None and observer.asks and layer < part.last:
-            mine = asked[part.span]
-            mine = mine if info.latent is None else info.latent.absorbed(mine).to(mine.dtype)
-            observer.ask(layer, part.work.at, mine)
+            observer.ask(layer, part.work.at, asked[part.span])
     turned = batch.turned_queries(layer, asked)
     if batch.together is not None:
         return _together(batch, batch.together, layer, turned, how, own)[None]

@@ -159,8 +159,8 @@ class Observer:
 
     def ask(self, layer: int, first: int, queries: Tensor) -> None:
         """Take unrotated ``queries`` [row, head, dim] of the rows from ``first`` on, numbered as in
-        `see`, where ``asks``; of every layer up to the last that is wanted. Of latents: as they meet
-        keys and values, one behind the other."""
+        `see`, where ``asks``; of every layer up to the last that is wanted. Of latents: dims
+        that meet rows' keys in front of the others, as `Latent.expanded` gives keys."""
 
     def end(self) -> None:
         """The pass is over."""

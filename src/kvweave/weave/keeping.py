@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from kvweave.errors import ContextTooLong, OverBudget, OverQuota
-from kvweave.keep.tokens.base import LayerView, Need, require_heads
+from kvweave.keep.tokens.base import LayerView, Need, require_rows
 from kvweave.keep.tokens.kvzip import KVzip, Replayed
 from kvweave.keep.tokens.sizes import bytes_at, sizes
 from kvweave.keep.tokens.spec import Keep
@@ -67,7 +67,7 @@ class Keeper:
     """A token policy at work on the rows of one context."""
 
     def __init__(self, keep: Keep, backend: Backend) -> None:
-        require_heads(keep.policy, backend.layers)
+        require_rows(backend.layers)
         self.keep, self.backend = keep, backend
         self.watch = keep.policy.watch(backend.layers, backend.device)
         self.pinned: Ints = NO_SLOTS  # slots
@@ -324,7 +324,7 @@ class Keeper:
             if all(len(slots) <= mine[0] for slots in kept) and not self.keep.policy.splits:
                 continue
             view = self._view(rows, layer, kept)
-            scores, whole = self.keep.policy.judged(view)
+            scores, whole = self.keep.policy.worth(view)
             safe = self._safe(view, n, mine[0])
             there = sum(map(len, rows.below(layer)))
             if whole is not None and room.may_take(there, info):

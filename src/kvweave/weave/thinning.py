@@ -20,7 +20,7 @@ from torch import Tensor
 from kvweave.chunk.identity import DIGEST_BYTES, ChunkId, chunk_digest
 from kvweave.chunk.table import Table
 from kvweave.errors import InvalidArgument
-from kvweave.keep.tokens.base import LayerView, Need, TokenWatch, require_heads
+from kvweave.keep.tokens.base import LayerView, Need, TokenWatch, require_rows
 from kvweave.keep.tokens.kvzip import KVzip
 from kvweave.keep.tokens.spec import Keep
 from kvweave.run.base import Backend, Ints, Rows, Work
@@ -70,7 +70,7 @@ class Thinning:
 
     def __init__(self, backend: Backend, keep: Keep) -> None:
         """Raises InvalidArgument for a model whose chunks this policy cannot thin."""
-        require_heads(keep.policy, backend.layers)
+        require_rows(backend.layers)
         if not same_heads([layer.shape for layer in backend.layers]):
             reason = "its layers have unlike numbers of heads, thinned chunks cannot"
             raise InvalidArgument("keep", reason, "a context with this policy can let go of rows")
@@ -114,7 +114,7 @@ class Thinning:
             positions = up(rows.positions[every], device)
             view = LayerView(layer, info, slots, there, positions, keys, values, self.watch)
             safe = view.front(sinks) | view.newest(newest)
-            chosen = self.keep.choose(view, policy.scores(view), target, safe)
+            chosen = self.keep.choose(view, policy.worth(view)[0], target, safe)
             kept.append(np.stack(chosen) - before)
             k.append(picked(raw.k[layer], kept[-1]))
             v.append(picked(raw.v[layer], kept[-1]))

@@ -8,18 +8,20 @@ is not its business (`kvweave.weave.keeping`). Add one in its own file and regis
 ::
 
     rows are computed      TokenWatch.see, TokenWatch.ask        what they attended to, what they asked for
-    rows have to go        TokenPolicy.judged(view)    scores [kv_head, row], the highest stay
+    rows have to go        TokenPolicy.worth(view)     scores [kv_head, row], the highest stay
     that was a choice      TokenWatch.chosen                windows begin anew
     slots are renumbered   TokenWatch.compact               statistics of the rows that are left
 
-Rows are shown packed: of each head those that are there, in the order of their slots.
+Rows are shown packed: of each head those that are there, in the order of their slots. Of latents, which
+all heads share, a policy is shown what each head makes of them, as if that were stored; a row is worth
+the mean over heads.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from enum import Flag, auto
 from typing import ClassVar, TypeVar
 
@@ -32,6 +34,7 @@ from kvweave.keep.tokens.watch import TokenWatch as TokenWatch
 from kvweave.run.base import LayerInfo
 from kvweave.run.handing import HANDED_WHOLE
 from kvweave.run.rotary import Angles
+from kvweave.store.kv import LayerShape
 
 T = TypeVar("T", bound=Tally)
 MOST = 1 << 20  # of an option: nobody means more, and memory may go by it
@@ -59,11 +62,29 @@ class LayerView:
     keys: Tensor | None = None  # [kv_head, row, dim] as rotated; with KEYS
     values: Tensor | None = None  # [kv_head, row, dim]; with KEYS
     watch: TokenWatch | None = None  # what `TokenPolicy.watch` made
+    shared: bool = False  # heads have keys of their own, and the rows of these in common
 
     @property
     def shape(self) -> tuple[int, int]:
         """kv heads and rows."""
         return self.slots.shape[0], self.slots.shape[1]
+
+    def by_head(self) -> LayerView:
+        """Return, of latents with their keys, the same rows as each query head sees them: unrotated dims
+        behind those that turn, as `TokenWatch.ask` is shown queries; of others this view."""
+        latent = self.info.latent
+        if latent is None or self.keys is None or self.values is None:
+            return self
+        keys, values = latent.expanded(latent.wide(self.keys), latent.wide(self.values))
+        n = len(keys)
+        slots, there, positions = (
+            t.expand(n, -1) for t in (self.slots, self.there, self.positions)
+        )
+        shape = LayerShape(n, keys.shape[2], n, values.shape[2])
+        info = replace(self.info, shape=shape, group=self.info.n_queries // n, latent=None)
+        return LayerView(
+            self.layer, info, slots, there, positions, keys, values, self.watch, shared=True
+        )
 
     def of(self, statistic: Tensor | None) -> Tensor:
         """Return [kv_head, row] of a ``statistic`` [kv_head, slot] or [1, slot], which all heads
@@ -134,6 +155,14 @@ class TokenPolicy(ABC):
         None: none."""
         return self.scores(view), None
 
+    def worth(self, view: LayerView) -> tuple[Tensor, Tensor | None]:
+        """Return what `judged` says of rows as they are kept: of latents the mean over heads."""
+        each = view.by_head()
+        scores, whole = self.judged(each)
+        if not each.shared:
+            return scores, whole
+        return scores.mean(0, keepdim=True), None if whole is None else whole.all(0, keepdim=True)
+
     def levels(self, view: LayerView, scores: Tensor, n: int) -> Tensor:
         """Return [kv_head, row] of ``n`` that there were, by their `scores`: 0 for a row that rests as it
         is, ``i`` for one in the form ``splits[i - 1]``, more for one that goes. For policies with
@@ -147,9 +176,9 @@ def may_let_go(infos: Sequence[LayerInfo]) -> bool:
     return all(info.mixer is None and info.handed is None for info in infos)
 
 
-def require_heads(policy: TokenPolicy, infos: Sequence[LayerInfo]) -> None:
-    """Raise InvalidArgument for a policy that compares queries with the keys of heads where a layer
-    keeps latents, of which heads make theirs later; for any, where a layer keeps a state."""
+def require_rows(infos: Sequence[LayerInfo]) -> None:
+    """Raise InvalidArgument where a layer keeps a state, or hands its rows to attention of the model's own:
+    no row of these may go."""
     if any(info.mixer is not None for info in infos):
         some = "contexts without keep; chunks can be dropped by name"
         raise InvalidArgument(
@@ -157,11 +186,6 @@ def require_heads(policy: TokenPolicy, infos: Sequence[LayerInfo]) -> None:
         )
     if any(info.handed is not None for info in infos):
         raise InvalidArgument("keep", HANDED_WHOLE, "contexts without keep")
-    if Need.QUERIES in policy.needs and any(info.latent is not None for info in infos):
-        some = "one that goes by attention, such as h2o, snapkv, tova or kvzip"
-        raise InvalidArgument(
-            "keep", f"{policy.name} wants keys, and this model keeps latents", some
-        )
 
 
 def made(kind: type[TokenPolicy], options: Mapping[str, str]) -> TokenPolicy:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kvweave.keep.tokens.base import LayerView, Need, TokenPolicy, TokenWatch
-from kvweave.keep.tokens.watch import WIDTH, Tally
+from kvweave.keep.tokens.watch import WIDTH, Tally, key_shape
 from kvweave.run.base import LayerInfo
 
 
@@ -27,7 +27,7 @@ class Moments(Tally):
     def __init__(self, infos: Sequence[LayerInfo], skipped: int, spread: bool) -> None:
         self.skipped, self.spread = skipped, spread
         self.n = [0] * len(infos)
-        dims = ((info.n_queries, info.shape.k_dim) for info in infos)
+        dims = ((info.n_queries, key_shape(info)[1]) for info in infos)
         self._room = sum(heads * dim * (1 + dim * spread) for heads, dim in dims)
         self.mean: list[Tensor | None] = [None] * len(infos)
         self._about: list[Tensor | None] = [None] * len(infos)  # squares about the mean, added

@@ -48,6 +48,8 @@ class FlexiCache(TokenPolicy):
         numbers, by_query = self._pages(view)
         if by_query is None:
             return view.wide(view.keys).new_zeros(view.shape), None
+        if view.shared:  # heads that have the same rows have the same pages
+            numbers, by_query = numbers[:1], by_query.mean(0, keepdim=True)
         return by_query.mean(1).gather(1, numbers), ~self._stable(by_query)
 
     def _pages(self, view: LayerView) -> tuple[Tensor, Tensor | None]:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kvweave.keep.tokens.alike import Likeness
-from kvweave.keep.tokens.watch import WIDTH, Tally, heads_of
+from kvweave.keep.tokens.watch import WIDTH, Tally, key_shape
 from kvweave.run.base import LayerInfo
 
 
@@ -22,8 +22,8 @@ class Latest(Tally):
         self.n, self._row_bytes = n, row_bytes
         self.queries: list[Tensor | None] = [None] * len(infos)
         self.known: list[Likeness | None] = [None] * len(infos)
-        self._heads = heads_of(infos)
-        self._room = n * sum(info.n_queries * info.shape.k_dim for info in infos)
+        self._heads = sum(key_shape(info)[0] for info in infos)
+        self._room = n * sum(info.n_queries * key_shape(info)[1] for info in infos)
 
     def of_queries(self, layer: int, slot: int, queries: Tensor) -> object:
         """Copy the last ones."""

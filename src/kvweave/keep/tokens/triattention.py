@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kvweave.keep.tokens.base import LayerView, Need, TokenPolicy, TokenWatch
-from kvweave.keep.tokens.watch import WIDTH, Tally
+from kvweave.keep.tokens.watch import WIDTH, Tally, key_shape
 from kvweave.run.base import LayerInfo
 from kvweave.run.rotary import Rotation
 
@@ -28,7 +28,7 @@ class Centres(Tally):
     def __init__(self, infos: Sequence[LayerInfo]) -> None:
         self._rotations = [info.rotation for info in infos]
         # pairs, and dims that do not turn: no more than the dims
-        self._room = sum(2 * info.n_queries * info.shape.k_dim for info in infos)
+        self._room = sum(2 * info.n_queries * key_shape(info)[1] for info in infos)
         self._sums: list[tuple[int, Tensor, Tensor] | None] = [None] * len(infos)
 
     def of_queries(self, layer: int, slot: int, queries: Tensor) -> object:

@@ -28,6 +28,14 @@ def heads_of(infos: Sequence[LayerInfo]) -> int:
     return sum(info.shape.k_heads for info in infos)
 
 
+def key_shape(info: LayerInfo) -> tuple[int, int]:
+    """Return how many heads have keys of their own in a layer, and how wide these are: of latents, which
+    all heads share, each head has."""
+    if info.latent is None:
+        return info.shape.k_heads, info.shape.k_dim
+    return info.n_queries, len(info.latent.dims)
+
+
 class BySlot:
     """Numbers [head, slot], 0 where nothing was written; room doubles, so a row more is no copy."""
 
