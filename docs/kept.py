@@ -99,8 +99,21 @@ def quality(found: dict[str, Any]) -> list[str]:
         *([f"![{ABOUT}](keep.png)", ""] if FIGURE.exists() else []),
         *table(head, body, 2),
         "",
+        *besides(found.get("besides")),
         *lost(found["gaps"], names, shares),
     ]  # fmt: skip
+
+
+def besides(found: Row | None) -> list[str]:
+    """Say which were measured later, and what the others were then."""
+    if found is None:
+        return []
+    late, beside = (" and ".join(f"`{n}`" for n in found[key]) for key in ("policies", "beside"))
+    return [
+        f"{late} (`full` at a budget) were measured later, on the same documents (commit {found['machine']['commit'][:7]}, {found['machine']['cpu']}), "
+        f"beside {beside}, whose accuracies came out within {found['right_apart']:.3f} of those above in all cells, and KL within {found['kl_apart']:.0%}.",
+        "",
+    ]
 
 
 def lost(found: list[Row], names: list[str], shares: list[float]) -> list[str]:

@@ -380,6 +380,72 @@ def test_another_conversation_recalls_what_one_left(make, model) -> None:
     second.close()
 
 
+def zoned(memory: Memory) -> dict[str, list[str]]:
+    zones = ("anchor", "recalled", "summary", "turn")
+    return {zone: [part.name for part in memory.zone(zone)] for zone in zones}
+
+
+def lived(engine: Engine, name: str) -> Memory:
+    """A memory with something in each zone."""
+    context = engine.context(name, system=SYSTEM)
+    memory = Memory(engine, context, budget=SMALL, summarise=keep_facts(), root=f"m/{name}")
+    memory.anchor("rule", "say what is known .")
+    fill(memory)
+    memory.recall("what about Anna's river")
+    assert all(zoned(memory).values()), zoned(memory)
+    return memory
+
+
+def goes_on(memory: Memory) -> list[tuple[str, str | int]]:
+    """What stands where after more was said, by name or, of what was said, by length."""
+    for key in ("Nina's game", "Lena's stone", "Ravi's bird"):
+        memory.context.append(says(key), kind="user")
+        memory.settle()
+    memory.recall("what about Mei's song")
+    zones = ("anchor", "recalled", "summary", "turn")
+    parts = [(zone, part) for zone in zones for part in memory.zone(zone)]  # type: ignore[arg-type]
+    return [(zone, part.n if zone == "turn" else part.name) for zone, part in parts]
+
+
+def test_zones_outlive_a_restart(bundled, tmp_path) -> None:
+    """A context that is composed anew of the same names has the zones it had, and they do the same."""
+    with Engine(bundled, home=tmp_path) as engine:
+        memory = lived(engine, "life")
+        before, parts = zoned(memory), [part.name for part in memory.context.parts]
+        memory.close()
+    with Engine(bundled, home=tmp_path) as engine:
+        context = engine.context("life")
+        for name in parts:
+            context.append_chunk(name)
+        again = Memory(engine, context, budget=SMALL, summarise=keep_facts(), root="m/life")
+        assert zoned(again) == before
+        assert engine.files.stat(before["anchor"][-1]).pinned, "anchors are pinned again"
+        found = goes_on(again)
+        engine.check_integrity()
+    with Engine(bundled) as engine:
+        assert goes_on(lived(engine, "life")) == found
+
+
+def test_zones_go_with_parts_to_other_contexts(model) -> None:
+    memory = lived(model, "first")
+    before, context = zoned(memory), memory.context
+    fork = model.fork(context, "fork")
+    options = {"budget": SMALL, "summarise": keep_facts(), "root": "m/first"}
+    assert zoned(Memory(model, fork, **options)) == before
+    other = model.context("other")
+    after = Memory(model, other, **options)
+    assert not any(zoned(after).values())
+    other.restore(context.snapshot())
+    assert zoned(after) == before, "the memory was there before"
+    recalled = before["recalled"]
+    assert after.release() == recalled and not after.zone("recalled")
+    other.append("so", kind="user")
+    part = other.append_chunk(recalled[0])
+    assert after.zone("turn")[-1].name == part.name, "an item in a turn is of the turn"
+    for each in ("fork", "other", "first"):
+        model.close_context(each)
+
+
 def test_words_count_in_the_budget(bundled) -> None:
     """What is known to find items by is charged like rows, refused with all of its step, and given back."""
     with Engine(bundled, budget="24MiB") as engine:

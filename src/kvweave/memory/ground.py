@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from kvweave.chunk.identity import ChunkId
 from kvweave.engine import Engine
 from kvweave.errors import InvalidArgument
-from kvweave.memory.items import Items
+from kvweave.memory.items import ANCHORS, Items
 from kvweave.memory.limits import MemoryBudget
 from kvweave.memory.told import Zone
 from kvweave.memory.zones import Zones
@@ -29,6 +29,21 @@ class Ground:
     def base(self) -> ChunkId | None:
         """The chunk that the context's other chunks are computed after."""
         return self.context.snapshot().base
+
+    def learn(self) -> None:
+        """Know the zones of parts that came without (`Zones.learn`): system messages are anchors, and
+        items where their names say so; others are summaries by their kind, or recalled."""
+        self.zones.learn(self.context.parts, self._told)
+
+    def _told(self, part: Part) -> Zone:
+        root, kind = self.items.root + "/", self.items.table.get(part.id).kind
+        if part.id == self.base or kind == "system":
+            return "anchor"
+        if not part.name.startswith(root) or part.name.startswith(self.items.own):
+            return "turn"
+        if part.name.startswith(f"{root}{ANCHORS}/"):
+            return "anchor"
+        return "summary" if kind == "summary" else "recalled"
 
     def parts(self, zone: Zone) -> list[Part]:
         """Return the parts of a zone, front to back."""

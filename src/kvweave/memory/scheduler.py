@@ -84,6 +84,7 @@ class Memory:
 
     def zone(self, zone: Zone) -> list[Part]:
         """Return the parts of a zone: ``anchor``, ``recalled``, ``summary`` or ``turn``."""
+        self._ground.learn()
         return self._ground.parts(zone)
 
     def items(self, pattern: str = "**") -> list[MemoryItem]:
@@ -258,8 +259,8 @@ class Memory:
         if self._depth:
             yield
             return
-        moment = self._journal.open(label)
-        self._depth = 1
+        self._ground.learn()
+        moment, self._depth = self._journal.open(label), 1
         try:
             yield
             self._journal.close(moment)
@@ -327,13 +328,9 @@ class Memory:
         self._recaller.forget([name])
 
     def _adopt(self) -> None:
-        """Take the system messages at the context's front for anchors, and pin them."""
-        base = self._ground.base
-        for part in self.context.parts:
+        """Know what stands where, and pin what is anchored."""
+        for part in self.zone("anchor"):
             record = self.items_below.table.get(part.id)
-            if part.id != base and record.kind != "system":
-                break
-            self._ground.zones.mark(part, "anchor")
             if self.items_below.find(part.name) is record and not record.pinned:
                 self.items_below.pin(part.name)
                 self._pinned.append(part.name)
@@ -355,6 +352,7 @@ class Memory:
         return placed
 
     def _rank(self, question: TextOrTokens, by: By) -> list[tuple[str, float]]:
+        self._ground.learn()
         found = self._recaller.rank(question, by)
         for name, _ in found if by == "attention" else ():
             self._sleep.used(name)  # the question looked at its KV

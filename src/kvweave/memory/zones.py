@@ -1,8 +1,12 @@
-"""Which part of a context is what to a memory: an anchor, recalled, a summary, or of a turn."""
+"""Which part of a context is what to a memory: an anchor, recalled, a summary, or of a turn.
+
+Marks are of an open context. Where parts come without them (behind a restart, in a fork, from a snapshot of
+another context), their names say it again: a memory places items only, in front of all turns.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import ClassVar
 from weakref import WeakKeyDictionary
 
@@ -30,6 +34,14 @@ class Zones:
     def mark(self, part: Part, zone: Zone) -> None:
         """Put a part into a zone."""
         self._marks[part.uid] = zone
+
+    def learn(self, parts: Sequence[Part], told: Callable[[Part], Zone]) -> None:
+        """Mark those in front of the first turn that nobody marked, by what is ``told`` of them."""
+        for part in parts:
+            zone = self._marks.get(part.uid) or told(part)
+            if zone == "turn":
+                return
+            self._marks[part.uid] = zone
 
     def of(self, part: Part) -> Zone:
         """Return the zone of a part."""
