@@ -161,6 +161,11 @@ TAKEN = {
         tool_choice=auto tool_choice=none tool_choice=required tools<function> top_p
     """,
     "responses": """
+        <additional_tools>.id <configuration_update>.id <custom_tool_call>.async <function>.async
+        <function_call>.async <Reasoning>.effort=high <Reasoning>.effort=low
+        <Reasoning>.effort=max <Reasoning>.effort=medium <Reasoning>.effort=minimal
+        <Reasoning>.effort=none <Reasoning>.effort=xhigh input<additional_tools>
+        input<compaction_trigger> input<configuration_update> text<Text>
         <ItemReference>.id input<ItemReference>
         <custom_tool_call>.call_id <custom_tool_call>.id <custom_tool_call>.input
         <custom_tool_call>.name <custom_tool_call_output>.call_id <custom_tool_call_output>.id

@@ -444,6 +444,17 @@ def test_what_is_private_is_not_stored(talk: Talk) -> None:
         assert usage["cache_creation_input_tokens"] == 0 and usage["input_tokens"] > 40
 
 
+def test_what_a_model_cannot_is_what_is_refused(talk: Talk) -> None:
+    can = talk.client.beta.models.retrieve("demo").capabilities
+    assert can.context_management.compact_20260112.supported and not can.image_input.supported
+    for kind, there in can.thinking.types:
+        talk.say("so")
+        thinking = {"type": kind} | ({"budget_tokens": 1024} if kind == "enabled" else {})
+        told = talk.raw({"thinking": thinking, "max_tokens": 1025, "messages": [ASK]})
+        assert told.status_code == (200 if there.supported else 400), kind
+        assert there.supported or "'between_tools'" in told.json()["error"]["message"]
+
+
 def test_models_as_the_client_expects_them(talk: Talk) -> None:
     for models in (talk.client.models, talk.client.beta.models):
         found = list(models.list())

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import UTC, datetime
-from typing import Annotated, Any
+from importlib.util import find_spec
+from typing import Annotated, Any, get_args
 
 from fastapi import APIRouter, Header, Query
 from fastapi.responses import Response
 
 from kvweave.errors import InvalidArgument
+from kvweave.serve.anthropic.blocks import EFFORT
 from kvweave.serve.guard.access import Tenant
 from kvweave.serve.openai.named import other_model
 from kvweave.serve.routes.base import ERRORS, BetaQuery, The
@@ -21,6 +23,7 @@ from kvweave.serve.state import ServerState
 
 router = APIRouter(tags=["openai"], responses=ERRORS, route_class=StrictRoute)
 
+EDITS = ("clear_tool_uses_20250919", "clear_thinking_20251015", "compact_20260112")
 PAGE = 20  # models, as Anthropic's API has it
 AnthropicVersion = Annotated[str | None, Header(alias="anthropic-version")]
 ModelId = Annotated[str | None, Query(max_length=256)]
@@ -84,7 +87,38 @@ def _anthropic(the: ServerState, name: str) -> _Json:
         "lifecycle": "active",
         "max_input_tokens": the.longest,
         "max_tokens": the.limit,
+        "capabilities": _capabilities(the),
     }
+
+
+def _capabilities(the: ServerState) -> _Json:
+    """Return what ``/v1/messages`` takes, as the API has it: what is false there is a 400.
+
+    Thinking and effort are taken of every model; they are supported where its template knows them.
+    """
+    known = the.renderer.template
+    thinks = known.knows("enable_thinking") or known.knows("thinking")
+    efforts = dict.fromkeys(get_args(EFFORT), True)
+    edits = dict.fromkeys(EDITS, True)
+    made: _Json = _supported(
+        batch=False, citations=False, code_execution=False, image_input=False, pdf_input=False,
+        structured_outputs=find_spec("llguidance") is not None,
+    )  # fmt: skip
+    types = _supported(adaptive=True, disabled=True, enabled=True, between_tools=False)
+    made["thinking"] = {"supported": thinks, "types": types}
+    effort = thinks or known.knows("reasoning_effort")
+    made["effort"] = {"supported": effort, **_supported(**efforts)}
+    made["context_management"] = {"supported": True, **_supported(**edits)}
+    made["compaction"] = {"supported": True, **_supported(summarize=True)}
+    made["server_tools"] = {
+        "supported": False,
+        **_supported(web_search=False, code_execution=False),
+    }
+    return made
+
+
+def _supported(**given: bool) -> _Json:
+    return {name: {"supported": there} for name, there in given.items()}
 
 
 def _page(

@@ -22,6 +22,8 @@ from kvweave.serve.chat.sealed import seal, unseal
 from kvweave.serve.chat.summary import fewest, summary_room, write_summary
 from kvweave.serve.responses.items import ResponseItem, digest, messages_of, new_id
 from kvweave.serve.responses.records import Compaction
+from kvweave.serve.responses.schemas import ResponsesRequest
+from kvweave.serve.responses.settings import SETTINGS
 from kvweave.serve.state import ServerState
 
 ASK = (
@@ -37,12 +39,12 @@ class Conversed:
 
     state: ServerState
     tenant: str
-    instructions: str | None
-    ask: ChatAsk  # without messages
+    body: ResponsesRequest
 
     def asking(self, items: Sequence[ResponseItem]) -> ChatAsk:
-        """Return what is asked of these items."""
-        return replace(self.ask, messages=messages_of(self.instructions, items))
+        """Return what is asked of these items. Raises InvalidArgument."""
+        ask = self.body.ask(self.state.renderer.template, items)
+        return replace(ask, messages=messages_of(self.body.instructions, items))
 
     async def count(self, items: Sequence[ResponseItem]) -> int:
         """Return the tokens of the prompt; where that is too long, at least so many."""
@@ -164,17 +166,25 @@ class _Shown:
 
 
 def to_cover(items: Sequence[ResponseItem], *, answered: bool) -> list[ResponseItem]:
-    """Return the items that a summary is to stand for: all but the messages of users and operators.
+    """Return the items that a summary is to stand for: all but the messages of users and operators,
+    and what says how to answer.
 
     ``answered``: those that the next answer is about stay too.
     """
     n = len(items)
-    if answered and items and items[-1]["type"].endswith("_output"):
+    while n and items[n - 1]["type"] in SETTINGS:
+        n -= 1
+    if answered and n and items[n - 1]["type"].endswith("_output"):
         while n and items[n - 1]["type"].endswith("_output"):
             n -= 1
         while n and (items[n - 1]["type"] in ("function_call", "custom_tool_call", "reasoning")):
             n -= 1
-    return [item for item in items[:n] if item["type"] != "message" or item["role"] == "assistant"]
+    return [item for item in items[:n] if not _stays(item)]
+
+
+def _stays(item: ResponseItem) -> bool:
+    kind = item["type"]
+    return kind in SETTINGS or (kind == "message" and item["role"] != "assistant")
 
 
 async def compact(
@@ -209,7 +219,7 @@ def _groups(items: Sequence[ResponseItem]) -> list[list[int]]:
     of_call: dict[str, list[int]] = {}
     for i, item in enumerate(items):
         kind = item["type"]
-        if kind == "message" and item["role"] in ("system", "developer"):
+        if kind in SETTINGS or (kind == "message" and item["role"] in ("system", "developer")):
             continue
         group = of_call.get(item["call_id"]) if kind.endswith("_output") else None
         goes_on = groups and kind in ("function_call", "custom_tool_call", "message")

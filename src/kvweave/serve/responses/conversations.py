@@ -9,12 +9,13 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from kvweave.errors import InvalidName, NotStored
 from kvweave.serve.guard.access import Tenant
-from kvweave.serve.responses.items import read_items, unread
+from kvweave.serve.responses.items import ResponseItem, read_items, unread
 from kvweave.serve.responses.routes import PageAfter, PageLimit, PageOrder
-from kvweave.serve.responses.schemas import MetadataPairs
-from kvweave.serve.responses.store import page
+from kvweave.serve.responses.schemas import MetadataPairs, unread_tools
+from kvweave.serve.responses.store import NamespaceStore, page
 from kvweave.serve.routes.base import ERRORS, STRICT, ChunkRef, The
 from kvweave.serve.routes.strict import StrictRoute
+from kvweave.serve.state import ServerState
 
 router = APIRouter(
     prefix="/v1/conversations", tags=["conversations"], responses=ERRORS, route_class=StrictRoute
@@ -55,11 +56,11 @@ async def open_conversation(tenant: Tenant, the: The, body: NewConversation | No
     name = None if given.name is None else the.new_name(given.name)
     if name is not None and "/" in name:
         raise InvalidName(name, "a conversation's has no /")
-    items = read_items(given.items or [], store.item, "items")
+    items, unused = _read(the, store, given.items or [])
     store.check_room(None, items)
     made = store.open(name, given.metadata or {})
     made.add(items)
-    return _saying(made.told(), unread(given.items, "items"))
+    return _saying(made.told(), unused)
 
 
 @router.get("/{id}", response_model=None)
@@ -103,12 +104,12 @@ async def add_items(tenant: Tenant, the: The, id: str, body: MoreItems) -> _Json
     """Add items to the end of a conversation; return those that were not in it yet."""
     store = the.responses.of(tenant)
     found = store.conversation(id)
-    items = read_items(body.items, store.item, "items")
+    items, unused = _read(the, store, body.items)
     store.check_room(found, items)
     with found.answering():
         added = found.add(items)
     told = page(added, MOST_ADDED, "asc", None)
-    return _saying(told, unread(body.items, "items"))
+    return _saying(told, unused)
 
 
 @router.get("/{id}/items/{item}", response_model=None)
@@ -127,6 +128,15 @@ async def delete_item(tenant: Tenant, the: The, id: str, item: str) -> _Json:
     with found.answering():
         found.drop(item)
     return found.told()
+
+
+def _read(
+    the: ServerState, store: NamespaceStore, given: list[_Json]
+) -> tuple[list[ResponseItem], list[str]]:
+    """Return items, and the names of what of them changes nothing. Raises InvalidArgument."""
+    items = read_items(given, store.item, "items")
+    unused = unread_tools(items, the.renderer.template, "items")
+    return items, [*unread(given, "items"), *unused]
 
 
 def _saying(told: _Json, ignored: list[str]) -> _Json:

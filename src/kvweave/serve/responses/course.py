@@ -26,19 +26,19 @@ class ResponseCourse:
         body.check()
         self.state, self.tenant, self.body = state, tenant, body
         self.store = state.responses.of(tenant)
-        ask = body.ask(state.renderer.template)
-        self.who = Conversed(state, tenant, body.instructions, ask)
+        self.who = Conversed(state, tenant, body)
         before: tuple[ResponseItem, ...] = ()
         if body.previous_response_id is not None:
             before = self.store.response(body.previous_response_id, previous=True).all_items
         self._before = before
         self.conversation = None if body.kept_in is None else self.store.conversation(body.kept_in)
-        self.own = read_items(body.input or [], self.store.item, "input")
+        self.own = read_items(body.said, self.store.item, "input")
+        body.check_added(self.own, state.renderer.template)
         if self.conversation is None:
             self.own = apart(before, self.own)
         else:
             self.store.check_room(self.conversation, self.own)
-        if not (self.items or body.instructions):
+        if not self.who.asking(self.given()).messages:
             raise InvalidArgument("input", "there is none", "send text or items")
         self.reply = ResponseReply(state, body, self._keep)
 
@@ -64,6 +64,9 @@ class ResponseCourse:
                 self.store.said.hold(self.own)
                 held.callback(self.store.said.release, self.own)
             made = Prepared(self.items)
+            if self.body.compacts:
+                await self._only_compacted(made)
+                return
             ask = self.who.asking(await self._fitted(made))
             # a grammar may take a second to compile, the first time
             asked = await asyncio.to_thread(Asked.of_chat, self.state, self.tenant, ask)
@@ -94,16 +97,27 @@ class ResponseCourse:
         made.front.append(item)
         told: dict[str, Any] = {key: record.told()[key] for key in ("id", "tokens", "covered")}
         made.told["compaction"] = told | {"kv": asked.usage(record.n_written)["kv"]}
-        if not self.who.ask.private:
+        if not self.body.is_private:
             self.store.keep_compaction(record)
         return given([*shown, item], self.store.compactions)
 
+    async def _only_compacted(self, made: Prepared) -> None:
+        """Make a summary of all there is: the whole answer. Raises WeaveError where there is none."""
+        item, record, asked = await compact(self.who, self.given(), answered=False)
+        made.front.append(item)
+        made.told["compaction"] = {key: record.told()[key] for key in ("id", "tokens", "covered")}
+        if not self.body.is_private:
+            self.store.keep_compaction(record)
+        self.reply.begin(asked, made)
+        self.reply.summarised(record.n_written)
+
     def _keep(self, reply: ResponseReply) -> None:
         """Keep a response that is whole, unless nothing is to be kept."""
-        if self.who.ask.private:
+        if self.body.is_private:
             return
         body, made = reply.whole(), reply.made
         self.store.keep(StoredResponse(body, made.items))
         if self.conversation is not None:
             self.conversation.add([*self.own, *body["output"]])
-            self.conversation.context = reply.asked.opened[0].context
+            if not self.body.compacts:
+                self.conversation.context = reply.asked.opened[0].context

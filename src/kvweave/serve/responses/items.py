@@ -20,6 +20,14 @@ from typing import Any
 from kvweave.errors import InvalidArgument
 from kvweave.serve.chat.sealed import unseal
 from kvweave.serve.guard.malformed import shown
+from kvweave.serve.responses.settings import (
+    SETTINGS,
+    TOOLS,
+    TRIGGER,
+    UPDATE,
+    read_added,
+    read_update,
+)
 from kvweave.serve.reuse.said import normal
 
 ResponseItem = dict[str, Any]
@@ -29,7 +37,7 @@ SUMMARY = "Summary of the conversation so far:\n"
 PREFIX = {"message": "msg", "function_call": "fc", "reasoning": "rs", "compaction": "cmp"}
 # Fields that say nothing to the model.
 NOTES = frozenset(
-    "id status phase annotations logprobs created_by prompt_cache_breakpoint cache_control caller "
+    "id async status phase annotations logprobs created_by prompt_cache_breakpoint cache_control caller "
     "metadata internal_chat_message_metadata_passthrough summary detail end_turn".split()
 )
 # Of these, what neither this server sends itself nor a client needs to know is unread.
@@ -112,6 +120,8 @@ def _read(given: Mapping[str, Any], find: Find, where: str) -> ResponseItem:
             raise InvalidArgument(where, f"no stored item {given['id']!r}", "send the item itself")
         return found
     kind = {"compaction_summary": "compaction"}.get(str(kind), kind)
+    if kind == TRIGGER:
+        raise InvalidArgument(where, "it asks for a summary", "let it be the last of an input")
     reader = READERS.get(str(kind))
     if reader is None:
         raise InvalidArgument(
@@ -119,7 +129,7 @@ def _read(given: Mapping[str, Any], find: Find, where: str) -> ResponseItem:
         )
     id = given.get("id")
     made = {"type": kind, "id": id if isinstance(id, str) and id else new_id(str(kind))}
-    made |= {"status": "completed"} if kind != "compaction" else {}
+    made |= {"status": "completed"} if kind not in ("compaction", *SETTINGS) else {}
     return made | reader(given, find, where)
 
 
@@ -128,6 +138,7 @@ def unread(given: str | Sequence[Mapping[str, Any]] | None, where: str) -> list[
     found = []
     for i, item in enumerate(given or () if not isinstance(given, str) else ()):
         names = ("namespace", "name") if "output" in item else ("namespace",)
+        names += ("async",) if not str(item.get("type")).endswith("_call") else ()
         found += _noted(item, (*names, *UNREAD), f"{where}.{i}")
         if item.get("type") == "reasoning" and not (
             item.get("content") or item.get("encrypted_content")
@@ -197,13 +208,18 @@ def _parts(content: Any, answered: bool, where: str) -> list[ResponseItem]:
 
 
 def _call(given: Mapping[str, Any], find: Find, where: str) -> ResponseItem:
-    _known(given, "call_id name arguments namespace", where)
-    return {name: _text(given, name, where) for name in ("call_id", "name", "arguments")}
+    what = "input" if given["type"] == "custom_tool_call" else "arguments"
+    _known(given, f"call_id name {what} namespace", where)
+    later = {"async": True} if given.get("async") is True else {}
+    return {name: _text(given, name, where) for name in ("call_id", "name", what)} | later
 
 
-def _custom_call(given: Mapping[str, Any], find: Find, where: str) -> ResponseItem:
-    _known(given, "call_id name input namespace", where)
-    return {name: _text(given, name, where) for name in ("call_id", "name", "input")}
+def _added(given: Mapping[str, Any], find: Find, where: str) -> ResponseItem:
+    return read_added(given, where)
+
+
+def _update(given: Mapping[str, Any], find: Find, where: str) -> ResponseItem:
+    return read_update(given, where)
 
 
 def _result(given: Mapping[str, Any], find: Find, where: str) -> ResponseItem:
@@ -241,11 +257,13 @@ def _compaction(given: Mapping[str, Any], find: Find, where: str) -> ResponseIte
 READERS: dict[str, Callable[[Mapping[str, Any], Find, str], ResponseItem]] = {
     "message": _message,
     "function_call": _call,
-    "custom_tool_call": _custom_call,
+    "custom_tool_call": _call,
     "function_call_output": _result,
     "custom_tool_call_output": _result,
     "reasoning": _reasoning,
     "compaction": _compaction,
+    TOOLS: _added,
+    UPDATE: _update,
 }
 
 
@@ -265,6 +283,8 @@ def messages_of(instructions: str | None, items: Sequence[ResponseItem]) -> list
     answer: dict[str, Any] | None = None  # goes on while items of the assistant come
     for item in items:
         kind = item["type"]
+        if kind in SETTINGS:
+            continue
         answers = kind in ("reasoning", "function_call", "custom_tool_call")
         if not answers and not (kind == "message" and item["role"] == "assistant"):
             answer = None

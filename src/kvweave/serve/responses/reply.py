@@ -58,6 +58,7 @@ class ResponseReply(Reply):
         self._open: ResponseItem | None = None  # the last of the output, which goes on
         self._untold: list[Choice] = []  # tokens whose text is held back
         self._n = 0
+        self._last: list[_Json] = []
 
     def begin(self, asked: Asked, made: Prepared) -> None:
         """Take what is answered."""
@@ -74,13 +75,7 @@ class ResponseReply(Reply):
         """Take in an event; return the events that tell of it."""
         found: list[_Json] = []
         if self.ttft is None:
-            self.ttft = time.perf_counter() - self.asked.arrived
-            found += [
-                self._event(f"response.{name}", response=self.whole())
-                for name in ("created", "in_progress")
-            ]
-            for item in self.made.front:
-                found += self._added(item) + self._done()
+            found += self._begun()
         told = self.asked.read(event)
         self._untold += told.choices
         for piece in told.pieces:
@@ -93,6 +88,26 @@ class ResponseReply(Reply):
         if isinstance(event, Finished):
             found += self._finish(event, told.end)
         return found
+
+    def _begun(self) -> list[_Json]:
+        self.ttft = time.perf_counter() - self.asked.arrived
+        found = [
+            self._event(f"response.{name}", response=self.whole())
+            for name in ("created", "in_progress")
+        ]
+        for item in self.made.front:
+            found += self._added(item)
+            if self.body.compacts:
+                found.append(self._event("response.compaction.compacting"))
+            found += self._done()
+        return found
+
+    def summarised(self, n: int) -> None:
+        """Take in that the summary in front, of ``n`` tokens, is all there is."""
+        self._last = [*self._begun(), *self._ended(n, {})]
+
+    def last(self) -> list[_Json]:
+        return self._last
 
     def _piece(self, piece: Written, choices: Sequence[Choice]) -> list[_Json]:
         if isinstance(piece, CalledTool):
@@ -117,6 +132,7 @@ class ResponseReply(Reply):
 
     def _called(self, call: CalledTool) -> list[_Json]:
         item = _empty("function_call") | {"call_id": call.id, "name": call.name}
+        item |= {"async": True} if call.name in self.body.answered_later else {}
         found = self._done() + self._added(item)
         assert self._open is not None
         self._open["arguments"] = call.arguments
@@ -163,14 +179,19 @@ class ResponseReply(Reply):
         if len(self.output) == len(self.made.front):  # clients look for a message
             found += self._piece(ContentText(""), self._untold) + self._done()
         self.status = "completed" if whole else "incomplete"
+        ledger = {"ledger": event.answer.usage["ledger"]}
+        return [*found, *self._ended(len(event.answer.tokens), ledger)]
+
+    def _ended(self, n: int, more: _Json) -> list[_Json]:
+        """Take in that all ``n`` tokens are there; keep the response."""
+        self.status = "incomplete" if self.status == "incomplete" else "completed"
         self.completed = int(time.time())
-        self.usage = usage_of(self.asked, len(event.answer.tokens))
+        self.usage = usage_of(self.asked, n)
         ignored = self.body.ignored(self.state)
-        self.extension = self.asked.report(self.ttft) | self.made.told
-        self.extension |= {"ledger": event.answer.usage["ledger"]}
+        self.extension = self.asked.report(self.ttft) | self.made.told | more
         self.extension |= {"ignored": ignored} if ignored else {}
         self.kept(self)
-        return [*found, self._event(f"response.{self.status}", response=self.whole())]
+        return [self._event(f"response.{self.status}", response=self.whole())]
 
     def failed(self, problem: Problem) -> list[_Json]:
         """Return what a stream sends when the answer failed."""
@@ -218,7 +239,6 @@ class ResponseReply(Reply):
     def whole(self) -> _Json:
         """Return the response as it is now."""
         body, extra = self.body, self.body.model_extra or {}
-        effort = body.reasoning.effort if body.reasoning is not None else None
         incomplete = {"reason": "max_output_tokens"} if self.status == "incomplete" else None
         verbosity = (body.text.verbosity if body.text is not None else None) or "medium"
         told = {
@@ -238,7 +258,7 @@ class ResponseReply(Reply):
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "previous_response_id": body.previous_response_id,
             "prompt_cache_key": extra.get("prompt_cache_key"),
-            "reasoning": {"effort": effort, "summary": None},
+            "reasoning": {"effort": body.effort, "summary": None},
             "safety_identifier": extra.get("safety_identifier"),
             "service_tier": "default",
             "store": body.store is not False,

@@ -61,7 +61,7 @@ async def compact_response(tenant: Tenant, the: The, body: ResponsesRequest) -> 
         raise InvalidArgument("stream", "a compaction comes whole", "leave it out")
     course = ResponseCourse(the, tenant, body)
     item, record, asked = await compact(course.who, course.given(), answered=False)
-    if not course.who.ask.private:
+    if not body.is_private:
         course.store.keep_compaction(record)
     return {
         "id": f"resp_{uuid.uuid4().hex}",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, StrictBool
@@ -13,7 +13,15 @@ from kvweave.serve.chat.ask import EFFORTS, ChatAsk, thinking
 from kvweave.serve.guard.malformed import shown
 from kvweave.serve.openai.messages import MAX_MESSAGES, MAX_TOOLS, MAX_VARIABLES, plain_tools
 from kvweave.serve.openai.schemas import MAX_TOP, GenerationRequest
-from kvweave.serve.responses.items import unread
+from kvweave.serve.responses.items import ResponseItem, unread
+from kvweave.serve.responses.settings import (
+    TOOLS,
+    TRIGGER,
+    ItemSettings,
+    formatted,
+    only,
+    settings_of,
+)
 from kvweave.serve.reuse.adapt import TemplateHabits
 from kvweave.serve.routes.base import STRICT, Int
 from kvweave.serve.state import ServerState
@@ -90,6 +98,7 @@ class ResponsesRequest(GenerationRequest):
     background: StrictBool | None = None
     chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=MAX_VARIABLES)] | None = None
     _left: list[str] = PrivateAttr(default_factory=list)  # ignored of tools
+    _said: ItemSettings = PrivateAttr(default_factory=ItemSettings)  # of its items
     _unused: list[str] = PrivateAttr(default_factory=list)
 
     def check(self) -> None:
@@ -106,8 +115,32 @@ class ResponsesRequest(GenerationRequest):
         if self.conversation is not None and self.store is False:
             reason = "a conversation keeps what is said in it"
             raise InvalidArgument("store", reason, "send the items instead")
+        if self.compacts:
+            where = f"input.{len(self.input or ()) - 1}"
+            only(self.input[-1], ("type", "id"), where)  # type: ignore[index, arg-type]
         if self.top_logprobs and LOGPROBS not in (self.include or ()):
             raise InvalidArgument("top_logprobs", f"it needs {LOGPROBS}", "add it to include")
+
+    @property
+    def is_private(self) -> bool:
+        """Whether nothing of it is kept for later requests."""
+        return self.store is False
+
+    @property
+    def compacts(self) -> bool:
+        """Whether its last item asks for a summary, which is all the answer then."""
+        last = self.input[-1] if self.input and not isinstance(self.input, str) else {}
+        return last.get("type") == TRIGGER
+
+    @property
+    def said(self) -> str | list[dict[str, Any]]:
+        """The items that are said: without what asks for a summary."""
+        given = self.input or []
+        return given[:-1] if self.compacts else given
+
+    def check_added(self, items: Sequence[ResponseItem], template: TemplateHabits) -> None:
+        """Look at the tools that its own items add. Raises InvalidArgument."""
+        self._unused += unread_tools(items, template, "input")
 
     @property
     def kept_in(self) -> str | None:
@@ -129,35 +162,35 @@ class ResponsesRequest(GenerationRequest):
     def format(self) -> dict[str, Any]:
         """What the text keeps to, as the API has it."""
         given = self.text.format if self.text is not None else None
-        return given or {"type": "text"}
+        return self._said.update.get("format") or given or {"type": "text"}
+
+    @property
+    def answered_later(self) -> set[str]:
+        """The names of tools whose results may come later than with the next request."""
+        tools = [*(self.tools or []), *self._said.tools]
+        return {str(tool.get("name")) for tool in tools if tool.get("async") is True}
+
+    @property
+    def effort(self) -> str | None:
+        """How much to think: what an item said last, or the request."""
+        asked = None if self.reasoning is None else self.reasoning.effort
+        effort: str | None = self._said.update.get("effort", asked)
+        return effort
 
     def formatted(self) -> GrammarText | None:
         """Return what ``text.format`` asks for. Raises InvalidArgument."""
-        given = self.format
-        kind = given.get("type")
-        if kind == "text":
-            return None
-        if kind == "json_object":
-            return GrammarText("json_object", argument="text.format")
-        if kind != "json_schema":
-            reason = f"{shown(kind)} is none of text, json_object, json_schema"
-            raise InvalidArgument("text.format.type", reason)
-        if not isinstance(given.get("schema"), dict):
-            reason = f"it should be an object, not {shown(given.get('schema'))}"
-            raise InvalidArgument("text.format.schema", reason)
-        return GrammarText("json_schema", given["schema"], "text.format")
+        return formatted(self.format, "text.format")
 
-    def ask(self, template: TemplateHabits) -> ChatAsk:
-        """Return what is asked, still without messages. Raises InvalidArgument."""
-        tools, self._left = plain_tools(
-            [_nested(tool) for tool in self.tools or []], template, inner=""
-        )
+    def ask(self, template: TemplateHabits, items: Sequence[ResponseItem]) -> ChatAsk:
+        """Return what is asked of items, still without messages. Raises InvalidArgument."""
+        self._said = settings_of(items)
+        tools, self._left = functions(self.tools or [], template, "tools")
+        tools = added(tools, functions(self._said.tools, template, "tools")[0])
         choice, allowed = _choice(self.tool_choice)
         if allowed is not None:
             tools = [tool for tool in tools if tool["function"]["name"] in allowed]
         logprobs = (self.top_logprobs or 0) if self.includes(LOGPROBS) else 0
         limit = self.max_output_tokens
-        effort = None if self.reasoning is None else self.reasoning.effort
         return ChatAsk(
             messages=(),
             sampling=self.sampling(1 if limit is None else limit, logprobs),
@@ -165,10 +198,10 @@ class ResponsesRequest(GenerationRequest):
             tools=tools,
             tool_choice=choice,
             parallel=self.parallel_tool_calls is not False,
-            variables=thinking(effort, None) | (self.chat_template_kwargs or {}),
+            variables=thinking(self.effort, None) | (self.chat_template_kwargs or {}),
             grammar=self.grammar(),
             how=self.how,
-            private=self.store is False,
+            private=self.is_private,
         )
 
     def ignored(self, state: ServerState) -> list[str]:
@@ -179,8 +212,9 @@ class ResponsesRequest(GenerationRequest):
         _, unknown = known.variables(self.chat_template_kwargs or {})
         found += [f"chat_template_kwargs.{name}" for name in unknown]
         found += unread(self.input, "input")
-        effort = None if self.reasoning is None else self.reasoning.effort
-        if effort is not None and not (
+        if self.compacts and self.input[-1].get("id"):  # type: ignore[index, union-attr]
+            found.append(f"input.{len(self.input or ()) - 1}.id")
+        if self.effort is not None and not (
             known.knows("reasoning_effort") or known.knows("enable_thinking")
         ):
             found.append("reasoning.effort")
@@ -198,11 +232,41 @@ class ResponsesRequest(GenerationRequest):
         return found
 
 
+def functions(
+    tools: Sequence[dict[str, Any]], template: TemplateHabits, where: str
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """Return the functions among tools as chats have them, and what is ignored. Raises
+    InvalidArgument."""
+    return plain_tools([_nested(tool) for tool in tools], template, where, inner="")
+
+
+def unread_tools(
+    items: Sequence[Mapping[str, Any]], template: TemplateHabits, where: str
+) -> list[str]:
+    """Return the names of what is ignored of tools that items add. Raises InvalidArgument."""
+    found: list[str] = []
+    for i, item in enumerate(items):
+        if item["type"] == TOOLS:
+            if (n := len(item["tools"])) > MAX_TOOLS:
+                raise InvalidArgument(f"{where}.{i}.tools", f"{n:,} are more than {MAX_TOOLS:,}")
+            found += functions(item["tools"], template, f"{where}.{i}.tools")[1]
+    return found
+
+
+def added(tools: Sequence[dict[str, Any]], more: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return functions with those that were added, which take the place of what has their names."""
+    last = {tool["function"]["name"]: tool for tool in more}
+    kept = [last.pop(tool["function"]["name"], tool) for tool in tools]
+    return [*kept, *last.values()]
+
+
 def _nested(tool: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a function as chats have it; of other types only that."""
+    """Return a function as chats have it; of other types only that. Whether its result may come later
+    is between the client and its tool."""
     if tool.get("type") != "function":
         return {"type": str(tool.get("type"))}
-    function = {key: value for key, value in tool.items() if key != "type" and value is not None}
+    left = ("type", "async")
+    function = {key: value for key, value in tool.items() if key not in left and value is not None}
     return {"type": "function", "function": function}
 
 
