@@ -22,6 +22,7 @@
     |   |-- MemoryNotFound             .name
     |   |-- NotStored                  .what, .id
     |   |   `-- PreviousResponseNotFound
+    |   |-- SummaryForgotten           .id
     |   |-- ContextBusy                .name
     |   |-- ContextChanged             .name, .wanted, .found (versions)
     |   `-- InvalidArgument            .argument, .reason
@@ -204,13 +205,9 @@ class ChunkLost(ChunkError):
 
 class ModelMismatch(WeaveError):
     def __init__(self, field: str, wanted: str, found: str) -> None:
-        super().__init__(
-            f"KV of another model: {field} is {found!r}, this engine has {wanted!r}",
-            hint="KV never crosses models; put the text again with this one",
-            field=field,
-            wanted=wanted,
-            found=found,
-        )
+        why = f"KV of another model: {field} is {found!r}, this engine has {wanted!r}"
+        hint = "KV never crosses models; put the text again with this one"
+        super().__init__(why, hint=hint, field=field, wanted=wanted, found=found)
 
 
 class ModelUnusable(WeaveError):
@@ -247,13 +244,12 @@ class HoleNotFilled(WeaveError):
 
 class ContextTooLong(WeaveError):
     def __init__(self, n: int, limit: int) -> None:
-        super().__init__(  # agents know by the first sentence that they have to say less
+        why = (  # agents know by the first sentence that they have to say less
             f"This model's maximum context length is {limit} tokens. However, your messages "
-            f"resulted in {n} tokens.",
-            hint="drop some chunks, or ask for fewer new tokens",
-            n=n,
-            limit=limit,
+            f"resulted in {n} tokens."
         )
+        hint = "drop some chunks, or ask for fewer new tokens"
+        super().__init__(why, hint=hint, n=n, limit=limit)
 
 
 class ContextNotFound(WeaveError):
@@ -273,6 +269,13 @@ class NotStored(WeaveError):
         super().__init__(f"no {what} {id!r} is stored", hint=hint, what=what, id=id)
 
 
+class SummaryForgotten(WeaveError):
+    def __init__(self, id: str) -> None:
+        why = f"what the summary {id!r} stands for was to be given instead of it, and is forgotten"
+        hint = f"send the items themselves; POST /v1/compactions/{id}:redo has it given again"
+        super().__init__(why, hint=hint, id=id)
+
+
 class PreviousResponseNotFound(NotStored):
     def __init__(self, id: str) -> None:
         super().__init__("response", id)
@@ -288,13 +291,9 @@ class ContextBusy(WeaveError):
 
 class ContextChanged(WeaveError):
     def __init__(self, name: str, wanted: int, found: int) -> None:
-        super().__init__(
-            f"{name} is at version {found}, not {wanted}",
-            hint="somebody else edited it: read it again, then decide",
-            name=name,
-            wanted=wanted,
-            found=found,
-        )
+        hint = "somebody else edited it: read it again, then decide"
+        why = f"{name} is at version {found}, not {wanted}"
+        super().__init__(why, hint=hint, name=name, wanted=wanted, found=found)
 
 
 class InvalidArgument(WeaveError):

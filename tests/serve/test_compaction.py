@@ -7,6 +7,7 @@ tests, so each has a system text of its own.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -357,3 +358,23 @@ def test_as_many_of_the_last_messages_as_fit(room: int) -> None:
     # the largest such number, and three where fewer would be needed
     wanted = max((n for n in (11, 9, 7, 5, 3) if n <= room), default=3)
     assert len(left) == wanted
+
+
+def test_one_that_was_taken_back_is_refused_once_that_is_forgotten(talk: Talk) -> None:
+    options = {"system": "forgotten .", "tools": [TOOL]}
+    messages = long_talk(talk, system="forgotten .")
+    talk.say(SUMMARY, "so well .")
+    reply = talk.ask(messages, **options, **compacting())
+    id = reply.kvweave["compaction"]["id"]
+    fetched(talk, f"{id}:undo", "POST")
+    after = [*messages, sent_back(reply), user("and ?")]
+    count = talk.client.beta.messages.count_tokens
+    whole = count(model="demo", messages=after, **options).input_tokens
+    talk.server.service.responses.expire(time.time() + 1)
+    with pytest.raises(anthropic.APIStatusError, match="is forgotten") as refused:
+        count(model="demo", messages=after, **options)
+    assert refused.value.status_code == 410 and refused.value.body["type"] == "error"
+    with pytest.raises(anthropic.APIStatusError, match=f"{id}"):
+        talk.ask(after, **options)
+    assert not fetched(talk, f"{id}:redo", "POST").json()["undone"]
+    assert count(model="demo", messages=after, **options).input_tokens < whole

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from serve.test_kept_items import check, record, response, said, summary
 
-from kvweave.errors import FormatTooNew, InvalidArgument
+from kvweave.errors import FormatTooNew, InvalidArgument, OverQuota
 from kvweave.serve.responses import store as stores
 from kvweave.serve.responses.saved import FILE, SavedResponses
 from kvweave.serve.responses.store import NamespaceStore, ResponseStore
@@ -34,6 +34,7 @@ def all_of(store: NamespaceStore) -> Json:
             t.id: (t.metadata, list(t.by_id.items()), t.created, t.used)
             for t in store.conversations.values()
         },
+        "lapsed": sorted(store.compactions.lapsed),
         "bytes": (store.n_bytes, store.said.n_bytes, len(store.kept), len(store.said)),
     }
 
@@ -86,10 +87,9 @@ def test_a_server_that_starts_anew_knows_all_of_it(
     kept.expire(time.time() + 1)
     kept.close()
     db = sqlite3.connect(tmp_path / FILE)
-    assert [db.execute(f"SELECT count(*) FROM {t}").fetchone()[0] for t in ("kept", "items")] == [
-        0,
-        0,
-    ]
+    rows = db.execute("SELECT kind, told, items FROM kept").fetchall()
+    assert set(rows) <= {("lapsed", "{}", "[]")}, "of what was taken back that it was, no text"
+    assert db.execute("SELECT count(*) FROM items").fetchone()[0] == 0
 
 
 def written(kept: ResponseStore, home: Path, n: int) -> None:
@@ -240,3 +240,57 @@ def test_a_response_expires_by_itself_and_leaves_no_hole(serve: Any, tmp_path: P
     assert "trip" in error["message"] and "forgotten" in error["hint"]
     body = {"input": "and ?", "previous_response_id": four["id"], **HOW}
     anna("POST", "/v1/responses", body)
+
+
+def test_a_summary_that_was_taken_back_is_never_given_once_that_is_forgotten(
+    serve: Any, tmp_path: Path
+) -> None:
+    served = serve(home=tmp_path)
+    anna = served.anna
+    one = anna("POST", "/v1/responses", {"input": ASKED, **HOW})
+    made = anna("POST", "/v1/responses/compact", {"previous_response_id": one["id"], **HOW})
+    other = anna("POST", "/v1/responses/compact", {"previous_response_id": one["id"], **HOW})
+    id = made["output"][-1]["id"]
+    anna("POST", f"/v1/compactions/{id}:undo")
+    asked = {"model": "kvweave", "input": [*made["output"], {"role": "user", "content": "so ?"}]}
+    served.app.state.kvweave.responses.expire(time.time() + 1)
+    for _ in range(2):
+        error = anna.error("POST", "/v1/responses", {**asked, **HOW}, 410)
+        assert id in error["message"] and f"/v1/compactions/{id}:redo" in error["hint"]
+        assert anna.error("POST", "/v1/responses/input_tokens", asked, 410) | {
+            "request_id": ""
+        } == error | {"request_id": ""}
+        assert anna.error("GET", f"/v1/compactions/{id}", status=410)["code"] == error["code"]
+        anna.error("POST", f"/v1/compactions/{id}:undo", {}, 410)
+        served.close()
+        served = serve(home=tmp_path)  # and after a restart
+        anna = served.anna
+    # one that was not taken back is given as ever, with nothing kept of it
+    fine = {"input": [*other["output"], {"role": "user", "content": "so ?"}]}
+    n = anna("POST", "/v1/responses/input_tokens", {"model": "kvweave", **fine})
+    assert not anna("POST", f"/v1/compactions/{id}:redo")["undone"]
+    assert anna("POST", "/v1/responses/input_tokens", asked) == n
+    anna("POST", "/v1/responses", {**asked, **HOW})
+    assert anna.error("GET", f"/v1/compactions/{id}", status=404)
+    served.close()
+    anna = serve(home=tmp_path).anna
+    assert anna("POST", "/v1/responses/input_tokens", asked) == n
+
+
+def test_what_is_taken_back_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stores, "MOST_LAPSED", 3)
+    store = NamespaceStore()
+    for n in range(4):
+        store.keep_compaction(record(f"c{n}", [said("a", f"m{n}")], f"m{n}"))
+    for n in range(2):
+        store.take_back(f"c{n}", undone=True)
+    store.expire(time.time() + 1)
+    assert {*store.compactions.lapsed} == {"c0", "c1"} and not store.compactions
+    for n in range(2, 4):
+        store.keep_compaction(record(f"c{n}", [said("a", f"m{n}")], f"m{n}"))
+    store.take_back("c2", undone=True)
+    store.take_back("c2", undone=True)  # it is already
+    with pytest.raises(OverQuota, match="taken back"):
+        store.take_back("c3", undone=True)
+    store.take_back("c0", undone=False)
+    store.take_back("c3", undone=True)

@@ -11,7 +11,7 @@ from typing import Any
 from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.responses import Response
 
-from kvweave.serve.driver.work import Event
+from kvweave.serve.driver.work import Event, Finished
 from kvweave.serve.guard.problems import Problem, problem_of
 
 HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
@@ -42,6 +42,10 @@ class Reply(ABC):
         """Return what a stream sends when all events are in."""
         return []
 
+    async def settled(self) -> None:
+        """Wait until what came of the answer is kept as it is said to be."""
+        return
+
     def failed(self, problem: Problem) -> list[dict[str, Any]]:
         """Return what a stream sends, as its last, when the answer failed."""
         return [problem.body]
@@ -59,6 +63,7 @@ async def respond(events: AsyncGenerator[Event, None], reply: Reply) -> Response
                 reply.take(event)
         finally:
             await events.aclose()
+        await reply.settled()
         return JSONResponse(reply.whole())
     beating = _beating(events)
     try:
@@ -99,12 +104,16 @@ async def _stream(
             if event is None:
                 yield reply.beat
             else:
-                for piece in reply.take(event):
+                pieces = reply.take(event)
+                if isinstance(event, Finished):
+                    await reply.settled()
+                for piece in pieces:
                     yield _sse(piece, reply.named)
             try:
                 event = await anext(beating)
             except StopAsyncIteration:
                 break
+        await reply.settled()
         for piece in reply.last():
             yield _sse(piece, reply.named)
         if not reply.named:

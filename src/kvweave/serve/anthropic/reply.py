@@ -95,6 +95,11 @@ class MessageReply(Reply):
         end = {"type": "message_delta", "delta": delta, "usage": self.usage}
         return [*made, end | self._told(), {"type": "message_stop"}]
 
+    async def settled(self) -> None:
+        """Wait until a summary is kept."""
+        if self._summary is not None:
+            await self.state.responses.settled()
+
     def _begin(self) -> list[dict[str, Any]]:
         if self._begun:
             return []

@@ -39,6 +39,7 @@ STATUS: Sequence[tuple[type[KVWeaveError], int]] = (
     (errors.ContextNotFound, 404),
     (errors.MemoryNotFound, 404),
     (errors.NotStored, 404),
+    (errors.SummaryForgotten, 410),
     (errors.NameTaken, 409),
     (errors.ChunkPinned, 409),
     (errors.ChunkInUse, 409),

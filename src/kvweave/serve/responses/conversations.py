@@ -14,11 +14,11 @@ from kvweave.serve.responses.routes import PageAfter, PageLimit, PageOrder
 from kvweave.serve.responses.schemas import MetadataPairs, unread_tools
 from kvweave.serve.responses.store import NamespaceStore, page
 from kvweave.serve.routes.base import ERRORS, STRICT, ChunkRef, The
-from kvweave.serve.routes.strict import StrictRoute
+from kvweave.serve.routes.strict import SavingRoute
 from kvweave.serve.state import ServerState
 
 router = APIRouter(
-    prefix="/v1/conversations", tags=["conversations"], responses=ERRORS, route_class=StrictRoute
+    prefix="/v1/conversations", tags=["conversations"], responses=ERRORS, route_class=SavingRoute
 )
 
 MOST_ADDED = 20  # items of one request, as the API has it

@@ -93,6 +93,23 @@ class Compaction:
 
 
 @dataclass(slots=True)
+class LapsedSummary:
+    """What is left of a summary that was taken back, once what it stands for is forgotten."""
+
+    id: str
+    used: float = field(default_factory=time.time)
+    items: tuple[ResponseItem, ...] = ()
+
+    def told(self) -> dict[str, Any]:
+        """Return what a client may know of it."""
+        return {"id": self.id, "object": "compaction", "undone": False, "items": []}
+
+    def saved(self) -> dict[str, Any]:
+        """Return it for a file."""
+        return {}
+
+
+@dataclass(slots=True)
 class StoredConversation:
     """Items under a name; each response of it adds what came in and out."""
 

@@ -109,6 +109,10 @@ class ResponseReply(Reply):
     def last(self) -> list[_Json]:
         return self._last
 
+    async def settled(self) -> None:
+        """Wait until the response is kept."""
+        await self.state.responses.settled()
+
     def _piece(self, piece: Written, choices: Sequence[Choice]) -> list[_Json]:
         if isinstance(piece, CalledTool):
             return self._called(piece)

@@ -18,10 +18,10 @@ from kvweave.serve.responses.reply import usage_of
 from kvweave.serve.responses.schemas import ResponsesRequest
 from kvweave.serve.responses.store import page
 from kvweave.serve.routes.base import ERRORS, STREAMED, The
-from kvweave.serve.routes.strict import StrictRoute
+from kvweave.serve.routes.strict import SavingRoute
 from kvweave.serve.stream import respond
 
-router = APIRouter(prefix="/v1", tags=["responses"], responses=ERRORS, route_class=StrictRoute)
+router = APIRouter(prefix="/v1", tags=["responses"], responses=ERRORS, route_class=SavingRoute)
 
 PageLimit = Annotated[int, Query(ge=0, le=100)]
 PageOrder = Literal["asc", "desc"]

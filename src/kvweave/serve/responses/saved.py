@@ -2,12 +2,13 @@
 
 ::
 
-    responses.sqlite    kept(namespace, kind, id, used, told, items)   a response, a summary, a conversation
-                        items(n, told)                                 each item of a namespace once
+    responses.sqlite    kept(namespace, kind, id, used, told, items, sum)   a response, a summary, a conversation
+                        items(n, told, sum)                                 each item of a namespace once
 
-It is written behind the answers, by a thread of its own, since a disk may be slow: who kills the
-server loses what the last moments said. Where nothing can be written the server goes on without; all
-is written anew when that works again.
+A thread of its own writes it, and an answer waits until what it changed is there (`settled`), so a
+server that is killed has all that it acknowledged; after a power cut the newest may be missing. A disk
+that takes too long is not waited for. Where nothing can be written the server goes on without; all is
+written anew when that works again. A row that is not as it was written is not read.
 """
 
 from __future__ import annotations
@@ -16,29 +17,43 @@ import json
 import logging
 import os
 import queue
+import re
 import sqlite3
+import time
 import weakref
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
+from zlib import crc32
 
 from kvweave.chunk.background import Background, NoThread
 from kvweave.chunk.guard import as_ours, free_name, give_lock, take_lock
-from kvweave.errors import CorruptChunk, FormatTooNew
+from kvweave.errors import CorruptChunk, FormatTooNew, is_full
 
 FILE = "responses.sqlite"
-FORMAT, APPLICATION_ID = 1, 0x6B767772  # "kvwr"
+FORMAT, APPLICATION_ID = 2, 0x6B767772  # "kvwr"
 MOST_WAITING = 20_000  # writes; more than that, and nothing is written down for now
 TOGETHER = 512  # writes of one transaction
 CLOSE_SECONDS = 30.0
 SCHEMA = (
     "CREATE TABLE kept(namespace TEXT NOT NULL, kind TEXT NOT NULL, id TEXT NOT NULL,"
-    " used REAL NOT NULL, told TEXT NOT NULL, items TEXT NOT NULL, PRIMARY KEY(namespace, kind, id))",
-    "CREATE TABLE items(n INTEGER PRIMARY KEY, told TEXT NOT NULL)",
+    " used REAL NOT NULL, told TEXT NOT NULL, items TEXT NOT NULL, sum INTEGER NOT NULL,"
+    " PRIMARY KEY(namespace, kind, id))",
+    "CREATE TABLE items(n INTEGER PRIMARY KEY, told TEXT NOT NULL, sum INTEGER NOT NULL)",
+)
+TABLES = ("kept", "items")
+# format 1 had no sums
+TAKEN_OVER = (
+    "INSERT INTO kept SELECT *, row_sum(namespace, kind, id, told, items) FROM old_kept",
+    "INSERT INTO items SELECT *, row_sum(n, told) FROM old_items",
 )
 Statement: TypeAlias = tuple[str, tuple[Any, ...]]
+_Asked: TypeAlias = "tuple[list[Statement], Future[None] | None]"
+WHERE = "namespace=? AND kind=? AND id=?"
+WIPE: Statement = ("PRAGMA wal_checkpoint(TRUNCATE)", ())
 log = logging.getLogger("kvweave.serve")
 
 
@@ -50,7 +65,7 @@ class SavedRecord:
     kind: str
     id: str
     used: float
-    told: dict[str, Any]
+    told: dict[str, Any] | None  # None: it is not as it was written, or is not whole
     numbers: tuple[int, ...]
     items: tuple[dict[str, Any], ...]
 
@@ -81,7 +96,7 @@ class SavedResponses:
             self._unlock()
             raise
         self._next = (last or 0) + 1
-        self._waiting: queue.SimpleQueue[list[Statement] | None] = queue.SimpleQueue()
+        self._waiting: queue.SimpleQueue[_Asked | None] = queue.SimpleQueue()
         self._writer: Background | None = None
 
     # ---- reading
@@ -92,18 +107,24 @@ class SavedResponses:
         Called before anything is written; items that no record has are removed. Raises StoreError.
         """
         with as_ours(self.path):
-            texts: dict[int, str] = dict(self._db.execute("SELECT n, told FROM items").fetchall())
+            rows = self._db.execute("SELECT n, told, sum FROM items").fetchall()
+            texts: dict[int, str] = {n: told for n, told, sum in rows if row_sum(n, told) == sum}
             kept = self._db.execute("SELECT * FROM kept ORDER BY used").fetchall()
-            numbers = [json.loads(row[-1]) for row in kept]
-            wanted = {n for each in numbers for n in each}
-            lost = [(n,) for n in texts if n not in wanted]
+            numbers = [
+                json.loads(row[5]) if row_sum(*row[:3], *row[4:6]) == row[6] else None
+                for row in kept
+            ]
+            wanted = {n for each in numbers for n in each or ()}
+            lost = [(n,) for n, *_ in rows if n not in wanted]
             self._db.executemany("DELETE FROM items WHERE n=?", lost)
         items = {n: json.loads(texts[n]) for n in wanted if n in texts}
-        for (space, kind, id, used, told, _), own in zip(kept, numbers, strict=True):
-            if not all(n in items for n in own):  # the writing ended in the middle of a failure
+        for (space, kind, id, used, told, *_), own in zip(kept, numbers, strict=True):
+            if own is None or not all(n in items for n in own):
                 log.warning("%s: %s %s is not whole, and is not read", self.path, kind, id)
+                self.write((f"DELETE FROM kept WHERE {WHERE}", (space, kind, id)))
+                yield SavedRecord(space, kind, id, time.time(), None, (), ())
                 continue
-            held = tuple(items[n] for n in own)
+            held, used = tuple(items[n] for n in own), used if isinstance(used, float) else 0.0
             yield SavedRecord(space, kind, id, used, json.loads(told), tuple(own), held)
 
     # ---- writing
@@ -128,10 +149,19 @@ class SavedResponses:
         clear: list[Statement] = [("DELETE FROM kept", ()), ("DELETE FROM items", ())]
         self._put([*clear, *statements])
 
+    def settled(self) -> Future[None]:
+        """Return what is done once all that was given to be written is, or cannot be."""
+        done: Future[None] = Future()
+        if self._writer is None or self.is_behind:
+            done.set_result(None)
+        else:
+            self._waiting.put(([], done))
+        return done
+
     def wipe(self) -> None:
         """Have nothing left in SQLite's log of what was removed, once that is written."""
         if self._writer is not None and not self.is_behind:
-            self._put([])
+            self._put([WIPE])
 
     def close(self) -> None:
         """Write what waits, and close the file."""
@@ -149,7 +179,7 @@ class SavedResponses:
         except NoThread as error:
             self._fell_behind(error.message)
             return
-        self._waiting.put(statements)
+        self._waiting.put((statements, None))
 
     def _write(self) -> None:
         """Write what comes until there is None."""
@@ -160,16 +190,22 @@ class SavedResponses:
                     more = self._waiting.get_nowait()
                     ends = more is None
                     together += [] if more is None else [more]
+            statements = [statement for each, _ in together for statement in each]
             try:
-                self._transact([statement for each in together for statement in each])
-                if not all(together):
-                    self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+                self._transact([each for each in statements if each is not WIPE])
+                if WIPE in statements:
+                    self._db.execute(*WIPE)
             except (sqlite3.Error, ValueError) as error:
                 self._fell_behind(str(error))
+            for _, done in together:
+                if done is not None and done.set_running_or_notify_cancel():
+                    done.set_result(None)
             if ends:
                 return
 
     def _transact(self, statements: Sequence[Statement]) -> None:
+        if not statements:
+            return
         self._db.execute("BEGIN IMMEDIATE")
         try:
             for sql, given in statements:
@@ -201,8 +237,12 @@ class SavedResponses:
             return self._connect()
 
     def _connect(self) -> sqlite3.Connection:
+        log_, is_new = self.path.with_name(self.path.name + "-wal"), not self.path.exists()
+        if is_new and log_.exists():  # of a file that somebody took away: SQLite would delete it
+            log_.rename(free_name(self.path, "-wal"))
         os.close(os.open(self.path, os.O_RDWR | os.O_CREAT, 0o600))  # text: its owner's alone
         db = sqlite3.connect(self.path, isolation_level=None, check_same_thread=False)
+        db.text_factory = lambda text: text.decode(errors="replace")  # then its sum is another
         try:
             self._prepare(db)
         except BaseException:
@@ -218,19 +258,43 @@ class SavedResponses:
             raise CorruptChunk(str(self.path), "it is another kind of file")
         if version > FORMAT:
             raise FormatTooNew(str(self.path), version, FORMAT)
+        if n_tables and version < 1:
+            raise CorruptChunk(str(self.path), f"its format is said to be {version}")
         db.execute("PRAGMA journal_mode=WAL")
         db.execute("PRAGMA synchronous=NORMAL")
         db.execute("PRAGMA secure_delete=ON")  # what is forgotten is gone from the file too
-        if n_tables:
-            if db.execute("PRAGMA quick_check(1)").fetchone()[0] != "ok":
-                raise CorruptChunk(str(self.path), "SQLite finds faults in it")
-            return
-        db.execute("BEGIN")
-        for statement in SCHEMA:
-            db.execute(statement)
-        db.execute(f"PRAGMA application_id={APPLICATION_ID}")
-        db.execute(f"PRAGMA user_version={FORMAT}")
-        db.execute("COMMIT")
+        found = str(db.execute("PRAGMA quick_check(1)").fetchone()[0]) if n_tables else "ok"
+        if found != "ok":
+            code = re.search(r"error code=(\d+)", found)
+            if code is not None and int(code[1]) & 0xFF != sqlite3.SQLITE_CORRUPT:
+                raise sqlite3.OperationalError(found)  # it could not be read just now
+            raise CorruptChunk(str(self.path), "SQLite finds faults in it")
+        if not n_tables or version < FORMAT:
+            self._make(db, from_older=bool(n_tables))
+        tables = db.execute("SELECT sql FROM sqlite_master WHERE sql IS NOT NULL")
+        if sorted(row[0] for row in tables) != sorted(SCHEMA):
+            raise CorruptChunk(str(self.path), "its tables are not those of such a file")
+
+    def _make(self, db: sqlite3.Connection, *, from_older: bool) -> None:
+        """Make the tables, with what is in those of format 1."""
+        db.create_function("row_sum", -1, row_sum, deterministic=True)
+        older = TABLES if from_older else ()
+        try:
+            db.execute("BEGIN IMMEDIATE")
+            for statement in (
+                *(f"ALTER TABLE {name} RENAME TO old_{name}" for name in older),
+                *SCHEMA,
+                *(TAKEN_OVER if from_older else ()),
+                *(f"DROP TABLE old_{name}" for name in older),
+            ):
+                db.execute(statement)
+            db.execute(f"PRAGMA application_id={APPLICATION_ID}")
+            db.execute(f"PRAGMA user_version={FORMAT}")
+            db.execute("COMMIT")
+        except sqlite3.OperationalError as error:
+            if from_older and not is_full(error):
+                raise CorruptChunk(str(self.path), str(error)) from error
+            raise
 
 
 class KeptRecord(Protocol):
@@ -271,20 +335,19 @@ class NamespaceFile:
 
     def drop_record(self, kind: str, id: str) -> None:
         """Remove a record."""
-        where = "namespace=? AND kind=? AND id=?"
-        self._write(f"DELETE FROM kept WHERE {where}", self._namespace, kind, id)
+        self._write(f"DELETE FROM kept WHERE {WHERE}", self._namespace, kind, id)
 
     def use_record(self, kind: str, record: KeptRecord) -> None:
         """Note when a record was used."""
-        where = "namespace=? AND kind=? AND id=?"
         given = (record.used, self._namespace, kind, record.id)
-        self._write(f"UPDATE kept SET used=? WHERE {where}", *given)
+        self._write(f"UPDATE kept SET used=? WHERE {WHERE}", *given)
 
     def row(self, kind: str, record: KeptRecord, items: Sequence[int]) -> Statement:
         """Return what writes a record."""
         told, numbers = json.dumps(record.saved()), json.dumps(list(items))
-        given = (self._namespace, kind, record.id, record.used, told, numbers)
-        return "INSERT OR REPLACE INTO kept VALUES(?,?,?,?,?,?)", given
+        named = (self._namespace, kind, record.id)
+        given = (*named, record.used, told, numbers, row_sum(*named, told, numbers))
+        return "INSERT OR REPLACE INTO kept VALUES(?,?,?,?,?,?,?)", given
 
     def _write(self, sql: str, *given: Any) -> None:
         if self._saved is not None:
@@ -293,4 +356,9 @@ class NamespaceFile:
 
 def item_row(n: int, text: str) -> Statement:
     """Return what writes an item, as JSON."""
-    return "INSERT OR REPLACE INTO items VALUES(?,?)", (n, text)
+    return "INSERT OR REPLACE INTO items VALUES(?,?,?)", (n, text, row_sum(n, text))
+
+
+def row_sum(*values: object) -> int:
+    """Return a checksum of what a row says; when it was used last is not in it."""
+    return crc32("\0".join(map(str, values)).encode(errors="surrogatepass"))

@@ -7,6 +7,7 @@ event loop only.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import time
@@ -16,10 +17,21 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias, TypeVar
 
-from kvweave.errors import NameTaken, NotStored, OverQuota, PreviousResponseNotFound
+from kvweave.errors import (
+    NameTaken,
+    NotStored,
+    OverQuota,
+    PreviousResponseNotFound,
+    SummaryForgotten,
+)
 from kvweave.serve.responses.held import HeldItems, size_of, summaries_in
 from kvweave.serve.responses.items import ResponseItem
-from kvweave.serve.responses.records import Compaction, StoredConversation, StoredResponse
+from kvweave.serve.responses.records import (
+    Compaction,
+    LapsedSummary,
+    StoredConversation,
+    StoredResponse,
+)
 from kvweave.serve.responses.saved import (
     FILE,
     NamespaceFile,
@@ -33,7 +45,10 @@ MOST_RESPONSES = 4096  # of a namespace; the one that was used least recently go
 MOST_BYTES = 64 << 20  # of text of a namespace: of responses and compactions, and of conversations
 MOST_CONVERSATIONS = 256  # of a namespace
 MOST_ITEMS = 16_384  # of a conversation
+MOST_LAPSED = 16_384  # summaries that were taken back, of a namespace: also of those forgotten
+PATIENCE = 2.0  # seconds that an answer waits for the disk
 RESPONSE, COMPACTION, CONVERSATION = "response", "compaction", "conversation"
+LAPSED = "lapsed"
 Numbers: TypeAlias = "Sequence[int] | None"
 log = logging.getLogger("kvweave.serve")
 
@@ -62,12 +77,31 @@ class RecentlyUsed(OrderedDict[str, _T]):
         return [id for id, each in self.items() if each.used < before]
 
 
+class KeptSummaries(RecentlyUsed[Compaction]):
+    """Summaries by id; one that was taken back is never taken for one that was not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lapsed: dict[str, LapsedSummary] = {}
+
+    def get(self, id: str, default: Any = None) -> Any:
+        """As `RecentlyUsed.get`. Raises SummaryForgotten."""
+        if id in self.lapsed:
+            raise SummaryForgotten(id)
+        return super().get(id, default)
+
+    @property
+    def n_undone(self) -> int:
+        """How many were taken back."""
+        return len(self.lapsed) + sum(each.undone for each in self.values())
+
+
 class NamespaceStore:
     """What is kept of one namespace."""
 
     def __init__(self, file: NamespaceFile | None = None) -> None:
         self.responses: RecentlyUsed[StoredResponse] = RecentlyUsed()
-        self.compactions: RecentlyUsed[Compaction] = RecentlyUsed()
+        self.compactions = KeptSummaries()
         self.conversations: RecentlyUsed[StoredConversation] = RecentlyUsed()
         self._file = file or NamespaceFile()
         # by responses and compactions: it goes when there is too much
@@ -118,7 +152,7 @@ class NamespaceStore:
     # ---- compactions
 
     def compaction(self, id: str) -> Compaction:
-        """Return a compaction. Raises NotStored."""
+        """Return a compaction. Raises NotStored, SummaryForgotten."""
         found: Compaction | None = self.compactions.get(id)
         if found is None:
             raise NotStored("compaction", id)
@@ -139,13 +173,20 @@ class NamespaceStore:
     def _save_compaction(self, compaction: Compaction) -> None:
         self._file.put_record(COMPACTION, compaction, self.kept.numbers(compaction.items))
 
-    def take_back(self, id: str, *, undone: bool) -> Compaction:
+    def take_back(self, id: str, *, undone: bool) -> Compaction | LapsedSummary:
         """Have the items given in the place of a summary, or the summary again.
 
-        What is undone stays as long as it is used: it does not go where there is too much. Raises
-        NotStored, OverQuota for too much of that.
+        What is undone stays as long as it is used: it does not go where there is too much, and once it
+        is forgotten the summary is refused until it is to be given again. Raises NotStored,
+        SummaryForgotten, OverQuota for too much of that.
         """
+        if not undone and (lapsed := self.compactions.lapsed.pop(id, None)) is not None:
+            self._file.drop_record(LAPSED, id)
+            return lapsed
         found = self.compaction(id)
+        n = self.compactions.n_undone
+        if undone and not found.undone and n >= MOST_LAPSED:
+            raise OverQuota("summaries that were taken back", 1, n, MOST_LAPSED)
         others = sum(c.n_bytes for c in self.compactions.values() if c.undone and c is not found)
         if undone and others + found.n_bytes > MOST_BYTES // 2:
             raise OverQuota("bytes of what is undone", found.n_bytes, others, MOST_BYTES // 2)
@@ -155,10 +196,16 @@ class NamespaceStore:
 
     def _drop_compaction(self, id: str) -> Compaction:
         gone = self.compactions.pop(id)
+        if gone.undone:
+            self._lapse(id)
         self._file.drop_record(COMPACTION, id)
         self.kept.release(gone.items)
         self._n_own -= gone.n_own
         return gone
+
+    def _lapse(self, id: str) -> None:
+        lapsed = self.compactions.lapsed[id] = LapsedSummary(id)
+        self._file.put_record(LAPSED, lapsed, ())
 
     # ---- conversations
 
@@ -204,7 +251,12 @@ class NamespaceStore:
 
     def read(self, saved: SavedRecord) -> None:
         """Keep what a record of the file says. Raises KeyError and the like for one of no form."""
-        if saved.kind == RESPONSE:
+        if saved.kind == LAPSED:
+            self.compactions.lapsed[saved.id] = LapsedSummary(saved.id, saved.used)
+        elif saved.told is None:  # whether it was taken back is not known either
+            if saved.kind == COMPACTION:
+                self._lapse(saved.id)
+        elif saved.kind == RESPONSE:
             response = StoredResponse.read(saved.told, saved.items, saved.used)
             self._hold_response(response, saved.numbers)
         elif saved.kind == COMPACTION:
@@ -238,6 +290,7 @@ class NamespaceStore:
         yield RESPONSE, list(self.responses.values()), self.kept
         yield COMPACTION, list(self.compactions.values()), self.kept
         yield CONVERSATION, list(self.conversations.values()), self.said
+        yield LAPSED, list(self.compactions.lapsed.values()), self.kept
 
     # ---- forgetting
 
@@ -303,6 +356,11 @@ class ResponseStore:
         self._note()
         if self._saved is not None:
             self._saved.wipe()
+
+    async def settled(self) -> None:
+        """Wait until what was changed is in the file; not for ever, nor where that cannot be."""
+        if self._saved is not None:
+            await asyncio.wait([asyncio.wrap_future(self._saved.settled())], timeout=PATIENCE)
 
     def close(self) -> None:
         """Write down what is not yet, and let the file go."""

@@ -105,6 +105,7 @@ ERRORS: dict[int | str, dict[str, Any]] = {
         404: "there is no such thing in this namespace",
         408: "the request did not arrive in time",
         409: "what there is forbids it",
+        410: "what it stood for is gone",
         412: "the context has another version by now",
         422: "its idempotency key was another request's",
         413: "the request is too large",

@@ -51,6 +51,22 @@ class StrictRoute(APIRoute):
         return strict
 
 
+class SavingRoute(StrictRoute):
+    """A route of what is kept in a file: it answers once what it changed is there."""
+
+    def get_route_handler(self) -> Handler:
+        """Return what answers a request."""
+        handle = super().get_route_handler()
+
+        async def saving(request: Request) -> Response:
+            response = await handle(request)
+            if request.method != "GET":
+                await request.app.state.kvweave.responses.settled()
+            return response
+
+        return saving
+
+
 class DryRun(BaseModel):
     """Whether only to say what would happen."""
 
