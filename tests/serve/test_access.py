@@ -467,6 +467,7 @@ ERRORS = [
         "previous_response_not_found",
         "invalid_request_error",
     ),
+    (errors.SummaryForgotten("x"), 410, "summary_forgotten", "invalid_request_error"),
     (errors.ChunkLost("x"), 410, "chunk_lost", "invalid_request_error"),
     (errors.NameTaken("x", 1), 409, "name_taken", "invalid_request_error"),
     (errors.ChunkPinned("x", 1), 409, "chunk_pinned", "invalid_request_error"),

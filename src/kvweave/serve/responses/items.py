@@ -137,9 +137,9 @@ def unread(given: str | Sequence[Mapping[str, Any]] | None, where: str) -> list[
     """Return the names of what items may have and the model is not given."""
     found = []
     for i, item in enumerate(given or () if not isinstance(given, str) else ()):
-        names = ("namespace", "name") if "output" in item else ("namespace",)
-        names += ("async",) if not str(item.get("type")).endswith("_call") else ()
-        found += _noted(item, (*names, *UNREAD), f"{where}.{i}")
+        names = ["namespace", *(["name"] if "output" in item else [])]
+        names += ["async"] if not str(item.get("type")).endswith("_call") else []
+        found += _noted(item, [*names, *UNREAD], f"{where}.{i}")
         if item.get("type") == "reasoning" and not (
             item.get("content") or item.get("encrypted_content")
         ):
