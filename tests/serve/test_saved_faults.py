@@ -146,7 +146,12 @@ def test_an_older_file_is_taken_over_and_a_newer_one_refused(
     for table in ("kept", "items"):  # as format 1 was
         db.execute(f"ALTER TABLE {table} DROP COLUMN sum")
     db.execute("PRAGMA user_version=1")
+    db.execute("BEGIN IMMEDIATE")  # somebody has it just now
+    with pytest.raises(Refused, match="locked"):
+        ResponseStore(home)
+    db.execute("ROLLBACK")
     db.close()
+    assert not list(home.glob("*.damaged-*"))
     kept = ResponseStore(home)
     assert plain(kept.of("anna")) == closed[1]
     kept.close()

@@ -31,7 +31,7 @@ from zlib import crc32
 
 from kvweave.chunk.background import Background, NoThread
 from kvweave.chunk.guard import as_ours, free_name, give_lock, take_lock
-from kvweave.errors import CorruptChunk, FormatTooNew, is_full
+from kvweave.errors import CorruptChunk, FormatTooNew
 
 FILE = "responses.sqlite"
 FORMAT, APPLICATION_ID = 2, 0x6B767772  # "kvwr"
@@ -292,7 +292,7 @@ class SavedResponses:
             db.execute(f"PRAGMA user_version={FORMAT}")
             db.execute("COMMIT")
         except sqlite3.OperationalError as error:
-            if from_older and not is_full(error):
+            if from_older and error.sqlite_errorcode == sqlite3.SQLITE_ERROR:  # not of the machine
                 raise CorruptChunk(str(self.path), str(error)) from error
             raise
 
