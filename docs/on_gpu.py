@@ -41,7 +41,8 @@ def on_gpu(found: dict[str, Any] | None) -> list[str]:
             rates.append(f"{ours:.0f} for {count} ({ours / theirs:.1f}x, {100 * share:.0f} %)")
     return [
         f"One {machine['device']}, an 8 B model's shape in {found['setup']['dtype']}, random weights: first token when all "
-        f"chunks have moved and 64 tokens are new ([bench/gpu.py](bench/gpu.py), commit {machine['commit'][:7]}):",
+        f"chunks have moved and 64 tokens are new ([bench/gpu.py](bench/gpu.py), commit {machine['commit'][:7]}; `auto` drafts nothing "
+        "here, since random weights are sure of nothing: else two steps of decoding more):",
         "",
         *table(columns, body),
         "",

@@ -9,6 +9,7 @@ import pytest
 import torch
 from conftest import tiny
 from keep.views import best, compute, pinned, view, watched
+from oracle import DEVICE
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -156,7 +157,9 @@ def test_slots_that_are_renumbered_keep_their_scores(name):
     wanted = scores(kind, less)
     if views[0].watch is not None:
         views[0].watch.compact(kept)
-    found = [replace(each, slots=torch.arange(len(kept)).expand(2, -1)) for each in less]
+    found = [
+        replace(each, slots=torch.arange(len(kept), device=DEVICE).expand(2, -1)) for each in less
+    ]
     assert name == "random" or same(scores(kind, found), wanted)
 
 
@@ -210,6 +213,7 @@ def packed(runner, rows, layer: int, watch: TokenWatch | None, left: list[np.nda
     width = max(map(len, left))
     slots = torch.stack([torch.from_numpy(np.pad(each, (0, width - len(each)))) for each in left])
     there = torch.arange(width) < torch.tensor([[len(each)] for each in left])
+    slots, there = slots.to(DEVICE), there.to(DEVICE)
     at = slots[..., None].expand(-1, -1, whole.keys.shape[-1])
     return replace(
         whole, slots=slots, there=there, positions=slots, keys=whole.keys.gather(1, at),

@@ -37,7 +37,7 @@ def view(runner: Runner, rows: Rows, layer: int, watch: TokenWatch | None) -> La
     """Return all rows of a layer."""
     info = runner.layers[layer]
     keys, values = (t.transpose(0, 1) for t in rows.read(layer))
-    every = torch.arange(rows.n).expand(keys.shape[0], -1)
+    every = torch.arange(rows.n, device=keys.device).expand(keys.shape[0], -1)
     return LayerView(
         layer, info, every, torch.ones_like(every, dtype=torch.bool), every, keys,
         values=values, watch=watch,

@@ -106,7 +106,9 @@ class Twin:
         kept = self.model.config._attn_implementation
         self.model.set_attn_implementation("eager")
         with torch.no_grad(), oracle.Float64(), masked(self.model, biases):
-            logits = self.model(torch.tensor([tokens]), use_cache=False).logits[0, first:]
+            logits = self.model(
+                torch.tensor([tokens], device=oracle.DEVICE), use_cache=False
+            ).logits[0, first:]
         self.model.set_attn_implementation(kept)
         return logits
 
@@ -158,7 +160,7 @@ def test_the_control_is_the_greedy_decode_of_transformers(tmp_path: Path) -> Non
         assert found.step == 18 and len(found.reference) == STEPS - 18
         model.generation_config.eos_token_id = None
         config = GenerationConfig(max_new_tokens=STEPS - 18, do_sample=False, pad_token_id=0)
-        tokens = torch.tensor([tokens_of(trace, found)])
+        tokens = torch.tensor([tokens_of(trace, found)], device=oracle.DEVICE)
         wanted = model.generate(tokens, generation_config=config)[0, tokens.shape[1] :].tolist()
     assert list(control.said) == wanted == trace.notes["tokens"][19:]
     assert (control.forced, control.free, control.first_wrong, control.kl) == (1, 1, None, 0)

@@ -34,7 +34,9 @@ def attention_of(model: Any, tokens: list[int], n_heads: list[int]) -> list[torc
     kept = model.config._attn_implementation
     model.set_attn_implementation("eager")
     with torch.no_grad():
-        found = model(torch.tensor([tokens]), output_attentions=True, use_cache=False).attentions
+        found = model(
+            torch.tensor([tokens], device=oracle.DEVICE), output_attentions=True, use_cache=False
+        ).attentions
     model.set_attn_implementation(kept)
     return [a[0].view(n, -1, *a.shape[2:]).mean(1) for a, n in zip(found, n_heads, strict=True)]
 

@@ -14,13 +14,21 @@ from kvweave.run.embed import Embedding
 KINDS = ("qwen3", "gemma3", "gpt2", "gpt_neox", "deepseek_v3_latent", "gpt_oss_sinks")
 
 
-@pytest.mark.parametrize("kind", KINDS)
+class Pooled(Runner):
+    """The way of GPUs: passes are filled up."""
+
+    pooled = True
+
+
+@pytest.mark.parametrize(
+    ("kind", "make"), [*((kind, Runner) for kind in KINDS), ("qwen3", Pooled), ("gemma3", Pooled)]
+)
 def test_the_vector_is_the_mean_of_the_last_hidden_states(
-    kind: str, monkeypatch: pytest.MonkeyPatch
+    kind: str, make: type[Runner], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(embed, "PIECE", 9)  # so that a text of 21 tokens comes in three
     name, changes = (oracle.MODELS | oracle.FIXED)[kind]
-    runner = Runner(oracle.build(name, changes))
+    runner = make(oracle.build(name, changes))
     ids = torch.arange(21) * 7 % 90 + 3
     for n_front in (0, 1, 11):
         made = Embedding(runner, ids.tolist(), n_front)

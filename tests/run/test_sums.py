@@ -103,7 +103,8 @@ def test_sums_are_those_of_who_is_shown_all(name, kind) -> None:
             torch.testing.assert_close(
                 mine.observer.total, one.observer.total, rtol=1e-5, atol=1e-6
             )
-    assert graphs is None or graphs.n_played == 3
+    # some wait for the device amid a pass (routers of experts): these are never recorded
+    assert graphs is None or graphs.n_played == (3 if graphs._works else 0)
 
 
 def test_one_that_is_shown_attention_makes_the_pass_one_of_its_own() -> None:

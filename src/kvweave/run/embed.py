@@ -60,9 +60,9 @@ class Embedding:
         work = Work(self._rows, piece, slots, slots, np.arange(len(piece)), observer=_Unseen())
         with _caught(self._head) as found, suppress(_Enough):
             self._backend.forward([work])
-        if not found or found[0].shape[-2] != len(piece):
+        if not found or found[0].shape[-2] < len(piece):  # more: rows that fill a pass up
             raise CannotRun(NO_STATES)
-        states = found[0].reshape(len(piece), -1)[max(0, self._n_front - self._done) :]
+        states = found[0].flatten(0, -2)[: len(piece)][max(0, self._n_front - self._done) :]
         total = states.to(torch.float32).sum(0)
         self._sum = total if self._sum is None else self._sum + total
         self._done += len(piece)

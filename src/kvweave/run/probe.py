@@ -97,6 +97,9 @@ def learn(model: PreTrainedModel, limit: int, handed: bool = False) -> list[Laye
     for i, layer in enumerate(layers):
         if getattr(layer, "keys", None) is not None and i not in call.layers and not handed:
             raise Refused(f"layer {i} does not use transformers' attention interface")
+    beyond = [i for i in order if isinstance(i, int) and i >= len(layers)]
+    if beyond:
+        raise Refused(f"layer {beyond[0]} attends, and its configuration tells of {len(layers)}")
     if not call.layers and not handed:
         raise Refused("no layer uses transformers' attention interface")
     _check_states(kinds, watch)
