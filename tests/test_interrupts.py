@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from random import Random
 from types import FrameType
@@ -45,6 +45,14 @@ class Signalled:
             if self.n == self.at:
                 signal.raise_signal(signal.SIGINT)
         return self._trace
+
+
+@pytest.fixture(autouse=True)
+def plain() -> Iterator[None]:
+    """Ctrl-C as Python has it: a shell has what it starts in the background ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 def opened() -> tuple[Engine, Context, Context]:

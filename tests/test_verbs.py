@@ -35,6 +35,7 @@ from kvweave.memory.asking import Asking
 from kvweave.verbs import STILL
 from kvweave.weave.context import Context
 from kvweave.weave.history import ContextHistory
+from kvweave.weave.naming import WORDS
 from kvweave.weave.parts import Snapshot
 from kvweave.weave.putting import NewChunk
 from kvweave.weave.settings import Settings
@@ -88,6 +89,8 @@ class World:
     def state(self) -> tuple[object, ...]:
         """All that a refused verb leaves as it was."""
         engine = self.engine
+        # what was found out of items, to recall them by, stays found out
+        found = sum(n for who, n in engine.shelf.charged() if WORDS in who)
         return (
             [(r.id, r.names, r.tier, r.pinned, r.n_bytes, r.deps) for r in engine.table],
             [
@@ -95,7 +98,7 @@ class World:
                 for c in engine._contexts
             ],
             {r.id: engine.table.contexts_of(r.id) for r in engine.table},
-            (engine.shelf.n_bytes, engine.shelf.budget, len(engine.loop.requests)),
+            (engine.shelf.n_bytes - found, engine.shelf.budget, len(engine.loop.requests)),
             (self.memory.n_steps, [b.value for b in self.blocks]),
         )
 
