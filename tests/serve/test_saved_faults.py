@@ -18,6 +18,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -425,10 +426,10 @@ def test_what_a_server_acknowledged_is_there_after_a_kill(tmp_path: Path) -> Non
     gone: set[str] = set()
     undone: dict[str, bool] = {}
     talks: Counter[str] = Counter()
-    server = launch(tmp_path / "it", "--any-model", "--repair", "none")
+    server, clients = launch(tmp_path / "it", "--any-model", "--repair", "none"), ExitStack()
     try:
         for round_ in range(3):
-            client = server.client()
+            client = clients.enter_context(server.client())
             for n in range(rng.randrange(6, 14)):
                 body = {"input": f"Anna's river {round_} {n} .", **how}
                 kind = rng.randrange(6)
@@ -460,7 +461,7 @@ def test_what_a_server_acknowledged_is_there_after_a_kill(tmp_path: Path) -> Non
                     there.add(client.post("/v1/responses", json=body).json()["id"])
             server.kill()
             server = launch(tmp_path / "it", "--any-model", "--repair", "none")
-            client = server.client()
+            client = clients.enter_context(server.client())
             for id in there:
                 assert client.get(f"/v1/responses/{id}").json()["status"] in (
                     "completed",
@@ -475,5 +476,6 @@ def test_what_a_server_acknowledged_is_there_after_a_kill(tmp_path: Path) -> Non
         assert len(there) > 5 and gone and undone and talks
         server.stop()
     finally:
+        clients.close()
         if server.process.poll() is None:
             server.kill()

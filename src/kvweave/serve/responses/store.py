@@ -47,8 +47,7 @@ MOST_CONVERSATIONS = 256  # of a namespace
 MOST_ITEMS = 16_384  # of a conversation
 MOST_LAPSED = 16_384  # summaries that were taken back, of a namespace: also of those forgotten
 PATIENCE = 2.0  # seconds that an answer waits for the disk
-RESPONSE, COMPACTION, CONVERSATION = "response", "compaction", "conversation"
-LAPSED = "lapsed"
+RESPONSE, COMPACTION, CONVERSATION, LAPSED = "response", "compaction", "conversation", "lapsed"
 Numbers: TypeAlias = "Sequence[int] | None"
 log = logging.getLogger("kvweave.serve")
 
@@ -254,7 +253,7 @@ class NamespaceStore:
         if saved.kind == LAPSED:
             self.compactions.lapsed[saved.id] = LapsedSummary(saved.id, saved.used)
         elif saved.told is None:  # whether it was taken back is not known either
-            if saved.kind == COMPACTION:
+            if saved.kind not in (RESPONSE, CONVERSATION):
                 self._lapse(saved.id)
         elif saved.kind == RESPONSE:
             response = StoredResponse.read(saved.told, saved.items, saved.used)
@@ -335,9 +334,12 @@ class ResponseStore:
         self._of: dict[str, NamespaceStore] = {}
         self._saved = None if home is None else SavedResponses(home / FILE)
         self._noted = time.time()
-        for record in () if self._saved is None else self._saved.load():
+        records = [] if self._saved is None else list(self._saved.load())
+        spaces = {record.namespace for record in records if record.told is not None}
+        for record in records:  # whose a hurt row was nobody knows
             try:
-                self.of(record.namespace).read(record)
+                for space in {record.namespace, *(spaces if record.told is None else ())}:
+                    self.of(space).read(record)
             except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
                 log.warning("%s %r is not read: %r", record.kind, record.id, error)
 
