@@ -5,6 +5,7 @@ from __future__ import annotations
 import oracle
 import pytest
 import torch
+from run.backend import Pooled
 
 from kvweave import Runner
 from kvweave.errors import CannotRun
@@ -12,12 +13,6 @@ from kvweave.run import embed
 from kvweave.run.embed import Embedding
 
 KINDS = ("qwen3", "gemma3", "gpt2", "gpt_neox", "deepseek_v3_latent", "gpt_oss_sinks")
-
-
-class Pooled(Runner):
-    """The way of GPUs: passes are filled up."""
-
-    pooled = True
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import pytest
 import torch
 from oracle import DEVICE
 from recorded import Played
+from run.backend import Pooled
 
 from kvweave.run.base import Work
 from kvweave.run.graphs import Graphs
@@ -19,10 +20,6 @@ from kvweave.weave.passes import Mass
 
 NAMES = ["llama", "gemma2", "gemma3", "gpt_oss_sinks", "llama4_chunked", "smollm3_nope"]
 KINDS = [None, Played] + ([Graphs] if DEVICE.type == "cuda" else [])
-
-
-class Pooled(Runner):
-    pooled = True
 
 
 class Shown(Mass):
