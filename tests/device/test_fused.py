@@ -45,6 +45,15 @@ def normal(*shape: int, dtype: torch.dtype, seed: int) -> Tensor:
     return torch.randn(*shape, generator=made, dtype=torch.float64).to(dtype)
 
 
+def rows_of(shape: tuple[int, int, int, int], n: int, dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:  # fmt: skip
+    """Queries of ``n`` rows, and pools of keys and values."""
+    heads, kv_heads, dim, v_dim = shape
+    pools = [normal(kv_heads, N_SLOTS, d, dtype=dtype, seed=d) for d in (dim, v_dim)]
+    for pool in pools:
+        pool[:, 6:20] = float("nan")  # nobody's
+    return normal(n, heads, dim, dtype=dtype, seed=0), pools
+
+
 def near(found: Tensor, wanted: Tensor, bound: float) -> None:
     torch.testing.assert_close(found.cpu(), wanted, rtol=bound, atol=bound)
 
@@ -60,12 +69,9 @@ def test_every_row_sees_its_interval_as_in_plain_torch(
     softcap: float,
     splits: int,
 ) -> None:
-    heads, kv_heads, dim, v_dim = shape
+    dim = shape[2]
     seen, tiles = cut(window)
-    query = normal(seen.shape[1], heads, dim, dtype=dtype, seed=0)
-    pools = [normal(kv_heads, N_SLOTS, d, dtype=dtype, seed=d) for d in (dim, v_dim)]
-    for pool in pools:
-        pool[:, 6:20] = float("nan")  # nobody's
+    query, pools = rows_of(shape, seen.shape[1], dtype)
     wanted = kernel.interval_attention(query, *pools, seen, tiles, dim**-0.5, softcap)
     there = [t.to(DEVICE) for t in (query, *pools, seen, tiles)]
     found = fused.interval_attention(
@@ -128,12 +134,9 @@ def test_what_rows_pay_is_added_up_as_in_plain_torch(
     softcap: float,
     squared: bool,
 ) -> None:
-    heads, kv_heads, dim, v_dim = shape
+    heads, _, dim, _ = shape
     seen, tiles = cut(window)
-    query = normal(seen.shape[1], heads, dim, dtype=dtype, seed=0)
-    pools = [normal(kv_heads, N_SLOTS, d, dtype=dtype, seed=d) for d in (dim, v_dim)]
-    for pool in pools:
-        pool[:, 6:20] = float("nan")
+    query, pools = rows_of(shape, seen.shape[1], dtype)
     _, lse = kernel.interval_attention(query, *pools, seen, tiles, dim**-0.5, softcap)
     first, last = len(CONTEXTS[0][1]) + 1, len(seen[0]) - 3  # rows of the third context
     rows = torch.arange(first, last)

@@ -13,9 +13,9 @@ from typing import Any
 import httpx
 import pytest
 from needs import need
-from scripted import Script, scripted
-from serve.test_openai import Server, serving
-from serve.test_responses import WEATHER, ask, client_of, refused, result, streamed
+from scripted import Script
+from serve.test_openai import Server
+from serve.test_responses import WEATHER, ask, client_of, refused, result, scripted_server, streamed
 from serve.test_tools import WROTE
 
 openai = need("openai")
@@ -41,12 +41,8 @@ SHAPE = {
 
 @pytest.fixture(scope="module")
 def talk(bundled: Path) -> Iterator[tuple[Server, Script]]:
-    with pytest.MonkeyPatch.context() as patch:
-        engine, script = scripted(bundled, patch)
-        with engine, serving(engine) as server:
-            yield server, script
-            server.settle()
-            server.on_engine(lambda engine: engine.check_integrity())
+    with scripted_server(bundled) as made:
+        yield made
 
 
 def user(text: str) -> dict[str, Any]:

@@ -44,14 +44,21 @@ WEATHER = {
 LONG = "so well then we saw it was a day of rain and some more light on way there . " * 3
 
 
-@pytest.fixture(scope="module")
-def talk(bundled: Path) -> Iterator[tuple[Server, Script]]:
+@contextmanager
+def scripted_server(bundled: Path) -> Iterator[tuple[Server, Script]]:
+    """A server that says what is laid out for it; its engine is checked behind it."""
     with pytest.MonkeyPatch.context() as patch:
         engine, script = scripted(bundled, patch)
         with engine, serving(engine) as server:
             yield server, script
             server.settle()
             server.on_engine(lambda engine: engine.check_integrity())
+
+
+@pytest.fixture(scope="module")
+def talk(bundled: Path) -> Iterator[tuple[Server, Script]]:
+    with scripted_server(bundled) as made:
+        yield made
 
 
 @contextmanager
