@@ -33,7 +33,7 @@ def recording(found: dict[str, Any]) -> list[str]:
     return [
         f"A random model of {setup['parameters'] / 1e9:.1f} B parameters in {setup['dtype']}, decoding behind "
         f"{setup['context']:,} tokens, plainly and recorded in turns ({setup['rounds']} of {setup['block']} steps each, medians; pages of "
-        f"{setup['page']}; {machine['cpu']}, {setup['threads']} thread, load {machine['load_average']}, commit {machine['commit'][:7]}; "
+        f"{setup['page']}; {machine['cpu']}, {setup['threads']} thread{'s' * (setup['threads'] > 1)}, load {machine['load_average']}, commit {machine['commit'][:7]}; "
         "[bench/record.py](../bench/record.py)):",
         "",
         *table(["", "plain", "recorded", "times as much"], rows),

@@ -5,12 +5,16 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
+from probe import synthetic
 
 from kvweave.cli import main, probe_arguments
 from kvweave.probe import PageTrace
 from kvweave.probe.classes import CLASSES
 from kvweave.probe.findings import find
+from kvweave.probe.places import POLICIES
+from kvweave.probe.predict import RANKINGS
 from kvweave.probe.report import page
 
 PROMPT = "Anna's river is cold . so well Omar's metal is hot . what about Anna's river"
@@ -52,6 +56,25 @@ def test_report(recorded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert html.count("<svg") == 3 and "river" in html and "nan" not in html
     assert main(["probe", "report", str(recorded)]) == 0
     assert "oracle" in capsys.readouterr().out
+
+
+def test_report_beside_a_control_and_as_pdf(recorded: Path, tmp_path: Path) -> None:
+    page, paper = tmp_path / "r.html", tmp_path / "r.pdf"
+    args = ["probe", "report", str(recorded), "--control", str(recorded), "-q", "--out"]
+    assert main([*args, str(page)]) == 0 and main([*args, str(paper)]) == 0
+    assert "<td>+0.00 [+0.00, +0.00]</td>" in page.read_text()
+    written = paper.read_bytes()
+    assert written.startswith(b"%PDF") and written.count(b"/Type /Page ") == 6
+
+
+def test_a_trace_of_another_model_is_not_set_beside_another(recorded: Path, tmp_path: Path) -> None:
+    other = synthetic.trace(
+        tmp_path / "b.kvt",
+        synthetic.steps(np.random.default_rng(0).random((4, 30, 30))),
+        prompt=100,
+    )
+    html = page([find(PageTrace(recorded))], find(other))
+    assert "another model" in html
 
 
 def test_a_label_is_text_in_a_page(recorded: Path) -> None:
@@ -110,6 +133,36 @@ def test_replay(recorded: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert late["miss_rate"] > 0 and plain["miss_rate"] > 0  # nothing comes in a nanosecond
 
 
+def test_replay_past_several_tiers(recorded: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tiers = ["--tiers", "dram:0.1:25e9:1e-5,ssd:1:3e9:1e-4", "--budget", "0.1"]
+    args = ["probe", "replay", str(recorded), *tiers]
+    n_layers = len(set(PageTrace(recorded).header.layers.tolist()))
+    sizes = ",".join(["8192"] * n_layers)
+    assert main([*args, "--page-bytes", sizes, "--json"]) == 0
+    rows = {r["ranking"]: r for r in json.loads(capsys.readouterr().out)["results"]}
+    assert [*rows] == [*probe_arguments.RANKINGS, *probe_arguments.POLICIES]
+    assert rows["recent"]["misses"].keys() == {"dram", "ssd"} and rows["recent"]["sunk_a_step"] > 0
+    assert main(args) == 0
+    assert "ssd" in capsys.readouterr().out
+    for wrong, says in (
+        (["--bandwidth", "1e9"], "one of the two"),
+        (["--page-bytes", "8192,1"], "one for each layer"),
+        (["--page-bytes", "x"], "one for each layer"),
+        (["--tiers", "dram"], "NAME:SHARE"),
+    ):
+        assert main([*args, *wrong]) != 0
+        assert says in capsys.readouterr().err
+
+
+def test_cost(recorded: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    args = ["probe", "cost", str(recorded), "--ranking", "recent,oracle"]
+    assert main([*args, "--json"]) == 0
+    rows = {r["ranking"]: r for r in json.loads(capsys.readouterr().out)["results"]}
+    assert 0 <= rows["oracle"]["missed"] < rows["recent"]["missed"] and rows["recent"]["error"] > 0
+    assert main([*args, "--budget", "1", "-q"]) == 0
+    assert "off by" in capsys.readouterr().out
+
+
 def test_ablate(recorded: Path, capsys: pytest.CaptureFixture[str]) -> None:
     args = ["probe", "ablate", str(recorded), "--share", "0.5", "--classes", "early,late"]
     assert main([*args, "--tokens", "9", "--json"]) == 0
@@ -125,6 +178,8 @@ def test_ablate(recorded: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_names_of_arguments_are_those_there_are() -> None:
     assert probe_arguments.CLASSES == tuple(CLASSES)
+    assert probe_arguments.RANKINGS == tuple(RANKINGS)
+    assert probe_arguments.POLICIES == tuple(POLICIES)
 
 
 @pytest.mark.parametrize(
@@ -133,6 +188,7 @@ def test_names_of_arguments_are_those_there_are() -> None:
         (["report", "missing.kvt"], "no file"),
         (["replay", "missing.kvt"], "no file"),
         (["ablate", "missing.kvt"], "no file"),
+        (["cost", "missing.kvt"], "no file"),
         (["record", "so well", "--out", "a.kvt", "--rule", "cober:1"], "did you mean cover"),
     ],
 )

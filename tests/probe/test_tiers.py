@@ -10,6 +10,7 @@ import pytest
 from probe import synthetic
 
 from kvweave.errors import InvalidArgument
+from kvweave.probe.places import POLICIES, Places
 from kvweave.probe.recalling import PageBudget
 from kvweave.probe.tiers import Setting, SlowTier, play
 from kvweave.probe.trace import PageTrace
@@ -150,3 +151,114 @@ def test_settings_that_make_no_sense(tmp_path: Path) -> None:
             wrong(deadline=1.0)
     with pytest.raises(InvalidArgument, match="did you mean recent"):
         play(in_turn(tmp_path / "a.kvt"), "recnet")
+
+
+def levels_by_hand(
+    reads: list[set[int]], n_pages: int, keep: int, rooms: list[int]
+) -> tuple[list[list[int]], list[int]]:
+    """Misses at each tier and pages that sank, step by step: one head, LRU, page by page."""
+    fast: set[int] = set()
+    below, last = dict.fromkeys(range(n_pages), 0), dict.fromkeys(range(n_pages), -1)
+    misses, sunk = [], []
+    for t, step in enumerate(reads):
+        counts = [0] * (len(rooms) + 1)
+        for page in step - fast:
+            counts[below[page]] += 1
+        misses.append(counts)
+        for page in step:
+            last[page] = t
+        fast = set(sorted(fast | step, key=lambda p: (last[p], p))[-keep:])
+        for page in fast:
+            below[page] = 0
+        moved = 0
+        for i, room in enumerate(rooms):
+            own = sorted(
+                (p for p in below if p not in fast and below[p] == i), key=lambda p: (last[p], p)
+            )
+            for page in own[: max(0, len(own) - room)]:
+                below[page] = i + 1
+                moved += 1
+        sunk.append(moved)
+    return misses, sunk
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_pages_sink_where_there_is_no_room(seed: int, tmp_path: Path) -> None:
+    rng = np.random.default_rng(seed)
+    n_pages, n = 20, 60
+    mass = (rng.random((1, n_pages, n)) < 0.12) * rng.random((1, n_pages, n))
+    some = synthetic.steps(mass)
+    trace = synthetic.trace(tmp_path / "a.kvt", some, page=1000, prompt=19001)
+    tiers = [
+        SlowTier("dram", 1e9, 0.001, share=0.15),
+        SlowTier("ssd", 1e6, 0.5, share=0.3),
+        SlowTier("remote", 1e5, 3.0),
+    ]
+    how = Setting(page_bytes=1000, budget=PageBudget(0.2, 0, 0))
+    found = play(trace, "recent", tiers, how)
+    reads = [set(np.flatnonzero(some.access[0, :, t]).tolist()) for t in range(n)]
+    misses, sunk = levels_by_hand(reads, n_pages, 4, [3, 6])
+    assert found.misses.tolist() == [sum(m) for m in misses]
+    assert [*found.by_tier.values()] == np.sum(misses, 0).tolist()
+    assert all(found.by_tier.values())  # each tier is asked
+    assert found.sunk.tolist() == [1000 * m for m in sunk]
+    slowest = [
+        max(t.seconds(1000 * m, m) for t, m in zip(tiers, each, strict=True)) for each in misses
+    ]
+    assert np.allclose(found.stalls, slowest)
+
+
+def test_pages_of_each_form_take_what_a_budget_has(tmp_path: Path) -> None:
+    rng = np.random.default_rng(3)
+    heads, n = 4, 42
+    scores, budget = rng.random((heads, n)), PageBudget(0.25, 1, 1)
+    held = {name: POLICIES[name](budget, heads) for name in POLICIES}
+    plain = Places(budget, heads).holds(scores, n)[:, 1:-1]
+    assert (plain.sum(1) == 10).all()
+    bits = held["diffkv"].holds(scores, n)[:, 1:-1].sum(1)
+    assert (bits == 40).all()  # 13 of 6 bits and 27 of 3 in the bytes of ten of 16
+    by_head = held["flexicache"]
+    reads = np.zeros((heads, n), bool)
+    for t in range(5):  # heads 0 and 1 read the same again, the others never
+        reads[:2, 3] = True
+        reads[2:] = np.arange(n) == t + 4
+        by_head.see(reads)
+    found = by_head.holds(scores, n)[:, 1:-1]
+    assert found.sum(1).tolist() == [5, 5, 15, 15] and found.sum() == plain.sum()
+    for head, row in enumerate(found):
+        inner = scores[head, 1:-1]
+        assert inner[row].min() > inner[~row].max()
+
+
+def test_policies_of_papers_are_played(tmp_path: Path) -> None:
+    mass = np.random.default_rng(4).random((4, 24, 50)) ** 5
+    some = synthetic.steps(mass, over=0.4)
+    trace = synthetic.trace(tmp_path / "a.kvt", some, page=1000, prompt=23001)
+    how = Setting(1000, budget=PageBudget(0.25, 0, 0))
+    found = {name: play(trace, name, None, how) for name in ("newest", *POLICIES)}
+    assert np.array_equal(found["ttkv"].misses, found["newest"].misses)
+    assert np.allclose(found["ttkv"].fetched, found["newest"].fetched / 2)
+    assert 0 < found["diffkv"].miss_rate < found["newest"].miss_rate
+    assert np.allclose(found["diffkv"].fetched, found["diffkv"].misses * 187.5)
+    assert found["flexicache"].misses.sum() > 0
+
+
+def test_tiers_that_make_no_sense(tmp_path: Path) -> None:
+    assert SlowTier.parse("ssd:0.5:3e9:1e-4") == SlowTier("ssd", 3e9, 1e-4, 0.0, 0.5)
+    assert SlowTier.parse("ssd:1:3e9:1e-4:2e-6").each == 2e-6
+    for text in (
+        "ssd",
+        "ssd:1:3e9",
+        "ssd:a:1:1",
+        ":1:1:1",
+        "ssd:1:1:1:1:1",
+        "ssd:0:1:1",
+        "ssd:1:0:1",
+    ):
+        with pytest.raises(InvalidArgument):
+            SlowTier.parse(text)
+    trace = in_turn(tmp_path / "a.kvt")
+    with pytest.raises(InvalidArgument, match="two have one name"):
+        play(trace, "recent", [SlowTier("a"), SlowTier("a")])
+    with pytest.raises(InvalidArgument, match="nan"):
+        SlowTier(bandwidth=float("nan"))

@@ -98,7 +98,6 @@ VERBS = (
     ),
 )
 FILES, TEXT, UPKEEP = "kvweave.cli.files", "kvweave.cli.text", "kvweave.cli.upkeep"
-PROBE = "kvweave.cli.probe"
 COMMANDS = {
     command.name: command
     for command in (
@@ -255,42 +254,11 @@ COMMANDS = {
             arguments.nothing,
             examples=("kvweave status --url http://127.0.0.1:8700",),
         ),
-        Command(
-            "probe record",
-            f"{PROBE}:record",
-            "Decode, and write down what each token reads of its KV.",
-            probe_arguments.record,
-            "A plain decode of one prompt; what it says goes to stdout. The trace has, by step, layer, kv\n"
-            "head and page, how much attention there is and which pages count as read.",
-            ("kvweave probe record 'what about the river' --out river.kvt --max-tokens 64",),
-            remote=False,
-        ),
-        Command(
-            "probe report",
-            f"{PROBE}:report",
-            "Say what page traces have in them: reuse, recall of rankings, stability of heads.",
-            probe_arguments.report,
-            "--out writes a page with a paragraph and a figure a question, from the traces alone.",
-            ("kvweave probe report thinking.kvt plain.kvt --out report.html",),
-            remote=False,
-        ),
-        Command(
-            "probe replay",
-            f"{PROBE}:replay",
-            "Play a page trace past a fast and a slow tier: what misses cost, by ranking.",
-            probe_arguments.replay,
-            examples=("kvweave probe replay river.kvt --budget 0.1 --bandwidth 3e9 --ahead",),
-            remote=False,
-        ),
-        Command(
-            "probe ablate",
-            f"{PROBE}:ablate",
-            "Let pages go in the middle of a recorded decode: how right the rest is, by class of page.",
-            probe_arguments.ablate,
-            "Each class frees the same bytes. The rest is compared with what the model says when nothing\n"
-            "goes: the next token behind that (forced), and its own greedy decode (free).",
-            ("kvweave probe ablate river.kvt --at 0.5 --share 0.3 --classes early,late,random",),
-            remote=False,
+        *(
+            Command(
+                f"probe {verb}", f"kvweave.cli.probe:{verb}", summary, add, more, examples, False
+            )
+            for verb, summary, add, more, examples in probe_arguments.VERBS
         ),
         *(
             Command(f"context {verb}", f"{CONTEXTS}:{verb}", summary, add, more, examples)

@@ -8,16 +8,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from kvweave.cli.home import model_of, quieten
 from kvweave.cli.show import Out, size
 from kvweave.cli.text import sampling_of
 from kvweave.engine import Engine
-from kvweave.errors import of_system
+from kvweave.errors import InvalidArgument, of_system
 from kvweave.keep.tokens.access import Rule
 from kvweave.probe.ablation import Ablation, Eviction
 from kvweave.probe.ablation import ablate as ablation
-from kvweave.probe.findings import find
+from kvweave.probe.cost import miss_cost
+from kvweave.probe.findings import Findings, find
 from kvweave.probe.marks import marks
+from kvweave.probe.places import POLICIES
 from kvweave.probe.predict import RANKINGS
 from kvweave.probe.recalling import PageBudget
 from kvweave.probe.recorder import Recording
@@ -53,13 +57,13 @@ def report(args: Namespace) -> None:
     """Say what traces have in them, as a table, JSON or a page."""
     out, budget, found = Out.of(args), PageBudget(args.budget), []
     traces = [PageTrace(name) for name in args.traces]
-    with out.progress("steps", sum(trace.n_steps for trace in traces)) as advance:
+    beside = PageTrace(args.control) if args.control else None
+    every = [*traces, *([beside] if beside else [])]
+    with out.progress("steps", sum(trace.n_steps for trace in every)) as advance:
         found = [find(trace, budget, advance) for trace in traces]
+        control = find(beside, budget, advance) if beside else None
     if args.out:
-        try:
-            Path(args.out).write_text(page(found))
-        except OSError as error:
-            raise of_system(error, "write", args.out) from error
+        _write(Path(args.out), found, control)
         out.note(f"wrote {args.out}")
     if out.as_json:
         out.data({"budget": args.budget, "traces": [each.as_json() for each in found]})
@@ -79,33 +83,75 @@ def report(args: Namespace) -> None:
             out.note(f"{each.label}: {marked(each)}")
 
 
+def _write(path: Path, found: list[Findings], control: Findings | None) -> None:
+    """Write a report, HTML or PDF by the file's name."""
+    try:
+        if path.suffix == ".pdf":
+            from kvweave.probe.paper import pdf
+
+            pdf(path, found, control)
+        else:
+            path.write_text(page(found, control))
+    except OSError as error:
+        raise of_system(error, "write", path) from error
+
+
 def replay(args: Namespace) -> None:
-    """Play a trace past tiers, one ranking after the other."""
+    """Play a trace past tiers, one ranking or policy after the other."""
     out, trace = Out.of(args), PageTrace(args.trace)
-    tier = SlowTier("slow", args.bandwidth, args.latency, args.each)
+    tiers = tiers_of(args)
     ahead, budget = args.ahead or args.deadline is not None, PageBudget(args.budget)
-    setting = Setting(args.page_bytes, args.decode, 0.0, ahead, args.deadline, budget)
-    names = list(RANKINGS) if args.ranking == ["all"] else args.ranking
-    played = [play(trace, name, tier, setting) for name in names]
+    sizes = page_bytes(args.page_bytes, trace)
+    setting = Setting(sizes, args.decode, 0.0, ahead, args.deadline, budget)
+    names = [*RANKINGS, *POLICIES] if args.ranking == ["all"] else args.ranking
+    played = [play(trace, name, tiers, setting) for name in names]
     if out.as_json:
         rows = [
             {
                 "ranking": p.ranking, "miss_rate": p.miss_rate, "stall_s": p.stall,
-                "bytes_a_step": float(p.fetched.mean()),
+                "bytes_a_step": float(p.fetched.mean()), "sunk_a_step": float(p.sunk.mean()),
+                "misses": dict(p.by_tier),
             }
             for p in played
         ]  # fmt: skip
         out.data({"trace": str(trace.path), "steps": trace.n_steps, "results": rows})
         return
-    head = ("ranking", "reads missed", "stall a step, ms", "bytes a step")
-    out.table(
-        head,
-        [
-            (p.ranking, f"{p.miss_rate:.1%}", f"{p.stall * MS:.3f}", f"{p.fetched.mean():,.0f}")
-            for p in played
-        ],
-        1,
-    )
+    several = [tier.name for tier in tiers] if len(tiers) > 1 else []
+    head = ("ranking", "reads missed", *several, "stall a step, ms", "bytes a step")
+    body = [
+        (
+            p.ranking, f"{p.miss_rate:.1%}",
+            *(f"{p.by_tier[name] / max(1, p.reads):.1%}" for name in several),
+            f"{p.stall * MS:.3f}", f"{p.fetched.mean():,.0f}",
+        )
+        for p in played
+    ]  # fmt: skip
+    out.table(head, body, 1)
+
+
+def tiers_of(args: Namespace) -> list[SlowTier]:
+    """Return the slow tiers that a command line tells of. Raises InvalidArgument."""
+    one = {name: getattr(args, name) for name in ("bandwidth", "latency", "each")}
+    given = {name: value for name, value in one.items() if value is not None}
+    if args.tiers is None:
+        return [SlowTier("slow", **given)]
+    if given:
+        raise InvalidArgument(min(given), "--tiers says it of each", "one of the two")
+    return [SlowTier.parse(each) for each in args.tiers]
+
+
+def page_bytes(words: list[str], trace: PageTrace) -> list[float]:
+    """Return [head] bytes of a page, of one number or one a layer. Raises InvalidArgument."""
+    layers = np.unique(trace.header.layers)
+    try:
+        sizes = [int(word) for word in words]
+    except ValueError:
+        sizes = []
+    if len(sizes) not in (1, len(layers)) or min(sizes) < 1:
+        reason = f"{','.join(words)!r} is neither one number of bytes nor {len(layers)}"
+        raise InvalidArgument("page-bytes", reason, "one for each layer that has pages")
+    each = dict(zip(layers.tolist(), sizes * (len(layers) // len(sizes)), strict=True))
+    return [float(each[layer]) for layer, _ in trace.header.heads]
 
 
 def ablate(args: Namespace) -> None:
@@ -131,6 +177,22 @@ def ablate(args: Namespace) -> None:
     out.table(head, rows, 1)
     for note in _notes(found):
         out.note(note)
+
+
+def cost(args: Namespace) -> None:
+    """Say how far outputs of heads are off without what rankings would have missed."""
+    out, trace, budget = Out.of(args), PageTrace(args.trace), PageBudget(args.budget)
+    names = list(RANKINGS) if args.ranking == ["all"] else args.ranking
+    quieten(args)
+    with Engine(model_of(args)) as engine, out.progress("steps", trace.n_steps) as advance:
+        found = miss_cost(engine, trace, names, budget, advance)
+    rows = {n: (found.mean(n, "missed"), found.mean(n)) for n in found.error}
+    if out.as_json:
+        told = [{"ranking": n, "missed": a, "error": b} for n, (a, b) in rows.items()]
+        out.data({"trace": str(trace.path), "steps": trace.n_steps, "results": told})
+        return
+    head = ("ranking", "attention missed", "output off by")
+    out.table(head, [(n, f"{a:.1%}", f"{b:.1%}") for n, (a, b) in rows.items()], 1)
 
 
 def _notes(found: Ablation) -> list[str]:

@@ -5,11 +5,13 @@ from __future__ import annotations
 from argparse import ArgumentParser
 
 from kvweave.cli.arguments import sampling
+from kvweave.cli.memory_arguments import Add
 from kvweave.cli.values import positive, share, words
 
 RANKINGS = (
     "newest", "recent", "cumulative", "ema", "recurrence", "stability", "milestone", "random", "oracle",
 )  # fmt: skip
+POLICIES = ("ttkv", "flexicache", "diffkv")
 CLASSES = ("milestone", "other", "early", "late", "random", "high", "low", "stable", "unstable", "scattered")  # fmt: skip
 
 
@@ -37,7 +39,12 @@ def record(p: ArgumentParser) -> None:
 def report(p: ArgumentParser) -> None:
     """Add what `kvweave probe report` takes."""
     p.add_argument("traces", nargs="+", metavar="FILE", help="traces (.kvt)")
-    p.add_argument("--out", metavar="FILE", help="page to write (.html)")
+    p.add_argument("--out", metavar="FILE", help="page to write (.html, or .pdf)")
+    p.add_argument(
+        "--control",
+        metavar="FILE",
+        help="a trace (.kvt) without thinking, to set the others beside",
+    )
     p.add_argument(
         "--budget", type=share, default=0.2, metavar="SHARE", help="of pages in recall (0.2)"
     )
@@ -51,34 +58,31 @@ def replay(p: ArgumentParser) -> None:
         type=words,
         default=["all"],
         metavar="LIST",
-        help=f"some of {', '.join(RANKINGS)}; or all (all)",
+        help=f"some of {', '.join(RANKINGS + POLICIES)}; or all (all)",
     )
     p.add_argument(
         "--budget", type=share, default=0.2, metavar="SHARE", help="of pages in the fast tier (0.2)"
     )
     p.add_argument(
-        "--bandwidth",
-        type=float,
-        default=25e9,
-        metavar="N",
-        help="of the slow one, bytes a second (25e9)",
+        "--bandwidth", type=float, metavar="N", help="of the slow one, bytes a second (25e9)"
     )
     p.add_argument(
-        "--latency",
-        type=float,
-        default=1e-5,
-        metavar="S",
-        help="of it, once a step that fetches (1e-5)",
+        "--latency", type=float, metavar="S", help="of it, once a step that fetches (1e-5)"
     )
+    p.add_argument("--each", type=float, metavar="S", help="of it, for each page besides (0)")
     p.add_argument(
-        "--each", type=float, default=0.0, metavar="S", help="of it, for each page besides (0)"
+        "--tiers",
+        type=words,
+        metavar="LIST",
+        help="several slow ones instead, the nearest first: NAME:SHARE of a head's pages:BANDWIDTH:LATENCY, as in "
+        "dram:0.3:25e9:1e-5,ssd:0.6:3e9:1e-4,remote:1:1e9:1e-3",
     )
     p.add_argument(
         "--page-bytes",
-        type=positive,
-        default=8192,
-        metavar="N",
-        help="of a page of one head (8192)",
+        type=words,
+        default=["8192"],
+        metavar="LIST",
+        help="of a page of one head; one for all, or one for each layer that has pages (8192)",
     )
     p.add_argument("--decode", type=float, default=0.03, metavar="S", help="a step takes (0.03)")
     p.add_argument(
@@ -120,3 +124,60 @@ def ablate(p: ArgumentParser) -> None:
         help="whether pages of the prompt may go too (decoded)",
     )
     p.add_argument("--seed", type=int, default=0, metavar="N", help="of what is random (0)")
+
+
+def cost(p: ArgumentParser) -> None:
+    """Add what `kvweave probe cost` takes."""
+    p.add_argument("trace", metavar="FILE", help="trace (.kvt)")
+    p.add_argument(
+        "--ranking",
+        type=words,
+        default=["all"],
+        metavar="LIST",
+        help=f"some of {', '.join(RANKINGS)}; or all (all)",
+    )
+    p.add_argument("--budget", type=share, default=0.2, metavar="SHARE", help="of pages (0.2)")
+
+
+VERBS: tuple[tuple[str, str, Add, str, tuple[str, ...]], ...] = (
+    (
+        "record",
+        "Decode, and write down what each token reads of its KV.",
+        record,
+        "A plain decode of one prompt; what it says goes to stdout. The trace has, by step, layer, kv\n"
+        "head and page, how much attention there is and which pages count as read.",
+        ("kvweave probe record 'what about the river' --out river.kvt --max-tokens 64",),
+    ),
+    (
+        "report",
+        "Say what page traces have in them: reuse, recall of rankings, stability of heads.",
+        report,
+        "--out writes a page with a paragraph and a figure a question, from the traces alone.",
+        ("kvweave probe report thinking.kvt --control plain.kvt --out report.html",),
+    ),
+    (
+        "replay",
+        "Play a page trace past a fast tier and slower ones: what misses cost, by ranking or policy.",
+        replay,
+        "",
+        (
+            "kvweave probe replay river.kvt --budget 0.1 --bandwidth 3e9 --ahead",
+            "kvweave probe replay river.kvt --ranking diffkv,oracle --tiers dram:0.3:25e9:1e-5,ssd:1:3e9:1e-4",
+        ),
+    ),
+    (
+        "cost",
+        "How far heads' outputs are off without the pages that a ranking would not have had.",
+        cost,
+        "Takes the recorded decode up again, with its tokens: attention that is missed, weighed with values.",
+        ("kvweave probe cost river.kvt --ranking recent,oracle --budget 0.2",),
+    ),
+    (
+        "ablate",
+        "Let pages go in the middle of a recorded decode: how right the rest is, by class of page.",
+        ablate,
+        "Each class frees the same bytes. The rest is compared with what the model says when nothing\n"
+        "goes: the next token behind that (forced), and its own greedy decode (free).",
+        ("kvweave probe ablate river.kvt --at 0.5 --share 0.3 --classes early,late,random",),
+    ),
+)

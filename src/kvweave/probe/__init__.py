@@ -6,10 +6,11 @@
     distance   how far apart the reads of a page are                       KU1
     shares     how unequal pages are                                       KU1
     recalling  which ranking would have had what is read (predict)         KU2
+    cost       how far heads' outputs are off without what was missed      KU2
     heads      whether heads stay what they are; milestones                KU3, KU4
     ablation   what becomes of a decode when pages go: which (classes)     KU5
-    tiers      what misses cost on tiers that are slower
-    report     all of it as one page
+    tiers      what misses cost on tiers that are slower (places: policies of papers)
+    report     all of it as one page (paper: as PDF)
 """
 
 from kvweave.keep.tokens.access import Rule

@@ -145,7 +145,7 @@ def ablate(
     if any(info.mixer is not None for info in backend.layers):
         reason = "it keeps states, which have seen every row and let go of none"
         raise InvalidArgument("model", reason, "one of attention alone")
-    prompt = _prompt(backend, trace)
+    prompt = prompt_of(backend, trace)
     step = round(how.at * trace.n_steps)
     if not 0 < step < trace.n_steps:
         reason = f"{how.at:g} of {trace.n_steps} steps leaves none on one side"
@@ -169,7 +169,7 @@ def ablate(
     return Ablation(step, len(pages), wanted, n_pages, reference, control, results, skipped)
 
 
-def _prompt(backend: Backend, trace: PageTrace) -> Ints:
+def prompt_of(backend: Backend, trace: PageTrace) -> Ints:
     """Return the prompt of a trace that this engine can take up. Raises InvalidArgument, CannotRun."""
     backend.require_run()
     header, notes = trace.header, trace.notes

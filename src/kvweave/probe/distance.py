@@ -38,8 +38,12 @@ class Distances:
 
     def median(self, which: str = "stack", decile: int | None = None) -> float:
         """Return the distance that half of the accesses do not pass; NaN where there is none."""
+        return self.quantile(0.5, which, decile)
+
+    def quantile(self, share: float, which: str = "stack", decile: int | None = None) -> float:
+        """Return the distance that so many of the accesses do not pass; NaN where there is none."""
         cdf = self.cdf(which, decile)
-        return float(np.searchsorted(cdf, 0.5)) if len(cdf) else float("nan")
+        return float(np.searchsorted(cdf, share)) if len(cdf) else float("nan")
 
 
 class ReuseDistances:

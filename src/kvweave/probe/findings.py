@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +28,12 @@ class Estimate:
     high: float
 
     def __str__(self) -> str:
-        return f"{self.mean:.2f} [{self.low:.2f}, {self.high:.2f}]"
+        return format(self, "")
+
+    def __format__(self, sign: str) -> str:
+        """With ``+`` all numbers have a sign."""
+        mean, low, high = (f"{value:{sign}.2f}" for value in (self.mean, self.low, self.high))
+        return f"{mean} [{low}, {high}]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +53,7 @@ class Findings:
     ]  # stability of heads in both halves: overlap of the top, rank correlation
     milestones: Overlap | None
     stability: Numbers  # [head]
+    by_head: Mapping[str, Numbers]  # what `top`, `gini` and `alike` are the means of
 
     def as_json(self) -> dict[str, Any]:
         """Return the numbers, JSON-ready."""
@@ -110,22 +116,24 @@ def find(
         if progress is not None:
             progress(1)
     first, last = budget.between(trace.n_pages)
-    per_step = (total / np.maximum(age, 1))[:, first:last]
+    per_step = (total / np.maximum(age, 1))[:, first:last].astype(np.float32)
     stable = stability(whole)
+    by_head = {"top": top_share(per_step), "gini": gini(per_step), "alike": stable}
     recalled = recall(trace, budget)
     marks = trace.notes.get("milestones")
     return Findings(
         str(trace.notes.get("label") or trace.path.stem),
         trace,
         counter.found(),
-        estimate(top_share(per_step.astype(np.float32))),
-        estimate(gini(per_step.astype(np.float32))),
+        estimate(by_head["top"]),
+        estimate(by_head["gini"]),
         recalled,
         _inflection(recalled),
         estimate(stable),
         rank_overlap(stability(whole, 0, half), stability(whole, half)),
         _milestones(trace, marks),
         stable,
+        by_head,
     )
 
 
