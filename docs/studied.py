@@ -1,11 +1,7 @@
-"""The numbers and the figure of docs/study.md: how chains of thought use their KV.
-
-``python docs/studied.py`` draws docs/study.png from bench/results/study.json.
-"""
+"""The numbers of docs/study.md: how chains of thought use their KV. `study_figure.py` draws."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +10,7 @@ import numpy as np
 from tables import table
 
 ROOT = Path(__file__).parents[1]
-RESULT, FIGURE = ROOT / "bench" / "results" / "study.json", ROOT / "docs" / "study.png"
+RESULT = ROOT / "bench" / "results" / "study.json"
 FAMILIES = ("program", "walk", "search", "sum", "verify", "list")
 CONTROL = "list"
 RULES = ("newest", "recent", "cumulative", "ema", "recurrence", "stability", "milestone", "oracle")
@@ -49,6 +45,7 @@ def studied(found: dict[str, Any] | None) -> str:
         *_scores(found["scores"]),
         *_reuse(found["traces"]),
         *_recency(found["predict"], found["traces"]),
+        *_costs(found.get("cost", [])),
         *_heads(found["traces"], found["heads"]),
         *_milestones(found["traces"]),
         *_cascade(found["ablate"]),
@@ -243,6 +240,29 @@ def _recency(predicted: Sequence[Row], traces: Sequence[Row]) -> list[str]:
     ]
 
 
+def _costs(rows: Sequence[Row]) -> list[str]:
+    """Return what missed attention is worth, by ranking."""
+    if not rows:
+        return []
+    names, models = list(rows[0]["costs"]), sorted({r["model"] for r in rows})
+    body = []
+    for name in names:
+        cells = [
+            interval([r["costs"][name][which] for r in by(rows, model=model)])
+            for model in models
+            for which in ("missed", "error")
+        ]
+        body.append([name, *cells])
+    head = ["ranking", *(f"`{m}`, {w}" for m in models for w in ("missed", "off by"))]
+    return [
+        f"What misses cost: the share of a head's attention that is missed with a fifth of the pages, and how far its output is off by it "
+        f"(the others' attention renormalised, norm of the difference over the norm), the mean over heads and steps of {len(rows)} traces, the control's too:",
+        "",
+        *table(head, body),
+        "",
+    ]
+
+
 def _heads(traces: Sequence[Row], pairs: Sequence[Row]) -> list[str]:
     models = list(dict.fromkeys(r["model"] for r in traces))
     thinking = [p for p in pairs if CONTROL not in (p["a"], p["b"])]
@@ -353,64 +373,3 @@ def _stalls(rows: Sequence[Row]) -> list[str]:
         *table(["ranking", "stall a step, ms", "kB a step", "control, ms"], body),
         "",
     ]
-
-
-def draw(found: dict[str, Any]) -> None:
-    """Draw the figure: recall by ranking and family, recency over the decode, the cascade."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(10, 6.4), layout="constrained", dpi=120)
-    axes = figure.subplots(2, 2).ravel()
-    wide = 0.8 / len(RULES)
-    for i, name in enumerate(RULES):
-        means = [
-            np.mean([r["recall"][name] for r in by(found["predict"], family=f)]) for f in FAMILIES
-        ]
-        color = "black" if name == "oracle" else None
-        axes[0].bar(np.arange(len(FAMILIES)) + i * wide - 0.4, means, wide, label=name, color=color)
-    axes[0].set_xticks(range(len(FAMILIES)), FAMILIES)
-    axes[0].set_title("Attention that a fifth of the pages holds", fontsize=10)
-    axes[0].set_ylim(0, 1)
-    axes[0].legend(frameon=False, fontsize=7, ncols=4)
-    for f in FAMILIES:
-        parts = np.array(
-            [r["recall_by_decile"]["recent"] for r in by(found["traces"], family=f)], float
-        )
-        axes[1].plot(
-            range(1, 11),
-            np.nanmean(parts, 0),
-            marker=".",
-            label=f,
-            ls="--" if f == CONTROL else "-",
-        )
-    axes[1].set_ylim(0, 1)
-    axes[1].set_title("The same of `recent`, by tenth of the decode", fontsize=10)
-    axes[1].legend(frameon=False, fontsize=7, ncols=2)
-    models = list(found["scores"])
-    for i, m in enumerate(models):
-        means = [
-            np.mean([r["reuse_distance"]["0.9"] for r in by(found["traces"], model=m, family=f)])
-            for f in FAMILIES
-        ]
-        axes[2].bar(np.arange(len(FAMILIES)) + 0.25 * (i - 1), means, 0.25, label=m)
-    axes[2].set_xticks(range(len(FAMILIES)), FAMILIES)
-    axes[2].set_title("Stack distance that nine of ten reads do not pass, pages", fontsize=10)
-    axes[2].legend(frameon=False, fontsize=7)
-    for key, mark in (("forced", "o"), ("free", "x")):
-        means = [
-            np.mean([c[key] for r in found["ablate"] for c in r["results"] if c["class"] == name])
-            for name in CLASSES
-        ]
-        axes[3].plot(means, range(len(CLASSES)), mark, label=key)
-    axes[3].set_yticks(range(len(CLASSES)), CLASSES)
-    axes[3].invert_yaxis()
-    axes[3].set_title("Right words after pages of a class went", fontsize=10)
-    axes[3].legend(frameon=False, fontsize=8)
-    for each in axes:
-        each.grid(True, color="#dddddd", linewidth=0.6)
-        each.set_axisbelow(True)
-    figure.savefig(FIGURE)
-
-
-if __name__ == "__main__":
-    draw(json.loads(RESULT.read_text()))

@@ -30,6 +30,11 @@ def trace_of(engine: Engine, model: str, task: Task, to: Path) -> None:
         "family": task.family,
         "milestones": marks,
     }
+    if task.family == "verify":
+        n = len(task.words) - task.start
+        half = n * 6 // 8  # lines of six words, then two words for each
+        spans = (("derive", 0, half), ("verify", half, n))
+        notes["phases"] = [{"name": a, "first": b, "stop": c} for a, b, c in spans]
     wanted = ids(engine, task.words)
     notes["wanted"] = wanted[task.start :]
     sampling = Sampling(max_tokens=len(task.words) - task.start, ignore_eos=True)

@@ -19,6 +19,7 @@ from common import RESULTS, machine, progress
 
 from kvweave.keep.tokens.signals import Weights
 from kvweave.probe import Eviction, PageTrace, ablate, recall
+from kvweave.probe.cost import miss_cost
 from kvweave.probe.findings import find
 from kvweave.probe.heads import rank_overlap, stability
 from kvweave.probe.milestone import Milestone
@@ -29,6 +30,7 @@ from study.score import ONLY, WORDS, models, opened, score
 from study.tasks import FAMILIES
 
 SIMPLE = ("newest", "recent", "cumulative", "ema", "recurrence", "stability", "random", "oracle")
+WEIGHED = ("newest", "recent", "cumulative", "ema", "random", "oracle")
 MARKED = ("program", "search", "verify")  # chains that have milestones
 AT = (0.4, 0.6)  # where pages are taken away
 TIER = SlowTier("slow", 0.5e9, 20e-6)  # a page of a head in the time of a step, about
@@ -158,6 +160,23 @@ def ablated(n: int, tick: Tick) -> list[dict[str, Any]]:
     return rows
 
 
+def costs(n: int, tick: Tick) -> list[dict[str, Any]]:
+    """Return how far outputs of heads are off without what rankings would have missed (KU2)."""
+    rows = []
+    for model in models():
+        with opened(model) as engine:
+            for family in FAMILIES:
+                for i in range(n):
+                    found = miss_cost(engine, PageTrace(where(model, family, i)), WEIGHED)
+                    told = {
+                        name: {w: round(found.mean(name, w), 4) for w in ("missed", "error")}
+                        for name in WEIGHED
+                    }
+                    rows.append({"model": model, "family": family, "i": i, "costs": told})
+                    tick(f"{model} {family} {i}")
+    return rows
+
+
 def beside(old: Any, new: Any) -> Any:
     """Return what was found now beside what was found of other models."""
     if isinstance(new, dict):
@@ -167,7 +186,7 @@ def beside(old: Any, new: Any) -> Any:
     )
 
 
-PARTS = ("scores", "record", "traces", "predict", "ablate")
+PARTS = ("scores", "record", "traces", "predict", "ablate", "cost")
 
 
 def main() -> None:
@@ -193,6 +212,7 @@ def main() -> None:
         "traces": (cells * n, lambda tick: traces(n, tick)),
         "predict": (cells * (n + 1), lambda tick: predict(n, tick)),
         "ablate": (marked, lambda tick: ablated(n, tick)),
+        "cost": (cells * n, lambda tick: costs(n, tick)),
     }
     for part in options.parts.split(","):
         total, job = jobs[part]

@@ -13,8 +13,10 @@ from kvweave.cli import main, probe_arguments
 from kvweave.probe import PageTrace
 from kvweave.probe.classes import CLASSES
 from kvweave.probe.findings import find
+from kvweave.probe.heads import stability
 from kvweave.probe.places import POLICIES
 from kvweave.probe.predict import RANKINGS
+from kvweave.probe.recalling import recall
 from kvweave.probe.report import page
 
 PROMPT = "Anna's river is cold . so well Omar's metal is hot . what about Anna's river"
@@ -102,6 +104,36 @@ def test_milestones_of_a_file_are_noted_and_answered(
     assert main(["probe", "report", str(path), "--json"]) == 0
     (found,) = json.loads(capsys.readouterr().out)["traces"]
     assert found["milestones"]["n_milestones"] == len(pages)
+
+
+def test_phases_of_a_file_are_told_apart(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said, path, out = tmp_path / "p.json", tmp_path / "a.kvt", tmp_path / "r.html"
+    args = ["--out", str(path), "--max-tokens", "30", "--page", "2", "--ignore-eos", "-q"]
+    args += ["--phases", str(said)]
+    for wrong in (
+        "[3]",
+        '[{"name": "a", "first": 0, "stop": 9}, {"name": "a", "first": 9, "stop": 20}]',
+    ):
+        said.write_text(wrong)
+        assert main(["probe", "record", PROMPT, *args]) != 0
+        assert "a name of its own" in capsys.readouterr().err and not path.exists()
+    said.write_text(
+        '[{"name": "<i>", "first": 0, "stop": 9}, {"name": "b", "first": 9, "stop": 30}]'
+    )
+    assert main(["probe", "record", PROMPT, *args]) == 0
+    capsys.readouterr()
+    assert main(["probe", "report", str(path), "--json", "--out", str(out)]) == 0
+    (found,) = json.loads(capsys.readouterr().out)["traces"]
+    one, two = found["phases"]["<i>"], found["phases"]["b"]
+    assert (one["steps"], two["steps"]) == (9, 20)
+    whole = PageTrace(path).whole()
+    assert two["alike"] == pytest.approx(stability(whole, 9, 29).mean(), abs=1e-4)
+    # steps in which no page counts are in neither
+    recalled = recall(PageTrace(path), names=["recent"]).mass["recent"]
+    assert two["recent"] == pytest.approx(np.nanmean(recalled[9:]), abs=1e-4)
+    assert ": &lt;i&gt;</td>" in out.read_text()
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from kvweave.probe.ablation import Ablation, Eviction
 from kvweave.probe.ablation import ablate as ablation
 from kvweave.probe.cost import miss_cost
 from kvweave.probe.findings import Findings, find
-from kvweave.probe.marks import marks
+from kvweave.probe.marks import marks, phases
 from kvweave.probe.places import POLICIES
 from kvweave.probe.predict import RANKINGS
 from kvweave.probe.recalling import PageBudget
@@ -42,6 +42,8 @@ def record(args: Namespace) -> None:
     notes: dict[str, Any] = {"prompt": text} | ({"label": args.label} if args.label else {})
     if args.milestones:
         notes |= marks(args.milestones, sampling.max_tokens)
+    if args.phases:
+        notes |= phases(args.phases, sampling.max_tokens)
     with Engine(model_of(args)) as engine, out.progress("tokens", sampling.max_tokens) as advance:
         trace = recording(engine, text, args.out, sampling, how, notes, advance)
     n_bytes = trace.path.stat().st_size

@@ -33,6 +33,11 @@ def record(p: ArgumentParser) -> None:
         metavar="FILE",
         help='decoded steps that are milestones, JSON: [3, 9, {"name": "x", "first": 12, "stop": 15}]',
     )
+    p.add_argument(
+        "--phases",
+        metavar="FILE",
+        help='parts of the decode, JSON: [{"name": "draft", "first": 0, "stop": 40}, ...]',
+    )
     p.add_argument("--ignore-eos", action="store_true", help="go on behind the end of the answer")
 
 

@@ -13,7 +13,7 @@ from kvweave.probe.distance import DECILES, Distances, ReuseDistances
 from kvweave.probe.heads import Overlap, milestone_overlap, rank_overlap, stability
 from kvweave.probe.recalling import PageBudget, Recalled, inflection, recall
 from kvweave.probe.shares import gini, top_share
-from kvweave.probe.trace import Numbers, PageTrace
+from kvweave.probe.trace import Numbers, PageTrace, TraceSteps
 
 DRAWS = 500  # of a bootstrap
 FEWEST = 8  # steps of a trace that says anything
@@ -54,6 +54,7 @@ class Findings:
     milestones: Overlap | None
     stability: Numbers  # [head]
     by_head: Mapping[str, Numbers]  # what `top`, `gini` and `alike` are the means of
+    phases: Mapping[str, Mapping[str, float]]  # of `notes`: steps, alike, and recall by ranking
 
     def as_json(self) -> dict[str, Any]:
         """Return the numbers, JSON-ready."""
@@ -82,6 +83,10 @@ class Findings:
         }
         found["inflection"] = self.inflection and [self.inflection[0], _number(self.inflection[1])]
         found["halves"] = [_number(v) for v in self.halves]
+        found["phases"] = {
+            phase: {name: _number(v) for name, v in said.items()}
+            for phase, said in self.phases.items()
+        }
         marked = self.milestones
         found["milestones"] = marked and {
             name: getattr(marked, name)
@@ -134,6 +139,7 @@ def find(
         _milestones(trace, marks),
         stable,
         by_head,
+        _phases(trace, whole, recalled),
     )
 
 
@@ -161,3 +167,17 @@ def _milestones(trace: PageTrace, marks: Sequence[int] | None) -> Overlap | None
         return milestone_overlap(trace, marks)
     except InvalidArgument:
         return None
+
+
+def _phases(trace: PageTrace, whole: TraceSteps, recalled: Recalled) -> dict[str, dict[str, float]]:
+    found = {}
+    for each in trace.notes.get("phases") or ():
+        first, stop = each["first"], min(each["stop"], trace.n_steps)
+        if stop - first < 2:
+            continue
+        found[each["name"]] = {
+            "steps": float(stop - first),
+            "alike": float(stability(whole, first, stop).mean()),
+            **{name: recalled.mean(name, "mass", first, stop) for name in recalled.mass},
+        }
+    return found

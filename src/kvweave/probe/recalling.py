@@ -49,9 +49,11 @@ class Recalled:
     mass: Mapping[str, Numbers]  # [step]
     reads: Mapping[str, Numbers]
 
-    def mean(self, name: str, which: str = "mass") -> float:
-        """Return the mean over the steps that count; NaN where none does."""
-        found: Numbers = getattr(self, which)[name]
+    def mean(
+        self, name: str, which: str = "mass", first: int = 0, stop: int | None = None
+    ) -> float:
+        """Return the mean over those of steps ``[first, stop)`` that count; NaN where none does."""
+        found: Numbers = getattr(self, which)[name][first:stop]
         found = found[~np.isnan(found)]
         return float(found.mean()) if len(found) else float("nan")
 

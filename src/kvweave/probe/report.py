@@ -77,6 +77,15 @@ def sections(found: Sequence[Findings], control: Findings | None = None) -> list
             _marks if any(f.milestones is not None for f in found) else None,
         ),
     ]  # fmt: skip
+    if any(f.phases for f in found):
+        told.append(
+            Section(
+                "Is one phase read as another?",
+                "KU2 and KU3 of parts of the decode: what rankings would have held, and how alike the pages are "
+                "that a head reads in one step and in the next.",
+                _phase_table(found),
+            )
+        )
     if control is not None:
         told.append(
             Section(
@@ -164,6 +173,16 @@ def _recall_table(found: Sequence[Findings]) -> Cells:
     return [("", *names)] + [
         (f.label, *(f"{f.recalled.mean(name):.3f}" for name in names)) for f in found
     ]
+
+
+def _phase_table(found: Sequence[Findings]) -> Cells:
+    names = list(found[0].recalled.mass)
+    rows: list[Sequence[str]] = [("", "steps", "alike", *names)]
+    for f in found:
+        for phase, said in f.phases.items():
+            values = [f"{said[name]:.3f}" for name in ("alike", *names)]
+            rows.append((f"{f.label}: {phase}", f"{said['steps']:g}", *values))
+    return rows
 
 
 def _beside(found: Sequence[Findings], control: Findings) -> Cells:
