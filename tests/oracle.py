@@ -271,6 +271,17 @@ def full_prefill(runner: Runner, ids: Tensor, attention: str = "eager") -> Tenso
         runner.model.set_attn_implementation(ours)
 
 
+@torch.no_grad()
+def attention_of(model: Any, tokens: list[int], n_heads: list[int]) -> list[Tensor]:
+    """Each layer's attention [kv head, row, key], the mean over query heads, by transformers alone."""
+    kept = model.config._attn_implementation
+    model.set_attn_implementation("eager")
+    ids = torch.tensor([tokens], device=DEVICE)
+    found = model(ids, output_attentions=True, use_cache=False).attentions
+    model.set_attn_implementation(kept)
+    return [a[0].view(n, -1, *a.shape[2:]).mean(1) for a, n in zip(found, n_heads, strict=True)]
+
+
 def same(found: Tensor, wanted: Tensor) -> bool:
     """Whether these are the same bits; kernels of a GPU may round the last one otherwise."""
     if DEVICE.type == "cpu":

@@ -14,6 +14,7 @@ import re
 import shlex
 from pathlib import Path
 
+import ggufs
 import httpx
 import pytest
 from needs import need
@@ -30,6 +31,7 @@ MODEL = str(home.BUNDLED)
 HTTP = "docs/http.md"
 AGENTS = "docs/agents.md"
 PLACEHOLDER = '"path/or/hf-id"'
+GGUF = "path/to/model.gguf"  # blocks that have it take llama.cpp, and are a test of their own
 PAGES = {
     path.relative_to(ROOT).as_posix(): path.read_text()
     for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("*/README.md")]
@@ -62,8 +64,10 @@ WITH_PYTHON = [name for name, text in PAGES.items() if blocks(text, "python")]
 WITH_CONSOLE = [name for name, text in PAGES.items() if blocks(text, "console")]
 
 
-def execute(text, name, namespace):
+def execute(text, name, namespace, *, of_gguf=False):
     for line, code in blocks(text, "python"):
+        if (GGUF in code) != of_gguf:
+            continue
         source = "\n" * (line - 1) + code.replace(PLACEHOLDER, repr(MODEL))
         exec(compile(source, name, "exec"), namespace)
 
@@ -84,6 +88,17 @@ def test_python_blocks_run(name, tmp_path, monkeypatch, request):
     if name in (HTTP, AGENTS):
         request.getfixturevalue("url")
     execute(PAGES[name], str(ROOT / name), {"__name__": "docs", "MODEL": MODEL})
+
+
+def test_blocks_of_llama_cpp_run(tmp_path, monkeypatch):
+    need("xllamacpp"), need("llama_cpp_py_sync", "llama-cpp-py-sync")
+    monkeypatch.chdir(tmp_path)
+    Path(GGUF).parent.mkdir(parents=True)
+    with Engine(MODEL) as engine:
+        ggufs.write(engine.runner.model, Path(GGUF), engine.runner.tokenizer)
+    name = "docs/probe.md"
+    execute(PAGES[name], str(ROOT / name), {"__name__": "docs"}, of_gguf=True)
+    assert Path("there.kvt").exists()
 
 
 def check_command(words):

@@ -29,18 +29,6 @@ def prompt(n: int = 37) -> list[int]:
     return np.random.default_rng(5).integers(3, 101, n).tolist()
 
 
-def attention_of(model: Any, tokens: list[int], n_heads: list[int]) -> list[torch.Tensor]:
-    """Each layer's attention [kv head, row, key], the mean over query heads, by transformers alone."""
-    kept = model.config._attn_implementation
-    model.set_attn_implementation("eager")
-    with torch.no_grad():
-        found = model(
-            torch.tensor([tokens], device=oracle.DEVICE), output_attentions=True, use_cache=False
-        ).attentions
-    model.set_attn_implementation(kept)
-    return [a[0].view(n, -1, *a.shape[2:]).mean(1) for a, n in zip(found, n_heads, strict=True)]
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("page", [1, 5, 16])
 def test_mass_is_what_attention_pays(kind: str, page: int, tmp_path: Path) -> None:
@@ -55,7 +43,7 @@ def test_mass_is_what_attention_pays(kind: str, page: int, tmp_path: Path) -> No
     assert len(said) == 40 and trace.n_steps == 39 and trace.notes["task"] == "none"
     assert trace.header.prompt == 37
     tokens = prompt() + said
-    wanted = attention_of(model, tokens, n_heads)
+    wanted = oracle.attention_of(model, tokens, n_heads)
     found = trace.whole()
     assert found.tokens.tolist() == said[:-1]
     for step in range(trace.n_steps):

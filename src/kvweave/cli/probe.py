@@ -20,6 +20,7 @@ from kvweave.probe.ablation import Ablation, Eviction
 from kvweave.probe.ablation import ablate as ablation
 from kvweave.probe.cost import miss_cost
 from kvweave.probe.findings import Findings, find
+from kvweave.probe.llamacpp import GGUF
 from kvweave.probe.marks import marks, phases
 from kvweave.probe.places import POLICIES
 from kvweave.probe.predict import RANKINGS
@@ -44,7 +45,7 @@ def record(args: Namespace) -> None:
         notes |= marks(args.milestones, sampling.max_tokens)
     if args.phases:
         notes |= phases(args.phases, sampling.max_tokens)
-    with Engine(model_of(args)) as engine, out.progress("tokens", sampling.max_tokens) as advance:
+    with _recorded(args) as engine, out.progress("tokens", sampling.max_tokens) as advance:
         trace = recording(engine, text, args.out, sampling, how, notes, advance)
     n_bytes = trace.path.stat().st_size
     if out.as_json:
@@ -53,6 +54,13 @@ def record(args: Namespace) -> None:
         return
     print(trace.notes["text"])
     out.note(f"{trace.path}: {trace.n_steps} steps, {trace.n_pages} pages, {n_bytes:,} bytes")
+
+
+def _recorded(args: Namespace) -> Engine | GGUF:
+    """Return what decodes: llama.cpp where a file of it is given. Raises InvalidArgument."""
+    if args.gguf and args.model:
+        raise InvalidArgument("gguf", "--model is given too", "one of them")
+    return GGUF(args.gguf) if args.gguf else Engine(model_of(args))
 
 
 def report(args: Namespace) -> None:

@@ -19,6 +19,9 @@ def record(p: ArgumentParser) -> None:
     """Add what `kvweave probe record` takes."""
     p.add_argument("prompt", metavar="TEXT", help="the prompt; - reads stdin")
     p.add_argument("--out", required=True, metavar="FILE", help="trace to write (.kvt)")
+    p.add_argument(
+        "--gguf", metavar="FILE", help="record this model inside llama.cpp (kvweave[llamacpp])"
+    )
     sampling(p)
     p.add_argument("--page", type=positive, default=16, metavar="N", help="slots of a page (16)")
     p.add_argument(

@@ -42,6 +42,8 @@ def target(args: Namespace) -> Here | There:
 
 def is_bundled(args: Namespace) -> bool:
     """Tell whether the model that answers is the bundled one, as far as this machine knows."""
+    if getattr(args, "gguf", None):
+        return False
     return isinstance(target(args), Here) and model_of(args) == str(BUNDLED)
 
 

@@ -3,6 +3,7 @@
 ::
 
     recorder   prompt -> .kvt: mass and reads of each step, head, page     trace: the file
+    llamacpp   a GGUF model in llama.cpp, for the recorder
     distance   how far apart the reads of a page are                       KU1
     shares     how unequal pages are                                       KU1
     recalling  which ranking would have had what is read (predict)         KU2
@@ -15,11 +16,13 @@
 
 from kvweave.keep.tokens.access import Rule
 from kvweave.probe.ablation import Ablation, Eviction, ablate
+from kvweave.probe.llamacpp import GGUF
 from kvweave.probe.recalling import PageBudget, recall
 from kvweave.probe.recorder import Recording, record
 from kvweave.probe.trace import PageTrace, TraceHeader, TraceSteps, TraceWriter
 
 __all__ = [
+    "GGUF",
     "Ablation",
     "Eviction",
     "PageBudget",

@@ -17,10 +17,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvweave.chunk.identity import ModelFingerprint
 from kvweave.errors import ContextTooLong, InvalidArgument
 from kvweave.keep.tokens.access import Rule, by_page
 from kvweave.probe.trace import PageTrace, TraceHeader, TraceSteps, TraceWriter
-from kvweave.run.base import Backend, Ints, LayerInfo, Observer, Rows, Work
+from kvweave.run.base import Backend, Ints, LayerInfo, Observer, Work
 from kvweave.run.sample import Sampler, Sampling, sample
 
 SLICE = 512  # rows of a prompt in one pass
@@ -33,9 +34,42 @@ Progress = Callable[[int], None]
 
 
 class Probed(Protocol):
-    """An engine, as far as a recording needs it."""
+    """An engine, as far as what goes on from a recording needs it."""
 
     runner: Backend
+
+
+class Decoder(Protocol):
+    """A backend, as far as a recording needs it."""
+
+    layers: list[LayerInfo]
+    limit: int
+    ends: frozenset[int]
+    n_vocab: int
+    device: torch.device
+    fingerprint: ModelFingerprint
+    tokenizer: Any
+
+    def require_run(self) -> None:
+        """Raise CannotRun unless passes can be run."""
+        ...
+
+    def new_rows(self) -> Any:
+        """Return empty rows: `Rows`, of which ``n`` and ``reserve`` are used."""
+        ...
+
+    def forward(self, works: Sequence[Work]) -> list[Tensor]:
+        """Run one work; return the logits of the rows it wants."""
+        ...
+
+
+class DecodingEngine(Protocol):
+    """An engine, as far as a recording needs it: ours, or another one."""
+
+    @property
+    def runner(self) -> Decoder:
+        """What runs passes; the name of another engine is its ``by``."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +156,7 @@ class PageRecorder(Observer):
 
 
 def record(
-    engine: Probed,
+    engine: DecodingEngine,
     prompt: str | Sequence[int],
     path: str | Path,
     sampling: Sampling | None = None,
@@ -147,9 +181,8 @@ def record(
     if needed > backend.limit:
         raise ContextTooLong(needed, backend.limit)
     recorder = PageRecorder(backend.layers, how)
-    header = TraceHeader(
-        how.page, recorder.heads, len(tokens), how.rule, backend.fingerprint.to_dict()
-    )
+    by, model = getattr(backend, "by", "kvweave"), backend.fingerprint.to_dict()
+    header = TraceHeader(how.page, recorder.heads, len(tokens), how.rule, model, by)
     with TraceWriter(path, header) as writer:
         said, took = _decode(backend, tokens, sampling, (recorder, writer, progress))
         text = "" if backend.tokenizer is None else backend.tokenizer.decode(said)
@@ -158,7 +191,7 @@ def record(
     return PageTrace(path)
 
 
-def tokens_of(backend: Backend, prompt: str | Sequence[int]) -> Ints:
+def tokens_of(backend: Decoder, prompt: str | Sequence[int]) -> Ints:
     """Return a prompt's tokens. Raises InvalidArgument, CannotRun."""
     backend.require_run()
     if any(info.handed is not None for info in backend.layers):
@@ -176,7 +209,7 @@ def tokens_of(backend: Backend, prompt: str | Sequence[int]) -> Ints:
     return tokens
 
 
-def prefill(backend: Backend, tokens: Ints, n: int) -> tuple[Rows, Tensor]:
+def prefill(backend: Decoder, tokens: Ints, n: int) -> tuple[Any, Tensor]:
     """Return rows of ``tokens``, with room for ``n``, and the logits [vocab] behind the last."""
     rows, logits = backend.new_rows(), torch.empty(0)
     rows.reserve(n)
@@ -189,7 +222,7 @@ def prefill(backend: Backend, tokens: Ints, n: int) -> tuple[Rows, Tensor]:
 
 
 def _decode(
-    backend: Backend,
+    backend: Decoder,
     tokens: Ints,
     sampling: Sampling,
     to: tuple[PageRecorder, TraceWriter, Progress | None],
