@@ -45,7 +45,7 @@ def studied(found: dict[str, Any] | None) -> str:
         *_scores(found["scores"]),
         *_reuse(found["traces"]),
         *_recency(found["predict"], found["traces"]),
-        *_costs(found.get("cost", [])),
+        *_costs(found.get("cost", []), found.get("machines", {}).get("cost", machine)),
         *_heads(found["traces"], found["heads"]),
         *_milestones(found["traces"]),
         *_cascade(found["ablate"]),
@@ -240,7 +240,7 @@ def _recency(predicted: Sequence[Row], traces: Sequence[Row]) -> list[str]:
     ]
 
 
-def _costs(rows: Sequence[Row]) -> list[str]:
+def _costs(rows: Sequence[Row], machine: Row) -> list[str]:
     """Return what missed attention is worth, by ranking."""
     if not rows:
         return []
@@ -256,7 +256,7 @@ def _costs(rows: Sequence[Row]) -> list[str]:
     head = ["ranking", *(f"`{m}`, {w}" for m in models for w in ("missed", "off by"))]
     return [
         f"What misses cost: the share of a head's attention that is missed with a fifth of the pages, and how far its output is off by it "
-        f"(the others' attention renormalised, norm of the difference over the norm), the mean over heads and steps of {len(rows)} traces, the control's too:",
+        f"(the others' attention renormalised, norm of the difference over the norm), the mean over heads and steps of {len(rows)} traces, the control's too (commit {machine['commit'][:7]}):",
         "",
         *table(head, body),
         "",

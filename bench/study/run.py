@@ -222,7 +222,10 @@ def main() -> None:
             found[part] = beside(found.get(part), made_now)
         if part == "traces":
             found["heads"] = heads_between(found["traces"])
-        found["machine"] = machine(torch.device("cpu"))
+        here = machine(torch.device("cpu"))
+        if part == "traces" or "machine" not in found:
+            found["machine"] = here
+        found.setdefault("machines", {})[part] = here
         options.out.write_text(json.dumps(found, indent=1) + "\n")
 
 
