@@ -420,6 +420,7 @@ def test_the_chain_forks_where_the_first_row_is_written(scheduling):
     turn = Chain("c", ids(40, 1) + ids(9, 2), said(parts=[{"tokens": [0, 35]}]))
     assert asked(scheduling, turn, WeaveOffer(48, 35, b"plan"), 40) == (0, False)
     assert turn.forks == [(block, key)], "a turn behind it goes on from it"
+    assert scheduling.finished("c")["drift"] is None, "the bound was of another question"
 
     other = Chain("d", (*ids(40, 1)[:35], *ids(5, 3)), said(parts=[{"tokens": [0, 35]}]))
     asked(scheduling, other, offer, 8)
@@ -570,21 +571,129 @@ def test_exact_rows_are_looked_for_behind_those_of_vllm(scheduling, n_plain):
     assert request.chain == ((0, key),)
 
 
+# ---- bounds
+
+
+def calibrated(fingerprint, folder, bound=0.5):
+    """Write a calibration that bounds whatever `auto` shows at 15 %; return the file."""
+    curve = Curve(0.15, 0.15, (0.0,) * 6, (0.0,), (bound,), (-99.0,) * 5, (99.0,) * 5)
+    file = folder / "calibration.json"
+    Calibration(fingerprint, 0.95, 100, (curve,)).save(file)
+    return str(file)
+
+
 @pytest.mark.parametrize("mine", [True, False])
 def test_a_calibration_bounds_the_drift_of_its_own_model_only(runner, tmp_path, mine):
-    curve = Curve(0.15, 0.15, (0.0,) * 6, (0.0,), (0.5,), (-99.0,) * 5, (99.0,) * 5)
     whose = runner.fingerprint if mine else replace(runner.fingerprint, weights="0" * 32)
-    file = tmp_path / "calibration.json"
-    Calibration(whose, 0.95, 100, (curve,)).save(file)
+    file = calibrated(whose, tmp_path)
     options = {"budget": "64MiB", "max_rows": 16}
     if not mine:
         with pytest.raises(ModelMismatch, match="weights"):
-            Host(runner, Blocks(len(runner.layers)), options | {"calibration": str(file)})
+            Host(runner, Blocks(len(runner.layers)), options | {"calibration": file})
         options |= {"home": str(tmp_path)}  # where it is only looked for
     else:
-        options |= {"calibration": str(file)}
+        options |= {"calibration": file}
     host = Host(runner, Blocks(len(runner.layers)), options)
     spec = WeaveSpec(parts=parts_of([40, 40, 40]), repair="auto", share=0.15)
     job, _ = woven(host, PromptAsk(ids(130, 51), spec))
     assert (job.report()["drift"] is not None) == mine, job.report()
     host.close()
+
+
+BOUNDED = WeaveSpec(parts=parts_of([40, 40, 40]), repair="auto", share=0.15, max_drift=0.6)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({}, None),
+        ({"repair": "first_k"}, "fixed share"),
+        ({"share": 0.2}, "not calibrated for 0.2"),
+        ({"calibration": None}, "no calibration"),
+    ],
+)
+def test_a_bound_is_kept_or_refused_before_anything_is_woven(runner, tmp_path, change, says):
+    change = {"calibration": calibrated(runner.fingerprint, tmp_path)} | change
+    options = {"budget": "64MiB", "max_rows": 16, "calibration": change.pop("calibration")}
+    host = Host(runner, Blocks(len(runner.layers)), options)
+    ask = PromptAsk(ids(130, 51), replace(BOUNDED, **change))
+    if says is None:
+        report = woven(host, ask)[0].report()
+        assert (report["drift"], report["drift_by"]) == (0.5, "calibration")
+        wider = replace(ask, spec=replace(BOUNDED, max_drift=0.4))
+        assert woven(host, wider)[0].report()["drift"] == 0, "no bound is low enough: all rows"
+        assert (
+            host.find(replace(ask, tokens=ids(30, 3), spec=WeaveSpec(max_drift=0.6))).error is None
+        )
+    else:
+        offer = host.find(ask)
+        assert says in offer.error["message"] and offer.error["hint"] and not offer.covered
+    host.close()
+
+
+@pytest.mark.parametrize("start", [0, 36, 44])
+def test_a_bound_is_of_rows_that_are_all_ours(runner, tmp_path, start):
+    options = {"budget": "64MiB", "calibration": calibrated(runner.fingerprint, tmp_path)}
+    host = Host(runner, Blocks(len(runner.layers)), options)
+    exact, ours = start <= 40, {"drift": 0.5, "drift_by": "calibration"}  # the first chunk is exact
+    free = PromptAsk(ids(130, 51), replace(BOUNDED, max_drift=None))
+    report = woven(host, free, start)[0].report()
+    assert {key: report[key] for key in ours} == (ours if exact else dict.fromkeys(ours))
+    report = woven(host, replace(free, spec=BOUNDED), start)[0].report()
+    assert (report["woven"], report.get("drift")) == ((True, 0.5) if exact else (False, None))
+    assert exact or "44 tokens in front" in report["failed"]
+    host.close()
+
+
+BOUNDED_OFFER = WeaveOffer(39, 35, b"plan", bounded=True)
+
+
+def bounded(scheduling, request, drift, n_local=0, offer=BOUNDED_OFFER):
+    """Have a request woven, and told a bound."""
+    asked(scheduling, request, offer, n_local=n_local)
+    told = {"drift": drift, "drift_by": "calibration", "strategy": "auto", "approximate": {}}
+    scheduling.wove(request.request_id, {"woven": True, **told})
+
+
+def test_a_bound_is_of_one_question(scheduling):
+    first = Chain("a", ids(40, 1), said())
+    bounded(scheduling, first, 0.25)
+    again = Chain("b", ids(40, 1), said())
+    assert asked(scheduling, again, BOUNDED_OFFER, 36) == (0, False)
+    assert scheduling.finished("b")["drift"] == 0.25
+    turn = Chain("c", ids(40, 1) + ids(9, 2), said())
+    assert asked(scheduling, turn, replace(BOUNDED_OFFER, covered=48)) == (48, True)
+    assert turn.chain[-1][1] != first.chain[-1][1], "it is woven anew, under a key of its own"
+
+
+def test_a_bound_that_was_not_reported_is_found_anew(scheduling):
+    asked(scheduling, Chain("a", ids(40, 1), said()), BOUNDED_OFFER)  # and it is aborted
+    assert asked(scheduling, Chain("b", ids(40, 1), said()), BOUNDED_OFFER, 36) == (None, False)
+    assert scheduling.external(Chain("b", ids(40, 1), said()), 0) == (39, True)
+
+
+@pytest.mark.parametrize("drift", [0.25, 0.0, None])
+@pytest.mark.parametrize("is_bounded", [True, False])
+def test_a_bound_is_of_one_weave(scheduling, drift, is_bounded):
+    offer = WeaveOffer(39, 35, b"plan", bounded=is_bounded)
+    first = Chain("a", ids(40, 1), said())
+    bounded(scheduling, first, drift, n_local=8, offer=offer)
+    evicted = Chain("b", ids(40, 1), said())
+    anew = bool(is_bounded or drift)
+    assert asked(scheduling, evicted, offer, 20) == ((None, False) if anew else (19, True))
+    assert (evicted.chain[-1:] != first.chain[-1:]) == anew
+    assert scheduling.external(evicted, 8) == (31, True)
+
+
+@pytest.mark.parametrize("drifts", [(0.25, 0.0), (0.0, 0.25), (None, 0.25), (0.25, None)])
+def test_of_two_weaves_under_one_key_the_worse_bound_is_told(scheduling, drifts):
+    requests = [Chain(name, ids(40, 1), said()) for name in "ab"]
+    for request in requests:
+        asked(scheduling, request, WeaveOffer(39, 35, b"plan"))
+    for request, drift in zip(requests, drifts, strict=True):
+        told = {"drift": drift, "drift_by": "calibration", "strategy": "auto", "approximate": {}}
+        scheduling.wove(request.request_id, {"woven": True, **told})
+    assert (
+        asked(scheduling, Chain("c", ids(40, 1), said()), WeaveOffer(39, 35, b"plan"), 36)[0] == 0
+    )
+    assert scheduling.finished("c")["drift"] == (None if None in drifts else 0.25)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import sys
 from pathlib import Path
 
 import pytest
@@ -98,3 +99,20 @@ def test_the_command_writes_what_max_drift_takes(tmp_path: Path, capsys):
         assert plan.drift_by in ("calibration", "exact")
     assert main(["calibrate", *common]) != 0
     assert main(["calibrate", "--text", texts[0], "--prompts", texts[1], *common]) != 0
+
+
+@pytest.mark.parametrize(
+    ("said", "says"),
+    [
+        (["--vllm"], "give --out FILE"),
+        (["--vllm", "[7]", "--out", "f.json"], "no JSON object"),
+        (["--vllm", "--out", "f.json"], "vLLM"),
+    ],
+)
+def test_what_is_measured_inside_vllm_is_kept_apart(capsys, monkeypatch, tmp_path, said, says):
+    monkeypatch.delenv("KVWEAVE_HOME", raising=False)
+    monkeypatch.setitem(sys.modules, "vllm", None)  # as where it is not installed
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.md").write_text(words(300))
+    assert main(["calibrate", "--text", "a.md", *said, "--model", str(BUNDLED)]) != 0
+    assert says in capsys.readouterr().err and not list(tmp_path.glob("*.json"))

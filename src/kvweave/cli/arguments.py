@@ -6,7 +6,7 @@ from argparse import ArgumentParser, BooleanOptionalAction
 
 from kvweave.chunk.files import GROUPS, SORT_KEYS
 from kvweave.chunk.identity import KINDS
-from kvweave.cli.values import CHOICE, age, nats, positive, share, shares, strategy, words
+from kvweave.cli.values import CHOICE, age, fields, nats, positive, share, shares, strategy, words
 
 PATTERN = "a name, '#17', a glob such as 'chat/*/u-00[1-3]' or '**', or 'docs/' for all below"
 TEMPLATE = "text; {docs/faq} or {#17} is a stored chunk, {hole} is filled by --set or --docs; - reads stdin"
@@ -170,6 +170,15 @@ def calibrate(p: ArgumentParser) -> None:
         "--out",
         metavar="FILE",
         help="where to write it (calibration.json of the home, if one is given, else of the checkpoint)",
+    )
+    add(
+        "--vllm",
+        nargs="?",
+        const={},
+        type=fields,
+        metavar="JSON",
+        help="of the model inside vLLM, which has weights of its own; JSON: the server's arguments that "
+        'make it another, as in {"dtype": "bfloat16"}',
     )
 
 

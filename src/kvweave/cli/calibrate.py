@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import os
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from kvweave.cli.command import UsageError
 from kvweave.cli.home import model_of, quieten
 from kvweave.cli.show import Out
 from kvweave.cli.suite import BOUNDS, check_home, file_of, print_calibration
 from kvweave.errors import InvalidArgument, of_system
+from kvweave.run.base import Backend
 from kvweave.run.model import Runner
 from kvweave.suite import calibrate as fits
 from kvweave.suite import own
@@ -27,20 +31,50 @@ def calibrate(args: Namespace) -> None:
         raise UsageError("give --text FILES, or --prompts FILE", "one of the two")
     texts = [_read(name) for name in args.text]
     lines = [] if args.prompts is None else _read(args.prompts).splitlines()
+    if args.vllm is not None and not (args.out or args.home or os.environ.get("KVWEAVE_HOME")):
+        what = "the calibration beside a checkpoint is of the model as transformers loads it"
+        raise UsageError(what, "with --vllm give --out FILE, or --home")
     quieten(args)
     model = model_of(args)
     file = file_of(args.out, args, model)
-    runner = Runner.load(model)
-    runner.require_move()
-    check_home(file.parent, runner.fingerprint)
+    with _loaded(model, args) as runner:
+        runner.require_move()
+        check_home(file.parent, runner.fingerprint)
+        found = _measured(runner, texts, lines, args.n, file, out)
+    if out.as_json:
+        out.data(found)
+    else:
+        print_calibration(found["calibration"], out)
+
+
+@contextmanager
+def _loaded(model: str, args: Namespace) -> Iterator[Backend]:
+    """Load the model, as vLLM does if that is asked for."""
+    if args.vllm is None:
+        yield Runner.load(model)
+        return
+    try:
+        from kvweave.connect.vllm.offline import loaded
+    except ImportError as error:
+        raise UsageError(
+            f"vLLM is not here: {error}", "docs/vllm.md says how to install it"
+        ) from error
+    with loaded(model, args.vllm) as backend:
+        yield backend
+
+
+def _measured(
+    runner: Backend, texts: list[str], lines: list[str], n: int, file: Path, out: Out
+) -> dict[str, Any]:
+    """Measure, write, and return what is told of it."""
     bos = str(getattr(runner.tokenizer, "bos_token", None) or "")
     exam = Exam(runner, bos)
     try:
         maker = exam.words.maker
         papers = (
-            own.of_texts(maker, texts, args.n)
+            own.of_texts(maker, texts, n)
             if texts
-            else own.of_prompts(maker, lines, args.n, runner.limit)
+            else own.of_prompts(maker, lines, n, runner.limit)
         )
         seen = fits.gather(_sit(exam, papers, out))
     finally:
@@ -58,10 +92,7 @@ def calibrate(args: Namespace) -> None:
     except ValueError:
         halves = None
     found = {"file": str(file), "questions": made.n, "cases": len(papers), "held_out": halves}
-    if out.as_json:
-        out.data({"model": runner.fingerprint.to_dict(), "calibration": found})
-    else:
-        print_calibration(found, out)
+    return {"model": runner.fingerprint.to_dict(), "calibration": found}
 
 
 def _sit(exam: Exam, papers: Sequence[Paper], out: Out) -> list[Trial]:

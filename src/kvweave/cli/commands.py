@@ -238,6 +238,7 @@ COMMANDS = {
             (
                 "kvweave calibrate --text docs/*.md",
                 "kvweave calibrate --prompts log.jsonl --out calibration.json",
+                "kvweave calibrate --text docs/*.md --vllm --out in-vllm.json",
             ),
             remote=False,
         ),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from argparse import ArgumentTypeError
+from typing import Any
 
 from kvweave.config import n_bytes
 from kvweave.errors import InvalidArgument
@@ -55,6 +57,17 @@ def words(text: str) -> list[str]:
 def shares(text: str) -> list[float]:
     """Return numbers from 0 to 1."""
     return [share(word) for word in words(text)]
+
+
+def fields(text: str) -> dict[str, Any]:
+    """Return a JSON object."""
+    try:
+        found = json.loads(text)
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise ArgumentTypeError(f"{text!r} is no JSON object")
+    return found
 
 
 def age(text: str) -> float:

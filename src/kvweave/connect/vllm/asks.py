@@ -42,6 +42,7 @@ class WeaveOffer:
     useful: int = 0
     digest: bytes = b""
     looks: bool = True
+    bounded: bool = False  # a bound is to be kept: of this question, over rows of one weave
     error: dict[str, Any] | None = None
 
 

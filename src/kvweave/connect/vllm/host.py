@@ -9,7 +9,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from hashlib import blake2b
-from itertools import count
+from itertools import count, takewhile
 from typing import Any, Protocol
 
 import numpy as np
@@ -31,6 +31,7 @@ from kvweave.serve.driver.tasks import Tasks
 from kvweave.serve.guard.problems import problem_of
 from kvweave.serve.reuse.library import Library
 from kvweave.serve.reuse.names import AutoNames
+from kvweave.weave.calibration import check_bound, fitting
 from kvweave.weave.context import Context
 from kvweave.weave.plan import Plan, Span
 from kvweave.weave.repair import Strategy, strategy
@@ -123,6 +124,7 @@ class Host:
             pieces = self.cutter.cut(ask)
             offer = self._offer(ask, pieces)
             if offer.covered:
+                self._require_bound(ask.spec)
                 self._offered[offer.digest] = [p for p in pieces if p.start < offer.useful]
                 self._offered.move_to_end(offer.digest)
             while len(self._offered) > MOST_OFFERED:
@@ -144,7 +146,18 @@ class Host:
         digest.update(np.asarray(ask.tokens[:useful], np.int64).tobytes())
         looks = self._looks(ask.spec)
         covered = len(ask.tokens) - 1 if looks else useful
-        return WeaveOffer(covered, useful, digest.digest(), looks)
+        bounded = self._max_drift(ask.spec) is not None
+        return WeaveOffer(covered, useful, digest.digest(), looks, bounded)
+
+    def _require_bound(self, spec: WeaveSpec) -> None:
+        """Raise InvalidArgument where a bound is asked for that nothing could keep."""
+        how, config = self._strategy(spec), self.engine.config
+        known = fitting(self.engine.weaver.calibration, how.name, how.draft)
+        share = config.share if spec.share is None else spec.share
+        check_bound(self._max_drift(spec), known, how.name, share)
+
+    def _max_drift(self, spec: WeaveSpec) -> float | None:
+        return self.engine.config.max_drift if spec.max_drift is None else spec.max_drift
 
     def _looks(self, spec: WeaveSpec) -> bool:
         """Tell whether the rows of a weave depend on the question behind the chunks."""
@@ -210,6 +223,7 @@ class Host:
             self.spare.lend(context, len(load.ask.tokens))
             yield from self._fill(context, load)
             plan = yield from context.weaving()
+            plan = _of_ours(plan, load.start, self._max_drift(load.ask.spec))
             rows = context.session.state.rows
             self.writer.write(rows, load.blocks, load.start, load.stop)
             job.plan = _whole(plan, len(load.ask.tokens))
@@ -307,9 +321,24 @@ class Host:
         return (
             spec.repair or config.repair,
             config.share if spec.share is None else spec.share,
-            config.max_drift if spec.max_drift is None else spec.max_drift,
+            self._max_drift(spec),
             spec.namespace,
         )
+
+
+def _of_ours(plan: Plan, start: int, max_drift: float | None) -> Plan:
+    """Return the plan without its bound, where rows that are not exact in it are vLLM's own up to
+    ``start``: it is of rows of ours, over which all others were computed. Raises KVWeaveError where
+    a bound was asked for."""
+    exact = sum(span.n_tokens for span in takewhile(lambda span: span.exact, plan.spans))
+    if not plan.drift or start <= exact:
+        return plan
+    if max_drift is not None:
+        raise KVWeaveError(
+            f"vLLM has {start} tokens in front, of which {exact} are exact here: no bound is known",
+            hint="leave max_drift out, or chunks in front as they were",
+        )
+    return replace(plan, drift=None, drift_by=None, coverage=None)
 
 
 def _whole(plan: Plan, n: int) -> Plan:

@@ -117,6 +117,10 @@ class Scheduling:
             return None, False
         woven.n_local = n_local
         enough, point = woven.found.useful, woven.point
+        is_whole = n_local >= enough and point is not None and point.report is not None
+        if point is not None and not is_whole and self._mixes(woven, point):
+            self._begin_anew(woven, point)
+            return None, False
         if point is not None and point.block is not None and not woven.found.looks:
             # of chunks woven for another question vLLM computes the last ones, less than a block
             enough = max(1, enough // self.size * self.size)
@@ -162,10 +166,29 @@ class Scheduling:
         if found.error is not None:
             woven.report = {"woven": False, "error": found.error}
         if found.covered:
-            woven.point = point = self._point(woven.ask, found)
-            if point.block is None:
-                point.begins = self._exact_from(woven.request)
-            self.fork(woven.request, point.forks)  # so that what was written for it is found
+            self._go_by(woven, self._point(woven.ask, found))
+
+    def _go_by(self, woven: WovenRequest, point: ForkPoint) -> None:
+        """Have vLLM find what was written for a request at a point."""
+        woven.point = point
+        if point.block is None:
+            point.begins = self._exact_from(woven.request)
+        self.fork(woven.request, point.forks)
+
+    def _mixes(self, woven: WovenRequest, point: ForkPoint) -> bool:
+        """Tell whether vLLM has rows of an earlier weave, some or unreported, and a bound is of one's."""
+        assert woven.found is not None
+        bounded = woven.found.bounded or (point.report or {}).get("drift")
+        return bool(bounded) and point.block is not None and woven.n_local > point.block * self.size
+
+    def _begin_anew(self, woven: WovenRequest, point: ForkPoint) -> None:
+        """Have a request find nothing of what was written at a point, which is forgotten."""
+        assert woven.found is not None
+        points = self._plans.get(woven.found.digest, [])
+        if point in points:
+            points.remove(point)
+        self.fork(woven.request, ())
+        self._go_by(woven, self._point(woven.ask, woven.found))
 
     def wove(self, name: str, report: dict[str, Any]) -> None:
         """The worker wove, or failed to."""
@@ -173,7 +196,8 @@ class Scheduling:
         if woven is not None:
             woven.report = report
             if woven.point is not None and report["woven"]:
-                woven.point.report = {key: report[key] for key in REMEMBERED}
+                told = {key: report[key] for key in REMEMBERED}
+                woven.point.report = _worse(woven.point.report, told)
                 self._share(woven, woven.point, report)
             if not report["woven"]:  # vLLM computes it, over none of our rows
                 woven.point = None
@@ -221,7 +245,10 @@ class Scheduling:
             self._plans.popitem(last=False)
         for point in sorted(points, key=lambda point: -point.n_tokens):
             n = point.n_tokens
-            if n <= len(ask.tokens) and point.tail == _tail(found, ask.tokens[:n]):
+            goes_on = n < len(ask.tokens) and not found.bounded  # a bound is of one question
+            if not goes_on and n != len(ask.tokens):
+                continue
+            if point.tail == _tail(found, ask.tokens[:n]):
                 return point
         n = len(ask.tokens) if found.looks else found.useful
         tail = _tail(found, ask.tokens[:n])
@@ -232,6 +259,13 @@ class Scheduling:
         return made
 
 
+def _worse(one: dict[str, Any] | None, other: dict[str, Any]) -> dict[str, Any]:
+    """Return the one that promises less of two weaves whose rows may be found under one key."""
+    if one is None or other["drift"] is None:
+        return other
+    return one if one["drift"] is None or one["drift"] > other["drift"] else other
+
+
 def _report(woven: WovenRequest) -> dict[str, Any]:
     """Return what a response says of a request's weave."""
     report = woven.report
@@ -240,6 +274,8 @@ def _report(woven: WovenRequest) -> dict[str, Any]:
         if point is not None and point.block is not None:
             # rows that we wrote for a request like this, found by vLLM
             report |= {"cached": woven.n_local, "drift": None, **(point.report or {})}
+            if report["drift"] and point.n_tokens < len(woven.ask.tokens):  # of another question
+                report |= {"drift": None, "drift_by": None}
         elif woven.found is not None:
             report |= {"drift": 0.0, "drift_by": "exact"}
     return {**report, "local": woven.n_local}
