@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -263,9 +263,18 @@ def origin(found: dict[str, Any]) -> list[str]:
     return [
         f"Measured with {setup['n']} questions a protocol, {setup['prunes']} prunes a stream, on "
         f"{machine['cpu']}, commit {machine['commit'][:7]} "
-        "([bench/fidelity.py](../bench/fidelity.py)).",
+        "([bench/fidelity.py](../bench/fidelity.py))." + "".join(_again(found)),
         "",
     ]
+
+
+def _again(found: dict[str, Any]) -> Iterator[str]:
+    """Yield which rows are of a later run."""
+    for name, machine in found.get("again", {}).items():
+        yield (
+            f" `{name}` and its gate, but not on prose, whose text comes with Python, were measured again on {machine['cpu']} "
+            f"({machine['cores']} cores), commit {machine['commit'][:7]}; rows without repair were the same there to six digits."
+        )
 
 
 def quality(rows: Sequence[Row]) -> list[str]:
