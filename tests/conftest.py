@@ -42,10 +42,25 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
-def pytest_runtest_setup() -> None:
-    """What a bench sets holds for its own test: with two threads those behind it take ten times as long."""
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """What a bench sets holds for its own test: with two threads those behind it take ten times as long.
+    Tests of models that this transformers cannot cache are skipped."""
     if torch.get_num_threads() != 1:
         torch.set_num_threads(1)
+    for value in getattr(getattr(item, "callspec", None), "params", {}).values():
+        if isinstance(value, str) and value in oracle.LACKING:
+            pytest.skip(oracle.LACKING[value])
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol() -> Iterator[object]:
+    """On the device that is not there somebody counts, in each test."""
+    if oracle.DEVICE.type != "counted":
+        return (yield)
+    from device.counted import counting
+
+    with counting():
+        return (yield)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

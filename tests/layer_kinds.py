@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel, cache_utils
 from transformers.cache_utils import (
-    DummyLayer,
     DynamicLayer,
     DynamicSlidingWindowLayer,
     LinearAttentionCacheLayerMixin,
 )
 
+DummyLayer = getattr(cache_utils, "DummyLayer", None)  # came after transformers 5.21
 FULL, WINDOWS = "Full attention", "Windows and aligned chunks"
 SINKS, SHARED = "Attention sinks", "Layers that use the rows of others"
 LATENTS, INDEXED = "Latents (MLA)", "Indexed and compressed attention"

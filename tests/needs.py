@@ -6,7 +6,9 @@ another reason (no right to mount, not on Linux) is only counted there.
 
 from __future__ import annotations
 
+import os
 import re
+import shlex
 import shutil
 import sys
 from collections import Counter, defaultdict
@@ -30,6 +32,12 @@ def need(module: str, package: str = "") -> Any:
     return pytest.importorskip(module, reason=lack(f"{package} is not installed", PIP, package))
 
 
+def only_on_cpu(why: str) -> pytest.MarkDecorator:
+    """Mark a test that says something of tiny models on a CPU alone, and why."""
+    on = os.environ.get("KVWEAVE_TEST_DEVICE", "cpu")
+    return pytest.mark.skipif(on != "cpu", reason=f"{why}; to run it unset KVWEAVE_TEST_DEVICE")
+
+
 def summary(reasons: Iterable[str]) -> list[str]:
     """Return lines that say what was skipped and the one command that enables what can be."""
     counts = Counter(reason.removeprefix("Skipped: ") for reason in reasons)
@@ -46,7 +54,7 @@ def summary(reasons: Iterable[str]) -> list[str]:
 
 
 def _command(how: str, packages: set[str]) -> str:
-    names = " ".join(f"'{name}'" if "[" in name else name for name in sorted(packages))
+    names = shlex.join(sorted(packages))
     if how == PIP:
         return f"{sys.executable} -m {PIP} {names}"
     return f"{'' if shutil.which('sudo') is None else 'sudo '}{APT} -y {names}"

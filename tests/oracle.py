@@ -11,15 +11,18 @@ from typing import Any
 
 import numpy as np
 import torch
+from needs import PIP, lack
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from transformers import AutoModelForCausalLM, DynamicCache
+from transformers import AutoModelForCausalLM, DynamicCache, cache_utils
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from kvweave.run.base import Work
 from kvweave.run.model import Runner
 from kvweave.run.rows import KVRows
 
+if os.environ.get("KVWEAVE_TEST_DEVICE", "").startswith("counted"):
+    import device.counted  # noqa: F401
 DEVICE = torch.device(os.environ.get("KVWEAVE_TEST_DEVICE", "cpu"))  # of all tiny models
 MEMORY = "gpu" if DEVICE.type == "cuda" else "ram"  # the tier there
 
@@ -155,6 +158,18 @@ FIXED: dict[str, tuple[str, dict[str, Any]]] = {
     "roberta": ("roberta", {"is_decoder": True, "pad_token_id": 1}),  # whose positions begin at 2
 }
 
+# those that this version of transformers cannot cache as ours does, and why: `conftest` skips them
+_NEWER = PIP, "transformers>=5.23"
+LACKING: dict[str, str] = {}
+if not hasattr(cache_utils, "DummyLayer"):
+    LACKING["gemma4_shared"] = lack(
+        "transformers caches nothing for layers that share rows", *_NEWER
+    )
+if "indexed_attention" not in cache_utils.DYNAMIC_LAYER_TYPE_MAPPING:
+    LACKING["deepseek_v32_indexed"] = lack(
+        "transformers caches no latents beside an index", *_NEWER
+    )
+
 # model types that are refused, and a word of the reason
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "openai-gpt": ("openai-gpt", {}, "attention interface"),
@@ -279,7 +294,9 @@ def attention_of(model: Any, tokens: list[int], n_heads: list[int]) -> list[Tens
     ids = torch.tensor([tokens], device=DEVICE)
     found = model(ids, output_attentions=True, use_cache=False).attentions
     model.set_attn_implementation(kept)
-    return [a[0].view(n, -1, *a.shape[2:]).mean(1) for a, n in zip(found, n_heads, strict=True)]
+    return [
+        a[0].view(n, -1, *a.shape[2:]).mean(1).cpu() for a, n in zip(found, n_heads, strict=True)
+    ]
 
 
 def same(found: Tensor, wanted: Tensor) -> bool:

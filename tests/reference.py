@@ -188,7 +188,7 @@ class DenseRows:
 
     def write(self, layer: int, slots: Ints, keys: Tensor, values: Tensor) -> None:
         """Turn ``keys`` to the slots' positions; write both, [slot, head, dim]."""
-        rotation = self.layers[layer].rotation
+        rotation, keys, values = self.layers[layer].rotation, keys.cpu(), values.cpu()
         self.k[layer][slots] = turned(keys, self.positions[slots], rotation)
         self.original[layer][slots], self.v[layer][slots] = keys, values
 

@@ -9,6 +9,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import pytest
+from needs import PIP, lack
+
+pytest.importorskip("fastapi", reason=lack("fastapi is not installed", PIP, "fastapi"))
+
 from fastapi import FastAPI
 from starlette.testclient import TestClient
 from weaving import text

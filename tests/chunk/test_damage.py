@@ -14,7 +14,7 @@ from pathlib import Path
 from zlib import crc32
 
 import pytest
-from indexes import SOURCE, Content, N, changed, content, digest_of, fill, put
+from indexes import ENVIRONMENT, Content, N, changed, content, digest_of, fill, put
 
 from kvweave.chunk.salvage import salvage
 from kvweave.chunk.table import Table
@@ -50,9 +50,8 @@ fill(Path(sys.argv[1]))
 def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An index whose process died: nearly all is in the log."""
     path = tmp_path_factory.mktemp("killed") / "index.sqlite"
-    environment = {**os.environ, "PYTHONPATH": SOURCE}
     here = str(Path(__file__).parents[1])
-    subprocess.run([sys.executable, "-c", KILLED, str(path), here], env=environment, check=True)
+    subprocess.run([sys.executable, "-c", KILLED, str(path), here], env=ENVIRONMENT, check=True)
     assert path.with_name("index.sqlite-wal").stat().st_size > 50_000
     return path.parent
 
@@ -406,9 +405,7 @@ def test_a_disk_that_fails_below_sqlite(tmp_path):
     (tmp_path / "shim.c").write_text(SHIM)
     shim = tmp_path / "shim.so"
     subprocess.run(["cc", "-shared", "-fPIC", "-o", shim, tmp_path / "shim.c", "-ldl"], check=True)
-    environment = {
-        **os.environ, "PYTHONPATH": SOURCE, "LD_PRELOAD": str(shim), "BROKEN": str(tmp_path / "broken"),
-    }  # fmt: skip
+    environment = {**ENVIRONMENT, "LD_PRELOAD": str(shim), "BROKEN": str(tmp_path / "broken")}
     path = tmp_path / "home" / "index.sqlite"
     done = subprocess.run(
         [sys.executable, "-c", ON_A_BROKEN_DISK, str(path)], env=environment, capture_output=True

@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from indexes import SOURCE, changed, digest_of, put
+from indexes import ENVIRONMENT, changed, digest_of, put
 
 from kvweave.chunk.marks import marks
 from kvweave.chunk.table import Table
@@ -307,9 +307,8 @@ for i in range(1_000_000):
 
 
 def test_kill_9_loses_nothing_acknowledged(path):
-    environment = {**os.environ, "PYTHONPATH": SOURCE}
     writer = subprocess.Popen(
-        [sys.executable, "-c", WRITER, str(path)], stdout=subprocess.PIPE, env=environment
+        [sys.executable, "-c", WRITER, str(path)], stdout=subprocess.PIPE, env=ENVIRONMENT
     )
     assert writer.stdout is not None
     acknowledged = [writer.stdout.readline() for _ in range(600)]
@@ -355,10 +354,9 @@ def test_another_process_reads_the_digests_while_it_is_open(path):
     wanted = sorted(digest_of(i, i + 1).hex() for i in range(1, 40))
 
     def read() -> object:
-        environment = {**os.environ, "PYTHONPATH": SOURCE}
         return subprocess.run(
             [sys.executable, "-c", MARKS, str(path)],
-            env=environment,
+            env=ENVIRONMENT,
             capture_output=True,
             text=True,
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import subprocess
 import sys
@@ -13,7 +12,7 @@ from itertools import pairwise
 
 import postgres
 import pytest
-from indexes import SOURCE, digest_of, put
+from indexes import ENVIRONMENT, digest_of, put
 
 from kvweave.chunk.marks import marks
 from kvweave.chunk.table import Table
@@ -109,15 +108,11 @@ os._exit(0)
 def test_the_holds_of_a_dead_engine_expire(url):
     with Table(url) as table:
         id = put(table, "x", 1)
-        subprocess.run([sys.executable, "-c", DIES, url], env=environment(), check=True)
+        subprocess.run([sys.executable, "-c", DIES, url], env=ENVIRONMENT, check=True)
         table.unbind("x")
         assert table.get(id).id == id and len(table) == 2
         time.sleep(1.2)
         assert sorted(table.collect()) == [id, id + 1]
-
-
-def environment() -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": os.pathsep.join([SOURCE, *sys.path])}
 
 
 def test_one_of_two_gets_a_name(url):
@@ -273,7 +268,7 @@ def test_kills_lose_nothing_acknowledged(n, url, tmp_path):
         command = [sys.executable, "-c", WORKER, url, f"w{me}", str(dice.randrange(10**6))]
         with errors.open("a") as file:
             return subprocess.Popen(
-                command, stdout=subprocess.PIPE, stderr=file, env=environment(), text=True
+                command, stdout=subprocess.PIPE, stderr=file, env=ENVIRONMENT, text=True
             )
 
     def read(worker: subprocess.Popen[str], first: str) -> None:

@@ -13,6 +13,8 @@ from device.counted import DEVICE, Counted, Log, counting
 from torch import Tensor
 from transformers import Cache, DynamicCache, StaticCache
 
+from kvweave.run.kernel import added
+
 
 def there(*shape: int) -> Tensor:
     return torch.arange(float(torch.Size(shape).numel())).view(shape).to(DEVICE)
@@ -174,3 +176,10 @@ def test_the_yardstick_is_transformers_own_decode(kind: Any, n: int) -> None:
     per_layer = (costs[4] - costs[2]) / 2
     assert 34 <= per_layer <= 44
     assert costs[4] - 4 * per_layer <= 40
+
+
+def test_what_is_added_up_in_order_is_what_scatter_add_adds() -> None:
+    where, values = torch.tensor([[0, 2, 2], [1, 1, 0]]), torch.arange(6.0).view(2, 3)
+    with counting():
+        found = added(there(2, 3), where.to(DEVICE), values.to(DEVICE)).cpu()
+    assert torch.equal(found, torch.arange(6.0).view(2, 3).scatter_add_(1, where, values))

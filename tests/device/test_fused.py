@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 from needs import PIP, lack
@@ -153,3 +156,29 @@ def test_what_rows_pay_is_added_up_as_in_plain_torch(
     if not squared:  # each head of each row pays 1 in all
         wanted = 60 + heads * weights.sum()
         assert float(total.sum()) == pytest.approx(float(wanted), rel=DTYPES[dtype])
+
+
+def test_what_comes_to_one_column_is_added_up_the_same_again() -> None:
+    """In one order, on CUDA too."""
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(3, 60_000, generator=generator)
+    where = torch.randint(0, 9, values.shape, generator=generator)
+    wanted = torch.zeros(3, 10, dtype=torch.float64).scatter_add_(1, where, values.double()) + 2
+    found = [
+        kernel.added(torch.full((3, 10), 2.0).to(DEVICE), where.to(DEVICE), values.to(DEVICE)).cpu()
+        for _ in range(9)
+    ]
+    assert (found[0] - wanted).abs().max() < 1e-2
+    assert all(torch.equal(each, found[0]) for each in found)
+
+
+def test_nobody_else_adds_up_in_any_order() -> None:
+    """What these do on a GPU is another number each time (torch.use_deterministic_algorithms)."""
+    source = Path(kernel.__file__).parents[1]
+    loose = re.compile(r"scatter_add|index_add|accumulate=True|scatter_reduce\w*\(.*(sum|mean)")
+    found = {
+        str(path.relative_to(source))
+        for path in source.rglob("*.py")
+        if any(loose.search(line) for line in path.read_text().splitlines())
+    }
+    assert found == {"run/kernel.py"}

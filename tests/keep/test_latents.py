@@ -51,7 +51,7 @@ def both(request: pytest.FixtureRequest) -> Iterator[tuple[Runner, list[Heads], 
     ALL_ATTENTION_FUNCTIONS["seen"] = attention
     model.config._attn_implementation = "seen"
     with torch.inference_mode():
-        model(torch.tensor(TOKENS)[None], use_cache=False)
+        model(torch.tensor(TOKENS, device=oracle.DEVICE)[None], use_cache=False)
     del ALL_ATTENTION_FUNCTIONS["seen"]
     yield runner, found, oracle.bound(request.param)
 
@@ -69,7 +69,7 @@ def theirs(policy: TokenPolicy, runner: Runner, heads: Heads, layer: int) -> Lay
     info = runner.layers[layer]
     assert info.latent is not None
     query, keys, values = (t if i == 2 else t[..., info.latent.dims] for i, t in enumerate(heads))
-    n_heads, every = len(keys), torch.arange(N)
+    n_heads, every = len(keys), torch.arange(N, device=oracle.DEVICE)
     angles = info.rotation.back(info.rotation.angles(every))
     raw = info.rotation.apply(query.transpose(0, 1), angles)
     shape = replace(
@@ -109,6 +109,7 @@ def test_rows_are_worth_the_mean_over_heads(
 def test_two_written_out(both: tuple[Runner, list[Heads], float]) -> None:
     """Cosines with the mean direction, and what queries to come would read: as the papers say it, by head."""
     runner, found, bound = both
+    every = torch.arange(N + 40, device=oracle.DEVICE)
     for layer, (query, keys, values) in enumerate(found):
         alike, expected = [], []
         info = runner.layers[layer]
@@ -116,14 +117,12 @@ def test_two_written_out(both: tuple[Runner, list[Heads], float]) -> None:
         for q, k, v in zip(query, keys, values, strict=True):
             units = k / k.norm(dim=1, keepdim=True)
             alike.append(-(units @ (units.mean(0) / units.mean(0).norm())))
-            back = info.rotation.back(info.rotation.angles(torch.arange(N)))
+            back = info.rotation.back(info.rotation.angles(every[:N]))
             raw = info.rotation.apply(q[:, None, dims], back)[4:, 0]
-            cos, sin = info.rotation.angles(torch.arange(N, N + 40))
+            cos, sin = info.rotation.angles(every[N:])
             mean = cos.mean(0, keepdim=True), sin.mean(0, keepdim=True)
             dim = k.shape[1]
-            turning = info.rotation.apply(torch.eye(dim, dtype=k.dtype)[:, None], mean)[
-                :, 0
-            ]  # rows: R e
+            turning = info.rotation.apply(torch.eye(dim).to(k)[:, None], mean)[:, 0]  # rows: R e
             k = k[:, dims]
             m, c = turning.T @ raw.mean(0), turning.T @ torch.cov(raw.T, correction=0) @ turning
             logits = k @ m / math.sqrt(dim) + ((k @ c) * k).sum(1) / (2 * dim)

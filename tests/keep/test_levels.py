@@ -140,7 +140,7 @@ def test_a_budget_bounds_what_thresholds_leave() -> None:
     assert [len(own) for own in kept] == [20, 20]
     for head, own in enumerate(kept):
         high, low = coded["k8v4"][head], coded["k4v2"][head]
-        worth = scores[head].numpy()
+        worth = scores[head].cpu().numpy()
         assert (worth[high] >= 1 / 70).all() and (worth[low] < 1 / 70).all()
         raw = np.setdiff1d(own, np.r_[high, low])
         assert raw.tolist() == [0, 1, 66, 67, 68, 69]
@@ -154,12 +154,12 @@ def test_the_best_take_more_bits_and_the_rest_go() -> None:
     runner = tiny()
     rows = compute(runner, TOKENS, None)
     one = view(runner, rows, 1, None)
-    scores, safe = keep.policy.scores(one), torch.zeros(2, 70, dtype=torch.bool)
+    scores, safe = keep.policy.scores(one), torch.zeros_like(one.there)
     sizes = keep.sizes(70, dict.fromkeys(("", *keep.forms), 1), 0, 1)
     assert sizes == [10, 12, 14, 20] and keep.forms == ("int8", "k4v2", "below")
     kept, coded = keep.divide(one, scores, sizes, safe, 70)
     for head, own in enumerate(kept):
-        order = np.lexsort((-np.arange(70), -scores[head].numpy()))
+        order = np.lexsort((-np.arange(70), -scores[head].cpu().numpy()))
         assert set(own) == set(order[:56])
         for form, (start, stop) in {"int8": (10, 22), "k4v2": (22, 36), "below": (36, 56)}.items():
             assert set(coded[form][head]) == set(order[start:stop])

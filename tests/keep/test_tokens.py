@@ -236,7 +236,7 @@ def test_choices_follow_one_another_while_rows_decode(name):
             if layer == 1:
                 stays = best(pinned(kind, one, found), 20 if stop == 34 else 18)
         freed = left
-        left = [one.slots[head][stays[head]].numpy() for head in range(2)]
+        left = [one.slots[head][stays[head]].cpu().numpy() for head in range(2)]
         left[1] = left[1][1:]  # one less
         if watch is not None:
             watch.chosen()

@@ -64,7 +64,7 @@ def masks(model: Any, heads: list[int], n: int, first: int, gone: dict[Any, set[
             own = seen & ~(lost[None] & (row >= first))
             each += [own] * (config.num_attention_heads // n_heads)
         bias = torch.zeros(1, len(each), n, n, dtype=torch.float64)
-        yield bias.masked_fill(~torch.stack(each)[None], WRONG)
+        yield bias.masked_fill(~torch.stack(each)[None], WRONG).to(oracle.DEVICE)
 
 
 @contextmanager
@@ -110,7 +110,7 @@ class Twin:
                 torch.tensor([tokens], device=oracle.DEVICE), use_cache=False
             ).logits[0, first:]
         self.model.set_attn_implementation(kept)
-        return logits
+        return logits.cpu()
 
     def would_say(self, name: str, said: list[int]) -> list[int]:
         """What is greedy behind each part of ``said``: itself, if a greedy decode said it, and else not."""

@@ -51,7 +51,9 @@ class Both(Observer):
 
     def taken(self) -> None:
         mass, access = self.recorder.take()
-        some = TraceSteps(self.n, np.zeros(1, np.int32), mass.float().numpy(), access.numpy())
+        some = TraceSteps(
+            self.n, np.zeros(1, np.int32), mass.float().cpu().numpy(), access.cpu().numpy()
+        )
         self.writer.steps(some)
         self.n += 1
 

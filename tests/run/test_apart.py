@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, contextmanager
 import oracle
 import pytest
 import torch
+from needs import only_on_cpu
 from weaving import text
 
 from kvweave import Context, Engine, Runner
@@ -64,7 +65,7 @@ def nothing() -> AbstractContextManager[object]:
     return torch.no_grad()
 
 
-@pytest.mark.skipif(oracle.DEVICE.type != "cpu", reason="it is about what a CPU rounds")
+@only_on_cpu("it is about what a CPU rounds")
 @pytest.mark.parametrize("name", SETTINGS)
 def test_settings_of_the_caller_change_nothing(name: str) -> None:
     setting, wanted = SETTINGS[name], logprobs(nothing, nothing)
@@ -110,7 +111,7 @@ def runner() -> Runner:
     return Runner(oracle.build("llama", {"num_hidden_layers": 2}, torch.float32))
 
 
-@pytest.mark.skipif(oracle.DEVICE.type != "cpu", reason="it is about what a CPU rounds")
+@only_on_cpu("it is about what a CPU rounds")
 @pytest.mark.parametrize("keep", KEEPS)
 @pytest.mark.parametrize("name", ["autocast", "device"])
 def test_policies_choose_the_same_rows(name: str, keep: str, runner: Runner) -> None:
@@ -120,7 +121,7 @@ def test_policies_choose_the_same_rows(name: str, keep: str, runner: Runner) -> 
     assert decoded(runner, keep, SETTINGS[name], streamed) == UNDISTURBED[keep]
 
 
-@pytest.mark.skipif(oracle.DEVICE.type != "cpu", reason="it is about what a CPU rounds")
+@only_on_cpu("it is about what a CPU rounds")
 @pytest.mark.parametrize("name", SETTINGS)
 @pytest.mark.parametrize("strategy", ["patch:4", "auto", "rollout", "deviation"])
 def test_repairs_and_patches_are_the_same(name: str, strategy: str, runner: Runner) -> None:
@@ -141,7 +142,7 @@ def test_repairs_and_patches_are_the_same(name: str, strategy: str, runner: Runn
     assert found[0] == found[1]
 
 
-@pytest.mark.skipif(oracle.DEVICE.type != "cpu", reason="it is about what a CPU rounds")
+@only_on_cpu("it is about what a CPU rounds")
 @pytest.mark.parametrize("name", SETTINGS)
 def test_thinned_chunks_are_the_same(name: str, runner: Runner) -> None:
     found = []

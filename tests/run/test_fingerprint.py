@@ -29,7 +29,10 @@ IDS = torch.arange(1, 41)[None]
 
 def made(config: Any) -> Any:
     torch.manual_seed(0)
-    return T.AutoModelForCausalLM.from_config(copy.deepcopy(config)).eval()
+    # asked for its attentions transformers may compute them otherwise, so they are written out in any case
+    return T.AutoModelForCausalLM.from_config(
+        copy.deepcopy(config), attn_implementation="eager"
+    ).eval()
 
 
 def others(name: str, value: Any) -> list[Any]:

@@ -9,6 +9,7 @@ import oracle
 import pytest
 import torch
 from conftest import tiny
+from needs import only_on_cpu
 from torch import nn
 
 from kvweave.errors import CannotMove, CannotRun, InvalidArgument
@@ -111,7 +112,7 @@ def with_learned(model: Any, where: str) -> Any:
     return model
 
 
-@pytest.mark.skipif(oracle.DEVICE.type != "cpu", reason="hooks of a test")
+@only_on_cpu("hooks of a test")
 def test_a_rotation_and_learned_positions() -> None:
     """Such keys turn by no rotation either: true positions for both, and no move."""
     model = oracle.build("llama", {}, torch.float32)
@@ -125,16 +126,15 @@ def test_a_rotation_and_learned_positions() -> None:
     assert oracle.relative(oracle.rows_of(runner, tokens)[1], wanted) < 2e-5
 
 
-@pytest.mark.skipif(oracle.DEVICE.type != "cpu", reason="hooks of a test")
+@only_on_cpu("hooks of a test")
 def test_positions_that_a_model_counts_itself_are_refused() -> None:
     runner = Runner(with_learned(oracle.build("llama", {}, torch.float32), "counted"))
     assert not runner.can_run
     assert "cache says" in runner.can_run.reason
 
 
+@only_on_cpu("hooks of a test")
 def test_frequencies_that_depend_on_a_calls_length_are_refused_besides() -> None:
-    if oracle.DEVICE.type != "cpu":
-        pytest.skip("hooks of a test")
     rope = {"rope_parameters": {"rope_theta": 1e4, "rope_type": "dynamic", "factor": 2.0}}
     runner = Runner(with_learned(oracle.build("llama", rope, torch.float32), "told"))
     assert not runner.can_run and "length of a call" in runner.can_run.reason

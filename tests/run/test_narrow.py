@@ -12,6 +12,7 @@ import zoo
 from conftest import tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from needs import only_on_cpu
 from run.backend import EXACT, Recorder, off
 
 from kvweave.run import attention
@@ -99,6 +100,7 @@ def test_few_rows_come_to_the_same_as_all(name, data):
         assert off(a.double(), b.double()) < EXACT
 
 
+@only_on_cpu("passes over the pools of a GPU are not narrowed")
 def test_only_what_is_wanted_is_computed():
     runner = Runner(oracle.build(*oracle.MODELS["llama"], torch.float64), name="counted")
     seen = widths(runner)

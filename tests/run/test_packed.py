@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import product
 
 import numpy as np
+import oracle
 import pytest
 import torch
 from conftest import tiny
@@ -105,14 +106,14 @@ class Plain:
 def same(rows: KVRows, plain: Plain) -> None:
     rows.check_integrity()
     kept = rows.kept(0)
-    keys, values = rows.packed(0)
-    every = rows.read(0)
+    keys, values = (t.cpu() for t in rows.packed(0))
+    every = [t.cpu() for t in rows.read(0)]
     for head, slots in enumerate(kept):
         assert slots.tolist() == sorted(plain.rows[head])
         for i, slot in enumerate(slots.tolist()):
             k, v = plain.rows[head][slot]
-            assert torch.equal(keys[head, i], k) and torch.equal(values[head, i], v)
-            assert torch.equal(every[0][slot, head], k) and torch.equal(every[1][slot, head], v)
+            assert oracle.same(keys[head, i], k) and oracle.same(values[head, i], v)
+            assert oracle.same(every[0][slot, head], k) and oracle.same(every[1][slot, head], v)
     forms = [form for forms in plain.form for form in forms.values()]
     assert rows.forms == {form: forms.count(form) for form in sorted(set(forms))} or not forms
     assert sum(rows.forms.values()) == len(forms)
@@ -129,10 +130,12 @@ def test_any_verbs_leave_the_rows_that_a_dict_has(seed: int) -> None:
     rows.layers, rows.infos = rows.layers[:1], rows.infos[:1]
 
     def kv(n: int) -> KV:
-        return KV(
-            [torch.randn(n, heads, dim, generator=generator, dtype=torch.float64)],
-            [torch.randn(n, heads, dim, generator=generator, dtype=torch.float64)],
-        )
+        k, v = torch.randn(2, n, heads, dim, generator=generator, dtype=torch.float64)
+        return KV([k.to(oracle.DEVICE)], [v.to(oracle.DEVICE)])
+
+    def turn(new: KV, at: Ints) -> torch.Tensor:
+        where = torch.from_numpy(at).to(oracle.DEVICE)
+        return info.rotation.apply(new.k[0], info.rotation.angles(where)).cpu()
 
     def some(share: float) -> list[Ints]:
         return [own[rng.random(len(own)) < share] for own in rows.kept(0)]
@@ -142,8 +145,8 @@ def test_any_verbs_leave_the_rows_that_a_dict_has(seed: int) -> None:
         rows.reserve(max(rows.n, at + n))
         rows.place([(at, [new])], positions[: max(rows.n, at + n)])
         where = np.arange(at, at + n)
-        turned = info.rotation.apply(new.k[0], info.rotation.angles(torch.from_numpy(where)))
-        plain.place(where, turned, new.v[0])
+        turned = turn(new, where)
+        plain.place(where, turned, new.v[0].cpu())
 
     placed(0, 20)
     copies = []
@@ -170,8 +173,8 @@ def test_any_verbs_leave_the_rows_that_a_dict_has(seed: int) -> None:
             at = np.sort(rng.choice(rows.n, min(rows.n, 5), False))
             new = kv(len(at))
             rows.put(at, new)
-            turned = info.rotation.apply(new.k[0], info.rotation.angles(torch.from_numpy(at)))
-            plain.write(at, turned, new.v[0])
+            turned = turn(new, at)
+            plain.write(at, turned, new.v[0].cpu())
         elif verb == "place" and rows.n > 6:
             placed(int(rng.integers(0, rows.n - 5)), 5)
         elif verb == "more" and rows.n < 150:

@@ -55,6 +55,15 @@ def test_what_comes_and_goes_keeps_its_rows_and_the_buffer_small(seed: int) -> N
         assert max(held(pools)) <= max(1100, 1.7 * (used + most))
 
 
+def test_a_pool_is_written_out_of_inference_mode_whoever_made_or_packed_it() -> None:
+    with torch.inference_mode():
+        pools = Pools(INFOS, torch.float32, CPU)
+        first = made(pools, 2000, 1.0)
+    second = made(pools, 10, 2.0)
+    for rows, mark in ((first, 1.0), (second, 2.0)):
+        assert all(bool((layer.seen(slice(0, rows.n))[0] == mark).all()) for layer in rows.layers)
+
+
 def test_rows_that_leave_the_pool_leave_no_buffer_behind() -> None:
     pools = Pools(INFOS, torch.float32, CPU)
     first, second = made(pools, 2000, 1.0), made(pools, 3000, 2.0)

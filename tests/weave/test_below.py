@@ -8,12 +8,14 @@ from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 
-import numpy as np
 import pytest
+import torch
+from needs import only_on_cpu
 from run.backend import ids, transformers
 
 from kvweave import Engine
 from kvweave.errors import NoSpace, StoreError
+from kvweave.run.below import Sheet
 from kvweave.weave.answer import request_from
 
 EVERY = 8
@@ -53,7 +55,7 @@ def test_rows_go_below_and_come_back(engine: Engine) -> None:
     whole.weave()
     n = min(state.rows.n, whole.session.state.rows.n)
     for mine, its in zip(state.rows.read(0), whole.session.state.rows.read(0), strict=True):
-        assert np.allclose(mine[:n], its[:n], atol=1e-6)
+        assert torch.allclose(mine[:n], its[:n], atol=1e-6)
 
 
 def test_a_fork_has_rows_below_of_its_own(engine: Engine) -> None:
@@ -74,6 +76,7 @@ def test_a_fork_has_rows_below_of_its_own(engine: Engine) -> None:
     engine.check_integrity()
 
 
+@only_on_cpu("of a GPU rows below memory rest in the host's, and not in a file")
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
 def test_a_device_that_is_full_is_said(
     engine: Engine, code: int, monkeypatch: pytest.MonkeyPatch
@@ -92,6 +95,26 @@ def test_a_device_that_is_full_is_said(
         assert isinstance(told.value, NoSpace) == (code == errno.ENOSPC) and told.value.hint
     engine.check_integrity()
     assert context.tokens() == ids(150, 2).tolist()
+    answer = context.generate(max_tokens=30, ignore_eos=True)
+    assert len(answer.tokens) == 30 and context.session.state.rows.forms["below"] > 0
+    engine.check_integrity()
+
+
+def test_memory_of_the_host_that_is_full_is_said(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where rows of a GPU go."""
+    context = engine.context("c", keep=SPEC)
+    context.append(ids(150, 2).tolist())
+    real = Sheet.new
+    with monkeypatch.context() as patched:
+        patched.setattr(
+            Sheet, "new", lambda shapes, dtype, filed: real([(1, 1 << 50, 9)], dtype, False)
+        )
+        with pytest.raises(NoSpace, match="rows below memory in the host's") as told:
+            context.generate(max_tokens=9, ignore_eos=True)
+        assert told.value.hint
+    engine.check_integrity()
     answer = context.generate(max_tokens=30, ignore_eos=True)
     assert len(answer.tokens) == 30 and context.session.state.rows.forms["below"] > 0
     engine.check_integrity()

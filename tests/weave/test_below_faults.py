@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from needs import only_on_cpu
 from run.backend import ids, transformers
 
 from kvweave import Context, Engine
@@ -22,6 +23,7 @@ SPECS = [
     "h2o:24,below=rest,every=8",
     "kvzip:16,int8=16,below=rest,every=8",
 ]
+pytestmark = only_on_cpu("of a GPU rows below memory rest in the host's, and not in a file")
 N_NEW = 24  # tokens of an answer
 CODES = [errno.ENOSPC, errno.EIO]
 MANY = min(1000, int(os.environ.get("KVWEAVE_STEPS", "1000")))  # contexts of the slow one

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import numpy as np
+import oracle
 import pytest
 import torch
 from run.backend import ids, transformers
@@ -91,7 +92,7 @@ def test_rows_come_back_only_where_there_is_memory(monkeypatch: pytest.MonkeyPat
     calls = iter(range(10_000))
 
     def stable(self: FlexiCache, by_query: object) -> torch.Tensor:
-        return torch.full((2,), next(calls) <= 20)
+        return torch.full((2,), next(calls) <= 20, device=oracle.DEVICE)
 
     monkeypatch.setattr(FlexiCache, "_stable", stable)
     runner = transformers("llama")

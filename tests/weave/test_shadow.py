@@ -211,7 +211,7 @@ def noise(engine: Engine, amount: float) -> None:
         for name, parameter in engine.runner.model.named_parameters():
             if parameter.dim() > 1 and "embed" not in name:
                 more = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-                parameter += amount * float(parameter.std()) * more.to(parameter.dtype)
+                parameter += amount * float(parameter.std()) * more.to(parameter)
 
 
 def test_another_revision_is_an_alarm_within_20_answers_and_a_fallback() -> None:

@@ -40,7 +40,7 @@ class Sheet:
         if filed:
             made = list(SpillFile.of().rows(shapes, dtype))
         else:
-            made = [HostRows(torch.empty(shape, dtype=dtype)) for shape in shapes]
+            made = [HostRows.of(shape, dtype) for shape in shapes]
         return cls(made[0], made[1], np.zeros(shapes[0][:2], bool))
 
 

@@ -219,3 +219,17 @@ def attention_sums(
         how: scale and softcap as of `interval_attention`; and the power of what is paid, 1 or 2.
     """
     torch.ops.kvweave.attention_sums(paid, counted, total, how)
+
+
+def added(into: Tensor, where: Tensor, values: Tensor) -> Tensor:
+    """Add ``values`` [..., i] to ``into`` [..., j] at the columns ``where`` [..., i], and return it.
+
+    As `scatter_add_` on a CPU. On a GPU that adds what comes to one column in any order, so the same
+    rows would be worth something else each time; here they are sorted first.
+    """
+    if into.device.type == "cpu":
+        return into.scatter_add_(-1, where, values)
+    n = into.shape[-1]
+    first = n * torch.arange(into.numel() // n, device=into.device).view(*into.shape[:-1], 1)
+    into.view(-1).index_put_(((where + first).flatten(),), values.flatten(), accumulate=True)
+    return into

@@ -35,6 +35,7 @@ SMALL = 1024  # slots below which it is not worth it
 class LayerPool:
     """Slots of one layer; ``k`` and ``v`` are [head, slot, dim]."""
 
+    @torch.inference_mode(False)  # whoever asks first or needs more: others write here out of it
     def __init__(self, shape: LayerShape, dtype: torch.dtype, device: torch.device) -> None:
         self.k = torch.zeros(shape.k_heads, FIRST, shape.k_dim, dtype=dtype, device=device)
         self.v = torch.zeros(shape.v_heads, FIRST, shape.v_dim, dtype=dtype, device=device)
@@ -84,6 +85,7 @@ class LayerPool:
             start = each.start + each.capacity
         return start if self.capacity - start >= n else None
 
+    @torch.inference_mode(False)
     def _pack(self, alive: Sequence[PooledRows], capacity: int) -> int:
         """Move all rows to the beginning of a new buffer; return the first slot behind them."""
         k, v = (t.new_zeros(t.shape[0], capacity, t.shape[2]) for t in (self.k, self.v))

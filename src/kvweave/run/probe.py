@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -70,6 +71,7 @@ SAYS = {
 
 # the layer that keeps nothing came after transformers 5.19, which vLLM 0.32 has
 EMPTY = tuple(c for c in (getattr(cache_utils, "DummyLayer", None),) if c is not None)
+IDLE = ("moe", "mlp")  # types of layers that keep nothing, for which it had one of states till then
 
 NOTHING = torch.empty(0)
 UNKNOWN = Latent(NOTHING, NOTHING, NOTHING, None)  # until it has been read off
@@ -305,13 +307,14 @@ def _check_kinds(model: PreTrainedModel, handed: bool) -> list[LayerKind]:
             raise Refused(f"layer {i} keeps other things than keys and values of its own ({name})")
     if not kinds:
         return [LayerKind(None, True)] * int(model.config.get_text_config().num_hidden_layers)
+    types = getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ()
     return [
         LayerKind(
-            kind.number_of_states if isinstance(kind, LinearAttentionCacheLayerMixin) else None,
+            None if what in IDLE else getattr(kind, "number_of_states", None),
             isinstance(kind, CacheLayerMixin),
             getattr(kind, "compress_rate", 0),
         )
-        for kind in kinds
+        for kind, what in zip_longest(kinds, types[: len(kinds)])
     ]
 
 

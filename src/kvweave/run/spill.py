@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvweave.errors import StoreError, of_system
+from kvweave.errors import NoSpace, StoreError, of_system
 from kvweave.run.base import Ints
 
 SHARED = 64  # sheets of one file: about the layers of a context, which come and go together
@@ -31,6 +31,14 @@ class HostRows:
     """Rows [head, slot, dim] in the host's memory."""
 
     whole: Tensor
+
+    @classmethod
+    def of(cls, shape: tuple[int, int, int], dtype: torch.dtype) -> HostRows:
+        """Take memory for a tensor of this shape. Raises NoSpace."""
+        try:
+            return cls(torch.empty(shape, dtype=dtype))
+        except (MemoryError, RuntimeError) as error:  # RuntimeError is torch's own lack of memory
+            raise NoSpace("cannot put rows below memory in the host's", "memory") from error
 
     @property
     def dim(self) -> int:

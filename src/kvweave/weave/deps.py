@@ -18,6 +18,7 @@ from torch import Tensor
 
 from kvweave.chunk.table import Table
 from kvweave.run.base import Observer
+from kvweave.run.kernel import added
 from kvweave.run.upload import up
 from kvweave.weave.parts import Part, Placement
 
@@ -54,8 +55,8 @@ class Reads(Observer):
         """Note what one piece of one layer paid."""
         paid = weights.mean(0) / self.n_layers
         found = paid.new_zeros(paid.shape[0], self.mass.shape[1])
-        found.index_add_(1, self.owner[begin : begin + paid.shape[1]], paid)
-        self._passing.append((first, found))
+        whose = self.owner[begin : begin + paid.shape[1]].expand_as(paid)
+        self._passing.append((first, added(found, whose, paid)))
 
     def end(self) -> None:
         """Add it up."""

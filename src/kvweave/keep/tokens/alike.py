@@ -15,6 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvweave.run.kernel import added
+
 BLOCK = 64  # rows whose cosines with all others are in memory at once
 ROW_BYTES = 12  # what is known of a row of one head
 NONE, GONE = -1, -2  # in the place of a slot: nothing is like the row; what was is not there
@@ -106,7 +108,7 @@ def others(units: Tensor, there: Tensor, newest: Tensor) -> Tensor:
     left_out = torch.where(newest < 0, front, newest)
     cosines = (units * rows_of(units, left_out)).sum(-1).masked_fill(left_out == number, 0)
     total = (units @ units.sum(1)[..., None])[..., 0] - units.square().sum(-1)
-    total.scatter_add_(1, left_out, -cosines)
+    added(total, left_out, -cosines)
     return total / there.sum(-1, keepdim=True).clamp(min=1)
 
 

@@ -15,6 +15,7 @@ from kvweave.keep.tokens.base import LayerView, Need, TokenPolicy, TokenWatch
 from kvweave.keep.tokens.signals import KEPT, PageSignals, apply, shipped
 from kvweave.keep.tokens.watch import BySlot, Tally, heads_of
 from kvweave.run.base import Ints, LayerInfo
+from kvweave.run.kernel import added
 from kvweave.run.upload import up
 
 
@@ -61,7 +62,7 @@ class PageReads(Tally):
         else:
             where = up(pages[begin:], mass.device).expand_as(mass)
             empty = mass.new_zeros(*mass.shape[:2], int(pages[-1]) + 1)
-            mass = empty.scatter_add_(2, where, mass)
+            mass = added(empty, where, mass)
         return mass, self.rule.read(mass), pages[stop - n :] + 1
 
     def add(self, layer: int, found: object) -> None:
