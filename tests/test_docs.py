@@ -32,6 +32,7 @@ HTTP = "docs/http.md"
 AGENTS = "docs/agents.md"
 PLACEHOLDER = '"path/or/hf-id"'
 GGUF = "path/to/model.gguf"  # blocks that have it take llama.cpp, and are a test of their own
+VLLM = "from vllm import"  # they are run where vLLM is: tests/connect/test_vllm_record.py
 PAGES = {
     path.relative_to(ROOT).as_posix(): path.read_text()
     for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("*/README.md")]
@@ -66,7 +67,7 @@ WITH_CONSOLE = [name for name, text in PAGES.items() if blocks(text, "console")]
 
 def execute(text, name, namespace, *, of_gguf=False):
     for line, code in blocks(text, "python"):
-        if (GGUF in code) != of_gguf:
+        if (GGUF in code) != of_gguf or VLLM in code:
             continue
         source = "\n" * (line - 1) + code.replace(PLACEHOLDER, repr(MODEL))
         exec(compile(source, name, "exec"), namespace)
