@@ -170,6 +170,10 @@ if "indexed_attention" not in cache_utils.DYNAMIC_LAYER_TYPE_MAPPING:
         "transformers caches no latents beside an index", *_NEWER
     )
 
+if not hasattr(cache_utils, "DummyLayer"):  # what else changed there is not known: they are refused
+    for _kind in ("bloom", "rembert"):
+        LACKING[_kind] = lack(f"{_kind} is refused with this transformers", *_NEWER)
+
 # model types that are refused, and a word of the reason
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "openai-gpt": ("openai-gpt", {}, "attention interface"),

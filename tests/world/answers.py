@@ -41,7 +41,8 @@ def _sampling(world: World) -> tuple[int, dict[str, Any]]:
 
 def _refused_bound(world: World, chat: Chat) -> bool:
     """Whether no bound of the drift can be kept in this context."""
-    is_auto = chat.context.settings.repair == "auto"  # another draft is another calibration
+    repair = chat.repair or chat.context.settings.repair
+    is_auto = repair == "auto"  # another draft is another calibration
     may = world.is_calibrated and is_auto and not chat.evicts
     return world.lossy or chat.thins or not (may and chat.context.settings.share == CALIBRATED)
 
@@ -159,6 +160,7 @@ def weave(world: World) -> bool:
     plan = world.attempt(lambda: context.weave(**options), *allowed)
     if plan is None:
         return True
+    chat.repair = options.get("repair", chat.repair)  # stays
     world.touch(chat)
     world.drive()
     woven(world, chat, plan, preview, plan.strategy)

@@ -85,6 +85,7 @@ class Chat:
     evicts: bool = False
     thins: bool = False  # a token policy lets go of rows
     open: Open | None = None
+    repair: str | None = None  # by which it is woven, since a weave said so
     was_woven: bool = False  # so that its plan is that of a weave, not of the next one
     saved: list[tuple[Any, list[Piece], Tokens]] = field(default_factory=list)  # snapshots
     versions: list[tuple[int, list[Piece], Tokens]] = field(default_factory=list)

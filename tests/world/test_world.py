@@ -60,6 +60,8 @@ FOUND: list[tuple[int, play.Steps]] = [
     # repaired rows of a part that an evict froze were put over exact ones
     (1005004, [("open_context", 3213378971), ("ask", 161695673), ("put", 276107682), ("begin", 524599325),
      ("evict", 2361065444), ("begin", 1293630333), ("cancel", 582925326), ("fault", 1332109852)]),
+    # the twin's own: a strategy that a weave was told stays, and so do its bounds
+    (1030056, [("compose", 1827881629), ("weave", 355516254), ("fault", 2313931661)]),
 ]  # fmt: skip
 
 

@@ -274,8 +274,8 @@ class Context(EditedParts):
     ) -> Plan:
         """Bring all rows up to date and return the plan.
 
-        With ``repair``, parts that are not exact are woven again by that strategy. ``max_drift``:
-        see `begin`. What is refused leaves everything as it was.
+        With ``repair``, parts that are not exact are woven again by that strategy, as is what is woven
+        later. ``max_drift``: see `begin`. What is refused leaves everything as it was.
         """
         return self.session.loop.finish(self.weaving(repair, share, max_drift))
 
