@@ -61,9 +61,9 @@ class VllmServer:
 
 
 @contextmanager
-def vllm_server(log, environment=None, **more):
+def vllm_server(log, environment=None, port=0, **more):
     """Start a server, wait until it takes requests, and end it afterwards."""
-    port = free_port()
+    port = port or free_port()
     env = ENVIRONMENT | (environment or {})
     with log.open("w") as out:
         process = subprocess.Popen(

@@ -154,3 +154,29 @@ def test_a_worker_that_is_killed_under_load_loses_no_request_and_no_token(pair):
         assert differs(reply.json(), right[asked[i]].json()) < CLOSE, i
     told = httpx.get(f"{pair.router.url}/v1/workers").json()["data"]
     assert sorted(worker["state"] for worker in told) == ["down", "up"]
+
+
+def test_a_worker_that_is_started_again_has_nothing_of_what_it_had(pair, tmp_path):
+    dead = pair.servers[1]
+    name = dead.url.removeprefix("http://")
+    worker = lambda: next(  # noqa: E731
+        w for w in httpx.get(f"{pair.router.url}/v1/workers").json()["data"] if w["name"] == name
+    )
+    if worker()["state"] == "up":
+        with kvweave.Client(dead.url) as client:
+            client.put("docs/old", A, replace=True)
+        assert ask(pair.router.url, "so ?").status_code == 200
+        until(lambda: worker()["chunks"] > 0, "following")
+        dead.kill()
+        until(lambda: worker()["state"] == "down", "its end")
+    assert worker()["chunks"] > 0, "nobody has told of them yet"
+    port = int(dead.url.rsplit(":", 1)[1])
+    with vllm_server(tmp_path / "again.log", port=port) as again:
+        with kvweave.Client(again.url) as client:  # behind the router's back
+            for new in ("docs/new", "docs/newer"):
+                client.put(new, f"{B} {new}", replace=True)
+        assert ask(pair.router.url, "so ?").status_code == 200  # who asked something is followed
+        until(lambda: worker()["chunks"] == 2, "the snapshot")
+        with kvweave.Client(again.url) as client:
+            client.files.rm("docs/new", force=True)
+        until(lambda: worker()["chunks"] == 1, "the event")

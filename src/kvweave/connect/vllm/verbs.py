@@ -82,6 +82,7 @@ class Verbs:
         app = FastAPI(redirect_slashes=False)
         state = ServerState(InlineDriver(host), Options())
         state.library = host.cutter.library  # what is put is found in prompts
+        self._responses = state.responses  # none come here, but a home has a file of them
         app.state.kvweave = state
         problems.install(app)
         for rooms in (thin, chunks, placements):
@@ -92,6 +93,7 @@ class Verbs:
         """Give up what is under way."""
         for ticket in list(self._running):
             self.cancel(ticket)
+        self._responses.close()
         self.loop.close()
 
     def begin(self, request: VerbRequest) -> tuple[int, VerbReply | None]:
