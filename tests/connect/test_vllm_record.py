@@ -274,7 +274,9 @@ def test_the_page_says_how(tmp_path, monkeypatch):
     try:
         exec(
             compile(
-                code.replace('"path/or/hf-id"', f'{str(home.BUNDLED)!r}, dtype="float32"'),
+                code.replace(
+                    '"path/or/hf-id"', f'{str(home.BUNDLED)!r}, dtype="float32", enforce_eager=True'
+                ),
                 "docs/probe.md",
                 "exec",
             ),
