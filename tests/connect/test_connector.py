@@ -697,3 +697,15 @@ def test_of_two_weaves_under_one_key_the_worse_bound_is_told(scheduling, drifts)
         asked(scheduling, Chain("c", ids(40, 1), said()), WeaveOffer(39, 35, b"plan"), 36)[0] == 0
     )
     assert scheduling.finished("c")["drift"] == (None if None in drifts else 0.25)
+
+
+def test_a_request_that_was_preempted_is_told_the_worse_of_its_weaves(scheduling):
+    for name, later, drift in (("a", 0.0, 0.25), ("b", 0.5, 0.5), ("c", None, None)):
+        bounded(scheduling, Chain(name, ids(40, 1), said()), 0.25)
+        told = {"drift": later, "drift_by": "calibration", "strategy": "auto", "approximate": {}}
+        scheduling.wove(name, {"woven": True, **told})
+        assert scheduling.finished(name)["drift"] == drift
+    bounded(scheduling, Chain("d", ids(40, 1), said()), 0.25)
+    scheduling.wove("d", {"woven": False, "failed": "no room"})
+    told = scheduling.finished("d")
+    assert told["drift"] == 0.25 and "failed" not in told, "a part was answered over those rows"

@@ -24,7 +24,7 @@ from kvweave.connect.vllm.backend import Paged, VllmBackend
 from kvweave.connect.vllm.fork import Forker
 from kvweave.connect.vllm.host import Host, WeaveJob
 from kvweave.connect.vllm.lockstep import Lockstep
-from kvweave.connect.vllm.scheduling import Scheduling
+from kvweave.connect.vllm.scheduling import Scheduling, of_both
 from kvweave.connect.vllm.selftest import require_equal
 from kvweave.connect.vllm.verbs import Verbs
 from kvweave.connect.vllm.versions import require_known
@@ -165,7 +165,7 @@ class KVWeaveConnector(KVConnectorBase_V1):  # type: ignore[misc]
     def _tell(self, ticket: str, report: dict[str, Any]) -> None:
         """Keep a report until the server asks for it; it does not where nobody listens any more."""
         if ticket:
-            self.reports[ticket] = report
+            self.reports[ticket] = of_both(self.reports.get(ticket), report)
         while len(self.reports) > MOST_REPORTS:
             self.reports.popitem(last=False)
 

@@ -194,7 +194,7 @@ class Scheduling:
         """The worker wove, or failed to."""
         woven = self._requests.get(name)
         if woven is not None:
-            woven.report = report
+            woven.report = of_both(woven.report, report)
             if woven.point is not None and report["woven"]:
                 told = {key: report[key] for key in REMEMBERED}
                 woven.point.report = _worse(woven.point.report, told)
@@ -264,6 +264,17 @@ def _worse(one: dict[str, Any] | None, other: dict[str, Any]) -> dict[str, Any]:
     if one is None or other["drift"] is None:
         return other
     return one if one["drift"] is None or one["drift"] > other["drift"] else other
+
+
+def of_both(before: dict[str, Any] | None, report: dict[str, Any]) -> dict[str, Any]:
+    """Return what is told of a request that was woven before too: it was preempted, and has answered a
+    part by then."""
+    if before is None or not before["woven"]:
+        return report
+    if not report["woven"]:
+        return before
+    one, other = ({key: each[key] for key in REMEMBERED} for each in (before, report))
+    return report | _worse(one, other)
 
 
 def _report(woven: WovenRequest) -> dict[str, Any]:
