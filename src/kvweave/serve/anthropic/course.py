@@ -50,18 +50,19 @@ class MessageCourse:
         """Return the tokens of the prompt when these are what is left of the messages."""
         return await self.state.call(self.tenant, lambda engine: self._counted(messages, how))
 
-    async def edited(
-        self, how: Callable[[ServerState, str, Prompt], int] = count_tokens
-    ) -> tuple[list[DialogueMessage], list[dict[str, Any]] | None]:
+    async def edited(self) -> tuple[list[DialogueMessage], list[dict[str, Any]] | None]:
         """Return the messages as the model is given them, and the edits that cleared something;
-        None where none were asked for."""
+        None where none were asked for. What is cleared goes by the text of the prompt, whatever
+        tokens a model wrote it with."""
         messages = given(self.body.messages, self.store.compactions)
         if (wanted := self.body.context_management) is None:
             return messages, None
         edits, size = wanted.clearing, _sizer(self.state, self.tenant, private=self.body.is_private)
         return await self.state.call(
             self.tenant,
-            lambda engine: edit_messages(edits, messages, lambda m: self._counted(m, how), size),
+            lambda engine: edit_messages(
+                edits, messages, lambda m: self._counted(m, about_tokens), size
+            ),
         )
 
     def _counted(
@@ -81,7 +82,7 @@ class AnswerCourse(MessageCourse):
 
     async def events(self) -> AsyncGenerator[Event, None]:
         """Answer it; see `Driver.answer`. Raises InvalidArgument, ContextTooLong."""
-        left, self.reply.applied = await self.edited(about_tokens)
+        left, self.reply.applied = await self.edited()
         if self.body.compaction is not None:
             await self._summarised(left, self.body.compaction.instructions, alone=True)
             return

@@ -39,6 +39,7 @@ TRIGGER = 100_000  # tokens of a prompt; more are too many where nothing is said
 COMPACT_TRIGGER = 150_000
 KEPT_USES, KEPT_TURNS = 3, 1
 MAX_EDITS = 16
+AROUND = 16  # tokens that a template puts around thinking, or fewer
 
 DialogueMessages = Sequence[DialogueMessage]
 ChatContent = str | list[dict[str, Any]]
@@ -106,45 +107,45 @@ class ClearToolUses(BaseModel):
 
         ``n_tokens`` of the prompt; ``size`` are the tokens of a content.
         """
-        calls = {b.id: b for m in messages for b in m.content if isinstance(b, CallBlock)}
-        n = n_tokens if self.goes_by_tokens else len(calls)
-        if n <= self.trigger.value:
+        n_calls = sum(isinstance(b, CallBlock) for m in messages for b in m.content)
+        if (n_tokens if self.goes_by_tokens else n_calls) <= self.trigger.value:
             return list(messages), 0
-        gone = self._gone(messages, calls, size)
-        made = [_with(m, [self._cleared(b, gone, calls) for b in m.content]) for m in messages]
-        return made, len(gone)
+        uses = self._gone(messages, size)
+        gone = {id(block) for use in uses for block in use}
+        made = [
+            _with(m, [_cleared(b) if id(b) in gone else b for b in m.content]) for m in messages
+        ]
+        return made, len(uses)
 
     def _gone(
-        self,
-        messages: DialogueMessages,
-        calls: dict[str, CallBlock],
-        size: Callable[[ChatContent], int],
-    ) -> set[str]:
-        """Return the ids of the calls to be cleared: the oldest, in batches of ``clear_at_least``."""
-        results = [result for message in messages for result in message.results]
-        newest = results[-1] if results else None
-        known = [result for result in results if self._counts(result, calls)]
+        self, messages: DialogueMessages, size: Callable[[ChatContent], int]
+    ) -> list[tuple[ResultBlock | CallBlock, ...]]:
+        """Return what of each use is to be cleared: the oldest, in batches of ``clear_at_least``."""
+        uses = _uses(messages)
+        newest = uses[-1][0] if uses else None
+        known = [use for use in uses if self._counts(*use)]
         old = known[: max(0, len(known) - self.keep.value)]
-        old = [result for result in old if result is not newest]
         least = 0 if self.clear_at_least is None else self.clear_at_least.value
-        gone: set[str] = set()
-        batch: set[str] = set()
+        gone: list[tuple[ResultBlock | CallBlock, ...]] = []
+        batch: list[tuple[ResultBlock | CallBlock, ...]] = []
         n = 0
-        for result in old:
-            batch.add(result.tool_use_id)
+        for result, call in old:
+            if result is newest:
+                continue
             n += size(parts_of(result.content)) - size(PLACEHOLDER)
-            call = calls.get(result.tool_use_id)
             if call is not None and self._clears_input(call):
                 n += size(json.dumps(call.input)) - size("{}")
+                batch.append((result, call))
+            else:
+                batch.append((result,))
             if n >= least:
-                gone |= batch
-                batch, n = set(), 0
+                gone += batch
+                batch, n = [], 0
         return gone
 
-    def _counts(self, result: ResultBlock, calls: dict[str, CallBlock]) -> bool:
+    def _counts(self, result: ResultBlock, call: CallBlock | None) -> bool:
         """Tell whether a result may be cleared at all."""
         content = parts_of(result.content)
-        call = calls.get(result.tool_use_id)
         if call is not None and call.name in (self.exclude_tools or ()):
             return False
         return not isinstance(content, str) or len(content.encode(errors="replace")) >= SHORTEST
@@ -152,13 +153,6 @@ class ClearToolUses(BaseModel):
     def _clears_input(self, call: CallBlock) -> bool:
         which = self.clear_tool_inputs or False
         return which if isinstance(which, bool) else call.name in which
-
-    def _cleared(self, block: Any, gone: set[str], calls: dict[str, CallBlock]) -> Any:
-        if isinstance(block, ResultBlock) and block.tool_use_id in gone:
-            return block.model_copy(update={"content": [TextBlock(type="text", text=PLACEHOLDER)]})
-        if isinstance(block, CallBlock) and block.id in gone and self._clears_input(block):
-            return block.model_copy(update={"input": {}})
-        return block
 
     def told(self, n: int) -> dict[str, Any]:
         """Return what is said of ``n`` uses that were cleared."""
@@ -262,15 +256,66 @@ def edit_messages(
     """
     made, applied = list(messages), []
     n: int | None = None
-    for edit in edits:
+    for i, edit in enumerate(edits):
         if n is None and edit.goes_by_tokens:
             n = count(made)
-        changed, n_gone = edit.apply(made, n or 0, size)
+        most = n or 0
+        if isinstance(edit, ClearToolUses) and edit.goes_by_tokens and n is not None:
+            most = _most(n, edit.trigger.value, edits[:i], messages, count, size)
+        changed, n_gone = edit.apply(made, most, size)
         if n_gone:
             before, n = count(made) if n is None else n, count(changed)
             applied.append(edit.told(n_gone) | {"cleared_input_tokens": max(0, before - n)})
             made = changed
     return made, applied
+
+
+def _most(
+    n: int,
+    above: int,
+    edits: Sequence[ClearToolUses | ClearThinking],
+    messages: DialogueMessages,
+    count: Callable[[DialogueMessages], int],
+    size: Callable[[ChatContent], int],
+) -> int:
+    """Return the tokens ``n`` of a prompt, or of one before it, at the end of a turn, that had more
+    than ``above``: thinking is left out later, and what was cleared because of it stays so."""
+    left_out = 0
+    turns: dict[int, int] = {}  # turn -> where its last answer stands
+    turn = 0
+    for i, message in enumerate(messages):
+        turn += message.begins_turn
+        if message.role == "assistant" and i:
+            turns[turn] = i
+        thoughts = [block.thinking for block in message.content if isinstance(block, ThinkingBlock)]
+        left_out += sum(size(thought) + AROUND for thought in thoughts)
+    for end in reversed(turns.values()):
+        if n > above or n + left_out <= above:
+            break
+        earlier: DialogueMessages = messages[:end]
+        for edit in edits:
+            earlier, _ = edit.apply(earlier, 0, size)
+        n = max(n, count(earlier))
+    return n
+
+
+def _uses(messages: DialogueMessages) -> list[tuple[ResultBlock, CallBlock | None]]:
+    """Return the results, each with the last call of its id before it: some clients give an id again."""
+    calls: dict[str, CallBlock] = {}
+    made: list[tuple[ResultBlock, CallBlock | None]] = []
+    for message in messages:
+        for block in message.content:
+            if isinstance(block, CallBlock):
+                calls[block.id] = block
+            elif isinstance(block, ResultBlock):
+                made.append((block, calls.get(block.tool_use_id)))
+    return made
+
+
+def _cleared(block: Any) -> Any:
+    if isinstance(block, CallBlock):
+        return block.model_copy(update={"input": {}})
+    return block.model_copy(update={"content": [TextBlock(type="text", text=PLACEHOLDER)]})
 
 
 def _thinks(block: object) -> bool:

@@ -32,6 +32,7 @@ from kvweave.weave.special import Extent
 
 SEAM = 4  # tokens on both sides of a gap that are looked at to say why it is one
 MAX_CACHED = 1 << 20  # tokens of texts that are remembered
+NOT_STORED = ChunkId(-1)  # a base that is new; None is no base at all
 FRONT = 12  # characters of an answer by which its place in a rendered message is found
 LONGEST_SEAM = 64  # tokens; a longer gap is new text
 
@@ -132,7 +133,7 @@ class Assembler:
     def _below(
         self, base: PromptPiece | None, engine_base: ChunkId | None, namespace: str
     ) -> tuple[bytes, ChunkId | None]:
-        """Return digest and id (None: not there yet) of what chunks here are computed after."""
+        """Return digest and id of what chunks here are computed after; None: after nothing."""
         table = self.engine.table
         if base is None:
             return (
@@ -140,7 +141,7 @@ class Assembler:
             )
         digest = chunk_digest(self.engine.runner.fingerprint, b"", base.tokens.tolist(), namespace)
         known = table.find_digest(digest)
-        return digest, None if known is None else known.id
+        return digest, NOT_STORED if known is None else known.id
 
     def tokens(self, segment: PromptSegment, namespace: str) -> Tokens:
         """Return the token ids of a segment's text.

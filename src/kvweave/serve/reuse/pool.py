@@ -29,7 +29,7 @@ from kvweave.run.sample import Sampling
 from kvweave.serve.guard.quota import Quota
 from kvweave.serve.options import ReuseMode
 from kvweave.serve.reuse.build import Composer
-from kvweave.serve.reuse.find import Wanted
+from kvweave.serve.reuse.find import NOT_STORED, Wanted
 from kvweave.serve.reuse.library import Library
 from kvweave.serve.reuse.names import AutoNames, new_context_name
 from kvweave.serve.reuse.pooled import Common, PooledContext, WeaveOptions
@@ -222,7 +222,7 @@ class Sessions:
             return self.engine_base
         fingerprint, tokens = self.engine.runner.fingerprint, wanted.base.tokens.tolist()
         record = self.table.find_digest(chunk_digest(fingerprint, b"", tokens, wanted.namespace))
-        return None if record is None else record.id
+        return NOT_STORED if record is None else record.id
 
     def _common(self, session: PooledContext, tokens: Tokens) -> Common:
         at, index = 0, session.n_base
