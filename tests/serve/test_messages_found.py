@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,9 @@ import pytest
 from answering import answering
 from needs import need
 from serve.plain_messages import BETA, CLEARED, USES, Json, chat, functions, tool
+
+from kvweave.serve.anthropic.blocks import DialogueMessage
+from kvweave.serve.anthropic.editing import ContextManagement, edit_messages
 
 anthropic = need("anthropic")
 from serve.test_openai import Server, serving  # noqa: E402
@@ -128,3 +131,20 @@ def test_counting_and_answering_clear_the_same(bundled: Path) -> None:
             counted = client.beta.messages.count_tokens(**more).input_tokens
             made = client.beta.messages.create(max_tokens=1, **more)
             assert bool(made.context_management.applied_edits) == (counted < n), value
+
+
+def test_who_sends_many_turns_of_thinking_makes_nobody_wait() -> None:
+    """Prompts before this one are counted, but not all of thousands."""
+    thought = {"type": "thinking", "thinking": "x" * 9}
+    turn = [{"role": "user", "content": "so"}, {"role": "assistant", "content": [thought]}]
+    messages = [DialogueMessage.model_validate(m) for m in [*turn * 2000, *use("a", "so")]]
+    trigger = {"type": "input_tokens", "value": len(messages) + 9}
+    edits = ContextManagement.model_validate({"edits": [{"type": USES, "trigger": trigger}]})
+    looked: list[int] = []
+
+    def count(left: Sequence[DialogueMessage]) -> int:
+        looked.append(len(left))
+        return len(left)
+
+    edit_messages(edits.clearing, messages, count, len)
+    assert 2 < len(looked) < 9 and sum(looked) < 6 * len(messages) + 4096

@@ -31,6 +31,7 @@ from kvweave.serve.anthropic.blocks import (
     ThinkingBlock,
     parts_of,
 )
+from kvweave.serve.reuse.allowance import Allowance
 from kvweave.serve.routes.base import STRICT
 
 PLACEHOLDER = "[tool result cleared to save context]"
@@ -40,6 +41,7 @@ COMPACT_TRIGGER = 150_000
 KEPT_USES, KEPT_TURNS = 3, 1
 MAX_EDITS = 16
 AROUND = 16  # tokens that a template puts around thinking, or fewer
+LOOKED, FREE_LOOKED = 4, 4096  # messages of earlier prompts that may be counted, as in `render`
 
 DialogueMessages = Sequence[DialogueMessage]
 ChatContent = str | list[dict[str, Any]]
@@ -280,22 +282,26 @@ def _most(
 ) -> int:
     """Return the tokens ``n`` of a prompt, or of one before it, at the end of a turn, that had more
     than ``above``: thinking is left out later, and what was cleared because of it stays so."""
-    left_out = 0
-    turns: dict[int, int] = {}  # turn -> where its last answer stands
-    turn = 0
+    ends: dict[
+        int, tuple[int, int]
+    ] = {}  # turn -> where its last answer stands, thinking before it
+    turn = thought = 0
     for i, message in enumerate(messages):
         turn += message.begins_turn
         if message.role == "assistant" and i:
-            turns[turn] = i
-        thoughts = [block.thinking for block in message.content if isinstance(block, ThinkingBlock)]
-        left_out += sum(size(thought) + AROUND for thought in thoughts)
-    for end in reversed(turns.values()):
-        if n > above or n + left_out <= above:
+            ends[turn] = i, thought
+        blocks = [block for block in message.content if isinstance(block, ThinkingBlock)]
+        thought += sum(size(block.thinking) + AROUND for block in blocks)
+    looked = Allowance(LOOKED * len(messages) + FREE_LOOKED)
+    last = n  # the prompt that was counted last; one before it has no more, but for its thinking
+    for end, left_out in reversed(ends.values()):
+        if n > above or last + left_out <= above or not looked.spend(end):
             break
         earlier: DialogueMessages = messages[:end]
         for edit in edits:
             earlier, _ = edit.apply(earlier, 0, size)
-        n = max(n, count(earlier))
+        last = count(earlier)
+        n = max(n, last)
     return n
 
 
