@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 import itertools
 import json
+import os
 import random
 from collections import Counter
 from contextlib import ExitStack
@@ -42,6 +43,7 @@ from serve.plain_messages import (
 anthropic = need("anthropic")
 from serve.test_openai import Server, serving  # noqa: E402
 
+LIVES = int(os.environ.get("KVWEAVE_LIVES", 11))  # of 40 deeds each, with -m slow
 WRONG: tuple[Json, ...] = (
     {"frobnicate": 1}, {"max_tokens": -1}, {"temperature": -1.0}, {"tool_choice": {"type": "tool"}},
     {"messages": []}, {"thinking": {"type": "enabled", "budget_tokens": 9}},
@@ -447,7 +449,7 @@ def lives(seed: int, bundled: Path, home: Path, n: int) -> Counter[str]:
 
 @pytest.mark.parametrize(
     ("seed", "n"),
-    [(0, 15), (1, 12), *(pytest.param(n, 40, marks=pytest.mark.slow) for n in range(1, 12))],
+    [(0, 15), (1, 12), *(pytest.param(n, 40, marks=pytest.mark.slow) for n in range(1, LIVES + 1))],
 )
 def test_a_life_is_as_the_plain_model_has_it(
     seed: int, n: int, bundled: Path, tmp_path: Path
