@@ -208,6 +208,26 @@ def test_pages_sink_where_there_is_no_room(seed: int, tmp_path: Path) -> None:
     assert np.allclose(found.stalls, slowest)
 
 
+def test_what_is_brought_ahead_comes_from_where_it_rests(tmp_path: Path) -> None:
+    trace = in_turn(tmp_path / "a.kvt")  # one of six pages a step, in turn
+    trace = synthetic.trace(tmp_path / "b.kvt", trace.whole(), page=1000, prompt=5001)
+    tiers = [SlowTier("dram", 1e9, 0.001, share=0.34), SlowTier("ssd", 1e6, 0.5)]
+    how = Setting(1000, 1e-9, 0.0, True, None, PageBudget(0.1, 0, 0))
+    found = play(trace, "oracle", tiers, how)
+    below, stalls, last = dict.fromkeys(range(6), 0), [], None
+    for step in range(trace.n_steps):
+        page = step % 6
+        stalls.append(tiers[below[page]].seconds(1000, 1))
+        if last is not None:
+            below[last] = 0
+        last = page
+        own = [p for p in below if p != page and below[p] == 0]
+        for gone in own[: max(0, len(own) - 2)]:  # nothing is known of them: the oldest pages go
+            below[gone] = 1
+    assert not found.misses.any() and {round(s) for s in stalls} == {0, 1}
+    assert np.allclose(found.stalls, stalls, atol=1e-8)
+
+
 def test_pages_of_each_form_take_what_a_budget_has(tmp_path: Path) -> None:
     rng = np.random.default_rng(3)
     heads, n = 4, 42

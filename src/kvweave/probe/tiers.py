@@ -186,14 +186,17 @@ class Residence:
     def _keep(self, held: Bools, scores: Scores) -> None:
         """Let go of what the ranking puts last, until the budget is kept."""
         n = held.shape[1]
-        best = self.places.holds(np.where(held, scores, -np.inf), n)
-        self.there[:, :n] = best & held
+        there = self.there[:, :n]
+        kept = self.places.holds(np.where(held, scores, -np.inf), n) & held
+        self.below[:, :n][there & ~kept] = (
+            0  # till it leaves, a page is known by where it came from
+        )
+        there[:] = kept
         self._sink(scores, n)
 
     def _sink(self, scores: Scores, n: int) -> None:
         """Let what slow tiers have no room for go to the next, the last by the ranking first."""
         there, below = self.there[:, :n], self.below[:, :n]
-        below[there] = 0
         for i, tier in enumerate(self.tiers[:-1]):
             own = ~there & (below == i)
             over = own.sum(1) - max(1, round(tier.share * n))
