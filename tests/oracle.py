@@ -165,14 +165,12 @@ if not hasattr(cache_utils, "DummyLayer"):
     LACKING["gemma4_shared"] = lack(
         "transformers caches nothing for layers that share rows", *_NEWER
     )
+    for _kind in ("bloom", "rembert"):  # what else changed there is not known: they are refused
+        LACKING[_kind] = lack(f"{_kind} is refused with this transformers", *_NEWER)
 if "indexed_attention" not in cache_utils.DYNAMIC_LAYER_TYPE_MAPPING:
     LACKING["deepseek_v32_indexed"] = lack(
         "transformers caches no latents beside an index", *_NEWER
     )
-
-if not hasattr(cache_utils, "DummyLayer"):  # what else changed there is not known: they are refused
-    for _kind in ("bloom", "rembert"):
-        LACKING[_kind] = lack(f"{_kind} is refused with this transformers", *_NEWER)
 
 # model types that are refused, and a word of the reason
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from common import RESULTS, machine, progress
 
+from kvweave.engine import Engine
 from kvweave.keep.tokens.signals import Weights
 from kvweave.probe import Eviction, PageTrace, ablate, recall
 from kvweave.probe.cost import miss_cost
@@ -142,38 +143,41 @@ def held_out(model: str, family: str, n: int, weights: Weights) -> list[dict[str
     return rows
 
 
+def taken_up(
+    families: Sequence[str], n: int, tick: Tick
+) -> Iterator[tuple[Engine, PageTrace, dict[str, Any]]]:
+    """Yield the engine, the trace and what names it, of all models."""
+    for model in models():
+        with opened(model) as engine:
+            for family in families:
+                for i in range(n):
+                    key = {"model": model, "family": family, "i": i}
+                    yield engine, PageTrace(where(**key)), key
+                    tick(f"{model} {family} {i}")
+
+
 def ablated(n: int, tick: Tick) -> list[dict[str, Any]]:
     """Return how right the rest of a chain is when pages of a class are taken away (KU5)."""
     rows = []
-    for model in models():
-        with opened(model) as engine:
-            for family in MARKED:
-                for i in range(n):
-                    for at in AT:
-                        found = ablate(
-                            engine, PageTrace(where(model, family, i)), how=Eviction(at)
-                        ).as_json()
-                        for each in found["results"]:
-                            del each["tokens"]
-                        rows.append({"model": model, "family": family, "i": i, "at": at, **found})
-                    tick(f"{model} {family} {i}")
+    for engine, trace, key in taken_up(MARKED, n, tick):
+        for at in AT:
+            found = ablate(engine, trace, how=Eviction(at)).as_json()
+            for each in found["results"]:
+                del each["tokens"]
+            rows.append({**key, "at": at, **found})
     return rows
 
 
 def costs(n: int, tick: Tick) -> list[dict[str, Any]]:
     """Return how far outputs of heads are off without what rankings would have missed (KU2)."""
     rows = []
-    for model in models():
-        with opened(model) as engine:
-            for family in FAMILIES:
-                for i in range(n):
-                    found = miss_cost(engine, PageTrace(where(model, family, i)), WEIGHED)
-                    told = {
-                        name: {w: round(found.mean(name, w), 4) for w in ("missed", "error")}
-                        for name in WEIGHED
-                    }
-                    rows.append({"model": model, "family": family, "i": i, "costs": told})
-                    tick(f"{model} {family} {i}")
+    for engine, trace, key in taken_up(FAMILIES, n, tick):
+        found = miss_cost(engine, trace, WEIGHED)
+        told = {
+            name: {w: round(found.mean(name, w), 4) for w in ("missed", "error")}
+            for name in WEIGHED
+        }
+        rows.append({**key, "costs": told})
     return rows
 
 

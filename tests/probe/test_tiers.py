@@ -13,7 +13,7 @@ from kvweave.errors import InvalidArgument
 from kvweave.probe.places import POLICIES, Places
 from kvweave.probe.recalling import PageBudget
 from kvweave.probe.tiers import Setting, SlowTier, play
-from kvweave.probe.trace import PageTrace
+from kvweave.probe.trace import PageTrace, TraceSteps
 
 ALL = PageBudget(1.0, sinks=0, newest=0)
 
@@ -23,6 +23,13 @@ def in_turn(path: Path, n_pages: int = 6, n: int = 60) -> PageTrace:
     mass = np.zeros((1, n_pages, n))
     mass[0, np.arange(n) % n_pages, np.arange(n)] = 1
     return synthetic.trace(path, synthetic.steps(mass), page=1000, prompt=1)
+
+
+def sparse(seed: int, n_pages: int, n: int, share: float) -> TraceSteps:
+    """One head that reads this share of its pages."""
+    rng = np.random.default_rng(seed)
+    mass = (rng.random((1, n_pages, n)) < share) * rng.random((1, n_pages, n))
+    return synthetic.steps(mass)
 
 
 def one_by_one(reads: list[list[int]], room: int) -> int:
@@ -41,14 +48,11 @@ def one_by_one(reads: list[list[int]], room: int) -> int:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_lru_is_lru(seed: int, tmp_path: Path) -> None:
-    rng = np.random.default_rng(seed)
-    n_pages, n = 10, 50
-    mass = (rng.random((1, n_pages, n)) < 0.15) * rng.random((1, n_pages, n))
-    some = synthetic.steps(mass)
+    some = sparse(seed, 10, 50, 0.15)
     # all ten pages are there from the beginning: one slot a page, ten in front
     trace = synthetic.trace(tmp_path / "a.kvt", some, page=1000, prompt=9001)
     budget = PageBudget(0.4, sinks=0, newest=0)
-    reads = [np.flatnonzero(some.access[0, :, t]).tolist() for t in range(n)]
+    reads = [np.flatnonzero(some.access[0, :, t]).tolist() for t in range(some.n)]
     assert play(trace, "recent", None, Setting(budget=budget)).misses.sum() == one_by_one(reads, 4)
 
 
@@ -184,10 +188,8 @@ def levels_by_hand(
 
 @pytest.mark.parametrize("seed", range(6))
 def test_pages_sink_where_there_is_no_room(seed: int, tmp_path: Path) -> None:
-    rng = np.random.default_rng(seed)
     n_pages, n = 20, 60
-    mass = (rng.random((1, n_pages, n)) < 0.12) * rng.random((1, n_pages, n))
-    some = synthetic.steps(mass)
+    some = sparse(seed, n_pages, n, 0.12)
     trace = synthetic.trace(tmp_path / "a.kvt", some, page=1000, prompt=19001)
     tiers = [
         SlowTier("dram", 1e9, 0.001, share=0.15),

@@ -61,13 +61,7 @@ def report(p: ArgumentParser) -> None:
 def replay(p: ArgumentParser) -> None:
     """Add what `kvweave probe replay` takes."""
     p.add_argument("trace", metavar="FILE", help="trace (.kvt)")
-    p.add_argument(
-        "--ranking",
-        type=words,
-        default=["all"],
-        metavar="LIST",
-        help=f"some of {', '.join(RANKINGS + POLICIES)}; or all (all)",
-    )
+    _ranking(p, RANKINGS + POLICIES)
     p.add_argument(
         "--budget", type=share, default=0.2, metavar="SHARE", help="of pages in the fast tier (0.2)"
     )
@@ -137,14 +131,13 @@ def ablate(p: ArgumentParser) -> None:
 def cost(p: ArgumentParser) -> None:
     """Add what `kvweave probe cost` takes."""
     p.add_argument("trace", metavar="FILE", help="trace (.kvt)")
-    p.add_argument(
-        "--ranking",
-        type=words,
-        default=["all"],
-        metavar="LIST",
-        help=f"some of {', '.join(RANKINGS)}; or all (all)",
-    )
+    _ranking(p, RANKINGS)
     p.add_argument("--budget", type=share, default=0.2, metavar="SHARE", help="of pages (0.2)")
+
+
+def _ranking(p: ArgumentParser, names: tuple[str, ...]) -> None:
+    help_ = f"some of {', '.join(names)}; or all (all)"
+    p.add_argument("--ranking", type=words, default=["all"], metavar="LIST", help=help_)
 
 
 VERBS: tuple[tuple[str, str, Add, str, tuple[str, ...]], ...] = (

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kvweave.errors import ContextTooLong
 from kvweave.probe.ablation import prompt_of
-from kvweave.probe.recalling import PageBudget, ranking, resident
+from kvweave.probe.recalling import PageBudget, mean_there, ranking, resident
 from kvweave.probe.recorder import Probed, Progress, prefill
 from kvweave.probe.trace import Bools, Numbers, PageTrace
 from kvweave.run.base import Backend, Ints, Observer, Rows, Work
@@ -36,9 +36,7 @@ class MissCost:
 
     def mean(self, name: str, which: str = "error") -> float:
         """Return the mean over the steps that count; NaN where none does."""
-        found: Numbers = getattr(self, which)[name]
-        found = found[~np.isnan(found)]
-        return float(found.mean()) if len(found) else float("nan")
+        return mean_there(getattr(self, which)[name])
 
 
 class StepWeights(Observer):

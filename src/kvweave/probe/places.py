@@ -32,17 +32,6 @@ class Places:
     def see(self, access: Bools) -> None:
         """Take what a step read [head, page]."""
 
-    def _best(self, scores: Scores, n: int, wanted: Scores) -> Bools:
-        """Return the pages apart, and of each head the best ``wanted`` [head] of the others."""
-        first, last = self.budget.between(n)
-        there = np.ones((self.n_heads, n), bool)
-        counted = scores[:, first:last]
-        order = np.argsort(-counted[:, ::-1], axis=1, kind="stable")
-        rank = np.empty_like(order)
-        np.put_along_axis(rank, order, np.arange(last - first)[None], axis=1)
-        there[:, first:last] = rank[:, ::-1] < np.maximum(1, np.rint(wanted))[:, None]
-        return there
-
 
 class ByAge(Places):
     """TTKV (arXiv 2604.19769): the newest pages as they are, older ones below in 8 bits of 16."""
@@ -77,7 +66,8 @@ class ByHead(Places):
         more = min(1.0, total * self.TIMES / (half + self.TIMES * others))
         shares = np.full(self.n_heads, more)
         shares[np.argsort(-self._alike, kind="stable")[:half]] = (total - more * others) / half
-        return self._best(scores, n, shares * (last - first))
+        counts = np.maximum(1, np.rint(shares * (last - first)))
+        return resident(scores, n, self.budget, counts)
 
     def see(self, access: Bools) -> None:
         """Count how alike the step's reads are to those of the one before."""
@@ -105,7 +95,7 @@ class ByBits(Places):
         first, last = self.budget.between(n)
         bytes_of = self.budget.pages(last - first) if last > first else 0
         wanted = bytes_of / 2 / (6 / 16) + bytes_of / 2 / (3 / 16)
-        return self._best(scores, n, np.full(self.n_heads, wanted))
+        return resident(scores, n, self.budget, np.full(self.n_heads, max(1, round(wanted))))
 
 
 POLICIES: dict[str, type[Places]] = {"ttkv": ByAge, "flexicache": ByHead, "diffkv": ByBits}

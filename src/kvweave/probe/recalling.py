@@ -53,15 +53,19 @@ class Recalled:
         self, name: str, which: str = "mass", first: int = 0, stop: int | None = None
     ) -> float:
         """Return the mean over those of steps ``[first, stop)`` that count; NaN where none does."""
-        found: Numbers = getattr(self, which)[name][first:stop]
-        found = found[~np.isnan(found)]
-        return float(found.mean()) if len(found) else float("nan")
+        return mean_there(getattr(self, which)[name][first:stop])
 
     def by_decile(self, name: str, which: str = "mass", n: int = 10) -> Numbers:
         """Return the means over ``n`` equal parts of the steps; NaN where none counts."""
         found: Numbers = getattr(self, which)[name]
         parts = [p[~np.isnan(p)] for p in np.array_split(found, n)]
         return np.array([p.mean() if len(p) else np.nan for p in parts])
+
+
+def mean_there(values: Numbers) -> float:
+    """Return the mean of what is not NaN; NaN where all is."""
+    there = values[~np.isnan(values)]
+    return float(there.mean()) if len(there) else float("nan")
 
 
 def recall(
@@ -99,19 +103,19 @@ def ranking(name: str, n_heads: int, n_pages: int) -> PageRanking:
     return RANKINGS[name](n_heads, n_pages)
 
 
-def resident(scores: Numbers, n_pages: int, budget: PageBudget) -> Bools:
+def resident(
+    scores: Numbers, n_pages: int, budget: PageBudget, counts: Numbers | None = None
+) -> Bools:
     """Return [head, page] which of ``n_pages`` are there: those apart, and the best of the others by
-    ``scores`` [head, >= page]; of equal ones the newer."""
+    ``scores`` [head, >= page], of equal ones the newer: as many as the budget has, or ``counts`` [head]."""
     there = np.ones((len(scores), n_pages), bool)
     first, last = budget.between(n_pages)
     if first == last:
         return there
-    counted = scores[:, first:last]
-    n = budget.pages(last - first)
-    order = np.argsort(-counted[:, ::-1], axis=1, kind="stable")  # best first, newest of equals
-    best = (last - first - 1) - order[:, :n]
-    there[:, first:last] = False
-    np.put_along_axis(there, first + best, True, axis=1)
+    order = np.argsort(-scores[:, first:last][:, ::-1], axis=1, kind="stable")  # newest of equals
+    n = budget.pages(last - first) if counts is None else counts[:, None]
+    best = np.broadcast_to(np.arange(last - first) < n, order.shape)
+    np.put_along_axis(there, last - 1 - order, best, axis=1)
     return there
 
 

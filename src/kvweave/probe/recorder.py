@@ -171,9 +171,7 @@ def record(
     InvalidArgument (an empty prompt, a note of these names, a model whose attention cannot be seen),
     ContextTooLong, CannotRun, NoSpace.
     """
-    taken = OWN_NOTES & (notes or {}).keys()
-    if taken:
-        raise InvalidArgument("notes", f"a recording notes {min(taken)} itself", "another name")
+    check_notes(notes)
     backend, how = engine.runner, how or Recording()
     sampling = sampling or Sampling(max_tokens=256)
     tokens = tokens_of(backend, prompt)
@@ -189,6 +187,13 @@ def record(
         own = {"prompt_tokens": tokens.tolist(), "text": text, "tokens": said}
         writer.notes(**(notes or {}), **own, seconds=round(took, 6))
     return PageTrace(path)
+
+
+def check_notes(notes: dict[str, Any] | None) -> None:
+    """Raise InvalidArgument for a note that a recording makes itself."""
+    taken = OWN_NOTES & (notes or {}).keys()
+    if taken:
+        raise InvalidArgument("notes", f"a recording notes {min(taken)} itself", "another name")
 
 
 def tokens_of(backend: Decoder, prompt: str | Sequence[int]) -> Ints:

@@ -27,7 +27,7 @@ from kvweave.connect.vllm.selftest import TOLERANCE
 from kvweave.connect.vllm.versions import installed
 from kvweave.errors import InvalidArgument, KVWeaveError
 from kvweave.keep.tokens.access import Rule
-from kvweave.probe.recorder import OWN_NOTES, PageRecorder, Recording
+from kvweave.probe.recorder import PageRecorder, Recording, check_notes
 from kvweave.probe.trace import PageTrace, TraceHeader, TraceSteps, TraceWriter
 from kvweave.run.base import ALL, LayerInfo, Mask
 from kvweave.run.rotary import STATIC
@@ -51,9 +51,7 @@ def record(
     there were shown to nobody. Greedy by default. Raises InvalidArgument, with no file left, for what
     cannot be recorded.
     """
-    taken = OWN_NOTES & (notes or {}).keys()
-    if taken:
-        raise InvalidArgument("notes", f"a recording notes {min(taken)} itself", "another name")
+    check_notes(notes)
     how, sampling = how or Recording(), sampling or SamplingParams(temperature=0, max_tokens=256)
     if sampling.n != 1:
         raise InvalidArgument("sampling", f"n is {sampling.n}", "one answer is recorded at a time")
