@@ -232,7 +232,7 @@ def cost(runner: Runner, exam: Exam, runs: Sequence[Paper]) -> dict[str, Any]:
     made = {
         "answers": len(took[0.0]),
         "audits": n_audits,
-        "share": loop.background / (loop.seconds - loop.background),
+        "share": loop.seconds["audit"] / loop.seconds[""],
         "seconds": {str(s): median(t) for s, t in took.items()},
         "p99": {str(s): float(np.quantile(t, 0.99)) for s, t in took.items()},
     }

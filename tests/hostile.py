@@ -94,6 +94,7 @@ GOOD: dict[tuple[str, str], dict[str, Any]] = {
     },
     ("POST", "/v1/contexts/chat/a:reorder"): {"order": [0]},
     ("POST", "/v1/contexts/chat/a:fork"): {"to": "chat/a"},
+    ("POST", "/v1/contexts/chat/a:refine"): {"n_rows": 3},
     ("POST", "/v1/contexts/chat/a:weave"): {"repair": "none", "share": 0.0, "max_drift": 1.0},
     ("POST", "/v1/contexts/chat/none:generate"): {
         "max_tokens": 2, "temperature": 0.0, "top_p": 1.0, "top_k": 0, "seed": 1, "stop": [],

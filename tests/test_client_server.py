@@ -355,7 +355,8 @@ EXCUSED = {
     "closed": "of the process",
     "step": "several verbs in one step: of the process",
     **dict.fromkeys(
-        ("putting", "weaving", "checking", "wove", "answered"), "steps of the server's tasks"
+        ("putting", "weaving", "checking", "refining", "wove", "answered"),
+        "steps of the server's tasks",
     ),
 }
 

@@ -134,6 +134,11 @@ def test_weave_preview_check_and_fork(serve):
     assert anna("POST", "/v1/contexts/c:weave")["reused"] == n
     assert anna("POST", "/v1/contexts/c:preview")["prefilled"] == 0
     rough = anna("POST", "/v1/contexts/c:check")["kl"]
+    assert anna("POST", "/v1/contexts/c:refine", {"n_rows": 2}) == {"refined": 2}
+    anna.error("POST", "/v1/contexts/c:refine", {"n_rows": 0}, 400)
+    anna("POST", "/v1/contexts/c:fork", {"to": "e"}, 201)
+    assert anna("POST", "/v1/contexts/e:refine") == {"refined": n - 2}
+    assert anna("POST", "/v1/contexts/e:check")["kl"] < 1e-6
     full = anna("POST", "/v1/contexts/c:weave", {"repair": "full"})
     assert full["repaired"] == n
     assert anna("POST", "/v1/contexts/c:check")["kl"] < 1e-6 < rough
@@ -321,6 +326,7 @@ def test_a_context_is_of_one_key_only(serve):
         ("POST", ":reorder", {"order": [0, 1]}),
         ("POST", ":fork", {"to": "mine"}),
         ("POST", ":weave", {}),
+        ("POST", ":refine", {}),
         ("POST", ":preview", None),
         ("POST", ":check", None),
         ("POST", ":generate", {}),

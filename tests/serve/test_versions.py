@@ -46,6 +46,7 @@ EDITS = [
     ("POST", ":revert", {"to": 2}),
     ("POST", ":rename", {"to": "d"}),
     ("POST", ":weave", {}),
+    ("POST", ":refine", {}),
     ("POST", ":ask", {"content": A, "max_tokens": 2}),
     ("POST", ":generate", {"max_tokens": 2}),
     ("DELETE", "", None),

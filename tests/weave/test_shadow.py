@@ -176,16 +176,16 @@ def test_what_is_in_the_background_runs_only_where_nothing_else_does(engines: Ma
     try:
         alone = asked(engine, "d", 1)
         turn = alone.begin(Sampling(max_tokens=5, ignore_eos=True))
-        spent = engine.loop.background
+        spent = engine.loop.seconds["audit"]
         while not turn.done:
             assert engine.loop.step()
     finally:
         del engine.runner.forward
-    assert set(n_run) == {1} and audit.running and engine.loop.background == spent
+    assert set(n_run) == {1} and audit.running and engine.loop.seconds["audit"] == spent
     turn.finish()
     while audit.running:
         engine.loop.step()
-    assert engine.loop.background > spent
+    assert engine.loop.seconds["audit"] > spent
     with pytest.raises(StopIteration) as done:
         next(task)
     assert done.value.value.drift > 0
@@ -200,8 +200,8 @@ def test_a_short_share_of_the_time_is_enough_for_a_few(engines: Make) -> None:
         if engine.shadow.is_due(engine.loop):
             n += len(engine.audit())
     assert 1 <= n < 15, "the first at once; then as the time allows"
-    served = engine.loop.seconds - engine.loop.background
-    assert not engine.shadow.is_due(engine.loop) or engine.loop.background <= 0.01 * served
+    served = engine.loop.seconds[""]
+    assert not engine.shadow.is_due(engine.loop) or engine.loop.seconds["audit"] <= 0.01 * served
 
 
 def noise(engine: Engine, amount: float) -> None:
@@ -420,6 +420,6 @@ def test_a_request_of_the_background_runs_alone(engines: Make) -> None:
     def steps() -> Any:
         yield Work(rows, np.array([5, 6, 7]), at, at)
 
-    request = Request(new_key(), rows, steps(), None, background=True)
+    request = Request(new_key(), rows, steps(), None, background="audit")
     engine.loop.add(request)
-    assert engine.loop.step() and not request.running and engine.loop.background > 0
+    assert engine.loop.step() and not request.running and engine.loop.seconds["audit"] > 0

@@ -333,13 +333,14 @@ def begin(world: World) -> bool:
 
 
 def drive(world: World) -> bool:
-    if not any(chat.open for chat in world.chats.values()):
+    if not any(chat.open for chat in world.chats.values()) and not world.tasks:
         return False
     n = world.rng.randint(1, 8)
     world.note(f"loop.step() x {n}")
     world.drive()
     for _ in range(n):
         world.engine.loop.step()
+        world.tasks.go_on()
     return True
 
 

@@ -74,7 +74,10 @@ class Woven:
         return float(divergence(self.right, self.own, self.n - 1).mean())
 
     def error(self, first: int, stop: int) -> float:
-        """Of rows ``[first, stop)`` to those of a full prefill."""
+        """Of rows ``[first, stop)``, as far as there are any, to those of a full prefill."""
+        stop = min(stop, self.n_rows)
+        if stop <= first:
+            return 0.0
         pairs = zip(self.rows, self.right.rows, strict=True)
         return max(
             distance(found[first:stop], wanted[first:stop])

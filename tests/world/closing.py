@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from kvweave.serve.driver.tasks import Tasks
 from world import memory
 from world.answers import finish_all
 from world.checks import require
@@ -12,6 +13,7 @@ def close_all(world: World) -> None:
     """Close everything: what is left are the chunks with names."""
     world.note("close all")
     finish_all(world)
+    world.tasks.fail(RuntimeError("everything is closed"))
     for name in list(world.chats):
         world.engine.close_context(name)
         del world.chats[name]
@@ -38,6 +40,7 @@ def reopen(world: World) -> bool:
     left = memory.alive()
     require(left <= BESIDE, f"{left:,} bytes are alive though the engine is closed")
     world.engine, world.sums = world.opened(), {}
+    world.tasks = Tasks(world.engine.loop)
     names = {entry.name: entry.n_tokens for entry in world.engine.files.ls()}
     wanted = {name: len(chunk.tokens) for name, chunk in world.names.items()}
     require(names == wanted, f"names after opening again: {names}")

@@ -13,7 +13,18 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from random import Random
 
-from world import answers, chunks, closing, contexts, faults, memory, models, pruned, versions
+from world import (
+    answers,
+    chunks,
+    closing,
+    contexts,
+    faults,
+    memory,
+    models,
+    pruned,
+    refining,
+    versions,
+)
 from world.world import World
 
 Steps = list[tuple[str, int]]  # verb and its seed
@@ -62,6 +73,8 @@ VERBS: dict[Callable[[World], bool], int] = {
     answers.cancel: 3,
     answers.abandon: 2,
     answers.stream: 3,
+    refining.refine: 5,
+    refining.ahead: 5,
 }
 BY_NAME = {verb.__name__: verb for verb in VERBS}
 

@@ -16,6 +16,7 @@ from unittest.mock import patch
 
 from kvweave import Engine, KVWeaveError, Plan
 from kvweave.errors import OverBudget
+from kvweave.serve.driver.tasks import Tasks
 from kvweave.weave.calibration import STRATEGY
 from world import memory
 from world.checks import require
@@ -105,6 +106,8 @@ class World:
         self.n_contexts = self.n_steps = 0
         self.log = [f"{self.model}, base {self.base}, home {bool(self.folder)}, {self.options}"]
         self.engine = self.opened()
+        self.tasks = Tasks(self.engine.loop)  # what is refined while there is time
+        self.refined: set[str] = set()  # contexts of these
         self.fault: Fault | None = None  # what breaks in the next verb
         self.touched: set[str] = set()
         self.sums: dict[str, int] = {}
@@ -185,8 +188,14 @@ class World:
         self.touched |= {chat.context.name for chat in chats}
 
     def drive(self) -> None:
-        """All answers under way may go on in this step."""
+        """All that is under way may go on in this step: answers, and rows that are refined."""
         self.touch(*(chat for chat in self.chats.values() if chat.open is not None))
+        self.touched |= self.refined
+
+    def begin(self, chat: Chat) -> None:
+        """Have rows of a context refined by and by."""
+        self.refined.add(chat.context.name)
+        self.tasks.begin(chat.context.refining())
 
     def picture(self) -> tuple[object, ...]:
         """What a refused verb leaves as it was."""

@@ -40,6 +40,7 @@ ENGINE = (
     "max_drift",
     "keep",
     "bases",
+    "refine",
     "audit",
 )
 

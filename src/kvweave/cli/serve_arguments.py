@@ -83,6 +83,12 @@ def serve(p: ArgumentParser) -> None:
         help="part of the computing time, 0..1, in which answers are held against a full prefill "
         f"while nothing else is there to do; 0 is never ({AUDIT})",
     )
+    add(
+        "--refine",
+        choices=("idle", "never"),
+        help="idle: rows of contexts that are approximate are made exact while nothing else is there "
+        "to do, so that the next answer over them is (never)",
+    )
     _access(p)
     _agents(p)
     _limits(p)

@@ -194,6 +194,13 @@ class ContextVerbs(Generic[_TurnT, _ContextT]):
         found = yield from self._do("weave", repair=repair, share=share, max_drift=max_drift)
         return parse.plan(found)
 
+    @Verb
+    def refine(self, n_rows: int | None = None) -> Course[int]:
+        """Recompute rows that are not exact while nobody else asks for anything, at most ``n_rows``;
+        return how many were."""
+        found = yield from self._do("refine", n_rows=n_rows)
+        return int(found["refined"])
+
     def begin(
         self, sampling: Sampling, max_drift: float | None = None, *, chat: bool = False
     ) -> _TurnT:

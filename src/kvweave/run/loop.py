@@ -15,11 +15,12 @@ A request's fault is its own: `Loop.step` never raises it, and the others go on.
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from traceback import clear_frames
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
@@ -51,8 +52,8 @@ class Request:
     ``steps`` ends with the logits [vocab] of the last row, or None where nothing is to be sampled.
     While it runs it may set ``raw`` and ``observer``: they get the generated tokens' rows, the
     first as number ``n_raw``. Nothing else may write ``rows`` from then on. ``watch`` is shown the
-    logits [vocab] of every token that is taken, ``decoded`` told of each one's row: it may
-    take rows away, and lowers ``n_rows`` by them. One in the ``background`` runs alone only.
+    logits [vocab] of every token taken, ``decoded`` told of each one's row: it may take rows
+    away, and lowers ``n_rows`` by them. In the ``background`` (what for) one runs alone.
     """
 
     key: int
@@ -66,7 +67,7 @@ class Request:
     observer: Observer | None = None
     watch: Callable[[Tensor], None] | None = None
     decoded: Callable[[], None] | None = None
-    background: bool = False
+    background: Literal["", "audit", "refine"] = ""
     out: list[int] = field(default_factory=list)  # all but the last have their row
     choices: list[Choice] = field(default_factory=list)
     text: str = ""
@@ -131,7 +132,7 @@ class Loop:
         self.backend, self.gate = backend, Gate(apart)
         self.schedule = Schedule(max_batch, max_rows)
         self.requests: dict[int, Request] = {}  # running, in order of arrival
-        self.seconds, self.background = 0.0, 0.0  # spent in steps; on what is in the background
+        self.seconds = defaultdict[str, float](float)  # in steps, by what only waits behind all
         self._nothing = torch.empty(0, backend.n_vocab, dtype=backend.dtype, device=backend.device)
 
     def add(self, request: Request) -> None:
@@ -159,7 +160,7 @@ class Loop:
                 raise
         if request.n_pending:
             n_left = request.sampling.max_tokens if request.sampling is not None else 0
-            who = request.tenant, False, request.background
+            who = request.tenant, False, bool(request.background)
             self.schedule.add(Job(request.key, request.n_pending, n_left, *who))
 
     def cancel(self, key: int) -> None:
@@ -178,14 +179,13 @@ class Loop:
             waits = any(request.loading for request in self.requests.values())
             time.sleep(MOMENT * waits)  # whoever drives this may do something else meanwhile
             return waits
-        quiet = all(request.background for request in self.requests.values())
+        what = sorted({request.background for request in self.requests.values()})
         try:
             if (interrupt := self._run(grants)) is not None:
                 raise interrupt
             self._sample([r for r in self.requests.values() if r.logits is not None])
         finally:
-            took = time.perf_counter() - started
-            self.seconds, self.background = self.seconds + took, self.background + took * quiet
+            self.seconds[what[0]] += time.perf_counter() - started
         return True
 
     def run(self, until: Callable[[], bool]) -> None:

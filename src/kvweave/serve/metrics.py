@@ -53,10 +53,10 @@ class EngineSnapshot:
             held[tier] += used
         spaces = {"", *engine.table.namespaces()}
         n_contexts = sum(len(engine.contexts_of(space)) for space in spaces)
-        auditor, loop = engine.shadow.auditor, engine.loop
+        auditor, seconds = engine.shadow.auditor, engine.loop.seconds
         return cls(
             held, shelf.budget, len(engine.table), n_contexts,
-            tuple(auditor.report()), auditor.n_failed, loop.seconds, loop.background,
+            tuple(auditor.report()), auditor.n_failed, sum(seconds.values()), seconds["audit"],
             sum(n for holder, n in shelf.charged() if holds_vectors(holder)),
         )  # fmt: skip
 

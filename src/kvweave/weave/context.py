@@ -291,6 +291,24 @@ class Context(EditedParts):
         self.wove(self._parts, plan)
         return plan
 
+    def refine(self, n_rows: int | None = None) -> int:
+        """Recompute rows that are not exact, front to back, at most ``n_rows`` of them or until all are
+        those of a full prefill; return how many were. What has no rows yet is placed before.
+
+        For the time in which nobody waits: other contexts' requests run first, and what was done
+        up to somewhere is gone on with. Raises InvalidArgument where rows cannot become exact: kept
+        by `evict` or a token policy, or in 8 bits.
+        """
+        return self.session.loop.finish(self.refining(n_rows))
+
+    def refining(self, n_rows: int | None = None) -> Task[int]:
+        """As `refine`, as a task of the loop; it ends early when somebody uses the context, which may
+        be done at any time."""
+        self._readable()
+        if n_rows is not None and n_rows < 1:
+            raise InvalidArgument("n_rows", f"{n_rows} is below 1")
+        return (yield from self.session.refining(self._parts, n_rows))
+
     def wove(self, parts: tuple[Part, ...], plan: Plan) -> None:
         """Note what a weave of these parts did, for `why`."""
         self.history.wove(parts, plan)

@@ -93,6 +93,7 @@ class EditedParts:
             finally:
                 self._depth -= 1
             return
+        self.session.pause()  # rows of other parts are no use
         before, base, counts = self._parts, self._base, self._names.counts()
         self._depth, self._verbs = 1, []
         try:

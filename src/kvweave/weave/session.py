@@ -30,6 +30,7 @@ from kvweave.weave.parts import (
     require_speech,
 )
 from kvweave.weave.plan import Plan
+from kvweave.weave.refining import Refining
 from kvweave.weave.repair import NoRepair, Strategy, Wish, strategy
 from kvweave.weave.settings import Settings, check_share
 from kvweave.weave.sources import runs, tokens_of
@@ -64,6 +65,7 @@ class Session:
         self.answered = NO_ANSWER
         self.waits_for: int | None = None  # the request of a task that is under way
         self.audited = True  # its answers may be put aside for an audit
+        self._refining = Refining(weaver, loop, self._refined)
 
     def _new_state(self) -> State:
         """Return a state without rows. Raises InvalidArgument for a policy that rows of 8 bits
@@ -90,6 +92,22 @@ class Session:
     def busy(self) -> bool:
         """Whether something that reads or writes the rows is under way."""
         return self.turn is not None or self.waits_for is not None
+
+    def refinable(self, parts: Sequence[Part]) -> bool:
+        """Tell whether rows can be computed ahead of who asks next."""
+        return not self.busy and self._refining.may(self.state, parts, self.strategy)
+
+    def refining(self, parts: Sequence[Part], n_rows: int | None) -> Task[int]:
+        """Recompute rows that are not exact, at most ``n_rows``; return how many."""
+        return (yield from self._refining.running(self.state, parts, n_rows))
+
+    def _refined(self) -> None:
+        """Forget what was true of the rows before."""
+        self.answered, self.plan = NO_ANSWER, None
+
+    def pause(self) -> None:
+        """Have what refines the rows stop: somebody is about to touch them."""
+        self._refining.pause()
 
     def preview(self, parts: Sequence[Part]) -> Plan:
         """Say what a weave would do now, without doing it."""
@@ -128,6 +146,7 @@ class Session:
         max_drift: float | None,
     ) -> Task[Plan]:
         """As `weave`, as a task of the loop."""
+        self.pause()
         share = self.settings.share if share is None else share
         check_share(share)
         chosen = self.strategy if repair is None else strategy(repair)
@@ -147,6 +166,7 @@ class Session:
     def checking(self, parts: tuple[Part, ...]) -> Task[Check]:
         """Measure the distance to a full prefill over the rows as the last answer saw them, or, when
         parts were edited since, as they are woven now."""
+        self.pause()
         require_speech(parts)
         answered, start, stop = self.answered
         plan = self.preview(parts)
@@ -177,6 +197,7 @@ class Session:
 
     def fork(self, key: str) -> Session:
         """Return a session with copies of the rows. Raises OverBudget."""
+        self.pause()
         twin = Session(key, self.weaver, self.maker, self.loop, self.settings)
         self.weaver.shelf.charge(key, self.state.n_bytes)
         try:
@@ -193,6 +214,7 @@ class Session:
             self.turn.abandon()
         if self.waits_for is not None:
             self.loop.cancel(self.waits_for)
+        self.pause()
         old, self.state = self.state, self._new_state()
         old.release()
         self.weaver.shelf.charge(self.key, 0)

@@ -183,8 +183,7 @@ class Shadow:
     def is_due(self, loop: Loop) -> bool:
         """Tell whether there is an answer to audit, and time was put by for it."""
         share = self.share * (UNDER_ALARM if self.auditor.alarmed else 1)
-        served = loop.seconds - loop.background
-        return bool(self._waiting) and loop.background <= share * served
+        return bool(self._waiting) and loop.seconds["audit"] <= share * loop.seconds[""]
 
     def audit(self, loop: Loop) -> Task[Audit | None]:
         """Audit the answer that waits longest, as a task of ``loop``; None when that came to nothing,
@@ -206,7 +205,7 @@ class Shadow:
             if key not in self._running:
                 raise OverBudget(n_bytes, self.shelf.budget, 0)
             rows.reserve(len(sample.tokens))
-            yield Request(key, rows, steps(), None, background=True)
+            yield Request(key, rows, steps(), None, background="audit")
         except Exception as error:
             known = isinstance(error, KVWeaveError)
             log.log(logging.INFO if known else logging.ERROR, "an audit came to nothing: %s", error)

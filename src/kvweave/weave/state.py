@@ -123,6 +123,7 @@ class State:
     kept: KeptRows = field(default_factory=KeptRows)
     known: set[int] = field(default_factory=set)  # uids that were woven here before
     repaired: NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, bool))  # [slot]
+    n_right: int = 0  # rows at the front that are right, or more: see `kvweave.weave.refining`
     keeper: Keeper | None = None  # lets go of rows
     bases: BaseMode = "any"  # whether KV of another base may be placed
 
@@ -192,6 +193,7 @@ class State:
         return State(
             name, self.rows.clone(), self.keeps, self.tenant, list(self.woven), dict(self.before),
             self.kept.copy(), set(self.known), self.repaired.copy(),
+            self.n_right,
             None if self.keeper is None else self.keeper.copy(), self.bases,
         )  # fmt: skip
 

@@ -40,6 +40,7 @@ def begin(
     header: str | None,
 ) -> Turn:
     """Queue an answer. Raises InvalidArgument for a bound that cannot be kept."""
+    session.pause()
     sampling.require_known(session.weaver.backend.n_vocab)
     wish = session.wish(session.strategy, session.settings.share, max_drift)
     session.turn = turn = Turn(session, context, (sampling, wish), header)

@@ -148,7 +148,7 @@ class Weaver:
         if state.keeper is not None:
             state.keeper.cut(keep)
         weaving.kept = kept = state.kept.inherited(state.woven, placed)
-        state.woven = []
+        state.woven, state.n_right = [], min(state.n_right, keep)
         state.rows.truncate(keep)
         state.rows.reserve(n_rows)
         self._place(state, placed, loaded)
@@ -196,7 +196,7 @@ class Weaver:
             try:
                 found = yield from self._compute(state, weaving)
                 if state.keeper is not None:
-                    yield from state.keeper.rereading(state.rows, self._tokens(weaving.placed))
+                    yield from state.keeper.rereading(state.rows, self.tokens(weaving.placed))
                     pinned = [p for p in weaving.placed if self.table.get(p.part.id).pinned]
                     account = self._account(state, weaving.request)
                     state.keeper.woven(state.rows, pinned, weaving.request, account)
@@ -216,7 +216,7 @@ class Weaver:
         for p in placed:
             if (redone := state.redone_of(p)) is not None:
                 state.rows.put(redone[0] + p.slot, redone[1])
-        tokens = self._tokens(placed)
+        tokens = self.tokens(placed)
         n, positions = len(tokens), positions_of(placed)
         missing = [np.arange(p.slot + p.ready, p.slots[1]) for p in placed]
         passes = Passes(
@@ -264,7 +264,7 @@ class Weaver:
         )  # fmt: skip
         return logits[-1] if sampling is not None else None
 
-    def _tokens(self, placed: Sequence[Placement]) -> Ints:
+    def tokens(self, placed: Sequence[Placement]) -> Ints:
         """Return the token of each slot."""
         return np.concatenate([tokens_of(self.table, p.part).astype(np.int64) for p in placed])
 

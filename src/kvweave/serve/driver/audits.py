@@ -1,18 +1,20 @@
-"""What is done while nothing else is: audits of answers (`kvweave.weave.shadow`), behind what may rest."""
+"""What is done while nothing else is: what may rest, then audits of answers (`kvweave.weave.shadow`), then
+rows that are not exact (`kvweave.weave.refining`)."""
 
 from __future__ import annotations
 
 from kvweave.engine import Engine
+from kvweave.serve.driver.refining import IdleRefining
 from kvweave.serve.driver.tasks import Tasks
 from kvweave.serve.driver.work import Rest
 
 
 class IdleAudits:
-    """One audit at a time, in the background of the loop. Touched in the driver's thread only."""
+    """One audit or context at a time, in the background of the loop. Touched in the driver's thread only."""
 
     def __init__(self, engine: Engine) -> None:
         self._shadow, self._loop = engine.shadow, engine.loop
-        self._tasks = Tasks(engine.loop)
+        self._tasks, self._refining = Tasks(engine.loop), IdleRefining(engine)
         self.before: Rest | None = None  # set before the driver starts
 
     def __len__(self) -> int:
@@ -20,14 +22,22 @@ class IdleAudits:
 
     def is_due(self) -> bool:
         """Tell whether an audit is under way or one may begin, or something else may be done."""
-        return bool(self.n_before) or bool(self._tasks) or self._shadow.is_due(self._loop)
+        due = self._shadow.is_due(self._loop) or self._refining.is_due
+        return bool(self.n_before) or bool(self._tasks) or due
+
+    def touched(self) -> None:
+        """Contexts may have changed."""
+        self._refining.touched()
 
     def begin(self) -> None:
-        """Do a step of what may rest; else begin an audit, if one is due and none is under way."""
+        """Do a step of what may rest; else begin an audit that is due, or refine rows, where neither is
+        under way."""
         if self.before is not None and self.n_before:
             self.before.rest()
         elif not self._tasks and self._shadow.is_due(self._loop):
             self._tasks.begin(self._shadow.audit(self._loop))
+        elif not self._tasks and (task := self._refining.next()) is not None:
+            self._tasks.begin(task)
 
     @property
     def n_before(self) -> int:

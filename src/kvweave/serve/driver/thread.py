@@ -102,10 +102,7 @@ class Driver:
         self._thread.start()
 
     def refuse(self, grace: float = 10.0) -> None:
-        """Take no new work; what waits gets Overloaded, what runs may go on for ``grace`` seconds.
-
-        Returns at once; `stop` waits for the end.
-        """
+        """Take no new work, and return; what waits gets Overloaded, what runs has ``grace`` seconds more."""
         with self._wake:
             if self._deadline is None:
                 self._deadline = time.monotonic() + grace
@@ -123,8 +120,7 @@ class Driver:
         """Run ``work`` between two steps and return or raise what it does; if that is a task, what
         comes of it. A task whose call is cancelled is closed.
 
-        Raises Overloaded at once when too many of the tenant's calls wait. A cancelled call that
-        has not begun never does.
+        Raises Overloaded at once when too many of the tenant's calls wait; one cancelled in time never begins.
         """
         call = DriverCall(work, asyncio.get_running_loop().create_future())
         with self._wake:
@@ -262,6 +258,7 @@ class Driver:
                 if tenant is None:
                     return
                 call = self._calls.take_of(tenant)
+            self.audits.touched()
             try:
                 with self._spent.by(tenant):
                     self._tasks.take(call.work(self.engine), call)
@@ -389,6 +386,7 @@ class Driver:
 
     def _leave(self, job: AnswerJob) -> None:
         self._remove(job)
+        self.audits.touched()
         try:
             job.done(self.engine, [job.answers[i] for i in sorted(job.answers)])
         except Exception:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Response
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, StrictInt
 
 from kvweave.config import BaseMode
 from kvweave.engine import Engine
@@ -37,6 +37,14 @@ class Weave(BaseModel):
     repair: ChunkRef | None = None
     share: Share | None = None
     max_drift: Nats | None = None
+
+
+class Refine(BaseModel):
+    """How many rows to recompute at most; null is all."""
+
+    model_config = STRICT
+
+    n_rows: Annotated[StrictInt, Field(ge=1)] | None = None
 
 
 class New(Weave):
@@ -177,6 +185,17 @@ async def weave(here: OnContext, body: Weave | None = None) -> _Json:
 
     def work(engine: Engine, context: Context) -> Task[_Json]:
         return (yield from context.weaving(**options)).to_dict()
+
+    return await here.run(work)
+
+
+@router.post("/contexts/{name:path}:refine")
+async def refine(here: OnContext, body: Refine | None = None) -> _Json:
+    """Recompute rows that are not exact, while nobody else asks for anything."""
+    n_rows = (body or Refine()).n_rows
+
+    def work(engine: Engine, context: Context) -> Task[_Json]:
+        return {"refined": (yield from context.refining(n_rows))}
 
     return await here.run(work)
 
