@@ -219,7 +219,9 @@ def bad_json(rng: random.Random) -> Probe:
         b"\x00", b"", b" ", b"{", b"nul", b"tru", b"--1", b'"', b"\xf0\x9f\x98",
         deep(rng),
     ))  # fmt: skip
-    fine = not body and path.endswith(("pin", "weave", "check", "preview"))  # they need none
+    fine = not body and path.endswith(
+        ("pin", "weave", "refine", "check", "preview")
+    )  # they need none
     return Probe("bad JSON", (request(method, path, body),), fine)
 
 
