@@ -36,10 +36,16 @@ torch.set_num_threads(1)  # tiny tensors: more threads only wait for each other
 BUNDLED = Path(__file__).parents[1] / "src" / "kvweave" / "demo" / "model"
 
 
-def pytest_collection_finish() -> None:
-    """Spare the collector what was imported: to go through it takes up to a second, each time."""
-    gc.collect()
-    gc.freeze()
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[object]:
+    """Spare the collector what is imported: to go through it takes up to a second, each time."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.collect()
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

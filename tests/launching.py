@@ -7,7 +7,6 @@ import os
 import select
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from forking import Forked, fork
 
 # the shell's entry point, with the engine's own check of itself before it closes
 MAIN = """
@@ -36,7 +36,7 @@ START_SECONDS = 180.0  # importing torch on a busy machine
 class Launched:
     """A running server; all it may write is below ``directory``."""
 
-    process: subprocess.Popen[str]
+    process: Forked
     url: str
     port: int
     directory: Path
@@ -101,12 +101,7 @@ def launch(directory: Path, *options: str, keys: Sequence[str] = ()) -> Launched
     environment.pop("KVWEAVE_KEYS", None)
     environment |= {"KVWEAVE_KEYS": ",".join(keys)} if keys else {}
     words = ["serve", "--port", "0", "--json", "--home", str(directory / "home"), *options]
-    with (directory / "log").open("a") as log:
-        process = subprocess.Popen(
-            [sys.executable, "-c", MAIN, *words],
-            stdout=subprocess.PIPE, stderr=log, cwd=directory / "cwd", env=environment, text=True,
-        )  # fmt: skip
-    assert process.stdout is not None
+    process = fork(MAIN, words, directory / "cwd", environment, directory / "log")
     ready, _, _ = select.select([process.stdout], [], [], START_SECONDS)
     line = process.stdout.readline() if ready else ""
     if not line:

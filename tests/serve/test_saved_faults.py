@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from forking import fork
 from serve.test_kept_items import record, response, said, summary
 from store.faults import shim
 
@@ -35,7 +36,7 @@ from kvweave.serve.responses.saved import FILE
 from kvweave.serve.responses.store import NamespaceStore, ResponseStore
 
 ROOT = Path(__file__).parents[2]
-KILLS = int(os.environ.get("KVWEAVE_KILLS", "100")) // 4  # each starts a process that imports torch
+KILLS = int(os.environ.get("KVWEAVE_KILLS", "100")) // 4
 Json = dict[str, Any]
 
 
@@ -393,11 +394,8 @@ def after(n: int) -> Json:
 def test_what_was_acknowledged_is_there_after_a_kill(tmp_path: Path, rounds: int) -> None:
     home, rng, n = tmp_path / "home", random.Random(rounds), 0
     home.mkdir()
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     for _ in range(rounds):
-        words = [sys.executable, "-c", LIFE, str(ROOT / "tests"), str(home), str(n)]
-        process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=env)
-        assert process.stdout is not None
+        process = fork(LIFE, [str(ROOT / "tests"), str(home), str(n)])
         wanted = n + rng.randrange(1, 60)
         for line in process.stdout:
             n = int(line) + 1

@@ -1,0 +1,141 @@
+"""Processes of their own that do not import anew what a server needs: that takes four seconds of a CPU.
+
+One process imports it and forks for whoever asks. What was forked is as ``python -c CODE WORDS`` would be.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+TESTS = Path(__file__).parent
+IMPORTED = "from kvweave.cli import main; import kvweave.serve.app, kvweave.engine"
+HOST = (
+    f"import sys; sys.path.insert(0, {str(TESTS)!r}); {IMPORTED}; import forking; forking.serve()"
+)
+LARGEST = 1 << 18  # bytes of one request
+
+
+class Forked:
+    """A process that was forked, as `subprocess.Popen` shows one."""
+
+    def __init__(self, host: Host, pid: int, out: int) -> None:
+        self.pid, self.returncode, self._host = pid, None, host
+        self.stdout = os.fdopen(out)
+        self._ended = os.pidfd_open(pid)
+
+    returncode: int | None
+
+    def poll(self) -> int | None:
+        """Return its status, None while it runs."""
+        return self._status(0)
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def communicate(self, timeout: float | None = None) -> tuple[str, None]:
+        """Wait for its end; return what else it says. Raises TimeoutExpired."""
+        if self._status(timeout) is None:
+            raise subprocess.TimeoutExpired(f"fork {self.pid}", timeout or 0)
+        with self.stdout:
+            return self.stdout.read(), None
+
+    def _status(self, timeout: float | None) -> int | None:
+        if self.returncode is None and select.select([self._ended], [], [], timeout)[0]:
+            self.returncode = self._host.ask({"wait": self.pid})
+            os.close(self._ended)
+        return self.returncode
+
+
+class Host:
+    """What forks."""
+
+    def __init__(self) -> None:
+        self.link, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        with far:
+            self.process = subprocess.Popen([sys.executable, "-c", HOST], stdin=far, env=env)
+        atexit.register(self.close)
+
+    def ask(self, request: Mapping[str, Any], fds: Sequence[int] = ()) -> int:
+        socket.send_fds(self.link, [json.dumps(request).encode()], fds)
+        return int(self.link.recv(64))
+
+    def close(self) -> None:
+        self.link.close()
+        self.process.wait(30)
+
+
+@cache
+def _host() -> Host:
+    return Host()
+
+
+def fork(
+    code: str,
+    words: Sequence[str],
+    cwd: Path | None = None,
+    env: Mapping[str, str] | None = None,
+    log: Path | None = None,
+) -> Forked:
+    """Run ``code`` with these arguments in a process of its own, its errors appended to ``log``."""
+    out, theirs = os.pipe()
+    errors = os.open(log or os.devnull, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+    request = {"code": code, "words": list(words), "cwd": str(cwd or Path.cwd())}
+    try:
+        pid = _host().ask(request | {"env": dict(env or os.environ)}, [theirs, errors])
+    finally:
+        os.close(theirs)
+        os.close(errors)
+    return Forked(_host(), pid, out)
+
+
+def serve() -> None:
+    """Fork when told to, until nobody tells any more. A fork comes back, and runs its code."""
+    import gc
+
+    gc.collect()
+    gc.freeze()
+    link = socket.socket(fileno=os.dup(0))
+    while True:
+        data, fds, _, _ = socket.recv_fds(link, LARGEST, 2)
+        if not data:
+            return
+        told = json.loads(data)
+        if "wait" in told:
+            answer = os.waitstatus_to_exitcode(os.waitpid(told["wait"], 0)[1])
+        elif (answer := os.fork()) == 0:
+            link.close()
+            return _become(told, fds)
+        for fd in fds:
+            os.close(fd)
+        link.send(str(answer).encode())
+
+
+def _become(told: dict[str, Any], fds: list[int]) -> None:
+    import tempfile
+
+    null = os.open(os.devnull, os.O_RDONLY)
+    for fd, number in zip((null, *fds), range(3), strict=True):
+        os.dup2(fd, number)
+        os.close(fd)
+    os.chdir(told["cwd"])
+    os.environ.clear()
+    os.environ.update(told["env"])
+    tempfile.tempdir = None  # it goes by the environment
+    sys.argv = ["-c", *told["words"]]
+    exec(told["code"], {"__name__": "__main__"})
