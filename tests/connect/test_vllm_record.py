@@ -256,6 +256,23 @@ def test_of_windows_compiled_and_in_two_groups_of_caches(tmp_path):
         made.llm_engine.engine_core.shutdown()
 
 
+def test_from_the_shell(tmp_path, capsys):
+    """With the bundled model: what the same command records in the embedded engine, draws and text and all."""
+    args = ["probe", "record", "Anna's river is cold", "--model", str(home.BUNDLED), "--json", "-q"]
+    args += ["--max-tokens", "50", "--page", "2", "--label", "there", "--out"]
+    told, traces = [], []
+    for name, more in (("a.kvt", []), ("b.kvt", ["--vllm", '{"dtype": "float32"}'])):
+        assert main([*args, str(tmp_path / name), *more]) == 0
+        told.append(json.loads(capsys.readouterr().out))
+        traces.append(PageTrace(tmp_path / name))
+    own, there = traces
+    assert there.header.by.startswith("vLLM ") and not own.header.by.startswith("vLLM ")
+    for key in ("prompt", "prompt_tokens", "tokens", "label", "steps", "pages"):
+        assert told[0][key] == told[1][key] != [], key
+    assert there.header.page == 2 and there.n_steps > 9
+    assert np.abs(there.whole().mass - own.whole().mass).max() < 1e-3
+
+
 def test_the_page_says_how(tmp_path, monkeypatch):
     """Its block is run with the bundled model, text and all."""
     text = (ROOT / "docs" / "probe.md").read_text()

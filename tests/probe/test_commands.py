@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -47,6 +48,17 @@ def test_record(recorded: Path) -> None:
         trace.n_steps == 39 and trace.notes["label"] == "river" and trace.notes["prompt"] == PROMPT
     )
     assert trace.header.page == 2 and "weights" in trace.header.model
+
+
+def test_record_takes_as_many_tokens_as_the_bundled_model_knows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes no --url, and a server that the environment names is none of its business."""
+    monkeypatch.setenv("KVWEAVE_URL", "http://127.0.0.1:9")
+    path = tmp_path / "a.kvt"
+    args = ["--out", str(path), "--ignore-eos", "--home", str(tmp_path / "h"), "-q"]
+    assert main(["probe", "record", PROMPT, *args]) == 0
+    assert PageTrace(path).n_steps == 31
 
 
 def test_report(recorded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -229,3 +241,24 @@ def test_what_cannot_be_is_told(
 ) -> None:
     assert main(["probe", *args]) != 0
     assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        (["--vllm"], "vLLM is not here"),
+        (["--vllm", "7"], "no JSON object"),
+        (["--vllm", "--gguf", "a.gguf"], "one of them"),
+    ],
+)
+def test_what_cannot_be_recorded_inside_vllm_leaves_nothing(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    more: list[str],
+    says: str,
+) -> None:
+    monkeypatch.setitem(sys.modules, "vllm", None)  # as where it is not installed
+    args = ["--out", str(tmp_path / "a.kvt"), "--home", str(tmp_path / "h"), *more]
+    assert main(["probe", "record", PROMPT, *args]) != 0
+    assert says in capsys.readouterr().err and not list(tmp_path.iterdir())

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from kvweave.cli.command import UsageError
-from kvweave.cli.home import model_of, quieten
+from kvweave.cli.home import model_of, offline_vllm, quieten
 from kvweave.cli.show import Out
 from kvweave.cli.suite import BOUNDS, check_home, file_of, print_calibration
 from kvweave.errors import InvalidArgument, of_system
@@ -53,13 +53,7 @@ def _loaded(model: str, args: Namespace) -> Iterator[Backend]:
     if args.vllm is None:
         yield Runner.load(model)
         return
-    try:
-        from kvweave.connect.vllm.offline import loaded
-    except ImportError as error:
-        raise UsageError(
-            f"vLLM is not here: {error}", "docs/vllm.md says how to install it"
-        ) from error
-    with loaded(model, args.vllm) as backend:
+    with offline_vllm().loaded(model, args.vllm) as backend:
         yield backend
 
 

@@ -20,12 +20,14 @@ import tempfile
 from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import kvweave
 from kvweave.chunk.rebuild import write_json
 from kvweave.chunk.table import Table
+from kvweave.cli.command import UsageError
 from kvweave.cli.show import Out
 from kvweave.errors import ChunkNotFound, ModelMismatch, ModelUnusable, StoreError
 
@@ -134,6 +136,16 @@ def model_of(args: Namespace) -> str:
     if model.startswith(("/", ".", "~")) or model.count("/") > 1:
         raise ModelUnusable(model, "there is no such directory")
     return model
+
+
+def offline_vllm() -> Any:
+    """Return `kvweave.connect.vllm.offline`. Raises UsageError where vLLM is not installed."""
+    try:
+        return import_module("kvweave.connect.vllm.offline")
+    except ImportError as error:
+        raise UsageError(
+            f"vLLM is not here: {error}", "docs/vllm.md says how to install it"
+        ) from error
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from kvweave.cli.home import model_of, quieten
+from kvweave.cli.home import model_of, offline_vllm, quieten
 from kvweave.cli.show import Out, size
 from kvweave.cli.text import sampling_of
 from kvweave.engine import Engine
@@ -30,6 +30,7 @@ from kvweave.probe.recorder import record as recording
 from kvweave.probe.report import marked, page
 from kvweave.probe.tiers import Setting, SlowTier, play
 from kvweave.probe.trace import PageTrace
+from kvweave.run.sample import Sampling
 
 MS = 1000
 
@@ -45,8 +46,11 @@ def record(args: Namespace) -> None:
         notes |= marks(args.milestones, sampling.max_tokens)
     if args.phases:
         notes |= phases(args.phases, sampling.max_tokens)
-    with _recorded(args) as engine, out.progress("tokens", sampling.max_tokens) as advance:
-        trace = recording(engine, text, args.out, sampling, how, notes, advance)
+    if args.vllm is not None:
+        trace = _in_vllm(args, text, sampling, how, notes)
+    else:
+        with _recorded(args) as engine, out.progress("tokens", sampling.max_tokens) as advance:
+            trace = recording(engine, text, args.out, sampling, how, notes, advance)
     n_bytes = trace.path.stat().st_size
     if out.as_json:
         about = {"file": str(trace.path), "steps": trace.n_steps, "pages": trace.n_pages}
@@ -61,6 +65,18 @@ def _recorded(args: Namespace) -> Engine | GGUF:
     if args.gguf and args.model:
         raise InvalidArgument("gguf", "--model is given too", "one of them")
     return GGUF(args.gguf) if args.gguf else Engine(model_of(args))
+
+
+def _in_vllm(
+    args: Namespace, text: str, sampling: Sampling, how: Recording, notes: dict[str, Any]
+) -> PageTrace:
+    """Record as vLLM decodes. Raises InvalidArgument, UsageError and ModelUnusable."""
+    if args.gguf:
+        raise InvalidArgument("vllm", "--gguf is given too", "one of them")
+    vllm = offline_vllm()
+    with vllm.recorder(model_of(args), args.vllm) as watched:
+        trace: PageTrace = watched(text, args.out, vllm.params_of(sampling), how, notes)
+        return trace
 
 
 def report(args: Namespace) -> None:

@@ -6,7 +6,7 @@ from argparse import ArgumentParser
 
 from kvweave.cli.arguments import sampling
 from kvweave.cli.memory_arguments import Add
-from kvweave.cli.values import positive, share, words
+from kvweave.cli.values import fields, positive, share, words
 
 RANKINGS = (
     "newest", "recent", "cumulative", "ema", "recurrence", "stability", "milestone", "random", "oracle",
@@ -21,6 +21,14 @@ def record(p: ArgumentParser) -> None:
     p.add_argument("--out", required=True, metavar="FILE", help="trace to write (.kvt)")
     p.add_argument(
         "--gguf", metavar="FILE", help="record this model inside llama.cpp (kvweave[llamacpp])"
+    )
+    p.add_argument(
+        "--vllm",
+        nargs="?",
+        const={},
+        type=fields,
+        metavar="JSON",
+        help="record the model inside vLLM (docs/vllm.md says how to install it); JSON: the arguments of its server",
     )
     sampling(p)
     p.add_argument("--page", type=positive, default=16, metavar="N", help="slots of a page (16)")

@@ -29,10 +29,13 @@ _Named = tuple[str, str]  # a name and a text
 
 
 def target(args: Namespace) -> Here | There:
-    """Return what --url or KVWEAVE_URL says; a --home or --model beats the variable.
+    """Return what --url or KVWEAVE_URL says; a --home or --model beats the variable, and a command that
+    takes no --url is done here.
 
     Raises UsageError for both on the command line.
     """
+    if not hasattr(args, "url"):
+        return Here(args)
     local = [f"--{name}" for name in ("home", "model") if getattr(args, name) is not None]
     if args.url and local:
         raise UsageError(f"--url takes no {local[0]}: both are the server's", "leave one away")
