@@ -709,3 +709,19 @@ def test_a_request_that_was_preempted_is_told_the_worse_of_its_weaves(scheduling
     scheduling.wove("d", {"woven": False, "failed": "no room"})
     told = scheduling.finished("d")
     assert told["drift"] == 0.25 and "failed" not in told, "a part was answered over those rows"
+
+
+def test_a_request_that_was_preempted_is_told_how_often_it_was_woven(scheduling):
+    """Its first tokens may be of other rows than those that its counts are of."""
+    told = {"woven": True, "drift": None, "drift_by": None, "strategy": "auto", "approximate": {}}
+    for n_weaves in (1, 2, 3):
+        request = Chain(f"a{n_weaves}", ids(40, n_weaves), said())
+        offer = WeaveOffer(39, 35, f"plan {n_weaves}".encode())
+        assert asked(scheduling, request, offer, 16) == (23, True)
+        for start in (16, 8, 0)[:n_weaves]:
+            assert start == 16 or scheduling.external(request, start) == (39 - start, True)
+            scheduling.wove(request.request_id, told | {"rows": [start, 39]})
+        scheduling.external(request, 36)  # preempted once more, and found by vLLM
+        found = scheduling.finished(request.request_id)
+        assert found["local"] == found["rows"][0] == start
+        assert found.get("weaves", 1) == n_weaves

@@ -98,9 +98,10 @@ def test_random_requests_poison_nothing_and_leave_nothing(llm, plain, embedded):
                     woven += 1
                     continue
                 # a text that is known as a chunk is placed, which the embedded engine does not know;
-                # and exact rows of vLLM's own stand in front of what is woven
+                # and exact rows of vLLM's own stand in front of what is woven, or did when an answer
+                # began that was preempted and woven again
                 same = all(told[key] == mine[key] for key in ("exact", "repaired", "reused"))
-                if same and told["local"] <= told["exact"]:
+                if same and told["local"] <= told["exact"] and "weaves" not in told:
                     assert found < CLOSE, f"the embedded engine differs by {found}: {note}"
                     compared += 1
                 exact = Case(case.tokens).expected(plain, embedded)[0]

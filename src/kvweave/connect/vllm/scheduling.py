@@ -268,13 +268,13 @@ def _worse(one: dict[str, Any] | None, other: dict[str, Any]) -> dict[str, Any]:
 
 def of_both(before: dict[str, Any] | None, report: dict[str, Any]) -> dict[str, Any]:
     """Return what is told of a request that was woven before too: it was preempted, and has answered a
-    part by then."""
+    part by then over rows of the first: it has the counts of the second, and how many there were."""
     if before is None or not before["woven"]:
         return report
     if not report["woven"]:
         return before
     one, other = ({key: each[key] for key in REMEMBERED} for each in (before, report))
-    return report | _worse(one, other)
+    return report | _worse(one, other) | {"weaves": before.get("weaves", 1) + 1}
 
 
 def _report(woven: WovenRequest) -> dict[str, Any]:
@@ -289,7 +289,8 @@ def _report(woven: WovenRequest) -> dict[str, Any]:
                 report |= {"drift": None, "drift_by": None}
         elif woven.found is not None:
             report |= {"drift": 0.0, "drift_by": "exact"}
-    return {**report, "local": woven.n_local}
+    # what vLLM had of a request that was preempted behind its weave is another number
+    return {**report, "local": report["rows"][0] if "rows" in report else woven.n_local}
 
 
 def _tail(found: WeaveOffer, tokens: tuple[int, ...]) -> bytes:
