@@ -26,7 +26,8 @@ from kvweave.errors import ModelMismatch
 from kvweave.weave.calibration import Calibration
 
 ROOT = Path(kvweave.__file__).parents[2]
-PROSE = ROOT / "bench" / "models" / "weights" / "llama-prose"
+NAME = os.environ.get("KVWEAVE_VLLM_MODEL", "llama-prose")  # or qwen3-bytes
+PROSE = ROOT / "bench" / "models" / "weights" / NAME
 N = int(os.environ.get("KVWEAVE_VLLM_BOUNDS", "60"))
 SEED = int(os.environ.get("KVWEAVE_SEED", "1"))
 BOS, REPLY = 1, 16

@@ -18,6 +18,11 @@ from kvweave.store.kv import LayerShape
 
 ROUNDING = 2e-3  # of cos and sin as vLLM keeps them, in float32, at the last position
 HALF = 1e-2  # the same, where it keeps them in half precision
+EVEN = (
+    "default",
+    "linear",
+    "llama3",
+)  # rotations of transformers that go by nothing but the position
 
 
 def why_not(config: VllmConfig, attentions: Mapping[str, Any]) -> str | None:
@@ -68,7 +73,7 @@ def layer_info(modules: Mapping[str, nn.Module], name: str, module: Any) -> Laye
     parent = modules.get(name.rsplit(".", 1)[0])
     rotary = getattr(parent, "rotary_emb", None)
     if rotary is None:
-        rotation = STATIC
+        rotation = _of_transformers(modules)
     elif isinstance(rotary, RotaryEmbeddingBase):
         rotation = rotation_of(rotary)
     else:
@@ -76,7 +81,28 @@ def layer_info(modules: Mapping[str, nn.Module], name: str, module: Any) -> Laye
     return LayerInfo(shape, rotation, mask, group)
 
 
-_found: dict[int, tuple[RotaryEmbeddingBase, Rotation]] = {}
+_found: dict[int, tuple[nn.Module, Rotation]] = {}
+
+
+def _of_transformers(modules: Mapping[str, nn.Module]) -> Rotation:
+    """Return the rotation of layers that have none of vLLM's: of a model that it runs by transformers'
+    own code, one for all of them. Which dims it turns together is tried by `selftest`. Raises
+    CannotMove."""
+    scaling = "attention_scaling"
+    found = {id(m): m for m in modules.values() if hasattr(m, "inv_freq") and hasattr(m, scaling)}
+    if not found:
+        return STATIC
+    (rotary, *others) = found.values()
+    kind, inv_freq = getattr(rotary, "rope_type", None), rotary.inv_freq
+    if others or kind not in EVEN or getattr(rotary, scaling) != 1.0:
+        raise CannotMove(f"{type(rotary).__name__} scales what it turns, or not all layers alike")
+    assert isinstance(inv_freq, Tensor)
+    if id(rotary) not in _found:
+        _found[id(rotary)] = (
+            rotary,
+            Rotation(2 * len(inv_freq), False, inv_freq.detach().float().cpu()),
+        )
+    return _found[id(rotary)][1]
 
 
 def rotation_of(rotary: RotaryEmbeddingBase) -> Rotation:
