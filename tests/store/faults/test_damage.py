@@ -14,6 +14,7 @@ import pytest
 from store.faults.conftest import Filled
 from store.faults.host import Died, Host
 from store.faults.tally import Tally
+from store.faults.test_calls import STEP
 from store.faults.verbs import Told, Verdict, chunks
 
 from kvweave.store.record.layout import FIXED, FORMAT, MAGIC, SUM, head_sum
@@ -125,31 +126,45 @@ def kind(path: Path) -> str:
     return f"{path.parts[0]}/*{path.suffix or path.name}"
 
 
+Damage = tuple[Path, str, bytes | None]  # a file, what became of it, what it holds then
+
+
 def damage(
     host: Host, original: Filled, to: Path, tally: Tally, *, quick: bool = False, step: int = 1
 ) -> None:
+    for path, label, data in _few(original) if quick else _every(original, step):
+        in_tier = original.in_tier(path)
+        world, where = original.copy(to), f"{path} {label}"
+        apply(world.root / path, data)
+        # what only the index knew is gone with it; of a tier only what stood in that file
+        may_lose = 1 if in_tier else len(world.told) * (label in ("missing", "empty"))
+        verdict = look(host, world, tally, where, may_lose=may_lose)
+        tally.did(f"damaged {kind(path)}")
+        if label == "newer":
+            left_alone(host, world, path, data, tally)
+        most = 1 if in_tier else len(world.told)  # a file cut in half is half a file
+        repaired(host, world, verdict, tally, where, may_lose=most)
+        (undone if in_tier else mended)(host, world, original, tally, where)
+    tally.settle()
+
+
+def _every(original: Filled, step: int) -> list[Damage]:
+    """All that may become of a file, or one in ``step`` of it, drawn: whatever it is, of all files."""
+    every = [(p, *each) for p in original.files() for each in spoilt(original.root / p)]
+    dice = random.Random(f"{SEED} {original.kind} {original.inside}")
+    return every if step == 1 else dice.sample(every, len(every) // step)
+
+
+def _few(original: Filled) -> Iterator[Damage]:
+    """The index missing and otherwise hurt, one record, and what says whose directory it is."""
     records = 0
     for path in original.files():
-        every = list(spoilt(original.root / path))[::step]
-        in_tier = original.in_tier(path)
-        if quick:
-            records += in_tier
-            index = path.suffix == ".sqlite"  # with that missing, and some other way
-            n = 1 if index or (records == 1 if in_tier else path.suffix == ".json") else 0
-            every = every[:1] * index + random.Random(str(path)).sample(every, min(n, len(every)))
-        for label, data in every:
-            world, where = original.copy(to), f"{path} {label}"
-            apply(world.root / path, data)
-            # what only the index knew is gone with it; of a tier only what stood in that file
-            may_lose = 1 if in_tier else len(world.told) * (label in ("missing", "empty"))
-            verdict = look(host, world, tally, where, may_lose=may_lose)
-            tally.did(f"damaged {kind(path)}")
-            if label == "newer":
-                left_alone(host, world, path, data, tally)
-            most = 1 if in_tier else len(world.told)  # a file cut in half is half a file
-            repaired(host, world, verdict, tally, where, may_lose=most)
-            (undone if in_tier else mended)(host, world, original, tally, where)
-    tally.settle()
+        every, in_tier = list(spoilt(original.root / path)), original.in_tier(path)
+        records += in_tier
+        index = path.suffix == ".sqlite"
+        n = 1 if index or (records == 1 if in_tier else path.suffix == ".json") else 0
+        some = random.Random(str(path)).sample(every, min(n, len(every)))
+        yield from ((path, *each) for each in every[:1] * index + some)
 
 
 def left_alone(host: Host, world: Filled, path: Path, data: bytes | None, tally: Tally) -> None:
@@ -192,7 +207,7 @@ def test_some_files_damaged_of_a_tier_in_the_home(
 def test_each_file_damaged(
     host: Host, request: pytest.FixtureRequest, tmp_path: Path, tally: Tally, where: str
 ) -> None:
-    damage(host, request.getfixturevalue(where), tmp_path / "world", tally)
+    damage(host, request.getfixturevalue(where), tmp_path / "world", tally, step=STEP)
 
 
 def exchange(host: Host, fresh: Fresh, pristine: Filled, tally: Tally, pairs: int | None) -> None:
@@ -226,7 +241,7 @@ def test_two_records_exchanged(
 
 @pytest.mark.slow
 def test_any_two_files_exchanged(host: Host, fresh: Fresh, pristine: Filled, tally: Tally) -> None:
-    exchange(host, fresh, pristine, tally, None)
+    exchange(host, fresh, pristine, tally, None if STEP == 1 else 120 // STEP)
 
 
 def copied(host: Host, fresh: Fresh, pristine: Filled, tally: Tally) -> None:
