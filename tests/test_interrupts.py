@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -19,6 +20,7 @@ from kvweave import Context, Engine, interrupts
 from kvweave.interrupts import HELD, let_in
 
 SOURCE = kvweave.__path__[0]
+LINES = int(os.environ.get("KVWEAVE_INTERRUPTS", "60"))  # of each verb, with -m slow
 OURS = (interrupts.__file__,)  # between two lines of its own nothing else has happened
 
 
@@ -157,7 +159,7 @@ def test_an_engine_whose_opening_was_interrupted_has_let_go_of_its_home(tmp_path
 @pytest.mark.parametrize("verb", VERBS)
 def test_an_interrupt_at_many_lines_leaves_nothing_half_done(verb: str) -> None:
     n = lines(verb)
-    for at in Random(1).sample(range(1, n), min(n - 1, 60)):
+    for at in Random(1).sample(range(1, n), min(n - 1, LINES)):
         interrupted(verb, at)
 
 
