@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
+import socket
 import subprocess
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -24,6 +27,7 @@ def _binaries() -> Path | None:
     return None
 
 
+NAME = ".s.PGSQL.5432"
 BINARIES = _binaries()
 LACKING = ""
 if BINARIES is None:
@@ -95,6 +99,59 @@ class Server:
         with psycopg.connect(self._url(), autocommit=True) as db:
             db.execute(f"CREATE SCHEMA test{self._n}")
         return self._url(f"test{self._n}")
+
+
+class Wire:
+    """A socket before a server's, on which questions or answers can get lost without a word."""
+
+    def __init__(self, server: Server, directory: Path) -> None:
+        self.loses: set[str] = set()
+        self._there, self.directory = str(server.directory / NAME), directory
+        self._socket = socket.socket(socket.AF_UNIX)
+        self._socket.bind(str(directory / NAME))
+        self._socket.listen()
+        self._open: list[socket.socket] = [self._socket]
+        self._broken: list[socket.socket] = []
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def of(self, url: str) -> str:
+        """Return an index's address by this way."""
+        return re.sub(r"host=[^&]*", f"host={self.directory}", url)
+
+    def heal(self) -> None:
+        """Lose nothing more; the server learns which connections are gone."""
+        self.loses = set()
+        for each in self._broken:
+            with suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+
+    def _accept(self) -> None:
+        with suppress(OSError):
+            while True:
+                mine, theirs = self._socket.accept()[0], socket.socket(socket.AF_UNIX)
+                theirs.connect(self._there)
+                self._open += [mine, theirs]
+                for pair, what in (((mine, theirs), "questions"), ((theirs, mine), "answers")):
+                    threading.Thread(target=self._pass, args=(*pair, what), daemon=True).start()
+
+    def _pass(self, source: socket.socket, to: socket.socket, what: str) -> None:
+        lost = False
+        with suppress(OSError):
+            while data := source.recv(1 << 16):
+                lost = lost or what in self.loses  # then this connection is broken for good
+                if not lost:
+                    to.sendall(data)
+        with suppress(OSError):
+            if lost or self.loses:
+                self._broken += [source, to]
+            else:
+                to.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        for each in self._open:
+            with suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+            each.close()
 
 
 @contextmanager

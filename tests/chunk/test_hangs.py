@@ -6,7 +6,6 @@ import sqlite3
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -71,55 +70,179 @@ def test_a_sync_that_hangs_is_refused_and_later_ones_write_all_anew(
             refused(table.sync)
         device.well.set()
         deadline = time.monotonic() + 10
-        while table._rows._file._syncing.locked() and time.monotonic() < deadline:  # type: ignore[attr-defined]
+        while table._rows._file._flushing.locked() and time.monotonic() < deadline:  # type: ignore[attr-defined]
             time.sleep(0.01)
         rewritten = []
         real = IndexFile._rewrite
-        monkeypatch.setattr(IndexFile, "_rewrite", lambda self: rewritten.append(1) or real(self))
+        monkeypatch.setattr(
+            IndexFile, "_rewrite", lambda self, db: rewritten.append(1) or real(self)
+        )
         table.sync()
         assert rewritten, "what the device took while nobody looked is not believed"
     with Table(path) as table:
         assert table.names() == ["c/1", "c/2"]
 
 
-def test_a_checkpoint_that_hangs_takes_the_connection_with_it(
+def test_threads_may_sync_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Table(tmp_path / "index.sqlite") as table:
+        real = rebuild.fsync
+        monkeypatch.setattr(file, "fsync", lambda path: (time.sleep(0.05), real(path)))
+        failed: list[BaseException] = []
+
+        def put(n: int) -> None:
+            try:
+                add(table, n)
+                table.sync()
+            except BaseException as error:
+                failed.append(error)
+
+        threads = [threading.Thread(target=put, args=(n,)) for n in range(1, 5)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not failed and len(table.names()) == 4
+
+
+def well_again(device: Device, table: Table) -> None:
+    """What hung goes on; then the same table is as good as before."""
+    device.well.set()
+    deadline = time.monotonic() + 10
+    while True:
+        try:
+            table.names()
+            return
+        except StoreError:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+
+def test_a_checkpoint_that_hangs_loses_nothing(
     device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "index.sqlite"
     monkeypatch.setattr(file, "CHECKPOINT_BYTES", 0)
-    table = Table(path)
-    add(table, 1)  # its commit began the log
-    with monkeypatch.context() as patched:
-        patched.setattr(file, "PATIENCE", WAIT)
-        alone = IndexFile._alone
-        patched.setattr(IndexFile, "_alone", lambda self, call: alone(self, device.hang(call)))
-        for n in range(2, 33):  # every so many writes
+    with Table(path) as table:
+        with monkeypatch.context() as patched:
+            patched.setattr(file, "PATIENCE", WAIT)
+            patched.setattr(IndexFile, "_checkpoint", device.hang(IndexFile._checkpoint))
+            while len(table.names()) < 40:
+                try:
+                    add(table, len(table.names()) + 1)
+                except StoreError as error:  # every so many writes
+                    assert "nobody knows" in error.hint
+                    break
+            refused(lambda: add(table, 99))
+            refused(lambda: table.resolve("c/40"))
+        well_again(device, table)
+        made = table.names()
+        assert "c/99" not in made
+        add(table, 100)
+        table.check_integrity()
+    with Table(path) as again:
+        assert again.names() == sorted([*made, "c/100"]) and "c/31" in again.names()
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_of_a_commit_that_hangs_nobody_knows(
+    when: str, device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is said so, and when the device is well the same table knows what came of it."""
+    path, freed = tmp_path / "index.sqlite", []
+    with Table(path) as table:
+        table.on_free = freed.append
+        for n in (1, 2, 3):
             add(table, n)
-    refused(lambda: add(table, 40))
-    refused(lambda: table.resolve("c/40"))
-    refused(table.close)
-    device.well.set()
-    with Table(path) as again:  # what was committed is there, and the lock is free
-        assert len(again.names()) == 32
+        one, two = table.resolve("c/1").id, table.resolve("c/2")
+        table.hold(two.id, "talk")
+        table.unbind("c/2")
+
+        def change() -> None:
+            with table.transaction():
+                table.unbind("c/1")
+                table.release(two.id, "talk")
+                table.bind("other", table.resolve("c/3").id)
+                add(table, 4)
+
+        real = IndexFile._commit
+
+        def commit(self: IndexFile, db: sqlite3.Connection) -> None:
+            if when == "before":
+                device.hang(lambda: None)()
+            real(self, db)
+            if when == "after":
+                device.hang(lambda: None)()
+
+        with monkeypatch.context() as patched:
+            patched.setattr(file, "PATIENCE", WAIT)
+            patched.setattr(IndexFile, "_commit", commit)
+            with pytest.raises(StoreError) as told:
+                change()
+            assert "nobody knows" in told.value.hint
+            for call in (change, lambda: table.resolve("c/3"), table.check_integrity):
+                refused(call)
+        assert not freed
+        well_again(device, table)
+        # It was given to the device, and came to be.
+        assert table.lookup("c/1") is None and table.resolve("other").names == ("c/3", "other")
+        assert set(freed) == {one, two.id} and table.resolve("c/4").n_tokens == 3
+        table.release(two.id, "talk")  # by a context that thinks it has it
+        add(table, 5)
+        table.check_integrity()
+    with Table(path) as again:
+        assert again.names() == ["c/3", "c/4", "c/5", "other"]
 
 
-def test_a_commit_that_begins_a_log_ends(
+def test_what_hangs_before_its_commit_is_taken_back(
     device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """SQLite syncs the head of a log in the commit that begins one."""
+    """In a large index every statement may wait for the device."""
+    path = tmp_path / "index.sqlite"
+    monkeypatch.setattr(file, "WARM_PAGES", 0)
+    with Table(path) as table:
+        add(table, 1)
+        with monkeypatch.context() as patched:
+            patched.setattr(file, "PATIENCE", WAIT)
+            patched.setattr(file, "set_meta", device.hang(rebuild.set_meta))
+            refused(lambda: add(table, 2))
+            refused(lambda: add(table, 3))
+        well_again(device, table)
+        assert table.names() == ["c/1"]
+        add(table, 2)
+        table.check_integrity()
+    with Table(path) as again:
+        assert again.names() == ["c/1", "c/2"]
+
+
+def test_closing_behind_what_hangs_lets_go_when_that_ends(
+    device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not earlier: what hangs may still write."""
     path = tmp_path / "index.sqlite"
     table = Table(path)
+    add(table, 1)
     with monkeypatch.context() as patched:
         patched.setattr(file, "PATIENCE", WAIT)
-        alone = IndexFile._alone
-        patched.setattr(IndexFile, "_alone", lambda self, call: alone(self, device.hang(call)))
-        refused(lambda: add(table, 1))
-    refused(lambda: table.resolve("c/1"))
-    with suppress(StoreError):
-        table.close()
+        patched.setattr(IndexFile, "_commit", device.hang(IndexFile._commit))
+        refused(lambda: add(table, 2))
+        refused(table.close)
+        table.close()  # it is closed
+        with pytest.raises(InvalidArgument, match="is open in process"):
+            Table(path)
     device.well.set()
-    with Table(path) as again:  # it was not confirmed: it may be there or not
-        assert again.names() in ([], ["c/1"])
+    with opened(path) as again:
+        assert again.names() == ["c/1", "c/2"]
+
+
+def opened(path: Path) -> Table:
+    """Open it when the late call has let go of it."""
+    deadline = time.monotonic() + 10
+    while True:
+        try:
+            return Table(path)
+        except (StoreError, InvalidArgument):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
 
 
 @pytest.mark.parametrize("what", ["_take", "_open", "_close_sealed"])
@@ -137,13 +260,6 @@ def test_opening_and_closing_end(
         patched.setattr(file, "PATIENCE", 5 * WAIT)  # of which some that does not hang takes a part
         refused(table.close if what == "_close_sealed" else lambda: Table(path))
     device.well.set()
-    deadline = time.monotonic() + 10
-    while True:
-        try:
-            with Table(path) as again:
-                assert "c/1" in again.names()
-                assert ("c/2" in again.names()) == (what == "_close_sealed")
-                return
-        except (StoreError, InvalidArgument, sqlite3.Error):  # the late call has it still
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+    with opened(path) as again:
+        assert "c/1" in again.names()
+        assert ("c/2" in again.names()) == (what == "_close_sealed")

@@ -7,6 +7,7 @@ where the system has no memory for it. What a thread is to do here has a deadlin
 from __future__ import annotations
 
 import _thread
+import os
 import queue
 import threading
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from typing import Any, TypeAlias, TypeVar
 from kvweave.errors import StoreError
 
 T = TypeVar("T")
+UNCHANGED = "look at the device, then try again; nothing was changed"
 Calls: TypeAlias = "queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None]"
 
 
@@ -50,9 +52,9 @@ class Background:
         except RuntimeError as error:
             raise NoThread(str(error)) from error
 
-    def join(self, timeout: float) -> None:
-        """Wait until it has ended, ``timeout`` seconds at most."""
-        self._ended.wait(timeout)
+    def join(self, timeout: float) -> bool:
+        """Wait until it has ended, ``timeout`` seconds at most; return whether it has."""
+        return self._ended.wait(timeout)
 
 
 def answer(calls: Calls, done: Callable[[], object] = lambda: None) -> None:
@@ -77,9 +79,10 @@ def within(
     call: Callable[[], T],
     what: object,
     undo: Callable[[T], object] = lambda made: None,
+    hint: str = UNCHANGED,
 ) -> T:
     """Return what ``call`` returns, or raise what it raises; StoreError when ``what`` is silent for so
-    long. Then the call keeps its thread, and what it returns one day is given to ``undo``."""
+    long, with the ``hint``. Then the call keeps its thread, and what it returns one day is given to ``undo``."""
     future: Future[T] = Future()
 
     def serve() -> None:
@@ -97,11 +100,69 @@ def within(
     Background(serve)
     wait([future], seconds)
     if future.cancel():
-        raise silent(what)
+        raise silent(what, hint)
     return future.result()
 
 
-def silent(what: object) -> StoreError:
+class OneThread:
+    """Makes calls in a thread of its own, one after the other; who asks waits for so long only.
+
+    A call that takes longer goes on with nobody waiting, and no other begins meanwhile: ``is_late``.
+    When it ends after all, ``back`` is called in the thread before anybody else's turn. Raises NoThread.
+    """
+
+    def __init__(self, back: Callable[[], object]) -> None:
+        self._back, self._lock, self._pid = back, threading.Lock(), os.getpid()
+        self._calls: Calls = queue.SimpleQueue()
+        self.is_late = False
+        Background(lambda: answer(self._calls, self._done), "kvweave-index")
+
+    @property
+    def is_here(self) -> bool:
+        """Whether this is the process that made it, not a fork of that."""
+        return os.getpid() == self._pid
+
+    def ask(self, call: Callable[[], T], seconds: float, what: object, hint: str = UNCHANGED) -> T:
+        """Return what ``call`` returns, or raise what it raises. Raises StoreError when ``what`` is
+        silent for so long, with a ``hint`` if the call has begun; or in a fork, which has no thread."""
+        if not self.is_here:
+            where = "open it in this process, after the other one has closed it"
+            raise StoreError(f"{what} was opened in process {self._pid}", hint=where)
+        if self.is_late:
+            raise silent(what)
+        future: Future[T] = Future()
+        self._calls.put((call, future))
+        try:
+            return future.result(seconds)
+        except BaseException as error:  # Ctrl-C too
+            with self._lock:
+                late = self.is_late = not future.done()
+            if late and isinstance(error, TimeoutError):
+                raise silent(what, hint) from None
+            if late or not isinstance(error, TimeoutError):
+                raise
+        return future.result()  # it came in time after all
+
+    def end(self, call: Callable[[], object], seconds: float, what: object) -> None:
+        """Make a last call; behind one that is late, when that ends. Raises what `ask` raises."""
+        future: Future[object] = Future()
+        self._calls.put((call, future))
+        self._calls.put(None)
+        wait([future], 0.0 if self.is_late else seconds)
+        if not future.done():
+            raise silent(what, "it is closed, and its lock let go, when the device answers")
+        future.result()
+
+    def _done(self) -> None:
+        with self._lock:
+            was_late = self.is_late
+        if was_late:
+            try:
+                self._back()
+            finally:
+                self.is_late = False
+
+
+def silent(what: object, hint: str = UNCHANGED) -> StoreError:
     """Return the error for a device that does not answer."""
-    hint = "look at the device, then try again; nothing was changed"
     return StoreError(f"{what} does not answer", hint=hint)

@@ -12,9 +12,11 @@ Others may read it meanwhile. A write that returned survives the death of the pr
 cut the newest writes may be missing, but what is there is consistent (WAL, synchronous=NORMAL), and
 what `sync` confirmed is there. What is not as it was written raises CorruptChunk when it is opened.
 
-What waits for the device is done aside: opening, syncs, checkpoints, commits that begin a log (whose
-head SQLite syncs) and closing end after `PATIENCE`, and as long again for each `SLOWLY` bytes there are,
-whatever the device does.
+What may wait for the device is done in a thread of the file's own, and waited for `PATIENCE`, and as long
+again for each `SLOWLY` bytes there are, whatever the device does. A small index is read into SQLite's
+cache when it is opened; then only commits, checkpoints, syncs and closing wait. A statement that comes too
+late is taken back; of a commit nobody knows: when the device answers again, all is looked at anew. The
+lock is kept as long as a call hangs that may still write.
 """
 
 from __future__ import annotations
@@ -23,29 +25,39 @@ import os
 import shutil
 import sqlite3
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
 from uuid import uuid4
 
-from kvweave.chunk.background import NoThread, silent, within
+from kvweave.chunk.background import UNCHANGED, OneThread, silent, within
 from kvweave.chunk.check import check_rows
 from kvweave.chunk.format import APPLICATION_ID, FORMAT, PAGE_BYTES, SCHEMA, damaged, meta_sum
 from kvweave.chunk.guard import as_ours, free_name, give_lock, take_lock
-from kvweave.chunk.pages import frames
+from kvweave.chunk.pages import is_whole_log
 from kvweave.chunk.rebuild import create, fsync, put_in_place, set_meta, upgrade
 from kvweave.chunk.seal import Seal
-from kvweave.errors import FormatTooNew, InvalidArgument, NoSpace, StoreError, is_full, of_system
+from kvweave.errors import FormatTooNew, InvalidArgument, NoSpace, StoreError, is_full
 
 CACHE_KIB = 16_384
+WARM_PAGES = 3_000
+"""A file of so few pages stays in SQLite's cache, whatever is done to it."""
 CHECKPOINT_BYTES = 4 << 20
 """What the log may grow to before it is put into the file."""
 PATIENCE = 10.0
 """Seconds the device may take."""
 SLOWLY = 80 << 20
 """Bytes."""
+UNKNOWN = "whether it was written nobody knows until the device answers again; look then"
+UNSYNCED = "what was written is there, but whether after a power cut too nobody knows; try again"
 T = TypeVar("T")
+
+
+def soon(call: Callable[[], T], path: Path) -> T:
+    """Return what ``call`` returns, which uses a file. Raises StoreError when that takes too long."""
+    return within(PATIENCE, call, path)
 
 
 class IndexFile:
@@ -54,6 +66,8 @@ class IndexFile:
     uuid = ""
     n_writes = 0
     """How often it was written since it was made."""
+    next_id = 0
+    """As it was opened."""
 
     def __init__(self, path: Path, *, busy_timeout: float = 5.0) -> None:
         """Lock and open the file, or make it; raise InvalidArgument when another process has it."""
@@ -61,63 +75,80 @@ class IndexFile:
         self._wal = path.with_name(path.name + "-wal")
         self._db: sqlite3.Connection | None = None
         self._is_sure = True  # no sync has failed
-        self._is_lost = False  # a call that hangs has the connection
-        self._begins = True  # the next commit may begin a log, which SQLite syncs
-        self._syncing = threading.Lock()  # held by a sync, also by one that nobody waits for
+        self.is_stale = False  # a call that came too late may have committed
+        self._n_failed = 0  # checkpoints
+        self._fits = False  # all of it stays in SQLite's cache
+        self._is_warm = False  # so no statement but a commit waits for the device
+        self._syncing = threading.Lock()  # held by a sync
+        self._flushing = threading.Lock()  # and by what it waits for, also when it does no more
+        self._turn = threading.Lock()  # of the connection
         self._sealing = False
+        self._lock = -1
+        self._n_bytes = 0
+        self._own: OneThread | None = OneThread(self._back)
         try:
-            self._lock = within(PATIENCE, self._take, path, give_lock)
-        except OSError as error:
-            raise of_system(error, "open", path) from error
-        try:
-            with as_ours(self.path):
-                self._alone(self._open)
+            with as_ours(path):
+                self._own.ask(self._take, PATIENCE, path)
+                self._own.ask(self._open, self._seconds, path)
         except BaseException:
-            self._abandon()
+            self._end(self._leave)
             raise
 
     @property
     def db(self) -> sqlite3.Connection:
         """The connection. Raises StoreError while there is none."""
-        if self._db is None or self._is_lost:
+        if self._db is None:
             raise StoreError(f"{self.path} is not open", hint="close the engine and open it again")
         return self._db
 
-    def _take(self) -> int:
+    @property
+    def in_transaction(self) -> bool:
+        """Whether a transaction is open that may be committed."""
+        there = self._own is not None and not self._own.is_late and self._db is not None
+        return there and self.db.in_transaction
+
+    def do(
+        self, call: Callable[[sqlite3.Connection], T], hint: str = "", *, waits: bool = False
+    ) -> T:
+        """Return what ``call`` returns, which is given the connection. Raises StoreError when the device
+        takes too long, with ``hint`` if it has begun. ``waits``: not only where pages are missing."""
+        own, ends = self._own, time.monotonic() + self._seconds
+        if own is None:
+            raise StoreError(f"{self.path} is closed", hint="open it again")
+        if own.is_late or not self._turn.acquire(timeout=self._seconds):
+            raise silent(self.path)
+        try:
+            if self._is_warm and not waits and not own.is_late and own.is_here:
+                return call(self.db)
+            left = max(0.0, ends - time.monotonic())
+            return own.ask(lambda: call(self._connected()), left, self.path, hint or UNCHANGED)
+        finally:
+            self._turn.release()
+
+    @property
+    def _seconds(self) -> float:
+        return PATIENCE * (1 + self._n_bytes / SLOWLY)
+
+    def _back(self) -> None:
+        """A call has ended that nobody waited for."""
+        self.is_stale = True
+        with suppress(sqlite3.Error):
+            if self._db is not None and self._db.in_transaction:
+                self._db.execute("ROLLBACK")
+
+    def _take(self) -> None:
         if self.path.is_dir():
             raise InvalidArgument("path", f"{self.path} is a directory, wanted a file in it")
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        lock = take_lock(self.path)
+        self._lock = take_lock(self.path)
         self._seal = Seal(self.path)
-        return lock
-
-    def _alone(self, call: Callable[[], T]) -> T:
-        """Do what waits for the device with the connection, which is lost to a call that hangs."""
-        seconds = PATIENCE
         with suppress(FileNotFoundError):
-            seconds *= 1 + self.path.stat().st_size / SLOWLY
-        done = threading.Event()
-
-        def whole() -> T:
-            try:
-                return call()
-            finally:
-                done.set()
-
-        try:
-            return within(seconds, whole, self.path)
-        except NoThread:
-            done.set()
-            raise
-        finally:
-            self._is_lost = self._is_lost or not done.is_set()
+            self._n_bytes = self.path.stat().st_size
 
     def _open(self) -> None:
         is_new = not self.path.exists()
         self._existed = not is_new
-        if (
-            is_new and self._wal.exists()
-        ):  # of a file that somebody took away: SQLite would delete it
+        if is_new and self._wal.exists():  # SQLite would delete it, as its file was taken away
             self._wal.rename(free_name(self.path, "-wal"))
         self.is_whole = not is_new and self._seal.is_whole()
         with self._log_kept():
@@ -129,13 +160,19 @@ class IndexFile:
                 check_rows(self.db, self.path)
                 if missing := self._seal.missing(self.uuid, self.n_writes):
                     raise damaged(self.path, missing)
+        self._read_all()
 
     def _connect(self) -> None:
         # autocommit; the Table serialises threads
-        self._begins = True
         self._db = sqlite3.connect(
             self.path, timeout=self._busy_timeout, isolation_level=None, check_same_thread=False
         )
+
+    def _connected(self) -> sqlite3.Connection:
+        if self._db is None:  # what wrote it anew failed
+            self._connect()
+            self._settings()
+        return self.db
 
     def _prepare(self) -> None:
         """Refuse what is not ours, before a byte of it is changed; make what is not there."""
@@ -163,6 +200,7 @@ class IndexFile:
         if sorted(row[0] for row in schema) != sorted(SCHEMA):
             raise damaged(self.path, "its tables are not those of an index")
         self.uuid, self.n_writes = str(self.meta("uuid")), int(self.meta("n_writes"))
+        self.next_id = int(self.meta("next_id"))
 
     def _settings(self) -> None:
         db = self.db
@@ -173,6 +211,17 @@ class IndexFile:
         db.execute("PRAGMA secure_delete=ON")
         # A checkpoint that SQLite starts by itself keeps to itself what failed.
         db.execute("PRAGMA wal_autocheckpoint=0")
+        db.execute("PRAGMA cache_spill=OFF")  # nothing is written before a commit
+
+    def _read_all(self) -> None:
+        """Have a small file in SQLite's cache."""
+        self._fits = True
+        self._measure()
+        try:
+            if self._fits:
+                self._fits = self.db.execute("PRAGMA quick_check(1)").fetchone()[0] == "ok"
+        except sqlite3.DatabaseError:  # who reads what is damaged is told
+            self._fits = False
 
     def _upgrade(self) -> None:
         """Put a file of this format in the place of one of format 1, which stays until it is done."""
@@ -183,12 +232,13 @@ class IndexFile:
 
     def _replace(self, new: Path) -> None:
         """Close, put the synced file ``new`` in the place of this one, and open that."""
+        self._is_warm = False
         self.db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
         self.db.close()
         self._db = None
-        if self._wal.exists() and self._wal.stat().st_size:
-            raise StoreError(f"{self.path} is open in another program", hint="close that first")
         try:
+            if self._wal.exists() and self._wal.stat().st_size:
+                raise StoreError(f"{self.path} is open in another program", hint="close that first")
             put_in_place(new, self.path)
         finally:
             self._connect()
@@ -197,7 +247,7 @@ class IndexFile:
     def _log_kept(self) -> Iterator[None]:
         """Put a log back that is not whole if the file is refused: SQLite cuts it off."""
         log = self._wal.read_bytes() if self._wal.exists() else b""
-        if not log or (self.is_whole_log(log) and len(log) >= 32):
+        if not log or (is_whole_log(log) and len(log) >= 32):
             yield
             return
         aside = self._wal.with_name(self._wal.name + ".aside")
@@ -213,12 +263,6 @@ class IndexFile:
             raise
         aside.unlink()
 
-    @staticmethod
-    def is_whole_log(log: bytes) -> bool:
-        """Tell whether all frames of a log are as they were written."""
-        found = list(frames(log))
-        return bool(found) and all(frame.whole for frame in found)
-
     def meta(self, key: str) -> int | str:
         """Return a value of ``meta``. Raises CorruptChunk."""
         row = self.db.execute("SELECT value, sum FROM meta WHERE key=?", (key,)).fetchone()
@@ -229,35 +273,39 @@ class IndexFile:
 
     def write(self) -> None:
         """Count the transaction that is open, which changes the index; once in each."""
+        self.do(lambda db: set_meta(db, "n_writes", self.n_writes + 1))
+
+    def commit(self) -> None:
+        """Commit the transaction that is open. Raises StoreError that says so where nobody knows."""
+        self.do(self._commit, UNKNOWN, waits=True)
+
+    def _commit(self, db: sqlite3.Connection) -> None:
         if not self._sealing:
             self._seal.begin(self.uuid, self.n_writes)
             self._sealing = True
-        set_meta(self.db, "n_writes", self.n_writes + 1)
-
-    def commit(self) -> None:
-        """Commit the transaction that is open."""
-        if self._begins:
-            self._alone(lambda: self.db.execute("COMMIT"))
-        else:
-            self.db.execute("COMMIT")
-        self._begins = False
-
-    def wrote(self) -> None:
-        """Say that what `write` counted is committed."""
+        db.execute("COMMIT")
         self.n_writes += 1
         with suppress(OSError):  # then it says less than it could
             self._seal.wrote(self.n_writes)
         if self.n_writes % 32 == 0:
-            self._checkpoint()
+            self._checkpoint(db)
+        with suppress(sqlite3.Error):
+            self._measure()
+        self._is_warm = (
+            self._fits
+        )  # where the log is empty SQLite asks for the file's size each time
 
-    def _checkpoint(self) -> None:
+    def _measure(self) -> None:
+        n_pages = self.db.execute("PRAGMA page_count").fetchone()[0]
+        self._n_bytes, self._fits = n_pages * PAGE_BYTES, self._fits and n_pages < WARM_PAGES
+
+    def _checkpoint(self, db: sqlite3.Connection) -> None:
         """Put a long log into the file. What fails is found again by `sync`."""
         try:
             if self._wal.stat().st_size > CHECKPOINT_BYTES:
-                self._begins = True
-                self._alone(lambda: self.db.execute("PRAGMA wal_checkpoint(PASSIVE)"))
-        except (OSError, sqlite3.Error, StoreError):
-            self._is_sure = False
+                db.execute("PRAGMA wal_checkpoint(PASSIVE)")
+        except (OSError, sqlite3.Error):
+            self._is_sure, self._n_failed = False, self._n_failed + 1
 
     def sync(self) -> None:
         """Wait until what was written would survive a power cut too. Raises StoreError.
@@ -265,35 +313,44 @@ class IndexFile:
         After a failure nobody knows which pages the disk took, and it would confirm the next time
         whatever it lost: the whole file is written anew before anything is confirmed again.
         """
-        if self._syncing.locked():
-            raise silent(self.path)
+        if not self._syncing.acquire(timeout=self._seconds):
+            raise silent(self.path, UNSYNCED)
         try:
-            if not self._is_sure:
-                self._alone(self._rewrite)
-            self._is_sure = False
-            within(PATIENCE, self._flush, self.path)
-            self._is_sure = True
-            if self._sealing:
-                self._seal.synced()
+            self._sync()
         except (OSError, sqlite3.Error, UnicodeDecodeError) as error:
-            if is_full(error):
-                raise NoSpace(f"cannot sync {self.path}", str(self.path)) from error
-            hint = "mend or change the disk, then try again: all is written anew before it is confirmed"
             where = str(self.path)
+            if is_full(error):
+                raise NoSpace(f"cannot sync {where}", where) from error
+            hint = "mend or change the disk, then try again: all is written anew before it is confirmed"
             raise StoreError(f"cannot sync {where}: {error}", hint=hint, path=where) from error
+        finally:
+            self._syncing.release()
+
+    def _sync(self) -> None:
+        if self._flushing.locked():
+            raise silent(self.path, UNSYNCED)
+        if not self._is_sure:
+            self.do(self._rewrite, UNSYNCED, waits=True)
+        n, failed, self._is_sure = (
+            self.n_writes,
+            self._n_failed,
+            False,
+        )  # others may write meanwhile
+        within(PATIENCE, self._flush, self.path, hint=UNSYNCED)
+        self._is_sure = failed == self._n_failed
+        if self._sealing:
+            self.do(lambda _: self._seal.synced(n), UNSYNCED, waits=True)
 
     def _flush(self) -> None:
-        with self._syncing:
+        with self._flushing:
             if self._wal.exists():  # else SQLite has put all into the file itself, synced
                 fsync(self._wal)
             fsync(self.path.parent)  # the file may be new in it
 
-    def _rewrite(self) -> None:
+    def _rewrite(self, _: object = None) -> None:
         """Write the index to a new file, check that and put it in the place of this one."""
-        if self._db is None:
-            self._connect()
         log = self._wal.read_bytes() if self._wal.exists() else b""
-        if log and not self.is_whole_log(log):
+        if log and not is_whole_log(log):
             raise damaged(self.path, "its log was not written as it should be")
         new = self.path.with_name(self.path.name + ".new")
         new.unlink(missing_ok=True)
@@ -304,40 +361,37 @@ class IndexFile:
         check_rows(self.db, self.path)
         if self.meta("n_writes") != self.n_writes:
             raise damaged(self.path, "its last writes are missing")
+        self._read_all()
 
     def close(self) -> None:
         """Close the file and let the lock go; doing it twice does nothing."""
+        with as_ours(self.path):
+            self._end(self._close_sealed)
+
+    def _end(self, call: Callable[[], None]) -> None:
+        own, self._own = self._own, None
+        if own is not None and own.is_here:
+            own.end(call, self._seconds, self.path)
+
+    def _close_sealed(self) -> None:
+        try:
+            if self._db is not None:
+                self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+                self._db.close()
+                self._db = None
+                if (self._sealing or not self.is_whole) and not self._wal.exists():
+                    self._seal.end(self.uuid, self.n_writes)
+        finally:
+            self._leave()
+
+    def _leave(self) -> None:
+        """Let go of everything, as it is."""
         if self._lock < 0:
             return
         try:
-            if self._db is not None and not self._is_lost:
-                with as_ours(self.path):
-                    self._alone(self._close_sealed)
+            if self._db is not None:
+                self._db.close()
+            self._seal.close()
         finally:
-            self._abandon()
-
-    def _close_sealed(self) -> None:
-        db = self.db
-        db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
-        db.close()
-        self._db = None
-        if (self._sealing or not self.is_whole) and not self._wal.exists():
-            self._seal.end(self.uuid, self.n_writes)
-
-    def _abandon(self) -> None:
-        """Let go of everything, as it is."""
-        if self._db is not None and not self._is_lost:
-            self._db.close()
-        self._db = None
-        if self._lock >= 0:
-            lock, self._lock = self._lock, -1
-            try:
-                if not self._is_lost:
-                    self._seal.close()
-            finally:
-                try:
-                    within(PATIENCE, lambda: give_lock(lock), self.path)
-                except NoThread:
-                    give_lock(lock)
-                except StoreError:  # its thread lets it go when the disk answers
-                    pass
+            self._db, lock, self._lock = None, self._lock, -1
+            give_lock(lock)

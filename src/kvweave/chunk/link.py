@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections import deque
 from collections.abc import Iterable
 from contextlib import suppress
@@ -13,6 +14,7 @@ from uuid import uuid4
 import psycopg
 from psycopg import errors
 
+from kvweave.chunk.background import within
 from kvweave.chunk.identity import ChunkId
 from kvweave.chunk.levels import Holders
 from kvweave.chunk.rows import ALL
@@ -22,6 +24,11 @@ FORMAT = 1
 LEASE_SECONDS = 30.0
 """How long an engine's holds count after it was last heard of."""
 CONNECT_SECONDS = 5
+AGAIN_SECONDS = 0.5
+"""How long is waited for a server that did not answer just now."""
+ANSWER_SECONDS = 10.0
+"""How long an answer may take, and as long again for each `_SLOWLY` rows of it."""
+_SLOWLY = 100_000
 _MOST_TOLD = 7000  # bytes of a NOTIFY; 8000 are allowed
 
 _SCHEMA = """
@@ -43,7 +50,28 @@ CREATE TABLE IF NOT EXISTS kvweave_holds(
     id BIGINT REFERENCES kvweave_chunks(id), context TEXT, PRIMARY KEY(engine, id, context));
 CREATE INDEX IF NOT EXISTS kvweave_holds_id ON kvweave_holds(id);
 """
+UNKNOWN = "whether it was written nobody knows until the server answers again; look then"
 ALIVE = "e.seen > clock_timestamp() - make_interval(secs => %(lease)s)"
+
+
+class _Timed(psycopg.Connection[Any]):
+    """A connection that is closed when an answer has not come by ``ends``, whatever the server does."""
+
+    ends = float("inf")
+
+    def wait(self, gen: Any, *args: Any, **words: Any) -> Any:
+        return super().wait(self._ending(gen), *args, **words)
+
+    def _ending(self, gen: Any) -> Any:
+        try:
+            ready = yield next(gen)
+            while True:
+                if not ready and time.monotonic() > self.ends:
+                    self.pgconn.finish()
+                    raise psycopg.OperationalError("no answer in time")
+                ready = yield gen.send(ready)
+        except StopIteration as end:
+            return end.value
 
 
 class Link:
@@ -59,7 +87,9 @@ class Link:
         self._changed: set[ChunkId] = set()
         self._inbox: deque[ChunkId] = deque()
         self.held: Holders = {}
-        self._db: psycopg.Connection[Any] | None = None
+        self._db: _Timed | None = None
+        self._failed = -LEASE_SECONDS  # when it was asked in vain last
+        self._unsure = Event()  # whether a commit was that nobody knows of
         self._db = self._connect()
         self.uuid = self._prepare()
         self._engine = int(self._one("INSERT INTO kvweave_engines DEFAULT VALUES RETURNING id")[0])
@@ -67,14 +97,31 @@ class Link:
         self._thread = Thread(target=self._listen, name="kvweave-index", daemon=True)
         self._thread.start()
 
-    def _connect(self) -> psycopg.Connection[Any]:
-        try:
-            db = psycopg.connect(self._url, autocommit=True, connect_timeout=CONNECT_SECONDS)
-            db.execute(f"SET lock_timeout = {int(self._lock_timeout * 1000)}")
-            db.execute("SET synchronous_commit = on")
-            return db
-        except psycopg.Error as error:
+    def _connect(self) -> _Timed:
+        again = time.monotonic() - self._failed < LEASE_SECONDS
+        seconds = AGAIN_SECONDS if again else CONNECT_SECONDS
+        try:  # looking up a host name has no deadline of its own
+            db = within(seconds, self._connected, self.where, _Timed.close)
+        except (psycopg.Error, StoreError) as error:
+            self._failed = time.monotonic()
             raise self._lost(error) from error
+        self._failed = -LEASE_SECONDS
+        return db
+
+    def _connected(self) -> _Timed:
+        db = _Timed.connect(
+            self._url, autocommit=True, connect_timeout=max(2, int(CONNECT_SECONDS))
+        )
+        db.ends = time.monotonic() + ANSWER_SECONDS
+        db.execute(f"SET lock_timeout = {int(self._lock_timeout * 1000)}")
+        db.execute("SET synchronous_commit = on")
+        for name, value in (
+            ("idle", 10),
+            ("interval", 5),
+            ("count", 3),
+        ):  # for locks of who is gone
+            db.execute(f"SET tcp_keepalives_{name} = {value}")
+        return db
 
     def _prepare(self) -> str:
         if self._one("SELECT to_regclass('kvweave_meta')")[0] is None:
@@ -146,8 +193,16 @@ class Link:
             if mine is None or (self._db is not None and not self._db.closed):
                 raise
             self._level = 0  # nobody knows whether it was the question or the answer that was lost
-            if self._one("SELECT pg_xact_status(%s::xid8)", mine)[0] != "committed":
+            try:
+                came = self._one("SELECT pg_xact_status(%s::xid8)", mine)[0]
+            except StoreError:
+                came = "unknown"
+            if came == "aborted":
                 raise
+            if came != "committed":
+                self._unsure.set()
+                self._inbox.append(ALL)
+                raise StoreError(f"the index {self.where} does not answer", hint=UNKNOWN) from None
         self._level = 0
         self._changed.clear()
 
@@ -159,7 +214,7 @@ class Link:
 
     def close(self) -> None:
         self._stop.set()
-        self._thread.join(CONNECT_SECONDS)
+        self._thread.join(2 * AGAIN_SECONDS)
         with suppress(StoreError):  # else its lease ends by itself
             self._run("DELETE FROM kvweave_engines WHERE id=%s", self._engine)
         if self._db is not None:
@@ -172,15 +227,20 @@ class Link:
         beat = "UPDATE kvweave_engines SET seen=clock_timestamp() WHERE id=%s RETURNING id"
         while not self._stop.is_set():
             try:
-                with psycopg.connect(
-                    self._url, autocommit=True, connect_timeout=CONNECT_SECONDS
-                ) as db:
+                with self._connected() as db:
                     db.execute(f"LISTEN kvweave_{self.uuid}")
                     self._inbox.append(ALL)  # what was said meanwhile, nobody heard
                     while not self._stop.is_set():
+                        db.ends = time.monotonic() + ANSWER_SECONDS
                         if db.execute(beat, (self._engine,)).fetchone() is None:
-                            self._come_back(db)
+                            db.execute(
+                                "INSERT INTO kvweave_engines(id) VALUES(%s)", (self._engine,)
+                            )
+                            self._unsure.set()
+                        if self._unsure.is_set():
+                            self._hold_again(db)
                         for _ in range(max(1, int(LEASE_SECONDS / 4 / 0.2))):
+                            db.ends = time.monotonic() + ANSWER_SECONDS
                             for notice in db.notifies(timeout=0.2):
                                 self._hear(notice.payload)
                             if self._stop.is_set():
@@ -190,12 +250,12 @@ class Link:
 
     def _hear(self, said: str) -> None:
         engine, _, ids = said.partition(":")
-        if int(engine) != self._engine:
+        if int(engine) != self._engine or self._unsure.is_set():
             self._inbox.extend(ChunkId(int(id)) for id in ids.split(",") if id)
 
-    def _come_back(self, db: psycopg.Connection[Any]) -> None:
-        """Hold again what is still there: others took this engine for dead."""
-        db.execute("INSERT INTO kvweave_engines(id) VALUES(%s)", (self._engine,))
+    def _hold_again(self, db: psycopg.Connection[Any]) -> None:
+        """Hold again what is still there: others took this engine for dead, or a release may have come
+        to be that was taken back here."""
         for id, contexts in list(self.held.items()):
             for context in list(contexts):
                 db.execute(
@@ -207,8 +267,8 @@ class Link:
     def _one(self, query: str, *values: object, chunk: int | None = None) -> Any:
         return self._run(query, *values, chunk=chunk).fetchone()
 
-    def _all(self, query: str, *values: object) -> list[Any]:
-        found: list[Any] = self._run(query, *values).fetchall()
+    def _all(self, query: str, *values: object, n_rows: int = 0) -> list[Any]:
+        found: list[Any] = self._execute(query, values or None, None, n_rows).fetchall()
         return found
 
     def _named(self, query: str, **values: object) -> list[Any]:
@@ -219,12 +279,14 @@ class Link:
     def _run(self, query: str, *values: object, chunk: int | None = None) -> Any:
         return self._execute(query, values or None, chunk)
 
-    def _execute(self, query: str, values: Any, chunk: int | None) -> Any:
+    def _execute(self, query: str, values: Any, chunk: int | None, n_rows: int = 0) -> Any:
+        ends = time.monotonic() + ANSWER_SECONDS * (1 + n_rows / _SLOWLY)
         for again in (True, False):
             if self._db is None or self._db.closed:
                 if self._level:
                     raise self._lost(None)
                 self._db = self._connect()
+            self._db.ends = ends
             try:
                 return self._db.execute(query, values)
             except errors.ForeignKeyViolation as error:
@@ -235,7 +297,9 @@ class Link:
                 ) from error
             except psycopg.Error as error:
                 # Outside of a transaction a statement may be said again.
-                if not (again and self._db.closed and not self._level):
+                late = time.monotonic() > ends
+                if late or not (again and self._db.closed and not self._level):
+                    self._failed = time.monotonic() if late else self._failed
                     raise self._lost(error) from error
         raise AssertionError
 

@@ -95,6 +95,12 @@ def frames(log: bytes) -> Iterator[Frame]:
         yield Frame(page, ends != 0, data[8:], whole, known)
 
 
+def is_whole_log(log: bytes) -> bool:
+    """Tell whether all frames of a log are as they were written."""
+    found = list(frames(log))
+    return bool(found) and all(frame.whole for frame in found)
+
+
 def _mixed(words: FrameWords, sums: Sums) -> Sums:
     """Return the checksum of a frame behind what has ``sums``."""
     mixed = (_WORDS @ words + _SUMS @ np.array(sums, np.uint64)) & _LOW  # modulo 2**64 is enough

@@ -108,7 +108,8 @@ class PostgresRows(Link):
         return [size_of(x) for x in self.chunks() if x.namespace == namespace and x.id not in but]
 
     def digests(self) -> Iterator[bytes]:
-        return iter([bytes(row[0]) for row in self._all("SELECT digest FROM kvweave_chunks")])
+        query = "SELECT digest FROM kvweave_chunks"
+        return iter([bytes(row[0]) for row in self._all(query, n_rows=self.count())])
 
     def known(self, digests: Sequence[bytes]) -> dict[bytes, ChunkId]:
         query = "SELECT digest, id FROM kvweave_chunks WHERE digest=ANY(%s)"
@@ -228,11 +229,12 @@ class PostgresRows(Link):
         """Do nothing: the server syncs what it commits."""
 
     def check(self) -> None:
-        for id, digest, n, total, data in self._all(
-            "SELECT id, digest, n_tokens, sum, tokens FROM kvweave_chunks"
-        ):
-            if len(data) != 4 * n or tokens_sum(bytes(digest), bytes(data)) != total:
-                raise CorruptChunk(self.where, f"the checksum of the tokens of #{id} differs")
+        last, query = 0, "SELECT id, digest, n_tokens, sum, tokens FROM kvweave_chunks WHERE id>%s"
+        while rows := self._all(f"{query} ORDER BY id LIMIT {_STEP}", last):
+            for id, digest, n, total, data in rows:
+                if len(data) != 4 * n or tokens_sum(bytes(digest), bytes(data)) != total:
+                    raise CorruptChunk(self.where, f"the checksum of the tokens of #{id} differs")
+            last = rows[-1][0]
 
     # --- how ---
 

@@ -86,9 +86,9 @@ class Seal:
         """Say that ``n`` writes are in the index."""
         self._write(replace(self.said, n=n))
 
-    def synced(self) -> None:
-        """Say that all writes would survive a power cut."""
-        self._write(replace(self.said, synced=self.said.n))
+    def synced(self, n: int) -> None:
+        """Say that the first ``n`` writes would survive a power cut."""
+        self._write(replace(self.said, synced=n))
 
     def end(self, uuid: str, n: int) -> None:
         """Say what the file is, now that it is closed."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 from uuid import uuid4
@@ -16,7 +16,7 @@ from kvweave.chunk.identity import KINDS, TIERS, ChunkId
 from kvweave.chunk.levels import Holders
 from kvweave.chunk.rebuild import create, set_meta
 from kvweave.chunk.record import Record, from_row, to_row
-from kvweave.chunk.rows import ChunkFacts, GroupSize
+from kvweave.chunk.rows import ALL, ChunkFacts, GroupSize
 from kvweave.errors import InvalidArgument, StoreError
 
 TOGETHER = 500
@@ -46,7 +46,7 @@ class SqliteRows:
         self._file = None if path is None else IndexFile(path, busy_timeout=busy_timeout)
         self._path = path or Path("memory")
         self.where = str(self._path)
-        self._level, self._closed = 0, False
+        self._level, self._closed, self._kept_next_id = 0, False, 0
         self.held: Holders = {}
         self._memory: sqlite3.Connection | None = None
         if self._file is None:
@@ -60,7 +60,7 @@ class SqliteRows:
         self.uuid = self._file.uuid
         try:
             with as_ours(self._file.path):
-                self._kept_next_id = int(self._file.meta("next_id"))
+                self._kept_next_id = self._file.next_id
                 """Below which the file knows by itself that ids were given."""
                 highest = self._one("SELECT max(id) FROM chunks")[0] or 0
             self._next_id = max(self._kept_next_id, highest + 1)
@@ -96,7 +96,7 @@ class SqliteRows:
         if self._level < level:
             return
         self._level = level - 1
-        if self.db.in_transaction:  # a full disk has SQLite roll back by itself
+        if self._is_open:  # a full disk has SQLite roll back by itself, and what came too late is
             if level == 1:
                 self._do("ROLLBACK")
             else:
@@ -107,27 +107,30 @@ class SqliteRows:
         if not self._level:
             return
         self._require_open()
+        next_id = self._next_id if n_freed and self._file is not None else 0
         # The highest rows may be gone: then the file must say itself which ids were given.
-        if n_freed and self._file is not None and self._kept_next_id < self._next_id:
-            self._keep_next_id()
+        if self._kept_next_id < next_id:
+            self._make(lambda db: set_meta(db, "next_id", next_id))
         if self._file is None:
             self._do("COMMIT")
         else:
             self._guarded(self._file.commit)
-        self._level = 0
-        if self._file is not None:
-            self._file.wrote()
+        self._level, self._kept_next_id = 0, max(next_id, self._kept_next_id)
 
-    def _keep_next_id(self) -> None:
-        self._guarded(lambda: set_meta(self.db, "next_id", self._next_id))
-        self._kept_next_id = self._next_id
+    @property
+    def _is_open(self) -> bool:
+        where = self._memory if self._file is None else self._file
+        return where is not None and where.in_transaction
 
     def _require_open(self) -> None:
-        if not self.db.in_transaction:
+        if not self._is_open:
             raise StoreError(f"{self.where} took back what was written", hint="try again")
 
     def changed(self) -> Iterable[ChunkId]:
-        return ()
+        if self._file is None or not self._file.is_stale:
+            return ()
+        self._file.is_stale = False
+        return (ALL,)
 
     # --- reading ---
 
@@ -266,12 +269,11 @@ class SqliteRows:
             self._file.sync()
 
     def check(self) -> None:
-        with as_ours(self._path):
-            check_rows(self.db, self._path)
+        self._make(lambda db: check_rows(db, self._path))
 
     def close(self) -> None:
         if self._file is None:
-            self.db.close()
+            self._make(lambda db: db.close())
             self._closed = True
             return
         try:
@@ -279,8 +281,7 @@ class SqliteRows:
                 highest = self._one("SELECT max(id) FROM chunks")[0] or 0
                 if highest + 1 < self._next_id:  # the last ones were given to nobody
                     self.open(1)
-                    self._keep_next_id()
-                    self.commit(0)
+                    self.commit(1)
         finally:
             self._closed = True
             self._file.close()
@@ -304,24 +305,22 @@ class SqliteRows:
             yield from self._all(f"{query} IN ({','.join('?' * len(part))})", *before, *part)
 
     def _one(self, query: str, *values: object) -> Any:
-        try:
-            return self.db.execute(query, values).fetchone()
-        except (sqlite3.Error, UnicodeDecodeError) as error:
-            self._refuse(error)
+        return self._make(lambda db: db.execute(query, values).fetchone())
 
     def _all(self, query: str, *values: object) -> list[Any]:
-        try:
-            return self.db.execute(query, values).fetchall()
-        except (sqlite3.Error, UnicodeDecodeError) as error:
-            self._refuse(error)
+        found: list[Any] = self._make(lambda db: db.execute(query, values).fetchall())
+        return found
 
     def _do(self, statement: str, *values: object) -> None:
+        self._make(lambda db: db.execute(statement, values) and None)
+
+    def _make(self, call: Callable[[sqlite3.Connection], Any]) -> Any:
         try:
-            self.db.execute(statement, values)
+            return call(self.db) if self._file is None or self._closed else self._file.do(call)
         except (sqlite3.Error, UnicodeDecodeError) as error:
             self._refuse(error)
 
-    def _guarded(self, call: Any) -> None:
+    def _guarded(self, call: Callable[[], object]) -> None:
         with as_ours(self._path):
             call()
 

@@ -254,11 +254,12 @@ class Table(Index):
             self._hold(id, context, holders[context])
 
     def release(self, id: ChunkId, context: str) -> None:
-        """Take back one ``hold``; the chunk is freed if nothing else keeps it."""
+        """Take back one ``hold``; the chunk is freed if nothing else keeps it, or is gone already: others
+        removed it while this engine was taken for dead, or a commit came too late."""
         with self.transaction():
-            self.get(id)
             holders = self._tx.holders.get(id, {})
             if context not in holders:
+                self.get(id)
                 raise InvalidArgument("context", f"{context!r} does not hold #{id}")
             self._tx.levels[-1].keep_holders(self._tx.holders, id)
             holders[context] -= 1
@@ -267,6 +268,8 @@ class Table(Index):
                 del holders[context]
             if not holders:
                 del self._tx.holders[id]
+            if self._tx.find(id) is None:
+                return
             self._hold(id, context, n)
             if not n:
                 self._tx.let_go(id)

@@ -42,6 +42,7 @@ class Transactions:
         self._tokens: OrderedDict[ChunkId, bytes] = OrderedDict()
         self._n_cached = 0
         self._closed = False
+        self._news: set[ChunkId] = set()  # changed by others, or perhaps by us
         rows.held = self.holders
 
     def close(self) -> None:
@@ -275,15 +276,19 @@ class Transactions:
         return record
 
     def catch_up(self) -> None:
-        """Learn what other engines changed, and tell of what they freed."""
-        if not self.rows.is_shared or self.levels or not self.lock.acquire(blocking=False):
+        """Learn what other engines changed, or a commit that came too late, and tell of what is freed."""
+        if self.levels or not self.lock.acquire(blocking=False):
             return
+        gone: list[ChunkId] = []
         try:
-            ids, gone = set(self.rows.changed()), []
-            if ALL in ids:
-                ids = {*ids, *self.live.keys(), *self._dirty} - {ALL}
-            for id in ids:
+            self._news.update(self.rows.changed())
+            if ALL in self._news:
+                self._news.update(self.live.keys(), self._dirty)
+                self._news.discard(ALL)
+            while self._news:  # what cannot be asked now is asked another time
+                id = next(iter(self._news))
                 there, record = self.rows.chunk(id), self.live.get(id)
+                self._news.discard(id)
                 if there is None:
                     self.forget(id)
                     gone.append(id)
@@ -291,7 +296,7 @@ class Transactions:
                     record.pinned, record.names = there.pinned, there.names
         finally:
             self.lock.release()
-        self._tell(gone)
+            self._tell(gone)
 
     def _tell(self, freed: list[ChunkId]) -> None:
         """Tell the owner of the KV of every freed chunk, even when it fails for one."""

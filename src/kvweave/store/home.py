@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 
-from kvweave.chunk.background import within
-from kvweave.chunk.file import PATIENCE
+from kvweave.chunk.file import soon
 from kvweave.chunk.guard import as_ours, lost_of
 from kvweave.chunk.identity import ModelFingerprint
 from kvweave.chunk.rebuild import write_json
@@ -25,31 +25,34 @@ class Home:
         self.index = path / "index.sqlite"
         self._file = path / "model.json"
         self._check()
+        self._is_mine = False
         try:  # text can be recovered from what is stored: a new home is its owner's alone
-            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            soon(partial(path.mkdir, 0o700, parents=True, exist_ok=True), path)
         except OSError as error:
             raise of_system(error, "make", path) from error
 
     def claim(self) -> None:
         """Make it this model's, for good; called before the first chunk. Raises StoreError."""
         try:
-            within(PATIENCE, self._claim, self.path)
+            if not self._is_mine:
+                soon(self._claim, self.path)
         except OSError as error:
             raise of_system(error, "write", self._file) from error
 
     def _claim(self) -> None:
         if not self._file.exists():
             write_json(self._file, self.mine.to_dict())
+        self._is_mine = True
 
     @property
     def is_partial(self) -> bool:
         """Whether its index was salvaged, and chunks were lost: see `kvweave.chunk.salvage`."""
         with as_ours(lost_of(self.index)):
-            return lost_of(self.index).exists()
+            return soon(lost_of(self.index).exists, self.path)
 
     def _check(self) -> None:
         try:
-            data = within(PATIENCE, self._file.read_bytes, self.path)
+            data = soon(self._file.read_bytes, self.path)
             theirs = ModelFingerprint.from_dict(json.loads(data))
         except FileNotFoundError:
             return

@@ -11,9 +11,11 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from math import inf, log10
 from pathlib import Path
 
+from kvweave.chunk.file import soon
 from kvweave.chunk.guard import as_ours
 from kvweave.chunk.identity import ModelFingerprint
 from kvweave.errors import CorruptChunk, InvalidArgument
@@ -133,11 +135,16 @@ def calibration_of(
         fingerprint.require(found.fingerprint)
         return found
     for path in [place / FILE for place in places if place is not None]:
-        with as_ours(path):
-            there = path.exists()
-        if there and (found := Calibration.load(path)).fingerprint == fingerprint:
-            return found
+        mine = soon(partial(_loaded, path), path)
+        if mine is not None and mine.fingerprint == fingerprint:
+            return mine
     return None
+
+
+def _loaded(path: Path) -> Calibration | None:
+    with as_ours(path):
+        there = path.exists()
+    return Calibration.load(path) if there else None
 
 
 def fitting(known: Calibration | None, strategy: str, draft: int) -> Calibration | None:

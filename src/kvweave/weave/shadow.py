@@ -18,6 +18,7 @@ import random
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import isfinite
 from pathlib import Path
 from weakref import WeakSet
@@ -27,7 +28,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kvweave.errors import CorruptChunk, KVWeaveError, OverBudget
+from kvweave.chunk.file import soon
+from kvweave.errors import CorruptChunk, KVWeaveError, OverBudget, StoreError
 from kvweave.run.base import Backend, Ints, Rows, Steps, Work
 from kvweave.run.loop import Loop, Request, Task, new_key
 from kvweave.store.shelf import Shelf
@@ -239,15 +241,15 @@ class Shadow:
         if self._file is None or not len(self.auditor):
             return
         try:
-            self.auditor.save(self._file, self.backend.fingerprint)
-        except OSError as error:
+            soon(partial(self.auditor.save, self._file, self.backend.fingerprint), self._file)
+        except (OSError, StoreError) as error:
             log.warning("what audits have found is lost: %s", error)
 
     def _load(self) -> Auditor:
         if self._file is None:
             return Auditor()
         try:
-            return Auditor.load(self._file, self.backend.fingerprint)
+            return soon(partial(Auditor.load, self._file, self.backend.fingerprint), self._file)
         except CorruptChunk as error:  # they can be made again
             log.warning("audits begin anew: %s", error)
             return Auditor()

@@ -26,6 +26,7 @@ from store.faults.verbs import (
     open_engine,
 )  # fmt: skip
 
+from kvweave import Engine
 from kvweave.chunk import file
 from kvweave.chunk.marks import marks, uuid_of
 from kvweave.cli import main
@@ -125,6 +126,108 @@ def write_slowly(
         verdict.timed("rm", 3 * patience, lambda: engine.files.rm(next(iter(old))))
         verdict.timed("close", OWN + 4 * patience, engine.close)
     return verdict, done
+
+
+def verbs_slowly(
+    say: Say, home: Path, tiers: Iterable[str], old: dict[str, Tokens], new: dict[str, Tokens],
+    patience: float,
+) -> Verdict:  # fmt: skip
+    """Each verb on a device that may hang: whatever is waited for may take ``patience`` seconds. Then
+    the device is well again, and the same engine, and another one, have what was acknowledged.
+    """
+    file.PATIENCE = patience
+    verdict = Verdict()
+    may: dict[str, list[Tokens | None]] = {name: [tokens] for name, tokens in old.items()}
+    engine = verdict.timed(
+        "open",
+        patience + OWN,
+        lambda: open_engine(TRUTH.runner, home, tiers, load_seconds=patience),
+    )
+    done = list(old)
+    if engine is not None:
+        _verbs(verdict, engine, may, done, new, patience)
+        control().off()
+        verdict.timed("well again", OWN, lambda: until(lambda: _answers(engine), OWN))
+        verdict.merge(_as_told(engine, may), "well again")
+        verdict.timed("close", patience + OWN, engine.close)
+    control().off()
+    after: list[Verdict] = []
+    until(
+        lambda: bool(after.append(examine(TRUTH, home, tiers, may, done)) or not after[-1].refused)
+    )
+    verdict.merge(after[-1], "afterwards")
+    if after[-1].refused:
+        verdict.lost.append(f"cannot be opened again: {after[-1].refused}")
+    return verdict
+
+
+def _answers(engine: Engine) -> bool:
+    try:
+        return bool(engine.table.names() is not None and not engine.table.flush())
+    except KVWeaveError:
+        return False
+
+
+def _as_told(engine: Engine, may: Told) -> Verdict:
+    found = Verdict()
+    for name, tokens in may.items():
+        record = engine.table.lookup(name)
+        got = None if record is None else tuple(int(t) for t in engine.table.tokens(record.id))
+        if got not in tokens:
+            (found.lost if got is None else found.wrong).append(f"{name} is {got}")
+    return found
+
+
+def _verbs(
+    verdict: Verdict, engine: Engine, may: dict[str, list[Tokens | None]], done: list[str],
+    new: dict[str, Tokens], patience: float,
+) -> None:  # fmt: skip
+    first, second, third, *_ = old = list(may)
+    files, table, limit = engine.files, engine.table, patience + 0.5
+
+    def changes(what: str, n_waits: int, verb: Callable[[], Any], *names: tuple[str, Any]) -> bool:
+        """``names``: what the verb makes of them; where it failed it may be so only if it said so."""
+        before = {name: list(may.get(name, [None])) for name, _ in names}
+        ended: list[KVWeaveError | None] = []
+
+        def call() -> None:
+            try:
+                verb()
+            except KVWeaveError as error:
+                ended.append(error)
+                raise
+            ended.append(None)
+
+        verdict.timed(what, n_waits * patience + 0.5, call)
+        unknown = not ended or (ended[0] is not None and "nobody knows" in ended[0].hint)
+        for name, tokens in names:
+            if ended == [None]:
+                may[name] = [tokens]
+            else:
+                may[name] = [*before[name], tokens] if unknown else before[name]
+        return ended == [None]
+
+    verdict.timed("ls", limit, lambda: files.ls("docs/*"))
+    verdict.timed("stat", limit, lambda: files.stat(first))
+    verdict.timed("tokens", limit, lambda: table.tokens(table.resolve(second).id))
+    for name, tokens in new.items():  # its KV is written, the index committed, synced
+        if changes(
+            f"put {name}", 3, lambda n=name, t=tokens: durable_put(engine, n, t), (name, tokens)
+        ):
+            done.append(name)
+    moved = may[second][0]
+    if changes("mv", 1, lambda: files.mv(second, "moved"), (second, None), ("moved", moved)):
+        done[done.index(second)] = "moved"
+    elif may[second] != [moved]:
+        done.remove(second)
+    verdict.timed("pin", limit, lambda: files.pin(third))
+    verdict.timed("unpin", limit, lambda: files.unpin(third))
+    if changes("rm", 2, lambda: files.rm(first), (first, None)) or None in may[first]:
+        done.remove(first)
+    verdict.timed("du", limit, lambda: files.du())
+    verdict.timed("ask", 2 * patience + 0.5, lambda: ask(engine, old[3]))
+    verdict.timed("sync", limit, table.sync)
+    verdict.timed("check", 2 * limit, engine.check_integrity)
 
 
 def step_by_step(

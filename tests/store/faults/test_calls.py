@@ -19,12 +19,10 @@ from store.faults.scripts import after_write
 from store.faults.shim import (
     DROP,
     EVER,
-    HANG,
     LIST,
     LOCK,
     MAKE,
     OPEN,
-    READ,
     READING,
     RENAME,
     SHORT,
@@ -42,7 +40,6 @@ from store.faults.verbs import Verdict, chunks
 QUICK = 3  # calls of each way to fail, in the tests of every day
 STEP = int(os.environ.get("KVWEAVE_EVERY", "1"))  # of the slow ones: every how many-th call
 NEW = {f"new/{i}": tokens for i, tokens in enumerate(chunks(3, seed=5).values())}
-LOAD = 0.5  # seconds a load may take
 Fresh = Callable[[], Filled]
 Aim = dict[str, Any]
 CHANGING = MAKE | WRITE | RENAME | SIZE | UNLINK
@@ -170,75 +167,6 @@ def test_reads_that_fail(host: Host, fresh: Fresh, tally: Tally, way: str, quick
         host.control.off()
         judged(tally, verdict, where)
         after = host.run("look", world.home, world.tiers, world.may, list(world.told))
-        tally.judge(after, f"{where}, afterwards")
-        if after.refused:
-            tally.fault("lost", f"{where}: cannot be opened again: {after.refused}")
-    tally.settle()
-
-
-@slow_too("once", "from then on")
-def test_a_tier_that_hangs(host: Host, fresh: Fresh, tally: Tally, way: str, quick: bool) -> None:
-    """Every wait ends in time, what cannot be read in time is computed, and found another day."""
-    n = n_calls(host, fresh, READ | OPEN | LIST, "look", only="/tier")
-    count = 1 if way == "once" else EVER
-    for k in which(n, quick)[-1 if quick else 0 :]:
-        world = fresh()
-        host.control.aim(
-            READING, world.root, mode=HANG, seconds=9, first=k, count=count, only="/tier"
-        )
-        options = {"load_seconds": LOAD}
-        where = f"hangs {way} at {k}"
-        try:
-            verdict = host.run(
-                "look", world.home, world.tiers, world.may, (), options, LOAD + 0.5, False
-            )
-        except Died as died:
-            tally.fault("late", f"{where}: {died}")
-            continue
-        finally:
-            where += f", {host.control.site}"
-            host.control.off()
-        judged(tally, verdict, where)
-        after = host.run("look", world.home, world.tiers, world.may, list(world.told))
-        tally.judge(after, f"{where}, afterwards")
-    tally.settle()
-
-
-@slow_too("once", "from then on")
-def test_a_home_that_hangs(host: Host, fresh: Fresh, tally: Tally, way: str, quick: bool) -> None:
-    """Syncs, of the index and of what is beside it: verbs end, and what they acknowledged is there."""
-    hangs(host, fresh, tally, SYNC, "", way, 2 if quick else 0)
-
-
-@slow_too("once", "from then on")
-def test_a_tier_that_takes_nothing_in_time(
-    host: Host, fresh: Fresh, tally: Tally, way: str, quick: bool
-) -> None:
-    """Whatever a put does there hangs."""
-    hangs(host, fresh, tally, CHANGING | SYNC, "/tier", way, 1 if quick else 0)
-
-
-def hangs(host: Host, fresh: Fresh, tally: Tally, ops: int, only: str, way: str, last: int) -> None:
-    """Put durably while calls hang: all of them in turn, or the ``last`` ones of some."""
-    n = n_calls(host, fresh, ops, "write", only)
-    assert n > 3
-    count = 1 if way == "once" else EVER
-    for k in which(n, last > 0)[-last if last else 0 :]:
-        world = fresh()
-        host.control.aim(ops, world.root, mode=HANG, seconds=6, first=k, count=count, only=only)
-        where = f"call {k} hangs {way}"
-        try:
-            verdict, done = host.run("write_slowly", world.home, world.tiers, world.told, NEW, 0.5)
-        except Died as died:
-            tally.fault("late", f"{where}: {died}")
-            continue
-        finally:
-            where += f", {host.control.site}"
-            host.control.off()
-        judged(tally, verdict, where)
-        tally.did("durable puts acknowledged", len(done))
-        told, durable = after_write(world.told, NEW, done)
-        after = host.run("look", world.home, world.tiers, told, durable)
         tally.judge(after, f"{where}, afterwards")
         if after.refused:
             tally.fault("lost", f"{where}: cannot be opened again: {after.refused}")

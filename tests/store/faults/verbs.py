@@ -150,6 +150,11 @@ class Verdict:
         every = {k: getattr(self, k) for k in ("wrong", "lost", "hintless", "late")}
         return {k: v for k, v in every.items() if v}
 
+    def merge(self, other: Verdict, where: str) -> None:
+        """Count what another look found as found here."""
+        for kind, found in other.faults.items():
+            getattr(self, kind).extend(f"{where}: {each}" for each in found)
+
     def timed(self, what: str, limit: float, work: Callable[[], Any]) -> Any:
         """Do it; an error is noted, and None returned. Time on a processor, or waiting for one
         that others use, does not count: it is not the store's."""

@@ -21,7 +21,7 @@ import re
 import sqlite3
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
@@ -29,14 +29,15 @@ from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 from zlib import crc32
 
-from kvweave.chunk.background import Background, NoThread
+from kvweave.chunk.background import Background, NoThread, within
 from kvweave.chunk.guard import as_ours, free_name, give_lock, take_lock
-from kvweave.errors import CorruptChunk, FormatTooNew
+from kvweave.errors import CorruptChunk, FormatTooNew, StoreError
 
 FILE = "responses.sqlite"
 FORMAT, APPLICATION_ID = 2, 0x6B767772  # "kvwr"
 MOST_WAITING = 20_000  # writes; more than that, and nothing is written down for now
 TOGETHER = 512  # writes of one transaction
+OPEN_SECONDS, SLOWLY = 10.0, 80 << 20  # and as long again for each so many bytes
 CLOSE_SECONDS = 30.0
 SCHEMA = (
     "CREATE TABLE kept(namespace TEXT NOT NULL, kind TEXT NOT NULL, id TEXT NOT NULL,"
@@ -52,6 +53,7 @@ TAKEN_OVER = (
 )
 Statement: TypeAlias = tuple[str, tuple[Any, ...]]
 _Asked: TypeAlias = "tuple[list[Statement], Future[None] | None]"
+_Opened: TypeAlias = "tuple[Callable[[], object], sqlite3.Connection, int | None]"
 WHERE = "namespace=? AND kind=? AND id=?"
 WIPE: Statement = ("PRAGMA wal_checkpoint(TRUNCATE)", ())
 log = logging.getLogger("kvweave.serve")
@@ -86,18 +88,21 @@ class SavedResponses:
         self.is_behind = False
         """Whether something could not be written, and all has to be (`rewrite`)."""
         with as_ours(path):
-            self._lock = take_lock(path)
-        self._unlock = weakref.finalize(self, give_lock, self._lock)
-        try:
-            with as_ours(path):
-                self._db = self._opened()
-                last = self._db.execute("SELECT max(n) FROM items").fetchone()[0]
-        except BaseException:
-            self._unlock()
-            raise
+            self._unlock, self._db, last = within(OPEN_SECONDS, self._locked, path, _let_go)
         self._next = (last or 0) + 1
         self._waiting: queue.SimpleQueue[_Asked | None] = queue.SimpleQueue()
         self._writer: Background | None = None
+
+    def _locked(self) -> _Opened:
+        lock = take_lock(self.path)
+        unlock = weakref.finalize(self, give_lock, lock)
+        try:
+            db = self._opened()
+            self._seconds = OPEN_SECONDS * (1 + self.path.stat().st_size / SLOWLY)
+            return unlock, db, db.execute("SELECT max(n) FROM items").fetchone()[0]
+        except BaseException:
+            unlock()
+            raise
 
     # ---- reading
 
@@ -107,16 +112,8 @@ class SavedResponses:
         Called before anything is written; items that no record has are removed. Raises StoreError.
         """
         with as_ours(self.path):
-            rows = self._db.execute("SELECT n, told, sum FROM items").fetchall()
-            texts: dict[int, str] = {n: told for n, told, sum in rows if row_sum(n, told) == sum}
-            kept = self._db.execute("SELECT * FROM kept ORDER BY used").fetchall()
-            numbers = [
-                json.loads(row[5]) if row_sum(*row[:3], *row[4:6]) == row[6] else None
-                for row in kept
-            ]
-            wanted = {n for each in numbers for n in each or ()}
-            lost = [(n,) for n, *_ in rows if n not in wanted]
-            self._db.executemany("DELETE FROM items WHERE n=?", lost)
+            texts, kept, numbers = within(self._seconds, self._rows, self.path)
+        wanted = {n for each in numbers for n in each or ()}
         items = {n: json.loads(texts[n]) for n in wanted if n in texts}
         for (space, kind, id, used, told, *_), own in zip(kept, numbers, strict=True):
             if own is None or not all(n in items for n in own):
@@ -126,6 +123,18 @@ class SavedResponses:
                 continue
             held, used = tuple(items[n] for n in own), used if isinstance(used, float) else 0.0
             yield SavedRecord(space, kind, id, used, json.loads(told), tuple(own), held)
+
+    def _rows(self) -> tuple[dict[int, str], list[Any], list[list[int] | None]]:
+        rows = self._db.execute("SELECT n, told, sum FROM items").fetchall()
+        texts: dict[int, str] = {n: told for n, told, sum in rows if row_sum(n, told) == sum}
+        kept = self._db.execute("SELECT * FROM kept ORDER BY used").fetchall()
+        numbers = [
+            json.loads(row[5]) if row_sum(*row[:3], *row[4:6]) == row[6] else None for row in kept
+        ]
+        wanted = {n for each in numbers for n in each or ()}
+        lost = [(n,) for n, *_ in rows if n not in wanted]
+        self._db.executemany("DELETE FROM items WHERE n=?", lost)
+        return texts, kept, numbers
 
     # ---- writing
 
@@ -167,10 +176,17 @@ class SavedResponses:
         """Write what waits, and close the file."""
         if self._writer is not None:
             self._waiting.put(None)
-            self._writer.join(CLOSE_SECONDS)
-        with suppress(sqlite3.Error):
+            if not self._writer.join(CLOSE_SECONDS):
+                log.warning("%s does not answer: what was not written yet is lost", self.path)
+                return  # what hangs has the file, and the lock while the process lives
+        with suppress(sqlite3.Error, StoreError):
+            within(CLOSE_SECONDS, self._close, self.path)
+
+    def _close(self) -> None:
+        try:
             self._db.close()
-        self._unlock()
+        finally:
+            self._unlock()
 
     def _put(self, statements: list[Statement]) -> None:
         try:
@@ -295,6 +311,12 @@ class SavedResponses:
             if from_older and error.sqlite_errorcode == sqlite3.SQLITE_ERROR:  # not of the machine
                 raise CorruptChunk(str(self.path), str(error)) from error
             raise
+
+
+def _let_go(made: _Opened) -> None:
+    unlock, db, _ = made
+    db.close()
+    unlock()
 
 
 class KeptRecord(Protocol):
