@@ -393,3 +393,26 @@ def test_nothing_is_written_behind_what_sqlite_took_back_by_itself(tmp_path):
         assert len(table) == 0
     with Table(path) as table:
         assert len(table) == 0
+
+
+def test_a_fork_keeps_no_lock_and_takes_none_away(tmp_path):
+    """A lock belongs to whoever opened the file; a fork has only a copy of its number."""
+    path = tmp_path / "index.sqlite"
+    table = Table(path)
+    read, write = os.pipe()
+    child = os.fork()
+    if not child:
+        os.close(write)
+        try:
+            table.close()
+        finally:
+            os.read(read, 1)
+            os._exit(0)
+    os.close(read)
+    with pytest.raises(InvalidArgument, match=f"open in process {os.getpid()}"):
+        Table(path)
+    table.close()
+    with Table(path) as again:
+        again.names()
+    os.close(write)
+    os.waitpid(child, 0)

@@ -63,9 +63,12 @@ def take_lock(path: Path) -> int:
 
 
 def give_lock(lock: int) -> None:
-    """Let a lock go, whatever the disk says."""
+    """Let a lock go, whatever the disk says; also of forks, which have a copy of it that keeps it.
+    A fork itself only closes its copy."""
     with suppress(OSError):
-        os.ftruncate(lock, 0)
+        if os.pread(lock, 32, 0).strip() == str(os.getpid()).encode():
+            os.ftruncate(lock, 0)
+            fcntl.flock(lock, fcntl.LOCK_UN)
     os.close(lock)
 
 

@@ -30,11 +30,13 @@ class Claim:
 
     def __init__(self, relation: Relation, lock: int = -1) -> None:
         self.relation = relation
-        self._lock = lock
+        self._lock, self._pid = lock, os.getpid()
 
     def close(self) -> None:
         """Let the directory go; doing it twice does nothing."""
         if self._lock >= 0:
+            if os.getpid() == self._pid:  # forks have a copy, which would keep it
+                fcntl.flock(self._lock, fcntl.LOCK_UN)
             os.close(self._lock)
             self._lock = -1
 
