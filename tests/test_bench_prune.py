@@ -209,7 +209,8 @@ def test_figures_of_a_rule_add_up(bench: Any, runs: list[Any]) -> None:
     assert unbatched["computed"]["prefix"] > 2 * batched["computed"]["prefix"] > 2
     for f in found["rules"].values():
         assert 1 - 1e-9 <= f["computed"]["none"] <= f["computed"]["auto"] <= f["computed"]["15 %"]
-        assert f["computed"]["none"] <= f["computed"]["less"] <= f["computed"]["auto"]
+        for way in ("less", "rested"):
+            assert f["computed"]["none"] <= f["computed"][way] <= f["computed"]["auto"]
         assert f["computed"]["none"] <= f["computed"]["prefix"] <= f["computed"]["no reuse"]
     front = bench.count.counted(runs, 5700)
     assert front["sent_per_request"] == found["sent_per_request"] + 5700
@@ -218,9 +219,10 @@ def test_figures_of_a_rule_add_up(bench: Any, runs: list[Any]) -> None:
 # ---- with KV
 
 
+@pytest.mark.parametrize("way", ["auto", "rested"])
 @pytest.mark.parametrize(("rule", "n"), [("LastOutputs", 4), ("Forget", 16)])
 def test_what_is_counted_is_what_the_engine_does(
-    bench: Any, bundled: Any, rule: str, n: int
+    bench: Any, bundled: Any, rule: str, n: int, way: str
 ) -> None:
     from kvweave.run.model import Runner
     from kvweave.suite.exam import Exam
@@ -247,11 +249,14 @@ def test_what_is_counted_is_what_the_engine_does(
             n_new, abs=3 if rule == "LastOutputs" else 0
         )  # marks
         assert (
-            plan.repaired <= counted.repaired["auto"] + 2.5
+            plan.repaired <= counted.repaired[way] + 2.5
         )  # new rows that were chosen are no repair
         n_repaired += plan.repaired
         living.answered(bench.rules.Piece(("message", index), run.messages[index].tokens))
-    n_counted = sum(c.repaired["auto"] for c in wanted)
+        if way == "rested":
+            refined = living.context.refine()
+            assert refined == pytest.approx(counted.refined, abs=3)
+    n_counted = sum(c.repaired[way] for c in wanted)
     assert n_counted / 2 < n_repaired and any(c.edited for c in wanted)
     living.close()
     exam.close()
@@ -268,4 +273,5 @@ def test_the_bench_runs_on_generated_runs(bench: Any, tmp_path: Path) -> None:
     assert {here["traces"] for here in found["machines"].values()} == {"generated"}
     assert len(found["time"]["rules"]) == len(found["count"]["as they are"]["rules"]) - 1
     for event in found["time"]["events"]:
-        assert event["repaired"] > 0 and set(event["cpu"]) == {"none", "auto", "unedited", "full", "prefix"}  # fmt: skip
+        ways = {"none", "auto", "unedited", "full", "prefix", "again", "refine", "rested", "ahead"}
+        assert event["repaired"] > 0 and set(event["cpu"]) == ways

@@ -6,7 +6,8 @@
 - *kvweave* computes text that it never had, whatever stands before it. From the first change on, what it
   has is placed and approximate; of all that is approximate and was not repaired since it was placed, each
   request repairs a share, as `auto` does, or ``less`` of what an earlier request had met, which it does not
-  (`asked_again.py`). In idle time it computes the canonical KV of every text once besides: ``idle``.
+  (`asked_again.py`). In idle time it computes the canonical KV of every text once besides: ``idle``. With
+  ``rested`` there is time behind each answer to make all rows exact (`Context.refine`): ``refined``.
 """
 
 from __future__ import annotations
@@ -21,7 +22,10 @@ from pruning.rules import RULES, Piece, Rule
 from pruning.trace import AgentRun
 
 READ, WRITE = 0.1, 1.25  # price of a cached token, and of one that is computed and stored
-REPAIRS = {"auto": (0.05, False), "15 %": (0.15, False), "less": (0.05, True)}  # share, less
+REPAIRS = {  # share, less, rested
+    "auto": (0.05, False, False), "15 %": (0.15, False, False), "less": (0.05, True, False),
+    "rested": (0.05, False, True),
+}  # fmt: skip
 LEFT, FEW = 0.1, 16  # of the share; rows: chosen by `asked_again.py --tried --seed tune`
 _Trie = dict[tuple[str, int], Any]
 
@@ -35,13 +39,15 @@ def rows_of(share: float, new: float, met: float, left: float = LEFT, few: int =
 @dataclass(frozen=True, slots=True)
 class Counted:
     """Tokens of one request: all that are sent; those behind the longest known prefix; those never
-    seen; those repaired, by way. ``edited``: it does not just go on from the one before."""
+    seen; those repaired, by way. ``edited``: it does not just go on from the one before. ``refined``: those
+    made exact behind it, where there is time."""
 
     sent: int
     behind: int
     new: int
     repaired: dict[str, float]
     edited: bool
+    refined: float
 
     def computed(self, way: str) -> float:
         """Tokens kvweave computes when it repairs this way."""
@@ -60,10 +66,11 @@ class PlacedText:
 
 
 class Repairs:
-    """What `auto` repairs of one context at a share, request by request; or ``less``."""
+    """What `auto` repairs of one context at a share, request by request; or ``less``; or where all is made
+    exact after each."""
 
-    def __init__(self, share: float, less: bool) -> None:
-        self.share, self.less = share, less
+    def __init__(self, share: float, less: bool, rests: bool) -> None:
+        self.share, self.less, self.rests = share, less, rests
         self.rows: list[PlacedText] = []
 
     def request(self, now: Sequence[Piece], kept: int, known: Container[tuple[str, int]]) -> float:
@@ -91,9 +98,14 @@ class Repairs:
             row.repaired, row.met, taken = row.repaired + mine, True, taken + mine
         return taken
 
-    def answer(self, n: int) -> None:
-        """Note an answer that was decoded behind all."""
+    def answer(self, n: int) -> float:
+        """Note an answer that was decoded behind all; return how many rows are made exact then."""
         self.rows.append(PlacedText(n, all(row.exact for row in self.rows)))
+        done = 0.0
+        for row in self.rows if self.rests else ():
+            done += 0 if row.exact else row.tokens
+            row.exact, row.repaired = True, 0.0
+        return done
 
 
 def replay(run: AgentRun, rule: Rule, front: int = 0) -> list[Counted]:
@@ -111,11 +123,10 @@ def replay(run: AgentRun, rule: Rule, front: int = 0) -> list[Counted]:
         cached = sum(n for _, n in now[: reached(seen, now)])
         new = sum(n for key, n in now if key not in known)
         repaired = {way: each.request(now, kept, known) for way, each in repairs.items()}
-        found.append(Counted(sent, sent - cached, new, repaired, kept < len(before)))
-        n = run.messages[index].tokens
+        n, edited = run.messages[index].tokens, kept < len(before)
         before = [*now, Piece(("message", index), n)]
-        for each in repairs.values():
-            each.answer(n)
+        refined = sum([each.answer(n) for each in repairs.values()])
+        found.append(Counted(sent, sent - cached, new, repaired, edited, refined))
         known.update(key for key, _ in before)
         store(seen, before)
     return found
@@ -203,6 +214,7 @@ def figures(of: Totals, plain: Totals) -> dict[str, Any]:
         "price": {way: of.sum(lambda c, f=computed: price(c.sent, f(c))) / usual for way, computed in ways.items()},  # type: ignore[misc]
         "dearer_runs": dearer,
         "idle": of.sum(lambda c: c.new) / base,
+        "refined": of.sum(lambda c: c.refined) / base,
         "edits": len(edits),
         "after_edit": None if not edits else {
             "prefix": float(np.median([each.behind / each.sent for each in edits])),

@@ -4,6 +4,9 @@ An event is one request of a run that a rule edited. Its prompt is scaled to ``m
 message in proportion. In each event all ways take their turn: a full prefill, prefix caching (what
 stands behind the longest common prefix is computed behind its cache), kvweave without repair and with
 the default's, and kvweave without the edit, which goes on from the request before.
+
+Then time to rest is given: `again` is one more request behind the edit, `rested` one after all rows were
+made exact (`refine`, whose seconds are told apart), `ahead` one whose edit came before that.
 """
 
 from __future__ import annotations
@@ -101,6 +104,10 @@ def to_list(context: Context, before: Sequence[Piece], after: Sequence[Piece]) -
                 context.insert_chunk(i, name_of(key))
 
 
+def _nothing(context: Context) -> None:
+    """Edit nothing."""
+
+
 def name_of(key: _Key) -> str:
     """Return the name of a piece's chunk."""
     return f"{key[0]}/{key[1]}"
@@ -134,7 +141,8 @@ class TimedEvents:
             world.engine.put(name_of(piece.key), self.ids(piece))
         ways: dict[str, Callable[[], tuple[float, float]]] = {}
         contexts = {}
-        for way, (repair, share) in {**WAYS, "unedited": ("none", 0.0)}.items():
+        made = {**WAYS, "unedited": ("none", 0.0), "ahead": WAYS["auto"]}
+        for way, (repair, share) in made.items():
             context = world.engine.context(way, repair=repair, share=share, denoise=False)
             with context.edit():
                 for key, _ in event.before[1:]:
@@ -142,22 +150,29 @@ class TimedEvents:
             context.weave()
             contexts[way] = context
 
-        def woven(way: str) -> tuple[float, float]:
-            def edit(context: Context) -> None:
-                if way != "unedited":
-                    to_list(context, event.before, body)
+        def edit(context: Context) -> None:
+            to_list(context, event.before, body)
 
+        def woven(way: str, edit: Callable[[Context], None]) -> tuple[float, float]:
             split = first_token(world, contexts[way], edit, suffix)
             return split["total"], split["cpu"]
 
         whole = self.tensor(event.after)
         n = sum(p.tokens for p in event.after[: event.n_kept])
-        ways = {way: (lambda way=way: woven(way)) for way in contexts}  # type: ignore[misc]
+        ways = {way: (lambda way=way: woven(way, edit)) for way in WAYS}  # type: ignore[misc]
+        ways["unedited"] = lambda: woven("unedited", _nothing)
         ways["full"] = lambda: took(lambda: full_prefill(self.pair, whole), self.pair.device)
         ways["prefix"] = lambda: self.behind(whole, n)
         times = {way: measure() for way, measure in ways.items()}
         plan = contexts["auto"].session.plan
         assert plan is not None
+        refine = contexts["auto"].refine
+        edit(contexts["ahead"])
+        times["again"] = woven("auto", _nothing)
+        times["refine"] = took(refine, self.pair.device)
+        times["rested"] = woven("auto", _nothing)
+        contexts["ahead"].refine()
+        times["ahead"] = woven("ahead", _nothing)
         world.engine.close()
         return {
             "rule": event.rule, "run": event.run, "request": event.request, "sent": whole.shape[1],

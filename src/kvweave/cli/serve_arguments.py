@@ -86,8 +86,9 @@ def serve(p: ArgumentParser) -> None:
     add(
         "--refine",
         choices=("idle", "never"),
-        help="idle: rows of contexts that are approximate are made exact while nothing else is there "
-        "to do, so that the next answer over them is (never)",
+        default="idle",
+        help="whether rows of contexts that are approximate are made exact while nothing else is there "
+        "to do, so that the next answer over them is (idle)",
     )
     _access(p)
     _agents(p)
