@@ -42,6 +42,7 @@ class EngineSnapshot:
     n_audits_failed: int = 0
     seconds: float = 0.0  # in model passes
     audit_seconds: float = 0.0  # of these
+    refine_seconds: float = 0.0  # of these, too
     vectors: int = 0  # bytes of memory: vectors, and rows that they are made of
 
     @classmethod
@@ -56,7 +57,7 @@ class EngineSnapshot:
         auditor, seconds = engine.shadow.auditor, engine.loop.seconds
         return cls(
             held, shelf.budget, len(engine.table), n_contexts,
-            tuple(auditor.report()), auditor.n_failed, sum(seconds.values()), seconds["audit"],
+            tuple(auditor.report()), auditor.n_failed, sum(seconds.values()), seconds["audit"], seconds["refine"],
             sum(n for holder, n in shelf.charged() if holds_vectors(holder)),
         )  # fmt: skip
 
@@ -76,6 +77,7 @@ class AuditGauges:
         self.failed = gauge("audits_failed", "Audits that came to nothing")
         self.seconds = gauge("pass_seconds", "Spent in model passes since the start")
         self.own = gauge("audit_seconds", "Of these, on audits")
+        self.refined = gauge("refine_seconds", "Of these, on rows made exact while nobody asked")
 
     def set(self, held: EngineSnapshot) -> None:
         """Show what there is now."""
@@ -95,6 +97,7 @@ class AuditGauges:
         self.failed.set(held.n_audits_failed)
         self.seconds.set(held.seconds)
         self.own.set(held.audit_seconds)
+        self.refined.set(held.refine_seconds)
 
 
 class Metrics:
