@@ -52,7 +52,7 @@ class Config:
     load_seconds: float = 10.0  # a load that takes longer is given up, and the chunk computed
     bases: BaseMode = "any"  # KV of chunks computed after another base is placed, or not: "own"
     denoise: Literal["after", "never"] = "after"  # canonical KV of new turns: after the answer
-    refine: Literal["idle", "never"] = "never"  # of a server: rows are made exact while none asks
+    refine: Literal["all", "chats", "never"] = "never"  # rows a server makes exact while none asks
     audit: float = 0.0  # part of the computing time for audits; those of an engine: `Engine.audit`
     max_batch: int = 16  # contexts that decode together
     max_rows: int = 512  # rows of one model pass; bounds the mask to max_rows x context
@@ -72,5 +72,5 @@ class Config:
         check_bases(self.bases)
         if self.denoise not in ("after", "never"):
             raise InvalidArgument("denoise", f"{self.denoise!r} is neither 'after' nor 'never'")
-        if self.refine not in ("idle", "never"):
-            raise InvalidArgument("refine", f"{self.refine!r} is neither 'idle' nor 'never'")
+        if self.refine not in ("all", "chats", "never"):
+            raise InvalidArgument("refine", f"{self.refine!r}", "all, chats or never")

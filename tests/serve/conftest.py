@@ -47,9 +47,8 @@ def serve() -> Iterator[Callable[..., Served]]:
         start: bool = True,
         **options: Any,
     ) -> Served:
-        engine = Engine(
-            bundled_runner(), home=home, **({"repair": "none"} | (engine_options or {}))
-        )
+        usual = {"repair": "none", "refine": "chats"}  # as `kvweave serve` has it
+        engine = Engine(bundled_runner(), home=home, **(usual | (engine_options or {})))
         given = {"keys": KEYS} | options
         given = ({"metrics_key": METRICS_KEY} if given["keys"] else {}) | given
         served = Served(engine, create_app(engine, Options(**given)))

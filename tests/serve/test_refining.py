@@ -10,7 +10,7 @@ from serving import run
 from kvweave import Sampling
 from kvweave.weave.refining import PIECE
 
-OPTIONS = {"repair": "none", "refine": "idle"}
+OPTIONS = {"repair": "none", "refine": "all"}
 
 
 def exact(engine, *names):
@@ -121,3 +121,19 @@ def test_it_ends_with_the_driver(drive):
     driven.driver.stop(grace=5)
     assert not driven.engine.loop.requests
     driven.engine.check_integrity()
+
+
+def test_contexts_that_clients_opened_are_left_alone_but_for_all(drive):
+    driven = drive({"repair": "none", "refine": "chats"})
+    driven.steps.open.set()
+    pooled = "auto/0123abcd"
+
+    async def main():
+        await read(reusing(driven, "c"))
+        await read(reusing(driven, pooled))
+        while not await driven.driver.call(lambda e: exact(e, pooled)):
+            await asyncio.sleep(0.01)
+        await driven.until(lambda: not driven.driver.audits.is_due())
+        assert not await driven.driver.call(lambda e: exact(e, "c"))
+
+    run(main())

@@ -35,7 +35,8 @@ def refine(world: World) -> bool:
     if n is None:
         error = found.error(0, min(found.n_rows, found.n))
         require(error <= ROWS, f"refined, rows are {error:.1e} off\n{context.plan.explain()}")
-        require(context.plan.drift == 0, f"refined, it is not exact\n{context.plan.explain()}")
+        now = context.preview()
+        require(now.drift == 0, f"refined, it is not exact\n{now.explain()}")
         require(world.attempt(context.refine) in (0, None), "what was refined is refined again")
     return True
 

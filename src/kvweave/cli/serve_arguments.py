@@ -85,10 +85,10 @@ def serve(p: ArgumentParser) -> None:
     )
     add(
         "--refine",
-        choices=("idle", "never"),
-        default="idle",
-        help="whether rows of contexts that are approximate are made exact while nothing else is there "
-        "to do, so that the next answer over them is (idle)",
+        choices=("all", "chats", "never"),
+        default="chats",
+        help="contexts whose approximate rows are made exact while nothing else is there to do: those of "
+        "chats, so that a chat's next request repairs less; all, also those that clients open by name (chats)",
     )
     _access(p)
     _agents(p)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from kvweave.chunk.identity import ChunkId, Kind, check_name
@@ -295,8 +296,8 @@ class Context(EditedParts):
         """Recompute rows that are not exact, front to back, at most ``n_rows`` of them or until all are
         those of a full prefill; return how many were. What has no rows yet is placed before.
 
-        For the time in which nobody waits: other contexts' requests run first, and what was done
-        up to somewhere is gone on with. Raises InvalidArgument where rows cannot become exact: kept
+        For the time in which nobody waits: other contexts' requests run first, what was done up to
+        somewhere is gone on with, and verbs of other threads wait (``n_rows`` bounds for how long). Raises InvalidArgument where rows cannot become exact: kept
         by `evict` or a token policy, or in 8 bits.
         """
         return self.session.loop.finish(self.refining(n_rows))
@@ -307,7 +308,9 @@ class Context(EditedParts):
         self._readable()
         if n_rows is not None and n_rows < 1:
             raise InvalidArgument("n_rows", f"{n_rows} is below 1")
-        return (yield from self.session.refining(self._parts, n_rows))
+        parts = self._parts
+        wove = partial(self.wove, parts)
+        return (yield from self.session.refining(parts, n_rows, wove))
 
     def wove(self, parts: tuple[Part, ...], plan: Plan) -> None:
         """Note what a weave of these parts did, for `why`."""

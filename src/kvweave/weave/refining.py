@@ -22,6 +22,7 @@ from kvweave.errors import InvalidArgument
 from kvweave.run.base import Backend, Ints, Steps, Work
 from kvweave.run.loop import Loop, Request, Task, new_key
 from kvweave.weave.parts import Part, Placement, Truth, exact_prefix
+from kvweave.weave.plan import Plan
 from kvweave.weave.repair import NoRepair, Strategy, Wish
 from kvweave.weave.state import State
 from kvweave.weave.weaver import Weaver
@@ -33,8 +34,8 @@ class Refining:
     """Refines the rows of one context, which the calls bring along. That makes it not busy: an edit, or
     who asks, ends it."""
 
-    def __init__(self, weaver: Weaver, loop: Loop, changed: Callable[[], None]) -> None:
-        self._weaver, self._loop, self._changed = weaver, loop, changed
+    def __init__(self, weaver: Weaver, loop: Loop) -> None:
+        self._weaver, self._loop = weaver, loop
         self._request: Request | None = None  # the piece under way
         self._back: tuple[State, list[Placement]] | None = None  # what stays if it is given up
 
@@ -54,8 +55,12 @@ class Refining:
             return strategy.looks or strategy.name == "none"
         return _stale(state) is not None
 
-    def running(self, state: State, parts: Sequence[Part], n_most: int | None) -> Task[int]:
-        """Recompute rows, at most ``n_most``, as a task of the loop; return how many.
+    def running(
+        self, state: State, parts: Sequence[Part], n_most: int | None,
+        changed: Callable[[Plan | None], None],
+    ) -> Task[int]:  # fmt: skip
+        """Recompute rows, at most ``n_most``, as a task of the loop; return how many. Rows have
+        ``changed`` when that is called, with the plan of what was placed.
 
         It ends when somebody touches them. Raises InvalidArgument where rows cannot become exact.
         """
@@ -64,7 +69,7 @@ class Refining:
             raise InvalidArgument("refine", reason, hint)
         self.pause()
         done = 0
-        if not _is_up(state, parts) and not (yield from self._place(state, parts)):
+        if not _is_up(state, parts) and not (yield from self._place(state, parts, changed)):
             return done
         tokens = self._weaver.tokens(state.woven)
         while n_most is None or done < n_most:
@@ -72,11 +77,13 @@ class Refining:
             if slots is None or not (yield from self._waiting(_piece(state, tokens, slots))):
                 break
             _note(state, slots)
-            self._changed()
+            changed(None)
             done += len(slots)
         return done
 
-    def _place(self, state: State, parts: Sequence[Part]) -> Task[bool]:
+    def _place(
+        self, state: State, parts: Sequence[Part], changed: Callable[[Plan | None], None]
+    ) -> Task[bool]:
         """Place what has no rows yet, and compute what is placed nowhere; False where it was stopped."""
         weaving = self._weaver.prepare(state, parts, NoRepair(), Wish(0.0))
         try:
@@ -86,7 +93,7 @@ class Refining:
                 return False
             self._weaver.commit(state, weaving)
             self._back = None
-            self._changed()
+            changed(weaving.plan)
             return True
         finally:
             self._give_up()

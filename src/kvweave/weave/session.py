@@ -6,7 +6,7 @@ puts its text into whatever gives it the verbs of `Editor`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Protocol
 
@@ -65,7 +65,7 @@ class Session:
         self.answered = NO_ANSWER
         self.waits_for: int | None = None  # the request of a task that is under way
         self.audited = True  # its answers may be put aside for an audit
-        self._refining = Refining(weaver, loop, self._refined)
+        self._refining = Refining(weaver, loop)
 
     def _new_state(self) -> State:
         """Return a state without rows. Raises InvalidArgument for a policy that rows of 8 bits
@@ -97,13 +97,19 @@ class Session:
         """Tell whether rows can be computed ahead of who asks next."""
         return not self.busy and self._refining.may(self.state, parts, self.strategy)
 
-    def refining(self, parts: Sequence[Part], n_rows: int | None) -> Task[int]:
-        """Recompute rows that are not exact, at most ``n_rows``; return how many."""
-        return (yield from self._refining.running(self.state, parts, n_rows))
+    def refining(
+        self, parts: Sequence[Part], n_rows: int | None, wove: Callable[[Plan], None]
+    ) -> Task[int]:
+        """Recompute rows that are not exact, at most ``n_rows``; return how many. ``wove`` is told of a
+        weave before that."""
 
-    def _refined(self) -> None:
-        """Forget what was true of the rows before."""
-        self.answered, self.plan = NO_ANSWER, None
+        def changed(plan: Plan | None) -> None:
+            self.answered = NO_ANSWER
+            if plan is not None:
+                self.plan = plan
+                wove(plan)
+
+        return (yield from self._refining.running(self.state, parts, n_rows, changed))
 
     def pause(self) -> None:
         """Have what refines the rows stop: somebody is about to touch them."""

@@ -8,6 +8,7 @@ from weakref import WeakKeyDictionary
 from kvweave.engine import Engine
 from kvweave.errors import KVWeaveError
 from kvweave.run.loop import Task
+from kvweave.serve.reuse.names import is_context_name
 from kvweave.weave.context import Context
 
 log = logging.getLogger("kvweave.serve")
@@ -17,20 +18,22 @@ class IdleRefining:
     """Finds a context with rows to refine. Touched in the driver's thread only."""
 
     def __init__(self, engine: Engine) -> None:
-        self._engine, self._is_on = engine, engine.config.refine == "idle"
+        self._engine, self._which = engine, engine.config.refine
         self._failed: WeakKeyDictionary[Context, int] = WeakKeyDictionary()  # in which version
         self.is_due = False
         """Whether there may be one."""
 
     def touched(self) -> None:
         """Look again: something was done."""
-        self.is_due = self._is_on
+        self.is_due = self._which != "never"
 
     def next(self) -> Task[None] | None:
         """Return what refines a context, the one opened last first; None where there is none."""
         for space in {"", *self._engine.table.namespaces()} if self.is_due else ():
             for context in reversed([*self._engine.contexts_of(space).values()]):
                 if self._failed.get(context) == context.history.version:
+                    continue
+                if self._which != "all" and not is_context_name(context.name):
                     continue
                 if context.session.refinable(context.parts):
                     return self._refined(context)

@@ -24,6 +24,11 @@ def new_context_name() -> str:
     return f"auto/{secrets.token_hex(4)}"
 
 
+def is_context_name(name: str) -> bool:
+    """Tell whether it is a name of that kind."""
+    return re.fullmatch(r"auto/[0-9a-f]{8}", name) is not None
+
+
 class AutoNames:
     """The names given here, oldest first; those of an earlier run are the oldest.
 
