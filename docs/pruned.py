@@ -143,7 +143,7 @@ def timed(found: dict[str, Any]) -> list[str]:
         "## Seconds to the first token after an edit", "",
         f"A random model of 0.2 B parameters, prompts scaled to {times['context']:,} tokens, {n} events a rule, medians of ratios to a full prefill in the same event; CPU seconds "
         f"of {machine['threads']} thread, and the clock's, on {machine['cpu']} shared with other work (load {machine['load_average']} at the start, {times['load_at_end'][0]} at the end); "
-        f"commit {machine['commit'][:7]}. All that stood there was placed from canonical KV, so `auto` had the whole context to repair: its dearest case. Behind it all are over the first token without the edit; *a rest*: `refine`, over a full prefill.",
+        f"commit {machine['commit'][:7]}. All that stood there was placed from canonical KV, so `auto` had the whole context to repair: its dearest case. The columns behind the clock's are multiples of the first token without the edit, but *a rest*: what `refine` takes, over a full prefill.",
         "", *table(head, body), "",
     ]  # fmt: skip
 
