@@ -243,3 +243,14 @@ def test_completion_offers_names(sh):
     assert "kvweave ls -q --limit 500" in sh("completion", "bash")
     sh("completion", "tcsh", status=2)
     assert "tcsh" in sh.err
+
+
+def test_a_context_is_made_exact(there):
+    there("put", "docs/b", stdin="Omar's metal is Cobalt .")
+    there("context", "append", "chat/42", "--chunk", "docs/b")
+    assert there("context", "refine", "chat/42", "--rows", "1") == (
+        "1 rows recomputed: not all of it is exact yet\n"
+    )
+    assert there("context", "refine", "chat/42").endswith("rows recomputed: all of it is exact\n")
+    assert there.json("context", "refine", "chat/42") == {"refined": 0, "drift": 0}
+    there("context", "refine", "chat/42", "--rows", "0", status=2)

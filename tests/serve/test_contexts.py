@@ -134,10 +134,10 @@ def test_weave_preview_check_and_fork(serve):
     assert anna("POST", "/v1/contexts/c:weave")["reused"] == n
     assert anna("POST", "/v1/contexts/c:preview")["prefilled"] == 0
     rough = anna("POST", "/v1/contexts/c:check")["kl"]
-    assert anna("POST", "/v1/contexts/c:refine", {"n_rows": 2}) == {"refined": 2}
+    assert anna("POST", "/v1/contexts/c:refine", {"n_rows": 2}) == {"refined": 2, "exact": False}
     anna.error("POST", "/v1/contexts/c:refine", {"n_rows": 0}, 400)
     anna("POST", "/v1/contexts/c:fork", {"to": "e"}, 201)
-    assert anna("POST", "/v1/contexts/e:refine") == {"refined": n - 2}
+    assert anna("POST", "/v1/contexts/e:refine") == {"refined": n - 2, "exact": True}
     assert anna("POST", "/v1/contexts/e:check")["kl"] < 1e-6
     full = anna("POST", "/v1/contexts/c:weave", {"repair": "full"})
     assert full["repaired"] == n

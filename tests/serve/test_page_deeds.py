@@ -239,6 +239,9 @@ def test_over_the_real_server_edits_are_undone_and_plans_kept(browser, bundled):
         box.get_by_role("button", name="Undo").click()
         box.locator(".cost").get_by_text("Taken back:").wait_for()
         assert [each.name for each in engine.contexts["chat/1"].parts] == names
+        page.get_by_role("button", name="Actions on chat/1").click()
+        page.get_by_role("menuitem", name="Make exact").click()
+        page.get_by_text("chat/1 is that of a full prefill").wait_for()
         assert page.locator("#log .gone").count() == 0
         page.get_by_role("button", name="History of chat/1").click()
         assert "revert" in box.locator(".versions li").first.inner_text()

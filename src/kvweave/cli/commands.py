@@ -87,6 +87,13 @@ VERBS = (
         "",
         (),
     ),
+    (
+        "refine",
+        "Make rows exact that are approximate, while the server has nothing else to do.",
+        context_arguments.refine,
+        "",
+        ("kvweave context refine chat/42",),
+    ),
     ("fork", "Copy a context under another name.", context_arguments.two("of the copy"), "", ()),
     ("mv", "Rename a context.", context_arguments.two("its new name"), "", ()),
     (

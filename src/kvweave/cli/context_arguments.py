@@ -53,6 +53,12 @@ def revert(p: ArgumentParser) -> None:
     p.add_argument("version", metavar="VERSION", type=int, help=VERSION)
 
 
+def refine(p: ArgumentParser) -> None:
+    """Add what `kvweave context refine` takes."""
+    one(p)
+    p.add_argument("--rows", type=positive, metavar="N", help="so many at most (all)")
+
+
 def drop(p: ArgumentParser) -> None:
     """Add what `kvweave context drop` takes."""
     one(p)

@@ -122,6 +122,18 @@ def why(args: Namespace) -> None:
     print(found.says)
 
 
+def refine(args: Namespace) -> None:
+    """Make rows exact while the server has nothing else to do."""
+    out = Out.of(args)
+    with _context(args) as context:
+        n, left = context.refine(args.rows), context.preview()
+    if out.as_json:
+        out.data({"refined": n, "drift": left.drift})
+        return
+    exact = "all of it is exact" if left.drift == 0 else "not all of it is exact yet"
+    print(f"{n} rows recomputed: {exact}")
+
+
 def ledger(args: Namespace) -> None:
     """Say what each answer cost."""
     out = Out.of(args)

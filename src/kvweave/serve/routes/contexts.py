@@ -195,7 +195,8 @@ async def refine(here: OnContext, body: Refine | None = None) -> _Json:
     n_rows = (body or Refine()).n_rows
 
     def work(engine: Engine, context: Context) -> Task[_Json]:
-        return {"refined": (yield from context.refining(n_rows))}
+        n = yield from context.refining(n_rows)
+        return {"refined": n, "exact": context.preview().drift == 0}
 
     return await here.run(work)
 

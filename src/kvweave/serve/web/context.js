@@ -141,6 +141,7 @@ export class Card {
   menu() {
     openMenu(this.more, [
       ["Weave now", () => this.weave()],
+      ["Make exact", () => this.refine(), "recomputes what is approximate"],
       ["Check against a full prefill", () => this.check(), "costs that prefill"],
       ["Fork…", () => this.fork()],
       ["Close", () => this.on.close(this)],
@@ -208,6 +209,14 @@ export class Card {
       const plan = await call("POST", this.url("weave"), {});
       await this.refresh();
       this.price("Woven", plan);
+    } catch (error) { failed(error); }
+  }
+
+  async refine() {
+    try {
+      const { refined, exact } = await call("POST", this.url("refine"), {});
+      await this.refresh();
+      toast(`${this.name} is ${exact ? "" : "not yet "}that of a full prefill`, { hint: `${plural(refined, "row")} recomputed` });
     } catch (error) { failed(error); }
   }
 
