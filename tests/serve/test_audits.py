@@ -82,8 +82,9 @@ def test_an_answer_does_not_wait_for_an_audit(drive):
     assert sum(r.n_audits for r in driven.engine.shadow.auditor.report()) == 1
 
 
-def test_audits_end_with_the_driver(drive):
-    driven = drive(OPTIONS)
+@pytest.mark.parametrize("options", [OPTIONS, {"repair": "none", "refine": "all"}])
+def test_what_is_done_meanwhile_ends_with_the_driver(drive, options):
+    driven = drive(options)
     driven.steps.allow(8)
 
     async def main():

@@ -8,7 +8,7 @@ from serve.test_audits import read, reusing
 from serving import run
 
 from kvweave import Sampling
-from kvweave.weave.refining import PIECE
+from kvweave.weave.shadow import SLICE
 
 OPTIONS = {"repair": "none", "refine": "all"}
 
@@ -60,7 +60,7 @@ def test_who_asks_for_the_context_waits_for_no_row_of_it(drive):
 
     async def main():
         driven.steps.open.set()
-        await read(reusing(driven, "c", (3 * PIECE, 3 * PIECE, 3 * PIECE)))
+        await read(reusing(driven, "c", (3 * SLICE, 3 * SLICE, 3 * SLICE)))
         driven.steps.open.clear()
         await driven.until(lambda: any(r.background for r in list(loop.requests.values())))
         driven.steps.allow(2)
@@ -106,21 +106,6 @@ def test_what_fails_is_left_until_the_context_changes(drive, monkeypatch):
             await asyncio.sleep(0.01)
 
     run(main())
-
-
-def test_it_ends_with_the_driver(drive):
-    driven = drive(OPTIONS)
-    driven.steps.allow(8)
-
-    async def main():
-        await read(reusing(driven, "c", (PIECE, PIECE, 3 * PIECE)))
-        await driven.until(lambda: bool(driven.engine.loop.requests))
-
-    run(main())
-    driven.steps.open.set()
-    driven.driver.stop(grace=5)
-    assert not driven.engine.loop.requests
-    driven.engine.check_integrity()
 
 
 def test_contexts_that_clients_opened_are_left_alone_but_for_all(drive):

@@ -16,7 +16,7 @@ from kvweave.errors import ChunkNotFound, InvalidArgument
 from kvweave.run.base import Backend
 from kvweave.run.model import Runner
 from kvweave.serve.driver.tasks import Tasks
-from kvweave.weave.refining import PIECE
+from kvweave.weave.shadow import SLICE
 
 Make = Callable[..., Engine]
 MODELS = ["llama", "gemma3", "deepseek_v3_latent", "deepseek_v32_indexed", "qwen3_moe", "gpt2"]
@@ -120,19 +120,19 @@ def _step(tasks: Tasks, engine: Engine, n: int) -> None:
 
 def test_others_run_first_and_the_context_is_never_busy(engines: Make) -> None:
     engine = engines(repair="none")
-    context, other = chat(engine, "c", [20, 3 * PIECE]), chat(engine, "d", [30], first=5)
+    context, other = chat(engine, "c", [20, 3 * SLICE]), chat(engine, "d", [30], first=5)
     context.weave()
     tasks = Tasks(engine.loop)
     tasks.begin(context.refining())
     _step(tasks, engine, 1)
-    assert context.session.state.n_right == 25 + PIECE and not context.session.busy
+    assert context.session.state.n_right == 25 + SLICE and not context.session.busy
     turn = other.begin(Sampling(max_tokens=5, ignore_eos=True))
     _step(tasks, engine, 3)
-    assert context.session.state.n_right == 25 + PIECE and tasks
+    assert context.session.state.n_right == 25 + SLICE and tasks
     turn.run()
     context.append(text(3, 1))
     _step(tasks, engine, 3)
-    assert not tasks and context.session.state.n_right == 25 + PIECE
+    assert not tasks and context.session.state.n_right == 25 + SLICE
     assert engine.loop.seconds["refine"] > 0 == engine.loop.seconds["audit"]
 
 
@@ -177,12 +177,12 @@ def test_a_pass_that_fails_leaves_the_rows_approximate(
 
 def test_a_fork_has_what_is_done(engines: Make) -> None:
     engine = engines(repair="none")
-    context = chat(engine, "c", [20, 2 * PIECE])
+    context = chat(engine, "c", [20, 2 * SLICE])
     context.weave()
     context.refine(50)
     twin = engine.fork(context, "twin")
-    assert twin.refine() == 2 * PIECE - 50 and error(twin) < 1e-9
-    assert context.preview().drift != 0 and context.refine() == 2 * PIECE - 50
+    assert twin.refine() == 2 * SLICE - 50 and error(twin) < 1e-9
+    assert context.preview().drift != 0 and context.refine() == 2 * SLICE - 50
     assert same_rows(context.session.state.rows, twin.session.state.rows)
 
 

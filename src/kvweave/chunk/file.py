@@ -291,9 +291,8 @@ class IndexFile:
             self._checkpoint(db)
         with suppress(sqlite3.Error):
             self._measure()
-        self._is_warm = (
-            self._fits
-        )  # where the log is empty SQLite asks for the file's size each time
+        # not before: where the log is empty SQLite asks for the file's size each time
+        self._is_warm = self._fits
 
     def _measure(self) -> None:
         n_pages = self.db.execute("PRAGMA page_count").fetchone()[0]
@@ -331,11 +330,8 @@ class IndexFile:
             raise silent(self.path, UNSYNCED)
         if not self._is_sure:
             self.do(self._rewrite, UNSYNCED, waits=True)
-        n, failed, self._is_sure = (
-            self.n_writes,
-            self._n_failed,
-            False,
-        )  # others may write meanwhile
+        n, failed = self.n_writes, self._n_failed  # others may write meanwhile
+        self._is_sure = False
         within(PATIENCE, self._flush, self.path, hint=UNSYNCED)
         self._is_sure = failed == self._n_failed
         if self._sealing:

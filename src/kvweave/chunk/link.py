@@ -115,11 +115,8 @@ class Link:
         db.ends = time.monotonic() + ANSWER_SECONDS
         db.execute(f"SET lock_timeout = {int(self._lock_timeout * 1000)}")
         db.execute("SET synchronous_commit = on")
-        for name, value in (
-            ("idle", 10),
-            ("interval", 5),
-            ("count", 3),
-        ):  # for locks of who is gone
+        # for locks of who is gone
+        for name, value in (("idle", 10), ("interval", 5), ("count", 3)):
             db.execute(f"SET tcp_keepalives_{name} = {value}")
         return db
 

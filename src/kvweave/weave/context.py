@@ -297,8 +297,9 @@ class Context(EditedParts):
         those of a full prefill; return how many were. What has no rows yet is placed before.
 
         For the time in which nobody waits: other contexts' requests run first, what was done up to
-        somewhere is gone on with, and verbs of other threads wait (``n_rows`` bounds for how long). Raises InvalidArgument where rows cannot become exact: kept
-        by `evict` or a token policy, or in 8 bits.
+        somewhere is gone on with, and verbs of other threads wait (``n_rows`` bounds for how long).
+        Raises InvalidArgument where rows cannot become exact: kept by `evict` or a token policy, or
+        in 8 bits.
         """
         return self.session.loop.finish(self.refining(n_rows))
 

@@ -162,9 +162,8 @@ class Passes:
 
     @property
     def replays(self) -> bool:
-        """Whether a pass over scattered rows goes over all those between them: a layer keeps a state."""
-        mixers = [info.mixer for info in self.backend.layers]
-        return any(mixer is not None and mixer.sums for mixer in mixers)
+        """Whether a pass over scattered rows goes over all those between them."""
+        return replays(self.backend)
 
     # ---- what strategies ask for
 
@@ -291,6 +290,12 @@ class Passes:
         weights = np.where(np.isin(slots, self.question), each, 0.0)
         weights[np.isin(slots, self.question[-1:])] = 1.0
         return Mass(self.n + room, weights, self.backend.device, first_layer, squared)
+
+
+def replays(backend: Backend) -> bool:
+    """Tell whether a pass over scattered rows goes over all those between them: a layer keeps a state."""
+    mixers = [info.mixer for info in backend.layers]
+    return any(mixer is not None and mixer.sums for mixer in mixers)
 
 
 def union(a: Ints, b: Ints) -> Ints:

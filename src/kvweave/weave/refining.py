@@ -22,12 +22,12 @@ from kvweave.errors import InvalidArgument
 from kvweave.run.base import Backend, Ints, Steps, Work
 from kvweave.run.loop import Loop, Request, Task, new_key
 from kvweave.weave.parts import Part, Placement, Truth, exact_prefix
+from kvweave.weave.passes import replays
 from kvweave.weave.plan import Plan
 from kvweave.weave.repair import NoRepair, Strategy, Wish
+from kvweave.weave.shadow import SLICE
 from kvweave.weave.state import State
 from kvweave.weave.weaver import Weaver
-
-PIECE = 64  # rows of a pass: what a request may have to wait for
 
 
 class Refining:
@@ -144,9 +144,8 @@ def _next(state: State, backend: Backend, n_most: int | None) -> Ints | None:
     if (found := _stale(state)) is None:
         return None
     start, stop = max(found.slot, state.n_right), found.slot + found.ready
-    sums = (info.mixer is not None and info.mixer.sums for info in backend.layers)
-    if not any(sums):  # there a piece goes over all that stands before it
-        stop = min(stop, start + PIECE)
+    if not replays(backend):  # there a piece goes over all that stands before it
+        stop = min(stop, start + SLICE)
     return np.arange(start, stop if n_most is None else min(stop, start + n_most))  # may be none
 
 

@@ -83,6 +83,16 @@ def which(n: int, quick: bool) -> range:
     return range(n // 2 // QUICK if quick else 0, n, max(1, n // QUICK) if quick else STEP)
 
 
+def afterwards(host: Host, world: Filled, tally: Tally, done: list[str], where: str) -> None:
+    """What was acknowledged is there when the store is opened again."""
+    tally.did("durable puts acknowledged", len(done))
+    told, durable = after_write(world.told, NEW, done)
+    after = host.run("look", world.home, world.tiers, told, durable)
+    tally.judge(after, f"{where}, afterwards")
+    if after.refused:
+        tally.fault("lost", f"{where}: cannot be opened again: {after.refused}")
+
+
 def judged(tally: Tally, verdict: Verdict, where: str, but: Any = ()) -> None:
     tally.did("calls failed")
     tally.judge(verdict, where, but=but)
@@ -197,12 +207,7 @@ def test_syncs_that_fail_before_the_power_does(
         judged(tally, verdict, where)
         power_cut(shadow, world.home, world.tier)
         tally.did("power cuts")
-        tally.did("durable puts acknowledged", len(done))
-        told, durable = after_write(world.told, NEW, done)
-        after = host.run("look", world.home, world.tiers, told, durable)
-        tally.judge(after, f"{where}, afterwards")
-        if after.refused:
-            tally.fault("lost", f"{where}: cannot be opened again: {after.refused}")
+        afterwards(host, world, tally, done, where)
     tally.settle()
 
 

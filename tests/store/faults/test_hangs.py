@@ -3,9 +3,10 @@ nothing is lost when the device comes back."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from store.faults.host import Died, Host
-from store.faults.scripts import after_write
 from store.faults.shim import (
     EVER,
     HANG,
@@ -18,11 +19,33 @@ from store.faults.shim import (
     SYNC,
 )
 from store.faults.tally import Tally
-from store.faults.test_calls import CHANGING, NEW, Fresh, judged, n_calls, slow_too, which
+from store.faults.test_calls import (
+    CHANGING,
+    NEW,
+    Fresh,
+    afterwards,
+    judged,
+    n_calls,
+    slow_too,
+    which,
+)
 
 LOAD = 0.5  # seconds a load may take
 LASTS = 4.0  # seconds
 ANY = CHANGING | SYNC | OPEN | READ | LIST | STAT | LOCK
+
+
+def ends(host: Host, tally: Tally, where: str, script: str, *given: Any) -> tuple[Any, str]:
+    """Run a script while a call hangs; return what comes of it, None if it is late, and where that was."""
+    found = None
+    try:
+        found = host.run(script, *given)
+    except Died as died:
+        tally.fault("late", f"{where}, {host.control.site}: {died}")
+    finally:
+        where += f", {host.control.site}"
+        host.control.off()
+    return found, where
 
 
 @slow_too("once", "from then on")
@@ -37,16 +60,10 @@ def test_a_tier_that_hangs(host: Host, fresh: Fresh, tally: Tally, way: str, qui
         )
         options = {"load_seconds": LOAD}
         where = f"hangs {way} at {k}"
-        try:
-            verdict = host.run(
-                "look", world.home, world.tiers, world.may, (), options, LOAD + 0.5, False
-            )
-        except Died as died:
-            tally.fault("late", f"{where}: {died}")
+        given = world.home, world.tiers, world.may, (), options, LOAD + 0.5, False
+        verdict, where = ends(host, tally, where, "look", *given)
+        if verdict is None:
             continue
-        finally:
-            where += f", {host.control.site}"
-            host.control.off()
         judged(tally, verdict, where)
         after = host.run("look", world.home, world.tiers, world.may, list(world.told))
         tally.judge(after, f"{where}, afterwards")
@@ -76,21 +93,13 @@ def hangs(host: Host, fresh: Fresh, tally: Tally, ops: int, only: str, way: str,
         world = fresh()
         host.control.aim(ops, world.root, mode=HANG, seconds=6, first=k, count=count, only=only)
         where = f"call {k} hangs {way}"
-        try:
-            verdict, done = host.run("write_slowly", world.home, world.tiers, world.told, NEW, 0.5)
-        except Died as died:
-            tally.fault("late", f"{where}: {died}")
+        given = world.home, world.tiers, world.told, NEW, 0.5
+        found, where = ends(host, tally, where, "write_slowly", *given)
+        if found is None:
             continue
-        finally:
-            where += f", {host.control.site}"
-            host.control.off()
+        verdict, done = found
         judged(tally, verdict, where)
-        tally.did("durable puts acknowledged", len(done))
-        told, durable = after_write(world.told, NEW, done)
-        after = host.run("look", world.home, world.tiers, told, durable)
-        tally.judge(after, f"{where}, afterwards")
-        if after.refused:
-            tally.fault("lost", f"{where}: cannot be opened again: {after.refused}")
+        afterwards(host, world, tally, done, where)
     tally.settle()
 
 
@@ -110,14 +119,10 @@ def test_any_call_of_a_home_that_hangs(
         count = 1 if way == "once" else EVER
         host.control.aim(ANY, world.home, mode=HANG, seconds=LASTS, first=k, count=count)
         where = f"call {k} hangs {way}"
-        try:
-            verdict = host.run("verbs_slowly", world.home, world.tiers, world.told, NEW, LOAD)
-        except Died as died:
-            tally.fault("late", f"{where}, {host.control.site}: {died}")
+        given = world.home, world.tiers, world.told, NEW, LOAD
+        verdict, where = ends(host, tally, where, "verbs_slowly", *given)
+        if verdict is None:
             continue
-        finally:
-            where += f", {host.control.site}"
-            host.control.off()
         tally.did(f"hung: {host.control.site}", int(host.control.raw.hits > 0))
         judged(tally, verdict, where)
     tally.settle()
