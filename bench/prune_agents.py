@@ -2,7 +2,7 @@
 
 Runs of agents are replayed under the editing rules of real ones. ``count``: what no reuse, a prefix cache
 and kvweave compute, over all runs. ``time``: seconds to the first token after edits, with KV of a random
-model. ``drift``: KL and first choices against a full prefill of the edited prompt, on models that can
+model. ``ahead``: these of a request that brings an edit to a server that knew the rule. ``drift``: KL and first choices against a full prefill of the edited prompt, on models that can
 be asked. Public runs are fetched and converted first (`pruning/convert.py`); without ``--traces``
 generated ones stand in, which have no text.
 """
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from common import RESULTS, machine, model_pair, parser, progress, report, shape_of, table
 from models.worlds import BOS
-from pruning import count, drift, figure, timed, tokens, trace
+from pruning import ahead, count, drift, figure, timed, tokens, trace
 from pruning.rules import RULES
 from rich.table import Table
 
@@ -29,7 +29,7 @@ from kvweave.suite.exam import Exam
 
 HERE = Path(__file__).resolve().parent
 BUNDLED = HERE.parent / "src" / "kvweave" / "demo" / "model"
-PARTS = ("count", "time", "drift")
+PARTS = ("count", "time", "ahead", "drift")
 LATER = (
     "auto",
     "again",
@@ -64,6 +64,14 @@ def times(options: argparse.Namespace, runs: list[trace.AgentRun]) -> dict[str, 
         "rules": timed.summed(found),
         "load_at_end": load,
     }
+
+
+def foreseen(options: argparse.Namespace, runs: list[trace.AgentRun]) -> dict[str, Any]:
+    """Measure requests of a server whose edits were made ahead."""
+    pair = model_pair(shape_of(options), options.dtype, options.device, 8 * options.context)
+    with progress("ahead", options.rounds) as step:
+        found = ahead.measured(pair, options.context, options.rounds, step)
+    return found | {"load_at_end": [round(x, 2) for x in os.getloadavg()]}
 
 
 def drifts(options: argparse.Namespace, runs: list[trace.AgentRun]) -> dict[str, Any]:
@@ -118,6 +126,10 @@ def tables(result: dict[str, Any]) -> list[Table]:
             for rule, f in result["time"]["rules"].items()
         ]  # fmt: skip
         made.append(table("CPU seconds to the first token, of a full prefill; auto of no edit", ("rule", "n", "prefix", "none", "auto", *(f"{w} / unedited" for w in LATER)), rows))  # fmt: skip
+    if "ahead" in result:
+        rows = [(way, *found, *result["ahead"]["seconds_of_unedited"][way]) for way, found in result["ahead"]["cpu_of_unedited"].items()]  # fmt: skip
+        head = ("way", "CPU", "from", "to", "clock", "from", "to")
+        made.append(table("seconds to the first token, of not editing, by a server", head, rows))
     for world, found in result.get("drift", {}).items():
         rows = [(r["rule"], r["way"], r["n"], r["moved"][0], *r["kl"], r["top1"][0], r["lost"][0], r["late"] and r["late"][0], r["right"], r["full"]) for r in found["rows"]]  # fmt: skip
         head = ("rule", "way", "n", "edit", "KL", "from", "to", "top 1", "lost", "late", "right", "full")  # fmt: skip
@@ -145,7 +157,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         runs = list(trace.read(options.traces, options.limit))
     out = options.out or RESULTS / "prune_agents.json"
     result: dict[str, Any] = json.loads(out.read_text()) if out.exists() else {}
-    measures = {"count": counts, "time": times, "drift": drifts}
+    measures = {"count": counts, "time": times, "ahead": foreseen, "drift": drifts}
     for part in parts:
         here = machine(torch.device(options.device))
         result = {"machine": here} | result | {part: measures[part](options, runs)}

@@ -19,6 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from kvweave.engine import Engine
 from kvweave.errors import InvalidArgument
 from kvweave.serve.guard.access_log import METHODS
+from kvweave.serve.reuse.ahead import Anticipating
 from kvweave.weave.answer import Answer
 from kvweave.weave.audit import CellReport
 from kvweave.weave.naming import holds_vectors
@@ -134,6 +135,10 @@ class Metrics:
         self.contexts = gauge("contexts", "Open contexts")
         self.nats = counter("drift_nats", "Nats of the answers whose drift was known", "by")
         self.audited = AuditGauges(gauge)
+        self.made_ahead = gauge("ahead_edits", "Contexts edited before the request came that edits")
+        self.used_ahead = gauge("ahead_edits_used", "Of these, those that a request went on from")
+        self.failed_ahead = gauge("ahead_edits_failed", "Such edits that came to nothing")
+        self.ahead_seconds = gauge("ahead_seconds", "Spent on what to edit ahead, passes left out")
 
     def answered(self, answer: Answer, waited: float) -> None:
         """Count an answer that ended, ``waited`` seconds after it was asked for."""
@@ -151,6 +156,14 @@ class Metrics:
             value = answer.usage.get(key)
             if isinstance(value, float):
                 histogram.observe(value)
+
+    def looked_ahead(self, ahead: Anticipating) -> None:
+        """Show what was edited before the requests came."""
+        edits = ahead.sessions.ahead
+        self.made_ahead.set(edits.n_made)
+        self.used_ahead.set(edits.n_used)
+        self.failed_ahead.set(ahead.n_failed)
+        self.ahead_seconds.set(ahead.seconds)
 
     def text(self, stats: dict[str, float], held: EngineSnapshot | None) -> bytes:
         """Return the exposition; without ``held`` the last known bytes and counts stay."""

@@ -21,6 +21,7 @@ from kvweave.serve.metrics import History, Metrics
 from kvweave.serve.options import Options
 from kvweave.serve.placements import Placements
 from kvweave.serve.responses.store import ResponseStore
+from kvweave.serve.reuse.ahead import Anticipating
 from kvweave.serve.reuse.find import Assembler
 from kvweave.serve.reuse.library import Library
 from kvweave.serve.reuse.pool import Sessions
@@ -59,7 +60,9 @@ class ServerState:
             quota=self.quota,
             is_busy=driver.is_busy,
         )
-        self.memories = driver.audits.before = Memories(engine, self.quota)
+        self.memories = Memories(engine, self.quota)
+        self.anticipating = Anticipating(self.sessions, engine.config.refine != "never")
+        driver.audits.before = (self.memories, self.anticipating)
         self.fingerprint = f"fp_{engine.runner.fingerprint.digest().hex()[:12]}"
         self.limit = engine.runner.limit
         self.longest = min(self.limit, options.max_prompt or self.limit)  # prompt, in tokens

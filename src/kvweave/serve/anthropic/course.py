@@ -25,14 +25,18 @@ from kvweave.serve.anthropic.editing import (
     DialogueMessages,
     edit_messages,
 )
+from kvweave.serve.anthropic.following import NextMessages
 from kvweave.serve.anthropic.reply import MessageReply
 from kvweave.serve.anthropic.schemas import CountRequest, MessagesRequest
 from kvweave.serve.chat.asked import Asked
 from kvweave.serve.chat.count import SegmentSizes, about_tokens, chat_tokens, count_tokens
 from kvweave.serve.chat.summary import summary_room, write_summary
 from kvweave.serve.driver.work import Event
+from kvweave.serve.reuse.ahead import Anticipation
 from kvweave.serve.reuse.render import Prompt, PromptSegment
 from kvweave.serve.state import ServerState
+
+ENDS = ("tool_use", "end_turn", "stop_sequence")  # of answers that a conversation goes on from
 
 
 class MessageCourse:
@@ -104,6 +108,22 @@ class AnswerCourse(MessageCourse):
         async with aclosing(asked.events()) as events:
             async for event in events:
                 yield event
+        self._look_ahead(asked)
+
+    def _look_ahead(self, asked: Asked) -> None:
+        """Have what the next request edits edited while nobody waits."""
+        if asked.left is None or self.reply.stop_reason not in ENDS:
+            return
+        size = _sizer(self.state, self.tenant, private=False)
+        ways = NextMessages(self.state, self.tenant, self.body).ways(
+            self.reply.blocks,
+            self.store.compactions,
+            lambda m: self._counted(m, about_tokens),
+            size,
+        )
+        if ways:
+            self.state.anticipating.note(Anticipation(self.tenant, *asked.left, ways))
+            self.state.driver.later(())
 
     async def _is_over(self, left: DialogueMessages, edit: CompactEdit) -> bool:
         """Tell whether a summary is to be made of the messages."""

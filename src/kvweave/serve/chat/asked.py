@@ -98,6 +98,7 @@ class Asked:
     grammar: Grammar | None = None
     arrived: float = field(default_factory=time.perf_counter)
     opened: list[Opened] = field(default_factory=list)
+    left: tuple[PooledContext, int] | None = None  # what answered, given back, and its version
     _sessions: list[PooledContext] = field(default_factory=list)
 
     @classmethod
@@ -159,6 +160,8 @@ class Asked:
             if kept and session.reuse == "all" and not session.private:
                 self._remember(session, (index, answers[index]) if whole else None)
         self.state.sessions.give_back(self._sessions)
+        if kept and whole and len(answers) == 1 and not self.private:
+            self.left = self._sessions[0], self._sessions[0].context.history.version
 
     @property
     def warms(self) -> bool:

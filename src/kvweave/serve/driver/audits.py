@@ -3,6 +3,8 @@ rows that are not exact (`kvweave.weave.refining`)."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from kvweave.engine import Engine
 from kvweave.serve.driver.refining import IdleRefining
 from kvweave.serve.driver.tasks import Tasks
@@ -15,7 +17,7 @@ class IdleAudits:
     def __init__(self, engine: Engine) -> None:
         self._shadow, self._loop = engine.shadow, engine.loop
         self._tasks, self._refining = Tasks(engine.loop), IdleRefining(engine)
-        self.before: Rest | None = None  # set before the driver starts
+        self.before: Sequence[Rest] = ()  # set before the driver starts
 
     def __len__(self) -> int:
         return len(self._tasks)
@@ -32,8 +34,9 @@ class IdleAudits:
     def begin(self) -> None:
         """Do a step of what may rest; else begin an audit that is due, or refine rows, where neither is
         under way."""
-        if self.before is not None and self.n_before:
-            self.before.rest()
+        if (first := self._first()) is not None:
+            first.rest()
+            self.touched()
         elif not self._tasks and self._shadow.is_due(self._loop):
             self._tasks.begin(self._shadow.audit(self._loop))
         elif not self._tasks and (task := self._refining.next()) is not None:
@@ -42,7 +45,10 @@ class IdleAudits:
     @property
     def n_before(self) -> int:
         """1 where something else may be done."""
-        return int(self.before is not None and self.before.is_due())
+        return int(self._first() is not None)
+
+    def _first(self) -> Rest | None:
+        return next((rest for rest in self.before if rest.is_due()), None)
 
     def go_on(self) -> None:
         """Go on with what has been computed."""

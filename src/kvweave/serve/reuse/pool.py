@@ -28,6 +28,7 @@ from kvweave.errors import ChunkNotFound, OverBudget, OverQuota
 from kvweave.run.sample import Sampling
 from kvweave.serve.guard.quota import Quota
 from kvweave.serve.options import ReuseMode
+from kvweave.serve.reuse.beside import AheadEdits
 from kvweave.serve.reuse.build import Composer
 from kvweave.serve.reuse.find import NOT_STORED, Wanted
 from kvweave.serve.reuse.library import Library
@@ -64,10 +65,11 @@ class Sessions:
         self.names = AutoNames(engine.table)
         self.composer = Composer(engine, self.names)
         self.engine_base = self.composer.engine_base
-        self._idle: list[PooledContext] = []  # least recently used first
+        self.ahead = AheadEdits(self)
+        self.idle: list[PooledContext] = []  # least recently used first
 
     def __len__(self) -> int:
-        return len(self._idle)
+        return len(self.idle)
 
     # ---- taking
 
@@ -84,7 +86,7 @@ class Sessions:
         self.quota.check_parts(len(wanted.pieces))
         if reuse != "all":
             wanted = self.composer.without_base(wanted)
-        with self._held(wanted):
+        with self.held(wanted):
             new = [piece.n for piece in wanted.pieces if piece.id is None]
             self._make_room(wanted.namespace, [*new, *sizes])
             best, common = self._best(wanted, how, reuse)
@@ -100,12 +102,14 @@ class Sessions:
             else:
                 taken.n_computed = 0
             taken.private, taken.context.session.audited = private, not private
-            if taken in self._idle:
-                self._idle.remove(taken)
+            if taken in self.idle:
+                self.idle.remove(taken)
+            n_ahead = self.ahead.taken(best, taken, common)
             try:
                 self.composer.edit(taken, common, wanted)
                 if reuse == "all":
                     self.composer.complete(taken, wanted)
+                    taken.n_completed += n_ahead
             except BaseException:
                 self.close(taken)
                 raise
@@ -114,7 +118,7 @@ class Sessions:
     def twin(self, session: PooledContext) -> PooledContext:
         """Return another session that holds the same. Raises OverBudget."""
         name = new_context_name()
-        return self._afford(session.context.namespace, lambda: self._fork(session, name))
+        return self._afford(session.context.namespace, lambda: self.fork(session, name))
 
     def weave(self, session: PooledContext) -> Plan:
         """Compute all rows. Raises OverBudget."""
@@ -137,35 +141,38 @@ class Sessions:
             if self.engine.contexts_of(context.namespace).get(context.name) is not context:
                 continue  # its owner closed it over /v1/contexts
             if session.reuse == "all" and not session.private:
-                self._learn(session)
+                self.learn(session)
             else:
                 self._unname(context)
             if session.reuse == "off" or session.private:
                 self.close(session)
             else:
                 session.given_back = time.time()
-                self._idle.append(session)
-        while len(self._idle) > self.max_sessions and self.close_oldest():
+                self.idle.append(session)
+        while len(self.idle) > self.max_sessions and self.close_oldest():
             pass
         self.names.trim()
 
     def close(self, session: PooledContext) -> None:
         """Close a session's context for good."""
         context = session.context
+        if session.instead is not None:
+            session.instead.instead = None
+            session.instead = None
         if self.engine.contexts_of(context.namespace).get(context.name) is context:
             self.engine.close_context(context.name, context.namespace)
 
     def close_oldest(self, namespace: str | None = None) -> bool:
         """Close the idle context that was used least recently, of a namespace or of the one that
         has most of them; False when there is none."""
-        idle = [session for session in self._idle if not self.is_busy(session.context)]
+        idle = [session for session in self.idle if not self.is_busy(session.context)]
         counts = Counter(session.context.namespace for session in idle)
         if namespace is None and counts:
             namespace = counts.most_common(1)[0][0]
         session = next((s for s in idle if s.context.namespace == namespace), None)
         if session is None:
             return False
-        self._idle.remove(session)
+        self.idle.remove(session)
         self.close(session)
         return True
 
@@ -176,9 +183,9 @@ class Sessions:
 
     def expire(self, before: float) -> int:
         """Forget what only the server kept and nobody used since ``before``; return how many names."""
-        for session in [s for s in self._idle if s.given_back < before]:
+        for session in [s for s in self.idle if s.given_back < before]:
             if not self.is_busy(session.context):
-                self._idle.remove(session)
+                self.idle.remove(session)
                 self.close(session)
         self.library.expire(before)
         return self.names.expire(before)
@@ -193,21 +200,21 @@ class Sessions:
         most = Common(0, 0, None)
         if reuse == "off":
             return best, most
-        base = self._base_id(wanted) if reuse == "all" else None
+        base = self.base_id(wanted) if reuse == "all" else None
         tokens = wanted.tokens()
-        for session in reversed(self._idle):
+        for session in reversed(self.idle):
             context = session.context
             same = (session.how, session.reuse, session.base) == (how, reuse, base)
-            if not same or context.namespace != wanted.namespace or not self._is_usable(session):
+            if not same or context.namespace != wanted.namespace or not self.is_usable(session):
                 continue
-            common = self._common(session, tokens)
+            common = self.common_of(session, tokens)
             # a copy of many rows for the sake of a few is not worth its memory
             worth = reuse == "prefix" or WORTH * common.n_tokens >= context.n_tokens
             if common.n_tokens > most.n_tokens and worth:
                 best, most = session, common
         return best, most
 
-    def _is_usable(self, session: PooledContext) -> bool:
+    def is_usable(self, session: PooledContext) -> bool:
         """Tell whether nobody uses a context over /v1/contexts, or took away its base there."""
         parts = session.context.parts
         if self.is_busy(session.context) or not parts:
@@ -217,14 +224,16 @@ class Sessions:
         # a token policy that closes up leaves a slice of it
         return parts[0].id == session.base and parts[0].n == self.table.get(parts[0].id).n_tokens
 
-    def _base_id(self, wanted: Wanted) -> ChunkId | None:
+    def base_id(self, wanted: Wanted) -> ChunkId | None:
+        """Return the chunk that is a prompt's base; `NOT_STORED` for a new one, None for none."""
         if wanted.base is None:
             return self.engine_base
         fingerprint, tokens = self.engine.runner.fingerprint, wanted.base.tokens.tolist()
         record = self.table.find_digest(chunk_digest(fingerprint, b"", tokens, wanted.namespace))
         return NOT_STORED if record is None else record.id
 
-    def _common(self, session: PooledContext, tokens: Tokens) -> Common:
+    def common_of(self, session: PooledContext, tokens: Tokens) -> Common:
+        """Return what a session has in common with a prompt of these tokens [n], the base left out."""
         at, index = 0, session.n_base
         for part in session.context.parts[session.n_base :]:
             mine = tokens_of(self.table, part)
@@ -239,18 +248,22 @@ class Sessions:
         """Return a copy of a session of which much would be lost; if there is no room itself, or
         None for a request that may not leave anything in it."""
         try:
-            return self._fork(session, new_context_name())
+            return self.fork(session, new_context_name())
         except (OverBudget, OverQuota):
             return None if private else session
 
-    def _fork(self, session: PooledContext, name: str) -> PooledContext:
+    def fork(self, session: PooledContext, name: str) -> PooledContext:
+        """Return a copy of a session under another name. Raises OverBudget, OverQuota."""
         context = self.engine.fork(session.context, name)
         names = self.names.counter(name, context.namespace)
-        return replace(session, context=context, names=names, n_computed=0)
+        made = replace(session, context=context, names=names, n_computed=0)
+        made.ahead = made.instead = None
+        return made
 
     # ---- learning
 
-    def _learn(self, session: PooledContext) -> None:
+    def learn(self, session: PooledContext) -> None:
+        """Name what is new in a context, and have it found in prompts from now on."""
         context, namespace = session.context, session.context.namespace
         fresh: list[ChunkId] = []
         bases = self.engine.weaver.sources.bases
@@ -301,7 +314,7 @@ class Sessions:
                     raise
 
     @contextmanager
-    def _held(self, wanted: Wanted) -> Iterator[None]:
+    def held(self, wanted: Wanted) -> Iterator[None]:
         """Keep the chunks of a prompt while idle contexts may be closed to make room."""
         holder = new_context_name()
         ids = [piece.id for piece in wanted.pieces if piece.id is not None]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
 from kvweave.chunk.identity import ChunkId
@@ -41,6 +42,9 @@ class PooledContext:
     n_asked: int = 0  # parts in front of the present answer
     given_back: float = 0.0  # time.time()
     private: bool = False  # nothing that came with its request is kept
+    # of one edited for a request to come: tokens of parts, by uid, that are computed only for that
+    ahead: Mapping[int, int] | None = None
+    instead: PooledContext | None = None  # the other one of the two of which one will be used
 
 
 @dataclass(frozen=True, slots=True)

@@ -123,6 +123,7 @@ async def metrics(tenant: Tenant, request: Request, the: The) -> Response:
         held = await the.call(OURS, EngineSnapshot.of)
     except Overloaded:  # stopping: the last known will do
         held = None
+    the.metrics.looked_ahead(the.anticipating)
     text = the.metrics.text(the.driver.stats(), held)
     return Response(text, media_type=CONTENT_TYPE_LATEST)
 

@@ -1,0 +1,524 @@
+"""Edits of the next request, made before it comes: against a server that never does it, whatever
+clients do then. python -m pytest tests/serve/test_anticipating.py
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import os
+import random
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from scripted import Script, scripted
+from serve.test_context_editing import CLEAR, prose, wrote
+from serve.test_openai import Server, serving
+from serving import METRICS_KEY
+
+from kvweave.run import loop
+from kvweave.serve.guard.quota import Quota
+
+LIVES = int(os.environ.get("KVWEAVE_LIVES", 6))  # of 12 deeds each, with -m slow
+USES, THINKING = "clear_tool_uses_20250919", "clear_thinking_20251015"
+NAMES = ("look", "list", "read")
+Json = dict[str, Any]
+Make = Callable[..., tuple[Server, Script]]
+
+
+def tool(name: str) -> Json:
+    return {"name": name, "input_schema": {"type": "object"}}
+
+
+def rest(server: Server) -> None:
+    """Wait until nothing is left to do ahead and all rows are exact."""
+    audits = server.service.driver.audits
+    until = time.monotonic() + 60
+    while True:
+        server.settle()
+        if not audits.is_due():
+            return
+        assert time.monotonic() < until, "never at rest"
+        time.sleep(0.005)
+
+
+@pytest.fixture
+def make(bundled: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
+    with ExitStack() as stack:
+        servers = []
+
+        def made(refine: str = "chats", **more: Any) -> tuple[Server, Script]:
+            more.setdefault("metrics_key", METRICS_KEY)
+            own = {k: more.pop(k) for k in ("max_sessions", "metrics_key") if k in more}
+            engine, script = scripted(bundled, monkeypatch, refine=refine, **more)
+            stack.enter_context(engine)
+            servers.append(stack.enter_context(serving(engine, **own)))
+            return servers[-1], script
+
+        yield made
+        for server in servers:
+            server.settle()
+            server.on_engine(lambda engine: engine.check_integrity())
+
+
+def ask(server: Server, messages: list[Json], *, status: int = 200, key: str = "anna", **more: Any) -> Json:  # fmt: skip
+    body = {"model": "demo", "max_tokens": 160, "temperature": 0, "messages": messages} | more
+    found = httpx.post(
+        f"{server.url}/v1/messages", json=body, headers={"x-api-key": f"key-of-{key}"}, timeout=60
+    )
+    assert found.status_code == status, found.text
+    return found.json()
+
+
+def result(call: Json, text: str) -> Json:
+    return {"type": "tool_result", "tool_use_id": call["id"], "content": text}
+
+
+def calls(reply: Json) -> list[Json]:
+    return [block for block in reply["content"] if block["type"] == "tool_use"]
+
+
+def told(usage: Json) -> int:
+    """The tokens of the prompt, however they came."""
+    return sum(usage[f"{k}input_tokens"] for k in ("", "cache_read_", "cache_creation_"))
+
+
+@dataclass
+class Talk:
+    """One conversation with two servers that give ids of their own."""
+
+    rule: list[Json]
+    tools: list[str]
+    system: str
+    sides: tuple[list[Json], list[Json]] = field(default_factory=lambda: ([], []))
+
+    @property
+    def waits(self) -> bool:
+        """Whether an answer was the last."""
+        return not self.sides[0] or self.sides[0][-1]["role"] == "assistant"
+
+
+class Lives:
+    """Random clients of two servers, one of which looks ahead."""
+
+    def __init__(self, seed: int, servers: tuple[Server, Server], script: Script) -> None:
+        self.rng, self.servers, self.script = random.Random(seed), servers, script
+        self.exact = servers[0].service.driver.engine.config.repair == "full"
+        self.talks: list[Talk] = []
+        self.n, self.did = 0, Counter[str]()
+
+    def rule(self) -> list[Json]:
+        edits: list[Json] = []
+        if self.rng.random() < 0.4:
+            keep = self.rng.choice(["all", {"type": "thinking_turns", "value": 1}])
+            edits.append({"type": THINKING, "keep": keep})
+        if self.rng.random() < 0.85:
+            kind = self.rng.choice(["tool_uses", "input_tokens"])
+            value = self.rng.randrange(3) if kind == "tool_uses" else self.rng.randrange(100, 500)
+            more: Json = {
+                "exclude_tools": [self.rng.choice(NAMES)],
+                "clear_tool_inputs": self.rng.choice([True, ["look"]]),
+                "clear_at_least": {"type": "input_tokens", "value": self.rng.randrange(80)},
+            }
+            more = {k: v for k, v in more.items() if self.rng.random() < 0.3}
+            keep = {"type": "tool_uses", "value": self.rng.randrange(3)}
+            edits.append(
+                {"type": USES, "trigger": {"type": kind, "value": value}, "keep": keep} | more
+            )
+        return edits
+
+    def begin(self) -> None:
+        system = self.rng.choice(["so it is .", f"so {self.n} well ."])
+        self.talks.append(Talk(self.rule(), self.rng.sample(NAMES, 2), system))
+
+    def line(self) -> str | None:
+        """What the model is made to write; None: what it would."""
+        drawn = self.rng.random()
+        if drawn < 0.15 and self.exact:
+            return None
+        self.n += 1
+        thought = f"<think>\n{prose(self.n, 12)}\n</think>\n\n" if self.rng.random() < 0.4 else ""
+        if drawn < 0.3:
+            return thought + prose(self.n, 15)
+        made = wrote(self.n, thought)
+        if self.rng.random() < 0.25:
+            made += made[made.index("\n<tool_call>") :].replace(f'"{self.n}"', '"again"')
+        return made
+
+    def says(self, talk: Talk) -> None:
+        """The client's next message, the same to both but for ids."""
+        n_words = [self.rng.choice([1, 8, 40, 60]) for _ in range(4)]
+        more = self.rng.random() < 0.15
+        self.n += 1
+        for messages in talk.sides:
+            last = messages[-1]["content"] if messages else []
+            waiting = [b for b in last if b["type"] == "tool_use"]
+            content = [result(c, prose(self.n + i, n_words[i % 4])) for i, c in enumerate(waiting)]
+            if more or not content:
+                content.append({"type": "text", "text": prose(self.n, 6)})
+            messages.append({"role": "user", "content": content})
+
+    def breaks(self, talk: Talk) -> None:
+        """Do what nobody could foresee."""
+        what = self.rng.choice(["back", "rule", "no rule", "tools", "branch", "retry"])
+        self.did[what] += 1
+        if what == "back" and len(talk.sides[0]) > 3:
+            n = 2 * self.rng.randrange(1, len(talk.sides[0]) // 2)
+            for messages in talk.sides:
+                del messages[-n:]
+        elif what == "retry" and talk.sides[0] and talk.waits:
+            for messages in talk.sides:
+                del messages[-1:]
+        elif what == "rule":
+            talk.rule = self.rule()
+        elif what == "no rule":
+            talk.rule = []
+        elif what == "tools":
+            talk.tools = self.rng.sample(NAMES, 2)
+        elif what == "branch":
+            self.talks.append(copy.deepcopy(talk))
+
+    def deed(self) -> None:
+        if not self.talks or self.rng.random() < 0.1:
+            self.begin()
+        talk = self.rng.choice(self.talks[-3:])
+        if self.rng.random() < 0.3:
+            self.breaks(talk)
+        if talk.waits:
+            self.says(talk)
+        line, calm = self.line(), self.rng.random() < 0.7
+        wait = self.rng.choice([0.0, 0.01, 0.1])
+        replies = []
+        for server, messages in zip(self.servers, talk.sides, strict=True):
+            if line is not None:
+                self.script.say(line)
+            rest(server) if calm else time.sleep(wait)
+            body: Json = {"tools": [tool(n) for n in talk.tools], "system": talk.system}
+            if talk.rule:
+                body["context_management"] = {"edits": talk.rule}
+            n = 160 if line is not None else 6
+            replies.append(ask(server, messages, max_tokens=n, **body))
+            assert not self.script.lines
+            messages.append({"role": "assistant", "content": replies[-1]["content"]})
+        self.compare(*replies)
+
+    def compare(self, ours: Json, theirs: Json) -> None:
+        def plain(reply: Json) -> Any:
+            return [{k: v for k, v in b.items() if k != "id"} for b in reply["content"]]
+
+        usage, other = ours["usage"], theirs["usage"]
+        assert ours["stop_reason"] == theirs["stop_reason"]
+        assert told(usage) == told(other) and usage["output_tokens"] == other["output_tokens"]
+        assert ours.get("context_management") == theirs.get("context_management")
+        kv = usage["kv"]
+        counted = ("exact", "reused", "repaired", "prefilled")
+        assert sum(kv[k] for k in counted) == told(usage) and min(kv[k] for k in counted) >= 0
+        self.did["exact"] += kv["drift"] == 0
+        self.did["edited"] += bool((ours.get("context_management") or {}).get("applied_edits"))
+        if self.exact:
+            assert plain(ours) == plain(theirs) and kv["drift"] == other["kv"]["drift"] == 0
+        held = [self.text(s, r) for s, r in zip(self.servers, (ours, theirs), strict=True)]
+        assert held[0] == held[1], "the model read something else"
+        if kv["drift"] == 0:
+            name = ours["kvweave"]["context"]
+            check = self.servers[0].on_engine(lambda e: e.contexts_of("anna")[name].check())
+            assert check.kl_max < 1e-6 and max(*check.k_error, *check.v_error) < 1e-4
+
+    def text(self, server: Server, reply: Json) -> list[int]:
+        def tokens(engine: Any) -> list[int]:
+            context = engine.contexts_of("anna")[reply["kvweave"]["context"]]
+            return [int(t) for part in context.parts for t in engine.table.tokens(part.id)[part.start : part.start + part.n]]  # fmt: skip
+
+        return server.on_engine(tokens)
+
+
+@pytest.mark.parametrize("repair", ["full", "none"])
+@pytest.mark.parametrize(
+    "seed",
+    [0, *(pytest.param(n, marks=pytest.mark.slow) for n in range(1, LIVES))],
+)
+def test_whatever_clients_do_answers_and_bills_are_as_without(
+    make: Make, monkeypatch: pytest.MonkeyPatch, seed: int, repair: str
+) -> None:
+    ours, _ = make(repair=repair)
+    theirs, script = make("never", repair=repair)
+    monkeypatch.setattr(loop, "sample", script.sample)
+    lives = Lives(seed, (ours, theirs), script)
+    for _ in range(12):
+        lives.deed()
+    ahead = ours.service.sessions.ahead
+    assert ahead.n_used and lives.did["edited"] and lives.did["exact"]
+    assert not ours.service.anticipating.n_failed and not theirs.service.sessions.ahead.n_made
+
+
+# ---- one conversation
+
+
+class Loop:
+    """An agent's loop of calls with one server."""
+
+    def __init__(self, served: tuple[Server, Script], *edits: Json, **more: Any) -> None:
+        self.server, self.script = served
+        self.more = {"context_management": {"edits": list(edits)}} if edits else {}
+        self.more |= {"tools": [tool("look")], "system": "so it is ."} | more
+        self.messages: list[Json] = [{"role": "user", "content": "look at all of it ."}]
+        self.n = 0
+
+    def step(self, line: str | None = None, **more: Any) -> Json:
+        """Have it answered."""
+        self.n += 1
+        self.script.say(wrote(self.n) if line is None else line)
+        reply = ask(self.server, self.messages, **self.more | more)
+        self.messages.append({"role": "assistant", "content": reply["content"]})
+        return reply
+
+    def give(self, text: str | None = None) -> None:
+        """Give back what came of the calls."""
+        text = prose(self.n) if text is None else text
+        content = [result(call, text) for call in calls({"content": self.messages[-1]["content"]})]
+        self.messages.append({"role": "user", "content": content})
+
+    def run(self, n: int) -> Json:
+        """Go on ``n`` times, with a rest behind each answer; the last call has no result yet."""
+        for i in range(n):
+            if i:
+                self.give()
+            reply = self.step()
+            rest(self.server)
+        return reply
+
+    @property
+    def ahead(self) -> Any:
+        return self.server.service.sessions.ahead
+
+    @property
+    def idle(self) -> list[Any]:
+        return self.server.service.sessions.idle
+
+
+def test_the_request_that_edits_is_a_plain_append(make: Make) -> None:
+    agent = Loop(make(), CLEAR)
+    agent.run(4)
+    assert agent.ahead.n_made == 1 and agent.ahead.n_used == 0
+    (left, made) = (s for s in agent.idle if s.instead is not None)
+    assert made.ahead and left.ahead is None and made.instead is left
+    agent.give()
+    reply = agent.step()
+    (edit,) = reply["context_management"]["applied_edits"]
+    kv = reply["usage"]["kv"]
+    assert edit["cleared_tool_uses"] == 1 and agent.ahead.n_used == 1
+    assert kv["drift"] == 0 and kv["reused"] == kv["repaired"] == 0
+    how = {span["how"] for span in reply["kvweave"]["plan"]["spans"][:-2]}
+    assert how == {"prefix"}
+    # the placeholder was computed for this request, and counts so
+    n_new = sum(s["n_prefilled"] for s in reply["kvweave"]["plan"]["spans"])
+    n_told = reply["usage"]["cache_creation_input_tokens"]
+    assert n_told == kv["prefilled"] and 10 < n_told - n_new < 60
+    assert left not in agent.idle and left.context.closed
+    shown = httpx.get(f"{agent.server.url}/metrics", headers={"x-api-key": METRICS_KEY}).text
+    assert "kvweave_ahead_edits_used 1.0" in shown and "kvweave_ahead_edits_failed 0.0" in shown
+    seconds = [float(line.split()[1]) for line in shown.splitlines() if line.startswith("kvweave_ahead_seconds ")]  # fmt: skip
+    assert 0 < seconds[0] < 30
+
+
+def test_a_result_too_short_to_be_cleared_finds_all_as_it_was(make: Make) -> None:
+    agent = Loop(make(), CLEAR)
+    agent.run(4)
+    made = agent.idle[-1]
+    assert made.ahead
+    agent.give("so")
+    reply = agent.step()
+    kv = reply["usage"]["kv"]
+    assert not reply["context_management"]["applied_edits"]
+    assert kv["drift"] == 0 and kv["prefilled"] < 40 and agent.ahead.n_used == 0
+    assert made not in agent.idle and made.context.closed
+
+
+def test_without_room_for_two_only_what_is_sure_is_done(make: Make) -> None:
+    agent = Loop(make(max_sessions=1), CLEAR)
+    agent.run(4)
+    assert agent.ahead.n_made == 0, "a short result would not have been cleared"
+    agent.give()
+    assert agent.step()["context_management"]["applied_edits"]
+    sure = CLEAR | {"trigger": {"type": "tool_uses", "value": 4}, "keep": {"type": "tool_uses", "value": 1}}  # fmt: skip
+    other = Loop((agent.server, agent.script), sure, system="so well .")
+    other.run(4)
+    assert other.ahead.n_made == 0
+    other.give()
+    other.step(prose(9, 20))  # the fifth call was not made: the number of calls stays below
+    rest(other.server)
+    assert other.ahead.n_made == 0
+    later = sure | {"trigger": {"type": "tool_uses", "value": 3}}
+    other.more["context_management"] = {"edits": [later]}
+    other.messages.append({"role": "user", "content": "and now ?"})
+    other.step()  # clears
+    rest(other.server)
+    other.give("so")
+    other.step(prose(10, 20))
+    rest(other.server)
+    n = other.ahead.n_made
+    other.messages.append({"role": "user", "content": "and now ?"})
+    reply = other.step(prose(11, 20))
+    assert reply["usage"]["kv"]["drift"] == 0 and other.ahead.n_used == n
+
+
+def test_thinking_that_a_template_drops_goes_before_the_user_says_more(make: Make) -> None:
+    """This template keeps thinking only as long as tools answer."""
+    agent = Loop(make(max_sessions=1))
+    thought = f"<think>\n{prose(1, 30)}\n</think>\n\n"
+    agent.step(wrote(1, thought))
+    rest(agent.server)
+    agent.give()
+    agent.step(prose(2, 20))
+    rest(agent.server)
+    assert agent.ahead.n_made == 1 and len(agent.idle) == 1, "it is sure: in place"
+    agent.messages.append({"role": "user", "content": "and now ?"})
+    reply = agent.step()
+    kv = reply["usage"]["kv"]
+    assert agent.ahead.n_used == 1 and kv["drift"] == 0 and kv["prefilled"] < 60
+
+
+def test_what_is_not_kept_is_not_looked_ahead_of(make: Make) -> None:
+    for more, refine in (({"store": False}, "chats"), ({}, "never")):
+        agent = Loop(make(refine), CLEAR, **more)
+        agent.run(4)
+        assert not agent.ahead.n_made and not agent.server.service.anticipating.seconds
+
+
+def test_a_namespace_over_its_quota_makes_nothing_ahead(make: Make) -> None:
+    agent = Loop(make(), CLEAR)
+    agent.run(3)
+    service = agent.server.service
+    sessions, done = service.sessions, service.sessions.give_back
+
+    def then(given: Any) -> None:
+        done(given)
+        sessions.quota = Quota(n_chunks=len(sessions.table))
+
+    sessions.give_back = then  # type: ignore[method-assign]
+    agent.give()
+    agent.step()
+    rest(agent.server)
+    n = len(agent.idle)
+    assert service.anticipating.n_failed == 1 and agent.ahead.n_made == 0 and n
+    sessions.give_back, sessions.quota = done, Quota()  # type: ignore[method-assign]
+    agent.give()
+    assert agent.step()["context_management"]["applied_edits"]
+
+
+@pytest.mark.parametrize("n_steps", range(6))
+def test_a_request_that_comes_in_the_middle(make: Make, n_steps: int) -> None:
+    agent = Loop(make(), CLEAR)
+    agent.run(3)
+    agent.give()
+    anticipating = agent.server.service.anticipating
+    step, left = anticipating.rest, n_steps
+    due = anticipating.is_due
+
+    def some() -> None:
+        nonlocal left
+        left -= 1
+        step()
+
+    anticipating.rest, anticipating.is_due = some, lambda: left > 0 and due()  # type: ignore[method-assign]
+    agent.step()
+    rest(agent.server)
+    agent.give()
+    reply = agent.step()
+    (edit,) = reply["context_management"]["applied_edits"]
+    assert edit["cleared_tool_uses"] == 1
+    assert (reply["usage"]["kv"]["drift"] == 0) == (agent.ahead.n_used == 1)
+    assert agent.ahead.n_made == (n_steps > 3)
+    # what was begun for an answer is not done to the one behind it
+    anticipating.rest, anticipating.is_due = step, due  # type: ignore[method-assign]
+    rest(agent.server)
+    agent.give()
+    reply = agent.step()
+    (edit,) = reply["context_management"]["applied_edits"]
+    assert edit["cleared_tool_uses"] == 2 and agent.ahead.n_made - agent.ahead.n_used in (0, 1)
+    assert not anticipating.n_failed
+
+
+@pytest.mark.parametrize("where", ["copy", "edit", "rule"])
+def test_what_fails_below_is_noted_without_content(
+    make: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, where: str
+) -> None:
+    agent = Loop(make(), CLEAR)
+    agent.run(3)
+    agent.give()
+    service = agent.server.service
+
+    def fails(*_: Any, **__: Any) -> Any:
+        raise RuntimeError(f"planted, of {agent.messages}")
+
+    agent.step()
+    rest(agent.server)
+    assert agent.ahead.n_made == 1
+    agent.give()
+    sessions = service.sessions
+    with monkeypatch.context() as patch, caplog.at_level(logging.INFO):
+        # planted while the answer is under way, so that it hits what is done behind it
+        done = sessions.give_back
+
+        def then(given: Any) -> None:
+            done(given)
+            if where == "copy":
+                patch.setattr(sessions, "fork", fails)
+            elif where == "edit":
+                patch.setattr(sessions.composer, "edit", fails)
+            else:
+                patch.setattr("kvweave.serve.anthropic.following.edit_messages", fails)
+
+        patch.setattr(sessions, "give_back", then)
+        agent.step()
+        rest(agent.server)
+        assert service.anticipating.n_failed == 1 and agent.ahead.n_made == 1
+    assert "nothing was edited ahead: RuntimeError" in caplog.text
+    assert "planted" not in caplog.text and "look at all" not in caplog.text
+    agent.server.on_engine(lambda engine: engine.check_integrity())
+    n = len(agent.idle)
+    agent.give()
+    reply = agent.step()
+    (edit,) = reply["context_management"]["applied_edits"]
+    assert edit["cleared_tool_uses"] == 2 and len(agent.idle) <= n + 1
+
+
+def test_two_clients_of_one_history_each_find_what_they_want(make: Make) -> None:
+    served = make()
+    agent = Loop(served, CLEAR)
+    agent.run(4)
+    other = copy.copy(agent)
+    other.messages, other.more = copy.deepcopy(agent.messages), dict(agent.more)
+    other.more["context_management"] = {"edits": []}
+    agent.give()
+    edited = agent.step()
+    other.give()
+    whole = other.step()
+    assert edited["usage"]["kv"]["drift"] == 0
+    assert (
+        told(whole["usage"]) - told(edited["usage"])
+        == (edited["context_management"]["applied_edits"][0]["cleared_input_tokens"])
+    )
+    rest(agent.server)
+    holders = [s for s in agent.idle if s.instead is not None]
+    assert all(s.instead.instead is s and s.instead in agent.idle for s in holders)
+
+
+def test_contexts_made_ahead_do_not_pile_up(make: Make) -> None:
+    agent = Loop(make(), CLEAR)
+    agent.run(9)
+    assert agent.ahead.n_made == 6 and agent.ahead.n_used == 5
+    assert len(agent.idle) <= 4
+    sessions = agent.server.service.sessions
+    assert agent.idle[0].instead is agent.idle[-1], "it goes first where memory is short"
+    agent.server.on_engine(lambda engine: sessions.close_oldest())
+    assert agent.idle[-1].ahead and agent.idle[-1].instead is None
+    agent.give()
+    assert agent.step()["usage"]["kv"]["drift"] == 0
