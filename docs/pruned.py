@@ -24,7 +24,7 @@ def pruned(found: dict[str, Any] | None, amended: dict[str, Any] | None) -> str:
     """Return the measured part of the page; nothing where nothing was measured."""
     lines = [] if found is None else counted(found)
     if found is not None and "time" in found:
-        lines = [*goals(found), *lines, *timed(found)]
+        lines = [*goals(found), *lines, *timed(found), *foreseen(found)]
     if found is not None and "drift" in found:
         lines += drifted(found)
     return "\n".join(["", *lines, *(errata(amended) if amended else []), ""])
@@ -145,6 +145,32 @@ def timed(found: dict[str, Any]) -> list[str]:
         f"of {machine['threads']} thread, and the clock's, on {machine['cpu']} shared with other work (load {machine['load_average']} at the start, {times['load_at_end'][0]} at the end); "
         f"commit {machine['commit'][:7]}. All that stood there was placed from canonical KV, so `auto` had the whole context to repair: its dearest case. The columns behind the clock's are multiples of the first token without the edit, but *a rest*: what `refine` takes, over a full prefill.",
         "", *table(head, body), "",
+    ]  # fmt: skip
+
+
+def foreseen(found: dict[str, Any]) -> list[str]:
+    """Return the table of requests that bring an edit to a server that knew the rule."""
+    if "ahead" not in found:
+        return []
+    times, machine = found["ahead"], found["machines"]["ahead"]
+    says = {
+        "asked": "the edit is made when it is asked for",
+        "ahead": "it was made before",
+        "missed": "it was made before, and is not asked for",
+    }
+    cpu, clock = times["cpu_of_unedited"], times["seconds_of_unedited"]
+    kv = times["events"][0]["kv"]
+    body = [
+        [what, *(f"{x[way][0]:.2f} ({x[way][1]:.2f} to {x[way][2]:.2f})" for x in (cpu, clock)), str(kv[way]["repaired"])]
+        for way, what in says.items()
+    ]  # fmt: skip
+    n = len(times["events"])
+    return [
+        "## Edited before it is asked for", "",
+        f"`kvweave serve` itself, an agent's loop over `/v1/messages` that declares `clear_tool_uses`, prompts of about {times['context']:,} tokens, the default repair, a random model of 0.2 B parameters: the request that brings "
+        f"the edit, with two new results, as multiples of the same one where no rule was declared, {n} rounds, medians and range; behind the answer before it there was time to rest. CPU seconds of {machine['threads']} thread, and the clock's, on {machine['cpu']} shared with other "
+        f"work (load {machine['load_average']} at the start, {times['load_at_end'][0]} at the end); commit {machine['commit'][:7]}.", "",
+        *table(["the request", "CPU", "clock", "rows repaired"], body), "",
     ]  # fmt: skip
 
 

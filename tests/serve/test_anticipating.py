@@ -66,6 +66,9 @@ def make(bundled: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
         for server in servers:
             server.settle()
             server.on_engine(lambda engine: engine.check_integrity())
+            idle = server.service.sessions.idle
+            spaces = [server.on_engine(lambda e, k=k: e.contexts_of(k)) for k in ("anna", "berta")]
+            assert sum(map(len, spaces)) == len(idle), "none is left open"
 
 
 def ask(server: Server, messages: list[Json], *, status: int = 200, key: str = "anna", **more: Any) -> Json:  # fmt: skip
@@ -439,14 +442,15 @@ def test_a_request_that_comes_in_the_middle(make: Make, n_steps: int) -> None:
     # what was begun for an answer is not done to the one behind it
     anticipating.rest, anticipating.is_due = step, due  # type: ignore[method-assign]
     rest(agent.server)
+    assert agent.ahead.n_made == (n_steps > 3) + 1
     agent.give()
     reply = agent.step()
     (edit,) = reply["context_management"]["applied_edits"]
-    assert edit["cleared_tool_uses"] == 2 and agent.ahead.n_made - agent.ahead.n_used in (0, 1)
+    assert edit["cleared_tool_uses"] == 2 and reply["usage"]["kv"]["drift"] == 0
     assert not anticipating.n_failed
 
 
-@pytest.mark.parametrize("where", ["copy", "edit", "rule"])
+@pytest.mark.parametrize("where", ["copy", "edit", "rule", "next"])
 def test_what_fails_below_is_noted_without_content(
     make: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, where: str
 ) -> None:
@@ -473,8 +477,10 @@ def test_what_fails_below_is_noted_without_content(
                 patch.setattr(sessions, "fork", fails)
             elif where == "edit":
                 patch.setattr(sessions.composer, "edit", fails)
-            else:
+            elif where == "rule":
                 patch.setattr("kvweave.serve.anthropic.following.edit_messages", fails)
+            else:
+                patch.setattr("kvweave.serve.anthropic.following.given", fails)
 
         patch.setattr(sessions, "give_back", then)
         agent.step()
@@ -522,3 +528,35 @@ def test_contexts_made_ahead_do_not_pile_up(make: Make) -> None:
     assert agent.idle[-1].ahead and agent.idle[-1].instead is None
     agent.give()
     assert agent.step()["usage"]["kv"]["drift"] == 0
+
+
+def test_streams_and_contexts_that_let_go_of_rows(make: Make) -> None:
+    agent = Loop(make(), CLEAR)
+    agent.run(3)
+    agent.give()
+    agent.script.say(wrote(4))
+    body = {"model": "demo", "max_tokens": 160, "messages": agent.messages, "stream": True}
+    url, key = f"{agent.server.url}/v1/messages", {"x-api-key": "key-of-anna"}
+    said = httpx.post(url, json=body | agent.more, headers=key, timeout=60).text
+    assert "message_stop" in said
+    rest(agent.server)
+    assert agent.ahead.n_made == 1
+    thin = Loop((agent.server, agent.script), CLEAR, system="thin .", kvweave={"keep": "snapkv:0.5"})  # fmt: skip
+    thin.run(4)
+    assert agent.ahead.n_made == 1 and not agent.server.service.anticipating.n_failed
+
+
+def test_a_context_that_somebody_edited_is_left_as_it_is(make: Make) -> None:
+    agent = Loop(make(), CLEAR)
+    agent.run(3)
+    agent.give()
+    anticipating = agent.server.service.anticipating
+    due, held = anticipating.is_due, True
+    anticipating.is_due = lambda: not held and due()  # type: ignore[method-assign]
+    name = agent.step()["kvweave"]["context"]
+    agent.server.on_engine(lambda e: e.contexts_of("anna")[name].append([5, 6, 7]))
+    held = False
+    rest(agent.server)
+    assert agent.ahead.n_made == 0 and not due()
+    agent.give()
+    assert agent.step()["context_management"]["applied_edits"]

@@ -112,18 +112,21 @@ class AnswerCourse(MessageCourse):
 
     def _look_ahead(self, asked: Asked) -> None:
         """Have what the next request edits edited while nobody waits."""
-        if asked.left is None or self.reply.stop_reason not in ENDS:
+        anticipating = self.state.anticipating
+        left, reply = asked.left, self.reply
+        if left is None or not anticipating.enabled or reply.stop_reason not in ENDS:
             return
         size = _sizer(self.state, self.tenant, private=False)
-        ways = NextMessages(self.state, self.tenant, self.body).ways(
-            self.reply.blocks,
-            self.store.compactions,
-            lambda m: self._counted(m, about_tokens),
-            size,
-        )
-        if ways:
-            self.state.anticipating.note(Anticipation(self.tenant, *asked.left, ways))
-            self.state.driver.later(())
+        following = NextMessages(self.state, self.tenant, self.body)
+
+        def count(messages: DialogueMessages) -> int:
+            return self._counted(messages, about_tokens)
+
+        with anticipating.guarded():  # the answer is there
+            ways = following.ways(reply.blocks, self.store.compactions, count, size)
+            if ways:
+                anticipating.note(Anticipation(self.tenant, *left, following.began, ways))
+                self.state.driver.later(())
 
     async def _is_over(self, left: DialogueMessages, edit: CompactEdit) -> bool:
         """Tell whether a summary is to be made of the messages."""

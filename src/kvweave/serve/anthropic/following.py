@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Mapping, Sequence
+from hashlib import blake2b
 from typing import Any
 
 from kvweave.run.sample import Sampling
@@ -42,6 +43,12 @@ class NextMessages:
     def __init__(self, state: ServerState, tenant: str, body: MessagesRequest) -> None:
         self.state, self.tenant, self.body = state, tenant, body
         self._front: list[DialogueMessage] = []
+
+    @property
+    def began(self) -> str:
+        """A digest of what the conversation began with."""
+        said = self.body.messages[0].model_dump_json()
+        return blake2b(said.encode(errors="replace"), digest_size=16).hexdigest()
 
     def ways(
         self,

@@ -11,7 +11,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -42,6 +43,7 @@ class Anticipation:
     tenant: str
     session: PooledContext  # what the last answer left
     version: int  # of its context, then
+    began: str  # what the conversation began with: of two that did so alike, the later counts
     ways: Sequence[WayOn]
 
 
@@ -57,18 +59,30 @@ class Anticipating:
         self.seconds = 0.0
         """In steps; the passes that make rows exact are not of these."""
         self.n_failed = 0
-        self._lock = threading.Lock()  # guards the queue
+        self._lock = threading.RLock()  # guards the queue
         self._queue: FairQueue[Anticipation] = FairQueue()
+        # by namespace and beginning, as long as it waits or is under way
+        self._latest: dict[tuple[str, str], Anticipation] = {}
         self._now: Generator[None, None, None] | None = None
 
     def note(self, anticipation: Anticipation) -> None:
-        """Queue one; of too many of one namespace the oldest goes. From any thread."""
+        """Queue one, in the place of what waits for an earlier answer of the conversation; of too
+        many of one namespace the oldest goes. From any thread."""
         if not self.enabled:
             return
+        tenant = anticipation.tenant
         with self._lock:
-            while self._queue.count(anticipation.tenant) >= MOST:
-                self._queue.take_of(anticipation.tenant)
-            self._queue.put(anticipation.tenant, anticipation)
+            self._latest[tenant, anticipation.began] = anticipation
+            while self._queue.count(tenant) >= MOST:
+                self._forget(self._queue.take_of(tenant))
+            self._queue.put(tenant, anticipation)
+
+    def _forget(self, given: Anticipation) -> None:
+        if self._is_latest(given):
+            del self._latest[given.tenant, given.began]
+
+    def _is_latest(self, given: Anticipation) -> bool:
+        return self._latest.get((given.tenant, given.began)) is given
 
     def is_due(self) -> bool:
         """Tell whether there may be something to do."""
@@ -77,26 +91,40 @@ class Anticipating:
     def rest(self) -> None:
         """Do one step. What goes wrong is noted without what it was about, and left."""
         started = time.perf_counter()
-        try:
-            if self._now is None:
+        work, self._now = self._now, None
+        with self.guarded():
+            if work is None:
                 with self._lock:
-                    self._now = self._steps(self._queue.take())
-            next(self._now)
-        except StopIteration:
-            self._now = None
-        except Exception as error:  # nobody waits for it; the contexts are as they were
-            self._now = None
+                    work = self._counted(self._queue.take())
+            try:
+                next(work)
+                self._now = work
+            except StopIteration:
+                pass
+        self.seconds += time.perf_counter() - started
+
+    @contextmanager
+    def guarded(self) -> Iterator[None]:
+        """Note what goes wrong inside: nobody waits for it, and the contexts are as they were."""
+        try:
+            yield
+        except Exception as error:
             self.n_failed += 1
             level = logging.INFO if isinstance(error, KVWeaveError) else logging.ERROR
             log.log(level, "nothing was edited ahead: %s", type(error).__name__)
+
+    def _counted(self, given: Anticipation) -> Generator[None, None, None]:
+        try:
+            yield from self._steps(given)
         finally:
-            self.seconds += time.perf_counter() - started
+            with self._lock:
+                self._forget(given)
 
     def _steps(self, given: Anticipation) -> Generator[None, None, None]:
         session, ahead, ways = given.session, self.sessions.ahead, given.ways
 
         def is_there() -> bool:
-            return ahead.is_there(session, given.version)
+            return self._is_latest(given) and ahead.is_there(session, given.version)
 
         if not is_there():
             return

@@ -11,7 +11,7 @@ The one as it is waits as the first to be closed where memory is short.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
@@ -25,7 +25,7 @@ from kvweave.serve.reuse.names import AutoNames, new_context_name
 from kvweave.serve.reuse.pooled import Common, PooledContext
 from kvweave.weave.parts import Part
 
-BESIDE = 4  # a quarter of the memory, at most, for contexts beside those that were edited ahead
+BESIDE = 4  # a quarter of memory, and of a quota, at most, for contexts beside those edited ahead
 
 
 class _Pool(Protocol):
@@ -59,7 +59,7 @@ class AheadEdits:
         """Of these, those that a request went on from."""
 
     def is_there(self, session: PooledContext, version: int) -> bool:
-        """Tell whether nobody has used or changed a session since it was of this version."""
+        """Tell whether nobody has gone on from a session since it was given back in this version."""
         pool = self._sessions
         there = session in pool.idle and session.context.history.version == version
         return there and pool.is_usable(session)
@@ -67,17 +67,24 @@ class AheadEdits:
     def changes(self, session: PooledContext, wanted: Wanted) -> bool:
         """Tell whether a context that begins as wanted is another one than what a session holds."""
         pool, context = self._sessions, session.context
+        state = context.session.state
         if session.reuse != "all" or pool.base_id(wanted) != session.base:
             return False
+        if state.keeps or state.keeper is not None or state.rows.lossy:
+            return False  # its rows cannot become exact
         common = pool.common_of(session, wanted.tokens())
         return common.cut is not None or common.n_parts < len(context.parts)
 
     def has_room(self, session: PooledContext) -> bool:
         """Tell whether a copy of a session may stand beside it; nobody else's makes room."""
         pool = self._sessions
+        space, most = session.context.namespace, pool.quota.n_bytes
         kept = [s for s in pool.idle if s.instead is not None and s.ahead is None]
-        n_bytes = sum(s.context.session.state.n_bytes for s in (*kept, session))
-        return len(pool.idle) < pool.max_sessions and BESIDE * n_bytes <= pool.engine.shelf.budget
+        kept.append(session)
+        mine = [s for s in kept if s.context.namespace == space]
+        if len(pool.idle) >= pool.max_sessions or (most and BESIDE * _n_bytes(mine) > most):
+            return False
+        return BESIDE * _n_bytes(kept) <= pool.engine.shelf.budget
 
     def edit(self, session: PooledContext, wanted: Wanted, *, beside: bool) -> None:
         """Have a context hold what the next request begins with: a copy ``beside`` the session, or
@@ -137,6 +144,10 @@ class AheadEdits:
         if other in pool.idle and not pool.is_busy(other.context):
             pool.idle.remove(other)
             pool.close(other)
+
+
+def _n_bytes(sessions: Sequence[PooledContext]) -> int:
+    return sum(session.context.session.state.n_bytes for session in sessions)
 
 
 def _ready(session: PooledContext) -> dict[int, tuple[Part, int]]:
