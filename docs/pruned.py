@@ -61,7 +61,19 @@ def goals(found: dict[str, Any]) -> list[str]:
         f"without the edit ({min(bare):.2f} to {max(bare):.2f} times without repair). Over whole runs the price falls to {min(prices.values()):.2f} to {max(prices.values()):.2f} of no edits, "
         f"since less is read; above 1: {listed(dear)}. {min(runs):.0%} to {max(runs):.0%} of a rule's runs get dearer, "
         f"{min(alone):.0%} to {max(alone):.0%} without repair.",
+        *known(found),
         "",
+    ]
+
+
+def known(found: dict[str, Any]) -> list[str]:
+    """Return what became of the request that brings an edit, where its rule was known."""
+    if "ahead" not in found:
+        return []
+    cpu = found["ahead"]["cpu_of_unedited"]
+    return [
+        f"  Where the rule was declared to the server and there was time to rest, that request takes {cpu['ahead'][0]:.2f} times ({cpu['ahead'][1]:.2f} to {cpu['ahead'][2]:.2f}) what it takes without the edit, "
+        f"{cpu['asked'][0]:.1f} times where the edit waits for it ([below](#edited-before-it-is-asked-for))."
     ]
 
 

@@ -560,3 +560,20 @@ def test_a_context_that_somebody_edited_is_left_as_it_is(make: Make) -> None:
     assert agent.ahead.n_made == 0 and not due()
     agent.give()
     assert agent.step()["context_management"]["applied_edits"]
+
+
+def test_a_private_request_takes_a_copy_and_leaves_both(make: Make) -> None:
+    agent = Loop(make(), CLEAR)
+    agent.run(4)
+    pair = {id(s) for s in agent.idle if s.instead is not None}
+    agent.give()
+    private = agent.step(store=False)
+    rest(agent.server)
+    assert {id(s) for s in agent.idle if s.instead is not None} == pair and len(pair) == 2
+    assert all(s.instead in agent.idle for s in agent.idle if s.instead is not None)
+    agent.messages.pop()
+    reply = agent.step()
+    assert agent.ahead.n_used == 1 and reply["usage"]["kv"]["drift"] == 0
+    ours, theirs = reply["usage"], private["usage"]
+    assert told(ours) == told(theirs) and theirs["cache_creation_input_tokens"] == 0
+    assert theirs["cache_read_input_tokens"] == ours["cache_read_input_tokens"]
