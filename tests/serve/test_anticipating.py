@@ -577,3 +577,22 @@ def test_a_private_request_takes_a_copy_and_leaves_both(make: Make) -> None:
     ours, theirs = reply["usage"], private["usage"]
     assert told(ours) == told(theirs) and theirs["cache_creation_input_tokens"] == 0
     assert theirs["cache_read_input_tokens"] == ours["cache_read_input_tokens"]
+
+
+def test_what_is_edited_ahead_is_made_exact_though_nobody_asks_for_anything(make: Make) -> None:
+    agent = Loop(make(), CLEAR)
+    agent.run(3)
+    agent.give()
+    service = agent.server.service
+    due, held = service.anticipating.is_due, True
+    service.anticipating.is_due = lambda: not held and due()  # type: ignore[method-assign]
+    agent.step()
+    rest(agent.server)
+    held = False
+    service.driver.later(())
+    until = time.monotonic() + 60
+    while agent.ahead.n_made < 1 or service.driver.audits.is_due():
+        assert time.monotonic() < until
+        time.sleep(0.005)
+    made = agent.idle[-1].context
+    assert agent.server.on_engine(lambda engine: made.preview()).drift == 0
