@@ -35,6 +35,7 @@ def bench() -> Iterator[dict[str, ModuleType]]:
         import kv_codecs
         import memory
         import memory_loop
+        import products
         import prune
         import remote
         import route
@@ -44,7 +45,7 @@ def bench() -> Iterator[dict[str, ModuleType]]:
         yield {
             "audit": audit, "common": common, "decode": decode, "disk": disk, "gpu": gpu, "hit_rate": hit_rate,
             "kv_codecs": kv_codecs, "memory": memory, "prune": prune, "remote": remote, "route": route, "serve": serve,
-            "tiers": tiers, "memory_loop": memory_loop,
+            "products": products, "tiers": tiers, "memory_loop": memory_loop,
         }  # fmt: skip
     finally:
         sys.path.remove(str(BENCH))
@@ -135,6 +136,19 @@ def test_prune(bench: dict[str, ModuleType], pair: Any) -> None:
     assert kept["prune"] < kept["re-add a dropped turn"] < kept["replace a middle turn"]
     assert found["idle"]["tokens"] > 512 - 64 and found["idle"]["seconds"] > 0
     assert bench["prune"].tables(found)
+
+
+def test_products(bench: dict[str, ModuleType], pair: Any) -> None:
+    from kvweave.run import products
+
+    if not products._is_right():
+        pytest.skip("this torch has no oneDNN operation: nothing to enable")
+    found = bench["products"].bench(lambda: pair, 64, 1, [(8, 12)])
+    assert found["faster"] == products.faster
+    assert len(found["layers"]) == len(bench["products"].ROWS)
+    assert all(max(x["error"]) < 1e-5 for x in found["layers"])
+    assert set(found["model"]["prefill"]["seconds"]) == {"transformers", "torch", "oneDNN"}
+    assert bench["products"].tables(found)
 
 
 def test_turn_sizes_vary_and_add_up(bench: dict[str, ModuleType]) -> None:

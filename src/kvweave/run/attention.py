@@ -246,7 +246,8 @@ def _attention(
     """Return attention [row, head, v_dim] of ``query`` [row, head, dim], and if it is watched its
     weights [head, row, slot]."""
     absorbed = query.shape[2] > seen.keys.shape[2]
-    if suits(query, how) and not (absorbed or seen.causal) and (watched or is_quick(query, seen)):
+    shows = watched and not seen.causal
+    if suits(query, how) and not absorbed and (shows or is_quick(query, seen)):
         return in_place(query, seen, how, watched)
     few = how.sinks is not None and len(query) < FOLD and not seen.causal
     if not (how.softcap is not None or watched or absorbed or few):

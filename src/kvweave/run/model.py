@@ -23,7 +23,7 @@ from transformers import (
 )
 
 from kvweave.errors import CannotMove, CannotRun, ContextTooLong, InvalidArgument
-from kvweave.run import attention
+from kvweave.run import attention, products
 from kvweave.run.apart import apart
 from kvweave.run.base import Capability, LayerInfo, Work, fixed_from, n_numbers, readers_of
 from kvweave.run.batch import Batch, StopPass
@@ -128,6 +128,7 @@ class Runner:
         max_positions: int | None = None,
     ) -> None:
         model = twin(model, name)
+        products.install(model)
         self.model: Any = model
         self.tokenizer = tokenizer
         self.config = model.config.get_text_config()

@@ -10,14 +10,17 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass, replace
+from math import inf
 
 import torch
 from torch import Tensor
 
 from kvweave.run.part import Piece
+from kvweave.run.products import pays, product
 
 QUICK = range(20, 129)  # rows for which it is
 SCRATCH = 1 << 23  # bytes of scores at once; each thread keeps as many
+BLOCK = 256  # rows at once, where each sees those before it
 _mine = threading.local()
 
 
@@ -67,7 +70,8 @@ def is_quick(query: Tensor, seen: VisibleKV) -> bool:
     """Tell whether it is quicker than a kernel, and the scores of one head are few."""
     n, heads, _ = query.shape
     kv_heads, n_keys = seen.keys.shape[:2]
-    return n in QUICK and 4 * n * heads // kv_heads * n_keys <= SCRATCH
+    few = n in QUICK and 4 * n * heads // kv_heads * n_keys <= SCRATCH
+    return pays(n * heads // kv_heads, n_keys) or (few and not seen.causal)
 
 
 def in_place(
@@ -77,6 +81,8 @@ def in_place(
     weights [head, row, slot] of the rows that its piece does not skip. For what `suits` only."""
     n, heads, _ = query.shape
     kv_heads, n_keys, v_dim = seen.values.shape
+    if pays(n * heads // kv_heads, n_keys):
+        return _by_head(query * how.scale, seen, watched)
     asked, group = blocks_of(query, kv_heads) * how.scale, heads // kv_heads
     n_rows, bias, piece = n * group, seen.repeated(group), seen.piece
     clear, skipped = (0, 0) if piece is None else (piece.clear, piece.skipped)
@@ -94,6 +100,39 @@ def in_place(
         if shown is not None:
             shown[some] = shares.view(-1, group, n, n_keys)[:, :, skipped:]
     return rows_of(out, n), None if shown is None else shown.flatten(0, 1)
+
+
+def _by_head(query: Tensor, seen: VisibleKV, watched: bool) -> tuple[Tensor, Tensor | None]:
+    """The same head by head, some rows at a time, by `product`; ``query`` is scaled."""
+    n, heads, dim = query.shape
+    kv_heads, n_keys, v_dim = seen.values.shape
+    group, bias, piece = heads // kv_heads, seen.bias, seen.piece
+    clear, skipped = (0, 0) if piece is None else (piece.clear, piece.skipped)
+    asked = query.view(n, kv_heads, group, dim).permute(1, 2, 0, 3)
+    out = query.new_empty(kv_heads, group, n, v_dim)
+    shown = query.new_empty(kv_heads, group, n - skipped, n_keys) if watched else None
+    step = max(1, SCRATCH // (4 * group * n_keys))
+    if seen.causal:
+        step = min(step, BLOCK)
+        later = query.new_full((step, step), -inf).triu_(1)
+    for first in range(0, n, step):
+        rows = slice(first, min(first + step, n))
+        stop = rows.stop if seen.causal else n_keys
+        for head in range(kv_heads):
+            some = product(asked[head, :, rows].reshape(-1, dim), seen.keys[head, :stop])
+            shares = some.view(group, -1, stop)
+            if seen.causal:
+                shares[..., first:] += later[: stop - first, : stop - first]
+            elif bias is not None:
+                shares[..., clear:] += bias[rows, clear:]
+            torch.softmax(shares, -1, out=shares)
+            read = product(some, seen.values[head, :stop].t())
+            out[head, :, rows] = read.view(group, -1, v_dim)
+            if shown is not None and rows.stop > skipped:
+                begin = max(first - skipped, 0)
+                shown[head, :, begin : rows.stop - skipped] = shares[:, begin + skipped - first :]
+    made = out.permute(2, 0, 1, 3).reshape(n, heads, v_dim)
+    return made, None if shown is None else shown.flatten(0, 1)
 
 
 def _scratch(n: int) -> Tensor:
