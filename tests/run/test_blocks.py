@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 
-from kvweave.run import written
+from kvweave.run import products, written
 from kvweave.run.attention import FOLD, WIDE, _attention, _fold
 from kvweave.run.part import Piece
 from kvweave.run.written import Scaling, VisibleKV, is_quick
@@ -65,6 +65,7 @@ def test_what_is_written_out_in_place_is_attention(
     wanted = torch.einsum("kgns,ksd->nkgd", shares, values.double()).reshape(n, KV_HEADS * 2, 6)
     monkeypatch.setattr(written, "SCRATCH", scratch * 2 * n * KEYS)  # none, one head, all at a time
     monkeypatch.setattr(written, "_mine", threading.local())
+    monkeypatch.setattr(products, "faster", False)  # tests/run/test_products.py has the others
     seen, before = VisibleKV(keys, values, bias, False, piece), [keys.clone(), bias.clone()]
     out, weights = _attention(query, seen, Scaling(0.3, None), watched)
     torch.testing.assert_close(out, wanted.float(), rtol=1e-5, atol=1e-5)

@@ -53,6 +53,7 @@ class Mass(Observer):
         self.first_layer = first_layer
         self._device = device
         self._weights: Tensor | None = None
+        self._squares: Tensor | None = None
         self.total = torch.zeros(n, device=device)
         self._now = torch.zeros_like(self.total)
 
@@ -68,11 +69,18 @@ class Mass(Observer):
         """Add the weights of all heads."""
         heads, n, n_keys = weights.shape
         if self.squared:
-            weights = weights.square()
+            weights = self._square(weights)
         if self._weights is None:
             self._weights = up(self.sums.weights.astype(np.float32), self._device)
         each = self._weights[first : first + n].to(weights.dtype).repeat(heads)
         self._now[begin : begin + n_keys] += each @ weights.reshape(heads * n, n_keys)
+
+    def _square(self, weights: Tensor) -> Tensor:
+        """Return their squares, in one place: new memory for each layer costs more than the products."""
+        n = weights.numel()
+        if self._squares is None or len(self._squares) < n or self._squares.dtype != weights.dtype:
+            self._squares = weights.new_empty(n)
+        return torch.mul(weights, weights, out=self._squares[:n].view(weights.shape))
 
     def add(self, found: Tensor) -> None:
         """Add what a backend added up."""
