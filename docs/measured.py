@@ -85,7 +85,7 @@ def prune_table() -> list[str]:
         c = prune["cases"][case]
         full, own, prefix = (c[f"over_{way}"]["median"] for way in ("full", "passes", "prefix"))
         rows.append(
-            f"| {title} | {c['seconds']:.2f} s | **{full:.1f}x** | {own:.1f}x | {prefix:.1f}x |"
+            f"| {title} | {c['seconds']:.2f} s | {full:.1f}x | **{own:.1f}x** | {prefix:.1f}x |"
         )
     for way, title in WITHOUT.items():
         rows.append(f"| {title} | {prune['baselines'][f'prune/{way}']['seconds']:.1f} s | | | |")
