@@ -82,6 +82,20 @@ def test_it_goes_on_where_it_stopped_and_a_repair_leaves_what_is_done(engines: M
     assert context.refine() == rows.n - 100 and error(context) < 1e-9
 
 
+@pytest.mark.parametrize("repair", ["full", "random", "auto", "boundary", "query"])
+@pytest.mark.parametrize("n", [1, 20, 45])
+def test_what_was_placed_ahead_is_repaired_by_who_asks(engines: Make, repair: str, n: int) -> None:
+    context = chat(engines(repair=repair, share=1.0), "c", [40, 70, 30])
+    assert context.refine(n) == n  # all is placed, and little is right
+    assert context.preview().repaired >= 100 - n
+    context.append(text(5, 9))
+    answer = context.generate(3, ignore_eos=True)
+    assert answer.plan.repaired >= 100 - n and error(context) < 1e-9
+    context.append(text(5, 10))
+    answer = context.generate(1, ignore_eos=True)
+    assert answer.plan.repaired <= 5 and error(context) < 1e-9  # it was done once
+
+
 def test_what_was_pruned_and_asked_is_placed_before_the_question(engines: Make) -> None:
     engine = engines(repair="auto", share=0.1)
     context = chat(engine, "c", [40, 70, 30, 50])

@@ -124,6 +124,7 @@ class Placement:
     origin: Source = "none"  # where kept rows once came from
     moved: int = 0  # positions moved since the last weave
     lender: ChunkId | None = None  # the same tokens after this base, where its KV was taken
+    due: bool = False  # it was placed while nobody waited, and its repair is left to who asks
 
     @property
     def kv(self) -> ChunkId:
@@ -151,8 +152,9 @@ class Placement:
 
     @property
     def repairable(self) -> bool:
-        """Whether a repair may recompute rows that this weave places."""
-        return self.source in ("canonical", "own") and not self.exact and not self.part.virtual
+        """Whether a repair may recompute rows that this weave places, or that are due."""
+        placed = self.due or self.source in ("canonical", "own")
+        return placed and self.ready > 0 and not self.exact and not self.part.virtual
 
 
 @dataclass(frozen=True, slots=True)

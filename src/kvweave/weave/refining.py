@@ -87,7 +87,7 @@ class Refining:
         """Place what has no rows yet, and compute what is placed nowhere; False where it was stopped."""
         weaving = self._weaver.prepare(state, parts, NoRepair(), Wish(0.0))
         try:
-            weaving.request.background = "refine"
+            weaving.request.background, weaving.due = "refine", True
             self._back = state, [p for p in weaving.placed if p.source == "kept"]
             if not (yield from self._waiting(weaving.request)):
                 return False

@@ -308,7 +308,8 @@ class Weaver:
             right = (p.right and p.source != "none") or whole
             right = right and (start == stop or all(b.right for b in done)) and first == last
             truth = Truth.STALE if not right else Truth.PATCHED if p.patched else Truth.RIGHT
-            new = replace(p, ready=p.part.n, truth=Truth.EXACT if span.exact else truth)
+            truth, due = Truth.EXACT if span.exact else truth, weaving.due and p.repairable
+            new = replace(p, ready=p.part.n, truth=truth, due=due)
             if state.keeps and (p.patched or is_only_here(p)):
                 new = replace(new, origin="own")
             if p.source != "kept" and state.redone_of(p) is None:  # they are of other rows

@@ -39,6 +39,7 @@ class Weaving:
     cell: AuditCell | None = None  # of the answer, where its rows are not exact
     thinned: bool = False  # chunks are placed of which some rows are gone
     alarm: bool = False  # it is repaired since a promise was not kept
+    due: bool = False  # nobody waits: repairs are left to who asks next
 
     def let_go(self) -> None:
         """It is over: leave no rows to who still knows it."""

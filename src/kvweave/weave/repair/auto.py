@@ -76,12 +76,12 @@ class Auto(Strategy):
         candidates = passes.candidates(spans)
         if not len(passes.unready) or not len(candidates):
             if wish.max_drift is None or not spans:
-                new = [p for p in spans if p.source != "kept"]  # what was, was chosen before
+                new = [p for p in spans if p.due or p.source != "kept"]  # else it was chosen before
                 return Verdict(
                     (yield from self.select(passes, new, passes.candidates(new), wish.share))
                 )
             return (yield from self._everything(passes, stale, None))
-        if len(candidates) <= len(passes.unready):
+        if len(passes.slots(stale)) <= len(passes.unready):
             return Verdict(passes.slots(stale), 0.0)
         known = None if passes.lossy else wish.calibration
         passes.compares = bool(known or self.evidence or wish.max_drift is not None)
