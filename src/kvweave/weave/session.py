@@ -178,7 +178,7 @@ class Session:
         plan = self.preview(parts)
         if answered != parts or _changes(plan, stop):
             start, stop = plan.n_tokens - 1, plan.n_tokens
-            if plan.prefilled or any(s.placed for s in plan.spans):
+            if plan.prefilled or plan.repaired or any(s.placed for s in plan.spans):
                 yield from self.weaving(parts, None, None, None)
         elif plan.prefilled:  # the answer's last rows, behind those that it saw
             yield from self._running(self.weaver.prepare(self.state, parts, NoRepair(), Wish(0.0)))

@@ -305,11 +305,11 @@ class Weaver:
             weaving.placed, weaving.plan.spans, spans, looked, strict=True
         ):
             n_prefilled, whole = p.part.n - p.ready, stop - start == p.part.n
-            right = (p.right and p.source != "none") or whole
-            right = right and (start == stop or all(b.right for b in done)) and first == last
+            right = ((p.right and p.source != "none") or whole) and first == last
+            right = right and (start == stop or all(b.right for b in done))
             truth = Truth.STALE if not right else Truth.PATCHED if p.patched else Truth.RIGHT
-            truth, due = Truth.EXACT if span.exact else truth, weaving.due and p.repairable
-            new = replace(p, ready=p.part.n, truth=truth, due=due)
+            truth = Truth.EXACT if span.exact else truth
+            new = replace(p, ready=p.part.n, truth=truth, due=weaving.leaves(p))
             if state.keeps and (p.patched or is_only_here(p)):
                 new = replace(new, origin="own")
             if p.source != "kept" and state.redone_of(p) is None:  # they are of other rows

@@ -41,6 +41,10 @@ class Weaving:
     alarm: bool = False  # it is repaired since a promise was not kept
     due: bool = False  # nobody waits: repairs are left to who asks next
 
+    def leaves(self, p: Placement) -> bool:
+        """Tell whether the repair of a part's rows is left to who asks next."""
+        return self.due and (p.due or p.source != "kept" or p.ready < p.part.n)
+
     def let_go(self) -> None:
         """It is over: leave no rows to who still knows it."""
         self.raw = self.reads = self.request.raw = self.request.observer = None
