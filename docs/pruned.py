@@ -170,19 +170,19 @@ def foreseen(found: dict[str, Any]) -> list[str]:
         "ahead": "it was made before",
         "missed": "it was made before, and is not asked for",
     }
-    cpu, clock = times["cpu_of_unedited"], times["seconds_of_unedited"]
+    cpu = times["cpu_of_unedited"]
     kv = times["events"][0]["kv"]
     body = [
-        [what, *(f"{x[way][0]:.2f} ({x[way][1]:.2f} to {x[way][2]:.2f})" for x in (cpu, clock)), str(kv[way]["repaired"])]
+        [what, f"{cpu[way][0]:.2f}", f"{cpu[way][1]:.2f} to {cpu[way][2]:.2f}", str(kv[way]["repaired"])]
         for way, what in says.items()
     ]  # fmt: skip
     n = len(times["events"])
     return [
         "## Edited before it is asked for", "",
         f"`kvweave serve` itself, an agent's loop over `/v1/messages` that declares `clear_tool_uses`, prompts of about {times['context']:,} tokens, the default repair, a random model of 0.2 B parameters: the request that brings "
-        f"the edit, with two new results, as multiples of the same one where no rule was declared, {n} rounds, medians and range; behind the answer before it there was time to rest. CPU seconds of {machine['threads']} thread, and the clock's, on {machine['cpu']} shared with other "
+        f"the edit, with two new results, as multiples of the same one where no rule was declared, {n} rounds, medians and range; behind the answer before it there was time to rest. CPU seconds of {machine['threads']} thread on {machine['cpu']} shared with other "
         f"work (load {machine['load_average']} at the start, {times['load_at_end'][0]} at the end); commit {machine['commit'][:7]}.", "",
-        *table(["the request", "CPU", "clock", "rows repaired"], body), "",
+        *table(["the request", "of not editing", "range", "rows repaired"], body), "",
     ]  # fmt: skip
 
 
