@@ -8,7 +8,7 @@ from contextlib import suppress
 
 import pytest
 
-from kvweave import Engine, Memory, MemoryBudget
+from kvweave import Engine, KVWeaveError, Memory, MemoryBudget
 from kvweave.errors import ContextChanged
 
 WORDS = "so well Anna's river is cold . then we saw it".split()
@@ -123,3 +123,47 @@ def test_an_edit_between_two_steps_outlives_both(bundled) -> None:
             with pytest.raises(ContextChanged):
                 memory.undo()
         assert context.parts[-1].name == "external"
+
+
+def test_a_verb_that_fails_in_a_step_is_put_back_alone(bundled) -> None:
+    """`ask` had recalled for the message that it then could not say."""
+    with Engine(bundled, repair="none") as engine:
+        context = engine.context("c", system="so well .")
+        memory = Memory(engine, context)
+        memory.write("river", "Anna's river is cold .")
+
+        def state() -> object:
+            items = [(item.name, item.pinned, memory.read(item.name)) for item in memory.items()]
+            return context.parts, items, memory.n_steps, memory.zone("recalled")
+
+        with memory.step("plan"):
+            memory.write("metal", "Omar's metal is hot .")
+            before = state()
+            with pytest.raises(KVWeaveError):
+                memory.ask("what about Anna's river", max_tokens=10**6)
+            assert state() == before
+            with suppress(ZeroDivisionError), memory.step("inner"):
+                memory.write("metal", "Omar's metal is cold .")
+                memory.anchor("label", "so")
+                raise ZeroDivisionError
+            assert state() == before
+            memory.anchor("rules", "so well .")
+            memory.delete("river")
+        assert memory.n_steps == 2 and memory.undo() == "plan"
+        assert [item.name for item in memory.items()] == ["memory/river"]
+        assert memory.undo() == "write" and not memory.items()
+        engine.check_integrity()
+
+
+def test_undo_brings_back_a_base_that_is_gone(bundled) -> None:
+    with Engine(bundled, repair="none") as engine:
+        context = engine.context("c", system="so well .")
+        memory, tokens = Memory(engine, context), context.tokens()
+        with memory.step("other"):
+            context.replace(0, "then we saw it .", kind="system")
+        engine.files.unpin("c/s-000"), engine.files.rm("c/s-000")
+        assert memory.undo() == "other" and context.tokens() == tokens
+        assert context.snapshot().base == context.parts[0].id
+        context.message("user", "so well")
+        assert context.generate(2).plan.drift == 0
+        engine.check_integrity()

@@ -79,3 +79,15 @@ def test_a_later_repair_has_all_rows(kind: Any) -> None:
         assert context.check().kl > 1e-6
         context.weave(repair="full")
         assert context.check().kl < 1e-8
+
+
+@pytest.mark.parametrize("kept", ["full", "snapkv:3"])
+def test_what_is_left_of_a_chunk_at_the_end_is_measured(kept: str) -> None:
+    """Of a thinned chunk no row finds all that its window reaches, not even the last."""
+    with Engine(Runner(oracle.build(*oracle.MODELS["gemma2"]), name="g"), base="") as engine:
+        engine.put("d", text(40, 7)), engine.compress("d", kept)
+        context = engine.context("c", keep="full", repair="none")
+        context.append(text(3, 8))
+        context.append_chunk("d")
+        found = context.check()
+        assert found.n_compared == 1 and found.kl > 1e-9

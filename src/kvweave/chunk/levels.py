@@ -28,6 +28,13 @@ class Savepoint:
         if record.id not in self.records:
             self.records[record.id] = (record, record.fields())
 
+    def pass_on(self, record: Record) -> None:
+        """Leave tier, size and deps of a record as they are now when it is put back."""
+        _, fields = self.records.get(record.id, (record, None))
+        if fields is not None:
+            now = record.fields()
+            self.records[record.id] = record, (fields[0], *now[1:4], *fields[4:])
+
     def keep_holders(self, holders: Holders, id: ChunkId) -> None:
         """Remember who holds a chunk before the first change of that."""
         if id not in self.holders:

@@ -51,7 +51,8 @@ class Table(Index):
 
     A chunk lives as long as it has a name, is pinned, is held by a context, or is the base of a
     living chunk. It is freed when a transaction that let go of it ends and nothing else keeps it;
-    a new chunk nobody has bound or held yet stays. Then ``on_free(id)`` tells the owner of its KV.
+    a new chunk nobody has bound or held yet stays. Then ``on_free(id)`` tells the owner of its KV,
+    as of a chunk that was new in a transaction that failed.
 
     Each verb is a transaction: it happens, in memory and database, or it raises and nothing changed.
     Verbs called inside ``transaction()`` happen together. Threads may share a Table.
@@ -171,6 +172,11 @@ class Table(Index):
                 setattr(record, name, value)
             if changes.keys() != {"pinned"}:
                 self._tx.note(record, 0)
+
+    def happened(self, id: ChunkId, **facts: Unpack[Updates]) -> None:
+        """As `update`, of what has happened to KV: it stays so where a transaction around it fails."""
+        self.update(id, **facts)
+        self._tx.stands(self.get(id))
 
     def touch(self, ids: Iterable[ChunkId], now: float | None = None) -> None:
         """Count one use of each; durable after ``flush``, ``close``, or a few thousand uses."""

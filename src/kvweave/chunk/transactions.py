@@ -191,7 +191,7 @@ class Transactions:
     def _end(self, failed: bool) -> None:
         levels = self.levels
         level, n = levels[-1], len(levels)
-        done, freed = False, []
+        done, gone = False, []
         try:
             if not failed and n == 1:
                 if self._loose:
@@ -211,10 +211,12 @@ class Transactions:
                     level.join(levels[-1])
             finally:
                 if n == 1:
-                    freed = self._finish(done)
+                    gone = self._finish(done)
                 self.lock.release()
-        if freed:
-            self._tell(freed)
+        if not done:  # chunks that never were may have got KV meanwhile
+            gone = [id for id, (_, fields) in level.records.items() if fields is None]
+        if gone:
+            self._tell(gone)
 
     def _undo(self, level: Savepoint, n: int) -> None:
         self._written = {}
@@ -274,6 +276,11 @@ class Transactions:
         self.writing()
         self.levels[-1].keep(record)
         return record
+
+    def stands(self, record: Record) -> None:
+        """Have no open transaction take back where a chunk's KV is."""
+        for level in self.levels:
+            level.pass_on(record)
 
     def catch_up(self) -> None:
         """Learn what other engines changed, or a commit that came too late, and tell of what is freed."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 from kvweave.chunk.identity import ChunkId
@@ -43,6 +44,22 @@ class Journal:
         moment = Moment(label, snapshot, chunks, version, self._own())
         self.items.noted = moment.names
         return moment
+
+    @contextmanager
+    def within(self, label: str) -> Iterator[None]:
+        """Make a step within the open one: what fails in it alone is put back, the rest goes on."""
+        outer = self.items.noted
+        assert outer is not None, "no step is open"
+        inner = self.open(label)
+        try:
+            yield
+        except BaseException:
+            self.fail(inner)
+            raise
+        finally:
+            for name, bound in inner.names.items():
+                outer.setdefault(name, bound)
+            self.items.noted = outer
 
     def close(self, moment: Moment) -> None:
         """Keep a moment whose step is done, unless that changed nothing."""
@@ -112,16 +129,21 @@ class Journal:
             self.context.restore(moment.snapshot)
             return
         left = [i for i in range(len(parts)) if i not in set(gone)]
-        digests = moment.snapshot.digests
+        digests, base = moment.snapshot.digests, moment.snapshot.base
+        led = base is not None and gone[0] == 0
         self.context.restore(
             replace(
                 moment.snapshot,
                 parts=tuple(parts[i] for i in left),
                 digests=tuple(digests[i] for i in left),
+                base=None if led else base,
             )
         )
         for i in gone:
             self._insert(i, parts[i], moment.chunks[parts[i].id])
+        if led:
+            there = self.context.snapshot()
+            self.context.restore(replace(there, base=there.parts[0].id))
 
     def _insert(self, index: int, part: Part, bound: Bound) -> None:
         id = self.items.again(bound)

@@ -253,11 +253,12 @@ class Memory:
 
     @contextmanager
     def step(self, label: str) -> Iterator[None]:
-        """Make all verbs inside one step: all of it happens, or what an error leaves is as before.
-        Raises ContextBusy."""
+        """Make all verbs inside one step: all of it happens, or what an error leaves is as before; a
+        verb whose error is caught in the block is put back alone. Raises ContextBusy."""
         self._require_quiet()
         if self._depth:
-            yield
+            with self._journal.within(label):
+                yield
             return
         self._ground.learn()
         moment, self._depth = self._journal.open(label), 1

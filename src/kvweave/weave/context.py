@@ -263,7 +263,7 @@ class Context(EditedParts):
         self.session.close()
         self.closed = True
         self._sync_holds(self._parts, ())
-        self._parts = ()
+        self._parts, self._base = (), None
 
     # ---- weaving and answering
 

@@ -38,6 +38,7 @@ class EditedParts:
         self.history, self.costs = ContextHistory(), Costs()
         self._depth = 0  # of edits in edits
         self._verbs: list[str] = []  # of the edits in the outermost
+        self._met: list[ChunkId] = []  # by it: those that it leaves to nobody are let go of
         self.closed, self.gate = False, session.loop.gate
 
     @property
@@ -85,31 +86,28 @@ class EditedParts:
     @contextmanager
     def _editing(self, verb: str) -> Iterator[None]:
         self._idle("edit")
-        if self._depth:
-            self._verbs += [verb] if self._depth == 1 else []
-            self._depth += 1
-            try:
-                yield
-            finally:
-                self._depth -= 1
-            return
-        self.session.pause()  # rows of other parts are no use
+        if not self._depth:
+            self.session.pause()  # rows of other parts are no use
+            self._verbs, self._met = [], []
         before, base, counts = self._parts, self._base, self._names.counts()
-        self._depth, self._verbs = 1, []
+        n_verbs, n_met = len(self._verbs), len(self._met)
+        self._verbs += [verb] if self._depth == 1 else []
+        self._depth += 1
         try:
             with self._table.transaction():
                 yield
-                n, limit = end(self._parts), self._maker.backend.limit
-                if n > limit:
-                    raise ContextTooLong(n, limit)
-                self._sync_holds(before, self._parts)
-        except BaseException:
+                if self._depth == 1:
+                    self._settled(before)
+        except BaseException:  # who catches that of an edit within an edit goes on from before it
             # uids go on: a weave in the block may have kept KV by them
             self._parts, self._base = before, base
             self._names.reset(counts)
+            del self._verbs[n_verbs:], self._met[n_met:]
             raise
         finally:
-            self._depth = 0
+            self._depth -= 1
+        if self._depth:
+            return
         verbs = self._verbs if verb == "edit" else [verb]
         self.history.record(", ".join(dict.fromkeys(verbs)) or verb, self._parts, self._base)
 
@@ -147,6 +145,7 @@ class EditedParts:
             amended = [
                 None if p.amends is None else made.get(p.amends, p.amends) for p in past.parts
             ]
+            self._met += made.values()
             self._parts = tuple(
                 p
                 if (made[p.id], amends) == (p.id, p.amends)
@@ -158,6 +157,8 @@ class EditedParts:
     def check_integrity(self) -> None:
         """Raise AssertionError when rows, parts and the index disagree."""
         self.session.state.rows.check_integrity()
+        front = self._parts[0].id if self._parts else None
+        assert self._base in (None, front), "the base is not in front"
         for part in self._parts:
             n = self._table.get(part.id).n_tokens
             assert 0 <= part.start < part.stop <= n, f"{part.name} has another length"
@@ -165,11 +166,25 @@ class EditedParts:
 
     # ---- inside
 
+    def _settled(self, before: Sequence[Part]) -> None:
+        """Require of edits that end now that a model can read what they made of ``before``; hold it."""
+        n, limit = end(self._parts), self._maker.backend.limit
+        if n > limit:
+            raise ContextTooLong(n, limit)
+        for id in {*self._met} - {part.id for part in self._parts}:
+            self._table.hold(id, self._key)
+            self._table.release(id, self._key)
+        self._sync_holds(before, self._parts)
+
     def _insert(self, index: int, new: Part) -> Part:
         if not 0 <= index <= len(self._parts):
             raise InvalidArgument("index", f"{index} is not in 0..{len(self._parts)}")
+        if index == 0 and self._base is not None:
+            reason = "the base stays in front"
+            raise InvalidArgument("index", reason, "use replace, or insert behind it")
         if index < len(self._parts):
             self._no_gaps("insert")
+        self._met.append(new.id)
         part = replace(new, uid=self._new_uid(), virtual=self._table.is_virtual(new.id))
         self._parts = inserted(self._parts, index, part)
         return part
@@ -211,6 +226,6 @@ class EditedParts:
             self._table.hold(id, self._key)
         for id in (old - new).elements():
             record = self._table.get(id)
-            if after and not record.names and not self._table.is_virtual(id):
+            if not self.closed and not record.names and not self._table.is_virtual(id):
                 self.history.keep(id, record.kind, self._table.tokens(id))
             self._table.release(id, self._key)

@@ -188,7 +188,8 @@ class Session:
         loaded = {p.part.uid: self.weaver.sources.rows_of(p.part) for p in virtual}
         whole = 0 if state.keeper is None else state.keeper.whole_from(state.rows)
         if whole >= stop:  # of the rows that are there, the last one can be computed again
-            start, stop = len(tokens) - 1, len(tokens)
+            start = whole = len(tokens) - 1  # over what is left, as the next one will be
+            stop = len(tokens)
         span = slice(max(start, stop - COMPARED, whole), stop)
         found: list[Check] = []
 

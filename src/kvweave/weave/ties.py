@@ -65,8 +65,8 @@ class Ties:
         return Facts(record.n_tokens * SECONDS_A_TOKEN, record.kind, self.shelf.session)
 
     def _tier(self, id: int, tier: str, size: int) -> None:
-        self.table.update(ChunkId(id), tier=tier, n_bytes=size)  # type: ignore[arg-type]
+        self.table.happened(ChunkId(id), tier=tier, n_bytes=size)  # type: ignore[arg-type]
 
     def _deps(self, id: int, seen: Stretches) -> None:
         deps = dict.fromkeys(ChunkId(dep) for dep, *_ in seen)
-        self.table.update(ChunkId(id), deps=tuple(deps))
+        self.table.happened(ChunkId(id), deps=tuple(deps))
