@@ -101,8 +101,8 @@ class Engine:
         """Open what lies below the contexts; `Ties.mend` comes when all of it stands."""
         ties = Ties(self.table, self.runner)
         model = self.runner.fingerprint.digest().hex(), self.runner.device
-        uuid = self.table.uuid if where or self.config.index else None
-        self.shelf = open_shelf(self.config, where, uuid, model, ties.about, ties.is_pinned)
+        mine = (self.table.uuid, *self.table.was) if where or self.config.index else None
+        self.shelf = open_shelf(self.config, where, mine, model, ties.about, ties.is_pinned)
         opened.callback(self.shelf.close)
         ties.bind(self.shelf)
         self.table.on_free = self._let_go

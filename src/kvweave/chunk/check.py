@@ -6,7 +6,17 @@ import sqlite3
 import struct
 from pathlib import Path
 
-from kvweave.chunk.format import damaged, meta_sum, name_sum, row_sum, tokens_sum
+from kvweave.chunk.format import (
+    APPLICATION_ID,
+    FORMAT,
+    SCHEMA,
+    damaged,
+    meta_sum,
+    name_sum,
+    row_sum,
+    tokens_sum,
+)
+from kvweave.errors import FormatTooNew
 
 _ERRORS = (struct.error, TypeError, ValueError, IndexError, AttributeError, OverflowError)
 
@@ -31,6 +41,27 @@ _CONTRADICTIONS = (
         "it has tokens of #{0}, which is not there",
     ),
 )
+
+
+def format_of(db: sqlite3.Connection, path: Path) -> int:
+    """Return the format of an open file, 0 for an empty one. Raises CorruptChunk, FormatTooNew."""
+    application = db.execute("PRAGMA application_id").fetchone()[0]
+    version = int(db.execute("PRAGMA user_version").fetchone()[0])
+    is_new = db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0] == 0
+    if not is_new and application != APPLICATION_ID:
+        raise damaged(path, "it is some other SQLite file, not a kvweave index")
+    if version > FORMAT:
+        raise FormatTooNew(str(path), version, FORMAT)
+    if not is_new and version not in (1, FORMAT):
+        raise damaged(path, f"its format is said to be {version}")
+    return 0 if is_new else version
+
+
+def check_schema(db: sqlite3.Connection, path: Path) -> None:
+    """Raise CorruptChunk unless an open file has the tables of an index, and no others."""
+    schema = db.execute("SELECT sql FROM sqlite_master WHERE sql IS NOT NULL")
+    if sorted(row[0] for row in schema) != sorted(SCHEMA):
+        raise damaged(path, "its tables are not those of an index")
 
 
 def check_rows(db: sqlite3.Connection, path: Path) -> None:

@@ -21,27 +21,27 @@ lock is kept as long as a call hangs that may still write.
 
 from __future__ import annotations
 
-import os
-import shutil
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 from uuid import uuid4
 
 from kvweave.chunk.background import UNCHANGED, OneThread, silent, within
-from kvweave.chunk.check import check_rows
-from kvweave.chunk.format import APPLICATION_ID, FORMAT, PAGE_BYTES, SCHEMA, damaged, meta_sum
-from kvweave.chunk.guard import as_ours, free_name, give_lock, take_lock
+from kvweave.chunk.check import check_rows, check_schema, format_of
+from kvweave.chunk.format import PAGE_BYTES, damaged
+from kvweave.chunk.guard import as_ours, free_name, give_lock, take_lock, unsynced
+from kvweave.chunk.log import LIFE, is_there, kept, log_of, look
+from kvweave.chunk.opened import Opened
 from kvweave.chunk.pages import is_whole_log
+from kvweave.chunk.place import inode_of, is_at, is_still, part, place_of
 from kvweave.chunk.rebuild import create, fsync, put_in_place, set_meta, upgrade
 from kvweave.chunk.seal import Seal
-from kvweave.errors import FormatTooNew, InvalidArgument, NoSpace, StoreError, is_full
+from kvweave.errors import InvalidArgument, StoreError
 
-CACHE_KIB = 16_384
 WARM_PAGES = 3_000
 """A file of so few pages stays in SQLite's cache, whatever is done to it."""
 CHECKPOINT_BYTES = 4 << 20
@@ -60,10 +60,12 @@ def soon(call: Callable[[], T], path: Path) -> T:
     return within(PATIENCE, call, path)
 
 
-class IndexFile:
+class IndexFile(Opened):
     """The open file. Every method raises StoreError, or CorruptChunk, when SQLite cannot do it."""
 
     uuid = ""
+    was: tuple[str, ...] = ()
+    """The uuids of those that it is a copy of."""
     n_writes = 0
     """How often it was written since it was made."""
     next_id = 0
@@ -71,9 +73,8 @@ class IndexFile:
 
     def __init__(self, path: Path, *, busy_timeout: float = 5.0) -> None:
         """Lock and open the file, or make it; raise InvalidArgument when another process has it."""
-        self.path, self._busy_timeout = path, busy_timeout
-        self._wal = path.with_name(path.name + "-wal")
-        self._db: sqlite3.Connection | None = None
+        super().__init__(path, busy_timeout)
+        self._life, self._is_told, self._lives = uuid4().hex[:16], False, [""]  # see `log`
         self._is_sure = True  # no sync has failed
         self.is_stale = False  # a call that came too late may have committed
         self._n_failed = 0  # checkpoints
@@ -93,13 +94,6 @@ class IndexFile:
         except BaseException:
             self._end(self._leave)
             raise
-
-    @property
-    def db(self) -> sqlite3.Connection:
-        """The connection. Raises StoreError while there is none."""
-        if self._db is None:
-            raise StoreError(f"{self.path} is not open", hint="close the engine and open it again")
-        return self._db
 
     @property
     def in_transaction(self) -> bool:
@@ -140,8 +134,13 @@ class IndexFile:
         if self.path.is_dir():
             raise InvalidArgument("path", f"{self.path} is a directory, wanted a file in it")
         self.path.parent.mkdir(parents=True, exist_ok=True)
+        if self.path.is_symlink():  # what lies beside it is beside the file, for all who have it
+            self.path = self.path.resolve()
+            self._wal = log_of(self.path)
         self._lock = take_lock(self.path)
         self._seal = Seal(self.path)
+        for each in (self.path, self._wal, self._seal.path):
+            part(each)
         with suppress(FileNotFoundError):
             self._n_bytes = self.path.stat().st_size
 
@@ -150,23 +149,52 @@ class IndexFile:
         self._existed = not is_new
         if is_new and self._wal.exists():  # SQLite would delete it, as its file was taken away
             self._wal.rename(free_name(self.path, "-wal"))
+        is_others, self._lives = look(self.path)
+        if is_others:
+            if not self._seal.is_whole(alone=True):
+                raise damaged(self.path, "the log beside it was written to another index")
+            self._wal.rename(free_name(self.path, "-wal"))
         self.is_whole = not is_new and self._seal.is_whole()
-        with self._log_kept():
+        with kept(self._wal, self._abandon):
             self._connect()
             self._prepare()
-            if is_new:
-                self.sync()  # others will be told its uuid: it must not have another one later
-            elif not self.is_whole:
+            if not is_new and not self.is_whole:
                 check_rows(self.db, self.path)
-                if missing := self._seal.missing(self.uuid, self.n_writes):
+                if missing := self._seal.missing(self.uuid, self.n_writes, self.was):
                     raise damaged(self.path, missing)
+            self._settle()
         self._read_all()
 
-    def _connect(self) -> None:
-        # autocommit; the Table serialises threads
-        self._db = sqlite3.connect(
-            self.path, timeout=self._busy_timeout, isolation_level=None, check_same_thread=False
-        )
+    def _settle(self) -> None:
+        """Be an index of this place. A copy becomes one of its own: what is not in its directory is that
+        of the other one."""
+        try:
+            self.db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        except sqlite3.Error:
+            self._is_sure = False
+        if not is_there(self.path):
+            self._lives = str(self.meta(LIFE, "")).split(" ")[:1]
+        there, here = str(self.meta("place", "")), place_of(self.path.parent)
+        if is_at(there, here):
+            return
+        is_told = there != "" or not self._existed  # others will be told its uuid: it must stay
+        said = (uuid4().hex, (*self.was, self.uuid)) if there else (self.uuid, self.was)
+        try:
+            self.db.execute("BEGIN IMMEDIATE")
+            for key, value in (("uuid", said[0]), ("was", " ".join(said[1])), ("place", here)):
+                set_meta(self.db, key, value)
+            self._count(self.db)
+            self._commit(self.db)
+        except (OSError, sqlite3.Error):  # where it is may be said another time
+            if is_told:
+                raise
+            self._back()
+            return
+        self.uuid, self.was = said
+        if is_told:
+            self._flush()
+            self._seal.begin(self.uuid, self.n_writes)
+            self._seal.synced(self.n_writes)
 
     def _connected(self) -> sqlite3.Connection:
         if self._db is None:  # what wrote it anew failed
@@ -177,18 +205,11 @@ class IndexFile:
     def _prepare(self) -> None:
         """Refuse what is not ours, before a byte of it is changed; make what is not there."""
         db = self.db
-        application = db.execute("PRAGMA application_id").fetchone()[0]
-        version = db.execute("PRAGMA user_version").fetchone()[0]
-        is_new = db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0] == 0
-        if not is_new and application != APPLICATION_ID:
-            raise damaged(self.path, "it is some other SQLite file, not a kvweave index")
-        if version > FORMAT:
-            raise FormatTooNew(str(self.path), version, FORMAT)
-        if not is_new and version == 1:
+        version = format_of(db, self.path)
+        is_new = version == 0
+        if version == 1:
             self._upgrade()
             return
-        if not is_new and version != FORMAT:
-            raise damaged(self.path, f"its format is said to be {version}")
         if is_new and self._seal.said.n and self._existed:
             raise damaged(self.path, f"its last {self._seal.said.n} writes are missing")
         if is_new:
@@ -196,22 +217,10 @@ class IndexFile:
         self._settings()
         if is_new:
             create(db, uuid4().hex)
-        schema = db.execute("SELECT sql FROM sqlite_master WHERE sql IS NOT NULL")
-        if sorted(row[0] for row in schema) != sorted(SCHEMA):
-            raise damaged(self.path, "its tables are not those of an index")
+        check_schema(db, self.path)
         self.uuid, self.n_writes = str(self.meta("uuid")), int(self.meta("n_writes"))
+        self.was = tuple(str(self.meta("was", "")).split())
         self.next_id = int(self.meta("next_id"))
-
-    def _settings(self) -> None:
-        db = self.db
-        db.execute("PRAGMA journal_mode=WAL")
-        db.execute("PRAGMA synchronous=NORMAL")
-        db.execute(f"PRAGMA cache_size=-{CACHE_KIB}")
-        # What was removed must be gone, also for who reads the pages one by one.
-        db.execute("PRAGMA secure_delete=ON")
-        # A checkpoint that SQLite starts by itself keeps to itself what failed.
-        db.execute("PRAGMA wal_autocheckpoint=0")
-        db.execute("PRAGMA cache_spill=OFF")  # nothing is written before a commit
 
     def _read_all(self) -> None:
         """Have a small file in SQLite's cache."""
@@ -241,50 +250,31 @@ class IndexFile:
                 raise StoreError(f"{self.path} is open in another program", hint="close that first")
             put_in_place(new, self.path)
         finally:
+            self._inode = None  # it is another one now, or not
             self._connect()
-
-    @contextmanager
-    def _log_kept(self) -> Iterator[None]:
-        """Put a log back that is not whole if the file is refused: SQLite cuts it off."""
-        log = self._wal.read_bytes() if self._wal.exists() else b""
-        if not log or (is_whole_log(log) and len(log) >= 32):
-            yield
-            return
-        aside = self._wal.with_name(self._wal.name + ".aside")
-        shutil.copy2(self._wal, aside)
-        try:
-            yield
-        except BaseException:
-            with suppress(sqlite3.Error):
-                if self._db is not None:
-                    self._db.close()
-            self._db = None
-            os.replace(aside, self._wal)
-            raise
-        aside.unlink()
-
-    def meta(self, key: str) -> int | str:
-        """Return a value of ``meta``. Raises CorruptChunk."""
-        row = self.db.execute("SELECT value, sum FROM meta WHERE key=?", (key,)).fetchone()
-        if row is None or row[1] != meta_sum(key, row[0]):
-            raise damaged(self.path, f"its {key} is not what was written")
-        value: int | str = row[0]
-        return value
+            with suppress(OSError):
+                self._inode = inode_of(self.path)
 
     def write(self) -> None:
         """Count the transaction that is open, which changes the index; once in each."""
-        self.do(lambda db: set_meta(db, "n_writes", self.n_writes + 1))
+        self.do(self._count)
+
+    def _count(self, db: sqlite3.Connection) -> None:
+        set_meta(db, "n_writes", self.n_writes + 1)
+        if not self._is_told:
+            set_meta(db, LIFE, " ".join(dict.fromkeys([self._life, *self._lives])))
 
     def commit(self) -> None:
         """Commit the transaction that is open. Raises StoreError that says so where nobody knows."""
         self.do(self._commit, UNKNOWN, waits=True)
 
     def _commit(self, db: sqlite3.Connection) -> None:
+        self._require_place()
         if not self._sealing:
             self._seal.begin(self.uuid, self.n_writes)
             self._sealing = True
         db.execute("COMMIT")
-        self.n_writes += 1
+        self.n_writes, self._is_told = self.n_writes + 1, True
         with suppress(OSError):  # then it says less than it could
             self._seal.wrote(self.n_writes)
         if self.n_writes % 32 == 0:
@@ -317,11 +307,7 @@ class IndexFile:
         try:
             self._sync()
         except (OSError, sqlite3.Error, UnicodeDecodeError) as error:
-            where = str(self.path)
-            if is_full(error):
-                raise NoSpace(f"cannot sync {where}", where) from error
-            hint = "mend or change the disk, then try again: all is written anew before it is confirmed"
-            raise StoreError(f"cannot sync {where}: {error}", hint=hint, path=where) from error
+            raise unsynced(error, self.path) from error
         finally:
             self._syncing.release()
 
@@ -339,12 +325,14 @@ class IndexFile:
 
     def _flush(self) -> None:
         with self._flushing:
+            self._require_place()
             if self._wal.exists():  # else SQLite has put all into the file itself, synced
                 fsync(self._wal)
             fsync(self.path.parent)  # the file may be new in it
 
     def _rewrite(self, _: object = None) -> None:
         """Write the index to a new file, check that and put it in the place of this one."""
+        self._require_place()
         log = self._wal.read_bytes() if self._wal.exists() else b""
         if log and not is_whole_log(log):
             raise damaged(self.path, "its log was not written as it should be")
@@ -371,10 +359,9 @@ class IndexFile:
 
     def _close_sealed(self) -> None:
         try:
-            if self._db is not None:
+            if self._db is not None and is_still(self.path, self._inode):
                 self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
-                self._db.close()
-                self._db = None
+                self._abandon()
                 if (self._sealing or not self.is_whole) and not self._wal.exists():
                     self._seal.end(self.uuid, self.n_writes)
         finally:
@@ -385,9 +372,8 @@ class IndexFile:
         if self._lock < 0:
             return
         try:
-            if self._db is not None:
-                self._db.close()
+            self._abandon()
             self._seal.close()
         finally:
-            self._db, lock, self._lock = None, self._lock, -1
+            lock, self._lock = self._lock, -1
             give_lock(lock)

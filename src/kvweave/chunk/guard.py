@@ -43,6 +43,14 @@ def _explain(error: Exception, path: Path) -> StoreError:
     return StoreError(f"cannot use {path}: {error}", hint="nothing was changed", **where)
 
 
+def unsynced(error: Exception, path: Path) -> StoreError:
+    """Return the error for an index of which nobody knows what would survive a power cut."""
+    if is_full(error):
+        return NoSpace(f"cannot sync {path}", str(path))
+    hint = "mend or change the disk, then try again: all is written anew before it is confirmed"
+    return StoreError(f"cannot sync {path}: {error}", hint=hint, path=str(path))
+
+
 def take_lock(path: Path) -> int:
     """Return the locked file descriptor; raise InvalidArgument naming the pid that holds it."""
     lock = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT, 0o644)

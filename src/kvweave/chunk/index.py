@@ -34,6 +34,8 @@ class Index:
         self._tx = Transactions(self._rows)
         self.uuid = self._rows.uuid
         """Says whose index it is, 32 hex digits; another one each time when it is in memory only."""
+        self.was = self._rows.was
+        """The uuids of those that it is a copy of."""
 
     def __len__(self) -> int:
         return self._rows.count()

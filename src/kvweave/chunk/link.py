@@ -78,6 +78,7 @@ class Link:
     """One connection for statements, and one, in a thread, that hears and is heard of."""
 
     is_shared = True
+    was: tuple[str, ...] = ()
 
     def __init__(self, url: str, *, lock_timeout: float = 5.0) -> None:
         """Raises StoreError when the server does not answer, FormatTooNew."""

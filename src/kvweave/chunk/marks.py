@@ -12,6 +12,7 @@ from kvweave.chunk.check import is_good_chunk
 from kvweave.chunk.format import APPLICATION_ID, FORMAT, damaged
 from kvweave.chunk.guard import as_ours, lost_of, take_lock
 from kvweave.chunk.index import is_shared
+from kvweave.chunk.place import is_at, place_of
 from kvweave.chunk.table import Table
 from kvweave.errors import FormatTooNew, InvalidArgument, StoreError
 
@@ -63,16 +64,22 @@ def _of_open(path: Path) -> Iterator[bytes]:
 
 
 def uuid_of(index: str | Path) -> str:
-    """Return the uuid of an index, which may be open in an engine. Raises StoreError."""
+    """Return the uuid of an index, which may be open in an engine. Raises StoreError, also for a copy
+    that still says that it is the one it was made of."""
     if is_shared(index):
         with Table(index) as table:
             return table.uuid
     path = Path(index)
     if not path.is_file():
         raise StoreError(f"there is no index {path}", hint="give index.sqlite of a home")
+    path = path.resolve()
     with as_ours(path), closing(sqlite3.connect(path, isolation_level=None)) as db:
         db.execute("PRAGMA query_only=1")
-        found = db.execute("SELECT value FROM meta WHERE key='uuid'").fetchone()
-    if found is None:
+        meta = {str(key): str(value) for key, value in db.execute("SELECT key, value FROM meta")}
+        here = place_of(path.parent)
+    if "uuid" not in meta:
         raise damaged(path, "it does not say which index it is")
-    return str(found[0])
+    if not is_at(meta.get("place", here), here):
+        hint = "open it once (`kvweave ls`), or give the index that it is a copy of"
+        raise StoreError(f"{path} is a copy that was never opened", hint=hint, path=str(path))
+    return meta["uuid"]

@@ -6,7 +6,7 @@ import json
 import os
 import sqlite3
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from zlib import crc32
 
@@ -36,9 +36,9 @@ def create(db: sqlite3.Connection, uuid: str) -> None:
     db.execute("COMMIT")
 
 
-def set_meta(db: sqlite3.Connection, key: str, value: int) -> None:
+def set_meta(db: sqlite3.Connection, key: str, value: int | str) -> None:
     """Write one row of ``meta``, in a transaction that is open."""
-    db.execute("UPDATE meta SET value=?, sum=? WHERE key=?", (value, meta_sum(key, value), key))
+    db.execute("INSERT OR REPLACE INTO meta VALUES(?,?,?)", (key, value, meta_sum(key, value)))
 
 
 def write_index(
@@ -47,8 +47,10 @@ def write_index(
     chunks: Iterable[Row],
     names: Iterable[tuple[str, str, int]],
     tokens: Iterable[tuple[int, bytes]],
+    more: Mapping[str, str] | None = None,
 ) -> None:
-    """Make the index ``path`` of these rows, synced; ``meta``: uuid, next id, number of writes.
+    """Make the index ``path`` of these rows, synced; ``meta``: uuid, next id, number of writes, ``more``:
+    what else it says of itself.
 
     Raises OSError and SQLite's errors; then ``path`` is not there.
     """
@@ -73,6 +75,8 @@ def write_index(
             )
             set_meta(db, "next_id", meta[1])
             set_meta(db, "n_writes", meta[2])
+            for key, value in (more or {}).items():
+                set_meta(db, key, value)
             db.execute("COMMIT")
         finally:
             db.close()

@@ -46,6 +46,8 @@ class IndexRows(Protocol):
     """
 
     uuid: str
+    was: tuple[str, ...]
+    """The uuids of those that it is a copy of."""
     where: str
     """What messages call it."""
     is_shared: bool

@@ -19,6 +19,7 @@ from zlib import crc32
 from kvweave.chunk.format import meta_sum, name_sum, row_sum, tokens_sum
 from kvweave.chunk.guard import as_ours, free_name, give_lock, lost_of, take_lock
 from kvweave.chunk.identity import check_name
+from kvweave.chunk.log import log_of, look
 from kvweave.chunk.pages import Cell, Pages
 from kvweave.chunk.rebuild import fsync, put_in_place, write_index, write_json
 from kvweave.chunk.record import Row, from_row
@@ -58,9 +59,9 @@ def salvage(path: Path) -> Salvage:
     when the disk refuses; then nothing was changed. Raises InvalidArgument when it is open elsewhere.
     """
     with as_ours(path), _locked(path):
-        wal = path.with_name(path.name + "-wal")
-        seal = Seal(path)
-        found = _Found(Pages(path.read_bytes(), wal.read_bytes() if wal.exists() else b""))
+        wal, seal, (is_others, _) = log_of(path), Seal(path), look(path)
+        log = wal.read_bytes() if wal.exists() and not is_others else b""
+        found = _Found(Pages(path.read_bytes(), log))
         if not (found.meta or found.chunks or found.names or seal.said.uuid):
             raise CorruptChunk(str(path), "nothing in it is of an index")
         aside = free_name(path)
@@ -72,7 +73,9 @@ def salvage(path: Path) -> Salvage:
             if not found.is_old:
                 report.notes.append("whose index it was is not known: tiers take it for another")
         n = max(found.meta.get("n_writes", 0), seal.said.n)
-        if missing := seal.missing(uuid, found.meta.get("n_writes", n)):
+        more: dict[str, str] = {k: found.meta[k] for k in ("place", "was") if k in found.meta}
+        was = more.get("was", "").split()
+        if missing := seal.missing(uuid, found.meta.get("n_writes", n), was):
             report.notes.append(missing)
         next_id = found.highest + 1
         if "next_id" in found.meta:
@@ -86,6 +89,7 @@ def salvage(path: Path) -> Salvage:
             (found.chunks[id] for id in sorted(found.chunks)),
             ((*key, found.names[key]) for key in sorted(found.names)),
             ((id, found.tokens[id]) for id in sorted(found.chunks)),
+            more,
         )
         report.n_chunks, report.n_names = len(found.chunks), len(found.names)
         is_told = "n_writes" in found.meta or (found.is_old and found.chunks)

@@ -13,11 +13,14 @@ from __future__ import annotations
 
 import os
 import struct
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 from uuid import UUID
 
 from xxhash import xxh3_64, xxh3_64_intdigest
+
+from kvweave.chunk.log import log_of
 
 MAGIC = b"kvwseal1"
 RECORD = struct.Struct("<8s16s16sqqqQ")
@@ -55,25 +58,24 @@ class Seal:
         self._boot = boot_id()
         self._file = -1
 
-    def missing(self, uuid: str, n: int) -> str:
-        """Return what is wrong with an index of ``n`` writes, or ""."""
+    def missing(self, uuid: str, n: int, was: Collection[str] = ()) -> str:
+        """Return what is wrong with an index of ``n`` writes, which ``was`` others before, or ""."""
         said = self.said
         if not said.uuid:
             return ""
-        if said.uuid != uuid:
+        if said.uuid != uuid and said.uuid not in was:
             return f"it is index {uuid}, where {said.uuid} was"
         wanted = said.n if said.boot == self._boot != bytes(16) else said.synced
         if n < wanted:
             return f"its last {wanted - n} writes are missing"
         return ""
 
-    def is_whole(self) -> bool:
-        """Tell whether the file is bit for bit the one that was closed."""
+    def is_whole(self, *, alone: bool = False) -> bool:
+        """Tell whether the file is bit for bit the one that was closed; ``alone``: whatever log there is."""
         said = self.said
         if not said.size or self._index.stat().st_size != said.size:
             return False
-        wal = self._index.with_name(self._index.name + "-wal")
-        return not wal.exists() and _sum_of(self._index) == said.sum
+        return (alone or not log_of(self._index).exists()) and _sum_of(self._index) == said.sum
 
     def begin(self, uuid: str, n: int) -> None:
         """Say that an index of ``n`` writes is open, before it is changed."""

@@ -40,6 +40,7 @@ class SqliteRows:
     """The rows of `kvweave.chunk.file`; without a path, of nothing that lasts. See `IndexRows`."""
 
     is_shared = False
+    was: tuple[str, ...] = ()
 
     def __init__(self, path: Path | None, *, busy_timeout: float = 5.0) -> None:
         """Raises what `IndexFile` raises."""
@@ -57,7 +58,7 @@ class SqliteRows:
             create(self._memory, self.uuid)
             self._next_id = 1
             return
-        self.uuid = self._file.uuid
+        self.uuid, self.was = self._file.uuid, self._file.was
         try:
             with as_ours(self._file.path):
                 self._kept_next_id = self._file.next_id

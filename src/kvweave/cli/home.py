@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import kvweave
+from kvweave.chunk.place import is_inside
 from kvweave.chunk.rebuild import write_json
 from kvweave.chunk.table import Table
 from kvweave.cli.command import UsageError
@@ -100,7 +101,7 @@ def _delete(home: Path, uuid: str, digests: list[str]) -> None:
 
     gone = set(digests)
     for directory in directories(home, tiers_of(home)):
-        if owner_of(directory) != uuid and directory.parent != home:
+        if owner_of(directory) != uuid and not is_inside(directory, home):
             continue
         tier = Disk(directory)
         tier.discard([key for key in tier.keys() if digest_of(key) in gone])

@@ -27,6 +27,11 @@ def fsck(p: ArgumentParser) -> None:
         action="store_true",
         help="with --repair: remove KV of chunks that the index does not know, or has lost",
     )
+    p.add_argument(
+        "--take-over",
+        action="store_true",
+        help="with --repair: make this home's what --tier has of the home that it is a copy of",
+    )
 
 
 def sweep(p: ArgumentParser) -> None:
@@ -34,7 +39,7 @@ def sweep(p: ArgumentParser) -> None:
     p.add_argument("tier", metavar="TIER", help="the tier, as serve --tier takes it")
     for name, metavar, help in (
         ("--index", "HOME", "a home, or a postgresql:// address; again for each"),
-        ("--retire", "UUID", "an index that is no more: forget that it was registered"),
+        ("--retire", "UUID", "an index that is no more, or how its uuid begins: forget it"),
     ):
         p.add_argument(name, action="append", default=[], metavar=metavar, help=help)
     p.add_argument(

@@ -21,8 +21,9 @@ from kvweave.store.spec import open_shared
 @private()
 def fsck(args: Namespace) -> int:
     """Check a home, and repair it if asked to; the status is 1 when something is wrong and stays so."""
-    if args.discard_strays and not args.repair:
-        raise InvalidArgument("discard-strays", "it goes with --repair", "add --repair")
+    for option in ("discard_strays", "take_over"):
+        if getattr(args, option) and not args.repair:
+            raise InvalidArgument(option.replace("_", "-"), "it goes with --repair", "add --repair")
     home = home_of(args) if args.directory is None else Path(args.directory).expanduser()
     out = Out.of(args)
     index = home / "index.sqlite"
@@ -51,14 +52,13 @@ def fsck(args: Namespace) -> int:
     if said["index"] == "ok" or args.repair:
         with Table(index) as table:
             chunks = {r.digest.hex(): (r.n_tokens, r.tier == "disk") for r in table}
-            known = files.Known(index, table.uuid, chunks, files.model_of(home))
+            known = files.Known(index, table.uuid, chunks, files.model_of(home), table.was)
+        how = {"repair": args.repair, "take_over": args.take_over}
         discard = args.repair and args.discard_strays
         specs = tiers_of(home, args.tier)
         for directory in files.directories(home, specs):
             out.note(f"reading {directory}")
-            checked.append(
-                files.check(directory, known, repair=args.repair, discard_strays=discard)
-            )
+            checked.append(files.check(directory, known, discard_strays=discard, **how))
         checked += files.check_shared(specs, repair=args.repair)
         if discard:
             lost_of(index).unlink(missing_ok=True)

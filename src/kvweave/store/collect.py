@@ -67,8 +67,14 @@ def register(tier: Tier, index: str, where: str, deadline: float | None) -> Outc
 
 
 def retire(tier: Tier, index: str) -> None:
-    """Say that an index is no more: what only it names may be swept. Raises StoreError."""
-    _done(tier.discard([REGISTERED + index], deadline=_soon()))
+    """Say that an index is no more: what only it names may be swept. ``index``: its uuid, or how that
+    begins. Raises InvalidArgument when that is of none, or of several; StoreError."""
+    there = [key for key in tier.keys() if index and key.startswith(REGISTERED + index)]
+    if len(there) != 1:
+        several = ", ".join(key.removeprefix(REGISTERED) for key in there)
+        hint = "a sweep that was not given all indexes says which are registered"
+        raise InvalidArgument("retire", f"{index!r} is {several or 'no index here'}", hint)
+    _done(tier.discard(there, deadline=_soon()))
 
 
 def sweep(

@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -70,28 +70,41 @@ class Known:
     """Digest -> tokens, and whether the index says that its KV is on disk."""
     model: str | None = None
     """The fingerprint's digest, hex; None when it cannot be read."""
+    was: Collection[str] = ()
+    """The uuids of the indexes that ours is a copy of."""
+
+    def has(self, directory: Path) -> bool:
+        """Tell whether a directory lies in the home itself, and no link leads out of it."""
+        return directory.resolve().parent == self.index.parent.resolve()
 
 
 def check(
-    directory: Path, known: Known, *, repair: bool = False, discard_strays: bool = False
+    directory: Path,
+    known: Known,
+    *,
+    repair: bool = False,
+    discard_strays: bool = False,
+    take_over: bool = False,
 ) -> Found:
     """Look through one directory.
 
     With ``repair`` spoilt records and what is unfinished are removed; strays are kept unless
     ``discard_strays`` says otherwise. An ``owner.json`` that is damaged, or in the home of another
-    index, is written anew; then engines keep the strays too. Raises StoreError, OSError.
+    index, is written anew; so is that of the home that this one is a copy of, to ``take_over`` what is
+    its. Then engines keep the strays too. Raises StoreError, OSError.
     """
     found = Found(str(directory))
-    if repair and _is_to_be_ours(directory, known):
+    if repair and _is_to_be_ours(directory, known, take_over):
         if not lost_of(known.index).exists():
             write_json(lost_of(known.index), {"taken_over": str(directory)})
         disown(directory)
         found.repaired.append(f"{FILE}: written anew")
     try:
-        claim(directory, known.uuid, shared=False, inside=True).close()
+        inside = known.has(directory) or owner_of(directory) is None
+        claim(directory, known.uuid, shared=False, inside=inside, was=known.was).close()
     except KVWeaveError as error:
         found.owner = str(error)
-        if directory.parent != known.index.parent:
+        if not known.has(directory):
             return found  # another home's, as far as anybody knows
     disk = Disk(directory, shared=True)
     try:
@@ -121,12 +134,14 @@ def check(
     return found
 
 
-def _is_to_be_ours(directory: Path, known: Known) -> bool:
+def _is_to_be_ours(directory: Path, known: Known, take_over: bool) -> bool:
     try:
         owner = owner_of(directory)
     except StoreError:
         return True
-    return owner not in (None, known.uuid) and directory.parent == known.index.parent
+    if owner in known.was and take_over:
+        return True
+    return owner not in (None, known.uuid, *known.was) and known.has(directory)
 
 
 def _fault(disk: Disk, key: str, model: str | None, known: tuple[int, bool] | None) -> str:

@@ -32,7 +32,8 @@ class Home:
             raise of_system(error, "make", path) from error
 
     def claim(self) -> None:
-        """Make it this model's, for good; called before the first chunk. Raises StoreError."""
+        """Make it this model's, for good; called before the first chunk. Raises StoreError, and
+        ModelMismatch when it has become another's since it was opened."""
         try:
             if not self._is_mine:
                 soon(self._claim, self.path)
@@ -42,6 +43,8 @@ class Home:
     def _claim(self) -> None:
         if not self._file.exists():
             write_json(self._file, self.mine.to_dict())
+        else:  # another engine's, who came between our look and the lock, or ours
+            self._check()
         self._is_mine = True
 
     @property

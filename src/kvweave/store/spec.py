@@ -16,12 +16,13 @@ from __future__ import annotations
 import shlex
 import shutil
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
+from kvweave.chunk.place import is_inside
 from kvweave.config import Config, n_bytes
 from kvweave.errors import InvalidArgument
 from kvweave.keep import POLICIES
@@ -50,17 +51,19 @@ _Words = dict[str, str]
 def open_shelf(
     config: Config,
     home: Path | None,
-    index: str | None,
+    index: Sequence[str] | None,
     model: tuple[str, torch.device],
     about: Callable[[int], Expected],
     is_pinned: Callable[[int], bool],
 ) -> Shelf:
     """Return a shelf with the levels of ``config``; ``model`` is a fingerprint's digest and where
-    the model runs, ``index`` the uuid of the index of ``home``. Raises as `open_levels`."""
+    the model runs, ``index`` the uuid of the index of ``home``, and those of the ones that it is a copy of.
+    Raises as `open_levels`."""
     digest, device = model
     policy, budget = POLICIES[config.policy], n_bytes(config.budget)
     specs = ("disk",) if config.tiers is None and home is not None else config.tiers or ()
-    levels = open_levels(specs, home, digest, policy, index)
+    uuid, *was = (None,) if index is None else index
+    levels = open_levels(specs, home, digest, policy, uuid, was)
     mover = Mover(levels, about, is_pinned=is_pinned, device=device, seconds=config.load_seconds)
     return Shelf(
         budget, policy(budget), mover, is_pinned, "gpu" if device.type == "cuda" else "ram"
@@ -73,11 +76,12 @@ def open_levels(
     model: str,
     policy: Callable[[int], Policy],
     index: str | None = None,
+    was: Collection[str] = (),
 ) -> list[Level]:
     """Open the tiers of ``specs``, fastest first; ``model`` is the fingerprint's hex digest.
 
     ``policy`` makes the order of leaving from a budget in bytes, ``index`` is the uuid of the
-    home's. Raises InvalidArgument for words that mean nothing, or a directory that is another
+    home's, ``was`` are those of which it is a copy. Raises InvalidArgument for words that mean nothing, or a directory that is another
     home's, StoreError for one that cannot be opened; what was opened is closed again then.
     """
     mine = None if index is None else (index, f"{socket.gethostname()}:{home}")
@@ -87,7 +91,7 @@ def open_levels(
             kind, words = parse(spec)
             size = n_bytes(words.pop("size")) if "size" in words else None
             choice = codec.parse(words.pop("codec", "raw"))
-            opened = KINDS[kind](words, Site(size, home, index))
+            opened = KINDS[kind](words, Site(size, home, index, was))
             budget = opened.budget
             made = policy(budget or HUGE)
             level = Level(
@@ -110,6 +114,7 @@ class Site(NamedTuple):
     size: int | None  # bytes
     home: Path | None
     uuid: str | None  # of the home's index
+    was: Collection[str] = ()
 
 
 class OpenTier(NamedTuple):
@@ -168,8 +173,8 @@ def _directory(name: str) -> _Open:
 
         def take() -> Claim:
             home = site.home
-            inside = home is not None and directory.resolve().is_relative_to(home.resolve())
-            return claim(directory, site.uuid, shared=shared, inside=inside)
+            inside = home is not None and is_inside(directory, home)
+            return claim(directory, site.uuid, shared=shared, inside=inside, was=site.was)
 
         def look() -> tuple[Disk, bool, int]:
             disk = Disk(directory, shared=relation == "shared", claimed=claimed)

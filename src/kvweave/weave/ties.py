@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import time
+
 from kvweave.chunk.identity import ChunkId
 from kvweave.chunk.table import Table
 from kvweave.keep.base import Facts
 from kvweave.run.base import Backend
+from kvweave.store.level import Level
+from kvweave.store.mover import LOOKING
 from kvweave.store.ram import Stretches
 from kvweave.store.record.transfer import Expected
 from kvweave.store.shelf import Shelf
@@ -52,13 +56,20 @@ class Ties:
             if level.owned:
                 level.adopt(known, keep=is_partial)
         shared = {level.place: level for level in reversed(levels) if not level.owned}
+        copied: set[Level] = set()
         for record in list(self.table):
             if record.tier in shared and self.shelf.tier(record.id) == "none":
-                shared[record.tier].presume(int(record.id), record.digest.hex(), record.n_bytes)
+                level = shared[record.tier]
+                level.presume(int(record.id), record.digest.hex(), record.n_bytes)
+                copied |= {level} if self.table.was else set()
             tier = self.shelf.tier(record.id)
             if record.tier != tier or record.deps:
                 size = record.n_bytes if record.tier == tier else 0
                 self.table.update(record.id, tier=tier, n_bytes=size, deps=())  # type: ignore[arg-type]
+        for (
+            level
+        ) in copied:  # what was acknowledged to the other index is relied on by this one too
+            level.records.register(time.monotonic() + LOOKING)
 
     def _facts(self, id: int) -> Facts:
         record = self.table.get(ChunkId(id))

@@ -94,6 +94,8 @@ class Disk:
         n, path = n_bytes_of(put.data), self.path(put.key)
         if n == 0:
             return Outcome("failed", f"{put.key}: nothing is no value")
+        if why := self._elsewhere():  # another directory is called what this one was: not ours
+            return Outcome("failed", why)
         try:
             if path.exists():
                 return self._exists(path, durable)
@@ -130,7 +132,7 @@ class Disk:
             fsync(self.directory)
         except OSError as error:
             return f"{self.directory}: {error}"
-        return ""
+        return self._elsewhere()
 
     # ---- reading
 
@@ -202,13 +204,18 @@ class Disk:
 
     def _missing(self, key: str) -> Outcome:
         """There is no such file; that says something only while this is the directory we opened."""
+        why = self._elsewhere()
+        return Outcome("failed", why) if why else absent(key)
+
+    def _elsewhere(self) -> str:
+        """Return why this is not the directory that was opened, or ""."""
         try:
             if _identity(self.directory) == self._identity:
-                return absent(key)
+                return ""
             why = "is another directory now; is it mounted?"
         except OSError as error:
             why = str(error)
-        return Outcome("failed", f"{self.directory}: {why}")
+        return f"{self.directory}: {why}"
 
     # ---- going
 
@@ -218,6 +225,8 @@ class Disk:
 
     def _remove(self, key: str) -> Outcome:
         self._forget(key)
+        if why := self._elsewhere():
+            return Outcome("failed", why)
         try:
             self.path(key).unlink()
         except FileNotFoundError:

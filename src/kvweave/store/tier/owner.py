@@ -2,7 +2,8 @@
 
 ::
 
-    owner.json   {"format": 1, "owner": "3f9c...", "shared": false}      the uuid of an index
+    owner.json   {"format": 1, "owner": "3f9c...", "shared": false, "place": "17:1795..."}
+                 the uuid of an index, and where the directory was then (`kvweave.chunk.place`)
 
     mine     the index that has this uuid has it open: what it does not know is left of it
     cache    nobody's: engines without a home use it one after the other, or several at a time;
@@ -15,14 +16,19 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import time
+from collections.abc import Collection
+from contextlib import closing
 from pathlib import Path
 from typing import Literal
 
+from kvweave.chunk.place import is_at, place_of
 from kvweave.chunk.rebuild import write_json
 from kvweave.errors import InvalidArgument, StoreError, of_system
 
 Relation = Literal["mine", "cache", "shared"]
 FILE = "owner.json"
+PATIENCE = 0.3  # seconds that another may take to say whose a directory is
 
 
 class Claim:
@@ -41,53 +47,101 @@ class Claim:
             self._lock = -1
 
 
-def claim(directory: Path, index: str | None, *, shared: bool, inside: bool) -> Claim:
+def claim(
+    directory: Path,
+    index: str | None,
+    *,
+    shared: bool,
+    inside: bool,
+    was: Collection[str] = (),
+) -> Claim:
     """Make ``directory`` that of ``index`` (its uuid; None without a home), or find what it is.
 
-    ``inside`` a home it is taken over with what is in it. Raises InvalidArgument when it is another
-    index's, or open elsewhere as its owner's; StoreError when it cannot be read or written.
+    ``inside`` a home it is taken over with what is in it. One that ``was`` another's, of which our index
+    is a copy, is ours if it was copied too. Raises InvalidArgument when it is another index's, or open
+    elsewhere as its owner's; StoreError when it cannot be read or written.
     """
     try:
-        return _claim(directory, index, shared, inside)
+        directory.mkdir(parents=True, exist_ok=True)
+        said = _read(directory / FILE)
+        if said.get("shared"):
+            return Claim("shared")
+        owner = said.get("owner")
+        if owner is not None and (shared or owner not in (index, *was)):
+            raise _anothers(directory, owner in was)
+        if not shared and owner is None and not _may_own(directory, index, inside):
+            return Claim("cache")
+        return _claim(directory, index, shared, inside, was)
     except OSError as error:
         raise of_system(error, "claim", directory) from error
 
 
-def _claim(directory: Path, index: str | None, shared: bool, inside: bool) -> Claim:
-    directory.mkdir(parents=True, exist_ok=True)
-    file = directory / FILE
-    said = _read(file)
-    owner, is_shared = said.get("owner"), bool(said.get("shared"))
-    if is_shared or (shared and owner is None):
-        if not is_shared:
-            write_json(file, {"format": 1, "owner": None, "shared": True})
-        return Claim("shared")
-    if owner is not None and (owner != index or shared):
-        raise InvalidArgument(
-            "tier",
-            f"{directory} belongs to another home",
-            "give another path=, or make one that several may use with shared=yes",
-        )
-    if index is None:
-        return Claim("cache")
-    if owner is None and not inside and any(p.suffix == ".kv" for p in directory.iterdir()):
-        return Claim("cache")  # somebody's values are there: they are not left-overs of ours
-    lock = os.open(directory / "owner.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+def _may_own(directory: Path, index: str | None, inside: bool) -> bool:
+    """Tell whether what is nobody's can be ours: somebody's values are not left-overs of ours."""
+    return index is not None and (inside or all(p.suffix != ".kv" for p in directory.iterdir()))
+
+
+def _claim(
+    directory: Path, index: str | None, shared: bool, inside: bool, was: Collection[str]
+) -> Claim:
+    """Read again whose it is, now that nobody else can say that it is theirs, and say so."""
+    lock, keeps, here = _locked(directory), False, place_of(directory)
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if owner is None:
-            write_json(file, {"format": 1, "owner": index, "shared": False})
-    except BlockingIOError as error:
-        os.close(lock)
-        raise InvalidArgument(
-            "tier",
-            f"{directory} is open in another process",
-            "stop that, or give another path=",
-        ) from error
-    except BaseException:
-        os.close(lock)
-        raise
-    return Claim("mine", lock)
+        said = _read(directory / FILE)
+        owner, place = said.get("owner"), str(said.get("place", ""))
+        if said.get("shared"):
+            return Claim("shared")
+        if owner is None and shared:
+            write_json(directory / FILE, {"format": 1, "owner": None, "shared": True})
+            return Claim("shared")
+        is_copy = owner in was and (not is_at(place, here) if place else inside)
+        if owner is not None and not (owner == index or is_copy):
+            raise _anothers(directory, owner in was)
+        if owner is None and not _may_own(directory, index, inside):
+            return Claim("cache")
+        if (owner, place) != (index, here):
+            mine = {"format": 1, "owner": index, "shared": False, "place": here}
+            write_json(directory / FILE, mine)
+        keeps = True
+        return Claim("mine", lock)
+    finally:
+        if not keeps:
+            Claim("mine", lock).close()
+
+
+def _locked(directory: Path) -> int:
+    """Return the lock of a directory. Who only says whose it is has it for a moment. Raises
+    InvalidArgument."""
+    lock = os.open(directory / "owner.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    ends = time.monotonic() + PATIENCE
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return lock
+        except BlockingIOError as error:
+            if time.monotonic() >= ends:
+                os.close(lock)
+                raise InvalidArgument(
+                    "tier",
+                    f"{directory} is open in another process",
+                    "stop that, or give another path=",
+                ) from error
+            time.sleep(0.01)
+        except BaseException:
+            os.close(lock)
+            raise
+
+
+def _anothers(directory: Path, is_original: bool) -> InvalidArgument:
+    if not is_original:
+        hint = "give another path=, or make one that several may use with shared=yes"
+        return InvalidArgument("tier", f"{directory} belongs to another home", hint)
+    return InvalidArgument(
+        "tier",
+        f"{directory} belongs to the home that this one is a copy of",
+        "give another path=; if there is no other any more, `kvweave fsck --repair --take-over` with"
+        f" --tier 'disk path={directory}'",
+    )
 
 
 def owner_of(directory: Path) -> str | None:
@@ -100,8 +154,10 @@ def owner_of(directory: Path) -> str | None:
 
 
 def disown(directory: Path) -> None:
-    """Have ``owner.json`` written anew by the next `claim`. Raises OSError."""
-    (directory / FILE).unlink(missing_ok=True)
+    """Have ``owner.json`` written anew by the next `claim`. Raises OSError, InvalidArgument when the
+    directory is open in another process."""
+    with closing(Claim("mine", _locked(directory))):
+        (directory / FILE).unlink(missing_ok=True)
 
 
 def _read(file: Path) -> dict[str, object]:
