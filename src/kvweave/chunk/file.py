@@ -26,6 +26,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from hashlib import blake2b
 from pathlib import Path
 from typing import TypeVar
 from uuid import uuid4
@@ -178,7 +179,9 @@ class IndexFile(Opened):
         if is_at(there, here):
             return
         is_told = there != "" or not self._existed  # others will be told its uuid: it must stay
-        said = (uuid4().hex, (*self.was, self.uuid)) if there else (self.uuid, self.was)
+        # the same one again when a backup is put back a second time
+        uuid = blake2b(f"{self.uuid} {here}".encode(), digest_size=16).hexdigest()
+        said = (uuid, (*self.was, self.uuid)) if there else (self.uuid, self.was)
         try:
             self.db.execute("BEGIN IMMEDIATE")
             for key, value in (("uuid", said[0]), ("was", " ".join(said[1])), ("place", here)):

@@ -98,9 +98,9 @@ class Host:
 
 def serve(address: str) -> None:
     """Fork when told to, until nobody tells any more."""
-    from store.faults import scripts, stories
+    from store.faults import roaming, scripts, stories
 
-    known = {**vars(stories), **vars(scripts)}
+    known = {**vars(stories), **vars(roaming), **vars(scripts)}
     scripts.prepare()
     link = Client(address, "AF_UNIX")
     while True:

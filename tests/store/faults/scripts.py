@@ -151,6 +151,7 @@ def verbs_slowly(
         verdict.merge(_as_told(engine, may), "well again")
         verdict.timed("close", patience + OWN, engine.close)
     control().off()
+    file.PATIENCE = 10.0  # the device is well: a machine that others use is no fault of it
     after: list[Verdict] = []
     until(
         lambda: bool(after.append(examine(TRUTH, home, tiers, may, done)) or not after[-1].refused)

@@ -65,6 +65,8 @@ class Disk:
         self._closed = False
         try:
             directory.mkdir(parents=True, exist_ok=True)
+            # open, it has one inode, also where a file system numbers them as they are asked for
+            self._pin: OpenFile | None = OpenFile(str(directory), False)
             self._identity = _identity(directory)
         except OSError as error:
             raise of_system(error, "open", directory) from error
@@ -297,7 +299,7 @@ class Disk:
 
     def close(self) -> None:
         with self._lock:
-            self._closed = True
+            self._closed, self._pin = True, None
             self._open.clear()
         if self._claim is not None:
             self._claim.close()
