@@ -312,8 +312,9 @@ def test_a_directory_of_values_that_is_exchanged(tmp_path: Path) -> None:
     other = Disk(tmp_path / "kv")
     other.put([put])
     assert tier.put([put], durable=True)[0].state == "failed"
+    assert tier.put([Put("new", put.data)])[0].state == "failed"
     assert tier.discard(["k"])[0].state == "failed"
-    assert other.look(["k"]) == [1]
+    assert other.look(["k"]) == [1] and list(other.keys()) == ["k"]
 
 
 def test_two_who_claim_a_directory_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

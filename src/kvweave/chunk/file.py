@@ -36,7 +36,7 @@ from kvweave.chunk.check import check_rows, check_schema, format_of
 from kvweave.chunk.format import PAGE_BYTES, damaged
 from kvweave.chunk.guard import as_ours, free_name, give_lock, take_lock, unsynced
 from kvweave.chunk.log import LIFE, is_there, kept, log_of, look
-from kvweave.chunk.opened import Opened
+from kvweave.chunk.opened import OpenIndex
 from kvweave.chunk.pages import is_whole_log
 from kvweave.chunk.place import inode_of, is_at, is_still, part, place_of
 from kvweave.chunk.rebuild import create, fsync, put_in_place, set_meta, upgrade
@@ -61,7 +61,7 @@ def soon(call: Callable[[], T], path: Path) -> T:
     return within(PATIENCE, call, path)
 
 
-class IndexFile(Opened):
+class IndexFile(OpenIndex):
     """The open file. Every method raises StoreError, or CorruptChunk, when SQLite cannot do it."""
 
     uuid = ""

@@ -7,13 +7,13 @@ from pathlib import Path
 
 from kvweave.chunk.format import damaged, meta_sum
 from kvweave.chunk.log import log_of
-from kvweave.chunk.place import Inode, inode_of, is_still, never_close
+from kvweave.chunk.place import Inode, inode_of, is_still
 from kvweave.errors import StoreError
 
 CACHE_KIB = 16_384
 
 
-class Opened:
+class OpenIndex:
     """A file and its connection, once there is one. Not to be used by two threads at once."""
 
     def __init__(self, path: Path, busy_timeout: float) -> None:
@@ -65,9 +65,5 @@ class Opened:
 
     def _abandon(self) -> None:
         db, self._db = self._db, None
-        if db is not None and is_still(self.path, self._inode):
-            db.close()
-        elif db is not None:
-            if db.in_transaction:
-                db.execute("ROLLBACK")
-            never_close(db)
+        if db is not None:
+            db.close()  # a log that is another's stays: SQLite looks whether its file was moved

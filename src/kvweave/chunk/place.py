@@ -11,7 +11,6 @@ from __future__ import annotations
 import ctypes
 import os
 import shutil
-import sqlite3
 import struct
 from contextlib import suppress
 from pathlib import Path
@@ -52,12 +51,6 @@ def is_still(path: Path, inode: Inode | None) -> bool:
         return False
     except OSError:
         return True
-
-
-def never_close(db: sqlite3.Connection) -> None:
-    """Keep a connection for as long as this process lives. To close it removes what is *called* its log,
-    and that is another's where the file was replaced."""
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(db))
 
 
 def is_inside(directory: Path, home: Path) -> bool:

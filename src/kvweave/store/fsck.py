@@ -21,6 +21,7 @@ from pathlib import Path
 
 from kvweave.chunk.guard import lost_of
 from kvweave.chunk.identity import ModelFingerprint
+from kvweave.chunk.place import place_of
 from kvweave.chunk.rebuild import write_json
 from kvweave.errors import FormatTooNew, KVWeaveError, StoreError
 from kvweave.store.record.layout import Head
@@ -101,7 +102,8 @@ def check(
         found.repaired.append(f"{FILE}: written anew")
     try:
         inside = known.has(directory) or owner_of(directory) is None
-        claim(directory, known.uuid, shared=False, inside=inside, was=known.was).close()
+        at = place_of(known.index.parent)
+        claim(directory, known.uuid, shared=False, inside=inside, was=known.was, at=at).close()
     except KVWeaveError as error:
         found.owner = str(error)
         if not known.has(directory):

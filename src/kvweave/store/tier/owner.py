@@ -2,8 +2,8 @@
 
 ::
 
-    owner.json   {"format": 1, "owner": "3f9c...", "shared": false, "place": "17:1795..."}
-                 the uuid of an index, and where the directory was then (`kvweave.chunk.place`)
+    owner.json   {"format": 1, "owner": "3f9c...", "shared": false, "place": "17:1795...", "home": ...}
+                 the uuid of an index, and where the directory and its home were (`kvweave.chunk.place`)
 
     mine     the index that has this uuid has it open: what it does not know is left of it
     cache    nobody's: engines without a home use it one after the other, or several at a time;
@@ -54,11 +54,12 @@ def claim(
     shared: bool,
     inside: bool,
     was: Collection[str] = (),
+    at: str = "",
 ) -> Claim:
     """Make ``directory`` that of ``index`` (its uuid; None without a home), or find what it is.
 
     ``inside`` a home it is taken over with what is in it. One that ``was`` another's, of which our index
-    is a copy, is ours if it was copied too. Raises InvalidArgument when it is another index's, or open
+    is a copy, is ours if it was copied too, or claimed from where our home is ``at``. Raises InvalidArgument when it is another index's, or open
     elsewhere as its owner's; StoreError when it cannot be read or written.
     """
     try:
@@ -71,7 +72,7 @@ def claim(
             raise _anothers(directory, owner in was)
         if not shared and owner is None and not _may_own(directory, index, inside):
             return Claim("cache")
-        return _claim(directory, index, shared, inside, was)
+        return _claim(directory, index, shared, inside, was, at)
     except OSError as error:
         raise of_system(error, "claim", directory) from error
 
@@ -82,7 +83,12 @@ def _may_own(directory: Path, index: str | None, inside: bool) -> bool:
 
 
 def _claim(
-    directory: Path, index: str | None, shared: bool, inside: bool, was: Collection[str]
+    directory: Path,
+    index: str | None,
+    shared: bool,
+    inside: bool,
+    was: Collection[str],
+    at: str,
 ) -> Claim:
     """Read again whose it is, now that nobody else can say that it is theirs, and say so."""
     lock, keeps, here = _locked(directory), False, place_of(directory)
@@ -94,13 +100,15 @@ def _claim(
         if owner is None and shared:
             write_json(directory / FILE, {"format": 1, "owner": None, "shared": True})
             return Claim("shared")
-        is_copy = owner in was and (not is_at(place, here) if place else inside)
-        if owner is not None and not (owner == index or is_copy):
+        home = str(said.get("home", ""))
+        is_copied = not is_at(place, here) if place else inside
+        is_ours = owner in was and (is_copied or (home != "" and is_at(home, at)))
+        if owner is not None and not (owner == index or is_ours):
             raise _anothers(directory, owner in was)
         if owner is None and not _may_own(directory, index, inside):
             return Claim("cache")
-        if (owner, place) != (index, here):
-            mine = {"format": 1, "owner": index, "shared": False, "place": here}
+        if (owner, place, home) != (index, here, at):
+            mine = {"format": 1, "owner": index, "shared": False, "place": here, "home": at}
             write_json(directory / FILE, mine)
         keeps = True
         return Claim("mine", lock)
