@@ -114,6 +114,16 @@ def test_a_directory_outside_stays_the_original_s(tmp_path: Path) -> None:
     assert held(tmp_path / "a", f"disk path={tmp_path / 'kv-c'}") == {"x": "disk", "y": "disk"}
 
 
+def test_a_backup_that_is_put_back_twice(tmp_path: Path) -> None:
+    """In one directory it becomes the same home each time, whose tier it has claimed before."""
+    filled(tmp_path / "a", f"disk path={tmp_path / 'kv'}", x=1)
+    spec, home = f"disk path={tmp_path / 'kv-b'}", tmp_path / "b"
+    shutil.copytree(tmp_path / "kv", tmp_path / "kv-b")
+    for _ in range(3):
+        shutil.copytree(tmp_path / "a", home, dirs_exist_ok=True)
+        assert held(home, spec) == {"x": "disk"}
+
+
 def test_a_link_out_of_a_copy(tmp_path: Path) -> None:
     """``cp -a`` copies a link; what it leads to is in no copy."""
     filled(tmp_path / "a", x=1)
@@ -137,9 +147,9 @@ def test_what_the_original_had_is_taken_over_when_told_to(tmp_path: Path) -> Non
     filled(tmp_path / "a", spec, y=2)
     words = ["fsck", str(tmp_path / "b"), "--tier", spec, "--repair"]
     assert main(words) == 1 and owner_of(tmp_path / "kv") == uuid_of(tmp_path / "a/index.sqlite")
-    with opened(tmp_path / "a", spec), pytest.raises(InvalidArgument, match="open in"):
-        claim(tmp_path / "kv", uuid_of(tmp_path / "a/index.sqlite"), shared=False, inside=False)
-        main([*words, "--take-over"])
+    with opened(tmp_path / "a", spec) as engine:
+        assert main([*words, "--take-over"]) != 0, "it is open"
+        assert owner_of(tmp_path / "kv") == engine.table.uuid
     assert held(tmp_path / "a", spec) == {"x": "disk", "y": "disk"}
     assert main(["fsck", str(tmp_path / "b"), "--take-over"]) != 0, "it goes with --repair"
     assert main([*words, "--take-over"]) == 0
@@ -176,6 +186,18 @@ def test_who_is_no_more_is_told_by_how_it_begins(tmp_path: Path) -> None:
     retire(tier, uuid[:8])
     assert not [key for key in tier.keys() if key.startswith(REGISTERED)]
     tier.close()
+
+
+def test_a_server_that_forgot_who_relies_on_it_is_told_again(tmp_path: Path) -> None:
+    """As one that evicts, or begins anew, does; else a sweep that was not given us removes what is ours."""
+    spec = f"disk path={tmp_path / 'shared'} shared=yes"
+    filled(tmp_path / "b", spec, z=3)
+    with opened(tmp_path / "a", spec) as engine:
+        store(engine, "x", 1)
+        (tmp_path / "shared" / f"{REGISTERED}{engine.table.uuid}.kv").unlink()
+        store(engine, "y", 2)
+    with pytest.raises(InvalidArgument, match="others keep chunks"):
+        swept(spec, tmp_path / "b")
 
 
 def writes(home: Path, first: int, last: int, salt: int, end: str) -> None:

@@ -9,7 +9,7 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
-from kvweave.store.collect import register
+from kvweave.store.collect import REGISTERED, register
 from kvweave.store.record.layout import Head
 from kvweave.store.record.transfer import MARK, Expected, read_heads, verify
 from kvweave.store.tier.base import DONE, LATE, Outcome, Put, Tier
@@ -54,8 +54,17 @@ class Records:
         return None
 
     def doomed(self, key: str, deadline: float | None) -> Outcome:
-        """Return ``done`` where the collector is about to remove a record, ``missing`` where not."""
-        marked = self.tier.look([key + MARK], deadline=deadline)[0]
+        """Return ``done`` where the collector is about to remove a record, ``missing`` where not.
+
+        A server that evicts, or was begun anew, has forgotten who we are: it is told again.
+        """
+        assert self._index is not None
+        keys = [key + MARK, REGISTERED + self._index[0]]
+        marked, registered = self.tier.look(keys, deadline=deadline)
+        if isinstance(registered, Outcome) and registered.state == "missing":
+            self._registered = False
+            if (why := self.register(deadline)) is not None:
+                return why
         if isinstance(marked, int) or marked.state == "missing":
             return DONE if isinstance(marked, int) else marked
         return self.judge([marked])[0]
