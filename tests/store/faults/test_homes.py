@@ -299,6 +299,10 @@ class World:
                 break
             self.tally.did("refused with a hint" if verdict.errors else "refused without one")
             if "a copy of" in verdict.refused or "another home" in verdict.refused:
+                if "fsck HOME" in verdict.refused:  # an index was put over one with KV in its home
+                    self.host.run("repair", place.home, place.tiers)
+                    place.durable = set()
+                    continue
                 if place.outside is None and not place.is_fuzzy:
                     self.tally.fault("lost", f"{where}: {verdict.refused}")
                 place.tiers, place.outside, place.durable = ("disk",), None, set()
