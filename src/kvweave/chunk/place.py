@@ -12,7 +12,6 @@ import ctypes
 import os
 import shutil
 import struct
-from contextlib import suppress
 from pathlib import Path
 
 from kvweave.chunk.rebuild import fsync, put_in_place
@@ -61,12 +60,19 @@ def is_inside(directory: Path, home: Path) -> bool:
 def part(path: Path) -> None:
     """Have a file that has other names too (`cp -al`) be our own: it is going to be changed in place.
     Raises OSError."""
-    with suppress(FileNotFoundError):
-        if path.stat().st_nlink > 1:
-            new = path.with_name(path.name + ".new")
-            shutil.copy2(path, new)
-            fsync(new)
-            put_in_place(new, path)
+    if not path.exists() or path.stat().st_nlink == 1:
+        return
+    new = path.with_name(path.name + ".new")
+    new.unlink(missing_ok=True)
+    try:
+        with path.open("rb") as old, new.open("xb") as file:
+            shutil.copymode(path, new)
+            shutil.copyfileobj(old, file, 1 << 20)
+        fsync(new)
+        put_in_place(new, path)
+    except OSError:
+        new.unlink(missing_ok=True)
+        raise
 
 
 def _born(path: Path) -> int:
