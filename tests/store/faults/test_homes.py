@@ -299,7 +299,9 @@ class World:
                 break
             self.tally.did("refused with a hint" if verdict.errors else "refused without one")
             if "a copy of" in verdict.refused or "another home" in verdict.refused:
-                if "fsck HOME" in verdict.refused:  # an index was put over one with KV in its home
+                if (
+                    "another home" in verdict.refused and place.outside is None
+                ):  # an index was put over one with KV in its home
                     self.host.run("repair", place.home, place.tiers)
                     place.durable = set()
                     continue

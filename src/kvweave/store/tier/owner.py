@@ -69,7 +69,7 @@ def claim(
             return Claim("shared")
         owner = said.get("owner")
         if owner is not None and (shared or owner not in (index, *was)):
-            raise _anothers(directory, owner in was, inside)
+            raise _anothers(directory, owner in was)
         if not shared and owner is None and not _may_own(directory, index, inside):
             return Claim("cache")
         return _claim(directory, index, shared, inside, was, at)
@@ -104,7 +104,7 @@ def _claim(
         is_copied = not is_at(place, here) if place else inside
         is_ours = owner in was and (is_copied or (home != "" and is_at(home, at)))
         if owner is not None and not (owner == index or is_ours):
-            raise _anothers(directory, owner in was, inside)
+            raise _anothers(directory, owner in was)
         if owner is None and not _may_own(directory, index, inside):
             return Claim("cache")
         if (owner, place, home) != (index, here, at):
@@ -140,11 +140,9 @@ def _locked(directory: Path) -> int:
             raise
 
 
-def _anothers(directory: Path, is_original: bool, inside: bool) -> InvalidArgument:
+def _anothers(directory: Path, is_original: bool) -> InvalidArgument:
     if not is_original:
-        hint = "`kvweave fsck HOME --repair` makes it this home's, with what is there"
-        if not inside:
-            hint = "give another path=, or make one that several may use with shared=yes"
+        hint = "give another path=, or make one that several may use with shared=yes"
         return InvalidArgument("tier", f"{directory} belongs to another home", hint)
     return InvalidArgument(
         "tier",
