@@ -66,9 +66,7 @@ class Ties:
             if record.tier != tier or record.deps:
                 size = record.n_bytes if record.tier == tier else 0
                 self.table.update(record.id, tier=tier, n_bytes=size, deps=())  # type: ignore[arg-type]
-        for (
-            level
-        ) in copied:  # what was acknowledged to the other index is relied on by this one too
+        for level in copied:  # what the other index was told to be durable this one relies on too
             level.records.register(time.monotonic() + LOOKING)
 
     def _facts(self, id: int) -> Facts:

@@ -85,10 +85,10 @@ class NextMessages:
     def _wanted(
         self, last: DialogueMessage, nothing: DialogueMessage, count: _Count, size: _Size
     ) -> WorkedOut:
-        """WorkedOut out what a context begins with when ``last`` is the next message."""
+        """Work out what a context begins with when ``last`` is the next message."""
 
         def fewest(messages: DialogueMessages) -> int:
-            """_Count the tokens with nothing in the place of what nobody knows."""
+            """Count the tokens with nothing in the place of what nobody knows."""
             whole = len(messages) > len(self._front)
             return count([*messages[:-1], nothing] if whole else messages)
 
