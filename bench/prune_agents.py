@@ -14,6 +14,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +31,7 @@ from kvweave.suite.exam import Exam
 HERE = Path(__file__).resolve().parent
 BUNDLED = HERE.parent / "src" / "kvweave" / "demo" / "model"
 PARTS = ("count", "time", "ahead", "drift")
-LATER = (
-    "auto",
-    "again",
-    "rested",
-    "ahead",
-)  # the request that edits, and what comes behind an edit
+LATER = ("auto", "again", "rested", "ahead")  # the request that edits, and what comes behind it
 PROSE = "llama-prose"
 FRONT = 5700  # tokens of tools and rules that opencode sends in front of all
 
@@ -68,7 +64,9 @@ def times(options: argparse.Namespace, runs: list[trace.AgentRun]) -> dict[str, 
 
 def foreseen(options: argparse.Namespace, runs: list[trace.AgentRun]) -> dict[str, Any]:
     """Measure requests of a server whose edits were made ahead."""
-    pair = model_pair(shape_of(options), options.dtype, options.device, 8 * options.context)
+    shape = shape_of(options)
+    shape = replace(shape, vocab=max(shape.vocab, len(ahead.words_and_marks())))
+    pair = model_pair(shape, options.dtype, options.device, 8 * options.context)
     with progress("ahead", options.rounds) as step:
         found = ahead.measured(pair, options.context, options.rounds, step)
     return found | {"load_at_end": [round(x, 2) for x in os.getloadavg()]}

@@ -269,7 +269,11 @@ def test_the_bench_runs_on_generated_runs(bench: Any, tmp_path: Path) -> None:
     out = tmp_path / "x.json"
     bench.main.main([*tiny, *size, "--out", str(out)])
     found = json.loads(out.read_text())
-    assert set(found["machines"]) == {"count", "time", "drift"} and set(found["drift"]) == {"world"}
+    assert set(found["machines"]) == {"count", "time", "ahead", "drift"}
+    assert set(found["drift"]) == {"world"}
+    assert {frozenset(e["seconds"]) for e in found["ahead"]["events"]} == {
+        frozenset({"unedited", "asked", "ahead", "missed"})
+    }
     assert {here["traces"] for here in found["machines"].values()} == {"generated"}
     assert len(found["time"]["rules"]) == len(found["count"]["as they are"]["rules"]) - 1
     for event in found["time"]["events"]:

@@ -47,13 +47,19 @@ TEMPLATE = (
 BUNDLED = Path(__file__).resolve().parents[2] / "src" / "kvweave" / "demo" / "model"
 
 
+def words_and_marks() -> Any:
+    """Return the bundled model's tokenizer with the marks of `TEMPLATE`."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(BUNDLED)
+    tokenizer.add_tokens(["<|im_start|>", "<|im_end|>"], special_tokens=True)
+    tokenizer.chat_template, tokenizer.eos_token = TEMPLATE, "<|im_end|>"
+    return tokenizer
+
+
 class AheadEvents:
     """Measures rounds on one server."""
 
     def __init__(self, pair: Pair, most: int) -> None:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(BUNDLED)
-        tokenizer.add_tokens(["<|im_start|>", "<|im_end|>"], special_tokens=True)
-        tokenizer.chat_template, tokenizer.eos_token = TEMPLATE, "<|im_end|>"
+        tokenizer = words_and_marks()
         assert len(tokenizer) <= pair.shape.vocab
         self.end = tokenizer.convert_tokens_to_ids("<|im_end|>")
         pair.plain.generation_config.eos_token_id = self.end
