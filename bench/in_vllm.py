@@ -2,8 +2,8 @@
 
 One vLLM, the same prompts: a system message, 24 turns of varied lengths, a question; each round
 edits the turns in three ways (one goes and one comes, all shuffled, one in the middle replaced) and
-asks after each. Ratios are of CPU seconds of the process, which with one thread are what the work takes
-when nothing else runs. Cases are interleaved, and each has its own salt and namespace, so that none finds another's
+asks after each. Ratios are of CPU seconds of the process, which with one thread (`--threads 1`) are what the work
+takes when nothing else runs; of two, one waits busily for the other. Cases are interleaved, and each has its own salt and namespace, so that none finds another's
 blocks or chunks. New chunks are computed within the request that brings them. `embedded` is kvweave
 without vLLM. A second vLLM, without the connector, says what it costs a plain request.
 
@@ -228,6 +228,8 @@ def plain(model: str, options: argparse.Namespace, vocab: int) -> dict[str, Any]
         options.dtype,
         "--context",
         str(options.context),
+        "--threads",
+        str(options.threads),
     ]
     servers = {}
     for weaves in (False, True):
@@ -270,6 +272,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     made.add_argument("--plain", nargs=2, help=argparse.SUPPRESS)  # model and words of a child
     made.add_argument("--weaves", action="store_true", help=argparse.SUPPRESS)
     options = made.parse_args(arguments)
+    torch.set_num_threads(options.threads)
     if options.plain:
         llm = serve(options.plain[0], options, weaves=options.weaves)
         for _ in sys.stdin:
