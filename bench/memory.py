@@ -160,7 +160,11 @@ class Alive:
         for each in gc.get_objects():
             if issubclass(type(each), torch.Tensor):
                 storage = each.untyped_storage()
-                yield storage.data_ptr(), storage.nbytes()
+                try:
+                    start = storage.data_ptr()
+                except RuntimeError:  # a fake one, which has no memory
+                    continue
+                yield start, storage.nbytes()
 
     def n_bytes(self) -> int:
         """Return the bytes of all storages; what several tensors share counts once."""
