@@ -177,7 +177,8 @@ class Engine:
         """Store several chunks; short ones are computed together. All of them or none."""
         self._require_run()
         items = list(items)
-        with self.maker.all_or_none() as made:
+        made: list[ChunkId] = []
+        with self.table.transaction():
             for name, text in items:
                 tokens, of = self.maker.tokens(text), {"namespace": namespace, "name": name}
                 id = self.maker.add(tokens, kind=kind, base=self._base, **of)
@@ -208,9 +209,9 @@ class Engine:
         is lost. Raises NameTaken, InvalidName, InvalidArgument, OverBudget, CannotMove.
         """
         self._require_run()
-        with self.maker.all_or_none() as made:
-            made.append(self.maker.add_rows(kv, kind=kind, namespace=namespace))
-            self.table.bind(name, made[0], namespace=namespace)
+        with self.table.transaction():
+            id = self.maker.add_rows(kv, kind=kind, namespace=namespace)
+            self.table.bind(name, id, namespace=namespace)
         return Files(self.table, namespace).stat(name)
 
     def compress(

@@ -26,7 +26,7 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def _is_faster() -> bool:
-    """Tell whether this machine is one where it is, and torch has the operation."""
+    """Tell whether this machine is one where MKL leaves AVX-512 unused."""
     try:
         vendors = {
             line.partition(":")[2].strip()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from hashlib import blake2b
 
 import numpy as np
@@ -47,13 +47,6 @@ class Maker:
         self.backend, self.shelf, self.table = backend, shelf, table
         self.chat = ChatFormat(backend.tokenizer)
         self.special = Special(backend.tokenizer)
-
-    @contextmanager
-    def all_or_none(self) -> Iterator[list[ChunkId]]:
-        """A transaction, and a list for the chunks that it makes; where it fails, the table tells that
-        they are gone, and their KV goes too."""
-        with self.table.transaction():
-            yield []
 
     def tokens(self, text: TextOrTokens) -> list[int]:
         """Return token ids without special tokens added; of `PlainText` text none is a special one.
@@ -147,13 +140,12 @@ class Maker:
         self, ref: str, keep: Keep, to: str | None, namespace: str, *, dry_run: bool
     ) -> Entry:
         """Bind a name to what ``keep`` leaves of a chunk; see `Engine.compress`."""
-        with suppress(TriedError), self.all_or_none() as made:
+        with suppress(TriedError), self.table.transaction():
             id, compute = self.table.resolve(ref, namespace).id, not dry_run
             if keep.policy.name == "full":
                 new = self.whole(id, compute=compute)
             else:
                 new = self.thin(id, keep, compute=compute)
-            made += [new] if compute else []
             self.table.bind(to or ref, new, namespace=namespace, replace=to is None)
             entry = Files(self.table, namespace).stat(to or ref)
             if dry_run:

@@ -305,8 +305,8 @@ class Weaver:
             weaving.placed, weaving.plan.spans, spans, looked, strict=True
         ):
             n_prefilled, whole = p.part.n - p.ready, stop - start == p.part.n
-            right = ((p.right and p.source != "none") or whole) and first == last
-            right = right and (start == stop or all(b.right for b in done))
+            right = (p.right and p.source != "none") or whole
+            right = right and (start == stop or all(b.right for b in done)) and first == last
             truth = Truth.STALE if not right else Truth.PATCHED if p.patched else Truth.RIGHT
             truth = Truth.EXACT if span.exact else truth
             new = replace(p, ready=p.part.n, truth=truth, due=weaving.leaves(p))

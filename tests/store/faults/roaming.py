@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from store.faults import scripts
-from store.faults.scripts import TEXTS, control, swept
-from store.faults.verbs import ANSWER, ask, durable_put, open_engine
+from store.faults.scripts import TEXTS, control, swept, told_put
+from store.faults.verbs import ANSWER, ask, open_engine
 
 from kvweave import Engine
 from kvweave.errors import InvalidArgument, KVWeaveError
@@ -35,12 +35,7 @@ def roam(
         there, dice = engine.table.lookup(name), rng.random()
         if there is None or dice < 0.4:
             tokens, lasting = rng.choice(TEXTS), rng.random() < 0.7
-            say(("begin", name, tokens))
-            if lasting:
-                durable_put(engine, name, tokens)
-            else:
-                engine.put(name, list(tokens), replace=there is not None)
-            say(("done", name, lasting))
+            told_put(say, engine, (name, tokens), lasting=lasting, replace=there is not None)
         elif dice < 0.52:
             say(("begin", name, None))
             engine.files.rm(name)

@@ -260,6 +260,19 @@ def repair(say: Say, home: Path, tiers: Iterable[str]) -> int:
     return main(["fsck", "--home", str(home), "--repair", "--json", *given])
 
 
+def told_put(
+    say: Say, engine: Engine, what: tuple[str, Tokens], *, lasting: bool, replace: bool
+) -> None:
+    """Put tokens under a name, durably or not, and say before and after that it is done."""
+    name, tokens = what
+    say(("begin", name, tokens))
+    if lasting:
+        durable_put(engine, name, tokens)
+    else:
+        engine.put(name, list(tokens), replace=replace)
+    say(("done", name, lasting))
+
+
 def live(
     say: Say, home: Path | None, tiers: Iterable[str], seed: int, prefix: str, names: int = 10,
     options: dict[str, Any] | None = None, skew: bool = False,
@@ -276,12 +289,7 @@ def live(
         if dice < 0.45 or there is None:
             tokens = rng.choice(TEXTS)
             lasting = dice < 0.35
-            say(("begin", name, tokens))
-            if lasting:
-                durable_put(engine, name, tokens)
-            else:
-                engine.put(name, list(tokens), replace=there is not None)
-            say(("done", name, lasting))
+            told_put(say, engine, (name, tokens), lasting=lasting, replace=there is not None)
         elif dice < 0.6:
             say(("begin", name, None))
             engine.files.rm(name)
