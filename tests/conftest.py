@@ -33,6 +33,7 @@ else:  # a busy machine is no fault of what is tested
 
 torch.set_num_threads(1)  # tiny tensors: more threads only wait for each other
 
+THEIRS = ("HOME", "KEY", "KEYS", "LOG", "METRICS_KEY", "URL")  # what commands and servers heed
 BUNDLED = Path(__file__).parents[1] / "src" / "kvweave" / "demo" / "model"
 
 
@@ -76,6 +77,19 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.section("skipped")
         for line in needs.summary(report.longrepr[2] for report in skipped):
             terminalreporter.line(line)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def a_new_user(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Nobody's chunks, model or keys: a person who runs the tests may use kvweave, and their home names
+    another model than the bundled one. No test leaves anything there that the next would find."""
+    with pytest.MonkeyPatch.context() as patch:
+        home = tmp_path_factory.mktemp("user")
+        patch.setenv("HOME", str(home))
+        for name in THEIRS:
+            patch.delenv(f"KVWEAVE_{name}", raising=False)
+        yield home
+        assert not (home / ".kvweave").exists()
 
 
 @cache
