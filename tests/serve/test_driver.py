@@ -258,6 +258,7 @@ def test_a_call_runs_between_two_steps_of_an_answer(drive):
         driven.steps.allow(1)
         await anext(events)
         call = asyncio.create_task(driven.driver.call(lambda engine: len(driven.ended)))
+        await asyncio.sleep(0)  # it is asked for before the steps are allowed
         driven.steps.allow(2)
         assert await call == 0  # the answer was not waited for
         await events.aclose()
@@ -384,11 +385,13 @@ def test_an_error_in_a_step_fails_the_turns_of_that_step_only(drive, monkeypatch
     monkeypatch.setattr(driven.engine.runner, "forward", forward)
 
     async def main():
-        tasks = []
-        for name in ("a", "b"):
-            tasks.append(asyncio.create_task(driven.finishes(name, n=4)))
-            await driven.until(lambda: driven.begun[-1:] == [name])  # noqa: B023
-            driven.steps.allow(1)
+        tasks = [asyncio.create_task(driven.finishes("a", n=4))]
+        await driven.until(lambda: driven.begun == ["a"])
+        tasks.append(asyncio.create_task(driven.finishes("b", n=4)))
+        both, stats = ["a", "b"], driven.driver.stats
+        await driven.until(lambda: driven.begun == both or stats()["waiting"] == 1)
+        driven.steps.allow(1)  # what is asked for later than this would wait for another
+        await driven.until(lambda: driven.begun == both)
         driven.steps.open.set()
         found = await asyncio.gather(*tasks, return_exceptions=True)
         assert sorted(map(str, found)) == ["['length']", "no more memory"]
