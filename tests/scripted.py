@@ -77,15 +77,16 @@ def scripted(
     template: str = HERMES,
     n: int = 4096,
     special: Sequence[str] = SPECIAL,
+    added: Sequence[str] = (),
     **more: Any,
 ) -> tuple[Engine, Script]:
     """Return an engine of a tiny random model with ``n`` positions, and what it writes.
 
-    The last of the ``special`` tokens ends answers.
+    The last of the ``special`` tokens ends answers; those ``added`` besides are not special.
     """
     tokenizer = AutoTokenizer.from_pretrained(bundled)
     tokenizer.add_tokens(list(special), special_tokens=True)
-    tokenizer.add_tokens(["<think>", "</think>"])
+    tokenizer.add_tokens(["<think>", "</think>", *added])
     tokenizer.chat_template = template
     tokenizer.eos_token = special[-1]
     script = Script(tokenizer, special[-1])

@@ -354,9 +354,9 @@ class FormatTooNew(StoreError):
 
 
 class Overloaded(ServerError):
-    def __init__(self, retry_after: float) -> None:
+    def __init__(self, retry_after: float, why: str = "too many requests are waiting") -> None:
         super().__init__(
-            "too many requests are waiting",
+            why,
             hint=f"try again in {retry_after:g} s",
             retry_after=retry_after,
         )

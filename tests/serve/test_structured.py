@@ -12,6 +12,10 @@ from needs import need
 from scripted import Script, scripted
 from serve.test_openai import Server, serving
 from serve.test_tools import ASK, THOUGHT, TOOL, WROTE
+from transformers import AutoTokenizer
+
+from kvweave.serve.chat.families import FAMILIES
+from kvweave.serve.chat.parse import AnswerParser, ContentText, ReasoningText, form_of
 
 need("llguidance")
 openai = need("openai")
@@ -25,6 +29,7 @@ SCHEMA = {
     "additionalProperties": False,
 }
 STRICT = {"type": "json_schema", "json_schema": {"name": "it", "schema": SCHEMA, "strict": True}}
+QUIET: dict[str, Any] = {"extra_body": {"enable_thinking": False}}
 WEATHER = {**TOOL, "function": {**TOOL["function"], "parameters": SCHEMA}}
 
 
@@ -36,8 +41,7 @@ def talk(bundled: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Serve
 
 
 def ask(server: Server, **more: Any) -> Any:
-    quiet = {"extra_body": {"enable_thinking": False}}
-    return server.ask(ASK, **({"max_tokens": 200, "temperature": 1.0} | quiet | more))
+    return server.ask(ASK, **({"max_tokens": 200, "temperature": 1.0} | QUIET | more))
 
 
 def test_json_of_a_schema_whole_streamed_and_several(talk: tuple[Server, Script]) -> None:
@@ -45,6 +49,8 @@ def test_json_of_a_schema_whole_streamed_and_several(talk: tuple[Server, Script]
     for choice in ask(server, response_format=STRICT, n=2, seed=1).choices:
         assert choice.finish_reason == "stop"
         assert set(json.loads(choice.message.content)) == {"city", "n"}
+    on = ask(server, response_format=STRICT, extra_body={"ignore_eos": True, **QUIET["extra_body"]})
+    assert set(json.loads(on.choices[0].message.content)) == {"city", "n"}
     again = [ask(server, response_format=STRICT, seed=4).choices[0].message.content for _ in "ab"]
     assert again[0] == again[1]
 
@@ -59,6 +65,72 @@ def test_calls_that_must_come(talk: tuple[Server, Script]) -> None:
             call.function.name == "get_weather" and reply.choices[0].finish_reason == "tool_calls"
         )
         assert json.loads(call.function.arguments)["city"] in ("Oslo", "Bergen")
+
+
+TAGS = ("<tool_call>", "</tool_call>")  # of Qwen's tokenizers: added, and not special
+
+
+def test_calls_of_a_tokenizer_that_has_tokens_for_their_tags(
+    bundled: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, _ = scripted(bundled, monkeypatch, added=TAGS)
+    with engine, serving(engine) as server:
+        for seed in range(2):
+            reply = ask(server, tools=[WEATHER], tool_choice="required", seed=seed)
+            choice = reply.choices[0]
+            assert choice.finish_reason == "tool_calls" and not choice.message.content
+            for call in choice.message.tool_calls:
+                assert json.loads(call.function.arguments)["city"] in ("Oslo", "Bergen")
+
+
+def test_text_that_reads_like_a_tag_stays_in_the_content(talk: tuple[Server, Script]) -> None:
+    server, _ = talk
+    odd = {"<think>": "</think>", "b": "<|im_end|>", "c": '<tool_call>{"name": "x"}</tool_call>'}
+    schema = {
+        "type": "object",
+        "properties": {name: {"const": said} for name, said in odd.items()},
+        "required": [*odd],
+        "additionalProperties": False,
+    }
+    form = {"type": "json_schema", "json_schema": {"name": "it", "schema": schema}}
+    for more in ({}, {"tools": [TOOL]}):
+        reply = ask(server, response_format=form, **more)
+        assert json.loads(reply.choices[0].message.content) == odd
+        assert not reply.choices[0].message.tool_calls
+        asked = {"messages": ASK, "response_format": form, "max_tokens": 200, **QUIET, **more}
+        with server.client("key-of-anna") as client:
+            pieces = client.chat.completions.create(model="demo", stream=True, **asked)
+            said = "".join(each.choices[0].delta.content or "" for each in pieces if each.choices)
+        assert json.loads(said) == odd
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_behind_its_thinking_all_of_a_formatted_answer_is_content(bundled: Path, name: str) -> None:
+    form = form_of(AutoTokenizer.from_pretrained(bundled), name)
+    assert form is not None and form.family is not None
+    for said in (
+        "7",
+        " <<",
+        "<<x",
+        '{"a": "<|im_end|>\n"} ',
+        '"<think>"',
+        "<tool_call>x",
+        "[f(a=1)]",
+        "",
+    ):
+        think = form.family.think
+        for front in ("", "so".join(think) + "\n\n") if think else ("",):
+            for size in (1, 3, 99):
+                parser = AnswerParser(form.held(), "", None, str)
+                pieces = [front[i : i + size] for i in range(0, len(front), size)]
+                pieces += [said[i : i + size] for i in range(0, len(said), size)]
+                found = [each for piece in pieces for each in parser.feed(piece)] + parser.end(True)
+                content = "".join(each.text for each in found if isinstance(each, ContentText))
+                thought = "".join(each.text for each in found if isinstance(each, ReasoningText))
+                assert (content, thought) == (
+                    said.lstrip() if front else said,
+                    "so" if front else "",
+                )
 
 
 @pytest.mark.parametrize(

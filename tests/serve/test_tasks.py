@@ -111,8 +111,9 @@ def test_what_is_given_up_leaves_nothing(going, monkeypatch, end):
         else:
             monkeypatch.setattr(engine.maker, "_store", lambda *a: 1 / 0)
             wanted = ZeroDivisionError
-        with pytest.raises(wanted):
+        with pytest.raises(wanted) as raised:
             await task
+        assert end != "stopped" or "the server is stopping" in str(raised.value)
         await events.aclose()
 
     run(both())

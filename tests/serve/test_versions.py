@@ -228,6 +228,16 @@ def test_a_request_sent_twice_is_done_once(anna):
     assert sent(anna, {"tokens": [9]}, {"Idempotency-Key": "x" * 200}).status_code == 400
 
 
+def test_what_is_removed_twice_with_one_key_is_removed_once(anna):
+    def put_and_remove():
+        anna("PUT", "/v1/chunks/docs/x", {"tokens": [7, 8]}, status=201)
+        return anna.client.delete("/v1/chunks/docs/*", headers=anna.headers | KEY)
+
+    first, again = put_and_remove(), put_and_remove()
+    assert first.content == again.content and again.headers["idempotent-replayed"]
+    assert [e["name"] for e in anna("GET", "/v1/chunks?pattern=docs/*")["data"]] == ["docs/x"]
+
+
 def test_what_may_be_tried_again_is_done_again_with_its_key(anna):
     for _ in range(2):
         found = sent(anna, {"to": "c"}, path="/v1/contexts/c:fork")

@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -22,12 +23,13 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from kvweave.cli.parser import COMMANDS, UsageError, parse
-from kvweave.errors import KVWeaveError, of_system
+from kvweave.errors import KVWeaveError, StoreError, of_system
 
 if TYPE_CHECKING:
     from sys import UnraisableHookArgs
 
 INTERRUPTED, BROKEN_PIPE = 130, 141
+OF_STDOUT = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
 TOGETHER = 0.2  # seconds; nobody presses Ctrl-C twice in so short a time
 
 
@@ -35,6 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status."""
     words = list(sys.argv[1:] if argv is None else argv)
     as_json = "--json" in words
+    _streams()
     _log()
     try:
         args = parse(words)
@@ -53,11 +56,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:
-        # Python flushes stdout once more at exit, which would complain
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _unsaid()
         return BROKEN_PIPE
     except OSError as error:
+        if error.filename is None and error.errno in OF_STDOUT:  # files are named, or StoreError
+            return _fail(_unsaid() or _cannot_say(error), as_json)
         return _fail(of_system(error, "use", error.filename or "what it needs"), as_json)
+    except SystemExit as error:  # --help, --version
+        if not error.code and (unsaid := _unsaid()) is not None:
+            return _fail(unsaid, as_json)
+        raise
 
 
 @contextmanager
@@ -109,6 +117,29 @@ def _interrupt_main() -> None:
     main = main_thread().ident
     if main is not None:
         signal.pthread_kill(main, signal.SIGINT)  # wakes it from what it waits for
+
+
+def _streams() -> None:
+    """Have something at 0, 1 and 2: a file of ours that is opened where one is closed would be it."""
+    for fd, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), "w" if fd else "r"))
+
+
+def _unsaid() -> StoreError | None:
+    """Return what keeps stdout from taking what waits for it, which is lost then."""
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        # Python flushes stdout once more at exit, which would complain
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _cannot_say(error)
+    return None
+
+
+def _cannot_say(error: OSError) -> StoreError:
+    hint = "what was done is done; give stdout another place"
+    return StoreError(f"cannot write to stdout: {error.strerror}", hint=hint, path="stdout")
 
 
 def _fail(error: KVWeaveError, as_json: bool) -> int:

@@ -14,6 +14,7 @@ from kvweave.cli.command import UsageError
 from kvweave.cli.home import model_of, offline_vllm, quieten
 from kvweave.cli.show import Out
 from kvweave.cli.suite import BOUNDS, check_home, file_of, print_calibration
+from kvweave.cli.values import path_of
 from kvweave.errors import InvalidArgument, of_system
 from kvweave.run.base import Backend
 from kvweave.run.model import Runner
@@ -101,7 +102,7 @@ def _sit(exam: Exam, papers: Sequence[Paper], out: Out) -> list[Trial]:
 
 def _read(name: str) -> str:
     try:
-        return Path(name).expanduser().read_text("utf-8-sig")
+        return path_of(name).read_text("utf-8-sig")
     except OSError as error:
         raise of_system(error, "read", name) from error
     except UnicodeDecodeError as error:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from importlib import import_module
 from typing import TYPE_CHECKING
 
 import kvweave
+from kvweave.cli import stdin
 from kvweave.cli.command import UsageError
 from kvweave.cli.show import Out, aligned
 from kvweave.cli.target import server, target
 from kvweave.cli.text import sampling_of
+from kvweave.cli.values import part_of
 from kvweave.errors import InvalidArgument, KVWeaveError, nearest
 from kvweave.weave.parts import Part
 
@@ -43,7 +44,7 @@ def chat(args: Namespace) -> int:
                 weaver.close_context(context.name)
                 if not args.keep_turns:
                     _forget(weaver, context.name)
-    return 1 if n_failed and not sys.stdin.isatty() else 0
+    return 1 if n_failed and not stdin.is_terminal() else 0
 
 
 def _opened(
@@ -90,13 +91,14 @@ class Chat:
     def talk(self) -> int:
         """Answer line by line; return how many lines failed."""
         n_failed = 0
-        for line in _lines():
-            words = line.split()
-            if not words:
-                continue
-            if words[0] in ("/quit", "/exit"):
-                break
+        for given in _lines():
             try:
+                line = given if isinstance(given, str) else stdin.text_of_line(given)
+                words = line.split()
+                if not words:
+                    continue
+                if words[0] in ("/quit", "/exit"):
+                    break
                 if words[0].startswith("/"):
                     self._command(words)
                 else:
@@ -168,7 +170,7 @@ class Chat:
     def _drop(self, refs: list[str]) -> None:
         if not refs:
             raise InvalidArgument("/drop", "which part?", "/parts lists them")
-        self.context.drop(*(int(ref) if ref.isdecimal() else ref for ref in refs))
+        self.context.drop(*map(part_of, refs))
         self.out.note(f"dropped {', '.join(refs)}; {self.context.n_tokens} tokens are left")
 
     def _add(self, refs: list[str]) -> None:
@@ -195,11 +197,10 @@ class Chat:
         self.out.note(HELP)
 
 
-def _lines() -> Iterator[str]:
+def _lines() -> Iterator[str | bytes]:
     """Yield the lines of stdin, with a prompt and line editing on a terminal."""
-    if not sys.stdin.isatty():
-        for line in sys.stdin:
-            yield line.rstrip("\n")
+    if not stdin.is_terminal():
+        yield from stdin.lines()
         return
     import_module("readline")  # gives input() its history and editing
     while True:

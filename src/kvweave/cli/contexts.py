@@ -9,10 +9,12 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from kvweave.chunk.names import has_glob, matching
+from kvweave.cli import stdin
 from kvweave.cli.command import UsageError
 from kvweave.cli.show import Out, aligned, date
 from kvweave.cli.target import server
 from kvweave.cli.text import sampling_of
+from kvweave.cli.values import part_of
 from kvweave.errors import ContextNotFound, nearest
 
 if TYPE_CHECKING:
@@ -160,7 +162,7 @@ def ledger(args: Namespace) -> None:
 def drop(args: Namespace) -> None:
     """Remove parts of one."""
     with _context(args) as context:
-        parts = list(map(_ref, args.parts))
+        parts = list(map(part_of, args.parts))
         if args.if_version is None:
             context.drop(*parts, mode=args.mode)
         else:
@@ -176,10 +178,10 @@ def amend(args: Namespace) -> None:
     text, how = _text(args.text), {"kind": args.kind, "role": args.role}
     with _context(args) as context:
         if args.if_version is None:
-            part = context.amend(_ref(args.part), text, **how)
+            part = context.amend(part_of(args.part), text, **how)
         else:
             with context.edit(version=args.if_version) as edit:
-                made = edit.amend(_ref(args.part), text, **how)
+                made = edit.amend(part_of(args.part), text, **how)
             part = made.part
     _added(args, part)
 
@@ -273,12 +275,8 @@ def _added(args: Namespace, part: Part) -> None:
         print(f"added: {part.name}  #{part.id}, {part.n} tokens")
 
 
-def _ref(word: str) -> str | int:
-    return int(word) if word.lstrip("-").isdecimal() else word
-
-
 def _text(text: str | None) -> str:
-    return sys.stdin.read() if text in (None, "-") else str(text)
+    return stdin.whole() if text in (None, "-") else str(text)
 
 
 def _did(args: Namespace, what: str, context: RemoteContext) -> None:

@@ -30,6 +30,7 @@ from kvweave.chunk.rebuild import write_json
 from kvweave.chunk.table import Table
 from kvweave.cli.command import UsageError
 from kvweave.cli.show import Out
+from kvweave.cli.values import path_of
 from kvweave.errors import ChunkNotFound, ModelMismatch, ModelUnusable, StoreError
 
 BUNDLED = Path(kvweave.__file__).parent / "demo" / "model"
@@ -37,7 +38,7 @@ BUNDLED = Path(kvweave.__file__).parent / "demo" / "model"
 
 def home_of(args: Namespace) -> Path:
     """Return the home directory; it need not exist."""
-    return Path(args.home or os.environ.get("KVWEAVE_HOME") or "~/.kvweave").expanduser()
+    return path_of(args.home or os.environ.get("KVWEAVE_HOME") or "~/.kvweave")
 
 
 @contextmanager
@@ -131,7 +132,7 @@ def model_of(args: Namespace) -> str:
     home = home_of(args)
     known = read(home / "config.json").get("model") if (home / "config.json").exists() else None
     model = str(args.model or known or BUNDLED)
-    path = Path(model).expanduser()
+    path = path_of(model)
     if path.exists():
         return str(path.resolve())
     if model.startswith(("/", ".", "~")) or model.count("/") > 1:

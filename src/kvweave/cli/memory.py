@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from kvweave.cli import stdin
 from kvweave.cli.command import UsageError
 from kvweave.cli.show import Out, aligned
 from kvweave.cli.target import server
@@ -235,7 +236,7 @@ def _by(args: Namespace) -> By:
 
 
 def _text(text: str | None) -> str:
-    return sys.stdin.read() if text in (None, "-") else str(text)
+    return stdin.whole() if text in (None, "-") else str(text)
 
 
 def _list(args: Namespace, names: Sequence[str]) -> None:

@@ -69,7 +69,8 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     if not COMMANDS[name].remote and any(word.split("=")[0] == "--url" for word in words):
         raise UsageError(f"{name} works on this machine only", "leave --url away")
     parser = command_parser(COMMANDS[name])
-    args = parser.parse_intermixed_args(rest)
+    # argparse forgets of intermixed arguments which were behind a "--"
+    args = parser.parse_args(rest) if "--" in rest else parser.parse_intermixed_args(rest)
     args.command = name
     return args
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from kvweave.cli import stdin
 from kvweave.cli.home import model_of, offline_vllm, quieten
 from kvweave.cli.show import Out, size
 from kvweave.cli.text import sampling_of
@@ -38,7 +38,7 @@ MS = 1000
 def record(args: Namespace) -> None:
     """Decode and write a trace."""
     out, how = Out.of(args), Recording(args.page, Rule.parse(args.rule))
-    text = sys.stdin.read() if args.prompt == "-" else args.prompt
+    text = stdin.whole() if args.prompt == "-" else args.prompt
     quieten(args)
     sampling = replace(sampling_of(args, []), ignore_eos=args.ignore_eos)
     notes: dict[str, Any] = {"prompt": text} | ({"label": args.label} if args.label else {})

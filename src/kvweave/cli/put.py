@@ -6,6 +6,7 @@ import sys
 from argparse import Namespace
 from pathlib import Path
 
+from kvweave.cli import stdin
 from kvweave.cli.command import UsageError
 from kvweave.cli.show import Out
 from kvweave.cli.target import target
@@ -52,10 +53,10 @@ def read_texts(args: Namespace) -> list[tuple[str, str]]:
 
 
 def _read(file: str) -> str:
-    if file == "-" and sys.stdin.isatty():
+    if file == "-" and stdin.is_terminal():
         print("reading from the terminal; end with Ctrl-D on a line of its own", file=sys.stderr)
     try:
-        data = sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()
+        data = stdin.whole_bytes() if file == "-" else Path(file).read_bytes()
         return data.decode()
     except UnicodeDecodeError as error:
         raise InvalidArgument(file, f"it is not UTF-8 text: {error.reason}") from error

@@ -12,6 +12,7 @@ from kvweave.chunk.identity import ModelFingerprint
 from kvweave.cli.command import UsageError
 from kvweave.cli.home import home_of, model_of, quieten, read
 from kvweave.cli.show import Out
+from kvweave.cli.values import path_of
 from kvweave.errors import InvalidArgument
 from kvweave.run.model import Runner
 from kvweave.suite import calibrate, report
@@ -81,7 +82,7 @@ def _protocols(args: Namespace) -> list[str]:
 def file_of(given: str | None, args: Namespace, model: str) -> Path:
     """Return where the calibration goes. Raises UsageError when it cannot be written there."""
     if given:
-        file = Path(given).expanduser()
+        file = path_of(given)
     elif args.home or os.environ.get("KVWEAVE_HOME") or not Path(model).is_dir():
         file = home_of(args) / FILE
         file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)

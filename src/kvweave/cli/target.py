@@ -10,7 +10,6 @@ import os
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvweave.chunk.cut import by_paragraph, by_tokens, cut
@@ -18,6 +17,7 @@ from kvweave.chunk.files import Entry, Files
 from kvweave.cli.command import UsageError
 from kvweave.cli.home import BUNDLED, below, home_of, model_of, open_engine, open_table, quieten
 from kvweave.cli.show import Out
+from kvweave.cli.values import path_of
 from kvweave.errors import ChunkNotFound
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ def key_of(args: Namespace) -> str | None:
     if args.key:
         raise UsageError("--key and --key-file", "give one of them")
     try:
-        key = Path(args.key_file).expanduser().read_text("utf-8-sig").strip()
+        key = path_of(args.key_file).read_text("utf-8-sig").strip()
     except UnicodeDecodeError as error:
         raise UsageError(f"{args.key_file} is no text", "it holds one key") from error
     if len(key.split()) != 1:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import kvweave
 from kvweave.chunk.names import has_glob
+from kvweave.cli import stdin
 from kvweave.cli.command import UsageError
 from kvweave.cli.home import open_engine, quieten
 from kvweave.cli.show import Out, aligned, size
@@ -171,7 +172,7 @@ def sampling_of(args: Namespace, stop: list[str]) -> kvweave.Sampling:
 
 
 def _template_text(args: Namespace) -> str:
-    text = sys.stdin.read() if args.template == "-" else str(args.template)
+    text = stdin.whole() if args.template == "-" else str(args.template)
     if not text.strip():
         raise UsageError("the template is empty", "write some text, or {name} of a chunk")
     return text

@@ -12,6 +12,7 @@ from kvweave.chunk.salvage import salvage
 from kvweave.chunk.table import Table
 from kvweave.cli.home import home_of, private, tiers_of
 from kvweave.cli.show import Out, size
+from kvweave.cli.values import path_of
 from kvweave.errors import CorruptChunk, InvalidArgument, StoreError
 from kvweave.store import collect
 from kvweave.store import fsck as files
@@ -24,7 +25,7 @@ def fsck(args: Namespace) -> int:
     for option in ("discard_strays", "take_over"):
         if getattr(args, option) and not args.repair:
             raise InvalidArgument(option.replace("_", "-"), "it goes with --repair", "add --repair")
-    home = home_of(args) if args.directory is None else Path(args.directory).expanduser()
+    home = home_of(args) if args.directory is None else path_of(args.directory)
     out = Out.of(args)
     index = home / "index.sqlite"
     if not home.is_dir():
@@ -138,5 +139,5 @@ def sweep(args: Namespace) -> int:
 
 def _index(word: str) -> str | Path:
     """Return the index of a home, or a shared one by its address."""
-    path = Path(word).expanduser()
+    path = path_of(word)
     return word if is_shared(word) else path / "index.sqlite" if path.is_dir() else path

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 from argparse import ArgumentTypeError
+from pathlib import Path
 from typing import Any
 
 from kvweave.config import n_bytes
-from kvweave.errors import InvalidArgument
+from kvweave.errors import InvalidArgument, StoreError
 
 STRATEGIES = (
     "auto", "none", "first_k", "boundary", "deviation", "query", "rollout", "deps", "patch", "random", "full",
@@ -70,13 +71,35 @@ def fields(text: str) -> dict[str, Any]:
     return found
 
 
+def path_of(text: str) -> Path:
+    """Return a path, of which `~` is a user's home. Raises StoreError for a user that there is not."""
+    try:
+        return Path(text).expanduser()
+    except RuntimeError as error:
+        hint = "write the directory out, or ./~ for one that is called so"
+        raise StoreError(
+            f"cannot use {text}: there is no such user", hint=hint, path=text
+        ) from error
+
+
 def age(text: str) -> float:
     """Return seconds of ``90s``, ``15m``, ``2h``, ``7d``."""
     seconds = {"s": 1, "m": 60, "h": 3600, "d": 86400}
     number, unit = text[:-1], text[-1:]
     if unit not in seconds or not number.isdecimal():
         raise ArgumentTypeError(f"{text!r} is no age: write 90s, 15m, 2h or 7d")
-    return float(int(number) * seconds[unit])
+    try:
+        return float(int(number) * seconds[unit])
+    except OverflowError as error:
+        raise ArgumentTypeError("it is longer than time itself") from error
+
+
+def part_of(word: str) -> str | int:
+    """Return the index of a part, or its name."""
+    try:
+        return int(word) if word.lstrip("-").isdecimal() else word
+    except ValueError:  # --1, or more digits than Python reads
+        return word
 
 
 def seconds(text: str) -> float:

@@ -80,14 +80,14 @@ class Peer:
     ) -> Course[Any]:
         """Send one request and return its JSON; None when there is none."""
         headers = dict(headers or {})
-        if method in ("POST", "PUT"):
+        if method != "GET":
             headers["idempotency-key"] = str(uuid.uuid4())
         send = Send(method, path, _given(body), _query(params), headers)
         for left in range(self.retries, -1, -1):
             try:
                 found = yield send
             except (httpx.TransportError, httpx.InvalidURL) as error:
-                if not (left and _may_again(method, error)):
+                if not (left and _may_again(error)):
                     raise self._unreachable(error) from error
                 yield Pause(FIRST_PAUSE * 2 ** (self.retries - left))
                 continue
@@ -175,12 +175,10 @@ def part_of_path(name: str) -> str:
     return quote(name, safe="/")
 
 
-def _may_again(method: str, error: Exception) -> bool:
-    """Tell whether what broke off may be sent once more: nothing of it arrived, or twice is once."""
-    if isinstance(error, httpx.ConnectError):
-        return True
-    broke_off = (httpx.ReadError, httpx.WriteError, httpx.RemoteProtocolError)
-    return method in ("GET", "POST", "PUT") and isinstance(error, broke_off)
+def _may_again(error: Exception) -> bool:
+    """Tell whether it broke off, and not of what was asked: a key sees to it that twice is once."""
+    broke_off = (httpx.ConnectError, httpx.ReadError, httpx.WriteError, httpx.RemoteProtocolError)
+    return isinstance(error, broke_off)
 
 
 def _checked(url: str) -> str:

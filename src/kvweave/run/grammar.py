@@ -60,6 +60,27 @@ class Grammar:
         return replace(self, think=think)
 
 
+class _PlainTokens:
+    """llguidance's view of a tokenizer, in which text is never a special token.
+
+    What a grammar wants as it stands, a constant or a name, may read like one (`<tool_call>`): the
+    tokenizer takes it for that, and llguidance, which told the model to write it, is at its end then.
+    """
+
+    is_tokenizer_wrapper = True
+    bos_token_id = None
+
+    def __init__(self, made: Any) -> None:
+        self._made, self.eos_token_id = made, made.eos_token
+        self.tokens = [made.decode_bytes([id]) for id in range(made.vocab_size)]
+        self.special_token_ids = [i for i in range(made.vocab_size) if made.is_special_token(i)]
+        self._special = frozenset(self.special_token_ids)
+
+    def __call__(self, text: str) -> list[int]:
+        ids: list[int] = self._made.tokenize_str(text)
+        return ids if self._special.isdisjoint(ids) else list(self._made.greedy_tokenize(text))
+
+
 class _Following:
     """Where one answer is in a grammar. It never raises: one answer's fault is not its batch's."""
 
@@ -72,9 +93,13 @@ class _Following:
             _set(self._ends, end)
         self._mask = np.zeros((1, grammar.n_words), np.int32)
 
+    @property
+    def fault(self) -> str:
+        return str(self.matcher.get_error()).splitlines()[0] if self.matcher.is_error() else ""
+
     def allowed(self) -> NDArray[np.int32] | None:
         if self.waits:
-            return None
+            return ~self._ends  # to end there would be an answer without what it is held to
         if self.matcher.is_error() or self.matcher.is_stopped():
             return self._ends
         try:
@@ -109,40 +134,44 @@ class Grammars:
 
     def compile(self, asked: GrammarText) -> Grammar:
         """Return a grammar. Raises InvalidArgument for one that is none, or where it cannot be kept."""
+        tokens = self._ready(asked.argument)
+        try:
+            from llguidance import LLMatcher
+
+            text = _text_of(asked, LLMatcher)
+            wrong = LLMatcher.validate_grammar(text, tokens)
+        except (ImportError, ValueError, TypeError, RecursionError) as error:
+            wrong = str(error)
+        if wrong:
+            raise InvalidArgument(asked.argument, f"no grammar: {wrong.splitlines()[0]}")
+        matcher = LLMatcher(tokens, text, log_level=0)
+        if matcher.is_error():
+            raise InvalidArgument(asked.argument, f"no grammar: {matcher.get_error()[:200]}")
+        return Grammar(matcher, (tokens.vocab_size + 31) // 32, self.ends)
+
+    def _ready(self, argument: str) -> Any:
+        """Return llguidance's view of the tokenizer. Raises InvalidArgument where there is none."""
         try:
             import llguidance.hf
-            from llguidance import LLMatcher
         except ImportError as error:
             hint = "pip install 'kvweave[structured]'"
-            raise InvalidArgument(asked.argument, "llguidance is not installed", hint) from error
+            raise InvalidArgument(argument, "llguidance is not installed", hint) from error
         if self.tokenizer is None:
-            raise InvalidArgument(asked.argument, "this model came without a tokenizer")
+            raise InvalidArgument(argument, "this model came without a tokenizer")
         with self._lock:
             if self._tokens is None:
                 n_vocab = max(self.n_vocab, len(self.tokenizer))
                 ends = list(self.ends) or None
-                self._tokens = llguidance.hf.from_tokenizer(
-                    self.tokenizer, n_vocab=n_vocab, eos_token=ends
-                )
-        try:
-            text = _text_of(asked, LLMatcher)
-            wrong = LLMatcher.validate_grammar(text, self._tokens)
-        except (ValueError, TypeError, RecursionError) as error:
-            wrong = str(error)
-        if wrong:
-            raise InvalidArgument(asked.argument, f"no grammar: {wrong.splitlines()[0]}")
-        matcher = LLMatcher(self._tokens, text, log_level=0)
-        if matcher.is_error():
-            raise InvalidArgument(asked.argument, f"no grammar: {matcher.get_error()[:200]}")
-        return Grammar(matcher, (self._tokens.vocab_size + 31) // 32, self.ends)
+                made = llguidance.hf.from_tokenizer(self.tokenizer, n_vocab=n_vocab, eos_token=ends)
+                plain: Any = _PlainTokens(made)
+                self._tokens = llguidance.LLTokenizer(plain, n_vocab=n_vocab, eos_token=ends)
+        return self._tokens
 
     def literal(self, text: str) -> str:
         """Return Lark for exactly this text; special tokens of it are the model's own."""
-        special = {
-            str(token): id
-            for id, token in self.tokenizer.added_tokens_decoder.items()
-            if token.special
-        }
+        # llguidance calls more tokens special than the tokenizer does: Qwen's <tool_call>
+        tokens, added = self._ready("tools"), self.tokenizer.added_tokens_decoder.items()
+        special = {str(token): id for id, token in added if tokens.is_special_token(id)}
         pattern = "|".join(map(re.escape, sorted(special, key=len, reverse=True))) or "(?!)"
         pieces = re.split(f"({pattern})", text)
         made = [f"<[{special[p]}]>" if p in special else json.dumps(p) for p in pieces if p]

@@ -88,6 +88,7 @@ def _sample(logits: Tensor, samplers: Sequence[Sampler]) -> list[Choice | Except
         shaping = samplers[row].shaping
         if shaping is not None and isinstance(choice, Choice) and row not in again:
             shaping.took(choice.token)
+            choices[row] = shaping.fault or choice
     if again:
         rest = sample(torch.stack([own[i] for i in again]), [samplers[i] for i in again])
         for row, choice in zip(again, rest, strict=True):

@@ -19,6 +19,10 @@ MAX_BIASED = 4096  # tokens that a request may bias
 class Follower(Protocol):
     """Where one answer stands in its grammar."""
 
+    @property
+    def fault(self) -> str:
+        """Why it cannot be followed any further; empty where it can."""
+
     def allowed(self) -> NDArray[np.int32] | None:
         """Return which tokens may come next, 32 a word, the lowest bit first; None: all."""
 

@@ -17,6 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from kvweave.errors import InvalidArgument
 from kvweave.run.base import Ints
 from kvweave.run.sampling import Sampling
 from kvweave.run.upload import up
@@ -52,6 +53,12 @@ class Shaping:
         self._late = np.array([self._at[token] for token in sorted(late)], np.int64)
 
     @property
+    def fault(self) -> InvalidArgument | None:
+        """What ends the answer: its grammar cannot be followed any further."""
+        why = "" if self.follower is None else self.follower.fault
+        return InvalidArgument("grammar", why, "take a simpler one") if why else None
+
+    @property
     def counts(self) -> bool:
         """Whether it matters which tokens came."""
         asked = self.sampling
@@ -74,16 +81,29 @@ class Shaping:
             self._tokens[at] = token
         self._counts[at] += 1
 
-    def changes(self) -> tuple[NDArray[np.int32], NDArray[np.float32], NDArray[np.float32]]:
-        """Return tokens, what divides their logits, and what is taken from them then."""
+    def changes(
+        self, words: NDArray[np.int32] | None
+    ) -> tuple[NDArray[np.int32], NDArray[np.float32], NDArray[np.float32]]:
+        """Return tokens, what divides their logits, and what is taken from them then.
+
+        ``words``: what the grammar allows; where that is only what may not come yet, it may.
+        """
         n, asked = len(self._at), self.sampling
         tokens, counts = self._tokens[:n], self._counts[:n]
         came = counts > 0
         repeated = np.where(came | self._read[:n], asked.repetition_penalty, 1.0)
         taken = asked.frequency_penalty * counts + asked.presence_penalty * came - self._bias[:n]
-        if self.n < asked.min_tokens:
+        if self.n < asked.min_tokens and not self._only_late(words):
             taken[self._late] = np.inf
         return tokens, repeated.astype(np.float32), taken.astype(np.float32)
+
+    def _only_late(self, words: NDArray[np.int32] | None) -> bool:
+        if words is None:
+            return False
+        left = words.view(np.uint32).copy()
+        for token in self._tokens[self._late]:
+            left[token // 32] &= ~np.uint32(1 << (token % 32))
+        return not left.any()
 
     def _grow(self) -> None:
         for name in ("_tokens", "_counts", "_bias", "_read"):
@@ -95,9 +115,11 @@ def shape(logits: Tensor, shapings: Sequence[Shaping | None]) -> Tensor:
     """Return ``logits`` [row, V] as these want them; None leaves a row as it is."""
     n_vocab = logits.shape[1]
     asking = [(row, shaping) for row, shaping in enumerate(shapings) if shaping is not None]
-    changes = [(row, *shaping.changes()) for row, shaping in asking]
-    followed = [(row, s.follower.allowed()) for row, s in asking if s.follower is not None]
-    bound = [(row, words) for row, words in followed if words is not None]
+    masks = [None if s.follower is None else s.follower.allowed() for _, s in asking]
+    changes = [(row, *s.changes(words)) for (row, s), words in zip(asking, masks, strict=True)]
+    bound = [
+        (row, words) for (row, _), words in zip(asking, masks, strict=True) if words is not None
+    ]
     places = [tokens.astype(np.int64) + row * n_vocab for row, tokens, _, _ in changes]
     host = np.concatenate([*places, np.array([row for row, _ in bound], np.int64)])
     n, n_host = sum(map(len, places)), len(host)

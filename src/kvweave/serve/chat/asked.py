@@ -105,20 +105,22 @@ class Asked:
     def of_chat(cls, state: ServerState, tenant: str, ask: ChatAsk) -> Asked:
         """Return the request that a chat is. Raises InvalidArgument."""
         tools = ask.shown_tools
-        form = state.form_with(bool(tools))
-        ends = state.driver.engine.runner.ends
+        form, ends = state.form_with(bool(tools)), state.driver.engine.runner.ends
+        grammar, shown = grammar_of(ask, form, state.grammars), () if form is None else form.shown
+        if form is not None and grammar is not None and ask.tool_choice in ("none", "auto"):
+            form, shown = form.held(), tuple(id for id in shown if id not in ends)
         return cls(
             state,
             tenant,
             [lambda state: prompt_of(state, ask)],
-            ask.sampling if form is None else replace(ask.sampling, shown=form.shown),
+            replace(ask.sampling, shown=shown),
             ask.max_tokens,
             ask.how,
             ask.n,
             private=ask.private and not state.options.keep_unstored,
             continues=ask.continues,
             reader=AnswerReader(form, tools, ends, parallel=ask.parallel),
-            grammar=grammar_of(ask, form, state.grammars),
+            grammar=grammar,
         )
 
     def read(self, event: Event) -> ToldEvent:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from transformers.utils.chat_parsing import ResponseParser
@@ -55,6 +55,14 @@ class ResponseForm:
     response: Mapping[str, Any]
     family: Family | None
     shown: tuple[int, ...]  # special tokens that it is read by
+    literal: bool = False  # what follows thinking is content, whatever it reads like
+
+    def held(self) -> ResponseForm:
+        """Return how an answer is read that a grammar holds to a format: its text calls nothing."""
+        fields = self.response["fields"]
+        left = {name: fields[name] for name in fields if name == "reasoning_content"}
+        response = {**self.response, "fields": {**left, "content": {}}}
+        return replace(self, response=response, literal=True)
 
     @property
     def anchor(self) -> re.Pattern[str]:
@@ -140,6 +148,9 @@ class AnswerParser:
         found: list[Written] = []
         for char in text:  # one by one: then what was held is known
             self._raw += char
+            if self._form.literal and self._started == "content":
+                found += self._give_out()
+                continue
             try:
                 events = self._parser.feed(char)
             except ValueError:
@@ -153,6 +164,8 @@ class AnswerParser:
         """Return what is left; ``complete`` if the model ended the answer by itself."""
         if self._form is None or self._parser is None:
             return []
+        if self._form.literal and self._started == "content":
+            return self._give_out()
         calls = self._form.response["fields"].get("tool_calls", {})
         strict = self._pythonic or calls.get("content", "text") in STRICT_CONTENT
         found: list[Written] = []
@@ -246,6 +259,11 @@ class AnswerParser:
         self.calls += [call for call in made if isinstance(call, CalledTool)]
         self._raw, self._started = "", "tool_calls"
         return made
+
+    def _give_out(self) -> list[Written]:
+        """Return all there is, as content."""
+        text, self._raw = self._raw, ""
+        return [ContentText(text)] if text else []
 
     def _give_up(self) -> list[Written]:
         """Return what could not be read as content, and read on behind it."""

@@ -54,6 +54,7 @@ __all__ = ["Begin", "Delta", "Done", "Driver", "Event", "Finished"]
 T = TypeVar("T")
 log = logging.getLogger("kvweave.serve")
 
+STOPPING = "the server is stopping"
 CALL_SECONDS = 0.02  # calls between two steps; at least one is run
 BEGIN_SECONDS = 0.02  # answers begun between two steps; at least one is
 
@@ -191,7 +192,7 @@ class Driver:
         assert self._thread is not None, "start() the driver first"
         self._crowd.note(tenant)
         if self._deadline is not None:
-            raise Overloaded(10)
+            raise Overloaded(10, STOPPING)
         if queue.count(tenant) >= self.max_waiting:
             rounds = 1 + len(self._waiting) // self.max_active
             raise Overloaded(min(60, max(1, round(self._seconds * rounds))))
@@ -240,15 +241,15 @@ class Driver:
             left = [*self._waiting.clear()]
             calls = self._calls.clear()
             self._idle.clear()
-        self.audits.stop(Overloaded(10))
+        self.audits.stop(Overloaded(10, STOPPING))
         for job in left:
-            job.sink.put(Overloaded(10))
+            job.sink.put(Overloaded(10, STOPPING))
         for call in calls:
-            call.tell(Overloaded(10))
+            call.tell(Overloaded(10, STOPPING))
         if time.monotonic() >= deadline:
             for job in list(self._active):
                 self._end(job, cancelled=True)
-            self._tasks.fail(Overloaded(10))
+            self._tasks.fail(Overloaded(10, STOPPING))
 
     def _run_calls(self) -> None:
         until = time.monotonic() + CALL_SECONDS

@@ -42,7 +42,7 @@ class StrictRoute(APIRoute):
             _check_query(request, known)
             if not takes_body and (await request.body()).strip() not in NOTHING:
                 raise InvalidArgument("body", "this takes no body", "leave it out")
-            if request.method in ("POST", "PUT") and HEADER in request.headers:
+            if request.method != "GET" and HEADER in request.headers:
                 idempotent = request.app.state.kvweave.idempotent
                 response: Response = await idempotent.answer(tenant_of(request), request, handle)
                 return response

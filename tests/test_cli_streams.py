@@ -1,0 +1,80 @@
+"""What is wrong with a stream, a path or a word: said in a line, whatever the command.
+
+python -m pytest tests/test_cli_streams.py
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from argparse import ArgumentTypeError
+
+import pytest
+from test_cli import sh
+
+from kvweave.cli import values
+
+__all__ = ["sh"]  # a fixture
+NOT_UTF8 = b"so well \xff\xfe\n"
+
+
+def shell(line, home):
+    """Run a line of sh in which $K is the command."""
+    command = f"{sys.executable} -m kvweave.cli"
+    env = {"K": command, "KVWEAVE_HOME": str(home), "HOME": str(home), "PYTHONUTF8": "1"}
+    env |= {"PYTHONPATH": ":".join(filter(None, sys.path)), "PATH": "/usr/bin:/bin"}
+    return subprocess.run(["sh", "-c", line], env=env, capture_output=True, text=True, timeout=60)
+
+
+@pytest.mark.parametrize("words", [("run", "-"), ("check", "-"), ("put", "docs/a")])
+def test_a_stdin_that_is_no_text_is_told_so(sh, words):
+    sh(*words, stdin=NOT_UTF8, status=1)
+    assert "is not UTF-8 text" in sh.err
+
+
+def test_a_line_of_a_chat_that_is_no_text_fails_alone(sh):
+    said = sh("chat", "--max-tokens", "2", stdin=b"so\n" + NOT_UTF8 + b"/parts\n", status=1)
+    assert "is not UTF-8 text" in sh.err and "total" in said
+
+
+def test_a_part_of_any_number_is_no_part(sh):
+    sh("chat", stdin=f"/drop {'9' * 5000}\n/drop --1\n/drop 99\n/quit\n", status=1)
+    assert sh.err.count("error: ") == 3
+    assert values.part_of("-2") == -2 and values.part_of("--2") == "--2"
+    assert values.part_of("docs/2") == "docs/2"
+
+
+@pytest.mark.parametrize("streams", [">&-", "<&-", "<&- >&-", ">&- 2>&-", "<&- >&- 2>&-"])
+def test_streams_may_be_closed(tmp_path, streams):
+    assert shell(f"$K ls --json {streams}", tmp_path).returncode == 0
+    found = shell(f"$K put docs/a {streams}", tmp_path)
+    assert found.returncode == 1 and "Traceback" not in found.stderr
+    assert ("docs/a" in found.stderr) == ("2>&-" not in streams)
+
+
+@pytest.mark.parametrize("words", ["ls --json", "put --help", "--version", "completion bash"])
+def test_a_stdout_that_takes_nothing_is_an_error(tmp_path, words):
+    found = shell(f"$K {words} > /dev/full", tmp_path)
+    assert found.returncode == 1 and "cannot write to stdout: No space left" in found.stderr
+    assert "Exception" not in found.stderr
+    if "--json" in words:
+        assert json.loads(found.stderr)["error"]["hint"]
+
+
+def test_a_user_that_there_is_not(sh):
+    sh("ls", "--home", "~nobody-here/x", status=1)
+    assert "there is no such user" in sh.err and "hint: " in sh.err
+    sh("fsck", "~nobody-here/x", status=1)
+    sh("run", "so", "--model", "~nobody-here/x", status=1)
+
+
+def test_ages_and_names_of_any_kind(sh):
+    with pytest.raises(ArgumentTypeError):
+        values.age("9" * 400 + "d")
+    sh("find", "--unused-for", "9" * 400 + "d", status=2)
+    sh("put", "--kind", "memory", "--", "-x", sh.file("a.md", "so well ."))
+    assert sh("cat", "--", "-x").strip() == "so well ." and sh("ls").strip() == "-x"
+    sh("mv", "--", "-x", "docs/x")
+    sh("rm", "docs/x", "--dry-run", "--quiet")
+    assert sh("ls") == "docs/x\n"
