@@ -48,7 +48,7 @@ from kvweave.suite.words import Paper, Question
 from kvweave.weave.passes import Passes
 from kvweave.weave.plan import Plan
 from kvweave.weave.repair import Auto, Strategy, Verdict, Wish, strategy
-from kvweave.weave.repair.auto import HEDGE
+from kvweave.weave.repair.auto import THIRDS
 
 BUNDLED = Path(__file__).resolve().parents[1] / "src" / "kvweave" / "demo" / "model"
 MODELS = ("bundled", "llama-one", "qwen3-last", "neox-first", "gemma3-slide", "qwen3moe-chain", "olmo2-path", "deepseek-last", "llama-prose", "qwen3-bytes")  # fmt: skip
@@ -74,7 +74,7 @@ class Less(Auto):
             met = int((slots < self.met).sum())
             new = len(slots) - met
             rows = rows_of(wish.share, new, met, self.left, self.few)
-            self.hedge = HEDGE * wish.share * new / max(rows, 1e-9) if self.asked else HEDGE
+            self.hedge = THIRDS / 3 * (wish.share * new / max(rows, 1e-9) if self.asked else 1)
             wish = replace(wish, share=rows / len(slots))
             self.met = passes.n
         return (yield from super().repair(passes, wish))

@@ -14,21 +14,24 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from pydoc_data import topics
 from typing import Any
 
 import numpy as np
 import torch
 from common import RESULTS, machine, progress, table
+from models.prose import texts
 from models.train import size_of
 from models.worlds import BOS, Size, case
 from models.zoo import ZOO, Kind
 from rich.console import Console
 
 from kvweave.run.model import Runner
-from kvweave.suite import plot, prose, stats
+from kvweave.suite import choose, own, plot, prose, stats
 from kvweave.suite.exam import Exam, outcome
 from kvweave.suite.method import FULL, Method
 from kvweave.suite.words import Paper, Question
+from kvweave.weave.calibration import Calibration
 from kvweave.weave.repair import Auto
 
 HERE = Path(__file__).resolve().parent
@@ -38,6 +41,8 @@ PASS = 0.004  # of the context: a pass of one row took as long as 18 rows more o
 NOTES, ASKED = 8, 8
 SINGLE = ("random", "first_k", "deviation:v@1", "query", "rollout:1@0", "boundary")
 OURS = ("auto", "auto:0", "auto hedge 0%", "auto hedge 50%")  # auto: two drafted, a third hedged
+CHOSEN = "auto chosen"  # with options that other documents of the model chose: `kvweave calibrate --only rows`
+CHOOSE = 16  # documents that choose
 FLOOR = 1e-4  # nats: below that all are alike
 DRAWN = ("random", "first_k", "deviation:v@1", "query", "rollout:1@0", "auto")
 SHARES = (0.02, 0.05, 0.10, 0.15, 0.30)
@@ -50,6 +55,14 @@ class Hedged(Auto):
     def __init__(self, hedge: float) -> None:
         super().__init__()
         self.hedge, self.name = hedge, f"auto hedge {hedge:.0%}"
+
+
+class Chosen(Auto):
+    """`auto` with the options that the model was measured best with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.name = CHOSEN
 
 
 @dataclass
@@ -114,6 +127,9 @@ def measure(name: str, methods: Sequence[Method], n: int, seed: str = "report") 
     torch.set_num_threads(1)
     kind = kind_of(name)
     runner = Runner.load(str(WEIGHTS / name), device="cpu")
+    known = None
+    if any(isinstance(method.strategy, Chosen) for method in methods):
+        known = choosing(runner, kind, CHOOSE if seed == "report" else n)
     counted, exam = Counted(runner), Exam(runner, BOS, evidence=False)
     found: dict[str, Cell] = {}
     for paper in papers(kind, exam, n, seed):
@@ -121,6 +137,7 @@ def measure(name: str, methods: Sequence[Method], n: int, seed: str = "report") 
         list(exam.under(paper, Method("none"), truth))  # stores the notes
         for method in methods:
             before = counted.rows, counted.passes
+            exam.calibration = known if isinstance(method.strategy, Chosen) else None
             trials = list(exam.under(paper, method, truth))
             spent = counted.rows - before[0], counted.passes - before[1]
             cell = found.setdefault(method.label, Cell())
@@ -133,6 +150,24 @@ def measure(name: str, methods: Sequence[Method], n: int, seed: str = "report") 
         exam.clear()
     exam.close()
     return found
+
+
+def choosing(runner: Runner, kind: Kind, n: int) -> Calibration:
+    """Return a calibration that holds what ``n`` other documents of the model's world choose; of models of
+    prose, four times as many pieces of source, since documentation is what they are asked about."""
+    exam, trials = Exam(runner, BOS, evidence=False), []
+    known = len(topics.topics)  # these stand first
+    sources = [text for i, text in enumerate(texts(True)) if 10 * i + 5 >= known]
+    made = (
+        papers(kind, exam, n, "choose")
+        if kind.wording
+        else own.of_texts(exam.words.maker, sources, 4 * n)
+    )
+    for paper in made:
+        trials += exam.sit(paper, choose.methods(SHARES))
+    exam.close()
+    recipes = tuple((c.share, c.recipe) for c in choose.choose(trials, SHARES))
+    return Calibration(runner.fingerprint, 0.0, 0, (), recipes=recipes)
 
 
 def cost(paper: Paper, spent: tuple[float, int], blind: bool) -> float:
@@ -211,7 +246,7 @@ def methods() -> list[Method]:
         hedge = each.partition(" hedge ")[2]
         which = Hedged(int(hedge[:-1]) / 100) if hedge else each
         made += [Method(which, share, modes=("forget",)) for share in shares]
-    return made
+    return made + [Method(Chosen(), share, modes=("forget",)) for share in SHARES]
 
 
 def cells_of(name: str, n: int, cache: Path, again: str = "") -> dict[str, Cell]:
@@ -241,7 +276,7 @@ def all_of(
     with progress("models", len(names)) as step:
         for name in names:
             cells = cells_of(name, n, cache, again)
-            rows += [r for each in (*OURS, *SINGLE) for r in regrets(name, cells, each)]
+            rows += [r for each in (*OURS, CHOSEN, *SINGLE) for r in regrets(name, cells, each)]
             step(name)
     if figure is not None:
         draw(rows, figure)
@@ -252,7 +287,7 @@ def all_of(
 def show(found: dict[str, Any]) -> None:
     """Print the worst and the middle regret of each strategy, then those of models left out."""
     worst = []
-    for each in (*OURS, *SINGLE):
+    for each in (*OURS, CHOSEN, *SINGLE):
         mine = sorted(r["regret"] for r in found["rows"] if r["strategy"] == each)
         where = max((r for r in found["rows"] if r["strategy"] == each), key=lambda r: r["regret"])
         at = f"{where['model']} {where['share']:.0%}"

@@ -98,8 +98,9 @@ def row(model: str, strategy: str, share: float, regret: float = 1.0) -> dict[st
 
 
 def rows_of(bench: dict[str, ModuleType], name: str) -> list[dict[str, Any]]:
-    every = (*bench["regret"].OURS, *bench["regret"].SINGLE)
-    return [row(name, each, share) for each in every for share in bench["regret"].SHARES]
+    regret = bench["regret"]
+    every = (*regret.OURS, regret.CHOSEN, *regret.SINGLE)
+    return [row(name, each, share) for each in every for share in regret.SHARES]
 
 
 def test_models_measured_later_stand_beside_the_others(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,8 @@ from kvweave.demo import world
 from kvweave.errors import InvalidArgument
 from kvweave.suite import own
 from kvweave.suite.calibrate import bins_of
-from kvweave.weave.calibration import STRATEGY, Calibration, fitting
+from kvweave.weave.calibration import STRATEGY, Calibration, Curve, fitting, measured
+from kvweave.weave.repair import strategy
 
 
 @pytest.fixture(scope="module")
@@ -74,9 +76,20 @@ def test_each_bin_of_few_questions_has_what_a_bound_takes():
 
 
 def test_a_calibration_is_of_one_strategy():
-    known = Calibration(bundled_runner().fingerprint, 0.95, 10, ())
-    assert fitting(known, "auto", 2) is known
-    assert fitting(known, "auto", 0) is None and fitting(None, "auto", 2) is None
+    curve = Curve(0.05, 0.05, (0.0,) * 6, (1.0,), (0.1,), (-9.0,) * 5, (9.0,) * 5)
+    recipes = ((0.05, "0@3@1"), (0.3, "2@0@1"))
+    known = Calibration(bundled_runner().fingerprint, 0.95, 10, (curve,), recipes=recipes)
+    assert fitting(known, strategy("auto").measured_as) is known
+    assert measured(known, strategy("auto:evidence").measured_as, 0.04) == (known, "0@3@1")
+    shares = (0.0, 0.05, 0.2, 1.0)
+    assert [measured(known, STRATEGY, at)[1] for at in shares] == ["0@3@1"] * 2 + ["2@0@1"] * 2
+    for other in ("auto:0", "auto:2@0", "auto:2@1@2", "first_k", "query"):
+        mine = strategy(other).measured_as
+        assert fitting(known, mine) is None and measured(known, mine, 0.05) == (None, None)
+    assert measured(replace(known, recipes=()), STRATEGY, 0.05)[1] is None
+    assert measured(None, STRATEGY, 0.05) == (None, None)
+    assert fitting(None, STRATEGY) is None
+    assert fitting(replace(known, curves=()), STRATEGY) is None  # it bounds nothing
 
 
 def test_the_command_writes_what_max_drift_takes(tmp_path: Path, capsys):

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import tiny
-from weaving import EXACT, chat, rows, tensors, text
+from weaving import EXACT, WIDE, ZERO, chat, flat, rows, tensors, text
 
 from kvweave import Context, Engine
 from kvweave.errors import CorruptChunk, InvalidArgument, ModelMismatch
@@ -18,18 +17,7 @@ from kvweave.weave.calibration import Calibration, Curve, Evidence
 from kvweave.weave.repair.auto import PROBES
 
 Make = Callable[..., Engine]
-ZERO = (0.0,) * 6  # weights: every evidence scores 0
-WIDE = ((-9.0,) * 5, (9.0,) * 5)  # of the features, which are logarithms
 SEEN = Evidence(0.25, 0.1, 0.2, 0.3, 0.4, 0.5)
-
-
-def flat(**bounds: float) -> Calibration:
-    """A calibration that gives every evidence at share .25 the same bounds."""
-    curves = [
-        Curve(0.25, float(share[1:]) / 100, ZERO, (0.0,), (bound,), *WIDE)
-        for share, bound in bounds.items()
-    ]
-    return Calibration(tiny().fingerprint, 0.95, 100, tuple(curves))
 
 
 def gated(make: Make, calibration: Calibration | None = None, **options: object) -> Context:

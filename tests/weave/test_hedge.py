@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from weaving import again, chat, rows, text
+from weaving import again, chat, passes_of, rows, text
 
 from kvweave import Context, Engine
 from kvweave.run.base import Work
@@ -19,21 +17,6 @@ from kvweave.weave.repair import Auto
 
 Make = Callable[..., Engine]
 AHEAD = [25, 26, 45]  # of a budget of ten: a third, the first rows of the chunks at 25 and at 45
-
-
-@contextmanager
-def passes_of(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[list[int]]]:
-    """The slots of every pass while inside."""
-    seen: list[list[int]] = []
-    forward = engine.runner.forward
-
-    def watched(works: Sequence[Work], *rest: Any, **named: Any) -> list[torch.Tensor]:
-        seen.extend(work.slots.tolist() for work in works)
-        return forward(works, *rest, **named)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(engine.runner, "forward", watched)
-        yield seen
 
 
 def asked(engine: Engine, share: float = 0.25, n: int = 4, **options: object) -> Context:

@@ -167,6 +167,12 @@ def calibrate(p: ArgumentParser) -> None:
     )
     add("--n", type=positive, default=200, metavar="N", help="cases, about (200)")
     add(
+        "--only",
+        choices=("rows", "bounds"),
+        help="rows: choose how auto chooses rows, and tell no bounds, which cost an answer time; "
+        "bounds: of auto as it is (both)",
+    )
+    add(
         "--out",
         metavar="FILE",
         help="where to write it (calibration.json of the home, if one is given, else of the checkpoint)",

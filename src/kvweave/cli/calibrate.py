@@ -1,4 +1,5 @@
-"""``kvweave calibrate``: bounds of the drift from the user's own text, or from prompts he has logged."""
+"""``kvweave calibrate``: from the user's own text, or prompts he has logged, how `auto` is to choose rows
+for this model, and bounds of the drift."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ import os
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,15 @@ from kvweave.errors import InvalidArgument, of_system
 from kvweave.run.base import Backend
 from kvweave.run.model import Runner
 from kvweave.suite import calibrate as fits
-from kvweave.suite import own
+from kvweave.suite import choose, own
 from kvweave.suite.exam import Exam, Trial
 from kvweave.suite.method import Method
 from kvweave.suite.words import Paper
+from kvweave.weave.calibration import Calibration
+
+CASES = 40  # that choose
+SHARES = fits.SHARES
+USUAL = [Method("auto", share, modes=("forget",)) for share in SHARES]
 
 
 def calibrate(args: Namespace) -> None:
@@ -41,11 +47,11 @@ def calibrate(args: Namespace) -> None:
     with _loaded(model, args) as runner:
         runner.require_move()
         check_home(file.parent, runner.fingerprint)
-        found = _measured(runner, texts, lines, args.n, file, out)
+        found = _measured(runner, texts, lines, args, file, out)
     if out.as_json:
         out.data(found)
     else:
-        print_calibration(found["calibration"], out)
+        _show(found["calibration"], out)
 
 
 @contextmanager
@@ -59,39 +65,80 @@ def _loaded(model: str, args: Namespace) -> Iterator[Backend]:
 
 
 def _measured(
-    runner: Backend, texts: list[str], lines: list[str], n: int, file: Path, out: Out
+    runner: Backend, texts: list[str], lines: list[str], args: Namespace, file: Path, out: Out
 ) -> dict[str, Any]:
     """Measure, write, and return what is told of it."""
     bos = str(getattr(runner.tokenizer, "bos_token", None) or "")
-    exam = Exam(runner, bos)
+    exam = Exam(runner, bos, evidence=args.only != "rows")
     try:
-        maker = exam.words.maker
+        maker, n = exam.words.maker, args.n
         papers = (
             own.of_texts(maker, texts, n)
             if texts
             else own.of_prompts(maker, lines, n, runner.limit)
         )
-        seen = fits.gather(_sit(exam, papers, out))
+        asked, rest = _shared_out(papers, args.only)
+        chosen = (
+            choose.choose(_sit(exam, asked, choose.methods(SHARES), out), SHARES) if asked else []
+        )
+        recipes = tuple((c.share, c.recipe) for c in chosen)
+        exam.calibration = Calibration(runner.fingerprint, 0.0, 0, (), recipes=recipes)
+        made, told = exam.calibration, {"questions": 0, "held_out": None}
+        if args.only != "rows":
+            made, told = _bounded(runner, _sit(exam, rest, USUAL, out))
     finally:
         exam.close()
-    bins = fits.bins_of(len(seen))
-    try:
-        made = fits.fit(seen, runner.fingerprint, bins=bins)
-    except ValueError as error:
-        hint = "give more or longer text: what stands before a question has to be most of it"
-        raise InvalidArgument("n", str(error), hint) from error
-    replace(made, source="text" if texts else "prompts").save(file)
-    try:
-        half = fits.bins_of(len(seen) // 2)
-        halves = fits.halves(seen, runner.fingerprint, BOUNDS, bins=half)
-    except ValueError:
-        halves = None
-    found = {"file": str(file), "questions": made.n, "cases": len(papers), "held_out": halves}
+    replace(made, source="text" if texts else "prompts", recipes=recipes).save(file)
+    found = {"file": str(file), "cases": len(papers), "chosen": [asdict(c) for c in chosen], **told}
     return {"model": runner.fingerprint.to_dict(), "calibration": found}
 
 
-def _sit(exam: Exam, papers: Sequence[Paper], out: Out) -> list[Trial]:
-    methods = [Method("auto", share, modes=("forget",)) for share in fits.SHARES]
+def _show(found: dict[str, Any], out: Out) -> None:
+    if found["chosen"]:
+        print("rows that auto repairs, chosen for this model; KL of cases that did not choose")
+        head = ("share", "auto:", "KL", "auto without options")
+        rows = [
+            (f"{c['share']:.0%}", c["recipe"], f"{c['kl']:.2g}", f"{c['usual_kl']:.2g}")
+            for c in found["chosen"]
+        ]
+        out.table(head, rows)
+        print()
+    if found["questions"]:
+        print_calibration(found, out)
+    else:
+        print(f"wrote {found['file']}: no bounds")
+
+
+def _shared_out(papers: list[Paper], only: str | None) -> tuple[list[Paper], list[Paper]]:
+    """Return the cases that choose, and those that bounds are made of: none is both. Where there are few,
+    bounds get them."""
+    n = min(CASES, len(papers) if only == "rows" else len(papers) // 4)
+    if only == "bounds" or (n < choose.LEAST and only is None):
+        return [], papers
+    if n < choose.LEAST:
+        reason = f"{n} cases are too few to choose on; {choose.LEAST} at least"
+        raise InvalidArgument("only", reason, "give more or longer text")
+    mine = {i * len(papers) // n for i in range(n)}
+    return [papers[i] for i in sorted(mine)], [p for i, p in enumerate(papers) if i not in mine]
+
+
+def _bounded(runner: Backend, trials: Sequence[Trial]) -> tuple[Calibration, dict[str, Any]]:
+    """Fit bounds, and tell what those of one half are worth on the other."""
+    seen = fits.gather(trials)
+    try:
+        made = fits.fit(seen, runner.fingerprint, bins=fits.bins_of(len(seen)))
+    except ValueError as error:
+        hint = "give more or longer text: what stands before a question has to be most of it"
+        raise InvalidArgument("n", str(error), hint) from error
+    half = fits.bins_of(len(seen) // 2)
+    try:
+        halves = fits.halves(seen, runner.fingerprint, BOUNDS, bins=half)
+    except ValueError:
+        halves = None
+    return made, {"questions": made.n, "held_out": halves}
+
+
+def _sit(exam: Exam, papers: Sequence[Paper], methods: Sequence[Method], out: Out) -> list[Trial]:
     found: list[Trial] = []
     with out.progress("cases", len(papers)) as advance:
         for paper in papers:

@@ -236,15 +236,17 @@ COMMANDS = {
         Command(
             "calibrate",
             "kvweave.cli.calibrate:calibrate",
-            "Measure what bounds of the drift auto can keep on text of your own.",
+            "Measure how auto should choose rows for this model, and what bounds it keeps, on text of your own.",
             arguments.calibrate,
             "Cuts text into chunks, prunes one or swaps two, as real use does, and compares what the\n"
-            "model says with a full prefill; or does so with prompts and replies you have logged. What\n"
-            "it writes is what --max-drift needs. The bounds are for text like this: half of the\n"
-            "documents is tested on the other half, and you are told how that went.",
+            "model says with a full prefill; or does so with prompts and replies you have logged. A part\n"
+            "of the cases chooses among options of auto, share by share; with these, the rest gives\n"
+            "what --max-drift needs. The bounds are for text like this: half of the documents is\n"
+            "tested on the other half, and you are told how that went.",
             (
                 "kvweave calibrate --text docs/*.md",
                 "kvweave calibrate --prompts log.jsonl --out calibration.json",
+                "kvweave calibrate --text docs/*.md --only rows",
                 "kvweave calibrate --text docs/*.md --vllm --out in-vllm.json",
             ),
             remote=False,

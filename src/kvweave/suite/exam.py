@@ -31,6 +31,7 @@ from kvweave.run.base import Backend, Rows, Work
 from kvweave.suite.method import FULL, Method, Pruning
 from kvweave.suite.reply import Heard, written
 from kvweave.suite.words import Paper, Question, Words
+from kvweave.weave.calibration import Calibration
 from kvweave.weave.context import Context
 from kvweave.weave.maker import Maker
 from kvweave.weave.oracle import forced, prefill
@@ -73,11 +74,13 @@ class Trial:
 class Exam:
     """Engines of one model for all methods, and the protocols in its tokens.
 
-    ``system`` is the text of the base instead of the system message.
+    ``system`` is the text of the base instead of the system message. Contexts are woven under the
+    ``calibration``, which may be set between two cases.
     """
 
     def __init__(self, runner: Backend, system: str | None = None, evidence: bool = True) -> None:
         self.runner, self.evidence = runner, evidence
+        self.calibration: Calibration | None = None
         self._engines: dict[tuple[bool, bool], Engine] = {}
         self._n = count()
         self._seen: set[tuple[bool, str]] = set()  # (base, strategy) the notes were woven by before
@@ -120,7 +123,9 @@ class Exam:
             self._engines[base, evict] = Engine(
                 self.runner, base=text, repair="none", share=0.0, denoise="never"
             )
-        return self._engines[base, evict]
+        made = self._engines[base, evict]
+        made.weaver.calibration = self.calibration
+        return made
 
     def context(self, engine: Engine, method: Method, evict: bool = False) -> Context:
         """Open a context that begins with the system message, the same tokens for every method."""

@@ -79,7 +79,7 @@ def cell_of(plan: Plan, strategy: Strategy, wish: Wish, state: State) -> AuditCe
     ends = accumulate((span.n_tokens for span in plan.spans), initial=0)
     gaps = any(span.position != end for span, end in zip(plan.spans, ends, strict=False))
     return AuditCell(
-        _spec(strategy),
+        _spec(strategy) if wish.recipe is None else f"{strategy.name}:{wish.recipe}",
         share,
         bounded=wish.max_drift is not None,
         codec="+".join(codecs) or "raw",

@@ -90,6 +90,7 @@ class Calibration:
     curves: tuple[Curve, ...]
     strategy: str = STRATEGY  # whose evidence and repair it is of
     source: str = "suite"  # or text, prompts: what it was measured on
+    recipes: tuple[tuple[float, str], ...] = ()  # share -> options of `auto` that were best here
 
     def starts(self) -> list[float]:
         """Return the shares a repair may begin with."""
@@ -99,6 +100,11 @@ class Calibration:
         """Return share -> upper bound for the shares from ``evidence.share`` on."""
         mine = [c for c in self.curves if c.start == evidence.share]
         return {c.share: c.bound(evidence) for c in sorted(mine, key=lambda c: c.share)}
+
+    def recipe(self, share: float) -> str | None:
+        """Return what was best at the share nearest to this one, in proportion; None: nobody asked."""
+        near = (abs(log10(max(share, 1e-3) / at)) for at, _ in self.recipes)
+        return min(zip(near, self.recipes, strict=True), default=(0.0, (0.0, None)))[1][1]
 
     def save(self, path: Path) -> None:
         """Write it as JSON."""
@@ -112,7 +118,8 @@ class Calibration:
             curves = tuple(_curve(c) for c in found.pop("curves"))
             mine = ModelFingerprint.from_dict(found.pop("fingerprint"))
             how = str(found.get("strategy", "auto")), str(found.get("source", "suite"))
-            return cls(mine, float(found["coverage"]), int(found["n"]), curves, *how)
+            best = tuple((_share(at), _options(name)) for at, name in found.get("recipes", ()))
+            return cls(mine, float(found["coverage"]), int(found["n"]), curves, *how, best)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise CorruptChunk(str(path), f"not a calibration: {error}") from error
 
@@ -121,6 +128,19 @@ def _curve(data: Mapping[str, object]) -> Curve:
     names = ("weights", "edges", "bounds", "low", "high")
     lists = {k: tuple(map(float, data[k])) for k in names}  # type: ignore[call-overload]
     return Curve(float(data["start"]), float(data["share"]), **lists)  # type: ignore[arg-type]
+
+
+def _share(at: object) -> float:
+    found = float(at)  # type: ignore[arg-type]
+    if not 0 < found <= 1:
+        raise ValueError(f"{at!r} is no share")
+    return found
+
+
+def _options(words: object) -> str:
+    if not isinstance(words, str) or not all(word.isdigit() for word in words.split("@")):
+        raise ValueError(f"{words!r} are no options")
+    return words
 
 
 def calibration_of(
@@ -147,9 +167,21 @@ def _loaded(path: Path) -> Calibration | None:
     return Calibration.load(path) if there else None
 
 
-def fitting(known: Calibration | None, strategy: str, draft: int) -> Calibration | None:
-    """Return a calibration where it is of this strategy: of another it says nothing."""
-    return known if known is not None and known.strategy == f"{strategy}:{draft}:{CHOICE}" else None
+def fitting(known: Calibration | None, measured_as: str) -> Calibration | None:
+    """Return a calibration where it bounds this strategy: of another it says nothing."""
+    if known is None or known.strategy != measured_as or not known.curves:
+        return None
+    return known
+
+
+def measured(
+    known: Calibration | None, measured_as: str, share: float
+) -> tuple[Calibration | None, str | None]:
+    """Return what bounds this strategy, and the options of `auto` that this model was best with: None where
+    others were asked for, or nobody measured."""
+    if known is None or known.strategy != measured_as:
+        return None, None
+    return fitting(known, measured_as), known.recipe(share)
 
 
 def check_nats(max_drift: float) -> None:

@@ -21,7 +21,7 @@ from kvweave.store.kv import KV, joined
 from kvweave.store.shelf import Shelf
 from kvweave.weave.account import Account, charged
 from kvweave.weave.approximate import cell_of, promised
-from kvweave.weave.calibration import Calibration, check_bound, fitting
+from kvweave.weave.calibration import Calibration, check_bound, measured
 from kvweave.weave.deps import Dependence, Reads
 from kvweave.weave.explaining import Explainer
 from kvweave.weave.keeping import left
@@ -68,7 +68,7 @@ class Weaver:
 
     def wish(self, state: State, strategy: Strategy, share: float, max_drift: float | None) -> Wish:
         """Return what a weave is asked for. Raises InvalidArgument if nothing can keep the bound."""
-        fit = fitting(self.calibration, strategy.name, strategy.draft)
+        fit, recipe = measured(self.calibration, strategy.measured_as, share)
         check_bound(max_drift, fit, strategy.name, share)
         if max_drift is not None and state.keeps:
             raise InvalidArgument("max_drift", "evict keeps what pruned chunks left", "use forget")
@@ -80,8 +80,8 @@ class Weaver:
         if max_drift is not None and state.rows.lossy:
             reason = f"rows kept as {self.codec} are never those of a full prefill"
             raise InvalidArgument("max_drift", reason, 'use rows="raw"')
-        known = None if state.keeps or state.rows.lossy or state.keeper is not None else fit
-        return Wish(share, max_drift, known)
+        loose = state.keeps or state.rows.lossy or state.keeper is not None
+        return Wish(share, max_drift, None if loose else fit, recipe)
 
     def plan(self, state: State, parts: Sequence[Part], strategy: Strategy, share: float) -> Plan:
         """Say what a weave would do, without loading or computing anything.

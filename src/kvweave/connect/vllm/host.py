@@ -152,7 +152,7 @@ class Host:
     def _require_bound(self, spec: WeaveSpec) -> None:
         """Raise InvalidArgument where a bound is asked for that nothing could keep."""
         how, config = self._strategy(spec), self.engine.config
-        known = fitting(self.engine.weaver.calibration, how.name, how.draft)
+        known = fitting(self.engine.weaver.calibration, how.measured_as)
         share = config.share if spec.share is None else spec.share
         check_bound(self._max_drift(spec), known, how.name, share)
 

@@ -21,14 +21,16 @@ import torch
 
 from kvweave.errors import InvalidArgument
 from kvweave.run.base import Ints, Steps
-from kvweave.weave.calibration import Evidence
+from kvweave.weave.calibration import CHOICE, Evidence
 from kvweave.weave.parts import Placement
 from kvweave.weave.passes import Passes, union
 from kvweave.weave.repair.base import Strategy, Verdict, View, Wish, best
 from kvweave.weave.repair.first_k import firsts
-from kvweave.weave.repair.rollout import LOOKAHEAD, follow
+from kvweave.weave.repair.options import made
+from kvweave.weave.repair.rollout import LOOKAHEAD, ROUND, follow
 
-HEDGE = 1 / 3  # of the budget, for first rows of chunks whatever a look says
+THIRDS = 1  # of the budget, for first rows of chunks whatever a look says
+ROUNDS = 2
 PROBES = 2  # of the rows repaired, drawn at random: an unbiased sample of how stale the rest is
 
 
@@ -39,16 +41,40 @@ class Auto(Strategy):
 
     Rows of new text that stand before the question's last ones are computed once, by the look; a
     repair may choose them like placed ones.
+
+    ``lookahead`` tokens are drafted, ``thirds`` of the budget hedged, in ``rounds`` of `rollout`. With all
+    three thirds nobody looks, unless evidence is taken: what a look would compute goes to first rows too.
+    Without options a model takes those that it was measured with (`kvweave calibrate`): no single
+    set is right for all.
     """
 
     name = "auto"
-    hedge = HEDGE
     looks = True
+    hedge, rounds = THIRDS / 3, ROUNDS
 
-    def __init__(self, lookahead: int = LOOKAHEAD, evidence: bool = False) -> None:
+    def __init__(
+        self,
+        lookahead: int = LOOKAHEAD,
+        thirds: int | None = None,
+        rounds: int | None = None,
+        evidence: bool = False,
+    ) -> None:
         if lookahead < 0:
             raise InvalidArgument("lookahead", f"{lookahead} is below 0")
+        if thirds is not None and not 0 <= thirds <= 3:
+            raise InvalidArgument("thirds", f"{thirds} is not from 0 to 3")
+        if rounds is not None and rounds < 1:
+            raise InvalidArgument("rounds", f"{rounds} is below 1")
         self.draft, self.evidence = lookahead, evidence
+        if thirds is not None:
+            self.hedge = thirds / 3
+        if rounds is not None:
+            self.rounds = rounds
+
+    @property
+    def measured_as(self) -> str:
+        """The gate, unless somebody chose its options."""
+        return "" if {"hedge", "rounds"} & set(vars(self)) else f"auto:{self.draft}:{CHOICE}"
 
     def choose(self, view: View) -> Steps[Ints]:
         """Return ``budget`` rows."""
@@ -58,10 +84,14 @@ class Auto(Strategy):
             ahead = np.isin(view.candidates, passes.ahead)
             hedged = ahead | firsts(view, round(self.hedge * view.budget))
             # a round costs a replay of all states, and does not pay (docs/LOG.md, 2026-11-24)
-            rounds = 1 if passes.replays else 2
+            rounds = 1 if passes.replays else self.rounds
             chosen = yield from follow(view, need, rounds, hedged)
             return np.setdiff1d(chosen, passes.ahead)
         read = view.dependence()
+        if self.hedge == 1 and len(passes.unready):
+            return best(
+                view, np.where(view.depth() < inf, 1 / (1 + view.depth()), read - view.passes.n)
+            )
         return best(view, read if read.any() else -view.depth())
 
     def repair(self, passes: Passes, wish: Wish) -> Steps[Verdict]:
@@ -71,6 +101,13 @@ class Auto(Strategy):
         context of which most is new: looking at it would compute the new rows once more, which
         costs more.
         """
+        if wish.recipe is None:
+            return (yield from self._repair(passes, wish))
+        mine = made(Auto, wish.recipe.split("@"))
+        mine.evidence = self.evidence
+        return (yield from mine._repair(passes, wish))
+
+    def _repair(self, passes: Passes, wish: Wish) -> Steps[Verdict]:
         stale = [p for p in passes.placed if p.ready and not p.exact and not p.part.virtual]
         spans = [p for p in stale if not p.patched]
         candidates = passes.candidates(spans)
@@ -86,6 +123,9 @@ class Auto(Strategy):
         known = None if passes.lossy else wish.calibration
         passes.compares = bool(known or self.evidence or wish.max_drift is not None)
         budget = round(wish.share * len(candidates))
+        if self.hedge == 1 and not passes.compares:
+            share = min(1.0, (budget + len(passes.question) + LOOKAHEAD + ROUND) / len(candidates))
+            return Verdict((yield from self.select(passes, spans, candidates, share)))
         if passes.compares or budget < len(candidates):  # what is repaired whole needs no look
             if not (passes.again or passes.replays):
                 view = View(passes, spans, candidates, budget, np.random.default_rng(0))
@@ -144,7 +184,7 @@ class Auto(Strategy):
             share=share,
             moved=float(seen[0]),
             moved_max=float(seen[1]),
-            stale=float(changed[np.isin(todo, probes)].mean()) if n_probes else 0.0,
+            stale=float(changed[np.isin(todo, probes)].mean()) if len(probes) else 0.0,
             left=max(0.0, float(look.mass[candidates].sum() - look.mass[right].sum())) / whole,
             changed=float((changed * paid).sum()) / whole,
         )

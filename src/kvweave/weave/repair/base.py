@@ -24,11 +24,13 @@ SETTLED = 0.2  # of the change of a chunk's first row: what rows deep in it chan
 @dataclass(frozen=True, slots=True)
 class Wish:
     """How much repair a context asks for: a ``share`` of its rows, or what ``max_drift`` (nats)
-    takes by the model's calibration."""
+    takes by the model's calibration. ``recipe``: the options of `auto` that this model was measured
+    with, where it was."""
 
     share: float
     max_drift: float | None = None
     calibration: Calibration | None = None
+    recipe: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +130,11 @@ class Strategy:
     rank = 0  # > 0: patches of that rank are stored and used
     draft = 0  # tokens of the reply it drafts at most: rows to have room for
     looks = False  # at what the question attends to: which rows are chosen depends on it
+
+    @property
+    def measured_as(self) -> str:
+        """What a calibration has to be of to say something of it."""
+        return ""
 
     @property
     def copies(self) -> int:

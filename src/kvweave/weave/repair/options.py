@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import get_args, get_type_hints
+from typing import TypeVar, get_args, get_type_hints
 
 from kvweave.errors import InvalidArgument
 from kvweave.weave.repair.base import Strategy
 
+_Strategy = TypeVar("_Strategy", bound=Strategy)
 
-def made(kind: type[Strategy], words: Sequence[str]) -> Strategy:
+
+def made(kind: type[_Strategy], words: Sequence[str]) -> _Strategy:
     """Return a strategy with options given as words, in any order.
 
     A number goes to the next parameter that takes an int, a flag's name to that flag, another word

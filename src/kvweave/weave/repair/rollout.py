@@ -65,7 +65,7 @@ def follow(
     chosen = np.zeros(len(need), bool) if taken is None else taken.copy()
     budget = min(view.budget, len(need))
     for left in range(rounds, 0, -1):
-        room, worth = budget - int(chosen.sum()), (need + ANY * need.mean()) * change
+        room, worth = max(0, budget - int(chosen.sum())), (need + ANY * need.mean()) * change
         order = np.argsort(np.where(chosen, 1.0, -worth), kind="stable")
         if left == 1:
             chosen[order[:room]] = True

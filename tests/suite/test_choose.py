@@ -1,0 +1,100 @@
+"""Which options of `auto` a model's own cases choose: python -m pytest tests/suite/test_choose.py"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from serving import BUNDLED, bundled_runner
+
+from kvweave import Engine
+from kvweave.cli.app import main
+from kvweave.demo import world
+from kvweave.suite import choose
+from kvweave.suite.exam import Trial
+from kvweave.weave.calibration import STRATEGY, Calibration
+from kvweave.weave.repair import Auto, strategy
+
+BLIND = "0@3@1"
+
+
+def trial(case: int, recipe: str, kl: float, share: float = 0.05) -> Trial:
+    return Trial("own", case, 0, "prose", "", f"auto:{recipe} {share:.0%}", 0.0, kl, 0.0)
+
+
+def cases(kl: Callable[[int, str], float], n: int = 12) -> list[Trial]:
+    return [trial(i, r, kl(i, r)) for i in range(n) for r in choose.RECIPES]
+
+
+def test_the_usual_options_are_those_that_auto_has() -> None:
+    mine, usual = strategy(f"auto:{choose.USUAL}"), Auto()
+    assert isinstance(mine, Auto) and mine.measured_as == "" and usual.measured_as == STRATEGY
+    assert (mine.draft, mine.hedge, mine.rounds) == (usual.draft, usual.hedge, usual.rounds)
+    made = [strategy(f"auto:{r}") for r in choose.RECIPES]
+    assert len({(m.draft, m.hedge, m.rounds) for m in made if isinstance(m, Auto)}) == 13
+
+
+def test_the_best_is_chosen_and_told_of_by_cases_that_did_not_choose() -> None:
+    """Even cases say one thing, odd ones another: what either half would choose is bad on the other."""
+
+    def kl(case: int, recipe: str) -> float:
+        wanted = "0@0@1" if case % 2 else BLIND
+        return 0.01 if recipe == wanted else 0.02 if recipe == "2@2@2" else 0.1
+
+    [found] = choose.choose(cases(kl), [0.05])
+    assert (found.share, found.recipe) == (0.05, "2@2@2")  # .02 on both, not .01 and .1
+    assert found.kl == pytest.approx(0.1) and found.usual_kl == pytest.approx(0.1)
+
+
+def test_one_case_does_not_choose_and_what_is_hardly_better_is_not_taken() -> None:
+    [found] = choose.choose(
+        cases(lambda case, r: (5.0 if case == 3 else 0.01) if r == BLIND else 0.1), [0.05]
+    )
+    assert found.recipe == BLIND and found.kl > found.usual_kl  # by the mean it would not be
+    [found] = choose.choose(cases(lambda _, r: 0.095 if r == BLIND else 0.1), [0.05])
+    assert found.recipe == choose.USUAL
+    [found] = choose.choose(cases(lambda _, r: 1e-7 if r == BLIND else 2e-7), [0.05])
+    assert found.recipe == choose.USUAL
+
+
+def test_each_share_has_its_own_and_too_few_cases_choose_nothing() -> None:
+    both = cases(lambda _, r: 0.01 if r == BLIND else 0.1)
+    both += [
+        trial(i, r, 0.01 if r == "0@0@2" else 0.1, 0.3) for i in range(8) for r in choose.RECIPES
+    ]
+    found = choose.choose(both, [0.05, 0.3])
+    assert [(c.share, c.recipe) for c in found] == [(0.05, BLIND), (0.3, "0@0@2")]
+    with pytest.raises(ValueError, match="7 cases are too few"):
+        choose.choose([t for t in both if t.case < 7], [0.3])
+    with pytest.raises(ValueError, match="0 cases are too few"):
+        choose.choose([t for t in both if BLIND not in t.method], [0.3])
+
+
+def words(n: int, seed: int = 0) -> str:
+    return " ".join(random.Random(seed).choices(world.ENTITIES + world.VALUES, k=n))
+
+
+def test_the_command_writes_what_auto_takes(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    for i in range(2):
+        (tmp_path / f"{i}.txt").write_text(words(700, i))
+    file, texts = tmp_path / "mine.json", [str(tmp_path / f"{i}.txt") for i in range(2)]
+    common = ["--model", str(BUNDLED), "--home", str(tmp_path / "home"), "--out", str(file)]
+    command = ["calibrate", "--text", *texts, *common, "--n"]
+    assert main([*command, "8", "--only", "rows", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)["calibration"]
+    made = Calibration.load(file)
+    assert made.curves == () and made.strategy == STRATEGY and told["questions"] == 0
+    assert made.recipes == tuple((c["share"], c["recipe"]) for c in told["chosen"])
+    assert [share for share, _ in made.recipes] == [0.05, 0.15, 0.3]
+    with Engine(bundled_runner(), calibration=str(file), repair="auto", share=0.05) as engine:
+        wish = engine.context("c").session.wish(strategy("auto"), 0.05, None)
+        assert (wish.calibration, wish.recipe) == (None, made.recipes[0][1])
+    file.unlink()
+    assert main([*command, "7", "--only", "rows"]) == 1
+    assert "too few to choose on" in capsys.readouterr().err and not file.exists()
+    file.write_text(json.dumps({"recipes": [[0.05, "query"]]}))
+    with pytest.raises(Exception, match="not a calibration"):
+        Calibration.load(file)

@@ -1,0 +1,114 @@
+"""`auto` with the options that its model was measured with: python -m pytest tests/weave/test_recipes.py"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from conftest import tiny
+from weaving import again, chat, flat, passes_of, text
+
+from kvweave import Context, Engine
+from kvweave.errors import InvalidArgument
+from kvweave.suite.choose import RECIPES, USUAL
+from kvweave.weave.approximate import cell_of
+from kvweave.weave.calibration import Calibration
+from kvweave.weave.plan import Plan
+
+Make = Callable[..., Engine]
+
+
+def told(recipe: str, **bounds: float) -> Calibration:
+    known = flat(**bounds) if bounds else Calibration(tiny().fingerprint, 0.0, 0, ())
+    return replace(known, recipes=((0.25, recipe),))
+
+
+def repaired(context: Context, plan: Plan) -> list[int]:
+    found = np.flatnonzero(context.session.state.repaired[:65])  # behind these stands the question
+    assert plan.repaired == len(found)
+    return [int(slot) for slot in found]
+
+
+def woven(
+    make: Make, repair: str, known: Calibration | None = None, n: int = 4, **options: object
+) -> list[int]:
+    """The rows that a weave of forty stale ones repairs."""
+    engine = make(share=0.25)
+    engine.weaver.calibration = known
+    context = chat(engine, "c", [20, 20, 20], repair=repair, **options)
+    context.append(text(n, 99))
+    return repaired(context, context.weave())
+
+
+def test_each_recipe_is_what_it_is_asked_for_by_name(engines: Make) -> None:
+    found = {r: woven(engines, f"auto:{r}") for r in RECIPES}
+    for recipe, rows in found.items():
+        assert woven(engines, "auto", told(recipe)) == rows, recipe
+        assert woven(engines, "auto:evidence", told(recipe)) == woven(
+            engines, f"auto:{recipe}@evidence"
+        )
+    assert woven(engines, "auto") == woven(engines, "auto", told(USUAL)) == found[USUAL]
+    assert len({tuple(rows) for rows in found.values()}) > 3
+
+
+def test_who_names_options_gets_them(engines: Make) -> None:
+    for named in ("auto:0", f"auto:{USUAL}", "auto:2@0", "query", "first_k"):
+        assert woven(engines, named, told("0@3@1")) == woven(engines, named)
+
+
+def test_three_thirds_are_first_rows_and_nobody_looks(
+    engines: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = engines(share=0.25)
+    context = chat(engine, "c", [20, 20, 20], repair="auto:0@3@1")
+    context.append(text(4, 99))
+    with passes_of(engine, monkeypatch) as seen:
+        plan = context.weave()
+    first = [
+        *range(25, 36),
+        *range(45, 56),
+    ]  # ten, the four of the question, two drafted, six of a round
+    assert plan.repaired == 22 and seen == [[*first, 65, 66, 67, 68]]
+    whole = again(engine, "whole", context, repair="auto:0@3@1", share=0.9)
+    whole.append(text(4, 98))
+    assert whole.weave().repaired == 40 and whole.check().kl < 1e-12
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_bound_takes_no_more_rows_than_the_share(engines: Make, recipe: str) -> None:
+    """All that was hedged is more than what probes leave of the budget."""
+    engine = engines(repair="auto", share=0.25)
+    engine.weaver.calibration = told(recipe, _25=0.5)
+    context = chat(engine, "c", [20, 20, 20])
+    context.append(text(4, 99))
+    plan = context.weave()
+    assert 8 <= plan.repaired <= 12 and plan.drift == 0.5 and plan.evidence is not None
+    assert all(np.isfinite(value) for value in plan.evidence.values())
+    engine.weaver.calibration = told(recipe)  # without bounds nothing can be promised
+    with pytest.raises(InvalidArgument, match="no calibration"):
+        again(engine, "twin", context, repair="auto", max_drift=0.5).weave()
+
+
+def test_rows_that_stood_among_others_come_after_those_that_did_not(engines: Make) -> None:
+    engine = engines(share=0.25)
+    context = chat(engine, "c", [20, 20, 20], repair="auto:0@3@1", prune="evict")
+    context.append(text(4, 99))
+    assert context.weave().repaired == 22
+    context.drop(2)
+    context.append(text(4, 98))
+    assert context.weave().n_tokens == context.n_tokens
+
+
+def test_audits_of_one_choice_say_nothing_of_another(engines: Make) -> None:
+    engine = engines(repair="auto", share=0.25)
+    context = chat(engine, "c", [20, 20, 20])
+    context.append(text(4, 99))
+    session, cells = context.session, []
+    plan = context.weave()
+    for recipe in ("0@3@1", "2@0@1", None):
+        engine.weaver.calibration = None if recipe is None else told(recipe)
+        wish = session.wish(session.strategy, 0.25, None)
+        cells.append(cell_of(plan, session.strategy, wish, session.state))
+    assert len(set(cells)) == 3 and {c.strategy for c in cells if c is not None} == {"auto"}
