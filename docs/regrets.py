@@ -15,6 +15,7 @@ KEEPS = {
     "gemma3-slide": "rows, in windows", "deepseek-last": "latents",
     "qwen3next-one": "states and rows",
 }  # fmt: skip
+CHOSEN = "auto chosen"
 WORD = {0.02: "2 %", 0.05: "5 %", 0.10: "10 %", 0.15: "15 %", 0.30: "30 %"}
 
 
@@ -34,6 +35,7 @@ def regrets(found: dict[str, Any] | None) -> str:
         *([f"![{ABOUT}](repair.png)", ""] if FIGURE.exists() else []),
         *drift(rows),
         *worst(rows),
+        *itself(rows),
         *each(found["left_out"]),
     ]
     return "\n".join(lines)
@@ -68,6 +70,20 @@ def worst(rows: Sequence[Row]) -> list[str]:
         body.append([f"`{name}`", f"{mine[0]['regret']:.2f}", at, f"{middle:.2f}", f"{over} of {len(mine)}"])  # fmt: skip
     body.sort(key=lambda cells: float(cells[1]))
     return [*table(["strategy", "worst", "on", "median", "above 1.2"], body), ""]
+
+
+def itself(rows: Sequence[Row]) -> list[str]:
+    """Return the table of regrets of `auto`, and with the options that other documents of a model chose."""
+    at = {(r["model"], r["strategy"], r["share"]): r["regret"] for r in rows}
+    names = sorted({model for model, strategy, _ in at if strategy == CHOSEN})
+    body = [
+        [name, *(f"{at[name, 'auto', s]:.2f}, **{at[name, CHOSEN, s]:.2f}**" for s in WORD)]
+        for name in names
+    ]
+    if not body:
+        return []
+    title = "Regret of `auto` by share, and **with the options that other documents of the model chose**:"
+    return [title, "", *table(["model", *WORD.values()], body), ""]
 
 
 def each(rows: Sequence[Row]) -> list[str]:

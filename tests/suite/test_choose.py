@@ -67,6 +67,9 @@ def test_each_share_has_its_own_and_too_few_cases_choose_nothing() -> None:
     ]
     found = choose.choose(both, [0.05, 0.3])
     assert [(c.share, c.recipe) for c in found] == [(0.05, BLIND), (0.3, "0@0@2")]
+    both += [trial(i, "2@2@1", 0.02, share) for i in range(12) for share in (0.05, 0.3)]
+    both = [t for t in both if t.kl == 0.02 or "2@2@1" not in t.method]
+    assert {c.recipe for c in choose.choose(both, [0.05, 0.3], together=True)} == {"2@2@1"}
     with pytest.raises(ValueError, match="7 cases are too few"):
         choose.choose([t for t in both if t.case < 7], [0.3])
     with pytest.raises(ValueError, match="0 cases are too few"):

@@ -78,9 +78,10 @@ def _measured(
             else own.of_prompts(maker, lines, n, runner.limit)
         )
         asked, rest = _shared_out(papers, args.only)
-        chosen = (
-            choose.choose(_sit(exam, asked, choose.methods(SHARES), out), SHARES) if asked else []
-        )
+        chosen: list[choose.BestRecipe] = []
+        if asked:
+            trials = _sit(exam, asked, choose.methods(SHARES), out)
+            chosen = choose.choose(trials, SHARES, together=args.only is None)
         recipes = tuple((c.share, c.recipe) for c in chosen)
         exam.calibration = Calibration(runner.fingerprint, 0.0, 0, (), recipes=recipes)
         made, told = exam.calibration, {"questions": 0, "held_out": None}

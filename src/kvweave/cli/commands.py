@@ -240,7 +240,7 @@ COMMANDS = {
             arguments.calibrate,
             "Cuts text into chunks, prunes one or swaps two, as real use does, and compares what the\n"
             "model says with a full prefill; or does so with prompts and replies you have logged. A part\n"
-            "of the cases chooses among options of auto, share by share; with these, the rest gives\n"
+            "of the cases chooses among options of auto (--only rows: at each share); with these the rest gives\n"
             "what --max-drift needs. The bounds are for text like this: half of the documents is\n"
             "tested on the other half, and you are told how that went.",
             (

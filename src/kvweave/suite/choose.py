@@ -24,7 +24,7 @@ BETTER = 0.9  # of the KL of `auto` as it is, at least, or that stays
 NATS = 100 * FLOOR  # below that all are alike
 
 _Case = tuple[str, int]
-_Kl = dict[str, dict[_Case, float]]  # of each recipe, of each case
+_Kl = dict[str, dict[_Case, list[float]]]  # of each recipe, of each case, at each share
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,31 +43,35 @@ def methods(shares: Iterable[float]) -> list[Method]:
     return [Method(f"auto:{r}", share, modes=("forget",)) for share in shares for r in RECIPES]
 
 
-def choose(trials: Iterable[Trial], shares: Sequence[float]) -> list[BestRecipe]:
-    """Return what was best at each share. Raises ValueError for fewer cases than `LEAST`."""
+def choose(
+    trials: Iterable[Trial], shares: Sequence[float], together: bool = False
+) -> list[BestRecipe]:
+    """Return what was best at each share, or ``together`` at all of them: a bound goes on from one share to
+    the next. Raises ValueError for fewer cases than `LEAST`."""
     seen: dict[str, dict[_Case, list[float]]] = {}
     for t in trials:
         seen.setdefault(t.method, {}).setdefault((t.protocol, t.case), []).append(t.kl)
+    cells = {(r, s): seen.get(f"auto:{r} {s:.0%}", {}) for r in RECIPES for s in shares}
+    cases = sorted(set.intersection(*(set(each) for each in cells.values())))
+    if len(cases) < LEAST:
+        raise ValueError(f"{len(cases)} cases are too few to choose on; {LEAST} at least")
     made = []
-    for share in shares:
-        found = {r: seen.get(f"auto:{r} {share:.0%}", {}) for r in RECIPES}
-        cases = sorted(set.intersection(*(set(each) for each in found.values())))
-        if len(cases) < LEAST:
-            raise ValueError(f"{len(cases)} cases are too few to choose on; {LEAST} at least")
-        kl = {r: {case: fmean(each[case]) for case in cases} for r, each in found.items()}
-        halves = cases[::2], cases[1::2]
+    for group in [list(shares)] if together else [[share] for share in shares]:
+        kl = {r: {c: [fmean(cells[r, s][c]) for s in group] for c in cases} for r in RECIPES}
+        halves, found = (cases[::2], cases[1::2]), _best(kl, cases)
         told = [
             (kl[_best(kl, mine)][case], kl[USUAL][case])
             for mine, others in (halves, halves[::-1])
             for case in others
         ]
-        away, usual = (fmean(each) for each in zip(*told, strict=True))
-        made.append(BestRecipe(share, _best(kl, cases), away, usual))
+        for i, share in enumerate(group):
+            away, usual = fmean(a[i] for a, _ in told), fmean(b[i] for _, b in told)
+            made.append(BestRecipe(share, found, away, usual))
     return made
 
 
 def _best(kl: _Kl, cases: Sequence[_Case]) -> str:
     """Return the recipe of the least KL, by the geometric mean: one case may be most of a sum."""
-    away = {r: fmean(log(kl[r][case] + NATS) for case in cases) for r in RECIPES}
+    away = {r: fmean(log(x + NATS) for case in cases for x in kl[r][case]) for r in RECIPES}
     found = min(RECIPES, key=away.__getitem__)
     return found if away[found] < away[USUAL] + log(BETTER) else USUAL
