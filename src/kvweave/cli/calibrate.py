@@ -26,7 +26,7 @@ from kvweave.suite.method import Method
 from kvweave.suite.words import Paper
 from kvweave.weave.calibration import Calibration
 
-CASES = 40  # that choose
+CASES = 100  # that choose, at most
 SHARES = fits.SHARES
 USUAL = [Method("auto", share, modes=("forget",)) for share in SHARES]
 
