@@ -109,7 +109,7 @@ class Engine:
         self.loop = Loop(self.runner, self.config.max_batch, self.config.max_rows)
         self.closed, self.gate = False, self.loop.gate
         self.maker = Maker(self.runner, self.shelf, self.table)
-        self.files = Files(self.table)
+        self.files = Files(self.table, gate=self.gate)
         self._contexts = Contexts()
         return ties
 
@@ -129,6 +129,8 @@ class Engine:
         """
         if self.closed:
             return
+        if self.table.is_changing:
+            raise InvalidArgument("close", "an edit is under way", "let its block end first")
         with contextlib.ExitStack() as last:
             last.callback(setattr, self, "closed", True)
             last.callback(self.table.close)
@@ -267,11 +269,11 @@ class Engine:
     @property
     def contexts(self) -> dict[str, Context]:
         """The open contexts of the default namespace by name."""
-        return self._contexts.of("")
+        return dict(self._contexts.of(""))
 
     def contexts_of(self, namespace: Namespace) -> dict[str, Context]:
         """Return the open contexts of one namespace by name."""
-        return self._contexts.of(namespace)
+        return dict(self._contexts.of(namespace))
 
     def context(self, name: str, *, system: str | None = None, **options: object) -> Context:
         """Open a conversation.

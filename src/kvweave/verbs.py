@@ -14,7 +14,7 @@ A verb that is added is held to its annotations; nothing has to be said of it he
 
 from __future__ import annotations
 
-from collections import abc
+from collections import abc, deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
@@ -38,11 +38,54 @@ SHOWN = 60  # characters of a value in a message
 class Gate:
     """Lets one thread at a time into the verbs over one engine; others wait. What a verb calls back
     (``progress``, say) stands in the middle of it, and may enter none. ``around`` is entered with each
-    verb, and left with it."""
+    verb, and left with it. ``with gate`` holds it; what comes in between waits in `soon`."""
 
     def __init__(self, around: Callable[[], AbstractContextManager[object]] = nullcontext) -> None:
-        self.lock, self.around = RLock(), around
-        self._n_calling = 0
+        self.around, self._lock = around, RLock()
+        self._depth = self._n_calling = 0  # of who holds it
+        self._later: deque[Callable[[], object]] = deque()
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+        self._depth += 1
+
+    def __exit__(self, *_: object) -> None:
+        self._depth -= 1
+        self._lock.release()
+        if self._later:
+            self._catch_up()
+
+    @property
+    def calls_back(self) -> bool:
+        """Whether this thread is in what a verb has called back."""
+        if not self._lock.acquire(blocking=False):
+            return False
+        try:
+            return self._n_calling > 0
+        finally:
+            self._lock.release()
+
+    def soon(self, call: Callable[[], object]) -> None:
+        """Make a call as soon as nobody holds the gate: now, or by who holds it. Never waits, so that a
+        finalizer may ask for it, which comes at any time in any thread."""
+        self._later.append(call)
+        self._catch_up()
+
+    def _catch_up(self) -> None:
+        while self._later and self._lock.acquire(
+            blocking=False
+        ):  # who has it comes by here after it
+            try:
+                if self._depth:
+                    return
+                self._depth += 1  # what a call leaves is not gone into from within it
+                try:
+                    if self._later:
+                        self._later.popleft()()
+                finally:
+                    self._depth -= 1
+            finally:
+                self._lock.release()
 
     def require(self, verb: str, closed: bool) -> None:
         """Raise InvalidArgument for a verb of what is closed, and for one within a callback."""
@@ -51,6 +94,11 @@ class Gate:
         if self._n_calling:
             reason = "another verb is in the middle of its work, and has called back"
             raise InvalidArgument(verb, reason, "let that verb return first")
+
+    def require_outside(self, verb: str) -> None:
+        """Raise InvalidArgument where this thread is in a callback; does not wait for others."""
+        if self.calls_back:
+            self.require(verb, False)
 
     def outside(self, call: Callable[..., T]) -> Callable[..., T]:
         """Return a callback during which no verb is entered."""
@@ -86,7 +134,7 @@ def checking(function: FunctionT) -> FunctionT:
         args, options = asked[0].take(args, options, gate)
         if gate is None:
             return function(self, *args, **options)
-        with gate.lock, HELD, gate.around():
+        with gate, HELD, gate.around():
             gate.require(function.__name__, self.closed)
             return function(self, *args, **options)
 

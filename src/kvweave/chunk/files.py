@@ -28,7 +28,7 @@ from kvweave.errors import (
     InvalidArgument,
     NameTaken,
 )
-from kvweave.verbs import FromZero, checked
+from kvweave.verbs import FromZero, Gate, checked
 
 _Move = Callable[[Record, TierName], int]
 """Moves the KV of a chunk to a tier and returns how many bytes it takes there."""
@@ -85,9 +85,12 @@ class Files:
     returns or raises the same and changes nothing; ``place`` says how it differs.
     """
 
-    def __init__(self, table: Table, namespace: Namespace = "") -> None:
+    closed = False
+
+    def __init__(self, table: Table, namespace: Namespace = "", gate: Gate | None = None) -> None:
         self.table = table
         self.namespace = namespace
+        self.gate = gate
 
     # --- reading ---
 

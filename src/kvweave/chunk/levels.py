@@ -22,6 +22,8 @@ class Savepoint:
     records: dict[ChunkId, tuple[Record, Fields | None]] = field(default_factory=dict)
     """Each record that was changed, as it was before; None for a new one."""
     holders: dict[ChunkId, dict[str, int] | None] = field(default_factory=dict)
+    undone: list[Callable[[], object]] = field(default_factory=list)
+    """What others have to take back with it."""
 
     def keep(self, record: Record) -> None:
         """Remember a record before its first change."""
@@ -46,6 +48,7 @@ class Savepoint:
             outer.records.setdefault(id, kept)
         for id, held in self.holders.items():
             outer.holders.setdefault(id, held)
+        outer.undone += self.undone
 
     def undo(self, holders: Holders) -> None:
         """Put back what was there."""

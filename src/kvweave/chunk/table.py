@@ -85,6 +85,22 @@ class Table(Index):
         """
         return self._tx.transaction()
 
+    @property
+    def is_changing(self) -> bool:
+        """Whether a transaction of this thread is open."""
+        with self._tx.lock:
+            return bool(self._tx.levels)
+
+    def if_undone(self, call: Callable[[], object]) -> None:
+        """Have ``call`` made once the transaction that is open is taken back, by itself or with one
+        around it. What was noted last comes first, and sees the index as it was before all of it; a
+        call that has to change something returns what does, for when all others are made."""
+        self._tx.if_undone(call)
+
+    def afterwards(self, call: Callable[[], object]) -> None:
+        """Make a call when the outermost transaction has ended in whatever way; now, where none is open."""
+        self._tx.afterwards(call)
+
     # --- chunks ---
 
     def add(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from threading import RLock
 from weakref import WeakValueDictionary
 
@@ -34,6 +34,7 @@ class Transactions:
         self.levels: list[Savepoint] = []
         self._loose: dict[ChunkId, None] = {}
         self.freed: list[ChunkId] = []
+        self._afterwards: list[Callable[[], object]] = []
         self.holders: Holders = {}
         self.live: WeakValueDictionary[ChunkId, Record] = WeakValueDictionary()
         self._recent: OrderedDict[ChunkId, Record] = OrderedDict()
@@ -175,6 +176,20 @@ class Transactions:
         """
         return Transaction(self._begin, self._end)
 
+    def if_undone(self, call: Callable[[], object]) -> None:
+        """Have ``call`` made once what is open now was taken back; never, where nothing is open."""
+        with self.lock:
+            if self.levels:
+                self.levels[-1].undone.append(call)
+
+    def afterwards(self, call: Callable[[], object]) -> None:
+        """Make a call once nothing is open any more, whatever became of it: now, where nothing is."""
+        with self.lock:
+            if self.levels:
+                self._afterwards.append(call)
+                return
+        call()
+
     def _begin(self) -> None:
         self.lock.acquire()
         if self._closed:
@@ -189,6 +204,11 @@ class Transactions:
         self.levels.append(Savepoint(len(self.freed), dict(self._loose)))
 
     def _end(self, failed: bool) -> None:
+        with ExitStack() as told:  # when the lock is given away, also where committing fails
+            self._leave(failed, told)
+
+    def _leave(self, failed: bool, told: ExitStack) -> None:
+        """End the innermost transaction; ``told`` gets the calls that are to be made then."""
         levels = self.levels
         level, n = levels[-1], len(levels)
         done, gone = False, []
@@ -212,11 +232,15 @@ class Transactions:
             finally:
                 if n == 1:
                     gone = self._finish(done)
+                    after, self._afterwards = self._afterwards, []
+                    for call in reversed(after):
+                        told.callback(call)
+                if not done:
+                    told.callback(_take_back, level.undone)
+                    # chunks that never were may have got KV meanwhile
+                    gone = [id for id, (_, was) in level.records.items() if was is None]
+                told.callback(self._tell, gone)
                 self.lock.release()
-        if not done:  # chunks that never were may have got KV meanwhile
-            gone = [id for id, (_, fields) in level.records.items() if fields is None]
-        if gone:
-            self._tell(gone)
 
     def _undo(self, level: Savepoint, n: int) -> None:
         self._written = {}
@@ -334,3 +358,10 @@ class Transactions:
                 self.writing()
                 self._written = dict(self._dirty)
                 self.rows.change_facts(self._written.values())
+
+
+def _take_back(calls: list[Callable[[], object]]) -> None:
+    """Make calls of `Transactions.if_undone`, then what they return."""
+    for again in [call() for call in reversed(calls)]:
+        if callable(again):
+            again()

@@ -28,16 +28,6 @@ class Asking:
     def stream(self) -> Generator[str]:
         """Yield the text as it comes, then `end`. Closing the iterator cancels: what was generated
         stays."""
-        pieces = self._pieces()
-        next(pieces)  # closing what has not begun would not reach the answer
+        pieces = self.turn.stream()
+        pieces.then = self.end
         return pieces
-
-    def _pieces(self) -> Generator[str]:
-        answer = self.turn.stream()
-        try:
-            yield ""
-            yield from answer
-        except GeneratorExit:
-            answer.close()  # where it was closed before its first piece
-        finally:
-            self.end()

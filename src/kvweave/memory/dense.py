@@ -95,7 +95,8 @@ def counted(engine: Engine, context: Context, embed: Embedder | None) -> Ranking
     key, shelf = of(uuid4().hex, context.namespace), engine.shelf
     charge = partial(shelf.charge, key)
     ranking = GramRanking(charge) if embed is None else DenseRanking(embed, charge)
-    finalize(ranking, shelf.charge, key, 0).atexit = False
+    # not amid a verb that counts just then: the collector runs anywhere
+    finalize(ranking, engine.gate.soon, partial(shelf.charge, key, 0)).atexit = False
     return ranking
 
 

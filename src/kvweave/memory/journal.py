@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
@@ -108,6 +108,17 @@ class Journal:
         where it did not, somebody else has edited it in between, and that step stays as it is."""
         if self.moments and self.moments[-1].version_after == version:
             self.moments[-1].version_after = self.context.history.version
+
+    def kept(self) -> Callable[[], None]:
+        """Return what brings back the steps that can be undone now."""
+        moments = [(moment, moment.version_after, dict(moment.after)) for moment in self.moments]
+
+        def put_back() -> None:
+            self.moments[:] = [moment for moment, _, _ in moments]
+            for moment, version, after in moments:
+                moment.version_after, moment.after = version, after
+
+        return put_back
 
     def renew(self, name: str, before: bytes) -> None:
         """Take what a name stands for now for what steps left there as ``before`` (a digest)."""

@@ -261,6 +261,7 @@ class Memory:
                 yield
             return
         self._ground.learn()
+        self._noted()
         moment, self._depth = self._journal.open(label), 1
         try:
             yield
@@ -276,6 +277,7 @@ class Memory:
         """Take back the last step: parts, names and items are as before it. Return what it was, or
         None. Raises ContextChanged where somebody else has edited the same since, ContextBusy."""
         self._require_quiet()
+        self._noted()
         moment = self._journal.undo()
         if moment is None:
             return None
@@ -311,6 +313,13 @@ class Memory:
     def closed(self) -> bool:
         """Whether its context is."""
         return self.context.closed
+
+    def _noted(self) -> None:
+        """Have what is known here be as now again where an edit around the next step fails."""
+        table, recaller = self.items_below.table, self._recaller
+        if table.is_changing:
+            table.if_undone(self._journal.kept())
+            table.if_undone(lambda: recaller.forget([*recaller.ranking.known()]))
 
     def _quiet(self) -> None:
         self._streaming = False

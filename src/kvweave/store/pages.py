@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 import weakref
 from bisect import bisect_left, insort
+from collections import deque
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,10 +19,13 @@ IDLE = 64 << 20  # bytes that are kept for those who come next
 LARGE = 1 << 18  # bytes from which on it is worth it
 WASTE = 1.25  # times what is wanted, that a used piece may have
 
-_lock = threading.RLock()  # a piece may come back while one is taken: the collector runs anywhere
+_lock = (
+    threading.Lock()
+)  # of these three, never waited for by what comes back: the collector runs anywhere
 _idle: list[tuple[int, int]] = []  # (bytes, address) of pieces nobody uses, sorted
 _pieces: dict[int, NDArray[np.uint8]] = {}  # address -> piece
 _n_idle = 0
+_returned: deque[NDArray[np.uint8]] = deque()  # and not sorted in yet
 
 
 def buffer(n: int) -> memoryview:
@@ -46,19 +50,32 @@ def _aligned(room: NDArray[np.uint8], n: int) -> memoryview:
 
 def _take(n: int) -> NDArray[np.uint8] | None:
     global _n_idle
-    with _lock:
-        at = bisect_left(_idle, (n + PAGE, 0))
-        if at == len(_idle) or _idle[at][0] > WASTE * n + PAGE:
-            return None
-        size, address = _idle.pop(at)
-        _n_idle -= size
-        return _pieces.pop(address)
+    try:
+        with _lock:
+            at = bisect_left(_idle, (n + PAGE, 0))
+            if at == len(_idle) or _idle[at][0] > WASTE * n + PAGE:
+                return None
+            size, address = _idle.pop(at)
+            _n_idle -= size
+            return _pieces.pop(address)
+    finally:
+        _sort_in()
 
 
 def _back(piece: NDArray[np.uint8]) -> None:
+    _returned.append(piece)
+    _sort_in()
+
+
+def _sort_in() -> None:
+    """Keep what has come back, unless somebody is at it, who does so afterwards."""
     global _n_idle
-    with _lock:
-        if _n_idle + piece.size <= IDLE:
-            _pieces[piece.ctypes.data] = piece
-            insort(_idle, (piece.size, piece.ctypes.data))
-            _n_idle += piece.size
+    while _returned and _lock.acquire(blocking=False):
+        try:
+            piece = _returned.popleft() if _returned else None
+            if piece is not None and _n_idle + piece.size <= IDLE:
+                _pieces[piece.ctypes.data] = piece
+                insort(_idle, (piece.size, piece.ctypes.data))
+                _n_idle += piece.size
+        finally:
+            _lock.release()

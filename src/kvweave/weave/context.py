@@ -260,10 +260,11 @@ class Context(EditedParts):
         unnamed chunks go."""
         if self.closed:
             return
+        if self._depth:
+            raise InvalidArgument("close", "an edit of it is under way", "let that end first")
         self.session.close()
         self.closed = True
-        self._sync_holds(self._parts, ())
-        self._parts, self._base = (), None
+        self._table.afterwards(self._let_go)  # what a block that fails puts back is held again
 
     # ---- weaving and answering
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import count
 
 from kvweave.chunk.identity import normal_name
@@ -59,15 +60,24 @@ class Contexts:
         return next(key for key in keys if key not in known)
 
     def add(self, context: Context) -> None:
-        """Add a context under its own name and namespace."""
+        """Add a context under its own name and namespace, as long as what it is opened in happens."""
+        self._put(context)
+        context.session.weaver.table.if_undone(partial(self._never, context))
+
+    def _put(self, context: Context) -> None:
         self._spaces.setdefault(context.namespace, {})[context.name] = context
+
+    def _never(self, context: Context) -> None:
+        if context in self:
+            self.remove(context)
+            context.session.weaver.shelf.ended(context.session.key)
 
     def rename(self, context: Context, name: str) -> None:
         """Let a context go by another name. Raises NameTaken."""
         self.require_free(name, context.namespace)
         self.remove(context)
         context.name = name
-        self.add(context)
+        self._put(context)
 
     def remove(self, context: Context) -> None:
         """Forget a context."""

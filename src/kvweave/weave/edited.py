@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Self
 
 from kvweave.chunk.identity import ChunkId
@@ -35,11 +36,12 @@ class EditedParts:
         self._next_uid = 0
         self._owner = object()
         self._names = Names(name, lambda n: self._table.lookup(n, self.namespace) is None)
-        self.history, self.costs = ContextHistory(), Costs()
+        self.history, self.costs = ContextHistory(session.loop.gate), Costs()
         self._depth = 0  # of edits in edits
         self._verbs: list[str] = []  # of the edits in the outermost
         self._met: list[ChunkId] = []  # by it: those that it leaves to nobody are let go of
         self.closed, self.gate = False, session.loop.gate
+        self._table.if_undone(self._never)
 
     @property
     def namespace(self) -> str:
@@ -78,19 +80,29 @@ class EditedParts:
         """Batch edits: all of them happen, or none when an error leaves the block.
 
         They are one version of the context; ``verb`` is what its log calls it. Other threads wait.
+        What else happens to this engine within the block is taken back with it: edits and answers of
+        other contexts, chunks that were stored, contexts that were opened. What was closed stays so.
         """
         mine = HELD.depth == 0
-        with self.gate.lock, HELD, self._editing(verb), HELD.outside() if mine else nullcontext():
+        with self.gate, HELD, self._editing(verb), HELD.outside() if mine else nullcontext():
             yield self
 
     @contextmanager
     def _editing(self, verb: str) -> Iterator[None]:
+        self.gate.require("edit", self.closed)
         self._idle("edit")
         if not self._depth:
             self.session.pause()  # rows of other parts are no use
             self._verbs, self._met = [], []
         before, base, counts = self._parts, self._base, self._names.counts()
-        n_verbs, n_met = len(self._verbs), len(self._met)
+        n_verbs, n_met, version = len(self._verbs), len(self._met), self.history.version
+
+        def put_back() -> None:
+            # uids go on: a weave in the block may have kept KV by them
+            self._parts, self._base = before, base
+            self._names.reset(counts)
+            del self._verbs[n_verbs:], self._met[n_met:]
+
         self._verbs += [verb] if self._depth == 1 else []
         self._depth += 1
         try:
@@ -99,17 +111,30 @@ class EditedParts:
                 if self._depth == 1:
                     self._settled(before)
         except BaseException:  # who catches that of an edit within an edit goes on from before it
-            # uids go on: a weave in the block may have kept KV by them
-            self._parts, self._base = before, base
-            self._names.reset(counts)
-            del self._verbs[n_verbs:], self._met[n_met:]
+            put_back()
             raise
         finally:
             self._depth -= 1
+        self._table.if_undone(put_back)  # with an edit of another context around it
         if self._depth:
             return
         verbs = self._verbs if verb == "edit" else [verb]
         self.history.record(", ".join(dict.fromkeys(verbs)) or verb, self._parts, self._base)
+        self._table.if_undone(partial(self._stands_again, before, base, version))
+
+    def _stands_again(self, parts: tuple[Part, ...], base: ChunkId | None, version: int) -> None:
+        self.history.record("put back", parts, base)
+        self.history.back_to(version)
+
+    def _never(self) -> None:
+        """Close what was opened within an edit that failed: it holds nothing."""
+        if not self.closed:
+            self.session.close()
+        self._parts, self._base, self.closed = (), None, True
+
+    def _let_go(self) -> None:
+        self._sync_holds(self._parts, ())
+        self._parts, self._base = (), None
 
     def snapshot(self) -> Snapshot:
         """Return the parts as they are, to come back to."""

@@ -16,6 +16,7 @@ class Editor(Protocol):
     """What a running answer asks of the context it is an answer of."""
 
     name: str
+    closed: bool
     costs: Costs
 
     @property

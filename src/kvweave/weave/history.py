@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from kvweave.chunk.identity import ChunkId, Kind
 from kvweave.errors import InvalidArgument
-from kvweave.verbs import checked
+from kvweave.verbs import Gate, checked
 from kvweave.weave.parts import Part
 from kvweave.weave.plan import Plan, Span
 
@@ -151,7 +151,8 @@ class Why:
 class ContextHistory:
     """The versions of one context, the oldest forgotten first."""
 
-    def __init__(self) -> None:
+    def __init__(self, gate: Gate) -> None:
+        self.gate, self.closed = gate, False  # what is known of a closed context can be read
         self._versions: deque[Version] = deque([Version(0, time.time(), "open")])
         self._n_parts = self._n_made = 0  # versions ever: a number is given once
         self._weaves: deque[tuple[int, tuple[Part, ...], Plan]] = deque(maxlen=2)
@@ -165,7 +166,7 @@ class ContextHistory:
 
     def copy(self) -> ContextHistory:
         """Return what a fork begins with."""
-        twin = ContextHistory()
+        twin = ContextHistory(self.gate)
         twin._versions, twin._n_parts = self._versions.copy(), self._n_parts
         twin._n_made = self._n_made
         twin._weaves, twin._gone = self._weaves.copy(), dict(self._gone)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Generator
+from collections.abc import Callable
 
 import numpy as np
 
 from kvweave.chunk.identity import Kind
 from kvweave.errors import InvalidArgument, OverBudget
-from kvweave.interrupts import HELD
 from kvweave.run.base import Ints
 from kvweave.run.sampling import Choice, Sampling
 from kvweave.verbs import checked
@@ -18,9 +17,8 @@ from kvweave.weave.answer import Answer
 from kvweave.weave.editor import Editor
 from kvweave.weave.history import BEGUN
 from kvweave.weave.keeping import runs_of
-from kvweave.weave.parts import (
-    Part,
-)
+from kvweave.weave.parts import Part
+from kvweave.weave.pieces import Pieces
 from kvweave.weave.plan import Plan
 from kvweave.weave.repair import Wish
 from kvweave.weave.session import NO_ANSWER, Session
@@ -60,6 +58,7 @@ class Turn:
         self._session, self.gate = session, session.loop.gate
         self._started = time.perf_counter()
         self._before = context.snapshot()
+        session.weaver.table.if_undone(self._undone)
         self._answer: Answer | None = None
         self._gone = False  # the context was put back to before
         self._n_taken = 0  # choices that `take` has handed out
@@ -139,34 +138,20 @@ class Turn:
             raise
         return self.finish()
 
-    def stream(self) -> Generator[str]:
+    def stream(self) -> Pieces:
         """Yield text as it comes; finishes, or cancels when the iterator is closed or let go of."""
-        pieces = self._pieces()
-        next(pieces)  # closing what has not begun would not reach the answer
-        return pieces
+        return Pieces(self, self._weaving.request.fresh)
 
-    def _pieces(self) -> Generator[str]:
-        request = self._weaving.request
-        try:
-            yield ""
-            while True:
-                while request.fresh:
-                    yield request.fresh.pop(0)
-                with self.gate.lock, HELD, self.gate.around():
-                    if self.done or not self._session.loop.step():
-                        break
-            yield from request.fresh
-            request.fresh.clear()
-        except GeneratorExit:
-            self.cancel()
-            raise
-        except BaseException:
-            self.abandon()
-            raise
+    def step(self) -> bool:
+        """Run one step of the loop, of all that runs; False where this answer needs no more."""
+        return not self.done and self._session.loop.step()
+
+    def read_out(self) -> Answer:
+        """As `finish`, for who has read the text to its end. Raises InvalidArgument where it was given up."""
         if self._gone:
             reason = "the answer was given up: its context was closed, or another error came first"
             raise InvalidArgument("stream", reason, "what came of it up to there is all there is")
-        self.finish()
+        return self.finish()
 
     def cancel(self) -> Answer:
         """Stop here; what was generated stays as a chunk."""
@@ -175,17 +160,33 @@ class Turn:
 
     def abandon(self) -> None:
         """Stop here and put the context back to what it was before the answer."""
-        session = self._session
-        session.loop.cancel(self._weaving.request.key)
+        self._session.loop.cancel(self._weaving.request.key)
         if self._gone or self._answer is not None:
             return
+        self._give_up()
+        self._session.weaver.table.if_undone(self._undone)
+        self.context.restore(self._before)
+
+    def _give_up(self) -> None:
+        session = self._session
+        session.loop.cancel(self._weaving.request.key)
         self._gone, session.turn = True, None
         session.weaver.shadow.leave(self._watch)
         session.answered = NO_ANSWER
         session.state.woven = []
         self._weaving.let_go()
         session.weaver.settle_account(session.state)
-        self.context.restore(self._before)
+
+    def _undone(self) -> Callable[[], None] | None:
+        """Go with a transaction of others in which it was begun or has ended, when that fails."""
+        if self._answer is None and not self._gone:
+            self._give_up()
+        return self._drop_header if self._header is not None else None
+
+    def _drop_header(self) -> None:
+        if self._header in self.context.parts and not self.context.closed:
+            self._session.weaver.table.if_undone(self._undone)
+            self.context.restore(self._before)
 
     def finish(self) -> Answer:
         """Make the new text a chunk of the context and return the answer; the second call too.
@@ -203,6 +204,7 @@ class Turn:
             self.abandon()  # cancelled before its rows were complete
         plan = self._weaving.plan
         if not self._gone:
+            session.weaver.table.if_undone(self._undone)
             try:
                 session.weaver.commit(session.state, self._weaving)
                 given = self._given()
