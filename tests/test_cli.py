@@ -76,6 +76,7 @@ def sh(capsys, monkeypatch, tmp_path):
     monkeypatch.setenv("KVWEAVE_HOME", str(tmp_path / "home"))
     monkeypatch.setenv("COLUMNS", "100")
     monkeypatch.setenv("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # so that `main` leaves no trace
+    monkeypatch.setenv("TRANSFORMERS_VERBOSITY", "error")
     monkeypatch.setattr(Runner, "load", load_once)
     monkeypatch.chdir(tmp_path)
     return Shell(capsys, monkeypatch, tmp_path)

@@ -6,6 +6,8 @@ python -m pytest tests/test_cli_streams.py
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 from argparse import ArgumentTypeError
@@ -13,7 +15,7 @@ from argparse import ArgumentTypeError
 import pytest
 from test_cli import sh
 
-from kvweave.cli import values
+from kvweave.cli import app, values
 
 __all__ = ["sh"]  # a fixture
 NOT_UTF8 = b"so well \xff\xfe\n"
@@ -78,3 +80,28 @@ def test_ages_and_names_of_any_kind(sh):
     sh("mv", "--", "-x", "docs/x")
     sh("rm", "docs/x", "--dry-run", "--quiet")
     assert sh("ls") == "docs/x\n"
+
+
+def test_a_command_that_has_ended_ends_quietly_at_a_ctrl_c(sh, monkeypatch):
+    handlers = [signal.getsignal(signal.SIGINT)]
+    monkeypatch.setattr(signal, "signal", lambda sig, handler: handlers.append(handler))
+    sh("ls")
+    assert handlers[-1] is signal.default_int_handler  # somebody called it, and goes on
+    monkeypatch.setattr(sys, "argv", ["kvweave", "ls"])
+    assert app.main() == 0 and handlers[-1] is signal.SIG_DFL
+
+
+def test_what_loaders_warn_of_is_not_in_the_way_of_json(sh, monkeypatch):
+    monkeypatch.delenv("TRANSFORMERS_VERBOSITY")
+    for words, wanted in (((), None), (("--json",), "error"), (("-q",), "error")):
+        os.environ.pop("TRANSFORMERS_VERBOSITY", None)
+        sh("can", *words)
+        assert os.environ.get("TRANSFORMERS_VERBOSITY") == wanted
+
+
+@pytest.mark.parametrize("tiers", ["7", '"disk"', '{"disk": 1}', "true"])
+def test_a_home_whose_tiers_are_no_list_is_told_so(sh, tiers):
+    sh("put", "docs/a", stdin="so well .")
+    (sh.home / "config.json").write_text(f'{{"tiers": {tiers}}}')
+    sh("run", "so", status=1)
+    assert "its tiers are no list" in sh.err and "hint: " in sh.err

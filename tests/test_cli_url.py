@@ -60,6 +60,7 @@ def sh(capsys, monkeypatch, tmp_path, runner):
         monkeypatch.delenv(f"KVWEAVE_{name}", raising=False)
     monkeypatch.setenv("KVWEAVE_HOME", str(tmp_path / "home"))
     monkeypatch.setenv("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    monkeypatch.setenv("TRANSFORMERS_VERBOSITY", "error")
     monkeypatch.setattr(Runner, "load", lambda *args, **options: runner)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "model").mkdir()  # what `Runner.load` gives is the bundled one, uncalibrated

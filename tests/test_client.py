@@ -6,6 +6,7 @@ Each test runs with both clients. `test_client_server.py` has a real server.
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 
@@ -667,3 +668,26 @@ def test_neither_kvweave_nor_the_client_loads_torch():
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert found.stdout.split() == ["False", "False"], found.stderr
+
+
+@pytest.mark.parametrize(
+    "said", [None, [], 3, "x", {}, {"data": None}, {"data": [1]}, {"data": [{}]}]
+)
+def test_json_of_another_server_is_told_so(client_of, said):
+    for verb in (
+        lambda client: client.files.ls(),
+        lambda client: client.files.stat("docs/a"),
+        lambda client: client.files.mv("docs/a", "docs/b"),
+        lambda client: client.files.du(),
+    ):
+        with pytest.raises(Unreachable, match="no kvweave server") as caught:
+            verb(client_of(httpx.Response(200, json=said)))
+        assert re.fullmatch(r"http://[^/]+", caught.value.url)
+    with pytest.raises(TypeError):  # whose words these are is known
+        client_of(httpx.Response(200, json=said)).files.ls(nobody=1)
+    for verb in (
+        lambda client: client.compose("so {docs/a}"),
+        lambda client: client.get_context("c").parts,
+    ):
+        with pytest.raises(Unreachable):
+            verb(client_of(*[httpx.Response(200, json=said)] * 2))

@@ -46,6 +46,7 @@ def umask():
 @pytest.fixture
 def sh(monkeypatch, tmp_path, usual):
     monkeypatch.setenv("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    monkeypatch.setenv("TRANSFORMERS_VERBOSITY", "error")
     monkeypatch.setattr(Runner, "load", load_once)
     file = tmp_path / "a.txt"
     file.write_text(A)

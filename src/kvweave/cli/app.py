@@ -34,8 +34,18 @@ TOGETHER = 0.2  # seconds; nobody presses Ctrl-C twice in so short a time
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit status."""
-    words = list(sys.argv[1:] if argv is None else argv)
+    """Run one command and return its exit status; without ``argv`` the process's, which ends then."""
+    if argv is not None:
+        return _status(argv)
+    try:
+        return _status(sys.argv[1:])
+    finally:  # what is left is the interpreter's own end, of which a Ctrl-C would print a traceback
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def _status(argv: Sequence[str]) -> int:
+    words = list(argv)
     as_json = "--json" in words
     _streams()
     _log()

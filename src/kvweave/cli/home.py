@@ -116,7 +116,11 @@ def tiers_of(home: Path, given: list[str] | None = None) -> list[str]:
     """
     if given is not None or not (home / "config.json").exists():
         return given or []
-    return [str(tier) for tier in read(home / "config.json").get("tiers") or ()]
+    file = home / "config.json"
+    tiers = read(file).get("tiers") or []
+    if not isinstance(tiers, list):
+        raise _unreadable(file, "its tiers are no list")
+    return [str(tier) for tier in tiers]
 
 
 def below(name: str) -> str:
@@ -202,15 +206,19 @@ def read(file: Path) -> dict[str, Any]:
         if not isinstance(value, dict):
             raise ValueError("it is no JSON object")
     except ValueError as error:
-        raise StoreError(
-            f"cannot read {file}: {error}",
-            hint="put it right, or use another --home; chunks can be put again from their text",
-            path=str(file),
-        ) from error
+        raise _unreadable(file, str(error)) from error
     return value
 
 
+def _unreadable(file: Path, why: str) -> StoreError:
+    hint = "put it right, or use another --home; chunks can be put again from their text"
+    return StoreError(f"cannot read {file}: {why}", hint=hint, path=str(file))
+
+
 def quieten(args: Namespace) -> None:
-    """Keep the loaders' progress bars off a pipe; they read the variable when imported."""
+    """Keep the loaders' progress bars off a pipe, and their warnings out of JSON; they read these
+    variables when imported."""
+    if args.quiet or args.json:
+        os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     if args.quiet or args.json or not sys.stderr.isatty():
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")

@@ -10,11 +10,15 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+from kvweave.errors import Unreachable
+
 if TYPE_CHECKING:
     import httpx
 
 T = TypeVar("T")
 Course = Generator["Order", Any, T]
+# what it takes to read an answer that is JSON, and not of those words
+OTHER_WORDS = (AttributeError, IndexError, KeyError, RecursionError, TypeError, ValueError)
 
 
 class Order:
@@ -81,6 +85,7 @@ class Journey(Generic[T]):
         self._course = course
         self.results: list[T] = []  # one, once the course has ended
         self.order: Order | None = None
+        self._answer: Any = None  # the last one
         self.stopped = False
         self.response: httpx.Response | None = None  # what is open
         self.chunks: Any = None  # its bytes
@@ -92,8 +97,14 @@ class Journey(Generic[T]):
         self._advance(lambda: next(self._course))
 
     def send(self, result: object) -> None:
-        """Go on with what came of the order."""
-        self._advance(lambda: self._course.send(result))
+        """Go on with what came of the order. Raises Unreachable for what no kvweave server answers."""
+        if hasattr(result, "status_code"):
+            self._answer = result
+        try:
+            self._advance(lambda: self._course.send(result))
+        except OTHER_WORDS as error:
+            at = "the server" if self._answer is None else str(self._answer.url.join("/"))[:-1]
+            raise Unreachable(at, "what answers there is no kvweave server") from error
 
     def throw(self, error: Exception) -> None:
         """Go on with what went wrong."""

@@ -117,7 +117,9 @@ class Mover:
                 raise NoSpace(f"cannot write #{id} to {lowest.name}", lowest.name)
         if last.state == "full":
             budget = sum(level.budget or 0 for level in self.levels)
-            raise OverBudget(kv.n_bytes, budget, 0) from OSError(last.why)
+            over = OverBudget(kv.n_bytes, budget, 0)
+            over.hint = "give the tiers below memory more room (size=), or remove chunks"
+            raise over from OSError(last.why)
         hint = "nothing was lost; see whether the device or server is well, and try again"
         raise StoreError(f"#{id} could not be written: {last.why}", hint=hint)
 
