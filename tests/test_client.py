@@ -670,6 +670,12 @@ def test_neither_kvweave_nor_the_client_loads_torch():
     assert found.stdout.split() == ["False", "False"], found.stderr
 
 
+def test_a_list_without_an_end_is_no_kvweave_servers(client_of):
+    page = httpx.Response(200, json={"data": [ENTRY], "next": "docs/a"})
+    with pytest.raises(Unreachable, match="no kvweave server"):
+        client_of(page, page, page).files.ls()
+
+
 @pytest.mark.parametrize(
     "said", [None, [], 3, "x", {}, {"data": None}, {"data": [1]}, {"data": [{}]}]
 )

@@ -66,7 +66,9 @@ class Peer:
             left = None if limit is None else limit - len(found)
             page = yield from self.get(path, **params, limit=left, after=after)
             found += page["data"]
-            after = page.get("next")
+            before, after = after, page.get("next")
+            if after is not None and after == before:  # it would be the same page for ever
+                raise Unreachable(self.url, "what answers there is no kvweave server")
             if after is None or (limit is not None and len(found) >= limit):
                 return found
 
