@@ -13,6 +13,7 @@ from serving import BUNDLED, bundled_runner
 from kvweave import Engine
 from kvweave.cli.app import main
 from kvweave.demo import world
+from kvweave.errors import CorruptChunk
 from kvweave.suite import choose
 from kvweave.suite.exam import Trial
 from kvweave.weave.calibration import STRATEGY, Calibration
@@ -98,6 +99,17 @@ def test_the_command_writes_what_auto_takes(tmp_path: Path, capsys: pytest.Captu
     file.unlink()
     assert main([*command, "7", "--only", "rows"]) == 1
     assert "too few to choose on" in capsys.readouterr().err and not file.exists()
-    file.write_text(json.dumps({"recipes": [[0.05, "query"]]}))
-    with pytest.raises(Exception, match="not a calibration"):
+
+
+@pytest.mark.parametrize(
+    "recipes",
+    ["0@3@1", [0.05], [[0.05, "query"]], [[0.05, "0@4@1"]], [[0.05, "3@1@1"]], [[0.05, "0@1@0"]],
+     [[0.05, "0@1"]], [[0.0, "0@1@1"]], [[2, "0@1@1"]], [["x", "0@1@1"]], [[0.05, None]], 7],
+)  # fmt: skip
+def test_what_auto_does_not_take_is_no_calibration(tmp_path: Path, recipes: object) -> None:
+    file = tmp_path / "calibration.json"
+    Calibration(bundled_runner().fingerprint, 0.0, 0, (), recipes=((0.05, BLIND),)).save(file)
+    assert Calibration.load(file).recipes == ((0.05, BLIND),)
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"recipes": recipes}))
+    with pytest.raises(CorruptChunk, match="not a calibration"):
         Calibration.load(file)

@@ -21,7 +21,8 @@ from kvweave.chunk.identity import ModelFingerprint
 from kvweave.errors import CorruptChunk, InvalidArgument
 
 CHOICE = 3  # how the gate chooses rows: bounds of another choice are not its own
-STRATEGY = f"auto:2:{CHOICE}"  # the gate, and how many tokens of a reply it drafts
+DRAFT = 2  # tokens of a reply that the gate drafts, at most
+STRATEGY = f"auto:{DRAFT}:{CHOICE}"
 FILE = "calibration.json"  # in a home or beside a checkpoint
 
 
@@ -138,9 +139,11 @@ def _share(at: object) -> float:
 
 
 def _options(words: object) -> str:
-    if not isinstance(words, str) or not all(word.isdigit() for word in words.split("@")):
-        raise ValueError(f"{words!r} are no options")
-    return words
+    """What `auto` takes behind its name: tokens drafted, thirds hedged, rounds."""
+    draft, thirds, rounds = map(int, str(words).split("@"))
+    if not (0 <= draft <= DRAFT and 0 <= thirds <= 3 and rounds >= 1):
+        raise ValueError(f"{words!r} are no options of auto")
+    return f"{draft}@{thirds}@{rounds}"
 
 
 def calibration_of(
