@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,8 @@ from kvweave import Engine
 from kvweave.cli.app import main
 from kvweave.demo import world
 from kvweave.errors import CorruptChunk
-from kvweave.suite import choose
+from kvweave.suite import calibrate, choose
+from kvweave.suite.calibrate import Observation, gather
 from kvweave.suite.exam import Trial
 from kvweave.weave.calibration import STRATEGY, Calibration
 from kvweave.weave.repair import Auto, strategy
@@ -81,7 +83,10 @@ def words(n: int, seed: int = 0) -> str:
     return " ".join(random.Random(seed).choices(world.ENTITIES + world.VALUES, k=n))
 
 
-def test_the_command_writes_what_auto_takes(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_the_command_writes_what_auto_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(choose, "RECIPES", (choose.USUAL, BLIND))
     for i in range(2):
         (tmp_path / f"{i}.txt").write_text(words(700, i))
     file, texts = tmp_path / "mine.json", [str(tmp_path / f"{i}.txt") for i in range(2)]
@@ -99,6 +104,38 @@ def test_the_command_writes_what_auto_takes(tmp_path: Path, capsys: pytest.Captu
     file.unlink()
     assert main([*command, "7", "--only", "rows"]) == 1
     assert "too few to choose on" in capsys.readouterr().err and not file.exists()
+
+
+def test_bounds_are_of_one_recipe_and_of_cases_that_did_not_choose(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a.txt").write_text(words(1200))
+    monkeypatch.setattr(choose, "RECIPES", (choose.USUAL, BLIND))
+    monkeypatch.setattr(choose, "BETTER", 1e9)  # whatever is not worse
+    real, chose, bounded = choose.choose, list[tuple[Trial, ...]](), list[Trial]()
+
+    def watched(
+        trials: list[Trial], shares: list[float], together: bool
+    ) -> list[choose.BestRecipe]:
+        chose.append(tuple(trials))
+        assert together
+        return [replace(each, recipe=BLIND) for each in real(trials, shares, together)]
+
+    def gathered(trials: list[Trial]) -> list[Observation]:
+        bounded.extend(trials)
+        return gather(trials)
+
+    monkeypatch.setattr(choose, "choose", watched)
+    monkeypatch.setattr(calibrate, "gather", gathered)
+    common = ["--model", str(BUNDLED), "--out", str(tmp_path / "c.json"), "--n", "32"]
+    assert main(["calibrate", "--text", str(tmp_path / "a.txt"), *common]) == 0
+    [mine] = chose
+    ours, theirs = ({(t.protocol, t.case) for t in found} for found in (mine, bounded))
+    assert len(ours) == 8 and len(theirs) >= 20 and not ours & theirs
+    made = Calibration.load(tmp_path / "c.json")
+    assert {recipe for _, recipe in made.recipes} == {BLIND} and made.curves
+    assert main(["calibrate", "--text", str(tmp_path / "a.txt"), *common, "--only", "bounds"]) == 0
+    assert len(chose) == 1 and Calibration.load(tmp_path / "c.json").recipes == ()
 
 
 @pytest.mark.parametrize(

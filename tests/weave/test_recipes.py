@@ -58,6 +58,18 @@ def test_who_names_options_gets_them(engines: Make) -> None:
         assert woven(engines, named, told("0@3@1")) == woven(engines, named)
 
 
+def test_a_round_more_is_a_pass_more(engines: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    n_passes = []
+    for i, rounds in enumerate((1, 2, 3)):
+        engine = engines(share=0.25)
+        context = chat(engine, f"c{i}", [20, 20, 20], repair=f"auto:0@0@{rounds}")
+        context.append(text(4, 99))
+        with passes_of(engine, monkeypatch) as seen:
+            context.weave()
+        n_passes.append(len(seen))
+    assert n_passes == [2, 3, 4]
+
+
 def test_three_thirds_are_first_rows_and_nobody_looks(
     engines: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
