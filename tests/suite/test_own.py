@@ -98,11 +98,12 @@ def test_the_command_writes_what_max_drift_takes(tmp_path: Path, capsys):
     file = tmp_path / "mine.json"
     texts = [str(tmp_path / f"{i}.txt") for i in range(2)]
     common = ["--model", str(BUNDLED), "--home", str(tmp_path / "home"), "--json"]
-    assert main(["calibrate", "--text", *texts, "--n", "24", "--out", str(file), *common]) == 0
+    command = ["calibrate", "--text", *texts, "--n", "24", "--only", "bounds", "--out", str(file)]
+    assert main([*command, *common]) == 0
     told = json.loads(capsys.readouterr().out)["calibration"]
     assert told["questions"] >= 20 and told["file"] == str(file)
     made = Calibration.load(file)
-    assert (made.source, made.strategy) == ("text", STRATEGY)
+    assert (made.source, made.strategy, made.recipes) == ("text", STRATEGY, ())
     with Engine(bundled_runner(), calibration=str(file), max_drift=0.5, repair="auto") as engine:
         for i in range(2):
             engine.put(f"docs/{i}", words(200, 10 + i))
