@@ -48,7 +48,7 @@ class _Held:
     def __exit__(self, *_: object) -> None:
         if get_ident() != main_thread().ident:
             return
-        self.depth -= 1
+        self.depth = max(0, self.depth - 1)  # `outside` may be interrupted where it counts
         if self.depth:
             return
         if self._before is not None:

@@ -38,54 +38,36 @@ SHOWN = 60  # characters of a value in a message
 class Gate:
     """Lets one thread at a time into the verbs over one engine; others wait. What a verb calls back
     (``progress``, say) stands in the middle of it, and may enter none. ``around`` is entered with each
-    verb, and left with it. ``with gate`` holds it; what comes in between waits in `soon`."""
+    verb, and left with it. What comes in between, as finalizers do, waits in `soon`: who has held
+    ``lock`` looks there afterwards (`catch_up`)."""
 
     def __init__(self, around: Callable[[], AbstractContextManager[object]] = nullcontext) -> None:
-        self.around, self._lock = around, RLock()
-        self._depth = self._n_calling = 0  # of who holds it
-        self._later: deque[Callable[[], object]] = deque()
-
-    def __enter__(self) -> None:
-        self._lock.acquire()
-        self._depth += 1
-
-    def __exit__(self, *_: object) -> None:
-        self._depth -= 1
-        self._lock.release()
-        if self._later:
-            self._catch_up()
+        # entered by ``with`` alone: Ctrl-C may come between two lines of Python, and keep it locked
+        self.lock, self.around = RLock(), around
+        self._is_mine: Callable[[], bool] = self.lock._is_owned  # type: ignore[attr-defined]
+        self._n_calling = 0
+        self.later: deque[Callable[[], object]] = deque()
 
     @property
     def calls_back(self) -> bool:
         """Whether this thread is in what a verb has called back."""
-        if not self._lock.acquire(blocking=False):
-            return False
-        try:
-            return self._n_calling > 0
-        finally:
-            self._lock.release()
+        return self._is_mine() and self._n_calling > 0
 
     def soon(self, call: Callable[[], object]) -> None:
         """Make a call as soon as nobody holds the gate: now, or by who holds it. Never waits, so that a
         finalizer may ask for it, which comes at any time in any thread."""
-        self._later.append(call)
-        self._catch_up()
+        self.later.append(call)
+        self.catch_up()
 
-    def _catch_up(self) -> None:
-        while self._later and self._lock.acquire(
-            blocking=False
-        ):  # who has it comes by here after it
-            try:
-                if self._depth:
-                    return
-                self._depth += 1  # what a call leaves is not gone into from within it
+    def catch_up(self) -> None:
+        """Make the calls that wait, unless somebody holds the gate."""
+        with HELD:
+            while self.later and not self._is_mine() and self.lock.acquire(blocking=False):
                 try:
-                    if self._later:
-                        self._later.popleft()()
+                    if self.later:  # else another was faster
+                        self.later.popleft()()
                 finally:
-                    self._depth -= 1
-            finally:
-                self._lock.release()
+                    self.lock.release()
 
     def require(self, verb: str, closed: bool) -> None:
         """Raise InvalidArgument for a verb of what is closed, and for one within a callback."""
@@ -134,9 +116,13 @@ def checking(function: FunctionT) -> FunctionT:
         args, options = asked[0].take(args, options, gate)
         if gate is None:
             return function(self, *args, **options)
-        with gate, HELD, gate.around():
-            gate.require(function.__name__, self.closed)
-            return function(self, *args, **options)
+        try:
+            with gate.lock, HELD, gate.around():
+                gate.require(function.__name__, self.closed)
+                return function(self, *args, **options)
+        finally:
+            if gate.later:
+                gate.catch_up()
 
     return cast(FunctionT, verb)
 

@@ -4,14 +4,18 @@ of one, by another thread. Their answers end when no verb is under way."""
 from __future__ import annotations
 
 import gc
+import signal
+import sys
 from collections.abc import Callable, Generator, Iterator
+from contextlib import suppress
+from itertools import count
 from threading import Event, Thread
 from typing import Any
 
 import pytest
 from world import models
 
-from kvweave import Context, Engine
+from kvweave import Context, Engine, interrupts, verbs
 from kvweave.errors import InvalidArgument
 from kvweave.memory import Memory
 
@@ -182,3 +186,46 @@ def test_contexts_can_be_gone_through_while_others_are_opened(engine: Engine) ->
         engine.fork(context, f"{name}/2")
         engine.close_context(name)
     assert list(engine.contexts) == ["c/2"]
+
+
+def test_ctrl_c_between_any_two_lines_leaves_the_engine_to_other_threads(engine: Engine) -> None:
+    """At each line of what a verb and a block of edits are entered and left by."""
+    files = {module.__file__ for module in (verbs, interrupts)}
+    free: list[bool] = []
+
+    def look() -> None:
+        free.append(engine.loop.gate.lock.acquire(timeout=5))
+        engine.loop.gate.lock.release()
+
+    def run(at: int) -> bool:
+        """Interrupt the line of that number; tell whether there was one."""
+        n, before = [at], sys.gettrace()
+
+        def trace(frame: Any, event: str, _: object) -> Any:
+            if frame.f_code.co_filename not in files:
+                return trace if event == "call" else None
+            if event == "line":
+                n[0] -= 1
+                if not n[0]:
+                    signal.raise_signal(signal.SIGINT)
+            return trace
+
+        with suppress(KeyboardInterrupt):
+            sys.settrace(trace)
+            try:
+                engine.files.ls()
+                with engine.contexts["c"].edit():
+                    pass
+            finally:
+                sys.settrace(before)
+        return n[0] <= 0
+
+    for at in count(1):
+        if not run(at):
+            break
+        thread = Thread(target=look, daemon=True)
+        thread.start()
+        thread.join()
+        assert free[-1], f"line {at} leaves it locked"
+        assert not interrupts.HELD.depth
+    assert at > 50

@@ -126,7 +126,7 @@ Task = Generator[Request, None, T]
 
 
 class Loop:
-    """Runs requests until they are finished; who drives it holds ``gate``."""
+    """Runs requests until they are finished; who drives it holds ``gate.lock``."""
 
     def __init__(self, backend: Backend, max_batch: int = 16, max_rows: int = 512) -> None:
         self.backend, self.gate = backend, Gate(apart)

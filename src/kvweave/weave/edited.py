@@ -84,8 +84,12 @@ class EditedParts:
         other contexts, chunks that were stored, contexts that were opened. What was closed stays so.
         """
         mine = HELD.depth == 0
-        with self.gate, HELD, self._editing(verb), HELD.outside() if mine else nullcontext():
-            yield self
+        lock, outside = self.gate.lock, HELD.outside() if mine else nullcontext()
+        try:
+            with lock, HELD, self._editing(verb), outside:
+                yield self
+        finally:
+            self.gate.catch_up()
 
     @contextmanager
     def _editing(self, verb: str) -> Iterator[None]:
