@@ -14,7 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kvweave.run import bags
 from kvweave.run.batch import Batch
+from kvweave.run.lanes import lanes_of
 from kvweave.run.latent import Latent
 from kvweave.run.packed import CodedLevel
 from kvweave.run.part import BatchPart, Piece
@@ -190,8 +192,12 @@ def _thinned_together(
         return None
     if n > 1 and part.begins[batch.infos[layer].mask] is not None:
         return None
-    folds = rows.coded_together if n < FOLD and latent is None else None
-    found = rows.raw_together(piece.stop) if folds else rows.seen_together(piece.stop)
+    lanes = None
+    if rows.levels and latent is None and bags.suit(rows.levels, query, len(rows.heads)):
+        lanes = lanes_of(rows.levels)
+    folds = rows.coded_together if n < FOLD and latent is None and lanes is None else None
+    raw = lanes is not None or bool(folds)
+    found = rows.raw_together(piece.stop) if raw else rows.seen_together(piece.stop)
     if found is None:
         return None
     bias = None
@@ -199,17 +205,17 @@ def _thinned_together(
         bias = query.new_zeros(n, found[0].shape[1])
         bias[:, -n:].fill_(float("-inf")).triu_(1)
     seen = VisibleKV(*found, bias)
-    out, weights = (
-        _coded(query, folds, seen, how)
-        if folds
-        else _latently(query, seen, how, piece.watched, latent)
-    )
+    out: Tensor
+    weights: Tensor | None
+    if lanes is not None:
+        out, weights = bags.attended(query, rows.levels, seen, how)
+    elif folds:
+        out, weights = _coded(query, folds, seen, how)
+    else:
+        out, weights = _latently(query, seen, how, piece.watched, latent)
     if weights is not None and piece.watched:
-        every = weights.new_zeros(*weights.shape[:2], piece.stop)
-        group = len(weights) // len(rows.heads)
-        at = rows.slots_together(weights.shape[2])
-        where = up(at, query.device).repeat_interleave(group, 0)[:, None]
-        _show(part, piece, layer, every.scatter_(2, where.expand_as(weights), weights))
+        slots = up(rows.slots_together(weights.shape[2], lanes), query.device)
+        _show_kept(part, piece, layer, weights, slots)
     return out
 
 
@@ -238,6 +244,19 @@ def _show(part: BatchPart, piece: Piece, layer: int, weights: Tensor) -> None:
     assert part.work.observer is not None
     first = part.work.at + piece.first + piece.skipped
     part.work.observer.see(layer, first, piece.begin, weights)
+
+
+def _show_kept(part: BatchPart, piece: Piece, layer: int, weights: Tensor, slots: Tensor) -> None:
+    """The same of ``weights`` [head, row, key], the keys of which are each kv head's own ``slots``."""
+    observer = part.work.observer
+    if observer is not None and observer.packs:
+        first = part.work.at + piece.first + piece.skipped
+        observer.see_kept(layer, first, piece.stop, weights, slots)
+        return
+    mine = weights.view(len(slots), -1, *weights.shape[1:])
+    every = mine.new_zeros(*mine.shape[:3], piece.stop)
+    every.scatter_add_(3, slots[:, None, None].expand_as(mine), mine)
+    _show(part, piece, layer, every.flatten(0, 1))
 
 
 def _attention(

@@ -37,10 +37,11 @@ class PackedRows:
     dim: int
     dtype: torch.dtype
     q: Tensor  # [row, byte] uint8
-    grids: Tensor  # [row, group, 2] bfloat16: scale, middle
+    grids: Tensor  # [2, group, row] bfloat16: scale, middle
+    across: bool = False  # a byte of all rows lies together in memory, not a row's bytes
 
     @classmethod
-    def of(cls, rows: Tensor, bits: int) -> PackedRows:
+    def of(cls, rows: Tensor, bits: int, across: bool = False) -> PackedRows:
         """Code ``rows`` [row, dim]."""
         n, dim = rows.shape
         x = rows.float().view(n, _groups(dim), dim // _groups(dim))
@@ -54,15 +55,22 @@ class PackedRows:
         packed = q[:, 0].clone()
         for i in range(1, each):
             packed |= q[:, i] << (bits * i)
-        return cls(bits, dim, rows.dtype, packed, torch.cat((scale, middle), -1))
+        grids = torch.stack((scale, middle)).squeeze(-1).transpose(1, 2).contiguous()
+        packed = packed.t().contiguous().t() if across else packed
+        return cls(bits, dim, rows.dtype, packed, grids, across)
 
     @property
     def n_bytes(self) -> int:
         return self.q.nbytes + self.grids.nbytes
 
+    @property
+    def half(self) -> float:
+        """The symbol that a middle has."""
+        return ((1 << self.bits) - 1) / 2
+
     def values(self) -> Tensor:
         """Return all rows [row, dim]."""
-        scale, first = self.ends(torch.float32)
+        scale, first = (each.t().contiguous() for each in self.ends(torch.float32))
         if self.bits == 8:  # bytes are channels: all grids at once
             groups = scale.shape[1]
             wide = self.q.to(torch.float32).view(len(self.q), groups, self.dim // groups)
@@ -75,44 +83,80 @@ class PackedRows:
         return made.to(self.dtype)
 
     def ends(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return the scale and the first value [row, group] of each grid."""
-        scale, middle = self.grids.to(dtype).unbind(-1)
-        return scale, middle - scale * (((1 << self.bits) - 1) / 2)
+        """Return the scale and the first value [group, row] of each grid."""
+        scale, middle = self.grids.to(dtype)
+        return scale, torch.sub(middle, scale, alpha=self.half)
 
-    def runs(self, dtype: torch.dtype) -> Iterator[tuple[int, slice, Tensor]]:
-        """Yield, for runs of channels of one grid, its number, the channels, and symbols [row, channel]."""
-        width, size = self.q.shape[1], self.dim // self.grids.shape[1]
-        mask = (1 << self.bits) - 1
+    def planes(self, rows: slice) -> Iterator[tuple[slice, Tensor]]:
+        """Yield runs of channels that have the same bits of each byte, and symbols uint8 [row, channel]."""
+        q, width, mask = self.q[rows], self.q.shape[1], (1 << self.bits) - 1
         for i in range(8 // self.bits):
             first, last = i * width, min(self.dim, (i + 1) * width)
             if first >= last:
                 return
-            whole = self.q >> (self.bits * i) if i else self.q
-            symbols = (whole & mask if (i + 1) * self.bits < 8 else whole).to(dtype)
-            while first < last:
-                stop = min(last, (first // size + 1) * size)
-                part = symbols[:, first - i * width : stop - i * width]
+            whole = q >> (self.bits * i) if i else q
+            symbols = whole & mask if (i + 1) * self.bits < 8 else whole
+            yield slice(first, last), symbols[:, : last - first]
+
+    def runs(self, dtype: torch.dtype) -> Iterator[tuple[int, slice, Tensor]]:
+        """Yield, for runs of channels of one grid, its number, the channels, and symbols [row, channel]."""
+        size = self.dim // self.grids.shape[1]
+        for channels, symbols in self.planes(slice(None)):
+            wide, first = symbols.to(dtype), channels.start
+            while first < channels.stop:
+                stop = min(channels.stop, (first // size + 1) * size)
+                part = wide[:, first - channels.start : stop - channels.start]
                 yield first // size, slice(first, stop), part
                 first = stop
 
     def part(self, rows: slice) -> PackedRows:
         """Return a view of some rows."""
-        return replace(self, q=self.q[rows], grids=self.grids[rows])
+        return replace(self, q=self.q[rows], grids=self.grids[..., rows])
 
     def at(self, rows: Ints) -> PackedRows:
         """Return a copy of some rows."""
         where = up(rows, self.q.device)
-        return replace(self, q=self.q[where], grids=self.grids[where])
+        grids = self.grids[..., where]
+        if self.across:  # on CPUs: numpy takes columns four times as fast as torch
+            return replace(
+                self, q=torch.from_numpy(self.q.t().numpy().take(rows, 1)).t(), grids=grids
+            )
+        return replace(self, q=self.q[where], grids=grids)
 
-    def joined(self, more: PackedRows) -> PackedRows:
-        """Return these rows and then ``more``."""
-        q, grids = torch.cat((self.q, more.q)), torch.cat((self.grids, more.grids))
+    def changed(self, where: Tensor, rows: PackedRows) -> PackedRows:
+        """Return these rows with others in the place of some."""
+        q, grids = self.q.clone(), self.grids.clone()
+        q[where], grids[..., where] = rows.q, rows.grids
+        return replace(self, q=q, grids=grids)
+
+    def joined(self, some: Sequence[PackedRows]) -> PackedRows:
+        """Return ``some`` rows like these one after the other."""
+        every, grids = [each.q for each in some], torch.cat([each.grids for each in some], -1)
+        q = torch.cat([q.t() for q in every], 1).t() if self.across else torch.cat(every)
         return replace(self, q=q, grids=grids)
 
 
 @dataclass(frozen=True, slots=True)
+class CodedHead:
+    """The rows of one head in one form."""
+
+    slots: Ints  # increasing
+    k: PackedRows
+    v: PackedRows
+
+    def at(self, rows: Ints | slice) -> tuple[Tensor, Tensor]:
+        """Return keys and values [row, dim] of some of them."""
+        k, v = self.k, self.v
+        some = (k.part(rows), v.part(rows)) if isinstance(rows, slice) else (k.at(rows), v.at(rows))
+        return some[0].values(), some[1].values()
+
+
+@dataclass(frozen=True, slots=True)
 class CodedLevel:
-    """Rows of one layer that rest in one form; ``k`` and ``v`` hold those of head 0, then of head 1, ..."""
+    """Rows of one layer that rest in one form; ``k`` and ``v`` hold those of head 0, then of head 1, ...
+
+    Nothing is changed in place: what changes it returns another, and contexts may share it.
+    """
 
     form: str
     slots: tuple[Ints, ...]  # of each head, increasing
@@ -124,11 +168,10 @@ class CodedLevel:
         cls, form: str, slots: Sequence[Ints], keys: Sequence[Tensor], values: Sequence[Tensor]
     ) -> CodedLevel:
         """Code keys and values [row, dim] of each head's ``slots``."""
-        bits = FORMS[form]
-        k, v = (
-            PackedRows.of(torch.cat(list(t)), b) for t, b in zip((keys, values), bits, strict=True)
-        )
-        return cls(form, tuple(slots), k, v)
+        (k_bits, v_bits), k, v = FORMS[form], torch.cat(list(keys)), torch.cat(list(values))
+        across = k.is_cpu  # as scores are added up: `run/bags.py`
+        packed = PackedRows.of(k, k_bits, across), PackedRows.of(v, v_bits)
+        return cls(form, tuple(slots), *packed)
 
     @property
     def n(self) -> int:
@@ -140,21 +183,29 @@ class CodedLevel:
         return self.k.n_bytes + self.v.n_bytes
 
     def only(self, slots: Sequence[Ints]) -> CodedLevel:
-        """Return a copy of those rows whose slots are among each head's ``slots``."""
+        """Return those rows whose slots are among each head's ``slots``."""
         stay = [np.isin(own, some) for own, some in zip(self.slots, slots, strict=True)]
+        if all(each.all() for each in stay):
+            return self
         rows = np.flatnonzero(np.concatenate(stay))
         left = tuple(own[which] for own, which in zip(self.slots, stay, strict=True))
         return replace(self, slots=left, k=self.k.at(rows), v=self.v.at(rows))
 
     def without(self, slots: Sequence[Ints]) -> CodedLevel:
-        """Return a copy of those rows whose slots are not."""
+        """Return those rows whose slots are not."""
         kept = zip(self.slots, slots, strict=True)
-        return self.only([np.setdiff1d(own, some) for own, some in kept])
+        return self.only([less(own, some) for own, some in kept])
 
     def joined(self, more: CodedLevel) -> CodedLevel:
         """Return these rows and ``more`` of the same form, which stand in other slots."""
+        pairs = list(zip(self.slots, more.slots, strict=True))
+        if all(not len(a) or not len(b) or a[-1] < b[0] for a, b in pairs):
+            slots = [np.concatenate(both) for both in pairs]
+            heads = [x.of_head(i) for i in range(len(pairs)) for x in (self, more)]
+            k, v = self.k.joined([x.k for x in heads]), self.v.joined([x.v for x in heads])
+            return replace(self, slots=tuple(slots), k=k, v=v)
         slots, order, at, behind = [], [], 0, self.n
-        for own, other in zip(self.slots, more.slots, strict=True):
+        for own, other in pairs:
             rows = np.concatenate((at + np.arange(len(own)), behind + np.arange(len(other))))
             both = np.concatenate((own, other))
             sort = np.argsort(both)
@@ -162,14 +213,14 @@ class CodedLevel:
             order.append(rows[sort])
             at, behind = at + len(own), behind + len(other)
         rows = np.concatenate(order)
-        k, v = self.k.joined(more.k).at(rows), self.v.joined(more.v).at(rows)
+        k, v = (a.joined([a, b]).at(rows) for a, b in ((self.k, more.k), (self.v, more.v)))
         return replace(self, slots=tuple(slots), k=k, v=v)
 
-    def of_head(self, head: int) -> tuple[Ints, Tensor, Tensor]:
-        """Return one head's slots, and its keys and values [row, dim]."""
+    def of_head(self, head: int) -> CodedHead:
+        """Return a view of one head's rows."""
         first = self._first(head)
         rows = slice(first, first + len(self.slots[head]))
-        return self.slots[head], self.k.part(rows).values(), self.v.part(rows).values()
+        return CodedHead(self.slots[head], self.k.part(rows), self.v.part(rows))
 
     def _first(self, head: int) -> int:
         return sum(len(own) for own in self.slots[:head])
@@ -206,16 +257,25 @@ class CodedLevel:
             found[..., channels] += weighed @ symbols.view(heads, n_rows, -1)
         return found
 
-    def rewrite(self, head: int, slots: Ints, keys: Tensor, values: Tensor) -> None:
-        """Code rows [slot, dim] of one head anew where they rest here; leave out the others."""
-        own = self.slots[head]
-        _, rows, given = np.intersect1d(own, slots, True, return_indices=True)
-        if not len(rows):
-            return
-        where, some = up(self._first(head) + rows, keys.device), up(given, keys.device)
+    def rewritten(self, slots: Ints, keys: Tensor, values: Tensor) -> CodedLevel:
+        """Return these rows with those of ``slots`` that rest here coded anew, of ``keys`` and ``values``
+        [slot, head, dim]."""
+        found = []
+        for own in self.slots:
+            found.append(np.intersect1d(own, slots, True, return_indices=True)[1:])
+        if not any(len(rows) for rows, _ in found):
+            return self
+        to = np.concatenate([self._first(i) + rows for i, (rows, _) in enumerate(found)])
+        where, made = up(to, keys.device), []
         for packed, new in ((self.k, keys), (self.v, values)):
-            made = PackedRows.of(new[some], packed.bits)
-            packed.q[where], packed.grids[where] = made.q, made.grids
+            some = [new[up(given, new.device), i] for i, (_, given) in enumerate(found)]
+            made.append(packed.changed(where, PackedRows.of(torch.cat(some), packed.bits)))
+        return replace(self, k=made[0], v=made[1])
+
+
+def less(own: Ints, some: Ints) -> Ints:
+    """Return those of ``own`` that are not among ``some``, in their order."""
+    return own[np.isin(own, some, invert=True)]
 
 
 def form_bytes(form: str, shape: LayerShape) -> int:

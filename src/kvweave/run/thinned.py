@@ -15,7 +15,6 @@ below memory (`run/below.py`), and no query sees them until they are back.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -23,49 +22,12 @@ from torch import Tensor
 
 from kvweave.run.base import Ints
 from kvweave.run.below import BELOW, BelowRows
+from kvweave.run.heads import HeadRows, Heads, tail_of, where
+from kvweave.run.lanes import Lanes
 from kvweave.run.layers import At, LayerRows, RawRows, span_of
-from kvweave.run.packed import ORDER, CodedLevel
+from kvweave.run.packed import ORDER, CodedHead, CodedLevel, less
 from kvweave.run.rotary import Angles, Rotation
 from kvweave.run.upload import up
-
-
-@dataclass(slots=True)
-class HeadRows:
-    """The rows that one head keeps, one after the other, room for those to come behind them."""
-
-    slots: Ints  # increasing, as many as there are rows
-    k: Tensor  # [row, dim]
-    v: Tensor
-
-    def kept(self, slots: Ints) -> HeadRows:
-        """Copy the rows of those of ``slots`` that are here, with room for the others."""
-        there = np.flatnonzero(np.isin(slots, self.slots, assume_unique=True))
-        rows = np.searchsorted(self.slots, slots[there])
-        made = []
-        for old in (self.k, self.v):
-            new = old.new_empty(len(slots), old.shape[1])
-            new[_where(there, old.device)] = old[_where(rows, old.device)]
-            made.append(new)
-        return HeadRows(slots, *made)
-
-    def write(self, slots: Ints, keys: Tensor, values: Tensor) -> None:
-        """Write rows [slot, dim] of slots that are kept; leave out the others."""
-        rows = np.searchsorted(self.slots, slots)
-        there = rows < len(self.slots)
-        there[there] = self.slots[rows[there]] == slots[there]
-        to = _where(rows[there], keys.device)
-        if not there.all():
-            some = _where(np.flatnonzero(there), keys.device)
-            keys, values = keys[some], values[some]
-        self.k[to], self.v[to] = keys, values
-
-    @property
-    def n_bytes(self) -> int:
-        return self.k.nbytes + self.v.nbytes
-
-    @property
-    def row_bytes(self) -> int:
-        return sum(t.shape[1] * t.element_size() for t in (self.k, self.v))
 
 
 class ThinnedRows(LayerRows):
@@ -73,7 +35,7 @@ class ThinnedRows(LayerRows):
 
     def __init__(
         self,
-        heads: Sequence[HeadRows],
+        heads: Heads,
         n: int,
         capacity: int,
         levels: Sequence[CodedLevel] = (),
@@ -82,27 +44,23 @@ class ThinnedRows(LayerRows):
         self.n, self.capacity = n, capacity
         self.below = below if below is not None and below.n else None
         self.levels = [level for level in levels if level.n]  # in fewer and fewer bits
+        self._laned: Ints | None = None  # slots of all rows, coded ones as `Lanes.slots` has them
         self._hold(heads)
 
-    def _hold(self, heads: Sequence[HeadRows]) -> None:
-        self.heads = list(heads)
+    def _hold(self, heads: Heads) -> None:
+        self._heads, self.heads = heads, heads.each
         # from this slot on every head has all, as they were computed
-        self.tail = max((_tail(head.slots, self.capacity) for head in heads), default=0)
-        self.k: Tensor | None = None  # [head, row, dim], where heads have as many rows each
-        self.v: Tensor | None = None
-        if len({len(head.slots) for head in heads}) == 1:
-            self.k, self.v = (torch.stack([getattr(h, name) for h in heads]) for name in "kv")
-            for head, k, v in zip(self.heads, self.k, self.v, strict=True):
-                head.k, head.v = k, v
+        self.tail = max((tail_of(head.slots, self.capacity) for head in heads.each), default=0)
+        self.k, self.v = heads.k, heads.v  # [head, row, dim], where heads have as many rows each
 
     @classmethod
     def of(cls, rows: RawRows, n: int, slots: Sequence[Ints] | None = None) -> ThinnedRows:
         """Copy the ``n`` rows of a layer, or of each head those of its ``slots``."""
         every, room = np.arange(rows.capacity), np.arange(n, rows.capacity)
-        whole = (HeadRows(every, k, v) for k, v in zip(rows.k, rows.v, strict=True))
+        whole = [HeadRows(every, k, v) for k, v in zip(rows.k, rows.v, strict=True)]
         kept = [every[:n]] * len(rows.k) if slots is None else slots
-        wanted = (np.concatenate((each, room)) for each in kept)
-        return cls([a.kept(b) for a, b in zip(whole, wanted, strict=True)], n, rows.capacity)
+        made = Heads(whole).kept([np.concatenate((each, room)) for each in kept])
+        return cls(made, n, rows.capacity)
 
     @property
     def n_freed(self) -> int:
@@ -183,8 +141,7 @@ class ThinnedRows(LayerRows):
     ) -> ThinnedRows:
         """Return rows of which ``raw`` rest as they are, with the room there is."""
         room = np.arange(self.n, self.capacity)
-        pairs = zip(self.heads, raw, strict=True)
-        made = [head.kept(np.concatenate((kept, room))) for head, kept in pairs]
+        made = self._heads.kept([np.concatenate((kept, room)) for kept in raw])
         return ThinnedRows(made, self.n, self.capacity, levels, below)
 
     def parted(self, slots: Sequence[Ints]) -> ThinnedRows:
@@ -216,7 +173,7 @@ class ThinnedRows(LayerRows):
         wanted = [np.asarray(some) for some in slots]
         for level in self.levels:
             if ORDER.index(level.form) >= at:
-                wanted = [np.setdiff1d(a, b) for a, b in zip(wanted, level.slots, strict=True)]
+                wanted = [less(a, b) for a, b in zip(wanted, level.slots, strict=True)]
         if not any(map(len, wanted)):
             return self
         rows = [self._of(head, some) for head, some in enumerate(wanted)]
@@ -225,16 +182,25 @@ class ThinnedRows(LayerRows):
             if ORDER.index(other.form) < at:
                 levels[other.form] = other.without(wanted)
         levels[form] = levels[form].joined(made) if form in levels else made
-        raw = [np.setdiff1d(a, b) for a, b in zip(self._raw(), wanted, strict=True)]
+        raw = [less(a, b) for a, b in zip(self._raw(), wanted, strict=True)]
         below = None if self.below is None else self.below.without(wanted)
         return self._with(raw, [levels[name] for name in ORDER if name in levels], below)
 
     def _of(self, head: int, slots: Ints) -> tuple[Tensor, Tensor]:
-        """Return keys and values [slot, dim] of some slots that a head keeps."""
-        own, keys, values = self._everywhere(head)
-        order = np.argsort(own)
-        rows = up(order[np.searchsorted(own, slots, sorter=order)], keys.device)
-        return keys[rows], values[rows]
+        """Return keys and values [slot, dim] of some slots that a head keeps, increasing."""
+        one = self.heads[head]
+        k, v = (t.new_empty(len(slots), t.shape[1]) for t in (one.k, one.v))
+        places: list[HeadRows | CodedHead] = [one, *(x.of_head(head) for x in self.levels)]
+        for rests in places:
+            _, rows, given = np.intersect1d(rests.slots, slots, True, return_indices=True)
+            if len(rows):
+                to = where(given, k.device)
+                k[to], v[to] = rests.at(rows)
+        if self.below is not None:
+            given = np.flatnonzero(self.below.there[head, slots])
+            to = where(given, k.device)
+            k[to], v[to] = self.below.take(head, slots[given])
+        return k, v
 
     def _unsorted(self, head: int, begin: int, stop: int) -> tuple[Ints, Tensor, Tensor]:
         """Return which of slots ``[begin, stop)`` a head has in memory, keys and values [row, dim]:
@@ -243,9 +209,10 @@ class ThinnedRows(LayerRows):
         first, last = (int(i) for i in np.searchsorted(one.slots, (begin, stop)))
         slots, keys, values = [one.slots[first:last]], [one.k[first:last]], [one.v[first:last]]
         for level in reversed(self.levels):
-            own, k, v = level.of_head(head)
-            a, b = (int(i) for i in np.searchsorted(own, (begin, stop)))
-            slots, keys, values = [own[a:b], *slots], [k[a:b], *keys], [v[a:b], *values]
+            own = level.of_head(head)
+            rows = slice(*(int(i) for i in np.searchsorted(own.slots, (begin, stop))))
+            k, v = own.at(rows)
+            slots, keys, values = [own.slots[rows], *slots], [k, *keys], [v, *values]
         if not self.levels:
             return slots[0], keys[0], values[0]
         return np.concatenate(slots), torch.cat(keys), torch.cat(values)
@@ -259,13 +226,12 @@ class ThinnedRows(LayerRows):
     def grown(self, capacity: int, n: int) -> ThinnedRows:
         n = min(n, self.n)
         room = np.arange(n, capacity)
-        made = [
-            head.kept(np.concatenate((head.slots[: np.searchsorted(head.slots, n)], room)))
-            for head in self.heads
-        ]
-        first = [np.arange(n)] * len(made)
+        used = (head.slots[: np.searchsorted(head.slots, n)] for head in self.heads)
+        made = self._heads.kept([np.concatenate((own, room)) for own in used])
+        first = [np.arange(n)] * len(self.heads)
         below = None if self.below is None else self.below.grown(capacity, n)
-        return ThinnedRows(made, n, capacity, [x.only(first) for x in self.levels], below)
+        levels = self.levels if n == self.n else [level.only(first) for level in self.levels]
+        return ThinnedRows(made, n, capacity, levels, below)
 
     def cut(self, n: int) -> ThinnedRows:
         if n >= self.n:
@@ -285,9 +251,9 @@ class ThinnedRows(LayerRows):
             return
         for i, head in enumerate(self.heads):
             head.write(at.slots, keys[:, i], values[:, i])
-            for level in self.levels:
-                level.rewrite(i, at.slots, keys[:, i], values[:, i])
-        self._write_below(at, keys, values)
+        if at.slots[0] < self.tail:
+            self.levels = [level.rewritten(at.slots, keys, values) for level in self.levels]
+            self._write_below(at, keys, values)
 
     def _write_below(self, at: At, keys: Tensor, values: Tensor) -> None:
         if self.below is None:
@@ -306,10 +272,10 @@ class ThinnedRows(LayerRows):
     ) -> None:
         if span.start < self.tail:  # freed rows come back
             wanted = np.arange(span.start, span.stop)
-            self._hold([head.kept(np.union1d(head.slots, wanted)) for head in self.heads])
+            self._hold(self._heads.kept([np.union1d(x.slots, wanted) for x in self.heads]))
             gone = [wanted] * len(self.heads)
             left = [level.without(gone) for level in self.levels]
-            self.levels = [level for level in left if level.n]
+            self.levels, self._laned = [level for level in left if level.n], None
             below = None if self.below is None else self.below.without(gone)
             self.below = below if below is not None and below.n else None
         super().place(span, rotation, keys, angles, values)
@@ -360,13 +326,19 @@ class ThinnedRows(LayerRows):
         even = all(len({len(own) for own in level.slots}) == 1 for level in self.levels)
         return self.levels if even else []
 
-    def slots_together(self, n: int) -> Ints:
-        """Return [head, row] the slots of the first ``n`` rows that `seen_together` shows."""
-        found = []
-        for head, one in enumerate(self.heads):
-            own = np.concatenate([*(level.slots[head] for level in self.levels), one.slots])
-            found.append(own[:n])
-        return np.stack(found)
+    def slots_together(self, n: int, lanes: Lanes | None = None) -> Ints:
+        """Return [head, row] the slots of the first ``n`` rows that `seen_together` shows, or where coded
+        rows stand in ``lanes``."""
+        raw = self._heads.slots
+        assert raw is not None, "heads that keep more or fewer than each other"
+        if lanes is not None:
+            if self._laned is None:
+                self._laned = np.concatenate((lanes.slots(self.levels), raw), 1)
+            return self._laned[:, :n]
+        if not self.levels:
+            return raw[:, :n]
+        every = [[level.slots[head] for level in self.levels] for head in range(len(raw))]
+        return np.stack([np.concatenate([*a, b])[:n] for a, b in zip(every, raw, strict=True)])
 
     def check(self, n: int) -> None:
         super().check(n)
@@ -383,15 +355,3 @@ class ThinnedRows(LayerRows):
             several += 0 if self.below is None else len(self.below.slots(i))
             assert len(slots) == several + len(self._raw()[i]), "a row in two forms"
             assert not len(slots) or slots[-1] < self.n, "a coded row behind all"
-
-
-def _tail(slots: Ints, capacity: int) -> int:
-    """Return the slot from which on none is missing."""
-    missing = np.flatnonzero(slots != np.arange(capacity - len(slots), capacity))
-    return capacity - len(slots) + (int(missing[-1]) + 1 if len(missing) else 0)
-
-
-def _where(rows: Ints, device: torch.device) -> slice | Tensor:
-    """Return an index of increasing ``rows``, a slice where they follow each other."""
-    span = span_of(rows)
-    return up(rows, device) if span is None else span

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from torch import Tensor
 
@@ -17,6 +17,7 @@ class Observers(Observer):
         self._ranges: dict[int, list[tuple[int, int]]] = {}
         self.asks = any(each.asks for each in several)
         self.sees = any(each.sees for each in several)
+        self.packs = all(each.packs for each in several)
 
     def rows(self, layer: int, n: int) -> tuple[int, int]:
         """The rows that any of them wants, and those between."""
@@ -32,11 +33,20 @@ class Observers(Observer):
 
     def see(self, layer: int, first: int, begin: int, weights: Tensor) -> None:
         """Show each its own."""
-        last = first + weights.shape[1]
+        for each, a, b in self._own(layer, first, weights.shape[1]):
+            each.see(layer, first + a, begin, weights[:, a:b])
+
+    def see_kept(self, layer: int, first: int, stop: int, weights: Tensor, slots: Tensor) -> None:
+        """Show each its own, if all take it so."""
+        for each, a, b in self._own(layer, first, weights.shape[1]):
+            each.see_kept(layer, first + a, stop, weights[:, a:b], slots)
+
+    def _own(self, layer: int, first: int, n: int) -> Iterator[tuple[Observer, int, int]]:
+        """Yield who wants some of ``n`` rows from ``first`` on, and which of these."""
         for each, (start, stop) in zip(self._several, self._ranges[layer], strict=True):
-            a, b = max(first, start), min(last, stop)
+            a, b = max(0, start - first), min(n, stop - first)
             if a < b:
-                each.see(layer, a, begin, weights[:, a - first : b - first])
+                yield each, a, b
 
     def ask(self, layer: int, first: int, queries: Tensor) -> None:
         """Show those who ask."""

@@ -19,7 +19,7 @@ class AttentionSums(Tally):
     at a choice.
     """
 
-    sees = True
+    sees = packs = True
 
     def __init__(
         self,
@@ -36,18 +36,39 @@ class AttentionSums(Tally):
 
     def of_attention(self, layer: int, begin: int, weights: Tensor) -> object:
         """Add up the rows. A row could see what it gave any weight: whatever masks there are."""
-        total = weights.amax(1).sum(1) if self.loudest else weights.sum(2).mean(1)
-        seen_by = None
+        total, seen_by = self._summed(weights), None
         if self.ages:
             seen_by = (weights.amax((0, 1)) > 0).sum(0, keepdim=True).to(total.dtype)
-        return begin, weights.shape[2], total, seen_by
+        return begin, begin + total.shape[-1], weights.shape[2], total, None, seen_by
+
+    def of_kept(self, layer: int, stop: int, weights: Tensor, slots: Tensor) -> object:
+        """The same, and where its sums are to be added."""
+        n, seen_by, most = weights.shape[2], None, None
+        if self.ages:
+            most = weights.amax(1)
+            sees = most.sign().transpose(0, 1).reshape(n, -1)  # [row, kept of any head]
+            every = sees.new_zeros(n, stop)
+            every.scatter_add_(1, slots.reshape(1, -1).expand(n, -1), sees).sign_()
+            seen_by = every if n == 1 else every.sum(0, keepdim=True)
+        total = most.sum(1) if self.loudest and most is not None else self._summed(weights)
+        return 0, stop, n, total, slots, seen_by
+
+    def _summed(self, weights: Tensor) -> Tensor:
+        """Return weights [kv_head, group, row, key] added up over rows, [kv_head, key]."""
+        if weights.shape[2] == 1:
+            one = weights[:, :, 0]
+            return one.amax(1) if self.loudest else one.mean(1)
+        return weights.amax(1).sum(1) if self.loudest else weights.sum(2).mean(1)
 
     def add(self, layer: int, found: object) -> None:
         """Add the sums of a pass."""
         assert isinstance(found, tuple)
-        begin, n, total, seen_by = found
-        stop = begin + total.shape[-1]
-        self.total[layer].upto(stop, total)[:, begin:].add_(total)
+        begin, stop, n, total, slots, seen_by = found
+        mine = self.total[layer].upto(stop, total)
+        if slots is None:
+            mine[:, begin:].add_(total)
+        else:
+            mine.scatter_add_(1, slots, total)
         if seen_by is not None:
             self.seen_by[layer].upto(stop, seen_by)[:, begin:].add_(seen_by)
         self.n_rows[layer] += n

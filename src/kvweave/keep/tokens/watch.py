@@ -89,12 +89,17 @@ class Tally:
 
     sees = False  # whether it is shown attention
     asks = False  # whether it is shown queries
+    packs = False  # whether it has `of_kept`
     recent: int | None = None
     each = False
 
     def of_attention(self, layer: int, begin: int, weights: Tensor) -> object:
         """Return what is to be added of ``weights`` [kv_head, group, row, key], float32 at least:
         keys are the slots from ``begin`` on, rows the last of them. It changes nothing."""
+
+    def of_kept(self, layer: int, stop: int, weights: Tensor, slots: Tensor) -> object:
+        """Return the same of keys at ``slots`` [kv_head, key] before ``stop``, in any order; weights of
+        padding are 0. Only where ``packs``."""
 
     def of_queries(self, layer: int, slot: int, queries: Tensor) -> object:
         """Return the same of unrotated ``queries`` [row, head, dim] of the slots from ``slot`` on,
@@ -130,7 +135,7 @@ class TokenWatch(Observer):
 
     def __init__(self, tally: Tally, infos: Sequence[LayerInfo]) -> None:
         self.tally = tally
-        self.asks = tally.asks
+        self.asks, self.packs = tally.asks, tally.packs
         self.until = self.start = 0
         self.decoding = False
         self._kv_heads = [info.shape.k_heads for info in infos]
@@ -157,6 +162,11 @@ class TokenWatch(Observer):
         """Reduce ``weights`` [head, row, key]."""
         folded = weights.reshape(self._kv_heads[layer], -1, *weights.shape[1:])
         self._now.append((layer, self.tally.of_attention(layer, begin, folded)))
+
+    def see_kept(self, layer: int, first: int, stop: int, weights: Tensor, slots: Tensor) -> None:
+        """Reduce ``weights`` [head, row, key] of each head's own ``slots`` [kv_head, key]."""
+        folded = weights.reshape(self._kv_heads[layer], -1, *weights.shape[1:])
+        self._now.append((layer, self.tally.of_kept(layer, stop, folded, slots)))
 
     def ask(self, layer: int, first: int, queries: Tensor) -> None:
         """Reduce ``queries`` [row, head, dim]."""
