@@ -264,6 +264,10 @@ def _attention(
 ) -> tuple[Tensor, Tensor | None]:
     """Return attention [row, head, v_dim] of ``query`` [row, head, dim], and if it is watched its
     weights [head, row, slot]."""
+    n, heads, _ = query.shape
+    if not seen.keys.shape[1]:  # all was freed that these rows could see
+        nothing = seen.values.new_zeros(n, heads, seen.values.shape[2])
+        return nothing, query.new_zeros(heads, n, 0) if watched else None
     absorbed = query.shape[2] > seen.keys.shape[2]
     shows = watched and not seen.causal
     if suits(query, how) and not absorbed and (shows or is_quick(query, seen)):
@@ -272,7 +276,6 @@ def _attention(
     if not (how.softcap is not None or watched or absorbed or few):
         fused = _fused if how.sinks is None else _fused_with_sinks
         return fused(query, seen, how), None
-    n, heads, _ = query.shape
     weights = weights_of(query, seen, how)
     out = rows_of(weights.to(seen.values.dtype) @ seen.values, n)
     return out, weights.reshape(heads, n, -1) if watched else None
