@@ -269,3 +269,21 @@ def test_rows_of_8_bits_are_not_coded_again() -> None:
     backend.forward([Work(rows, ids(4, 1), slots, slots)])
     with pytest.raises(InvalidArgument):
         rows.code(0, "int8", [slots[:2]] * backend.layers[0].shape.k_heads)
+
+
+@pytest.mark.parametrize("dim", [8, 32, 64, 96, 128])
+@pytest.mark.parametrize("form", [form for form in FORMS if FORMS[form] is not None])
+def test_scores_and_sums_are_those_of_the_rows_that_are_decoded(form: str, dim: int) -> None:
+    """Each grid comes to what its symbols give: of heads with several grids a row too."""
+    torch.manual_seed(dim)
+    heads, n = 3, 5
+    slots = [np.arange(n) + i for i in range(heads)]
+    keys, values = ([torch.randn(n, dim) * (1 + i) + i for i in range(heads)] for _ in "kv")
+    level = CodedLevel.of(form, slots, keys, values)
+    both = level.together()
+    assert both is not None
+    k, v = (each.double() for each in both)
+    queries, weights = torch.randn(heads, 2, dim), torch.rand(heads, 2, n)
+    wanted = queries.double() @ k.transpose(1, 2), weights.double() @ v
+    for found, true in zip((level.scores(queries), level.mixed(weights)), wanted, strict=True):
+        assert torch.allclose(found.double(), true, atol=1e-5 * float(true.abs().max()))

@@ -238,7 +238,7 @@ class CodedLevel:
         """Return ``queries`` [head, query, dim] times all keys [head, query, row], as `together` gives
         them: each grid's scale and middle come to what its symbols give, which is less to compute."""
         heads, n, _ = queries.shape
-        scale, first = (t.view(heads, self.n // heads, -1) for t in self.k.ends(queries.dtype))
+        scale, first = (_by_row(t, heads) for t in self.k.ends(queries.dtype))
         groups = scale.shape[-1]
         sums = queries.view(heads, n, groups, -1).sum(-1)
         found = sums @ first.transpose(1, 2)
@@ -250,7 +250,7 @@ class CodedLevel:
     def mixed(self, weights: Tensor) -> Tensor:
         """Return ``weights`` [head, query, row] times all values, [head, query, dim]."""
         heads, _, n_rows = weights.shape
-        scale, first = (t.view(heads, n_rows, -1) for t in self.v.ends(weights.dtype))
+        scale, first = (_by_row(t, heads) for t in self.v.ends(weights.dtype))
         found = (weights @ first).repeat_interleave(self.v.dim // first.shape[-1], -1)
         for group, channels, symbols in self.v.runs(weights.dtype):
             weighed = weights * scale[:, None, :, group]
@@ -271,6 +271,11 @@ class CodedLevel:
             some = [new[up(given, new.device), i] for i, (_, given) in enumerate(found)]
             made.append(packed.changed(where, PackedRows.of(torch.cat(some), packed.bits)))
         return replace(self, k=made[0], v=made[1])
+
+
+def _by_row(ends: Tensor, heads: int) -> Tensor:
+    """Return ``ends`` [group, row] of all heads' rows as [head, row, group]."""
+    return ends.view(len(ends), heads, -1).permute(1, 2, 0)
 
 
 def less(own: Ints, some: Ints) -> Ints:
