@@ -40,6 +40,7 @@ from kvweave.chunk.opened import OpenIndex
 from kvweave.chunk.pages import is_whole_log
 from kvweave.chunk.place import inode_of, is_at, is_still, part, place_of
 from kvweave.chunk.rebuild import create, fsync, put_in_place, set_meta, upgrade
+from kvweave.chunk.rows import UNSURE
 from kvweave.chunk.seal import Seal
 from kvweave.errors import InvalidArgument, StoreError
 
@@ -51,7 +52,7 @@ PATIENCE = 10.0
 """Seconds the device may take."""
 SLOWLY = 80 << 20
 """Bytes."""
-UNKNOWN = "whether it was written nobody knows until the device answers again; look then"
+UNKNOWN = f"{UNSURE} until the device answers again; look then"
 UNSYNCED = "what was written is there, but whether after a power cut too nobody knows; try again"
 T = TypeVar("T")
 

@@ -17,7 +17,7 @@ from psycopg import errors
 from kvweave.chunk.background import within
 from kvweave.chunk.identity import ChunkId
 from kvweave.chunk.levels import Holders
-from kvweave.chunk.rows import ALL
+from kvweave.chunk.rows import ALL, UNSURE
 from kvweave.errors import ChunkNotFound, FormatTooNew, StoreError
 
 FORMAT = 1
@@ -50,7 +50,7 @@ CREATE TABLE IF NOT EXISTS kvweave_holds(
     id BIGINT REFERENCES kvweave_chunks(id), context TEXT, PRIMARY KEY(engine, id, context));
 CREATE INDEX IF NOT EXISTS kvweave_holds_id ON kvweave_holds(id);
 """
-UNKNOWN = "whether it was written nobody knows until the server answers again; look then"
+UNKNOWN = f"{UNSURE} until the server answers again; look then"
 ALIVE = "e.seen > clock_timestamp() - make_interval(secs => %(lease)s)"
 
 

@@ -37,6 +37,10 @@ def size_of(record: Record) -> GroupSize:
     return GroupSize(record.kind, record.tier, 1, record.n_tokens, record.n_bytes)
 
 
+UNSURE = "whether it was written nobody knows"
+"""How the hint of an error begins behind which a commit may have come to be."""
+
+
 class IndexRows(Protocol):
     """The rows of one index. All methods raise StoreError; after an error that was no refusal of one
     row, the transaction can only be rolled back.

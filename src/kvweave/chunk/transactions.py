@@ -11,8 +11,8 @@ from weakref import WeakValueDictionary
 from kvweave.chunk.identity import ChunkId
 from kvweave.chunk.levels import Holders, Savepoint, Transaction, require
 from kvweave.chunk.record import Record
-from kvweave.chunk.rows import ALL, IndexRows
-from kvweave.errors import ChunkNotFound, InvalidArgument
+from kvweave.chunk.rows import ALL, UNSURE, IndexRows
+from kvweave.errors import ChunkNotFound, InvalidArgument, StoreError
 
 CACHED_RECORDS = 8192
 """Records kept in memory after reading, some 500 bytes each."""
@@ -211,7 +211,7 @@ class Transactions:
         """End the innermost transaction; ``told`` gets the calls that are to be made then."""
         levels = self.levels
         level, n = levels[-1], len(levels)
-        done, gone = False, []
+        done, gone, unsure = False, [], False
         try:
             if not failed and n == 1:
                 if self._loose:
@@ -222,6 +222,9 @@ class Transactions:
             elif not failed:
                 self.rows.release(n)
             done = not failed
+        except StoreError as error:
+            unsure = n == 1 and (error.hint or "").startswith(UNSURE)
+            raise
         finally:
             levels.pop()
             try:
@@ -239,6 +242,9 @@ class Transactions:
                     told.callback(_take_back, level.undone)
                     # chunks that never were may have got KV meanwhile
                     gone = [id for id, (_, was) in level.records.items() if was is None]
+                if unsure:  # they may be: `catch_up` learns it
+                    self._news.update(gone)
+                    gone = []
                 told.callback(self._tell, gone)
                 self.lock.release()
 
