@@ -19,9 +19,8 @@ IDLE = 64 << 20  # bytes that are kept for those who come next
 LARGE = 1 << 18  # bytes from which on it is worth it
 WASTE = 1.25  # times what is wanted, that a used piece may have
 
-_lock = (
-    threading.Lock()
-)  # of these three, never waited for by what comes back: the collector runs anywhere
+# of the three below; what comes back never waits for it, since the collector runs anywhere
+_lock = threading.Lock()
 _idle: list[tuple[int, int]] = []  # (bytes, address) of pieces nobody uses, sorted
 _pieces: dict[int, NDArray[np.uint8]] = {}  # address -> piece
 _n_idle = 0

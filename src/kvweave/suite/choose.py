@@ -15,8 +15,10 @@ from statistics import fmean
 from kvweave.suite.calibrate import FLOOR
 from kvweave.suite.exam import Trial
 from kvweave.suite.method import Method
+from kvweave.weave.repair.auto import ROUNDS, THIRDS
+from kvweave.weave.repair.rollout import LOOKAHEAD
 
-USUAL = "2@1@2"  # what `auto` does where nobody asked: tokens drafted, thirds hedged, rounds
+USUAL = f"{LOOKAHEAD}@{THIRDS}@{ROUNDS}"  # what `auto` does where nobody asked
 LOOKING = [f"{n}@{thirds}@{rounds}" for thirds in (0, 1, 2) for rounds in (1, 2) for n in (2, 0)]
 RECIPES = (USUAL, *(r for r in LOOKING if r != USUAL), "0@3@1")  # the last: first rows, and no look
 LEAST = 8  # cases, below which chance chooses

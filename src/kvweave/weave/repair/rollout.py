@@ -9,11 +9,12 @@ from numpy.typing import NDArray
 
 from kvweave.errors import InvalidArgument
 from kvweave.run.base import Ints, Steps
+from kvweave.weave.calibration import DRAFT
 from kvweave.weave.passes import Floats
 from kvweave.weave.repair.base import Strategy, View
 from kvweave.weave.repair.first_k import FirstK
 
-LOOKAHEAD = 2
+LOOKAHEAD = DRAFT
 ANY = 1.0  # of the mean need, for each row: what the rest of the reply will look at is not known
 HOP = 0.3  # what reaches the question over a row that read it, beside what reaches it at once
 ROUND = 6  # rows that a round but the last takes at most: each is computed once more
