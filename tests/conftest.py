@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch
 if not torch.cuda.is_available():  # read when Triton is imported, which transformers does
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+import forking  # noqa: F401  what is on the path now is what other processes get
 import needs
 import oracle
 import pytest
@@ -90,6 +92,19 @@ def a_new_user(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
             patch.delenv(f"KVWEAVE_{name}", raising=False)
         yield home
         assert not (home / ".kvweave").exists()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def nothing_left_behind() -> Iterator[None]:
+    """What a file of tests does to its process ends with it: the next to run there is another each time."""
+    path, environment, here = [*sys.path], {**os.environ}, Path.cwd()
+    yield
+    more = [place for place in sys.path if place not in path]
+    sys.path[:] = path
+    changed = {name for name, _ in environment.items() ^ os.environ.items()}
+    of_libraries = ("PYTEST_", "HF_", "TRANSFORMERS_", "VLLM_")  # read when these are imported
+    ours = {name for name in changed if not name.startswith(of_libraries)}
+    assert (more, ours, Path.cwd()) == ([], set(), here)
 
 
 @cache

@@ -19,6 +19,9 @@ from pathlib import Path
 from typing import Any
 
 TESTS = Path(__file__).parent
+# What can be imported in processes of their own. Read before any test: some have `bench` there while they run,
+# and its `serve.py` would be found for the tests' folder.
+IMPORTABLE = os.pathsep.join([str(TESTS), *filter(None, sys.path)])
 IMPORTED = "from kvweave.cli import main; import kvweave.serve.app, kvweave.engine"
 HOST = (
     f"import sys; sys.path.insert(0, {str(TESTS)!r}); {IMPORTED}; import forking; forking.serve()"
@@ -66,7 +69,7 @@ class Host:
 
     def __init__(self) -> None:
         self.link, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        env = os.environ | {"PYTHONPATH": IMPORTABLE}
         with far:
             self.process = subprocess.Popen([sys.executable, "-c", HOST], stdin=far, env=env)
         atexit.register(self.close)

@@ -5,15 +5,16 @@ from __future__ import annotations
 import os
 import random
 import sqlite3
-import sys
 from pathlib import Path
+
+from forking import IMPORTABLE
 
 import kvweave.errors
 from kvweave.chunk.table import Table
 
 SOURCE = str(Path(kvweave.errors.__file__).parents[1])
 # of processes that tests start: what is importable here is there too, wherever it lies
-ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join([SOURCE, *sys.path])}
+ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join([SOURCE, IMPORTABLE])}
 N = 60
 
 Content = dict[str, tuple[int, tuple[int, ...]]]

@@ -13,9 +13,10 @@ import sys
 from argparse import ArgumentTypeError
 
 import pytest
+from forking import IMPORTABLE
 from test_cli import sh
 
-from kvweave.cli import app, values
+from kvweave.cli import app, stdin, values
 
 __all__ = ["sh"]  # a fixture
 NOT_UTF8 = b"so well \xff\xfe\n"
@@ -25,7 +26,7 @@ def shell(line, home):
     """Run a line of sh in which $K is the command."""
     command = f"{sys.executable} -m kvweave.cli"
     env = {"K": command, "KVWEAVE_HOME": str(home), "HOME": str(home), "PYTHONUTF8": "1"}
-    env |= {"PYTHONPATH": ":".join(filter(None, sys.path)), "PATH": "/usr/bin:/bin"}
+    env |= {"PYTHONPATH": IMPORTABLE, "PATH": "/usr/bin:/bin"}
     return subprocess.run(["sh", "-c", line], env=env, capture_output=True, text=True, timeout=60)
 
 
@@ -33,6 +34,16 @@ def shell(line, home):
 def test_a_stdin_that_is_no_text_is_told_so(sh, words):
     sh(*words, stdin=NOT_UTF8, status=1)
     assert "is not UTF-8 text" in sh.err
+
+
+@pytest.mark.parametrize(
+    "words", [("run", "-"), ("put", "docs/a"), ("put", "docs/a", "/dev/zero"), ("chat",)]
+)
+def test_what_does_not_end_is_told_so(sh, monkeypatch, words):
+    monkeypatch.setattr(stdin, "LONGEST", 1 << 10)
+    sh(*words, stdin="so " * 500, status=1)
+    assert "more than 256 MiB" in sh.err and "in parts" in sh.err
+    assert sh("ls") == ""
 
 
 def test_a_line_of_a_chat_that_is_no_text_fails_alone(sh):

@@ -251,10 +251,11 @@ def test_url_and_key_come_from_arguments_then_variables(make, monkeypatch):
     assert make().url == "http://127.0.0.1:8700"
     monkeypatch.setenv("KVWEAVE_URL", URL + "/")
     monkeypatch.setenv("KVWEAVE_KEY", "from-variable")
+    well = {"status": "ok", "uptime": 1.0}
     for options, wanted in (({}, "from-variable"), ({"key": "given"}, "given")):
-        fake = Fake(httpx.Response(200, json={"status": "ok"}))
+        fake = Fake(httpx.Response(200, json=well))
         client = make(transport=httpx.MockTransport(fake), **options)
-        assert client.url == URL and client.health() == {"status": "ok"}
+        assert client.url == URL and client.health() == well
         assert fake.requests[0].headers["authorization"] == f"Bearer {wanted}"
         assert wanted not in repr(client)
 
@@ -685,6 +686,10 @@ def test_json_of_another_server_is_told_so(client_of, said):
         lambda client: client.files.stat("docs/a"),
         lambda client: client.files.mv("docs/a", "docs/b"),
         lambda client: client.files.du(),
+        lambda client: client.files.about("docs/a"),
+        lambda client: client.health(),
+        lambda client: client.status(),
+        lambda client: client.get_context("c").ledger(),
     ):
         with pytest.raises(Unreachable, match="no kvweave server") as caught:
             verb(client_of(httpx.Response(200, json=said)))
@@ -694,6 +699,11 @@ def test_json_of_another_server_is_told_so(client_of, said):
     for verb in (
         lambda client: client.compose("so {docs/a}"),
         lambda client: client.get_context("c").parts,
+        lambda client: client.get_context("c").describe(),
+        lambda client: client.get_context("c").close(),
+        lambda client: client.close_context("c"),
+        lambda client: client.get_memory("m").describe(),
+        lambda client: client.get_memory("m").close(),
     ):
         with pytest.raises(Unreachable):
             verb(client_of(*[httpx.Response(200, json=said)] * 2))

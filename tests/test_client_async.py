@@ -206,5 +206,6 @@ def test_classes_show_their_verbs():
         assert [*inspect.signature(kind.put).parameters][:3] == ["self", "name", "text"]
         assert inspect.getdoc(kind.put).startswith("Store a chunk")
     assert [*inspect.signature(RemoteContext.append).parameters][:2] == ["self", "content"]
-    with Client(URL, transport=httpx.MockTransport(Fake(httpx.Response(200, json={})))) as client:
-        assert Client.health(client) == {}
+    well = {"status": "ok", "uptime": 1.0}
+    with Client(URL, transport=httpx.MockTransport(Fake(httpx.Response(200, json=well)))) as client:
+        assert Client.health(client) == well

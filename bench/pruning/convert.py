@@ -18,7 +18,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+if (
+    __name__ == "__main__"
+):  # and not for whoever imports it: `bench/serve.py` would be found as `serve`
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from pruning.trace import AgentRun, TracedMessage, write
 
 UNDER = "swebench_results/20251118_gemini-3-pro-74pct/trajs"

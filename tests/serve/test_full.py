@@ -49,7 +49,7 @@ def test_an_index_without_room(serve: Any, tmp_path: Path) -> None:
     assert anna("DELETE", "/v1/chunks/a")["data"], "what goes needs no room"
     served.client.portal.call(served.driver.call, lambda engine: pages(engine, 1000))
     anna("PUT", "/v1/chunks/b", long, 201)
-    served.app.state.kvweave.was_full -= 61
+    served.app.state.kvweave.disk_failed -= 61
     assert health(served) == "ok"
 
 
@@ -70,3 +70,17 @@ def test_a_tier_without_room(
         assert anna.names() == [], "it is not half there"
     anna("PUT", "/v1/chunks/a", {"text": A, "durable": True}, 201)
     assert anna("GET", "/v1/chunks/a")["name"] == "a"
+
+
+def test_a_home_that_was_moved(serve: Any, tmp_path: Path) -> None:
+    served = serve(home=tmp_path / "home")
+    served.anna.put("a", A)
+    os.rename(tmp_path / "home", tmp_path / "away")
+    try:
+        served.anna.error("PUT", "/v1/chunks/b", {"text": A + " b"}, 500)
+        assert health(served) == "degraded" and served.anna.names() == ["a"]
+    finally:
+        os.rename(tmp_path / "away", tmp_path / "home")
+    served.anna.put("b", A + " b")
+    served.app.state.kvweave.disk_failed -= 61
+    assert health(served) == "ok"

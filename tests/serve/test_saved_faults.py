@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from forking import fork
+from forking import IMPORTABLE, fork
 from serve.test_kept_items import record, response, said, summary
 from store.faults import shim
 
@@ -254,7 +254,7 @@ def test_calls_of_the_system_that_fail(closed: tuple[Path, Json], tmp_path: Path
     ]
     lives.append((errno.EROFS, "make", (0, 1 << 60)))
     env = {
-        **os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "LD_PRELOAD": str(library),
+        **os.environ, "PYTHONPATH": IMPORTABLE, "LD_PRELOAD": str(library),
         "KVWEAVE_FAULTS": str(control),
     }  # fmt: skip
     words = [str(ROOT / "tests"), str(control), str(closed[0]), str(tmp_path), json.dumps(lives)]

@@ -56,7 +56,9 @@ def _read(file: str) -> str:
     if file == "-" and stdin.is_terminal():
         print("reading from the terminal; end with Ctrl-D on a line of its own", file=sys.stderr)
     try:
-        data = stdin.whole_bytes() if file == "-" else Path(file).read_bytes()
-        return data.decode()
+        if file == "-":
+            return stdin.whole_bytes().decode()
+        with open(file, "rb") as opened:
+            return stdin.all_of(opened, file).decode()
     except UnicodeDecodeError as error:
         raise InvalidArgument(file, f"it is not UTF-8 text: {error.reason}") from error

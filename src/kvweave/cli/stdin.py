@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from typing import BinaryIO
 
 from kvweave.errors import InvalidArgument
+
+LONGEST = 1 << 28  # bytes of one text, more than any model reads: a device has no end
+_NO_END = (f"it has more than {LONGEST >> 20} MiB", "send it in parts")
 
 
 def is_terminal() -> bool:
@@ -14,21 +18,37 @@ def is_terminal() -> bool:
 
 
 def whole() -> str:
-    """Return all of it. Raises InvalidArgument where it is no UTF-8."""
+    """Return all of it. Raises InvalidArgument where it is no UTF-8, or does not end."""
     try:
-        return sys.stdin.read()
+        found = sys.stdin.read(LONGEST)
     except UnicodeDecodeError as error:
         raise _no_text(error) from error
+    if len(found) == LONGEST:
+        raise InvalidArgument("stdin", *_NO_END)
+    return found
 
 
 def whole_bytes() -> bytes:
-    """Return all of it, whatever it is."""
-    return sys.stdin.buffer.read()
+    """Return all of it, whatever it is. Raises InvalidArgument where it does not end."""
+    return all_of(sys.stdin.buffer, "stdin")
+
+
+def all_of(file: BinaryIO, name: str) -> bytes:
+    """Return what is in a file. Raises InvalidArgument where that is more than `LONGEST`."""
+    found = file.read(LONGEST + 1)
+    if len(found) > LONGEST:
+        raise InvalidArgument(name, *_NO_END)
+    return found
 
 
 def lines() -> Iterator[bytes]:
-    """Yield it line by line, without their ends; for `text_of_line`, which one line may fail."""
-    for line in sys.stdin.buffer:
+    """Yield it line by line, without their ends; for `text_of_line`, which one line may fail.
+
+    Raises InvalidArgument where a line does not end.
+    """
+    while line := sys.stdin.buffer.readline(LONGEST):
+        if len(line) == LONGEST:
+            raise InvalidArgument("stdin", *_NO_END)
         yield line.rstrip(b"\r\n")
 
 

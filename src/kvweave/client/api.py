@@ -61,12 +61,12 @@ class ClientVerbs(Generic[_ContextT, _MemoryT]):
     @Verb
     def health(self) -> Course[dict[str, Any]]:
         """Return whether the server takes requests, which needs no key."""
-        return dict((yield from self._peer.get("/health")))
+        return parse.told((yield from self._peer.get("/health")), "status", "uptime")
 
     @Verb
     def status(self) -> Course[dict[str, Any]]:
         """Return what the server is doing and how full it is."""
-        return dict((yield from self._peer.get("/v1/status")))
+        return parse.told((yield from self._peer.get("/v1/status")), "model", "can")
 
     @Verb
     def can(self, what: str) -> Course[Capability]:
@@ -162,7 +162,9 @@ class ClientVerbs(Generic[_ContextT, _MemoryT]):
     @Verb
     def summaries(self) -> Course[list[dict[str, Any]]]:
         """Return name, length and whether an answer is under way of each open context, by name."""
-        return [dict(each) for each in (yield from self._peer.pages(CONTEXTS))]
+        return [
+            parse.told(each, "name", "n_tokens") for each in (yield from self._peer.pages(CONTEXTS))
+        ]
 
     @Verb
     def context(

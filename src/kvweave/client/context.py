@@ -58,7 +58,7 @@ class ContextVerbs(Generic[_TurnT, _ContextT]):
     @Verb
     def describe(self) -> Course[_Json]:
         """Return all the server tells about it, parts and plan included."""
-        return dict((yield from self._peer.get(self._path)))
+        return parse.told((yield from self._peer.get(self._path)), "name", "parts", "plan")
 
     @Told
     def namespace(self) -> Course[str]:
@@ -136,7 +136,7 @@ class ContextVerbs(Generic[_TurnT, _ContextT]):
     @Verb
     def ledger(self) -> Course[dict[str, Any]]:
         """Tell what each answer cost in nats, with the edits before it, the newest first."""
-        return dict((yield from self._ask("ledger")))
+        return parse.told((yield from self._ask("ledger")), "data")
 
     @Verb
     def revert(self, version: int) -> Course[None]:
@@ -179,7 +179,7 @@ class ContextVerbs(Generic[_TurnT, _ContextT]):
     def close(self) -> Course[None]:
         """Free the rows and let go of the chunks. Names stay; unnamed chunks go."""
         yield from settle(self._peer, self._path)
-        yield from self._peer.call("DELETE", self._path)
+        parse.told((yield from self._peer.call("DELETE", self._path)), "name")
 
     # ---- weaving and answering
 

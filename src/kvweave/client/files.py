@@ -48,6 +48,7 @@ class FileVerbs:
     def about(self, ref: str) -> Course[dict[str, Any]]:
         """Return the entry as a dict, with all names, the base's id and the digest."""
         found = yield from self._peer.get(f"{CHUNKS}/{part_of_path(ref)}")
+        found = parse.told(found, "id", "names", "n_tokens")
         return {k: v for k, v in found.items() if k not in ("text", "tokens")}
 
     @Verb

@@ -52,7 +52,7 @@ class MemoryVerbs(Generic[_TurnT]):
     @Verb
     def describe(self) -> Course[_Json]:
         """Return all the server tells about it: root, budget, zones, how many steps can be undone."""
-        return dict((yield from self._peer.get(self._path)))
+        return parse.told((yield from self._peer.get(self._path)), "name", "zones")
 
     @Told
     def root(self) -> Course[str]:
@@ -225,7 +225,7 @@ class MemoryVerbs(Generic[_TurnT]):
     def close(self) -> Course[None]:
         """Unpin what was pinned here; items and context stay, steps are forgotten."""
         yield from settle(self._peer, self._path)
-        yield from self._peer.call("DELETE", self._path)
+        parse.told((yield from self._peer.call("DELETE", self._path)), "name")
 
     # ---- inside
 

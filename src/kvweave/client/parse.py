@@ -91,6 +91,13 @@ def answer(found: Json) -> Answer:
     )
 
 
+def told(found: Json, *keys: str) -> dict[str, Any]:
+    """Return an object as it was sent. Raises KeyError or TypeError where it is none, or lacks a key."""
+    for key in keys:
+        _ = found[key]
+    return dict(found)
+
+
 def _make(kind: type[T], found: Json) -> T:
     """Return a dataclass from the fields it knows, so that a newer server may tell more."""
     known = {f.name for f in fields(kind)}  # type: ignore[arg-type]

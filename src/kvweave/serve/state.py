@@ -29,7 +29,7 @@ from kvweave.serve.reuse.render import Renderer
 
 T = TypeVar("T")
 
-FULL_SECONDS = 60.0  # a disk that had no room is called full for so long
+DEGRADED_SECONDS = 60.0  # for so long after the disk refused something
 
 
 class ServerState:
@@ -70,11 +70,11 @@ class ServerState:
         self.placements = Placements(engine)
         self.responses = ResponseStore(engine.home)
         self.embedding = FairLock()  # one vector is made at a time
-        self.was_full = float("-inf")  # when the disk had no room, by `time.monotonic`
+        self.disk_failed = float("-inf")  # when it last did, by `time.monotonic`
 
     @property
-    def is_full(self) -> bool:
-        return time.monotonic() - self.was_full < FULL_SECONDS
+    def is_degraded(self) -> bool:
+        return time.monotonic() - self.disk_failed < DEGRADED_SECONDS
 
     def form_with(self, tools: bool) -> ResponseForm | None:
         """Return how answers are read; those of a model that knows no tools, as it is told to."""

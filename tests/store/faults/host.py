@@ -13,9 +13,8 @@ from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 from typing import Any, NoReturn
 
+from forking import IMPORTABLE
 from store.faults.shim import Control
-
-ROOT = Path(__file__).parents[3]
 
 
 class Died(Exception):
@@ -64,7 +63,7 @@ class Host:
         address = str(self.directory / "s")
         self.listener = Listener(address, "AF_UNIX")
         env = dict(os.environ, KVWEAVE_FAULTS=str(self.control.path), OMP_NUM_THREADS="1")
-        env["PYTHONPATH"] = os.pathsep.join([str(ROOT / "tests"), *sys.path])
+        env["PYTHONPATH"] = IMPORTABLE
         if shim is not None:
             env["LD_PRELOAD"] = str(shim)
         code = f"from store.faults import host; host.serve({address!r})"

@@ -187,8 +187,8 @@ def install(app: FastAPI) -> None:
 
     def answer(request: Request, error: Exception) -> JSONResponse:
         state = getattr(request.app.state, "kvweave", None)
-        if isinstance(error, errors.NoSpace):
-            request.app.state.kvweave.was_full = time.monotonic()
+        if type(error) in (errors.StoreError, errors.NoSpace):  # the system's, and not of one chunk
+            request.app.state.kvweave.disk_failed = time.monotonic()
         return problem_of(error, stopping=bool(state and state.driver.stopping)).response
 
     for kind in (KVWeaveError, RequestValidationError, HTTPException):

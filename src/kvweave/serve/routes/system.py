@@ -91,11 +91,12 @@ class AnswerView(BaseModel):
 async def health(the: The) -> Any:
     """Tell whether requests are taken: 200, or 503 while the server stops. Needs no key.
 
-    ``degraded``: they are, and in the last minute the disk had no room for one of them.
+    ``degraded``: they are, and in the last minute the disk refused one of them (it is full, it fails, or
+    the home was moved).
     """
     stats = the.driver.stats()
     told = Health(
-        status="stopping" if the.driver.stopping else "degraded" if the.is_full else "ok",
+        status="stopping" if the.driver.stopping else "degraded" if the.is_degraded else "ok",
         model=the.options.model_name,
         uptime=time.time() - the.started,
         waiting=int(stats["waiting"]),
