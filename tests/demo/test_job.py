@@ -161,15 +161,20 @@ def test_without_matplotlib_there_is_no_figure_and_the_rest_goes_on(quick, monke
     assert not (tmp_path / "x.png").exists()
 
 
-def test_another_model_is_told_the_rules_and_compared_with_its_full_prefill(tiny, tmp_path, capsys):
-    assert job.run(str(tiny), out=tmp_path, quick=True, repair="none") == 0
-    found = json.loads((tmp_path / "demo.json").read_text())
+def test_another_model_is_told_the_rules_and_compared_with_its_full_prefill(
+    tiny, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    out = tmp_path / "[bold]"
+    assert job.run(str(tiny), out=out, quick=True, repair="none") == 0
+    found = json.loads((out / "demo.json").read_text())
     assert found["model"]["bundled"] is False and found["settings"]["repair"] == "none"
     assert all(row["kvweave"]["repaired"] == 0 for row in found["rows"])
     assert all(row["prefix"]["text_as_full"] for row in found["rows"])
     lines = capsys.readouterr().out.splitlines()
     assert sum(line.endswith(("✓", "✗")) for line in lines) == 6
     assert any(line.startswith("summary: ") for line in lines)
+    assert f"wrote {out}/demo.json" in lines and any("'kvweave[plot]'" in line for line in lines)
     assert (
         max(map(len, (line for line in lines if not line.startswith(("summary", "wrote"))))) <= 80
     )

@@ -25,7 +25,11 @@ class Bar:
     """A progress bar on stderr."""
 
     def __init__(self, what: str, total: int) -> None:
-        columns = TextColumn(what), BarColumn(), TextColumn("{task.completed:,} of {task.total:,}")
+        columns = (
+            TextColumn("{task.description}", markup=False),
+            BarColumn(),
+            TextColumn("{task.completed:,} of {task.total:,}"),
+        )
         self._progress = Progress(
             *columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True
         )

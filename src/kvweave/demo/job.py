@@ -186,7 +186,7 @@ def run(
 
     Returns the exit status. Raises ModelUnusable, CannotMove, InvalidArgument, ContextTooLong.
     """
-    console = Console(stderr=json_out, highlight=False)
+    console = Console(stderr=json_out, highlight=False, markup=False)
     turns = 6 if quick else turns
     report = measure(model, turns, QUICK if quick else SIZE, repair, console)
     out.mkdir(parents=True, exist_ok=True)
@@ -197,7 +197,8 @@ def run(
     drawn = plot.draw(report, out / "demo.png")
     if not drawn:
         console.print("no figure: matplotlib is missing, pip install 'kvweave[plot]'")
-    console.print(f"wrote {out / 'demo.json'}" + (f" and {out / 'demo.png'}" if drawn else ""))
+    wrote = f"wrote {out / 'demo.json'}" + (f" and {out / 'demo.png'}" if drawn else "")
+    console.print(wrote, soft_wrap=True)
     if json_out:
         print(text)
     return 0
