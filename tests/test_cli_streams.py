@@ -93,13 +93,23 @@ def test_ages_and_names_of_any_kind(sh):
     assert sh("ls") == "docs/x\n"
 
 
+@pytest.fixture
+def heeded():
+    """A SIGINT is heeded, also where a shell began the tests in the background."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("heeded")
 def test_a_command_that_has_ended_ends_quietly_at_a_ctrl_c(sh, monkeypatch):
     handlers = [signal.getsignal(signal.SIGINT)]
-    monkeypatch.setattr(signal, "signal", lambda sig, handler: handlers.append(handler))
-    sh("ls")
-    assert handlers[-1] is signal.default_int_handler  # somebody called it, and goes on
-    monkeypatch.setattr(sys, "argv", ["kvweave", "ls"])
-    assert app.main() == 0 and handlers[-1] is signal.SIG_DFL
+    with monkeypatch.context() as patch:
+        patch.setattr(signal, "signal", lambda sig, handler: handlers.append(handler))
+        sh("ls")
+        assert handlers[-1] is signal.default_int_handler  # somebody called it, and goes on
+        patch.setattr(sys, "argv", ["kvweave", "ls"])
+        assert app.main() == 0 and handlers[-1] is signal.SIG_DFL
 
 
 def test_what_loaders_warn_of_is_not_in_the_way_of_json(sh, monkeypatch):
