@@ -19,7 +19,10 @@ from kvweave import Engine
 
 BLOCKS = 18  # of 32 tokens: few enough that requests are preempted, and blocks evicted
 CLOSE = 2e-4
-STRATEGIES = [("none", 0.0), ("full", 1.0), ("first_k", 0.1), ("query", 0.1), ("auto", 0.1)]
+STRATEGIES = [
+    ("none", 0.0), ("full", 1.0), ("first_k", 0.1), ("query", 0.1), ("auto", 0.1), ("auto:0@3@1", 0.1),
+    ("auto:2@0@1", 0.1),
+]  # fmt: skip
 CONNECTOR = {
     "kv_connector": "KVWeaveConnector",
     "kv_connector_module_path": "kvweave.connect.vllm.connector",

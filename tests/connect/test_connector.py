@@ -458,7 +458,7 @@ def test_what_looks_at_the_question_is_woven_with_it(host, repair, covered):
 
 
 def test_where_blocks_were_evicted_the_fork_goes_before_what_is_written(scheduling):
-    offer = WeaveOffer(39, 35, b"plan")
+    offer = WeaveOffer(39, 35, b"plan", looks=False)
     request = Chain("a", ids(40, 1), said())
     asked(scheduling, request, offer, n_local=16)
     assert scheduling.external(request, 4) == (35, True)
@@ -538,7 +538,7 @@ def test_exact_rows_stand_under_one_key_for_all_plans(scheduling):
 
 
 def test_nothing_exact_of_a_weave_that_began_behind_the_fork_is_shared(scheduling):
-    offer, request = WeaveOffer(39, 35, b"plan"), Chain("a", ids(40, 1), said())
+    offer, request = WeaveOffer(39, 35, b"plan", looks=False), Chain("a", ids(40, 1), said())
     asked(scheduling, request, offer, n_local=4)
     (own,) = request.chain
     wrote(scheduling, request, (40, False))
@@ -631,6 +631,28 @@ def test_a_bound_is_kept_or_refused_before_anything_is_woven(runner, tmp_path, c
     host.close()
 
 
+@pytest.mark.parametrize("recipe", ["0@3@1", "0@0@1", "2@0@2"])
+def test_what_a_calibration_chose_is_how_requests_are_woven(runner, tmp_path, recipe):
+    file = tmp_path / "calibration.json"
+    Calibration(runner.fingerprint, 0.0, 0, (), recipes=((0.15, recipe),)).save(file)
+    spec = WeaveSpec(parts=parts_of([40, 40, 40]), repair="auto", share=0.15)
+    found = []
+    for repair, given in [("auto", str(file)), (f"auto:{recipe}", None), ("auto", None)]:
+        host = Host(runner, Blocks(len(runner.layers)), {"budget": "64MiB", "calibration": given})
+        job, _ = woven(host, PromptAsk(ids(130, 51), replace(spec, repair=repair)))
+        report, slots = job.report(), host.writer.slots
+        assert report["woven"] and report["drift"] is None
+        found.append(
+            (report["repaired"], torch.cat([slots[-1][at][1] for at in sorted(slots[-1])]))
+        )
+        if given is not None:  # nothing was bounded
+            offer = host.find(PromptAsk(ids(130, 51), replace(spec, max_drift=0.6)))
+            assert "no calibration" in offer.error["message"] and not offer.covered
+        host.close()
+    (n, mine), (n_asked, asked), (_, usual) = found
+    assert n == n_asked and torch.equal(mine, asked) and not torch.allclose(mine, usual, atol=1e-4)
+
+
 @pytest.mark.parametrize("start", [0, 36, 44])
 def test_a_bound_is_of_rows_that_are_all_ours(runner, tmp_path, start):
     options = {"budget": "64MiB", "calibration": calibrated(runner.fingerprint, tmp_path)}
@@ -673,16 +695,32 @@ def test_a_bound_that_was_not_reported_is_found_anew(scheduling):
 
 
 @pytest.mark.parametrize("drift", [0.25, 0.0, None])
-@pytest.mark.parametrize("is_bounded", [True, False])
-def test_a_bound_is_of_one_weave(scheduling, drift, is_bounded):
-    offer = WeaveOffer(39, 35, b"plan", bounded=is_bounded)
+@pytest.mark.parametrize(("looks", "is_bounded"), [(True, True), (True, False), (False, False)])
+def test_what_is_said_of_a_weave_is_of_one(scheduling, drift, is_bounded, looks):
+    offer = WeaveOffer(39, 35, b"plan", looks=looks, bounded=is_bounded)
     first = Chain("a", ids(40, 1), said())
     bounded(scheduling, first, drift, n_local=8, offer=offer)
     evicted = Chain("b", ids(40, 1), said())
-    anew = bool(is_bounded or drift)
+    anew = bool(is_bounded or drift) or (looks and drift is None)
     assert asked(scheduling, evicted, offer, 20) == ((None, False) if anew else (19, True))
     assert (evicted.chain[-1:] != first.chain[-1:]) == anew
     assert scheduling.external(evicted, 8) == (31, True)
+
+
+def test_rows_of_a_weave_are_not_in_front_of_one_that_repairs_all(host, scheduling, runner):
+    """A turn behind the same chunks may have all of them repaired, where the turn before had not."""
+    spec = WeaveSpec(parts=parts_of([10, 9, 11]), repair="auto", share=0.1)
+    tokens = ids(80, 51)
+    short, long = PromptAsk(tokens[:40], spec), PromptAsk(tokens, spec)
+    requests = [Chain(str(len(ask.tokens)), ask.tokens, said()) for ask in (short, long)]
+    assert asked(scheduling, requests[0], host.find(short)) == (39, True)
+    report = woven(host, short)[0].report()
+    assert report["drift"] is None and report["exact"] < 24
+    scheduling.wove("40", report)
+    assert woven(host, long)[0].report()["drift"] == 0
+    assert asked(scheduling, requests[1], host.find(long), 24) == (None, False)
+    assert scheduling.external(requests[1], 0) == (79, True)
+    assert requests[1].chain[-1] != requests[0].chain[-1]
 
 
 @pytest.mark.parametrize("drifts", [(0.25, 0.0), (0.0, 0.25), (None, 0.25), (0.25, None)])

@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM
 from vllm_requests import CLOSE, STRATEGIES, Case, checkpoint_at, core, off, run, vllm_of
 
 from kvweave.run.model import Runner
+from kvweave.weave.calibration import Calibration
 
 N = int(os.environ.get("KVWEAVE_VLLM_REQUESTS", "150"))
 SEED = int(os.environ.get("KVWEAVE_SEED", "1"))
@@ -153,6 +154,17 @@ def test_the_same_plan_and_a_turn_behind_it_find_its_blocks(llm, plain, embedded
     assert off(output, Case(tokens).expected(plain, embedded)[0]) < CLOSE
 
 
+def test_a_turn_behind_that_is_repaired_whole_is_not_over_rows_that_were_not(llm, plain, embedded):
+    tokens, parts = prompt_of(105, (66, 9, 14, 16, 5))
+    _, told = answered(llm, Case(tokens, parts, ("auto", 0.1)))
+    assert told["woven"] and told["drift"] is None
+    turn = prompt_of(106)[0][:46]
+    parts = [*parts[:-1], (False, [*parts[-1][1], *turn])]
+    output, told = answered(llm, Case([*tokens, *turn], parts, ("auto", 0.1)))
+    exact = Case([*tokens, *turn]).expected(plain, embedded)[0]
+    assert told["woven"] and told["drift"] == 0 and off(output, exact) < CLOSE, told
+
+
 def test_a_weave_that_fails_is_computed_by_vllm(llm, plain, embedded, monkeypatch):
     tokens, parts = prompt_of(110)
 
@@ -176,6 +188,20 @@ def test_what_is_not_there_is_told_and_the_answer_is_exact(llm, plain, embedded)
     output, told = answered(llm, case)
     assert told["error"]["code"] == "chunk_not_found" and not told["woven"]
     assert off(output, Case(tokens).expected(plain, embedded)[0]) < CLOSE
+
+
+@pytest.mark.parametrize("recipe", ["0@3@1", "0@0@1"])
+def test_auto_weaves_as_a_calibration_of_the_model_chose(llm, plain, embedded, monkeypatch, recipe):
+    tokens, parts = prompt_of(125)
+    known = Calibration(host(llm).backend.fingerprint, 0.0, 0, (), recipes=((0.1, recipe),))
+    monkeypatch.setattr(host(llm).engine.weaver, "calibration", known)
+    output, told = answered(llm, Case(tokens, parts, ("auto", 0.1)))
+    expected, mine = Case(tokens, parts, (f"auto:{recipe}", 0.1)).expected(plain, embedded)
+    assert told["woven"] and told["drift"] is None
+    assert [told[key] for key in ("exact", "repaired")] == [mine["exact"], mine["repaired"]]
+    usual = Case(tokens, parts, ("auto", 0.1)).expected(plain, embedded)[0]
+    assert off(output, expected) < CLOSE < off(output, usual)
+    core(llm).scheduler.reset_prefix_cache()  # of the next recipe nobody is to find these
 
 
 def test_others_decode_while_a_long_prompt_is_woven(llm):

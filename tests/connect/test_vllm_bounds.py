@@ -7,6 +7,7 @@ import subprocess
 import sys
 from math import comb
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -22,7 +23,8 @@ from vllm_requests import CONNECTOR
 
 import kvweave
 from kvweave import Engine
-from kvweave.errors import ModelMismatch
+from kvweave.connect.vllm import offline
+from kvweave.errors import InvalidArgument, ModelMismatch, ModelUnusable
 from kvweave.weave.calibration import Calibration
 
 ROOT = Path(kvweave.__file__).parents[2]
@@ -46,6 +48,7 @@ def file(tmp_path_factory):
     ]  # fmt: skip
     found = subprocess.run(command, capture_output=True, text=True, timeout=1500)
     assert found.returncode == 0, found.stderr[-3000:]
+    assert "held out" in found.stdout and "auto without options" in found.stdout, found.stdout
     return made
 
 
@@ -174,6 +177,38 @@ def test_random_answers_stay_under_their_bounds(llm, plain, documents):
 
 
 def test_a_calibration_is_of_the_model_as_vllm_has_it(file):
-    assert Calibration.load(file).source == "text"
+    made = Calibration.load(file)
+    assert made.source == "text" and made.starts() == [0.05, 0.15, 0.3]
+    assert [share for share, _ in made.recipes] == made.starts()
+    assert len({recipe for _, recipe in made.recipes}) == 1, "bounds go on from share to share"
     with pytest.raises(ModelMismatch, match="weights"):
         Engine(PROSE, calibration=str(file), dtype="float32")
+
+
+@pytest.mark.parametrize(
+    ("free", "options", "taken"),
+    [
+        (10, {}, {"gpu_memory_utilization": 0.5}),
+        (16, {}, {"gpu_memory_utilization": 0.8}),
+        (10, {"gpu_memory_utilization": 0.7}, {}),
+        (10, {"kv_cache_memory_bytes": 7}, {}),
+    ],
+)
+def test_vllm_takes_no_more_memory_than_is_free(monkeypatch, free, options, taken):
+    node = SimpleNamespace(total_memory=16, available_memory=free)
+    monkeypatch.setattr("vllm.utils.cpu_resource_utils.get_memory_node_info", lambda _: node)
+    monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
+    assert offline._room(options) == taken
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+    assert offline._room(options) == {}
+
+
+def test_several_workers_are_refused_before_anything_is_loaded():
+    with (
+        pytest.raises(InvalidArgument, match="heads"),
+        offline.loaded(str(PROSE), {"tensor_parallel_size": 2}),
+    ):
+        pass
+    with pytest.raises(ModelUnusable) as failed, offline.loaded("/nowhere", {"dtype": "float32"}):
+        pass
+    assert "--vllm" in failed.value.hint and "vLLM says" in failed.value.message

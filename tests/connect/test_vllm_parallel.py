@@ -19,6 +19,7 @@ from kvweave.run.model import Runner
 
 STRATEGIES = [
     ("none", 0.0), ("full", 1.0), ("first_k", 0.1), ("query", 0.1), ("rollout", 0.1), ("auto", 0.1),
+    ("auto:0@3@1", 0.1), ("auto:2@0@1", 0.1),
 ]  # fmt: skip
 
 
@@ -58,11 +59,11 @@ def verb(pair, method, path, body=b""):
 def test_two_workers_weave_what_one_engine_does(pair, plain, embedded):
     rng = random.Random(int(os.environ.get("KVWEAVE_SEED", "1")))
     pool = [[rng.randrange(3, 300) for _ in range(rng.randrange(20, 90))] for _ in range(6)]
-    woven = compared = differ = 0
+    woven, compared, differ, asked = 0, 0, 0, [None, *STRATEGIES]
     for i in range(int(os.environ.get("KVWEAVE_VLLM_PAIRS", "12"))):
         cases = []
         for _ in range(rng.choice([1, 2, 3])):
-            strategy = [None, *STRATEGIES][(i + len(cases)) % 7]
+            strategy = asked[(i + len(cases)) % len(asked)]
             parts = [(rng.random() < 0.8, rng.choice(pool)) for _ in range(rng.randrange(2, 5))]
             parts.append((False, [rng.randrange(3, 300) for _ in range(rng.randrange(2, 30))]))
             tokens = [t for _, part in parts for t in part]

@@ -176,10 +176,17 @@ class Scheduling:
         self.fork(woven.request, point.forks)
 
     def _mixes(self, woven: WovenRequest, point: ForkPoint) -> bool:
-        """Tell whether vLLM has rows of an earlier weave, some or unreported, and a bound is of one's."""
+        """Tell whether vLLM has rows of an earlier weave, some or unreported, that what is said of one
+        more would not hold for: a bound is of one weave's, and another turn behind the same chunks may
+        have all of them repaired."""
         assert woven.found is not None
-        bounded = woven.found.bounded or (point.report or {}).get("drift")
-        return bool(bounded) and point.block is not None and woven.n_local > point.block * self.size
+        if point.block is None or woven.n_local <= point.block * self.size:
+            return False
+        drift = None if point.report is None else point.report["drift"]
+        is_part = woven.n_local < woven.found.useful
+        return (
+            woven.found.bounded or bool(drift) or (is_part and drift is None and woven.found.looks)
+        )
 
     def _begin_anew(self, woven: WovenRequest, point: ForkPoint) -> None:
         """Have a request find nothing of what was written at a point, which is forgotten."""
