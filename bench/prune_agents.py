@@ -2,7 +2,8 @@
 
 Runs of agents are replayed under the editing rules of real ones. ``count``: what no reuse, a prefix cache
 and kvweave compute, over all runs. ``time``: seconds to the first token after edits, with KV of a random
-model. ``ahead``: these of a request that brings an edit to a server that knew the rule. ``drift``: KL and first choices against a full prefill of the edited prompt, on models that can
+model. ``ahead``: these of a request that brings an edit to a server that knew the rule.
+``learned``: to one that had to learn it. ``drift``: KL and first choices against a full prefill of the edited prompt, on models that can
 be asked. Public runs are fetched and converted first (`pruning/convert.py`); without ``--traces``
 generated ones stand in, which have no text.
 """
@@ -21,7 +22,7 @@ from typing import Any
 import torch
 from common import RESULTS, machine, model_pair, parser, progress, report, shape_of, table
 from models.worlds import BOS
-from pruning import ahead, count, drift, figure, timed, tokens, trace
+from pruning import ahead, count, drift, figure, learned, timed, tokens, trace
 from pruning.rules import RULES
 from rich.table import Table
 
@@ -30,7 +31,7 @@ from kvweave.suite.exam import Exam
 
 HERE = Path(__file__).resolve().parent
 BUNDLED = HERE.parent / "src" / "kvweave" / "demo" / "model"
-PARTS = ("count", "time", "ahead", "drift")
+PARTS = ("count", "time", "ahead", "learned", "drift")
 LATER = ("auto", "again", "rested", "ahead")  # the request that edits, and what comes behind it
 PROSE = "llama-prose"
 FRONT = 5700  # tokens of tools and rules that opencode sends in front of all
@@ -69,6 +70,16 @@ def foreseen(options: argparse.Namespace, runs: list[trace.AgentRun]) -> dict[st
     pair = model_pair(shape, options.dtype, options.device, 8 * options.context)
     with progress("ahead", options.rounds) as step:
         found = ahead.measured(pair, options.context, options.rounds, step)
+    return found | {"load_at_end": [round(x, 2) for x in os.getloadavg()]}
+
+
+def unasked(options: argparse.Namespace, runs: list[trace.AgentRun]) -> dict[str, Any]:
+    """Measure requests of a server that learned the rule by which its client edits."""
+    shape = shape_of(options)
+    shape = replace(shape, vocab=max(shape.vocab, len(ahead.words_and_marks())))
+    pair = model_pair(shape, options.dtype, options.device, 8 * options.context)
+    with progress("learned", options.rounds * len(learned.EDITS)) as step:
+        found = learned.measured_learned(pair, options.context, options.rounds, step)
     return found | {"load_at_end": [round(x, 2) for x in os.getloadavg()]}
 
 
@@ -128,6 +139,13 @@ def tables(result: dict[str, Any]) -> list[Table]:
         rows = [(way, *found, *result["ahead"]["seconds_of_unedited"][way]) for way, found in result["ahead"]["cpu_of_unedited"].items()]  # fmt: skip
         head = ("way", "CPU", "from", "to", "clock", "from", "to")
         made.append(table("seconds to the first token, of not editing, by a server", head, rows))
+    if "learned" in result:
+        rows = [
+            (rule, f"{f['foreseen']}/{f['n']}", *f["cpu_of_unedited"]["asked"], *f["cpu_of_unedited"]["learned"])
+            for rule, f in result["learned"]["rules"].items()
+        ]  # fmt: skip
+        head = ("rule", "foreseen", "asked", "from", "to", "learned", "from", "to")
+        made.append(table("CPU seconds to the first token, of not editing, by a server that learns", head, rows))  # fmt: skip
     for world, found in result.get("drift", {}).items():
         rows = [(r["rule"], r["way"], r["n"], r["moved"][0], *r["kl"], r["top1"][0], r["lost"][0], r["late"] and r["late"][0], r["right"], r["full"]) for r in found["rows"]]  # fmt: skip
         head = ("rule", "way", "n", "edit", "KL", "from", "to", "top 1", "lost", "late", "right", "full")  # fmt: skip
@@ -155,7 +173,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         runs = list(trace.read(options.traces, options.limit))
     out = options.out or RESULTS / "prune_agents.json"
     result: dict[str, Any] = json.loads(out.read_text()) if out.exists() else {}
-    measures = {"count": counts, "time": times, "ahead": foreseen, "drift": drifts}
+    measures = {
+        "count": counts,
+        "time": times,
+        "ahead": foreseen,
+        "learned": unasked,
+        "drift": drifts,
+    }
     for part in parts:
         here = machine(torch.device(options.device))
         result = {"machine": here} | result | {part: measures[part](options, runs)}

@@ -20,11 +20,11 @@ def bench() -> Iterator[SimpleNamespace]:
     sys.path.insert(0, str(BENCH))
     try:
         import prune_agents
-        from pruning import convert, count, drift, rules, timed, tokens, trace
+        from pruning import convert, count, drift, learned, rules, timed, tokens, trace
 
         yield SimpleNamespace(
             main=prune_agents, convert=convert, count=count, drift=drift, rules=rules, timed=timed,
-            tokens=tokens, trace=trace,
+            tokens=tokens, trace=trace, learned=learned,
         )  # fmt: skip
     finally:
         sys.path.remove(str(BENCH))
@@ -269,7 +269,10 @@ def test_the_bench_runs_on_generated_runs(bench: Any, tmp_path: Path) -> None:
     out = tmp_path / "x.json"
     bench.main.main([*tiny, *size, "--out", str(out)])
     found = json.loads(out.read_text())
-    assert set(found["machines"]) == {"count", "time", "ahead", "drift"}
+    assert set(found["machines"]) == {"count", "time", "ahead", "learned", "drift"}
+    assert {rule: f["foreseen"] for rule, f in found["learned"]["rules"].items()} == dict.fromkeys(
+        bench.learned.EDITS, 1
+    )
     assert set(found["drift"]) == {"world"}
     assert {frozenset(e["seconds"]) for e in found["ahead"]["events"]} == {
         frozenset({"unedited", "asked", "ahead", "missed"})

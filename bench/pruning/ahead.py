@@ -58,6 +58,9 @@ def words_and_marks() -> Any:
 class AheadEvents:
     """Measures rounds on one server."""
 
+    ways: Sequence[str] = WAYS
+    words = FILLER
+
     def __init__(self, pair: Pair, most: int) -> None:
         tokenizer = words_and_marks()
         assert len(tokenizer) <= pair.shape.vocab
@@ -72,7 +75,7 @@ class AheadEvents:
     def serving(self) -> Iterator[None]:
         """Serve, and have answers begin with what is forced."""
         engine = Engine(self.runner, budget="64GiB", refine="chats")  # repair: the default
-        keys = {f"key-of-{way}": way for way in WAYS}
+        keys = {f"key-of-{way}": way for way in self.ways}
         app = create_app(engine, Options(keys=keys, tool_parser="hermes", any_model=True))
         self.state = app.state.kvweave
         with mock.patch.object(loop, "sample", self._sample), engine:
@@ -132,8 +135,7 @@ class AheadEvents:
     ) -> dict[str, Any]:
         one = '<tool_call>\n{"name": "look", "arguments": {"at": "so"}}\n</tool_call>'
         if calls:
-            ids = self.tokenizer.encode("\n".join([one] * calls), add_special_tokens=False)
-            self._forced = deque([*ids, self.end])
+            self.force([one] * calls)
         body = {
             "model": "random", "messages": messages, "system": system, "temperature": 0,
             "max_tokens": 200 if calls else 1, "context_management": {"edits": edits},
@@ -143,6 +145,11 @@ class AheadEvents:
         made: dict[str, Any] = reply.raise_for_status().json()
         assert made["stop_reason"] == ("tool_use" if calls else "max_tokens")
         return made
+
+    def force(self, calls: Sequence[str]) -> None:
+        """Have the next answer be these calls."""
+        ids = self.tokenizer.encode("\n".join(calls), add_special_tokens=False)
+        self._forced = deque([*ids, self.end])
 
     def _rest(self) -> None:
         """Wait until there is nothing left to do while nobody asks."""

@@ -57,7 +57,9 @@ def make(bundled: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
 
         def made(refine: str = "chats", **more: Any) -> tuple[Server, Script]:
             more.setdefault("metrics_key", METRICS_KEY)
-            own = {k: more.pop(k) for k in ("max_sessions", "metrics_key") if k in more}
+            own = {
+                k: more.pop(k) for k in ("max_sessions", "metrics_key", "learn_edits") if k in more
+            }
             engine, script = scripted(bundled, monkeypatch, refine=refine, **more)
             stack.enter_context(engine)
             servers.append(stack.enter_context(serving(engine, **own)))
@@ -617,3 +619,15 @@ def test_what_is_edited_ahead_is_made_exact_though_nobody_asks_for_anything(make
         time.sleep(0.005)
     made = agent.idle[-1].context
     assert agent.server.on_engine(lambda engine: made.preview()).drift == 0
+
+
+def test_where_the_pool_is_full_the_oldest_of_ones_own_makes_room(make: Make) -> None:
+    served = make(max_sessions=2)
+    other = Loop(served, system="so well .")
+    other.step(prose(9, 20))
+    (oldest,) = other.idle
+    agent = Loop(served, CLEAR)
+    agent.run(4)
+    assert agent.ahead.n_made == 1 and oldest.context.closed and len(agent.idle) == 2
+    agent.give()
+    assert agent.step()["usage"]["kv"]["drift"] == 0 and agent.ahead.n_used == 1

@@ -120,7 +120,7 @@ def options_of(args: Namespace) -> Options:
     given["allowed_hosts"], given["aliases"] = tuple(args.allowed_host), tuple(args.alias)
     given["cors_origins"] = tuple(args.cors_origin)
     given["any_model"], given["tool_parser"] = args.any_model, args.tool_parser
-    given["keep_unstored"] = args.keep_unstored
+    given["keep_unstored"], given["learn_edits"] = args.keep_unstored, not args.no_learn_edits
     return Options(host=args.host, port=args.port, keys=keys_of(args), model_name=name, **given)
 
 

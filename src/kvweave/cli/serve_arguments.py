@@ -165,6 +165,10 @@ def _agents(p: ArgumentParser) -> None:
         "default nothing of them is left",
     )  # fmt: skip
     add(
+        "--no-learn-edits", action="store_true",
+        help="do not make edits ahead that a client makes to its history again and again",
+    )  # fmt: skip
+    add(
         "--tool-parser", metavar="FAMILY",
         help="how the model writes calls of tools, as docs/http.md lists them (by its chat "
         "template); none reads none",

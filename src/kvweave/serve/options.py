@@ -49,6 +49,7 @@ class Options:
     aliases: Sequence[str] = ()  # other names that it answers to
     any_model: bool = False  # it answers to every name
     keep_unstored: bool = False  # KV of requests that say `store: false` stays for later ones
+    learn_edits: bool = True  # edits that clients make again and again are made before they come
     tool_parser: str | None = None  # the family of its answers; None: by its chat template
 
     def __post_init__(self) -> None:

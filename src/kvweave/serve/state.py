@@ -23,6 +23,7 @@ from kvweave.serve.placements import Placements
 from kvweave.serve.responses.store import ResponseStore
 from kvweave.serve.reuse.ahead import Anticipating
 from kvweave.serve.reuse.find import Assembler
+from kvweave.serve.reuse.habits import Habits
 from kvweave.serve.reuse.library import Library
 from kvweave.serve.reuse.pool import Sessions
 from kvweave.serve.reuse.render import Renderer
@@ -62,6 +63,7 @@ class ServerState:
         )
         self.memories = Memories(engine, self.quota)
         self.anticipating = Anticipating(self.sessions, engine.config.refine != "never")
+        self.habits = Habits()
         driver.audits.before = (self.memories, self.anticipating)
         self.fingerprint = f"fp_{engine.runner.fingerprint.digest().hex()[:12]}"
         self.limit = engine.runner.limit
@@ -75,6 +77,13 @@ class ServerState:
     @property
     def is_degraded(self) -> bool:
         return time.monotonic() - self.disk_failed < DEGRADED_SECONDS
+
+    @property
+    def learns(self) -> bool:
+        """Whether edits of clients are learned."""
+        return (
+            self.options.learn_edits and self.anticipating.enabled and self.options.reuse == "all"
+        )
 
     def form_with(self, tools: bool) -> ResponseForm | None:
         """Return how answers are read; those of a model that knows no tools, as it is told to."""
@@ -92,6 +101,7 @@ class ServerState:
         """Forget what only the server kept, in the driver's thread: names, KV and texts that were not
         used since ``before``."""
         self.assembler.expire(before)
+        self.habits.expire(before)
         self.sessions.expire(before)
 
     def new_name(self, name: str) -> str:

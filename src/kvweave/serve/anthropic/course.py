@@ -30,6 +30,7 @@ from kvweave.serve.anthropic.reply import MessageReply
 from kvweave.serve.anthropic.schemas import CountRequest, MessagesRequest
 from kvweave.serve.chat.asked import Asked
 from kvweave.serve.chat.count import SegmentSizes, about_tokens, chat_tokens, count_tokens
+from kvweave.serve.chat.learned import look_ahead
 from kvweave.serve.chat.summary import summary_room, write_summary
 from kvweave.serve.driver.work import Event
 from kvweave.serve.reuse.ahead import Anticipation
@@ -101,14 +102,16 @@ class AnswerCourse(MessageCourse):
                 return
             left = [summary] if summary is not None else left
         # a grammar may take a second to compile, the first time
-        asked = await asyncio.to_thread(
-            Asked.of_chat, self.state, self.tenant, self.body.asked(left)
-        )
+        ask = self.body.asked(left)
+        asked = await asyncio.to_thread(Asked.of_chat, self.state, self.tenant, ask)
         self.reply.begin(asked)
         async with aclosing(asked.events()) as events:
             async for event in events:
                 yield event
-        self._look_ahead(asked)
+        declared = self.body.context_management
+        learns = declared is None or not declared.clearing
+        if not (learns and look_ahead(asked, ask, edits_only=True)):
+            self._look_ahead(asked)
 
     def _look_ahead(self, asked: Asked) -> None:
         """Have what the next request edits edited while nobody waits."""
@@ -125,7 +128,9 @@ class AnswerCourse(MessageCourse):
         with anticipating.guarded():  # the answer is there
             ways = following.ways(reply.blocks, self.store.compactions, count, size)
             if ways:
-                anticipating.note(Anticipation(self.tenant, *left, following.began, ways))
+                anticipating.note(
+                    Anticipation(self.tenant, *left, following.began, ways, rule=following.rule)
+                )
                 self.state.driver.later(())
 
     async def _is_over(self, left: DialogueMessages, edit: CompactEdit) -> bool:

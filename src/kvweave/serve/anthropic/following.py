@@ -13,7 +13,6 @@ that a prompt that is too long without them is with them too.
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Callable, Mapping, Sequence
 from hashlib import blake2b
 from typing import Any
@@ -27,12 +26,11 @@ from kvweave.serve.anthropic.blocks import (
 from kvweave.serve.anthropic.compact import can_cover, given
 from kvweave.serve.anthropic.editing import ChatContent, DialogueMessages, edit_messages
 from kvweave.serve.anthropic.schemas import MessagesRequest
-from kvweave.serve.chat.asked import prompt_of
+from kvweave.serve.chat.learned import FILL, beginning
 from kvweave.serve.responses.records import Compaction
 from kvweave.serve.reuse.ahead import WayOn, WorkedOut
 from kvweave.serve.state import ServerState
 
-FILL = secrets.token_hex(24)  # stands for what nobody knows yet, and for nothing else
 _Size = Callable[[ChatContent], int]
 _Count = Callable[[DialogueMessages], int]
 
@@ -49,6 +47,13 @@ class NextMessages:
         """A digest of what the conversation began with."""
         said = self.body.messages[0].model_dump_json()
         return blake2b(said.encode(errors="replace"), digest_size=16).hexdigest()
+
+    @property
+    def rule(self) -> str:
+        """What edits, in words."""
+        edits = self.body.context_management
+        declared = () if edits is None else edits.clearing
+        return "; ".join(edit.type for edit in declared) or "thinking that the template leaves out"
 
     def ways(
         self,
@@ -100,13 +105,7 @@ class NextMessages:
             if summary is not None and can_cover(messages) and fewest(messages) > summary.above:
                 return None
         ask = self.body.ask(messages, Sampling(), None)
-        segments = prompt_of(self.state, ask).segments
-        yield
-        behind = next((i for i, s in enumerate(segments) if s.is_new), len(segments))
-        if any(FILL in segment.text for segment in segments[:behind]):
-            return None  # where the answer ends cannot be told
-        base = self.state.sessions.engine_base
-        return self.state.assembler.assemble(segments[:behind], self.tenant, base)
+        return (yield from beginning(self.state, self.tenant, ask))
 
 
 def _said(block: Mapping[str, Any]) -> DialogueMessage:

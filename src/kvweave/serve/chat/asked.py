@@ -45,6 +45,7 @@ class Opened:
     turn: Turn | None  # None where no answer is wanted
     woven: Plan | None  # before its answers began
     seconds: float  # from the request's arrival to here: waiting, placing
+    rule: str = ""  # what its context was edited by before it came
 
     @property
     def plan(self) -> Plan:
@@ -192,13 +193,14 @@ class Asked:
         sizes = [] if self.warms else [sampling.max_tokens] * self.n
         session = sessions.open(wanted, self.how, reuse, sizes, private=self.private)
         self._sessions.append(session)
+        rule, session.rule = session.rule, ""
         # the rows of the prompt are computed once
         woven = sessions.weave(session) if self.n > 1 or self.warms else None
         turns = [] if self.warms else self._turns(session, sampling, prompt.header)
         self.opened.append(
             Opened(
                 prompt, wanted, session.context.name, n, session.n_computed, session.n_completed,
-                turns[0] if turns else None, woven, time.perf_counter() - self.arrived,
+                turns[0] if turns else None, woven, time.perf_counter() - self.arrived, rule,
             )
         )  # fmt: skip
         return turns
@@ -284,6 +286,7 @@ class Asked:
                 "plan": opened.plan.to_dict(),
                 "reasons": opened.wanted.reasons,
                 "weave": opened.seconds,
+                **({"ahead": opened.rule} if opened.rule else {}),
             }
             for opened in self.opened
         ]

@@ -12,6 +12,7 @@ from fastapi import APIRouter
 from fastapi.responses import Response
 
 from kvweave.serve.chat.asked import Asked
+from kvweave.serve.chat.learned import learning
 from kvweave.serve.chat.prompts import completion_prompt
 from kvweave.serve.guard.access import Tenant
 from kvweave.serve.openai.named import other_model
@@ -39,7 +40,7 @@ def make_router(state: ServerState) -> APIRouter:
         ask = body.ask(state.renderer.template)
         # a grammar may take a second to compile, the first time
         asked = await asyncio.to_thread(Asked.of_chat, state, tenant, ask)
-        return await respond(asked.events(), ResponseBuilder(state, asked, body))
+        return await respond(learning(asked, ask), ResponseBuilder(state, asked, body))
 
     @router.post("/v1/completions", response_model=None, responses=STREAMED)
     async def completions(body: CompletionRequest, tenant: Tenant) -> Response:

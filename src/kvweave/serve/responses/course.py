@@ -9,6 +9,7 @@ from typing import Any
 
 from kvweave.errors import InvalidArgument, WeaveError
 from kvweave.serve.chat.asked import NEW_TOKENS, Asked
+from kvweave.serve.chat.learned import learning
 from kvweave.serve.driver.work import Event
 from kvweave.serve.responses.compact import Conversed, compact, given
 from kvweave.serve.responses.items import ResponseItem, apart, fresh, read_items
@@ -71,7 +72,7 @@ class ResponseCourse:
             # a grammar may take a second to compile, the first time
             asked = await asyncio.to_thread(Asked.of_chat, self.state, self.tenant, ask)
             self.reply.begin(asked, made)
-            async with aclosing(asked.events()) as events:
+            async with aclosing(learning(asked, ask)) as events:
                 async for event in events:
                     yield event
 

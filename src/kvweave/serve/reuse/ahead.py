@@ -2,7 +2,7 @@
 
 A client that declares a rule sends the whole history each time, and the server edits it by that rule.
 So it knows, from the moment its answer is out, what of that history the next request will no longer
-want. This is worked out step by step, with the code that the request is read with; then the rows are
+want. Of one that edits by itself it may have learned (`kvweave.serve.chat.learned`). This is worked out step by step, with the code that the request is read with; then the rows are
 made exact as any (`kvweave.serve.driver.refining`).
 """
 
@@ -45,6 +45,8 @@ class Anticipation:
     version: int  # of its context, then
     began: str  # what the conversation began with: of two that did so alike, the later counts
     ways: Sequence[WayOn]
+    sure: bool = True  # as long as all ways agree; else only a copy is edited
+    rule: str = ""  # what edits, in words
 
 
 class Anticipating:
@@ -133,10 +135,12 @@ class Anticipating:
             return
         yield
         beside = ahead.has_room(session)
+        if not (beside or given.sure):
+            return
         for way in ways[1:] if not beside else ():
             other = yield from way()
             if other is None or not np.array_equal(other.tokens(), wanted.tokens()):
                 return
             yield
         if is_there() and ahead.has_room(session) >= beside:
-            ahead.edit(session, wanted, beside=beside)
+            ahead.edit(session, wanted, beside=beside, rule=given.rule)

@@ -76,24 +76,41 @@ class AheadEdits:
         return common.cut is not None or common.n_parts < len(context.parts)
 
     def has_room(self, session: PooledContext) -> bool:
-        """Tell whether a copy of a session may stand beside it; nobody else's makes room."""
+        """Tell whether a copy of a session may stand beside it; only a context of the same namespace
+        makes room for it, see `_oldest`."""
         pool = self._sessions
         space, most = session.context.namespace, pool.quota.n_bytes
         kept = [s for s in pool.idle if s.instead is not None and s.ahead is None]
         kept.append(session)
         mine = [s for s in kept if s.context.namespace == space]
-        if len(pool.idle) >= pool.max_sessions or (most and BESIDE * _n_bytes(mine) > most):
+        full = len(pool.idle) >= pool.max_sessions
+        if (full and self._oldest(session) is None) or (most and BESIDE * _n_bytes(mine) > most):
             return False
         return BESIDE * _n_bytes(kept) <= pool.engine.shelf.budget
 
-    def edit(self, session: PooledContext, wanted: Wanted, *, beside: bool) -> None:
+    def _oldest(self, session: PooledContext) -> PooledContext | None:
+        """Return who goes where there are too many idle contexts: the one that the namespace used
+        longest ago, if a quarter of all are its own; None for nobody."""
+        pool, space = self._sessions, session.context.namespace
+        mine = [s for s in pool.idle if s.context.namespace == space]
+        if BESIDE * len(mine) < pool.max_sessions:
+            return None
+        others = (s for s in mine if s is not session and s.instead is None)
+        return next((s for s in others if not pool.is_busy(s.context)), None)
+
+    def edit(self, session: PooledContext, wanted: Wanted, *, beside: bool, rule: str = "") -> None:
         """Have a context hold what the next request begins with: a copy ``beside`` the session, or
-        the session itself. Raises OverBudget, OverQuota, InvalidArgument; then all is as it was."""
+        the session itself, by a ``rule``. Raises OverBudget, OverQuota, InvalidArgument; then all is as it was."""
         pool, engine = self._sessions, self._sessions.engine
         pool.quota.check_parts(len(wanted.pieces))
         new = [piece.n for piece in wanted.pieces if piece.id is None]
         pool.quota.check(engine, wanted.namespace, new)
         common = pool.common_of(session, wanted.tokens())
+        if beside and len(pool.idle) >= pool.max_sessions:
+            oldest = self._oldest(session)
+            assert oldest is not None
+            pool.idle.remove(oldest)
+            pool.close(oldest)
         made = pool.fork(session, new_context_name()) if beside else session
         before = made.context.parts
         try:
@@ -107,7 +124,7 @@ class AheadEdits:
         ahead = {part.uid: part.n for part in made.context.parts if part.id not in known}
         # an answer leaves its last rows to the request behind it
         left = {uid: part.n - n for uid, (part, n) in _ready(made).items() if n < part.n}
-        made.ahead = ahead | left
+        made.ahead, made.rule = ahead | left, rule
         pool.learn(made)
         pool.names.trim()
         pool.idle.remove(session)
@@ -131,8 +148,10 @@ class AheadEdits:
             if uid in ahead and uid in there
         )
         if best is session:
-            self.n_used += best.ahead is not None and common.n_parts == len(session.context.parts)
+            used = best.ahead is not None and common.n_parts == len(session.context.parts)
+            self.n_used += used
             self._settle(session)
+            session.rule = session.rule if used else ""
         return n
 
     def _settle(self, session: PooledContext) -> None:

@@ -258,6 +258,7 @@ class Sessions:
         names = self.names.counter(name, context.namespace)
         made = replace(session, context=context, names=names, n_computed=0)
         made.ahead = made.instead = None
+        made.rule = ""
         return made
 
     # ---- learning

@@ -44,6 +44,7 @@ class PooledContext:
     private: bool = False  # nothing that came with its request is kept
     # of one edited for a request to come: tokens of parts, by uid, that are computed only for that
     ahead: Mapping[int, int] | None = None
+    rule: str = ""  # what it was edited by, until a request has gone on from it
     instead: PooledContext | None = None  # the other one of the two of which one will be used
 
 

@@ -1,0 +1,219 @@
+"""What is learned of clients' edits: against the rules of real agents (`bench/pruning/rules.py`), which
+are the slow twin: asked themselves, they say what the next request will be.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvweave.serve.reuse.habits import Habits
+from kvweave.serve.reuse.rules import BeforeEdit, EditEvidence, EditItem, Mark, Selector, infer
+
+BENCH = Path(__file__).resolve().parents[2] / "bench"
+WORDS = "rain wind cold hot metal river Oslo Bergen 12 7 so well look note\n".split(" ")
+Json = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def bench() -> Iterator[SimpleNamespace]:
+    sys.path.insert(0, str(BENCH))
+    try:
+        from pruning import rules, trace
+
+        yield SimpleNamespace(rules=rules, trace=trace)
+    finally:
+        sys.path.remove(str(BENCH))
+
+
+class Agent:
+    """Sends the histories of a run, edited by a rule, in one of the APIs' forms."""
+
+    def __init__(self, run: Any, rule: Any, number: int, mark: str, role: str = "tool") -> None:
+        self.run, self.rule, self.mark, self.role = run, rule, mark, role
+        words = random.Random(number)
+        self.texts = [
+            " ".join(words.choice(WORDS) for _ in range(m.tokens)) if i else "so it is ."
+            for i, m in enumerate(run.messages)
+        ]
+
+    def message(self, key: tuple[str, int]) -> Json:
+        kind, i = key
+        if kind == "summary":
+            return {"role": "user", "content": f"summary of {i}"}
+        if kind == "notice":
+            return {"role": "user", "content": NOTICE}
+        m, text = self.run.messages[i], self.texts[i]
+        if kind == "mark":
+            text = self.mark.format(lines=len(text.splitlines()), chars=len(text))
+        if m.role == "assistant" and self.role == "tool":
+            after = self.run.messages[i + 1] if i + 1 < len(self.run.messages) else m
+            call = {"name": after.tool or "bash", "arguments": f'{{"at": "{after.call}"}}'}
+            calls = [{"id": f"c{i}", "type": "function", "function": call}]
+            return {"role": "assistant", "content": text, "tool_calls": calls}
+        if m.role == "tool" and self.role == "tool":
+            return {"role": "tool", "tool_call_id": f"c{i - 1}", "content": text}
+        return {"role": "user" if m.role == "tool" else m.role, "content": text}
+
+    def requests(self) -> Iterator[tuple[list[Json], Json, int]]:
+        """Yield messages, the answer, and how many of the messages came since the last answer."""
+        asked = self.run.asked
+        for n, index in enumerate(asked):
+            pieces = self.rule.edit(self.run.messages[:index])
+            new = index - asked[n - 1] - 1 if n else 0
+            yield [self.message(p.key) for p in pieces], self.message(("message", index)), new
+
+
+def play(habits: Habits, agent: Agent, did: Counter[str]) -> list[str]:
+    """Have a run learned from, and held against what really came; return the rules that were named."""
+    foreseen, before, named = None, [], []
+    for messages, answer, n_new in agent.requests():
+        if foreseen is not None:
+            came, kept = messages[: len(messages) - n_new], [*before]
+            guess = foreseen.applied(kept)
+            did["edits"] += came != kept
+            did["right"] += came != kept and guess == came
+            did["wrong"] += guess not in (kept, came)
+            did["calm"] += came == kept
+        foreseen = habits.note("anna", messages, answer, ["bash"])
+        before = [*messages, answer]
+        assert foreseen is not None
+        named.append(foreseen.rule)
+    return named
+
+
+NOTICE = "earlier messages were left out"
+
+
+class Noticed:
+    """Forgets messages, and says so."""
+
+    def __init__(self, rule: Any, piece: Any) -> None:
+        self.rule, self.piece = rule, piece
+
+    def edit(self, history: Any) -> Any:
+        pieces = self.rule.edit(history)
+        gone = self.rule.gone
+        at = min(gone, default=None)
+        return pieces if at is None else [*pieces[:at], self.piece(("notice", 0), 1), *pieces[at:]]
+
+
+def played(bench: Any, make: Any, mark: str, role: str, seed: int, n: int = 3) -> Counter[str]:
+    """Have runs of one agent learned from."""
+    habits, did = Habits(), Counter[str]()
+    for number, run in enumerate(bench.trace.generated(n, seed=seed)):
+        play(habits, Agent(run, make(), number, mark, role), did)
+    return did
+
+
+@pytest.mark.parametrize(
+    ("mark", "role", "seed"),
+    [("[cleared]", "tool", 5), ("({lines} lines of {chars} characters left out)", "user", 6)],
+)
+def test_rules_of_agents_are_learned(bench: Any, mark: str, role: str, seed: int) -> None:
+    rules = bench.rules.RULES
+    # what goes by number is foreseen from the third edit on, without a wrong guess
+    for name in ("SWE-agent, last 5", "Claude Code, microcompact 10 keep 5", "OpenHands, forget at 40"):  # fmt: skip
+        did = played(bench, rules[name], mark, role, seed)
+        assert did["right"] == did["edits"] - 2 > 3 and not did["wrong"], (name, did)
+    did = played(bench, rules["SWE-agent, last 5, polling 10"], mark, role, seed)
+    assert did["right"] >= did["edits"] - 4 > 4 and did["wrong"] < 6, did
+    did = played(bench, rules["DCP, equal calls"], mark, role, seed)
+    if role == "tool":  # nothing else says what was called
+        assert did["right"] >= did["edits"] - 3 > 4 and not did["wrong"], did
+    # of what goes by tokens the bound is found, and never quite
+    did = played(bench, rules["clear_tool_uses 8k keep 3"], mark, role, seed)
+    assert did["right"] > 0.8 * did["edits"] and did["wrong"] < 0.2 * did["edits"], did
+    for name in ("the same, at_least 2k", "opencode 3.2k, 1.6k"):
+        did = played(bench, rules[name], mark, role, seed)
+        assert did["right"] >= ("opencode" in name) and did["wrong"] < 0.1 * did["calm"], (
+            name,
+            did,
+        )
+    # a summary says what nobody can know
+    did = played(bench, rules["Letta, 30 % at 16k"], mark, role, seed, 2)
+    assert did["edits"] and not did["right"] and did["wrong"] < 3
+    did = played(bench, rules["no edits"], mark, role, seed, 1)
+    assert did["calm"] and not did["edits"] and not did["wrong"]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_rules_of_any_size_are_learned(bench: Any, seed: int) -> None:
+    rng, rules = random.Random(seed), bench.rules
+    n = rng.randrange(1, 6)
+
+    def noticed() -> Noticed:
+        return Noticed(rules.Forget(most), rules.Piece)
+
+    most = rng.randrange(12, 30)
+    for make in (lambda: rules.LastOutputs(n), lambda: rules.Microcompact(n + 3, n), noticed):
+        did = played(bench, make, "[gone]", "tool", seed, 2)
+        assert did["right"] == did["edits"] - 2 > 2 and not did["wrong"], did
+
+
+def test_a_rule_is_given_up_when_its_guesses_are_wrong(bench: Any) -> None:
+    habits, did = Habits(), Counter[str]()
+    one, two = bench.trace.generated(2, seed=1)
+    play(habits, Agent(one, bench.rules.LastOutputs(3), 0, "[gone]"), did)
+    assert did["right"] > 5
+    before = did["wrong"]
+    play(habits, Agent(two, bench.rules.Rule(), 1, "[gone]"), did)
+    assert did["wrong"] - before == 2, "no more guesses until there is an edit again"
+
+
+def test_others_learn_nothing_of_it(bench: Any) -> None:
+    (run,) = bench.trace.generated(1, seed=2)
+    habits = Habits()
+    last = list(Agent(run, bench.rules.LastOutputs(2), 0, "[gone]").requests())[-1]
+    play(habits, Agent(run, bench.rules.LastOutputs(2), 0, "[gone]"), Counter())
+
+    def edits(namespace: str, tools: list[str]) -> bool:
+        found = habits.note(namespace, last[0], last[1], tools)
+        return found is not None and found.edits
+
+    assert edits("anna", ["bash"]) and not edits("berta", ["bash"]) and not edits("anna", ["sh"])
+    habits.expire(float("inf"))
+    assert not edits("anna", ["bash"])
+
+
+# ---- rules, small enough to be told by hand
+
+
+def request(sizes: list[int], *gone: int, since: int = 9, mark: str = "[gone]") -> EditEvidence:
+    items = tuple(EditItem(size) for size in sizes)
+    return EditEvidence(
+        BeforeEdit(items, since, sum(sizes)), frozenset(gone), Mark("tool", mark) if gone else None
+    )
+
+
+def test_short_outputs_stay() -> None:
+    told = [
+        request([50, 3, 50, 50]), request([50, 3, 50, 50, 50], 0, 2),
+        request([3, 50, 50, 50]), request([3, 50, 50, 4, 50], 1), request([3, 50, 4, 50]),
+    ]  # fmt: skip
+    rule = infer(told[:4])
+    assert rule is None or rule.which.goes(told[1].there.items) == told[1].gone
+    told = [request([50, 3, 50, 50], 0), request([3, 50, 50, 50], 1)]
+    rule = infer(told)
+    assert rule is not None and rule.which == Selector("number", 2, 3)
+    assert rule.gone(told[1].there._replace(items=told[1].there.items[1:])) == {0}
+
+
+def test_edits_that_no_rule_makes_are_none() -> None:
+    assert infer([request([9, 8, 7], 1), request([9, 7, 6, 5], 2)]) is None
+    assert infer([request([9, 8, 7], 0), request([8, 7, 6], 0, mark="[other]")]) is None
+    assert infer([request([9, 8, 7], 0)]) is None
+    assert infer([]) is None
+
+
+def test_numbers_in_marks() -> None:
+    mark = Mark.of("tool", "(12 of 12 lines, 340 characters, 7)", 12, 340)
+    assert mark.filled(5, 60) == "(5 of 5 lines, 60 characters, 7)"
+    assert Mark.of("tool", "(5 of 5 lines, 60 characters, 7)", 5, 60) == mark
