@@ -24,7 +24,7 @@ def pruned(found: dict[str, Any] | None, amended: dict[str, Any] | None) -> str:
     """Return the measured part of the page; nothing where nothing was measured."""
     lines = [] if found is None else counted(found)
     if found is not None and "time" in found:
-        lines = [*goals(found), *lines, *timed(found), *foreseen(found)]
+        lines = [*goals(found), *lines, *timed(found), *foreseen(found), *learned(found)]
     if found is not None and "drift" in found:
         lines += drifted(found)
     return "\n".join(["", *lines, *(errata(amended) if amended else []), ""])
@@ -183,6 +183,24 @@ def foreseen(found: dict[str, Any]) -> list[str]:
         f"the edit, with two new results, as multiples of the same one where no rule was declared, {n} rounds, medians and range; behind the answer before it there was time to rest. CPU seconds of {machine['threads']} thread on {machine['cpu']} shared with other "
         f"work (load {machine['load_average']} at the start, {times['load_at_end'][0]} at the end); commit {machine['commit'][:7]}.", "",
         *table(["the request", "of not editing", "range", "rows repaired"], body), "",
+    ]  # fmt: skip
+
+
+def learned(found: dict[str, Any]) -> list[str]:
+    """Return the table of requests that bring an edit to a server that had to learn the rule."""
+    if "learned" not in found:
+        return []
+    times, machine = found["learned"], found["machines"]["learned"]
+    body = []
+    for rule, mine in times["rules"].items():
+        cpu = mine["cpu_of_unedited"]
+        spans = [f"{cpu[way][0]:.2f} ({cpu[way][1]:.2f} to {cpu[way][2]:.2f})" for way in ("asked", "learned")]  # fmt: skip
+        body.append([rule, *spans, f"{mine['foreseen']} of {mine['n']}"])
+    return [
+        f"The same where the client edits its history itself, over `/v1/chat/completions`, and [nobody told the server](agents.md#edits-that-nobody-declares): it saw the agent's edits in a short conversation before. Prompts of about {times['context']:,} "
+        f"tokens, {len(times['events']) // len(body)} rounds, medians and range; CPU seconds of {machine['threads']} thread on {machine['cpu']} shared with other work (load {machine['load_average']} at the start, {times['load_at_end'][0]} at the end); "
+        f"commit {machine['commit'][:7]}.", "",
+        *table(["the client's rule", "not learned, of not editing", "learned", "foreseen"], body), "",
     ]  # fmt: skip
 
 

@@ -18,6 +18,8 @@ from typing import Any
 from common import SEED, Pair, took
 from pruning.ahead import AheadEvents
 
+from kvweave.serve.reuse.habits import Habits
+
 LEARNED_WAYS = ("unedited", "asked", "learned")
 OUTPUTS = 6  # that stand there when the request comes that edits, the new one left out
 _Json = dict[str, Any]
@@ -67,6 +69,12 @@ EDITS: dict[str, _Edit] = {
 }
 
 
+def _call(number: int, at: int) -> _Json:
+    function = {"name": "look", "arguments": f'{{"at": "{at}"}}'}
+    calls = [{"id": f"c{number}", "type": "function", "function": function}]
+    return {"role": "assistant", "content": "", "tool_calls": calls}
+
+
 class LearnedEvents(AheadEvents):
     """Measures rounds on one server."""
 
@@ -75,6 +83,8 @@ class LearnedEvents(AheadEvents):
     def __init__(self, pair: Pair, most: int) -> None:
         super().__init__(pair, most)
         self.n_words = max(16, (most - 250) // (OUTPUTS + 1))
+        self.known: dict[str, Habits] = {}  # of each rule
+        self.taught: set[str] = set()
 
     def round(self, name: str, number: int) -> dict[str, Any]:
         """Return seconds of the clock and of CPUs by way, and what each answer says of its tokens."""
@@ -90,15 +100,21 @@ class LearnedEvents(AheadEvents):
 
     def _event(self, way: str, name: str, words: random.Random) -> dict[str, Any]:
         edit = EDITS[name] if way != "unedited" else lambda history: history
-        system = " ".join(words.choice(self.words) for _ in range(64))
+        system = f"so it is . {' '.join(random.Random(name).choices(self.words, k=64))}"
         # the learning switch is the server's; the same server takes turns here
-        self.state.habits = type(self.state.habits)()
         object.__setattr__(self.state.options, "learn_edits", way == "learned")
-        if way == "learned":
-            self._talk(way, edit, system, 16, words, 2 * OUTPUTS + 1, 4)
-        history = self._talk(way, edit, system, self.n_words, words, OUTPUTS, OUTPUTS + 1)
+        self.state.habits = self.known.setdefault(name, Habits())
+        if way == "learned" and name not in self.taught:
+            self.taught.add(name)
+            self._teach(edit, system, words)
+        history: list[_Json] = [{"role": "user", "content": "look at all of it ."}]
+        for i in range(OUTPUTS):
+            history += [_call(i, i), self._output(f"c{i}", self.n_words, words)]
+        reply = self._answered(way, edit(history), system, 1)  # as the second one
+        history.append(reply["choices"][0]["message"])
         rest, _ = took(self._rest, self.device)
-        history.append(self._output(history, self.n_words, words))
+        id = history[-1]["tool_calls"][0]["id"]
+        history.append(self._output(id, self.n_words, words))
         answers: list[_Json] = []
         clock, cpu = took(
             lambda: answers.append(self._answered(way, edit(history), system)), self.device
@@ -109,31 +125,19 @@ class LearnedEvents(AheadEvents):
             "kv": answers[0]["usage"]["kv"], "foreseen": bool(answers[0]["kvweave"].get("ahead")),
         }  # fmt: skip
 
-    def _talk(
-        self,
-        way: str,
-        edit: _Edit,
-        system: str,
-        n_words: int,
-        words: random.Random,
-        n: int,
-        every: int,
-    ) -> list[_Json]:
-        """Return a history of ``n`` outputs and one more call, each answered in its turn; so often a call
-        is the second one again."""
-        history: list[_Json] = [{"role": "user", "content": f"look at all {every} of it ."}]
-        for i in range(n + 1):
-            at = 1 if i % every == every - 1 else i  # that was called for before
-            reply = self._answered(way, edit(history), system, at)
+    def _teach(self, edit: _Edit, system: str, words: random.Random) -> None:
+        """Have a short conversation in which there are two edits or more."""
+        history: list[_Json] = [{"role": "user", "content": "look at some of it ."}]
+        for i in range(2 * OUTPUTS):
+            at = 1 if i % 4 == 3 else i  # that was called for before
+            reply = self._answered("learned", edit(history), system, at)
             history.append(reply["choices"][0]["message"])
-            if i < n:
-                history.append(self._output(history, n_words, words))
-        return history
+            id = history[-1]["tool_calls"][0]["id"]
+            history.append(self._output(id, 4, words))
 
-    def _output(self, history: Sequence[_Json], n_words: int, words: random.Random) -> _Json:
-        (call,) = history[-1]["tool_calls"]
+    def _output(self, id: str, n_words: int, words: random.Random) -> _Json:
         text = " ".join(words.choice(self.words) for _ in range(n_words))
-        return {"role": "tool", "tool_call_id": call["id"], "content": text}
+        return {"role": "tool", "tool_call_id": id, "content": text}
 
     def _answered(
         self, way: str, messages: Sequence[_Json], system: str, at: int | None = None

@@ -21,7 +21,7 @@ from serve.test_openai import Server
 
 from kvweave.run import loop
 
-LIVES = int(os.environ.get("KVWEAVE_LIVES", 4))  # with -m slow
+LIVES = int(os.environ.get("KVWEAVE_LIVES", 3))  # with -m slow
 APIS = ("chat", "responses", "messages")
 PATHS = {"chat": "chat/completions", "responses": "responses", "messages": "messages"}
 Json = dict[str, Any]
@@ -386,7 +386,7 @@ def test_whatever_clients_do_answers_are_as_without(
     monkeypatch.setattr(loop, "sample", script.sample)
     lives = Lives(seed, (ours, theirs), script)
     ahead = ours.service.sessions.ahead
-    for _n in range(60):
+    for _n in range(24):
         lives.deed()
     assert ahead.n_used and lives.did["exact"], lives.did
     assert not ours.service.anticipating.n_failed
