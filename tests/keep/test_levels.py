@@ -13,7 +13,7 @@ from kvweave import Engine
 from kvweave.errors import InvalidArgument
 from kvweave.keep.tokens.base import LayerView
 from kvweave.keep.tokens.diffkv import DiffKV
-from kvweave.keep.tokens.flexicache import FlexiCache
+from kvweave.keep.tokens.flexicache import FlexiCache, _ends
 from kvweave.keep.tokens.queries import Latest
 from kvweave.keep.tokens.spec import Amount, Keep
 from kvweave.run.base import LayerInfo
@@ -35,6 +35,28 @@ def shown(kind, keys: Tensor, queries: Tensor, rotation: Rotation = STATIC) -> L
         watch.end()
     every = torch.arange(n).expand(heads, n)
     return LayerView(0, info, every, every >= 0, every, keys, keys, watch)
+
+
+def test_ends_of_pages_are_those_of_their_rows_whatever_heads_have() -> None:
+    rng = np.random.default_rng(0)
+    for _ in range(50):
+        n, page = int(rng.integers(1, 40)), int(rng.integers(1, 9))
+        own = [np.sort(rng.choice(60, rng.integers(1, n + 1), False)) for _ in range(3)]
+        there, positions = torch.zeros(3, n, dtype=torch.bool), torch.zeros(3, n, dtype=torch.int64)
+        for head, some in enumerate(own):
+            there[head, : len(some)], positions[head, : len(some)] = True, torch.from_numpy(some)
+        keys = torch.randn(3, n, 4)
+        names, numbers = torch.unique(
+            (positions // page).masked_fill(~there, 0), return_inverse=True
+        )
+        low, high, empty = _ends(keys, numbers, there)
+        for head, some in enumerate(own):
+            for i, name in enumerate(names.tolist()):
+                mine = keys[head, : len(some)][torch.from_numpy(some // page == name)]
+                assert empty[head, i] == (not len(mine))
+                if len(mine):
+                    assert torch.equal(low[head, i], mine.amin(0))
+                    assert torch.equal(high[head, i], mine.amax(0))
 
 
 @pytest.mark.parametrize(
@@ -99,6 +121,37 @@ def test_pages_are_found_once_a_choice(monkeypatch: pytest.MonkeyPatch) -> None:
         context.generate(max_tokens=9, ignore_eos=True)
     n_choices = 1 + 8 // 3  # behind the prompt, and every third of eight rows
     assert found == [*range(len(runner.layers))] * n_choices
+
+
+@pytest.mark.parametrize("heads", ["uniform", "ada"])
+@pytest.mark.parametrize("target", [6, 20, 33, 39])
+@pytest.mark.parametrize("several", [1, 2, 3, 4])
+def test_heads_that_keep_everything_take_it_from_the_others(
+    heads: str, target: int, several: int
+) -> None:
+    """All of theirs where that leaves the others half, else as much as that; never more in all."""
+    n, keep = 40, Keep.parse(f"flexicache:{target},heads={heads}")
+    every = torch.arange(n).expand(4, n)
+    info = LayerInfo(LayerShape(4, 8, 4, 8), STATIC)
+    one = LayerView(0, info, every, every >= 0, every)
+    scores, whole = torch.rand(4, n), torch.arange(4) < several
+    safe = one.front(1) | one.newest(2)
+    kept, coded = keep.divide(one, scores, [target, n - target], safe, n, whole)
+    sizes = [len(own) for own in kept]
+    assert sizes == [n] * 4  # below or not
+    sizes = [n - len(own) for own in coded["below"]]
+    assert sum(sizes) <= 4 * target and sum(sizes) > 4 * target - 4
+    if heads == "uniform" and several < 4:
+        mine, others = sizes[:several], sizes[several:]
+        assert len(set(mine)) == 1 and mine[0] >= target
+        assert min(others) >= max(3, target // 2) and (
+            mine[0] == n or max(others) < target // 2 + 4
+        )
+    for head, own in enumerate(coded["below"]):
+        stays = np.setdiff1d(np.arange(n), own)
+        assert safe[head, stays].sum() == 3
+        rest = scores[head][stays][~safe[head, stays]]
+        assert not len(own) or not len(rest) or rest.min() >= scores[head][own].max()
 
 
 def test_newest_queries_stay() -> None:

@@ -9,7 +9,12 @@ import pytest
 import torch
 
 from kvweave.keep.tokens import signals as module
+from kvweave.keep.tokens.access import Rule
+from kvweave.keep.tokens.milestone import PageReads
 from kvweave.keep.tokens.signals import FAST, GAP, SIGNALS, TINY, PageSignals, apply, shipped
+from kvweave.run.base import LayerInfo
+from kvweave.run.rotary import STATIC
+from kvweave.store.kv import LayerShape
 
 HEADS, PAGES, STEPS = 3, 9, 60
 
@@ -97,3 +102,42 @@ def test_a_network_is_two_products() -> None:
         )
         total += max(inner, 0) * weights["w2"][j][0]
     assert float(apply(weights, row[None])[0]) == pytest.approx(total, rel=1e-4)
+
+
+def test_pages_that_are_read_are_the_first_that_hold_enough() -> None:
+    """Also where pages have as much as each other, or nothing; against a sort of them all."""
+    rng = np.random.default_rng(1)
+    for i in range(600):
+        mass = torch.from_numpy(rng.random((3, 2, rng.integers(1, 40))).astype(np.float32))
+        if i % 3 == 0:
+            mass = (4 * mass).round() / 4
+        mass *= torch.from_numpy(rng.random(mass.shape) < (0.3, 0.9, 1.0, 0.0)[i % 4])
+        rule = Rule("cover", (0.95, 0.5, 1.0)[i % 3])
+        best, order = mass.sort(dim=-1, descending=True, stable=True)
+        taken = best.cumsum(-1) - best < rule.amount * mass.sum(-1, keepdim=True)
+        wanted = torch.zeros_like(taken).scatter(-1, order, taken) & (mass > 0)
+        assert torch.equal(rule.read(mass), wanted)
+
+
+def test_layers_that_saw_the_same_are_as_layers_one_by_one() -> None:
+    """All at once, until a pass leaves one out; each head's own rows as all would be."""
+    infos = [LayerInfo(LayerShape(heads, 4, heads, 4), STATIC) for heads in (2, 1, 3)]
+    joint, apart = (PageReads(infos, 4, 8) for _ in range(2))
+    torch.manual_seed(2)
+    for step in range(40):
+        stop, some = 20 + step, [0, 2] if step in (23, 31) else [0, 1, 2]
+        found = []
+        for layer in some:
+            heads = infos[layer].shape.k_heads
+            weights = torch.rand(heads, 2, 1, stop).pow(4) * (torch.rand(heads, 1, 1, stop) < 0.8)
+            weights /= weights.sum(-1, keepdim=True)
+            apart.add(layer, apart.of_attention(layer, 0, weights))
+            slots = torch.stack([torch.randperm(stop) for _ in range(heads)])
+            mine = weights.gather(3, slots[:, None, None].expand_as(weights))
+            found.append((layer, joint.of_kept(layer, stop, mine, slots)))
+        joint.add_all(found)
+        assert (joint._whole is not None) == (step < 23)
+        for layer in range(3):
+            assert torch.equal(joint.logits(layer), apart.logits(layer))
+        held = sum(t.nbytes for t in joint.held() if t is not None)
+        assert held <= joint.bytes_for(stop, stop)

@@ -2,11 +2,11 @@
 
 To make floats of bytes takes as long as to multiply them. FBGEMM, which torch has on x86, adds up rows
 of bytes times weights without that: `embedding_bag`. Keys lie channel by channel, so that scores of 256
-rows are a bag of the channels' bytes times the query; what is read is a bag of rows, each with its grid,
-times what each gets of the attention::
+rows are a bag of the channels' bytes times the query; what is read is a bag of rows, times what each gets
+of the attention and its grid's scale::
 
     scores   bag of [channel, 256 rows] of a group's channels, times the query;  grids come on top
-    read     bag of [row, 32 channels + scale + first value], times the row's share
+    read     bag of [row, 32 channels], times share and scale;  shares of first values come on top
 
 All in float32, as products of floats are. torch names the operation nowhere, so it is taken only where
 it is there and right (docs/LOG.md, 2026-11-26, has the times).
@@ -100,33 +100,26 @@ def _scores(levels: Sequence[CodedLevel], lanes: Lanes, queries: Tensor) -> Tens
     """Return ``queries`` [head, query, dim] times all keys, [pair, query, row of the tile], and room for
     one pair more."""
     asked, dim = queries.index_select(0, lanes.heads), queries.shape[2]
-    groups = levels[0].k.grids.shape[1]
+    keys = [level.k for level in levels]
+    groups = keys[0].grids.shape[1]
     each = asked.view(len(asked), -1, groups, dim // groups).sum(-1)
     made = asked.new_empty(len(asked) + 1, asked.shape[1], TILE)
-    channels = torch.arange(dim, dtype=torch.int32)
-    for tiles, pairs in lanes.blocks:
-        table, ends = _columns([level.k for level in levels], lanes, tiles)
-        of, mine = lanes.tiles[pairs] - tiles.start, made[pairs]
-        rows = (of.to(torch.int32) * dim)[:, None, None] + channels
+    for block, (tiles, pairs) in enumerate(lanes.blocks):
+        table, of, mine = _columns(keys, lanes, tiles), lanes.within(block), made[pairs]
         weights = asked[pairs].reshape(-1)
-        begins = torch.arange(0, len(weights), dim // groups, dtype=torch.int32)
-        sums = _bag(table, rows.expand(-1, asked.shape[1], -1).reshape(-1), begins, weights)
-        sums, ends = sums.view(len(of), -1, groups, TILE), ends.index_select(2, of)
-        torch.mul(sums[:, :, 0], ends[0, 0, :, None], out=mine)
+        rows, begins = lanes.numbers(block, asked.shape[1], 1, dim, dim // groups)
+        sums = _bag(table, rows, begins, weights).view(len(of), -1, groups, TILE)
+        scale, first = _ends(keys, lanes, tiles, of)
+        torch.mul(sums[:, :, 0], scale[0, :, None], out=mine)
         for group in range(1, groups):
-            mine.addcmul_(sums[:, :, group], ends[0, group, :, None])
-        mine.baddbmm_(each[pairs], ends[1].transpose(0, 1))
+            mine.addcmul_(sums[:, :, group], scale[group, :, None])
+        mine.baddbmm_(each[pairs], first.transpose(0, 1))
     return made
 
 
-def _columns(keys: Sequence[PackedRows], lanes: Lanes, tiles: slice) -> tuple[Tensor, Tensor]:
-    """Return symbols of some tiles as bytes [tile times channel, row of the tile], and their grids
-    [2, group, tile, row]: scale, first value."""
-    dim, groups, size = keys[0].dim, keys[0].grids.shape[1], BLOCK // TILE
-    room = _room("columns", size, dim, TILE + ENDS, dtype=torch.uint8)
-    ends = _room("ends", 2, groups, BLOCK)
-    if not room[0, 0, TILE + 3]:  # a scale of 1 and a first value of 0: the grids come on top
-        room.view(torch.float32)[..., -2] = 1.0
+def _columns(keys: Sequence[PackedRows], lanes: Lanes, tiles: slice) -> Tensor:
+    """Return symbols of some tiles as bytes [tile times channel, row of the tile]."""
+    room = _table("columns", BLOCK // TILE, keys[0].dim, TILE)
     for level, at, rows in _within(keys, lanes, tiles):
         n, first = rows.stop - rows.start, at // TILE
         whole = n // TILE
@@ -137,33 +130,28 @@ def _columns(keys: Sequence[PackedRows], lanes: Lanes, tiles: slice) -> tuple[Te
             if n > whole * TILE:
                 rest = columns[:, whole * TILE :]
                 room[first + whole, channels, : rest.shape[1]] = rest
-        scale, start = ends[:, :, at : at + n]
-        scale.copy_(level.grids[0, :, rows])
-        torch.sub(level.grids[1, :, rows], scale, alpha=level.half, out=start)
-    n = tiles.stop - tiles.start
-    return room[:n].flatten(0, 1), ends.view(2, groups, size, TILE)[:, :, :n]
+    return room[: tiles.stop - tiles.start].flatten(0, 1)
 
 
 def _mix(levels: Sequence[CodedLevel], lanes: Lanes, weights: Tensor, out: Tensor) -> None:
     """Add ``weights`` [pair, query, row of the tile] times all values to ``out`` [head, query, dim]."""
-    groups = levels[0].v.grids.shape[1]
-    numbers = torch.arange(TILE * groups, dtype=torch.int32).view(TILE, groups).t().contiguous()
-    for tiles, pairs in lanes.blocks:
-        table = _rows([level.v for level in levels], lanes, tiles)
-        first = (lanes.tiles[pairs] - tiles.start).to(torch.int32) * (TILE * groups)
-        shares = weights[pairs, :, None].expand(-1, -1, groups, -1)
-        rows = (first[:, None, None, None] + numbers).expand(shares.shape).reshape(-1)
-        begins = torch.arange(0, len(rows), TILE, dtype=torch.int32)
-        found = _bag(table, rows, begins, shares.reshape(-1))
-        out.index_add_(0, lanes.heads[pairs], found.view(len(first), *out.shape[1:]))
+    values = [level.v for level in levels]
+    groups = values[0].grids.shape[1]
+    for block, (tiles, pairs) in enumerate(lanes.blocks):
+        table, of, mine = _rows(values, lanes, tiles), lanes.within(block), weights[pairs]
+        scale, first = _ends(values, lanes, tiles, of)
+        shares = mine[:, :, None] * scale.transpose(0, 1)[:, None]
+        rows, begins = lanes.numbers(block, mine.shape[1], groups, TILE, TILE)
+        found = _bag(table, rows, begins, shares.view(-1)).view(*shares.shape[:3], -1)
+        found += (mine[:, :, None] * first.transpose(0, 1)[:, None]).sum(-1, keepdim=True)
+        out.index_add_(0, lanes.heads[pairs], found.view(len(of), *out.shape[1:]))
 
 
 def _rows(values: Sequence[PackedRows], lanes: Lanes, tiles: slice) -> Tensor:
-    """Return symbols of some tiles as bytes, with their grids, [row times group, byte]."""
+    """Return symbols of some tiles as bytes, [row times group, byte]."""
     dim, groups = values[0].dim, values[0].grids.shape[1]
     size, n = dim // groups, (tiles.stop - tiles.start) * TILE
-    room = _room("rows", BLOCK, groups, size + ENDS, dtype=torch.uint8)
-    ends = room.view(torch.float32)[..., size // 4 :]
+    room = _table("rows", BLOCK, groups, size)
     for level, at, rows in _within(values, lanes, tiles):
         own = slice(at, at + rows.stop - rows.start)
         for channels, symbols in level.planes(rows):
@@ -171,11 +159,34 @@ def _rows(values: Sequence[PackedRows], lanes: Lanes, tiles: slice) -> Tensor:
             begin = channels.start - a * size if b - a == 1 else 0
             wide = symbols.shape[1] // (b - a)
             room[own, a:b, begin : begin + wide] = symbols.view(len(symbols), b - a, wide)
-        scale, start = level.part(rows).ends(torch.float32)
-        for group in range(groups):
-            ends[own, group, 0], ends[own, group, 1] = scale[group], start[group]
-        room[own.stop : -(-own.stop // TILE) * TILE].zero_()  # of others, and no number maybe
     return room[:n].flatten(0, 1)
+
+
+def _ends(
+    each: Sequence[PackedRows], lanes: Lanes, tiles: slice, of: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return the scale and the first value of the grids of some tiles, those that ``of`` says,
+    [group, tile, row of the tile] each; 0 where there is no row."""
+    groups = each[0].grids.shape[1]
+    room = _room("ends", 2, groups, BLOCK)
+    for level, at, rows in _within(each, lanes, tiles):
+        stop = at + rows.stop - rows.start
+        both = room[:, :, at:stop].copy_(level.grids[..., rows])
+        both[1].sub_(both[0], alpha=level.half)
+        room[:, :, stop : -(-stop // TILE) * TILE].zero_()  # of others, and no number maybe
+    scale, first = room.view(2, groups, -1, TILE).index_select(2, of)
+    return scale, first
+
+
+def _table(name: str, *shape: int) -> Tensor:
+    """Return a place for bytes of this shape, each row with a scale of 1 and a first value of 0 behind
+    it: grids are put into the weights, or come on top."""
+    *several, size = shape
+    room = _room(name, *several, size + ENDS, dtype=torch.uint8)
+    ends = room.view(torch.float32)[..., size // 4]
+    if ends.view(-1)[0] != 1:
+        ends.fill_(1.0)
+    return room
 
 
 def _within(

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvweave.run.base import Ints
+from kvweave.run.packed import less
 from kvweave.run.spill import HostRows, SpilledRows, SpillFile
 
 BELOW = "below"
@@ -88,7 +89,7 @@ class BelowRows:
 
     def only(self, slots: Sequence[Ints]) -> BelowRows:
         """Return of the rows of each head those of its ``slots``."""
-        return self.without([np.setdiff1d(self.slots(h), some) for h, some in enumerate(slots)])
+        return self.without([less(self.slots(h), some) for h, some in enumerate(slots)])
 
     def grown(self, capacity: int, n: int) -> BelowRows:
         """Return the rows of the first ``n`` slots, with room for ``capacity``. Raises NoSpace, StoreError."""

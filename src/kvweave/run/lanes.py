@@ -4,7 +4,7 @@ makes those of all heads."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import pairwise
 
@@ -31,11 +31,32 @@ class Lanes:
     where: Tensor
     back: Tensor  # [pair] where it is in ``where``
     blocks: tuple[tuple[slice, slice], ...]  # tiles, and pairs, that are done at once
+    _made: dict[tuple[int, ...], tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     @property
     def n(self) -> int:
         """Lanes of a head."""
         return self.where.shape[1] * TILE
+
+    def within(self, block: int) -> Tensor:
+        """Return [pair] which of a block's tiles each of its pairs is of."""
+        tiles, pairs = self.blocks[block]
+        found: Tensor = self.tiles[pairs] - tiles.start
+        return found
+
+    def numbers(
+        self, block: int, n: int, groups: int, size: int, bag: int
+    ) -> tuple[Tensor, Tensor]:
+        """Return int32 numbers of rows, for each pair of a block, ``n`` queries and ``groups``, of a table
+        whose tiles have ``size`` rows of each group, row by row, and where each bag of ``bag`` begins."""
+        key = (block, n, groups, size, bag)
+        if key not in self._made:
+            of = self.within(block).to(torch.int32) * (size * groups)
+            rows = torch.arange(size * groups, dtype=torch.int32).view(size, groups).t()
+            every = (of[:, None, None, None] + rows).expand(-1, n, -1, -1).reshape(-1)
+            begins = torch.arange(0, len(every), bag, dtype=torch.int32)
+            self._made[key] = every, begins
+        return self._made[key]
 
     def slots(self, levels: Sequence[CodedLevel]) -> Ints:
         """Return [head, lane] the slots of the levels' rows; 0 for lanes of none."""

@@ -14,7 +14,7 @@ below memory (`run/below.py`), and no query sees them until they are back.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
@@ -98,21 +98,20 @@ class ThinnedRows(LayerRows):
         if self.k is not None and self.v is not None and not self.forms:
             return self.k[:, :most], self.v[:, :most]
         first = self.heads[0]
-        k, v = (t.new_zeros(len(kept), most, t.shape[1]) for t in (first.k, first.v))
+        k, v = (t.new_empty(len(kept), most, t.shape[1]) for t in (first.k, first.v))
         for head, slots in enumerate(kept):
-            own, keys, values = self._everywhere(head)
-            to = up(np.searchsorted(slots, own), k.device)
-            k[head, to], v[head, to] = keys, values
+            for own, keys, values in self._everywhere(head):
+                to = up(np.searchsorted(slots, own), k.device)
+                k[head, to], v[head, to] = keys, values
+            k[head, len(slots) :], v[head, len(slots) :] = 0, 0
         return k, v
 
-    def _everywhere(self, head: int) -> tuple[Ints, Tensor, Tensor]:
-        """Return the slots in use that a head keeps, in any order, keys and values [row, dim]."""
-        slots, keys, values = self._unsorted(head, 0, self.n)
-        if self.below is None:
-            return slots, keys, values
-        own = self.below.slots(head)
-        k, v = self.below.take(head, own)
-        return np.concatenate((slots, own)), torch.cat((keys, k)), torch.cat((values, v))
+    def _everywhere(self, head: int) -> Iterator[tuple[Ints, Tensor, Tensor]]:
+        """Yield the slots in use that a head keeps in some place, keys and values [row, dim]."""
+        yield self._unsorted(head, 0, self.n)
+        if self.below is not None:
+            own = self.below.slots(head)
+            yield own, *self.below.take(head, own)
 
     def gone(self) -> Ints:
         kept = np.zeros(self.n, bool)
@@ -149,8 +148,8 @@ class ThinnedRows(LayerRows):
         in it. Raises NoSpace, StoreError."""
         old = self.below
         was = [np.zeros(0, np.int64) if old is None else old.slots(i) for i in range(len(slots))]
-        down = [np.setdiff1d(some, own) for some, own in zip(slots, was, strict=True)]
-        back = [np.setdiff1d(own, some) for some, own in zip(slots, was, strict=True)]
+        down = [less(some, own) for some, own in zip(slots, was, strict=True)]
+        back = [less(own, some) for some, own in zip(slots, was, strict=True)]
         if not any(map(len, (*down, *back))):
             return self
         rows = [self._of(head, some) for head, some in enumerate(down)]
@@ -160,7 +159,7 @@ class ThinnedRows(LayerRows):
         below = old.without(back).put(down, rows)
         levels = [level.without(down) for level in self.levels]
         pairs = zip(self._raw(), down, back, strict=True)
-        raw = [np.union1d(np.setdiff1d(own, less), more) for own, less, more in pairs]
+        raw = [np.sort(np.concatenate((less(own, gone), more))) for own, gone, more in pairs]
         made = self._with(raw, levels, below)
         for i, some in enumerate(back):
             made.heads[i].write(some, *old.take(i, some))
@@ -286,10 +285,10 @@ class ThinnedRows(LayerRows):
         first = self.heads[0]
         k, v = (t.new_zeros(len(self.heads), len(slots), t.shape[1]) for t in (first.k, first.v))
         for head in range(len(self.heads)):
-            own, keys, values = self._everywhere(head)
-            _, rows, to = np.intersect1d(own, slots, True, return_indices=True)
-            there, some = up(to, k.device), up(rows, k.device)
-            k[head, there], v[head, there] = keys[some], values[some]
+            for own, keys, values in self._everywhere(head):
+                _, rows, to = np.intersect1d(own, slots, True, return_indices=True)
+                there, some = up(to, k.device), up(rows, k.device)
+                k[head, there], v[head, there] = keys[some], values[some]
         return k, v
 
     def seen_by(self, head: int, begin: int, stop: int) -> tuple[Ints, Tensor, Tensor]:

@@ -10,6 +10,7 @@ import numpy as np
 from kvweave.errors import OverBudget, OverQuota
 from kvweave.run.base import Ints, LayerInfo
 from kvweave.run.loop import Request
+from kvweave.run.packed import less
 from kvweave.store.shelf import Shelf
 from kvweave.weave.keeping import n_left
 from kvweave.weave.state import State
@@ -47,8 +48,8 @@ class Account:
         """Return each head's ``slots``, which are to rest below memory, and all that rest there where
         there is no room for those that come back. ``coded``: what goes there may take less than a row."""
         was = self.state.rows.below(layer)
-        up = sum(len(np.setdiff1d(a, b)) for a, b in zip(was, slots, strict=True))
-        down = sum(len(np.setdiff1d(b, a)) for a, b in zip(was, slots, strict=True))
+        up = sum(len(less(a, b)) for a, b in zip(was, slots, strict=True))
+        down = sum(len(less(b, a)) for a, b in zip(was, slots, strict=True))
         more = up - (0 if coded else down)
         if not up or self.may_take(more, info):
             return list(slots)

@@ -23,7 +23,7 @@ from torch import Tensor
 from kvweave.errors import ContextTooLong, OverBudget, OverQuota
 from kvweave.keep.tokens.base import LayerView, Need, require_rows
 from kvweave.keep.tokens.kvzip import KVzip, Replayed
-from kvweave.keep.tokens.sizes import bytes_at, sizes
+from kvweave.keep.tokens.sizes import bytes_at, sizes, whole_bytes
 from kvweave.keep.tokens.spec import Keep
 from kvweave.keep.tokens.watch import WIDTH
 from kvweave.run.base import ALL, NO_SLOTS, Backend, Ints, LayerInfo, Observer, Rows, Steps, Work
@@ -148,9 +148,9 @@ class Keeper:
         which all but those a choice leaves are gone."""
         said = self._next + max(0, n - len(self._alive)) if self.moved else n
         after = said + n_new - self.at_once(n_new)
-        kept = bytes_at(self.keep, self.backend.layers, after, self.backend.dtype.itemsize)
-        page = self.at_once(n_new) * self.backend.row_bytes
-        return kept + (page * 3 // 2 if self.moves else page)
+        infos, size = self.backend.layers, self.backend.dtype.itemsize
+        row = sum(whole_bytes(info, size, self.moves) for info in infos)
+        return bytes_at(self.keep, infos, after, size) + self.at_once(n_new) * row
 
     def bytes_for(self, rows: Rows, stay: int, n: int, n_new: int) -> int:
         """Return those there will be with ``n_new`` tokens decoded behind ``n`` rows, at most, of which
@@ -287,7 +287,7 @@ class Keeper:
     # ---- inside
 
     def _target(self, n: int) -> int:
-        return self.keep.target(n, self.backend.row_bytes)
+        return self._sizes(n, 0)[0]
 
     def _sizes(self, n: int, layer: int) -> list[int]:
         return sizes(self.keep, self.backend.layers, n, layer, self.backend.dtype.itemsize)
@@ -326,10 +326,11 @@ class Keeper:
             view = self._view(rows, layer, kept)
             scores, whole = self.keep.policy.worth(view)
             safe = self._safe(view, n, mine[0])
-            there = sum(map(len, rows.below(layer)))
-            if whole is not None and room.may_take(there, info):
-                safe |= whole[:, None] & view.there
-            chosen, coded = self.keep.divide(view, scores, mine, safe, n)
+            if whole is not None and self.keep.policy.exceeds:
+                if room.may_take(sum(map(len, rows.below(layer))), info):
+                    safe |= whole[:, None] & view.there
+                whole = None
+            chosen, coded = self.keep.divide(view, scores, mine, safe, n, whole)
             if counts:
                 self._count(view, scores, chosen)
             if sum(map(len, chosen)) < sum(map(len, kept)):

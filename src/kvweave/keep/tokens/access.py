@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -47,6 +48,10 @@ class Rule:
         there = mass > 0
         if self.kind == "over":
             return mass > self.amount
+        if self.kind == "cover" and mass.is_cpu and mass.numel():
+            found = self._covered(mass)
+            if found is not None:
+                return found & there
         best, order = mass.sort(dim=-1, descending=True, stable=True)
         if self.kind == "top":
             taken = torch.arange(mass.shape[-1], device=mass.device) < int(self.amount)
@@ -55,6 +60,19 @@ class Rule:
             before = best.cumsum(-1) - best
             taken = before < self.amount * mass.sum(-1, keepdim=True)
         return torch.zeros_like(there).scatter(-1, order, taken) & there
+
+    def _covered(self, mass: Tensor) -> Tensor | None:
+        """Return what `read` finds, pages without mass besides; None where equal pages are divided. It sorts
+        values alone, a tenth of the time."""
+        best = torch.from_numpy(np.sort(mass.numpy(), axis=-1)).flip(-1)
+        before = best.cumsum(-1) - best
+        taken = before < self.amount * mass.sum(-1, keepdim=True)
+        several = taken.sum(-1, keepdim=True)
+        found = mass >= best.gather(-1, (several - 1).clamp(min=0))
+        found &= several > 0
+        in_front = torch.arange(mass.shape[-1]) < several
+        plain = torch.equal(taken, in_front) and torch.equal(found.sum(-1, keepdim=True), several)
+        return found if plain else None
 
 
 def by_page(weights: Tensor, begin: int, page: int) -> Tensor:

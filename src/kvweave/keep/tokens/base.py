@@ -96,10 +96,11 @@ class LayerView:
         return found.masked_fill(~self.there | (self.slots >= n), 0)
 
     def wide(self, rows: Tensor | None) -> Tensor:
-        """Return its ``keys`` or ``values`` in float32 at least, 0 where they are padding."""
+        """Return its ``keys`` or ``values`` in float32 at least, 0 where they are padding; do not write
+        there."""
         assert rows is not None, "the policy was not shown keys and values"
         rows = rows if rows.dtype == torch.float64 else rows.float()
-        return rows.masked_fill(~self.there[..., None], 0)
+        return rows if self.there.all() else rows.masked_fill(~self.there[..., None], 0)
 
     def front(self, n: int) -> Tensor:
         """Tell [kv_head, row] which are the first ``n`` rows of each head."""
@@ -151,9 +152,14 @@ class TokenPolicy(ABC):
         not count; equal scores: the newer row stays."""
 
     def judged(self, view: LayerView) -> tuple[Tensor, Tensor | None]:
-        """Return `scores`, and [kv_head] bool which heads keep all rows as they are, whatever the budget;
-        None: none."""
+        """Return `scores`, and [kv_head] bool which heads are to keep all rows as they are: as many as
+        others of the layer can spare, or with `exceeds` whatever the budget; None: none."""
         return self.scores(view), None
+
+    @property
+    def exceeds(self) -> bool:
+        """Whether heads that are to keep all rows may do so beyond the budget."""
+        return False
 
     def worth(self, view: LayerView) -> tuple[Tensor, Tensor | None]:
         """Return what `judged` says of rows as they are kept: of latents the mean over heads."""

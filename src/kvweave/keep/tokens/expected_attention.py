@@ -33,13 +33,13 @@ class Moments(Tally):
         self._about: list[Tensor | None] = [None] * len(infos)  # squares about the mean, added
 
     def of_queries(self, layer: int, slot: int, queries: Tensor) -> object:
-        """Find how many count, their mean, and their squares about it."""
+        """Find how many count, their mean, and their squares about it; None: of one there are none."""
         queries = queries[max(0, self.skipped - slot) :]
         if not len(queries):
             return None
         queries = queries if queries.dtype == torch.float64 else queries.float()
         mean = queries.mean(0)
-        if not self.spread:
+        if not self.spread or len(queries) == 1:
             return len(queries), mean, None
         about = (queries - mean).transpose(0, 1)  # [head, row, dim]
         return len(queries), mean, about.transpose(1, 2) @ about
@@ -50,14 +50,18 @@ class Moments(Tally):
         n, mean, about = found
         before, old, squares = self.n[layer], self.mean[layer], self._about[layer]
         self.n[layer] += n
+        if self.spread and squares is None:
+            squares = self._about[layer] = mean.new_zeros(*mean.shape, mean.shape[-1])
+        if squares is not None and about is not None:
+            squares.add_(about)
         if old is None:
-            self.mean[layer], self._about[layer] = mean, about
+            self.mean[layer] = mean
             return
         apart = mean - old
         self.mean[layer] = old + apart * (n / (before + n))
         if squares is not None:
-            between = apart[:, :, None] * apart[:, None] * (before * n / (before + n))
-            self._about[layer] = squares + about + between
+            between = apart[:, :, None] * apart[:, None]
+            squares.add_(between.mul_(before * n / (before + n)))
 
     def held(self) -> Iterable[Tensor | None]:
         """Means and squares."""

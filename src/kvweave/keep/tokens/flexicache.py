@@ -17,7 +17,9 @@ from kvweave.run.base import LayerInfo
 @dataclass(frozen=True, slots=True)
 class FlexiCache(TokenPolicy):
     """Keep of each stable head the pages that the newest ``recent`` queries may look at most; the
-    others rest below memory, and pages are ranked anew at each choice. Unstable heads keep all.
+    others rest below memory, and pages are ranked anew at each choice. Unstable heads keep all, as far as
+    the others of their layer can spare it: these keep half of what the budget says. With ``beyond`` they do
+    so whatever the budget, as the authors have it.
 
     A page of ``page`` rows is worth the most that a query can give any key between its least and
     its largest in each dim (Quest, arXiv 2406.10774, section 3.2), the mean over queries. A head is stable
@@ -33,10 +35,16 @@ class FlexiCache(TokenPolicy):
     recent: int = 32
     overlap: float = 0.7
     top: float = 0.3  # of the pages, between which overlap is counted
+    beyond: bool = False
 
     def watch(self, infos: Sequence[LayerInfo], device: torch.device) -> TokenWatch | None:
         """Keep the newest queries."""
         return TokenWatch(Latest(infos, self.recent), infos)
+
+    @property
+    def exceeds(self) -> bool:
+        """With ``beyond``."""
+        return self.beyond
 
     def scores(self, view: LayerView) -> Tensor:
         """Each row the worth of its page."""
@@ -47,7 +55,7 @@ class FlexiCache(TokenPolicy):
         front: pages are found once."""
         numbers, by_query = self._pages(view)
         if by_query is None:
-            return view.wide(view.keys).new_zeros(view.shape), None
+            return torch.zeros(view.shape, device=view.slots.device), None
         if view.shared:  # heads that have the same rows have the same pages
             numbers, by_query = numbers[:1], by_query.mean(0, keepdim=True)
         return by_query.mean(1).gather(1, numbers), ~self._stable(by_query)
@@ -55,20 +63,14 @@ class FlexiCache(TokenPolicy):
     def _pages(self, view: LayerView) -> tuple[Tensor, Tensor | None]:
         """Return [kv_head, row] the number of each row's page, and [kv_head, query, page] what these
         are worth to each query; None before the first."""
-        queries, keys = view.tally(Latest).queries[view.layer], view.wide(view.keys)
-        heads, _, dim = keys.shape
+        queries = view.tally(Latest).queries[view.layer]
         numbers = (view.positions // max(1, self.page)).masked_fill(~view.there, 0)
         if queries is None or not len(queries):
             return numbers, None
         _, numbers = torch.unique(numbers, return_inverse=True)
-        there, where = view.there[..., None], numbers[..., None].expand(-1, -1, dim)
-        ends = []
-        for far, how in ((torch.inf, "amin"), (-torch.inf, "amax")):
-            end = keys.new_full((heads, int(numbers.max()) + 1, dim), far)
-            ends.append(end.scatter_reduce_(1, where, keys.masked_fill(~there, far), how))
-        empty = torch.isinf(ends[0]).any(-1)
-        low, high = (end.masked_fill(empty[..., None], 0) for end in ends)
-        by_query = self._reach(view, queries.to(keys.dtype), low, high)
+        assert view.keys is not None
+        low, high, empty = _ends(view.keys, numbers, view.there)
+        by_query = self._reach(view, queries.to(low.dtype), low, high)
         return numbers, by_query.masked_fill(empty[:, None], -torch.inf)
 
     def _reach(self, view: LayerView, queries: Tensor, low: Tensor, high: Tensor) -> Tensor:
@@ -91,3 +93,30 @@ class FlexiCache(TokenPolicy):
         halves = by_query[:, : n // 2].mean(1), by_query[:, n // 2 :].mean(1)
         in_front = [torch.zeros_like(h).scatter_(1, h.topk(top, 1).indices, 1.0) for h in halves]
         return (in_front[0] * in_front[1]).sum(1) >= self.overlap * top
+
+
+def _ends(keys: Tensor, numbers: Tensor, there: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the least and the largest of ``keys`` [head, row, dim] of each page [head, page, dim], in float32
+    at least, and [head, page] which are empty. ``numbers`` [head, row]: the page of a row, not falling."""
+    heads, n = numbers.shape
+    every = torch.arange(n, device=numbers.device)
+    begins = torch.ones_like(there)
+    begins[:, 1:] = numbers[:, 1:] > numbers[:, :-1]
+    begins |= ~there  # padding is behind a head's rows, and of any page
+    nth = every - torch.where(begins, every, 0).cummax(1).values  # of its page
+    n_pages, size = int(numbers.max()) + 1, int(nth.max()) + 1
+    # where each page's rows are: a place that has none shows another row of the page
+    at = torch.where(there, numbers * size + nth, n_pages * size)
+    rows = numbers.new_full((heads, n_pages * size + 1), -1).scatter_(1, at, every.expand(heads, n))
+    rows = rows[:, :-1].view(heads, n_pages, size)
+    some = rows.amax(2, keepdim=True)
+    empty = some[..., 0] < 0
+    rows = torch.where(rows < 0, some.clamp(min=0), rows).view(heads, -1)
+    ends = []
+    for own, where in zip(keys, rows, strict=True):
+        page = own.index_select(0, where).view(n_pages, size, -1)
+        ends.append((page.amin(1), page.amax(1)))
+    low, high = (torch.stack(each) for each in zip(*ends, strict=True))
+    wide = torch.float64 if keys.dtype == torch.float64 else torch.float32
+    low, high = (end.to(wide).masked_fill(empty[..., None], 0) for end in (low, high))
+    return low, high, empty

@@ -95,6 +95,14 @@ class PageSignals:
         """Return all that is kept."""
         return (each.room for each in self._all)
 
+    def part(self, heads: slice, copy: bool = False) -> PageSignals:
+        """Return a view of some heads, in which nothing is to be seen; or a copy."""
+        made = PageSignals()
+        made.step = self.step
+        for own, mine in zip(made._all, self._all, strict=True):
+            mine.share(own, slice(None) if mine is self.born else heads, copy)
+        return made
+
     @property
     def _all(self) -> Sequence[BySlot]:
         return (

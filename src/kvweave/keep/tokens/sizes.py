@@ -18,11 +18,17 @@ def row_bytes(info: LayerInfo, form: str, itemsize: int) -> int:
     return 0 if form == BELOW else info.shape.width * itemsize
 
 
+def whole_bytes(info: LayerInfo, itemsize: int, moves: bool = False) -> int:
+    """Return the bytes of a row of a layer as it was computed; of rows that move with unrotated keys."""
+    shape = info.shape
+    return (shape.width + moves * shape.k_heads * shape.k_dim) * itemsize
+
+
 def sizes(keep: Keep, infos: Sequence[LayerInfo], n: int, layer: int, itemsize: int) -> list[int]:
     """Return how many of ``n`` rows a head of a layer keeps as they are, and then in each form."""
-    whole = sum(row_bytes(info, "", itemsize) for info in infos)
-    of = {f: sum(row_bytes(x, f, itemsize) for x in infos) or whole for f in ("", *keep.forms)}
-    return keep.sizes(n, of, layer, len(infos))
+    whole = sum(whole_bytes(info, itemsize, keep.policy.moves) for info in infos)
+    of = {f: sum(row_bytes(x, f, itemsize) for x in infos) or whole for f in keep.forms}
+    return keep.sizes(n, {"": whole} | of, layer, len(infos))
 
 
 def bytes_at(keep: Keep, infos: Sequence[LayerInfo], n: int, itemsize: int) -> int:
@@ -33,8 +39,12 @@ def bytes_at(keep: Keep, infos: Sequence[LayerInfo], n: int, itemsize: int) -> i
     """
     total, policy = 0, keep.policy
     for layer, info in enumerate(infos):
-        mine, raw = sizes(keep, infos, n, layer, itemsize), row_bytes(info, "", itemsize)
-        window = None if policy.moves else info.mask.window or info.mask.chunk
+        mine = sizes(keep, infos, n, layer, itemsize)
+        raw = whole_bytes(info, itemsize, policy.moves)
+        if policy.moves:
+            total += min(n, mine[0]) * raw
+            continue
+        window = info.mask.window or info.mask.chunk
         if window is not None:
             total += raw * min(n, window)
             continue
@@ -48,4 +58,4 @@ def bytes_at(keep: Keep, infos: Sequence[LayerInfo], n: int, itemsize: int) -> i
         for size, form in zip(mine, forms, strict=True):
             total += min(left, size) * row_bytes(info, form, itemsize)
             left -= min(left, size)
-    return total * 3 // 2 if policy.moves else total  # unrotated keys besides
+    return total

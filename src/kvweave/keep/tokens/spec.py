@@ -224,15 +224,22 @@ class Keep:
         return _slots(view, self._best(view, scores, target, safe))
 
     def divide(
-        self, view: LayerView, scores: Tensor, sizes: Sequence[int], safe: Tensor, n: int
+        self,
+        view: LayerView,
+        scores: Tensor,
+        sizes: Sequence[int],
+        safe: Tensor,
+        n: int,
+        whole: Tensor | None = None,
     ) -> tuple[list[Ints], dict[str, list[Ints]]]:
         """Return the slots that each head keeps, and which of them rest in each form.
 
         ``sizes``: how many rest as they are, and how many more in each form; of ``n`` rows that
-        there were. What is ``safe`` rests as it is.
+        there were. What is ``safe`` rests as it is. ``whole`` [kv_head] bool: heads that are to keep
+        all rows, as far as others can spare theirs.
         """
         target, *further = sizes
-        kept, coded = self._best(view, scores, target, safe), {}
+        kept, coded = self._best(view, scores, target, safe, whole), {}
         if self.policy.splits:
             levels = self.policy.levels(view, scores, n).masked_fill(safe, 0)
             kept &= levels <= len(self.policy.splits)
@@ -240,12 +247,19 @@ class Keep:
                 coded[form] = _slots(view, kept & (levels == i))
         for (form, _), size in zip(self.more, further, strict=True):
             target += size
-            wider = self._best(view, scores, target, safe)
+            wider = self._best(view, scores, target, safe, whole)
             coded[form] = _slots(view, wider & ~kept)
             kept |= wider
         return _slots(view, kept), coded
 
-    def _best(self, view: LayerView, scores: Tensor, target: int, safe: Tensor) -> Tensor:
+    def _best(
+        self,
+        view: LayerView,
+        scores: Tensor,
+        target: int,
+        safe: Tensor,
+        whole: Tensor | None = None,
+    ) -> Tensor:
         """Tell [kv_head, row] which rows are the best."""
         scores = torch.nan_to_num(scores.float(), nan=-torch.inf).masked_fill(safe, torch.inf)
         scores = scores.masked_fill(~view.there, -torch.inf)
@@ -256,13 +270,30 @@ class Keep:
             -1, order, torch.arange(n, device=order.device).expand(heads, n)
         )
         if self.heads == "uniform":
-            kept = rank < target
+            kept = rank < _shares(view, target, safe, whole)
         else:
             kept = rank < max(1, int(SAFE * target))
             flat = scores.masked_fill(kept, torch.inf).flatten()
-            best = flat.argsort(descending=True, stable=True)[: target * heads]
-            kept = kept.flatten().index_fill(0, best, True).view(heads, n)
+            best = flat.argsort(descending=True, stable=True)
+            if whole is not None:  # theirs before others', but for what all keep
+                before = 2 * flat.isposinf().long() + whole.repeat_interleave(n)
+                best = best[before[best].argsort(descending=True, stable=True)]
+            kept = kept.flatten().index_fill(0, best[: target * heads], True).view(heads, n)
         return (kept | safe) & view.there
+
+
+def _shares(view: LayerView, target: int, safe: Tensor, whole: Tensor | None) -> Tensor | int:
+    """Return how many rows each head keeps [kv_head, 1], ``target`` on the mean: those that are to keep
+    all as many as others can spare, which keep half of it at least, and what is ``safe``."""
+    heads, n = view.shape
+    several = 0 if whole is None else int(whole.sum())
+    if whole is None or not several or several == heads:
+        return target
+    others = heads - several
+    least = min(target, max(target // 2, int(safe.sum(1).max())))
+    each = min(n, target + others * (target - least) // several)
+    rest = target if each <= target else (target * heads - each * several) // others
+    return torch.where(whole, max(each, target), rest)[:, None]
 
 
 def _slots(view: LayerView, which: Tensor) -> list[Ints]:

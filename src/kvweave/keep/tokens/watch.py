@@ -3,7 +3,7 @@
 ::
 
     a pass runs        TokenWatch.see, TokenWatch.ask     each is reduced at once: Tally.of_attention, of_queries
-    it went through    TokenWatch.end                Tally.add
+    it went through    TokenWatch.end                Tally.add, Tally.add_all
     it failed          TokenWatch.begin of the next  what it found is forgotten
 
 What is kept while a pass runs is one number a slot, never one a row and key.
@@ -75,6 +75,11 @@ class BySlot:
             kept = kept[kept < self.n]
             self._room, self.n = self._room[..., up(kept, self._room.device)], len(kept)
 
+    def share(self, other: BySlot, heads: slice, copy: bool = False) -> None:
+        """Have ``other`` show those of some heads, or have a copy of them."""
+        room = None if self._room is None else self._room[heads]
+        other.n, other._room = self.n, room.clone() if copy and room is not None else room
+
     def clear(self) -> None:
         """Forget everything."""
         self.n, self._room = 0, None
@@ -107,6 +112,12 @@ class Tally:
 
     def add(self, layer: int, found: object) -> None:
         """Add what one of those returned: its pass went through."""
+
+    def add_all(self, found: Sequence[tuple[int, object]]) -> None:
+        """Add what a pass returned that went through, with the layer of each."""
+        for layer, each in found:
+            if each is not None:
+                self.add(layer, each)
 
     def chosen(self) -> None:
         """A choice was made: windows begin anew."""
@@ -175,9 +186,7 @@ class TokenWatch(Observer):
     @torch.inference_mode()
     def end(self) -> None:
         """Add what the pass has left."""
-        for layer, found in self._now:
-            if found is not None:
-                self.tally.add(layer, found)
+        self.tally.add_all(self._now)
         self._now.clear()
 
     def chosen(self) -> None:
