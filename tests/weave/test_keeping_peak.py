@@ -34,7 +34,7 @@ from kvweave.weave.context import Context
 QUICK = ("llama", "gemma3", "deepseek_v3_latent")
 MORE = (
     "gpt_oss_sinks", "mistral", "qwen3", "phi", "gpt_neox", "gemma2", "smollm3_nope", "olmo3", "llama4_chunked",
-    "deepseek_v2_latent", "gemma4_shared", "diffllama",
+    "deepseek_v2_latent", "gemma4_shared",
 )  # fmt: skip
 BITS = {"int8": (8, 8), "k8v4": (8, 4), "int4": (4, 4), "k4v2": (4, 2)}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
