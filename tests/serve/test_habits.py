@@ -4,9 +4,10 @@ are the slow twin: asked themselves, they say what the next request will be.
 
 from __future__ import annotations
 
+import gc
 import random
 import sys
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -217,3 +218,28 @@ def test_numbers_in_marks() -> None:
     mark = Mark.of("tool", "(12 of 12 lines, 340 characters, 7)", 12, 340)
     assert mark.filled(5, 60) == "(5 of 5 lines, 60 characters, 7)"
     assert Mark.of("tool", "(5 of 5 lines, 60 characters, 7)", 5, 60) == mark
+
+
+def test_no_text_is_kept_but_that_of_short_marks() -> None:
+    habits, long = Habits(), "a secret " * 400
+    told: list[Json] = [{"role": "system", "content": "so"}, {"role": "user", "content": long}]
+    for n in range(12):
+        answer = {"role": "assistant", "content": f"{long}{n}"}
+        habits.note("anna", told, answer)
+        told = [*told, answer, {"role": "user", "content": f"{long} and {n}"}]
+        if n % 3 == 2:  # some of it goes, and a long notice stands for that
+            told = [*told[:2], {"role": "user", "content": f"{long} gone"}, *told[-3:]]
+        if n % 4 == 3:
+            told[-3] = {**told[-3], "content": f"{long} cleared"}
+    seen, todo, texts = set[int](), [habits], list[str]()
+    while todo:
+        one = todo.pop()
+        if id(one) not in seen:
+            seen.add(id(one))
+            if isinstance(one, str):
+                texts.append(one)
+            elif isinstance(one, dict | list | tuple | set | frozenset | deque) or (
+                type(one).__module__.startswith("kvweave")
+            ):
+                todo += gc.get_referents(one)
+    assert texts and not any("secret" in text for text in texts)

@@ -110,7 +110,7 @@ class AnswerCourse(MessageCourse):
                 yield event
         declared = self.body.context_management
         learns = declared is None or not declared.clearing
-        if not (learns and look_ahead(asked, ask, edits_only=True)):
+        if not (learns and await asyncio.to_thread(look_ahead, asked, ask, edits_only=True)):
             self._look_ahead(asked)
 
     def _look_ahead(self, asked: Asked) -> None:

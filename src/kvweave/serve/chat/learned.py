@@ -7,6 +7,7 @@ leaves nothing but that, and goes with the next request.
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
@@ -29,7 +30,7 @@ async def learning(asked: Asked, ask: ChatAsk) -> AsyncGenerator[Event, None]:
     async with aclosing(asked.events()) as events:
         async for event in events:
             yield event
-    look_ahead(asked, ask)
+    await asyncio.to_thread(look_ahead, asked, ask)  # a long history takes its time
 
 
 def look_ahead(asked: Asked, ask: ChatAsk, *, edits_only: bool = False) -> bool:

@@ -31,7 +31,7 @@ from kvweave.serve.reuse.rules import (
 )
 from kvweave.serve.reuse.said import said_of
 
-MOST_CONVERSATIONS, MOST_AGENTS = 128, 64  # that are remembered, of all namespaces
+MOST_CONVERSATIONS, MOST_AGENTS = 128, 32  # that are remembered, of all namespaces: 90 MB at most
 MOST_MESSAGES = 1024  # of a conversation; of longer ones nothing is learned
 MOST_MARK = 2000  # characters of what stands for something
 RESULTS = ("tool", "function")
@@ -296,7 +296,9 @@ def _learn(
     first = talk.n_kept(before)
     if drops and (change.notice is not None or talk.n_kept(after) == talk.n_front):
         at = change.notice
-        talk.notice = None if at is None else Mark(after[at].role, text_of(messages[at]))
+        text = "" if at is None else text_of(messages[at])
+        small = at is not None and len(text) <= MOST_MARK
+        talk.notice = Mark(after[at].role, text) if small and at is not None else None
     if all(i >= first for i in drops):
         standing = _standing(lines, range(first, len(lines)), talk.n_messages)
         gone = frozenset(i - first for i in drops)

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 WINDOW = 64  # requests that are remembered of one habit
-MOST_ITEMS = 512  # of a request; longer ones teach nothing
+MOST_ITEMS = 256  # of a request; longer ones teach nothing
 ROUNDS = 5  # from edit to edit, the most that are tried
 WRONG = 2  # guesses in a row that came to nothing: then none is made until the next edit
 LINES, CHARS = "\0lines\0", "\0chars\0"  # in a mark, for what the text had that it stands for
