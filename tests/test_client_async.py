@@ -201,6 +201,12 @@ def test_verbs_are_coroutine_functions_with_the_signatures_of_the_blocking_ones(
     run(main)
 
 
+def test_a_routers_health_is_told_as_it_is():
+    told = {"status": "degraded", "workers": 2, "taking": 1}
+    with Client(URL, transport=httpx.MockTransport(Fake(httpx.Response(200, json=told)))) as client:
+        assert client.health() == told
+
+
 def test_classes_show_their_verbs():
     for kind in (Client, AsyncClient):
         assert [*inspect.signature(kind.put).parameters][:3] == ["self", "name", "text"]

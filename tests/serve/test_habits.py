@@ -243,3 +243,21 @@ def test_no_text_is_kept_but_that_of_short_marks() -> None:
             ):
                 todo += gc.get_referents(one)
     assert texts and not any("secret" in text for text in texts)
+
+
+@pytest.mark.parametrize(("words", "known"), [(3, True), (900, False)])
+def test_drops_are_foreseen_where_the_notice_can_be_told(words: int, known: bool) -> None:
+    habits, guessed = Habits(), 0
+    front: list[Json] = [{"role": "system", "content": "so"}, {"role": "user", "content": "look"}]
+    notice: Json = {"role": "user", "content": "gone " * words}
+    told, rounds = list(front), list[Json]()
+    for n in range(24):
+        answer = {"role": "assistant", "content": f"well {n}"}
+        foreseen = habits.note("anna", told, answer)
+        assert foreseen is not None
+        guessed += foreseen.edits
+        rounds += [answer, {"role": "user", "content": f"and {n}"}]
+        if len(rounds) > 6:
+            rounds = rounds[-2:]
+        told = [*front, *([notice] if n > 2 else []), *rounds]
+    assert (guessed > 0) == known

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from typing import BinaryIO
+from typing import IO, AnyStr
 
 from kvweave.errors import InvalidArgument
 
-LONGEST = 1 << 28  # bytes of one text, more than any model reads: a device has no end
+LONGEST = 1 << 28  # bytes or characters of one text, more than any model reads: a device has no end
 _NO_END = (f"it has more than {LONGEST >> 20} MiB", "send it in parts")
 
 
@@ -20,20 +20,19 @@ def is_terminal() -> bool:
 def whole() -> str:
     """Return all of it. Raises InvalidArgument where it is no UTF-8, or does not end."""
     try:
-        found = sys.stdin.read(LONGEST)
+        found: str = all_of(sys.stdin, "stdin")
     except UnicodeDecodeError as error:
         raise _no_text(error) from error
-    if len(found) == LONGEST:
-        raise InvalidArgument("stdin", *_NO_END)
     return found
 
 
 def whole_bytes() -> bytes:
     """Return all of it, whatever it is. Raises InvalidArgument where it does not end."""
-    return all_of(sys.stdin.buffer, "stdin")
+    found: bytes = all_of(sys.stdin.buffer, "stdin")
+    return found
 
 
-def all_of(file: BinaryIO, name: str) -> bytes:
+def all_of(file: IO[AnyStr], name: str) -> AnyStr:
     """Return what is in a file. Raises InvalidArgument where that is more than `LONGEST`."""
     found = file.read(LONGEST + 1)
     if len(found) > LONGEST:

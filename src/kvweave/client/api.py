@@ -61,12 +61,12 @@ class ClientVerbs(Generic[_ContextT, _MemoryT]):
     @Verb
     def health(self) -> Course[dict[str, Any]]:
         """Return whether the server takes requests, which needs no key."""
-        return parse.told((yield from self._peer.get("/health")), "status", "uptime")
+        return parse.told((yield from self._peer.get("/health")), "status")
 
     @Verb
     def status(self) -> Course[dict[str, Any]]:
         """Return what the server is doing and how full it is."""
-        return parse.told((yield from self._peer.get("/v1/status")), "model", "can")
+        return parse.told((yield from self._peer.get("/v1/status")), "model", "can", "uptime")
 
     @Verb
     def can(self, what: str) -> Course[Capability]:

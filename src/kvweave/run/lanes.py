@@ -4,7 +4,7 @@ makes those of all heads."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 
@@ -19,7 +19,7 @@ TILE = 256  # rows whose scores are one bag
 BLOCK = 1 << 14  # rows at once, of all heads: what is unpacked stays in the cache
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Lanes:
     """Where scores of coded rows stand: in tiles of `TILE` rows of each level, once for each head that
     has rows there. ``where`` [head, tile] is the number of such a pair, that behind all others: none."""
@@ -31,7 +31,6 @@ class Lanes:
     where: Tensor
     back: Tensor  # [pair] where it is in ``where``
     blocks: tuple[tuple[slice, slice], ...]  # tiles, and pairs, that are done at once
-    _made: dict[tuple[int, ...], tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     @property
     def n(self) -> int:
@@ -49,14 +48,7 @@ class Lanes:
     ) -> tuple[Tensor, Tensor]:
         """Return int32 numbers of rows, for each pair of a block, ``n`` queries and ``groups``, of a table
         whose tiles have ``size`` rows of each group, row by row, and where each bag of ``bag`` begins."""
-        key = (block, n, groups, size, bag)
-        if key not in self._made:
-            of = self.within(block).to(torch.int32) * (size * groups)
-            rows = torch.arange(size * groups, dtype=torch.int32).view(size, groups).t()
-            every = (of[:, None, None, None] + rows).expand(-1, n, -1, -1).reshape(-1)
-            begins = torch.arange(0, len(every), bag, dtype=torch.int32)
-            self._made[key] = every, begins
-        return self._made[key]
+        return _numbers(self, block, n, groups, size, bag)
 
     def slots(self, levels: Sequence[CodedLevel]) -> Ints:
         """Return [head, lane] the slots of the levels' rows; 0 for lanes of none."""
@@ -67,6 +59,16 @@ class Lanes:
         tiles = np.append(self.tiles.numpy(), self.starts[-1])
         found: Ints = every[tiles[self.where.numpy()]].reshape(len(self.where), -1)
         return found
+
+
+@lru_cache(maxsize=32)  # of a block 1 MB or two at most: they are in no account
+def _numbers(
+    lanes: Lanes, block: int, n: int, groups: int, size: int, bag: int
+) -> tuple[Tensor, Tensor]:
+    of = lanes.within(block).to(torch.int32) * (size * groups)
+    rows = torch.arange(size * groups, dtype=torch.int32).view(size, groups).t()
+    every = (of[:, None, None, None] + rows).expand(-1, n, -1, -1).reshape(-1)
+    return every, torch.arange(0, len(every), bag, dtype=torch.int32)
 
 
 def lanes_of(levels: Sequence[CodedLevel]) -> Lanes:

@@ -2,8 +2,9 @@
 
 A client that declares a rule sends the whole history each time, and the server edits it by that rule.
 So it knows, from the moment its answer is out, what of that history the next request will no longer
-want. Of one that edits by itself it may have learned (`kvweave.serve.chat.learned`). This is worked out step by step, with the code that the request is read with; then the rows are
-made exact as any (`kvweave.serve.driver.refining`).
+want. Of one that edits by itself it may have learned (`kvweave.serve.chat.learned`). This is worked out
+step by step, with the code that the request is read with; then the rows are made exact as any
+(`kvweave.serve.driver.refining`).
 """
 
 from __future__ import annotations

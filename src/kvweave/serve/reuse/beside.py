@@ -106,11 +106,6 @@ class AheadEdits:
         new = [piece.n for piece in wanted.pieces if piece.id is None]
         pool.quota.check(engine, wanted.namespace, new)
         common = pool.common_of(session, wanted.tokens())
-        if beside and len(pool.idle) >= pool.max_sessions:
-            oldest = self._oldest(session)
-            assert oldest is not None
-            pool.idle.remove(oldest)
-            pool.close(oldest)
         made = pool.fork(session, new_context_name()) if beside else session
         before = made.context.parts
         try:
@@ -127,6 +122,11 @@ class AheadEdits:
         made.ahead, made.rule = ahead | left, rule
         pool.learn(made)
         pool.names.trim()
+        if beside and len(pool.idle) >= pool.max_sessions:
+            oldest = self._oldest(session)
+            assert oldest is not None
+            pool.idle.remove(oldest)
+            pool.close(oldest)
         pool.idle.remove(session)
         if beside:
             made.instead, session.instead = session, made

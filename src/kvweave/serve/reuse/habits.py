@@ -293,13 +293,13 @@ def _learn(
         standing = _standing(lines, there, talk.n_outputs)
         request = EditEvidence(standing, gone, next(iter(masks), None))
         _note(agent.masks, request, guessed=talk.masks)
-    first = talk.n_kept(before)
+    first, teaches = talk.n_kept(before), True
     if drops and (change.notice is not None or talk.n_kept(after) == talk.n_front):
         at = change.notice
-        text = "" if at is None else text_of(messages[at])
-        small = at is not None and len(text) <= MOST_MARK
-        talk.notice = Mark(after[at].role, text) if small and at is not None else None
-    if all(i >= first for i in drops):
+        mark = None if at is None else Mark(after[at].role, text_of(messages[at]))
+        teaches = mark is None or len(mark.text) <= MOST_MARK
+        talk.notice = mark if teaches else None
+    if teaches and all(i >= first for i in drops):
         standing = _standing(lines, range(first, len(lines)), talk.n_messages)
         gone = frozenset(i - first for i in drops)
         _note(
