@@ -46,7 +46,7 @@ SPECS = (
         "0.3", "0.15,int8=0.3", "0.05,int4=0.8", "8,k4v2=rest", "0.1,below=rest"
     )),
     "ttkv:8", "ttkv:8,int4=rest", "ttkv:8,k4v2=rest", "diffkv", "diffkv,quant=3", "diffkv,prune=0.1,quant=3",
-    "flexicache:0.3", "flexicache:0.3,overlap=0",
+    "flexicache:0.3", "flexicache:0.3,overlap=0", "flexicache:0.3,beyond=true", "flexicache:0.52",
 )  # fmt: skip
 
 
