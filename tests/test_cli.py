@@ -24,7 +24,9 @@ import pytest
 import kvweave
 from kvweave.chunk.table import Table
 from kvweave.cli import app, chat, home, parser, show
+from kvweave.errors import NoSpace
 from kvweave.run.model import Runner
+from kvweave.store.shelf import Shelf
 from kvweave.store.tier.disk import Disk
 from kvweave.weave.calibration import Calibration, Curve
 from kvweave.weave.thinning import Thinning
@@ -461,6 +463,25 @@ def test_a_home_belongs_to_one_model(stocked, monkeypatch):
     assert "KV of another model: weights is" in stocked.err
     assert f"hint: {stocked.home} was made with another model" in stocked.err
     assert stocked("ls") == "docs/a\ndocs/b\n"
+
+
+def test_a_home_whose_closing_fails_is_the_models_of_what_was_put(sh, monkeypatch):
+    def full(shelf, keys):
+        raise NoSpace("cannot write #1 to disk", "disk")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(Shelf, "sink", full)
+        sh("put", "docs/a", stdin=A, status=1)
+    assert "cannot write #1" in sh.err and sh("cat", "docs/a") == A
+    assert sh("run", "{docs/a} so", "--max-tokens", "1")
+    assert (sh.home / "model.json").exists() and (sh.home / "config.json").exists()
+
+
+def test_a_home_is_the_models_of_what_a_namespace_put(sh):
+    args = parser.parse(["serve", "--home", str(sh.home), "-q"])
+    with home.open_engine(args, make=True) as engine:
+        engine.put("docs/a", A, namespace="alice")
+    assert (sh.home / "model.json").exists() and (sh.home / "config.json").exists()
 
 
 def test_a_home_remembers_its_model(sh):

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 from conftest import tiny
 
-from kvweave.errors import CorruptChunk, ModelMismatch
+from kvweave import Engine
+from kvweave.errors import CorruptChunk, ModelMismatch, OverBudget
 from kvweave.store.home import Home
 
 
@@ -29,3 +30,51 @@ def test_a_file_that_is_no_fingerprint_is_told(tmp_path: Path, written: str) -> 
     (tmp_path / "model.json").write_text(written)
     with pytest.raises(CorruptChunk, match="fingerprint"):
         Home(tmp_path, tiny().fingerprint)
+
+
+def put_whole(engine: Engine) -> None:
+    engine.put("docs/a", range(3, 15))
+
+
+def put_thinned(engine: Engine) -> None:
+    engine.put("docs/a", range(3, 15))
+    engine.compress("docs/a", "knorm:0.5")
+
+
+def put_rows(engine: Engine) -> None:
+    kv = engine.runner.new_kv(2)
+    for tensor in (*kv.k, *kv.v):
+        tensor.zero_()
+    engine.put_rows("rows", kv)
+    engine.put("docs/a", range(3, 15))
+
+
+@pytest.mark.parametrize("put", [put_whole, put_thinned, put_rows])
+def test_an_index_tells_whose_it_is_where_the_file_is_gone(tmp_path: Path, put) -> None:
+    mine, other = tiny(), tiny("qwen3")
+    with Engine(mine, home=tmp_path) as engine:
+        put(engine)
+    (tmp_path / "model.json").unlink()
+    with pytest.raises(ModelMismatch):  # its tokens are other texts there
+        Engine(other, home=tmp_path)
+    with Engine(mine, home=tmp_path) as engine:
+        assert engine.files.stat("docs/a").n_tokens == 12
+        engine.files.rm("**")
+    assert not (tmp_path / "model.json").exists()
+    Engine(other, home=tmp_path).close()
+
+
+def test_closing_lays_down_all_that_there_is_room_for(tmp_path: Path) -> None:
+    levels = "disk size=64KiB", f"files path={tmp_path / 'wide'}"
+    for tiers, there in ((levels[:1], [0, 2]), (levels, [60, 2])):
+        engine = Engine(tiny(), home=tmp_path / str(len(tiers)), tiers=tiers)
+        engine.put("a/large", [5] * 60)
+        engine.put("b/small", [5, 6])
+        if there[0]:
+            engine.close()
+        else:
+            with pytest.raises(OverBudget, match="size="):
+                engine.close()
+        with Engine(tiny(), home=tmp_path / str(len(tiers)), tiers=tiers) as engine:
+            found = [(e.n_tokens, e.tier) for e in engine.files.ls("**")]
+        assert [n if tier != "none" else 0 for n, tier in found] == there

@@ -184,19 +184,19 @@ def _opened(args: Namespace, make: bool, options: dict[str, Any]) -> Iterator[kv
             f"{home} was made with another model: pass that with --model, or another --home"
         )
         raise
+    kept = bound or not make
     try:
         with engine:
-            yield engine
-            kept = bound or not make or bool(engine.table.names())
-    except BaseException:
-        kept = bound or not make
-        raise
+            try:
+                yield engine
+            finally:  # whatever fails now or in closing: what was stored is of this model
+                kept = kept or any(map(engine.table.names, engine.table.namespaces()))
     finally:
         if not kept:
             (home / "model.json").unlink(missing_ok=True)
-    if make and kept:
-        words = {} if tiers is None else {"tiers": list(tiers)}
-        write_json(home / "config.json", {"model": model, **words})
+        elif make:
+            words = {} if tiers is None else {"tiers": list(tiers)}
+            write_json(home / "config.json", {"model": model, **words})
 
 
 def read(file: Path) -> dict[str, Any]:

@@ -103,11 +103,29 @@ class Shelf(Holdings):
         return self._leave(key, level)
 
     def sink(self, keys: Iterable[int]) -> None:
-        """Move what is only in memory to the first level that is not, if there is one."""
-        below = next((x.place for x in self.mover.levels if x.place != "ram"), None)
-        for key in keys if below is not None else ():
-            if key in self.ram and below is not None:
-                self.place(key, below)
+        """Move what is only in memory below, to the first level that has room.
+
+        Raises OverBudget where none had room for some, when all others are there; StoreError.
+        """
+        levels = [level for level in self.mover.levels if level.place != "ram"]
+        over: OverBudget | None = None
+        for key in keys if levels else ():
+            kv = self.get(key) if key in self.ram else None
+            if kv is None:
+                continue
+            tried = None
+            for level in levels:
+                try:
+                    self.mover.save(key, kv, on=level)
+                except OverBudget as error:
+                    tried = error
+                else:
+                    self._leave(key, level)
+                    break
+            else:
+                over = over or tried
+        if over is not None:
+            raise over
 
     def save(self, key: int) -> None:
         """Have canonical KV on the first level that keeps it, durably; it stays in memory too.

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 
-from kvweave.chunk.identity import ChunkId
+from kvweave.chunk.identity import ChunkId, chunk_digest
 from kvweave.chunk.table import Table
+from kvweave.errors import CorruptChunk, ModelMismatch
 from kvweave.keep.base import Facts
 from kvweave.run.base import Backend
 from kvweave.store.level import Level
@@ -13,7 +15,7 @@ from kvweave.store.mover import LOOKING
 from kvweave.store.ram import Stretches
 from kvweave.store.record.transfer import Expected
 from kvweave.store.shelf import Shelf
-from kvweave.weave.thinning import rows_kept, thinned_by
+from kvweave.weave.thinning import named_by, rows_kept, thinned_by
 
 SECONDS_A_TOKEN = 1e-3  # of prefill; policies compare costs only with each other
 
@@ -47,9 +49,11 @@ class Ties:
 
         An index that ``is_partial`` lost chunks when it was salvaged: their KV stays for now.
 
-        What was said to be on a tier that others use too is believed to be there still.
+        What was said to be on a tier that others use too is believed to be there still. Raises
+        ModelMismatch for an index of another model's chunks; then no tier is touched.
         """
         self.table.collect()
+        self._require_model()
         known = {fact.digest.hex(): int(fact.id) for fact in self.table.facts()}
         levels = self.shelf.mover.levels
         for level in levels:
@@ -68,6 +72,22 @@ class Ties:
                 self.table.update(record.id, tier=tier, n_bytes=size, deps=())  # type: ignore[arg-type]
         for level in copied:  # what the other index was told to be durable this one relies on too
             level.records.register(time.monotonic() + LOOKING)
+
+    def _require_model(self) -> None:
+        """Raise ModelMismatch unless the first chunk that was made of tokens is of this model: its
+        digest is of both. A home's ``model.json`` may be gone, a shared index has none."""
+        for record in self.table:
+            below = b"" if record.base is None else self.table.get(record.base).digest
+            with suppress(CorruptChunk):
+                if self.table.is_virtual(record.id):
+                    continue
+                tokens = self.table.tokens(record.id).tolist()
+                mine = self._backend.fingerprint
+                whole = chunk_digest(mine, below, tokens, record.namespace)
+                if record.digest != whole and named_by(whole, record.digest) is None:
+                    said = record.digest.hex()
+                    raise ModelMismatch(f"the digest of #{record.id}", whole.hex(), said)
+                return
 
     def _facts(self, id: int) -> Facts:
         record = self.table.get(ChunkId(id))
