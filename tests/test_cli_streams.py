@@ -5,6 +5,7 @@ python -m pytest tests/test_cli_streams.py
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
@@ -126,3 +127,13 @@ def test_a_home_whose_tiers_are_no_list_is_told_so(sh, tiers):
     (sh.home / "config.json").write_text(f'{{"tiers": {tiers}}}')
     sh("run", "so", status=1)
     assert "its tiers are no list" in sh.err and "hint: " in sh.err
+
+
+def test_what_stdout_cannot_write_is_written_escaped(sh, monkeypatch):
+    sh("put", "docs/a", stdin="na\xefve .")
+    there = io.BytesIO()
+    stdout = io.TextIOWrapper(there, "ascii")
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", stdout)
+        assert app.main(["cat", "docs/a"]) == 0
+    assert there.getvalue() == b"na\\xefve .\n"

@@ -18,6 +18,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
+from io import TextIOWrapper
 from threading import Timer, main_thread
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -130,10 +131,15 @@ def _interrupt_main() -> None:
 
 
 def _streams() -> None:
-    """Have something at 0, 1 and 2: a file of ours that is opened where one is closed would be it."""
+    """Have something at 0, 1 and 2: a file of ours that is opened where one is closed would be it.
+
+    What stdout's encoding has no character for is written as ``\\u2713``, as it is on stderr.
+    """
     for fd, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), "w" if fd else "r"))
+    if isinstance(sys.stdout, TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def _unsaid() -> StoreError | None:
