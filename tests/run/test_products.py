@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import oracle
@@ -116,6 +117,17 @@ def test_attention_is_what_it_is(
     if weights is not None:
         shown = shares.reshape(HEADS * group, n, n_keys)[:, skips:].float()
         torch.testing.assert_close(weights, shown, rtol=1e-5, atol=1e-6)
+        pieces: dict[int, list[torch.Tensor]] = {}
+
+        def show(some: torch.Tensor, row: int) -> None:
+            pieces.setdefault(row, []).append(some.clone())
+
+        adding = replace(seen, show=show)
+        again, rest = attention._attention(query, adding, Scaling(0.3, None), True)
+        assert rest is None and torch.equal(again, out)
+        assert {len(each) for each in pieces.values()} == {HEADS} and min(pieces) == skips
+        whole = [torch.cat(pieces[row]) for row in sorted(pieces)]
+        assert torch.equal(torch.cat(whole, 1), weights)
     for now, was in zip((query, keys, values, bias), before, strict=True):
         assert torch.equal(now, was)
 

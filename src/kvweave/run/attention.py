@@ -7,7 +7,7 @@ suffix, would let a repaired row see its own future.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 
 import torch
@@ -128,7 +128,8 @@ def _part(
             seen = VisibleKV(expanded[0][:, span], expanded[1][:, span], bias, causal)
             outs.append(_attention(q, seen, how, False)[0])
             continue
-        seen = VisibleKV(keys[:, span], values[:, span], bias, causal, piece)
+        show = _adding_up(part, piece, layer) if piece.watched else None
+        seen = VisibleKV(keys[:, span], values[:, span], bias, causal, piece, show)
         out, weights = _latently(q, seen, how, piece.watched, latent)
         outs.append(out)
         if weights is not None:
@@ -238,6 +239,16 @@ def _coded(
         at, stop = at - level.n // len(level.slots), at
         out += level.mixed(weights[..., at:stop])
     return rows_of(out.to(query.dtype), n), weights.reshape(heads, n, -1)
+
+
+def _adding_up(part: BatchPart, piece: Piece, layer: int) -> Callable[[Tensor, int], None] | None:
+    """Return what shows a piece's weights of some heads, from a row of it on; None where an observer
+    is to see all heads at once."""
+    observer = part.work.observer
+    if observer is None or observer.sums is None:
+        return None
+    at, see = part.work.at + piece.first, observer.see
+    return lambda weights, row: see(layer, at + row, piece.begin, weights)
 
 
 def _show(part: BatchPart, piece: Piece, layer: int, weights: Tensor) -> None:

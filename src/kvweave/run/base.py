@@ -134,7 +134,7 @@ class Observer:
     asks = False  # whether it is shown queries
     sees = True  # whether it is shown attention
     packs = False  # whether it takes `see_kept`, where heads keep slots of their own
-    sums: AddedUp | None = None  # nothing but these is wanted
+    sums: AddedUp | None = None  # nothing but these is wanted: heads may be shown some at a time
 
     def rows(self, layer: int, n: int) -> tuple[int, int]:
         """Return the half-open range of rows wanted in ``layer``; (0, 0): none.
@@ -152,7 +152,8 @@ class Observer:
         where a model has sinks. Layers that attend to another's rows are not shown.
 
         The rows are those of the whole work from ``first`` on, the keys the slots from ``begin``
-        on; a layer may be shown in several pieces. The layer `Work.last` is not seen."""
+        on; a layer may be shown in several pieces. The layer `Work.last` is not seen. Of who only wants
+        ``sums`` a piece may be of some heads, and written over once this returns."""
 
     def see_kept(self, layer: int, first: int, stop: int, weights: Tensor, slots: Tensor) -> None:
         """Take the same of keys at ``slots`` [kv_head, key] before ``stop``; weights of padding are 0."""

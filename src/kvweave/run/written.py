@@ -9,6 +9,7 @@ up to a third of the time at 47 rows over 4,096 slots (two cores, float32; docs/
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import inf
 
@@ -47,6 +48,9 @@ class VisibleKV:
     bias: Tensor | None  # 0 and -inf [row, slot], None: all rows see all
     causal: bool = False  # row i sees the first i + 1 slots
     piece: Piece | None = None  # whose bias that is
+    # takes weights [head, row, slot] of some heads, and the number of the first of these rows: who
+    # only adds up is shown them while they are in the cache
+    show: Callable[[Tensor, int], None] | None = None
 
     def repeated(self, n: int) -> Tensor | None:
         """Return the bias ``n`` times, one below the other: for heads that stand in one block."""
@@ -78,7 +82,8 @@ def in_place(
     query: Tensor, seen: VisibleKV, how: Scaling, watched: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Return attention [row, head, v_dim] of ``query`` [row, head, dim], and if it is watched the
-    weights [head, row, slot] of the rows that its piece does not skip. For what `suits` only."""
+    weights [head, row, slot] of the rows that its piece does not skip, where they were not shown yet.
+    For what `suits` only."""
     n, heads, _ = query.shape
     kv_heads, n_keys, v_dim = seen.values.shape
     if pays(n * heads // kv_heads, n_keys):
@@ -88,7 +93,8 @@ def in_place(
     clear, skipped = (0, 0) if piece is None else (piece.clear, piece.skipped)
     step = min(kv_heads, max(1, SCRATCH // (4 * n_rows * n_keys)))
     out, scratch = query.new_empty(kv_heads, n_rows, v_dim), _scratch(step * n_rows * n_keys)
-    shown = query.new_empty(kv_heads, group, n - skipped, n_keys) if watched else None
+    show, keeps = seen.show if watched else None, watched and seen.show is None
+    shown = query.new_empty(kv_heads, group, n - skipped, n_keys) if keeps else None
     for first in range(0, kv_heads, step):
         some = slice(first, min(first + step, kv_heads))
         shares = scratch.view(step, n_rows, n_keys)[: some.stop - first]
@@ -97,8 +103,11 @@ def in_place(
             shares[..., clear:] += bias[:, clear:]
         torch.softmax(shares, -1, out=shares)
         torch.bmm(shares, seen.values[some], out=out[some])
+        mine = shares.view(-1, group, n, n_keys)[:, :, skipped:]
+        if show is not None:
+            show(mine.flatten(0, 1), skipped)
         if shown is not None:
-            shown[some] = shares.view(-1, group, n, n_keys)[:, :, skipped:]
+            shown[some] = mine
     return rows_of(out, n), None if shown is None else shown.flatten(0, 1)
 
 
@@ -110,7 +119,8 @@ def _by_head(query: Tensor, seen: VisibleKV, watched: bool) -> tuple[Tensor, Ten
     clear, skipped = (0, 0) if piece is None else (piece.clear, piece.skipped)
     asked = query.view(n, kv_heads, group, dim).permute(1, 2, 0, 3)
     out = query.new_empty(kv_heads, group, n, v_dim)
-    shown = query.new_empty(kv_heads, group, n - skipped, n_keys) if watched else None
+    show, keeps = seen.show if watched else None, watched and seen.show is None
+    shown = query.new_empty(kv_heads, group, n - skipped, n_keys) if keeps else None
     step = max(1, SCRATCH // (4 * group * n_keys))
     if seen.causal:
         step = min(step, BLOCK)
@@ -128,9 +138,11 @@ def _by_head(query: Tensor, seen: VisibleKV, watched: bool) -> tuple[Tensor, Ten
             torch.softmax(shares, -1, out=shares)
             read = product(some, seen.values[head, :stop].t())
             out[head, :, rows] = read.view(group, -1, v_dim)
-            if shown is not None and rows.stop > skipped:
-                begin = max(first - skipped, 0)
-                shown[head, :, begin : rows.stop - skipped] = shares[:, begin + skipped - first :]
+            begin = max(first, skipped)
+            if show is not None and rows.stop > begin:
+                show(shares[:, begin - first :], begin)
+            if shown is not None and rows.stop > begin:
+                shown[head, :, begin - skipped : rows.stop - skipped] = shares[:, begin - first :]
     made = out.permute(2, 0, 1, 3).reshape(n, heads, v_dim)
     return made, None if shown is None else shown.flatten(0, 1)
 
