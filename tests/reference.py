@@ -240,11 +240,11 @@ class DenseRows:
                 found[-1][head, : len(slots)] = tensor[slots, head]
         return found[0], found[1]
 
-    def keep(self, layer: int, slots: Sequence[Ints]) -> None:
+    def keep(self, layer: int, slots: Sequence[Ints], ahead: int = 0) -> None:
         for head, kept in enumerate(slots):
             self.free(layer, head, np.setdiff1d(np.arange(self.n), kept))
 
-    def code(self, layer: int, form: str, slots: Sequence[Ints]) -> None:
+    def code(self, layer: int, form: str, slots: Sequence[Ints], ahead: int = 0) -> None:
         if form == "below":
             raise NotImplementedError("there is one tier of memory")
         bits = {"int8": (8, 8), "k8v4": (8, 4), "int4": (4, 4), "k4v2": (4, 2)}[form]
@@ -252,7 +252,7 @@ class DenseRows:
             some = some[(self.bits[layer][some, head] > sum(bits)).numpy()]
             for tensor, n in zip((self.k[layer], self.v[layer]), bits, strict=True):
                 for slot in some.tolist():
-                    tensor[slot, head] = rounded(tensor[slot, head], n)
+                    tensor[slot, head] = rounded(tensor[slot, head], n, tensor is self.v[layer])
             self.bits[layer][some, head] = sum(bits)
 
     def below(self, layer: int) -> list[Ints]:
@@ -295,18 +295,36 @@ class DenseRows:
             assert len(tensor) == len(self.positions), "layers of different capacity"
 
 
-def rounded(row: Tensor, bits: int) -> Tensor:
-    """Return ``row`` [dim] as ``bits`` bits a value give it back: 32 channels on one grid."""
+def rounded(row: Tensor, bits: int, values: bool = False) -> Tensor:
+    """Return ``row`` [dim] as ``bits`` bits a number give it back, a key, or ``values``: 32 channels on one grid,
+    64 of 8 bits."""
     made = row.clone()
-    step = 32 if len(row) % 32 == 0 else len(row)
+    size = 64 if bits == 8 else 32
+    step = size if len(row) % size == 0 else len(row)
     for at in range(0, len(row), step):
         some = row[at : at + step]
-        middle = ((some.max() + some.min()) / 2).bfloat16().double()
-        reach = (some - middle).abs().max()
-        scale = (reach * 2 / (2**bits - 1) * (1 + 1 / 256)).clamp_min(2.0**-120).bfloat16().double()
-        grid = middle + scale * (torch.arange(2**bits) - (2**bits - 1) / 2)
-        made[at : at + step] = grid[(some[:, None] - grid).abs().argmin(1)]
+        if values:
+            points = spread(some, bits)
+        else:
+            middle = ((some.max() + some.min()) / 2).bfloat16().double()
+            reach = (some - middle).abs().max()
+            scale = (reach * 2 / (2**bits - 1) * (1 + 1 / 256)).clamp_min(2.0**-120)
+            half = (2**bits - 1) / 2
+            points = middle + scale.bfloat16().double() * (torch.arange(2**bits) - half)
+        made[at : at + step] = points[(some[:, None] - points).abs().argmin(1)]
     return made
+
+
+def spread(some: Tensor, bits: int) -> Tensor:
+    """Return the grid of some values: from the lowest up, in numbers of float32, of float16 for less than 8 bits."""
+    low, high, most = some.min(), some.max(), 2**bits - 1
+    if bits == 8:
+        return low.float().double() + ((high - low) / most).float().double() * torch.arange(2**bits)
+    first = low.half().double()
+    if first > low:
+        first = (first - first.abs() / 1024 - 2.0**-24).half().double()
+    scale = ((high - first) / most * (1 + 1 / 1024) + 2.0**-24).half().double()
+    return first + scale * torch.arange(2**bits)
 
 
 class Reference:

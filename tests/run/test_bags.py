@@ -11,8 +11,9 @@ from torch import Tensor
 
 from kvweave.keep.tokens.sums import AttentionSums
 from kvweave.keep.tokens.watch import BySlot
-from kvweave.run import bags, lanes
-from kvweave.run.packed import FORMS, CodedLevel, PackedRows
+from kvweave.run import bags, lanes, packed
+from kvweave.run.packed import ENDS, FORMS, CodedLevel, PackedRows
+from kvweave.run.tabled import TabledRows
 from kvweave.run.written import Scaling, VisibleKV
 
 pytestmark = pytest.mark.skipif(not bags.there, reason="torch has no FBGEMM here")
@@ -24,11 +25,29 @@ def decoded(rows: PackedRows) -> Tensor:
     width, size = rows.q.shape[1], rows.dim // rows.grids.shape[1]
     half = ((1 << rows.bits) - 1) / 2
     q, (scale, middle) = rows.q.numpy().astype(np.int64), rows.grids.double().numpy()
+    if rows.tiles is not None:
+        every = [tile[:, :256].t().numpy().astype(np.int64) for tile in rows.tiles]
+        q = np.concatenate([*every, q])
     made = np.zeros((len(q), rows.dim))
     for channel in range(rows.dim):
         symbols = (q[:, channel % width] >> (rows.bits * (channel // width))) & (2**rows.bits - 1)
         group = channel // size
         made[:, channel] = scale[group] * (symbols - half) + middle[group]
+    return torch.from_numpy(made)
+
+
+def read(rows: TabledRows) -> Tensor:
+    """The same of values: symbol ``i`` of a grid is at the bits of its place, and scale and first value are the
+    last two numbers of its bytes."""
+    wide = "f4" if rows.bits == 8 else "f2"
+    groups, each = rows.q.shape[1], 8 // rows.bits
+    size, made = rows.dim // groups, np.zeros((len(rows.q), rows.dim))
+    for row, grids in enumerate(rows.q.numpy()):
+        for group, some in enumerate(grids):
+            scale, first = some.view(wide)[-2:].astype(np.float64)
+            for i in range(size):
+                symbol = (int(some[i // each]) >> (rows.bits * (i % each))) & (2**rows.bits - 1)
+                made[row, group * size + i] = (scale * symbol + first) * rows.unit
     return torch.from_numpy(made)
 
 
@@ -53,8 +72,8 @@ class Case:
             v = [random(size, dim) + 1 for size in sizes]
             level = CodedLevel.of(form, [np.arange(size) for size in sizes], k, v)
             self.levels.append(level)
-            for own, packed in ((self.keys, level.k), (self.values, level.v)):
-                for head, part in enumerate(decoded(packed).split(sizes.tolist())):
+            for own, every in ((self.keys, decoded(level.k)), (self.values, read(level.v))):
+                for head, part in enumerate(every.split(sizes.tolist())):
                     own[head].append(part)
         raw = int(rng.integers(n, n + 9))
         k, v = random(self.heads, raw, dim), random(self.heads, raw, dim)
@@ -94,13 +113,14 @@ def however_few(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bags, "LEAST", 0)
 
 
-@pytest.fixture(params=[1 << 14, 512])
+@pytest.fixture(params=[(1 << 14, 1), (1 << 14, 1 << 12), (512, 1), (512, 1 << 12)])
 def block(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
-    """Rows that are done at once."""
+    """Rows that are done at once; and from how many on keys rest in tiles."""
     for module in (bags, lanes):
-        monkeypatch.setattr(module, "BLOCK", request.param)
+        monkeypatch.setattr(module, "BLOCK", request.param[0])
+    monkeypatch.setattr(packed, "TILED", request.param[1])
     lanes._lanes.cache_clear()
-    yield request.param
+    yield request.param[0]
     lanes._lanes.cache_clear()
 
 
@@ -147,7 +167,7 @@ def test_what_others_left_does_not_count() -> None:
     out, weights = case.found(how)
     for room in vars(bags._mine).values():
         is_table = room.dtype == torch.uint8  # behind each row a scale of 1 and a first value of 0
-        some = room[..., : -bags.ENDS] if is_table else room
+        some = room[..., :-ENDS] if is_table else room
         some.fill_(255 if is_table else torch.nan)
     again = case.found(how)
     assert torch.equal(out, again[0]) and torch.equal(weights, again[1])

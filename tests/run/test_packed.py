@@ -13,13 +13,14 @@ from reference import rounded
 from run.backend import ids, off, transformers
 
 from kvweave.errors import InvalidArgument
-from kvweave.run import bags
+from kvweave.run import bags, packed
 from kvweave.run.base import Ints, Work
 from kvweave.run.below import BELOW
 from kvweave.run.heads import Heads
 from kvweave.run.model import Runner
 from kvweave.run.packed import FORMS, ORDER, CodedLevel, PackedRows, form_bytes
 from kvweave.run.rows import KVRows
+from kvweave.run.tabled import TabledRows
 from kvweave.run.thinned import ThinnedRows
 from kvweave.store.kv import KV, LayerShape
 
@@ -35,13 +36,51 @@ def test_values_are_the_nearest_points_of_their_grid(
     generator = torch.Generator().manual_seed(dim * bits)
     x = torch.randn(17, dim, generator=generator).to(dtype)
     x[3], x[4, 0], x[5] = 0, 40.0, -2.5  # nothing, an outlier, all the same
-    found = PackedRows.of(x, bits).values()
-    assert found.dtype == dtype and found.shape == x.shape
-    wanted = torch.stack([rounded(row.double(), bits) for row in x])
-    best, distance = (wanted - x).abs(), (found.double() - x).abs()
-    rounding = 2.0**-8 if dtype == torch.bfloat16 else 1e-6
-    assert bool((distance <= best + rounding * x.double().abs().amax(1, keepdim=True)).all())
-    assert float(best.mean()) > 0 or dim == 1
+    for kind in (PackedRows, TabledRows) if bits > 2 else (TabledRows,):
+        found = kind.of(x, bits).values()
+        assert found.dtype == dtype and found.shape == x.shape
+        is_values = kind is TabledRows
+        wanted = torch.stack([rounded(row.double(), bits, is_values) for row in x])
+        best, distance = (wanted - x).abs(), (found.double() - x).abs()
+        rounding = 2.0**-8 if dtype == torch.bfloat16 else 1e-6
+        assert bool((distance <= best + rounding * x.double().abs().amax(1, keepdim=True)).all())
+        assert float(best.mean()) > 0 or dim == 1
+
+
+@pytest.mark.parametrize("bits", [8, 4, 2])
+def test_values_may_be_as_large_as_numbers_go(bits: int) -> None:
+    """Larger than float16 holds, beside others and joined with others."""
+    x = torch.randn(7, 64, generator=torch.Generator().manual_seed(bits))
+    huge, most = x * 1e9, 2**bits - 1
+    for rows in (huge, torch.cat((x, huge))):
+        found, spread = TabledRows.of(rows, bits).values(), huge.amax() - huge.amin()
+        assert bool(((found - rows).abs() <= 0.6 * spread / most).all())
+    small, large = TabledRows.of(x, bits), TabledRows.of(huge, bits)
+    for first, second in ((small, large), (large, small)):
+        joined = first.joined([first, second])
+        wanted = torch.cat((first.values(), second.values()))
+        assert torch.allclose(joined.values(), wanted, rtol=1e-3, atol=1e5)
+        swapped = first.changed(torch.arange(3), second.part(slice(0, 3)))
+        wanted = torch.cat((second.values()[:3], first.values()[3:]))
+        assert torch.allclose(swapped.values(), wanted, rtol=1e-3, atol=1e5)
+
+
+@pytest.mark.parametrize("n", [255, 256, 700])
+def test_keys_in_tiles_are_the_same_keys(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, rng = torch.randn(n, 64), np.random.default_rng(n)
+    plain = PackedRows.of(x, 8, across=True)
+    monkeypatch.setattr("kvweave.run.packed.TILED", 1)
+    tiled, some = PackedRows.of(x, 8, across=True), np.flatnonzero(rng.random(n) < 0.6)
+    assert plain.tiles is None and tiled.tiles is not None and len(tiled.tiles) == n // 256
+    assert tiled.n_bytes == plain.n_bytes + n // 256 * 64 * 8
+    where, other = torch.from_numpy(some[:5]), PackedRows.of(torch.randn(5, 64), 8)
+    for a, b in (
+        (tiled, plain), (tiled.flat(), plain), (tiled.at(some), plain.at(some)),
+        (tiled.part(slice(3, 290)), plain.part(slice(3, 290))),
+        (tiled.joined([tiled, plain]), plain.joined([plain, plain])),
+        (tiled.changed(where, other), plain.changed(where, other)),
+    ):  # fmt: skip
+        assert a.n == b.n and torch.equal(a.values(), b.values())
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -49,7 +88,9 @@ def test_bytes_are_those_that_are_said(form: str) -> None:
     for dim in DIMS:
         rows = [torch.randn(9, dim)] * 3
         level = CodedLevel.of(form, [np.arange(9)] * 3, rows, rows)
-        assert level.n_bytes == 9 * form_bytes(form, LayerShape(3, dim, 3, dim))
+        said = 9 * form_bytes(form, LayerShape(3, dim, 3, dim))
+        in_tiles = 9 * 3 * (-(-dim * 8 // 256)) if FORMS[form][0] == 8 else 0
+        assert level.n_bytes == said - in_tiles  # so few rows are in none
 
 
 class Plain:
@@ -75,9 +116,10 @@ class Plain:
 
     def coded(self, form: str | None, *both: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         bits = FORMS.get(str(form), (None, None))
+        kinds = PackedRows, TabledRows
         made = (
-            t if b is None else PackedRows.of(t[None], b).values()[0]
-            for t, b in zip(both, bits, strict=True)
+            t if b is None else kind.of(t[None], b).values()[0]
+            for kind, t, b in zip(kinds, both, bits, strict=True)
         )
         a, b = made
         return a, b
@@ -244,6 +286,7 @@ def test_attention_reads_what_the_bits_give_back(
     """The same as over raw rows of these values: one row behind, several, and some anew."""
     if name in ("llama", "gemma2_softcap"):
         monkeypatch.setattr(bags, "LEAST", 0)
+        monkeypatch.setattr(packed, "TILED", 1)
     backend = tiny("gemma2") if "softcap" in name else transformers(name)
     assert "softcap" not in name or backend.model.config.attn_logit_softcapping
     coded, plain = (thinned(backend, forms, uneven, raw) for raw in (False, True))

@@ -112,11 +112,19 @@ def row(info: LayerInfo, itemsize: int, form: str = "", moves: bool = False) -> 
         return 0
     if not form:
         return sum(heads * dim for heads, dim in (*sides, *sides[:1][:moves])) * itemsize
-    found = 0
-    for (heads, dim), bits in zip(sides, BITS[form], strict=True):
-        grids = dim // 32 if dim and dim % 32 == 0 else 1
-        found += heads * (math.ceil(dim * bits / 8) + 4 * grids)
-    return found
+    (heads, dim), (v_heads, v_dim) = sides
+    bits, v_bits = BITS[form]
+    key = math.ceil(dim * bits / 8) + 4 * grids(dim, bits)
+    key += math.ceil(dim * 8 / 256) if bits == 8 else 0  # what stands behind tiles of 256 rows
+    each, wide = v_dim // grids(v_dim, v_bits), 4 if v_bits == 8 else 2
+    value = wide * (math.ceil(each * v_bits / 8 / wide) + 2)
+    return heads * key + v_heads * grids(v_dim, v_bits) * value
+
+
+def grids(dim: int, bits: int) -> int:
+    """Return how many grids a row has."""
+    size = 64 if bits == 8 else 32
+    return dim // size if dim and dim % size == 0 else 1
 
 
 def rows_of(size: str, n: int, row_bytes: int) -> float:

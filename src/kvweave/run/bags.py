@@ -1,59 +1,67 @@
 """Attention of a few rows over rows in bits, added up from the bytes themselves.
 
 To make floats of bytes takes as long as to multiply them. FBGEMM, which torch has on x86, adds up rows
-of bytes times weights without that: `embedding_bag`. Keys lie channel by channel, so that scores of 256
+of symbols times weights without that: `embedding_bag`. Keys lie channel by channel, so that scores of 256
 rows are a bag of the channels' bytes times the query; what is read is a bag of rows, times what each gets
-of the attention and its grid's scale::
+of the attention::
 
     scores   bag of [channel, 256 rows] of a group's channels, times the query;  grids come on top
-    read     bag of [row, 32 channels], times share and scale;  shares of first values come on top
+    read     bag of [row, 32 or 64 channels], times share
 
-All in float32, as products of floats are. torch names the operation nowhere, so it is taken only where
-it is there and right (docs/LOG.md, 2026-11-26, has the times).
+Where keys rest in tiles, and values always, they rest as FBGEMM reads them; other keys are laid out anew for
+each token. All in float32, as products of floats are. torch names the operations nowhere, so they are
+taken only where they are there and right (docs/LOG.md, 2026-11-26 and 2026-11-27, has the times).
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from kvweave.run.lanes import BLOCK, TILE, Lanes, lanes_of
-from kvweave.run.packed import CodedLevel, PackedRows
+from kvweave.run.lanes import BLOCK, LaneBlock, Lanes, lanes_of, numbers
+from kvweave.run.packed import ENDS, TILE, CodedLevel, PackedRows
+from kvweave.run.tabled import TabledRows
 from kvweave.run.written import Scaling, VisibleKV, blocks_of, rows_of, scores_of, shares_of
 
 LEAST = 1 << 13  # rows of all heads: of fewer products are quicker, which take fewer operations
 MOST = 8  # rows times the heads that share keys: more are products
-ENDS = 8  # bytes behind a row of bytes: a scale and a first value, in float32
+BAGS = {8: "byte", 4: "4bit", 2: "2bit"}  # what rows of bits are called
 _mine = threading.local()
 
 
-def _bag(table: Tensor, rows: Tensor, begins: Tensor, weights: Tensor) -> Tensor:
-    """Return sums [bag, column] of ``weights`` times rows of ``table`` [row, byte], whose last `ENDS` bytes
-    are its scale and first value; ``rows`` and ``weights`` of all bags one after the other, int32."""
-    found: Tensor = torch.ops.quantized.embedding_bag_byte_rowwise_offsets(
+def _bag(
+    table: Tensor, rows: Tensor, begins: Tensor, weights: Tensor, kind: str = BAGS[8]
+) -> Tensor:
+    """Return sums [bag, column] of ``weights`` times rows of ``table`` [row, byte], behind whose symbols are its
+    scale and first value; ``rows`` and ``weights`` of all bags one after the other, int32."""
+    found: Tensor = getattr(torch.ops.quantized, f"embedding_bag_{kind}_rowwise_offsets")(
         table, rows, begins, False, 0, False, weights, None, False
     )
     return found
 
 
 def _is_right() -> bool:
-    """Tell whether the operation is there, does what is said above, and is FBGEMM's."""
+    """Tell whether the operations are there, do what is said above, and are FBGEMM's."""
     if "fbgemm" not in torch.backends.quantized.supported_engines:
         return False
-    table = torch.arange(3 * 16, dtype=torch.uint8).view(3, 16)
-    table.view(torch.float32)[:, 2:] = torch.tensor([[1.0, 0.5], [2.0, -1.0], [0.25, 3.0]])
     rows, begins = (torch.tensor(x, dtype=torch.int32) for x in ([2, 0, 1], [0, 2]))
-    weights, ends = torch.tensor([0.5, -1.0, 3.0]), table.view(torch.float32)[:, 2:]
-    values = table[:, :8] * ends[:, :1] + ends[:, 1:]
-    wanted = torch.stack((0.5 * values[2] - values[0], 3 * values[1]))
-    try:
-        found = _bag(table, rows, begins, weights)
-    except (RuntimeError, AttributeError, NotImplementedError):
-        return False
-    return torch.allclose(found, wanted)
+    weights = torch.tensor([0.5, -1.0, 3.0])
+    some = torch.tensor([[1.0, 0.5], [2.0, -1.0], [0.25, 3.0]])[:, :1] * torch.arange(8.0) - 1
+    for bits, kind in BAGS.items():
+        coded = TabledRows.of(some, bits)
+        values = coded.values()
+        wanted = torch.stack((0.5 * values[2] - values[0], 3 * values[1]))
+        try:
+            found = _bag(coded.q.flatten(0, 1), rows, begins, weights, kind)
+        except (RuntimeError, AttributeError, NotImplementedError):
+            return False
+        if not torch.allclose(found[:, :8], wanted, atol=1e-5):
+            return False
+    return True
 
 
 there = _is_right()
@@ -61,12 +69,15 @@ there = _is_right()
 
 
 def _room(name: str, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return a place of which nobody may keep anything, each time the same; zeros at first."""
+    """Return a place of which nobody may keep anything, each time the same; zeros at first, and for bytes a
+    scale of 1 and a first value of 0 behind each row."""
     held: dict[str, Tensor] = _mine.__dict__
     key = f"{name} {shape}"
     if key not in held:
         with torch.inference_mode(False):  # it is written in and out of inference mode
             held[key] = torch.zeros(shape, dtype=dtype)
+            if dtype == torch.uint8:
+                held[key].view(torch.float32)[..., -2].fill_(1.0)
     return held[key]
 
 
@@ -85,7 +96,8 @@ def attended(
     found = _scores(levels, lanes, folded)
     if how.softcap is not None:
         found.div_(how.softcap).tanh_().mul_(how.softcap)
-    found[:-1].masked_fill_(lanes.beyond, -torch.inf)
+    edges = found.index_select(0, lanes.edges).masked_fill_(lanes.beyond, -torch.inf)
+    found.index_copy_(0, lanes.edges, edges)
     found[-1] = -torch.inf
     tiled.copy_(found.index_select(0, lanes.where.view(-1)).view(tiled.shape))
     made[..., lanes.n :] = scores_of(query, seen, how)
@@ -99,82 +111,108 @@ def attended(
 def _scores(levels: Sequence[CodedLevel], lanes: Lanes, queries: Tensor) -> Tensor:
     """Return ``queries`` [head, query, dim] times all keys, [pair, query, row of the tile], and room for
     one pair more."""
-    asked, dim = queries.index_select(0, lanes.heads), queries.shape[2]
-    keys = [level.k for level in levels]
-    groups = keys[0].grids.shape[1]
-    each = asked.view(len(asked), -1, groups, dim // groups).sum(-1)
+    asked = queries.index_select(0, lanes.heads)
     made = asked.new_empty(len(asked) + 1, asked.shape[1], TILE)
-    for block, (tiles, pairs) in enumerate(lanes.blocks):
-        table, of, mine = _columns(keys, lanes, tiles), lanes.within(block), made[pairs]
-        weights = asked[pairs].reshape(-1)
-        rows, begins = lanes.numbers(block, asked.shape[1], 1, dim, dim // groups)
-        sums = _bag(table, rows, begins, weights).view(len(of), -1, groups, TILE)
-        scale, first = _ends(keys, lanes, tiles, of)
+    for block in lanes.blocks:
+        keys, mine, some = levels[block.level].k, made[block.pairs], asked[block.pairs]
+        sums = _sums(keys, block, some)
+        scale, first = _ends(keys, block)
         torch.mul(sums[:, :, 0], scale[0, :, None], out=mine)
-        for group in range(1, groups):
+        for group in range(1, sums.shape[2]):
             mine.addcmul_(sums[:, :, group], scale[group, :, None])
-        mine.baddbmm_(each[pairs], first.transpose(0, 1))
+        each = some.view(*some.shape[:2], sums.shape[2], -1).sum(-1)
+        mine.baddbmm_(each, first.transpose(0, 1))
     return made
 
 
-def _columns(keys: Sequence[PackedRows], lanes: Lanes, tiles: slice) -> Tensor:
-    """Return symbols of some tiles as bytes [tile times channel, row of the tile]."""
-    room = _table("columns", BLOCK // TILE, keys[0].dim, TILE)
-    for level, at, rows in _within(keys, lanes, tiles):
-        n, first = rows.stop - rows.start, at // TILE
-        whole = n // TILE
-        for channels, symbols in level.planes(rows):
-            columns = symbols.t()
-            cut = columns[:, : whole * TILE].view(len(columns), whole, TILE)
-            room[first : first + whole, channels, :TILE] = cut.transpose(0, 1)
-            if n > whole * TILE:
-                rest = columns[:, whole * TILE :]
-                room[first + whole, channels, : rest.shape[1]] = rest
-    return room[: tiles.stop - tiles.start].flatten(0, 1)
+def _sums(keys: PackedRows, block: LaneBlock, asked: Tensor) -> Tensor:
+    """Return ``asked`` [pair, query, dim] times the symbols of each group of a block's keys, [pair, query,
+    group, row of the tile]."""
+    (_, n, dim), groups = asked.shape, keys.grids.shape[1]
+    full = 0 if keys.tiles is None else min(block.tiles.stop, len(keys.tiles)) - block.tiles.start
+
+    def bag(table: Tensor, some: Tensor, full: int | None) -> Tensor:
+        rows, begins = numbers(block, n, 1, dim, dim // groups, full)
+        return _bag(table.flatten(0, 1), rows, begins, some.reshape(-1)).view(-1, n, groups, TILE)
+
+    if keys.tiles is None or full <= 0:
+        table, parts = _columns(keys, block)
+        return bag(table, asked if parts is None else asked * parts, None)
+    sums = bag(keys.tiles[block.tiles], asked, full)
+    if full < block.n:  # what no tile is full of
+        table, _ = _columns(keys, block)
+        sums.index_copy_(0, block.ragged, bag(table, asked.index_select(0, block.ragged), 0))
+    return sums
+
+
+def _columns(keys: PackedRows, block: LaneBlock) -> tuple[Tensor, Tensor | None]:
+    """Return symbols of those of a block's keys that are in no tiles as bytes [tile, channel, row of the
+    tile]; those of a channel times what it takes to be symbols [channel]; None: all are."""
+    room = _table("columns", BLOCK // TILE, keys.dim, TILE)
+    begin = block.tiles.start * TILE - (0 if keys.tiles is None else len(keys.tiles) * TILE)
+    columns, width = keys.q.t()[:, max(0, begin) : begin + block.n * TILE], keys.q.shape[1]
+    whole, n = columns.shape[1] // TILE, columns.shape[1]
+    for i in range(-(-keys.dim // width)):
+        some = slice(i * width, min(keys.dim, (i + 1) * width))
+        for at, to in ((0, whole), (whole, -(-n // TILE))):
+            if at == to:
+                continue
+            cut = columns[: some.stop - some.start, at * TILE : to * TILE]
+            cut = cut.view(len(cut), to - at, -1).transpose(0, 1)
+            _taken(cut, keys.bits, i, room[at:to, some, : cut.shape[2]])
+    return room[: -(-n // TILE)], _parts(keys.dim, keys.bits)
+
+
+def _taken(rows: Tensor, bits: int, part: int, out: Tensor) -> None:
+    """Write of each byte its ``part`` of ``bits`` bits, where they stand."""
+    if bits == 8:
+        out.copy_(rows)
+    else:
+        torch.bitwise_and(rows, ((1 << bits) - 1) << bits * part, out=out)
+
+
+@lru_cache(maxsize=32)
+def _parts(dim: int, bits: int) -> Tensor | None:
+    """Return [channel] what makes symbols of what `_taken` wrote; None for whole bytes."""
+    if bits == 8:
+        return None
+    width = -(-dim * bits // 8)
+    return torch.tensor([2.0 ** -(bits * (i // width)) for i in range(dim)])
 
 
 def _mix(levels: Sequence[CodedLevel], lanes: Lanes, weights: Tensor, out: Tensor) -> None:
     """Add ``weights`` [pair, query, row of the tile] times all values to ``out`` [head, query, dim]."""
-    values = [level.v for level in levels]
-    groups = values[0].grids.shape[1]
-    for block, (tiles, pairs) in enumerate(lanes.blocks):
-        table, of, mine = _rows(values, lanes, tiles), lanes.within(block), weights[pairs]
-        scale, first = _ends(values, lanes, tiles, of)
-        shares = mine[:, :, None] * scale.transpose(0, 1)[:, None]
-        rows, begins = lanes.numbers(block, mine.shape[1], groups, TILE, TILE)
-        found = _bag(table, rows, begins, shares.view(-1)).view(*shares.shape[:3], -1)
-        found += (mine[:, :, None] * first.transpose(0, 1)[:, None]).sum(-1, keepdim=True)
-        out.index_add_(0, lanes.heads[pairs], found.view(len(of), *out.shape[1:]))
+    for block in lanes.blocks:
+        values, mine = levels[block.level].v, weights[block.pairs]
+        span, (pairs, n, _) = _span(values.n, block), mine.shape
+        groups = values.q.shape[1]
+        rows, begins = numbers(block, n, groups, TILE, TILE, None, span.stop - span.start)
+        shares = mine[:, :, None].expand(-1, -1, groups, -1).reshape(-1)
+        table, bag = values.q[span].flatten(0, 1), BAGS[values.bits]
+        found = _bag(table, rows, begins, shares, bag).view(pairs, n, groups, -1)
+        found = found[..., : values.dim // groups].reshape(pairs, n, -1)
+        found = found if values.unit == 1 else found * values.unit
+        out.index_add_(0, lanes.heads[block.pairs], found)
 
 
-def _rows(values: Sequence[PackedRows], lanes: Lanes, tiles: slice) -> Tensor:
-    """Return symbols of some tiles as bytes, [row times group, byte]."""
-    dim, groups = values[0].dim, values[0].grids.shape[1]
-    size, n = dim // groups, (tiles.stop - tiles.start) * TILE
-    room = _table("rows", BLOCK, groups, size)
-    for level, at, rows in _within(values, lanes, tiles):
-        own = slice(at, at + rows.stop - rows.start)
-        for channels, symbols in level.planes(rows):
-            a, b = channels.start // size, -(-channels.stop // size)
-            begin = channels.start - a * size if b - a == 1 else 0
-            wide = symbols.shape[1] // (b - a)
-            room[own, a:b, begin : begin + wide] = symbols.view(len(symbols), b - a, wide)
-    return room[:n].flatten(0, 1)
+def _span(n: int, block: LaneBlock) -> slice:
+    """Return which of its level's ``n`` rows are in a block."""
+    return slice(block.tiles.start * TILE, min(n, block.tiles.stop * TILE))
 
 
-def _ends(
-    each: Sequence[PackedRows], lanes: Lanes, tiles: slice, of: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Return the scale and the first value of the grids of some tiles, those that ``of`` says,
-    [group, tile, row of the tile] each; 0 where there is no row."""
-    groups = each[0].grids.shape[1]
-    room = _room("ends", 2, groups, BLOCK)
-    for level, at, rows in _within(each, lanes, tiles):
-        stop = at + rows.stop - rows.start
-        both = room[:, :, at:stop].copy_(level.grids[..., rows])
-        both[1].sub_(both[0], alpha=level.half)
-        room[:, :, stop : -(-stop // TILE) * TILE].zero_()  # of others, and no number maybe
-    scale, first = room.view(2, groups, -1, TILE).index_select(2, of)
+def _ends(rows: PackedRows, block: LaneBlock) -> tuple[Tensor, Tensor]:
+    """Return the scale and the first value of the grids of a block's pairs, [group, pair, row of the tile]
+    each, which may be written over; 0 where there is no row."""
+    groups, span, n = rows.grids.shape[1], _span(rows.n, block), block.n * TILE
+    room = _room("ends", 2, groups, max(BLOCK, n) + (len(block.of) - block.n) * TILE)
+    both = room[:, :, : span.stop - span.start].copy_(rows.grids[..., span])
+    both[1].sub_(both[0], alpha=rows.half)
+    room[:, :, span.stop - span.start : n].zero_()  # of others, and no number maybe
+    tiles = room.view(2, groups, -1, TILE)
+    if block.n < len(block.of):
+        again = tiles.index_select(2, block.of[block.n :])
+        tiles[:, :, block.n : len(block.of)] = again
+    scale, first = tiles[:, :, : len(block.of)]
     return scale, first
 
 
@@ -182,22 +220,7 @@ def _table(name: str, *shape: int) -> Tensor:
     """Return a place for bytes of this shape, each row with a scale of 1 and a first value of 0 behind
     it: grids are put into the weights, or come on top."""
     *several, size = shape
-    room = _room(name, *several, size + ENDS, dtype=torch.uint8)
-    ends = room.view(torch.float32)[..., size // 4]
-    if ends.view(-1)[0] != 1:
-        ends.fill_(1.0)
-    return room
-
-
-def _within(
-    each: Sequence[PackedRows], lanes: Lanes, tiles: slice
-) -> Iterator[tuple[PackedRows, int, slice]]:
-    """Yield which rows of each level are in some tiles, and where these begin among all of them."""
-    for level, start in zip(each, lanes.starts, strict=False):
-        first = max(0, (tiles.start - start) * TILE)
-        last = min(level.q.shape[0], (tiles.stop - start) * TILE)
-        if first < last:
-            yield level, (start - tiles.start) * TILE + first, slice(first, last)
+    return _room(name, *several, size + ENDS, dtype=torch.uint8)
 
 
 def suit(levels: Sequence[CodedLevel], query: Tensor, n_heads: int) -> bool:
@@ -207,11 +230,11 @@ def suit(levels: Sequence[CodedLevel], query: Tensor, n_heads: int) -> bool:
         return False
     if sum(level.n for level in levels) < LEAST:
         return False
-    return all(level.k.across and _fits(level.k) and _fits(level.v) for level in levels)
+    return all(level.k.across and _fits(level.k) for level in levels)
 
 
-def _fits(rows: PackedRows) -> bool:
+def _fits(keys: PackedRows) -> bool:
     """Tell whether the channels of each part of bytes are one group's, or some groups."""
-    size, width = rows.dim // rows.grids.shape[1], rows.q.shape[1]
-    whole = rows.dim % (8 // rows.bits) == 0
+    size, width = keys.dim // keys.grids.shape[1], keys.q.shape[1]
+    whole = keys.dim % (8 // keys.bits) == 0
     return size % 4 == 0 and whole and (width % size == 0 or size % width == 0)

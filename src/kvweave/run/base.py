@@ -303,11 +303,11 @@ class Rows(Protocol):
         `kept`; rows behind a head's last one are padding. Do not write there."""
         ...
 
-    def keep(self, layer: int, slots: Sequence[Ints]) -> None:
-        """Free all rows of a layer but each kv head's ``slots``, of those that it keeps."""
+    def keep(self, layer: int, slots: Sequence[Ints], ahead: int = 0) -> None:
+        """Free all rows of a layer but each kv head's ``slots``; room for ``ahead`` rows to come may stay."""
         ...
 
-    def code(self, layer: int, form: str, slots: Sequence[Ints]) -> None:
+    def code(self, layer: int, form: str, slots: Sequence[Ints], ahead: int = 0) -> None:
         """Have each kv head's ``slots``, of those that it keeps, rest in fewer bits, as ``form`` of
         `run/packed.py` says. Those that rest in as few or fewer stay as they are. Or, `below`: they
         rest below memory and are seen by no query, and all others that it keeps are in memory."""

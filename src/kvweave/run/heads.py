@@ -15,6 +15,7 @@ from torch import Tensor
 
 from kvweave.run.base import Ints
 from kvweave.run.layers import span_of
+from kvweave.run.packed import among
 from kvweave.run.upload import up
 
 
@@ -29,7 +30,7 @@ class HeadRows:
     def kept(self, slots: Ints, into: tuple[Tensor, Tensor] | None = None) -> HeadRows:
         """Copy the rows of those of ``slots`` that are here, with room for the others; ``into`` keys and
         values [slot, dim]."""
-        there = np.flatnonzero(np.isin(slots, self.slots, assume_unique=True))
+        there = np.flatnonzero(among(slots, self.slots))
         rows = np.searchsorted(self.slots, slots[there])
         span = span_of(there)
         to = up(there, self.k.device) if span is None else span

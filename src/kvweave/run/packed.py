@@ -1,13 +1,15 @@
 """Rows in few bits, packed: what rests of rows that are worth less than others (`run/thinned.py`).
 
-Each row and head has grids of its own, a scale and a middle for every 32 channels: rows come and go
-one at a time. Keys take more bits than values, since an error in a key changes which rows are read
-and one in a value only what is read there (DiffKV, arXiv 2412.03131, section 3)::
+Each row and head has grids of its own, a scale and a middle for every 32 channels, of 8 bits for every
+64: rows come and go one at a time. Keys take more bits than values, since an error in a key changes which
+rows are read and one in a value only what is read there (DiffKV, arXiv 2412.03131, section 3)::
 
-    bytes of a row of 128 + 128 channels:   bfloat16 512 | int8 288 | k8v4 224 | int4 160 | k4v2 128
+    bytes of a row of 128 + 128 channels:   bfloat16 512 | int8 284 | k8v4 220 | int4 160 | k4v2 128
 
-A byte holds channels that are far from each other (of 4 bits: ``c`` and ``c + dim / 2``), so that each
-nibble is a run of channels when it is unpacked.
+A byte of keys holds channels that are far from each other (of 4 bits: ``c`` and ``c + dim / 2``), so that each
+nibble is a run of channels when it is unpacked. Many keys of 8 bits rest on CPUs as they are added up there
+(`run/bags.py`), in tiles of rows, channel by channel, with a constant behind each: 4 bytes a row of 128
+channels. Values are those of `run/tabled.py`.
 """
 
 from __future__ import annotations
@@ -17,21 +19,25 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from kvweave.run.base import Ints
+from kvweave.run.tabled import TabledRows, groups_of, row_bytes
 from kvweave.run.upload import up
 from kvweave.store.codec import grid
 from kvweave.store.kv import LayerShape
 
-GROUP = 32  # channels that share a grid
+TILE = 256  # rows whose scores are added up at once
+ENDS = 8  # bytes behind a row of bytes: a scale and a first value, in float32
+TILED = 1 << 12  # rows from which on keys rest in tiles
 FORMS = {"int8": (8, 8), "k8v4": (8, 4), "int4": (4, 4), "k4v2": (4, 2)}  # bits of keys, values
 ORDER = tuple(FORMS)  # a row goes to a later one only: what was rounded off does not come back
 
 
 @dataclass(frozen=True, slots=True)
 class PackedRows:
-    """Rows [row, dim] of ``bits`` bits a value, read as ``dtype``."""
+    """Keys [row, dim] of ``bits`` bits a value, read as ``dtype``: those of ``tiles``, and then of ``q``."""
 
     bits: int
     dim: int
@@ -39,12 +45,14 @@ class PackedRows:
     q: Tensor  # [row, byte] uint8
     grids: Tensor  # [2, group, row] bfloat16: scale, middle
     across: bool = False  # a byte of all rows lies together in memory, not a row's bytes
+    tiles: Tensor | None = None  # [tile, byte, row of the tile and `ENDS`], a scale of 1 and 0
 
     @classmethod
     def of(cls, rows: Tensor, bits: int, across: bool = False) -> PackedRows:
         """Code ``rows`` [row, dim]."""
         n, dim = rows.shape
-        x = rows.float().view(n, _groups(dim), dim // _groups(dim))
+        groups = groups_of(dim, bits)
+        x = rows.float().view(n, groups, dim // groups)
         low, high = x.amin(-1, keepdim=True), x.amax(-1, keepdim=True)
         middle = (low / 2 + high / 2).to(torch.bfloat16)
         reach = torch.maximum(high - middle.float(), middle.float() - low)
@@ -57,11 +65,44 @@ class PackedRows:
             packed |= q[:, i] << (bits * i)
         grids = torch.stack((scale, middle)).squeeze(-1).transpose(1, 2).contiguous()
         packed = packed.t().contiguous().t() if across else packed
-        return cls(bits, dim, rows.dtype, packed, grids, across)
+        return cls(bits, dim, rows.dtype, packed, grids, across).tiled()
+
+    @property
+    def n(self) -> int:
+        """Rows."""
+        return self.grids.shape[2]
 
     @property
     def n_bytes(self) -> int:
-        return self.q.nbytes + self.grids.nbytes
+        tiles = 0 if self.tiles is None else self.tiles.nbytes
+        return self.q.nbytes + self.grids.nbytes + tiles
+
+    @property
+    def whole(self) -> Tensor:
+        """Symbols of all rows [row, byte], a copy where there are tiles."""
+        if self.tiles is None:
+            return self.q
+        n, width = len(self.tiles) * TILE, self.q.shape[1]
+        made = self.q.new_empty(width, self.n)
+        made[:, :n].view(width, -1, TILE).copy_(self.tiles[..., :TILE].transpose(0, 1))
+        made[:, n:] = self.q.t()
+        return made.t()
+
+    def flat(self) -> PackedRows:
+        """Return these rows without tiles."""
+        return self if self.tiles is None else replace(self, q=self.whole, tiles=None)
+
+    def tiled(self) -> PackedRows:
+        """Return these rows in tiles as far as they fill some, if they are many and lie across."""
+        if not self.across or self.bits < 8 or self.tiles is not None or self.n < TILED:
+            return self
+        columns, some = self.q.t(), self.n // TILE
+        tiles = columns.new_empty(some, len(columns), TILE + ENDS)
+        cut = columns[:, : some * TILE].view(len(columns), some, TILE)
+        tiles[..., :TILE] = cut.transpose(0, 1)
+        ends = tiles.view(torch.float32)[..., TILE // 4 :]
+        ends[..., 0], ends[..., 1] = 1.0, 0.0
+        return replace(self, q=columns[:, some * TILE :].clone().t(), tiles=tiles)
 
     @property
     def half(self) -> float:
@@ -73,10 +114,10 @@ class PackedRows:
         scale, first = (each.t().contiguous() for each in self.ends(torch.float32))
         if self.bits == 8:  # bytes are channels: all grids at once
             groups = scale.shape[1]
-            wide = self.q.to(torch.float32).view(len(self.q), groups, self.dim // groups)
+            wide = self.whole.to(torch.float32).view(self.n, groups, self.dim // groups)
             whole = wide.mul_(scale[..., None]).add_(first[..., None])
-            return whole.view(len(self.q), self.dim).to(self.dtype)
-        made = torch.empty(len(self.q), self.dim, dtype=torch.float32, device=self.q.device)
+            return whole.view(self.n, self.dim).to(self.dtype)
+        made = torch.empty(self.n, self.dim, dtype=torch.float32, device=self.q.device)
         for group, channels, symbols in self.runs(torch.float32):
             one = slice(group, group + 1)
             made[:, channels] = symbols.mul_(scale[:, one]).add_(first[:, one])
@@ -89,7 +130,7 @@ class PackedRows:
 
     def planes(self, rows: slice) -> Iterator[tuple[slice, Tensor]]:
         """Yield runs of channels that have the same bits of each byte, and symbols uint8 [row, channel]."""
-        q, width, mask = self.q[rows], self.q.shape[1], (1 << self.bits) - 1
+        q, width, mask = self.whole[rows], self.q.shape[1], (1 << self.bits) - 1
         for i in range(8 // self.bits):
             first, last = i * width, min(self.dim, (i + 1) * width)
             if first >= last:
@@ -110,30 +151,29 @@ class PackedRows:
                 first = stop
 
     def part(self, rows: slice) -> PackedRows:
-        """Return a view of some rows."""
-        return replace(self, q=self.q[rows], grids=self.grids[..., rows])
+        """Return a view of some rows, of a copy where there are tiles."""
+        return replace(self, q=self.whole[rows], grids=self.grids[..., rows], tiles=None)
 
     def at(self, rows: Ints) -> PackedRows:
         """Return a copy of some rows."""
         where = up(rows, self.q.device)
         grids = self.grids[..., where]
         if self.across:  # on CPUs: numpy takes columns four times as fast as torch
-            return replace(
-                self, q=torch.from_numpy(self.q.t().numpy().take(rows, 1)).t(), grids=grids
-            )
+            q = torch.from_numpy(self.whole.t().numpy().take(rows, 1)).t()
+            return replace(self, q=q, grids=grids, tiles=None).tiled()
         return replace(self, q=self.q[where], grids=grids)
 
     def changed(self, where: Tensor, rows: PackedRows) -> PackedRows:
         """Return these rows with others in the place of some."""
-        q, grids = self.q.clone(), self.grids.clone()
-        q[where], grids[..., where] = rows.q, rows.grids
-        return replace(self, q=q, grids=grids)
+        q, grids = self.whole.clone(), self.grids.clone()
+        q[where], grids[..., where] = rows.whole, rows.grids
+        return replace(self, q=q, grids=grids, tiles=None).tiled()
 
     def joined(self, some: Sequence[PackedRows]) -> PackedRows:
         """Return ``some`` rows like these one after the other."""
-        every, grids = [each.q for each in some], torch.cat([each.grids for each in some], -1)
+        every, grids = [each.whole for each in some], torch.cat([each.grids for each in some], -1)
         q = torch.cat([q.t() for q in every], 1).t() if self.across else torch.cat(every)
-        return replace(self, q=q, grids=grids)
+        return replace(self, q=q, grids=grids, tiles=None).tiled()
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +182,7 @@ class CodedHead:
 
     slots: Ints  # increasing
     k: PackedRows
-    v: PackedRows
+    v: TabledRows
 
     def at(self, rows: Ints | slice) -> tuple[Tensor, Tensor]:
         """Return keys and values [row, dim] of some of them."""
@@ -161,7 +201,7 @@ class CodedLevel:
     form: str
     slots: tuple[Ints, ...]  # of each head, increasing
     k: PackedRows
-    v: PackedRows
+    v: TabledRows
 
     @classmethod
     def of(
@@ -170,8 +210,8 @@ class CodedLevel:
         """Code keys and values [row, dim] of each head's ``slots``."""
         (k_bits, v_bits), k, v = FORMS[form], torch.cat(list(keys)), torch.cat(list(values))
         across = k.is_cpu  # as scores are added up: `run/bags.py`
-        packed = PackedRows.of(k, k_bits, across), PackedRows.of(v, v_bits)
-        return cls(form, tuple(slots), *packed)
+        packed = PackedRows.of(k, k_bits, across)
+        return cls(form, tuple(slots), packed, TabledRows.of(v, v_bits))
 
     @property
     def n(self) -> int:
@@ -184,7 +224,7 @@ class CodedLevel:
 
     def only(self, slots: Sequence[Ints]) -> CodedLevel:
         """Return those rows whose slots are among each head's ``slots``."""
-        stay = [np.isin(own, some) for own, some in zip(self.slots, slots, strict=True)]
+        stay = [among(own, some) for own, some in zip(self.slots, slots, strict=True)]
         if all(each.all() for each in stay):
             return self
         rows = np.flatnonzero(np.concatenate(stay))
@@ -200,8 +240,9 @@ class CodedLevel:
         """Return these rows and ``more`` of the same form, which stand in other slots."""
         pairs = list(zip(self.slots, more.slots, strict=True))
         if all(not len(a) or not len(b) or a[-1] < b[0] for a, b in pairs):
-            slots = [np.concatenate(both) for both in pairs]
-            heads = [x.of_head(i) for i in range(len(pairs)) for x in (self, more)]
+            slots = [np.concatenate(pair) for pair in pairs]
+            flat = [replace(x, k=x.k.flat()) for x in (self, more)]
+            heads = [x.of_head(i) for i in range(len(pairs)) for x in flat]
             k, v = self.k.joined([x.k for x in heads]), self.v.joined([x.v for x in heads])
             return replace(self, slots=tuple(slots), k=k, v=v)
         slots, order, at, behind = [], [], 0, self.n
@@ -213,7 +254,7 @@ class CodedLevel:
             order.append(rows[sort])
             at, behind = at + len(own), behind + len(other)
         rows = np.concatenate(order)
-        k, v = (a.joined([a, b]).at(rows) for a, b in ((self.k, more.k), (self.v, more.v)))
+        k, v = self.k.joined([self.k, more.k]).at(rows), self.v.joined([self.v, more.v]).at(rows)
         return replace(self, slots=tuple(slots), k=k, v=v)
 
     def of_head(self, head: int) -> CodedHead:
@@ -249,28 +290,23 @@ class CodedLevel:
 
     def mixed(self, weights: Tensor) -> Tensor:
         """Return ``weights`` [head, query, row] times all values, [head, query, dim]."""
-        heads, _, n_rows = weights.shape
-        scale, first = (_by_row(t, heads) for t in self.v.ends(weights.dtype))
-        found = (weights @ first).repeat_interleave(self.v.dim // first.shape[-1], -1)
-        for group, channels, symbols in self.v.runs(weights.dtype):
-            weighed = weights * scale[:, None, :, group]
-            found[..., channels] += weighed @ symbols.view(heads, n_rows, -1)
-        return found
+        return self.v.mixed(weights)
 
     def rewritten(self, slots: Ints, keys: Tensor, values: Tensor) -> CodedLevel:
         """Return these rows with those of ``slots`` that rest here coded anew, of ``keys`` and ``values``
         [slot, head, dim]."""
         found = []
         for own in self.slots:
-            found.append(np.intersect1d(own, slots, True, return_indices=True)[1:])
+            found.append(shared(own, slots))
         if not any(len(rows) for rows, _ in found):
             return self
         to = np.concatenate([self._first(i) + rows for i, (rows, _) in enumerate(found)])
         where, made = up(to, keys.device), []
-        for packed, new in ((self.k, keys), (self.v, values)):
+        for new in (keys, values):
             some = [new[up(given, new.device), i] for i, (_, given) in enumerate(found)]
-            made.append(packed.changed(where, PackedRows.of(torch.cat(some), packed.bits)))
-        return replace(self, k=made[0], v=made[1])
+            made.append(torch.cat(some))
+        k, v = PackedRows.of(made[0], self.k.bits), TabledRows.of(made[1], self.v.bits)
+        return replace(self, k=self.k.changed(where, k), v=self.v.changed(where, v))
 
 
 def _by_row(ends: Tensor, heads: int) -> Tensor:
@@ -280,17 +316,30 @@ def _by_row(ends: Tensor, heads: int) -> Tensor:
 
 def less(own: Ints, some: Ints) -> Ints:
     """Return those of ``own`` that are not among ``some``, in their order."""
-    return own[np.isin(own, some, invert=True)]
+    return own[~among(own, some)]
 
 
-def form_bytes(form: str, shape: LayerShape) -> int:
-    """Return the bytes of a row of one layer, of all heads, in a form."""
-    found = 0
-    widths = (shape.k_heads, shape.k_dim), (shape.v_heads, shape.v_dim)
-    for (heads, dim), bits in zip(widths, FORMS[form], strict=True):
-        found += heads * (-(-dim * bits // 8) + 4 * _groups(dim))
+def among(own: Ints, some: Ints) -> NDArray[np.bool_]:
+    """Tell which of the slots ``own`` are among ``some``."""
+    if not len(own) or not len(some):
+        return np.zeros(len(own), bool)
+    there = np.zeros(max(own.max(), some.max()) + 1, bool)
+    there[some] = True
+    found: NDArray[np.bool_] = there[own]
     return found
 
 
-def _groups(dim: int) -> int:
-    return dim // GROUP if dim and dim % GROUP == 0 else 1
+def shared(own: Ints, some: Ints) -> tuple[Ints, Ints]:
+    """Return where slots that both have stand in each of them, which increase."""
+    at = np.searchsorted(own, some)
+    both = np.flatnonzero(np.append(own, -1)[at] == some)
+    return at[both], both
+
+
+def form_bytes(form: str, shape: LayerShape) -> int:
+    """Return the bytes of a row of one layer, of all heads, in a form, at most: few rows, and those of other
+    devices than CPUs, are in no tiles."""
+    (k_bits, v_bits), dim = FORMS[form], shape.k_dim
+    key = -(-dim * k_bits // 8) + 4 * groups_of(dim, k_bits)
+    key += -(-dim * ENDS // TILE) if k_bits == 8 else 0
+    return shape.k_heads * key + shape.v_heads * row_bytes(shape.v_dim, v_bits)

@@ -131,14 +131,15 @@ class KVRows:
     def reserve(self, n: int, exact: bool = False) -> None:
         """Make room for ``n`` rows in all, with ``exact`` for no more; keeps the rows there are.
         Raises LoadFailed."""
-        if n == self.capacity or (n < self.capacity and not exact):
+        more = exact and any(layer.capacity > n for layer in self.layers)
+        if (n == self.capacity and not more) or (n < self.capacity and not exact):
             return
         self.settle()
         capacity = max(n, self.n) if exact else self._capacity_for(n)
         for i, layer in enumerate(self.layers):
             # one layer at a time: the peak is one layer, not a copy. Those that have more room
             # already grew in a call that failed behind them
-            if layer.capacity < capacity or exact:
+            if layer.capacity < capacity or (exact and layer.capacity > capacity):
                 self.layers[i] = layer.grown(capacity, self.n)
         positions = np.zeros(capacity, np.int64)
         positions[: self.n] = self.positions[: self.n]
@@ -309,21 +310,22 @@ class KVRows:
         rows = self.layers[layer]
         return rows.packed() if isinstance(rows, ThinnedRows) else rows.seen(slice(0, self.n))
 
-    def keep(self, layer: int, slots: Sequence[Ints]) -> None:
-        """Free all rows of a layer but each kv head's ``slots``, of those that it keeps.
+    def keep(self, layer: int, slots: Sequence[Ints], ahead: int = 0) -> None:
+        """Free all rows of a layer but each kv head's ``slots``, of those that it keeps; of what that frees
+        room for ``ahead`` rows may stay, which `reserve` wants next.
 
         Raises InvalidArgument for rows of 8 bits, LoadFailed.
         """
         self.settle(layer)
         pool = getattr(self.layers[layer], "pool", None)
-        self._keep(layer, slots)
+        self._keep(layer, slots, ahead)
         if pool is not None:
             pool.shrink()
 
-    def _keep(self, layer: int, slots: Sequence[Ints]) -> None:
+    def _keep(self, layer: int, slots: Sequence[Ints], ahead: int = 0) -> None:
         rows = self.layers[layer]
         if isinstance(rows, ThinnedRows):
-            self.layers[layer] = rows.only(slots)
+            self._set(layer, rows.only(slots, ahead))
         elif self.infos[layer].handed is not None:
             raise InvalidArgument("rows", HANDED_WHOLE)
         elif isinstance(rows, RawRows) and not isinstance(rows, MovableRows | StateRows):
@@ -332,9 +334,9 @@ class KVRows:
             reason = "rows of 8 bits, or made to be moved, cannot be freed one by one"
             raise InvalidArgument("rows", reason, "raw")
 
-    def code(self, layer: int, form: str, slots: Sequence[Ints]) -> None:
+    def code(self, layer: int, form: str, slots: Sequence[Ints], ahead: int = 0) -> None:
         """Have each kv head's ``slots``, of those that it keeps, rest in fewer bits, as ``form`` says;
-        `below`: these rest below memory, and all others in it.
+        `below`: these rest below memory, and all others in it. ``ahead`` as for `keep`.
 
         Raises InvalidArgument for rows of 8 bits, LoadFailed, NoSpace, StoreError.
         """
@@ -344,7 +346,14 @@ class KVRows:
                 self._keep(layer, self.kept(layer))
             rows = self.layers[layer]
             assert isinstance(rows, ThinnedRows)
-            self.layers[layer] = rows.parted(slots) if form == BELOW else rows.coded(form, slots)
+            coded = rows.parted(slots) if form == BELOW else rows.coded(form, slots, ahead)
+            self._set(layer, coded)
+
+    def _set(self, layer: int, rows: ThinnedRows) -> None:
+        """Have a layer kept so, which may have less room now."""
+        self.layers[layer] = rows
+        if rows.capacity < self.capacity:
+            self.positions, self.capacity = self.positions[: rows.capacity], rows.capacity
 
     def below(self, layer: int) -> list[Ints]:
         """Return each kv head's slots that rest below memory, increasing."""

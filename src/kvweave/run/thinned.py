@@ -25,7 +25,7 @@ from kvweave.run.below import BELOW, BelowRows
 from kvweave.run.heads import HeadRows, Heads, tail_of, where
 from kvweave.run.lanes import Lanes
 from kvweave.run.layers import At, LayerRows, RawRows, span_of
-from kvweave.run.packed import ORDER, CodedHead, CodedLevel, less
+from kvweave.run.packed import ORDER, CodedHead, CodedLevel, among, less, shared
 from kvweave.run.rotary import Angles, Rotation
 from kvweave.run.upload import up
 
@@ -128,20 +128,30 @@ class ThinnedRows(LayerRows):
         more = capacity - self.capacity
         return self.n_bytes + sum(more * head.row_bytes for head in self.heads)
 
-    def only(self, slots: Sequence[Ints]) -> ThinnedRows:
-        """Return of each head those of its ``slots`` in use, and the room there is."""
-        pairs = zip(self._raw(), slots, strict=True)
-        kept = [own[np.isin(own, some, assume_unique=True)] for own, some in pairs]
+    def only(self, slots: Sequence[Ints], ahead: int = 0) -> ThinnedRows:
+        """Return of each head those of its ``slots`` in use, and the room there is, or as `_with` says."""
+        kept = [own[among(own, x)] for own, x in zip(self._raw(), slots, strict=True)]
         below = None if self.below is None else self.below.only(slots)
-        return self._with(kept, [level.only(slots) for level in self.levels], below)
+        return self._with(kept, [level.only(slots) for level in self.levels], below, ahead)
 
     def _with(
-        self, raw: Sequence[Ints], levels: Sequence[CodedLevel], below: BelowRows | None
+        self,
+        raw: Sequence[Ints],
+        levels: Sequence[CodedLevel],
+        below: BelowRows | None,
+        ahead: int = 0,
     ) -> ThinnedRows:
-        """Return rows of which ``raw`` rest as they are, with the room there is."""
-        room = np.arange(self.n, self.capacity)
+        """Return rows of which ``raw`` rest as they are, with the room there is; with ``ahead`` with room for
+        so many more, as far as others went: they need not be copied again for it."""
+        before, wanted = self._raw(), self.capacity
+        if ahead and below is None:
+            freed = (sum(map(len, before)) - sum(map(len, raw))) // len(before)
+            wanted = min(self.n + ahead, self.capacity + freed)
+        if wanted == self.capacity and all(map(np.array_equal, before, raw)):
+            return ThinnedRows(self._heads, self.n, self.capacity, levels, below)
+        room = np.arange(self.n, wanted)
         made = self._heads.kept([np.concatenate((kept, room)) for kept in raw])
-        return ThinnedRows(made, self.n, self.capacity, levels, below)
+        return ThinnedRows(made, self.n, wanted, levels, below)
 
     def parted(self, slots: Sequence[Ints]) -> ThinnedRows:
         """Return these rows with each head's ``slots``, which it keeps, below memory and all others
@@ -165,9 +175,9 @@ class ThinnedRows(LayerRows):
             made.heads[i].write(some, *old.take(i, some))
         return made
 
-    def coded(self, form: str, slots: Sequence[Ints]) -> ThinnedRows:
+    def coded(self, form: str, slots: Sequence[Ints], ahead: int = 0) -> ThinnedRows:
         """Return these rows with each head's ``slots``, which it keeps, in ``form``; those that are
-        in it or in one of fewer bits stay as they are."""
+        in it or in one of fewer bits stay as they are. Room as `_with` says."""
         at, levels = ORDER.index(form), {level.form: level for level in self.levels}
         wanted = [np.asarray(some) for some in slots]
         for level in self.levels:
@@ -183,16 +193,18 @@ class ThinnedRows(LayerRows):
         levels[form] = levels[form].joined(made) if form in levels else made
         raw = [less(a, b) for a, b in zip(self._raw(), wanted, strict=True)]
         below = None if self.below is None else self.below.without(wanted)
-        return self._with(raw, [levels[name] for name in ORDER if name in levels], below)
+        some = [levels[name] for name in ORDER if name in levels]
+        return self._with(raw, some, below, ahead)
 
     def _of(self, head: int, slots: Ints) -> tuple[Tensor, Tensor]:
         """Return keys and values [slot, dim] of some slots that a head keeps, increasing."""
         one = self.heads[head]
         k, v = (t.new_empty(len(slots), t.shape[1]) for t in (one.k, one.v))
-        places: list[HeadRows | CodedHead] = [one, *(x.of_head(head) for x in self.levels)]
-        for rests in places:
-            _, rows, given = np.intersect1d(rests.slots, slots, True, return_indices=True)
+        for level in (None, *self.levels):
+            own = one.slots if level is None else level.slots[head]
+            rows, given = shared(own, slots)
             if len(rows):
+                rests: HeadRows | CodedHead = one if level is None else level.of_head(head)
                 to = where(given, k.device)
                 k[to], v[to] = rests.at(rows)
         if self.below is not None:
@@ -348,7 +360,8 @@ class ThinnedRows(LayerRows):
             assert len(room) == self.capacity - self.n, "room that is not there"
             assert len(head.k) == len(head.v) == len(head.slots), "rows that no slot has"
         for level in self.levels:
-            assert level.n == len(level.k.q) == len(level.v.q), f"{level.form}: rows of no slot"
+            assert level.n == len(level.k.whole) == level.v.n, f"{level.form}: rows of no slot"
+            assert level.n == level.k.n, f"{level.form}: rows of no grid"
         for i, slots in enumerate(self.kept()):
             several = sum(len(level.slots[i]) for level in self.levels)
             several += 0 if self.below is None else len(self.below.slots(i))

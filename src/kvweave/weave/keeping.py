@@ -29,6 +29,7 @@ from kvweave.keep.tokens.watch import WIDTH
 from kvweave.run.base import ALL, NO_SLOTS, Backend, Ints, LayerInfo, Observer, Rows, Steps, Work
 from kvweave.run.below import BELOW
 from kvweave.run.loop import Request
+from kvweave.run.packed import among
 from kvweave.run.upload import up
 from kvweave.weave.observers import Observers
 from kvweave.weave.parts import Part, Placement, Truth, first_change
@@ -217,7 +218,7 @@ class Keeper:
         slots = [np.arange(*p.slots) for p in pinned]
         self.pinned = np.concatenate(slots) if slots else NO_SLOTS
         if not self.moves:
-            self._free(rows, room)
+            self._free(rows, room, self.ahead(request))
         elif request.sampling is not None:
             self._move(rows)
         if self.watch is not None:
@@ -242,7 +243,7 @@ class Keeper:
             request.n_rows -= self._move(rows)
         else:
             self._read_again(rows, request.out, room)
-            self._free(rows, room)
+            self._free(rows, room, self.ahead(request))
         self._set_out(request.n_raw + len(request.out))
         return True
 
@@ -308,8 +309,8 @@ class Keeper:
             safe |= torch.isin(view.slots, up(self.pinned, view.slots.device))
         return safe & view.there
 
-    def _free(self, rows: Rows, room: Room) -> None:
-        """Free what the policy lets go of in each layer and head."""
+    def _free(self, rows: Rows, room: Room, ahead: int) -> None:
+        """Free what the policy lets go of in each layer and head; ``ahead`` rows are to come."""
         n, layers = rows.n, self.backend.layers
         counts = bool(self.keep.policy.needs & (Need.ATTENTION | Need.REPLAY))
         self._counted = self._lost = 0.0
@@ -318,7 +319,8 @@ class Keeper:
             if info.mask != ALL:
                 seen = self._seen_from(rows, info)  # the last one may be computed again
                 if any(len(slots) and slots[0] < seen for slots in kept):
-                    rows.keep(layer, [slots[np.searchsorted(slots, seen) :] for slots in kept])
+                    left = [slots[np.searchsorted(slots, seen) :] for slots in kept]
+                    rows.keep(layer, left, ahead)
                 continue
             mine = self._sizes(n, layer)
             if all(len(slots) <= mine[0] for slots in kept) and not self.keep.policy.splits:
@@ -334,18 +336,18 @@ class Keeper:
             if counts:
                 self._count(view, scores, chosen)
             if sum(map(len, chosen)) < sum(map(len, kept)):
-                rows.keep(layer, chosen)
+                rows.keep(layer, chosen, ahead)
             for form, slots in coded.items():
                 if form == BELOW:
                     slots = room.below(layer, slots, view.info, len(coded) > 1)
-                rows.code(layer, form, slots)
+                rows.code(layer, form, slots, ahead)
 
     def _count(self, view: LayerView, scores: Tensor, chosen: Sequence[Ints]) -> None:
         """Count what the rows are worth that go."""
         scores = scores.float().clamp_min(0)
         scores = torch.where(torch.isfinite(scores) & view.there, scores, 0)
         slots = view.slots.cpu().numpy()
-        stays = np.stack([np.isin(a, b) for a, b in zip(slots, chosen, strict=True)])
+        stays = np.stack([among(a, b) for a, b in zip(slots, chosen, strict=True)])
         self._counted += float(scores.sum())
         self._lost += float(scores[torch.from_numpy(~stays).to(scores.device)].sum())
 

@@ -41,6 +41,8 @@ class Replayed(Tally):
     again, and the replay's own rows.
     """
 
+    packs = True
+
     def __init__(self, infos: Sequence[LayerInfo], sinks: int) -> None:
         self.sinks = sinks
         self.replay: Replay | None = None
@@ -61,6 +63,22 @@ class Replayed(Tally):
         sink, part, own = (weights[..., max(0, a - begin) : max(0, b - begin)] for a, b in spans)
         whole = sink.sum(-1) + part.sum(-1) + own.sum(-1)
         return max(start, begin), (part / whole[..., None]).amax((1, 2))
+
+    def of_kept(self, layer: int, stop: int, weights: Tensor, slots: Tensor) -> object:
+        """The same of weights of each head's own rows."""
+        if self.replay is None:
+            return None
+        n, start, last = self.replay.n, self.replay.start, self.replay.stop
+        read = (slots >= start) & (slots < last)
+        counts = read | (slots < min(self.sinks, start)) | (slots >= n)
+        most = int(counts.sum(1).max())
+        at = counts.int().argsort(dim=1, descending=True, stable=True)[:, :most]
+        some = weights.gather(3, at[:, None, None].expand(*weights.shape[:3], -1))
+        some = some * counts.gather(1, at)[:, None, None]
+        found = (some / some.sum(-1, keepdim=True)).amax((1, 2))
+        to = torch.where(read, slots - start, last - start).gather(1, at)
+        made = found.new_zeros(len(found), last - start + 1)
+        return start, made.scatter_reduce_(1, to, found, "amax")[:, :-1]
 
     def add(self, layer: int, found: object) -> None:
         """Keep what is more than before."""

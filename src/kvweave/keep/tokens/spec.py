@@ -264,6 +264,8 @@ class Keep:
         scores = torch.nan_to_num(scores.float(), nan=-torch.inf).masked_fill(safe, torch.inf)
         scores = scores.masked_fill(~view.there, -torch.inf)
         heads, n = scores.shape
+        if self.heads == "uniform" and (whole is None or not whole.any()):
+            return (_highest(scores, target) | safe) & view.there
         # the newest of equals first: a stable sort of the rows back to front
         order = n - 1 - scores.flip(-1).argsort(dim=-1, descending=True, stable=True)
         rank = torch.empty_like(order).scatter_(
@@ -280,6 +282,17 @@ class Keep:
                 best = best[before[best].argsort(descending=True, stable=True)]
             kept = kept.flatten().index_fill(0, best[: target * heads], True).view(heads, n)
         return (kept | safe) & view.there
+
+
+def _highest(scores: Tensor, n: int) -> Tensor:
+    """Tell [kv_head, row] which are the ``n`` highest of each head's, the newest of equals first."""
+    n = min(n, scores.shape[1])
+    if n < 1:
+        return torch.zeros_like(scores, dtype=torch.bool)
+    least = scores.topk(n, sorted=False).values.amin(-1, keepdim=True)
+    above, same = scores > least, scores == least
+    some = same.flip(-1).cumsum(-1).flip(-1) <= n - above.sum(-1, keepdim=True)
+    return above | (same & some)
 
 
 def _shares(view: LayerView, target: int, safe: Tensor, whole: Tensor | None) -> Tensor | int:
