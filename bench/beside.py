@@ -1,4 +1,5 @@
-"""What a reader of a stream notices of 4k tokens that are stored, woven or checked meanwhile.
+"""What a reader of a stream notices of 4k tokens that are stored, woven, checked, thinned, or the
+system message of another's chat meanwhile.
 
 One `kvweave serve` of a random model streams an answer. A while after its first token something
 large begins; the gaps between the stream's tokens are compared with those before it, and the
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import random
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -19,9 +21,10 @@ from typing import Any
 import httpx
 import torch
 from common import machine, median, parser, progress, random_ids, report, shape_of, table
-from serve import QUICK, SHAPE, save_model, serving
+from serve import QUICK, SHAPE, WORDS, save_model, serving
 
 ALONE = 80  # tokens before it begins
+WHAT = ("put", "weave", "check", "compress", "system")
 FIRST = 16  # of these are not counted: the machine warms up
 
 
@@ -77,15 +80,24 @@ async def measure(url: str, n: int, vocab: int, rounds: int) -> dict[str, Any]:
             tokens = random_ids(size, vocab - 1, seed)
             await send("POST", f"/v1/contexts/{name}:append", {"tokens": tokens})
 
-        with progress("beside", rounds * 3) as step:
+        with progress("beside", rounds * len(WHAT)) as step:
             for i in range(rounds):
-                for what in ("put", "weave", "check"):
+                for what in WHAT:
                     for way in ("alone", "beside"):
                         seed = 100 * i + (way == "beside")
                         name = f"{what}-{way}-{i}"
+                        body: dict[str, Any] = {"tokens": random_ids(n, vocab - 1, seed)}
                         if what == "put":
-                            body = {"tokens": random_ids(n, vocab - 1, seed)}
                             call = "PUT", f"/v1/chunks/{name}", body
+                        elif what == "compress":
+                            await send("PUT", f"/v1/chunks/{name}", body)
+                            call = "POST", f"/v1/chunks/{name}:compress", {"keep": "snapkv:0.3"}
+                        elif what == "system":
+                            text = " ".join(random.Random(seed).choices(WORDS, k=n))
+                            roles = {"system": text, "user": WORDS[0]}
+                            chat = [{"role": role, "content": text} for role, text in roles.items()]
+                            body = {"model": "bench", "messages": chat, "max_tokens": 1}
+                            call = "POST", "/v1/chat/completions", body
                         else:
                             await context(name, n, seed + 50)
                             call = "POST", f"/v1/contexts/{name}:{what}", None
@@ -112,7 +124,7 @@ async def measure(url: str, n: int, vocab: int, rounds: int) -> dict[str, Any]:
                             mine.setdefault("largest_before_ms", []).append(1e3 * max(before))
                             mine.setdefault("x_median", []).append(max(beside) / median(beside))
                             mine.setdefault("x_before", []).append(max(beside) / median(before))
-                        if what != "put":
+                        if what in ("weave", "check"):
                             await send("DELETE", f"/v1/contexts/{name}")
                     step(what)
     return {

@@ -176,3 +176,8 @@ class Served:
     def on_engine(self, work: Callable[[Engine], Any]) -> Any:
         """Return what ``work`` does in the driver's thread."""
         return self.client.portal.call(self.driver.call, work)  # type: ignore[union-attr]
+
+    def settle(self) -> None:
+        """Wait until no answer runs and the idle work behind the last one is done."""
+        while any(self.driver.stats()[what] for what in ("active", "waiting", "later")):
+            self.on_engine(lambda engine: None)

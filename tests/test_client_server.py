@@ -353,6 +353,7 @@ EXCUSED = {
     "append_pieces": "part of compose",
     "set_base": "the server's own, when a context is opened",
     "closed": "of the process",
+    "opening": "a step of the server's tasks",
     "step": "several verbs in one step: of the process",
     **dict.fromkeys(
         ("putting", "weaving", "checking", "refining", "wove", "answered"),

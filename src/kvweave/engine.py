@@ -285,22 +285,17 @@ class Engine:
 
         Raises NameTaken, InvalidName, InvalidArgument, CannotRun, CannotMove (what would close up).
         """
+        return self.loop.finish(self.opening(name, system, **options))
+
+    def opening(self, name: str, system: str | None = None, /, **options: object) -> Task[Context]:
+        """As `context`, as a task of the loop: what it begins with is computed beside others."""
         self._require_run()
         name = check_name(name)
         settings = settings_from(self.config, options)
         self._contexts.require_free(name, settings.namespace)
         key = self._contexts.new_key(name, settings.namespace)
         context = Context(name, Session(key, self.weaver, self.maker, self.loop, settings))
-        try:
-            if system is not None:
-                with context.edit():
-                    self.maker.canonicalise([context.message("system", system).id])
-            elif self._base is not None:
-                context.set_base(self._base, "base")
-        except BaseException:
-            context.close()
-            raise
-        self._contexts.add(context)
+        yield from self._contexts.opening(context, system, self._base)
         return context
 
     def compose(

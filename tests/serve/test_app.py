@@ -63,6 +63,7 @@ def test_metrics_count_exactly(serve):
     anna("POST", "/v1/contexts", {"name": "c", "system": A}, 201)
     anna("POST", "/v1/contexts/c:append", {"chunk": "docs/a"})
     answer = anna("POST", "/v1/contexts/c:ask", {"content": A, "max_tokens": 3, "ignore_eos": True})
+    served.settle()
     found = scrape(served)
     assert found["kvweave_requests_total", "/v1/chunks/{name:path}", "201", "PUT"] == 1
     assert found["kvweave_requests_total", "/v1/chunks/{name:path}", "409", "PUT"] == 1

@@ -458,8 +458,30 @@ def test_canonical_kv_is_computed_when_nothing_waits(drive):
         assert await driven.driver.call(tiers) == ["none"] * 3
         await driven.driver.call(lambda engine: engine.files.rm("c/1"))
         driven.driver.later([ids[0], ids[1], ids[2], ids[0]])
+        driven.steps.open.set()
         await driven.until(lambda: driven.driver.stats()["later"] == 0)
         assert await driven.driver.call(tiers) == ["ram", "none", "ram"]
+
+    run(main())
+
+
+def test_who_comes_meanwhile_waits_for_a_slice_of_it(drive):
+    driven = drive()
+
+    async def main():
+        id = await driven.driver.call(lambda engine: engine.maker.add(text(400, 1)))
+        driven.driver.later([id])
+        await driven.until(lambda: driven.steps.n_asked == 1)
+        tier = lambda engine: engine.shelf.tier(id)  # noqa: E731
+        asked = asyncio.create_task(driven.driver.call(tier))
+        await driven.until(lambda: driven.driver.stats()["calls"] == 1)
+        driven.steps.allow(1)
+        assert await asked == "none"
+        assert 0 < sum(driven.engine.loop.schedule.rows) < 400
+        assert driven.driver.stats()["later"] == 1
+        driven.steps.open.set()
+        await driven.until(lambda: driven.driver.stats()["later"] == 0)
+        assert await driven.driver.call(tier) == "ram"
 
     run(main())
 
@@ -480,6 +502,21 @@ def test_a_driver_with_nothing_to_do_sleeps(drive):
 
 
 # ---- the end
+
+
+def test_idle_work_is_given_up_at_the_end(drive):
+    driven = drive({"max_rows": 2})
+
+    async def main():
+        id = await driven.driver.call(lambda engine: engine.maker.add(text(400, 1)))
+        driven.driver.later([id])
+        await driven.until(lambda: driven.steps.n_asked == 1)
+        driven.driver.refuse(grace=100)
+        driven.steps.open.set()
+        await asyncio.to_thread(driven.driver.stop)
+        assert driven.steps.n_asked < 100
+
+    run(main())
 
 
 def test_a_graceful_stop_ends_what_runs_and_turns_away_what_waits(drive):

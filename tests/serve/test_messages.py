@@ -410,7 +410,7 @@ def test_a_busy_server_says_when_to_come_back(talk: Talk, monkeypatch: pytest.Mo
         raise OverBudget(2, 1, 0)
 
     with monkeypatch.context() as patch:
-        patch.setattr(talk.server.service.sessions, "open", full)
+        patch.setattr(talk.server.service.sessions, "opening", full)
         made = talk.raw({})
     assert made.status_code == 529 and int(made.headers["retry-after"]) > 0
     assert made.json()["error"]["type"] == "overloaded_error"

@@ -84,6 +84,7 @@ def test_messages_have_the_prints_of_their_content(serve):
     served = serve()
     body = {"model": "kvweave", "max_tokens": 2, "messages": [{"role": "user", "content": A}]}
     served.anna("POST", "/v1/chat/completions", body)
+    served.settle()
     told = {hash for c in read(served.anna)["chunks"] for hash in c["prints"]}
     assert {f"{x:016x}" for x in prints(A).hashes.tolist()} <= told
 

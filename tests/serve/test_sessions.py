@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -16,6 +17,8 @@ from weaving import text
 from kvweave import Engine, Sampling
 from kvweave.chunk.identity import ChunkId
 from kvweave.errors import OverBudget, OverQuota
+from kvweave.run.loop import Task
+from kvweave.serve.driver.tasks import Tasks
 from kvweave.serve.guard.quota import Quota
 from kvweave.serve.reuse.find import Assembler
 from kvweave.serve.reuse.library import Library
@@ -47,6 +50,18 @@ class Pool:
         reuse: Any = "all",
     ) -> PooledContext:
         """Open a session for a system message and these; the last one is new."""
+        opening = self.opening(*messages, namespace=namespace, how=how, reuse=reuse)
+        session = self.engine.loop.finish(opening)
+        assert session.context.tokens() == [*SYSTEM, *(t for m in messages for t in m)]
+        return session
+
+    def opening(
+        self,
+        *messages: list[int],
+        namespace: str = "",
+        how: WeaveOptions | None = None,
+        reuse: Any = "all",
+    ) -> Task[PooledContext]:
         last = len(messages) - 1
         segments = [PromptSegment("system", "", "system 0", False, tokens=tuple(SYSTEM))]
         for i, message in enumerate(messages):
@@ -56,9 +71,7 @@ class Pool:
             )
         base = self.sessions.engine_base
         wanted = self.assembler.assemble(segments, namespace, base, reuse)
-        session = self.sessions.open(wanted, how or WeaveOptions(), reuse)
-        assert session.context.tokens() == [*SYSTEM, *(t for m in messages for t in m)]
-        return session
+        return self.sessions.opening(wanted, how or WeaveOptions(), reuse)
 
     def answer(self, session: PooledContext, n: int = 3) -> Answer:
         sampling = Sampling(max_tokens=n, logprobs=1, ignore_eos=True)
@@ -255,7 +268,7 @@ def test_contexts_that_their_owner_closed_or_changed_are_left_alone(engines: Mak
 def test_several_answers_share_the_rows(engines: Make) -> None:
     pool = Pool(engines())
     session = pool.open(text(12, 1))
-    plan = pool.sessions.weave(session)
+    plan = pool.engine.loop.finish(pool.sessions.weaving(session))
     assert plan.prefilled == 12
     twin = pool.sessions.twin(session)
     first, second = pool.answer(session), pool.answer(twin)
@@ -329,3 +342,46 @@ def test_a_base_that_a_token_policy_cut_is_not_taken_for_all_of_it(
         said = [text(n - 3, 1)]
         said.append(list(pool.ask(*said).tokens))
         pool.ask(*said, text(9, 9))
+
+
+# ---- several at once
+
+
+@dataclass
+class Waiter:
+    """Who waits for a session."""
+
+    found: Any = None
+    given_up: bool = False
+    urgent: bool = True
+
+    def tell(self, error: Exception | None, result: Any = None) -> None:
+        self.found = error or result
+
+    def closed(self) -> None:
+        self.found = "closed"
+
+
+@pytest.mark.parametrize("gone", [None, 0, 1])
+def test_one_base_of_two_that_come_at_once_is_computed_once(
+    engines: Make, gone: int | None
+) -> None:
+    pool = Pool(engines(max_rows=2))  # several steps
+    tasks, waiters = Tasks(pool.engine.loop), [Waiter(), Waiter()]
+    for i, waiter in enumerate(waiters):
+        tasks.begin(pool.opening(text(12, i)), waiter)
+    assert len(pool.engine.loop.requests) == 1 and len(tasks) == 2
+    for n in range(99):
+        if n == 1 and gone is not None:
+            waiters[gone].given_up = True
+        pool.engine.loop.step()
+        tasks.go_on()
+        if not len(tasks):
+            break
+    assert not pool.engine.loop.requests
+    left = [waiter.found for i, waiter in enumerate(waiters) if i != gone]
+    assert [session.context.tokens()[: len(SYSTEM)] for session in left] == [SYSTEM] * len(left)
+    assert sum(session.n_computed for session in left) == len(SYSTEM)
+    assert all(pool.engine.shelf.tier(session.base) == "ram" for session in left)
+    assert gone is None or waiters[gone].found == "closed"
+    pool.engine.check_integrity()

@@ -68,6 +68,7 @@ class Request:
     watch: Callable[[Tensor], None] | None = None
     decoded: Callable[[], None] | None = None
     background: Literal["", "audit", "refine"] = ""
+    urgent: bool = False  # an answer waits for it
     out: list[int] = field(default_factory=list)  # all but the last have their row
     choices: list[Choice] = field(default_factory=list)
     text: str = ""
@@ -160,7 +161,7 @@ class Loop:
                 raise
         if request.n_pending:
             n_left = request.sampling.max_tokens if request.sampling is not None else 0
-            who = request.tenant, False, bool(request.background)
+            who = request.tenant, False, bool(request.background), request.urgent
             self.schedule.add(Job(request.key, request.n_pending, n_left, *who))
 
     def cancel(self, key: int) -> None:

@@ -41,6 +41,7 @@ class Job:
     tenant: str = ""
     cancelled: bool = False
     background: bool = False  # nobody's: it slows nobody, whoever is there
+    urgent: bool = False  # it generates nothing, but what does waits for it
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +58,7 @@ class Schedule:
 
     ``step()`` hands out grants, ``done()`` takes each of them back before the next ``step()``.
     While jobs are pending, at least one row of every step is theirs; where others
-    decode, those that generate nothing (they store a chunk) have ``beside`` rows together. So have all
+    decode, those that generate nothing and are not urgent (they store a chunk) have ``beside`` rows together. So have all
     of a tenant that had its share of the model lately, where another one is there that had little.
     """
 
@@ -220,7 +221,8 @@ class Schedule:
         slow = {
             key
             for key in waiting
-            if self._jobs[key].tenant in greedy or (decodes and not self._jobs[key].n_left)
+            if (job := self._jobs[key]).tenant in greedy
+            or (decodes and not (job.n_left or job.urgent))
         }
         return slow if decodes or len(slow) < len(waiting) else set()
 

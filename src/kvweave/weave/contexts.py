@@ -7,8 +7,9 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import count
 
-from kvweave.chunk.identity import normal_name
+from kvweave.chunk.identity import ChunkId, normal_name
 from kvweave.errors import ContextNotFound, InvalidArgument, NameTaken, nearest
+from kvweave.run.loop import Task
 from kvweave.run.sampling import Sampling
 from kvweave.weave.context import Context
 from kvweave.weave.naming import holder
@@ -63,6 +64,26 @@ class Contexts:
         """Add a context under its own name and namespace, as long as what it is opened in happens."""
         self._put(context)
         context.session.weaver.table.if_undone(partial(self._never, context))
+
+    def opening(self, context: Context, system: str | None, base: ChunkId | None) -> Task[None]:
+        """Add a context that begins with a first message, whose canonical KV is computed, or with
+        ``base``. Nobody may use it until then; what fails closes it."""
+        session = context.session
+        try:
+            if system is not None:
+                base = context.message("system", system).id
+            elif base is not None:
+                context.set_base(base, "base")
+            self.add(context)
+            session.held = True
+            if system is not None and base is not None:
+                yield from session.maker.computing(base, context.namespace)
+        except BaseException:
+            context.close()
+            self._never(context)
+            raise
+        finally:
+            session.held = False
 
     def _put(self, context: Context) -> None:
         self._spaces.setdefault(context.namespace, {})[context.name] = context

@@ -28,7 +28,7 @@ from kvweave.store.shelf import Shelf
 from kvweave.verbs import token_ids
 from kvweave.weave.chat import ChatFormat
 from kvweave.weave.parts import TextOrTokens
-from kvweave.weave.rereading import reread_rows
+from kvweave.weave.rereading import at_once, reread_rows
 from kvweave.weave.special import PlainText, Special
 from kvweave.weave.thinning import Thinning, thin_digest, thinned_by
 
@@ -141,11 +141,8 @@ class Maker:
     ) -> Entry:
         """Bind a name to what ``keep`` leaves of a chunk; see `Engine.compress`."""
         with suppress(TriedError), self.table.transaction():
-            id, compute = self.table.resolve(ref, namespace).id, not dry_run
-            if keep.policy.name == "full":
-                new = self.whole(id, compute=compute)
-            else:
-                new = self.thin(id, keep, compute=compute)
+            id = self.table.resolve(ref, namespace).id
+            new = self.left_of(id, keep, compute=not dry_run)
             self.table.bind(to or ref, new, namespace=namespace, replace=to is None)
             entry = Files(self.table, namespace).stat(to or ref)
             if dry_run:
@@ -174,6 +171,12 @@ class Maker:
             self.shelf.drop(id)  # the id may be given again
             raise
         return id
+
+    def left_of(self, id: ChunkId, keep: Keep, *, compute: bool = True) -> ChunkId:
+        """Give what ``keep`` leaves of a chunk an id; see `thin` and `whole`."""
+        if keep.policy.name == "full":
+            return self.whole(id, compute=compute)
+        return self.thin(id, keep, compute=compute)
 
     def whole(self, thinned: ChunkId, *, compute: bool = True) -> ChunkId:
         """Give the whole chunk of a thinned one an id, and compute what is missing of its KV."""
@@ -239,35 +242,51 @@ class Maker:
         self.shelf.mover.find([id])
         if self.shelf.tier(id) != "none":
             return 0
-        if self.thinned_by(id) is not None:
-            return self.canonicalise([id])
-        n = self.table.get(id).n_tokens
-        self.shelf.reserve(n * self.backend.row_bytes)
-        kv, rows = self.backend.new_kv(n), self._after_base(id, n)
+        if (keep := self.thinned_by(id)) is not None:
+            rows, make = self._thinning(id, keep)
+        else:
+            n = self.table.get(id).n_tokens
+            self.shelf.reserve(n * self.backend.row_bytes)
+            rows = self._after_base(id, n)
+            make = self._whole(id, rows)
+        made: list[KV] = []
 
         def steps() -> Steps[None]:
-            yield self._work(id, rows, kv, 0, n)
+            made.append((yield from make))
 
         yield Request(new_key(), rows, steps(), None, tenant)
         try:
             self.table.get(id)
         except ChunkNotFound:
             return 0
-        if self.shelf.tier(id) == "none":  # or somebody else was quicker
-            self._store([id], [kv])
-        return n
+        if not made or self.shelf.tier(id) != "none":  # cancelled; or somebody else was quicker
+            return 0
+        self._store([id], made)
+        return self.table.get(id).n_tokens
+
+    def _whole(self, id: ChunkId, rows: Rows) -> Steps[KV]:
+        """Compute a chunk behind the rows of its base."""
+        n = self.table.get(id).n_tokens
+        kv = self.backend.new_kv(n)
+        yield self._work(id, rows, kv, 0, n)
+        return kv
 
     def _thin(self, id: ChunkId, keep: Keep, progress: Callable[[int], None]) -> int:
         """Compute a chunk and leave of it what ``keep`` says."""
+        _, steps = self._thinning(id, keep)
+        self._store([id], [at_once(self.backend, steps)])
+        progress(n := self.table.get(id).n_tokens)
+        return n
+
+    def _thinning(self, id: ChunkId, keep: Keep) -> tuple[Rows, Steps[KV]]:
+        """Return the rows of a chunk's base, and what computes behind them what ``keep`` leaves."""
         tokens, base = self._tokens(id), self.table.get(id).base
         n, before = len(tokens), NO_SLOTS if base is None else self._tokens(base)
         self.shelf.reserve(
             (2 * n + reread_rows(keep.policy, self.backend, n)) * self.backend.row_bytes
         )
         rows = self._after_base(id, n)
-        self._store([id], [Thinning(self.backend, keep).run(rows, tokens, before)])
-        progress(n)
-        return n
+        return rows, Thinning(self.backend, keep).steps(rows, tokens, before)
 
     def _batch(self, ids: list[ChunkId], progress: Callable[[int], None]) -> int:
         """Compute several chunks in one packed pass (a long one alone, piece by piece)."""

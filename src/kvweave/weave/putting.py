@@ -6,7 +6,9 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
+from kvweave.chunk.files import Entry
 from kvweave.chunk.identity import ChunkId, Kind
+from kvweave.keep.tokens.spec import Keep
 from kvweave.run.loop import Task
 from kvweave.verbs import checked
 from kvweave.weave.maker import Maker, TriedError
@@ -64,3 +66,19 @@ def putting(
         with table.transaction():
             for id in held:
                 table.release(id, PUTTING)
+
+
+def compressing(
+    maker: Maker, ref: str, keep: Keep, to: str | None, namespace: str = ""
+) -> Task[Entry]:
+    """Leave of a chunk what a token policy keeps, as a task of the loop. Raises as `Engine.compress`."""
+    maker.compress(ref, keep, to, namespace, dry_run=True)  # what cannot be named is not computed
+    table = maker.table
+    with table.transaction():
+        id = maker.left_of(table.resolve(ref, namespace).id, keep, compute=False)
+        table.hold(id, PUTTING)
+    try:
+        yield from maker.computing(id, namespace)
+        return maker.compress(ref, keep, to, namespace, dry_run=False)
+    finally:
+        table.release(id, PUTTING)

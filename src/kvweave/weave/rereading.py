@@ -7,14 +7,16 @@ decoded since the last choice here and now, on the rows themselves, which are as
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import cast
+from typing import TypeVar, cast
 
 import numpy as np
 
 from kvweave.errors import ContextTooLong
 from kvweave.keep.tokens.base import TokenPolicy, TokenWatch
 from kvweave.keep.tokens.kvzip import OVERLAP, KVzip, Replay, Replayed
-from kvweave.run.base import Backend, Ints, Rows, Work
+from kvweave.run.base import Backend, Ints, Rows, Steps, Work
+
+T = TypeVar("T")
 
 LEAST = 32  # tokens that are read again at once, at least
 PIECE = 512  # rows of one pass
@@ -55,7 +57,25 @@ def reread_rows(policy: TokenPolicy, backend: Backend, n: int) -> int:
 def read_again(
     backend: Backend, rows: Rows, tokens: Ints, watch: TokenWatch, again: Iterable[Replay]
 ) -> None:
-    """Run ``again`` behind ``rows`` of all ``tokens`` [slot], under ``watch``."""
+    """As `reading_again`, here and now."""
+    at_once(backend, reading_again(rows, tokens, watch, again))
+
+
+def at_once(backend: Backend, steps: Steps[T]) -> T:
+    """Run steps here and now; return what they do."""
+    try:
+        work = next(steps)
+        while True:
+            work = steps.send(backend.forward([work])[0])
+    except StopIteration as done:
+        result: T = done.value
+        return result
+
+
+def reading_again(
+    rows: Rows, tokens: Ints, watch: TokenWatch, again: Iterable[Replay]
+) -> Steps[None]:
+    """Yield what runs ``again`` behind ``rows`` of all ``tokens`` [slot], under ``watch``."""
     n, tally = len(tokens), cast(Replayed, watch.tally)
     first = int(rows.positions[n - 1]) + 1 - n
     watch.until = watch.start = 0
@@ -66,7 +86,7 @@ def read_again(
             for start in range(0, len(replay.tokens), PIECE):
                 piece = replay.tokens[start : start + PIECE]
                 slots = n + start + np.arange(len(piece))
-                backend.forward([Work(rows, piece, slots, slots + first, observer=watch, at=start)])
+                yield Work(rows, piece, slots, slots + first, observer=watch, at=start)
             rows.truncate(n)
     finally:
         tally.read(None)

@@ -64,6 +64,7 @@ class Session:
         self.turn: UnderWay | None = None  # between its beginning and its end
         self.answered = NO_ANSWER
         self.waits_for: int | None = None  # the request of a task that is under way
+        self.held = False  # somebody prepares an answer
         self.audited = True  # its answers may be put aside for an audit
         self._refining = Refining(weaver, loop)
 
@@ -91,7 +92,7 @@ class Session:
     @property
     def busy(self) -> bool:
         """Whether something that reads or writes the rows is under way."""
-        return self.turn is not None or self.waits_for is not None
+        return self.held or self.turn is not None or self.waits_for is not None
 
     def refinable(self, parts: Sequence[Part]) -> bool:
         """Tell whether rows can be computed ahead of who asks next."""

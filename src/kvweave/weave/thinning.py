@@ -23,10 +23,10 @@ from kvweave.errors import InvalidArgument
 from kvweave.keep.tokens.base import LayerView, Need, TokenWatch, require_rows
 from kvweave.keep.tokens.kvzip import KVzip
 from kvweave.keep.tokens.spec import Keep
-from kvweave.run.base import Backend, Ints, Rows, Work
+from kvweave.run.base import Backend, Ints, Rows, Steps, Work
 from kvweave.run.upload import up
 from kvweave.store.kv import KV, picked, same_heads
-from kvweave.weave.rereading import PIECE, read_again, replays
+from kvweave.weave.rereading import PIECE, reading_again, replays
 
 CODE = 4  # bytes
 
@@ -77,9 +77,9 @@ class Thinning:
         self.backend, self.keep = backend, keep
         self.watch: TokenWatch | None = keep.policy.watch(backend.layers, backend.device)
 
-    def run(self, rows: Rows, tokens: Ints, base: Ints) -> KV:
-        """Return the thinned KV of ``tokens``, computed behind ``rows`` of ``base``, which become
-        longer. Raises ContextTooLong."""
+    def steps(self, rows: Rows, tokens: Ints, base: Ints) -> Steps[KV]:
+        """Compute ``tokens`` behind ``rows`` of ``base``, which become longer, and return the thinned
+        KV. Raises ContextTooLong."""
         n, before, raw = len(tokens), rows.n, self.backend.new_kv(len(tokens))
         if self.watch is not None:
             self.watch.until, self.watch.start = n, before
@@ -88,12 +88,12 @@ class Thinning:
             piece, last = tokens[start : start + PIECE], len(self.backend.layers)
             work = Work(rows, piece, slots, slots, raw=raw, observer=self.watch, at=start)
             work.last = None if self.watch is not None else last - 1
-            self.backend.forward([work])
+            yield work
         policy = self.keep.policy
         if isinstance(policy, KVzip) and self.watch is not None:
             every = np.concatenate((base, tokens))
             again = replays(policy, self.backend, len(every), every)
-            read_again(self.backend, rows, every, self.watch, again)
+            yield from reading_again(rows, every, self.watch, again)
         return self._chosen(rows, before, raw)
 
     def _chosen(self, rows: Rows, before: int, raw: KV) -> KV:

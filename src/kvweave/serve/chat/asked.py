@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from kvweave.engine import Engine
 from kvweave.errors import ContextTooLong, InvalidArgument
 from kvweave.run.grammar import Grammar
+from kvweave.run.loop import Task
 from kvweave.run.sample import Sampling
 from kvweave.serve.chat.ask import ChatAsk
 from kvweave.serve.chat.forced import grammar_of, held
@@ -134,12 +135,12 @@ class Asked:
         """Queue it; see `Driver.answer`."""
         return self.state.driver.answer(self.tenant, self.begin, self.done, self.wants)
 
-    def begin(self, engine: Engine) -> list[Turn]:
+    def begin(self, engine: Engine) -> Task[Sequence[Turn]]:
         """Open the contexts and begin all answers: ``n`` of the first prompt, of the second ..."""
         turns: list[Turn] = []
         try:
             for make in self.prompts:
-                turns += self._begin(make(self.state), engine)
+                turns += yield from self._begin(make(self.state), engine)
         except BaseException:
             for turn in turns:
                 turn.abandon()
@@ -171,10 +172,17 @@ class Asked:
         """Whether only the rows of the prompts are wanted."""
         return self.max_tokens == 0
 
-    def _begin(self, prompt: Prompt, engine: Engine) -> list[Turn]:
+    def _begin(self, prompt: Prompt, engine: Engine) -> Task[Sequence[Turn]]:
         state, sessions, reuse = self.state, self.state.sessions, self.state.options.reuse
-        base = sessions.engine_base
-        wanted = state.assembler.assemble(prompt.segments, self.tenant, base, reuse)
+        base, segments = sessions.engine_base, prompt.segments
+
+        wanted = state.assembler.assemble(segments, self.tenant, base, reuse)
+
+        def again() -> Wanted:
+            nonlocal wanted
+            wanted = state.assembler.assemble(segments, self.tenant, base, reuse)
+            return wanted
+
         # the turn adds the header itself, and makes it one chunk with the answer
         header = engine.maker.tokens(prompt.header)
         n_base = 0 if base is None else engine.table.get(base).n_tokens
@@ -191,11 +199,13 @@ class Asked:
             begun = held(self.grammar, form, prompt.front, engine.runner.tokenizer)
             sampling = replace(sampling, constraint=begun)
         sizes = [] if self.warms else [sampling.max_tokens] * self.n
-        session = sessions.open(wanted, self.how, reuse, sizes, private=self.private)
+        session = yield from sessions.opening(
+            wanted, self.how, reuse, sizes, private=self.private, again=again
+        )
         self._sessions.append(session)
         rule, session.rule = session.rule, ""
         # the rows of the prompt are computed once
-        woven = sessions.weave(session) if self.n > 1 or self.warms else None
+        woven = (yield from sessions.weaving(session)) if self.n > 1 or self.warms else None
         turns = [] if self.warms else self._turns(session, sampling, prompt.header)
         self.opened.append(
             Opened(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -13,7 +14,7 @@ from kvweave.serve.driver.tasks import Tasks
 from kvweave.weave.maker import Maker
 
 log = logging.getLogger("kvweave.serve")
-TOKENS = 256  # of one batch: what a request may have to wait for
+TOKENS = 256  # of one batch
 
 
 class Idle:
@@ -34,25 +35,18 @@ class Idle:
         """Forget what waits."""
         self._ids.clear()
 
-    def work(self, beside: Tasks | None) -> None:
-        """Compute one small batch, now or beside others; what is gone or does not fit is left."""
-        batch, n_tokens = [], 0
-        while n_tokens < TOKENS and self._ids:
-            id = self._ids.popleft()
-            try:
+    def work(self, tasks: Tasks) -> None:
+        """Begin one small batch, in the steps of whoever comes; what is gone or does not fit is left."""
+        batch, n_tokens = list[ChunkId](), 0
+        while n_tokens < TOKENS and len(batch) < len(self._ids):
+            id = self._ids[len(batch)]
+            with contextlib.suppress(ChunkNotFound):
                 n_tokens += self._maker.table.get(id).n_tokens
-                batch.append(id)
-            except ChunkNotFound:
-                continue
-        if not batch:
-            return
-        try:
-            if beside is None:
-                self._maker.canonicalise(batch)
-            else:
-                beside.begin(self._one_by_one(batch))
-        except KVWeaveError as error:
-            log.info("no canonical KV for %s chunks: %s", len(batch), error)
+            batch.append(id)
+        if batch:
+            tasks.begin(self._one_by_one(batch))
+        for _ in batch:  # now: others count what is here or under way
+            self._ids.popleft()
 
     def _one_by_one(self, ids: Sequence[ChunkId]) -> Task[None]:
         for id in ids:

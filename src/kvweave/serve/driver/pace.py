@@ -81,10 +81,10 @@ class Sizing:
         self._schedule = schedule
         self._pace, self._slices = Pace(schedule.max_rows), Slices(schedule.max_rows)
 
-    def plan(self, crowd: bool) -> None:
-        """Before a step; ``crowd`` tells whether other tenants may come."""
+    def plan(self, others: bool) -> None:
+        """Before a step; ``others`` tells whether somebody may come who would wait for its end."""
         self._schedule.beside = self._pace.rows
-        self._schedule.most = self._slices.rows if crowd else self._schedule.max_rows
+        self._schedule.most = self._slices.rows if others else self._schedule.max_rows
 
     def note(self, seconds: float) -> None:
         """Behind a step, tell how long it took."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvweave.run.loop import Loop, Request, Task, goes_on
-from kvweave.serve.driver.work import DriverCall
+from kvweave.serve.driver.work import DriverCall, TaskWaiter
 
 
 @dataclass(eq=False, slots=True)
@@ -16,7 +16,7 @@ class Running:
 
     task: Task[Any]
     request: Request
-    call: DriverCall | None
+    call: TaskWaiter | None
 
 
 class Tasks:
@@ -41,27 +41,34 @@ class Tasks:
         else:
             call.tell(None, result)
 
-    def begin(self, task: Task[Any], call: DriverCall | None = None) -> None:
+    def begin(self, task: Task[Any], call: TaskWaiter | None = None) -> None:
         """Run a task up to its first request."""
-        self._go_on(task, call, None)
+        self._running += self._following(task, call, None)
 
     def go_on(self) -> None:
         """Go on with what no longer waits; close what nobody waits for any more."""
         for each in list(self._running):
-            gone = each.call is not None and each.call.future.cancelled()
+            gone = each.call is not None and each.call.given_up
             if not gone and each.request.running:
                 continue
-            self._running.remove(each)
             if gone:
                 self._close(each)
-            else:
-                self._go_on(each.task, each.call, each.request)
+            after = [] if gone else self._following(each.task, each.call, each.request)
+            at = self._running.index(each)
+            self._running[at : at + 1] = after  # at once: others count them
+            if gone and each.call is not None:
+                each.call.closed()
 
     def cancel(self, task: Task[Any]) -> None:
         """Give one of them up; nothing happens when it is over."""
         for each in [each for each in self._running if each.task is task]:
             self._running.remove(each)
             self._close(each)
+
+    def drop(self) -> None:
+        """Give up what nobody waits for."""
+        for each in [each for each in self._running if each.call is None]:
+            self.cancel(each.task)
 
     def fail(self, error: Exception) -> None:
         """Give all of them up."""
@@ -72,16 +79,21 @@ class Tasks:
                 each.call.tell(error)
 
     def _close(self, each: Running) -> None:
-        self._loop.cancel(each.request.key)
+        others = (other.request for other in self._running if other is not each)
+        if each.request not in others:
+            self._loop.cancel(each.request.key)
         each.task.close()
 
-    def _go_on(self, task: Task[Any], call: DriverCall | None, request: Request | None) -> None:
+    def _following(
+        self, task: Task[Any], call: TaskWaiter | None, request: Request | None
+    ) -> list[Running]:
+        """Run a task up to its next request, if there is one."""
         try:
             following = next(task) if request is None else goes_on(task, request)
-            self._loop.add(following)
+            self._add(following, call)
             while not following.running:  # nothing of it had to be run
                 following = goes_on(task, following)
-                self._loop.add(following)
+                self._add(following, call)
         except StopIteration as done:
             if call is not None:
                 call.tell(None, done.value)
@@ -90,4 +102,10 @@ class Tasks:
             if call is not None:
                 call.tell(error)
         else:
-            self._running.append(Running(task, following, call))
+            return [Running(task, following, call)]
+        return []
+
+    def _add(self, request: Request, call: TaskWaiter | None) -> None:
+        if request.key not in self._loop.requests:  # else another task waits for it too
+            request.urgent = call is not None and call.urgent
+            self._loop.add(request)

@@ -4,7 +4,7 @@
 
     asyncio                                     the driver's thread
     call(work)    -> calls   (fair over tenants) -> work(engine) between two steps, or `Tasks`
-    answer(begin) -> waiting (fair over tenants) -> begin(engine) when there is room
+    answer(begin) -> waiting (fair over tenants) -> begin(engine) when there is room, or `Tasks`
                      active                      -> engine.loop.step(), Delta ..., Finished
     later(ids)                                   -> canonical KV, when nothing waits; audits
     wants(engine)                                -> what waits is loaded while others run
@@ -19,7 +19,7 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import AsyncGenerator, Callable, Iterable
+from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Sequence
 from typing import TypeVar
 
 from kvweave.chunk.identity import ChunkId
@@ -35,6 +35,7 @@ from kvweave.serve.driver.tasks import Tasks
 from kvweave.serve.driver.work import (
     AnswerJob,
     Begin,
+    Beginning,
     Delta,
     Done,
     DriverCall,
@@ -42,6 +43,7 @@ from kvweave.serve.driver.work import (
     Finished,
     Sink,
     Wants,
+    abandon,
     nothing,
     unknown,
 )
@@ -79,9 +81,8 @@ class Driver:
         self._calls: FairQueue[DriverCall] = FairQueue()
         self._waiting: FairQueue[AnswerJob] = FairQueue()
         self._active: list[AnswerJob] = []
-        self._ahead = Ahead()
+        self._ahead, self._idle = Ahead(), Idle(engine.maker)
         self._tasks = Tasks(engine.loop)
-        self._idle = Idle(engine.maker)
         self.audits = IdleAudits(engine)
         self._pace = Sizing(engine.loop.schedule)
         self._spent, self._crowd = Spent(), Crowd()
@@ -89,8 +90,6 @@ class Driver:
         self._thread: threading.Thread | None = None
         self._steps = self._tokens = self._cancelled = 0
         self._seconds = 1.0  # an answer takes about so long
-
-    # ---- life
 
     @property
     def stopping(self) -> bool:
@@ -115,8 +114,6 @@ class Driver:
         if self._thread is not None:
             self._thread.join()
 
-    # ---- from asyncio
-
     async def call(self, work: Callable[[Engine], T | Task[T]], *, tenant: str = "") -> T:
         """Run ``work`` between two steps and return or raise what it does; if that is a task, what
         comes of it. A task whose call is cancelled is closed.
@@ -140,11 +137,11 @@ class Driver:
     ) -> AsyncGenerator[Event, None]:
         """Queue an answer with the first ``anext`` and yield what comes of its turns.
 
-        ``begin`` runs in the driver's thread when it is the tenant's turn; ``done``, if ``begin``
-        returned, when all its turns have ended, also when they failed or were cancelled (then with
-        those answers there are). ``wants`` tells, while it waits, which chunks it will use.
-        Closing the generator cancels. Raises Overloaded at once when too many of the tenant's
-        answers wait, and what ``begin`` or the model raises.
+        ``begin`` runs in the driver's thread when it is the tenant's turn; a task goes on beside
+        others. ``done``, if ``begin`` returned, when all its turns have ended, also when they failed
+        or were cancelled (then with those answers there are). ``wants`` tells, while it waits,
+        which chunks it will use. Closing the generator cancels. Raises Overloaded at once when too
+        many of the tenant's answers wait, and what ``begin`` or the model raises.
         """
         job = AnswerJob(tenant, begin, done, Sink(), wants)
         with self._wake:
@@ -184,9 +181,8 @@ class Driver:
 
     def is_busy(self, context: Context) -> bool:
         """Tell whether an answer of a context is under way; in the driver's thread."""
-        if context.session.busy:
-            return True
-        return any(turn.context is context for job in self._active for turn in job.turns)
+        turns = (turn for job in self._active for turn in job.turns)
+        return context.session.busy or any(turn.context is context for turn in turns)
 
     def _admit(self, queue: FairQueue[DriverCall] | FairQueue[AnswerJob], tenant: str) -> None:
         assert self._thread is not None, "start() the driver first"
@@ -196,8 +192,6 @@ class Driver:
         if queue.count(tenant) >= self.max_waiting:
             rounds = 1 + len(self._waiting) // self.max_active
             raise Overloaded(min(60, max(1, round(self._seconds * rounds))))
-
-    # ---- the thread
 
     def _run(self) -> None:
         while True:
@@ -222,32 +216,34 @@ class Driver:
         """Do one round: cancel, call, admit, step, hand out, or idle work."""
         if self._deadline is not None:
             self._close(self._deadline)
-        for job in [job for job in self._active if job.cancelled]:
+        for job in [job for job in self._active if job.cancelled and job.begun]:
             self._end(job, cancelled=True)
         self._spent.turn()
         self._run_calls()
         self._begin_waiting()
         if self._active or self._tasks or self.audits:
-            self._look_ahead()
+            with self._wake:
+                waiting = self._waiting.first(AHEAD)
+            self._ahead.look(self.engine, waiting)
             self._step()
         if not self._waiting and not self._tasks.n_own:
-            self._idle.work(self._tasks if self._active else None)
+            self._idle.work(self._tasks)
         if not (self._waiting or self._active or self._tasks or self._idle or self.stopping):
             self.audits.begin()
 
     def _close(self, deadline: float) -> None:
         """Turn away what waits; past the deadline end what runs."""
         with self._wake:
-            left = [*self._waiting.clear()]
-            calls = self._calls.clear()
+            left, calls = self._waiting.clear(), self._calls.clear()
             self._idle.clear()
+        self._tasks.drop()
         self.audits.stop(Overloaded(10, STOPPING))
         for job in left:
             job.sink.put(Overloaded(10, STOPPING))
         for call in calls:
             call.tell(Overloaded(10, STOPPING))
         if time.monotonic() >= deadline:
-            for job in list(self._active):
+            for job in [job for job in self._active if job.begun]:
                 self._end(job, cancelled=True)
             self._tasks.fail(Overloaded(10, STOPPING))
 
@@ -289,24 +285,34 @@ class Driver:
             if self._active and time.monotonic() >= until:
                 return
 
-    def _look_ahead(self) -> None:
-        with self._wake:
-            waiting = self._waiting.first(AHEAD)
-        self._ahead.look(self.engine, waiting)
-
     def _begin(self, job: AnswerJob) -> None:
         job.waited = time.monotonic() - job.asked
         try:
-            job.turns = list(job.begin(self.engine))
+            begun = job.begin(self.engine)
         except Exception as error:
-            self._remove(job)
-            job.sink.put(error)
+            self._begun(job, error)
             return
+        if isinstance(begun, Generator):
+            self._tasks.begin(begun, Beginning(job, self._begun, self._gone))
+        else:
+            self._begun(job, None, begun)
+
+    def _begun(self, job: AnswerJob, error: Exception | None, turns: Sequence[Turn] = ()) -> None:
+        if error is not None:
+            self._gone(job, error)
+            return
+        job.turns, job.begun = list(turns), True
         self._hand_out(job)  # a gate may have computed the first token
+
+    def _gone(self, job: AnswerJob, error: Exception | None = None) -> None:
+        self._cancelled += error is None
+        self._remove(job)
+        job.sink.put(error)
 
     def _step(self) -> None:
         ran, loop, started = True, self.engine.loop, time.monotonic()
-        self._pace.plan(crowd=bool(self._crowd))
+        asked = self._active or len(self._tasks) > self._tasks.n_own
+        self._pace.plan(others=bool(self._crowd) or not asked)
         try:
             ran = loop.step()
             self._pace.note(time.monotonic() - started)
@@ -319,11 +325,12 @@ class Driver:
         self._tasks.go_on()
         self.audits.go_on()
         if not ran and (self._active or self._tasks):
-            stuck = RuntimeError("an answer has nothing to run")
-            self._fail(self._active, stuck)
+            self._fail(self._active, stuck := RuntimeError("an answer has nothing to run"))
             self._tasks.fail(stuck)
 
     def _hand_out(self, job: AnswerJob) -> None:
+        if not job.begun:
+            return
         for index, turn in enumerate(job.turns):
             if index in job.answers:
                 continue
@@ -358,11 +365,11 @@ class Driver:
             log.exception("an answer could not be counted")
 
     def _fail(self, jobs: Iterable[AnswerJob], error: Exception) -> None:
-        for job in list(jobs):
+        for job in [job for job in jobs if job.begun]:  # of others their tasks are told
             job.sink.put(error)
             for index, turn in enumerate(job.turns):
                 if index not in job.answers:
-                    self._abandon(turn)
+                    abandon(turn)
             self._leave(job)
 
     def _end(self, job: AnswerJob, cancelled: bool = False) -> None:
@@ -374,16 +381,10 @@ class Driver:
                 self._finished(job, index, turn.cancel())
             except Exception:
                 log.exception("a cancelled answer could not be kept")
-                self._abandon(turn)
+                abandon(turn)
         self._cancelled += cancelled
         self._leave(job)
         job.sink.put(None)
-
-    def _abandon(self, turn: Turn) -> None:
-        try:
-            turn.abandon()
-        except Exception:
-            log.exception("a context could not be put back")
 
     def _leave(self, job: AnswerJob) -> None:
         self._remove(job)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from kvweave.engine import Engine
+from kvweave.run.loop import Task
 from kvweave.run.sample import Choice
 from kvweave.weave.answer import Answer
 from kvweave.weave.turn import Turn
@@ -35,7 +36,7 @@ class Finished:
 
 
 Event = Delta | Finished
-Begin = Callable[[Engine], Sequence[Turn]]
+Begin = Callable[[Engine], Sequence[Turn] | Task[Sequence[Turn]]]
 Done = Callable[[Engine, list[Answer]], None]
 Wants = Callable[[Engine], Iterable[int]]
 
@@ -47,6 +48,14 @@ def nothing(engine: Engine, answers: list[Answer]) -> None:
 def unknown(engine: Engine) -> Iterable[int]:
     """Tell of no chunks that an answer will use."""
     return ()
+
+
+def abandon(turn: Turn) -> None:
+    """Let a turn go, and its context as far as that can be put back."""
+    try:
+        turn.abandon()
+    except Exception:
+        log.exception("a context could not be put back")
 
 
 class Rest(Protocol):
@@ -76,12 +85,43 @@ class Sink:
             log.debug("an event loop ended before its answer")
 
 
+class TaskWaiter(Protocol):
+    """Who waits for a task."""
+
+    @property
+    def urgent(self) -> bool:
+        """Whether what it waits for is an answer."""
+        ...
+
+    @property
+    def given_up(self) -> bool:
+        """Whether nobody does any more."""
+        ...
+
+    def tell(self, error: Exception | None, result: Any = None) -> None:
+        """Take what came of it."""
+        ...
+
+    def closed(self) -> None:
+        """It was given up, and is closed."""
+        ...
+
+
 @dataclass(eq=False, slots=True)
 class DriverCall:
     """Work to be run once between two steps, and who waits for its result."""
 
     work: Callable[[Engine], Any]
     future: asyncio.Future[Any]
+    urgent: bool = False
+
+    @property
+    def given_up(self) -> bool:
+        """Whether whoever called was cancelled."""
+        return self.future.cancelled()
+
+    def closed(self) -> None:
+        """Nobody has to be told."""
 
     def tell(self, error: Exception | None, result: object = None) -> None:
         """Settle the future, unless nobody waits for it any more."""
@@ -111,7 +151,31 @@ class AnswerJob:
     wants: Wants = unknown
     uses: list[int] | None = None  # the chunks it will use, once that was looked at
     cancelled: bool = False
+    begun: bool = False  # its turns are there
     asked: float = field(default_factory=time.monotonic)
     waited: float = 0.0  # seconds in the queue
     turns: list[Turn] = field(default_factory=list)
     answers: dict[int, Answer] = field(default_factory=dict)
+
+
+@dataclass(eq=False, slots=True)
+class Beginning:
+    """An answer whose beginning takes passes of the model."""
+
+    job: AnswerJob
+    begun: Callable[[AnswerJob, Exception | None, Sequence[Turn]], None]
+    gone: Callable[[AnswerJob], None]
+    urgent: bool = True
+
+    @property
+    def given_up(self) -> bool:
+        """Whether its reader has gone."""
+        return self.job.cancelled
+
+    def tell(self, error: Exception | None, result: Any = None) -> None:
+        """Go on with its turns, or with what it failed of."""
+        self.begun(self.job, error, result or ())
+
+    def closed(self) -> None:
+        """Let the answer go."""
+        self.gone(self.job)

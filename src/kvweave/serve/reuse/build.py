@@ -10,6 +10,7 @@ from typing import Any
 from kvweave.chunk.identity import ChunkId
 from kvweave.engine import Engine
 from kvweave.errors import KVWeaveError
+from kvweave.run.loop import Task
 from kvweave.serve.options import ReuseMode
 from kvweave.serve.reuse.find import PromptPiece, Wanted
 from kvweave.serve.reuse.names import AutoNames, new_context_name
@@ -41,7 +42,7 @@ class Composer:
                 self._drop_base(context)
                 session.n_base, session.base = 0, None
             elif wanted.base is not None:
-                self._set_base(session, wanted.base)
+                self._set_base(session, wanted, wanted.base)
         except BaseException:
             self.engine.close_context(context.name, namespace)
             raise
@@ -51,15 +52,20 @@ class Composer:
         if context.parts:
             context.drop(0)
 
-    def _set_base(self, session: PooledContext, base: PromptPiece) -> None:
-        engine, context = self.engine, session.context
-        tokens = base.tokens.tolist()
-        id = engine.maker.add(tokens, kind="system", namespace=context.namespace, name=base.label)
+    def add_base(self, wanted: Wanted) -> ChunkId | None:
+        """Give a prompt's base an id; None where it has none of its own. Raises ContextTooLong."""
+        if (base := wanted.base) is None:
+            return None
+        return self.engine.maker.add(
+            base.tokens.tolist(), kind="system", namespace=wanted.namespace, name=base.label
+        )
+
+    def _set_base(self, session: PooledContext, wanted: Wanted, base: PromptPiece) -> None:
+        context = session.context
+        id = self.add_base(wanted)
+        assert id is not None
         self._drop_base(context)
         context.set_base(id, base.label)
-        if engine.shelf.tier(id) == "none":
-            engine.maker.canonicalise([id])
-            session.n_computed = base.n
         session.n_base, session.base = 1, id
 
     def edit(self, session: PooledContext, common: Common, wanted: Wanted) -> None:
@@ -78,12 +84,12 @@ class Composer:
                 if left.n:
                     self._append(session, left)
 
-    def complete(self, session: PooledContext, wanted: Wanted) -> None:
+    def completing(self, session: PooledContext, wanted: Wanted) -> Task[None]:
         """Compute canonical KV that known chunks still lack, as there was no idle time for it.
 
         Prefilled, they would have to be again in the next request, and a busy server would compute
         more of every conversation each time. At most as many tokens as one model pass has rows, so
-        that nobody waits for long; what is left is prefilled.
+        that the answer does not wait for long; what is left is prefilled.
         """
         engine, session.n_completed = self.engine, 0
         known = {piece.id for piece in wanted.pieces if piece.id is not None}
@@ -93,7 +99,7 @@ class Composer:
         )  # later, after this one
         if not missing:
             return
-        ids, n_here, left = [], 0, engine.config.max_rows
+        left = engine.config.max_rows
         for span in session.context.preview().spans:
             if span.how != "prefill" or span.id not in missing:
                 continue
@@ -101,14 +107,12 @@ class Composer:
             if left < 0:
                 break
             missing.remove(span.id)
-            ids.append(ChunkId(span.id))
-            n_here += span.n_tokens
-        try:
-            engine.maker.canonicalise(ids)
-        except KVWeaveError as error:  # no room, or rows that are not finite
-            log.info("no canonical KV for %s chunks: %s", len(ids), error)
-        else:
-            session.n_completed = n_here
+            try:
+                yield from engine.maker.computing(ChunkId(span.id), session.context.namespace)
+            except KVWeaveError as error:  # no room, or rows that are not finite
+                log.info("no canonical KV for #%s: %s", span.id, error)
+                return
+            session.n_completed += span.n_tokens
 
     def _append(self, session: PooledContext, piece: PromptPiece) -> None:
         context = session.context

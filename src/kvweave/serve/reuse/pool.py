@@ -24,7 +24,8 @@ import numpy as np
 from kvweave.chunk.identity import ChunkId, chunk_digest
 from kvweave.chunk.rolling import Tokens
 from kvweave.engine import Engine
-from kvweave.errors import ChunkNotFound, OverBudget, OverQuota
+from kvweave.errors import ChunkNotFound, KVWeaveError, OverBudget, OverQuota
+from kvweave.run.loop import Request, Task
 from kvweave.run.sample import Sampling
 from kvweave.serve.guard.quota import Quota
 from kvweave.serve.options import ReuseMode
@@ -67,28 +68,65 @@ class Sessions:
         self.engine_base = self.composer.engine_base
         self.ahead = AheadEdits(self)
         self.idle: list[PooledContext] = []  # least recently used first
+        self._bases: dict[ChunkId, Request] = {}  # what computes their KV
 
     def __len__(self) -> int:
         return len(self.idle)
 
     # ---- taking
 
-    def open(
+    def opening(
         self, wanted: Wanted, how: WeaveOptions, reuse: ReuseMode = "all", sizes: Sequence[int] = (),
-        *, private: bool = False,
-    ) -> PooledContext:  # fmt: skip
+        *, private: bool = False, again: Callable[[], Wanted] | None = None,
+    ) -> Task[PooledContext]:  # fmt: skip
         """Return a context that holds what is wanted, to be given back.
 
         ``sizes`` are tokens of chunks that will come in it, for the quota. A ``private`` one uses
-        what is known, and leaves nothing behind. Raises OverBudget when no
-        idle context is left to be closed, OverQuota, ContextTooLong, InvalidArgument.
+        what is known, and leaves nothing behind. ``again`` finds what is wanted anew behind a pause:
+        chunks may have gone. Raises OverBudget when no idle context is left to be closed,
+        OverQuota, ContextTooLong, InvalidArgument.
         """
+        wanted = self._allowed(wanted, reuse, sizes)
+        holder, n_base, base = new_context_name(), 0, None
+        try:
+            if reuse == "all" and self._best(wanted, how, reuse)[0] is None:
+                base = self.composer.add_base(wanted)
+            if base is not None:
+                self.table.hold(base, holder)
+                n_base = yield from self._affording(wanted.namespace, lambda: self._computing(base))
+                wanted = self._allowed(wanted if again is None else again(), reuse, sizes)
+            taken = self._open(wanted, how, reuse, private)
+        finally:
+            if base is not None:
+                self.table.release(base, holder)
+        taken.n_computed = max(taken.n_computed, n_base)
+        taken.context.session.held = True
+        try:
+            if reuse == "all":
+                n_ahead = taken.n_completed
+                yield from self.composer.completing(taken, wanted)
+                taken.n_completed += n_ahead
+        except BaseException:
+            self.close(taken)
+            raise
+        finally:
+            taken.context.session.held = False
+        return taken
+
+    def _allowed(self, wanted: Wanted, reuse: ReuseMode, sizes: Sequence[int]) -> Wanted:
+        """Make room for what is wanted, and return it. Raises OverQuota, InvalidArgument."""
         self.quota.check_parts(len(wanted.pieces))
         if reuse != "all":
             wanted = self.composer.without_base(wanted)
         with self.held(wanted):
             new = [piece.n for piece in wanted.pieces if piece.id is None]
             self._make_room(wanted.namespace, [*new, *sizes])
+        return wanted
+
+    def _open(
+        self, wanted: Wanted, how: WeaveOptions, reuse: ReuseMode, private: bool
+    ) -> PooledContext:
+        with self.held(wanted):
             best, common = self._best(wanted, how, reuse)
             taken = None
             if best is not None:
@@ -99,30 +137,41 @@ class Sessions:
                     wanted.namespace, lambda: self.composer.fresh(wanted, how, reuse)
                 )
                 common = Common(taken.n_base, 0, None)
-            else:
-                taken.n_computed = 0
+            taken.n_computed = 0
             taken.private, taken.context.session.audited = private, not private
             if taken in self.idle:
                 self.idle.remove(taken)
-            n_ahead = self.ahead.taken(best, taken, common)
+            taken.n_completed = self.ahead.taken(best, taken, common)
             try:
                 self.composer.edit(taken, common, wanted)
-                if reuse == "all":
-                    self.composer.complete(taken, wanted)
-                    taken.n_completed += n_ahead
             except BaseException:
                 self.close(taken)
                 raise
         return taken
+
+    def _computing(self, base: ChunkId) -> Task[int]:
+        """Compute canonical KV of a base where it has none; return the tokens computed."""
+        while (other := self._bases.get(base)) is not None and other.running:
+            yield other  # a request before this one computes it
+        task = self.engine.maker.computing(base, self.table.get(base).namespace)
+        try:
+            self._bases[base] = next(task)
+            yield self._bases[base]
+            next(task)
+        except StopIteration as done:
+            return int(done.value)
+        finally:
+            self._bases.pop(base, None)
+        raise AssertionError("a chunk is computed by one request")
 
     def twin(self, session: PooledContext) -> PooledContext:
         """Return another session that holds the same. Raises OverBudget."""
         name = new_context_name()
         return self._afford(session.context.namespace, lambda: self.fork(session, name))
 
-    def weave(self, session: PooledContext) -> Plan:
+    def weaving(self, session: PooledContext) -> Task[Plan]:
         """Compute all rows. Raises OverBudget."""
-        return self._afford(session.context.namespace, session.context.weave)
+        return self._affording(session.context.namespace, session.context.weaving)
 
     def begin(self, session: PooledContext, sampling: Sampling, header: str | None = None) -> Turn:
         """Queue an answer, with a ``header`` a message. Raises OverBudget, ContextTooLong."""
@@ -307,12 +356,21 @@ class Sessions:
         while True:
             try:
                 return make()
-            except OverBudget:
-                if not self.close_oldest():
+            except (OverBudget, OverQuota) as error:
+                if not self._made_room(namespace, error):
                     raise
-            except OverQuota:
-                if not self.close_oldest(namespace):
+
+    def _affording(self, namespace: str, make: Callable[[], Task[T]]) -> Task[T]:
+        """As `_afford`, of a task."""
+        while True:
+            try:
+                return (yield from make())
+            except (OverBudget, OverQuota) as error:
+                if not self._made_room(namespace, error):
                     raise
+
+    def _made_room(self, namespace: str, error: KVWeaveError) -> bool:
+        return self.close_oldest(namespace if isinstance(error, OverQuota) else None)
 
     @contextmanager
     def held(self, wanted: Wanted) -> Iterator[None]:

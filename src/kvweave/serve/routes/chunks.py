@@ -250,11 +250,18 @@ async def place(
 ) -> dict[str, Any]:
     """Move KV to a tier; ``none`` keeps only the tokens."""
 
-    def work(engine: Engine) -> dict[str, Any]:
-        how = {"codec": body.codec, "namespace": tenant, "dry_run": is_dry(dry, body)}
-        return listing(engine.place(pattern, body.tier, **how))  # type: ignore[arg-type]
+    def work(engine: Engine) -> Task[dict[str, Any]]:
+        how: dict[str, Any] = {"codec": body.codec, "namespace": tenant}
+        made = engine.place(pattern, body.tier, dry_run=True, **how)
+        if not is_dry(dry, body):
+            for entry in made if body.tier != "none" else ():
+                yield from engine.maker.computing(entry.id, tenant)
+            engine.place(pattern, body.tier, **how)
+            moved = {entry.id for entry in made}
+            made = [e for e in Files(engine.table, tenant).ls(pattern) if e.id in moved]
+        return listing(made)
 
-    return await the.call(tenant, work)
+    return await the.run(tenant, work)
 
 
 @router.post("/{pattern:path}:cp", response_model=ChunkList)

@@ -110,15 +110,15 @@ async def create(tenant: Tenant, the: The, body: New, response: Response) -> _Js
     options = given(body) | {"denoise": False, "namespace": tenant}
     options |= {k: v for k, v in (("prune", body.prune), ("positions", body.positions)) if v}
 
-    def work(engine: Engine) -> _Json:
+    def work(engine: Engine) -> Task[_Json]:
         if body.system is not None:
             the.quota.check(engine, tenant, [len(tokens_of(engine, body.system))])
         the.quota.check_context(engine, tenant)
         system = None if body.system is None else PlainText(body.system)
-        context = engine.context(name, system=system, **options)
+        context = yield from engine.opening(name, system, **options)
         return view_of(engine, the, context)
 
-    return _tagged(response, await the.call(tenant, work))
+    return _tagged(response, await the.run(tenant, work))
 
 
 @router.post("/contexts:compose", response_model=ContextView, status_code=201)
