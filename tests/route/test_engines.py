@@ -114,6 +114,31 @@ def test_chunks_are_put_once_and_lent_to_who_needs_them(pair):
         assert missing.status_code == 404 and missing.json()["error"]["code"] == "chunk_not_found"
 
 
+@pytest.mark.parametrize("other", [False, True])
+def test_a_chunk_is_lent_to_another_base_and_not_to_another_model(monkeypatch, other):
+    with ExitStack() as stack:
+        both = [
+            stack.enter_context(Engine(str(BUNDLED), repair="none", base=base))
+            for base in (None, "keep the notes .")
+        ]
+        servers = [stack.enter_context(served(e, keys=KEYS, model_name="m")) for e in both]
+        router = stack.enter_context(routed([server.url for server in servers], probe=0.05))
+        pair = Pair(router, servers)
+        client = stack.enter_context(pair.client())
+        names = put_apart(pair, client)
+        for engine in both if other else ():  # each reads tokens in its own way
+            said = f"{id(engine)}"
+            monkeypatch.setattr(engine.loop, "decode", lambda *_, said=said: lambda _: said)
+        told = ask(pair, [chunk(name) for name in names])
+        holders = sorted(len(pair.holders(name)) for name in names)
+        if not other:
+            assert told.status_code == 200 and holders == [1, 2]
+            return
+        error = told.json()["error"]
+        assert (told.status_code, error["code"]) == (502, "models_differ")
+        assert "one model" in error["hint"] and holders == [1, 1]
+
+
 def test_a_replaced_chunk_is_the_new_one_everywhere(pair):
     with pair.client() as client:
         first, other = put_apart(pair, client)

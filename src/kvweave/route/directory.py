@@ -14,10 +14,13 @@ from collections.abc import Sequence
 from typing import Any
 from urllib.parse import quote
 
+import httpx
+
 from kvweave.route.forward import Call, WorkerFailed
 from kvweave.route.state import RouterState, WholeAnswer
 from kvweave.route.tenant import RouteTenant
 from kvweave.route.worker import Worker
+from kvweave.serve.guard.problems import make
 
 FRESH = 30.0  # seconds until everything is looked up again: others may talk to workers too
 MOST = 10_000  # names of a tenant
@@ -99,6 +102,31 @@ async def lend(
         told = await state.ask(worker, call.asking("PUT", path_of(name), put), quick=False)
         if not told[1].is_success:
             return told
+        if not await _says_the_same(state, call, name, entry, worker):
+            return _of_another_model(owner, worker)
         there[worker.name] = entry["digest"]
         state.metrics.lent.labels(worker.name).inc()
     return None
+
+
+async def _says_the_same(
+    state: RouterState, call: Call, name: str, entry: dict[str, Any], worker: Worker
+) -> bool:
+    """Tell whether a worker reads the tokens of a chunk that it was lent as who has it; if not, take it
+    away again. Raises WorkerFailed."""
+    _, response, body = await state.ask(worker, call.asking("GET", path_of(name) + "?text=true"))
+    made = _entry(body) if response.status_code == 200 else None
+    if made is None or made["digest"] == entry["digest"] or made.get("text") == entry.get("text"):
+        return True
+    await state.ask(worker, call.asking("DELETE", path_of(name) + "?force=true"))
+    return False
+
+
+def _of_another_model(owner: Worker, worker: Worker) -> WholeAnswer:
+    """Return what is said where workers cannot lend to each other."""
+    why = (
+        f"the tokens of {owner.name} are other words for {worker.name}: they serve different models"
+    )
+    hint = "give a router workers of one model"
+    told = make(502, why, code="models_differ", hint=hint)
+    return worker, httpx.Response(told.status), json.dumps(told.body).encode()
