@@ -19,6 +19,7 @@ from kvweave.run.base import Work
 from kvweave.run.model import Runner
 from kvweave.store.kv import KV
 from kvweave.weave import maker, thinning
+from kvweave.weave.putting import compressing
 
 SPECS = [f"{name}:{size}" for name in NUMBERED for size in ("0.4", "13")]
 
@@ -54,6 +55,21 @@ def test_rows_are_those_of_the_whole_chunk(engine: Engine, spec: str) -> None:
     assert (
         torch.equal(rows_of(engine, "d0").k[0], whole.k[0]) and rows_of(engine, "d0").kept is None
     )
+
+
+@pytest.mark.parametrize("spec", [spec for spec in SPECS if spec.endswith("0.4")])
+def test_slices_beside_others_leave_the_same_rows(engine: Engine, spec: str) -> None:
+    engine.compress("d0", spec, to="small")
+    kv = rows_of(engine, "small")
+    engine.loop.schedule.most = 3
+    task = compressing(engine.maker, "d1", Keep.parse(spec), "other")
+    assert engine.loop.finish(task).n_bytes == kv.n_bytes
+    engine.files.rm("small")
+    engine.loop.finish(compressing(engine.maker, "d0", Keep.parse(spec), "small"))
+    sliced = rows_of(engine, "small")
+    assert sliced is not kv and np.array_equal(sliced.kept, kv.kept)
+    for a, b in zip((*sliced.k, *sliced.v), (*kv.k, *kv.v), strict=True):
+        assert torch.allclose(a, b, atol=1e-12)
 
 
 def test_it_is_another_chunk_that_says_what_thinned_it(engine: Engine) -> None:
