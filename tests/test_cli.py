@@ -340,7 +340,7 @@ def test_what_was_compressed_is_read_by_the_next_command(stocked, monkeypatch):
     stocked("compress", "docs/a", "h2o:4", "--to", "docs/small")
     told = stocked.json("stat", "docs/small")
     assert told["tier"] == "disk" and told["n_tokens"] == stocked.json("stat", "docs/a")["n_tokens"]
-    monkeypatch.setattr(Thinning, "run", lambda *_: pytest.fail("it was computed again"))
+    monkeypatch.setattr(Thinning, "steps", lambda *_: pytest.fail("it was computed again"))
     words = ["run", "keep the notes .{docs/small} what about Yuki's metal", "--max-tokens", "4"]
     spans = {span["part"]: span for span in stocked.json(*words)["plan"]["spans"]}
     assert spans["docs/small"]["tier"] == "disk" and spans["docs/small"]["n_prefilled"] == 0

@@ -34,7 +34,6 @@ from kvweave.weave.maker import Maker
 from kvweave.weave.parts import TextOrTokens
 from kvweave.weave.putting import NewChunk, putting
 from kvweave.weave.repair import strategy
-from kvweave.weave.session import Session
 from kvweave.weave.settings import settings_from
 from kvweave.weave.shadow import Audit, Shadow
 from kvweave.weave.template import Template
@@ -276,27 +275,34 @@ class Engine:
         return dict(self._contexts.of(namespace))
 
     def context(self, name: str, *, system: str | None = None, **options: object) -> Context:
-        """Open a conversation.
+        """Open a conversation that begins with the message ``system``: all other chunks' canonical KV
+        is computed after it.
 
-        Args:
-            system: the first message; all other chunks' canonical KV is computed after it.
-            options: the fields of `kvweave.weave.settings.Settings`; of another ``namespace`` are
-                its name and all its chunks.
-
-        Raises NameTaken, InvalidName, InvalidArgument, CannotRun, CannotMove (what would close up).
+        ``options``: the fields of `kvweave.weave.settings.Settings`; of another ``namespace`` are its
+        name and all its chunks. Raises NameTaken, InvalidName, InvalidArgument, CannotRun,
+        CannotMove (what would close up).
         """
-        return self.loop.finish(self.opening(name, system, **options))
-
-    def opening(self, name: str, system: str | None = None, /, **options: object) -> Task[Context]:
-        """As `context`, as a task of the loop: what it begins with is computed beside others."""
-        self._require_run()
-        name = check_name(name)
-        settings = settings_from(self.config, options)
-        self._contexts.require_free(name, settings.namespace)
-        key = self._contexts.new_key(name, settings.namespace)
-        context = Context(name, Session(key, self.weaver, self.maker, self.loop, settings))
-        yield from self._contexts.opening(context, system, self._base)
+        context = self._new_context(name, options)
+        try:
+            if system is not None:
+                with context.edit():
+                    self.maker.canonicalise([context.message("system", system).id])
+            elif self._base is not None:
+                context.set_base(self._base, "base")
+        except BaseException:
+            context.close()
+            raise
+        self._contexts.add(context)
         return context
+
+    def opening(self, name: str, *, system: str, **options: object) -> Task[Context]:
+        """As `context`, as a task of the loop: the first message is computed beside others."""
+        return self._contexts.opening(self._new_context(name, options), system)
+
+    def _new_context(self, name: str, options: Mapping[str, object]) -> Context:
+        self._require_run()
+        settings = settings_from(self.config, options)
+        return self._contexts.new(check_name(name), settings, self.weaver, self.maker, self.loop)
 
     def compose(
         self,
@@ -380,8 +386,6 @@ class Engine:
         self.shelf.check_integrity()
         for context in self._contexts:
             context.check_integrity()
-
-    # ---- inside
 
     def _require_run(self) -> None:
         """Raise CannotRun; from here on the home is this model's."""

@@ -116,7 +116,7 @@ def test_a_context_is_not_used_before_its_first_message_is_there(serve):
     opening = []
 
     def look(engine):
-        for _ in engine.opening("c", A, namespace="anna"):
+        for _ in engine.opening("c", system=A, namespace="anna"):
             opening.append(served.anna)  # a caller's thread could ask now
             yield _
 

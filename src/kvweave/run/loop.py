@@ -199,13 +199,13 @@ class Loop:
         try:
             request = next(task)
             while True:
-                self.add(request)
+                if request.key not in self.requests:  # else others wait for it too
+                    self.add(request)
                 while request.running and self.step():
                     pass
                 request = goes_on(task, request)
         except StopIteration as done:
-            result: T = done.value
-            return result
+            return done.value  # type: ignore[no-any-return]
         finally:
             task.close()
 

@@ -7,13 +7,17 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import count
 
-from kvweave.chunk.identity import ChunkId, normal_name
+from kvweave.chunk.identity import normal_name
 from kvweave.errors import ContextNotFound, InvalidArgument, NameTaken, nearest
-from kvweave.run.loop import Task
+from kvweave.run.loop import Loop, Task
 from kvweave.run.sampling import Sampling
 from kvweave.weave.context import Context
+from kvweave.weave.maker import Maker
 from kvweave.weave.naming import holder
+from kvweave.weave.session import Session
+from kvweave.weave.settings import Settings
 from kvweave.weave.turn import Turn
+from kvweave.weave.weaver import Weaver
 
 
 class Contexts:
@@ -60,30 +64,43 @@ class Contexts:
         keys = (holder(name, namespace) + (f"\t{i}" if i else "") for i in count())
         return next(key for key in keys if key not in known)
 
+    def new(
+        self, name: str, settings: Settings, weaver: Weaver, maker: Maker, loop: Loop
+    ) -> Context:
+        """Return a context that is not here yet. Raises NameTaken, and what its settings do not allow."""
+        self.require_free(name, settings.namespace)
+        key = self.new_key(name, settings.namespace)
+        return Context(name, Session(key, weaver, maker, loop, settings))
+
     def add(self, context: Context) -> None:
         """Add a context under its own name and namespace, as long as what it is opened in happens."""
         self._put(context)
         context.session.weaver.table.if_undone(partial(self._never, context))
 
-    def opening(self, context: Context, system: str | None, base: ChunkId | None) -> Task[None]:
-        """Add a context that begins with a first message, whose canonical KV is computed, or with
-        ``base``. Nobody may use it until then; what fails closes it."""
-        session = context.session
+    def opening(self, context: Context, system: str) -> Task[Context]:
+        """Add a context, and its first message once the canonical KV of that is computed. Nobody may
+        use it until then; what fails leaves nothing."""
+        session, table, id = context.session, context.session.weaver.table, None
+        maker = session.maker
         try:
-            if system is not None:
-                base = context.message("system", system).id
-            elif base is not None:
-                context.set_base(base, "base")
+            with table.transaction():
+                tokens = maker.message("system", system)
+                id = maker.add(tokens, kind="system", namespace=context.namespace)
+                table.hold(id, session.key)
             self.add(context)
             session.held = True
-            if system is not None and base is not None:
-                yield from session.maker.computing(base, context.namespace)
+            yield from maker.computing(id, context.namespace)
+            session.held = False
+            context.message("system", system)
         except BaseException:
             context.close()
             self._never(context)
             raise
         finally:
             session.held = False
+            if id is not None:
+                table.release(id, session.key)
+        return context
 
     def _put(self, context: Context) -> None:
         self._spaces.setdefault(context.namespace, {})[context.name] = context

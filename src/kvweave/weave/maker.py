@@ -47,6 +47,7 @@ class Maker:
         self.backend, self.shelf, self.table = backend, shelf, table
         self.chat = ChatFormat(backend.tokenizer)
         self.special = Special(backend.tokenizer)
+        self._computing: dict[ChunkId, Request] = {}
 
     def tokens(self, text: TextOrTokens) -> list[int]:
         """Return token ids without special tokens added; of `PlainText` text none is a special one.
@@ -240,6 +241,8 @@ class Maker:
         if self.table.is_virtual(id):
             raise ChunkLost(f"#{id}")
         self.shelf.mover.find([id])
+        while (other := self._computing.get(id)) is not None and other.running:
+            yield other  # somebody else computes it
         if self.shelf.tier(id) != "none":
             return 0
         if (keep := self.thinned_by(id)) is not None:
@@ -254,7 +257,12 @@ class Maker:
         def steps() -> Steps[None]:
             made.append((yield from make))
 
-        yield Request(new_key(), rows, steps(), None, tenant)
+        request = self._computing[id] = Request(new_key(), rows, steps(), None, tenant)
+        try:
+            yield request
+        finally:
+            if self._computing.get(id) is request:
+                del self._computing[id]
         try:
             self.table.get(id)
         except ChunkNotFound:

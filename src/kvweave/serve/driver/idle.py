@@ -43,10 +43,18 @@ class Idle:
             with contextlib.suppress(ChunkNotFound):
                 n_tokens += self._maker.table.get(id).n_tokens
             batch.append(id)
-        if batch:
-            tasks.begin(self._one_by_one(batch))
+        behind = [id for id in batch if self._waits(id)]
+        for some in (*([id] for id in batch if id not in behind), behind):
+            tasks.begin(self._one_by_one(some))
         for _ in batch:  # now: others count what is here or under way
             self._ids.popleft()
+
+    def _waits(self, id: ChunkId) -> bool:
+        """Tell whether the base of a chunk is to be computed first."""
+        with contextlib.suppress(ChunkNotFound):
+            base = self._maker.table.get(id).base
+            return base is not None and self._maker.shelf.tier(base) == "none"
+        return False
 
     def _one_by_one(self, ids: Sequence[ChunkId]) -> Task[None]:
         for id in ids:

@@ -106,6 +106,9 @@ class Tasks:
         return []
 
     def _add(self, request: Request, call: TaskWaiter | None) -> None:
-        if request.key not in self._loop.requests:  # else another task waits for it too
-            request.urgent = call is not None and call.urgent
+        urgent = call is not None and call.urgent
+        if request.key not in self._loop.requests:
+            request.urgent = urgent
             self._loop.add(request)
+        elif urgent and request.key in self._loop.schedule:  # another task waits for it too
+            self._loop.schedule.job(request.key).urgent = True

@@ -108,11 +108,11 @@ class Composer:
                 break
             missing.remove(span.id)
             try:
-                yield from engine.maker.computing(ChunkId(span.id), session.context.namespace)
+                n = yield from engine.maker.computing(ChunkId(span.id), session.context.namespace)
             except KVWeaveError as error:  # no room, or rows that are not finite
                 log.info("no canonical KV for #%s: %s", span.id, error)
                 return
-            session.n_completed += span.n_tokens
+            session.n_completed += span.n_tokens if n else 0
 
     def _append(self, session: PooledContext, piece: PromptPiece) -> None:
         context = session.context

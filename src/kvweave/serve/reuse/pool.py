@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import TypeVar
 
 import numpy as np
@@ -25,7 +26,7 @@ from kvweave.chunk.identity import ChunkId, chunk_digest
 from kvweave.chunk.rolling import Tokens
 from kvweave.engine import Engine
 from kvweave.errors import ChunkNotFound, KVWeaveError, OverBudget, OverQuota
-from kvweave.run.loop import Request, Task
+from kvweave.run.loop import Task
 from kvweave.run.sample import Sampling
 from kvweave.serve.guard.quota import Quota
 from kvweave.serve.options import ReuseMode
@@ -68,7 +69,6 @@ class Sessions:
         self.engine_base = self.composer.engine_base
         self.ahead = AheadEdits(self)
         self.idle: list[PooledContext] = []  # least recently used first
-        self._bases: dict[ChunkId, Request] = {}  # what computes their KV
 
     def __len__(self) -> int:
         return len(self.idle)
@@ -93,7 +93,8 @@ class Sessions:
                 base = self.composer.add_base(wanted)
             if base is not None:
                 self.table.hold(base, holder)
-                n_base = yield from self._affording(wanted.namespace, lambda: self._computing(base))
+                compute = partial(self.engine.maker.computing, base, wanted.namespace)
+                n_base = yield from self._affording(wanted.namespace, compute)
                 wanted = self._allowed(wanted if again is None else again(), reuse, sizes)
             taken = self._open(wanted, how, reuse, private)
         finally:
@@ -148,21 +149,6 @@ class Sessions:
                 self.close(taken)
                 raise
         return taken
-
-    def _computing(self, base: ChunkId) -> Task[int]:
-        """Compute canonical KV of a base where it has none; return the tokens computed."""
-        while (other := self._bases.get(base)) is not None and other.running:
-            yield other  # a request before this one computes it
-        task = self.engine.maker.computing(base, self.table.get(base).namespace)
-        try:
-            self._bases[base] = next(task)
-            yield self._bases[base]
-            next(task)
-        except StopIteration as done:
-            return int(done.value)
-        finally:
-            self._bases.pop(base, None)
-        raise AssertionError("a chunk is computed by one request")
 
     def twin(self, session: PooledContext) -> PooledContext:
         """Return another session that holds the same. Raises OverBudget."""

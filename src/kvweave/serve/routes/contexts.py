@@ -114,8 +114,10 @@ async def create(tenant: Tenant, the: The, body: New, response: Response) -> _Js
         if body.system is not None:
             the.quota.check(engine, tenant, [len(tokens_of(engine, body.system))])
         the.quota.check_context(engine, tenant)
-        system = None if body.system is None else PlainText(body.system)
-        context = yield from engine.opening(name, system, **options)
+        if body.system is None:
+            context = engine.context(name, **options)
+        else:
+            context = yield from engine.opening(name, system=PlainText(body.system), **options)
         return view_of(engine, the, context)
 
     return _tagged(response, await the.run(tenant, work))
