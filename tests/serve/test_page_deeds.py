@@ -109,7 +109,7 @@ def test_closing_waits_and_can_be_called_off(visit, fake):
 
 
 def close(page, name: str) -> None:
-    page.get_by_role("button", name=f"Actions on {name}").click()
+    page.get_by_role("button", name=f"Actions on {name}", exact=True).click()
     page.get_by_role("menuitem", name="Close").click()
     page.get_by_text(f"Closing {name}.").wait_for()
 
@@ -239,7 +239,7 @@ def test_over_the_real_server_edits_are_undone_and_plans_kept(browser, bundled):
         box.get_by_role("button", name="Undo").click()
         box.locator(".cost").get_by_text("Taken back:").wait_for()
         assert [each.name for each in engine.contexts["chat/1"].parts] == names
-        page.get_by_role("button", name="Actions on chat/1").click()
+        page.get_by_role("button", name="Actions on chat/1", exact=True).click()
         page.get_by_role("menuitem", name="Make exact").click()
         page.get_by_text("chat/1 is that of a full prefill").wait_for()
         assert page.locator("#log .gone").count() == 0
