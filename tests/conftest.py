@@ -102,7 +102,8 @@ def nothing_left_behind() -> Iterator[None]:
     more = [place for place in sys.path if place not in path]
     sys.path[:] = path
     changed = {name for name, _ in environment.items() ^ os.environ.items()}
-    of_libraries = ("PYTEST_", "HF_", "TRANSFORMERS_", "VLLM_", "GLOG_")  # read when these are imported
+    # read when these are imported
+    of_libraries = ("PYTEST_", "HF_", "TRANSFORMERS_", "VLLM_", "GLOG_")
     ours = {name for name in changed if not name.startswith(of_libraries)}
     if "vllm" in sys.modules:  # which sets a dozen for its workers, of any names
         ours = set()
