@@ -16,7 +16,7 @@ import torch
 from reference import Reference, Sizes
 from torch import Tensor
 
-from kvweave.run.base import Backend, Ints, LayerInfo, Mask, Observer, Rows, Steps, T, Work
+from kvweave.run.base import Backend, Ints, LayerInfo, Mask, Observer, Rows, Work
 from kvweave.run.model import Runner
 from kvweave.store.kv import KV
 
@@ -206,14 +206,3 @@ class Recorder(Observer):
                     found[first + row] = one
         rows = sorted(found)
         return rows, torch.stack([found[row] for row in rows], 1)
-
-
-def drive(backend: Backend, steps: Steps[T]) -> T:
-    """Run a job to its end with nothing beside it."""
-    try:
-        work = next(steps)
-        while True:
-            work = steps.send(backend.forward([work])[0])
-    except StopIteration as done:
-        found: T = done.value
-        return found

@@ -14,7 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from run.backend import drive, ids, off
+from run.backend import ids, off
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import kvweave.run.loop
@@ -22,6 +22,7 @@ from kvweave.errors import InvalidArgument, LoadFailed
 from kvweave.run.base import NO_SLOTS, Ints, Rows, Steps, Work
 from kvweave.run.loop import Loop, Request
 from kvweave.run.sample import Sampling
+from kvweave.weave.rereading import at_once
 
 V = 24
 END = 23  # the token that ends a reply
@@ -186,7 +187,7 @@ def test_a_job_gets_the_logits_of_all_its_pieces_at_once():
 
 def test_a_job_with_nothing_to_run_decodes_with_the_others():
     engine, loop, (a, b) = started("a", "b")
-    drive(engine, prompt(b, 3))
+    at_once(engine, prompt(b, 3))
     engine.passes.clear()
     known = engine._logits(b, 2)
 

@@ -12,7 +12,6 @@ import numpy as np
 import oracle
 import pytest
 import torch
-from run.backend import drive
 from weaving import EXACT, chat, rows, same_rows, text
 
 from kvweave import Engine
@@ -27,6 +26,7 @@ from kvweave.weave.passes import ASKS, Floats, Look, Passes
 from kvweave.weave.repair import Rollout, Verdict, View, Wish, rollout
 from kvweave.weave.repair.base import SETTLED
 from kvweave.weave.repair.rollout import follow
+from kvweave.weave.rereading import at_once
 
 Make = Callable[..., Engine]
 
@@ -55,7 +55,7 @@ def view(budget: int, reads: dict[int, list[float]], asked: list[list[int]]) -> 
 
 def followed(view: View, mass: Floats, rounds: int) -> list[int]:
     none: Any = None
-    return drive(none, follow(view, mass, rounds)).tolist()
+    return at_once(none, follow(view, mass, rounds)).tolist()
 
 
 def test_the_second_round_takes_what_the_first_one_reads() -> None:
@@ -106,7 +106,7 @@ def test_rows_taken_before_count_in_the_budget() -> None:
     taken[[0, 7]] = True
     none: Any = None
     mass = np.array([0.0, 0.0, 0.0, 0.9, 0.1, 0.3, 0.0, 0.9])
-    found = drive(none, follow(view(4, {}, []), mass, 1, taken))
+    found = at_once(none, follow(view(4, {}, []), mass, 1, taken))
     assert found.tolist() == [10, 13, 15, 17]
 
 
@@ -177,17 +177,17 @@ def test_a_look_and_a_reading_add_up_squares(engines: Make, name: str) -> None:
     passes = woven(engine)
     assert passes.unready.tolist() == [17, 18, 19, 20]
     asked = Whole(n_layers, 4, 21)
-    drive(engine.runner, one(passes.work(passes.unready, observer=asked)))
+    at_once(engine.runner, one(passes.work(passes.unready, observer=asked)))
     assert asked.ones == pytest.approx(heads, rel=1e-5)
     needed = np.array([ASKS, ASKS, ASKS, 1.0]) @ asked.paid[1:].sum(0)
     assert looked(passes).mass == pytest.approx(needed, rel=1e-4, abs=1e-9)
     everything = np.arange(17)
     before = passes.placed_values(everything)
     slots, counts = np.array([12, 14]), np.array([1.0, 0.25])
-    reads = drive(engine.runner, passes.reads(slots, counts))
+    reads = at_once(engine.runner, passes.reads(slots, counts))
     assert reads[15:].sum() == 0  # nobody sees what comes later
     again = Whole(n_layers, 2, 17)
-    drive(engine.runner, one(passes.work(slots, observer=again)))
+    at_once(engine.runner, one(passes.work(slots, observer=again)))
     assert reads[:17] == pytest.approx(counts @ again.paid[1:-1].sum(0), rel=1e-4, abs=1e-9)
     found = passes.placed_values(everything)
     assert all(torch.equal(a, b) for a, b in zip(found, before, strict=True))

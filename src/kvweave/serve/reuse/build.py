@@ -42,7 +42,7 @@ class Composer:
                 self._drop_base(context)
                 session.n_base, session.base = 0, None
             elif wanted.base is not None:
-                self._set_base(session, wanted, wanted.base)
+                self._set_base(session, wanted.base)
         except BaseException:
             self.engine.close_context(context.name, namespace)
             raise
@@ -52,18 +52,14 @@ class Composer:
         if context.parts:
             context.drop(0)
 
-    def add_base(self, wanted: Wanted) -> ChunkId | None:
-        """Give a prompt's base an id; None where it has none of its own. Raises ContextTooLong."""
-        if (base := wanted.base) is None:
-            return None
-        return self.engine.maker.add(
-            base.tokens.tolist(), kind="system", namespace=wanted.namespace, name=base.label
-        )
+    def add_base(self, base: PromptPiece, namespace: str) -> ChunkId:
+        """Give a prompt's base an id. Raises ContextTooLong."""
+        tokens = base.tokens.tolist()
+        return self.engine.maker.add(tokens, kind="system", namespace=namespace, name=base.label)
 
-    def _set_base(self, session: PooledContext, wanted: Wanted, base: PromptPiece) -> None:
+    def _set_base(self, session: PooledContext, base: PromptPiece) -> None:
         context = session.context
-        id = self.add_base(wanted)
-        assert id is not None
+        id = self.add_base(base, context.namespace)
         self._drop_base(context)
         context.set_base(id, base.label)
         session.n_base, session.base = 1, id

@@ -89,9 +89,9 @@ class Sessions:
         wanted = self._allowed(wanted, reuse, sizes)
         holder, n_base, base = new_context_name(), 0, None
         try:
-            if reuse == "all" and self._best(wanted, how, reuse)[0] is None:
-                base = self.composer.add_base(wanted)
-            if base is not None:
+            own = wanted.base if reuse == "all" else None
+            if own is not None and self._best(wanted, how, reuse)[0] is None:
+                base = self.composer.add_base(own, wanted.namespace)
                 self.table.hold(base, holder)
                 compute = partial(self.engine.maker.computing, base, wanted.namespace)
                 n_base = yield from self._affording(wanted.namespace, compute)
