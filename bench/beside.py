@@ -1,5 +1,5 @@
-"""What a reader of a stream notices of 4k tokens that are stored, woven, checked, thinned, or the
-system message of another's chat meanwhile.
+"""What a reader of a stream notices of 4k tokens that are stored, woven, checked, thinned, the system
+message of another's chat, or what a memory sums up or looks at meanwhile.
 
 One `kvweave serve` of a random model streams an answer. A while after its first token something
 large begins; the gaps between the stream's tokens are compared with those before it, and the
@@ -24,7 +24,8 @@ from common import machine, median, parser, progress, random_ids, report, shape_
 from serve import QUICK, SHAPE, WORDS, save_model, serving
 
 ALONE = 80  # tokens before it begins
-WHAT = ("put", "weave", "check", "compress", "system")
+WHAT = ("put", "weave", "check", "compress", "system", "settle", "search")
+SUMMARY = 128  # tokens the model may write
 FIRST = 16  # of these are not counted: the machine warms up
 
 
@@ -57,9 +58,9 @@ async def streamed(
                 before.append(gap)
                 if len(before) == ALONE:
                     task = asyncio.ensure_future(timed())
-            elif not task.done():
-                beside.append(gap)
-            else:
+                continue
+            beside.append(gap)  # also the one in which it ends: a stream that stood still has no other
+            if task.done():
                 await task
                 break
     return before[FIRST:], beside, took
@@ -72,13 +73,30 @@ async def measure(url: str, n: int, vocab: int, rounds: int) -> dict[str, Any]:
 
         async def send(method: str, path: str, body: object = None) -> None:
             reply = await client.request(method, path, json=body)
-            if not reply.is_success:
+            silent = path.endswith(":settle") and "it is empty" in reply.text  # it is a random model
+            if not (reply.is_success or silent):
                 raise RuntimeError(reply.text)
 
         async def context(name: str, size: int, seed: int) -> None:
             await send("POST", "/v1/contexts", {"name": name})
             tokens = random_ids(size, vocab - 1, seed)
             await send("POST", f"/v1/contexts/{name}:append", {"tokens": tokens})
+
+        async def memory(name: str, what: str, seed: int) -> tuple[str, str, object]:
+            """Open a memory of ``n`` tokens that leave its window, or in eight items."""
+            await context(name, 64, seed)
+            path, budget = f"/v1/memory/{name}", {"window": n + 8, "summary": SUMMARY}
+            await send("POST", f"{path}:open", {"root": name, "budget": budget})
+            if what == "settle":
+                tokens = random_ids(n, vocab - 1, seed)
+                for each in (tokens, tokens[:16]):  # the second one is over the window
+                    await send("POST", f"{path}:tell", {"tokens": each})
+                return "POST", f"{path}:settle", None
+            for i in range(8):
+                tokens = random_ids(n // 8, vocab - 1, seed + i)
+                item = {"name": f"items/{i}", "tokens": tokens}
+                await send("POST", f"{path}:write", item)
+            return "POST", f"{path}:search", {"question": tokens[:16], "by": "attention"}
 
         with progress("beside", rounds * len(WHAT)) as step:
             for i in range(rounds):
@@ -92,6 +110,8 @@ async def measure(url: str, n: int, vocab: int, rounds: int) -> dict[str, Any]:
                         elif what == "compress":
                             await send("PUT", f"/v1/chunks/{name}", body)
                             call = "POST", f"/v1/chunks/{name}:compress", {"keep": "snapkv:0.3"}
+                        elif what in ("settle", "search"):
+                            call = await memory(name, what, seed)
                         elif what == "system":
                             text = " ".join(random.Random(seed).choices(WORDS, k=n))
                             roles = {"system": text, "user": WORDS[0]}

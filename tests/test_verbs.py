@@ -262,15 +262,14 @@ def call(world: World | Far, cls: type, verb: str, given: dict[str, Any]) -> Any
         )
     else:
         found = getattr(world.of[cls], verb)(**options)
+    returns = inspect.signature(inspect.getattr_static(cls, verb)).return_annotation
+    if inspect.isgenerator(found) and "Task" in str(returns):
+        found = world.engine.loop.finish(found)
     if isinstance(found, Turn):
         found.cancel()
     elif isinstance(found, Asking):
         found.turn.cancel()
         found.end()
-    elif inspect.isgenerator(found) and "Task" in str(
-        inspect.signature(inspect.getattr_static(cls, verb)).return_annotation
-    ):
-        world.engine.loop.finish(found)
     elif inspect.isgenerator(found):
         list(found)
     elif isinstance(found, AbstractContextManager) and not isinstance(found, Context):

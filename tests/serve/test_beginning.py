@@ -111,6 +111,46 @@ def test_of_a_context(outside):
     assert not found
 
 
+def test_of_what_stands_behind_a_base_that_was_lost(outside):
+    served, found = outside
+    served.anna("POST", "/v1/contexts", {"name": "c", "system": A}, 201)
+    for word in ("so", "well"):
+        served.anna("POST", "/v1/contexts/c:append", {"text": f"{word} {A}"})
+        served.anna("POST", "/v1/chunks/c/s-000:place", {"tier": "none"})
+        part = served.anna("GET", "/v1/contexts/c")["parts"][-1]
+        served.anna("POST", f"/v1/chunks/%23{part['id']}:denoise")
+    for keep in ("keydiff:0.5", "kvzip:0.5"):
+        served.anna("POST", "/v1/chunks/c/s-000:place", {"tier": "none"})
+        served.anna("POST", f"/v1/chunks/%23{part['id']}:compress", {"keep": keep, "to": keep[:5]})
+    served.settle()
+    assert not found
+
+
+MEMORY = "/v1/memory/c"
+ZONES = {"window": 20, "summaries": 20, "summary": 6, "recalled": 60, "warm": 0, "cold": "none"}
+
+
+def test_of_a_memory(outside):
+    served, found = outside
+    anna = served.anna
+    anna("POST", "/v1/contexts", {"name": "c", "system": A}, 201)
+    anna("POST", f"{MEMORY}:open", {"budget": ZONES}, 201)
+    for i, word in enumerate(ENTITIES[:4]):
+        anna("POST", f"{MEMORY}:write", {"name": f"notes/{i}", "text": f"{word} so well {A}"})
+        anna("POST", f"{MEMORY}:tell", {"text": f"then {word} saw it and it was so well {A}"})
+    assert anna("POST", f"{MEMORY}:settle")["names"], "the model wrote no summary"
+    for by in ("attention", "embedding"):
+        looked = {"question": f"what of {ENTITIES[1]}", "by": by}
+        assert anna("POST", f"{MEMORY}:search", looked)["data"]
+        assert anna("POST", f"{MEMORY}:recall", looked | {"n": 1})["names"]
+        anna("POST", f"{MEMORY}:ask", {"content": "so well", "recall": by, "max_tokens": 2})
+    while anna("POST", f"{MEMORY}:idle")["slept"]:
+        pass
+    anna("POST", f"{MEMORY}:write", {"name": "notes/new", "text": f"so {A}"})
+    served.settle()
+    assert not found
+
+
 def test_a_context_is_not_used_before_its_first_message_is_there(serve):
     served = serve()
     opening = []

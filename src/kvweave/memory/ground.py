@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from kvweave.chunk.identity import ChunkId
@@ -29,6 +31,16 @@ class Ground:
     def base(self) -> ChunkId | None:
         """The chunk that the context's other chunks are computed after."""
         return self.context.snapshot().base
+
+    @contextmanager
+    def away(self) -> Iterator[None]:
+        """Keep others from the context, and from its memory, while a task inside one step waits."""
+        session = self.context.session
+        session.held = True
+        try:
+            yield
+        finally:
+            session.held = False
 
     def learn(self) -> None:
         """Know the zones of parts that came without (`Zones.learn`): system messages are anchors, and

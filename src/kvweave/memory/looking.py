@@ -8,6 +8,7 @@ from kvweave.chunk.identity import ChunkId
 from kvweave.engine import Engine
 from kvweave.memory.beside import beside
 from kvweave.run.base import Ints, Steps
+from kvweave.run.loop import Task
 from kvweave.weave.context import Context
 from kvweave.weave.passes import Floats, Passes
 from kvweave.weave.repair import Strategy, Verdict, View, Wish
@@ -37,22 +38,23 @@ class Watched(Strategy):
         return Verdict(passes.early)
 
 
-def attended(
+def attending(
     engine: Engine, context: Context, ids: Sequence[ChunkId], question: Sequence[int]
-) -> list[float]:
+) -> Task[list[float]]:
     """Return for each chunk the most that one of its rows gets of the question's attention, as a
-    share of what all get. Costs a pass of the question over these chunks, and their canonical KV
-    where it is missing."""
+    share of what all get, as a task of the loop. Costs a pass of the question over these chunks,
+    and their canonical KV where it is missing."""
     if not ids:
         return []
-    engine.maker.canonicalise(ids)
-    watched = Watched()
+    watched, base = Watched(), context.snapshot().base
     header = engine.maker.tokens(engine.maker.chat.header()) if engine.runner.tokenizer else []
     with beside(engine, context, "looking", repair="none", share=0.0) as looking:
         with looking.edit():
             parts = [looking.append_chunk(f"#{id}") for id in ids]
             looking.append([*question, *header])
-        looking.weave(watched)
+        for id in ids if base is None else (base, *ids):  # held by now
+            yield from engine.maker.computing(id, context.namespace)
+        yield from looking.weaving(watched)
         if watched.mass is None:
             return [0.0] * len(ids)
         spans = [watched.spans[part.uid] for part in parts]

@@ -8,8 +8,9 @@ from kvweave.chunk.identity import ChunkId
 from kvweave.errors import ChunkNotFound, InvalidArgument
 from kvweave.memory.grams import Ranking
 from kvweave.memory.ground import Ground
-from kvweave.memory.looking import attended
+from kvweave.memory.looking import attending
 from kvweave.memory.told import RANKED, WAYS, By
+from kvweave.run.loop import Task
 from kvweave.weave.parts import TextOrTokens
 
 LOOKED_AT = 8  # items whose KV a question looks at, those that rank highest before
@@ -58,8 +59,9 @@ class Recaller:
 
     # ---- ranking
 
-    def rank(self, question: TextOrTokens, by: By) -> list[tuple[str, float]]:
-        """Return whole names and scores, the best first, of what is not in the context otherwise.
+    def ranking_by(self, question: TextOrTokens, by: By) -> Task[list[tuple[str, float]]]:
+        """Return whole names and scores, the best first, of what is not in the context otherwise. A
+        task of the loop: the model looks beside others.
 
         By ``name``: ``question`` is a name or a glob; the score is 1. Raises InvalidArgument,
         ChunkNotFound.
@@ -77,7 +79,7 @@ class Recaller:
             return found
         names = [name for name, _ in found[:LOOKED_AT]]
         ids = [self.ground.items.get(name).id for name in names]
-        scores = attended(self.ground.engine, self.ground.context, ids, tokens)
+        scores = yield from attending(self.ground.engine, self.ground.context, ids, tokens)
         return sorted(zip(names, scores, strict=True), key=lambda item: -item[1])
 
     def _ranked(self, tokens: Sequence[int]) -> list[tuple[str, float]]:

@@ -12,7 +12,8 @@ from collections.abc import Sequence
 
 from kvweave.errors import InvalidArgument
 from kvweave.memory.ground import Ground
-from kvweave.memory.summaries import Said, Segment, Summariser
+from kvweave.memory.summaries import AskModel, Said, Segment, Summariser
+from kvweave.run.loop import Task
 from kvweave.weave.edits import with_errata
 from kvweave.weave.parts import Part, TextOrTokens
 
@@ -31,17 +32,18 @@ class Settling:
         """Whether a budget is exceeded by what can go."""
         return bool(self._leaving() or self._folding())
 
-    def settle(self) -> list[str]:
-        """Bring both zones under their budgets; return the names of new items, summaries too.
+    def settling(self) -> Task[list[str]]:
+        """Bring both zones under their budgets; return the names of new items, summaries too. A task
+        of the loop: what the model writes is written beside others.
 
         Each round is one edit. Raises what the summariser raises, and InvalidArgument for a summary
         that is empty or too long; rounds before that have happened then.
         """
         found: list[str] = []
         while parts := self._leaving():
-            found += self._round(parts, "summarise")
+            found += yield from self._round(parts, "summarise")
         while parts := self._folding():
-            found += self._round(parts, "summarise summaries")
+            found += yield from self._round(parts, "summarise summaries")
         return found
 
     def _leaving(self) -> list[Part]:
@@ -55,10 +57,10 @@ class Settling:
         parts = self.ground.parts("summary")
         return parts[: self.ground.budget.folding([part.n for part in parts])]
 
-    def _round(self, parts: Sequence[Part], verb: str) -> list[str]:
+    def _round(self, parts: Sequence[Part], verb: str) -> Task[list[str]]:
         """Replace parts by one summary where the first of them stood."""
         ground = self.ground
-        tokens = self._summary(parts)
+        tokens = yield from self._summary(parts)
         with ground.context.edit(verb):
             names = [self._archive(part) for part in parts]
             index = ground.context.index(parts[0])
@@ -68,11 +70,15 @@ class Settling:
             ground.place(index, name, "summary")
         return [*(each for each in names if each is not None), name]
 
-    def _summary(self, parts: Sequence[Part]) -> list[int]:
+    def _summary(self, parts: Sequence[Part]) -> Task[list[int]]:
         """Return the tokens of a summary. Raises InvalidArgument for one that is none."""
         items, limit = self.ground.items, self.ground.budget.summary
         segment = Segment(tuple(self._said(part) for part in parts), limit, self._count)
-        content = self.summarise(segment)
+        if type(self.summarise) is AskModel:  # another may be called in another way
+            with self.ground.away():
+                content: TextOrTokens = yield from self.summarise.writing(segment)
+        else:
+            content = self.summarise(segment)
         is_text = isinstance(content, str)
         if not len(content.strip() if isinstance(content, str) else content):
             raise InvalidArgument("summary", "it is empty", "nothing was cleared; try another")

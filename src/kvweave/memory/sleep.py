@@ -9,6 +9,7 @@ from kvweave.chunk.identity import TierName
 from kvweave.chunk.record import Record
 from kvweave.memory.ground import Ground
 from kvweave.memory.told import Slept
+from kvweave.run.loop import Task
 
 Compress = Callable[[str], object]  # given an item's whole name; it may bind the name anew
 LOOKED_THROUGH = 16  # items a call looks through at most before it finds one to lay down
@@ -49,21 +50,31 @@ class Sleep:
         self._new.append(name)
         self.used(name)
 
-    def step(self) -> Slept | None:
-        """Do the next thing; None: there was nothing to do. Raises what the hook and tiers raise,
-        the item stays where it was then."""
-        return self._denoise() or self._lay_down()
+    def stepping(self) -> Task[Slept | None]:
+        """Do the next thing; None: there was nothing to do. A task of the loop. Raises what the hook
+        and tiers raise, the item stays where it was then."""
+        return (yield from self._denoising()) or self._lay_down()
 
-    def _denoise(self) -> Slept | None:
+    def _denoising(self) -> Task[Slept | None]:
         while self._new:
             name = self._new.popleft()
-            record = self._there(name)
-            if record is None:
-                continue
-            n = self.ground.engine.maker.canonicalise([record.id])
+            try:
+                n = yield from self._computing(name)
+            except GeneratorExit:  # given up: another time
+                self._new.appendleft(name)
+                raise
             if n:
                 return Slept("denoise", name, n)
         return None
+
+    def _computing(self, name: str) -> Task[int]:
+        """Compute canonical KV of an item, and before that of its base, where it is missing."""
+        maker, n = self.ground.engine.maker, 0
+        for of in ("base", "id"):
+            record = self._there(name)
+            if record is not None and (id := getattr(record, of)) is not None:
+                n = yield from maker.computing(id, record.namespace)
+        return n
 
     def _lay_down(self) -> Slept | None:
         ground, held = self.ground, {part.id for part in self.ground.context.parts}

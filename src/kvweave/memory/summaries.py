@@ -11,6 +11,8 @@ from kvweave.chunk.identity import ChunkId, Kind
 from kvweave.engine import Engine
 from kvweave.errors import InvalidArgument
 from kvweave.memory.beside import beside
+from kvweave.run.loop import Task
+from kvweave.run.sampling import Sampling
 from kvweave.weave.context import Context
 from kvweave.weave.parts import TextOrTokens
 
@@ -114,6 +116,10 @@ class AskModel:
     def __call__(self, segment: Segment) -> str:
         """Return what the model says. Raises ContextTooLong, and InvalidArgument without a
         tokenizer."""
+        return self.engine.loop.finish(self.writing(segment))
+
+    def writing(self, segment: Segment) -> Task[str]:
+        """As a call, as a task of the loop: others go on meanwhile."""
         maker = self.engine.maker
         with beside(self.engine, self.context, "summary") as context:
             with context.edit():
@@ -121,5 +127,7 @@ class AskModel:
                     context.append_chunk(f"#{said.id}")
                 context.append(maker.message("user", self.prompt))
                 context.append(maker.chat.header())
-            answer = context.generate(max_tokens=segment.limit)
+            turn = context.begin(Sampling(max_tokens=segment.limit))
+            yield turn.request
+            answer = turn.finish()
         return segment.cut(answer.text.strip())

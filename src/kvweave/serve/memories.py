@@ -18,6 +18,7 @@ from kvweave.memory import (
     MemoryTool,
     Summariser,
 )
+from kvweave.run.loop import Task
 from kvweave.serve.guard.quota import Quota
 from kvweave.weave.context import Context
 
@@ -123,15 +124,17 @@ class Memories:
         """Tell whether one of them may have something to do."""
         return bool(self._due)
 
-    def rest(self) -> None:
+    def rest(self) -> Task[None]:
         """Do one bounded step of one of them."""
         each, more = self._due[0], False
         try:
-            more = self._is_there(each) and each.memory.idle(settle=False) is not None
+            if self._is_there(each):
+                more = (yield from each.memory.idling(settle=False)) is not None
         except KVWeaveError as error:
             log.info("a memory of %s could not sleep: %s", each.memory.context.name, error)
         finally:  # in turns; others see it wait as long as it works
-            self._due = [*self._due[1:], each] if more else self._due[1:]
+            self._due.remove(each)
+            self._due += [each] * more
 
     # ---- inside
 

@@ -250,8 +250,8 @@ class Maker:
         else:
             n = self.table.get(id).n_tokens
             self.shelf.reserve(n * self.backend.row_bytes)
-            rows = self._after_base(id, n)
-            make = self._whole(id, rows)
+            rows, base = self._after_base(id, n)
+            make = self._whole(id, rows, base)
         made: list[KV] = []
 
         def steps() -> Steps[None]:
@@ -272,8 +272,10 @@ class Maker:
         self._store([id], made)
         return self.table.get(id).n_tokens
 
-    def _whole(self, id: ChunkId, rows: Rows) -> Steps[KV]:
-        """Compute a chunk behind the rows of its base."""
+    def _whole(self, id: ChunkId, rows: Rows, base: Work | None) -> Steps[KV]:
+        """Compute a chunk behind the rows of its base, and those first where they are missing."""
+        if base is not None:
+            yield base
         n = self.table.get(id).n_tokens
         kv = self.backend.new_kv(n)
         yield self._work(id, rows, kv, 0, n)
@@ -293,15 +295,26 @@ class Maker:
         self.shelf.reserve(
             (2 * n + reread_rows(keep.policy, self.backend, n)) * self.backend.row_bytes
         )
-        rows = self._after_base(id, n)
-        return rows, Thinning(self.backend, keep).steps(rows, tokens, before)
+        rows, first = self._after_base(id, n)
+
+        def steps() -> Steps[KV]:
+            if first is not None:
+                yield first
+            return (yield from Thinning(self.backend, keep).steps(rows, tokens, before))
+
+        return rows, steps()
 
     def _batch(self, ids: list[ChunkId], progress: Callable[[int], None]) -> int:
         """Compute several chunks in one packed pass (a long one alone, piece by piece)."""
         sizes = [self.table.get(i).n_tokens for i in ids]
         self.shelf.reserve(sum(sizes) * self.backend.row_bytes)
         made = [self.backend.new_kv(n) for n in sizes]
-        rows = [self._after_base(i, n) for i, n in zip(ids, sizes, strict=True)]
+        rows = []
+        for id, n in zip(ids, sizes, strict=True):
+            behind, base = self._after_base(id, n)
+            if base is not None:
+                self.backend.forward([base])
+            rows.append(behind)
         for start in range(0, max(sizes), BLOCK):
             each = zip(ids, rows, made, strict=True)
             works = [self._work(i, r, kv, start, BLOCK) for i, r, kv in each]
@@ -318,9 +331,9 @@ class Maker:
         for id, kv in zip(ids, made, strict=True):
             self.shelf.put(id, kv)
 
-    def _after_base(self, id: ChunkId, n: int) -> Rows:
-        """Return rows that hold the chunk's base: as it was computed, never as a codec or a token
-        policy left it."""
+    def _after_base(self, id: ChunkId, n: int) -> tuple[Rows, Work | None]:
+        """Return rows that hold the chunk's base, or what makes them do so: as it was computed, never
+        as a codec or a token policy left it."""
         rows = self.backend.new_rows()
         base = self.table.get(id).base
         n_base = 0 if base is None else self.table.get(base).n_tokens
@@ -328,14 +341,13 @@ class Maker:
             raise ContextTooLong(n_base + n, self.backend.limit)
         rows.reserve(n_base + n)
         if base is None:
-            return rows
+            return rows, None
         kv = self.shelf.get(base)  # None: what is computed behind it may have taken its room
         slots = np.arange(n_base)
         if kv is None or kv.altered:
-            self.backend.forward([Work(rows, self._tokens(base), slots, slots, last=self._last)])
-        else:
-            rows.place([(0, [kv])], slots)
-        return rows
+            return rows, Work(rows, self._tokens(base), slots, slots, last=self._last)
+        rows.place([(0, [kv])], slots)
+        return rows, None
 
     def _work(self, id: ChunkId, rows: Rows, kv: KV, start: int, most: int) -> Work:
         tokens = self._tokens(id)[start : start + most]

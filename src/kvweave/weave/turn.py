@@ -11,6 +11,7 @@ import numpy as np
 from kvweave.chunk.identity import Kind
 from kvweave.errors import InvalidArgument, OverBudget
 from kvweave.run.base import Ints
+from kvweave.run.loop import Request
 from kvweave.run.sampling import Choice, Sampling
 from kvweave.verbs import checked
 from kvweave.weave.answer import Answer
@@ -88,6 +89,11 @@ class Turn:
             session.weaver.settle_account(session.state)
             context.restore(self._before)
             raise
+
+    @property
+    def request(self) -> Request:
+        """What runs of it, for a task that waits for its end."""
+        return self._weaving.request
 
     @property
     def done(self) -> bool:

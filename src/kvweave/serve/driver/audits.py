@@ -34,8 +34,9 @@ class IdleAudits:
     def begin(self) -> None:
         """Do a step of what may rest; else begin an audit that is due, or refine rows, where neither is
         under way."""
-        if (first := self._first()) is not None:
-            first.rest()
+        if not self._tasks and (first := self._first()) is not None:
+            if (step := first.rest()) is not None:
+                self._tasks.begin(step)
             self.touched()
         elif not self._tasks and self._shadow.is_due(self._loop):
             self._tasks.begin(self._shadow.audit(self._loop))

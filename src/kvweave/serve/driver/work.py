@@ -65,8 +65,8 @@ class Rest(Protocol):
         """Tell whether there may be something."""
         ...
 
-    def rest(self) -> None:
-        """Do one step."""
+    def rest(self) -> Task[None] | None:
+        """Do one step, or return it."""
         ...
 
 

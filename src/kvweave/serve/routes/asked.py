@@ -7,6 +7,7 @@ from starlette.responses import Response
 
 from kvweave.engine import Engine
 from kvweave.memory.asking import Asking
+from kvweave.run.loop import Task
 from kvweave.serve.guard.text import tokens_of
 from kvweave.serve.memories import OpenMemory
 from kvweave.serve.routes.base import ERRORS, STREAMED
@@ -37,7 +38,7 @@ class _MemoryTurn(OneTurn):
         self.question = None if body.question is None else PlainText(body.question)
         self.under_way: tuple[OpenMemory, Asking] | None = None
 
-    def begin(self, engine: Engine) -> list[Turn]:
+    def begin(self, engine: Engine) -> Task[list[Turn]]:
         context, memories = self.here.open(engine), self.here.the.memories
         each = memories.get(context)
         n = len(tokens_of(engine, self.content))
@@ -46,7 +47,7 @@ class _MemoryTurn(OneTurn):
         memories.check(each, n, self.body.max_tokens)
         known = {part.uid for part in context.parts}
         asked = self.sampling, self.max_drift
-        asking = each.memory.begin(self.content, asked, self.recall, self.question)
+        asking = yield from each.memory.beginning(self.content, asked, self.recall, self.question)
         self.under_way = each, asking
         try:
             memories.check(each, self.body.max_tokens)  # with what became of turns that left

@@ -15,6 +15,7 @@ from kvweave.engine import Engine
 from kvweave.errors import InvalidArgument, OverQuota
 from kvweave.memory import MemoryBudget
 from kvweave.memory.told import ZONES, By
+from kvweave.run.loop import Task
 from kvweave.serve.guard.access import Tenant
 from kvweave.serve.guard.text import tokens_of
 from kvweave.serve.memories import OpenMemory
@@ -120,43 +121,46 @@ async def tool(here: OnContext, body: shape.MemoryToolCall) -> _Json:
 @router.post("/{name:path}:tell", response_model=shape.PartTold)
 async def tell(here: OnContext, body: shape.Tell) -> _Json:
     """Make room, and add a message without an answer."""
-    return await _step(
-        here,
-        "tell",
-        lambda each: part_told(each.memory.tell(body.content, body.kind)),
-        body.content,
-    )
+
+    def work(each: OpenMemory) -> Task[_Json]:
+        return part_told((yield from each.memory.telling(body.content, body.kind)))
+
+    return await _run(here, "tell", work, body.content)
 
 
 @router.post("/{name:path}:settle", response_model=shape.ItemNames)
 async def settle(here: OnContext) -> _Json:
     """Bring window and summaries under their budgets now."""
-    return await _step(here, "settle", lambda each: {"names": each.memory.settle()})
+
+    def work(each: OpenMemory) -> Task[_Json]:
+        return {"names": (yield from each.memory.settling())}
+
+    return await _run(here, "settle", work)
 
 
 @router.post("/{name:path}:search", response_model=shape.FoundItems)
 async def search(here: OnContext, body: shape.Search) -> _Json:
     """Rank items, and change nothing."""
 
-    def work(engine: Engine, context: Context) -> _Json:
-        asked = _asked(engine, body.question, body.by)
-        found = here.the.memories.get(context).memory.search(asked, body.by, body.n)
+    def work(engine: Engine, context: Context) -> Task[_Json]:
+        asked, each = _asked(engine, body.question, body.by), here.the.memories.get(context)
+        found = yield from each.memory.searching(asked, body.by, body.n)
         return {"data": [{"name": name, "score": score} for name, score in found]}
 
-    return await here.read(work)
+    return await here.look(work)
 
 
 @router.post("/{name:path}:recall", response_model=shape.ItemNames)
 async def recall(here: OnContext, body: shape.Recall) -> _Json:
     """Let items stand between anchors and summaries, in place of what was recalled before."""
 
-    def work(engine: Engine, context: Context) -> _Json:
+    def work(engine: Engine, context: Context) -> Task[_Json]:
         asked, each = _asked(engine, body.question, body.by), here.the.memories.get(context)
-        found = each.memory.recall(asked, body.by, body.n)
+        found = yield from each.memory.recalling(asked, body.by, body.n)
         here.the.memories.touch(each)
         return {"names": found}
 
-    return await here.change(work)
+    return await here.run(work)
 
 
 @router.post("/{name:path}:release", response_model=shape.ItemNames)
@@ -220,11 +224,11 @@ async def undo(here: OnContext) -> _Json:
 async def idle(here: OnContext) -> _Json:
     """Do one bounded step of what can wait, null where nothing does."""
 
-    def work(each: OpenMemory) -> _Json:
-        slept = each.memory.idle()
+    def work(each: OpenMemory) -> Task[_Json]:
+        slept = yield from each.memory.idling()
         return {"slept": None if slept is None else asdict(slept)}
 
-    return await _step(here, "idle", work)
+    return await _run(here, "idle", work)
 
 
 @router.get("/{name:path}", response_model=shape.MemoryView)
@@ -286,14 +290,26 @@ async def _step(
 ) -> T:
     """Do what may take more, wholly or not at all; ``texts`` that are far too long are refused first."""
 
-    def run(engine: Engine, context: Context) -> T:
+    def task(each: OpenMemory) -> Task[T]:
+        yield from ()
+        return work(each)
+
+    return await _run(here, verb, task, *texts)
+
+
+async def _run(
+    here: NamedContext, verb: str, work: Callable[[OpenMemory], Task[T]], *texts: str | list[int]
+) -> T:
+    """As `_step`, for work that goes on beside the answers under way."""
+
+    def run(engine: Engine, context: Context) -> Task[T]:
         memories = here.the.memories
         each = memories.get(context)
         memories.check(each, *(len(tokens_of(engine, text)) for text in texts))
         with memories.step(each, verb):
-            return work(each)
+            return (yield from work(each))
 
-    return await here.change(run)
+    return await here.run(run)
 
 
 def _asked(engine: Engine, question: str | list[int], by: By) -> str | list[int]:

@@ -51,6 +51,16 @@ class NamedContext:
 
         return self._told(await self.the.call(self.tenant, run))
 
+    async def look(self, task: Callable[[Engine, Context], Task[T]]) -> T:
+        """As `read`, for work that goes on beside the answers under way."""
+
+        def run(engine: Engine) -> Task[tuple[T, int]]:
+            context = engine.get_context(self.name, self.tenant)
+            result = yield from task(engine, context)
+            return result, context.history.version
+
+        return self._told(await self.the.run(self.tenant, run))
+
     async def change(self, work: Callable[[Engine, Context], T]) -> T:
         """Run ``work`` on it, if it has the version wanted and nothing of it is under way.
 

@@ -12,6 +12,7 @@ from starlette.responses import Response
 
 from kvweave.engine import Engine
 from kvweave.errors import InvalidArgument
+from kvweave.run.loop import Task
 from kvweave.run.sampling import MAX_BIASED
 from kvweave.serve.driver.work import Delta, Event
 from kvweave.serve.guard.text import tokens_of
@@ -117,7 +118,7 @@ class OneTurn:
             await events.aclose()
             raise
 
-    def begin(self, engine: Engine) -> list[Turn]:
+    def begin(self, engine: Engine) -> list[Turn] | Task[list[Turn]]:
         """Add the message, and queue the answer; in the driver's thread."""
         context = self.here.open(engine)
         sizes = [self.body.max_tokens]

@@ -1,0 +1,80 @@
+"""Steps of a memory that wait for the model: nobody comes in between, and one given up never was."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from memory.test_memory import SMALL, SYSTEM, fill, keep_facts, state
+
+from kvweave import Engine, Memory
+from kvweave.errors import ContextBusy
+from kvweave.memory import AskModel
+
+ASKED = "what about Omar's metal"
+
+
+@pytest.fixture
+def memory(bundled) -> Iterator[Memory]:
+    """A memory of eight turns that leave when the model has summed them up."""
+    with Engine(bundled) as engine:
+        context = engine.context("c", system=SYSTEM)
+        made = Memory(engine, context, budget=SMALL, summarise=keep_facts())
+        fill(made)
+        made._settling.summarise = AskModel(engine, context)
+        made.tell("so well", "assistant")
+        yield made
+        made.close()
+        engine.check_integrity()
+
+
+def sums_up(memory: Memory) -> Any:
+    for _ in range(9):
+        memory.context.message("user", f"so well it was {ASKED}")
+    return memory.settling()
+
+
+TASKS: dict[str, Callable[[Memory], Any]] = {
+    "settle": sums_up,
+    "recall": lambda memory: memory.recalling(ASKED, "attention"),
+    "search": lambda memory: memory.searching(ASKED, "attention"),
+}
+
+
+@pytest.mark.parametrize("what", TASKS)
+def test_no_other_verb_comes_in_between(memory: Memory, what: str) -> None:
+    task, engine = TASKS[what](memory), memory._ground.engine
+    loop = engine.loop
+    request = next(task)
+    assert set(engine.contexts) == {"c"}, "it is seen by others"
+    for verb in (
+        lambda: memory.write("notes/a", "so"), lambda: memory.tell("so"), lambda: memory.undo(),
+        lambda: memory.stream("so"), lambda: memory.context.append("so"),
+    ) if what != "search" else ():  # fmt: skip
+        with pytest.raises(ContextBusy):
+            verb()
+    assert memory.search(ASKED) and memory.search(ASKED, "attention")  # two may look
+    assert what == "search" or memory.idle() is None
+    try:
+        while True:
+            if request.key not in loop.requests:
+                loop.add(request)
+            loop.run(lambda: not request.running)  # noqa: B023
+            request = next(task)
+    except StopIteration as done:
+        assert done.value
+    assert memory.write("notes/a", "so") and memory.undo() == "write"
+    assert what == "search" or memory.undo() == what
+
+
+@pytest.mark.parametrize("what", TASKS)
+def test_one_that_is_given_up_leaves_nothing(memory: Memory, what: str) -> None:
+    n_steps, task = memory.n_steps, TASKS[what](memory)
+    before, engine = state(memory), memory._ground.engine
+    next(task)
+    engine.loop.step()
+    task.close()
+    assert state(memory) == before and memory.n_steps == n_steps
+    assert not memory.context.session.busy and not engine.loop.requests
+    assert engine.loop.finish(TASKS[what](memory))
