@@ -16,7 +16,7 @@ from indexes import ENVIRONMENT, digest_of, put
 
 from kvweave.chunk.marks import marks
 from kvweave.chunk.table import Table
-from kvweave.errors import ChunkNotFound, InvalidArgument, NameTaken, StoreError
+from kvweave.errors import ChunkNotFound, InvalidArgument, ModelMismatch, NameTaken, StoreError
 
 if postgres.LACKING:
     pytest.skip(postgres.LACKING, allow_module_level=True)
@@ -113,6 +113,49 @@ def test_the_holds_of_a_dead_engine_expire(url):
         assert table.get(id).id == id and len(table) == 2
         time.sleep(1.2)
         assert sorted(table.collect()) == [id, id + 1]
+
+
+def test_two_models_never_share_an_index(url):
+    """Ids and names are common: one would read what the other stored as other texts. Nothing has to be
+    stored for that; of two that come at once one is refused at least."""
+    with Table(url) as old:
+        old._rows._run("ALTER TABLE kvweave_engines DROP COLUMN model")  # made by an older version
+        old.claim("a")
+        with Table(url) as other:
+            with pytest.raises(ModelMismatch, match="'a'"):
+                other.claim("b")
+            other.claim("a")
+            other.claim("a")
+            old.close()
+            wait(lambda: not other._rows._all("SELECT 1 FROM kvweave_engines WHERE id=1"))
+            with Table(url) as third, pytest.raises(ModelMismatch):
+                third.claim("b")
+            assert put(other, "x", 1)
+    tables, claimed = [Table(url) for _ in range(6)], []
+
+    def claim(i: int) -> None:
+        try:
+            tables[i].claim("ab"[i % 2])
+            claimed.append("ab"[i % 2])
+        except ModelMismatch:
+            pass
+
+    threads = [threading.Thread(target=claim, args=(i,)) for i in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(claimed) == 3 and len(set(claimed)) == 1
+    for table in tables:
+        table.close()
+
+
+def test_an_engine_that_comes_back_still_says_its_model(pair, url):
+    a, _ = pair
+    a.claim("a")
+    a._rows._run("DELETE FROM kvweave_engines WHERE id=%s", a._rows._engine)
+    mine = "SELECT model FROM kvweave_engines WHERE id=%s"
+    wait(lambda: a._rows._all(mine, a._rows._engine) == [("a",)])
 
 
 def test_one_of_two_gets_a_name(url):

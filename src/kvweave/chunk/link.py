@@ -18,7 +18,7 @@ from kvweave.chunk.background import within
 from kvweave.chunk.identity import ChunkId
 from kvweave.chunk.levels import Holders
 from kvweave.chunk.rows import ALL, UNSURE
-from kvweave.errors import ChunkNotFound, FormatTooNew, StoreError
+from kvweave.errors import ChunkNotFound, FormatTooNew, ModelMismatch, StoreError
 
 FORMAT = 1
 LEASE_SECONDS = 30.0
@@ -30,11 +30,12 @@ ANSWER_SECONDS = 10.0
 """How long an answer may take, and as long again for each `_SLOWLY` rows of it."""
 _SLOWLY = 100_000
 _MOST_TOLD = 7000  # bytes of a NOTIFY; 8000 are allowed
+_MODEL = "model TEXT NOT NULL DEFAULT ''"  # of an engine; indexes of before have no such column
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS kvweave_meta(key TEXT PRIMARY KEY, value TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS kvweave_engines(
-    id BIGSERIAL PRIMARY KEY, seen TIMESTAMPTZ NOT NULL DEFAULT clock_timestamp());
+    id BIGSERIAL PRIMARY KEY, seen TIMESTAMPTZ NOT NULL DEFAULT clock_timestamp(), {model});
 CREATE TABLE IF NOT EXISTS kvweave_chunks(
     id BIGSERIAL PRIMARY KEY, digest BYTEA NOT NULL UNIQUE, n_tokens BIGINT NOT NULL,
     kind SMALLINT NOT NULL, namespace TEXT NOT NULL, base BIGINT REFERENCES kvweave_chunks(id),
@@ -84,7 +85,7 @@ class Link:
         """Raises StoreError when the server does not answer, FormatTooNew."""
         self._url, self._lock_timeout = url, lock_timeout
         self.where = re.sub(r"//([^:@/]*):[^@]*@", r"//\1:***@", url)
-        self._level = 0
+        self._level, self._model = 0, ""
         self._changed: set[ChunkId] = set()
         self._inbox: deque[ChunkId] = deque()
         self.held: Holders = {}
@@ -139,7 +140,7 @@ class Link:
         self.open(1)
         try:
             self._run("SELECT pg_advisory_xact_lock(7455871)")
-            self._run(_SCHEMA)
+            self._run(_SCHEMA.format(model=_MODEL))
             for key, value in (("uuid", uuid4().hex), ("format", str(FORMAT))):
                 self._run(
                     "INSERT INTO kvweave_meta VALUES(%s, %s) ON CONFLICT DO NOTHING", key, value
@@ -149,6 +150,29 @@ class Link:
         except BaseException:
             self.rollback(1)
             raise
+
+    def claim(self, model: str) -> None:
+        """Say whose tokens are written from now on: names and ids are shared, and another model would
+        read them as other texts. Raises ModelMismatch."""
+        self.open(1)
+        try:
+            self._run("SELECT pg_advisory_xact_lock(7455871)")
+            there = "SELECT 1 FROM pg_attribute WHERE attrelid='kvweave_engines'::regclass"
+            if self._one(f"{there} AND attname='model'") is None:  # this takes all locks
+                self._run(f"ALTER TABLE kvweave_engines ADD COLUMN {_MODEL}")
+            others = self._named(
+                f"SELECT model FROM kvweave_engines e WHERE model NOT IN ('', %(model)s) AND {ALIVE}",
+                model=model,
+            )
+            if others:
+                raise ModelMismatch("the model of an engine on this index", model, others[0][0])
+            self._run("UPDATE kvweave_engines SET model=%s WHERE id=%s", model, self._engine)
+            self._run("COMMIT")
+            self._level = 0
+        except BaseException:
+            self.rollback(1)
+            raise
+        self._model = model
 
     # --- transactions ---
 
@@ -234,6 +258,9 @@ class Link:
                             db.execute(
                                 "INSERT INTO kvweave_engines(id) VALUES(%s)", (self._engine,)
                             )
+                            if self._model:
+                                again = "UPDATE kvweave_engines SET model=%s WHERE id=%s"
+                                db.execute(again, (self._model, self._engine))
                             self._unsure.set()
                         if self._unsure.is_set():
                             self._hold_again(db)

@@ -59,6 +59,10 @@ class IndexRows(Protocol):
     held: Holders
     """What contexts of this engine hold; the Table's own."""
 
+    def claim(self, model: str) -> None:
+        """Say whose tokens are written from now on. Raises ModelMismatch where an engine of another
+        model has it open."""
+
     def open(self, level: int) -> None:
         """Begin the transactions up to ``level`` that are not begun."""
 

@@ -262,6 +262,9 @@ class SqliteRows:
         self._do("DELETE FROM names WHERE namespace=? AND name=?", namespace, name)
         return True
 
+    def claim(self, model: str) -> None:
+        """Do nothing: no other engine has it open."""
+
     def hold(self, id: ChunkId, context: str, n: int) -> None:
         """Do nothing: what this process holds, its Table knows."""
 

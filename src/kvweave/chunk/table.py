@@ -103,6 +103,11 @@ class Table(Index):
 
     # --- chunks ---
 
+    def claim(self, model: str) -> None:
+        """Say which model's tokens these are from now on. Raises ModelMismatch where an engine of
+        another one has the index open."""
+        self._rows.claim(model)
+
     def add(
         self,
         tokens: Sequence[int],

@@ -74,8 +74,10 @@ class Ties:
             level.records.register(time.monotonic() + LOOKING)
 
     def _require_model(self) -> None:
-        """Raise ModelMismatch unless the first chunk that was made of tokens is of this model: its
-        digest is of both. A home's ``model.json`` may be gone, a shared index has none."""
+        """Raise ModelMismatch unless all engines that have the index open are of this model, and the
+        first chunk that was made of tokens is: its digest is of both. A home's ``model.json`` may be
+        gone, a shared index has none."""
+        self.table.claim(self._backend.fingerprint.digest().hex())
         for record in self.table:
             below = b"" if record.base is None else self.table.get(record.base).digest
             with suppress(CorruptChunk):
