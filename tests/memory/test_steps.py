@@ -78,3 +78,14 @@ def test_one_that_is_given_up_leaves_nothing(memory: Memory, what: str) -> None:
     assert state(memory) == before and memory.n_steps == n_steps
     assert not memory.context.session.busy and not engine.loop.requests
     assert engine.loop.finish(TASKS[what](memory))
+
+
+def test_a_model_that_says_nothing_stops_no_conversation(memory: Memory, monkeypatch) -> None:
+    """It would say nothing again, and every message to come would be refused."""
+    engine = memory._ground.engine
+    monkeypatch.setattr(engine.loop.backend, "ends", frozenset(range(engine.runner.n_vocab)))
+    for _ in range(9):
+        memory.context.message("user", "so well it was . then we saw it .")
+    memory.settle()
+    said = [memory.items_below.text(part.name) for part in memory.zone("summary")]
+    assert said and "so well it was ." in said[-1]

@@ -104,7 +104,8 @@ class FirstSentences:
 
 class AskModel:
     """Asks the model itself, in its own chat template, over the messages' chunks as they are: their
-    KV is placed, not computed again.
+    KV is placed, not computed again. Where it says nothing, the first sentences stand for the rest:
+    a conversation goes on whatever its model is worth.
 
     Worth as much as the model is: the bundled one was never taught to summarise and keeps nothing
     (docs/memory.md counts); its memory lives by recall alone.
@@ -130,4 +131,4 @@ class AskModel:
             turn = context.begin(Sampling(max_tokens=segment.limit))
             yield turn.request
             answer = turn.finish()
-        return segment.cut(answer.text.strip())
+        return segment.cut(answer.text.strip()) or FirstSentences()(segment)
