@@ -59,7 +59,9 @@ async def streamed(
                 if len(before) == ALONE:
                     task = asyncio.ensure_future(timed())
                 continue
-            beside.append(gap)  # also the one in which it ends: a stream that stood still has no other
+            beside.append(
+                gap
+            )  # also the one in which it ends: a stream that stood still has no other
             if task.done():
                 await task
                 break
@@ -73,7 +75,9 @@ async def measure(url: str, n: int, vocab: int, rounds: int) -> dict[str, Any]:
 
         async def send(method: str, path: str, body: object = None) -> None:
             reply = await client.request(method, path, json=body)
-            silent = path.endswith(":settle") and "it is empty" in reply.text  # it is a random model
+            silent = (
+                path.endswith(":settle") and "it is empty" in reply.text
+            )  # it is a random model
             if not (reply.is_success or silent):
                 raise RuntimeError(reply.text)
 

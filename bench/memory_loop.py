@@ -40,7 +40,7 @@ from kvweave.errors import ContextTooLong
 from kvweave.memory import AskModel, FirstSentences, MeanRows, Segment, Summariser
 from kvweave.memory.dense import DenseRanking
 from kvweave.memory.grams import GramRanking, Ranking
-from kvweave.memory.looking import attended
+from kvweave.memory.looking import attending
 from kvweave.weave.answer import Answer
 from kvweave.weave.parts import TextOrTokens
 
@@ -337,7 +337,8 @@ def rankings(told: Sequence[Told], n_questions: int) -> dict[str, Any]:
             names = sorted(
                 [*others, f"items/{i}"], key=lambda n, i=i: random.Random(f"{n}{i}").random()
             )
-            scores = attended(engine, context, [ids[n] for n in names], questions[i])
+            task = attending(engine, context, [ids[n] for n in names], questions[i])
+            scores = engine.loop.finish(task)
             looked[i] = [names[j] for j in np.argsort([-s for s in scores], kind="stable")]
         found["attention, of eight"] = _ranked(asked, looked)
     return found
