@@ -20,6 +20,7 @@ from serve.test_context_editing import prose, wrote
 from serve.test_openai import Server
 
 from kvweave.run import loop
+from kvweave.serve.guard.quota import Quota
 
 LIVES = int(os.environ.get("KVWEAVE_LIVES", 3))  # with -m slow
 APIS = ("chat", "responses", "messages")
@@ -277,6 +278,29 @@ def test_what_is_not_to_be_done_is_not_done(make: Make, how: str) -> None:  # no
     client = Client(server, "chat", last_outputs(1), **({"store": False} if how == "unstored" else {}))  # fmt: skip
     run(client, script, 5)
     assert client.ahead.n_made == 0 and not server.service.anticipating.n_failed
+
+
+def test_a_namespace_over_its_quota_learns_and_makes_nothing_ahead(make: Make) -> None:  # noqa: F811
+    """Nor does that cost it what it has: the next request is answered, and its edit too."""
+    server, script = make()
+    client, sessions = Client(server, "chat", last_outputs(1)), server.service.sessions
+    run(client, script, 4)
+    made, done = client.ahead.n_made, sessions.give_back
+
+    def full(given: Any) -> None:
+        done(given)
+        sessions.quota = Quota(n_parts=3)  # the line in an output's place is stored already
+
+    assert made
+    sessions.give_back = full  # type: ignore[method-assign]
+    run(client, script, 1, 4)
+    assert server.service.anticipating.n_failed == 1 and client.ahead.n_made == made
+    sessions.give_back, sessions.quota = done, Quota()  # type: ignore[method-assign]
+    used = client.ahead.n_used
+    replies = run(client, script, 3, 5)
+    assert "ahead" not in replies[0]["kvweave"] and "ahead" in replies[-1]["kvweave"]
+    assert client.ahead.n_used > used
+    server.service.driver.engine.check_integrity()
 
 
 # ---- whatever clients do
