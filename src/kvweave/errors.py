@@ -179,6 +179,7 @@ class ChunkPinned(ChunkError):
 
 class ChunkInUse(ChunkError):
     def __init__(self, name: str, id: int, contexts: tuple[str, ...]) -> None:
+        contexts = tuple(dict.fromkeys(key.partition("\t")[0] for key in contexts))
         where = ", ".join(contexts)
         super().__init__(
             f"{name!r} (#{id}) is in use by {where}",

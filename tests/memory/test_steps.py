@@ -9,7 +9,7 @@ import pytest
 from memory.test_memory import SMALL, SYSTEM, fill, keep_facts, state
 
 from kvweave import Engine, Memory
-from kvweave.errors import ContextBusy
+from kvweave.errors import ChunkInUse, ContextBusy
 from kvweave.memory import AskModel
 
 ASKED = "what about Omar's metal"
@@ -66,6 +66,19 @@ def test_no_other_verb_comes_in_between(memory: Memory, what: str) -> None:
         assert done.value
     assert memory.write("notes/a", "so") and memory.undo() == "write"
     assert what == "search" or memory.undo() == what
+
+
+def test_an_item_that_goes_while_it_is_looked_at_is_not_recalled(memory: Memory) -> None:
+    task, loop = memory.recalling(ASKED, "attention"), memory._ground.engine.loop
+    request = next(task)
+    names = [item.name for item in memory.items() if not item.in_context]
+    files = memory._ground.engine.files
+    with pytest.raises(ChunkInUse, match=r"in use by c \("):
+        files.rm(names[0])
+    files.rm(names[0], force=True)
+    loop.add(request)
+    loop.run(lambda: not request.running)
+    assert names[0] not in loop.finish(task)
 
 
 @pytest.mark.parametrize("what", TASKS)

@@ -22,7 +22,7 @@ def beside(engine: Engine, context: Context, what: str, **options: object) -> It
     What is put into it by a name stays, so nothing should be.
     """
     space, name = context.namespace, f"{context.name}.{what}"
-    key = f"{holder(name, space)}\t{next(_NUMBERS)}"  # several may be under way
+    key = f"{holder(context.name, space)}\t{what} {next(_NUMBERS)}"  # several may be under way
     settings = settings_from(engine.config, {"namespace": space, "denoise": False} | options)
     session = Session(key, engine.weaver, engine.maker, engine.loop, settings)
     session.audited = False

@@ -233,7 +233,7 @@ class MemorySteps:
             self._ground.refresh()
         with self._ground.away():
             found = yield from self._ranking(question, by)
-        names = [name for name, _ in found]
+        names = [name for name, _ in found if self.items_below.find(name)]  # others may remove some
         with self.context.edit("recall"):
             placed = self._recaller.place(names if n is None else names[:n])
         for name in placed:
