@@ -50,6 +50,34 @@ def test_tokens_and_text_are_the_same_chunk(serve):
     assert second["id"] == first["id"] and second["refs"] == 2
 
 
+def test_others_go_on_while_chunks_are_moved(serve, monkeypatch, tmp_path):
+    """A few at a time: of ten thousand nobody waits for all. One that goes meanwhile is left out."""
+    monkeypatch.setattr("kvweave.serve.routes.place.SLICE", 0.0)
+    monkeypatch.setattr("kvweave.serve.driver.thread.CALL_SECONDS", 0.0)
+    served = serve(home=tmp_path)
+    engine, driver, turns, at = served.engine, served.driver, [], []
+    for name in "abcdef":
+        served.anna.put(f"docs/{name}", f"{name} {A}")
+    gone = served.anna("GET", "/v1/chunks/docs/d")["id"]
+    run_calls, move = driver._run_calls, engine.shelf.place
+
+    def running():
+        turns.append(1)
+        run_calls()
+
+    def moving(key, *more):
+        at.append(len(turns))
+        if len(at) == 2:
+            engine.table.unbind("docs/d", "anna")
+        return move(key, *more)
+
+    monkeypatch.setattr(driver, "_run_calls", running)
+    monkeypatch.setattr(engine.shelf, "place", moving)
+    made = served.anna("POST", "/v1/chunks/docs/*:place", {"tier": "disk"})["data"]
+    assert [(e["name"][-1], e["tier"]) for e in made] == [(n, "disk") for n in "abcef"]
+    assert gone not in [e["id"] for e in made] and len(at) == len(set(at)) == 5
+
+
 def test_a_taken_name_is_kept_unless_told(serve):
     anna = serve().anna
     first = anna.put("a", A)

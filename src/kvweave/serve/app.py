@@ -42,6 +42,7 @@ from kvweave.serve.routes import (
     history,
     memory,
     page,
+    place,
     placements,
     system,
     thin,
@@ -52,7 +53,7 @@ from kvweave.serve.state import ServerState
 from kvweave.weave.answer import Answer
 
 ROOMS = (
-    turns, edits, history, contexts, asked, memory, thin, chunks, system, placements, tokens,
+    turns, edits, history, contexts, asked, memory, thin, place, chunks, system, placements, tokens,
     vectors, models, responses, conversations, anthropic,
 )  # fmt: skip
 log = logging.getLogger("kvweave.serve")

@@ -24,7 +24,7 @@ from kvweave.serve.driver.thread import Driver
 from kvweave.serve.driver.work import DriverCall
 from kvweave.serve.guard import problems
 from kvweave.serve.options import Options
-from kvweave.serve.routes import chunks, placements, thin
+from kvweave.serve.routes import chunks, place, placements, thin
 from kvweave.serve.state import ServerState
 
 T = TypeVar("T")
@@ -85,7 +85,7 @@ class Verbs:
         self._responses = state.responses  # none come here, but a home has a file of them
         app.state.kvweave = state
         problems.install(app)
-        for rooms in (thin, chunks, placements):
+        for rooms in (thin, place, chunks, placements):
             app.router.routes.extend(rooms.router.routes)
         self._app = app
 

@@ -127,13 +127,6 @@ class PutMany(BaseModel):
     items: Annotated[list[NamedContent], Field(min_length=1, max_length=MAX_ITEMS)]
 
 
-class PlaceChunks(DryRun):
-    """Where the KV shall rest."""
-
-    tier: TierName
-    codec: str | None = None
-
-
 class Rename(DryRun):
     """The new name, or ``docs/`` for several."""
 
@@ -240,26 +233,6 @@ async def denoise(tenant: Tenant, the: The, pattern: PathPattern) -> dict[str, A
         for entry in files.ls(pattern):
             yield from engine.maker.computing(entry.id, tenant)
         return listing(files.ls(pattern))
-
-    return await the.run(tenant, work)
-
-
-@router.post("/{pattern:path}:place", response_model=ChunkList)
-async def place(
-    tenant: Tenant, the: The, pattern: PathPattern, body: PlaceChunks, dry: DryQuery = False
-) -> dict[str, Any]:
-    """Move KV to a tier; ``none`` keeps only the tokens."""
-
-    def work(engine: Engine) -> Task[dict[str, Any]]:
-        how: dict[str, Any] = {"codec": body.codec, "namespace": tenant}
-        made = engine.place(pattern, body.tier, dry_run=True, **how)
-        if not is_dry(dry, body):
-            for entry in made if body.tier != "none" else ():
-                yield from engine.maker.computing(entry.id, tenant)
-            engine.place(pattern, body.tier, **how)
-            moved = {entry.id for entry in made}
-            made = [e for e in Files(engine.table, tenant).ls(pattern) if e.id in moved]
-        return listing(made)
 
     return await the.run(tenant, work)
 
