@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import sqlite3
 import threading
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -318,3 +320,28 @@ def test_a_record_stays_the_same_while_somebody_has_it(table, monkeypatch):
     assert first.names == ("a",) and table.get(first.id) is first
     assert next(iter(table)) is first and table.lookup("a") is first
     assert len(table._tx.live) < len(ids)
+
+
+def test_sizes_are_those_of_all_records_however_many_changed(table):
+    """What the database does not know yet counts too, at more chunks than a statement has values."""
+    rng = np.random.default_rng(1)
+    for i in range(60):
+        id = add(table, 1 + i % 7, 2 + i, namespace="ab"[i % 2])
+        table.bind(f"n/{i}", id, namespace="ab"[i % 2])
+    records = list(table)
+    for record in records[::2]:
+        tier = ("ram", "disk")[int(rng.integers(2))]
+        table.happened(record.id, tier=tier, n_bytes=int(rng.integers(1, 99)))
+    if hasattr(table._rows, "db"):
+        table._rows.db.setlimit(sqlite3.SQLITE_LIMIT_VARIABLE_NUMBER, 8)
+    for namespace in "ab":
+        wanted = Counter()
+        for r in table:
+            if r.namespace == namespace:
+                for key, n in (("n", 1), ("n_tokens", r.n_tokens), ("n_bytes", r.n_bytes)):
+                    wanted[r.kind, r.tier, key] += n
+        found = Counter()
+        for size in table.sizes(namespace):
+            for key in ("n", "n_tokens", "n_bytes"):
+                found[size.kind, size.tier, key] += getattr(size, key)
+        assert +found == +wanted

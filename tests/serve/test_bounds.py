@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
+
+from kvweave import Engine
+from kvweave.errors import OverQuota
+from kvweave.serve.guard.quota import Quota
 
 A = "Anna's river is cold so well then we saw it was a day of rain"
 
@@ -59,6 +64,31 @@ def test_random_verbs_stay_within_the_bounds(serve: Any) -> None:
         }) if n % 10 == 0 else {"choices": [1]}  # fmt: skip
         assert berta["choices"]
     assert {"contexts", "bytes of rows in contexts"} <= set(told), told
+
+
+def test_what_a_quota_counts_is_what_there_is(runner: Any) -> None:
+    """Against a count of all records, one by one: names that share a chunk, replaced ones, held ones."""
+    rng = random.Random(3)
+    with Engine(runner) as engine:
+        context = engine.context("c", namespace="a")
+        for i in range(80):
+            space, name = rng.choice("ab"), f"n/{rng.randrange(6)}"
+            engine.put(name, [rng.randrange(9), *range(rng.randrange(1, 4))], replace=True, namespace=space)  # fmt: skip
+            if rng.random() < 0.2:
+                context.append([i % 7, 3, 4])
+            taken = [f"n/{k}" for k in range(rng.randrange(3))]
+            olds = {engine.table.lookup(each, "a") for each in taken} - {None}
+            gone = {r.id for r in olds if r.n_names == 1 and not engine.table.contexts_of(r.id)}
+            mine = [r for r in engine.table if r.namespace == "a" and r.id not in gone]
+            n, n_bytes = len(mine), sum(r.n_tokens for r in mine) * engine.runner.row_bytes
+            for quota, fits in (
+                (Quota(n_chunks=n + 1), True), (Quota(n_chunks=n), False),
+                (Quota(n_bytes=n_bytes + 5 * engine.runner.row_bytes), True),
+                (Quota(n_bytes=n_bytes + 5 * engine.runner.row_bytes - 1), False),
+            ):  # fmt: skip
+                with nullcontext() if fits else pytest.raises(OverQuota) as told:
+                    quota.check(engine, "a", [5], taken)
+                assert fits or told.value.used in (n, n_bytes)
 
 
 def test_the_pool_of_one_is_not_flushed_by_another(serve: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sqlite3
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -186,11 +187,11 @@ class SqliteRows:
     def sizes(self, namespace: str, but: Sequence[ChunkId]) -> list[GroupSize]:
         query = (
             "SELECT kind, tier, count(*), sum(n_tokens), sum(n_bytes) FROM chunks WHERE namespace=?"
-            f" AND id NOT IN ({','.join('?' * len(but))}) GROUP BY kind, tier"
+            " AND id NOT IN (SELECT value FROM json_each(?)) GROUP BY kind, tier"
         )
         return [
             GroupSize(KINDS[kind], TIERS[tier], *rest)
-            for kind, tier, *rest in self._all(query, namespace, *but)
+            for kind, tier, *rest in self._all(query, namespace, json.dumps(list(but)))
         ]
 
     def digests(self) -> Iterator[bytes]:

@@ -73,20 +73,21 @@ class Quota:
     ) -> None:
         """Raise OverQuota unless chunks of these sizes (tokens) may be stored.
 
-        ``replaces`` are names that they take away. Takes one pass over all chunks.
+        ``replaces`` are names that they take away.
         """
         if self.n_bytes is None and self.n_chunks is None:
             return
-        mine = [record for record in engine.table if record.namespace == namespace]
-        gone = set()
+        there = engine.table.sizes(namespace)
+        gone = dict[int, int]()  # tokens by id
         for name in replaces:
             old = engine.table.lookup(name, namespace)
             if old is not None and old.n_names == 1 and not engine.table.contexts_of(old.id):
-                gone.add(old.id)
-        mine = [record for record in mine if record.id not in gone]
-        if self.n_chunks is not None and len(mine) + len(sizes) > self.n_chunks:
-            raise OverQuota("chunks", len(sizes), len(mine), self.n_chunks)
+                gone[old.id] = old.n_tokens
+        n = sum(size.n for size in there) - len(gone)
+        if self.n_chunks is not None and n + len(sizes) > self.n_chunks:
+            raise OverQuota("chunks", len(sizes), n, self.n_chunks)
         row = engine.runner.row_bytes
-        used, needed = sum(r.n_tokens for r in mine) * row, sum(sizes) * row
+        used = (sum(size.n_tokens for size in there) - sum(gone.values())) * row
+        needed = sum(sizes) * row
         if self.n_bytes is not None and used + needed > self.n_bytes:
             raise OverQuota("bytes of KV", needed, used, self.n_bytes)
