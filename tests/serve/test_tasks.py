@@ -7,9 +7,10 @@ import asyncio
 import pytest
 from serving import Driven
 from weaving import text
+from world import memory
 
 from kvweave import Sampling
-from kvweave.errors import ChunkNotFound, NameTaken, Overloaded
+from kvweave.errors import ChunkLost, ChunkNotFound, NameTaken, Overloaded
 from kvweave.serve.driver import fair
 from kvweave.serve.driver.fair import Crowd
 from kvweave.serve.driver.pace import COSTS, FEW, LEAST, LOOK, STEP, Pace, Slices
@@ -307,3 +308,39 @@ def test_the_steps_of_one_are_short_where_another_was_there_lately(going):
     assert alone == 512
     assert beside < 512
     driver.stop()
+
+
+def test_what_is_computed_together_is_within_the_budget(going, engines):
+    row = engines().runner.row_bytes
+    driven = going({"budget": 5 * len(LONG) * row, "max_rows": 64})
+    engine, peak = driven.engine, 0
+
+    def look() -> None:
+        nonlocal peak
+        peak = max(peak, memory.alive())
+
+    async def together():
+        calls = (
+            driven.driver.call(put("x", tokens=[9 + i, *LONG], replace=True)) for i in range(8)
+        )
+        return await asyncio.gather(*calls)
+
+    with memory.only_from_here():
+        driven.steps.before = look
+        entries = run(together())
+    assert len({entry.id for [entry] in entries}) == 8
+    assert peak < 1.2 * engine.shelf.budget, f"{peak} bytes, the budget is {engine.shelf.budget}"
+    assert not [holder for holder, _ in engine.shelf.charged()]
+
+
+def test_rows_that_no_token_made_need_not_be_computed(going):
+    driven = going()
+    rows = driven.engine.runner.new_kv(3)
+    for tensor in (*rows.k, *rows.v):
+        tensor.zero_()
+    made = driven.engine.put_rows("rows", rows)
+    assert run(driven.driver.call(lambda engine: engine.maker.computing(made.id))) == 0
+    driven.engine.place("rows", "none")
+    with pytest.raises(ChunkLost):
+        run(driven.driver.call(lambda engine: engine.maker.computing(made.id)))
+    assert run(driven.driver.call(lambda engine: engine.maker.computing(99))) == 0

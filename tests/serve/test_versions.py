@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import threading
 
 import pytest
+from fastapi import Request
 
+from kvweave.errors import InvalidArgument
 from kvweave.serve.guard import idempotent
+from kvweave.serve.guard.idempotent import Idempotent
 
 A = "the pump in hall two failed . the parts are late ."
 
@@ -342,3 +346,32 @@ def test_what_is_wrong_is_said_in_words_of_contexts(anna):
     for method, path in (("POST", "/v1/contexts/c:grow"), ("POST", "/v1/nothing")):
         hint = anna.error(method, path, {}, 405 if "grow" in path else 404)["hint"]
         assert "openapi.json" in hint
+
+
+@pytest.mark.parametrize(("error", "n_logged"), [(InvalidArgument("a", "b"), 0), (OSError(), 1)])
+def test_what_nobody_is_told_any_more_is_no_trace_of_asyncios(error, n_logged, caplog):
+    """Who hung up is told nothing; the log is told what is the server's fault, once."""
+    scope = {"type": "http", "method": "POST", "path": "/", "query_string": b"", "server": ("a", 1)}
+    scope["headers"] = [(b"idempotency-key", b"k")]
+
+    async def body():
+        return {"type": "http.request", "body": b""}
+
+    async def main():
+        begun, told = asyncio.Event(), []
+        asyncio.get_running_loop().set_exception_handler(lambda _, what: told.append(what))
+
+        async def handle(request):
+            begun.set()
+            await asyncio.sleep(0.01)
+            raise error
+
+        asked = asyncio.create_task(Idempotent().answer("", Request(scope, body), handle))
+        await begun.wait()
+        asked.cancel()
+        await asyncio.sleep(0.05)
+        gc.collect()
+        return told
+
+    assert asyncio.run(main()) == []
+    assert len([r for r in caplog.records if r.name == "kvweave.serve"]) == n_logged

@@ -259,3 +259,23 @@ def test_answers_that_are_refused_together_leave_all_as_they_were(engine: Engine
     with pytest.raises(InvalidArgument):
         engine.generate_many([one, two, one], 3)
     assert one.parts == parts and one.plan == plan
+
+
+def test_a_fork_that_fails_holds_nothing(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    context = engine.compose("{a}{b}")
+    context.weave()
+    held, charged = engine.table.hold, dict(engine.shelf.charged())
+
+    def hold(id: Any, name: str) -> None:
+        if context.parts[1].id == id:
+            raise OSError("the index is full")
+        held(id, name)
+
+    monkeypatch.setattr(engine.table, "hold", hold)
+    with pytest.raises(OSError):
+        engine.fork(context, "twin")
+    assert dict(engine.shelf.charged()) == charged
+    for part in context.parts:
+        assert "twin" not in engine.table.contexts_of(part.id)
+    monkeypatch.undo()
+    assert engine.fork(context, "twin").tokens() == context.tokens()

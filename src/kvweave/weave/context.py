@@ -245,14 +245,14 @@ class Context(EditedParts):
                 raise InvalidArgument("order", "the base stays in front")
 
     def fork(self, name: str, key: str = "") -> Context:
-        """Return a new context with the same parts and rows; the two do not affect each other.
-        Raises OverBudget."""
+        """Return a new context with the same parts and rows, and apart from this. Raises OverBudget."""
         self._idle("fork")
-        twin = Context(name, self.session.fork(key or holder(name, self.namespace)))
+        with self._table.transaction():
+            twin = Context(name, self.session.fork(key or holder(name, self.namespace)))
+            twin._sync_holds((), self._parts)
         twin._parts, twin._base, twin._next_uid = self._parts, self._base, self._next_uid
         twin._names.reset(self._names.counts())
         twin.history, twin.costs = self.history.copy(), self.costs.copy()
-        twin._sync_holds((), twin._parts)
         return twin
 
     def close(self) -> None:

@@ -19,6 +19,7 @@ from kvweave.errors import (
     CorruptChunk,
     EmptyChunk,
     InvalidArgument,
+    OverBudget,
 )
 from kvweave.keep.tokens.spec import Keep
 from kvweave.run.base import NO_SLOTS, Backend, Ints, Rows, Steps, Work
@@ -37,6 +38,7 @@ class TriedError(Exception):
     """Takes back what was only tried."""
 
 
+COMPUTING = "||computing/"  # of no namespace: what chunks take while they are computed
 BLOCK = 512  # rows of one pass; bounds the mask to BLOCK x context
 
 
@@ -235,42 +237,74 @@ class Maker:
     def computing(self, id: ChunkId, tenant: str = "") -> Task[int]:
         """Compute canonical KV of one chunk as a task of the loop; return the tokens computed.
 
-        Its base has some; a chunk that goes meanwhile is let go of. Raises as `canonicalise`.
+        What it takes is charged until then; where that does not fit, it waits for others that are
+        computed. A chunk that goes meanwhile is let go of. Raises as `canonicalise`.
         """
         self.backend.require_run()
-        if self.table.is_virtual(id):
-            raise ChunkLost(f"#{id}")
-        self.shelf.mover.find([id])
-        while (other := self._computing.get(id)) is not None and other.running:
-            yield other  # somebody else computes it
-        if self.shelf.tier(id) != "none":
-            return 0
-        if (keep := self.thinned_by(id)) is not None:
-            rows, make = self._thinning(id, keep)
-        else:
-            n = self.table.get(id).n_tokens
-            self.shelf.reserve(n * self.backend.row_bytes)
-            rows, base = self._after_base(id, n)
-            make = self._whole(id, rows, base)
-        made: list[KV] = []
-
-        def steps() -> Steps[None]:
-            made.append((yield from make))
-
-        request = self._computing[id] = Request(new_key(), rows, steps(), None, tenant)
+        with suppress(ChunkNotFound):
+            self.shelf.mover.find([id])
+        while (other := self._waits_for(id)) is not None and other.running:
+            yield other  # somebody else computes it, or has the room
         try:
-            yield request
+            if not self._is_missing(id):
+                return 0
+            if (keep := self.thinned_by(id)) is not None:
+                rows, make = self._thinning(id, keep)
+            else:
+                rows, base = self._after_base(id, self.table.get(id).n_tokens)
+                make = self._whole(id, rows, base)
+            made: list[KV] = []
+
+            def steps() -> Steps[None]:
+                made.append((yield from make))
+
+            request = self._computing[id] = Request(new_key(), rows, steps(), None, tenant)
+            try:
+                yield request
+            finally:
+                if self._computing.get(id) is request:
+                    del self._computing[id]
         finally:
-            if self._computing.get(id) is request:
-                del self._computing[id]
-        try:
-            self.table.get(id)
-        except ChunkNotFound:
-            return 0
-        if not made or self.shelf.tier(id) != "none":  # cancelled; or somebody else was quicker
+            self.shelf.charge(f"{COMPUTING}{id}", 0)
+        if not made or not self._is_missing(id):  # cancelled; or somebody else was quicker
             return 0
         self._store([id], made)
         return self.table.get(id).n_tokens
+
+    def _is_missing(self, id: ChunkId) -> bool:
+        """Tell whether a chunk is there, and its KV nowhere. Raises ChunkLost if no token made it."""
+        try:
+            self.table.get(id)
+        except ChunkNotFound:
+            return False
+        is_missing = self.shelf.tier(id) == "none"
+        if is_missing and self.table.is_virtual(id):
+            raise ChunkLost(f"#{id}")
+        return is_missing
+
+    def _waits_for(self, id: ChunkId) -> Request | None:
+        """Charge what it takes to compute a chunk; return whose end comes first. Raises OverBudget.
+
+        While others compute it takes all of its room; alone, what stays of it at least.
+        """
+        other = self._computing.get(id)
+        if (other is not None and other.running) or not self._is_missing(id):
+            return other
+        record, keep = self.table.get(id), self.thinned_by(id)
+        n, base = record.n_tokens, record.base
+        least = n if keep is None else self._rows_to_thin(n, keep)
+        most = max(2 * n, least) + (0 if base is None else self.table.get(base).n_tokens)
+        charge, row = f"{COMPUTING}{id}", self.backend.row_bytes
+        with suppress(OverBudget):
+            self.shelf.charge(charge, most * row)
+            return None
+        for key, each in self._computing.items():
+            if each.running:
+                return each
+            n_bytes = self.table.get(key).n_tokens * row if self._is_missing(key) else 0
+            self.shelf.charge(f"{COMPUTING}{key}", n_bytes)  # its rows go when its task goes on
+        self.shelf.charge(charge, least * row)
+        return None
 
     def _whole(self, id: ChunkId, rows: Rows, base: Work | None) -> Steps[KV]:
         """Compute a chunk behind the rows of its base, and those first where they are missing."""
@@ -283,18 +317,20 @@ class Maker:
 
     def _thin(self, id: ChunkId, keep: Keep, progress: Callable[[int], None]) -> int:
         """Compute a chunk and leave of it what ``keep`` says."""
+        n = self.table.get(id).n_tokens
+        self.shelf.reserve(self._rows_to_thin(n, keep) * self.backend.row_bytes)
         _, steps = self._thinning(id, keep)
         self._store([id], [at_once(self.backend, steps)])
-        progress(n := self.table.get(id).n_tokens)
+        progress(n)
         return n
+
+    def _rows_to_thin(self, n: int, keep: Keep) -> int:
+        return 2 * n + reread_rows(keep.policy, self.backend, n)
 
     def _thinning(self, id: ChunkId, keep: Keep) -> tuple[Rows, Steps[KV]]:
         """Return the rows of a chunk's base, and what computes behind them what ``keep`` leaves."""
         tokens, base = self._tokens(id), self.table.get(id).base
         n, before = len(tokens), NO_SLOTS if base is None else self._tokens(base)
-        self.shelf.reserve(
-            (2 * n + reread_rows(keep.policy, self.backend, n)) * self.backend.row_bytes
-        )
         rows, first = self._after_base(id, n)
 
         def steps() -> Steps[KV]:
@@ -342,7 +378,9 @@ class Maker:
         rows.reserve(n_base + n)
         if base is None:
             return rows, None
-        kv = self.shelf.get(base)  # None: what is computed behind it may have taken its room
+        kv = None
+        with suppress(OverBudget):  # what is computed behind it may have taken its room
+            kv = self.shelf.get(base)
         slots = np.arange(n_base)
         if kv is None or kv.altered:
             return rows, Work(rows, self._tokens(base), slots, slots, last=self._last)

@@ -6,16 +6,20 @@ What is kept of a request is its digest and its answer, of each namespace so man
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
-from fastapi import Request
+from fastapi import HTTPException, Request
+from fastapi.exceptions import RequestValidationError
 from starlette.responses import Response, StreamingResponse
 
-from kvweave.errors import IdempotencyKeyReused, InvalidArgument
+from kvweave.errors import IdempotencyKeyReused, InvalidArgument, KVWeaveError
+
+log = logging.getLogger("kvweave.serve")
 
 HEADER = "Idempotency-Key"
 MOST_ANSWERS = 256  # of one namespace
@@ -23,6 +27,7 @@ MOST_BYTES = 2**20  # of one answer; a longer one is not kept
 MOST_TOGETHER = 8 * 2**20  # of the answers of one namespace, the oldest of which go first
 SECONDS = 86_400.0
 MAX_KEY = 128  # characters
+TOLD = KVWeaveError, HTTPException, RequestValidationError  # of whoever asked; no fault here
 AGAIN = (408, 409, 425, 429)  # answers that say: try again
 
 
@@ -85,7 +90,11 @@ class Idempotent:
         doing = asyncio.create_task(once())
         self._doing.add(doing)
         doing.add_done_callback(self._doing.discard)
-        return await asyncio.shield(doing)
+        try:
+            return await asyncio.shield(doing)
+        except asyncio.CancelledError:
+            doing.add_done_callback(_unheard)
+            raise
 
     def _expire(self, mine: OrderedDict[str, KeptAnswer]) -> None:
         since = time.monotonic() - SECONDS
@@ -97,6 +106,13 @@ class Idempotent:
             n_bytes -= len(mine.pop(key).body)
         for key in [key for key in old if key in mine and mine[key].at < since]:
             del mine[key]
+
+
+def _unheard(doing: asyncio.Task[Response]) -> None:
+    """Take what a request ended in of which nobody is told; only what is our fault is told the log."""
+    error = None if doing.cancelled() else doing.exception()
+    if error is not None and not isinstance(error, TOLD):
+        log.error("a request that was hung up on failed", exc_info=error)
 
 
 def _whole(response: Response) -> tuple[int, dict[str, str], bytes] | None:

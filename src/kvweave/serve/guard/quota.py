@@ -9,6 +9,7 @@ from kvweave.engine import Engine
 from kvweave.errors import InvalidArgument, OverQuota
 from kvweave.serve.options import Options
 from kvweave.store.shelf import Shelf
+from kvweave.weave.maker import COMPUTING
 from kvweave.weave.naming import namespace_of
 from kvweave.weave.shadow import AUDITS
 
@@ -42,7 +43,7 @@ class Quota:
             return
 
         def may_charge(holder: str, n_bytes: int) -> None:
-            if holder == AUDITS:  # takes what room there is
+            if holder == AUDITS or holder.startswith(COMPUTING):  # asked for by nobody; stored soon
                 return
             space = namespace_of(holder)
             mine = ((h, n) for h, n in shelf.charged() if namespace_of(h) == space)
