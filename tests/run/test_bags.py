@@ -75,15 +75,20 @@ class Case:
             for own, every in ((self.keys, decoded(level.k)), (self.values, read(level.v))):
                 for head, part in enumerate(every.split(sizes.tolist())):
                     own[head].append(part)
-        raw = int(rng.integers(n, n + 9))
-        k, v = random(self.heads, raw, dim), random(self.heads, raw, dim)
-        for head in range(self.heads):
-            self.keys[head].append(k[head].double())
-            self.values[head].append(v[head].double())
-        bias = None if n == 1 else torch.zeros(n, raw)
-        if bias is not None:
-            bias[:, -n:].fill_(-torch.inf).triu_(1)
-        self.query, self.seen = random(n, self.heads * self.group, dim), VisibleKV(k, v, bias)
+        # rows that rest as they are: of all heads as many, or of each as many as it likes
+        raw = rng.integers(n, n + 9, self.heads) if rng.random() < 0.5 else rng.integers(n, n + 9)
+        self.seen: list[VisibleKV] = []
+        for some in np.atleast_1d(raw).tolist():
+            each = self.heads // np.size(raw)
+            k, v = random(each, some, dim), random(each, some, dim)
+            for head in range(each):
+                self.keys[len(self.seen) + head].append(k[head].double())
+                self.values[len(self.seen) + head].append(v[head].double())
+            bias = None if n == 1 else torch.zeros(n, some)
+            if bias is not None:
+                bias[:, -n:].fill_(-torch.inf).triu_(1)
+            self.seen.append(VisibleKV(k, v, bias))
+        self.query = random(n, self.heads * self.group, dim)
         self.sinks = random(self.heads * self.group)
 
     def slowly(self, how: Scaling) -> Tensor:

@@ -13,6 +13,8 @@ from reference import rounded
 from run.backend import ids, off, transformers
 
 from kvweave.errors import InvalidArgument
+from kvweave.keep.tokens.sums import AttentionSums
+from kvweave.keep.tokens.watch import TokenWatch
 from kvweave.run import bags, packed
 from kvweave.run.base import Ints, Work
 from kvweave.run.below import BELOW
@@ -198,16 +200,17 @@ def test_any_verbs_leave_the_rows_that_a_dict_has(seed: int) -> None:
         verb = rng.choice(
             ["keep", "code", "code", "below", "put", "place", "more", "cut", "grow", "clone"]
         )
+        ahead = int(rng.integers(1, 40)) if rng.random() < 0.5 else 0
         if verb == "keep":
             slots = some(0.8)
-            rows.keep(0, slots)
+            rows.keep(0, slots, ahead)
             plain.keep(slots)
         elif verb == "code":
             slots, form = some(0.4), str(rng.choice(ORDER))
             if rng.random() < 0.3:  # as many of each head: one attention
                 n = min(map(len, slots))
                 slots = [own[:n] for own in slots]
-            rows.code(0, form, slots)
+            rows.code(0, form, slots, ahead)
             plain.code(form, slots)
         elif verb == "below":
             slots = some(0.5)
@@ -236,6 +239,45 @@ def test_any_verbs_leave_the_rows_that_a_dict_has(seed: int) -> None:
     for old, was, forms in copies[-3:]:
         plain.rows, plain.form = was, forms
         same(old, plain)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_room_that_a_choice_leaves_changes_nothing_else(seed: int) -> None:
+    """Layers may then have more room than each other, or less than there was: the same logits and rows as where
+    none is left, and no more memory than before the choice."""
+    rng, backend = np.random.default_rng(seed), transformers("llama")
+    both, n = [backend.new_rows() for _ in "ab"], 40
+    for rows in both:
+        rows.reserve(n + int(rng.integers(0, 40)))
+        backend.forward([Work(rows, ids(n, 1), np.arange(n), np.arange(n))])
+    for _ in range(8):
+        ahead = int(rng.integers(1, 30))
+        for layer in rng.permutation(len(backend.layers)).tolist():
+            before = both[0].n_bytes
+            slots = [own[rng.random(len(own)) < 0.8] for own in both[0].kept(layer)]
+            own = [some[rng.random(len(some)) < 0.3] for some in slots]
+            for rows, room in zip(both, (ahead, 0), strict=True):
+                rows.keep(layer, slots, room)
+                rows.check_integrity()
+            assert both[0].n_bytes <= before
+            for rows, room in zip(both, (ahead, 0), strict=True):
+                rows.code(layer, "k8v4", own, room)
+                rows.check_integrity()
+        n, found = both[0].n, []
+        assert both[0].capacity >= n and both[0].positions[:n].tolist() == list(range(n))
+        more = ahead if rng.random() < 0.7 else ahead + 9
+        for rows in both:
+            rows.reserve(n + more, exact=bool(rng.random() < 0.7))
+            at, want = np.arange(n, n + more), np.arange(more)
+            found += backend.forward([Work(rows, ids(more, n), at, at, want)])
+            rows.check_integrity()
+        assert oracle.same(*found)
+        for layer in range(len(backend.layers)):
+            for a, b in zip(both[0].read(layer), both[1].read(layer), strict=True):
+                assert oracle.same(a, b)
+    for rows in both:
+        rows.reserve(rows.n, exact=True)
+    assert both[0].n_bytes == both[1].n_bytes
 
 
 def thinned(backend: Runner, forms: tuple[str, ...], uneven: bool, raw: bool) -> KVRows:
@@ -290,19 +332,22 @@ def test_attention_reads_what_the_bits_give_back(
     backend = tiny("gemma2") if "softcap" in name else transformers(name)
     assert "softcap" not in name or backend.model.config.attn_logit_softcapping
     coded, plain = (thinned(backend, forms, uneven, raw) for raw in (False, True))
+    tallies = [AttentionSums(backend.layers, ages=True) for _ in "ab"]
     assert coded.n_bytes < plain.n_bytes or set(forms) == {BELOW}
     assert not plain.forms
     assert coded.n_freed + coded.forms.get(BELOW, 0) == plain.n_freed
     found = []
-    for rows in (coded, plain):
-        logits = []
+    for rows, tally in zip((coded, plain), tallies, strict=True):
+        logits, watch = [], TokenWatch(tally, backend.layers)
         for slots in (np.array([40]), np.arange(41, 45), np.r_[38:40, 45]):
             want = np.arange(len(slots))
-            seen = Work(rows, ids(len(slots), 2), slots, slots, want)
+            seen = Work(rows, ids(len(slots), 2), slots, slots, want, observer=watch)
             (out,) = backend.forward([seen])
             logits.append(out)
         found.append(torch.cat(logits))
     assert off(*found) < 1e-5
+    for a, b in zip(*([*x.total, *x.seen_by] for x in tallies), strict=True):
+        assert a.n == b.n and off(a.written, b.written) < 1e-5
 
 
 def test_rows_of_8_bits_are_not_coded_again() -> None:

@@ -183,8 +183,8 @@ def _thinned(
 def _thinned_together(
     batch: Batch, part: BatchPart, piece: Piece, layer: int, query: Tensor, how: Scaling
 ) -> Tensor | None:
-    """All heads in one attention, where they keep as many rows each and all before the piece are
-    seen: what is seen is then the same whatever the slots."""
+    """All heads in one attention, where they keep as many rows each, or `bags` suit, and all before the
+    piece are seen: what is seen is then the same whatever the slots."""
     rows, latent = part.rows.layers[layer], batch.infos[layer].latent
     assert isinstance(rows, ThinnedRows)
     first = int(part.work.slots[piece.first])
@@ -193,31 +193,36 @@ def _thinned_together(
         return None
     if n > 1 and part.begins[batch.infos[layer].mask] is not None:
         return None
-    lanes = None
-    if rows.levels and latent is None and bags.suit(rows.levels, query, len(rows.heads)):
-        lanes = lanes_of(rows.levels)
-    folds = rows.coded_together if n < FOLD and latent is None and lanes is None else None
-    raw = lanes is not None or bool(folds)
-    found = rows.raw_together(piece.stop) if raw else rows.seen_together(piece.stop)
-    if found is None:
-        return None
-    bias = None
-    if n > 1:
-        bias = query.new_zeros(n, found[0].shape[1])
-        bias[:, -n:].fill_(float("-inf")).triu_(1)
-    seen = VisibleKV(*found, bias)
     out: Tensor
     weights: Tensor | None
-    if lanes is not None:
-        out, weights = bags.attended(query, rows.levels, seen, how)
-    elif folds:
-        out, weights = _coded(query, folds, seen, how)
+    lanes = None
+    if rows.levels and latent is None and bags.suit(rows.levels, query, len(rows.heads)):
+        lanes, raw = lanes_of(rows.levels), rows.raw_together(piece.stop)
+        each = rows.raw_apart(piece.stop) if raw is None else [raw]
+        out, weights = bags.attended(query, rows.levels, [_behind(query, *own) for own in each], how)
     else:
-        out, weights = _latently(query, seen, how, piece.watched, latent)
+        folds = rows.coded_together if n < FOLD and latent is None else None
+        found = rows.raw_together(piece.stop) if folds else rows.seen_together(piece.stop)
+        if found is None:
+            return None
+        seen = _behind(query, *found)
+        if folds:
+            out, weights = _coded(query, folds, seen, how)
+        else:
+            out, weights = _latently(query, seen, how, piece.watched, latent)
     if weights is not None and piece.watched:
         slots = up(rows.slots_together(weights.shape[2], lanes), query.device)
         _show_kept(part, piece, layer, weights, slots)
     return out
+
+
+def _behind(query: Tensor, keys: Tensor, values: Tensor) -> VisibleKV:
+    """Return keys and values [head, slot, dim] as the rows of ``query`` see them, which are the last."""
+    n, bias = len(query), None
+    if n > 1:
+        bias = query.new_zeros(n, keys.shape[1])
+        bias[:, -n:].fill_(float("-inf")).triu_(1)
+    return VisibleKV(keys, values, bias)
 
 
 def _coded(

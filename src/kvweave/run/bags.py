@@ -27,7 +27,7 @@ from kvweave.run.packed import ENDS, TILE, CodedLevel, PackedRows
 from kvweave.run.tabled import TabledRows
 from kvweave.run.written import Scaling, VisibleKV, blocks_of, rows_of, scores_of, shares_of
 
-LEAST = 1 << 13  # rows of all heads: of fewer products are quicker, which take fewer operations
+LEAST = 1 << 10  # rows of all heads: of fewer products are quicker, which take fewer operations
 MOST = 8  # rows times the heads that share keys: more are products
 BAGS = {8: "byte", 4: "4bit", 2: "2bit"}  # what rows of bits are called
 _mine = threading.local()
@@ -82,16 +82,17 @@ def _room(name: str, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def attended(
-    query: Tensor, levels: Sequence[CodedLevel], seen: VisibleKV, how: Scaling
+    query: Tensor, levels: Sequence[CodedLevel], seen: Sequence[VisibleKV], how: Scaling
 ) -> tuple[Tensor, Tensor]:
     """Return attention [row, head, v_dim] of ``query`` [row, head, dim], and weights [head, row, lane], over
-    the rows of ``levels``, in the lanes of `lanes_of`, and then those that are ``seen``; every row sees
-    all of ``levels``. For what they `suit` only."""
+    the rows of ``levels``, in the lanes of `lanes_of`, and then those that are ``seen``: of all heads, or of
+    each its own, in front of which there are lanes of none. Every row sees all of ``levels``. For what
+    they `suit` only."""
     n, heads, _ = query.shape
-    lanes = lanes_of(levels)
-    folded = blocks_of(query, len(seen.keys)).float() * how.scale
+    lanes, most = lanes_of(levels), max(own.keys.shape[1] for own in seen)
+    folded = blocks_of(query, sum(len(own.keys) for own in seen)).float() * how.scale
     shape = folded.shape[:2]
-    made = folded.new_empty(*shape, lanes.n + seen.keys.shape[1])
+    made = folded.new_empty(*shape, lanes.n + most)
     tiled = made[..., : lanes.n].view(*shape, -1, TILE).transpose(1, 2)  # [head, tile, query, row]
     found = _scores(levels, lanes, folded)
     if how.softcap is not None:
@@ -100,9 +101,17 @@ def attended(
     found.index_copy_(0, lanes.edges, edges)
     found[-1] = -torch.inf
     tiled.copy_(found.index_select(0, lanes.where.view(-1)).view(tiled.shape))
-    made[..., lanes.n :] = scores_of(query, seen, how)
+    parts = list(zip(seen, query.chunk(len(seen), 1), made.chunk(len(seen)), strict=True))
+    for own, asked, to in parts:
+        first = to.shape[2] - own.keys.shape[1]
+        to[..., lanes.n : first] = -torch.inf
+        to[..., first:] = scores_of(asked, own, how)
     weights = shares_of(made, how, n)
-    out = (weights[..., lanes.n :].to(seen.values.dtype) @ seen.values).float()
+    read = [
+        mine[..., mine.shape[2] - own.keys.shape[1] :].to(own.values.dtype) @ own.values
+        for own, mine in zip(seen, weights.chunk(len(seen)), strict=True)
+    ]
+    out = (read[0] if len(read) == 1 else torch.cat(read)).float()
     tiled = weights[..., : lanes.n].view(*shape, -1, TILE).transpose(1, 2)
     _mix(levels, lanes, tiled.flatten(0, 1).index_select(0, lanes.back), out)
     return rows_of(out.to(query.dtype), n), weights.reshape(heads, n, -1)

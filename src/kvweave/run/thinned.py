@@ -331,6 +331,12 @@ class ThinnedRows(LayerRows):
         rows = slice(0, stop - self.capacity + self.k.shape[1])
         return self.k[:, rows], self.v[:, rows]
 
+    def raw_apart(self, stop: int) -> list[tuple[Tensor, Tensor]]:
+        """Return the same head by head, keys and values [1, row, dim] of as many as each keeps."""
+        assert stop > self.tail, "rows before others that are not there"
+        cuts = [(head, stop - self.capacity + len(head.slots)) for head in self.heads]
+        return [(head.k[None, :n], head.v[None, :n]) for head, n in cuts]
+
     @property
     def coded_together(self) -> list[CodedLevel]:
         """The levels, where heads have as many rows in each; none otherwise."""
@@ -339,13 +345,15 @@ class ThinnedRows(LayerRows):
 
     def slots_together(self, n: int, lanes: Lanes | None = None) -> Ints:
         """Return [head, row] the slots of the first ``n`` rows that `seen_together` shows, or where coded
-        rows stand in ``lanes``."""
+        rows stand in ``lanes``; behind these, in front of those of a head that has fewer, 0."""
         raw = self._heads.slots
-        assert raw is not None, "heads that keep more or fewer than each other"
         if lanes is not None:
             if self._laned is None:
-                self._laned = np.concatenate((lanes.slots(self.levels), raw), 1)
+                most = max(len(head.slots) for head in self.heads)
+                last = [np.pad(head.slots, (most - len(head.slots), 0)) for head in self.heads]
+                self._laned = np.concatenate((lanes.slots(self.levels), np.stack(last)), 1)
             return self._laned[:, :n]
+        assert raw is not None, "heads that keep more or fewer than each other"
         if not self.levels:
             return raw[:, :n]
         every = [[level.slots[head] for level in self.levels] for head in range(len(raw))]
