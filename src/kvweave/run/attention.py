@@ -211,8 +211,7 @@ def _thinned_together(
         else:
             out, weights = _latently(query, seen, how, piece.watched, latent)
     if weights is not None and piece.watched:
-        slots = up(rows.slots_together(weights.shape[2], lanes), query.device)
-        _show_kept(part, piece, layer, weights, slots)
+        _show_kept(part, piece, layer, weights, rows.slots_together(weights.shape[2], lanes))
     return out
 
 

@@ -44,11 +44,11 @@ class ThinnedRows(LayerRows):
         self.n, self.capacity = n, capacity
         self.below = below if below is not None and below.n else None
         self.levels = [level for level in levels if level.n]  # in fewer and fewer bits
-        self._laned: Ints | None = None  # slots of all rows, coded ones as `Lanes.slots` has them
         self._hold(heads)
 
     def _hold(self, heads: Heads) -> None:
         self._heads, self.heads = heads, heads.each
+        self._shown: dict[bool, Ints] = {}  # slots of all rows, and so where some are in lanes
         # from this slot on every head has all, as they were computed
         self.tail = max((tail_of(head.slots, self.capacity) for head in heads.each), default=0)
         self.k, self.v = heads.k, heads.v  # [head, row, dim], where heads have as many rows each
@@ -286,7 +286,7 @@ class ThinnedRows(LayerRows):
             self._hold(self._heads.kept([np.union1d(x.slots, wanted) for x in self.heads]))
             gone = [wanted] * len(self.heads)
             left = [level.without(gone) for level in self.levels]
-            self.levels, self._laned = [level for level in left if level.n], None
+            self.levels = [level for level in left if level.n]
             below = None if self.below is None else self.below.without(gone)
             self.below = below if below is not None and below.n else None
         super().place(span, rotation, keys, angles, values)
@@ -343,21 +343,23 @@ class ThinnedRows(LayerRows):
         even = all(len({len(own) for own in level.slots}) == 1 for level in self.levels)
         return self.levels if even else []
 
-    def slots_together(self, n: int, lanes: Lanes | None = None) -> Ints:
+    def slots_together(self, n: int, lanes: Lanes | None = None) -> Tensor:
         """Return [head, row] the slots of the first ``n`` rows that `seen_together` shows, or where coded
         rows stand in ``lanes``; behind these, in front of those of a head that has fewer, 0."""
-        raw = self._heads.slots
+        laned, device = lanes is not None, self.heads[0].k.device
+        if laned not in self._shown:
+            self._shown[laned] = self._all_slots(lanes)
+        return up(self._shown[laned][:, :n], device)
+
+    def _all_slots(self, lanes: Lanes | None) -> Ints:
+        raw, own = self._heads.slots, [head.slots for head in self.heads]
         if lanes is not None:
-            if self._laned is None:
-                most = max(len(head.slots) for head in self.heads)
-                last = [np.pad(head.slots, (most - len(head.slots), 0)) for head in self.heads]
-                self._laned = np.concatenate((lanes.slots(self.levels), np.stack(last)), 1)
-            return self._laned[:, :n]
+            most = max(map(len, own))
+            behind = np.stack([np.pad(slots, (most - len(slots), 0)) for slots in own])
+            return np.concatenate((lanes.slots(self.levels), behind), 1)
         assert raw is not None, "heads that keep more or fewer than each other"
-        if not self.levels:
-            return raw[:, :n]
-        every = [[level.slots[head] for level in self.levels] for head in range(len(raw))]
-        return np.stack([np.concatenate([*a, b])[:n] for a, b in zip(every, raw, strict=True)])
+        coded = [np.stack(level.slots) for level in self.levels]
+        return np.concatenate([*coded, raw], 1) if coded else raw
 
     def check(self, n: int) -> None:
         super().check(n)

@@ -15,11 +15,13 @@ from kvweave.store.staging import PAGEABLE
 
 def up(numbers: NDArray[Any], device: torch.device) -> Tensor:
     """Return an array on ``device``; on a CPU they share the memory."""
-    return _pinned(numbers, device).to(device, non_blocking=True)
-
-
-def _pinned(numbers: NDArray[Any], device: torch.device) -> Tensor:
     there = torch.from_numpy(numbers)
+    if device.type == "cpu":
+        return there
+    return _pinned(there, device).to(device, non_blocking=True)
+
+
+def _pinned(there: Tensor, device: torch.device) -> Tensor:
     return there if device.type in PAGEABLE else there.pin_memory()
 
 
@@ -47,7 +49,7 @@ class Upload:
         if len(host) not in kept:
             kept[len(host)] = torch.empty(len(host), dtype=torch.int64, device=device)
         # pinned memory comes from a cache that gives none back before its copy is over
-        self._there = kept[len(host)].copy_(_pinned(host, device), non_blocking=True)
+        self._there = kept[len(host)].copy_(_pinned(torch.from_numpy(host), device), non_blocking=True)
 
     def __getitem__(self, run: slice) -> Tensor:
         assert self._there is not None, "nothing is there before `go`"

@@ -101,12 +101,13 @@ def in_place(
         torch.bmm(asked[some], seen.keys[some].transpose(1, 2), out=shares)
         if bias is not None:
             shares[..., clear:] += bias[:, clear:]
-        torch.softmax(shares, -1, out=shares)
+        whole = shown is not None and step == kv_heads and not skipped
+        shares = torch.softmax(shares, -1, out=shown.view(shares.shape) if whole else shares)
         torch.bmm(shares, seen.values[some], out=out[some])
         mine = shares.view(-1, group, n, n_keys)[:, :, skipped:]
         if show is not None:
             show(mine.flatten(0, 1), skipped)
-        if shown is not None:
+        if shown is not None and not whole:
             shown[some] = mine
     return rows_of(out, n), None if shown is None else shown.flatten(0, 1)
 

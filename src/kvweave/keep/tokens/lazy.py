@@ -24,7 +24,7 @@ class Recurrence(Tally):
     steps from one look to the next; both [kv_head, slot].
     """
 
-    sees = True
+    sees = packs = True
 
     def __init__(self, infos: Sequence[LayerInfo], alpha: float) -> None:
         self.alpha = alpha
@@ -39,8 +39,7 @@ class Recurrence(Tally):
         n = weights.shape[2]
         looks = weights.amax(1) >= self.alpha  # [kv_head, row, key]
         if n == 1:  # decoding: a cummax of one row takes as long as all the rest
-            looked = looks[:, 0].to(weights.dtype)
-            return begin, n, looked, looked, torch.zeros_like(looked)
+            return begin, looks[:, 0].to(weights.dtype)
         number = torch.arange(1, n + 1, dtype=weights.dtype, device=weights.device)[:, None]
         latest = torch.where(looks, number, 0).cummax(1).values  # up to and with each row
         first = torch.where(looks, number, n + 1).amin(1)
@@ -49,9 +48,22 @@ class Recurrence(Tally):
         gap = between.amax(1) if n > 1 else torch.zeros_like(first)
         return begin, n, first.masked_fill(first > n, 0), latest[:, -1], gap
 
+    def of_kept(self, layer: int, stop: int, weights: Tensor, slots: Tensor) -> object:
+        """The same; of one row looks alone are put where they belong."""
+        n = weights.shape[2]
+        if n > 1 or self.alpha <= 0:  # padding has no weight
+            every = weights.new_zeros(*weights.shape[:3], stop)
+            every.scatter_add_(3, slots[:, None, None].expand_as(weights), weights)
+            return self.of_attention(layer, 0, every)
+        looks = (weights[:, :, 0].amax(1) >= self.alpha).to(weights.dtype)
+        return 0, looks.new_zeros(len(looks), stop).scatter_add_(1, slots, looks)
+
     def add(self, layer: int, found: object) -> None:
         """Go on from the steps before."""
         assert isinstance(found, tuple)
+        if len(found) == 2:
+            self._add_one(layer, *found)
+            return
         begin, n, first, latest, gap = found
         stop, step = begin + first.shape[-1], self.step[layer]
         last, most = self.last[layer].upto(stop, first), self.gap[layer].upto(stop, first)
@@ -62,6 +74,17 @@ class Recurrence(Tally):
         torch.maximum(most, torch.maximum(since, gap), out=most)
         last.copy_(torch.where(looked, latest + step, last))
         self.step[layer] += n
+
+    def _add_one(self, layer: int, begin: int, looked: Tensor) -> None:
+        """The same of one row: ``looked`` [kv_head, slot], from ``begin`` on, is 1 where it looked."""
+        stop, step = begin + looked.shape[-1], self.step[layer]
+        last, most = self.last[layer].upto(stop, looked), self.gap[layer].upto(stop, looked)
+        last[:, stop - 1] = step
+        last, most = last[:, begin:], most[:, begin:]
+        since = torch.rsub(last, step + 1).mul_(looked)
+        torch.maximum(most, since, out=most)
+        last += since
+        self.step[layer] += 1
 
     def compact(self, kept: Ints) -> None:
         """Renumber the slots."""

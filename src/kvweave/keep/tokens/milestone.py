@@ -78,8 +78,12 @@ class PageReads(Tally):
     def of_kept(self, layer: int, stop: int, weights: Tensor, slots: Tensor) -> object:
         """The same, each where it belongs."""
         mass, where = weights.mean(1), slots[:, None].expand(-1, weights.shape[2], -1)
-        every = mass.new_zeros(*mass.shape[:2], stop).scatter_add_(2, where, mass)
-        return self.of_attention(layer, 0, every[:, None])
+        n_pages = -(-stop // self.page)
+        every = mass.new_zeros(*mass.shape[:2], n_pages * self.page).scatter_add_(2, where, mass)
+        if self._numbers is not None:
+            return self.of_attention(layer, 0, every[:, None, :, :stop])
+        paged = every.view(*mass.shape[:2], n_pages, self.page)
+        return paged.sum(-1), self._there(stop, mass.shape[1])
 
     def add(self, layer: int, found: object) -> None:
         """Go on step by step in one layer, whatever others have seen."""
