@@ -16,7 +16,6 @@ from torch import Tensor
 
 from kvweave.run import bags
 from kvweave.run.batch import Batch
-from kvweave.run.lanes import lanes_of
 from kvweave.run.latent import Latent
 from kvweave.run.packed import CodedLevel
 from kvweave.run.part import BatchPart, Piece
@@ -195,11 +194,13 @@ def _thinned_together(
         return None
     out: Tensor
     weights: Tensor | None
-    lanes = None
-    if rows.levels and latent is None and bags.suit(rows.levels, query, len(rows.heads)):
-        lanes, raw = lanes_of(rows.levels), rows.raw_together(piece.stop)
+    laned = bool(rows.levels) and latent is None and bags.suit(rows.levels, query, len(rows.heads))
+    if laned:
+        raw = rows.raw_together(piece.stop)
         each = rows.raw_apart(piece.stop) if raw is None else [raw]
-        out, weights = bags.attended(query, rows.levels, [_behind(query, *own) for own in each], how)
+        out, weights = bags.attended(
+            query, rows.levels, [_behind(query, *own) for own in each], how
+        )
     else:
         folds = rows.coded_together if n < FOLD and latent is None else None
         found = rows.raw_together(piece.stop) if folds else rows.seen_together(piece.stop)
@@ -211,7 +212,7 @@ def _thinned_together(
         else:
             out, weights = _latently(query, seen, how, piece.watched, latent)
     if weights is not None and piece.watched:
-        _show_kept(part, piece, layer, weights, rows.slots_together(weights.shape[2], lanes))
+        _show_kept(part, piece, layer, weights, rows.slots_together(weights.shape[2], laned))
     return out
 
 

@@ -16,8 +16,8 @@ taken only where they are there and right (docs/LOG.md, 2026-11-26 and 2026-11-2
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
-from functools import lru_cache
+from collections.abc import Callable, Sequence
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ from torch import Tensor
 from kvweave.run.lanes import BLOCK, LaneBlock, Lanes, lanes_of, numbers
 from kvweave.run.packed import ENDS, TILE, CodedLevel, PackedRows
 from kvweave.run.tabled import TabledRows
-from kvweave.run.written import Scaling, VisibleKV, blocks_of, rows_of, scores_of, shares_of
+from kvweave.run.written import Scaling, VisibleKV, blocks_of, rows_of, shares_of
 
 LEAST = 1 << 10  # rows of all heads: of fewer products are quicker, which take fewer operations
 MOST = 8  # rows times the heads that share keys: more are products
@@ -38,9 +38,14 @@ def _bag(
 ) -> Tensor:
     """Return sums [bag, column] of ``weights`` times rows of ``table`` [row, byte], behind whose symbols are its
     scale and first value; ``rows`` and ``weights`` of all bags one after the other, int32."""
-    found: Tensor = getattr(torch.ops.quantized, f"embedding_bag_{kind}_rowwise_offsets")(
-        table, rows, begins, False, 0, False, weights, None, False
-    )
+    found: Tensor = _operation(kind)(table, rows, begins, False, 0, False, weights, None, False)
+    return found
+
+
+@cache
+def _operation(kind: str) -> Callable[..., Tensor]:
+    named = getattr(torch.ops.quantized, f"embedding_bag_{kind}_rowwise_offsets")
+    found: Callable[..., Tensor] = named.default  # the one there is: not looked for again
     return found
 
 
@@ -69,15 +74,12 @@ there = _is_right()
 
 
 def _room(name: str, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return a place of which nobody may keep anything, each time the same; zeros at first, and for bytes a
-    scale of 1 and a first value of 0 behind each row."""
+    """Return a place of which nobody may keep anything, each time the same; zeros at first."""
     held: dict[str, Tensor] = _mine.__dict__
     key = f"{name} {shape}"
     if key not in held:
         with torch.inference_mode(False):  # it is written in and out of inference mode
             held[key] = torch.zeros(shape, dtype=dtype)
-            if dtype == torch.uint8:
-                held[key].view(torch.float32)[..., -2].fill_(1.0)
     return held[key]
 
 
@@ -99,22 +101,34 @@ def attended(
         found.div_(how.softcap).tanh_().mul_(how.softcap)
     edges = found.index_select(0, lanes.edges).masked_fill_(lanes.beyond, -torch.inf)
     found.index_copy_(0, lanes.edges, edges)
-    found[-1] = -torch.inf
     tiled.copy_(found.index_select(0, lanes.where.view(-1)).view(tiled.shape))
-    parts = list(zip(seen, query.chunk(len(seen), 1), made.chunk(len(seen)), strict=True))
-    for own, asked, to in parts:
-        first = to.shape[2] - own.keys.shape[1]
-        to[..., lanes.n : first] = -torch.inf
-        to[..., first:] = scores_of(asked, own, how)
+    raw = made[..., lanes.n :]
+    for own, asked, to in zip(seen, _cut(folded, seen), _cut(raw, seen), strict=True):
+        if own.keys.shape[1] < most:
+            to[..., : most - own.keys.shape[1]] = -torch.inf
+        to[..., most - own.keys.shape[1] :] = _of_raw(asked, own, how)
     weights = shares_of(made, how, n)
-    read = [
-        mine[..., mine.shape[2] - own.keys.shape[1] :].to(own.values.dtype) @ own.values
-        for own, mine in zip(seen, weights.chunk(len(seen)), strict=True)
-    ]
+    raw, read = weights[..., lanes.n :].to(seen[0].values.dtype), []
+    for own, mine in zip(seen, _cut(raw, seen), strict=True):
+        read.append(mine[..., most - own.keys.shape[1] :] @ own.values)
     out = (read[0] if len(read) == 1 else torch.cat(read)).float()
     tiled = weights[..., : lanes.n].view(*shape, -1, TILE).transpose(1, 2)
     _mix(levels, lanes, tiled.flatten(0, 1).index_select(0, lanes.back), out)
     return rows_of(out.to(query.dtype), n), weights.reshape(heads, n, -1)
+
+
+def _cut(rows: Tensor, seen: Sequence[VisibleKV]) -> Sequence[Tensor]:
+    """Return the part of ``rows`` [head, ...] that is of each of those ``seen``."""
+    return (rows,) if len(seen) == 1 else rows.chunk(len(seen))
+
+
+def _of_raw(asked: Tensor, seen: VisibleKV, how: Scaling) -> Tensor:
+    """Return scores [head, query, slot] of scaled queries [head, query, dim]."""
+    scores = asked.to(seen.keys.dtype) @ seen.keys.transpose(1, 2)
+    if how.softcap is not None:
+        scores = torch.tanh(scores / how.softcap) * how.softcap
+    bias = seen.bias
+    return scores if bias is None else scores + bias.repeat(asked.shape[1] // len(bias), 1)
 
 
 def _scores(levels: Sequence[CodedLevel], lanes: Lanes, queries: Tensor) -> Tensor:
@@ -125,18 +139,18 @@ def _scores(levels: Sequence[CodedLevel], lanes: Lanes, queries: Tensor) -> Tens
     for block in lanes.blocks:
         keys, mine, some = levels[block.level].k, made[block.pairs], asked[block.pairs]
         sums = _sums(keys, block, some)
-        scale, first = _ends(keys, block)
+        scale, middle = _ends(keys, block)
         torch.mul(sums[:, :, 0], scale[0, :, None], out=mine)
         for group in range(1, sums.shape[2]):
             mine.addcmul_(sums[:, :, group], scale[group, :, None])
         each = some.view(*some.shape[:2], sums.shape[2], -1).sum(-1)
-        mine.baddbmm_(each, first.transpose(0, 1))
+        mine.baddbmm_(each, middle.transpose(0, 1))
     return made
 
 
 def _sums(keys: PackedRows, block: LaneBlock, asked: Tensor) -> Tensor:
-    """Return ``asked`` [pair, query, dim] times the symbols of each group of a block's keys, [pair, query,
-    group, row of the tile]."""
+    """Return ``asked`` [pair, query, dim] times how far the symbols of each group of a block's keys are from
+    its middle, [pair, query, group, row of the tile]."""
     (_, n, dim), groups = asked.shape, keys.grids.shape[1]
     full = 0 if keys.tiles is None else min(block.tiles.stop, len(keys.tiles)) - block.tiles.start
 
@@ -145,19 +159,18 @@ def _sums(keys: PackedRows, block: LaneBlock, asked: Tensor) -> Tensor:
         return _bag(table.flatten(0, 1), rows, begins, some.reshape(-1)).view(-1, n, groups, TILE)
 
     if keys.tiles is None or full <= 0:
-        table, parts = _columns(keys, block)
-        return bag(table, asked if parts is None else asked * parts, None)
+        return bag(_columns(keys, block), asked, None)
     sums = bag(keys.tiles[block.tiles], asked, full)
     if full < block.n:  # what no tile is full of
-        table, _ = _columns(keys, block)
-        sums.index_copy_(0, block.ragged, bag(table, asked.index_select(0, block.ragged), 0))
+        some = bag(_columns(keys, block), asked.index_select(0, block.ragged), 0)
+        sums.index_copy_(0, block.ragged, some)
     return sums
 
 
-def _columns(keys: PackedRows, block: LaneBlock) -> tuple[Tensor, Tensor | None]:
-    """Return symbols of those of a block's keys that are in no tiles as bytes [tile, channel, row of the
-    tile]; those of a channel times what it takes to be symbols [channel]; None: all are."""
-    room = _table("columns", BLOCK // TILE, keys.dim, TILE)
+def _columns(keys: PackedRows, block: LaneBlock) -> Tensor:
+    """Return symbols of those of a block's keys that are in no tiles as bytes, [tile, channel, row of the
+    tile] and `ENDS`."""
+    room = _table(keys.dim, keys.bits)
     begin = block.tiles.start * TILE - (0 if keys.tiles is None else len(keys.tiles) * TILE)
     columns, width = keys.q.t()[:, max(0, begin) : begin + block.n * TILE], keys.q.shape[1]
     whole, n = columns.shape[1] // TILE, columns.shape[1]
@@ -169,7 +182,7 @@ def _columns(keys: PackedRows, block: LaneBlock) -> tuple[Tensor, Tensor | None]
             cut = columns[: some.stop - some.start, at * TILE : to * TILE]
             cut = cut.view(len(cut), to - at, -1).transpose(0, 1)
             _taken(cut, keys.bits, i, room[at:to, some, : cut.shape[2]])
-    return room[: -(-n // TILE)], _parts(keys.dim, keys.bits)
+    return room[: -(-n // TILE)]
 
 
 def _taken(rows: Tensor, bits: int, part: int, out: Tensor) -> None:
@@ -178,15 +191,6 @@ def _taken(rows: Tensor, bits: int, part: int, out: Tensor) -> None:
         out.copy_(rows)
     else:
         torch.bitwise_and(rows, ((1 << bits) - 1) << bits * part, out=out)
-
-
-@lru_cache(maxsize=32)
-def _parts(dim: int, bits: int) -> Tensor | None:
-    """Return [channel] what makes symbols of what `_taken` wrote; None for whole bytes."""
-    if bits == 8:
-        return None
-    width = -(-dim * bits // 8)
-    return torch.tensor([2.0 ** -(bits * (i // width)) for i in range(dim)])
 
 
 def _mix(levels: Sequence[CodedLevel], lanes: Lanes, weights: Tensor, out: Tensor) -> None:
@@ -210,26 +214,28 @@ def _span(n: int, block: LaneBlock) -> slice:
 
 
 def _ends(rows: PackedRows, block: LaneBlock) -> tuple[Tensor, Tensor]:
-    """Return the scale and the first value of the grids of a block's pairs, [group, pair, row of the tile]
-    each, which may be written over; 0 where there is no row."""
+    """Return the scale and the middle of the grids of a block's pairs, [group, pair, row of the tile] each; 0
+    where there is no row."""
     groups, span, n = rows.grids.shape[1], _span(rows.n, block), block.n * TILE
-    room = _room("ends", 2, groups, max(BLOCK, n) + (len(block.of) - block.n) * TILE)
-    both = room[:, :, : span.stop - span.start].copy_(rows.grids[..., span])
-    both[1].sub_(both[0], alpha=rows.half)
-    room[:, :, span.stop - span.start : n].zero_()  # of others, and no number maybe
-    tiles = room.view(2, groups, -1, TILE)
-    if block.n < len(block.of):
-        again = tiles.index_select(2, block.of[block.n :])
-        tiles[:, :, block.n : len(block.of)] = again
-    scale, first = tiles[:, :, : len(block.of)]
-    return scale, first
+    room = _room("ends", 2, groups, max(BLOCK, n))[..., :n]
+    room[..., : span.stop - span.start] = rows.grids[..., span]
+    if span.stop - span.start < n:
+        room[..., span.stop - span.start :].zero_()  # of others, and no number maybe
+    scale, middle = room.view(2, groups, -1, TILE).index_select(2, block.of)
+    return scale, middle
 
 
-def _table(name: str, *shape: int) -> Tensor:
-    """Return a place for bytes of this shape, each row with a scale of 1 and a first value of 0 behind
-    it: grids are put into the weights, or come on top."""
-    *several, size = shape
-    return _room(name, *several, size + ENDS, dtype=torch.uint8)
+def _table(dim: int, bits: int) -> Tensor:
+    """Return a place for bytes of channels [tile, channel, row of the tile], behind each of which stands what
+    makes symbols less their middle of what `_taken` writes."""
+    name, shape = f"columns of {bits} bits", (BLOCK // TILE, dim, TILE + ENDS)
+    new = f"{name} {shape}" not in _mine.__dict__
+    room = _room(name, *shape, dtype=torch.uint8)
+    if new:
+        width, ends = -(-dim * bits // 8), room.view(torch.float32)[..., TILE // 4 :]
+        ends[..., 0] = torch.tensor([2.0 ** -(bits * (i // width)) for i in range(dim)])
+        ends[..., 1] = -((1 << bits) - 1) / 2
+    return room
 
 
 def suit(levels: Sequence[CodedLevel], query: Tensor, n_heads: int) -> bool:

@@ -43,7 +43,7 @@ class Lanes:
     starts: tuple[int, ...]  # the first tile of each level, and the end
     tiles: Tensor  # [pair] int64, of all tiles
     heads: Tensor  # [pair] int64
-    edges: Tensor  # [pair] pairs in whose tile some rows are not the head's
+    edges: Tensor  # [edge] pairs in whose tile some rows are not the head's, and that of none
     beyond: Tensor  # [edge, 1, row of the tile] bool: these
     where: Tensor
     back: Tensor  # [pair] where it is in ``where``
@@ -122,6 +122,7 @@ def _lanes(sizes: tuple[tuple[int, ...], ...]) -> Lanes:
         to[: len(some)] = some
     back = np.empty(n, np.int64)
     back[where[where < n]] = np.flatnonzero(where < n)
+    unseen = np.concatenate((unseen, np.ones((1, TILE), bool)))  # the pair behind all others
     edges = np.flatnonzero(unseen.any(1))
     arrays = (of, mine, edges, unseen[edges][:, None], where, back)
     pair, head, edge, hidden, lane, home = [torch.from_numpy(each) for each in arrays]

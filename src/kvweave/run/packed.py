@@ -45,7 +45,9 @@ class PackedRows:
     q: Tensor  # [row, byte] uint8
     grids: Tensor  # [2, group, row] bfloat16: scale, middle
     across: bool = False  # a byte of all rows lies together in memory, not a row's bytes
-    tiles: Tensor | None = None  # [tile, byte, row of the tile and `ENDS`], a scale of 1 and 0
+    tiles: Tensor | None = (
+        None  # [tile, byte, row of the tile and `ENDS`], a scale of 1, `half` less
+    )
 
     @classmethod
     def of(cls, rows: Tensor, bits: int, across: bool = False) -> PackedRows:
@@ -101,7 +103,7 @@ class PackedRows:
         cut = columns[:, : some * TILE].view(len(columns), some, TILE)
         tiles[..., :TILE] = cut.transpose(0, 1)
         ends = tiles.view(torch.float32)[..., TILE // 4 :]
-        ends[..., 0], ends[..., 1] = 1.0, 0.0
+        ends[..., 0], ends[..., 1] = 1.0, -self.half
         return replace(self, q=columns[:, some * TILE :].clone().t(), tiles=tiles)
 
     @property

@@ -23,7 +23,7 @@ from torch import Tensor
 from kvweave.run.base import Ints
 from kvweave.run.below import BELOW, BelowRows
 from kvweave.run.heads import HeadRows, Heads, tail_of, where
-from kvweave.run.lanes import Lanes
+from kvweave.run.lanes import lanes_of
 from kvweave.run.layers import At, LayerRows, RawRows, span_of
 from kvweave.run.packed import ORDER, CodedHead, CodedLevel, among, less, shared
 from kvweave.run.rotary import Angles, Rotation
@@ -343,20 +343,19 @@ class ThinnedRows(LayerRows):
         even = all(len({len(own) for own in level.slots}) == 1 for level in self.levels)
         return self.levels if even else []
 
-    def slots_together(self, n: int, lanes: Lanes | None = None) -> Tensor:
-        """Return [head, row] the slots of the first ``n`` rows that `seen_together` shows, or where coded
-        rows stand in ``lanes``; behind these, in front of those of a head that has fewer, 0."""
-        laned, device = lanes is not None, self.heads[0].k.device
+    def slots_together(self, n: int, laned: bool = False) -> Tensor:
+        """Return [head, row] the slots of the first ``n`` rows that `seen_together` shows; ``laned``: of coded
+        rows as they stand in `lanes_of` them, and behind these, in front of those of a head that has fewer, 0."""
         if laned not in self._shown:
-            self._shown[laned] = self._all_slots(lanes)
-        return up(self._shown[laned][:, :n], device)
+            self._shown[laned] = self._all_slots(laned)
+        return up(self._shown[laned][:, :n], self.heads[0].k.device)
 
-    def _all_slots(self, lanes: Lanes | None) -> Ints:
+    def _all_slots(self, laned: bool) -> Ints:
         raw, own = self._heads.slots, [head.slots for head in self.heads]
-        if lanes is not None:
-            most = max(map(len, own))
+        if laned:
+            most, coded = max(map(len, own)), lanes_of(self.levels).slots(self.levels)
             behind = np.stack([np.pad(slots, (most - len(slots), 0)) for slots in own])
-            return np.concatenate((lanes.slots(self.levels), behind), 1)
+            return np.concatenate((coded, behind), 1)
         assert raw is not None, "heads that keep more or fewer than each other"
         coded = [np.stack(level.slots) for level in self.levels]
         return np.concatenate([*coded, raw], 1) if coded else raw

@@ -49,7 +49,9 @@ class Upload:
         if len(host) not in kept:
             kept[len(host)] = torch.empty(len(host), dtype=torch.int64, device=device)
         # pinned memory comes from a cache that gives none back before its copy is over
-        self._there = kept[len(host)].copy_(_pinned(torch.from_numpy(host), device), non_blocking=True)
+        self._there = kept[len(host)].copy_(
+            _pinned(torch.from_numpy(host), device), non_blocking=True
+        )
 
     def __getitem__(self, run: slice) -> Tensor:
         assert self._there is not None, "nothing is there before `go`"
