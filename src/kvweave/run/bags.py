@@ -25,7 +25,7 @@ from torch import Tensor
 from kvweave.run.lanes import BLOCK, LaneBlock, Lanes, lanes_of, numbers
 from kvweave.run.packed import ENDS, TILE, CodedLevel, PackedRows
 from kvweave.run.tabled import TabledRows
-from kvweave.run.written import Scaling, VisibleKV, blocks_of, rows_of, shares_of
+from kvweave.run.written import Scaling, VisibleKV, asked_of, blocks_of, rows_of, shares_of
 
 LEAST = 1 << 10  # rows of all heads: of fewer products are quicker, which take fewer operations
 MOST = 8  # rows times the heads that share keys: more are products
@@ -124,7 +124,7 @@ def _cut(rows: Tensor, seen: Sequence[VisibleKV]) -> Sequence[Tensor]:
 
 def _of_raw(asked: Tensor, seen: VisibleKV, how: Scaling) -> Tensor:
     """Return scores [head, query, slot] of scaled queries [head, query, dim]."""
-    scores = asked.to(seen.keys.dtype) @ seen.keys.transpose(1, 2)
+    scores = asked_of(asked.to(seen.keys.dtype), seen.keys)
     if how.softcap is not None:
         scores = torch.tanh(scores / how.softcap) * how.softcap
     bias = seen.bias

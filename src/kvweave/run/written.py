@@ -21,6 +21,7 @@ from kvweave.run.products import pays, product
 
 QUICK = range(20, 129)  # rows for which it is
 SCRATCH = 1 << 23  # bytes of scores at once; each thread keeps as many
+FEW = 8  # queries of a head that are multiplied from behind
 BLOCK = 256  # rows at once, where each sees those before it
 _mine = threading.local()
 
@@ -98,11 +99,11 @@ def in_place(
     for first in range(0, kv_heads, step):
         some = slice(first, min(first + step, kv_heads))
         shares = scratch.view(step, n_rows, n_keys)[: some.stop - first]
-        torch.bmm(asked[some], seen.keys[some].transpose(1, 2), out=shares)
+        scores = asked_of(asked[some], seen.keys[some], shares)
         if bias is not None:
-            shares[..., clear:] += bias[:, clear:]
+            scores[..., clear:] += bias[:, clear:]
         whole = shown is not None and step == kv_heads and not skipped
-        shares = torch.softmax(shares, -1, out=shown.view(shares.shape) if whole else shares)
+        shares = torch.softmax(scores, -1, out=shown.view(shares.shape) if whole else shares)
         torch.bmm(shares, seen.values[some], out=out[some])
         mine = shares.view(-1, group, n, n_keys)[:, :, skipped:]
         if show is not None:
@@ -110,6 +111,15 @@ def in_place(
         if shown is not None and not whole:
             shown[some] = mine
     return rows_of(out, n), None if shown is None else shown.flatten(0, 1)
+
+
+def asked_of(asked: Tensor, keys: Tensor, out: Tensor | None = None) -> Tensor:
+    """Return ``asked`` [head, query, dim] times ``keys`` [head, slot, dim], [head, query, slot], maybe in ``out``.
+    Few queries are multiplied from behind on CPUs, by which keys are read as they lie: a tenth to a third
+    of the time of both products less (docs/LOG.md, 2026-11-27)."""
+    if asked.shape[1] <= FEW and asked.is_cpu and asked.dtype == torch.float32:
+        return torch.bmm(keys, asked.transpose(1, 2)).transpose(1, 2)
+    return torch.bmm(asked, keys.transpose(1, 2), out=out)
 
 
 def _by_head(query: Tensor, seen: VisibleKV, watched: bool) -> tuple[Tensor, Tensor | None]:
@@ -197,7 +207,7 @@ def scores_of(query: Tensor, seen: VisibleKV, how: Scaling) -> Tensor:
         return scores if bias is None else scores + bias
     if bias is not None:
         return torch.baddbmm(bias.expand(kv_heads, -1, -1), folded, keys, alpha=how.scale)
-    return (folded * how.scale) @ keys
+    return asked_of(folded * how.scale, seen.keys)
 
 
 def blocks_of(query: Tensor, kv_heads: int) -> Tensor:
