@@ -350,6 +350,21 @@ def test_attention_reads_what_the_bits_give_back(
         assert a.n == b.n and off(a.written, b.written) < 1e-5
 
 
+@pytest.mark.skipif(not bags.there, reason="torch has no FBGEMM here")
+@pytest.mark.parametrize("uneven", [False, True])
+def test_no_row_in_bits_becomes_floats_for_a_token(
+    uneven: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where heads have more or fewer rows than each other, in bits and as they are."""
+    backend = transformers("llama")
+    rows = thinned(backend, ("k8v4", "k4v2"), uneven, False)
+    monkeypatch.setattr(bags, "LEAST", 0)
+    for name in ("together", "of_head", "scores"):
+        monkeypatch.setattr(CodedLevel, name, lambda *_, name=name: pytest.fail(name))
+    watch = TokenWatch(AttentionSums(backend.layers), backend.layers)
+    backend.forward([Work(rows, ids(1, 2), np.array([40]), np.array([40]), observer=watch)])
+
+
 def test_rows_of_8_bits_are_not_coded_again() -> None:
     backend = transformers("llama")
     rows, slots = backend.new_rows("int8"), np.arange(4)

@@ -9,7 +9,7 @@ of the attention::
     read     bag of [row, 32 or 64 channels], times share
 
 Where keys rest in tiles, and values always, they rest as FBGEMM reads them; other keys are laid out anew for
-each token. All in float32, as products of floats are. torch names the operations nowhere, so they are
+each token. Rows that rest as they are may be as many of each head or not. All in float32, as products of floats are. torch names the operations nowhere, so they are
 taken only where they are there and right (docs/LOG.md, 2026-11-26 and 2026-11-27, has the times).
 """
 
