@@ -357,8 +357,8 @@ class ThinnedRows(LayerRows):
             behind = np.stack([np.pad(slots, (most - len(slots), 0)) for slots in own])
             return np.concatenate((coded, behind), 1)
         assert raw is not None, "heads that keep more or fewer than each other"
-        coded = [np.stack(level.slots) for level in self.levels]
-        return np.concatenate([*coded, raw], 1) if coded else raw
+        in_bits = [np.stack(level.slots) for level in self.levels]
+        return np.concatenate([*in_bits, raw], 1) if in_bits else raw
 
     def check(self, n: int) -> None:
         super().check(n)

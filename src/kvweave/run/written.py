@@ -102,13 +102,13 @@ def in_place(
         scores = asked_of(asked[some], seen.keys[some], shares)
         if bias is not None:
             scores[..., clear:] += bias[:, clear:]
-        whole = shown is not None and step == kv_heads and not skipped
-        shares = torch.softmax(scores, -1, out=shown.view(shares.shape) if whole else shares)
+        whole = None if shown is None or skipped or step < kv_heads else shown.view(shares.shape)
+        shares = torch.softmax(scores, -1, out=shares if whole is None else whole)
         torch.bmm(shares, seen.values[some], out=out[some])
         mine = shares.view(-1, group, n, n_keys)[:, :, skipped:]
         if show is not None:
             show(mine.flatten(0, 1), skipped)
-        if shown is not None and not whole:
+        if shown is not None and whole is None:
             shown[some] = mine
     return rows_of(out, n), None if shown is None else shown.flatten(0, 1)
 
