@@ -9,6 +9,7 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import fields
 
 import httpx
 import pytest
@@ -17,10 +18,11 @@ from faces import FACES, faces
 from kvweave import Sampling, errors
 from kvweave.chunk.files import Entry
 from kvweave.chunk.identity import ChunkId
-from kvweave.client import wires
+from kvweave.client import parse, wires
 from kvweave.errors import KeyRefused, KVWeaveError, Overloaded, Unreachable
 from kvweave.serve.guard.problems import problem_of
 from kvweave.weave.parts import Part
+from kvweave.weave.plan import Plan, Shed, Span
 
 URL = "http://127.0.0.1:9"  # nothing listens there
 ENTRY = {
@@ -707,3 +709,15 @@ def test_json_of_another_server_is_told_so(client_of, said):
     ):
         with pytest.raises(Unreachable):
             verb(client_of(*[httpx.Response(200, json=said)] * 2))
+
+
+def test_a_plan_comes_with_all_that_it_says():
+    span = Span(
+        "a", 1, 9, "reuse", "ram", 36, 0, 0, 2, 1, saw=(3,), approximate=("freed",), amends=2
+    )
+    shed = Shed("h2o:4", 9, 5, 0.25, 7, {"int8": 2})
+    made = Plan((span,), "auto", 0.5, {"moved": 1.0}, "audit", 0.95, True, shed)
+    for field in fields(Plan):
+        assert getattr(made, field.name) != field.default, f"{field.name} is not told here"
+    found = parse.plan(json.loads(json.dumps(made.to_dict())))
+    assert found == made and found.explain() == made.explain()

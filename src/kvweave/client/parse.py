@@ -14,7 +14,7 @@ from kvweave.weave.answer import Answer
 from kvweave.weave.check import Check
 from kvweave.weave.history import Cause, Diff, Edit, Why
 from kvweave.weave.parts import Part
-from kvweave.weave.plan import Plan, Span
+from kvweave.weave.plan import Plan, Shed, Span
 
 Json = Mapping[str, Any]
 T = TypeVar("T")
@@ -40,7 +40,8 @@ def plan(found: Json) -> Plan:
     spans = tuple(_make(Span, span) for span in found["spans"])
     told = ("drift", "evidence", "drift_by", "coverage")
     known = {key: found.get(key) for key in told}
-    return Plan(spans, found["strategy"], alarm=bool(found.get("alarm")), **known)
+    shed = None if found.get("shed") is None else _make(Shed, found["shed"])
+    return Plan(spans, found["strategy"], alarm=bool(found.get("alarm")), shed=shed, **known)
 
 
 def check(found: Json) -> Check:
