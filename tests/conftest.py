@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import gc
 import os
+import ssl
 import sys
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -92,6 +93,14 @@ def a_new_user(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
             patch.delenv(f"KVWEAVE_{name}", raising=False)
         yield home
         assert not (home / ".kvweave").exists()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def certificates() -> Iterator[None]:
+    """Read once whom to trust: each of httpx's clients, one a request in most tests, takes 25 ms for it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ssl, "create_default_context", cache(ssl.create_default_context))
+        yield
 
 
 @pytest.fixture(scope="module", autouse=True)
