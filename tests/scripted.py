@@ -78,6 +78,7 @@ def scripted(
     n: int = 4096,
     special: Sequence[str] = SPECIAL,
     added: Sequence[str] = (),
+    layers: int = 2,
     **more: Any,
 ) -> tuple[Engine, Script]:
     """Return an engine of a tiny random model with ``n`` positions, and what it writes.
@@ -90,7 +91,12 @@ def scripted(
     tokenizer.chat_template = template
     tokenizer.eos_token = special[-1]
     script = Script(tokenizer, special[-1])
-    sizes = {"vocab_size": len(tokenizer), "max_position_embeddings": n}
+    # a first and a last layer: most of a test is the passes of answers that are forced
+    sizes = {
+        "vocab_size": len(tokenizer),
+        "max_position_embeddings": n,
+        "num_hidden_layers": layers,
+    }
     model = oracle.build("qwen3", sizes | {"eos_token_id": script.end})
     model.generation_config.eos_token_id = script.end
     monkeypatch.setattr(loop, "sample", script.sample)

@@ -73,7 +73,7 @@ TAGS = ("<tool_call>", "</tool_call>")  # of Qwen's tokenizers: added, and not s
 def test_calls_of_a_tokenizer_that_has_tokens_for_their_tags(
     bundled: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine, _ = scripted(bundled, monkeypatch, added=TAGS)
+    engine, _ = scripted(bundled, monkeypatch, added=TAGS, layers=4)
     with engine, serving(engine) as server:
         for seed in range(2):
             reply = ask(server, tools=[WEATHER], tool_choice="required", seed=seed)
