@@ -9,7 +9,7 @@ import json
 import re
 import subprocess
 import sys
-from dataclasses import fields
+from dataclasses import MISSING, fields
 
 import httpx
 import pytest
@@ -20,7 +20,10 @@ from kvweave.chunk.files import Entry
 from kvweave.chunk.identity import ChunkId
 from kvweave.client import parse, wires
 from kvweave.errors import KeyRefused, KVWeaveError, Overloaded, Unreachable
+from kvweave.run.sampling import Choice
 from kvweave.serve.guard.problems import problem_of
+from kvweave.serve.routes.turns import answer_of
+from kvweave.weave.answer import Answer
 from kvweave.weave.parts import Part
 from kvweave.weave.plan import Plan, Shed, Span
 
@@ -709,6 +712,18 @@ def test_json_of_another_server_is_told_so(client_of, said):
     ):
         with pytest.raises(Unreachable):
             verb(client_of(*[httpx.Response(200, json=said)] * 2))
+
+
+def test_an_answer_comes_with_all_that_it_says():
+    plan = Plan((), "auto", 0.5, {}, "audit", 0.95)
+    choice = Choice(3, -0.5, ((3, -0.5), (4, -1.5)))
+    made = Answer("so", (3, 4), "stop", (choice,), plan, {"ttft": 0.5}, "well")
+    for field in fields(Answer):
+        assert field.default is MISSING or getattr(made, field.name) != field.default
+    told = parse.answer(json.loads(json.dumps(answer_of(made))))
+    for field in fields(Answer):
+        if field.name != "plan":
+            assert getattr(told, field.name) == getattr(made, field.name), field.name
 
 
 def test_a_plan_comes_with_all_that_it_says():

@@ -89,6 +89,7 @@ def answer(found: Json) -> Answer:
         tuple(choices),
         plan(found["plan"]),
         dict(found["usage"]),
+        found.get("stopped_by"),
     )
 
 

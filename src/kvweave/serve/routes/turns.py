@@ -168,6 +168,7 @@ def answer_of(answer: Answer) -> dict[str, Any]:
         "usage": answer.usage,
         "plan": answer.plan.to_dict(),
         "choices": [asdict(choice) for choice in answer.choices],
+        "stopped_by": answer.stopped_by,
     }
 
 
