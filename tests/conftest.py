@@ -11,6 +11,7 @@ from pathlib import Path
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # of processes that tests start
 
+import certifi
 import torch
 
 if not torch.cuda.is_available():  # read when Triton is imported, which transformers does
@@ -97,9 +98,17 @@ def a_new_user(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture(scope="session", autouse=True)
 def certificates() -> Iterator[None]:
-    """Read once whom to trust: each of httpx's clients, one a request in most tests, takes 25 ms for it."""
+    """Read once whom to trust: each of httpx's clients, one a request in most tests, takes 25 ms for it.
+    Others add to what they are given, as redis does, and get their own."""
+    make = ssl.create_default_context
+    usual = cache(lambda: make(cafile=certifi.where()))
+
+    def context(*args: object, **options: object) -> ssl.SSLContext:
+        whole = not args and options == {"cafile": certifi.where()}
+        return usual() if whole else make(*args, **options)  # type: ignore[arg-type]
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ssl, "create_default_context", cache(ssl.create_default_context))
+        patch.setattr(ssl, "create_default_context", context)
         yield
 
 

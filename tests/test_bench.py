@@ -461,7 +461,8 @@ def test_servers_under_load(name: str, arguments: list[str], tmp_path: Path) -> 
     assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads(out.read_text())
     if name == "beside":
-        assert set(found["found"]) == {"put", "weave", "check", "compress", "system"}
+        kinds = {"put", "weave", "check", "compress", "system", "settle", "search"}
+        assert set(found["found"]) == kinds
         assert all(each["largest_ms"][0] > 0 for each in found["found"].values())
     else:
         assert found["n_wrong"] == 0 and min(found["answers"].values()) > 5
