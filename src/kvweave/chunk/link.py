@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 import time
 from collections import deque
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from threading import Event, Thread
 from typing import Any
 from uuid import uuid4
@@ -137,26 +137,17 @@ class Link:
         return str(meta["uuid"])
 
     def _make(self) -> None:
-        self.open(1)
-        try:
-            self._run("SELECT pg_advisory_xact_lock(7455871)")
+        with self._alone():
             self._run(_SCHEMA.format(model=_MODEL))
             for key, value in (("uuid", uuid4().hex), ("format", str(FORMAT))):
                 self._run(
                     "INSERT INTO kvweave_meta VALUES(%s, %s) ON CONFLICT DO NOTHING", key, value
                 )
-            self._run("COMMIT")
-            self._level = 0
-        except BaseException:
-            self.rollback(1)
-            raise
 
     def claim(self, model: str) -> None:
         """Say whose tokens are written from now on: names and ids are shared, and another model would
         read them as other texts. Raises ModelMismatch."""
-        self.open(1)
-        try:
-            self._run("SELECT pg_advisory_xact_lock(7455871)")
+        with self._alone():
             there = "SELECT 1 FROM pg_attribute WHERE attrelid='kvweave_engines'::regclass"
             if self._one(f"{there} AND attname='model'") is None:  # this takes all locks
                 self._run(f"ALTER TABLE kvweave_engines ADD COLUMN {_MODEL}")
@@ -167,14 +158,22 @@ class Link:
             if others:
                 raise ModelMismatch("the model of an engine on this index", model, others[0][0])
             self._run("UPDATE kvweave_engines SET model=%s WHERE id=%s", model, self._engine)
+        self._model = model
+
+    # --- transactions ---
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Do all of a block, or none of it, while no other engine is in one."""
+        self.open(1)
+        try:
+            self._run("SELECT pg_advisory_xact_lock(7455871)")
+            yield
             self._run("COMMIT")
             self._level = 0
         except BaseException:
             self.rollback(1)
             raise
-        self._model = model
-
-    # --- transactions ---
 
     def open(self, level: int) -> None:
         while self._level < level:

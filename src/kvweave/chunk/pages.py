@@ -29,9 +29,7 @@ _TABLE_LEAF, _INDEX_LEAF, _INDEX_INSIDE = 0x0D, 0x0A, 0x02
 _FLOAT, _BLOB = 7, 12
 _WIDTHS = (0, 1, 2, 3, 4, 6, 8)
 _MOST = 1 << 30  # bytes of a row
-_HEADER = (
-    40  # bytes of a row's header: no table of ours has more than 14 columns, or 3 of long ones
-)
+_HEADER = 40  # bytes of a row's header: ours have at most 14 columns, or 3 of long ones
 
 
 def _weights() -> tuple[FrameWords, FrameWords]:

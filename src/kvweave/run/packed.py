@@ -45,9 +45,8 @@ class PackedRows:
     q: Tensor  # [row, byte] uint8
     grids: Tensor  # [2, group, row] bfloat16: scale, middle
     across: bool = False  # a byte of all rows lies together in memory, not a row's bytes
-    tiles: Tensor | None = (
-        None  # [tile, byte, row of the tile and `ENDS`], a scale of 1, `half` less
-    )
+    # [tile, byte, row of the tile and `ENDS`], a scale of 1, `half` less
+    tiles: Tensor | None = None
 
     @classmethod
     def of(cls, rows: Tensor, bits: int, across: bool = False) -> PackedRows:
