@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -72,6 +74,19 @@ def fill(memory: Memory) -> None:
     for key in FACTS:
         memory.tell(says(key))
         memory.tell("ok", "assistant")
+
+
+@contextmanager
+def eight_turns(model: Path) -> Iterator[Memory]:
+    """A memory in an engine of its own, which is checked in the end."""
+    with Engine(model) as engine:
+        made = Memory(
+            engine, engine.context("c", system=SYSTEM), budget=SMALL, summarise=keep_facts()
+        )
+        fill(made)
+        yield made
+        made.close()
+        engine.check_integrity()
 
 
 # ---- the loop

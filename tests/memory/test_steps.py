@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from memory.test_memory import SMALL, SYSTEM, fill, keep_facts, state
+from memory.test_memory import eight_turns, state
 
-from kvweave import Engine, Memory
+from kvweave import Memory
 from kvweave.errors import ChunkInUse, ContextBusy
 from kvweave.memory import AskModel
 
@@ -17,16 +17,11 @@ ASKED = "what about Omar's metal"
 
 @pytest.fixture
 def memory(bundled) -> Iterator[Memory]:
-    """A memory of eight turns that leave when the model has summed them up."""
-    with Engine(bundled) as engine:
-        context = engine.context("c", system=SYSTEM)
-        made = Memory(engine, context, budget=SMALL, summarise=keep_facts())
-        fill(made)
-        made._settling.summarise = AskModel(engine, context)
+    """One whose turns leave when the model has summed them up."""
+    with eight_turns(bundled) as made:
+        made._settling.summarise = AskModel(made._ground.engine, made.context)
         made.tell("so well", "assistant")
         yield made
-        made.close()
-        engine.check_integrity()
 
 
 def sums_up(memory: Memory) -> Any:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from memory.test_memory import SMALL, SYSTEM, fill, keep_facts, state
+from memory.test_memory import eight_turns, state
 
-from kvweave import Engine, Memory
+from kvweave import Memory
 from kvweave.errors import ContextBusy, InvalidArgument
 
 ASKED = "what about Omar's metal"
@@ -15,14 +15,8 @@ ASKED = "what about Omar's metal"
 
 @pytest.fixture
 def memory(bundled) -> Iterator[Memory]:
-    """A memory of eight turns."""
-    with Engine(bundled) as engine:
-        context = engine.context("c", system=SYSTEM)
-        made = Memory(engine, context, budget=SMALL, summarise=keep_facts())
-        fill(made)
+    with eight_turns(bundled) as made:
         yield made
-        made.close()
-        engine.check_integrity()
 
 
 def test_it_says_what_ask_says_and_is_one_step(memory: Memory) -> None:
