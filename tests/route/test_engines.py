@@ -363,10 +363,10 @@ def test_placements_of_the_workers_are_followed(pair):
     with pair.client() as client:
         client.put("docs/far", "nobody has been there until very late . " * 8)
         [home] = pair.holders("docs/far")
-    tenant = state.tenants.of(f"Bearer {ANNA}".encode())
-    name = home.removeprefix("http://")
-    n_chunks = lambda: tenant.holding(name).n_chunks  # noqa: E731
-    until(lambda: n_chunks() >= 1, "following")
+    key = f"Bearer {ANNA}"
+    told = httpx.get(f"{home}/v1/placements", headers={"Authorization": key}).json()
+    holding = state.tenants.of(key.encode()).holding(home.removeprefix("http://"))
+    until(lambda: holding.run == told["run"] and holding.seq >= told["seq"], "following")
     wanted = "tell me : " + "nobody has been there until very late . " * 8
     before = ask(pair, wanted, max_tokens=1)
     assert before.json()["usage"]["kv"]["reused"] > 40, "it went to who has it, unasked"
