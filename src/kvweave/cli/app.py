@@ -24,6 +24,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from kvweave.cli.parser import COMMANDS, UsageError, parse
+from kvweave.cli.start import uncollected
 from kvweave.errors import KVWeaveError, StoreError, of_system
 
 if TYPE_CHECKING:
@@ -55,7 +56,9 @@ def _status(argv: Sequence[str]) -> int:
         module, function = COMMANDS[args.command].where.split(":")
         with _one_interrupt():
             # a verb's module is imported only now: most verbs need neither torch nor rich
-            status = int(getattr(import_module(module), function)(args) or 0)
+            with uncollected():
+                verb = getattr(import_module(module), function)
+            status = int(verb(args) or 0)
         sys.stdout.flush()
         return status
     except UsageError as error:

@@ -30,6 +30,7 @@ from kvweave.chunk.rebuild import write_json
 from kvweave.chunk.table import Table
 from kvweave.cli.command import UsageError
 from kvweave.cli.show import Out
+from kvweave.cli.start import uncollected
 from kvweave.cli.values import path_of
 from kvweave.errors import ChunkNotFound, ModelMismatch, ModelUnusable, StoreError
 
@@ -177,8 +178,10 @@ def _opened(args: Namespace, make: bool, options: dict[str, Any]) -> Iterator[kv
     tiers = options.pop("tiers", None) or tiers_of(home) or None
     if tiers is not None:
         options["tiers"] = tuple(str(tier) for tier in tiers)
+    with uncollected():
+        make_engine = kvweave.Engine
     try:
-        engine = kvweave.Engine(model, home=home if bound or make else None, **options)
+        engine = make_engine(model, home=home if bound or make else None, **options)
     except ModelMismatch as error:
         error.hint = (
             f"{home} was made with another model: pass that with --model, or another --home"

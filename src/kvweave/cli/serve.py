@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import logging
 import os
 import sys
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from kvweave.cli.home import BUNDLED, home_of, model_of, open_engine
 from kvweave.cli.show import Out
+from kvweave.cli.start import uncollected
 from kvweave.errors import InvalidArgument, ServerError, of_system
 
 if TYPE_CHECKING:
@@ -59,7 +61,7 @@ def needing_server() -> Iterator[None]:
 
 def serve(args: Namespace) -> int:
     """Serve until SIGINT or SIGTERM; then 0."""
-    with needing_server():
+    with needing_server(), uncollected():
         from kvweave.serve.app import create_app
         from kvweave.serve.listening import url_of
         from kvweave.serve.server import Server
@@ -81,7 +83,10 @@ def serve(args: Namespace) -> int:
                 print(f"kvweave serves {options.model_name} at {url}", flush=True)
 
         with open_engine(args, make=True, denoise="never", **settings) as engine:
-            Server(create_app(engine, options), ready, args.grace).run([sock])
+            app = create_app(engine, options)
+            gc.collect()
+            gc.freeze()  # what a model is made of, too: a look at all objects stops every answer
+            Server(app, ready, args.grace).run([sock])
     return 0
 
 
