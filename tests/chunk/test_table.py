@@ -154,6 +154,26 @@ def test_what_keeps_a_chunk_alive(table):
     assert add(table, 1) == 3
 
 
+def test_what_many_transactions_let_go_of_is_copied_by_none(table):
+    ids = [add(table, i) for i in range(1, 41)]
+    for id in ids:
+        table.bind(f"x/{id}", id)
+    with table.transaction():
+        for id in ids[:20]:
+            table.unbind(f"x/{id}")
+        with pytest.raises(ZeroDivisionError), table.transaction():
+            assert not table._tx.levels[-1].loose  # each of 20,000 copied up to 20,000
+            for id in ids[19:30]:
+                table.bind(f"x/{id}", id, replace=True)
+                table.unbind(f"x/{id}")
+            assert table.collect() == ids[:30]
+            raise ZeroDivisionError
+        assert table.freed == []
+        with table.transaction():
+            table.unbind(f"x/{ids[30]}")
+    assert sorted(table.freed) == [*ids[:20], ids[30]] and len(table) == 19
+
+
 def test_a_pin_keeps_and_unpinning_frees_nothing(table):
     id = add(table, 1)
     table.bind("a", id)

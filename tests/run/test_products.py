@@ -66,6 +66,26 @@ def test_a_layer_gives_the_same(bias: bool, rows: tuple[int, ...], always: list[
     torch.testing.assert_close(found, wanted)  # who learns gets gradients
 
 
+def test_passes_of_all_lengths_leave_few_kernels(
+    always: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, real = set(), products.product
+
+    def seen(x: torch.Tensor, *given: torch.Tensor | None) -> torch.Tensor:
+        asked.add(x.shape)
+        return real(x, *given)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(products, "product", seen)
+    plain, ours = nn.Linear(4, 3), nn.Sequential(nn.Linear(4, 3))
+    ours.load_state_dict({f"0.{name}": value for name, value in plain.state_dict().items()})
+    products.install(ours)
+    with torch.inference_mode():
+        for n in range(1, 1100, 3):
+            x = torch.randn(n, 4)
+            torch.testing.assert_close(ours(x), plain(x), rtol=1e-5, atol=1e-6)
+    assert len(asked) <= 84
+
+
 @pytest.mark.parametrize("n", [1, 2, 19, 64, 129])
 @pytest.mark.parametrize("group", [1, 3])
 @pytest.mark.parametrize(

@@ -78,6 +78,8 @@ def test_metrics_count_exactly(serve):
     assert found["kvweave_kv_bytes", "ram"] == served.on_engine(lambda engine: engine.shelf.n_bytes)
     assert found["kvweave_vector_bytes",] == 0
     assert found["kvweave_kv_budget_bytes",] == served.engine.shelf.budget
+    if sys.platform == "linux":
+        assert found["process_resident_memory_bytes",] > 1 << 20
     assert not [key for key in found if "secret" in str(key) or "anna" in str(key)]
 
 

@@ -18,7 +18,9 @@ class Savepoint:
     """One of the transactions that stand in each other. IndexRows are the database's to take back."""
 
     n_freed: int
-    loose: dict[ChunkId, None]
+    loose: dict[ChunkId, bool] = field(default_factory=dict)
+    """Whether a chunk was let go of before, of each of which that was changed: a copy of all in each
+    transaction took half of the time that removing 20,000 names did."""
     records: dict[ChunkId, tuple[Record, Fields | None]] = field(default_factory=dict)
     """Each record that was changed, as it was before; None for a new one."""
     holders: dict[ChunkId, dict[str, int] | None] = field(default_factory=dict)
@@ -48,6 +50,8 @@ class Savepoint:
             outer.records.setdefault(id, kept)
         for id, held in self.holders.items():
             outer.holders.setdefault(id, held)
+        for id, was in self.loose.items():
+            outer.loose.setdefault(id, was)
         outer.undone += self.undone
 
     def undo(self, holders: Holders) -> None:

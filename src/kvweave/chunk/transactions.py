@@ -143,6 +143,7 @@ class Transactions:
 
     def let_go(self, id: ChunkId) -> None:
         """Free a chunk at the end, unless something keeps it then."""
+        self.levels[-1].loose.setdefault(id, id in self._loose)
         self._loose[id] = None
 
     def sweep(self) -> None:
@@ -150,6 +151,7 @@ class Transactions:
         while self._loose:
             id = next(iter(self._loose))
             del self._loose[id]
+            self.levels[-1].loose.setdefault(id, True)
             record = self.find(id)
             if record is not None and not self.is_kept(id):
                 self._free(record)
@@ -201,7 +203,7 @@ class Transactions:
             except BaseException:
                 self.lock.release()
                 raise
-        self.levels.append(Savepoint(len(self.freed), dict(self._loose)))
+        self.levels.append(Savepoint(len(self.freed)))
 
     def _end(self, failed: bool) -> None:
         with ExitStack() as told:  # when the lock is given away, also where committing fails
@@ -251,7 +253,11 @@ class Transactions:
     def _undo(self, level: Savepoint, n: int) -> None:
         self._written = {}
         level.undo(self.holders)
-        self._loose = level.loose
+        for id, was in level.loose.items():
+            if was:
+                self._loose[id] = None
+            else:
+                self._loose.pop(id, None)
         del self.freed[level.n_freed :]
         with self._reading:
             for id, (record, fields) in level.records.items():

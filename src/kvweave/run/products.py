@@ -16,6 +16,9 @@ from torch import Tensor, nn
 
 LARGE = 1 << 18  # numbers in a weight, from which on a call's cost does not show
 MANY = 1 << 16  # scores of a head, likewise
+STEPS = ((32, 1), (64, 4), (128, 8), (512, 16), (1 << 62, 64))
+"""Up to so many rows, their number is rounded up to a multiple of that: of each number of rows and each
+layer's shape oneDNN keeps a kernel, half a megabyte, a thousand of them, and the heap has holes between."""
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -69,7 +72,13 @@ class _Linear(nn.Linear):
         floats = input.dtype == weight.dtype == torch.float32
         if learns or not floats or not (input.is_cpu and weight.is_cpu) or not input.numel():
             return super().forward(input)
-        return product(input, weight, self.bias)
+        rows = input.reshape(-1, input.shape[-1])
+        n = len(rows)
+        step = next(step for most, step in STEPS if n <= most)
+        if n % step:
+            rows = nn.functional.pad(rows, (0, 0, 0, -n % step))
+        found = product(rows, weight, self.bias)
+        return found[:n].view(*input.shape[:-1], self.out_features)
 
 
 def install(model: nn.Module) -> None:
