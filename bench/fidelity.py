@@ -123,7 +123,14 @@ def begin(model: str, n: int, prunes: int, cache: Cache) -> None:
     """Load the model in a worker."""
     global _suite, _cache
     torch.set_num_threads(1)
-    _suite, _cache = Suite(Runner.load(model, device="cpu"), n, prunes), cache
+    runner = Runner.load(model, device="cpu")
+    _suite, _cache = Suite(runner, n, prunes, recipes_of(Path(model), runner)), cache
+
+
+def recipes_of(model: Path, runner: Runner) -> calibration.Recipes:
+    """Return how `auto` chooses rows by the calibration beside the model."""
+    known = calibration.calibration_of(runner.fingerprint, None, [model])
+    return () if known is None else known.recipes
 
 
 def work(task: Task) -> tuple[str, int, int, float]:
@@ -168,7 +175,7 @@ def _results(
 def key_of(model: Path, n: int, prunes: int) -> str:
     """Return what outcomes depend on besides protocol and method: weights, questions, size, seed.
 
-    The code of strategies is not among it: after a change there, ``--again NAME``.
+    The code of strategies is not among it, nor is what a calibration chose: after a change there, ``--again NAME``.
     """
     made = hashlib.blake2b(digest_size=8)
     for module in (protocols, stream, prose, world):
@@ -225,8 +232,9 @@ def gate_of(names: Sequence[str], options: argparse.Namespace) -> list[dict[str,
     seen = calibrate.gather(found)
     if len(seen) < ENOUGH:
         return []
-    mine = Runner.load(str(options.model), device="cpu").fingerprint
-    calibrate.fit(seen, mine).save(options.model / calibration.FILE)
+    runner = Runner.load(str(options.model), device="cpu")
+    mine, recipes = runner.fingerprint, recipes_of(options.model, runner)
+    replace(calibrate.fit(seen, mine), recipes=recipes).save(options.model / calibration.FILE)
     return calibrate.halves(seen, mine, (None, *BOUNDS))
 
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import importlib.util
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from needs import need
+from serving import bundled_runner
 
 from kvweave.cli import suite
 from kvweave.cli.app import main
@@ -18,6 +20,7 @@ from kvweave.suite import calibrate, plot, report
 from kvweave.suite.exam import Trial
 from kvweave.suite.method import FULL, Method
 from kvweave.weave.calibration import FILE, Calibration
+from kvweave.weave.repair import Auto
 
 BENCH = Path(__file__).parents[2] / "bench"
 NONE, QUERY = Method(), Method("query", 0.15)
@@ -128,6 +131,32 @@ def test_the_command_calibrates(capsys, monkeypatch, tmp_path):
     assert made.starts() == list(calibrate.SHARES) and made.n == 24
 
 
+@pytest.mark.slow
+def test_the_suite_goes_by_what_the_calibration_has_of_auto(capsys, monkeypatch, tmp_path):
+    """`auto` is measured as a user has it; bounds made anew keep it, unless another way is asked for."""
+    monkeypatch.setattr(calibrate, "BINS", 1)
+    woven, real = set(), Auto._repair
+
+    def watched(self, passes, wish):
+        woven.add((self.draft, round(3 * self.hedge), self.rounds))
+        return real(self, passes, wish)
+
+    monkeypatch.setattr(Auto, "_repair", watched)
+    mine, file = ((0.05, "0@2@1"),), tmp_path / FILE
+    Calibration(bundled_runner().fingerprint, 0.0, 0, (), recipes=mine).save(file)
+    words = ["check", "--suite", "--protocols", "P1", "--home", str(tmp_path), "-q"]
+    assert main([*words, "--n", "12", "--strategies", "none", "--calibrate"]) == 0
+    made = Calibration.load(file)
+    assert woven == {(0, 2, 1)} and made.recipes == mine and made.curves
+    woven.clear()
+    few = [*words, "--n", "4", "--strategies", "auto", "--shares", "0.05", "--auto", "2@0@2"]
+    assert main(few) == 0 and woven == {(2, 0, 2)} and Calibration.load(file) == made
+    replace(made, recipes=(*mine, (0.3, "0@3@1"))).save(file)
+    capsys.readouterr()
+    assert main([*words, "--n", "12", "--calibrate"]) == 2
+    assert "other options of auto at each share" in capsys.readouterr().err
+
+
 def test_a_calibration_is_shown_and_goes_beside_the_checkpoint(capsys, monkeypatch, tmp_path):
     monkeypatch.delenv("KVWEAVE_HOME", raising=False)
     args = parse(["check", "--suite", "--calibrate"])
@@ -160,6 +189,8 @@ def test_a_calibration_is_shown_and_goes_beside_the_checkpoint(capsys, monkeypat
         (["check", "--suite", "--n", "0"], "not a whole number"),
         (["check", "--suite", "--max-drift", "0.1"], "--suite takes no --max-drift"),
         (["check", "x", "--calibrate", "c.json"], "--calibrate belongs to --suite"),
+        (["check", "x", "--auto", "2@0@2"], "--auto belongs to --suite"),
+        (["check", "--suite", "--auto", "3@0@2"], "'3@0@2' is not DRAFT@THIRDS@ROUNDS"),
         (["check", "--suite", "--calibrate", "--n", "10"], "160 are the least; raise --n"),
         (["check", "--suite", "--calibrate", "/nowhere/c.json"], "cannot write /nowhere/c.json"),
     ],

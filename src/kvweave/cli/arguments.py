@@ -6,7 +6,18 @@ from argparse import ArgumentParser, BooleanOptionalAction
 
 from kvweave.chunk.files import GROUPS, SORT_KEYS
 from kvweave.chunk.identity import KINDS
-from kvweave.cli.values import CHOICE, age, fields, nats, positive, share, shares, strategy, words
+from kvweave.cli.values import (
+    CHOICE,
+    age,
+    fields,
+    nats,
+    positive,
+    recipe,
+    share,
+    shares,
+    strategy,
+    words,
+)
 
 PATTERN = "a name, '#17', a glob such as 'chat/*/u-00[1-3]' or '**', or 'docs/' for all below"
 TEMPLATE = "text; {docs/faq} or {#17} is a stored chunk, {hole} is filled by --set or --docs; - reads stdin"
@@ -151,6 +162,13 @@ def check(p: ArgumentParser) -> None:
         metavar="FILE",
         help="also run auto at 0.05, 0.15 and 0.3, and write what bounds of the drift it gives "
         "(calibration.json of the home, if one is given, else of the checkpoint)",
+    )
+    add(
+        "--auto",
+        type=recipe,
+        metavar="2@0@2",
+        help="how auto chooses rows, and is to with what --calibrate writes: tokens drafted, thirds of the "
+        "budget for first rows, rounds (as the model's calibration has it, or 2@1@2)",
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from argparse import Namespace
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from kvweave.suite import calibrate, report
 from kvweave.suite.exam import Trial
 from kvweave.suite.method import Method, methods
 from kvweave.suite.run import NAMES, Suite
-from kvweave.weave.calibration import FILE
+from kvweave.weave.calibration import FILE, Recipes, calibration_of
 
 BOUNDS = (None, 0.1)  # nats; what a calibration is tried with
 HEAD = ("tested on", "bound", "KL under", "within", "repaired", "wholly", "accuracy")
@@ -41,7 +42,8 @@ def check(args: Namespace) -> None:
     runner.require_move()
     if file is not None:
         check_home(file.parent, runner.fingerprint)
-    suite = Suite(runner, args.n)
+    recipes = _recipes(args, model, runner.fingerprint)
+    suite = Suite(runner, args.n, recipes=recipes)
     try:
         outcomes = _run(suite, protocols, wanted, out)
     finally:
@@ -51,7 +53,7 @@ def check(args: Namespace) -> None:
     if not out.as_json:
         _print(rows, out)
     if file is not None:
-        found["calibration"] = _calibrate(outcomes, runner.fingerprint, file)
+        found["calibration"] = _calibrate(outcomes, runner.fingerprint, recipes, file)
         if not out.as_json:
             print_calibration(found["calibration"], out)
     if out.as_json:
@@ -99,7 +101,21 @@ def check_home(home: Path, mine: ModelFingerprint) -> None:
         mine.require(ModelFingerprint.from_dict(read(home / "model.json")))
 
 
-def _calibrate(outcomes: Sequence[Trial], mine: ModelFingerprint, file: Path) -> dict[str, Any]:
+def _recipes(args: Namespace, model: str, mine: ModelFingerprint) -> Recipes:
+    """Return how `auto` is to choose rows: as asked for, else as the model's calibration has it. Raises
+    UsageError where bounds would be of several ways."""
+    if args.auto is not None:
+        return tuple((share, args.auto) for share in calibrate.SHARES)
+    known = calibration_of(mine, None, [home_of(args), Path(model)])
+    found = () if known is None else known.recipes
+    if args.calibrate is not None and len({way for _, way in found}) > 1:
+        raise UsageError("this model has other options of auto at each share", "give --auto one")
+    return found
+
+
+def _calibrate(
+    outcomes: Sequence[Trial], mine: ModelFingerprint, recipes: Recipes, file: Path
+) -> dict[str, Any]:
     """Fit, write, and test each half on the other; None where a half has too few questions."""
     # contexts that never had a chunk would count twice, with those that forgot it
     seen = calibrate.gather(o for o in outcomes if o.mode in ("", "forget"))
@@ -107,7 +123,7 @@ def _calibrate(outcomes: Sequence[Trial], mine: ModelFingerprint, file: Path) ->
         made = calibrate.fit(seen, mine)
     except ValueError as error:
         raise InvalidArgument("n", str(error), "raise --n, or take more --protocols") from error
-    made.save(file)
+    replace(made, recipes=recipes).save(file)
     try:
         halves = calibrate.halves(seen, mine, BOUNDS)
     except ValueError:

@@ -62,8 +62,9 @@ def check(args: Namespace) -> None:
         require_here(args, "the suite")
         import_module("kvweave.cli.suite").check(args)
         return
-    if args.calibrate is not None:
-        raise UsageError("--calibrate belongs to --suite", "write both")
+    if args.calibrate is not None or args.auto is not None:
+        name = "--auto" if args.calibrate is None else "--calibrate"
+        raise UsageError(f"{name} belongs to --suite", "write both")
     if args.template is None:
         raise UsageError("no TEMPLATE", "write one, or --suite to measure the model")
     out = Out.of(args)

@@ -9,6 +9,7 @@ from typing import Any
 
 from kvweave.config import n_bytes
 from kvweave.errors import InvalidArgument, StoreError
+from kvweave.weave.calibration import options
 
 STRATEGIES = (
     "auto", "none", "first_k", "boundary", "deviation", "query", "rollout", "deps", "patch", "random", "full",
@@ -48,6 +49,16 @@ def strategy(text: str) -> str:
     if text.split(":")[0] not in STRATEGIES:
         raise ArgumentTypeError(f"no strategy {text!r}: one of {', '.join(STRATEGIES)}")
     return text
+
+
+def recipe(text: str) -> str:
+    """Return options of `auto`."""
+    try:
+        return options(text)
+    except ValueError as error:
+        raise ArgumentTypeError(
+            f"{text!r} is not DRAFT@THIRDS@ROUNDS: 0 to 2, 0 to 3, from 1 up"
+        ) from error
 
 
 def words(text: str) -> list[str]:

@@ -16,6 +16,7 @@ from kvweave.suite.exam import Exam, Trial
 from kvweave.suite.method import Method
 from kvweave.suite.protocols import PROTOCOLS, TEST, cases
 from kvweave.suite.words import Paper
+from kvweave.weave.calibration import Calibration, Recipes
 
 NAMES = (*sorted([*PROTOCOLS, "P6"]), "prose")
 SEED = "fidelity"
@@ -24,10 +25,18 @@ PER_STREAM = 80  # questions of a stream, about
 
 
 class Suite:
-    """The protocols at a size: about ``n`` questions each, for one model."""
+    """The protocols at a size: about ``n`` questions each, for one model, whose calibration holds
+    ``recipes``: `auto` goes by them."""
 
-    def __init__(self, runner: Runner, n: int = 500, prunes: int = stream.PRUNES) -> None:
+    def __init__(
+        self,
+        runner: Runner,
+        n: int = 500,
+        prunes: int = stream.PRUNES,
+        recipes: Recipes = (),
+    ) -> None:
         self.runner, self.n, self.prunes = runner, n, prunes
+        self._chosen = Calibration(runner.fingerprint, 0.0, 0, (), recipes=recipes)
         self._exams: dict[bool, Exam] = {}
         self._papers: dict[str, list[Paper]] = {}
 
@@ -62,7 +71,9 @@ class Suite:
         if is_prose not in self._exams:
             tokenizer = self.runner.tokenizer
             bos = str(getattr(tokenizer, "bos_token", None) or "")
-            self._exams[is_prose] = Exam(self.runner, bos if is_prose else None)
+            exam = Exam(self.runner, bos if is_prose else None)
+            exam.calibration = self._chosen
+            self._exams[is_prose] = exam
         return self._exams[is_prose]
 
     def _cases(self, protocol: str) -> list[Paper]:

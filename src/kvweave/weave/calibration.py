@@ -25,6 +25,8 @@ DRAFT = 2  # tokens of a reply that the gate drafts, at most
 STRATEGY = f"auto:{DRAFT}:{CHOICE}"
 FILE = "calibration.json"  # in a home or beside a checkpoint
 
+Recipes = tuple[tuple[float, str], ...]  # share, options of `auto`
+
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
@@ -91,7 +93,7 @@ class Calibration:
     curves: tuple[Curve, ...]
     strategy: str = STRATEGY  # whose evidence and repair it is of
     source: str = "suite"  # or text, prompts: what it was measured on
-    recipes: tuple[tuple[float, str], ...] = ()  # share -> options of `auto` that were best here
+    recipes: Recipes = ()  # share -> options of `auto` that were best here
 
     def starts(self) -> list[float]:
         """Return the shares a repair may begin with."""
@@ -119,7 +121,7 @@ class Calibration:
             curves = tuple(_curve(c) for c in found.pop("curves"))
             mine = ModelFingerprint.from_dict(found.pop("fingerprint"))
             how = str(found.get("strategy", "auto")), str(found.get("source", "suite"))
-            best = tuple((_share(at), _options(name)) for at, name in found.get("recipes", ()))
+            best = tuple((_share(at), options(name)) for at, name in found.get("recipes", ()))
             return cls(mine, float(found["coverage"]), int(found["n"]), curves, *how, best)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise CorruptChunk(str(path), f"not a calibration: {error}") from error
@@ -138,8 +140,8 @@ def _share(at: object) -> float:
     return found
 
 
-def _options(words: object) -> str:
-    """What `auto` takes behind its name: tokens drafted, thirds hedged, rounds."""
+def options(words: object) -> str:
+    """Return what `auto` takes behind its name: tokens drafted, thirds hedged, rounds. Raises ValueError."""
     draft, thirds, rounds = map(int, str(words).split("@"))
     if not (0 <= draft <= DRAFT and 0 <= thirds <= 3 and rounds >= 1):
         raise ValueError(f"{words!r} are no options of auto")
