@@ -198,6 +198,10 @@ def test_an_interrupted_answer_leaves_no_trace(sh, server, monkeypatch):
     words = ["chat", "--system", "keep .", "--max-tokens", "2000", "--url", server.url]
     sh(*words, stdin="so\n/parts\n")
     assert "interrupted" in sh.err and "u-000" not in sh.out and "s-000" in sh.out
+    sh("chat", "--context", "c", "--max-tokens", "2000", "--url", server.url, stdin="so\n")
+    sh("context", "ask", "c", "so", "--max-tokens", "2000", "--url", server.url, status=130)
+    server.settle()
+    assert sh("ls", "--url", server.url) == ""
 
 
 @pytest.mark.parametrize("n_signals", [1, 2])

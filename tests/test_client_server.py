@@ -295,6 +295,33 @@ def memory_script(weaver, settle):
     yield len(weaver.files.find("memory/**")), weaver.files.find(pinned=True), chat.parts
 
 
+def leftover_script(weaver, settle):
+    """What fails, is closed, is a slice or is long ago; yields what is known of it then."""
+    chat = weaver.context("chat", system=SYSTEM)
+    for options in ({"max_tokens": 9000}, {"max_drift": 0.1}):
+        yield failure(chat.ask, A, **options), weaver.files.ls(), chat.parts
+        yield getattr(chat, "history", chat).log()
+    yield chat.message("user", A).name
+    chat.close()
+    yield sorted(weaver.contexts), failure(weaver.get_context, "chat")
+    chat = weaver.context("chat", system=SYSTEM)
+    weaver.put("docs/a", A)
+    chat.append_slice("docs/a", 2, 5)
+    chat.amend("docs/a[2:5]", "so well .")
+    past = getattr(chat, "history", chat)
+    yield [
+        [each.start for each in past.diff(1).added],
+        *(each.amends for each in past.diff(1).added),
+    ]
+    for _ in range(60):
+        chat.append([5])
+        chat.drop(-1)
+    yield len(past.log()), chat.parts
+    weaver.place("docs/a", "none")
+    yield weaver.compress("docs/a", "full"), weaver.files.stat("docs/a")
+    yield weaver.compress("docs/a", "h2o:4", to="docs/b").refs, weaver.files.ls("docs/*")[1].refs
+
+
 def same(runner, server_of, script):
     with Engine(runner, repair="none") as engine:
         wanted = [plain(each, near) for each in script(engine, lambda: None)]
@@ -318,6 +345,10 @@ def test_a_pruned_chat_goes_as_the_engines(runner, server, client):
 
 def test_history_is_what_the_engines_is(runner, server, client):
     same(runner, (server, client), history_script)
+
+
+def test_what_failed_or_ended_leaves_what_it_leaves_in_an_engine(runner, server, client):
+    same(runner, (server, client), leftover_script)
 
 
 def test_a_memory_does_what_the_engines_does(runner, server, client):

@@ -362,10 +362,7 @@ class Engine:
 
     def close_context(self, name: str, namespace: Namespace = "") -> None:
         """Free a context's rows and let go of its chunks. Raises ContextNotFound."""
-        context = self._contexts.get(name, namespace)
-        context.close()
-        self._contexts.remove(context)
-        self.shelf.ended(context.session.key)
+        self._contexts.get(name, namespace).close()
 
     def generate_many(
         self, contexts: Sequence[Context], max_tokens: int = 256, **options: object

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -15,7 +16,7 @@ from kvweave.cli.target import server, target
 from kvweave.cli.text import sampling_of
 from kvweave.cli.values import part_of
 from kvweave.errors import InvalidArgument, KVWeaveError, nearest
-from kvweave.weave.parts import Part
+from kvweave.weave.parts import Part, Snapshot
 
 if TYPE_CHECKING:
     from kvweave.client import RemoteContext
@@ -38,7 +39,7 @@ def chat(args: Namespace) -> int:
         sampling = sampling_of(args, stop=[])
         context = _opened(weaver, args, out)
         try:
-            n_failed = Chat(context, sampling, out, args.limit).talk()
+            n_failed = Chat(weaver, context, sampling, out, args.limit).talk()
         finally:
             if not stays:
                 weaver.close_context(context.name)
@@ -68,16 +69,31 @@ def _opened(
     return context
 
 
+def taken_back(
+    weaver: kvweave.Engine | kvweave.Client,
+    context: kvweave.Context | RemoteContext,
+    before: Snapshot,
+) -> None:
+    """Bring back a context; names of the messages that came since go too, unless others use them."""
+    new = context.snapshot().parts[len(before.parts) :]
+    context.restore(before)
+    for part in new:
+        with suppress(KVWeaveError):
+            weaver.files.rm(part.name)
+
+
 class Chat:
     """One conversation at the prompt."""
 
     def __init__(
         self,
+        weaver: kvweave.Engine | kvweave.Client,
         context: kvweave.Context | RemoteContext,
         sampling: kvweave.Sampling,
         out: Out,
         limit: int | None,
     ) -> None:
+        self.weaver = weaver
         self.context, self.sampling, self.out, self.limit = context, sampling, out, limit
         self.commands: dict[str, Callable[[list[str]], None]] = {
             "/parts": self._parts,
@@ -121,7 +137,7 @@ class Chat:
         except BaseException as error:
             if turn is not None:
                 turn.cancel()
-            context.restore(before)
+            taken_back(self.weaver, context, before)
             if not isinstance(error, KeyboardInterrupt):
                 raise
             self.out.note("\ninterrupted: neither message nor answer is in the context")

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvweave.chunk.names import has_glob, matching
 from kvweave.cli import stdin
+from kvweave.cli.chat import taken_back
 from kvweave.cli.command import UsageError
 from kvweave.cli.show import Out, aligned, date
 from kvweave.cli.target import server
@@ -225,7 +226,8 @@ def append(args: Namespace) -> None:
 def ask(args: Namespace) -> None:
     """Put a message to one, and print the answer."""
     out = Out.of(args)
-    with _context(args) as context:
+    with server(args, "a context").weaver() as client:
+        context = client.get_context(args.name)
         sampling, before, turn = sampling_of(args, stop=[]), context.snapshot(), None
         try:
             context.message("user", _text(args.text))
@@ -237,7 +239,7 @@ def ask(args: Namespace) -> None:
         except BaseException:
             if turn is not None:
                 turn.cancel()
-            context.restore(before)
+            taken_back(client, context, before)
             raise
     if out.as_json:
         told = {"text": answer.text, "finish": answer.finish, "usage": answer.usage}

@@ -145,7 +145,7 @@ class ClientVerbs(Generic[_ContextT, _MemoryT]):
 
     @Verb
     def denoise(self) -> Course[int]:
-        """Compute canonical KV for every chunk that has none; return the tokens computed."""
+        """Compute canonical KV for every named chunk that has none; return the tokens computed."""
         files = FileVerbs(self._wire)
         cold = yield from FileVerbs.find.course(files, "**", tier="none")
         yield from FileVerbs.denoise.course(files)

@@ -148,6 +148,7 @@ class ContextVerbs(Generic[_TurnT, _ContextT]):
     @Verb
     def snapshot(self) -> Course[Snapshot]:
         """Return the parts as they are, to come back to."""
+        yield from settle(self._peer, self._path)
         return Snapshot((yield from self._parts()))
 
     @Verb

@@ -5,7 +5,8 @@ Here are the parts and their edits, without a tensor; their rows are a `Session`
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -364,22 +365,18 @@ class Context(EditedParts):
     def ask(self, content: str, max_tokens: int = 256, **options: object) -> Answer:
         """Add a user message and return the model's answer; both become chunks."""
         request = request_from(max_tokens, options)
-        before, counts, asked, turn = self.snapshot(), self._names.counts(), None, None
-        version = self.history.version
-        try:
-            asked = self.message("user", content)
+        turn: Turn | None = None
+        with self._retracting(lambda: turn is not None and turn.complete) as said:
+            said.append(self.message("user", content))
             turn = self.begin(*request, chat=True)
             return turn.run()
-        except BaseException:
-            if turn is not None and turn.complete:
-                raise
-            with self._table.transaction():
-                if asked is not None:
-                    self.restore(before)
-                    self._table.unbind(asked.name, self.namespace)
-            self._names.reset(counts)
-            self.history.back_to(version)
-            raise
+
+    @contextmanager
+    def telling(self, content: str) -> Iterator[None]:
+        """Add a user message for what is begun in the block: where that fails it was never there."""
+        with self._retracting() as said:
+            said.append(self.message("user", content))
+            yield
 
     def check(self) -> Check:
         """Weave, then measure the distance to a full prefill (costs that full prefill).

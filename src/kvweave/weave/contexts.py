@@ -75,7 +75,7 @@ class Contexts:
     def add(self, context: Context) -> None:
         """Add a context under its own name and namespace, as long as what it is opened in happens."""
         self._put(context)
-        context.session.weaver.table.if_undone(partial(self._never, context))
+        context.session.weaver.table.if_undone(partial(self._ended, context))
 
     def opening(self, context: Context, system: str) -> Task[Context]:
         """Add a context, and its first message once the canonical KV of that is computed. Nobody may
@@ -94,7 +94,6 @@ class Contexts:
             context.message("system", system)
         except BaseException:
             context.close()
-            self._never(context)
             raise
         finally:
             session.held = False
@@ -104,8 +103,9 @@ class Contexts:
 
     def _put(self, context: Context) -> None:
         self._spaces.setdefault(context.namespace, {})[context.name] = context
+        context.session.ended = partial(self._ended, context)
 
-    def _never(self, context: Context) -> None:
+    def _ended(self, context: Context) -> None:
         if context in self:
             self.remove(context)
             context.session.weaver.shelf.ended(context.session.key)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -161,6 +161,26 @@ class EditedParts:
                 gaps, uid = self.settings.positions == "keep", self._next_uid
                 self._parts = adopted(snapshot.parts, uid, gaps=gaps)
                 self._next_uid += len(self._parts)
+
+    @contextmanager
+    def _retracting(self, stays: Callable[[], bool] = bool) -> Iterator[list[Part]]:
+        """Yield a list for messages that the block adds: where it fails, unless they ``stay``, they
+        were never there, nor were their names."""
+        before, counts, version = self.snapshot(), self._names.counts(), self.history.version
+        said: list[Part] = []
+        try:
+            yield said
+        except BaseException:
+            if stays():
+                raise
+            with self._table.transaction():
+                if said:
+                    self.restore(before)
+                for part in said:
+                    self._table.unbind(part.name, self.namespace)
+            self._names.reset(counts)
+            self.history.back_to(version)
+            raise
 
     def revert(self, version: int) -> None:
         """Bring back the parts of a version (see ``history.log()``), as a new one.

@@ -86,11 +86,13 @@ class Diff:
     def to_dict(self) -> dict[str, object]:
         """Return it, JSON-ready."""
         lists = {"added": self.added, "removed": self.removed, "moved": self.moved}
-        told = {
-            key: [{"uid": p.uid, "name": p.name, "id": int(p.id), "n_tokens": p.n} for p in parts]
-            for key, parts in lists.items()
-        }
+        told = {key: [_named(part) for part in parts] for key, parts in lists.items()}
         return {"from": self.since, "to": self.to, **told}
+
+
+def _named(part: Part) -> dict[str, object]:
+    told = {"uid": part.uid, "name": part.name, "id": int(part.id), "start": part.start}
+    return told | {"n_tokens": part.n, "amends": part.amends}
 
 
 @dataclass(frozen=True, slots=True)

@@ -184,9 +184,9 @@ class Maker:
     def whole(self, thinned: ChunkId, *, compute: bool = True) -> ChunkId:
         """Give the whole chunk of a thinned one an id, and compute what is missing of its KV."""
         record, tokens = self.table.get(thinned), self.table.tokens(thinned).tolist()
-        if self.thinned_by(thinned) is None:
-            return thinned
-        id = self.add(tokens, kind=record.kind, base=record.base, namespace=record.namespace)
+        id = thinned
+        if self.thinned_by(thinned) is not None:
+            id = self.add(tokens, kind=record.kind, base=record.base, namespace=record.namespace)
         self.canonicalise([id] if compute else [])
         return id
 

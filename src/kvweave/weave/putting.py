@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from kvweave.chunk.files import Entry
+from kvweave.chunk.files import Entry, Files
 from kvweave.chunk.identity import ChunkId, Kind
 from kvweave.keep.tokens.spec import Keep
 from kvweave.run.loop import Task
@@ -79,6 +79,7 @@ def compressing(
         table.hold(id, PUTTING)
     try:
         yield from maker.computing(id, namespace)
-        return maker.compress(ref, keep, to, namespace, dry_run=False)
+        name = maker.compress(ref, keep, to, namespace, dry_run=False).name
     finally:
         table.release(id, PUTTING)
+    return Files(table, namespace).stat(name)  # not counted who held it

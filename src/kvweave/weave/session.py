@@ -66,6 +66,7 @@ class Session:
         self.waits_for: int | None = None  # the request of a task that is under way
         self.held = False  # somebody prepares an answer
         self.audited = True  # its answers may be put aside for an audit
+        self.ended: Callable[[], object] = bool  # whoever lists its context hears of the end
         self._refining = Refining(weaver, loop)
 
     def _new_state(self) -> State:
@@ -226,6 +227,7 @@ class Session:
         old, self.state = self.state, self._new_state()
         old.release()
         self.weaver.shelf.charge(self.key, 0)
+        self.ended()
 
     def wish(self, chosen: Strategy, share: float, max_drift: float | None) -> Wish:
         """Return what a weave is asked for. Raises InvalidArgument for a bound that cannot be kept."""

@@ -42,12 +42,15 @@ class EditList(BaseModel):
 
 
 class PartName(BaseModel):
-    """A part of some version."""
+    """A part of some version: tokens ``start`` to ``start + n_tokens`` of a chunk. ``amends``: the id of
+    the chunk that it is an erratum of."""
 
     uid: int
     name: str
     id: int
+    start: int
     n_tokens: int
+    amends: int | None
 
 
 class DiffView(BaseModel):
@@ -119,8 +122,8 @@ class Revert(BaseModel):
 
 
 @router.get("/{name:path}:log", response_model=EditList)
-async def log(here: OnContext, limit: Annotated[int, Query(ge=0, le=1000)] = 100) -> _Json:
-    """List what was done to a context, the newest first."""
+async def log(here: OnContext, limit: Annotated[int, Query(ge=0, le=1000)] = 1000) -> _Json:
+    """List what was done to a context, the newest first; no more versions are kept."""
 
     def work(engine: Engine, context: Context) -> _Json:
         edits = context.history.log()[:limit]

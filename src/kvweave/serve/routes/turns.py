@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
+from contextlib import nullcontext
 from dataclasses import asdict
 from typing import Annotated, Any
 
@@ -125,17 +126,11 @@ class OneTurn:
         if self.body.content is not None:
             sizes.append(len(tokens_of(engine, self.body.content)))
         self.here.the.quota.check(engine, self.here.tenant, sizes)
-        before, version = context.snapshot(), context.history.version
-        try:
-            if self.body.content is not None:
-                context.message("user", PlainText(self.body.content))
+        said = self.body.content
+        with nullcontext() if said is None else context.telling(PlainText(said)):
             self.here.the.quota.check_parts(len(context.parts))
             self.known = {part.uid for part in context.parts[:-1]}
             return [context.begin(self.sampling, self.max_drift, chat=self.chat)]
-        except BaseException:
-            context.restore(before)
-            context.history.back_to(version)
-            raise
 
     def wants(self, engine: Engine) -> list[int]:
         """Return the chunks that it will use."""
