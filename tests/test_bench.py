@@ -85,6 +85,7 @@ def test_the_conversation_asks_each_fact_back_once(bench: dict[str, ModuleType])
     assert loop.rate([True] * 100) == [1.0, 0.963, 1.0, 100]
 
 
+@pytest.mark.slow
 def test_memory_loop(bench: dict[str, ModuleType]) -> None:
     loop = bench["memory_loop"]
     ages, told = loop.scripted(40)

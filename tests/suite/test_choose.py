@@ -85,6 +85,7 @@ def words(n: int, seed: int = 0) -> str:
     return " ".join(random.Random(seed).choices(world.ENTITIES + world.VALUES, k=n))
 
 
+@pytest.mark.slow
 def test_the_command_writes_what_auto_takes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -108,6 +109,7 @@ def test_the_command_writes_what_auto_takes(
     assert "too few to choose on" in capsys.readouterr().err and not file.exists()
 
 
+@pytest.mark.slow
 def test_bounds_are_of_one_recipe_and_of_cases_that_did_not_choose(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -92,6 +92,7 @@ def test_a_calibration_is_of_one_strategy():
     assert fitting(replace(known, curves=()), STRATEGY) is None  # it bounds nothing
 
 
+@pytest.mark.slow
 def test_the_command_writes_what_max_drift_takes(tmp_path: Path, capsys):
     for i in range(2):
         (tmp_path / f"{i}.txt").write_text(words(800, i))

@@ -205,6 +205,7 @@ def test_an_unknown_strategy_is_refused_before_the_model_loads(capsys):
     assert "quer" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_bench_resumes(tmp_path, monkeypatch, capsys):
     monkeypatch.syspath_prepend(str(BENCH))
     import fidelity

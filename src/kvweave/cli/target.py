@@ -17,6 +17,7 @@ from kvweave.chunk.files import Entry, Files
 from kvweave.cli.command import UsageError
 from kvweave.cli.home import BUNDLED, below, home_of, model_of, open_engine, open_table, quieten
 from kvweave.cli.show import Out
+from kvweave.cli.start import uncollected
 from kvweave.cli.values import path_of
 from kvweave.errors import ChunkNotFound
 
@@ -109,10 +110,10 @@ class Here:
         """Return the tokens and the text of a chunk; of the model only the tokenizer is loaded."""
         with self.files() as files:
             tokens = [int(token) for token in files.table.tokens(files.stat(ref).id)]
-        from kvweave.run.load import load_tokenizer
-        from kvweave.run.sample import text_of
-
         quieten(self.args)
+        with uncollected():
+            from kvweave.run.load import load_tokenizer
+            from kvweave.run.sample import text_of
         tokenizer = load_tokenizer(model_of(self.args))
         text = None if tokenizer is None else text_of(tokenizer, tokens)
         return {"tokens": tokens, "text": text}

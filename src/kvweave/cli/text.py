@@ -16,6 +16,7 @@ from kvweave.cli import stdin
 from kvweave.cli.command import UsageError
 from kvweave.cli.home import open_engine, quieten
 from kvweave.cli.show import Out, aligned, size
+from kvweave.cli.start import uncollected
 from kvweave.cli.target import There, is_bundled, require_here, target
 from kvweave.errors import ChunkNotFound, HoleNotFilled
 from kvweave.run.capability import Capability
@@ -60,7 +61,9 @@ def check(args: Namespace) -> None:
     """Weave a context and compare it with a full prefill; or measure the model on the suite."""
     if args.suite:
         require_here(args, "the suite")
-        import_module("kvweave.cli.suite").check(args)
+        with uncollected():
+            suite = import_module("kvweave.cli.suite")
+        suite.check(args)
         return
     if args.calibrate is not None or args.auto is not None:
         name = "--auto" if args.calibrate is None else "--calibrate"
@@ -136,7 +139,8 @@ def place(args: Namespace) -> None:
 def demo(args: Namespace) -> int:
     """Run the demonstration."""
     quieten(args)
-    job = import_module("kvweave.demo.job")
+    with uncollected():
+        job = import_module("kvweave.demo.job")
     return int(job.run(args.model, args.turns, args.json, Path(args.out), args.quick, args.repair))
 
 
