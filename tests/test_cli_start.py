@@ -60,5 +60,7 @@ def test_a_server_spares_the_collector_what_stays(
         assert main(["serve", "--port", "0", "--home", str(tmp_path / "home")]) == 0
         [(enabled, n_seen)] = seen
         assert enabled and n_seen < 10_000, "a look at all objects is short"
-    finally:
+    finally:  # the engine goes, and what is imported stays spared, as `conftest` has it
         gc.unfreeze()
+        gc.collect()
+        gc.freeze()

@@ -5,7 +5,7 @@ Here are the parts and their edits, without a tensor; their rows are a `Session`
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -366,15 +366,15 @@ class Context(EditedParts):
         """Add a user message and return the model's answer; both become chunks."""
         request = request_from(max_tokens, options)
         turn: Turn | None = None
-        with self._retracting(lambda: turn is not None and turn.complete) as said:
-            said.append(self.message("user", content))
+        with self.telling(content, lambda: turn is not None and turn.complete):
             turn = self.begin(*request, chat=True)
             return turn.run()
 
     @contextmanager
-    def telling(self, content: str) -> Iterator[None]:
-        """Add a user message for what is begun in the block: where that fails it was never there."""
-        with self._retracting() as said:
+    def telling(self, content: str, stays: Callable[[], bool] = bool) -> Iterator[None]:
+        """Add a user message for what is begun in the block: where that fails it was never there, unless
+        it ``stays``."""
+        with self._retracting(stays) as said:
             said.append(self.message("user", content))
             yield
 
