@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from common import RESULTS, machine, model_pair, parser, progress, report, shape_of, table
 from models.worlds import BOS
-from pruning import ahead, count, drift, figure, learned, timed, tokens, trace
+from pruning import ahead, count, drift, figure, foresight, learned, timed, tokens, trace
 from pruning.rules import RULES
 from rich.table import Table
 
@@ -39,7 +39,9 @@ FRONT = 5700  # tokens of tools and rules that opencode sends in front of all
 
 def counts(options: argparse.Namespace, runs: list[trace.AgentRun]) -> dict[str, Any]:
     """Count over all runs, as they are and with an agent's tools in front."""
-    return {"as they are": count.counted(runs), "with tools": count.counted(runs, FRONT)}
+    found = foresight.learned(runs)
+    fronts = {"as they are": 0, "with tools": FRONT}
+    return {how: count.counted(runs, found, front) for how, front in fronts.items()}
 
 
 def times(options: argparse.Namespace, runs: list[trace.AgentRun]) -> dict[str, Any]:
@@ -127,7 +129,7 @@ def tables(result: dict[str, Any]) -> list[Table]:
             (rule, f["sent"], *f["computed"].values(), f["price"]["prefix"], f["price"]["auto"], f["dearer_runs"]["auto"])
             for rule, f in found["rules"].items()
         ]  # fmt: skip
-        head = ("rule", "sent", "no reuse", "prefix", "none", "auto", "15 %", "less", "rested", "price prefix", "price auto", "dearer")  # fmt: skip
+        head = ("rule", "sent", "no reuse", "prefix", "none", "auto", "15 %", "less", "rested", "learned", "price prefix", "price auto", "dearer")  # fmt: skip
         made.append(table(f"computed, of no edits with a prefix cache; {setup}", head, rows))
     if "time" in result:
         rows = [

@@ -46,8 +46,12 @@ def goals(found: dict[str, Any]) -> list[str]:
     later = {
         way: [f["cpu_of_unedited"][way] for f in times.values()] for way in ("rested", "ahead")
     }
-    calm = [f["price"]["rested"] for f in rules.values()]
-    restless = [f["dearer_runs"]["rested"] for f in rules.values()]
+    calm, known_of = ([f["price"][way] for f in rules.values()] for way in ("rested", "learned"))
+    more = {way: [f["dearer_runs"][way] for f in rules.values()] for way in ("rested", "learned")}
+    single = {
+        way: sum(f["dearer_edits"][way] for f in rules.values()) / sum(f["edits"] for f in rules.values())
+        for way in ("none", "auto", "rested", "learned")
+    }  # fmt: skip
     return [
         "## What was wanted, and what came of it",
         "",
@@ -56,7 +60,9 @@ def goals(found: dict[str, Any]) -> list[str]:
         "What misses are edits of short prompts, and those whose new output is much of the prompt.",
         f"- *No edit dearer than not editing.* **Met where there is time between requests** (a tool runs, a person reads) and the edit comes in it: `refine` makes all rows exact then, and the first token "
         f"takes {min(later['ahead']):.2f} to {max(later['ahead']):.2f} times what it takes without the edit, and {min(later['rested']):.2f} to {max(later['rested']):.2f} times one request later where edit and question came at once. "
-        f"Over whole runs, with a rest behind each answer, the price of what is waited for is {min(calm):.2f} to {max(calm):.2f} of no edits ({min(restless):.0%} to {max(restless):.0%} of a rule's runs dearer); what is computed meanwhile is about what a prefix cache would have computed at once. "
+        f"Over whole runs, with a rest behind each answer, the price of what is waited for is {min(calm):.2f} to {max(calm):.2f} of no edits ({min(more['rested']):.0%} to {max(more['rested']):.0%} of a rule's runs dearer), and {min(known_of):.2f} to {max(known_of):.2f} by a server that "
+        f"learns the rules ({min(more['learned']):.0%} to {max(more['learned']):.0%} of the runs). Of single requests that bring an edit {single['learned']:.1%} are dearer than the same request without it then, {single['rested']:.0%} where none is foreseen, {single['auto']:.0%} without rests, {single['none']:.1%} without repair. "
+        "What is computed meanwhile is about what a prefix cache would have computed at once. "
         f"**Missed without such time, and for the request that brings the edit**: with the default repair its first token takes {min(slower):.1f} to {max(slower):.1f} times what it takes "
         f"without the edit ({min(bare):.2f} to {max(bare):.2f} times without repair). Over whole runs the price falls to {min(prices.values()):.2f} to {max(prices.values()):.2f} of no edits, "
         f"since less is read; above 1: {listed(dear)}. {min(runs):.0%} to {max(runs):.0%} of a rule's runs get dearer, "
@@ -98,18 +104,18 @@ def counted(found: dict[str, Any]) -> list[str]:
             "*Computed* and *price* are multiples of a prefix cache's without edits. *Rested*: behind each answer there is time to make all rows exact; *meanwhile* is what that computes.",
             "",
         ]
-        head = ["rule", "sent", "no reuse", "prefix", "no repair", "`auto` 5 %", "`auto` 15 %", "`auto`, rested", "meanwhile", "price, prefix", "price, no repair", "price, `auto` 5 %", "price, rested", "runs dearer, `auto`", "rested", "edits a run"]  # fmt: skip
+        head = ["rule", "sent", "no reuse", "prefix", "no repair", "`auto` 5 %", "`auto` 15 %", "`auto`, rested", "meanwhile", "price, prefix", "price, no repair", "price, `auto` 5 %", "price, rested"]  # fmt: skip
         body = [
             [
                 name, f"{f['sent']:.2f}", f"{f['computed']['no reuse']:.1f}",
                 *(f"{f['computed'][way]:.2f}" for way in ("prefix", "none", "auto", "15 %", "rested")),
-                f"{f['refined']:.2f}",
+                f"{f['refined']['rested']:.2f}",
                 *(f"{f['price'][way]:.2f}" for way in ("prefix", "none", "auto", "rested")),
-                *(f"{f['dearer_runs'][way]:.0%}" for way in ("auto", "rested")), f"{f['edits'] / mine['runs']:.1f}",
             ]
             for name, f in mine["rules"].items()
         ]  # fmt: skip
         lines += [*table(head, body), ""]
+    lines += dearer(found["count"]["as they are"])
     lines += less(edited(found["count"]["as they are"]))
     machine = found["machines"]["count"]
     lines += [
@@ -119,6 +125,27 @@ def counted(found: dict[str, Any]) -> list[str]:
         "",
     ]  # fmt: skip
     return lines
+
+
+def dearer(setup: dict[str, Any]) -> list[str]:
+    """Return the table of edits that cost more than none."""
+    ways = ("none", "auto", "rested", "learned")
+    head = ["rule", "edits", "foreseen", "foreseen wrongly", "edits dearer: no repair", "`auto`", "rested", "learned", "runs dearer: `auto`", "rested", "learned", "price, learned", "meanwhile, learned"]  # fmt: skip
+    body = [
+        [
+            name, f"{f['edits']:,}", f"{f['right'] / f['edits']:.0%}", f"{f['wrong']:,}",
+            *(f"{f['dearer_edits'][way] / f['edits']:.1%}" for way in ways),
+            *(f"{f['dearer_runs'][way]:.0%}" for way in ways[1:]),
+            f"{f['price']['learned']:.2f}", f"{f['refined']['learned']:.2f}",
+        ]
+        for name, f in edited(setup).items()
+    ]  # fmt: skip
+    return [
+        "Which edits cost more than none, as they are sent, by price? *Dearer*: the request that brings the edit, against the same one where nothing was ever edited; or the run as a whole. *Learned*: rested, "
+        "by a server that nobody told the rule and that saw one run behind the other; what it [foresees](agents.md#edits-that-nobody-declares) is made and computed before it is asked for. What is foreseen wrongly "
+        "is computed *meanwhile*, and nobody waits for it. Rules that go by tokens count four characters as one, as agents do that have no tokenizer.",
+        "", *table(head, body), "",
+    ]  # fmt: skip
 
 
 def less(rules: dict[str, Any]) -> list[str]:
@@ -240,7 +267,7 @@ def about(world: str, mine: dict[str, Any]) -> str:
     if world == "text":
         floor = next(r for r in mine["rows"] if r["rule"] == "no edits")
         return (
-            f"Public runs, {size}: system text and declarations of tools whole, each message cut in proportion, rules by the tokens that were sent. `llama-prose` of the bench continues them; it is "
+            f"Public runs, {size}: system text and declarations of tools whole, each message cut in proportion, rules by the text that was sent. `llama-prose` of the bench continues them; it is "
             f"small, and weak at such text ({floor['nll']:.1f} nats a token, {floor['full']:.0%} of the tokens guessed), so this is the drift of a model that reads little from afar. {drift} {growing(at)}"
         )
     lost = [

@@ -20,11 +20,11 @@ def bench() -> Iterator[SimpleNamespace]:
     sys.path.insert(0, str(BENCH))
     try:
         import prune_agents
-        from pruning import convert, count, drift, learned, rules, timed, tokens, trace
+        from pruning import convert, count, drift, foresight, learned, rules, timed, tokens, trace
 
         yield SimpleNamespace(
             main=prune_agents, convert=convert, count=count, drift=drift, rules=rules, timed=timed,
-            tokens=tokens, trace=trace, learned=learned,
+            tokens=tokens, trace=trace, learned=learned, foresight=foresight,
         )  # fmt: skip
     finally:
         sys.path.remove(str(BENCH))
@@ -200,7 +200,8 @@ def common(a: list[Any], b: list[Any]) -> int:
 
 
 def test_figures_of_a_rule_add_up(bench: Any, runs: list[Any]) -> None:
-    found = bench.count.counted(runs)
+    foreseen = bench.foresight.learned(runs)
+    found = bench.count.counted(runs, foreseen)
     plain, batched = (
         found["rules"][name] for name in ("no edits", "SWE-agent, last 5, polling 10")
     )
@@ -211,9 +212,31 @@ def test_figures_of_a_rule_add_up(bench: Any, runs: list[Any]) -> None:
         assert 1 - 1e-9 <= f["computed"]["none"] <= f["computed"]["auto"] <= f["computed"]["15 %"]
         for way in ("less", "rested"):
             assert f["computed"]["none"] <= f["computed"][way] <= f["computed"]["auto"]
+        assert f["computed"]["learned"] <= f["computed"]["rested"] and f["right"] <= f["edits"]
         assert f["computed"]["none"] <= f["computed"]["prefix"] <= f["computed"]["no reuse"]
-    front = bench.count.counted(runs, 5700)
+    assert 0 <= unbatched["edits"] - unbatched["right"] <= 2 < unbatched["edits"] / 9
+    front = bench.count.counted(runs, foreseen, 5700)
     assert front["sent_per_request"] == found["sent_per_request"] + 5700
+
+
+@pytest.mark.parametrize("front", [0, 100])
+def test_a_foreseen_edit_leaves_what_nobody_could_know_to_compute(
+    bench: Any, runs: list[Any], front: int
+) -> None:
+    make, n = bench.rules.RULES["SWE-agent, last 5"], 0
+    for run, foreseen in zip(runs, bench.foresight.learned(runs)["SWE-agent, last 5"], strict=True):
+        found = bench.count.replay(run, make(), front, foreseen)
+        alone = bench.count.replay(run, make(), front)
+        before = 0
+        for index, guess, it, as_it_was in zip(run.asked, foreseen, found, alone, strict=True):
+            new = sum(m.tokens for m in run.messages[before + 1 : index])
+            if guess.right:
+                assert it.edited and it.computed("learned") == new < it.computed("auto")
+                assert it.refined["learned"] <= it.sent + it.refined["rested"]
+                n += 1
+            assert it.computed("rested") == as_it_was.computed("rested")
+            before = index
+    assert n > 20
 
 
 # ---- with KV
@@ -255,7 +278,7 @@ def test_what_is_counted_is_what_the_engine_does(
         living.answered(bench.rules.Piece(("message", index), run.messages[index].tokens))
         if way == "rested":
             refined = living.context.refine()
-            assert refined == pytest.approx(counted.refined, abs=3)
+            assert refined == pytest.approx(counted.refined[way], abs=3)
     n_counted = sum(c.repaired[way] for c in wanted)
     assert n_counted / 2 < n_repaired and any(c.edited for c in wanted)
     living.close()

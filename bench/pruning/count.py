@@ -7,24 +7,30 @@
   has is placed and approximate; of all that is approximate and was not repaired since it was placed, each
   request repairs a share, as `auto` does, or ``less`` of what an earlier request had met, which it does not
   (`asked_again.py`). In idle time it computes the canonical KV of every text once besides: ``idle``. With
-  ``rested`` there is time behind each answer to make all rows exact (`Context.refine`): ``refined``.
+  ``rested`` there is time behind each answer to make all rows exact (`Context.refine`): ``refined``. With
+  ``learned`` the next edit is made and its rows computed then too, where the server foresees it (`foresight`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import mean
 from typing import Any
 
 import numpy as np
-from pruning.rules import RULES, Piece, Rule
+from pruning.foresight import Guess
+from pruning.rules import RULES, Piece, Rule, same
 from pruning.trace import AgentRun
 
 READ, WRITE = 0.1, 1.25  # price of a cached token, and of one that is computed and stored
+RESTED, LEARNED = (
+    "rested",
+    "learned",
+)  # ways in which there is time; edits are foreseen in the second
 REPAIRS = {  # share, less, rested
     "auto": (0.05, False, False), "15 %": (0.15, False, False), "less": (0.05, True, False),
-    "rested": (0.05, False, True),
+    RESTED: (0.05, False, True), LEARNED: (0.05, False, True),
 }  # fmt: skip
 LEFT, FEW = 0.1, 16  # of the share; rows: chosen by `asked_again.py --tried --seed tune`
 _Trie = dict[tuple[str, int], Any]
@@ -40,18 +46,20 @@ def rows_of(share: float, new: float, met: float, left: float = LEFT, few: int =
 class Counted:
     """Tokens of one request: all that are sent; those behind the longest known prefix; those never
     seen; those repaired, by way. ``edited``: it does not just go on from the one before. ``refined``: those
-    made exact behind it, where there is time."""
+    made exact behind it, by way, where there is time, and those computed ahead. ``ahead``: new ones that were
+    foreseen."""
 
     sent: int
     behind: int
     new: int
     repaired: dict[str, float]
     edited: bool
-    refined: float
+    refined: dict[str, float]
+    ahead: int = 0
 
     def computed(self, way: str) -> float:
         """Tokens kvweave computes when it repairs this way."""
-        return self.new + self.repaired[way]
+        return self.new + self.repaired[way] - (self.ahead if way == LEARNED else 0)
 
 
 @dataclass(slots=True)
@@ -73,14 +81,16 @@ class Repairs:
         self.share, self.less, self.rests = share, less, rests
         self.rows: list[PlacedText] = []
 
-    def request(self, now: Sequence[Piece], kept: int, known: Container[tuple[str, int]]) -> float:
-        """Weave these pieces, of which ``kept`` stand where they stood and ``known`` keys have KV; return
-        how many tokens are repaired."""
+    def request(
+        self, now: Sequence[Piece], kept: int, known: Container[tuple[str, int]], ahead: int = 0
+    ) -> float:
+        """Weave these pieces, of which ``kept`` stand where they stood, ``known`` keys have KV and the first
+        ``ahead`` were computed before; return how many tokens are repaired."""
         self.rows = self.rows[:kept]
         exact = all(row.exact for row in self.rows)
         ready = list(self.rows)
-        for key, n in now[kept:]:
-            exact = exact and key not in known
+        for i, (key, n) in enumerate(now[kept:], kept):
+            exact = exact and (i < ahead or key not in known)
             self.rows.append(PlacedText(n, exact))
             if key in known:
                 ready.append(self.rows[-1])
@@ -108,35 +118,39 @@ class Repairs:
         return done
 
 
-def replay(run: AgentRun, rule: Rule, front: int = 0) -> list[Counted]:
-    """Return what each request of a run takes; ``front`` more tokens stand before all."""
+def replay(
+    run: AgentRun, rule: Rule, front: int = 0, foreseen: Sequence[Guess] = ()
+) -> list[Counted]:
+    """Return what each request of a run takes; ``front`` more tokens stand before all. ``foreseen``: of each
+    request; nothing by default."""
     seen: _Trie = {}
     known: set[tuple[str, int]] = set()
     before: list[Piece] = []
     found = []
     head = [Piece(("front", 0), run.tools + front)] if run.tools + front else []
     repairs = {way: Repairs(*how) for way, how in REPAIRS.items()}
-    for index in run.asked:
+    for at, index in enumerate(run.asked):
         now = [*head, *rule.edit(run.messages[:index])]
         kept = same(before, now)
+        guess = foreseen[at] if foreseen else Guess()
+        n_there = len(head) + guess.n
+        made = now[kept:n_there] if guess.right else before[n_there:] if guess.wrong else []
         sent = sum(n for _, n in now)
         cached = sum(n for _, n in now[: reached(seen, now)])
         new = sum(n for key, n in now if key not in known)
-        repaired = {way: each.request(now, kept, known) for way, each in repairs.items()}
+        repaired = {
+            way: each.request(now, kept, known, n_there if guess.right and way == LEARNED else 0)
+            for way, each in repairs.items()
+        }
         n, edited = run.messages[index].tokens, kept < len(before)
         before = [*now, Piece(("message", index), n)]
-        refined = sum([each.answer(n) for each in repairs.values()])
-        found.append(Counted(sent, sent - cached, new, repaired, edited, refined))
+        refined = {way: each.answer(n) for way, each in repairs.items()}
+        refined[LEARNED] += sum(n for _, n in made)
+        ahead = sum(n for key, n in made if guess.right and key not in known)
+        found.append(Counted(sent, sent - cached, new, repaired, edited, refined, ahead))
         known.update(key for key, _ in before)
         store(seen, before)
     return found
-
-
-def same(a: Sequence[Piece], b: Sequence[Piece]) -> int:
-    """Return how many pieces at the front are equal."""
-    return next(
-        (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b))
-    )
 
 
 def reached(trie: _Trie, pieces: Iterable[Piece]) -> int:
@@ -171,20 +185,26 @@ def price(sent: float, computed: float) -> float:
     return READ * (sent - computed) + WRITE * computed
 
 
-def counted(runs: Iterable[AgentRun], front: int = 0) -> dict[str, Any]:
-    """Return the figures of every rule, against a prefix cache without edits."""
+def counted(
+    runs: Sequence[AgentRun], foreseen: Mapping[str, Sequence[Sequence[Guess]]], front: int = 0
+) -> dict[str, Any]:
+    """Return the figures of every rule, against a prefix cache without edits. ``foreseen``: what `learned`
+    gives for these runs."""
     totals = {name: Totals() for name in RULES}
     n_requests = 0
-    for run in runs:
+    for number, run in enumerate(runs):
         for name, make in RULES.items():
-            totals[name].runs.append(replay(run, make(), front))
+            totals[name].runs.append(replay(run, make(), front, foreseen[name][number]))
         n_requests += len(run.asked)
     plain = totals["no edits"]
     return {
         "runs": len(plain.runs), "requests": n_requests, "front": front,
         "sent_per_request": round(plain.sum(lambda c: c.sent) / n_requests),
         "new_per_request": round(plain.sum(lambda c: c.new) / n_requests),
-        "rules": {name: figures(of, plain) for name, of in totals.items()},
+        "rules": {
+            name: figures(of, plain) | learning([g for run in foreseen[name] for g in run])
+            for name, of in totals.items()
+        },
     }  # fmt: skip
 
 
@@ -200,12 +220,22 @@ def figures(of: Totals, plain: Totals) -> dict[str, Any]:
     usual = plain.sum(lambda c: price(c.sent, c.behind))
     edits = [each for run in of.runs for each in run if each.edited]
     shares = [each.computed("auto") / each.sent for each in edits]
+    pairs = list(zip(of.runs, plain.runs, strict=True))
     dearer = {
         way: mean(
             sum(price(c.sent, computed(c)) for c in run)
             > sum(price(c.sent, c.behind) for c in alone)
-            for run, alone in zip(of.runs, plain.runs, strict=True)
+            for run, alone in pairs
         )
+        for way, computed in ways.items()
+    }
+    dearer_edits = {
+        way: [
+            price(c.sent, computed(c)) > price(a.sent, a.behind)
+            for run, alone in pairs
+            for c, a in zip(run, alone, strict=True)
+            if c.edited
+        ]
         for way, computed in ways.items()
     }
     return {
@@ -213,8 +243,9 @@ def figures(of: Totals, plain: Totals) -> dict[str, Any]:
         "computed": {way: of.sum(computed) / base for way, computed in ways.items()},
         "price": {way: of.sum(lambda c, f=computed: price(c.sent, f(c))) / usual for way, computed in ways.items()},  # type: ignore[misc]
         "dearer_runs": dearer,
+        "dearer_edits": {way: sum(each) for way, each in dearer_edits.items()},
         "idle": of.sum(lambda c: c.new) / base,
-        "refined": of.sum(lambda c: c.refined) / base,
+        "refined": {way: of.sum(lambda c, way=way: c.refined[way]) / base for way in (RESTED, LEARNED)},  # type: ignore[misc]
         "edits": len(edits),
         "after_edit": None if not edits else {
             "prefix": float(np.median([each.behind / each.sent for each in edits])),
@@ -222,3 +253,9 @@ def figures(of: Totals, plain: Totals) -> dict[str, Any]:
             "within_quarter": float(np.mean([share <= 0.25 for share in shares])),
         },
     }  # fmt: skip
+
+
+def learning(guesses: Iterable[Guess]) -> dict[str, int]:
+    """Return how many edits came as they were foreseen, and how many that were foreseen did not."""
+    there = list(guesses)
+    return {key: sum(getattr(g, key) for g in there) for key in ("right", "wrong")}

@@ -17,8 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from pruning.count import same
-from pruning.rules import RULES, Piece, Rule
+from pruning.rules import RULES, Piece, Rule, same
 from pruning.timed import name_of
 from pruning.tokens import AskedRun
 

@@ -92,7 +92,8 @@ class LearnedEvents(AheadEvents):
         found: dict[str, Any] = {}
         for at in range(n):
             way = self.ways[(number + at) % n]
-            found[way] = self._event(way, name, random.Random(SEED + number))
+            # other outputs each time: what an agent is given is seldom what it was given before
+            found[way] = self._event(way, name, random.Random(f"{SEED}/{name}/{number}"))
         return {"rule": name} | {
             key: {way: one[key] for way, one in found.items()}
             for key in ("seconds", "cpu", "rest", "kv", "foreseen")
@@ -106,7 +107,7 @@ class LearnedEvents(AheadEvents):
         self.state.habits = self.known.setdefault(name, Habits())
         if way == "learned" and name not in self.taught:
             self.taught.add(name)
-            self._teach(edit, system, words)
+            self._teach(edit, system, random.Random(f"{SEED}/{name}/before"))
         history: list[_Json] = [{"role": "user", "content": "look at all of it ."}]
         for i in range(OUTPUTS):
             history += [_call(i, i), self._output(f"c{i}", self.n_words, words)]

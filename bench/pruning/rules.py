@@ -9,7 +9,7 @@ them for 128,000 and more.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from pruning.trace import TracedMessage
 
@@ -57,13 +57,13 @@ class ClearToolUses(Rule):
 
     def edit(self, history: _History) -> list[Piece]:
         """Return it with marks for old outputs, when it is too long."""
-        if sum(m.tokens for m in history) <= self.trigger:
+        if sum(m.estimate for m in history) <= self.trigger:
             return marked(history, ())
-        found = [i for i in outputs(history) if history[i].tokens > SHORT]
+        found = [i for i in outputs(history) if history[i].estimate > SHORT]
         found = found[: max(0, len(found) - self.keep)]
         whole, batch = 0, 0
         for n, i in enumerate(found, 1):
-            batch += history[i].tokens - MARK
+            batch += history[i].estimate - MARK
             if batch >= self.at_least:
                 whole, batch = n, 0
         return marked(history, found[:whole])
@@ -83,10 +83,10 @@ class Opencode(Rule):
         for i in reversed(outputs(history)[:-1]):
             if i in self.gone:
                 break
-            total += history[i].tokens
+            total += history[i].estimate
             if total > self.protect:
                 old.append(i)
-        if sum(history[i].tokens for i in old) > self.minimum:
+        if sum(history[i].estimate for i in old) > self.minimum:
             self.gone.update(old)
         return marked(history, self.gone)
 
@@ -150,7 +150,7 @@ class Summarise(Rule):
         """Return the task, the summary of what went, and what is left."""
         head = front(history)
         left = history[head + self.n_gone :]
-        n = sum(m.tokens for m in (*history[:head], *left)) + (SUMMARY if self.n_gone else 0)
+        n = sum(m.estimate for m in (*history[:head], *left)) + (SUMMARY if self.n_gone else 0)
         if n > self.budget:
             self.n_gone += min(len(left), max(2, int(0.3 * len(left))))
         pieces = marked(history, ())
@@ -189,3 +189,9 @@ def marked(history: _History, gone: Collection[int]) -> list[Piece]:
         Piece(("mark", i), min(m.tokens, MARK)) if i in was else Piece(("message", i), m.tokens)
         for i, m in enumerate(history)
     ]
+
+
+def same(a: Sequence[Any], b: Sequence[Any]) -> int:
+    """Return how many items at the front are equal."""
+    pairs = enumerate(zip(a, b, strict=False))
+    return next((i for i, (x, y) in pairs if x != y), min(len(a), len(b)))

@@ -19,8 +19,7 @@ from typing import Any
 import torch
 from common import Pair, full_prefill, make_engine, random_ids, took
 from prune import World, first_token
-from pruning.count import same
-from pruning.rules import RULES, Piece, Rule
+from pruning.rules import RULES, Piece, Rule, same
 from pruning.trace import AgentRun
 
 from kvweave.weave.context import Context

@@ -71,9 +71,11 @@ class _Agent:
 class _Conversation:
     lines: list[SeenMessage]  # the last request and its answer
     n_front: int  # messages before the first answer
+    began: bytes
     notice: Mark | None = None  # the message that stands for those dropped
     n_outputs: int = 0  # that came since the last were taken out
     n_messages: int = 0
+    n_edits: int = 0
 
     def n_kept(self, lines: Sequence[SeenMessage]) -> int:
         """Return how many messages in front of lines are not looked at: the notice too."""
@@ -148,7 +150,7 @@ class Habits:
         began = _digest(who, *(line.place for line in lines[: user + 1]))
         with self._lock:
             agent = self._agents.find(namespace, who) or _Agent()
-            talk = self._talks.find(namespace, began) or _Conversation([], n_front)
+            talk = self._talks.find(namespace, began) or _Conversation([], n_front, began)
             change = change_of(talk.lines, lines[:-1]) if talk.lines else None
             if change is None:
                 talk.n_front, talk.n_messages = n_front, len(lines) - 1 - n_front
@@ -292,7 +294,7 @@ def _learn(
     if len(masks) <= 1 and len(gone) == len(change.masked):
         standing = _standing(lines, there, talk.n_outputs)
         request = EditEvidence(standing, gone, next(iter(masks), None))
-        _note(agent.masks, request, guessed=talk.masks)
+        _note(agent.masks, request, talk, guessed=talk.masks)
     first, teaches = talk.n_kept(before), True
     if drops and (change.notice is not None or talk.n_kept(after) == talk.n_front):
         at = change.notice
@@ -305,15 +307,17 @@ def _learn(
         _note(
             agent.drops,
             EditEvidence(standing, gone, talk.notice if drops else None),
+            talk,
             guessed=talk.drops,
         )
+    talk.n_edits += bool(change.masked or drops)
     talk.n_outputs *= not change.masked
     talk.n_messages *= not drops
 
 
-def _note(habit: Habit, request: EditEvidence, *, guessed: bool) -> None:
+def _note(habit: Habit, request: EditEvidence, talk: _Conversation, *, guessed: bool) -> None:
     if request.mark is None or len(request.mark.text) <= MOST_MARK:
-        habit.note(request, guessed=guessed)
+        habit.note(request, (talk.began, talk.n_edits), guessed=guessed)
 
 
 def _outputs(lines: Sequence[SeenMessage]) -> list[int]:

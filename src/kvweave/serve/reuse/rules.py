@@ -13,16 +13,18 @@ known to lie between what was not enough and what was.
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-WINDOW = 64  # requests that are remembered of one habit
+WINDOW = 32  # edits that are remembered of one habit, and requests without
 MOST_ITEMS = 256  # of a request; longer ones teach nothing
 ROUNDS = 5  # from edit to edit, the most that are tried
 WRONG = 2  # guesses in a row that came to nothing: then none is made until the next edit
+SLACK = 1.05  # characters that were not enough, of those that were: clients count tokens
 LINES, CHARS = "\0lines\0", "\0chars\0"  # in a mark, for what the text had that it stands for
 
 
@@ -135,16 +137,28 @@ class Habit:
     """The requests of one agent, as far as they tell when and what it edits."""
 
     def __init__(self) -> None:
-        self._requests: deque[EditEvidence] = deque(maxlen=WINDOW)
+        self._n = 0
+        self._edits: deque[tuple[int, EditEvidence]] = deque(maxlen=WINDOW)
+        self._calm: OrderedDict[tuple[bytes, int], tuple[int, EditEvidence]] = OrderedDict()
         self._rule: EditRule | None = None
         self._known = True
         self.n_wrong = 0
 
-    def note(self, request: EditEvidence, *, guessed: bool) -> None:
-        """Learn of one more; ``guessed``: an edit was foreseen in it."""
+    def note(
+        self, request: EditEvidence, since: tuple[bytes, int] = (b"", 0), *, guessed: bool
+    ) -> None:
+        """Learn of one more. ``since``: a conversation, and how many edits it had; of those between two edits
+        the last is remembered, when there was most. ``guessed``: an edit was foreseen in it."""
         if len(request.there.items) > MOST_ITEMS:
             return
-        self._requests.append(request)
+        self._n += 1
+        if request.gone:
+            self._edits.append((self._n, request))
+        else:
+            self._calm.pop(since, None)
+            self._calm[since] = self._n, request
+            if len(self._calm) > WINDOW:
+                self._calm.popitem(last=False)
         self._known = False
         self.n_wrong = 0 if request.gone else self.n_wrong + guessed
 
@@ -152,7 +166,10 @@ class Habit:
     def rule(self) -> EditRule | None:
         """The rule that fits; None where none does, or the last guesses were wrong."""
         if not self._known:
-            self._rule, self._known = infer(list(self._requests)), True
+            self._rule, self._known = (
+                infer([one for _, one in sorted([*self._edits, *self._calm.values()])]),
+                True,
+            )
         return self._rule if self.n_wrong < WRONG else None
 
 
@@ -164,22 +181,36 @@ def infer(requests: Sequence[EditEvidence]) -> EditRule | None:
     one, two = (requests[i] for i in places[-2:])
     if one.mark != two.mark:
         return None
-    for which in _selectors([requests[i] for i in places]):
-        if any(which.goes(request.there.items) != request.gone for request in (one, two)):
-            continue
+    edits = [requests[i] for i in places]
+    fits: dict[int, list[Selector]] = {}
+    for which in _selectors(requests, edits):
+        fits.setdefault(_explained(which, edits), []).append(which)
+    # what explains most of the edits, back from the last
+    for n in sorted((n for n in fits if n > 1), reverse=True):
         # all that is known where a bound explains it, else fewer rounds: the first may begin otherwise
-        for start in (0, *(n + 1 for n in places[-1 - ROUNDS : -1])):
-            for measure in MEASURES:
+        for start in (0, *(place + 1 for place in places[-1 - ROUNDS : -1])):
+            for which, measure in itertools.product(fits[n], MEASURES):
                 if (above := _above(which, requests[start:], measure)) is not None:
                     return EditRule(which, measure, above, two.mark)
     return None
 
 
-def _selectors(edits: Sequence[EditEvidence]) -> Iterator[Selector]:
-    """Yield what may have chosen in the last two, the simplest first."""
+def _explained(which: Selector, edits: Sequence[EditEvidence]) -> int:
+    """Return how many of the edits, back from the last, took what this would."""
+    n = 0
+    for request in reversed(edits):
+        if which.goes(request.there.items) != request.gone:
+            break
+        n += 1
+    return n
+
+
+def _selectors(
+    requests: Sequence[EditEvidence], edits: Sequence[EditEvidence]
+) -> Iterator[Selector]:
+    """Yield what may have chosen in the last two edits, the simplest first."""
     last = edits[-2:]
-    spared = max(max(_spared(request), default=-1) for request in last)
-    every = [-1, spared] if spared >= 0 else [-1]
+    every = sorted({-1, *_shorts(requests, edits), *_shorts(last, last)})
     yield from (Selector("again", short=short) for short in every)
     for short in every:
         yield Selector("number", len(_behind(last[-1], short)), short)
@@ -196,9 +227,19 @@ def _protected(request: EditEvidence, short: int) -> tuple[int, int]:
     return kept, kept + (request.there.items[max(request.gone)].size or 0)
 
 
+def _shorts(requests: Sequence[EditEvidence], edits: Sequence[EditEvidence]) -> Iterator[int]:
+    """Yield how short an item may be to be spared: as the longest that was, or the longest of all that
+    never went, where longer ones did."""
+    least = min(request.there.items[i].size or 0 for request in edits for i in request.gone)
+    for known in (edits, requests):
+        sizes = [n for request in known for n in _spared(request) if n < least]
+        if sizes:
+            yield max(sizes)
+
+
 def _spared(request: EditEvidence) -> list[int]:
-    """Return the sizes of what stayed in front of what went."""
-    before = enumerate(request.there.items[: max(request.gone)])
+    """Return the sizes of what stayed in front of the last that went; of all where none did."""
+    before = enumerate(request.there.items[: max(request.gone, default=None)])
     return [item.size or 0 for i, item in before if i not in request.gone]
 
 
@@ -215,9 +256,9 @@ def _above(which: Selector, requests: Sequence[EditEvidence], measure: Measure) 
     for there in (r.there for r in requests if not r.gone):
         if (gone := which.goes(there.items)) or measure in ("number", "size"):
             most = max(most, _amount(measure, there, gone))
-        if most >= enough:
+        if most >= enough * (SLACK if measure in ("size", "total") else 1):
             return None
-    return most
+    return min(most, enough - 1)
 
 
 def _amount(measure: Measure, there: BeforeEdit, gone: frozenset[int]) -> int:
