@@ -494,6 +494,17 @@ def test_while_a_memory_answers_nothing_else_is_done_and_undo_takes_all_of_it_ba
         client.get_memory("chat")
 
 
+def test_a_memory_goes_with_its_context_when_that_is_renamed(client):
+    chat = client.context("chat", system=SYSTEM)
+    memory = client.memory(chat, budget=SMALL, summarise="sentences")
+    memory.tell(A)
+    chat.rename("talk")
+    other = client.memory(client.context("chat", system=SYSTEM), summarise="sentences")
+    assert [part.name for part in memory.zone("turn")] == ["chat/u-000"] and not other.n_steps
+    assert memory.tell(A).name == "talk/u-001" and other.zone("turn") == []
+    assert (memory.name, memory.n_steps, memory.undo()) == ("talk", 2, "tell")
+
+
 def test_an_answer_of_a_memory_that_fails_puts_all_back(server, client, monkeypatch):
     chat = client.context("chat", system=SYSTEM)
     memory = client.memory(chat, budget=SMALL, summarise="sentences", sentences=0)

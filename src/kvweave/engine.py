@@ -355,7 +355,7 @@ class Engine:
         return twin
 
     def rename_context(self, name: str, to: str, namespace: Namespace = "") -> Context:
-        """Give a context another name. Raises ContextNotFound, NameTaken, InvalidName."""
+        """Give a context another name, its next messages too. Raises ContextNotFound, NameTaken, InvalidName."""
         context = self._contexts.get(name, namespace)
         self._contexts.rename(context, check_name(to))
         return context

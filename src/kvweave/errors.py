@@ -179,7 +179,10 @@ class ChunkPinned(ChunkError):
 
 class ChunkInUse(ChunkError):
     def __init__(self, name: str, id: int, contexts: tuple[str, ...]) -> None:
-        contexts = tuple(dict.fromkeys(key.partition("\t")[0] for key in contexts))
+        names = (
+            key.partition("\t")[0].rpartition("|")[2] for key in contexts
+        )  # see `naming.holder`
+        contexts = tuple(dict.fromkeys(names))
         where = ", ".join(contexts)
         super().__init__(
             f"{name!r} (#{id}) is in use by {where}",

@@ -84,6 +84,31 @@ def test_an_edit_that_fails_in_a_block_leaves_no_trace(
     assert context.tokens() == [*tokens, 7, 8]
 
 
+EDITS: list[Callable[[Context], Any]] = [
+    lambda c: c.replace(1, [50, 51]),
+    lambda c: c.replace("d0", [50, 51]),
+    lambda c: c.replace(0, [50, 51]),
+    lambda c: c.amend(1, [50]),
+    lambda c: (c.drop(1), c.append([50])),
+    lambda c: c.reorder([0, 3, 2, 1, 4]),
+    lambda c: c.revert(2),
+]
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_a_block_that_fails_puts_back_other_contexts(
+    engine: Engine, context: Context, edit: Callable[[Context], Any]
+) -> None:
+    before, log = state(engine, context), context.history.log()
+    with suppress(ZeroDivisionError), engine.context("around").edit():
+        edit(context)
+        raise ZeroDivisionError
+    assert (state(engine, context), context.history.log()) == (before, log)
+    tokens = context.tokens()
+    context.weave(repair="full")
+    assert context.check().kl_max < 1e-9 and context.tokens() == tokens
+
+
 def test_nothing_comes_before_the_base(engine: Engine, context: Context) -> None:
     """`oldest`, `replace` and all chunks of the context count on where it stands."""
     with pytest.raises(InvalidArgument, match="front"):

@@ -151,7 +151,7 @@ def test_only_so_much_of_what_is_gone_is_kept(
         context.append([9 + i] * 10)
         versions.append(context.history.version)
         context.drop(-1)
-        assert sum(len(tokens) for _, tokens in context.history._gone.values()) <= 40
+        assert sum(len(gone.tokens) for gone in context.history._gone.values()) <= 40
     assert context.history._n_gone == 40
     context.revert(versions[-1])
     assert context.parts[-1].n == 10
@@ -209,3 +209,17 @@ def test_why_takes_time_in_proportion_to_the_parts(engine: Engine) -> None:
 
     few, many = looked(20), looked(60)
     assert 0 < many < 8 * few
+
+
+def test_what_is_made_again_has_the_base_it_had(engine: Engine) -> None:
+    context = engine.context("c")
+    context.replace(0, [50, 51])
+    context.append([52, 53, 54])
+    then, digests = context.history.version, context.snapshot().digests
+    context.replace(0, [55, 56, 57])
+    context.drop(1)
+    context.revert(then)
+    assert context.snapshot().digests == digests
+    engine.denoise()
+    assert engine.table.get(context.parts[0].id).base is None
+    assert not context.weave(repair="none").approximate and context.check().kl_max < 1e-9

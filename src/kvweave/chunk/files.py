@@ -321,7 +321,8 @@ class Files:
                 raise ChunkPinned(name, record.id)
             contexts = self.table.contexts_of(record.id)
             if contexts and not force:
-                raise ChunkInUse(name, record.id, contexts)
+                called = tuple(self.table.called.get(key, key) for key in contexts)
+                raise ChunkInUse(name, record.id, called)
             if not record.linked and self.table.n_children(record.id):
                 users = tuple(f"#{other.id}" for other in self.table if other.base == record.id)
                 raise ChunkInUse(name, record.id, users)

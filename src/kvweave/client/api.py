@@ -270,7 +270,7 @@ class ClientVerbs(Generic[_ContextT, _MemoryT]):
             "sentences": sentences,
         }
         yield from self._peer.call("POST", f"{MEMORY}/{part_of_path(name)}:open", body)
-        return self._memory(self._wire, name)
+        return self._memory(self._wire, context)
 
     @Verb
     def get_memory(self, name: str) -> Course[_MemoryT]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, Generic, TypeVar
 
 from kvweave.client import parse
-from kvweave.client.context import sent
+from kvweave.client.context import ContextVerbs, sent
 from kvweave.client.course import Course
 from kvweave.client.edits import content_of
 from kvweave.client.faces import Awaited, Blocking, Streamed, Told, Verb
@@ -34,15 +34,23 @@ _Json = dict[str, Any]
 
 
 class MemoryVerbs(Generic[_TurnT]):
-    """A memory of a server, by the name of its context."""
+    """A memory of a server, by the name of its context: the one that an object of that has now."""
 
     _turn: type[_TurnT]
 
-    def __init__(self, wire: Wire, name: str) -> None:
-        self.name = name
+    def __init__(self, wire: Wire, of: str | ContextVerbs[Any, Any]) -> None:
+        self._of = of
         self._wire: Any = wire
         self._peer = wire.peer
-        self._path = f"{MEMORY}/{part_of_path(name)}"
+
+    @property
+    def name(self) -> str:
+        """The name of its context."""
+        return self._of if isinstance(self._of, str) else self._of.name
+
+    @property
+    def _path(self) -> str:
+        return f"{MEMORY}/{part_of_path(self.name)}"
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.name!r})"

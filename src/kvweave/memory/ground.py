@@ -51,7 +51,7 @@ class Ground:
         root, kind = self.items.root + "/", self.items.table.get(part.id).kind
         if part.id == self.base or kind == "system":
             return "anchor"
-        if not part.name.startswith(root) or part.name.startswith(self.items.own):
+        if not part.name.startswith(root) or (kind != "summary" and self.items.is_said(part)):
             return "turn"
         if part.name.startswith(f"{root}{ANCHORS}/"):
             return "anchor"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from weakref import WeakKeyDictionary
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,7 +16,7 @@ from kvweave.chunk.table import Table
 from kvweave.errors import ChunkLost, ChunkNotFound, InvalidArgument, NameTaken
 from kvweave.weave.context import Context
 from kvweave.weave.maker import Maker
-from kvweave.weave.parts import TextOrTokens
+from kvweave.weave.parts import Part, TextOrTokens
 from kvweave.weave.special import PlainText
 from kvweave.weave.thinning import named_by
 
@@ -33,6 +34,11 @@ class Bound:
     base: ChunkId | None
     tokens: NDArray[np.uint32]
     pinned: bool
+    pinned_by: object = None  # a memory, if nobody else has pinned it
+
+
+# which memory, so that several may share a root, has pinned a chunk that nobody else had
+_PINS: WeakKeyDictionary[Table, dict[ChunkId, object]] = WeakKeyDictionary()
 
 
 class Items:
@@ -45,12 +51,22 @@ class Items:
     def __init__(self, context: Context, table: Table, maker: Maker, root: str) -> None:
         self.root = check_name(root)
         self.table, self.maker, self.namespace = table, maker, context.namespace
-        self.own = context.name + "/"  # of its messages' names, whatever it is called later
+        self._pins, self._mine = _PINS.setdefault(table, {}), object()
         self.noted: dict[str, Bound | None] | None = None
         self._context = context
         self._n_made: dict[str, int] = {}  # names tried by `free`
 
     # ---- names
+
+    @property
+    def own(self) -> str:
+        """Return what names of the conversation's messages and summaries begin with."""
+        return self._context.name + "/"
+
+    def is_said(self, part: Part) -> bool:
+        """Tell whether a part is text of the conversation, and no item that was placed in it: written into
+        this context, or into another that it is a copy of, or named like that."""
+        return part.literal or self._context.names.gives(part.name)
 
     def full(self, name: str) -> str:
         """Return the whole name of an item: ``name`` is that, or what stands below the root."""
@@ -139,7 +155,8 @@ class Items:
         """Return what is needed to make a chunk again."""
         record = self.table.get(id)
         tokens = self.table.tokens(id)
-        return Bound(id, record.digest, record.kind, record.base, tokens, record.pinned)
+        by = self._pins.get(id)
+        return Bound(id, record.digest, record.kind, record.base, tokens, record.pinned, by)
 
     def note(self, name: str) -> None:
         """Note what ``name`` stands for, unless that was noted before."""
@@ -155,25 +172,72 @@ class Items:
         if old is not None and not replace:
             raise NameTaken(name, old.id)
         self.note(name)
-        pinned = old is not None and old.pinned
-        if pinned and old is not None and len(old.names) == 1:
-            self.table.update(old.id, pinned=False)
+        pinned, by = old is not None and old.pinned, None if old is None else self._pins.get(old.id)
+        if old is not None:
+            self._leaves(name, old)
         self.table.bind(name, id, namespace=self.namespace, replace=replace)
         if pinned:
-            self.table.update(id, pinned=True)
+            self._pin(id, by)
 
     def unbind(self, name: str) -> None:
         """Remove a name, pinned or not. Raises ChunkNotFound."""
         record = self.get(name)
         self.note(name)
-        if record.pinned and len(record.names) == 1:
-            self.table.update(record.id, pinned=False)
+        self._leaves(name, record)
         self.table.unbind(name, self.namespace)
+
+    def move(self, old: str, new: str) -> None:
+        """Let a chunk go by another name, pinned as it was. Raises ChunkNotFound, NameTaken."""
+        self.bind(new, self.get(old).id)
+        self.note(old)
+        self.table.unbind(old, self.namespace)
 
     def pin(self, name: str) -> None:
         """Keep a name's chunk from being let go of."""
         self.note(name)
-        self.table.update(self.get(name).id, pinned=True)
+        self._pin(self.get(name).id, self._mine)
+
+    def unpin(self) -> None:
+        """Take back all pins that others had not set before."""
+        for id in [id for id, by in self._pins.items() if by is self._mine]:
+            if self.there(id) is not None:
+                self.table.update(id, pinned=False)
+            del self._pins[id]
+
+    def there(self, id: ChunkId) -> Record | None:
+        """Return a chunk, None for one that is gone."""
+        try:
+            return self.table.get(id)
+        except ChunkNotFound:
+            return None
+
+    def _pin(self, id: ChunkId, by: object) -> None:
+        if not self.table.get(id).pinned:
+            self.table.update(id, pinned=True)
+            self._note_pin(id, by)
+
+    def _note_pin(self, id: ChunkId, by: object) -> None:
+        old = self._pins.pop(id, None)
+        if by is not None:
+            self._pins[id] = by
+
+        def put_back() -> None:
+            self._pins.pop(id, None)
+            if old is not None:
+                self._pins[id] = old
+
+        self.table.if_undone(put_back)
+
+    def _leaves(self, name: str, record: Record) -> None:
+        """Unpin a chunk that a name does not stand for any more, if nothing else asks for the pin."""
+        others = [each for each in record.names if each != name]
+        anchors = [each for each in others if each.startswith(self.full(ANCHORS) + "/")]
+        if record.pinned and (not others or (record.id in self._pins and not anchors)):
+            self._unpin(record.id)
+
+    def _unpin(self, id: ChunkId) -> None:
+        self.table.update(id, pinned=False)
+        self._note_pin(id, None)
 
     def put_back(self, name: str, bound: Bound | None) -> None:
         """Let a name stand for what it stood for; a chunk that was freed is made again."""
@@ -183,16 +247,17 @@ class Items:
             return
         id = self.again(bound)
         self.bind(name, id, replace=True)
-        if self.table.get(id).pinned != bound.pinned:
-            self.table.update(id, pinned=bound.pinned)
+        if bound.pinned:
+            self._pin(id, bound.pinned_by)
+        elif self.table.get(id).pinned:
+            self._unpin(id)
 
     def again(self, bound: Bound) -> ChunkId:
         """Return a chunk, made again from its tokens where it is gone. Raises ChunkLost for one
         whose rows no token made."""
-        try:
-            return self.table.get(bound.id).id
-        except ChunkNotFound:
-            tokens = [int(t) for t in bound.tokens]
+        if self.there(bound.id) is not None:
+            return bound.id
+        tokens = [int(t) for t in bound.tokens]
         if NO_TOKEN in tokens:
             raise ChunkLost(f"#{bound.id}")
         id = self.make(tokens, bound.kind, bound.base)

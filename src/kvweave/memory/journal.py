@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
@@ -23,7 +23,7 @@ class Moment:
     snapshot: Snapshot
     chunks: dict[ChunkId, Bound]  # of all parts
     version: int  # of the context
-    own: frozenset[str]  # names of the context's messages
+    n_said: int  # names that messages of the context had been given
     names: dict[str, Bound | None] = field(default_factory=dict)
     after: dict[str, bytes | None] = field(default_factory=dict)  # digests behind the step
     version_after: int = 0
@@ -41,7 +41,7 @@ class Journal:
         snapshot = self.context.snapshot()
         chunks = {part.id: self.items.bound(part.id) for part in snapshot.parts}
         version = self.context.history.version
-        moment = Moment(label, snapshot, chunks, version, self._own())
+        moment = Moment(label, snapshot, chunks, version, len(self.context.names.made))
         self.items.noted = moment.names
         return moment
 
@@ -63,9 +63,7 @@ class Journal:
 
     def close(self, moment: Moment) -> None:
         """Keep a moment whose step is done, unless that changed nothing."""
-        self.items.noted = None
-        for name in self._own() - moment.own:
-            moment.names.setdefault(name, None)
+        self._end(moment)
         moment.after = {name: self._digest(name) for name in moment.names}
         before = {n: None if b is None else b.digest for n, b in moment.names.items()}
         if before == moment.after and moment.snapshot.parts == self.context.parts:
@@ -77,9 +75,7 @@ class Journal:
 
     def fail(self, moment: Moment) -> None:
         """Put everything back to a moment, with no trace in the history."""
-        self.items.noted = None
-        for name in self._own() - moment.own:
-            moment.names.setdefault(name, None)
+        self._end(moment)
         if moment.names or moment.snapshot.parts != self.context.parts:
             self._return_to(moment, "put back")
         if moment.snapshot.parts == self.context.parts:
@@ -102,6 +98,12 @@ class Journal:
         self.moments.pop()
         self._stands_at(moment.version)
         return moment
+
+    def _end(self, moment: Moment) -> None:
+        """Note no more, and that what was said since had no name before."""
+        self.items.noted = None
+        for name in self.context.names.made[moment.n_said :]:
+            moment.names.setdefault(name, None)
 
     def _stands_at(self, version: int) -> None:
         """Take the context as it is for what it was at ``version``, where the last step left it there;
@@ -152,24 +154,23 @@ class Journal:
         )
         for i in gone:
             self._insert(i, parts[i], moment.chunks[parts[i].id])
-        if led:
-            there = self.context.snapshot()
-            self.context.restore(replace(there, base=there.parts[0].id))
+        now = self.context.snapshot()
+        ids = {old.id: new.id for old, new in zip(parts, now.parts, strict=True)}
+        told = tuple(
+            replace(
+                new, name=p.name, literal=p.literal, amends=p.amends and ids.get(p.amends, p.amends)
+            )
+            for p, new in zip(parts, now.parts, strict=True)
+        )
+        self.context.restore(replace(now, parts=told, base=told[0].id if led else now.base))
 
     def _insert(self, index: int, part: Part, bound: Bound) -> None:
-        id = self.items.again(bound)
-        name = part.name if self._digest(part.name) == bound.digest else f"#{id}"
+        name = f"#{self.items.again(bound)}"
         if part.n == len(bound.tokens):
             made = self.context.insert_chunk(index, name)
         else:
             made = self.context.insert_slice(index, name, part.start, part.stop)
         self.zones.mark(made, self.zones.of(part))
-
-    def _own(self) -> frozenset[str]:
-        """Return the names of the context's own messages."""
-        prefix = self.items.own
-        names: Sequence[str] = self.items.table.names(self.context.namespace, prefix)
-        return frozenset(name for name in names if "/" not in name[len(prefix) :])
 
     def _digest(self, name: str) -> bytes | None:
         record = self.items.find(name)

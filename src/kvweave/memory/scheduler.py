@@ -140,7 +140,6 @@ class Memory(MemorySteps):
             anchors = self.zone("anchor")
             index = self.context.index(anchors[-1]) + 1 if anchors else 0
             self._ground.place(index, name, "anchor")
-        self._pinned.append(name)
         return name
 
     def write(self, name: str, content: TextOrTokens, *, replace: bool = True) -> str:
@@ -197,11 +196,9 @@ class Memory(MemorySteps):
     def _move(self, old: str, new: str) -> None:
         """Rename one item, and the part that stands for it."""
         items, ground = self.items_below, self._ground
-        id = items.get(old).id
         if old == new:
             return
-        items.bind(new, id)
-        items.unbind(old)
+        items.move(old, new)
         for part in self.context.parts:
             if part.name == old and ground.zones.of(part) != "turn":
                 index, zone = self.context.index(part), ground.zones.of(part)

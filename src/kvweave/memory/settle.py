@@ -15,6 +15,7 @@ from kvweave.memory.ground import Ground
 from kvweave.memory.summaries import AskModel, Said, Segment, Summariser
 from kvweave.run.loop import Task
 from kvweave.weave.edits import with_errata
+from kvweave.weave.naming import is_message
 from kvweave.weave.parts import Part, TextOrTokens
 
 SUMMARY = "sum"  # items: ROOT/CONTEXT/sum-000
@@ -102,20 +103,21 @@ class Settling:
         return len(self.ground.items.encode(content, "user"))
 
     def _archive(self, part: Part) -> str | None:
-        """Give a part that leaves a name below the root, instead of the context's; return it.
+        """Give a part that leaves a name below the root, instead of the context's; return it. A name that
+        is another context's stays.
 
         None: it is stored under a name already, as a summary is, and somebody's document.
         """
-        items, own = self.ground.items, self.ground.items.own
-        bound, leaf = items.find(part.name), part.name.removeprefix(own)
+        items, names = self.ground.items, self.ground.context.names
+        bound, leaf = items.find(part.name), part.name.rpartition("/")[2]
         is_bound = bound is not None and bound.id == part.id
-        is_own = is_bound and part.name.startswith(own) and "/" not in leaf
-        is_text = part.literal and not is_bound
-        if part.n != items.table.get(part.id).n_tokens or not (is_own or is_text):
+        is_placed = part.name.startswith(items.root + "/") and not items.is_said(part)
+        is_turn = is_message(part.name) and not is_placed if is_bound else part.literal
+        if part.n != items.table.get(part.id).n_tokens or not is_turn:
             return None
-        name = items.free(own + (leaf if is_own else "text"))
+        name = items.free(items.own + (leaf if is_bound else "text"))
         items.bind(name, part.id)
-        if is_own:
+        if is_bound and names.gives(part.name):
             items.unbind(part.name)
         return name
 

@@ -61,7 +61,6 @@ class MemorySteps:
         self._sleep = Sleep(self._ground, None if compress is None else self._compressed)
         self._depth = 0
         self._streaming = False  # a step is open while somebody reads an answer
-        self._pinned: list[str] = []
         self._adopt()
 
     # ---- steps
@@ -106,11 +105,7 @@ class MemorySteps:
 
     def close(self) -> None:
         """Unpin what was pinned here, let go of what is known to recall by; items and context stay."""
-        for name in self._pinned:
-            record = self.items_below.find(name)
-            if record is not None and record.pinned:
-                self.items_below.table.update(record.id, pinned=False)
-        self._pinned.clear()
+        self.items_below.unpin()
         self._recaller.forget([*self._recaller.ranking.known()])
 
     # ---- as tasks
@@ -212,9 +207,8 @@ class MemorySteps:
         self._ground.learn()
         for part in self._ground.parts("anchor"):
             record = self.items_below.table.get(part.id)
-            if self.items_below.find(part.name) is record and not record.pinned:
+            if self.items_below.find(part.name) is record:
                 self.items_below.pin(part.name)
-                self._pinned.append(part.name)
 
     def _making_room(self, question: TextOrTokens, recall: By | None) -> Task[None]:
         """Settle, and recall what the question calls for. Inside a step."""

@@ -129,7 +129,7 @@ class Context(EditedParts):
         ``CONTEXT/u-007`` by role and number."""
         with self.edit("message"):
             tokens = self._maker.message(role, content)
-            part = self.append(tokens, kind=role, name=self._names.next(role))
+            part = self.append(tokens, kind=role, name=self.names.next(role))
             if role == "system" and len(self._parts) == 1:
                 self._base = part.id
             return part
@@ -137,7 +137,7 @@ class Context(EditedParts):
     def answer_part(self, kind: Kind, tokens: Sequence[int]) -> Part:
         """Add tokens the model wrote as the next ``CONTEXT/a-007``."""
         with self.edit("answer"):
-            return self.append(tokens, kind=kind, name=self._names.next(kind))
+            return self.append(tokens, kind=kind, name=self.names.next(kind))
 
     def set_base(self, id: ChunkId, name: str) -> None:
         """Begin an empty context with the base other chunks were computed after."""
@@ -252,7 +252,7 @@ class Context(EditedParts):
             twin = Context(name, self.session.fork(key or holder(name, self.namespace)))
             twin._sync_holds((), self._parts)
         twin._parts, twin._base, twin._next_uid = self._parts, self._base, self._next_uid
-        twin._names.reset(self._names.counts())
+        twin.names.reset(self.names.counts())
         twin.history, twin.costs = self.history.copy(), self.costs.copy()
         return twin
 

@@ -109,13 +109,23 @@ class Contexts:
         if context in self:
             self.remove(context)
             context.session.weaver.shelf.ended(context.session.key)
+            context.session.weaver.table.called.pop(context.session.key, None)
 
     def rename(self, context: Context, name: str) -> None:
-        """Let a context go by another name. Raises NameTaken."""
+        """Let a context go by another name, and its next messages begin with it. Raises NameTaken."""
         self.require_free(name, context.namespace)
-        self.remove(context)
-        context.name = name
-        self._put(context)
+        old, table = context.name, context.session.weaver.table
+
+        def move(to: str) -> None:
+            if context in self:
+                self.remove(context)
+                context.name = to
+                context.names.rename(to)
+                table.called[context.session.key] = to
+                self._put(context)
+
+        move(name)
+        table.if_undone(partial(move, old))
 
     def remove(self, context: Context) -> None:
         """Forget a context."""

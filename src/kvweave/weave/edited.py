@@ -15,7 +15,7 @@ from kvweave.interrupts import HELD
 from kvweave.verbs import checked
 from kvweave.weave.costs import Costs
 from kvweave.weave.edits import adopted, find, inserted
-from kvweave.weave.history import ContextHistory
+from kvweave.weave.history import ContextHistory, FreedChunk
 from kvweave.weave.naming import Names
 from kvweave.weave.parts import Part, Snapshot, end
 from kvweave.weave.session import Session
@@ -35,7 +35,7 @@ class EditedParts:
         self._base: ChunkId | None = None
         self._next_uid = 0
         self._owner = object()
-        self._names = Names(name, lambda n: self._table.lookup(n, self.namespace) is None)
+        self.names = Names(name, lambda n: self._table.lookup(n, self.namespace) is None)
         self.history, self.costs = ContextHistory(session.loop.gate), Costs()
         self._depth = 0  # of edits in edits
         self._verbs: list[str] = []  # of the edits in the outermost
@@ -98,15 +98,17 @@ class EditedParts:
         if not self._depth:
             self.session.pause()  # rows of other parts are no use
             self._verbs, self._met = [], []
-        before, base, counts = self._parts, self._base, self._names.counts()
+        before, base, counts = self._parts, self._base, self.names.counts()
         n_verbs, n_met, version = len(self._verbs), len(self._met), self.history.version
 
         def put_back() -> None:
             # uids go on: a weave in the block may have kept KV by them
             self._parts, self._base = before, base
-            self._names.reset(counts)
+            self.names.reset(counts)
             del self._verbs[n_verbs:], self._met[n_met:]
 
+        # with an edit of another context around it; before what is noted in this one, which is undone first
+        self._table.if_undone(put_back)
         self._verbs += [verb] if self._depth == 1 else []
         self._depth += 1
         try:
@@ -119,7 +121,6 @@ class EditedParts:
             raise
         finally:
             self._depth -= 1
-        self._table.if_undone(put_back)  # with an edit of another context around it
         if self._depth:
             return
         verbs = self._verbs if verb == "edit" else [verb]
@@ -166,7 +167,7 @@ class EditedParts:
     def _retracting(self, stays: Callable[[], bool] = bool) -> Iterator[list[Part]]:
         """Yield a list for messages that the block adds: where it fails, unless they ``stay``, they
         were never there, nor were their names."""
-        before, counts, version = self.snapshot(), self._names.counts(), self.history.version
+        before, counts, version = self.snapshot(), self.names.counts(), self.history.version
         said: list[Part] = []
         try:
             yield said
@@ -178,7 +179,7 @@ class EditedParts:
                     self.restore(before)
                 for part in said:
                     self._table.unbind(part.name, self.namespace)
-            self._names.reset(counts)
+            self.names.reset(counts)
             self.history.back_to(version)
             raise
 
@@ -190,7 +191,7 @@ class EditedParts:
         """
         past = self.history.at(version)
         with self.edit(f"revert to {version}"):
-            made = {p.id: self._again(p) for p in past.parts}
+            made = {p.id: self._again(p.id, p.name) for p in past.parts}
             amended = [
                 None if p.amends is None else made.get(p.amends, p.amends) for p in past.parts
             ]
@@ -242,22 +243,20 @@ class EditedParts:
         self._next_uid += 1
         return self._next_uid - 1
 
-    def _again(self, part: Part) -> ChunkId:
-        """Return the chunk of a part of an earlier version; one that is gone is made again."""
+    def _again(self, id: ChunkId, name: str) -> ChunkId:
+        """Return the chunk of a part of an earlier version; one that is gone is made again, and its base."""
         try:
-            return self._table.get(part.id).id
+            return self._table.get(id).id
         except ChunkNotFound:
-            kept = self.history.tokens(part.id)
-            if kept is None:
-                raise ChunkNotFound(part.name) from None
-        kind, tokens = kept
-        return self._maker.add(
-            [int(t) for t in tokens],
-            kind=kind,
-            base=self._base,
-            namespace=self.namespace,
-            name=part.name,
-        )
+            gone = self.history.gone(id)
+            if gone is None:
+                raise ChunkNotFound(name) from None
+        tokens, base, space = [int(t) for t in gone.tokens], gone.base, self.namespace
+        try:
+            base = None if base is None else self._again(base, name)
+        except ChunkNotFound:  # forgotten meanwhile
+            base = self._base
+        return self._maker.add(tokens, kind=gone.kind, base=base, namespace=space, name=name)
 
     def _idle(self, verb: str) -> None:
         if self.closed:
@@ -276,5 +275,5 @@ class EditedParts:
         for id in (old - new).elements():
             record = self._table.get(id)
             if not self.closed and not record.names and not self._table.is_virtual(id):
-                self.history.keep(id, record.kind, self._table.tokens(id))
+                self.history.keep(id, FreedChunk(record.kind, self._table.tokens(id), record.base))
             self._table.release(id, self._key)

@@ -48,6 +48,15 @@ class Version:
 
 
 @dataclass(frozen=True, slots=True)
+class FreedChunk:
+    """What a chunk is made again of: its KV is computed after ``base``."""
+
+    kind: Kind
+    tokens: NDArray[np.uint32]
+    base: ChunkId | None
+
+
+@dataclass(frozen=True, slots=True)
 class Edit:
     """One line of `Context.log`: an edit, and the names it added and removed."""
 
@@ -158,7 +167,7 @@ class ContextHistory:
         self._versions: deque[Version] = deque([Version(0, time.time(), "open")])
         self._n_parts = self._n_made = 0  # versions ever: a number is given once
         self._weaves: deque[tuple[int, tuple[Part, ...], Plan]] = deque(maxlen=2)
-        self._gone: dict[ChunkId, tuple[Kind, NDArray[np.uint32]]] = {}
+        self._gone: dict[ChunkId, FreedChunk] = {}
         self._n_gone = 0  # tokens of these
 
     @property
@@ -175,16 +184,15 @@ class ContextHistory:
         twin._n_gone = self._n_gone
         return twin
 
-    def keep(self, id: ChunkId, kind: Kind, tokens: NDArray[np.uint32]) -> None:
-        """Remember what a chunk says that nothing will hold any more."""
+    def keep(self, id: ChunkId, gone: FreedChunk) -> None:
+        """Remember a chunk that nothing will hold any more."""
         known = self._gone.pop(id, None)
-        self._n_gone += len(tokens) - (0 if known is None else len(known[1]))
-        self._gone[id] = kind, tokens
+        self._n_gone += len(gone.tokens) - (0 if known is None else len(known.tokens))
+        self._gone[id] = gone
         while self._n_gone > MOST_TOKENS:
-            _, first = self._gone.pop(next(iter(self._gone)))
-            self._n_gone -= len(first)
+            self._n_gone -= len(self._gone.pop(next(iter(self._gone))).tokens)
 
-    def tokens(self, id: ChunkId) -> tuple[Kind, NDArray[np.uint32]] | None:
+    def gone(self, id: ChunkId) -> FreedChunk | None:
         """Return what `keep` was told of a chunk."""
         return self._gone.get(id)
 
@@ -204,7 +212,7 @@ class ContextHistory:
                 self._forget(0)
             known = {part.id for version in self._versions for part in version.parts}
             self._gone = {id: kept for id, kept in self._gone.items() if id in known}
-            self._n_gone = sum(len(tokens) for _, tokens in self._gone.values())
+            self._n_gone = sum(len(gone.tokens) for gone in self._gone.values())
 
     def wove(self, parts: tuple[Part, ...], plan: Plan) -> None:
         """Note what a weave did."""

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
+from typing import get_args
 
 from kvweave.chunk.identity import Kind
 
 LETTERS = {"system": "s", "user": "u", "assistant": "a", "thinking": "th", "summary": "sum"}
 
+_MESSAGE = re.compile(
+    rf"({'|'.join({LETTERS.get(kind, kind[0]) for kind in get_args(Kind)})})-\d{{3,}}"
+)
 VECTORS, WORDS = "#vectors/", "#words/"
+
+
+def is_message(name: str) -> bool:
+    """Tell whether a name is one that messages get, of whatever context."""
+    return _MESSAGE.fullmatch(name.rpartition("/")[2]) is not None
 
 
 def holder(name: str, namespace: str) -> str:
@@ -41,6 +51,8 @@ class Names:
 
     def __init__(self, context: str, is_free: Callable[[str], bool]) -> None:
         self.context, self.is_free = context, is_free
+        self.went_by = [context]  # the context was called so when names were given
+        self.made: list[str] = []
         self._counts: dict[str, int] = {}
 
     def next(self, kind: Kind) -> str:
@@ -50,12 +62,23 @@ class Names:
             self._counts[kind] = number + 1
             name = f"{self.context}/{LETTERS.get(kind, kind[0])}-{number:03d}"
             if self.is_free(name):
+                self.made.append(name)
                 return name
 
-    def counts(self) -> dict[str, int]:
-        """Return how many names each role has had, for `reset`."""
-        return dict(self._counts)
+    def rename(self, context: str) -> None:
+        """Give names below another one from here on; the numbers go on."""
+        self.context = context
+        self.went_by += [context] * (context not in self.went_by)
 
-    def reset(self, counts: Mapping[str, int]) -> None:
+    def gives(self, name: str) -> bool:
+        """Tell whether a name is of the form of those given here."""
+        return is_message(name) and name.rpartition("/")[0] in self.went_by
+
+    def counts(self) -> tuple[int, dict[str, int]]:
+        """Return how many names there were, and how many each role has had, for `reset`."""
+        return len(self.made), dict(self._counts)
+
+    def reset(self, counts: tuple[int, Mapping[str, int]]) -> None:
         """Go on from these counts."""
-        self._counts = dict(counts)
+        del self.made[counts[0] :]
+        self._counts = dict(counts[1])

@@ -170,10 +170,13 @@ async def fork(here: OnContext, body: To) -> _Json:
 
 @router.post("/contexts/{name:path}:rename", response_model=ContextView)
 async def rename(here: OnContext, body: To) -> _Json:
-    """Give a context another name; the names of its messages stay."""
+    """Give a context another name; its next messages begin with it, those before keep theirs."""
     to = here.the.new_name(body.to)
 
     def work(engine: Engine, context: Context) -> _Json:
+        memory = here.the.memories.of(here.tenant).get(context.name)
+        if memory is not None:
+            here.the.new_name(f"{memory.memory.root}/{to}/sum-000")
         engine.rename_context(context.name, to, here.tenant)
         return view_of(engine, here.the, context)
 
