@@ -179,10 +179,7 @@ class ChunkPinned(ChunkError):
 
 class ChunkInUse(ChunkError):
     def __init__(self, name: str, id: int, contexts: tuple[str, ...]) -> None:
-        names = (
-            key.partition("\t")[0].rpartition("|")[2] for key in contexts
-        )  # see `naming.holder`
-        contexts = tuple(dict.fromkeys(names))
+        contexts = tuple(dict.fromkeys(key.partition("\t")[0].split("|")[-1] for key in contexts))
         where = ", ".join(contexts)
         super().__init__(
             f"{name!r} (#{id}) is in use by {where}",
