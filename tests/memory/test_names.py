@@ -141,6 +141,22 @@ def test_a_document_beside_the_messages_keeps_its_name(engine):
     memory.close(), memory.context.close()
 
 
+def test_items_lie_down_whatever_they_are_called_and_whoever_put_them(engine):
+    context, budget = engine.context("warm"), MemoryBudget(warm=20)
+    memory = Memory(engine, context, root="cellar", budget=budget, summarise=FirstSentences(1))
+    for i in range(5):
+        memory.write(f"notes/{i}", f"so well {i}{i} . then we saw it")
+    engine.denoise()
+    memory.rename("notes/", "shelf/")
+    for i in range(5):
+        engine.put(f"cellar/others/{i}", f"so well {i} . Mei's song is loud .")
+    while memory.idle():
+        pass
+    warm = [entry.n_tokens for entry in engine.files.ls("cellar/**") if entry.tier == "ram"]
+    assert 0 < sum(warm) <= 20
+    memory.close(), context.close()
+
+
 def test_a_pin_is_of_who_set_it(engine):
     memory = remember(engine, "pins")
     memory.write("a", "loud song")

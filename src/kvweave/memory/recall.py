@@ -37,13 +37,16 @@ class Recaller:
             if name not in known:
                 self._learn(name)
 
-    def look_through(self, n: int = LOOKED_THROUGH) -> None:
-        """Look which of the next ``n`` items were edited under their names."""
+    def look_through(self, n: int = LOOKED_THROUGH) -> list[str]:
+        """Look which of the next ``n`` items were edited under their names; return all of these."""
         if not self._unseen:
-            self._unseen = list(self.ranking.known())
-        for name in self._unseen[-n:]:
+            names = self.ground.items.names()
+            self._unseen = [*dict.fromkeys([*self.ranking.known(), *names])]
+        seen = self._unseen[-n:]
+        for name in seen:
             self._learn(name)
         del self._unseen[-n:]
+        return seen
 
     def forget(self, names: Iterable[str]) -> None:
         """Learn these anew when something is ranked next."""

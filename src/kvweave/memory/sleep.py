@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from kvweave.chunk.identity import TierName
 from kvweave.chunk.record import Record
@@ -44,6 +44,18 @@ class Sleep:
         if record is not None:
             self._warm[name] = record.n_tokens
             self._n_warm += record.n_tokens
+
+    def notice(self, names: Iterable[str]) -> bool:
+        """Count those whose KV is in memory and that others brought there, or named so; tell if any."""
+        memory, found = self.ground.engine.shelf.memory, False
+        for name in names if self.cold != memory else ():
+            record = self._there(name)
+            if record is None or record.tier != memory or self._warm.get(name) == record.n_tokens:
+                continue
+            if not record.pinned and self.ground.engine.maker.thinned_by(record.id) is None:
+                self.used(name)
+                found = True
+        return found
 
     def wrote(self, name: str) -> None:
         """Note an item that may have no canonical KV yet."""

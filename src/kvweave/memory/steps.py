@@ -164,8 +164,8 @@ class MemorySteps:
             return Slept("settle", ", ".join(names), sum(self._n_tokens(n) for n in names))
         with self._ground.away() if self._depth else nullcontext():
             slept = yield from self._sleep.stepping()
-        if slept is None:
-            self._recaller.look_through()
+        if slept is None and self._sleep.notice(self._recaller.look_through()):
+            slept = yield from self._sleep.stepping()
         return slept
 
     # ---- inside
