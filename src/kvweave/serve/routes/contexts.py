@@ -174,9 +174,6 @@ async def rename(here: OnContext, body: To) -> _Json:
     to = here.the.new_name(body.to)
 
     def work(engine: Engine, context: Context) -> _Json:
-        memory = here.the.memories.of(here.tenant).get(context.name)
-        if memory is not None:
-            here.the.new_name(f"{memory.memory.root}/{to}/sum-000")
         engine.rename_context(context.name, to, here.tenant)
         return view_of(engine, here.the, context)
 
