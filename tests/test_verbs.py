@@ -25,6 +25,7 @@ import pytest
 import torch
 from faces import FACES, faces
 from served import served
+from serving import short_runner
 
 from kvweave import Client, Engine, KVWeaveError, Memory, MemoryBudget, Runner, Sampling
 from kvweave.chunk.files import Files
@@ -46,8 +47,8 @@ BUDGET = MemoryBudget(window=200, summaries=60, summary=30, recalled=60, warm=40
 
 
 @pytest.fixture(scope="module")
-def runner(bundled):
-    return Runner.load(str(bundled))
+def runner():
+    return short_runner()
 
 
 def opened(runner: Runner, *texts: str) -> Engine:

@@ -94,7 +94,8 @@ def lives(engine: Engine) -> list[Any]:
 
 @pytest.mark.parametrize(
     ("name", "kind"),
-    [*product(["llama", "gpt_oss_sinks"], KINDS),
+    [*product(["llama"], KINDS),
+     *(pytest.param("gpt_oss_sinks", kind, marks=pytest.mark.slow) for kind in KINDS),
      *product(["gemma3", "smollm3_nope", "llama4_chunked"], KINDS[::2])],  # refusing is not theirs
 )  # fmt: skip
 def test_contexts_live_the_same_life_whoever_launches(name: str, kind: str) -> None:

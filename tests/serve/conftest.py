@@ -8,9 +8,10 @@ import pytest
 from needs import APT, PIP, lack
 from serve.page_browser import opening
 from serve.page_server import Fake, app_of
-from serving import KEYS, METRICS_KEY, Driven, Served, bundled_runner
+from serving import KEYS, METRICS_KEY, Driven, Served, short_runner
 
 from kvweave import Engine
+from kvweave.run.model import Runner
 from kvweave.serve.app import create_app
 from kvweave.serve.options import Options
 
@@ -36,7 +37,7 @@ def drive(
 
 @pytest.fixture
 def serve() -> Iterator[Callable[..., Served]]:
-    """Make apps over the bundled model that anna and berta have keys of; afterwards each is
+    """Make apps over two layers of the bundled model that anna and berta have keys of; afterwards each is
     stopped, its engine checked and closed."""
     made: list[Served] = []
 
@@ -45,10 +46,11 @@ def serve() -> Iterator[Callable[..., Served]]:
         engine_options: dict[str, Any] | None = None,
         *,
         start: bool = True,
+        runner: Runner | None = None,
         **options: Any,
     ) -> Served:
         usual = {"repair": "none", "refine": "chats"}  # as `kvweave serve` has it
-        engine = Engine(bundled_runner(), home=home, **(usual | (engine_options or {})))
+        engine = Engine(runner or short_runner(), home=home, **(usual | (engine_options or {})))
         given = {"keys": KEYS} | options
         given = ({"metrics_key": METRICS_KEY} if given["keys"] else {}) | given
         served = Served(engine, create_app(engine, Options(**given)))

@@ -16,7 +16,7 @@ from answering import FORCED
 from needs import need
 from pydantic import ValidationError
 from serve.api_walk import Ignored, Walk, tail
-from serving import bundled_runner
+from serving import short_runner
 from torch import Tensor
 
 from kvweave.errors import KVWeaveError
@@ -224,7 +224,7 @@ def test_no_field_is_a_fault_of_the_server(
 ) -> None:
     """The same over HTTP: what is refused says why and what to do, nothing is a 500. Answers end at once:
     with room for a budget of thinking they would be a thousand tokens each."""
-    anna, ends = serve(any_model=True).anna, torch.tensor(sorted(bundled_runner().ends))
+    anna, ends = serve(any_model=True).anna, torch.tensor(sorted(short_runner().ends))
 
     def brief(logits: Tensor, samplers: list[Sampler]) -> list[Choice | Exception]:
         return sample(logits.index_fill(1, ends, FORCED), samplers)

@@ -8,6 +8,7 @@ import random
 from urllib.parse import quote
 
 import pytest
+from serving import short_runner
 
 from kvweave import Engine
 from kvweave.store.tier.base import Outcome
@@ -251,7 +252,7 @@ def test_a_quota_of_chunks_is_of_each_namespace(serve):
 
 
 def test_a_quota_of_bytes_counts_all_tokens_wherever_their_kv_is(serve):
-    row = 9216  # bytes of KV of a token of the bundled model
+    row = short_runner().row_bytes
     served = serve(quota=20 * row)
     made = served.anna.put("a", A)
     assert made["n_bytes"] == made["n_tokens"] * row and 20 > made["n_tokens"] > 10

@@ -67,6 +67,7 @@ def test_where_all_are_being_answered_one_more_is_told_so(few):
         each.close()
 
 
+@pytest.mark.slow
 def test_two_hundred_requests_at_once_are_all_answered(serve):
     served = serve(start=False)
 

@@ -7,7 +7,7 @@ import threading
 import time
 
 import pytest
-from serving import bundled_runner
+from serving import short_runner
 
 from kvweave import Engine
 
@@ -174,7 +174,7 @@ def test_an_answer_is_the_engines_own_whole_and_streamed(serve):
     opened(served.anna)
     body = {"content": "Nina's river . what about Nina's river", "max_tokens": 8, "logprobs": 2}
     whole = served.anna("POST", "/v1/contexts/c:ask", body)
-    engine = Engine(bundled_runner(), repair="none")
+    engine = Engine(short_runner(), repair="none")
     context = engine.context("c", system=SYSTEM)
     answer = context.ask(body["content"], 8, logprobs=2)
     assert (whole["text"], tuple(whole["tokens"]), whole["finish"]) == (

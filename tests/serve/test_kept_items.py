@@ -11,6 +11,7 @@ import time
 from typing import Any
 
 import pytest
+from serving import bundled_runner
 
 from kvweave.errors import OverQuota
 from kvweave.serve.chat.sealed import seal
@@ -300,7 +301,7 @@ def test_what_a_conversation_may_hold_counts_what_is_under_way(
 
 
 def test_every_token_of_the_text_has_its_logprob(serve: Any) -> None:
-    anna = serve().anna
+    anna = serve(runner=bundled_runner()).anna  # which says words
     more = {"include": ["message.output_text.logprobs"], "max_output_tokens": 12}
     asked = f"{ASKED} what about Anna's river"
     text = ask(anna, asked, **more)["output"][0]["content"][0]["text"]

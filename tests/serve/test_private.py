@@ -117,6 +117,7 @@ def texts(served: Any) -> list[str]:
     return [text for _, text, _ in served.app.state.kvweave.assembler._tokens]
 
 
+@pytest.mark.slow
 def test_no_text_of_a_prompt_is_left(serve: Any) -> None:
     served = serve()
     anna, secret = served.anna, "zebra and metal"
@@ -196,6 +197,7 @@ def test_no_answer_is_put_aside_for_an_audit(serve: Any) -> None:
     assert len(asked) == 2
 
 
+@pytest.mark.slow
 def test_a_server_may_keep_what_is_not_stored(serve: Any) -> None:
     served, rng = serve(keep_unstored=True), random.Random(8)
     talk = conversation(rng, 2)

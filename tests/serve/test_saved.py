@@ -242,6 +242,7 @@ def test_a_response_expires_by_itself_and_leaves_no_hole(serve: Any, tmp_path: P
     anna("POST", "/v1/responses", body)
 
 
+@pytest.mark.slow
 def test_a_summary_that_was_taken_back_is_never_given_once_that_is_forgotten(
     serve: Any, tmp_path: Path
 ) -> None:

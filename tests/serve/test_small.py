@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from needs import need
-from serving import Served, bundled_runner
+from serving import Served, bundled_runner, short_runner
 
 from kvweave.errors import InvalidArgument
 from kvweave.run.embed import Embedding
@@ -201,7 +201,7 @@ def test_the_rows_of_a_vector_count_while_it_is_made(
 
 
 def test_a_vector_that_memory_has_no_room_for_is_refused(serve: Any) -> None:
-    small = bundled_runner().row_bytes * 300
+    small = short_runner().row_bytes * 300
     served = serve(engine_options={"budget": small})
     body = {"model": "kvweave", "input": "so well then " * 200}
     told = served.anna.error("POST", "/v1/embeddings", body, 503)
