@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import re
 import socket
+import sqlite3
 import time
+from pathlib import Path
 
 import pytest
 from served import served
@@ -16,6 +18,8 @@ from kvweave.cli import home, parser
 from kvweave.cli.serve import keys_of
 from kvweave.run import find
 from kvweave.run.model import Runner
+from kvweave.store.tier.base import Outcome
+from kvweave.store.tier.disk import Disk
 
 __all__ = ["sh"]  # a fixture
 
@@ -183,3 +187,86 @@ def test_a_key_need_not_show_in_the_list_of_processes(sh, runner):
         assert "two keys" not in sh.err
     text = help_of(sh, "ls")
     assert "list of processes" in text and "KVWEAVE_KEY" in text and "--key-file" in text
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("rm", "**", "--url", ""),
+        ("ls", "--home", ""),
+        ("rm", ""),
+        ("place", "", "none"),
+        ("mv", "", "x/"),
+        ("unpin", ""),
+        ("fsck", ""),
+        ("sweep", "s3 url=memory://", "--index", ""),
+    ],
+)
+def test_what_an_unset_variable_leaves_is_neither_another_home_nor_everything(sh, words):
+    sh(*words, status=2)
+    assert "it is empty: is a variable not set?" in sh.err
+
+
+def test_a_home_that_is_none_is_not_called_an_empty_one(sh):
+    sh("ls", "--home", "a.md", status=1)
+    assert "a.md is a file" in sh.err
+    os.mkdir("empty")
+    for more in ((), ("--repair",)):
+        sh("fsck", "empty", *more, status=1)
+        assert "there is no home empty" in sh.err and not os.listdir("empty")
+
+
+def test_an_index_that_is_gone_is_told_and_not_begun_anew_by_who_looks(stocked):
+    index = Path("home/index.sqlite")
+    index.rename("aside")
+    for words in (("ls",), ("fsck",), ("rm", "docs/a")):
+        stocked(*words, status=1)
+        assert "index.sqlite is gone, and with it all names" in stocked.err and not index.exists()
+    os.rename("aside", index)
+    assert stocked("ls").split() == ["docs/a", "docs/b"]
+    index.unlink()
+    stocked("fsck", "--repair", "-q")
+    assert index.exists()
+
+
+def test_rm_says_first_where_kv_cannot_be_deleted_and_afterwards_where_some_stayed(stocked):
+    config = Path("home/config.json")
+    said = config.read_text()
+    config.write_text("{")
+    stocked("rm", "docs/a", status=1)
+    assert "cannot read" in stocked.err and "docs/a" in stocked("ls")
+    config.write_text(said)
+    with stocked.monkeypatch.context() as patch:
+        patch.setattr("kvweave.cli.home.os.access", lambda path, mode: path.name != "kv")
+        stocked("rm", "docs/a", status=1)
+    assert "cannot delete from" in stocked.err and "docs/a" in stocked("ls")
+    failed = [Outcome("failed", "no")]
+    stocked.monkeypatch.setattr(Disk, "discard", lambda self, keys, **_: failed * len(keys))
+    stocked("rm", "docs/a", status=1)
+    assert "KV is left in" in stocked.err and "docs/a" not in stocked("ls")
+
+
+def test_a_disk_that_has_no_room_to_open_the_index_is_called_full(stocked):
+    full = sqlite3.OperationalError("disk I/O error")
+    full.sqlite_errorcode = sqlite3.SQLITE_IOERR_SHMSIZE
+
+    def refused(self):
+        raise full
+
+    stocked.monkeypatch.setattr("kvweave.chunk.opened.OpenIndex._settings", refused)
+    stocked("ls", status=1)
+    assert "no space left" in stocked.err
+
+
+def test_the_suite_is_not_of_another_model_where_a_server_is_meant(sh, server):
+    sh.monkeypatch.setenv("KVWEAVE_URL", server.url)
+    sh("check", "--suite", status=2)
+    assert "the suite works on this machine only" in sh.err
+
+
+def test_a_second_memory_of_a_context_does_not_ask_to_close_the_context(sh, server):
+    sh.monkeypatch.setenv("KVWEAVE_URL", server.url)
+    sh("context", "new", "chat/1", "--system", "keep the notes .")
+    sh("memory", "open", "chat/1")
+    sh("memory", "open", "chat/1", status=1)
+    assert "a memory of 'chat/1' is open already" in sh.err

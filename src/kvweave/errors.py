@@ -111,8 +111,10 @@ def of_system(error: OSError, doing: str, path: object) -> StoreError:
 def is_full(error: Exception) -> bool:
     """Tell whether a device, or the user's part of it, is full."""
     full = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+    code = getattr(error, "sqlite_errorcode", 0)
+    # SHMSIZE: no room for the file that all who have an index open share
     return getattr(error, "errno", None) in full or (
-        getattr(error, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_FULL
+        code & 0xFF == sqlite3.SQLITE_FULL or code == sqlite3.SQLITE_IOERR_SHMSIZE
     )
 
 
@@ -156,9 +158,9 @@ class ChunkNotFound(ChunkError):
 
 
 class NameTaken(ChunkError):
-    def __init__(self, name: str, id: int) -> None:
-        """``id`` 0: it is an open context's."""
-        what = f"{name!r} already names #{id}" if id else f"a context {name!r} is open already"
+    def __init__(self, name: str, id: int, of: str = "context") -> None:
+        """``id`` 0: it is an open context's, or what ``of`` says."""
+        what = f"{name!r} already names #{id}" if id else f"a {of} {name!r} is open already"
         hint = "remove it first, choose another name, or pass replace=True"
         hint = hint if id else "close it first, or choose another name"
         super().__init__(what, hint=hint, name=name, id=id)

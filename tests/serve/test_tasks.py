@@ -340,7 +340,7 @@ def test_rows_that_no_token_made_need_not_be_computed(going):
         tensor.zero_()
     made = driven.engine.put_rows("rows", rows)
     assert run(driven.driver.call(lambda engine: engine.maker.computing(made.id))) == 0
-    driven.engine.place("rows", "none")
+    driven.engine.shelf.drop(made.id)
     with pytest.raises(ChunkLost):
         run(driven.driver.call(lambda engine: engine.maker.computing(made.id)))
     assert run(driven.driver.call(lambda engine: engine.maker.computing(99))) == 0

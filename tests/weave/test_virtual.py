@@ -100,7 +100,10 @@ def test_they_move_rest_on_disk_and_come_back(runner, tmp_path):
 def test_lost_rows_are_missed_not_made_up(engines):
     engine = engines(base="")
     engine.put_rows("learned", some_rows(engine))
-    engine.place("learned", "none")
+    with pytest.raises(InvalidArgument, match="rows that no token made"):
+        engine.place("**", "none")
+    assert engine.files.stat("learned").tier == "ram"
+    engine.shelf.drop(engine.files.stat("learned").id)
     context = engine.compose("{learned}", name="c")
     context.append(text(3, 1))
     with pytest.raises(ChunkLost, match="learned"):

@@ -250,13 +250,16 @@ class Files:
 
         All is checked first, then each chunk is moved and recorded by itself: when ``mover`` raises
         for one, those before it are moved and the table says so, since bytes cannot be rolled back.
-        Raises ChunkPinned for a pinned chunk and tier ``none``.
+        Raises for tier ``none`` ChunkPinned for a pinned chunk, InvalidArgument for rows no token made.
         """
         check_tier(tier)
         found = [item for item in self._chunks(pattern) if again or item[1].tier != tier]
         for name, record in found:
             if record.pinned and tier == "none":
                 raise ChunkPinned(name, record.id)
+            if tier == "none" and self.table.is_virtual(record.id):
+                why = f"{name} is rows that no token made: nothing of it would be left"
+                raise InvalidArgument("tier", why, "rm removes it")
         if not dry_run:
             for _, record in found:
                 self.table.update(record.id, tier=tier, n_bytes=mover(record, tier))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import sqlite3
@@ -40,6 +41,8 @@ def _explain(error: Exception, path: Path) -> StoreError:
         return StoreError(f"{path} is locked by another program", hint=hint, **where)
     if is_full(error):
         return NoSpace(f"cannot write {path}", str(path))
+    if code == sqlite3.SQLITE_READONLY:
+        return of_system(PermissionError(errno.EACCES, "it may only be read"), "write", path)
     return StoreError(f"cannot use {path}: {error}", hint="nothing was changed", **where)
 
 

@@ -10,6 +10,7 @@ from kvweave.cli.values import (
     CHOICE,
     age,
     fields,
+    given,
     nats,
     positive,
     recipe,
@@ -72,14 +73,14 @@ def stat(p: ArgumentParser) -> None:
 
 def rm(p: ArgumentParser) -> None:
     """Add what `kvweave rm` takes."""
-    p.add_argument("pattern", metavar="PATTERN", help=PATTERN)
+    p.add_argument("pattern", type=given, metavar="PATTERN", help=PATTERN)
     p.add_argument("-n", "--dry-run", action="store_true", help="only say what would go")
     p.add_argument("--force", action="store_true", help="also what a context still uses")
 
 
 def rename(p: ArgumentParser) -> None:
     """Add what `kvweave mv` and `cp` take."""
-    p.add_argument("src", metavar="SRC", help=PATTERN)
+    p.add_argument("src", type=given, metavar="SRC", help=PATTERN)
     p.add_argument("dst", metavar="DST", help="the new name; docs/ to take several into docs/")
     p.add_argument("--replace", action="store_true", help="take names from what has them now")
     p.add_argument("-n", "--dry-run", action="store_true", help="only say what would happen")
@@ -87,13 +88,13 @@ def rename(p: ArgumentParser) -> None:
 
 def one_pattern(p: ArgumentParser) -> None:
     """Add what `kvweave pin` and `unpin` take."""
-    p.add_argument("pattern", metavar="PATTERN", help=PATTERN)
+    p.add_argument("pattern", type=given, metavar="PATTERN", help=PATTERN)
     p.add_argument("-n", "--dry-run", action="store_true", help="only say which")
 
 
 def place(p: ArgumentParser) -> None:
     """Add what `kvweave place` takes."""
-    p.add_argument("pattern", metavar="PATTERN", help=PATTERN)
+    p.add_argument("pattern", type=given, metavar="PATTERN", help=PATTERN)
     p.add_argument("tier", metavar="TIER", choices=PLACES, help=f"one of {', '.join(PLACES)}")
     p.add_argument("--codec", metavar="CODEC", help="how to code it there: int8, int4+zstd, ...")
     p.add_argument("-n", "--dry-run", action="store_true", help="only say which")

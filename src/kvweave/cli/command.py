@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NoReturn
 
+from kvweave.cli.values import given
 from kvweave.errors import nearest
 
 
@@ -67,11 +68,13 @@ def add_common(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("common options")
     group.add_argument(
         "--home",
+        type=given,
         metavar="DIR",
         help="where chunks are kept (default: $KVWEAVE_HOME, or ~/.kvweave)",
     )
     group.add_argument(
         "--model",
+        type=given,
         metavar="PATH",
         help="checkpoint directory or hub id (default: the one the home was made with)",
     )
@@ -84,13 +87,16 @@ def add_remote(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("options of a server")
     group.add_argument(
         "--url",
+        type=given,
         metavar="URL",
         help="a server whose chunks to work on (default: $KVWEAVE_URL, or a home)",
     )
     group.add_argument(
         "--key",
+        type=given,
         metavar="KEY",
         help="its API key, which all users of this machine see in the list of processes "
         "(default: $KVWEAVE_KEY, which they do not)",
     )
-    group.add_argument("--key-file", metavar="FILE", help="a file with the key, and nothing else")
+    add = group.add_argument
+    add("--key-file", type=given, metavar="FILE", help="a file with the key, and nothing else")

@@ -12,6 +12,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -32,7 +33,7 @@ from kvweave.cli.command import UsageError
 from kvweave.cli.show import Out
 from kvweave.cli.start import uncollected
 from kvweave.cli.values import path_of
-from kvweave.errors import ChunkNotFound, ModelMismatch, ModelUnusable, StoreError
+from kvweave.errors import ChunkNotFound, ModelMismatch, ModelUnusable, StoreError, of_system
 
 BUNDLED = Path(kvweave.__file__).parent / "demo" / "model"
 
@@ -59,7 +60,7 @@ def open_table(args: Namespace, *, change: bool = False) -> Iterator[Table]:
     One that cannot be written is read, unless something is to ``change``.
     """
     home = home_of(args)
-    if not (home / "index.sqlite").exists():
+    if not has_index(home):
         Out.of(args).note(f"nothing is stored in {home} yet; `kvweave put NAME FILE` does")
         yield Table()
         return
@@ -68,6 +69,7 @@ def open_table(args: Namespace, *, change: bool = False) -> Iterator[Table]:
     with private(), _readable(home, change) as index, Table(index) as table:
         keys = {int(record.id): record.digest.hex() for record in table}
         table.on_free = freed.append
+        tiers = _require_deletable(home) if change else []
         try:
             yield table
         except ChunkNotFound as error:
@@ -75,7 +77,21 @@ def open_table(args: Namespace, *, change: bool = False) -> Iterator[Table]:
                 error.hint = below(str(error.name))
             raise
         finally:
-            _delete(home, table.uuid, [keys[id] for id in freed])
+            _delete(home, table.uuid, tiers, {keys[id] for id in freed})
+
+
+def has_index(home: Path) -> bool:
+    """Tell whether a home was begun. Raises StoreError for one that is a file, or has lost its index."""
+    if home.exists() and not home.is_dir():
+        hint = "a home is a directory: give another --home"
+        raise StoreError(f"{home} is a file", hint=hint, path=str(home))
+    index = home / "index.sqlite"
+    if index.exists():
+        return True
+    if (home / "kv").is_dir():
+        hint = f"put a copy of it back, or `kvweave fsck {home} --repair` begins a new one"
+        raise StoreError(f"{index} is gone, and with it all names", hint=hint, path=str(index))
+    return False
 
 
 @contextmanager
@@ -92,8 +108,16 @@ def _readable(home: Path, change: bool) -> Iterator[Path]:
         yield Path(directory) / index.name
 
 
-def _delete(home: Path, uuid: str, digests: list[str]) -> None:
-    """Delete the KV of chunks from the home's directories."""
+def _require_deletable(home: Path) -> list[str]:
+    """Return the home's tiers. Raises StoreError where KV could not be deleted, before a name goes."""
+    kv = home / "kv"
+    if kv.is_dir() and not os.access(kv, os.R_OK | os.W_OK | os.X_OK):
+        raise of_system(PermissionError(errno.EACCES, "Permission denied"), "delete from", kv)
+    return tiers_of(home)
+
+
+def _delete(home: Path, uuid: str, tiers: list[str], digests: set[str]) -> None:
+    """Delete the KV of chunks from the home's directories. Raises StoreError where some stayed."""
     if not digests:
         return
     from kvweave.store.fsck import directories
@@ -101,13 +125,16 @@ def _delete(home: Path, uuid: str, digests: list[str]) -> None:
     from kvweave.store.tier.disk import Disk
     from kvweave.store.tier.owner import owner_of
 
-    gone = set(digests)
-    for directory in directories(home, tiers_of(home)):
-        if owner_of(directory) != uuid and not is_inside(directory, home):
+    for directory in directories(home, tiers):
+        if not is_inside(directory, home) and owner_of(directory) != uuid:
             continue
         tier = Disk(directory)
-        tier.discard([key for key in tier.keys() if digest_of(key) in gone])
+        gone = tier.discard([key for key in tier.keys() if digest_of(key) in digests])
         tier.close()
+        for outcome in gone:
+            if not outcome.ok:
+                hint = "the names are gone; the next command that loads the model tries again"
+                raise StoreError(f"KV is left in {directory}: {outcome.why}", hint=hint)
 
 
 def tiers_of(home: Path, given: list[str] | None = None) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from argparse import ArgumentParser
 
 from kvweave.cli.arguments import repair
-from kvweave.cli.values import age, positive, seconds, share, size
+from kvweave.cli.values import age, given, positive, seconds, share, size
 from kvweave.keep import POLICIES
 
 AUDIT = 0.01
@@ -14,7 +14,8 @@ REUSE = ("all", "prefix", "off")
 
 def fsck(p: ArgumentParser) -> None:
     """Add what `kvweave fsck` takes."""
-    p.add_argument("directory", metavar="HOME", nargs="?", help="the home; as --home")
+    add = p.add_argument
+    add("directory", type=given, metavar="HOME", nargs="?", help="the home; as --home")
     p.add_argument("--repair", action="store_true", help="keep what verifies, remove the rest")
     p.add_argument(
         "--tier",
@@ -36,12 +37,13 @@ def fsck(p: ArgumentParser) -> None:
 
 def sweep(p: ArgumentParser) -> None:
     """Add what `kvweave sweep` takes."""
-    p.add_argument("tier", metavar="TIER", help="the tier, as serve --tier takes it")
+    add = p.add_argument
+    add("tier", metavar="TIER", help="the tier, as serve --tier takes it")
     for name, metavar, help in (
         ("--index", "HOME", "a home, or a postgresql:// address; again for each"),
         ("--retire", "UUID", "an index that is no more, or how its uuid begins: forget it"),
     ):
-        p.add_argument(name, action="append", default=[], metavar=metavar, help=help)
+        add(name, type=given, action="append", default=[], metavar=metavar, help=help)
     p.add_argument(
         "--grace",
         type=age,
@@ -55,7 +57,8 @@ def sweep(p: ArgumentParser) -> None:
 def serve(p: ArgumentParser) -> None:
     """Add what `kvweave serve` takes."""
     add = p.add_argument
-    add("checkpoint", metavar="MODEL", nargs="?", help="checkpoint directory or hub id; as --model")
+    where = "checkpoint directory or hub id; as --model"
+    add("checkpoint", type=given, metavar="MODEL", nargs="?", help=where)
     add(
         "--host",
         default="127.0.0.1",
@@ -76,6 +79,7 @@ def serve(p: ArgumentParser) -> None:
     )
     add(
         "--index",
+        type=given,
         metavar="ADDRESS",
         help="postgresql://... of an index that several servers share, instead of the home's own",
     )

@@ -68,8 +68,9 @@ def key_of(args: Namespace) -> str | None:
 
 def require_here(args: Namespace, what: str) -> None:
     """Raise UsageError if a server was asked for what only works on this machine."""
-    if args.url:
-        raise UsageError(f"{what} works on this machine only", "leave --url away")
+    if isinstance(target(args), There):
+        hint = "leave --url away, and unset KVWEAVE_URL or give --home or --model"
+        raise UsageError(f"{what} works on this machine only", hint)
 
 
 def server(args: Namespace, what: str) -> There:

@@ -10,7 +10,7 @@ from kvweave.chunk.index import is_shared
 from kvweave.chunk.marks import marks, uuid_of
 from kvweave.chunk.salvage import salvage
 from kvweave.chunk.table import Table
-from kvweave.cli.home import home_of, private, tiers_of
+from kvweave.cli.home import has_index, home_of, private, tiers_of
 from kvweave.cli.show import Out, size
 from kvweave.cli.values import path_of
 from kvweave.errors import CorruptChunk, InvalidArgument, StoreError
@@ -28,7 +28,8 @@ def fsck(args: Namespace) -> int:
     home = home_of(args) if args.directory is None else path_of(args.directory)
     out = Out.of(args)
     index = home / "index.sqlite"
-    if not home.is_dir():
+    begun = (args.repair and (home / "kv").is_dir()) or has_index(home)
+    if not begun:
         raise StoreError(f"there is no home {home}", hint="give another --home", path=str(home))
     said: dict[str, object] = {"home": str(home), "index": "ok", "directories": []}
     lines = []

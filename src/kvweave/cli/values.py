@@ -17,6 +17,13 @@ STRATEGIES = (
 CHOICE = f"{', '.join(STRATEGIES)}; options behind it, as in deviation:k@2"
 
 
+def given(text: str) -> str:
+    """Return a text that is not empty: what an unset variable leaves must not mean another home, or everything."""
+    if not text:
+        raise ArgumentTypeError("it is empty: is a variable not set?")
+    return text
+
+
 def positive(text: str) -> int:
     """Return a whole number from 1 up."""
     if not text.isdecimal() or int(text) < 1:

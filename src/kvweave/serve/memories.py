@@ -62,7 +62,7 @@ class Memories:
         """Open a memory over a context. Raises NameTaken where it has one, InvalidArgument."""
         self._sweep()
         if id(context) in self._open:
-            raise NameTaken(context.name, 0)
+            raise NameTaken(context.name, 0, "memory of")
         n = len(self.engine.table.names(context.namespace, root + "/"))
         if n > MOST_ITEMS:
             reason = f"{n} names are below {root!r}, {MOST_ITEMS} is the most"
