@@ -112,10 +112,8 @@ def is_full(error: Exception) -> bool:
     """Tell whether a device, or the user's part of it, is full."""
     full = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
     code = getattr(error, "sqlite_errorcode", 0)
-    # SHMSIZE: no room for the file that all who have an index open share
-    return getattr(error, "errno", None) in full or (
-        code & 0xFF == sqlite3.SQLITE_FULL or code == sqlite3.SQLITE_IOERR_SHMSIZE
-    )
+    ours = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_SHMSIZE)  # no room for the -shm file
+    return getattr(error, "errno", None) in full or code in ours or code & 0xFF in ours
 
 
 _MANY = "too many files are open: raise the limit (`ulimit -n`), or close some"
