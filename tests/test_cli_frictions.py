@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import socket
@@ -270,3 +271,13 @@ def test_a_second_memory_of_a_context_does_not_ask_to_close_the_context(sh, serv
     sh("memory", "open", "chat/1")
     sh("memory", "open", "chat/1", status=1)
     assert "a memory of 'chat/1' is open already" in sh.err
+
+
+def test_a_home_of_an_older_version_is_not_called_one_of_another_model(stocked):
+    file = Path("home/model.json")
+    told = json.loads(file.read_text())
+    del told["config"]  # as before 2026-11-25, when weights were hashed in another way
+    file.write_text(json.dumps(told | {"weights": "f" * 32}))
+    stocked("run", "{docs/a}", status=1)
+    assert "an older kvweave made it" in stocked.err and "with --model" not in stocked.err
+    assert stocked("cat", "docs/a").strip() == A.strip()

@@ -119,6 +119,11 @@ def _why_character(character: str) -> str:
     return f"the character {character!r} is not allowed"
 
 
+OLDER = (
+    "an older kvweave made it, whose fingerprints were others also of the same model: `kvweave cat NAME` "
+    "reads its texts, to be put again into another home"
+)
+
 NO_TOKEN = 2**32 - 1
 """Stands for each row of a chunk whose rows no token made: a vector that was learned, say."""
 
@@ -160,7 +165,10 @@ class ModelFingerprint:
         for field in fields(self):
             wanted, found = getattr(self, field.name), getattr(other, field.name)
             if wanted != found:
-                raise ModelMismatch(field.name, wanted, found)
+                error = ModelMismatch(field.name, wanted, found)
+                if self.config and not other.config:
+                    error.hint = OLDER
+                raise error
 
     def to_dict(self) -> dict[str, str]:
         """Return the fields, JSON-ready."""

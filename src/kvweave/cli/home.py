@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import kvweave
+from kvweave.chunk.identity import OLDER
 from kvweave.chunk.place import is_inside
 from kvweave.chunk.rebuild import write_json
 from kvweave.chunk.table import Table
@@ -210,9 +211,10 @@ def _opened(args: Namespace, make: bool, options: dict[str, Any]) -> Iterator[kv
     try:
         engine = make_engine(model, home=home if bound or make else None, **options)
     except ModelMismatch as error:
-        error.hint = (
-            f"{home} was made with another model: pass that with --model, or another --home"
-        )
+        if error.hint != OLDER:
+            error.hint = (
+                f"{home} was made with another model: pass that with --model, or another --home"
+            )
         raise
     kept = bound or not make
     try:
