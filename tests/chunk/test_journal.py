@@ -248,7 +248,7 @@ def test_a_write_that_fails_changes_nothing(path):
             lambda: table.unbind("docs/001"),
             lambda: table.update(1, pinned=True),
         ):
-            with pytest.raises(StoreError, match=r"cannot use .* readonly"):
+            with pytest.raises(StoreError, match=r"cannot write .* may only be read"):
                 verb()
             assert snapshot(table) == before
         table._rows.db.execute("PRAGMA query_only=0")

@@ -253,8 +253,8 @@ class Lives:
             read = history.at(history.version - 1).parts if edited else context.parts
             found = []
             for part in read:
-                gone = history.tokens(part.id)
-                ids = engine.table.tokens(part.id) if gone is None else gone[1]
+                gone = history.gone(part.id)
+                ids = engine.table.tokens(part.id) if gone is None else gone.tokens
                 found += [int(t) for t in ids[part.start : part.stop]]
             return found
 
