@@ -24,11 +24,11 @@ def in_vllm(found: dict[str, Any] | None) -> str:
                     f"{over['median']:.1f} [{over['min']:.1f}, {over['max']:.1f}]",
                 ]
             )
-    head = ["edit", "way", "first token (s)", "times full", "times prefix caching"]
+    head = ["edit", "way", "first token (CPU s)", "times full", "times prefix caching"]
     machine, options = found["machine"], found["options"]
     about = (
         f"{options['context']} tokens, {options['rounds']} rounds, {options['dtype']}, a random Llama of 0.2 B on "
-        f"{machine['cpu']}, {machine['cores']} cores, load {machine['load_average']} at the end, commit `{machine['commit'][:7]}`. "
+        f"{machine['cpu']}, {machine['threads']} of {machine['cores']} cores, load {machine['load_average']} at the end, commit `{machine['commit'][:7]}`. "
         "Medians, and the range round by round. `embedded`: kvweave without vLLM, in the same process."
     )
     lines = [*table(head, rows, left=2), "", about]
