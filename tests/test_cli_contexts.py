@@ -111,7 +111,8 @@ def test_a_question_and_its_answer_stay(there):
 
 def test_contexts_are_copied_and_closed(there):
     assert there("context", "fork", "chat/42", "twin").startswith("forked: twin  2 parts, ")
-    assert there("context", "rm", "twin", "chat/42") == "closed: twin\nclosed: chat/42\n"
+    there("context", "rm", "twin", "nobody", status=1)
+    assert there("context", "rm", "twin", "chat/42", "twin") == "closed: twin\nclosed: chat/42\n"
     assert there("context", "ls") == "" and there("ls", "docs/") == "docs/a\n"
     there("context", "rm", "twin", status=1)
 

@@ -202,14 +202,16 @@ def fork(args: Namespace) -> None:
 
 def rm(args: Namespace) -> None:
     """Close contexts."""
-    out = Out.of(args)
+    out, names = Out.of(args), list(dict.fromkeys(args.names))
     with server(args, "a context").weaver() as client:
-        for name in args.names:
+        for name in names:
+            client.get_context(name)  # before one is closed
+        for name in names:
             client.close_context(name)
             if not out.as_json and not out.quiet:
                 print(f"closed: {name}")
     if out.as_json:
-        out.data(args.names)
+        out.data(names)
 
 
 def append(args: Namespace) -> None:
