@@ -24,10 +24,8 @@ from pruning.rules import RULES, Piece, Rule, same
 from pruning.trace import AgentRun
 
 READ, WRITE = 0.1, 1.25  # price of a cached token, and of one that is computed and stored
-RESTED, LEARNED = (
-    "rested",
-    "learned",
-)  # ways in which there is time; edits are foreseen in the second
+# ways in which there is time; edits are foreseen in the second
+RESTED, LEARNED = "rested", "learned"
 REPAIRS = {  # share, less, rested
     "auto": (0.05, False, False), "15 %": (0.15, False, False), "less": (0.05, True, False),
     RESTED: (0.05, False, True), LEARNED: (0.05, False, True),
@@ -230,12 +228,11 @@ def figures(of: Totals, plain: Totals) -> dict[str, Any]:
         for way, computed in ways.items()
     }
     dearer_edits = {
-        way: [
-            price(c.sent, computed(c)) > price(a.sent, a.behind)
+        way: sum(
+            c.edited and price(c.sent, computed(c)) > price(a.sent, a.behind)
             for run, alone in pairs
             for c, a in zip(run, alone, strict=True)
-            if c.edited
-        ]
+        )
         for way, computed in ways.items()
     }
     return {
@@ -243,7 +240,7 @@ def figures(of: Totals, plain: Totals) -> dict[str, Any]:
         "computed": {way: of.sum(computed) / base for way, computed in ways.items()},
         "price": {way: of.sum(lambda c, f=computed: price(c.sent, f(c))) / usual for way, computed in ways.items()},  # type: ignore[misc]
         "dearer_runs": dearer,
-        "dearer_edits": {way: sum(each) for way, each in dearer_edits.items()},
+        "dearer_edits": dearer_edits,
         "idle": of.sum(lambda c: c.new) / base,
         "refined": {way: of.sum(lambda c, way=way: c.refined[way]) / base for way in (RESTED, LEARNED)},  # type: ignore[misc]
         "edits": len(edits),

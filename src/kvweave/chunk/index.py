@@ -32,9 +32,8 @@ class Index:
         """
         self._rows = _rows(path, busy_timeout)
         self._tx = Transactions(self._rows)
-        self.called: dict[
-            str, str
-        ] = {}  # names of contexts that were renamed, by what they hold chunks as
+        self.called: dict[str, str] = {}
+        """Names of contexts that were renamed, by what they hold chunks as."""
         self.uuid = self._rows.uuid
         """Says whose index it is, 32 hex digits; another one each time when it is in memory only."""
         self.was = self._rows.was

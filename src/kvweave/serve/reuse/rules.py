@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -139,14 +139,12 @@ class Habit:
     def __init__(self) -> None:
         self._n = 0
         self._edits: deque[tuple[int, EditEvidence]] = deque(maxlen=WINDOW)
-        self._calm: OrderedDict[tuple[bytes, int], tuple[int, EditEvidence]] = OrderedDict()
+        self._calm: dict[tuple[bytes, int], tuple[int, EditEvidence]] = {}
         self._rule: EditRule | None = None
         self._known = True
         self.n_wrong = 0
 
-    def note(
-        self, request: EditEvidence, since: tuple[bytes, int] = (b"", 0), *, guessed: bool
-    ) -> None:
+    def note(self, request: EditEvidence, since: tuple[bytes, int], *, guessed: bool) -> None:
         """Learn of one more. ``since``: a conversation, and how many edits it had; of those between two edits
         the last is remembered, when there was most. ``guessed``: an edit was foreseen in it."""
         if len(request.there.items) > MOST_ITEMS:
@@ -158,7 +156,7 @@ class Habit:
             self._calm.pop(since, None)
             self._calm[since] = self._n, request
             if len(self._calm) > WINDOW:
-                self._calm.popitem(last=False)
+                del self._calm[next(iter(self._calm))]
         self._known = False
         self.n_wrong = 0 if request.gone else self.n_wrong + guessed
 
@@ -166,10 +164,8 @@ class Habit:
     def rule(self) -> EditRule | None:
         """The rule that fits; None where none does, or the last guesses were wrong."""
         if not self._known:
-            self._rule, self._known = (
-                infer([one for _, one in sorted([*self._edits, *self._calm.values()])]),
-                True,
-            )
+            in_order = sorted([*self._edits, *self._calm.values()])
+            self._rule, self._known = infer([request for _, request in in_order]), True
         return self._rule if self.n_wrong < WRONG else None
 
 
