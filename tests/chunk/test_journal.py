@@ -35,7 +35,8 @@ def test_everything_survives_a_restart(path):
         )
         table.bind("docs/x", id)
         table.bind("docs/y", id)
-        table.update(id, deps=(base, 99), pinned=True, tier="disk", n_bytes=11)
+        table.pin([id])
+        table.update(id, deps=(base, 99), tier="disk", n_bytes=11)
         table.touch([id, id], now=1234.5)
         other, _ = table.add([3], digest=digest_of(3), namespace="tenant")
         table.bind("docs/x", other, namespace="tenant")
@@ -246,7 +247,7 @@ def test_a_write_that_fails_changes_nothing(path):
         for verb in (
             lambda: put(table, "new", 77),
             lambda: table.unbind("docs/001"),
-            lambda: table.update(1, pinned=True),
+            lambda: table.pin([1]),
         ):
             with pytest.raises(StoreError, match=r"cannot write .* may only be read"):
                 verb()

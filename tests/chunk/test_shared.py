@@ -51,7 +51,7 @@ def test_names_tokens_and_pins_are_shared(pair):
     assert a.uuid == b.uuid
     assert b.lookup("docs/x").id == id and b.tokens(id).tolist() == [1, 2]
     assert b.add([1, 2], digest=digest_of(1, 2)) == (id, False)
-    b.update(id, pinned=True)
+    b.pin([id])
     b.bind("docs/y", id)
     wait(lambda: a.lookup("docs/x").pinned and a.get(id).names == ("docs/x", "docs/y"))
     with pytest.raises(NameTaken) as caught:

@@ -65,7 +65,7 @@ def test_each_verb_ends(server: postgres.Server, wire: postgres.Wire, lost: str)
             lambda: put(table, "c", 3),
             lambda: table.bind("d", one),
             lambda: table.unbind("a"),
-            lambda: table.update(two, pinned=True),
+            lambda: table.pin([two]),
             lambda: table.hold(two, "talk"),
             lambda: table.tokens(two),
             lambda: list(table.digests()),

@@ -177,9 +177,9 @@ def test_what_many_transactions_let_go_of_is_copied_by_none(table):
 def test_a_pin_keeps_and_unpinning_frees_nothing(table):
     id = add(table, 1)
     table.bind("a", id)
-    table.update(id, pinned=True)
+    table.pin([id])
     table.unbind("a")
-    table.update(id, pinned=False)
+    table.pin([id], False)
     assert (table.freed, table.names_of(id)) == ([], ())
     assert table.collect() == [id] == table.freed
 
@@ -213,7 +213,7 @@ def test_an_aborted_transaction_leaves_no_trace(table):
         table.bind("d", a)
         table.bind("b", a, replace=True)
         table.release(b, "chat"), table.collect()
-        table.unbind("a"), table.update(a, pinned=True, n_bytes=9), table.touch([a])
+        table.unbind("a"), table.pin([a]), table.update(a, n_bytes=9), table.touch([a])
         raise ZeroDivisionError
     assert sorted(repr(record) for record in table) == before
     assert (table.contexts_of(b), table.freed) == (("chat",), [3]), "that may have got KV"
@@ -237,7 +237,7 @@ def test_what_has_happened_to_kv_is_not_taken_back(table):
     a, b = add(table, 1), add(table, 2)
     table.bind("a", a), table.bind("b", b)
     with pytest.raises(ZeroDivisionError), table.transaction():
-        table.update(a, pinned=True, n_bytes=7, tier="ram"), table.happened(b, tier="ram")
+        table.pin([a]), table.update(a, n_bytes=7, tier="ram"), table.happened(b, tier="ram")
         with pytest.raises(ZeroDivisionError), table.transaction():
             table.bind("c", a), table.happened(a, tier="disk", n_bytes=9, deps=(b,))
             raise ZeroDivisionError

@@ -165,7 +165,7 @@ class Model(RuleBasedStateMachine):
     @rule(pick=picks, pinned=st.booleans())
     def pin(self, pick, pinned):
         id = self.pick(pick)
-        self.table.update(id, pinned=pinned)
+        self.table.pin([id], pinned)
         (self.pinned.add if pinned else self.pinned.discard)(id)
 
     @precondition(lambda self: self.chunks)

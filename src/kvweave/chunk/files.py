@@ -33,6 +33,8 @@ from kvweave.verbs import FromZero, Gate, checked
 _Move = Callable[[Record, TierName], int]
 """Moves the KV of a chunk to a tier and returns how many bytes it takes there."""
 
+_Choice = Callable[[list[str]], list[str]]
+
 GROUPS = ("tier", "kind", "namespace", "dir")
 
 
@@ -102,12 +104,21 @@ class Files:
         sort: str = "name",
         reverse: bool = False,
         limit: FromZero | None = None,
+        after: str | None = None,
     ) -> list[Entry]:
-        """Return the names that match, of ``namespace`` if given, in order of an Entry's field."""
+        """Return the names that match, of ``namespace`` if given, in order of an Entry's field; with
+        ``after`` only those behind this name."""
         if sort not in SORT_KEYS:
             raise InvalidArgument("sort", f"{sort!r} is none of {', '.join(SORT_KEYS)}")
         files = self if namespace is None else Files(self.table, namespace)
-        found = files._match(pattern)
+        first = nlargest if reverse else nsmallest
+
+        def some(names: list[str]) -> list[str]:
+            """Choose those that are worth looking up."""
+            left = [name for name in names if after is None or name > after]
+            return left if limit is None or sort != "name" else first(limit, left)
+
+        found = [item for item in files._match(pattern, some) if after is None or item[0] > after]
 
         def by_name(item: tuple[str, Record]) -> Any:
             return item[0]
@@ -119,13 +130,13 @@ class Files:
         if limit is None:
             found.sort(key=key, reverse=reverse)
         else:
-            found = (nlargest if reverse else nsmallest)(limit, found, key=key)
-        return [files._entry(name, record) for name, record in found]
+            found = first(limit, found, key=key)
+        return files._entries(found)
 
     def stat(self, ref: str) -> Entry:
         """Return the entry of one name or ``#17``; raise ChunkNotFound."""
         record = self.table.resolve(ref, self.namespace)
-        return self._entry(self._shown(ref, record), record)
+        return self._entries([(self._shown(ref, record), record)])[0]
 
     def find(
         self,
@@ -145,15 +156,15 @@ class Files:
             check_kind(kind)
         if tier is not None:
             check_tier(tier)
-        return [
-            self._entry(name, record)
-            for name, record in sorted(self._match(pattern), key=lambda item: item[0])
+        return self._entries(
+            (name, record)
+            for name, record in sorted(self._match(pattern), key=_name)
             if (kind is None or record.kind == kind)
             and (tier is None or record.tier == tier)
             and (pinned is None or record.pinned == pinned)
             and (min_tokens is None or record.n_tokens >= min_tokens)
             and (unused_since is None or record.last_used < unused_since)
-        ]
+        )
 
     def du(
         self,
@@ -217,13 +228,13 @@ class Files:
             raise InvalidArgument("pattern", "it is empty; '**' stands for everything")
         with self.table.transaction():
             found = self._match(pattern)
-            entries = [self._entry(name, record) for name, record in sorted(found, key=_name)]
+            entries = self._entries(sorted(found, key=_name))
             self._refuse_last_names(found, force=force)
-            for name, record in () if dry_run else found:
-                if name.startswith("#"):
-                    self.table.collect([record.id])
-                else:
-                    self.table.unbind(name, self.namespace)
+            if not dry_run:
+                named = [(name, record.id) for name, record in found if not name.startswith("#")]
+                self.table.unbind_all(named)
+                if not named:
+                    self.table.collect(record.id for _, record in found)
         return entries
 
     # --- attributes ---
@@ -263,25 +274,29 @@ class Files:
         if not dry_run:
             for _, record in found:
                 self.table.update(record.id, tier=tier, n_bytes=mover(record, tier))
-        return [self._entry(name, record) for name, record in found]
+        return self._entries(found)
 
     # --- how ---
 
-    def _entry(self, name: str, record: Record) -> Entry:
-        table, id = self.table, record.id
-        refs = record.n_names + len(table.contexts_of(id)) + table.n_children(id)
-        return Entry(
-            name, id, record.n_tokens, record.n_bytes, record.kind, record.tier, record.pinned,
-            refs, record.created, record.last_used, record.n_uses,
-        )  # fmt: skip
+    def _entries(self, found: Iterable[tuple[str, Record]]) -> list[Entry]:
+        found = list(found)
+        refs = self.table.refs(record for _, record in found)
+        return [
+            Entry(
+                name, x.id, x.n_tokens, x.n_bytes, x.kind, x.tier, x.pinned,
+                refs[x.id], x.created, x.last_used, x.n_uses,
+            )
+            for name, x in found
+        ]  # fmt: skip
 
     def _shown(self, ref: str, record: Record) -> str:
         if not ref.startswith("#"):
             return normal_name(ref)
         return record.names[0] if record.linked else f"#{record.id}"
 
-    def _match(self, pattern: str) -> list[tuple[str, Record]]:
-        """Return the names a pattern stands for, with their records; ``#17`` for no name."""
+    def _match(self, pattern: str, some: _Choice | None = None) -> list[tuple[str, Record]]:
+        """Return the names a pattern stands for, with their records; ``#17`` for no name. Of the many of
+        a glob only ``some``."""
         table = self.table
         if pattern.startswith("#"):
             record = table.resolve(pattern, self.namespace)
@@ -289,15 +304,10 @@ class Files:
         pattern = normal_name(pattern)
         if pattern and not has_glob(pattern) and not pattern.endswith("/"):
             return [(pattern, table.resolve(pattern, self.namespace))]
-        return self._match_many(pattern)
-
-    def _match_many(self, pattern: str) -> list[tuple[str, Record]]:
-        table = self.table
         names = matching(table.names(self.namespace, literal_prefix(pattern)), pattern)
         if not names and pattern and not has_glob(pattern):
             raise ChunkNotFound(pattern, table.similar_names(pattern.rstrip("/"), self.namespace))
-        found = [(name, table.lookup(name, self.namespace)) for name in names]
-        return [(name, record) for name, record in found if record is not None]
+        return table.lookup_all(names if some is None else some(names), self.namespace)
 
     def _chunks(self, pattern: str) -> list[tuple[str, Record]]:
         """Return each chunk once, under the first of its names that match."""
@@ -333,10 +343,9 @@ class Files:
     def _set_pinned(self, pattern: str, pinned: bool, dry_run: bool) -> list[Entry]:
         with self.table.transaction():
             found = self._chunks(pattern)
-            for _, record in () if dry_run else found:
-                if record.pinned != pinned:
-                    self.table.update(record.id, pinned=pinned)
-            return [self._entry(name, record) for name, record in found]
+            if not dry_run:
+                self.table.pin([r.id for _, r in found if r.pinned != pinned], pinned)
+            return self._entries(found)
 
     def _rename(
         self, src: str, dst: str, *, replace: bool, keep: bool, dry_run: bool
@@ -344,11 +353,11 @@ class Files:
         table, space = self.table, self.namespace
         with table.transaction():
             moves = self._moves(src, dst, one_name=not keep)
-            leaving = {} if keep else {old: None for old, _, _ in moves if not old.startswith("#")}
+            leaving = {} if keep else {old: r.id for old, _, r in moves if not old.startswith("#")}
+            given = {new: record for _, new, record in moves}
             replaced = []
-            for _, new, record in moves:
-                other = table.lookup(new, space)
-                if other is None or other is record or new in leaving:
+            for new, other in table.lookup_all(list(given), space):
+                if other is given[new] or new in leaving:
                     continue
                 if not replace:
                     raise NameTaken(new, other.id)
@@ -356,11 +365,9 @@ class Files:
             # A context goes on with what it holds; only a pin says "never lose this".
             self._refuse_last_names(replaced, force=True)
             if not dry_run:
-                for old in leaving:
-                    table.unbind(old, space)
-                for _, new, record in moves:
-                    table.bind(new, record.id, namespace=space, replace=replace)
-            return [self._entry(new, record) for _, new, record in moves]
+                table.unbind_all(leaving.items())
+                table.bind_all(((new, record.id) for _, new, record in moves), space, replace)
+            return self._entries((new, record) for _, new, record in moves)
 
     def _moves(self, src: str, dst: str, *, one_name: bool) -> list[tuple[str, str, Record]]:
         """Return old name, new name and record of each; raise before two get the same name."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -66,8 +66,16 @@ class Index:
                 raise InvalidName(ref, "after '#' stands a number")
             record = self._tx.find(ChunkId(int(ref[1:])))
             return record if record is not None and record.namespace == namespace else None
-        id = self._rows.by_name(namespace, normal_name(ref))
+        name = normal_name(ref)
+        id = self._rows.named(namespace, [name]).get(name)
         return None if id is None else self._tx.find(id)
+
+    def lookup_all(self, names: Sequence[str], namespace: str = "") -> list[tuple[str, Record]]:
+        """Return those of ``names`` (as `names` has them) that there are, with their records."""
+        self._tx.catch_up()
+        ids = self._rows.named(namespace, names)
+        records = self._tx.find_all(ids.values())
+        return [(name, records[ids[name]]) for name in names if ids.get(name) in records]
 
     def find_digest(self, digest: bytes) -> Record | None:
         """Return the record with this digest, or None."""
@@ -101,7 +109,7 @@ class Index:
             return ()
 
         def among(names: Sequence[str]) -> list[str]:
-            return self._rows.among(namespace, names)
+            return list(self._rows.named(namespace, names))
 
         return suggest(ref, among, self._rows.newest_names(namespace, RECENT))
 
@@ -112,11 +120,23 @@ class Index:
     def contexts_of(self, id: ChunkId) -> tuple[str, ...]:
         """Return the contexts that hold a chunk, of all engines; raise ChunkNotFound."""
         self.get(id)
-        return tuple(dict.fromkeys([*self._tx.holders.get(id, ()), *self._rows.contexts(id)]))
+        return self._contexts_of(id, self._rows.contexts([id]))
+
+    def _contexts_of(self, id: ChunkId, others: Mapping[ChunkId, list[str]]) -> tuple[str, ...]:
+        return tuple(dict.fromkeys([*self._tx.holders.get(id, ()), *others.get(id, ())]))
+
+    def refs(self, records: Iterable[Record]) -> dict[ChunkId, int]:
+        """Return how many names, contexts of all engines and chunks behind it each chunk has."""
+        known = {record.id: record for record in records}
+        others, children = self._rows.contexts(list(known)), self._rows.children(list(known))
+        return {
+            id: record.n_names + len(self._contexts_of(id, others)) + children.get(id, 0)
+            for id, record in known.items()
+        }
 
     def n_children(self, id: ChunkId) -> int:
         """Return how many chunks have this one as base."""
-        return self._rows.n_children(id)
+        return self._rows.children([id]).get(id, 0)
 
     def sizes(self, namespace: str = "") -> list[GroupSize]:
         """Return what the chunks of a namespace take, by kind and tier, a group once or more."""

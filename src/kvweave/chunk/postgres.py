@@ -75,10 +75,12 @@ class PostgresRows(Link):
         row = self._one("SELECT id FROM kvweave_chunks WHERE digest=%s", digest)
         return None if row is None else row[0]
 
-    def by_name(self, namespace: str, name: str) -> ChunkId | None:
-        query = "SELECT id FROM kvweave_names WHERE namespace=%s AND name=%s"
-        row = self._one(query, namespace, name)
-        return None if row is None else row[0]
+    def records(self, ids: Sequence[ChunkId]) -> Iterator[Record]:
+        return map(self._record, self._all(f"{_CHUNK}=ANY(%s)", list(ids)))
+
+    def named(self, namespace: str, names: Sequence[str]) -> dict[str, ChunkId]:
+        query = "SELECT name, id FROM kvweave_names WHERE namespace=%s AND name=ANY(%s)"
+        return dict(self._all(query, namespace, list(names)))
 
     def tokens(self, id: ChunkId, n_tokens: int) -> bytes:
         row = self._one("SELECT digest, sum, tokens FROM kvweave_chunks WHERE id=%s", id)
@@ -121,10 +123,6 @@ class PostgresRows(Link):
         )
         return [row[0] for row in self._all(query, namespace, prefix)]
 
-    def among(self, namespace: str, names: Sequence[str]) -> list[str]:
-        query = "SELECT name FROM kvweave_names WHERE namespace=%s AND name=ANY(%s)"
-        return [row[0] for row in self._all(query, namespace, list(names))]
-
     def newest_names(self, namespace: str, n: int) -> list[str]:
         query = "SELECT name FROM kvweave_names WHERE namespace=%s ORDER BY id DESC LIMIT %s"
         return [row[0] for row in self._all(query, namespace, n)]
@@ -132,8 +130,9 @@ class PostgresRows(Link):
     def namespaces(self) -> list[str]:
         return sorted(row[0] for row in self._all("SELECT DISTINCT namespace FROM kvweave_chunks"))
 
-    def n_children(self, id: ChunkId) -> int:
-        return int(self._one("SELECT count(*) FROM kvweave_chunks WHERE base=%s", id)[0])
+    def children(self, ids: Sequence[ChunkId]) -> dict[ChunkId, int]:
+        query = "SELECT base, count(*) FROM kvweave_chunks WHERE base=ANY(%s) GROUP BY base"
+        return dict(self._all(query, list(ids)))
 
     def unkept(self) -> list[ChunkId]:
         # What another engine just added has no name yet.
@@ -146,12 +145,15 @@ class PostgresRows(Link):
     def is_kept(self, id: ChunkId) -> bool:
         return not self._named(f"{_UNKEPT} AND c.id=%(id)s", id=id)
 
-    def contexts(self, id: ChunkId) -> list[str]:
+    def contexts(self, ids: Sequence[ChunkId]) -> dict[ChunkId, list[str]]:
         query = (
-            "SELECT DISTINCT h.context FROM kvweave_holds h JOIN kvweave_engines e ON e.id=h.engine"
-            f" WHERE h.id=%(id)s AND e.id<>%(mine)s AND {ALIVE} ORDER BY 1"
+            "SELECT DISTINCT h.id, h.context FROM kvweave_holds h JOIN kvweave_engines e ON"
+            f" e.id=h.engine WHERE h.id=ANY(%(ids)s) AND e.id<>%(mine)s AND {ALIVE} ORDER BY 1, 2"
         )
-        return [row[0] for row in self._named(query, id=id, mine=self._engine)]
+        found: dict[ChunkId, list[str]] = {}
+        for id, context in self._named(query, ids=list(ids), mine=self._engine):
+            found.setdefault(id, []).append(context)
+        return found
 
     # --- writing ---
 

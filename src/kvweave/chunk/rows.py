@@ -94,8 +94,11 @@ class IndexRows(Protocol):
     def by_digest(self, digest: bytes) -> ChunkId | None:
         """Return the chunk with this digest, or None."""
 
-    def by_name(self, namespace: str, name: str) -> ChunkId | None:
-        """Return the chunk with this name, or None."""
+    def records(self, ids: Sequence[ChunkId]) -> Iterator[Record]:
+        """Yield the records of those chunks that there are."""
+
+    def named(self, namespace: str, names: Sequence[str]) -> dict[str, ChunkId]:
+        """Return the chunks of those ``names`` that there are."""
 
     def tokens(self, id: ChunkId, n_tokens: int) -> bytes:
         """Return the tokens of a chunk. Raises CorruptChunk."""
@@ -118,17 +121,14 @@ class IndexRows(Protocol):
     def names(self, namespace: str, prefix: str) -> list[str]:
         """Return the names that begin with ``prefix``, sorted."""
 
-    def among(self, namespace: str, names: Sequence[str]) -> list[str]:
-        """Return those of ``names`` that there are."""
-
     def newest_names(self, namespace: str, n: int) -> list[str]:
         """Return some names of the newest chunks."""
 
     def namespaces(self) -> list[str]:
         """Return the namespaces that have a chunk, sorted."""
 
-    def n_children(self, id: ChunkId) -> int:
-        """Return how many chunks have this one as base."""
+    def children(self, ids: Sequence[ChunkId]) -> dict[ChunkId, int]:
+        """Return of how many chunks these are the base, where there are some."""
 
     def unkept(self) -> list[ChunkId]:
         """Return the chunks without name, pin, child, or holder in another engine."""
@@ -136,8 +136,8 @@ class IndexRows(Protocol):
     def is_kept(self, id: ChunkId) -> bool:
         """Tell whether a name, a pin, a child or another engine keeps a chunk."""
 
-    def contexts(self, id: ChunkId) -> list[str]:
-        """Return the contexts of other engines that hold a chunk."""
+    def contexts(self, ids: Sequence[ChunkId]) -> dict[ChunkId, list[str]]:
+        """Return the contexts of other engines that hold chunks."""
 
     def add(self, record: Record, data: bytes) -> ChunkId | None:
         """Write a new chunk and return its id; None when somebody else just added this digest."""

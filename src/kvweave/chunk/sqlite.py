@@ -153,13 +153,16 @@ class SqliteRows:
         row = self._one("SELECT id FROM chunks WHERE digest=?", digest)
         return None if row is None else row[0]
 
-    def by_name(self, namespace: str, name: str) -> ChunkId | None:
-        row = self._one("SELECT id, sum FROM names WHERE namespace=? AND name=?", namespace, name)
-        if row is None:
-            return None
-        if name_sum(namespace, name, row[0]) != row[1]:
-            raise damaged(self._path, f"the name {name!r} of #{row[0]}")
-        return ChunkId(row[0])
+    def records(self, ids: Sequence[ChunkId]) -> Iterator[Record]:
+        return map(self._record, self._in(_CHUNK, ids))
+
+    def named(self, namespace: str, names: Sequence[str]) -> dict[str, ChunkId]:
+        query, found = "SELECT name, id, sum FROM names WHERE namespace=? AND name", {}
+        for name, id, wanted in self._in(query, names, namespace):
+            if name_sum(namespace, name, id) != wanted:
+                raise damaged(self._path, f"the name {name!r} of #{id}")
+            found[name] = ChunkId(id)
+        return found
 
     def tokens(self, id: ChunkId, n_tokens: int) -> bytes:
         row = self._one("SELECT sum, ids FROM tokens WHERE id=?", id)
@@ -208,10 +211,6 @@ class SqliteRows:
             values += [prefix, prefix + chr(0x10FFFF)]
         return [row[0] for row in self._all(query, *values)]
 
-    def among(self, namespace: str, names: Sequence[str]) -> list[str]:
-        query = "SELECT name FROM names WHERE namespace=? AND name"
-        return [row[0] for row in self._in(query, names, namespace)]
-
     def newest_names(self, namespace: str, n: int) -> list[str]:
         query = "SELECT namespace, name FROM names INDEXED BY names_id ORDER BY id DESC LIMIT ?"
         return [name for space, name in self._all(query, n) if space == namespace]
@@ -219,8 +218,9 @@ class SqliteRows:
     def namespaces(self) -> list[str]:
         return sorted(row[0] for row in self._all("SELECT DISTINCT namespace FROM chunks"))
 
-    def n_children(self, id: ChunkId) -> int:
-        return int(self._one("SELECT count(*) FROM chunks WHERE base=?", id)[0])
+    def children(self, ids: Sequence[ChunkId]) -> dict[ChunkId, int]:
+        query = "SELECT base, count(*) FROM chunks WHERE base"
+        return dict(self._in(query, ids, end="GROUP BY base"))
 
     def unkept(self) -> list[ChunkId]:
         return [row[0] for row in self._all(f"{_UNKEPT} > 0 ORDER BY id")]
@@ -228,8 +228,8 @@ class SqliteRows:
     def is_kept(self, id: ChunkId) -> bool:
         return self._one(f"{_UNKEPT} = ?", id) is None
 
-    def contexts(self, id: ChunkId) -> list[str]:
-        return []
+    def contexts(self, ids: Sequence[ChunkId]) -> dict[ChunkId, list[str]]:
+        return {}
 
     # --- writing ---
 
@@ -304,10 +304,13 @@ class SqliteRows:
             names.append(name)
         return from_row(row[:13], tuple(sorted(names)))
 
-    def _in(self, query: str, values: Sequence[object], *before: object) -> Iterator[Any]:
+    def _in(
+        self, query: str, values: Sequence[object], *before: object, end: str = ""
+    ) -> Iterator[Any]:
         for at in range(0, len(values), TOGETHER):
             part = values[at : at + TOGETHER]
-            yield from self._all(f"{query} IN ({','.join('?' * len(part))})", *before, *part)
+            marks = ",".join("?" * len(part))
+            yield from self._all(f"{query} IN ({marks}) {end}", *before, *part)
 
     def _one(self, query: str, *values: object) -> Any:
         return self._make(lambda db: db.execute(query, values).fetchone())

@@ -43,7 +43,6 @@ class Updates(TypedDict, total=False):
     tier: TierName
     n_bytes: int
     deps: tuple[ChunkId, ...]
-    pinned: bool
 
 
 class Table(Index):
@@ -168,10 +167,7 @@ class Table(Index):
             raise CorruptChunk(self._rows.where, reason)
 
     def update(self, id: ChunkId, **changes: Unpack[Updates]) -> None:
-        """Change tier, n_bytes, deps or pinned; raise ChunkNotFound or InvalidArgument.
-
-        Unpinning never frees: a chunk that nothing else keeps stays until ``collect``.
-        """
+        """Change tier, n_bytes or deps; raise ChunkNotFound or InvalidArgument."""
         unknown = changes.keys() - Updates.__annotations__.keys()
         if unknown:
             raise InvalidArgument(sorted(unknown)[0], "update() cannot change it")
@@ -179,20 +175,24 @@ class Table(Index):
             check_tier(changes["tier"])
         if "deps" in changes:
             changes["deps"] = tuple(ChunkId(int(dep)) for dep in changes["deps"])
-        if "pinned" in changes:
-            changes["pinned"] = bool(changes["pinned"])
         check_n_bytes(changes.get("n_bytes", 0))
         with self.transaction():
-            if "pinned" in changes:
-                record = self._tx.to_change(id)
-                record.pinned = changes["pinned"]
-                self._rows.change(record)
             record = self.get(id)
             self._tx.levels[-1].keep(record)
             for name, value in changes.items():
                 setattr(record, name, value)
-            if changes.keys() != {"pinned"}:
-                self._tx.note(record, 0)
+            self._tx.note(record, 0)
+
+    def pin(self, ids: Iterable[ChunkId], pinned: bool = True) -> None:
+        """Keep chunks alive, or take that back: all of them, or none. Raises ChunkNotFound.
+
+        Unpinning never frees: a chunk that nothing else keeps stays until ``collect``.
+        """
+        with self.transaction():
+            for id in ids:
+                record = self._tx.to_change(id)
+                record.pinned = pinned
+                self._rows.change(record)
 
     def happened(self, id: ChunkId, **facts: Unpack[Updates]) -> None:
         """As `update`, of what has happened to KV: it stays so where a transaction around it fails."""
@@ -227,37 +227,52 @@ class Table(Index):
         With ``replace`` the name lets go of what it stood for, which may be freed; raises
         ChunkPinned for the last name of a pinned chunk.
         """
-        name = check_name(name)
+        self.bind_all([(name, id)], namespace, replace)
+
+    def bind_all(
+        self, items: Iterable[tuple[str, ChunkId]], namespace: str = "", replace: bool = False
+    ) -> None:
+        """As `bind`, of several: all of them or none."""
         with self.transaction():
-            record = self._tx.to_change(id)
-            if record.namespace != namespace:
-                raise ChunkNotFound(f"#{id}")
-            for _ in range(ATTEMPTS):
-                old = self.lookup(name, namespace)
-                if old is record:
-                    return
-                if old is not None:
-                    if not replace:
-                        raise NameTaken(name, old.id)
-                    if self._tx.fresh(old) and old.pinned and old.names == (name,):
-                        raise ChunkPinned(name, old.id)
-                    self._take(name, old)
-                self._tx.writing()
-                if self._rows.bind(namespace, name, id):
-                    self._tx.levels[-1].keep(record)
-                    record.names = tuple(sorted((*record.names, name)))
-                    return
-            raise StoreError(f"other engines bind {name!r} all the time", hint="try again")
+            for name, id in items:
+                self._bind(check_name(name), id, namespace, replace)
+
+    def _bind(self, name: str, id: ChunkId, namespace: str, replace: bool) -> None:
+        record = self._tx.to_change(id)
+        if record.namespace != namespace:
+            raise ChunkNotFound(f"#{id}")
+        for _ in range(ATTEMPTS):
+            old = self.lookup(name, namespace)
+            if old is record:
+                return
+            if old is not None:
+                if not replace:
+                    raise NameTaken(name, old.id)
+                if self._tx.fresh(old) and old.pinned and old.names == (name,):
+                    raise ChunkPinned(name, old.id)
+                self._take(name, old)
+            self._tx.writing()
+            if self._rows.bind(namespace, name, id):
+                self._tx.levels[-1].keep(record)
+                record.names = tuple(sorted((*record.names, name)))
+                return
+        raise StoreError(f"other engines bind {name!r} all the time", hint="try again")
 
     def unbind(self, name: str, namespace: str = "") -> None:
         """Remove a name; its chunk is freed if nothing else keeps it. Raises ChunkNotFound."""
         with self.transaction():
-            record = self._tx.to_change(self.resolve(name, namespace).id)
+            record = self.resolve(name, namespace)
             name = normal_name(name)
             if name.startswith("#"):
                 raise InvalidName(name, "an id is not a name; it cannot be removed")
-            if not self._take(name, record):
-                raise ChunkNotFound(name)
+            self.unbind_all([(name, record.id)])
+
+    def unbind_all(self, items: Iterable[tuple[str, ChunkId]]) -> None:
+        """Remove names of chunks: all of them, or none. Raises ChunkNotFound."""
+        with self.transaction():
+            for name, id in items:
+                if not self._take(name, self._tx.to_change(id)):
+                    raise ChunkNotFound(name)
 
     def _take(self, name: str, record: Record) -> bool:
         """Take a name from its chunk; False when another engine did."""

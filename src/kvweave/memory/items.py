@@ -201,7 +201,7 @@ class Items:
         """Take back all pins that others had not set before."""
         for id in [id for id, by in self._pins.items() if by is self._mine]:
             if self.there(id) is not None:
-                self.table.update(id, pinned=False)
+                self.table.pin([id], False)
             del self._pins[id]
 
     def there(self, id: ChunkId) -> Record | None:
@@ -213,7 +213,7 @@ class Items:
 
     def _pin(self, id: ChunkId, by: object) -> None:
         if not self.table.get(id).pinned:
-            self.table.update(id, pinned=True)
+            self.table.pin([id])
             self._note_pin(id, by)
 
     def _note_pin(self, id: ChunkId, by: object) -> None:
@@ -236,7 +236,7 @@ class Items:
             self._unpin(record.id)
 
     def _unpin(self, id: ChunkId) -> None:
-        self.table.update(id, pinned=False)
+        self.table.pin([id], False)
         self._note_pin(id, None)
 
     def put_back(self, name: str, bound: Bound | None) -> None:

@@ -154,9 +154,9 @@ async def ls(
         raise InvalidArgument("after", "only lists by name go on", "leave sort and reverse out")
 
     def work(engine: Engine) -> dict[str, Any]:
-        most = None if limit is None or after is not None else limit + 1
-        found = Files(engine.table, tenant).ls(pattern, sort=sort, reverse=reverse, limit=most)
-        found = [entry for entry in found if after is None or entry.name > after]
+        most = None if limit is None else limit + 1
+        how: dict[str, Any] = {"sort": sort, "reverse": reverse, "limit": most, "after": after}
+        found = Files(engine.table, tenant).ls(pattern, **how)
         page = found[:limit]
         more = page[-1].name if page and len(page) < len(found) and sort == "name" else None
         return listing(page) | {"next": more}
