@@ -730,7 +730,9 @@ def test_on_a_terminal_tables_are_drawn_and_a_closed_pipe_is_quiet(tmp_path):
     assert process.returncode == app.BROKEN_PIPE
 
 
-@pytest.mark.parametrize(("n", "then"), [(1, "time.sleep(600)"), (2, "time.sleep(600)"), (1, "None")])
+@pytest.mark.parametrize(
+    ("n", "then"), [(1, "time.sleep(600)"), (2, "time.sleep(600)"), (1, "None")]
+)
 def test_an_interrupt_that_python_drops_is_one(n, then):
     """In a destructor what is raised is dropped; here the command goes on, or ends right then."""
     code = f"""
