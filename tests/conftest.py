@@ -37,6 +37,7 @@ else:  # a busy machine is no fault of what is tested
 
 torch.set_num_threads(1)  # tiny tensors: more threads only wait for each other
 
+SOME = 4  # cases of a test that a quick run asks
 THEIRS = ("HOME", "KEY", "KEYS", "LOG", "METRICS_KEY", "URL")  # what commands and servers heed
 BUNDLED = Path(__file__).parents[1] / "src" / "kvweave" / "demo" / "model"
 
@@ -51,6 +52,27 @@ def pytest_collection() -> Iterator[object]:
         gc.collect()
         gc.freeze()
         gc.enable()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Note for xdist's workers, which are given what was collected, whether somebody asked for a part."""
+    if not hasattr(config, "workerinput"):
+        named = config.args_source is config.ArgsSource.ARGS or config.option.keyword
+        os.environ["PYTEST_WHOLE"] = "" if named else "1"
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of a test's many cases a quick run of the whole asks some, first and last and between; the others
+    are slow."""
+    tests: dict[str, list[pytest.Item]] = {}
+    for item in items if os.environ["PYTEST_WHOLE"] else ():
+        tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for cases in tests.values():
+        some = {i * (len(cases) - 1) // (SOME - 1) for i in range(SOME)}
+        for i, case in enumerate(cases):
+            if i not in some:
+                case.add_marker(pytest.mark.slow)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
