@@ -23,8 +23,9 @@ so that the next process finds them. A home belongs to one model: the one of the
 
 Results go to stdout, notes and errors to stderr. With `--json`, stdout is JSON and nothing else, and
 an error is an object `{"error": {"code", "message", "hint", ...}}` on stderr. Exit status: 0 done,
-1 an error, 2 wrong usage, 130 Ctrl-C, 141 the reader of a pipe went away. `KVWEAVE_LOG=debug` shows
-where an error came from. One process at a time may have a home open: the others talk to its server
+1 an error, 2 wrong usage, 130 Ctrl-C, 143 SIGTERM, 129 SIGHUP, 141 the reader of a pipe went away.
+What such a signal ends closes the context it had opened in a server, and removes the names of its turns.
+`KVWEAVE_LOG=debug` shows where an error came from. One process at a time may have a home open: the others talk to its server
 (`kvweave serve`, then `--url` or `$KVWEAVE_URL`) with the same commands, which then need no model.
 
 A `PATTERN` is a name, `#17`, a glob (`*` within a part, `**` across parts, `?`, `[a-z]`, `{a,b}`), or

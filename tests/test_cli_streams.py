@@ -17,6 +17,7 @@ import pytest
 from forking import IMPORTABLE
 from test_cli import sh
 
+from kvweave import cli
 from kvweave.cli import app, stdin, values
 
 __all__ = ["sh"]  # a fixture
@@ -110,7 +111,31 @@ def test_a_command_that_has_ended_ends_quietly_at_a_ctrl_c(sh, monkeypatch):
         sh("ls")
         assert handlers[-1] is signal.default_int_handler  # somebody called it, and goes on
         patch.setattr(sys, "argv", ["kvweave", "ls"])
-        assert app.main() == 0 and handlers[-1] is signal.SIG_DFL
+        handlers.clear()
+        assert cli.main() == 0 and handlers[0] is signal.SIG_DFL  # and so it is again
+
+
+@pytest.mark.parametrize("where", ["errors.py", "format_usage", "flush"])
+def test_a_ctrl_c_outside_of_the_verb_is_the_end_and_no_traceback(tmp_path, where):
+    """While modules are imported, the words are read, or what was done is said."""
+    code = f"""
+import os, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)
+def watch(frame, event, arg):
+    code = frame.f_code
+    if event == "call" and (code.co_name == {where!r} or code.co_filename.endswith("kvweave/{where}")):
+        sys.setprofile(None)
+        os.kill(os.getpid(), signal.SIGINT)
+class Out:
+    def __getattr__(self, name): return getattr(sys.__stdout__, name)
+    def flush(self): sys.__stdout__.flush()
+sys.stdout, sys.argv = Out(), ["kvweave", "ls", "--home", {str(tmp_path)!r}]
+from kvweave import cli
+sys.setprofile(watch)
+sys.exit(cli.main())
+"""
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert ended.returncode in (-signal.SIGINT, 130) and "Traceback" not in ended.stderr, ended
 
 
 def test_what_loaders_warn_of_is_not_in_the_way_of_json(sh, monkeypatch):

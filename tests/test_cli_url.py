@@ -204,26 +204,44 @@ def test_an_interrupted_answer_leaves_no_trace(sh, server, monkeypatch):
     assert sh("ls", "--url", server.url) == ""
 
 
-@pytest.mark.parametrize("n_signals", [1, 2])
-def test_an_interrupted_run_ends_and_frees_its_context(server, tmp_path, n_signals):
-    words = ["run", "so well then", "--max-tokens", "4000", "--temperature", "1", "--url"]
+@pytest.mark.parametrize(
+    ("verb", "sig", "n", "heeded"),
+    [
+        ("run", "INT", 1, True),
+        ("run", "INT", 2, True),
+        ("run", "TERM", 2, False),
+        ("chat", "INT", 2, True),
+        ("chat", "TERM", 1, True),
+        ("chat", "HUP", 1, True),
+    ],
+)
+def test_an_ended_run_frees_its_context(server, verb, sig, n, heeded):
+    """By Ctrl-C (at the shell's prompt), kill, or a terminal that is closed; ``heeded``: SIGINT is."""
+    words = ["--max-tokens", "4000", "--temperature", "1", "--url", server.url]
     code = (  # what starts the tests may have it ignored
-        "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler);"
+        f"import signal, sys; signal.signal(signal.SIGINT, signal.{'default_int_handler' if heeded else 'SIG_IGN'});"
         "from kvweave.cli import main; sys.exit(main(sys.argv[1:]))"
     )
     with subprocess.Popen(
-        [sys.executable, "-u", "-c", code, *words, server.url],
+        [sys.executable, "-u", "-c", code, verb, *["so well then"] * (verb == "run"), *words],
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         start_new_session=True,
     ) as process:
+        process.stdin.write(b"so well then\n")
+        process.stdin.flush()
         assert process.stdout.read(1)  # it has begun
-        for _ in range(n_signals):  # as `timeout` does: to the process, and to its group
-            process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=30)
-    assert (process.returncode, err.strip()) == (130, b"")
+        number = getattr(signal, f"SIG{sig}")
+        for _ in range(n):  # as `timeout` does: to the process, and to its group
+            process.send_signal(number)
+        _, err = process.communicate(b"/quit\n" if sig == "INT" else None, timeout=60)
+    status = 0 if (verb, sig) == ("chat", "INT") else 128 + number
+    assert process.returncode == status and b"Traceback" not in err, err
     with Client(server.url) as client:
         assert client.contexts == {}
+        server.settle()
+        assert client.files.ls() == []
 
 
 # --- where to

@@ -159,7 +159,7 @@ class NameTaken(ChunkError):
     def __init__(self, name: str, id: int, of: str = "context") -> None:
         """``id`` 0: it is an open context's, or what ``of`` says."""
         what = f"{name!r} already names #{id}" if id else f"a {of} {name!r} is open already"
-        hint = "remove it first, choose another name, or pass replace=True"
+        hint = "remove it first, choose another name, or replace it where the verb can"
         hint = hint if id else "close it first, or choose another name"
         super().__init__(what, hint=hint, name=name, id=id)
 

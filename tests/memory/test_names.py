@@ -7,7 +7,8 @@ from conftest import BUNDLED
 
 from kvweave import Context, Engine, Memory, MemoryBudget
 from kvweave.chunk.files import Files
-from kvweave.errors import ChunkInUse, ChunkPinned
+from kvweave.chunk.identity import MAX_NAME
+from kvweave.errors import ChunkInUse, ChunkPinned, InvalidName, NameTaken
 from kvweave.memory import FirstSentences
 from kvweave.run.model import Runner
 
@@ -213,3 +214,30 @@ def test_what_is_made_again_is_what_it_was(engine):
     memory.context.drop("again/u-000")
     assert "again/u-000~1" not in [part.name for part in memory.context.parts]
     memory.close(), memory.context.close()
+
+
+def test_a_name_that_leaves_no_room_for_items_is_refused_before_anything_changes(engine):
+    context = engine.context("roomy")
+    memory = remember(engine, context)
+    memory.tell("so well .")
+    with pytest.raises(InvalidName, match="items need 3 characters"):
+        engine.rename_context("roomy", "r" * (MAX_NAME - 20))
+    assert context.name == "roomy" and names(engine, "roomy/") == ["roomy/u-000"]
+    with pytest.raises(InvalidName, match="items"):
+        remember(engine, engine.context("q" * (MAX_NAME - 10)))
+    engine.rename_context("roomy", "r" * (MAX_NAME - 23))
+    for _ in range(20):
+        memory.tell("so well Anna's river is cold .")
+    assert memory.items()
+    memory.context.close()
+
+
+def test_a_taken_name_does_not_tell_of_an_option_that_a_verb_has_not(engine):
+    memory = remember(engine, "taken")
+    memory.write("taken/a", "so well .")
+    memory.write("taken/b", "so well then .")
+    with pytest.raises(NameTaken) as error:
+        memory.rename("taken/a", "taken/b")
+    assert "replace=" not in error.value.hint and memory.read("taken/b") == "so well then ."
+    memory.delete("taken/")
+    memory.context.close()

@@ -20,6 +20,7 @@ from kvweave.cli.app import main
 from kvweave.errors import StoreError
 from kvweave.store import fsck
 from kvweave.store.codec import parse
+from kvweave.store.mover import Mover
 from kvweave.store.record.encode import encode
 from kvweave.store.record.layout import FIXED, FORMAT, MAGIC, START
 from kvweave.store.tier.base import PAGE
@@ -246,3 +247,24 @@ def test_a_record_of_a_later_version_is_left_alone(home: Path) -> None:
     FIXED.pack_into(head, 0, *(MAGIC, FORMAT + 1), *FIXED.unpack_from(head)[2:])
     record.write_bytes(head)
     assert check(home, repair=True).repaired == [] and record.read_bytes() == head
+
+
+@pytest.mark.parametrize("tier", ["none", "ram"])
+def test_who_dies_while_kv_is_let_go_of_has_no_chunk_that_is_missing(
+    home: Path, monkeypatch: pytest.MonkeyPatch, tier: str
+) -> None:
+    """What is on disk as the files go is what is there after a kill -9."""
+    died = home.with_name("died")
+    real = Mover.drop
+
+    def drop(mover: Mover, id: int) -> None:
+        real(mover, id)
+        shutil.copytree(home, died, dirs_exist_ok=True)
+        shutil.rmtree(died / "kv")  # no file of it stays, were it in another directory
+        shutil.copytree(home / "kv", died / "kv")
+
+    with Engine(tiny(), home=home, repair="none") as engine:
+        monkeypatch.setattr(Mover, "drop", drop)
+        engine.place("b", tier)
+        monkeypatch.undo()
+    assert main(["fsck", str(died), "--json"]) == 0

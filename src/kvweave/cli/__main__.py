@@ -1,5 +1,5 @@
 """``python -m kvweave.cli``."""
 
-from kvweave.cli.app import main
+from kvweave.cli import main
 
 raise SystemExit(main())

@@ -138,7 +138,7 @@ class Chat:
             if turn is not None:
                 turn.cancel()
             taken_back(self.weaver, context, before)
-            if not isinstance(error, KeyboardInterrupt):
+            if type(error) is not KeyboardInterrupt:  # those of it end the chat
                 raise
             self.out.note("\ninterrupted: neither message nor answer is in the context")
             return

@@ -41,6 +41,9 @@ class Bound:
 _PINS: WeakKeyDictionary[Table, dict[ChunkId, object]] = WeakKeyDictionary()
 
 
+LONGEST = "sum-000000~2000"  # of what items of a conversation are called below its name
+
+
 class Items:
     """Names below ``root`` in the namespace of a context, and the chunks they stand for.
 
@@ -54,6 +57,7 @@ class Items:
         self._pins, self._mine = _PINS.setdefault(table, {}), object()
         self.noted: dict[str, Bound | None] | None = None
         self._context = context
+        context.names.make_room(len(f"{self.root}//{LONGEST}"))
         self._n_made: dict[str, int] = {}  # names tried by `free`
 
     # ---- names

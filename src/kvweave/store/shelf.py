@@ -89,18 +89,25 @@ class Shelf(Holdings):
         """
         level = self._level(tier)
         if tier == "none":
+            self._goes(key, "none", 0)
             self.drop(key)
-            self.on_tier(key, "none", 0)
             return 0
         kv = self.get(key)
         if kv is None:
             return 0
         if level is None:
+            self._goes(key, self.memory, kv.n_bytes)
             self.mover.drop(key)
-            self.on_tier(key, self.memory, kv.n_bytes)
             return kv.n_bytes
         self.mover.save(key, kv, on=level, choice=choice)
         return self._leave(key, level)
+
+    def _goes(self, key: int, tier: str, n_bytes: int) -> None:
+        """Have the index keep first that a chunk is on no level: whose process dies in between has no
+        KV that is counted on and gone."""
+        self.on_tier(key, tier, n_bytes)
+        if self.mover.level_of(key) is not None:
+            self.told()
 
     def sink(self, keys: Iterable[int]) -> None:
         """Move what is only in memory below, to the first level that has room.

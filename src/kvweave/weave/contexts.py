@@ -112,7 +112,8 @@ class Contexts:
             context.session.weaver.table.called.pop(context.session.key, None)
 
     def rename(self, context: Context, name: str) -> None:
-        """Let a context go by another name, and its next messages begin with it. Raises NameTaken."""
+        """Let a context go by another name, and its next messages begin with it. Raises NameTaken, InvalidName."""
+        context.names.require(name)
         self.require_free(name, context.namespace)
         old, table = context.name, context.session.weaver.table
 

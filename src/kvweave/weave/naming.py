@@ -6,7 +6,8 @@ import re
 from collections.abc import Callable, Mapping
 from typing import get_args
 
-from kvweave.chunk.identity import Kind
+from kvweave.chunk.identity import MAX_NAME, Kind
+from kvweave.errors import InvalidName
 
 LETTERS = {"system": "s", "user": "u", "assistant": "a", "thinking": "th", "summary": "sum"}
 
@@ -53,7 +54,22 @@ class Names:
         self.context, self.is_free = context, is_free
         self.went_by = [context]  # the context was called so when names were given
         self.made: list[str] = []
+        self._beside = 0  # characters that a memory puts around the context's name
         self._counts: dict[str, int] = {}
+
+    def make_room(self, beside: int) -> None:
+        """Have names of the context leave room for what a memory puts around it. Raises InvalidName."""
+        self._beside, before = beside, self._beside
+        try:
+            self.require(self.context)
+        except InvalidName:
+            self._beside = before
+            raise
+
+    def require(self, context: str) -> None:
+        """Raise InvalidName for a name of the context that leaves no room for its memory's items."""
+        if (over := len(context) + self._beside - MAX_NAME) > 0:
+            raise InvalidName(context, f"its memory's items need {over} characters of it")
 
     def next(self, kind: Kind) -> str:
         """Return the first free name; a context of this name may have been open before."""
