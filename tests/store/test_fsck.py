@@ -15,6 +15,7 @@ from conftest import tiny
 from weaving import text
 
 from kvweave import Engine
+from kvweave.chunk import rebuild
 from kvweave.chunk.marks import marks
 from kvweave.cli.app import main
 from kvweave.errors import StoreError
@@ -268,3 +269,17 @@ def test_who_dies_while_kv_is_let_go_of_has_no_chunk_that_is_missing(
         engine.place("b", tier)
         monkeypatch.undo()
     assert main(["fsck", str(died), "--json"]) == 0
+
+
+def test_a_ctrl_c_while_a_file_is_written_leaves_nothing_beside_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(path: Path) -> None:
+        raise KeyboardInterrupt
+
+    rebuild.write_json(tmp_path / "config.json", {"old": 1})
+    monkeypatch.setattr(rebuild, "fsync", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        rebuild.write_json(tmp_path / "config.json", {"new": 2})
+    assert [file.name for file in tmp_path.iterdir()] == ["config.json"]
+    assert (tmp_path / "config.json").read_text() == '{"old": 1}'

@@ -141,7 +141,7 @@ def write_json(path: Path, data: object) -> None:
         new.write_text(json.dumps(data))
         fsync(new)
         put_in_place(new, path)
-    except OSError:
+    except BaseException:  # Ctrl-C too: nobody else removes it
         new.unlink(missing_ok=True)
         raise
 
