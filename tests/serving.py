@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Awaitable, Callable
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +18,6 @@ from starlette.testclient import TestClient
 from weaving import text
 
 from kvweave import Engine, Sampling
-from kvweave.run.load import load
-from kvweave.run.model import Runner
 from kvweave.serve.driver.thread import Driver, Finished
 from kvweave.weave.answer import Answer
 
@@ -107,25 +104,6 @@ def run(main: Awaitable[None]) -> None:
 KEYS = {"key-of-anna": "anna", "key-of-berta": "berta"}
 METRICS_KEY = "key-of-metrics"
 BUNDLED = Path(__file__).parents[1] / "src" / "kvweave" / "demo" / "model"
-
-
-@cache
-def bundled_runner() -> Runner:
-    """The bundled model, loaded once."""
-    return Runner.load(str(BUNDLED))
-
-
-@cache
-def short_runner() -> Runner:
-    """The first and the last layer of the bundled model, loaded once: for tests that ask nothing of what it
-    says, most of whose time would be passes."""
-    model, tokenizer = load(str(BUNDLED), "auto", "cpu")
-    layers: Any = model.model.layers
-    del layers[1:-1]
-    layers[1].self_attn.layer_idx = 1
-    model.config.num_hidden_layers = 2
-    model.config.layer_types = ["full_attention"] * 2
-    return Runner(model, tokenizer, name=str(BUNDLED))
 
 
 class Caller:

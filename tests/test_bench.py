@@ -380,6 +380,7 @@ def test_remote(bench: dict[str, ModuleType], tmp_path: Path) -> None:
     assert bench["remote"].tables(found)
 
 
+@pytest.mark.slow
 def test_tiers(bench: dict[str, ModuleType], tmp_path: Path) -> None:
     """Starts real servers where they are installed."""
     out = tmp_path / "tiers.json"

@@ -165,6 +165,7 @@ def test_every_rule_leaves_what_a_slow_twin_leaves(bench: Any, runs: list[Any]) 
 # ---- counts
 
 
+@pytest.mark.slow
 def test_counts_are_those_of_prompts_written_out(bench: Any, runs: list[Any]) -> None:
     for run in runs[:1]:
         for name, make in bench.rules.RULES.items():

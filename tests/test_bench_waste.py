@@ -53,6 +53,7 @@ def test_slabs_of_unequal_pages(waste: ModuleType) -> None:
     assert slabs.n_bytes == 12
 
 
+@pytest.mark.slow
 def test_a_little_of_it_runs(waste: ModuleType, tmp_path: Path) -> None:
     out = tmp_path / "waste.json"
     command = [

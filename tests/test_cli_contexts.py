@@ -8,19 +8,19 @@ import shutil
 import subprocess
 
 import pytest
+from loaded import short_runner
 from served import served
 from test_cli_url import KEYS, A, sh
 
 from kvweave import Client, Engine
 from kvweave.cli import parser
-from kvweave.run.model import Runner
 
 __all__ = ["sh"]  # a fixture
 
 
-@pytest.fixture(scope="module")
-def runner(bundled):
-    return Runner.load(str(bundled))
+@pytest.fixture
+def runner():
+    return short_runner()
 
 
 @pytest.fixture

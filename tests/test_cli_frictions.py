@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+from loaded import short_runner
 from served import served
 from test_cli_url import KEYS, A, sh
 
@@ -25,9 +26,9 @@ from kvweave.store.tier.disk import Disk
 __all__ = ["sh"]  # a fixture
 
 
-@pytest.fixture(scope="module")
-def runner(bundled):
-    return Runner.load(str(bundled))
+@pytest.fixture
+def runner():
+    return short_runner()
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ import subprocess
 import sys
 
 import pytest
+from loaded import short_runner
 from served import served
 
 from kvweave import Client, Engine
@@ -23,9 +24,9 @@ KEYS = {"key-of-anna": "anna"}
 TALK = "Nina's river is wide . what about Nina's river\n\nLena's river is wide .\n"
 
 
-@pytest.fixture(scope="module")
-def runner(bundled):
-    return Runner.load(str(bundled))
+@pytest.fixture
+def runner():
+    return short_runner()
 
 
 @pytest.fixture

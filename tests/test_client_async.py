@@ -11,20 +11,20 @@ from contextlib import aclosing
 
 import httpx
 import pytest
+from loaded import short_runner
 from served import served
 from test_client import END, PART, URL, VIEW, Fake, Lines, event
 
 from kvweave import AsyncClient, Client, Engine, errors
 from kvweave.client import RemoteContext
-from kvweave.run.model import Runner
 from kvweave.run.sampling import Sampling
 
 TEXT = "keep the notes . Nina's river is wide . so well then we saw it .\n"
 
 
-@pytest.fixture(scope="module")
-def runner(bundled):
-    return Runner.load(str(bundled))
+@pytest.fixture
+def runner():
+    return short_runner()
 
 
 @pytest.fixture

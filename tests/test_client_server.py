@@ -9,6 +9,7 @@ import threading
 import httpx
 import pytest
 from faces import FACES, faces
+from loaded import short_runner
 from served import served
 
 from kvweave import AsyncClient, Client, Context, Engine, Memory, MemoryBudget, errors
@@ -22,7 +23,6 @@ from kvweave.client import (
     RemoteMemory,
 )
 from kvweave.memory import FirstSentences, MemoryBlocks, MemoryTool
-from kvweave.run.model import Runner
 from kvweave.run.sampling import Sampling
 from kvweave.weave.parts import Part
 from kvweave.weave.template import Ref, Template
@@ -33,9 +33,9 @@ SYSTEM = "keep the notes ."
 KEYS = {"key-of-anna": "anna", "key-of-berta": "berta"}
 
 
-@pytest.fixture(scope="module")
-def runner(bundled):
-    return Runner.load(str(bundled))
+@pytest.fixture
+def runner():
+    return short_runner()
 
 
 @pytest.fixture

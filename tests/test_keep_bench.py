@@ -109,6 +109,7 @@ def test_overhead_is_of_steps_in_turns(bench: dict[str, ModuleType]) -> None:
             assert row["rows"] <= 79 or name in bench["policies_tokens"].DIVIDED
 
 
+@pytest.mark.slow
 def test_a_stream_that_is_cut_says_so(bench: dict[str, ModuleType], runner: Runner) -> None:
     found = bench["streaming"].stream(runner, "streaming:64,every=16", 400, 10.0)
     assert found["complete"] and found["decoded"] == 400 and len(found["tenths"]) == 10

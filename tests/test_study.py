@@ -271,6 +271,7 @@ def test_words_of_all_chains_at_once_are_those_one_after_the_other(
         assert until == (end if all(same) else start + same.index(False) + 1)
 
 
+@pytest.mark.slow
 def test_training_goes_on_where_it_was(
     study: dict[str, ModuleType], folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -24,8 +24,8 @@ import numpy as np
 import pytest
 import torch
 from faces import FACES, faces
+from loaded import short_runner
 from served import served
-from serving import short_runner
 
 from kvweave import Client, Engine, KVWeaveError, Memory, MemoryBudget, Runner, Sampling
 from kvweave.chunk.files import Files

@@ -7,8 +7,8 @@ import random
 import threading
 
 import pytest
+from loaded import bundled_runner
 from routing import FakeWorker, Reply, answered, routed, until
-from serving import bundled_runner
 
 from kvweave.connect.vllm.asks import PromptAsk, WeaveLoad
 from kvweave.connect.vllm.host import Host

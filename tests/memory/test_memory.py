@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from conftest import tiny
+from loaded import bundled_runner
 
 from kvweave import Engine, Memory, MemoryBudget, Sampling
 from kvweave.errors import (
@@ -40,8 +41,8 @@ def says(key: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def model(bundled) -> Iterator[Engine]:
-    with Engine(bundled) as engine:
+def model() -> Iterator[Engine]:
+    with Engine(bundled_runner()) as engine:
         yield engine
 
 
@@ -422,13 +423,13 @@ def goes_on(memory: Memory) -> list[tuple[str, str | int]]:
     return [(zone, part.n if zone == "turn" else part.name) for zone, part in parts]
 
 
-def test_zones_outlive_a_restart(bundled, tmp_path) -> None:
+def test_zones_outlive_a_restart(tmp_path) -> None:
     """A context that is composed anew of the same names has the zones it had, and they do the same."""
-    with Engine(bundled, home=tmp_path) as engine:
+    with Engine(bundled_runner(), home=tmp_path) as engine:
         memory = lived(engine, "life")
         before, parts = zoned(memory), [part.name for part in memory.context.parts]
         memory.close()
-    with Engine(bundled, home=tmp_path) as engine:
+    with Engine(bundled_runner(), home=tmp_path) as engine:
         context = engine.context("life")
         for name in parts:
             context.append_chunk(name)
@@ -437,7 +438,7 @@ def test_zones_outlive_a_restart(bundled, tmp_path) -> None:
         assert engine.files.stat(before["anchor"][-1]).pinned, "anchors are pinned again"
         found = goes_on(again)
         engine.check_integrity()
-    with Engine(bundled) as engine:
+    with Engine(bundled_runner()) as engine:
         assert goes_on(lived(engine, "life")) == found
 
 
@@ -461,9 +462,9 @@ def test_zones_go_with_parts_to_other_contexts(model) -> None:
         model.close_context(each)
 
 
-def test_words_count_in_the_budget(bundled) -> None:
+def test_words_count_in_the_budget() -> None:
     """What is known to find items by is charged like rows, refused with all of its step, and given back."""
-    with Engine(bundled, budget="24MiB") as engine:
+    with Engine(bundled_runner(), budget="24MiB") as engine:
         context = engine.context("words", system=SYSTEM)
         memory = Memory(engine, context, budget=SMALL, summarise=keep_facts(), root="m/words")
         fill(memory)
@@ -512,9 +513,9 @@ def test_vectors_may_be_given(make, model) -> None:
 # ---- sleep
 
 
-def test_sleep_lays_down_what_is_not_used(make, bundled, tmp_path) -> None:
+def test_sleep_lays_down_what_is_not_used(make, tmp_path) -> None:
     told: list[str] = []
-    with Engine(bundled, home=tmp_path) as engine:
+    with Engine(bundled_runner(), home=tmp_path) as engine:
         memory = make(engine, compress=told.append)
         fill(memory)
         memory.write("notes/a", "Yuki's tree is dim .")
@@ -533,9 +534,9 @@ def test_sleep_lays_down_what_is_not_used(make, bundled, tmp_path) -> None:
         memory.close()
 
 
-def test_sleep_thins_items_and_they_are_recalled(make, bundled) -> None:
+def test_sleep_thins_items_and_they_are_recalled(make) -> None:
     """Fewer bytes, the same text; the answer says that rows are gone."""
-    with Engine(bundled) as engine:
+    with Engine(bundled_runner()) as engine:
         memory = make(engine, compress=lambda name: engine.compress(name, "kvzip:0.5"))
         fill(memory)
         done = []
@@ -553,9 +554,9 @@ def test_sleep_thins_items_and_they_are_recalled(make, bundled) -> None:
         memory.close()
 
 
-def test_undo_gives_thinned_items_back(make, bundled, tmp_path) -> None:
+def test_undo_gives_thinned_items_back(make, tmp_path) -> None:
     """Also those that were freed meanwhile; with a home they stay in memory, and others go on."""
-    with Engine(bundled, home=tmp_path) as engine:
+    with Engine(bundled_runner(), home=tmp_path) as engine:
         tight = MemoryBudget(window=60, summaries=60, summary=30, recalled=60, warm=5)
         hook = lambda name: engine.compress(name, "h2o:0.5")  # noqa: E731
         memory = make(engine, compress=hook, budget=tight)

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import pytest
-from conftest import BUNDLED
+from loaded import short_runner
 
 from kvweave import Context, Engine, Memory, MemoryBudget
 from kvweave.chunk.files import Files
 from kvweave.chunk.identity import MAX_NAME
 from kvweave.errors import ChunkInUse, ChunkPinned, InvalidName, NameTaken
 from kvweave.memory import FirstSentences
-from kvweave.run.model import Runner
 
 SMALL = MemoryBudget(window=40, summaries=80, summary=40, recalled=60)
 
 
 @pytest.fixture(scope="module")
 def engine():
-    with Engine(Runner.load(str(BUNDLED))) as made:
+    with Engine(short_runner()) as made:
         yield made
         made.check_integrity()
 

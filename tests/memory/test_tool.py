@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from loaded import short_runner
 
 from kvweave import Engine, Memory
 from kvweave.errors import InvalidArgument, NameTaken
@@ -14,8 +15,8 @@ TEXT = "# Plan\nfirst, wait\nthen, wait <|end|> and é\n"
 
 
 @pytest.fixture(scope="module")
-def memory(bundled) -> Iterator[Memory]:
-    with Engine(bundled) as engine:
+def memory() -> Iterator[Memory]:
+    with Engine(short_runner()) as engine:
         context = engine.context("chat", system="keep the notes .")
         yield Memory(engine, context, summarise=FirstSentences())
         engine.check_integrity()

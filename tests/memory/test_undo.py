@@ -7,6 +7,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 import pytest
+from loaded import short_runner
 
 from kvweave import Engine, KVWeaveError, Memory, MemoryBudget
 from kvweave.errors import ContextChanged
@@ -106,13 +107,13 @@ class Play:
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_undo_never_takes_back_what_others_did(bundled, seed: int) -> None:
-    with Engine(bundled, repair="none", denoise="never") as engine:
+def test_undo_never_takes_back_what_others_did(seed: int) -> None:
+    with Engine(short_runner(), repair="none", denoise="never") as engine:
         Play(engine, seed).run(80)
 
 
-def test_an_edit_between_two_steps_outlives_both(bundled) -> None:
-    with Engine(bundled) as engine:
+def test_an_edit_between_two_steps_outlives_both() -> None:
+    with Engine(short_runner()) as engine:
         context = engine.context("c", system="so well .")
         memory = Memory(engine, context)
         memory.tell("so well")
@@ -125,9 +126,9 @@ def test_an_edit_between_two_steps_outlives_both(bundled) -> None:
         assert context.parts[-1].name == "external"
 
 
-def test_a_verb_that_fails_in_a_step_is_put_back_alone(bundled) -> None:
+def test_a_verb_that_fails_in_a_step_is_put_back_alone() -> None:
     """`ask` had recalled for the message that it then could not say."""
-    with Engine(bundled, repair="none") as engine:
+    with Engine(short_runner(), repair="none") as engine:
         context = engine.context("c", system="so well .")
         memory = Memory(engine, context)
         memory.write("river", "Anna's river is cold .")
@@ -155,8 +156,8 @@ def test_a_verb_that_fails_in_a_step_is_put_back_alone(bundled) -> None:
         engine.check_integrity()
 
 
-def test_undo_brings_back_a_base_that_is_gone(bundled) -> None:
-    with Engine(bundled, repair="none") as engine:
+def test_undo_brings_back_a_base_that_is_gone() -> None:
+    with Engine(short_runner(), repair="none") as engine:
         context = engine.context("c", system="so well .")
         memory, tokens = Memory(engine, context), context.tokens()
         with memory.step("other"):

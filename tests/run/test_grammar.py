@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from loaded import bundled_runner
 from needs import need
-from serving import bundled_runner
 
 from kvweave.errors import InvalidArgument
 from kvweave.run.draw import Sampler

@@ -5,10 +5,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from loaded import short_runner
 from needs import APT, PIP, lack
 from serve.page_browser import opening
 from serve.page_server import Fake, app_of
-from serving import KEYS, METRICS_KEY, Driven, Served, short_runner
+from serving import KEYS, METRICS_KEY, Driven, Served
 
 from kvweave import Engine
 from kvweave.run.model import Runner

@@ -19,7 +19,7 @@ from typing import Any
 import httpx
 import pytest
 from scripted import Script, scripted
-from serve.test_context_editing import CLEAR, prose, wrote
+from serve.test_context_editing import CALL, CLEAR, prose, wrote
 from serve.test_openai import Server, serving
 from serving import METRICS_KEY
 
@@ -60,7 +60,7 @@ def make(bundled: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
             own = {
                 k: more.pop(k) for k in ("max_sessions", "metrics_key", "learn_edits") if k in more
             }
-            engine, script = scripted(bundled, monkeypatch, refine=refine, **more)
+            engine, script = scripted(bundled, monkeypatch, added=CALL, refine=refine, **more)
             stack.enter_context(engine)
             servers.append(stack.enter_context(serving(engine, **own)))
             return servers[-1], script

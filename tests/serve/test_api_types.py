@@ -13,10 +13,10 @@ from typing import Any, get_type_hints
 import pytest
 import torch
 from answering import FORCED
+from loaded import short_runner
 from needs import need
 from pydantic import ValidationError
 from serve.api_walk import Ignored, Walk, tail
-from serving import short_runner
 from torch import Tensor
 
 from kvweave.errors import KVWeaveError

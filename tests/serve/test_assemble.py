@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from loaded import bundled_runner
 
 from kvweave import Engine
 from kvweave.chunk.identity import ChunkId
@@ -161,8 +162,8 @@ def test_limited_reuse_leaves_all_text_new(desk: Desk) -> None:
     assert shape(desk.assembler.assemble([named], "", None, "off")) == [(None, 0, 100)]
 
 
-def test_an_answer_is_found_by_its_text_though_written_with_other_tokens(bundled: Any) -> None:
-    with Engine(bundled, repair="none") as engine:
+def test_an_answer_is_found_by_its_text_though_written_with_other_tokens() -> None:
+    with Engine(bundled_runner(), repair="none") as engine:
         desk = Desk(engine)
         text = "<|assistant|> river metal<|end|>"
         odd = [t for c in text.replace("<|assistant|>", "").replace("<|end|>", "")
@@ -181,8 +182,8 @@ def test_an_answer_is_found_by_its_text_though_written_with_other_tokens(bundled
         assert desk.assembler.assemble([old], "", None).pieces[0].id is None
 
 
-def test_a_gap_of_known_text_is_called_a_seam(bundled: Any) -> None:
-    with Engine(bundled, repair="none") as engine:
+def test_a_gap_of_known_text_is_called_a_seam() -> None:
+    with Engine(bundled_runner(), repair="none") as engine:
         desk = Desk(engine)
         picked = np.random.default_rng(0).choice(FILLER, 120).tolist()
         picked[60] = "keep"

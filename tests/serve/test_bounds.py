@@ -8,7 +8,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import pytest
-from serving import bundled_runner
+from loaded import bundled_runner
 
 from kvweave import Engine
 from kvweave.errors import OverQuota

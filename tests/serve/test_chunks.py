@@ -8,7 +8,7 @@ import random
 from urllib.parse import quote
 
 import pytest
-from serving import short_runner
+from loaded import short_runner
 
 from kvweave import Engine
 from kvweave.store.tier.base import Outcome

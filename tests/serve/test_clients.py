@@ -18,6 +18,7 @@ from typing import Any
 
 import httpx
 import pytest
+from loaded import bundled_runner
 from needs import need
 from scripted import Script, scripted
 
@@ -275,7 +276,7 @@ def test_9_any_role_is_rendered_by_a_template_that_knows_it_or_not(
         {"role": "tool", "tool_call_id": "c1", "content": "rain"},
         {"role": "user", "content": LINES[0]},
     ]  # fmt: skip
-    with Engine(bundled, repair="none") as engine, serving(engine) as server:
+    with Engine(bundled_runner(), repair="none") as engine, serving(engine) as server:
         if streams:
             chunks = events(server, messages=messages, tools=[TOOL], max_tokens=6)
             text = "".join(c["delta"].get("content") or "" for e in chunks for c in e["choices"])
@@ -299,8 +300,8 @@ def test_10_parts_of_text_have_several_names_and_an_image_is_refused(
     assert "image_url" in told["message"] and told["param"] == "messages.0.content.0.type"
 
 
-def test_11_other_names_of_the_model(bundled: Path) -> None:
-    with Engine(bundled, repair="none") as engine:
+def test_11_other_names_of_the_model() -> None:
+    with Engine(bundled_runner(), repair="none") as engine:
         with serving(engine, aliases=("gpt-x",)) as server:
             assert post(server, model="gpt-x", max_tokens=1)["model"] == "gpt-x"
             assert post(server, 404, model="small")["error"]["code"] == "model_not_found"
@@ -341,7 +342,10 @@ def test_14_errors_have_one_shape_inside_a_stream_too_and_say_when_to_come_again
         "stream": True,
     }
     short = {"model": "demo", "messages": ASK, "max_tokens": 1}
-    with Engine(bundled, repair="none") as engine, serving(engine, max_waiting=1) as server:
+    with (
+        Engine(bundled_runner(), repair="none") as engine,
+        serving(engine, max_waiting=1) as server,
+    ):
         with httpx.Client(timeout=30, headers=HEADERS) as client, ExitStack() as busy:
             busy.enter_context(held(server))
             with client.stream("POST", server.url + CHAT, json=long) as found:

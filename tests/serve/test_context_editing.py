@@ -245,6 +245,10 @@ def served(bundled: Path) -> Iterator[tuple[Server, Script]]:
             server.on_engine(lambda engine: engine.check_integrity())
 
 
+# a token each, as such models have the tags: what is forced costs a pass a token
+CALL = ["<tool_call>", "</tool_call>", '{"name":"look", "arguments":{"at" : "']
+
+
 def wrote(at: int, thought: str = "") -> str:
     call = f'{{"name":"look", "arguments":{{"at" : "{at}"}}}}'
     return f"{thought}I look .\n<tool_call>\n{call}\n</tool_call>"

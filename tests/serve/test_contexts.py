@@ -7,7 +7,7 @@ import threading
 import time
 
 import pytest
-from serving import short_runner
+from loaded import short_runner
 
 from kvweave import Engine
 

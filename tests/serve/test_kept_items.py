@@ -11,7 +11,7 @@ import time
 from typing import Any
 
 import pytest
-from serving import bundled_runner
+from loaded import bundled_runner
 
 from kvweave.errors import OverQuota
 from kvweave.serve.chat.sealed import seal

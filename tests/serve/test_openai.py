@@ -16,6 +16,7 @@ import oracle
 import pytest
 import torch
 import uvicorn
+from loaded import bundled_runner
 from needs import need
 from oracle import full_prefill
 from transformers import AutoTokenizer
@@ -87,8 +88,8 @@ def serving(engine: Engine, **options: Any) -> Iterator[Server]:
 
 
 @pytest.fixture
-def engine(bundled: Any) -> Iterator[Engine]:
-    with Engine(bundled, repair="none") as made:
+def engine() -> Iterator[Engine]:
+    with Engine(bundled_runner(), repair="none") as made:
         yield made
         made.check_integrity()
 

@@ -242,6 +242,7 @@ for k, (error, ops, count) in enumerate(json.loads(sys.argv[5])):
 """
 
 
+@pytest.mark.slow
 def test_calls_of_the_system_that_fail(closed: tuple[Path, Json], tmp_path: Path) -> None:
     """One after the other, and from one on for ever: nothing that was there is lost by it."""
     library, control = shim.build(tmp_path), tmp_path / "control"

@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from loaded import bundled_runner, short_runner
 from needs import need
-from serving import Served, bundled_runner, short_runner
+from serving import Served
 
 from kvweave.errors import InvalidArgument
 from kvweave.run.embed import Embedding

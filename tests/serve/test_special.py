@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from serving import BUNDLED, bundled_runner
+from loaded import bundled_runner
+from serving import BUNDLED
 from templates import TEMPLATES, say, tokenizer_with
 from tokenizers import AddedToken
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from serving import bundled_runner
+from loaded import bundled_runner
 
 from kvweave import Engine
 from kvweave.errors import ContextTooLong

@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+from loaded import bundled_runner
 from served import Server, served
 
 from kvweave import Engine
@@ -72,8 +73,8 @@ class World:
 
 
 @pytest.fixture(scope="module")
-def model(bundled: Any) -> Runner:
-    return Runner.load(str(bundled))
+def model() -> Runner:
+    return bundled_runner()
 
 
 @pytest.fixture

@@ -45,6 +45,7 @@ def test_a_queue_is_told(path: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert rates[0] < rates[1]
 
 
+@pytest.mark.slow
 def test_a_load_has_waits_and_a_bill(path: str, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["simulate", path, "--load", "2", "--nodes", "2", "--router", "all", "--slo", "5"]
     words += ["--tiers", "ram:5%,disk:20%:::600", "--policy", "declared"]

@@ -9,7 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from serving import BUNDLED, bundled_runner
+from loaded import bundled_runner
+from serving import BUNDLED
 
 from kvweave import Engine
 from kvweave.cli.app import main

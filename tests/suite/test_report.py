@@ -9,8 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from loaded import bundled_runner
 from needs import need
-from serving import bundled_runner
 
 from kvweave.cli import suite
 from kvweave.cli.app import main
@@ -113,6 +113,7 @@ def test_the_command(capsys):
     assert found["rows"][0]["accuracy"][0] == 1
 
 
+@pytest.mark.slow
 def test_the_command_calibrates(capsys, monkeypatch, tmp_path):
     monkeypatch.setattr(calibrate, "BINS", 1)
     file = tmp_path / "c.json"

@@ -56,6 +56,7 @@ def test_of_answers_like_those_before_95_in_100_are_under_the_bound(name: str) -
     assert all(n >= 340 for n, _, _ in found), "nearly all have a bound"
 
 
+@pytest.mark.slow
 def test_an_alarm_for_nothing_is_rare() -> None:
     alarms = n_audits = 0
     for name, draw in STREAMS.items():

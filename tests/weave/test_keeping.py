@@ -288,6 +288,7 @@ def test_what_closed_up_is_named_and_said_again(engine: Engine) -> None:
     assert kept <= 24 + EVERY + 1
 
 
+@pytest.mark.slow
 def test_a_stream_longer_than_the_model(engine: Engine) -> None:
     """Positions do not run out, memory does not grow."""
     limit = engine.runner.limit

@@ -191,6 +191,7 @@ def test_what_is_in_the_background_runs_only_where_nothing_else_does(engines: Ma
     assert done.value.value.drift > 0
 
 
+@pytest.mark.slow
 def test_a_short_share_of_the_time_is_enough_for_a_few(engines: Make) -> None:
     engine = engines(**(AUDITED | {"audit": 0.01}))
     engine.shadow._random.seed(1)
@@ -214,6 +215,7 @@ def noise(engine: Engine, amount: float) -> None:
                 parameter += amount * float(parameter.std()) * more.to(parameter)
 
 
+@pytest.mark.slow
 def test_another_revision_is_an_alarm_within_20_answers_and_a_fallback() -> None:
     kind, changes = oracle.MODELS["llama"]
     model = oracle.build(kind, changes)
