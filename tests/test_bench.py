@@ -58,6 +58,7 @@ def pair(bench: dict[str, ModuleType]) -> Any:
     return common.model_pair(common.Shape.tiny(), "float32", "cpu", 2048)
 
 
+@pytest.mark.slow
 def test_audited_bounds_are_kept_and_a_shift_is_seen(
     bench: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -212,6 +213,7 @@ def test_what_tensors_hold_is_counted_once(bench: dict[str, ModuleType]) -> None
         assert alive.n_bytes() == 0
 
 
+@pytest.mark.slow
 def test_what_is_alive_through_random_operations(bench: dict[str, ModuleType], pair: Any) -> None:
     budget = 300 * pair.runner.row_bytes
     found = bench["memory"].alive(pair, 60, budget, seed=1)
@@ -322,6 +324,7 @@ def test_a_chat_drops_its_oldest_turn(bench: dict[str, ModuleType]) -> None:
     assert serve.Chat(0, setup).next() == first
 
 
+@pytest.mark.slow
 def test_hit_rate(bench: dict[str, ModuleType], tmp_path: Path) -> None:
     out = tmp_path / "hit_rate.json"
     bench["hit_rate"].main(["--quick", "--json", "--out", str(out)])

@@ -133,12 +133,14 @@ def test_the_truth_is_a_full_prefill_of_plain_transformers(
         torch.testing.assert_close(truth.logits, wanted, atol=2e-4, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_there_is_no_drift_where_nothing_is_edited(bench: Any, exam: Exam, asked: Any) -> None:
     found = list(bench.drift.Replay(exam, asked, 3).under("no edits", bench.rules.Rule(), NONE))
     assert len(found) == 3 and max(t["kl"] for t in found) < EXACT
     assert all(t["top1"] == 1 and t["moved"] < EXACT and not t["repaired"] for t in found)
 
 
+@pytest.mark.slow
 def test_there_is_no_drift_where_all_is_repaired(bench: Any, exam: Exam, asked: Any) -> None:
     rule = bench.rules.LastOutputs(2)
     found = by_way(list(bench.drift.Replay(exam, asked).under("last 2", rule, WAYS)))

@@ -103,6 +103,7 @@ def rows_of(bench: dict[str, ModuleType], name: str) -> list[dict[str, Any]]:
     return [row(name, each, share) for each in every for share in regret.SHARES]
 
 
+@pytest.mark.slow
 def test_models_measured_later_stand_beside_the_others(
     bench: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -243,6 +243,7 @@ def test_a_foreseen_edit_leaves_what_nobody_could_know_to_compute(
 # ---- with KV
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["auto", "rested"])
 @pytest.mark.parametrize(("rule", "n"), [("LastOutputs", 4), ("Forget", 16)])
 def test_what_is_counted_is_what_the_engine_does(

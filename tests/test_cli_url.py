@@ -114,6 +114,7 @@ def seen(sh, words, status, *more):
     return re.sub(r"\d\.\d+(e-\d+)?", "N", where), err
 
 
+@pytest.mark.slow
 def test_the_same_words_say_the_same(sh, server):
     here = [seen(sh, words, status, "--model", "model") for words, status in SCRIPT]
     there = [seen(sh, words, status, "--url", server.url) for words, status in SCRIPT]

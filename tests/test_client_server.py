@@ -351,6 +351,7 @@ def test_what_failed_or_ended_leaves_what_it_leaves_in_an_engine(runner, server,
     same(runner, (server, client), leftover_script)
 
 
+@pytest.mark.slow
 def test_a_memory_does_what_the_engines_does(runner, server, client):
     same(runner, (server, client), memory_script)
 

@@ -37,6 +37,7 @@ def run(capsys, monkeypatch, tmp_path):
     return run
 
 
+@pytest.mark.slow
 def test_long_chat_computes_only_the_new_turn(run):
     lines = re.findall(r"(\d+) tokens computed, context (\d+)", run("long_chat.py"))
     assert len(lines) == 12
@@ -150,6 +151,7 @@ def test_openai_agent_with_the_role_tool(bundled, tmp_path, run):
         check_agent(run("openai_agent.py", "tool", url=server.url))
 
 
+@pytest.mark.slow
 def test_langchain_chat_reuses_what_it_sends_again(server, run):
     text = run("langchain_chat.py", url=server.url)
     found = re.findall(rf"{FACT} +cached +(\d+) of +(\d+) tokens", text)

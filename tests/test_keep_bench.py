@@ -54,6 +54,7 @@ def test_the_page_has_the_measured_numbers() -> None:
     assert numbers == found, "run `python docs/kept.py`"
 
 
+@pytest.mark.slow
 def test_rows_are_those_that_an_engine_keeps(bench: dict[str, ModuleType], runner: Runner) -> None:
     """One prefill watched by all policies, then a choice each: as if each had its own context."""
     tokens_bench = bench["policies_tokens"]
@@ -97,6 +98,7 @@ def test_a_case_gives_a_score_for_every_cell(
         assert 0 <= of[mode, "keydiff", 0.5] < of[mode, "keydiff", 0.1]
 
 
+@pytest.mark.slow
 def test_overhead_is_of_steps_in_turns(bench: dict[str, ModuleType]) -> None:
     shape = bench["common"].Shape.tiny()
     found = bench["policies_tokens"].overhead(200, 64, shape, ("0.3",))
@@ -120,6 +122,7 @@ def test_a_stream_that_is_cut_says_so(bench: dict[str, ModuleType], runner: Runn
     assert not found["complete"] and found["decoded"] < 1000
 
 
+@pytest.mark.slow
 def test_rows_that_no_choice_frees_are_charged(bench: dict[str, ModuleType]) -> None:
     """All that an answer adds is accounted before, as `kvzip` reads what it decodes again."""
     common = bench["common"]

@@ -244,6 +244,7 @@ def test_attention_without_masks_is_the_models_own(study: dict[str, ModuleType],
         assert (a - b).norm() < 1e-4 * a.norm()
 
 
+@pytest.mark.slow
 def test_words_of_all_chains_at_once_are_those_one_after_the_other(
     study: dict[str, ModuleType], tmp_path: Path
 ) -> None:
@@ -312,6 +313,7 @@ def test_longer_chains_come_when_the_worst_family_is_mastered(
     assert state.accuracy == {}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_knows_the_next_word(study: dict[str, ModuleType], name: str) -> None:
     """Behind the true words; docs/study.md says how far each gets by itself."""
@@ -332,6 +334,7 @@ def test_a_model_knows_the_next_word(study: dict[str, ModuleType], name: str) ->
         assert right / n > FLOOR, family
 
 
+@pytest.mark.slow
 def test_a_model_thinks_by_itself(study: dict[str, ModuleType]) -> None:
     """`search` takes up most from afar; the models before these said a word in ten of it right."""
     with study["score"].opened("qwen3") as engine:
@@ -340,6 +343,7 @@ def test_a_model_thinks_by_itself(study: dict[str, ModuleType]) -> None:
     assert found["right"] > 0.99
 
 
+@pytest.mark.slow
 def test_the_predictor_learns_what_is_read_next(study: dict[str, ModuleType]) -> None:
     """Reads that go round in order: no page that was read lately is read next."""
     learn = study["learn"]

@@ -426,6 +426,7 @@ def test_nothing_is_entered_from_what_a_verb_calls_back(runner):
     world.close()
 
 
+@pytest.mark.slow
 def test_threads_take_turns(runner):
     """Each says in a context of its own what it would have said alone; one waits for another's edits."""
     world, found = World(runner), {}
@@ -514,6 +515,7 @@ def far_verbs(cls: type) -> Iterator[tuple[str, inspect.Signature]]:
 FAR = [(cls, verb) for cls in NEAR for verb, _ in far_verbs(cls)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("face", FACES)
 def test_a_client_refuses_what_the_engine_refuses(runner, face):
     """Before anything is sent; what may be sent, the server refuses as the engine does."""

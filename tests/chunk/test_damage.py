@@ -89,6 +89,7 @@ def outcome(home: Path, truth: object, names: Content) -> tuple[str, int]:
     return "mended", len(gone)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("which", "file", "n"),
     [

@@ -56,6 +56,7 @@ patterns = st.lists(pieces, max_size=7).map("".join)
 names = st.text(alphabet="abcé/.-,+\\^!\n\U0001f600", max_size=8)
 
 
+@pytest.mark.slow
 @settings(max_examples=1500, deadline=None)
 @given(patterns, st.lists(names, min_size=1, max_size=8))
 @example("[*-~]", ["/", "a", "."])

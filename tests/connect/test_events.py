@@ -100,6 +100,7 @@ def step(inside, rng, stored):
     return what
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("has_home", [True, False])
 def test_what_a_router_missed_it_is_told(monkeypatch, tmp_path, has_home):
     monkeypatch.setattr(placements, "MAX_GONE", 1)  # who misses more is told all there is

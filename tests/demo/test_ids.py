@@ -138,6 +138,7 @@ def test_prose_that_training_held_out():
     assert digest(tokenizer.encode(text).ids for text in texts) == PROSE
 
 
+@pytest.mark.slow
 def test_training_exports_the_tokenizer_that_is_bundled(training, tmp_path):
     train, _, _ = training
     texts = prose.texts(held_out=True)

@@ -108,6 +108,7 @@ def answers(engine: Engine, n: int, **options: Any) -> list[Log]:
     return [log for log in logs if log.events]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_a_decode_step_costs_what_transformers_does_whoever_decodes(name: str) -> None:
     with engine_on_it(name) as (engine, model):
@@ -143,6 +144,7 @@ SAMPLED = {  # how -> launches that sampling so adds to a step at most, whoever 
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", SAMPLED)
 def test_requests_that_sample_alike_are_sampled_together(how: str) -> None:
     options, most = SAMPLED[how]

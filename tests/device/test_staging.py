@@ -70,6 +70,7 @@ def answer(engine: Engine, repair: str = "none") -> tuple[int, ...]:
 # ---- engines whose chunks come from below
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tier", TIERS)
 def test_what_went_down_and_came_up_answers_as_on_the_host(open_engine: Open, tier: str) -> None:
     found = []

@@ -86,6 +86,7 @@ def test_steady_passes_launch_the_same_over_the_same_addresses(
         assert all(launched(log) == launched(logs[-1]) for log in logs[STEADY])
 
 
+@pytest.mark.slow
 def test_numbers_of_contexts_up_to_a_power_of_two_are_one_size(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -72,6 +72,7 @@ def test_report(recorded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "oracle" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_report_beside_a_control_and_as_pdf(recorded: Path, tmp_path: Path) -> None:
     page, paper = tmp_path / "r.html", tmp_path / "r.pdf"
     args = ["probe", "report", str(recorded), "--control", str(recorded), "-q", "--out"]
@@ -198,6 +199,7 @@ def test_replay_past_several_tiers(recorded: Path, capsys: pytest.CaptureFixture
         assert says in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_cost(recorded: Path, capsys: pytest.CaptureFixture[str]) -> None:
     args = ["probe", "cost", str(recorded), "--ranking", "recent,oracle"]
     assert main([*args, "--json"]) == 0

@@ -93,6 +93,7 @@ def test_what_makes_no_sense_is_said_in_one_line(words, says, capsys):
     assert says in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_worker_is_killed_under_load_and_nobody_loses_an_answer(tmp_path):
     """Greedy answers are the same whoever gives them, so a wrong token would show."""
     servers = [launch(tmp_path / str(i), "--name", "demo", "--repair", "full") for i in range(2)]

@@ -82,6 +82,7 @@ def user(text: str) -> dict[str, Any]:
 # ---- two real servers
 
 
+@pytest.mark.slow
 def test_messages_go_where_their_text_is(pair: Pair) -> None:
     with pair.anthropic() as client:
         for i in range(40):  # which worker a text hashes to is chance: ports are
@@ -115,6 +116,7 @@ def test_a_key_is_the_same_tenant_in_either_header(pair: Pair) -> None:
     assert other.usage.cache_read_input_tokens < 10, "another tenant"
 
 
+@pytest.mark.slow
 def test_a_response_goes_on_where_the_last_one_is(pair: Pair) -> None:
     with pair.openai() as client:
         made, homes = [], []
@@ -176,6 +178,7 @@ def test_what_a_request_goes_on_from_cannot_be_on_two_workers(pair: Pair) -> Non
         assert caught.value.status_code == 501
 
 
+@pytest.mark.slow
 def test_conversations_stay_where_they_were_opened(pair: Pair) -> None:
     with pair.openai() as client:
         talks: list[Any] = []
@@ -207,6 +210,7 @@ def test_conversations_stay_where_they_were_opened(pair: Pair) -> None:
         assert pair.have(f"/v1/conversations/{talks[0].id}") == []
 
 
+@pytest.mark.slow
 def test_a_summary_that_was_taken_back_is_so_through_any_router(pair: Pair) -> None:
     edit = {"type": "compact_20260112", "trigger": {"type": "input_tokens", "value": 30}}
     body = {"model": "m", "max_tokens": 4}

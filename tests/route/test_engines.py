@@ -84,6 +84,7 @@ def chunk(name):
     return {"type": "chunk", "name": name}
 
 
+@pytest.mark.slow
 def test_chunks_are_put_once_and_lent_to_who_needs_them(pair):
     with pair.client() as client:
         homes: dict[str, list[str]] = {}
@@ -139,6 +140,7 @@ def test_a_chunk_is_lent_to_another_base_and_not_to_another_model(monkeypatch, o
         assert "one model" in error["hint"] and holders == [1, 1]
 
 
+@pytest.mark.slow
 def test_a_replaced_chunk_is_the_new_one_everywhere(pair):
     with pair.client() as client:
         first, other = put_apart(pair, client)
@@ -217,6 +219,7 @@ def all_homes_of(pair, names, key=ANNA):
     return found
 
 
+@pytest.mark.slow
 def test_a_context_without_a_name_is_made_once_under_one_key(pair):
     body = {"template": "use the river . {q}", "values": {"q": "how ?"}}
     for i in range(4):

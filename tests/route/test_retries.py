@@ -277,6 +277,7 @@ def refuses(url):
     return False
 
 
+@pytest.mark.slow
 def test_many_at_once_are_all_answered_though_a_worker_dies(workers, route):
     lock, n = threading.Lock(), [0]
 

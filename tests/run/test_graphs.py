@@ -92,6 +92,7 @@ def lives(engine: Engine) -> list[Any]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "kind"),
     [*product(["llama"], KINDS),

@@ -59,6 +59,7 @@ ASKED = [
 ]
 
 
+@pytest.mark.slow
 def test_a_batch_is_shaped_as_transformers_shapes_each_row() -> None:
     prompt = [1, 2, 2, 50, 51]
     samplers = [Sampler(asked, "cpu", {3}, torch.tensor(prompt).numpy()) for asked in ASKED]

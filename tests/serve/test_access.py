@@ -415,6 +415,7 @@ def test_sound_json_passes_as_it_is(body):
     assert check_json(body) is body
 
 
+@pytest.mark.slow
 @given(st.recursive(st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
                     lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner)))  # fmt: skip
 def test_all_that_python_writes_soundly_passes(value):

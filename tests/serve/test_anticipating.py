@@ -261,6 +261,7 @@ class Lives:
         return server.on_engine(tokens)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("repair", ["full", "none"])
 @pytest.mark.parametrize(
     "seed",
@@ -329,6 +330,7 @@ class Loop:
         return self.server.service.sessions.idle
 
 
+@pytest.mark.slow
 def test_the_request_that_edits_is_a_plain_append(make: Make) -> None:
     agent = Loop(make(), CLEAR)
     agent.run(4)
@@ -354,6 +356,7 @@ def test_the_request_that_edits_is_a_plain_append(make: Make) -> None:
     assert 0 < seconds[0] < 30
 
 
+@pytest.mark.slow
 def test_a_result_too_short_to_be_cleared_finds_all_as_it_was(make: Make) -> None:
     agent = Loop(make(), CLEAR)
     agent.run(4)
@@ -367,6 +370,7 @@ def test_a_result_too_short_to_be_cleared_finds_all_as_it_was(make: Make) -> Non
     assert made not in agent.idle and made.context.closed
 
 
+@pytest.mark.slow
 def test_without_room_for_two_only_what_is_sure_is_done(make: Make) -> None:
     agent = Loop(make(max_sessions=1), CLEAR)
     agent.run(4)
@@ -411,6 +415,7 @@ def test_thinking_that_a_template_drops_goes_before_the_user_says_more(make: Mak
     assert agent.ahead.n_used == 1 and kv["drift"] == 0 and kv["prefilled"] < 60
 
 
+@pytest.mark.slow
 def test_what_is_not_kept_is_not_looked_ahead_of(make: Make) -> None:
     for more, refine in (({"store": False}, "chats"), ({}, "never")):
         agent = Loop(make(refine), CLEAR, **more)
@@ -418,6 +423,7 @@ def test_what_is_not_kept_is_not_looked_ahead_of(make: Make) -> None:
         assert not agent.ahead.n_made and not agent.server.service.anticipating.seconds
 
 
+@pytest.mark.slow
 def test_a_namespace_over_its_quota_makes_nothing_ahead(make: Make) -> None:
     agent = Loop(make(), CLEAR)
     agent.run(3)
@@ -439,6 +445,7 @@ def test_a_namespace_over_its_quota_makes_nothing_ahead(make: Make) -> None:
     assert agent.step()["context_management"]["applied_edits"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n_steps", range(6))
 def test_a_request_that_comes_in_the_middle(make: Make, n_steps: int) -> None:
     agent = Loop(make(), CLEAR)
@@ -473,6 +480,7 @@ def test_a_request_that_comes_in_the_middle(make: Make, n_steps: int) -> None:
     assert not anticipating.n_failed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["copy", "edit", "rule", "next"])
 def test_what_fails_below_is_noted_without_content(
     make: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, where: str
@@ -519,6 +527,7 @@ def test_what_fails_below_is_noted_without_content(
     assert edit["cleared_tool_uses"] == 2 and len(agent.idle) <= n + 1
 
 
+@pytest.mark.slow
 def test_two_clients_of_one_history_each_find_what_they_want(make: Make) -> None:
     served = make()
     agent = Loop(served, CLEAR)
@@ -540,6 +549,7 @@ def test_two_clients_of_one_history_each_find_what_they_want(make: Make) -> None
     assert all(s.instead.instead is s and s.instead in agent.idle for s in holders)
 
 
+@pytest.mark.slow
 def test_contexts_made_ahead_do_not_pile_up(make: Make) -> None:
     agent = Loop(make(), CLEAR)
     agent.run(9)
@@ -553,6 +563,7 @@ def test_contexts_made_ahead_do_not_pile_up(make: Make) -> None:
     assert agent.step()["usage"]["kv"]["drift"] == 0
 
 
+@pytest.mark.slow
 def test_streams_and_contexts_that_let_go_of_rows(make: Make) -> None:
     agent = Loop(make(), CLEAR)
     agent.run(3)
@@ -569,6 +580,7 @@ def test_streams_and_contexts_that_let_go_of_rows(make: Make) -> None:
     assert agent.ahead.n_made == 1 and not agent.server.service.anticipating.n_failed
 
 
+@pytest.mark.slow
 def test_a_context_that_somebody_edited_is_left_as_it_is(make: Make) -> None:
     agent = Loop(make(), CLEAR)
     agent.run(3)
@@ -585,6 +597,7 @@ def test_a_context_that_somebody_edited_is_left_as_it_is(make: Make) -> None:
     assert agent.step()["context_management"]["applied_edits"]
 
 
+@pytest.mark.slow
 def test_a_private_request_takes_a_copy_and_leaves_both(make: Make) -> None:
     agent = Loop(make(), CLEAR)
     agent.run(4)
@@ -621,6 +634,7 @@ def test_what_is_edited_ahead_is_made_exact_though_nobody_asks_for_anything(make
     assert agent.server.on_engine(lambda engine: made.preview()).drift == 0
 
 
+@pytest.mark.slow
 def test_where_the_pool_is_full_the_oldest_of_ones_own_makes_room(make: Make) -> None:
     served = make(max_sessions=2)
     other = Loop(served, system="so well .")

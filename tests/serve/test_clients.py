@@ -360,6 +360,7 @@ def test_14_errors_have_one_shape_inside_a_stream_too_and_say_when_to_come_again
         assert set(told["error"]) >= {"message", "type", "param", "code", "hint"}
 
 
+@pytest.mark.slow
 def test_15_more_tokens_than_there_is_room_for_are_clamped_and_hints_are_taken(
     bundled: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -364,6 +364,7 @@ def test_status_shows_each_key_its_own_answers(serve):
     assert [b["tier"] for b in told["budgets"]] == ["ram"] and told["budgets"][0]["budget"] is None
 
 
+@pytest.mark.slow
 def test_an_answer_that_could_not_be_closed_is_refused_before_anything_changes(serve):
     served = serve()
     anna, maker = served.anna, served.engine.maker

@@ -197,6 +197,7 @@ RULES: dict[str, Edit] = {
 QUICK = (("chat", "last outputs"), ("responses", "in batches"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("api", "rule"),
     [
@@ -226,6 +227,7 @@ def test_an_edit_that_was_learned_is_a_plain_append(make: Make, api: str, rule: 
     assert [told(api, r) for r in replies] == [told(api, r) for r in others]
 
 
+@pytest.mark.slow
 def test_thinking_that_a_client_leaves_out_goes_ahead(make: Make) -> None:  # noqa: F811
     server, script = make()
     client = Client(server, "chat", as_it_is)
@@ -241,6 +243,7 @@ def test_thinking_that_a_client_leaves_out_goes_ahead(make: Make) -> None:  # no
     assert used[1] == 0 < used[3], "it has to be seen once"
 
 
+@pytest.mark.slow
 def test_a_wrong_guess_leaves_nothing(make: Make) -> None:  # noqa: F811
     server, script = make()
     client = Client(server, "chat", last_outputs(1))
@@ -269,6 +272,7 @@ def keeping(history: list[Json], edit: Edit) -> Edit:
     return edited
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["no room", "off", "unstored", "never"])
 def test_what_is_not_to_be_done_is_not_done(make: Make, how: str) -> None:  # noqa: F811
     options: dict[str, Json] = {
@@ -280,6 +284,7 @@ def test_what_is_not_to_be_done_is_not_done(make: Make, how: str) -> None:  # no
     assert client.ahead.n_made == 0 and not server.service.anticipating.n_failed
 
 
+@pytest.mark.slow
 def test_a_namespace_over_its_quota_learns_and_makes_nothing_ahead(make: Make) -> None:  # noqa: F811
     """Nor does that cost it what it has: the next request is answered, and its edit too."""
     server, script = make()

@@ -84,6 +84,7 @@ BODIES: tuple[tuple[str, dict[str, Any], int], ...] = (
 )
 
 
+@pytest.mark.slow
 def test_what_is_refused_changes_nothing(serve: Any) -> None:
     served = serve()
     anna = served.anna

@@ -163,6 +163,7 @@ def test_thinking_and_a_call_come_back_as_they_were_written(talk: Talk) -> None:
     assert reason["found"] > 10 > reason["new"]
 
 
+@pytest.mark.slow
 def test_a_stream_is_what_the_sdk_expects(talk: Talk) -> None:
     talk.say(*[THOUGHT + "I look .\n" + WROTE + "\n" + WROTE.replace("Oslo", "Bergen")] * 3)
     body = {"system": "stream", "tools": [TOOL], "max_tokens": 200}

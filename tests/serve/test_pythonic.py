@@ -36,6 +36,7 @@ def spelt(name: str, arguments: dict[str, Any]) -> str:
     return f"{name}({', '.join(f'{key}={value!r}' for key, value in arguments.items())})"
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(calls, st.sampled_from(["[]", "lines", "bare"]))
 def test_it_reads_what_python_writes(given: list[Any], how: str) -> None:

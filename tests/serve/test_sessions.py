@@ -303,6 +303,7 @@ def test_prefix_keeps_rows_up_to_the_first_changed_token(engines: Make) -> None:
 messages = st.lists(st.integers(0, 4), min_size=1, max_size=5)
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(
     requests=st.lists(

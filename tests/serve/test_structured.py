@@ -44,6 +44,7 @@ def ask(server: Server, **more: Any) -> Any:
     return server.ask(ASK, **({"max_tokens": 200, "temperature": 1.0} | QUIET | more))
 
 
+@pytest.mark.slow
 def test_json_of_a_schema_whole_streamed_and_several(talk: tuple[Server, Script]) -> None:
     server, _ = talk
     for choice in ask(server, response_format=STRICT, n=2, seed=1).choices:
@@ -83,6 +84,7 @@ def test_calls_of_a_tokenizer_that_has_tokens_for_their_tags(
                 assert json.loads(call.function.arguments)["city"] in ("Oslo", "Bergen")
 
 
+@pytest.mark.slow
 def test_text_that_reads_like_a_tag_stays_in_the_content(talk: tuple[Server, Script]) -> None:
     server, _ = talk
     odd = {"<think>": "</think>", "b": "<|im_end|>", "c": '<tool_call>{"name": "x"}</tool_call>'}

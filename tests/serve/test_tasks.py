@@ -310,6 +310,7 @@ def test_the_steps_of_one_are_short_where_another_was_there_lately(going):
     driver.stop()
 
 
+@pytest.mark.slow
 def test_what_is_computed_together_is_within_the_budget(going, engines):
     row = engines().runner.row_bytes
     driven = going({"budget": 5 * len(LONG) * row, "max_rows": 64})

@@ -175,6 +175,7 @@ def test_known_and_unknown_text_of_one_length_take_the_same_rows(world, method, 
     assert rows[0] == rows[1] >= N_WORDS
 
 
+@pytest.mark.slow
 def test_a_busy_neighbour_changes_no_plan(worlds, world):
     """Berta's whole conversation goes as it would if she were alone."""
     alone = worlds()
@@ -189,6 +190,7 @@ def test_a_busy_neighbour_changes_no_plan(worlds, world):
 # ---- the words
 
 
+@pytest.mark.slow
 def test_ids_and_names_of_another_key_are_not_there(world):
     ids = {entry["id"] for entry in world.get(ANNA, "/v1/chunks").json()["data"]}
     assert len(ids) > 2
@@ -239,6 +241,7 @@ def test_lists_of_another_key_are_empty(world):
     assert status["budgets"][0]["used"] == 0
 
 
+@pytest.mark.slow
 def test_an_error_tells_no_more_of_a_foreign_thing_than_of_none(worlds, world):
     """No hint names it, nor is its name taken."""
     alone = worlds()

@@ -94,6 +94,7 @@ def test_canonical_kv_is_computed_when_nobody_waits() -> None:
     assert 3 * 2 - 1 < max(rush.waited) <= 3 * 2 + 5
 
 
+@pytest.mark.slow
 def test_the_largest_load_is_the_largest() -> None:
     trace = strangers(1500)
     best = largest_load(trace, served_with(), Arrivals("poisson", 1.0), slo=4.0)
@@ -177,6 +178,7 @@ def test_rendezvous_stays_with_the_heaviest_set_within_its_bound() -> None:
     assert chosen("rendezvous", busy, ask(a)) != [1], "over 1.25 of the mean"
 
 
+@pytest.mark.slow
 def test_nodes_share_the_load_and_declarations_reach_all() -> None:
     trace = generate(Shape(sessions=10), 2)
     total = trace.unique_tokens() * Cost().token_bytes

@@ -188,6 +188,7 @@ def test_the_front_by_hand() -> None:
     assert best.price == pytest.approx(1), "$ an hour"
 
 
+@pytest.mark.slow
 def test_a_sweep_tries_all_sizes_and_is_drawn(tmp_path: Path) -> None:
     made = generate(Shape(sessions=10), 2)
     total = made.unique_tokens() * DEFAULT.token_bytes

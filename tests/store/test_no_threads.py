@@ -69,6 +69,7 @@ def live(truth: Oracle, home: Path, tiers: tuple[str, ...]) -> tuple[Verdict, se
     return verdict, kept
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "n"),
     [*itertools.product(sorted(KINDS & {"disk", "files", "s3"}), (1, 1000)), ("disk", 3)],

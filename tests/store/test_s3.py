@@ -319,6 +319,7 @@ def test_nobody_answers() -> None:
     in_time(tier.close)
 
 
+@pytest.mark.slow
 def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "obstore", None)
     with pytest.raises(InvalidArgument, match="cannot be loaded") as caught:

@@ -132,6 +132,7 @@ def test_any_layers_of_any_rows_are_read_alone(draw: st.DataObject) -> None:
     )  # type: ignore[index]
 
 
+@pytest.mark.slow
 def test_every_changed_byte_is_found() -> None:
     """Each byte of a small record, with one bit changed, then with all: never other rows."""
     tier, kv = Memory(1 << 20), thinned(9, 4, layers=2)

@@ -83,6 +83,7 @@ def test_it_is_told_the_rules_and_whole_sentences(strange, stranger):
             assert expected.endswith(leak if question.is_leak else f"{leak}.<|im_end|>")
 
 
+@pytest.mark.slow
 def test_a_model_that_cannot_do_it_does_not_count(strange):
     found = strange.sit(papers(strange, "P1")[0], METHODS)
     rows = report.summarise(found, METHODS)

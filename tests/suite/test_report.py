@@ -90,6 +90,7 @@ def test_streams_have_a_slope_and_prose_a_perplexity():
     assert prose["perplexity"] == pytest.approx([2.71828] * 3, rel=1e-4) and prose["counts"]
 
 
+@pytest.mark.slow
 def test_the_figure_is_drawn(tmp_path):
     need("matplotlib")
     full = [
@@ -102,6 +103,7 @@ def test_the_figure_is_drawn(tmp_path):
     assert (tmp_path / "x.png").stat().st_size > 10_000
 
 
+@pytest.mark.slow
 def test_the_command(capsys):
     words = ["check", "--suite", "--protocols", "P1,P5", "--n", "4", "--shares", "0.1", "-q"]
     assert main([*words, "--strategies", "none,first_k"]) == 0

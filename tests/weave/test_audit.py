@@ -67,6 +67,7 @@ def test_an_alarm_for_nothing_is_rare() -> None:
     assert alarms / n_audits < 1 / 2000
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("before", [25, 100, 1000])
 def test_a_shift_is_an_alarm_within_20_audits(before: int) -> None:
     """Other text or another revision: drifts thirty times as large, or an outlier seven times in ten."""
@@ -128,6 +129,7 @@ def test_what_is_larger_on_the_whole_is_an_alarm_also_under_the_bound() -> None:
     assert seen >= 38 and breaches <= 2
 
 
+@pytest.mark.slow
 def test_a_slow_shift_is_followed_without_a_miss_too_many() -> None:
     """What gets slowly worse leaves the window, and misses widen the quantile."""
     n, missed, _ = map(

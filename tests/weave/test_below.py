@@ -58,6 +58,7 @@ def test_rows_go_below_and_come_back(engine: Engine) -> None:
         assert torch.allclose(mine[:n], its[:n], atol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_fork_has_rows_below_of_its_own(engine: Engine) -> None:
     """Both go on, one after the other: neither writes over what the other wrote."""
     context = engine.context("c", keep=SPEC)

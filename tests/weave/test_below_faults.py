@@ -85,6 +85,7 @@ def talk(engine: Engine, spec: str) -> tuple[Context, Callable[[int], tuple[int,
     return context, answer
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs Linux")
 @pytest.mark.parametrize("step", [4, pytest.param(STEP, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("code", CODES)
@@ -149,6 +150,7 @@ def failed(
     return context, n_said + 30
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="needs Linux")
 @pytest.mark.parametrize("what", [READ, WRITE])
 @pytest.mark.parametrize("spec", SPECS)
@@ -194,6 +196,7 @@ def descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs Linux")
 @pytest.mark.parametrize("n", [60, pytest.param(MANY, marks=pytest.mark.slow)])
 def test_contexts_that_come_and_go_leave_nothing(

@@ -41,6 +41,7 @@ def closing(engine: Engine) -> int:
     return len(engine.maker.tokens(engine.maker.chat.wrap("assistant").after))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("over", [0, 1])
 def test_a_question_whose_answer_could_not_be_closed_is_refused_at_once(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, over: int
@@ -72,6 +73,7 @@ def test_a_question_whose_answer_could_not_be_closed_is_refused_at_once(
     engine.close_context(context.name)
 
 
+@pytest.mark.slow
 def test_an_answer_without_a_template_needs_no_such_room(engine: Engine) -> None:
     context = filled(engine, "plain", 5)
     answer = context.generate(5)

@@ -182,6 +182,7 @@ def test_a_context_that_ends_in_rows_of_no_token_is_refused(engine: Engine) -> N
     assert context.generate(1, ignore_eos=True).tokens
 
 
+@pytest.mark.slow
 def test_what_is_repaired_beside_what_was_kept_is_accounted_before() -> None:
     """No answer is computed and then refused for room: over many budgets, refused is at once."""
     runner, n_refused = models.build("llama")[0], 0

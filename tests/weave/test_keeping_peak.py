@@ -272,6 +272,7 @@ FOUND = (
 )  # what was over it once
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", QUICK)
 def test_what_is_there_is_the_budget_and_a_page(name: str) -> None:
     rng, model = random.Random(name), runner(name, "float32")

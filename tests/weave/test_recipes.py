@@ -42,6 +42,7 @@ def woven(
     return repaired(context, context.weave())
 
 
+@pytest.mark.slow
 def test_each_recipe_is_what_it_is_asked_for_by_name(engines: Make) -> None:
     found = {r: woven(engines, f"auto:{r}") for r in RECIPES}
     for recipe, rows in found.items():

@@ -279,6 +279,7 @@ def test_a_draft_ends_where_the_reply_or_the_positions_do(
         Rollout(lookahead=-1)
 
 
+@pytest.mark.slow
 def test_a_value_that_came_over_two_rows_is_mended(bundled: Path) -> None:
     """P2 on the bundled model: `query` repairs the row that is asked for and not the one it read."""
     exam = Exam(Runner.load(str(bundled)))

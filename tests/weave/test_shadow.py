@@ -362,6 +362,7 @@ def test_a_ledger_adds_up_and_tells_edits(engines: Make) -> None:
 VERBS = ["answer", "audit", "step", "begin", "cancel", "finish", "close", "edit", "drop audit"]
 
 
+@pytest.mark.slow
 @settings(
     max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )

@@ -432,6 +432,7 @@ OPS = st.lists(
 )  # fmt: skip
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 @given(ops=OPS, prune=st.sampled_from(["forget", "evict"]))
 def test_any_edits_of_slices_are_told_honestly(

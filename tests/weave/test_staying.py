@@ -134,6 +134,7 @@ def test_behind_a_gap_nothing_of_other_places_is_taken(engine: Engine) -> None:
     assert found.kl < 1e-12 and max(*found.k_error, *found.v_error) < EXACT
 
 
+@pytest.mark.slow
 def test_what_an_evict_leaves_stays_where_it_is(engine: Engine) -> None:
     with pytest.raises(CannotMove, match="stay where they were computed") as refused:
         engine.context("closing", prune="evict")

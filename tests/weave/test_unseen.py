@@ -42,6 +42,7 @@ def test_what_goes_is_not_missed_and_comes_back_for_an_edit(name: str, kind: Any
         assert freed[0] == 0 and freed[1] >= heads * 60
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("name", ["gemma2", "llama4_chunked"])
 def test_any_verbs_say_the_same_with_and_without(name: str, seed: int) -> None:
