@@ -39,6 +39,7 @@ HERMES = (
     "{% endif %}{% endif %}"
 )
 SPECIAL = ["<|im_start|>", "<|im_end|>"]
+TAGS = ("<tool_call>", "</tool_call>")  # of Qwen's tokenizers: added, and not special
 
 
 class Script:

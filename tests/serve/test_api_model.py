@@ -22,6 +22,7 @@ import httpx
 import pytest
 from answering import answering
 from needs import need
+from scripted import TAGS
 
 from kvweave.serve.chat.ask import ChatAsk
 
@@ -352,7 +353,7 @@ def lives(seed: int, bundled: Path, home: Path, n: int) -> Counter[str]:
     rng = random.Random(seed)
     with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
         engine, answers = stack.enter_context(
-            answering(bundled, patch, answer_of(rng), 8192, home=home)
+            answering(bundled, patch, answer_of(rng), 8192, added=TAGS, home=home)
         )
         play = Play(seed, answers.asked)
         for start in range(0, n, 12):

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from needs import need
-from scripted import Script, scripted
+from scripted import TAGS, Script, scripted
 from serve.test_openai import Server, serving
 
 from kvweave.demo.vocabulary import FILLER
@@ -246,7 +246,7 @@ def served(bundled: Path) -> Iterator[tuple[Server, Script]]:
 
 
 # a token each, as such models have the tags: what is forced costs a pass a token
-CALL = ["<tool_call>", "</tool_call>", '{"name":"look", "arguments":{"at" : "']
+CALL = [*TAGS, '{"name":"look", "arguments":{"at" : "']
 
 
 def wrote(at: int, thought: str = "") -> str:

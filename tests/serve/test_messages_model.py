@@ -25,6 +25,7 @@ import httpx
 import pytest
 from answering import answering
 from needs import need
+from scripted import TAGS
 from serve.plain_messages import (
     BETA,
     CLEARED,
@@ -428,7 +429,7 @@ def lives(seed: int, bundled: Path, home: Path, n: int) -> Counter[str]:
     with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
         plays: list[Play] = []
         engine, answers = stack.enter_context(
-            answering(bundled, patch, lambda ask: plays[0].line(ask), 8192, home=home)
+            answering(bundled, patch, lambda ask: plays[0].line(ask), 8192, added=TAGS, home=home)
         )
         play = Play(seed, answers.script.tokenizer)
         plays.append(play)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from needs import need
-from scripted import Script, scripted
+from scripted import TAGS, Script, scripted
 from serve.test_openai import Server, serving
 from serve.test_tools import ASK, THOUGHT, TOOL, WROTE
 from transformers import AutoTokenizer
@@ -66,9 +66,6 @@ def test_calls_that_must_come(talk: tuple[Server, Script]) -> None:
             call.function.name == "get_weather" and reply.choices[0].finish_reason == "tool_calls"
         )
         assert json.loads(call.function.arguments)["city"] in ("Oslo", "Bergen")
-
-
-TAGS = ("<tool_call>", "</tool_call>")  # of Qwen's tokenizers: added, and not special
 
 
 def test_calls_of_a_tokenizer_that_has_tokens_for_their_tags(
