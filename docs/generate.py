@@ -91,7 +91,8 @@ def _row(action: argparse.Action) -> str:
         name = ", ".join(f"`{option}{value}`" for option in action.option_strings)
     else:
         name = f"`{action.metavar}`"
-    text = re.sub(r"'([^' ]+)'", r"`'\1'`", str(action.help))  # a glob's stars are no emphasis
+    told = str(action.help).replace("%%", "%")  # as argparse prints it
+    text = re.sub(r"'([^' ]+)'", r"`'\1'`", told)  # a glob's stars are no emphasis
     return f"- {name}: {text}"
 
 

@@ -98,6 +98,25 @@ def waits(monkeypatch):
     return slept
 
 
+def test_the_tokens_of_a_context_are_those_of_one_version(client_of):
+    """Others may drop a part, and with it its chunk, between two of the requests that this takes."""
+
+    def told(*ids):
+        parts = [{"uid": id, "name": "x", "id": id, "start": 1, "n_tokens": 2} for id in ids]
+        return httpx.Response(200, json={"name": "chat", "parts": parts, "plan": {}})
+
+    def chunk(*tokens):
+        return httpx.Response(200, json=ENTRY | {"tokens": tokens, "text": "x"})
+
+    gone = refusal(errors.ChunkNotFound("#8"))
+    answers = [told(), told(7, 8, 7), chunk(1, 2, 3), gone, told(7, 9), chunk(4, 5, 6)]
+    with client_of(*answers, told(8), gone, told(8)) as client:
+        context = client.get_context("chat")
+        assert context.tokens() == [2, 3, 5, 6]
+        with pytest.raises(errors.ChunkNotFound):
+            context.tokens()
+
+
 # --- errors
 
 TOLD = [

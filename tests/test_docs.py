@@ -23,6 +23,7 @@ from served import served
 from kvweave import Engine
 from kvweave.cli import home
 from kvweave.cli.parser import UsageError, parse
+from kvweave.demo.report import WAYS
 from kvweave.weave.repair import STRATEGIES
 
 ROOT = Path(__file__).parents[1]
@@ -150,10 +151,66 @@ def test_the_page_of_routes_has_all_of_them(url):
     def plain(route):
         return re.sub(r"\{\w+\}", "{}", route)
 
-    listed = re.findall(r"^\| `([A-Z]+ /\S+)` \|", PAGES[HTTP], re.M)
-    paths = httpx.get(f"{url}/openapi.json", timeout=60).json()["paths"]
-    there = [f"{method.upper()} {path}" for path, methods in paths.items() for method in methods]
-    assert sorted(map(plain, listed)) == sorted(map(plain, there))
+    told = re.findall(r"^\| `([A-Z]+ /\S+)` \|(.*)", PAGES[HTTP], re.M)
+    api = httpx.get(f"{url}/openapi.json", timeout=60).json()
+    there = {
+        plain(f"{method.upper()} {path}"): fields_of(api, route)
+        for path, methods in api["paths"].items()
+        for method, route in methods.items()
+    }
+    assert sorted(plain(route) for route, _ in told) == sorted(there)
+    for route, rest in told:
+        query, body = there[plain(route)]
+        assert "dry_run" in query or "dry_run" not in body, f"{route}: also in the query"
+        takes = rest.split("|")[0]
+        whole = not re.search(r"\.\.\.|\bas (?:of|below|a)\b|the same", takes)
+        missing = (query | body) - {"verb"} - set(re.findall(r"\w+", takes))
+        if whole and route.startswith(NATIVE):
+            assert not missing, f"{route} takes {missing} too"
+
+
+NATIVE = tuple(
+    f"{verb} /v1/{noun}"
+    for verb in ("GET", "POST", "PUT", "DELETE")
+    for noun in ("chunks", "contexts", "memory")
+)
+
+
+def fields_of(api, route):
+    """Return the names of a route's parameters, and of the fields of its body."""
+
+    def found(schema):
+        schema = (
+            api["components"]["schemas"][ref.split("/")[-1]]
+            if (ref := schema.get("$ref"))
+            else schema
+        )
+        inner = [found(each) for each in schema.get("anyOf", [])]
+        return set(schema.get("properties", ())).union(*inner)
+
+    content = route.get("requestBody", {}).get("content", {}).get("application/json", {})
+    query = {each["name"] for each in route.get("parameters", ()) if each["in"] == "query"}
+    return query, found(content.get("schema", {}))
+
+
+def test_the_page_of_errors_has_all_of_them():
+    need("fastapi")
+    from kvweave import errors
+    from kvweave.serve.guard import problems
+
+    rows = PAGES[HTTP].split("| status | code |")[1].split("\n\n")[0].splitlines()[2:]
+    told = {
+        (int(n), code)
+        for row in rows
+        for n in re.findall(r"\d{3}", row.split("|")[1])
+        for code in re.findall(r"`(\w+)`", row)
+    }
+    named = {"context_too_long": "context_length_exceeded", "over_quota": "insufficient_quota"}
+    for name, kind in vars(errors).items():
+        known = [n for of, n in problems.STATUS if isinstance(kind, type) and issubclass(kind, of)]
+        if known and not kind.__subclasses__() and kind not in problems.INTERNAL:
+            code = problems.snake_case(name)
+            assert (known[0], named.get(code, code)) in told, f"{known[0]} {code}"
 
 
 @pytest.mark.parametrize("name", PAGES)
@@ -214,6 +271,12 @@ def test_the_page_of_commands_is_current():
     generate = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(generate)
     assert PAGES["docs/cli.md"] == generate.page(), "run `make docs`"
+    assert "%%" not in PAGES["docs/cli.md"], "it is written twice for argparse only"
+
+
+def test_the_demo_has_as_many_ways_as_the_first_page_says():
+    said = dict(zip(("two", "three", "four", "five"), range(2, 6), strict=True))
+    assert said[re.search(r"make demo .* (\w+) ways", PAGES["README.md"])[1]] == len(WAYS)
 
 
 def test_these_checks_can_fail():

@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 import os
 import random
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from urllib.parse import quote
 
 import pytest
@@ -86,6 +89,30 @@ def test_a_taken_name_is_kept_unless_told(serve):
     assert (taken["code"], taken["name"], taken["id"]) == ("name_taken", "a", first["id"])
     assert anna.put("a", B, replace=True)["id"] != first["id"]
     assert anna.error("GET", f"/v1/chunks/{ref(first)}", status=404)["code"] == "chunk_not_found"
+
+
+def test_of_puts_at_once_one_finds_no_chunk_of_that_name(serve):
+    served = serve(engine_options={"max_rows": 16})
+    held, go = threading.Event(), threading.Event()
+
+    def hold(engine):
+        held.set()
+        go.wait(30)
+
+    def put(i):
+        body = {"text": f"{i} " + "so well then we saw it " * 9, "replace": True}
+        url, headers = "/v1/chunks/docs/a", served.anna.headers
+        return served.client.put(url, json=body, headers=headers).status_code
+
+    with ThreadPoolExecutor(5) as pool:
+        holding = pool.submit(served.on_engine, hold)
+        assert held.wait(30)
+        asked = [pool.submit(put, i) for i in range(4)]
+        while served.driver.stats()["calls"] < 4 and not any(each.done() for each in asked):
+            time.sleep(0.005)
+        go.set()
+        assert sorted(each.result(30) for each in asked) == [200, 200, 200, 201]
+        holding.result(30)
 
 
 def test_listings_are_sorted_cut_and_filtered(serve):

@@ -71,7 +71,7 @@ class CountedRunner(Runner):
 
 
 class Script:
-    """The conversation and its window, as token ids, made without any of the three ways.
+    """The conversation and its window, as token ids, made without any of the ways.
 
     ``told`` makes of a text of the world what the model is told.
     """

@@ -36,7 +36,8 @@ def putting(
 ) -> Task[list[ChunkId]]:
     """Store chunks with their canonical KV: all of them or none, as a task of the loop.
 
-    Names are bound when all is computed, and only if ``then`` lets them. Raises as `Engine.put`.
+    Names are bound when all is computed, and only if ``then``, which is called right before, lets
+    them. Raises as `Engine.put`.
     """
     table = maker.table
 
@@ -59,8 +60,8 @@ def putting(
         for id in dict.fromkeys(held):
             yield from maker.computing(id, namespace)
         with table.transaction():
-            bind()
             then(held)
+            bind()
         return list(held)
     finally:
         with table.transaction():

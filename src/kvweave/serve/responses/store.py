@@ -231,7 +231,7 @@ class NamespaceStore:
     def open(self, name: str | None, metadata: dict[str, str]) -> StoredConversation:
         """Open a conversation, under a name or one that is made up. Raises NameTaken."""
         if name in self.conversations:
-            raise NameTaken(name or "", 0)
+            raise NameTaken(name or "", 0, "conversation")
         id = name or f"conv_{uuid.uuid4().hex}"
         made = StoredConversation(id, metadata, self.said, self._save_conversation)
         self.conversations[made.id] = made

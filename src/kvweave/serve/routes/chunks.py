@@ -283,7 +283,7 @@ async def put_many(tenant: Tenant, the: The, body: PutMany) -> dict[str, Any]:
 
     def work(engine: Engine) -> Task[dict[str, Any]]:
         named = list(zip(names, body.items, strict=True))
-        made = yield from store(engine, the, tenant, named, body)
+        made, _ = yield from store(engine, the, tenant, named, body)
         return {"object": "list", "data": made}
 
     return await the.run(tenant, work)
@@ -299,12 +299,10 @@ async def put(
     """Store a chunk with its KV under a name; 200 where there was one of that name."""
     name = the.new_name(name)
 
-    def work(engine: Engine) -> Task[tuple[bool, dict[str, object]]]:
-        known = engine.table.lookup(name, tenant) is not None
-        [made] = yield from store(engine, the, tenant, [(name, body)], body)
-        return known, made
+    def work(engine: Engine) -> Task[tuple[list[dict[str, object]], bool]]:
+        return (yield from store(engine, the, tenant, [(name, body)], body))
 
-    known, made = await the.run(tenant, work)
+    [made], known = await the.run(tenant, work)
     response.status_code = 200 if known else 201
     return made
 
@@ -315,8 +313,8 @@ def store(
     tenant: str,
     named: Sequence[tuple[str, PutChunk | NamedContent]],
     how: PutChunk | PutMany,
-) -> Task[list[dict[str, object]]]:
-    """Put chunks, durably if asked to; on an error nothing is stored."""
+) -> Task[tuple[list[dict[str, object]], bool]]:
+    """Put chunks, durably if asked to, and tell whether a name was there; on an error nothing is stored."""
     shelf = engine.shelf
     if how.durable and not shelf.mover.levels:
         raise InvalidArgument(
@@ -326,7 +324,11 @@ def store(
     replaced = [item.name for item in items] if how.replace else []
     the.quota.check(engine, tenant, [len(item.tokens) for item in items], replaced)
 
+    known = False
+
     def save(ids: Sequence[ChunkId]) -> None:
+        nonlocal known  # not before: others put while these were computed
+        known = any(engine.table.lookup(item.name, tenant) for item in items)
         for id in ids if how.durable else ():
             shelf.save(id)
 
@@ -338,7 +340,7 @@ def store(
             shelf.save(entry.id)
     for entry in entries:
         the.library.note(tenant, entry.id)
-    return [entry.to_dict() for entry in entries]
+    return [entry.to_dict() for entry in entries], known
 
 
 @router.get("/{name:path}", response_model=ChunkStat, response_model_exclude_none=False)

@@ -23,7 +23,7 @@ from kvweave.serve.routes import remembered as shape
 from kvweave.serve.routes.base import ERRORS, MAX_REF, The
 from kvweave.serve.routes.named import NamedContext, OnContext
 from kvweave.serve.routes.shown import part_told
-from kvweave.serve.routes.strict import StrictRoute
+from kvweave.serve.routes.strict import DryQuery, StrictRoute, is_dry
 from kvweave.weave.context import Context
 from kvweave.weave.special import PlainText
 
@@ -192,11 +192,11 @@ async def write(here: OnContext, body: shape.Write) -> _Json:
 
 
 @router.post("/{name:path}:delete", response_model=shape.ItemNames)
-async def delete(here: OnContext, body: shape.DryMatching) -> _Json:
+async def delete(here: OnContext, body: shape.DryMatching, dry: DryQuery = False) -> _Json:
     """Remove items, from the context too."""
 
     def work(each: OpenMemory) -> _Json:
-        if body.dry_run:
+        if is_dry(dry, body):
             return {"names": each.memory.items_below.names(body.pattern)}
         return {"names": each.memory.delete(body.pattern)}
 
