@@ -15,7 +15,7 @@ from loaded import short_runner
 from served import served
 
 from kvweave import Client, Engine
-from kvweave.cli import app, parser
+from kvweave.cli import app, chat, parser
 from kvweave.run.model import Runner
 
 A = "Nina's river is wide . so well then we saw it .\n"
@@ -204,6 +204,59 @@ def test_an_interrupted_answer_leaves_no_trace(sh, server, monkeypatch):
     sh("context", "ask", "c", "so", "--max-tokens", "2000", "--url", server.url, status=130)
     server.settle()
     assert sh("ls", "--url", server.url) == ""
+
+
+@pytest.mark.parametrize("words", [["context", "ask", "team", "so"], ["chat", "--context", "team"]])
+def test_who_is_interrupted_takes_nothing_of_others_back(sh, server, monkeypatch, words):
+    from kvweave.client import RemoteTurn
+
+    real, url = RemoteTurn.stream, ["--url", server.url]
+    with Client(server.url) as other:
+        team = other.context("team", system="keep .")
+
+        def stream(turn):
+            team.ask(A, max_tokens=2)  # acknowledged, before the message that is interrupted
+            pieces = real(turn)
+            yield next(pieces)
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(RemoteTurn, "stream", stream)
+        asks = words[0] == "context"
+        sh(*words, "--max-tokens", "2000", *url, stdin="so\n", status=130 if asks else 0)
+        server.settle()
+        names = ["team/s-000", "team/u-000", "team/a-000"]
+        assert [part.name for part in team.parts] == names and other.files.ls() != []
+        assert "river is wide" in other.files.text("team/u-000")["text"]
+        assert {entry.name for entry in other.files.ls()} == set(names)
+
+
+def test_a_message_whose_answer_fails_is_not_there_either(sh, server, monkeypatch):
+    def broken(*args):
+        raise RuntimeError("on the way")
+
+    with Client(server.url) as client:
+        context = client.context("c", system="keep .")
+        with monkeypatch.context() as patch:
+            patch.setattr(server.driver.engine.runner, "forward", broken)
+            sh("context", "ask", "c", A, "--url", server.url, status=1)
+        assert [part.name for part in context.parts] == ["c/s-000"]
+        assert [entry.name for entry in client.files.ls()] == ["c/s-000"]
+
+
+def test_chats_at_once_have_names_of_their_own(sh, server, monkeypatch):
+    first, real, close = iter(["chat/1"]), chat._free_name, Client.close_context
+    monkeypatch.setattr(chat, "_free_name", lambda weaver: next(first, None) or real(weaver))
+
+    def closing(client, name):
+        close(client, name)
+        other.put(f"{name}/note", A)  # whoever has the name next
+
+    with Client(server.url) as other:
+        other.context("chat/1")
+        monkeypatch.setattr(Client, "close_context", closing)
+        sh("chat", "--max-tokens", "1", "--url", server.url, stdin="so\n/parts\n")
+        assert "chat/2/u-000" in sh.out
+        assert [entry.name for entry in other.files.ls()] == ["chat/2/note"]
 
 
 @pytest.mark.parametrize(

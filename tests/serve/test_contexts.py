@@ -10,6 +10,7 @@ import pytest
 from loaded import short_runner
 
 from kvweave import Engine
+from kvweave.errors import OverBudget
 
 A = "Nina's river is wide . so well then we saw it ."
 B = "Yuki's metal is sharp . so well ."
@@ -238,6 +239,34 @@ def test_what_cannot_be_answered_has_its_status_and_changes_nothing(serve, strea
         assert anna("GET", "/v1/contexts/c") == before
     found = anna.error("POST", "/v1/contexts/x:ask", {"content": A, "stream": stream}, 404)
     assert found["code"] == "context_not_found"
+
+
+@pytest.mark.parametrize("at", [1, 3])
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_message_of_an_answer_that_fails_is_not_there_either(serve, monkeypatch, at, stream):
+    """As of one that is refused, and as an engine has it: asked again, it stands there once."""
+    served = serve()
+    anna, forward, calls = served.anna, served.engine.runner.forward, []
+    anna("POST", "/v1/contexts", {"name": "chat", "system": "keep the notes ."}, 201)
+
+    def full(*given):
+        calls.append(given)
+        if len(calls) == at:
+            raise OverBudget(9, 8, 7)
+        return forward(*given)
+
+    monkeypatch.setattr(served.engine.runner, "forward", full)
+    body = {"content": "so well", "max_tokens": 9, "ignore_eos": True, "stream": stream}
+    url = "http://localhost/v1/contexts/chat:ask"
+    found = served.client.post(url, json=body, headers=anna.headers)
+    assert "over_budget" in found.text and len(calls) == at
+    monkeypatch.undo()
+    view = anna("GET", "/v1/contexts/chat")
+    assert [part["name"] for part in view["parts"]] == ["chat/s-000"] == anna.names("chat/")
+    seen = [each["version"] for each in anna("GET", "/v1/contexts/chat:log")["data"]]
+    assert seen == sorted(set(seen), reverse=True) and view["version"] == seen[0] > 2, "none twice"
+    anna("POST", "/v1/contexts/chat:ask", {"content": "so well", "max_tokens": 1})
+    assert anna.names("chat/") == ["chat/a-000", "chat/s-000", "chat/u-000"]
 
 
 def test_while_an_answer_runs_its_context_is_busy_and_nothing_else_is(serve, monkeypatch):

@@ -165,6 +165,8 @@ def test_compose_uses_the_chunks_of_its_namespace(engines: Make) -> None:
     assert context.name == "compose-1" and engine.contexts_of("two")["compose-1"] is context
     assert context.tokens() == [*text(8, 3), *text(9, 1)]
     assert engine.compose("{docs/a}", namespace="one").name == "compose-1", "counts tell nothing"
+    engine.rename_context("compose-1", "compose-2", "two")
+    assert engine.compose("{docs/a}", namespace="two").name == "compose-3", "that one is taken"
     with pytest.raises(HoleNotFilled):
         engine.compose("{docs/a}")
     with pytest.raises(InvalidArgument, match="namespace"):

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from importlib import import_module
 from typing import TYPE_CHECKING
 
 import kvweave
 from kvweave.cli import stdin
+from kvweave.cli.asking import answer_to
 from kvweave.cli.command import UsageError
 from kvweave.cli.show import Out, aligned
 from kvweave.cli.target import server, target
 from kvweave.cli.text import sampling_of
 from kvweave.cli.values import part_of
-from kvweave.errors import InvalidArgument, KVWeaveError, nearest
-from kvweave.weave.parts import Part, Snapshot
+from kvweave.errors import InvalidArgument, KVWeaveError, NameTaken, nearest
+from kvweave.weave.parts import Part
 
 if TYPE_CHECKING:
     from kvweave.client import RemoteContext
@@ -42,9 +42,11 @@ def chat(args: Namespace) -> int:
             n_failed = Chat(weaver, context, sampling, out, args.limit).talk()
         finally:
             if not stays:
-                weaver.close_context(context.name)
-                if not args.keep_turns:
-                    _forget(weaver, context.name)
+                try:
+                    if not args.keep_turns:  # before somebody else may have the name
+                        _forget(weaver, context.name)
+                finally:
+                    weaver.close_context(context.name)
     return 1 if n_failed and not stdin.is_terminal() else 0
 
 
@@ -58,7 +60,10 @@ def _opened(
     }
     given = {name: value for name, value in given.items() if value is not None}
     if args.context is None:
-        return weaver.context(_free_name(weaver), **given)
+        try:
+            return weaver.context(_free_name(weaver), **given)
+        except NameTaken:  # by another chat that began at the same time
+            return _opened(weaver, args, out)
     if args.context not in weaver.contexts:
         return weaver.context(args.context, **given)
     if given:
@@ -67,19 +72,6 @@ def _opened(
     context = weaver.get_context(args.context)
     out.note(f"{context.name}: {len(context.parts)} parts, {context.n_tokens} tokens")
     return context
-
-
-def taken_back(
-    weaver: kvweave.Engine | kvweave.Client,
-    context: kvweave.Context | RemoteContext,
-    before: Snapshot,
-) -> None:
-    """Bring back a context; names of the messages that came since go too, unless others use them."""
-    new = context.snapshot().parts[len(before.parts) :]
-    context.restore(before)
-    for part in new:
-        with suppress(KVWeaveError):
-            weaver.files.rm(part.name)
 
 
 class Chat:
@@ -126,23 +118,13 @@ class Chat:
 
     def answer(self, line: str) -> None:
         """Print the answer to one message as it comes; Ctrl-C ends it early."""
-        context, before = self.context, self.context.snapshot()
-        turn = None
         try:
-            context.message("user", line)
-            turn = context.begin(self.sampling, chat=True)
-            for piece in turn.stream():
-                if not self.out.as_json:
-                    print(piece, end="", flush=True)
-        except BaseException as error:
-            if turn is not None:
-                turn.cancel()
-            taken_back(self.weaver, context, before)
+            answer = answer_to(self.weaver, self.context, line, self.sampling, self.out.piece)
+        except KeyboardInterrupt as error:
             if type(error) is not KeyboardInterrupt:  # those of it end the chat
                 raise
             self.out.note("\ninterrupted: neither message nor answer is in the context")
             return
-        answer = turn.finish()
         dropped = self._shrink()
         if self.out.as_json:
             found = {"text": answer.text, "finish": answer.finish, "usage": answer.usage}
@@ -236,4 +218,4 @@ def _free_name(weaver: kvweave.Engine | kvweave.Client) -> str:
 def _forget(weaver: kvweave.Engine | kvweave.Client, name: str) -> None:
     for entry in weaver.files.ls(f"{name}/*"):
         if not entry.pinned:
-            weaver.files.rm(entry.name)
+            weaver.files.rm(entry.name, force=True)

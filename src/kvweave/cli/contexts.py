@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvweave.chunk.names import has_glob, matching
 from kvweave.cli import stdin
-from kvweave.cli.chat import taken_back
+from kvweave.cli.asking import answer_to
 from kvweave.cli.command import UsageError
 from kvweave.cli.show import Out, aligned, date
 from kvweave.cli.target import server
@@ -230,19 +230,7 @@ def ask(args: Namespace) -> None:
     out = Out.of(args)
     with server(args, "a context").weaver() as client:
         context = client.get_context(args.name)
-        sampling, before, turn = sampling_of(args, stop=[]), context.snapshot(), None
-        try:
-            context.message("user", _text(args.text))
-            turn = context.begin(sampling, chat=True)
-            for piece in turn.stream():
-                if not out.as_json:
-                    print(piece, end="", flush=True)
-            answer = turn.finish()
-        except BaseException:
-            if turn is not None:
-                turn.cancel()
-            taken_back(client, context, before)
-            raise
+        answer = answer_to(client, context, _text(args.text), sampling_of(args, stop=[]), out.piece)
     if out.as_json:
         told = {"text": answer.text, "finish": answer.finish, "usage": answer.usage}
         out.data(told | {"plan": answer.plan.to_dict()})

@@ -35,6 +35,11 @@ class Out:
         """Print one JSON value on a line of its own."""
         print(json.dumps(value, ensure_ascii=False), flush=True)
 
+    def piece(self, text: str) -> None:
+        """Print a piece of an answer as it comes; what is told as JSON is told at the end."""
+        if not self.as_json:
+            print(text, end="", flush=True)
+
     def note(self, text: str) -> None:
         """Tell something that is not the result."""
         if not self.quiet and not self.as_json:

@@ -206,10 +206,15 @@ class ContextVerbs(Generic[_TurnT, _ContextT]):
         return int(found["refined"])
 
     def begin(
-        self, sampling: Sampling, max_drift: float | None = None, *, chat: bool = False
+        self,
+        sampling: Sampling,
+        max_drift: float | None = None,
+        *,
+        chat: bool = False,
+        content: str | None = None,
     ) -> _TurnT:
-        """Return an answer that begins when it is read."""
-        return self._begin(sampling, max_drift, "ask" if chat else "generate", None)
+        """Return an answer that begins when it is read; of a ``chat``, to a user message of this content."""
+        return self._begin(sampling, max_drift, "ask" if chat else "generate", content)
 
     @Verb
     def generate(self, /, max_tokens: int = 256, **options: object) -> Course[Answer]:

@@ -54,9 +54,12 @@ class Contexts:
             raise NameTaken(name, 0)
 
     def next_composed(self, namespace: str) -> str:
-        """Return a name for a context that was composed without one."""
-        self._n_composed[namespace] += 1
-        return f"compose-{self._n_composed[namespace]}"
+        """Return a name for a context that was composed without one, which no other has."""
+        while True:
+            self._n_composed[namespace] += 1
+            name = f"compose-{self._n_composed[namespace]}"
+            if name not in self.of(namespace):
+                return name
 
     def new_key(self, name: str, namespace: str) -> str:
         """Return what tells a new context from all others, also from one that had its name once."""

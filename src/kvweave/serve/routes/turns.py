@@ -31,6 +31,7 @@ from kvweave.serve.routes.named import NamedContext, OnContext
 from kvweave.serve.routes.strict import StrictRoute
 from kvweave.serve.stream import Reply, respond
 from kvweave.weave.answer import Answer, request_from
+from kvweave.weave.parts import Part
 from kvweave.weave.special import PlainText
 from kvweave.weave.turn import Turn
 
@@ -98,6 +99,9 @@ class OneTurn:
         self.sampling, self.max_drift = request_from(body.max_tokens, options)
         self.version: int | None = None  # once the answer is there
         self.known: set[int] = set()  # uids of parts before the one that is answered
+        self.told: tuple[Part, tuple[int, dict[str, int]]] | None = (
+            None  # the message; names before
+        )
 
     async def events(self) -> AsyncGenerator[Event, None]:
         """Yield what comes of it."""
@@ -126,10 +130,11 @@ class OneTurn:
         if self.body.content is not None:
             sizes.append(len(tokens_of(engine, self.body.content)))
         self.here.the.quota.check(engine, self.here.tenant, sizes)
-        said = self.body.content
+        said, counts = self.body.content, context.names.counts()
         with nullcontext() if said is None else context.telling(PlainText(said)):
             self.here.the.quota.check_parts(len(context.parts))
             self.known = {part.uid for part in context.parts[:-1]}
+            self.told = None if said is None else (context.parts[-1], counts)
             return [context.begin(self.sampling, self.max_drift, chat=self.chat)]
 
     def wants(self, engine: Engine) -> list[int]:
@@ -137,8 +142,16 @@ class OneTurn:
         return [int(part.id) for part in engine.get_context(self.here.name, self.here.tenant).parts]
 
     def done(self, engine: Engine, answers: list[Answer]) -> None:
-        """Have canonical KV computed of what is new, and let it be found."""
-        context = engine.get_context(self.here.name, self.here.tenant)
+        """Have canonical KV computed of what is new, and let it be found. With an answer that failed its
+        message goes."""
+        context, table = engine.get_context(self.here.name, self.here.tenant), engine.table
+        if self.told is not None and not answers:
+            said, counts = self.told  # others have seen its version, so that is not given again
+            context.drop(said, mode="forget")
+            left = table.lookup(said.name, self.here.tenant)
+            if left is not None and left.id == said.id:
+                table.unbind(said.name, self.here.tenant)
+                context.names.reset(counts)
         parts, self.version = context.parts, context.history.version
         new = [part.id for part in parts if part.uid not in self.known]
         self.here.the.driver.later(new)
