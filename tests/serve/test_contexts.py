@@ -259,7 +259,7 @@ def test_the_message_of_an_answer_that_fails_is_not_there_either(serve, monkeypa
     body = {"content": "so well", "max_tokens": 9, "ignore_eos": True, "stream": stream}
     url = "http://localhost/v1/contexts/chat:ask"
     found = served.client.post(url, json=body, headers=anna.headers)
-    assert "over_budget" in found.text and len(calls) == at
+    assert "over_budget" in found.text
     monkeypatch.undo()
     view = anna("GET", "/v1/contexts/chat")
     assert [part["name"] for part in view["parts"]] == ["chat/s-000"] == anna.names("chat/")
