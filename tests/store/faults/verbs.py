@@ -95,8 +95,8 @@ def durable_put(engine: Engine, name: str, tokens: Tokens) -> None:
         engine.shelf.save(id)
 
 
-def ask(engine: Engine, name: str, **options: Any) -> Tokens:
-    context = engine.compose("{" + name + "}", repair="none", **options)
+def ask(engine: Engine, name: str) -> Tokens:
+    context = engine.compose("{" + name + "}", repair="none")
     try:
         return tuple(context.generate(max_tokens=ANSWER, temperature=0).tokens)
     finally:
@@ -233,9 +233,7 @@ def _one(
         return
     first, there = durable and record.id in below, below.pop(record.id, True)
     before = counts(engine)
-    # without `denoise`: KV of the answer itself would be two thirds of a look
-    said = to.timed(name, limit, lambda: ask(engine, name, denoise=False))
-    if said not in (truth.answer(tokens), None):
+    if to.timed(name, limit, lambda: ask(engine, name)) not in (truth.answer(tokens), None):
         to.wrong.append(f"{name}: another answer")
     kv = engine.shelf.get(record.id)
     if kv is not None and not truth.is_kv(kv, tokens):
