@@ -75,9 +75,9 @@ class Launched:
         self.process.send_signal(signal.SIGKILL)
         self.process.communicate()
 
-    def stop(self) -> None:
+    def stop(self, by: str = "TERM") -> None:
         """Let it end by itself; that must not take long, nor may its engine be broken."""
-        self.process.send_signal(signal.SIGTERM)
+        self.process.send_signal(getattr(signal, f"SIG{by}"))
         try:
             self.process.communicate(timeout=60)
         except subprocess.TimeoutExpired:

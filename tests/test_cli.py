@@ -753,3 +753,28 @@ sys.exit(app.main(["ls"]))
 """
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=300)
     assert (ended.returncode, ended.stderr.strip()) == (130, b"")
+
+
+def test_an_end_does_not_wait_for_ever_for_what_cleans_up():
+    """For a server that is silent, say; twice, as one block may stand in another."""
+    code = """
+import os, signal, sys, time
+from kvweave.cli import app, signals, values
+signals.GRACE, signals.NEXT = .4, .3
+def run(args):
+    try:
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(20)
+        finally:
+            time.sleep(20)
+            print("first")
+    finally:
+        time.sleep(20)
+        print("second")
+values.cleaning = run
+app.COMMANDS = {"ls": type("C", (), {"where": "kvweave.cli.values:cleaning"})}
+sys.exit(app.main(["ls"]))
+"""
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=30)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (143, b"", b"")

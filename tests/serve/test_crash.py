@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -137,8 +138,8 @@ def records_of(home: Path, model: Runner) -> dict[str, KV]:
     return {key: each for key, each in found.items() if isinstance(each, KV)}
 
 
-def start(directory: Path) -> Launched:
-    return launch(directory, "--repair", "none", "--max-sessions", "4")
+def start(directory: Path, *options: str) -> Launched:
+    return launch(directory, "--repair", "none", "--max-sessions", "4", *options)
 
 
 def until_told(ledgers: list[Ledger], n: int) -> None:
@@ -234,5 +235,36 @@ def test_a_server_that_stops_has_written_what_it_had(tmp_path: Path) -> None:
         with server.client() as client:
             told = client.get("/v1/chunks/docs/a").json()
             assert (told["tier"], told["id"]) == ("disk", put.json()["id"])
+    finally:
+        server.kill()
+
+
+@pytest.mark.slow
+def test_a_second_ctrl_c_ends_the_answers_and_writes_all_the_same(tmp_path: Path) -> None:
+    server = start(tmp_path / "it", "--grace", "600")
+    words = {
+        "model": "demo",
+        "messages": [USER],
+        "max_tokens": 3000,
+        "ignore_eos": True,
+        "stream": True,
+    }
+    with server.client() as client:
+        put = client.put("/v1/chunks/docs/a", json={"text": "Anna's river is cold ."})
+        assert put.json()["tier"] == "ram"
+        with (
+            suppress(httpx.HTTPError),
+            client.stream("POST", CHAT, json=words) as answer,
+        ):
+            for line in answer.iter_lines():
+                if line.startswith("data"):
+                    server.process.send_signal(signal.SIGINT)
+                    time.sleep(0.05)
+                    server.stop("INT")
+                    break
+    server = start(tmp_path / "it")
+    try:
+        with server.client() as client:
+            assert client.get("/v1/chunks/docs/a").json()["tier"] == "disk"
     finally:
         server.kill()

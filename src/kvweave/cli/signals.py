@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from sys import UnraisableHookArgs
 
 TOGETHER = 0.2  # seconds; nobody presses Ctrl-C twice in so short a time
+GRACE = (
+    10.0  # seconds that cleaning up may take behind one of OTHERS; then what waits is broken off
+)
+NEXT = 1.5  # seconds later, that which waits then; a verb holds them for one
 OTHERS = (signal.SIGTERM, signal.SIGHUP)
 
 
@@ -43,6 +47,8 @@ class _Taken:
         self._ended: int | None = None  # by which signal but SIGINT
         self._last: tuple[float, int | None] = (-TOGETHER, None)
         self._show, self._dropped = sys.unraisablehook, Timer(TOGETHER, _interrupt_main)
+        self._late = Timer(GRACE, self._again)
+        self._late.daemon = True
         self._ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
 
     def interrupt(self, sig: int, frame: FrameType | None) -> None:
@@ -61,8 +67,16 @@ class _Taken:
         if sig != signal.SIGTERM and callable(servers) and servers != self.end:
             servers(signal.SIGTERM, frame)
         elif callable(mine):
+            if self._ended is None:
+                self._late.start()
             self._ended = sig
             mine(signal.SIGINT, frame)
+
+    def _again(self) -> None:
+        """Send it until nothing waits any more: where a server is silent, say."""
+        while not self.over:
+            _interrupt_main()
+            time.sleep(NEXT)
 
     def stop(self) -> None:
         """Raise what it was."""
@@ -86,6 +100,7 @@ class _Taken:
         """Have nothing sent any more."""
         self.over = True
         self._dropped.cancel()
+        self._late.cancel()
         sys.unraisablehook = self._show
 
 

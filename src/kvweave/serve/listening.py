@@ -156,6 +156,12 @@ class Listener(uvicorn.Server):
         """Say that it ends, and wait for what runs."""
         self._stopping()
         await super().shutdown(sockets)
+        if self.force_exit:  # uvicorn leaves this out, and what is cancelled instead leaves a trace
+            self.hurry()
+            await self.lifespan.shutdown()
+
+    def hurry(self) -> None:
+        """Let nothing that runs go on to its end."""
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """End gracefully; a second Ctrl-C ends at once. Unlike uvicorn's own, do not die of it."""

@@ -104,7 +104,7 @@ class Driver:
     def refuse(self, grace: float = 10.0) -> None:
         """Take no new work, and return; what waits gets Overloaded, what runs has ``grace`` seconds more."""
         with self._wake:
-            if self._deadline is None:
+            if self._deadline is None or not grace:
                 self._deadline = time.monotonic() + grace
             self._wake.notify()
 
