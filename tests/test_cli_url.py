@@ -275,6 +275,7 @@ def test_an_ended_run_frees_its_context(server, verb, sig, n, heeded):
     words = ["--max-tokens", "4000", "--temperature", "1", "--url", server.url]
     code = (  # what starts the tests may have it ignored
         f"import signal, sys; signal.signal(signal.SIGINT, signal.{'default_int_handler' if heeded else 'SIG_IGN'});"
+        "signal.signal(signal.SIGHUP, signal.SIG_DFL);"
         "from kvweave.cli import main; sys.exit(main(sys.argv[1:]))"
     )
     with subprocess.Popen(

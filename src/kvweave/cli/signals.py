@@ -19,9 +19,8 @@ if TYPE_CHECKING:
     from sys import UnraisableHookArgs
 
 TOGETHER = 0.2  # seconds; nobody presses Ctrl-C twice in so short a time
-GRACE = (
-    10.0  # seconds that cleaning up may take behind one of OTHERS; then what waits is broken off
-)
+# seconds that cleaning up may take behind one of OTHERS; then what waits is broken off
+GRACE = 10.0
 NEXT = 1.5  # seconds later, that which waits then; a verb holds them for one
 OTHERS = (signal.SIGTERM, signal.SIGHUP)
 
@@ -46,7 +45,8 @@ class _Taken:
         self.over = False
         self._ended: int | None = None  # by which signal but SIGINT
         self._last: tuple[float, int | None] = (-TOGETHER, None)
-        self._show, self._dropped = sys.unraisablehook, Timer(TOGETHER, _interrupt_main)
+        self._is_due = False  # one that was dropped comes once more
+        self._show, self._dropped = sys.unraisablehook, Timer(TOGETHER, self._once_more)
         self._late = Timer(GRACE, self._again)
         self._late.daemon = True
         self._ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
@@ -57,8 +57,8 @@ class _Taken:
         if self.over or (self._ignored and self._ended is None):
             return
         (before, why), now = self._last, time.monotonic()
-        self._last = now, self._ended
-        if why != self._ended or now - before >= TOGETHER:
+        self._last, due, self._is_due = (now, self._ended), self._is_due, False
+        if due or why != self._ended or now - before >= TOGETHER:
             self.stop()
 
     def end(self, sig: int, frame: FrameType | None) -> None:
@@ -87,9 +87,13 @@ class _Taken:
         if not issubclass(ignored.exc_type, KeyboardInterrupt):
             self._show(ignored)
         elif not self._dropped.is_alive():
-            self._dropped = Timer(TOGETHER, _interrupt_main)
+            self._dropped = Timer(TOGETHER, self._once_more)
             self._dropped.daemon = True
             self._dropped.start()
+
+    def _once_more(self) -> None:
+        self._is_due = True
+        _interrupt_main()
 
     def settle(self) -> None:
         """Raise one that is about to be sent once more."""
