@@ -60,6 +60,13 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["PYTEST_WHOLE"] = "" if named else "1"
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """One more than there are cores: many tests wait."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return (cores or 1) + 1
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Of a test's many cases a quick run of the whole asks some, first and last and between; the others
