@@ -200,6 +200,7 @@ def common(a: list[Any], b: list[Any]) -> int:
     return same
 
 
+@pytest.mark.slow
 def test_figures_of_a_rule_add_up(bench: Any, runs: list[Any]) -> None:
     foreseen = bench.foresight.learned(runs)
     found = bench.count.counted(runs, foreseen)
@@ -220,6 +221,7 @@ def test_figures_of_a_rule_add_up(bench: Any, runs: list[Any]) -> None:
     assert front["sent_per_request"] == found["sent_per_request"] + 5700
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("front", [0, 100])
 def test_a_foreseen_edit_leaves_what_nobody_could_know_to_compute(
     bench: Any, runs: list[Any], front: int

@@ -53,6 +53,7 @@ def well_again(table: Table) -> None:
             time.sleep(0.05)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lost", ["questions", "answers"])
 def test_each_verb_ends(server: postgres.Server, wire: postgres.Wire, lost: str) -> None:
     url = wire.of(server.fresh())
@@ -85,6 +86,7 @@ def test_each_verb_ends(server: postgres.Server, wire: postgres.Wire, lost: str)
         assert time.monotonic() - begun < 4 * ANSWER + BUSY
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lost", ["questions", "answers"])
 def test_of_a_commit_without_an_answer_nobody_knows(
     server: postgres.Server, wire: postgres.Wire, monkeypatch: pytest.MonkeyPatch, lost: str

@@ -197,6 +197,7 @@ def test_the_same_key_goes_to_the_same_worker(workers, route, path):
             assert new == keys
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", ["/v1/conversations", "/v1/contexts:compose"])
 def test_what_may_have_happened_is_not_done_elsewhere_under_its_key(workers, route, path):
     def behave(seen):

@@ -43,6 +43,7 @@ def lent(pair: Pair) -> tuple[str, str]:
     return names
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["cp", "mv", "compress"])
 @pytest.mark.parametrize("replace", [False, True])
 def test_a_name_of_another_worker_is_not_given_to_a_second_chunk(

@@ -90,6 +90,7 @@ print(resident() - before)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="what is resident is read of Linux's /proc")
 def test_what_is_kept_of_lengths_is_bounded() -> None:
     told = subprocess.run(

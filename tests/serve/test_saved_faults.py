@@ -141,6 +141,7 @@ def test_a_row_that_says_something_else_is_not_read(
     kept.close()
 
 
+@pytest.mark.slow
 def test_an_older_file_is_taken_over_and_a_newer_one_refused(
     closed: tuple[Path, Json], tmp_path: Path
 ) -> None:
@@ -189,6 +190,7 @@ def test_a_log_whose_file_was_taken_away_is_kept(tmp_path: Path) -> None:
     assert (tmp_path / f"{FILE}.damaged-1-wal").read_bytes() == b"all that was said"
 
 
+@pytest.mark.slow
 def test_a_file_that_another_program_holds(closed: tuple[Path, Json], tmp_path: Path) -> None:
     home = shutil.copytree(closed[0], tmp_path / "home")
     other = sqlite3.connect(home / FILE, isolation_level=None)
@@ -391,6 +393,7 @@ def after(n: int) -> Json:
     return plain(store)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rounds", [2, pytest.param(KILLS, marks=pytest.mark.slow)])
 def test_what_was_acknowledged_is_there_after_a_kill(tmp_path: Path, rounds: int) -> None:
     home, rng, n = tmp_path / "home", random.Random(rounds), 0

@@ -119,6 +119,7 @@ def aimed(way: Aim, ops: int) -> tuple[int, Aim]:
     return way.get("ops", ops), {name: value for name, value in way.items() if name != "ops"}
 
 
+@pytest.mark.slow
 @slow_too(*WRITES)
 def test_writes_that_fail(host: Host, fresh: Fresh, tally: Tally, way: str, quick: bool) -> None:
     writes(host, fresh, tally, way, quick)

@@ -103,6 +103,7 @@ def hangs(host: Host, fresh: Fresh, tally: Tally, ops: int, only: str, way: str,
     tally.settle()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("quick", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("way", ["once", "from then on"])
 def test_any_call_of_a_home_that_hangs(
