@@ -120,13 +120,10 @@ class Files:
 
         found = [item for item in files._match(pattern, some) if after is None or item[0] > after]
 
-        def by_name(item: tuple[str, Record]) -> Any:
-            return item[0]
-
         def by_field(item: tuple[str, Record]) -> Any:
             return getattr(item[1], sort), item[0]
 
-        key = by_name if sort == "name" else by_field
+        key: Callable[[tuple[str, Record]], Any] = _name if sort == "name" else by_field
         if limit is None:
             found.sort(key=key, reverse=reverse)
         else:
