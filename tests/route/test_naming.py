@@ -5,6 +5,8 @@ python -m pytest tests/route/test_naming.py
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import httpx
@@ -14,6 +16,8 @@ from route.test_engines import ANNA, A, B, Pair, ask, chunk, put_apart
 from routing import DIE, Reply, until
 
 from kvweave import Client
+from kvweave.route.forward import Call, WorkerFailed
+from kvweave.route.worker import Worker
 
 engines, pair = test_engines.engines, test_engines.pair
 
@@ -41,6 +45,25 @@ def lent(pair: Pair) -> tuple[str, str]:
     names = (a, b) if len(pair.holders(a)) == 2 else (b, a)
     assert [len(pair.holders(name)) for name in names] == [2, 1]
     return names
+
+
+@contextmanager
+def away(pair: Pair, url: str) -> Iterator[Worker]:
+    """Cut the router off from a worker, which lives on."""
+    state = pair.router.state
+    worker = next(each for each in state.workers if each.url == url)
+    send = state.forwarder.send
+
+    async def cut(to: Worker, call: Call, *, quick: bool = False) -> httpx.Response:
+        if to is worker:
+            raise WorkerFailed("cut off", sent=False)
+        return await send(to, call, quick=quick)
+
+    state.forwarder.send = cut  # type: ignore[method-assign]
+    until(lambda: not worker.healthy)
+    yield worker
+    state.forwarder.send = send  # type: ignore[method-assign]
+    until(lambda: worker.healthy)
 
 
 @pytest.mark.slow
@@ -88,8 +111,15 @@ def test_what_one_worker_would_not_compress_none_does(pair: Pair, to: str | None
 @pytest.mark.parametrize("how", ["cp", "mv", "compress"])
 def test_every_copy_gets_the_name_and_is_of_the_chunk_that_is_right(pair: Pair, how: str) -> None:
     name, _ = lent(pair)
-    with pair.client() as client:
-        client.put(name, B, replace=True)  # the copy that was lent is of the old one still
+    done = set()
+    for home in pair.holders(name):
+        with (
+            away(pair, home),
+            pair.router.client(ANNA) as http,
+        ):  # whose copy is of the old one then
+            told = http.put(f"/v1/chunks/{name}", json={"text": B, "replace": True})
+            done.add(told.status_code)
+    assert done == {200, 503}
     assert len({each[name] for each in have(pair)}) == 2
     more = {"keep": "h2o:4"} if how == "compress" else {}
     assert verb(pair, name, how, to="made/new", **more).status_code == 200

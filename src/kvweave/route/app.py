@@ -24,7 +24,7 @@ from kvweave.route import chunks, completions, contexts, own, stored
 from kvweave.route.follow import following, probing
 from kvweave.route.forward import Call
 from kvweave.route.options import RouteOptions
-from kvweave.route.state import NotAccepted, RouterState, answer_of
+from kvweave.route.state import Nonsense, NotAccepted, RouterState, answer_of, nonsense
 from kvweave.serve.guard.access import Access
 from kvweave.serve.guard.access_log import AccessLog
 from kvweave.serve.guard.limits import Limits
@@ -75,6 +75,7 @@ def create_router(options: RouteOptions) -> Starlette:
     app.router.redirect_slashes = False
     app.add_exception_handler(HTTPException, _problem)
     app.add_exception_handler(NotAccepted, _not_accepted)
+    app.add_exception_handler(Nonsense, _nonsense)
     app.state.router = state
     return app
 
@@ -86,6 +87,10 @@ async def _problem(request: Request, error: Exception) -> Response:
 async def _not_accepted(request: Request, error: Exception) -> Response:
     assert isinstance(error, NotAccepted)
     return answer_of(error.told)
+
+
+async def _nonsense(request: Request, error: Exception) -> Response:
+    return nonsense().response
 
 
 def _routes() -> list[BaseRoute]:

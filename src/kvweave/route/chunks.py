@@ -1,7 +1,7 @@
 """``/v1/chunks``: put where rendezvous hashing says, read from whoever has it, changed wherever it is.
 
 A change has to reach every copy, so it is refused while a worker is down that may have one, and so is one
-that would make one name of two chunks (`kvweave.route.naming`). Nothing here
+that any worker would refuse, or that would make one name of two chunks (`kvweave.route.naming`). Nothing here
 is sent again but what is the same when it is done twice.
 """
 
@@ -9,14 +9,26 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
+from urllib.parse import parse_qs
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from kvweave.route import directory, naming
 from kvweave.route.forward import Call, WorkerFailed
-from kvweave.route.state import RouterState, WholeAnswer, answer_of, unreachable
+from kvweave.route.state import (
+    IDEMPOTENCY,
+    RouterState,
+    WholeAnswer,
+    answer_of,
+    not_all,
+    reading,
+    unreachable,
+)
+from kvweave.route.tenant import RouteTenant
 from kvweave.route.worker import Worker
 from kvweave.serve.guard.problems import Problem, make
 
@@ -34,10 +46,13 @@ async def read(request: Request) -> Response:
         return _by_id(name).response
     there = state.native()
     workers = state.owners(tenant, name, there) if name else there
-    told, _ = await state.ask_all(workers, call)
+    told, silent = await state.ask_all(workers, call)
     if not told:
         return state.nobody(native=True).response
-    return _together(told, request)
+    away = state.down(silent)
+    if name and away and all(response.status_code == 404 for _, response, _ in told):
+        return not_all(away).response
+    return _together(told, call)
 
 
 async def put(request: Request) -> Response:
@@ -47,37 +62,74 @@ async def put(request: Request) -> Response:
     tenant = state.tenant_of(call)
     many = request.method == "POST"
     names = _names(call) if many else [request.scope["path"].removeprefix("/v1/chunks/")]
-    name = names[0] if names else ""
-    if name.startswith("#"):
-        return _by_id(name).response
-    directory.forget(tenant)
-    holder = await naming.putting(state, tenant, call, names)
+    if names and names[0].startswith("#"):
+        return _by_id(names[0]).response
+    async with state.turns(tenant).of(names):
+        directory.forget(tenant)
+        try:
+            return await _put(state, tenant, call, names, many=many)
+        finally:
+            directory.forget(tenant)
+
+
+async def _put(
+    state: RouterState, tenant: RouteTenant, call: Call, names: list[str], *, many: bool
+) -> Response:
+    silent = await directory.look(state, tenant, call, names)
+    holder = naming.apart(state, tenant, names) if many else None
     if isinstance(holder, Problem):
         return holder.response
-    has = tenant.directory.get(name, {})
-    holders = [worker for worker in state.native() if worker.name in has]
+    name = names[0] if names else ""
+    has = {each: tenant.directory.get(each, {}) for each in names}
+    holders = [worker for worker in state.native() if worker.name in has.get(name, {})]
     if many and holder is not None:
         holders = [holder]
     order = state.owners(tenant, name, holders or state.native(taking=True))
     if not order:
         return state.nobody(native=True).response
-    repeatable = not many or call.header(b"idempotency-key") is not None
-    try:
-        for i, worker in enumerate(order):
-            try:
-                return answer_of(await state.ask(worker, call, quick=False))
-            except WorkerFailed as failure:
-                again = not failure.sent or (repeatable and not failure.slow)
-                if not again or i + 1 == len(order) or holders:
-                    return unreachable(worker, failure).response
-                state.metrics.retries.labels("died" if failure.sent else "refused").inc()
-    finally:
-        directory.forget(tenant)
+    away = state.down(silent)
+    for (
+        each
+    ) in names:  # what it has of that name would be right when it is back, and this would not
+        first = state.owners(tenant, each, [*away, order[0]])[0]
+        if first in away:
+            return not_all([first]).response
+    repeatable = not many or call.header(IDEMPOTENCY) is not None
+    for i, worker in enumerate(order):
+        try:
+            told = await state.ask(worker, call, quick=False)
+        except WorkerFailed as failure:
+            again = not failure.sent or (repeatable and not failure.slow)
+            if not again or i + 1 == len(order) or holders:
+                return unreachable(worker, failure).response
+            state.metrics.retries.labels("died" if failure.sent else "refused").inc()
+            continue
+        if told[1].is_success:
+            await _renew(state, tenant, call, has, worker)
+        return answer_of(told)
     raise AssertionError("a worker was asked")
 
 
+async def _renew(
+    state: RouterState, tenant: RouteTenant, call: Call, had: Mapping[str, Mapping[str, str]],
+    worker: Worker,
+) -> None:  # fmt: skip
+    """Have copies that were lent say what was just put on a worker, or go: who has it may be down next."""
+    copies = [(n, w) for n, there in had.items() for w in state.native() if w.name in there]
+    others = [(name, copy) for name, copy in copies if copy is not worker]
+    if not others:
+        return
+    directory.forget(tenant)
+    await directory.look(state, tenant, call, [name for name, _ in others])
+    for name, other in others:
+        with suppress(WorkerFailed):  # it is replaced when it is next named
+            if await directory.copy(state, tenant, call, name, other) is not None:
+                gone = call.asking("DELETE", directory.path_of(name) + "?force=true")
+                await state.ask(other, gone)
+
+
 async def change(request: Request) -> Response:
-    """``DELETE``, and the verbs on names: on every worker."""
+    """``DELETE``, and the verbs on names: on every worker, or on none."""
     state: RouterState = request.app.state.router
     call = await Call.of(request)
     path = request.scope["path"].removeprefix("/v1/chunks/")
@@ -86,27 +138,36 @@ async def change(request: Request) -> Response:
         return _by_id(pattern).response
     if request.method == "POST" and pattern == path:
         return make(404, "there is no such verb on chunks").response
-    down = [worker for worker in state.workers if not worker.healthy]
-    if down:
-        return _not_all(down, nothing=True).response
+    if down := [worker for worker in state.workers if not worker.healthy]:
+        return not_all(down).response
     tenant, verb = state.tenant_of(call), path[len(pattern) + 1 :]
-    try:
-        if verb in naming.NAMING:
-            directory.forget(tenant)
-            try:
-                why = await naming.refusal(state, tenant, call, pattern, verb)
-            except WorkerFailed:
-                return _not_all([w for w in state.workers if not w.healthy], nothing=True).response
-            if why is not None:
-                return why.response if isinstance(why, Problem) else answer_of(why)
-        told, silent = await state.ask_all(state.native(), call, quick=False)
-    finally:
+    async with state.turns(tenant).alone():
         directory.forget(tenant)
+        try:
+            return await _change(state, tenant, call, pattern, verb)
+        finally:
+            directory.forget(tenant)
+
+
+async def _change(
+    state: RouterState, tenant: RouteTenant, call: Call, pattern: str, verb: str
+) -> Response:
+    # what has been sent with this key may be done on some of them
+    if verb != "denoise" and state.noted(tenant, call) is None:
+        try:
+            why = await naming.refusal(state, tenant, call, pattern, verb)
+        except WorkerFailed:
+            return not_all([w for w in state.workers if not w.healthy]).response
+        if why is not None:
+            return why.response if isinstance(why, Problem) else answer_of(why)
+    there = state.native()
+    state.note(call, there[0] if there else None)
+    told, silent = await state.ask_all(there, call, quick=False)
     if silent:
-        return _not_all(silent, nothing=False).response
+        return not_all(silent, nothing=False).response
     if not told:
         return state.nobody(native=True).response
-    return _together(told, request)
+    return _together(told, call)
 
 
 def _names(call: Call) -> list[str]:
@@ -120,17 +181,7 @@ def _by_id(name: str) -> Problem:
     return make(501, f"{name} is a chunk of one worker", code="not_routed", hint=hint)
 
 
-def _not_all(silent: list[Worker], *, nothing: bool) -> Problem:
-    names = ", ".join(worker.name for worker in silent)
-    hint = "it may have copies: send this again when it is back, or start the router without it"
-    done = "nothing was done" if nothing else "it was done on the others"
-    return make(
-        503, f"no answer from {names}; {done}", code="worker_down", hint=hint,
-        headers={"Retry-After": "5"},
-    )  # fmt: skip
-
-
-def _together(told: list[WholeAnswer], request: Request) -> Response:
+def _together(told: list[WholeAnswer], call: Call) -> Response:
     """Return answers of several workers as one.
 
     What only some have is not missing. Where any refuses for another reason, so does this.
@@ -139,12 +190,14 @@ def _together(told: list[WholeAnswer], request: Request) -> Response:
     good = [each for each in told if each[1].is_success]
     if refused or not good:
         return answer_of((refused or told)[0])
-    bodies = [json.loads(body) for _, _, body in good]
-    if len(good) == 1 or not all("data" in body for body in bodies):
-        return answer_of(good[0])
-    if request.scope["path"].endswith(":du"):
-        return JSONResponse({"object": "list", "data": _added(bodies)})
-    return JSONResponse(_listed(bodies, request))
+    path, _, query = call.target.decode("latin-1").partition("?")
+    with reading():
+        bodies = [json.loads(body) for _, _, body in good]
+        if len(good) == 1 or any(body.get("data") is None for body in bodies):
+            return answer_of(good[0])
+        if path.endswith(":du"):
+            return JSONResponse({"object": "list", "data": _added(bodies)})
+        return JSONResponse(_listed(bodies, {k: v[-1] for k, v in parse_qs(query).items()}))
 
 
 def _added(bodies: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -159,9 +212,8 @@ def _added(bodies: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return sorted(groups.values(), key=lambda group: (-group["n_bytes"], group["key"]))
 
 
-def _listed(bodies: list[dict[str, Any]], request: Request) -> dict[str, Any]:
+def _listed(bodies: list[dict[str, Any]], asked: Mapping[str, str]) -> dict[str, Any]:
     """Return entries of several lists, each name once, in the order and number asked for."""
-    asked = request.query_params
     sort, limit = asked.get("sort", "name"), asked.get("limit")
     entries: dict[str, dict[str, Any]] = {}
     for body in bodies:

@@ -23,7 +23,7 @@ from kvweave.route import directory
 from kvweave.route.choose import RouteChoice
 from kvweave.route.forward import Call, WorkerFailed, whole
 from kvweave.route.relay import AnswerRead, Passing, broken
-from kvweave.route.state import RouterState, WholeAnswer, answer_of, unreachable
+from kvweave.route.state import RouterState, WholeAnswer, answer_of, reading, unreachable
 from kvweave.route.tenant import RouteTenant
 from kvweave.route.wanted import PromptText, prompt_of
 from kvweave.route.worker import Worker
@@ -67,7 +67,11 @@ class RoutedCompletion:
         last: ASGIApp | None = None
         while True:
             if self.prompt.names:
-                await directory.look(self.state, self.tenant, self.call, self.prompt.names)
+                names = self.prompt.names
+                silent = await directory.look(self.state, self.tenant, self.call, names)
+                lost = directory.lost(self.state, self.tenant, names, silent)
+                if lost is not None:
+                    return lost.response
             able = self.state.taking() if self.home is None else [self.home]
             workers = [w for w in able if w.name not in self.tried]
             noted = self.state.noted(self.tenant, self.call)
@@ -216,11 +220,12 @@ async def models(request: Request) -> Response:
 
 def merged_models(told: list[WholeAnswer]) -> Response:
     """Return one list of models, in the shape of the first."""
-    pages = [json.loads(body) for _, _, body in told]
     found: dict[str, object] = {}
-    for page in pages:
-        for model in page.get("data", ()):
-            found.setdefault(model["id"], model)
+    with reading():
+        pages = [json.loads(body) for _, _, body in told]
+        for page in pages:
+            for model in page.get("data", ()):
+                found.setdefault(model["id"], model)
     if "object" in pages[0]:
         return JSONResponse({"object": "list", "data": list(found.values())})
     ends = {"first_id": next(iter(found), None), "last_id": next(reversed(found), None)}

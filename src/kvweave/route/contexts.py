@@ -25,7 +25,14 @@ from kvweave.errors import NameTaken
 from kvweave.route import directory
 from kvweave.route.errand import Errand
 from kvweave.route.forward import Call, WorkerFailed
-from kvweave.route.state import IDEMPOTENCY, RouterState, WholeAnswer, answer_of, unreachable
+from kvweave.route.state import (
+    IDEMPOTENCY,
+    RouterState,
+    WholeAnswer,
+    answer_of,
+    reading,
+    unreachable,
+)
 from kvweave.route.tenant import note
 from kvweave.route.wanted import is_name, names_in
 from kvweave.route.worker import Worker
@@ -56,11 +63,12 @@ async def listed(request: Request) -> Response:
     refused = next((each for each in told if not each[1].is_success), None)
     if refused is not None:
         return answer_of(refused)
-    pages = [json.loads(body) for _, _, body in told]
-    entries = {entry["name"]: entry for page in pages for entry in page["data"]}
     limit = int(float(request.query_params.get("limit", "1000")))  # workers have taken it
-    names = sorted(entries)
-    has_more = len(names) > limit or any(page["next"] for page in pages)
+    with reading():
+        pages = [json.loads(body) for _, _, body in told]
+        entries = {entry["name"]: entry for page in pages for entry in page["data"]}
+        names = sorted(entries)
+        has_more = len(names) > limit or any(page["next"] for page in pages)
     found = [entries[name] for name in names[:limit]]
     more = names[:limit][-1] if found and has_more else None
     return JSONResponse({"object": "list", "data": found, "next": more})
@@ -123,6 +131,8 @@ class _Verb(Errand):
             return problem_of(NameTaken(normal_name(to), 0)).response
         try:
             refused = await self._lend(worker)
+            if isinstance(refused, Problem):
+                return refused.response
             if refused is not None:
                 return answer_of(refused)
             return await self.on(worker)
@@ -163,12 +173,15 @@ class _Verb(Errand):
         told, _ = await self.state.ask_all(workers, self.call.asking("GET", path))
         return next((worker for worker, reply, _ in told if reply.status_code == 200), None)
 
-    async def _lend(self, worker: Worker) -> WholeAnswer | None:
+    async def _lend(self, worker: Worker) -> WholeAnswer | Problem | None:
         may = self.call.method == "POST" and self.verb != "memory"
         names = names_in(self.call.json()) if may else ()
         if not names:
             return None
-        await directory.look(self.state, self.tenant, self.call, names)
+        silent = await directory.look(self.state, self.tenant, self.call, names)
+        lost = directory.lost(self.state, self.tenant, names, silent)
+        if lost is not None:
+            return lost
         return await directory.lend(self.state, self.tenant, self.call, names, worker)
 
     def took(self, worker: Worker, response: httpx.Response, body: bytes) -> None:

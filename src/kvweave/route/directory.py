@@ -17,10 +17,10 @@ from urllib.parse import quote
 import httpx
 
 from kvweave.route.forward import Call, WorkerFailed
-from kvweave.route.state import RouterState, WholeAnswer
+from kvweave.route.state import RouterState, WholeAnswer, not_all
 from kvweave.route.tenant import RouteTenant
 from kvweave.route.worker import Worker
-from kvweave.serve.guard.problems import make
+from kvweave.serve.guard.problems import Problem, make
 
 FRESH = 30.0  # seconds until everything is looked up again: others may talk to workers too
 MOST = 10_000  # names of a tenant
@@ -37,8 +37,11 @@ def forget(tenant: RouteTenant) -> None:
     tenant.sizes.clear()
 
 
-async def look(state: RouterState, tenant: RouteTenant, call: Call, names: Sequence[str]) -> None:
-    """Find out who has the chunks of these names, where that is not known. Raises NotAccepted."""
+async def look(
+    state: RouterState, tenant: RouteTenant, call: Call, names: Sequence[str]
+) -> list[Worker]:
+    """Find out who has the chunks of these names, where that is not known; return who did not say.
+    Raises NotAccepted."""
     now = time.monotonic()
     if now - tenant.looked > FRESH or len(tenant.directory) > MOST:
         forget(tenant)
@@ -47,22 +50,40 @@ async def look(state: RouterState, tenant: RouteTenant, call: Call, names: Seque
     if unknown:
         await state.admit(state.native(), call)
     found = await asyncio.gather(*(_look(state, call, name) for name in unknown))
-    for name, told in zip(unknown, found, strict=True):
+    silent: list[Worker] = []
+    for name, (told, quiet) in zip(unknown, found, strict=True):
+        silent += [worker for worker in quiet if worker not in silent]
         there = {worker.name: entry for worker, entry in told}
         owners = state.owners(tenant, name, [worker for worker, _ in told])
         right = there[owners[0].name]["digest"] if owners else ""
         tenant.directory[name] = {w: e["digest"] for w, e in there.items() if e["digest"] == right}
         if owners:
             tenant.sizes[name] = int(there[owners[0].name]["n_tokens"])
+    return silent
 
 
-async def _look(state: RouterState, call: Call, name: str) -> list[tuple[Worker, dict[str, Any]]]:
-    told, _ = await state.ask_all(state.native(), call.asking("GET", path_of(name)))
+def lost(
+    state: RouterState, tenant: RouteTenant, names: Sequence[str], silent: Sequence[Worker]
+) -> Problem | None:
+    """Return why nobody can say that a chunk of these names is nowhere, behind `look`."""
+    away = state.down(silent)
+    there = {worker.name for worker in state.native() if worker not in away}
+    if away and any(not there & tenant.directory.get(name, {}).keys() for name in names):
+        forget(tenant)
+        return not_all(away)
+    return None
+
+
+_Found = list[tuple[Worker, dict[str, Any]]]
+
+
+async def _look(state: RouterState, call: Call, name: str) -> tuple[_Found, list[Worker]]:
+    told, silent = await state.ask_all(state.native(), call.asking("GET", path_of(name)))
     found = []
     for worker, response, body in told:
         if response.status_code == 200 and (entry := _entry(body)) is not None:
             found.append((worker, entry))
-    return found
+    return found, silent
 
 
 def _entry(body: bytes) -> dict[str, Any] | None:
@@ -82,30 +103,45 @@ async def lend(
     Raises WorkerFailed. A name that nobody has is left to the worker to complain about.
     """
     for name in names:
-        there = tenant.directory.get(name, {})
-        holders = [w for w in state.there() if w.name in there]
-        if worker.name in there or not holders:
+        if worker.name in tenant.directory.get(name, {}):
             continue
-        owner = state.owners(tenant, name, holders)[0]
-        try:
-            _, response, body = await state.ask(
-                owner, call.asking("GET", path_of(name) + "?text=true")
-            )
-        except WorkerFailed:
-            forget(tenant)
-            continue
-        entry = _entry(body)
-        if response.status_code != 200 or entry is None:
-            forget(tenant)
-            continue
-        put = {"tokens": entry["tokens"], "kind": entry["kind"], "replace": True}
-        told = await state.ask(worker, call.asking("PUT", path_of(name), put), quick=False)
+        async with state.turns(tenant).of([name]):
+            await look(state, tenant, call, [name])  # it may have been changed before this turn
+            if (told := await copy(state, tenant, call, name, worker)) is not None:
+                return told
+    return None
+
+
+async def copy(
+    state: RouterState, tenant: RouteTenant, call: Call, name: str, worker: Worker
+) -> WholeAnswer | None:
+    """Copy one chunk that was looked up, as `lend` does, in a turn that the caller has."""
+    there = tenant.directory.get(name, {})
+    holders = [w for w in state.there() if w.name in there]
+    if worker.name in there or not holders:
+        return None
+    owner = state.owners(tenant, name, holders)[0]
+    try:
+        _, response, body = await state.ask(owner, call.asking("GET", path_of(name) + "?text=true"))
+    except WorkerFailed:
+        forget(tenant)
+        return None
+    entry = _entry(body)
+    if response.status_code != 200 or entry is None:
+        forget(tenant)
+        return None
+    put = {"tokens": entry["tokens"], "kind": entry["kind"], "replace": True}
+    told = await state.ask(worker, call.asking("PUT", path_of(name), put), quick=False)
+    if not told[1].is_success:
+        return told
+    if not await _says_the_same(state, call, name, entry, worker):
+        return _of_another_model(owner, worker)
+    if entry.get("pinned"):
+        told = await state.ask(worker, call.asking("POST", path_of(name) + ":pin"))
         if not told[1].is_success:
             return told
-        if not await _says_the_same(state, call, name, entry, worker):
-            return _of_another_model(owner, worker)
-        there[worker.name] = entry["digest"]
-        state.metrics.lent.labels(worker.name).inc()
+    there[worker.name] = entry["digest"]
+    state.metrics.lent.labels(worker.name).inc()
     return None
 
 

@@ -1,4 +1,4 @@
-"""Verbs that give chunks names: ``:cp``, ``:mv``, ``:compress``, and ``:put`` of several.
+"""What is asked before chunks are changed on several workers, most of all by verbs that give names.
 
 Every worker knows its own names only, so what each would do alone may make one name of two chunks::
 
@@ -17,7 +17,7 @@ from urllib.parse import quote
 
 from kvweave.route import directory
 from kvweave.route.forward import Call, WorkerFailed
-from kvweave.route.state import RouterState, WholeAnswer
+from kvweave.route.state import RouterState, WholeAnswer, reading
 from kvweave.route.tenant import RouteTenant
 from kvweave.route.worker import Worker
 from kvweave.serve.guard.problems import Problem, make
@@ -29,8 +29,18 @@ MOST = 1_024  # names that several workers have, of one verb
 async def refusal(
     state: RouterState, tenant: RouteTenant, call: Call, pattern: str, verb: str
 ) -> Problem | WholeAnswer | None:
-    """Return why such a verb cannot be done on all workers, after copies of older chunks were made
-    new. Raises NotAccepted, WorkerFailed."""
+    """Return why a verb cannot be done on all workers, after copies of older chunks that it gives names
+    were made new. Raises NotAccepted, WorkerFailed, Nonsense."""
+    if verb in NAMING:
+        told = await _named(state, tenant, call, pattern, verb)
+        if told is not None:
+            return told
+    return await _refused(state, call, pattern, verb)
+
+
+async def _named(
+    state: RouterState, tenant: RouteTenant, call: Call, pattern: str, verb: str
+) -> Problem | WholeAnswer | None:
     body = call.json()
     to = body.get("to")
     if to is None and verb == "compress":
@@ -44,35 +54,38 @@ async def refusal(
         return make(501, f"{len(shared):,} copies are too many", code="not_routed", hint=hint)
     if len(sources) > 1 and not to.endswith("/") and verb != "compress":
         return make(
-            400, f"several chunks match {pattern!r}: {to!r} can name one", hint="end it with /"
-        )
+            400, f"several chunks match {pattern!r}: {to!r} can name one",
+            code="invalid_argument", hint="end it with /",
+        )  # fmt: skip
     await directory.look(state, tenant, call, shared)
     for name in shared:
         for worker in sources[name]:  # whose copy may be of a chunk that was replaced
-            if (told := await directory.lend(state, tenant, call, [name], worker)) is not None:
+            if (told := await directory.copy(state, tenant, call, name, worker)) is not None:
                 return told
+    return None
+
+
+async def _refused(
+    state: RouterState, call: Call, pattern: str, verb: str
+) -> Problem | WholeAnswer | None:
     made: dict[str, set[str]] = {}
     target = call.target.decode("latin-1")
-    told_all, silent = await state.ask_all(
-        state.native(), call.asking("POST", target, {**body, "dry_run": True})
-    )
+    ask = call.asking(call.method, target, {**call.json(), "dry_run": True})
+    told_all, silent = await state.ask_all(state.native(), ask)
     if silent:
         raise WorkerFailed("it did not answer", sent=False)
     for worker, response, content in told_all:
         if response.is_success:
-            for entry in json.loads(content)["data"]:
+            for entry in _entries(content):
                 made.setdefault(entry["name"], set()).add(worker.name)
         elif response.status_code != 404:
             return worker, response, content
-    return await _taken(state, call, made)
+    return await _taken(state, call, made) if verb in NAMING else None
 
 
-async def putting(
-    state: RouterState, tenant: RouteTenant, call: Call, names: Sequence[str]
-) -> Worker | Problem | None:
+def apart(state: RouterState, tenant: RouteTenant, names: Sequence[str]) -> Worker | Problem | None:
     """Return the worker that has chunks of these names, None where nobody has: one put goes to one
-    worker. Raises NotAccepted."""
-    await directory.look(state, tenant, call, names)
+    worker."""
     found: dict[str, Worker] = {}
     for name in names:
         there = tenant.directory.get(name, {})
@@ -80,10 +93,10 @@ async def putting(
         if holders:
             found[name] = state.owners(tenant, name, holders)[0]
     first = next(iter(found), "")
-    apart = next((name for name in found if found[name] is not found[first]), None)
-    if apart is not None:
+    other = next((name for name in found if found[name] is not found[first]), None)
+    if other is not None:
         hint = "put each of them by itself"
-        return make(409, f"{first!r} and {apart!r} are on two workers", code="apart", hint=hint)
+        return make(409, f"{first!r} and {other!r} are on two workers", code="apart", hint=hint)
     return found.get(first)
 
 
@@ -94,9 +107,14 @@ async def _sources(state: RouterState, call: Call, pattern: str) -> dict[str, li
         raise WorkerFailed("it did not answer", sent=False)
     found: dict[str, list[Worker]] = {}
     for worker, response, body in told:
-        for entry in json.loads(body)["data"] if response.is_success else ():
+        for entry in _entries(body) if response.is_success else ():
             found.setdefault(entry["name"], []).append(worker)
     return found
+
+
+def _entries(body: bytes) -> list[dict[str, str]]:
+    with reading():
+        return [{"name": entry["name"]} for entry in json.loads(body)["data"]]
 
 
 async def _taken(state: RouterState, call: Call, made: dict[str, set[str]]) -> Problem | None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from weakref import WeakValueDictionary
 
 import httpx
@@ -15,6 +16,7 @@ from kvweave.route.forward import Call, Forwarder, WorkerFailed, headers_of, who
 from kvweave.route.metrics import RouteMetrics
 from kvweave.route.options import RouteOptions, worker_url
 from kvweave.route.tenant import MOST_KEYS, RouteTenant, Tenants, note
+from kvweave.route.turns import ChunkTurns
 from kvweave.route.worker import Worker
 from kvweave.serve.guard.idempotent import HEADER
 from kvweave.serve.guard.problems import OF_MESSAGES, VERSION, Problem, make
@@ -35,6 +37,10 @@ class NotAccepted(Exception):
         self.told = told
 
 
+class Nonsense(Exception):
+    """A worker's answer is not what such a request is answered with."""
+
+
 class RouterState:
     """Workers, tenants, the policy, the connections."""
 
@@ -49,6 +55,7 @@ class RouterState:
         self.look = asyncio.Event()  # set: a worker failed, so probe them now
         self.stopping = False
         self._claims: WeakValueDictionary[tuple[bytes, str], asyncio.Lock] = WeakValueDictionary()
+        self._turns: WeakValueDictionary[bytes, ChunkTurns] = WeakValueDictionary()
 
     def stop(self) -> None:
         """Say that it stops, to whoever asks for its health."""
@@ -100,6 +107,15 @@ class RouterState:
     def claim(self, tenant: RouteTenant, name: str) -> asyncio.Lock:
         """Return what is to be held while something of that name is made."""
         return self._claims.setdefault((tenant.digest, name), asyncio.Lock())
+
+    def turns(self, tenant: RouteTenant) -> ChunkTurns:
+        """Return who may change the chunks of a tenant."""
+        return self._turns.setdefault(tenant.digest, ChunkTurns())
+
+    def down(self, silent: Sequence[Worker] = ()) -> list[Worker]:
+        """Return the workers that may have chunks and do not say so; ``silent`` just did not."""
+        away = [worker for worker in self.workers if not worker.healthy or worker in silent]
+        return [worker for worker in away if worker.kind != "prefix"]
 
     def taking(self) -> list[Worker]:
         """Return the workers that new work may go to."""
@@ -183,6 +199,32 @@ def answer_of(told: WholeAnswer) -> Response:
     made.raw_headers = [(k, v) for k, v in headers_of(response) if k != b"content-length"]
     made.raw_headers.append((b"content-length", str(len(body)).encode()))
     return made
+
+
+@contextmanager
+def reading() -> Iterator[None]:
+    """Read what a worker said. Raises Nonsense where it is not of the form it should have."""
+    try:
+        yield
+    except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
+        raise Nonsense from error
+
+
+def nonsense() -> Problem:
+    """Return what is answered where a worker's answer makes no sense."""
+    hint = "GET /v1/workers lists them; what changes something may have happened"
+    return make(502, "an answer of a worker makes no sense", code="worker_nonsense", hint=hint)
+
+
+def not_all(silent: Sequence[Worker], *, nothing: bool = True) -> Problem:
+    """Return what is answered where workers that may have a chunk are not there."""
+    names = ", ".join(worker.name for worker in silent)
+    hint = "it may have copies: send this again when it is back, or start the router without it"
+    done = "nothing was done" if nothing else "it was done on the others"
+    return make(
+        503, f"no answer from {names}; {done}", code="worker_down", hint=hint,
+        headers={"Retry-After": "5"},
+    )  # fmt: skip
 
 
 def unreachable(worker: Worker, failure: WorkerFailed) -> Problem:
