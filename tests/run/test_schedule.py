@@ -364,6 +364,31 @@ def test_who_asked_little_is_let_through_where_much_is_asked() -> None:
     assert sum(grant.n_rows for grant in grants if not grant.is_decode) == 8 // GREEDY
 
 
+def test_before_a_first_token_few_decode_who_had_much() -> None:
+    """Each that decodes makes a step longer, for which the newcomer waits too."""
+    schedule = Schedule(max_rows=64)
+    for i in range(6):
+        schedule.add(Job(100 + i, n_pending=20, n_left=500, tenant="hog"))
+    schedule.add(Job(200, n_pending=10_000, n_left=0, tenant="hog"))
+    run(schedule, 30)
+    schedule.beside = 8
+    schedule.add(Job(2, n_pending=300, n_left=3, tenant="kind"))
+    seen: Counter[int] = Counter()
+    for _ in range(5):
+        grants = schedule.step()
+        assert any(grant.key == 2 for grant in grants)
+        decoding = [grant.key for grant in grants if grant.is_decode]
+        assert len(decoding) == 1
+        seen.update(decoding)
+        for grant in grants:
+            schedule.done(grant.key, grant.n_rows)
+    assert len(seen) == 5, "they take turns"
+    schedule.cancel(2)
+    schedule.add(Job(3, n_pending=300, n_left=0, tenant="kind"))
+    decoding = [grant for grant in schedule.step() if grant.is_decode]
+    assert len(decoding) == 6, "nobody waits for a token of one that stores a chunk"
+
+
 def test_of_equals_nobody_waits_for_another() -> None:
     schedule = Schedule(max_rows=64)
     hog(schedule)

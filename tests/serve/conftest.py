@@ -23,7 +23,7 @@ def drive(
 ) -> Iterator[Callable[..., Driven]]:
     """Make driven tiny engines; afterwards each is stopped, then checked."""
     # however slow the machine is: what may begin does before the next step
-    monkeypatch.setattr("kvweave.serve.driver.thread.BEGIN_SECONDS", 60.0)
+    monkeypatch.setattr("kvweave.serve.driver.fair.Crowd.between", 60.0)
     made: list[Driven] = []
 
     def make(engine_options: dict[str, Any] | None = None, **options: Any) -> Driven:

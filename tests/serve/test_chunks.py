@@ -57,7 +57,7 @@ def test_tokens_and_text_are_the_same_chunk(serve):
 def test_others_go_on_while_chunks_are_moved(serve, monkeypatch, tmp_path):
     """A few at a time: of ten thousand nobody waits for all. One that goes meanwhile is left out."""
     monkeypatch.setattr("kvweave.serve.routes.place.SLICE", 0.0)
-    monkeypatch.setattr("kvweave.serve.driver.thread.CALL_SECONDS", 0.0)
+    monkeypatch.setattr("kvweave.serve.driver.fair.Crowd.between", 0.0)
     served = serve(home=tmp_path)
     engine, driver, turns, at = served.engine, served.driver, [], []
     for name in "abcdef":

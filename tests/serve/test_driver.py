@@ -152,7 +152,7 @@ def test_at_most_max_active_answers_run_together(drive):
 
 
 def test_answers_that_take_long_to_begin_take_turns_with_steps(drive, monkeypatch):
-    monkeypatch.setattr("kvweave.serve.driver.thread.BEGIN_SECONDS", 0.0)
+    monkeypatch.setattr("kvweave.serve.driver.fair.Crowd.between", 0.0)
     driven = drive()
 
     async def main():

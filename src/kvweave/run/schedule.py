@@ -144,13 +144,8 @@ class Schedule:
         waiting = {key for queue in self._pending.values() for key in queue if key not in held}
         n_most = min(self.max_batch, self.max_rows - (1 if waiting else 0))
         greedy = self._ledger.greedy({j.tenant for j in self._jobs.values() if not j.background})
-        ready = [key for key in self._decoding if key not in held]
         greedy = greedy if self.beside < self.max_rows else set()
-        modest = [key for key in ready if self._jobs[key].tenant not in greedy]
-        others = [key for key in ready if self._jobs[key].tenant in greedy]
-        if modest:
-            others = others[: len(modest)]
-        decoding = (modest + others)[:n_most]
+        decoding = self._next_to_decode(held, waiting, greedy)[:n_most]
         for key in decoding:
             self._decoding.remove(key)
             self._decoding.append(key)
@@ -214,6 +209,24 @@ class Schedule:
         assert set(self._out) <= set(self._jobs), "a grant without its job"
         assert sum(self._out.values()) <= self.max_rows, "more rows than the budget"
 
+    def _next_to_decode(
+        self, held: Collection[int], waiting: set[int], greedy: set[str]
+    ) -> list[int]:
+        """Return the jobs that may decode now: of those who had their share as many as others have that
+        decode, or wait for their first token."""
+        ready = [key for key in self._decoding if key not in held]
+        modest = [key for key in ready if self._jobs[key].tenant not in greedy]
+        if not greedy:
+            return modest
+        others = [key for key in ready if self._jobs[key].tenant in greedy]
+        first = (self._jobs[key] for key in waiting)
+        n = len(modest) + sum(job.tenant not in greedy and self._hurries(job) for job in first)
+        return modest + (others[:n] if n else others)
+
+    @staticmethod
+    def _hurries(job: Job) -> bool:
+        return bool(job.n_left or job.urgent)
+
     def _slow(self, waiting: set[int], greedy: set[str], decodes: bool) -> set[int]:
         """Return the jobs of ``waiting`` that may take their time, if there are any that may not."""
         if self.beside >= self.max_rows:
@@ -221,8 +234,7 @@ class Schedule:
         slow = {
             key
             for key in waiting
-            if (job := self._jobs[key]).tenant in greedy
-            or (decodes and not (job.n_left or job.urgent))
+            if (job := self._jobs[key]).tenant in greedy or (decodes and not self._hurries(job))
         }
         return slow if decodes or len(slow) < len(waiting) else set()
 

@@ -17,6 +17,10 @@ T = TypeVar("T")
 MUCH = 50.0  # milliseconds lately, with which one had a share
 PATIENCE = 8  # turns that he waits at most
 LATELY = 60.0  # seconds
+BETWEEN = (
+    0.02  # seconds of calls, and of answers that begin, between two steps; at least one is run
+)
+AMONG_OTHERS = 0.005  # where several tenants came lately: who waits for a step waits for these, too
 
 
 class FairQueue(Generic[T]):
@@ -134,6 +138,11 @@ class Crowd:
         came = tuple(self._came.items())  # at once: others come meanwhile
         self._came = {tenant: when for tenant, when in came if when > long_ago}
         return len(self._came) > 1
+
+    @property
+    def between(self) -> float:
+        """Seconds that may go by between two steps."""
+        return AMONG_OTHERS if self else BETWEEN
 
 
 class Spent:

@@ -57,8 +57,6 @@ T = TypeVar("T")
 log = logging.getLogger("kvweave.serve")
 
 STOPPING = "the server is stopping"
-CALL_SECONDS = 0.02  # calls between two steps; at least one is run
-BEGIN_SECONDS = 0.02  # answers begun between two steps; at least one is
 
 
 class Driver:
@@ -248,7 +246,7 @@ class Driver:
             self._tasks.fail(Overloaded(10, STOPPING))
 
     def _run_calls(self) -> None:
-        until = time.monotonic() + CALL_SECONDS
+        until = time.monotonic() + self._crowd.between
         while True:
             with self._wake:
                 tenant = self._calls.next(but=self._held_up())
@@ -270,7 +268,7 @@ class Driver:
 
     def _begin_waiting(self) -> None:
         """Begin answers. A gate may run passes for each: those that run must not wait for all."""
-        until = time.monotonic() + BEGIN_SECONDS
+        until = time.monotonic() + self._crowd.between
         while True:
             with self._wake:
                 running, but = {job.tenant for job in self._active}, self._held_up()

@@ -13,10 +13,19 @@ from pydantic import BaseModel, StrictBool
 from kvweave.errors import InvalidArgument, nearest
 from kvweave.serve.guard.access import tenant_of
 from kvweave.serve.guard.idempotent import HEADER
+from kvweave.serve.guard.limits import parsed
 from kvweave.serve.routes.base import STRICT
 
 NOTHING = (b"", b"{}", b"null")  # bodies that say nothing
 Handler = Callable[[Request], Coroutine[Any, Any, Response]]
+
+
+class _Read(Request):
+    """A request whose JSON was read on its way here."""
+
+    async def json(self) -> Any:
+        found = parsed(self.scope)
+        return await super().json() if found is None else found.value
 
 
 class StrictRoute(APIRoute):
@@ -39,6 +48,7 @@ class StrictRoute(APIRoute):
         takes_body = self.body_field is not None
 
         async def strict(request: Request) -> Response:
+            request = _Read(request.scope, request.receive)
             _check_query(request, known)
             if not takes_body and (await request.body()).strip() not in NOTHING:
                 raise InvalidArgument("body", "this takes no body", "leave it out")
