@@ -212,14 +212,10 @@ class ModelMismatch(WeaveError):
 
 
 class ModelUnusable(WeaveError):
-    def __init__(self, path: str, reason: str) -> None:
-        super().__init__(
-            f"cannot load a model from {path!r}: {reason}",
-            hint="give a directory with config.json, safetensors weights and a tokenizer, "
-            "or owner/name on the hub",
-            path=path,
-            reason=reason,
-        )
+    def __init__(self, path: str, reason: str, hint: str = "") -> None:
+        usual = "give a directory with config.json, safetensors weights and a tokenizer, or owner/name on the hub"
+        what = f"cannot load a model from {path!r}: {reason}"
+        super().__init__(what, hint=hint or usual, path=path, reason=reason)
 
 
 class CannotMove(WeaveError):

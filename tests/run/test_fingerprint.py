@@ -10,6 +10,7 @@ import torch
 import transformers as T
 
 from kvweave.run.fingerprint import fingerprint
+from kvweave.run.model import Runner
 
 SMALL: dict[str, Any] = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -114,3 +115,19 @@ def test_an_adapter_is_told_by_its_options() -> None:
         model.peft_config = adapters
         found.add(fingerprint(model, None, "m", []))
     assert len(found) == 3
+
+
+@pytest.mark.parametrize("kind", ["Roberta", "Camembert", "XLMRobertaXL", "Data2VecText"])
+def test_padding_that_says_where_positions_begin_makes_another_model(kind: str) -> None:
+    small = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "vocab_size": 61}
+    more: dict[str, Any] = {"num_attention_heads": 2, "is_decoder": True, "initializer_range": 0.4}
+    found, told = [], []
+    for padding in (1, 1, 5):
+        config = getattr(T, f"{kind}Config")(
+            **small, **more, pad_token_id=padding, max_position_embeddings=64
+        )
+        model = made(config)
+        told.append(logits(model))
+        found.append(Runner(model, name="m").fingerprint)
+    assert (told[0] - told[2]).abs().max() > 1e-3, "it computes something else"
+    assert found[0] == found[1] != found[2]

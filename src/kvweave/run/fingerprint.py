@@ -32,7 +32,9 @@ def fingerprint(
     if tokenizer is not None:
         words.update(json.dumps(sorted(tokenizer.get_vocab().items())).encode())
         words.update((tokenizer.chat_template or "").encode())
-    rope = hashlib.blake2b(repr([r.key for r in rotations]).encode(), digest_size=8)
+    # where positions begin may be told by the id of padding, which says nothing else
+    keys = [(r.key, r.fixed) if r.fixed else r.key for r in rotations]
+    rope = hashlib.blake2b(repr(keys).encode(), digest_size=8)
     return ModelFingerprint(
         model=f"{type(model).__name__}:{Path(name).name}",
         weights=_weights(model),

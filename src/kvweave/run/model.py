@@ -33,6 +33,7 @@ from kvweave.run.handing import As
 from kvweave.run.kernel import available
 from kvweave.run.load import load, twin
 from kvweave.run.looking import KeptLayer, Refused, implement
+from kvweave.run.mapped import MappedFiles
 from kvweave.run.narrow import agrees, last_layer, narrowed
 from kvweave.run.narrow import install as install_narrow
 from kvweave.run.passing import one_pass
@@ -128,6 +129,7 @@ class Runner:
         max_positions: int | None = None,
     ) -> None:
         model = twin(model, name)
+        self._files = MappedFiles(model)
         products.install(model)
         self.model: Any = model
         self.tokenizer = tokenizer
@@ -257,7 +259,8 @@ class Runner:
         """Run works of different contexts in one pass; return each one's logits [want, vocab], in
         the dtype that the model gives them in.
 
-        Raises ContextTooLong before anything is written, LoadFailed when a chunk did not arrive.
+        Raises ContextTooLong before anything is written, LoadFailed when a chunk did not arrive,
+        ModelUnusable when its weights were written over.
         """
         self.require_run()
         if self._handed and len(works) > 1:
@@ -272,9 +275,11 @@ class Runner:
                 return self._call(batch)
             return pools.graphs.run(batch, self._call, pools.n_moves)
 
-        return one_pass(
+        logits = one_pass(
             works, self.limit, lambda: Batch(works, self.layers, self.device, pools), call
         )
+        self._files.check()
+        return logits
 
     def _cache(self) -> Cache:
         """Return a cache whose layers hand their rows to the current batch."""
