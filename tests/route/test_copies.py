@@ -146,6 +146,19 @@ def test_answers_that_make_no_sense_are_told_as_such(
     assert told.status_code == 502 and told.json()["error"]["code"] == "worker_nonsense", told.text
 
 
+def test_a_chunk_that_makes_no_sense_is_told_as_such(workers: Any, route: Any) -> None:
+    for wrong in ({"n_tokens": "many"}, {"tokens": None}):
+        entry = {"digest": "d", "n_tokens": 1, "kind": "document", "tokens": [1]} | wrong
+        told = {key: value for key, value in entry.items() if value is not None}
+        [first] = workers(1, lambda seen, told=told: Reply(told), ours=True)
+        [second] = workers(1, lambda seen: Reply({}, 404), ours=True)
+        router = route([first, second])
+        router.state.workers[0].draining = True
+        answer = router.ask([chunk("docs/a")])
+        assert answer.status_code == 502, answer.text
+        assert answer.json()["error"]["code"] == "worker_nonsense"
+
+
 def test_a_chunk_that_is_removed_while_it_is_lent_stays_removed(workers: Any, route: Any) -> None:
     chunks: dict[str, set[str]] = {}
     reading, go_on = threading.Event(), threading.Event()
@@ -205,3 +218,48 @@ def test_turns_are_of_some_names_or_of_all() -> None:
     at = {word: told.index(word) for word in told}
     assert at["-x"] < at["+y"] and at["+z"] < at["-x"], "only those of one name wait"
     assert max(at["-x"], at["-y"], at["-z"]) < at["+all"] < at["-all"] < at["+late"]
+
+
+@pytest.mark.parametrize("how", ["GET", "PUT", "ask", "append", "DELETE", "mv"])
+def test_who_goes_or_comes_back_meanwhile_is_not_left_out(
+    workers: Any, route: Any, how: str
+) -> None:
+    """The first of two has the chunk. It was down when it was to be asked, or is while it is to change it."""
+    is_read = how not in ("DELETE", "mv")
+    has: list[str] = []
+
+    def other(seen: Seen) -> Reply:
+        if seen.path.startswith("/v1/contexts"):
+            return Reply({"name": "c"}) if seen.path == "/v1/contexts/c" else Reply({}, 404)
+        first.healthy = is_read
+        return Reply({}, 404) if seen.method != "PUT" else Reply({}, 201)
+
+    def home(seen: Seen) -> Reply:
+        entry = {"name": name, "digest": "d", "n_tokens": 1, "kind": "document"}
+        if seen.method == "DELETE" or seen.path.endswith(":mv"):
+            has.append("dry" if b"dry_run" in seen.body else "done")
+        return Reply({"object": "list", "data": [entry], **entry})
+
+    first, second = workers(1, home, ours=True) + workers(1, other, ours=True)
+    router = route([first, second], probe=600)
+    state = router.state
+    first = state.workers[0]
+    with router.client() as client:
+        tenant = state.tenants.of(b"")
+        name = next(n for n in "abcdefgh" if state.owners(tenant, n, state.workers)[0] is first)
+        state.tenants.keep(tenant)
+        first.healthy = not is_read
+        if how == "PUT":
+            told = client.put(f"/v1/chunks/{name}", json={"text": B})
+        elif how == "ask":
+            told = router.ask([chunk(name)])
+        elif how == "append":
+            told = client.post("/v1/contexts/c:append", json={"chunk": name})
+        elif how == "mv":
+            told = client.post(f"/v1/chunks/{name}:mv", json={"to": "z"})
+        else:
+            told = client.request(how, f"/v1/chunks/{name}")
+    if is_read:
+        assert told.status_code == 503 and told.json()["error"]["code"] == "worker_down", told.text
+    else:
+        assert told.status_code == 200 and has == ["dry", "done"]

@@ -135,10 +135,18 @@ def fsync(path: Path) -> None:
 
 
 def write_json(path: Path, data: object) -> None:
+    """Write a file of JSON, as `write_whole` does."""
+    write_whole(path, json.dumps(data))
+
+
+def write_whole(path: Path, text: str) -> None:
     """Write a file anew, whole and for good. Raises OSError; then it is what it was."""
+    if path.exists() and not path.is_file():  # a pipe, a device
+        path.write_text(text)
+        return
     new = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
-        new.write_text(json.dumps(data))
+        new.write_text(text)
         fsync(new)
         put_in_place(new, path)
     except BaseException:  # Ctrl-C too: nobody else removes it

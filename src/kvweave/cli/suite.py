@@ -90,7 +90,10 @@ def file_of(given: str | None, args: Namespace, model: str) -> Path:
         file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     else:
         file = Path(model) / FILE
-    if file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK):
+    written = (
+        file.parent if file.is_file() or not file.exists() else file
+    )  # a file is put in its place
+    if file.is_dir() or not os.access(written, os.W_OK):
         raise UsageError(f"cannot write {file}", "give a FILE, or a --home")
     return file
 

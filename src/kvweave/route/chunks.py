@@ -46,10 +46,11 @@ async def read(request: Request) -> Response:
         return _by_id(name).response
     there = state.native()
     workers = state.owners(tenant, name, there) if name else there
+    away = state.down()
     told, silent = await state.ask_all(workers, call)
     if not told:
         return state.nobody(native=True).response
-    away = state.down(silent)
+    away = state.down([*away, *silent])
     if name and away and all(response.status_code == 404 for _, response, _ in told):
         return not_all(away).response
     return _together(told, call)
@@ -157,12 +158,12 @@ async def _change(
         try:
             why = await naming.refusal(state, tenant, call, pattern, verb)
         except WorkerFailed:
-            return not_all([w for w in state.workers if not w.healthy]).response
+            return not_all(state.down() or state.storing()).response
         if why is not None:
             return why.response if isinstance(why, Problem) else answer_of(why)
-    there = state.native()
-    state.note(call, there[0] if there else None)
-    told, silent = await state.ask_all(there, call, quick=False)
+    workers = state.storing()  # also one that went since: nobody is left out
+    state.note(call, workers[0] if workers else None)
+    told, silent = await state.ask_all(workers, call, quick=False)
     if silent:
         return not_all(silent, nothing=False).response
     if not told:

@@ -11,13 +11,14 @@ import asyncio
 import json
 import time
 from collections.abc import Sequence
+from math import inf
 from typing import Any
 from urllib.parse import quote
 
 import httpx
 
 from kvweave.route.forward import Call, WorkerFailed
-from kvweave.route.state import RouterState, WholeAnswer, not_all
+from kvweave.route.state import RouterState, WholeAnswer, not_all, reading
 from kvweave.route.tenant import RouteTenant
 from kvweave.route.worker import Worker
 from kvweave.serve.guard.problems import Problem, make
@@ -40,17 +41,19 @@ def forget(tenant: RouteTenant) -> None:
 async def look(
     state: RouterState, tenant: RouteTenant, call: Call, names: Sequence[str]
 ) -> list[Worker]:
-    """Find out who has the chunks of these names, where that is not known; return who did not say.
-    Raises NotAccepted."""
+    """Find out who has the chunks of these names, where that is not known; return who did not say,
+    without whom nothing is known for longer than this. Raises NotAccepted."""
     now = time.monotonic()
     if now - tenant.looked > FRESH or len(tenant.directory) > MOST:
         forget(tenant)
         tenant.looked = now
     unknown = [name for name in names if name not in tenant.directory]
+    silent = (
+        state.down() if unknown else []
+    )  # before they are asked: who comes back meanwhile is not
     if unknown:
         await state.admit(state.native(), call)
     found = await asyncio.gather(*(_look(state, call, name) for name in unknown))
-    silent: list[Worker] = []
     for name, (told, quiet) in zip(unknown, found, strict=True):
         silent += [worker for worker in quiet if worker not in silent]
         there = {worker.name: entry for worker, entry in told}
@@ -58,7 +61,10 @@ async def look(
         right = there[owners[0].name]["digest"] if owners else ""
         tenant.directory[name] = {w: e["digest"] for w, e in there.items() if e["digest"] == right}
         if owners:
-            tenant.sizes[name] = int(there[owners[0].name]["n_tokens"])
+            with reading():
+                tenant.sizes[name] = int(there[owners[0].name]["n_tokens"])
+    if silent:
+        tenant.looked = -inf
     return silent
 
 
@@ -130,7 +136,8 @@ async def copy(
     if response.status_code != 200 or entry is None:
         forget(tenant)
         return None
-    put = {"tokens": entry["tokens"], "kind": entry["kind"], "replace": True}
+    with reading():
+        put = {"tokens": entry["tokens"], "kind": entry["kind"], "replace": True}
     told = await state.ask(worker, call.asking("PUT", path_of(name), put), quick=False)
     if not told[1].is_success:
         return told

@@ -71,7 +71,7 @@ async def _refused(
     made: dict[str, set[str]] = {}
     target = call.target.decode("latin-1")
     ask = call.asking(call.method, target, {**call.json(), "dry_run": True})
-    told_all, silent = await state.ask_all(state.native(), ask)
+    told_all, silent = await state.ask_all(state.storing(), ask)
     if silent:
         raise WorkerFailed("it did not answer", sent=False)
     for worker, response, content in told_all:
@@ -102,7 +102,7 @@ def apart(state: RouterState, tenant: RouteTenant, names: Sequence[str]) -> Work
 
 async def _sources(state: RouterState, call: Call, pattern: str) -> dict[str, list[Worker]]:
     ask = call.asking("GET", f"/v1/chunks?pattern={quote(pattern, safe='')}")
-    told, silent = await state.ask_all(state.native(), ask)
+    told, silent = await state.ask_all(state.storing(), ask)
     if silent:
         raise WorkerFailed("it did not answer", sent=False)
     found: dict[str, list[Worker]] = {}

@@ -112,10 +112,13 @@ class RouterState:
         """Return who may change the chunks of a tenant."""
         return self._turns.setdefault(tenant.digest, ChunkTurns())
 
+    def storing(self) -> list[Worker]:
+        """Return the workers that may have chunks, whether they are there or not."""
+        return [worker for worker in self.workers if worker.kind != "prefix"]
+
     def down(self, silent: Sequence[Worker] = ()) -> list[Worker]:
-        """Return the workers that may have chunks and do not say so; ``silent`` just did not."""
-        away = [worker for worker in self.workers if not worker.healthy or worker in silent]
-        return [worker for worker in away if worker.kind != "prefix"]
+        """Return those that do not say what they have; ``silent`` just did not."""
+        return [worker for worker in self.storing() if not worker.healthy or worker in silent]
 
     def taking(self) -> list[Worker]:
         """Return the workers that new work may go to."""

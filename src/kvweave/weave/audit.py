@@ -32,6 +32,7 @@ from typing import Any, Literal
 
 from kvweave.chunk.guard import as_ours
 from kvweave.chunk.identity import ModelFingerprint
+from kvweave.chunk.rebuild import write_whole
 from kvweave.errors import CorruptChunk
 from kvweave.weave.shift import AIM, FLOOR, LEAST, bound_rank, changed, passes
 
@@ -230,7 +231,7 @@ class Auditor:
             if not (cell.bounded and known.alarm)  # it ends with another calibration
         ]
         told = {"fingerprint": model.to_dict(), "cells": cells}
-        path.write_text(json.dumps(told, indent=1) + "\n")
+        write_whole(path, json.dumps(told, indent=1) + "\n")
 
     @classmethod
     def load(cls, path: Path, model: ModelFingerprint) -> Auditor:

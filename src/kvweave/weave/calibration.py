@@ -18,7 +18,8 @@ from pathlib import Path
 from kvweave.chunk.file import soon
 from kvweave.chunk.guard import as_ours
 from kvweave.chunk.identity import ModelFingerprint
-from kvweave.errors import CorruptChunk, InvalidArgument
+from kvweave.chunk.rebuild import write_whole
+from kvweave.errors import CorruptChunk, InvalidArgument, of_system
 
 CHOICE = 3  # how the gate chooses rows: bounds of another choice are not its own
 DRAFT = 2  # tokens of a reply that the gate drafts, at most
@@ -110,8 +111,11 @@ class Calibration:
         return min(zip(near, self.recipes, strict=True), default=(0.0, (0.0, None)))[1][1]
 
     def save(self, path: Path) -> None:
-        """Write it as JSON."""
-        path.write_text(json.dumps(asdict(self), indent=1) + "\n")
+        """Write it as JSON: all of it, or nothing. Raises StoreError, NoSpace."""
+        try:
+            write_whole(path, json.dumps(asdict(self), indent=1) + "\n")
+        except OSError as error:
+            raise of_system(error, "write", path) from error
 
     @classmethod
     def load(cls, path: Path) -> Calibration:
@@ -124,7 +128,8 @@ class Calibration:
             best = tuple((_share(at), options(name)) for at, name in found.get("recipes", ()))
             return cls(mine, float(found["coverage"]), int(found["n"]), curves, *how, best)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise CorruptChunk(str(path), f"not a calibration: {error}") from error
+            hint = "remove it, or calibrate again"
+            raise CorruptChunk(str(path), f"not a calibration: {error}", hint=hint) from error
 
 
 def _curve(data: Mapping[str, object]) -> Curve:
