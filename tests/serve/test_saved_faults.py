@@ -394,11 +394,10 @@ def after(n: int) -> Json:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rounds", [2, pytest.param(KILLS, marks=pytest.mark.slow)])
-def test_what_was_acknowledged_is_there_after_a_kill(tmp_path: Path, rounds: int) -> None:
-    home, rng, n = tmp_path / "home", random.Random(rounds), 0
+def test_what_was_acknowledged_is_there_after_a_kill(tmp_path: Path) -> None:
+    home, rng, n = tmp_path / "home", random.Random(KILLS), 0
     home.mkdir()
-    for _ in range(rounds):
+    for _ in range(KILLS):
         process = fork(LIFE, [str(ROOT / "tests"), str(home), str(n)])
         wanted = n + rng.randrange(1, 60)
         for line in process.stdout:
@@ -415,7 +414,7 @@ def test_what_was_acknowledged_is_there_after_a_kill(tmp_path: Path, rounds: int
         may = [after(n), after(n + 1)]
         assert found in may
         n += found != may[0]
-    assert n > rounds
+    assert n > KILLS
 
 
 @pytest.mark.slow

@@ -87,11 +87,10 @@ def talk(engine: Engine, spec: str) -> tuple[Context, Callable[[int], tuple[int,
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs Linux")
-@pytest.mark.parametrize("step", [4, pytest.param(STEP, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("code", CODES)
 @pytest.mark.parametrize("spec", SPECS)
 def test_wherever_the_device_fails_nothing_is_lost(
-    spec: str, code: int, step: int, monkeypatch: pytest.MonkeyPatch
+    spec: str, code: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Layer by layer, at the prompt, while decoding, in a later turn: one after the other."""
     runner = transformers("llama")
@@ -103,8 +102,8 @@ def test_wherever_the_device_fails_nothing_is_lost(
         engine.close_context("c")
         assert len(asked) > n_first >= len(runner.layers), "nothing grew in the second turn"
         before, files = held(engine), sheets()
-        first = 1 + CODES.index(code) * step // 2  # each code fails other requests, unless all
-        for nth in {*range(first, len(asked) + 1, step), len(asked)}:
+        first = 1 + CODES.index(code) * STEP // 2  # each code fails other requests, unless all
+        for nth in {*range(first, len(asked) + 1, STEP), len(asked)}:
             context, ask = talk(engine, spec)
             with failing(monkeypatch, nth, code):
                 turn = 0
@@ -198,16 +197,15 @@ def descriptors() -> int:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs Linux")
-@pytest.mark.parametrize("n", [60, pytest.param(MANY, marks=pytest.mark.slow)])
 def test_contexts_that_come_and_go_leave_nothing(
-    n: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Some are forked, some fail, some are closed under an answer; each takes files, and all give them back."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     runner = transformers("llama")
     with Engine(runner, base="", denoise="never", budget=2000 * runner.row_bytes) as engine:
         seen, most = [], 0
-        for i in range(n):
+        for i in range(MANY):
             context = engine.context("c", keep=SPECS[i % len(SPECS)])
             context.append(ids(60, i).tolist())
             if i % 5 == 4:

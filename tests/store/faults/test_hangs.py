@@ -104,18 +104,15 @@ def hangs(host: Host, fresh: Fresh, tally: Tally, ops: int, only: str, way: str,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("quick", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("way", ["once", "from then on"])
-def test_any_call_of_a_home_that_hangs(
-    host: Host, fresh: Fresh, tally: Tally, way: str, quick: bool
-) -> None:
+def test_any_call_of_a_home_that_hangs(host: Host, fresh: Fresh, tally: Tally, way: str) -> None:
     """Each verb returns or says what to do, errors are true, and the engine that was there goes on."""
     world = fresh()
     host.control.aim(ANY, world.home, first=EVER, count=0)
     host.run("verbs_slowly", world.home, world.tiers, world.told, NEW, LOAD)
     n = int(host.control.raw.seen)
     assert n > 100
-    for k in which(n, quick):
+    for k in which(n, quick=False):
         world = fresh()
         count = 1 if way == "once" else EVER
         host.control.aim(ANY, world.home, mode=HANG, seconds=LASTS, first=k, count=count)
