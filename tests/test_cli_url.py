@@ -16,6 +16,10 @@ from served import served
 
 from kvweave import Client, Engine
 from kvweave.cli import app, chat, parser
+from kvweave.cli.signals import Ended
+from kvweave.client.turn import RemoteTurn
+from kvweave.client.wires import BlockingWire, Send
+from kvweave.errors import Unreachable
 from kvweave.run.model import Runner
 
 A = "Nina's river is wide . so well then we saw it .\n"
@@ -298,6 +302,29 @@ def test_an_ended_run_frees_its_context(server, verb, sig, n, heeded):
         assert client.contexts == {}
         server.settle()
         assert client.files.ls() == []
+
+
+@pytest.mark.parametrize("words", [["run", "so well"], ["context", "ask", "c", "so"], ["chat"]])
+def test_a_signal_wins_over_what_cleaning_up_fails_of(sh, server, words):
+    """The server has gone, and so nothing can be taken back there."""
+
+    do = BlockingWire._do
+
+    def ended(turn):
+        sh.monkeypatch.setattr(BlockingWire, "_do", gone)
+        raise Ended(signal.SIGTERM)
+        yield ""
+
+    def gone(wire, order, running):
+        if isinstance(order, Send):
+            raise Unreachable(server.url, "it has gone")
+        return do(wire, order, running)
+
+    sh.monkeypatch.setattr(RemoteTurn, "stream", ended)
+    with Client(server.url) as client:
+        client.context("c")
+    sh(*words, "--url", server.url, stdin="so well\n/parts\n", status=143)
+    assert "no answer" in sh.err and "u-000" not in sh.out
 
 
 # --- where to

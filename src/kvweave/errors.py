@@ -31,6 +31,7 @@
     |   |-- CorruptChunk               .path, .checksum
     |   |-- LoadFailed                 .id, .reason
     |   |-- NoSpace                    .path
+    |   |-- HomeMoved                  .path
     |   `-- FormatTooNew               .path, .found, .supported
     `-- ServerError
         |-- Overloaded                 .retry_after (seconds)
@@ -335,6 +336,15 @@ class NoSpace(StoreError):
         super().__init__(
             f"{message}: no space left",
             hint="free some space, or raise the quota, then try again; nothing was changed",
+            path=path,
+        )
+
+
+class HomeMoved(StoreError):
+    def __init__(self, path: str) -> None:
+        super().__init__(
+            f"{path} was moved, removed or replaced meanwhile",
+            hint="nothing was changed; see what is there now, then close the engine and open it again",
             path=path,
         )
 

@@ -116,3 +116,44 @@ def test_many_names_are_moved_copied_pinned_and_removed_or_none_is(table: Table)
     assert [e.id for e in files.rm("new/")] == ids and [r.id for r in table] == [base]
     table.check_integrity()
     assert table.collect([ChunkId(base)]) == [], "a context holds it"
+
+
+def test_a_table_may_free_a_few_at_a_time_and_names_go_at_once(
+    table: Table, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is left comes with later verbs; a chunk that is wanted again meanwhile stays."""
+    freed, looked = list[int](), list[int]()
+    kept = table._rows.is_kept
+    table.on_free = freed.append
+    monkeypatch.setattr(table._rows, "is_kept", lambda id: looked.append(id) or kept(id))
+    files, again = Files(table), table.resolve("docs/00500")
+    table.free_slowly(10)
+    assert len(files.mv("docs/", "new/")) == N and not looked and not table.n_behind
+    assert len(files.rm("new/")) == N and files.ls() == []
+    assert len(looked) == len(freed) == 10 and table.n_behind
+    assert table.add([502], digest=digest(500)) == (again.id, False)
+    with pytest.raises(ZeroDivisionError), table.transaction():
+        table.add([504], digest=digest(502))
+        1 / 0  # noqa: B018
+    assert len(looked) == 20 and len(freed) >= 19, "the base of some is looked at too"
+    table.bind("late", table.resolve(f"#{again.id + 2}").id)
+    before, left = len(looked), table.n_behind
+    assert before == 30, "each verb that ends goes on with it"
+    while left:
+        left = table.free_more()
+        assert len(looked) <= before + 10
+        before = len(looked)
+    base = next(iter(table)).id
+    assert [r.id for r in table] == [base, again.id, again.id + 2] and len(freed) == N - 2
+    table.check_integrity()
+
+
+def test_what_was_not_freed_in_time_is_when_the_index_is_opened(tmp_path: Path) -> None:
+    with Table(tmp_path / "index.db") as table:
+        for i in range(5):
+            table.bind(f"{i}", table.add([i + 1], digest=digest(i))[0])
+        table.free_slowly(2)
+        Files(table).rm("**")
+        assert len(table) == table.n_behind == 3
+    with Table(tmp_path / "index.db") as table:
+        assert len(table.collect()) == 3 and not len(table)

@@ -82,6 +82,44 @@ def test_others_go_on_while_chunks_are_moved(serve, monkeypatch, tmp_path):
     assert gone not in [e["id"] for e in made] and len(at) == len(set(at)) == 5
 
 
+@pytest.mark.parametrize("verb", ["rm", "mv"])
+def test_an_answer_goes_on_while_chunks_are_freed(serve, monkeypatch, verb):
+    """Names go at once, what stood behind them a few in a turn; all of it is gone with the answer."""
+    monkeypatch.setattr("kvweave.serve.state.FREED", 4)
+    monkeypatch.setattr("kvweave.serve.driver.thread.CALL_SECONDS", 0.0)
+    served = serve()
+    engine, driver, anna, at, turns = served.engine, served.driver, served.anna, [], []
+    run_calls, drop = driver._run_calls, engine.shelf.drop
+
+    def running():
+        turns.append(1)
+        run_calls()
+
+    for space in ("a", "b"):
+        items = [{"name": f"{space}/{i}", "text": f"{i} {space} so"} for i in range(30)]
+        anna("POST", "/v1/chunks:put", {"items": items})
+
+    def dropping(key):
+        at.append(len(turns))
+        return drop(key)
+
+    monkeypatch.setattr(driver, "_run_calls", running)
+    monkeypatch.setattr(engine.shelf, "drop", dropping)
+    asked = {"model": "kvweave", "messages": [{"role": "user", "content": A}]}
+    asked |= {"max_tokens": 200, "ignore_eos": True}
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(anna, "POST", "/v1/chat/completions", asked)
+        while not driver.stats()["active"] and not answer.done():
+            time.sleep(0.005)
+        if verb == "rm":
+            gone = anna("DELETE", "/v1/chunks/a/**")["data"]
+        else:
+            gone = anna("POST", "/v1/chunks/b/:mv", {"to": "a/", "replace": True})["data"]
+        assert len(at) == len(gone) == 30 and max(at.count(n) for n in at) <= 4
+        assert len(anna.names("b/**")) == 30 * (verb == "rm") and not engine.table.n_behind
+        assert len(answer.result(60)["choices"]) == 1
+
+
 def test_a_taken_name_is_kept_unless_told(serve):
     anna = serve().anna
     first = anna.put("a", A)

@@ -97,7 +97,8 @@ def test_an_answer_comes_in_deltas_and_is_the_engines_own(drive, engines):
     assert driven.ended == [("x", ["length"])] and driven.engine.contexts == {}
 
 
-def test_admission_is_round_robin_over_tenants_exactly(drive):
+def test_admission_is_round_robin_over_tenants_exactly(drive, monkeypatch):
+    monkeypatch.setattr(Spent, "greedy", lambda *_: set())  # a slow machine has some take long
     driven = drive(max_active=1)
 
     async def main():

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+from loaded import short_runner
 
+from kvweave import Engine
 from kvweave.store.tier import files
 
 A = "Anna's river is cold so well"
@@ -72,14 +75,29 @@ def test_a_tier_without_room(
     assert anna("GET", "/v1/chunks/a")["name"] == "a"
 
 
-def test_a_home_that_was_moved(serve: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("another", [False, True])
+def test_a_home_that_was_moved(serve: Any, tmp_path: Path, another: bool) -> None:
     served = serve(home=tmp_path / "home")
     served.anna.put("a", A)
     os.rename(tmp_path / "home", tmp_path / "away")
+    if another:
+        with Engine(short_runner(), home=tmp_path / "home") as engine:
+            engine.put("other", A)
     try:
-        served.anna.error("PUT", "/v1/chunks/b", {"text": A + " b"}, 500)
+        text = {"text": A + " b"}
+        chat = {"model": "kvweave", "messages": [{"role": "user", "content": A}], "max_tokens": 2}
+        for method, path, body in (
+            ("PUT", "/v1/chunks/b", text),
+            ("PUT", "/v1/chunks/b", text | {"durable": True}),
+            ("DELETE", "/v1/chunks/a", None),
+            ("POST", "/v1/chat/completions", chat),
+        ):
+            told = served.anna.error(method, path, body, 503)
+            assert told["code"] == "home_moved" and "moved" in told["message"] and told["hint"]
+            assert str(tmp_path) not in str(told), "where it was is not the client's business"
         assert health(served) == "degraded" and served.anna.names() == ["a"]
     finally:
+        shutil.rmtree(tmp_path / "home", ignore_errors=True)
         os.rename(tmp_path / "away", tmp_path / "home")
     served.anna.put("b", A + " b")
     served.app.state.kvweave.disk_failed -= 61

@@ -7,6 +7,7 @@ import shutil
 import sqlite3
 import struct
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ from kvweave.cli.app import main
 from kvweave.errors import StoreError
 from kvweave.store import fsck
 from kvweave.store.codec import parse
+from kvweave.store.level import Level
 from kvweave.store.mover import Mover
 from kvweave.store.record.encode import encode
 from kvweave.store.record.layout import FIXED, FORMAT, MAGIC, START
@@ -269,6 +271,45 @@ def test_who_dies_while_kv_is_let_go_of_has_no_chunk_that_is_missing(
         engine.place("b", tier)
         monkeypatch.undo()
     assert main(["fsck", str(died), "--json"]) == 0
+
+
+def test_who_dies_while_a_full_level_lets_go_has_no_chunk_that_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home, died, real = tmp_path / "home", tmp_path / "died", Level.drop
+    gone = list[int]()
+
+    def drop(level: Level, ids: Iterable[int], deadline: float | None = None) -> None:
+        gone.extend(ids)
+        real(level, gone, deadline)
+        shutil.copytree(home, died, dirs_exist_ok=True)
+        shutil.rmtree(died / "kv")
+        shutil.copytree(home / "kv", died / "kv")
+
+    with Engine(tiny(), home=home, repair="none", tiers=("disk size=117KiB",)) as engine:
+        for i, name in enumerate(NAMES):
+            engine.put(name, text(20, i))
+        engine.place("{a,b}", "disk")
+        engine.table.flush()
+        monkeypatch.setattr(Level, "drop", drop)
+        engine.place("{c,d}", "disk")
+        monkeypatch.undo()
+        assert gone and [e.tier for e in engine.files.ls()].count("none") == len(gone)
+    assert main(["fsck", str(died), "--json"]) == 0
+
+
+def test_who_dies_before_all_is_freed_frees_it_when_the_home_is_opened(home: Path) -> None:
+    died = home.with_name("died")
+    with Engine(tiny(), home=home, repair="none") as engine:
+        engine.table.free_slowly(1)
+        engine.files.rm("**")
+        shutil.copytree(home, died)
+        assert engine.table.n_behind == 3 and engine.files.ls() == []
+    assert main(["fsck", str(died), "--json"]) == 0
+    for each in (died, home):
+        with Engine(tiny(), home=each, repair="none") as engine:
+            assert not [r for r in engine.table if r.n_tokens == 20]
+        assert not list((each / "kv").glob("*.kv"))
 
 
 def test_a_ctrl_c_while_a_file_is_written_leaves_nothing_beside_it(

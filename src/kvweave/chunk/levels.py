@@ -94,3 +94,10 @@ def require(truth: object, sentence: str) -> None:
     """Raise AssertionError, also under ``python -O``."""
     if not truth:
         raise AssertionError(sentence)
+
+
+def take_back(calls: list[Callable[[], object]]) -> None:
+    """Make calls of `Transactions.if_undone`, then what they return."""
+    for again in [call() for call in reversed(calls)]:
+        if callable(again):
+            again()

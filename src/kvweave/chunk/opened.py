@@ -8,7 +8,7 @@ from pathlib import Path
 from kvweave.chunk.format import damaged, meta_sum
 from kvweave.chunk.log import log_of
 from kvweave.chunk.place import Inode, inode_of, is_still
-from kvweave.errors import StoreError
+from kvweave.errors import HomeMoved, StoreError
 
 CACHE_KIB = 16_384
 
@@ -58,10 +58,9 @@ class OpenIndex:
         return value
 
     def _require_place(self) -> None:
-        """Raise StoreError where another file is called what this one was: nobody would find this one."""
+        """Raise HomeMoved where another file is called what this one was: nobody would find this one."""
         if not is_still(self.path, self._inode):
-            hint = "nothing was changed; see what is there now, then close the engine and open it again"
-            raise StoreError(f"{self.path} was moved, removed or replaced meanwhile", hint=hint)
+            raise HomeMoved(str(self.path))
 
     def _abandon(self) -> None:
         db, self._db = self._db, None

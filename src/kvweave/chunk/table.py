@@ -144,6 +144,7 @@ class Table(Index):
                 known = self.find_digest(digest)
                 if known is not None and self._tx.share(known.id):
                     self._check_same(known, data, namespace, base)
+                    self._tx.stays(known.id)
                     return known.id, False
                 self._tx.writing()
                 id = self._rows.add(record, data)
@@ -255,6 +256,7 @@ class Table(Index):
             if self._rows.bind(namespace, name, id):
                 self._tx.levels[-1].keep(record)
                 record.names = tuple(sorted((*record.names, name)))
+                self._tx.stays(id)
                 return
         raise StoreError(f"other engines bind {name!r} all the time", hint="try again")
 
@@ -322,6 +324,22 @@ class Table(Index):
             self._rows.hold(id, context, n)
 
     # --- freeing ---
+
+    def free_slowly(self, most: int) -> None:
+        """Have a transaction look at ``most`` chunks that were let go of, to free them: the others are
+        for the next ones, for `free_more`, or for whoever opens the index next."""
+        self._tx.at_once = most
+
+    @property
+    def n_behind(self) -> int:
+        """How many chunks are for the next ones."""
+        return len(self._tx.behind)
+
+    def free_more(self) -> int:
+        """Free some of these; return how many are left."""
+        with self.transaction():
+            pass  # it does so at its end
+        return self.n_behind
 
     def collect(self, ids: Iterable[ChunkId] | None = None) -> list[ChunkId]:
         """Free the chunks nothing keeps, of ``ids`` or of all, and return their ids.

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, ExitStack
+from itertools import islice
 from threading import RLock
 from weakref import WeakValueDictionary
 
 from kvweave.chunk.identity import ChunkId
-from kvweave.chunk.levels import Holders, Savepoint, Transaction, require
+from kvweave.chunk.levels import Holders, Savepoint, Transaction, require, take_back
 from kvweave.chunk.record import Record
 from kvweave.chunk.rows import ALL, UNSURE, IndexRows
 from kvweave.errors import ChunkNotFound, InvalidArgument, StoreError
@@ -33,6 +34,8 @@ class Transactions:
         self._reading = RLock()  # of caches; held for single statements only
         self.levels: list[Savepoint] = []
         self._loose: dict[ChunkId, None] = {}
+        self.at_once: int | None = None
+        self.behind: dict[ChunkId, None] = {}  # let go of by those that did not look at all of it
         self.freed: list[ChunkId] = []
         self._afterwards: list[Callable[[], object]] = []
         self.holders: Holders = {}
@@ -154,12 +157,20 @@ class Transactions:
 
     def let_go(self, id: ChunkId) -> None:
         """Free a chunk at the end, unless something keeps it then."""
-        self.levels[-1].loose.setdefault(id, id in self._loose)
+        self.levels[-1].loose.setdefault(id, id in self._loose or id in self.behind)
         self._loose[id] = None
 
-    def sweep(self) -> None:
-        """Free what was let go of and nothing keeps; bases follow the last chunk on them."""
-        while self._loose:
+    def stays(self, id: ChunkId) -> None:
+        """Take back `let_go`, also of an earlier transaction."""
+        if id in self._loose or id in self.behind:
+            self.levels[-1].loose.setdefault(id, True)
+            self._loose.pop(id, None)
+            self.behind.pop(id, None)
+
+    def sweep(self, most: int | None = None) -> None:
+        """Free of the first ``most`` let go of what nothing keeps; bases follow the last on them."""
+        while self._loose and most != 0:
+            most = None if most is None else most - 1
             id = next(iter(self._loose))
             del self._loose[id]
             self.levels[-1].loose.setdefault(id, True)
@@ -227,8 +238,10 @@ class Transactions:
         done, gone, unsure = False, [], False
         try:
             if not failed and n == 1:
-                if self._loose:
-                    self.sweep()
+                if self._loose or self.behind:
+                    for id in islice(self.behind, max(0, (self.at_once or 0) - len(self._loose))):
+                        self.let_go(id)
+                    self.sweep(self.at_once)
                 if len(self._dirty) >= UNWRITTEN:
                     self.settle()
                 self.rows.commit(len(self.freed))
@@ -236,7 +249,8 @@ class Transactions:
                 self.rows.release(n)
             done = not failed
         except StoreError as error:
-            unsure = n == 1 and (error.hint or "").startswith(UNSURE)
+            if unsure := n == 1 and (error.hint or "").startswith(UNSURE):
+                self.behind |= self._loose  # to be looked at, whatever became of it
             raise
         finally:
             levels.pop()
@@ -247,12 +261,12 @@ class Transactions:
                     level.join(levels[-1])
             finally:
                 if n == 1:
-                    gone = self._finish(done)
+                    gone = self._finish(level if done else None)
                     after, self._afterwards = self._afterwards, []
                     for call in reversed(after):
                         told.callback(call)
                 if not done:
-                    told.callback(_take_back, level.undone)
+                    told.callback(take_back, level.undone)
                     # chunks that never were may have got KV meanwhile
                     gone = [id for id, (_, was) in level.records.items() if was is None]
                 if unsure:  # they may be: `catch_up` learns it
@@ -278,9 +292,12 @@ class Transactions:
                     self.remember(record)
         self.rows.rollback(n)
 
-    def _finish(self, done: bool) -> list[ChunkId]:
+    def _finish(self, done: Savepoint | None) -> list[ChunkId]:
         """Forget, now that nothing can fail any more, what is gone and what is written."""
         freed, self.freed = self.freed, []
+        for id in done.loose if done is not None else ():
+            self.behind.pop(id, None)
+        self.behind |= self._loose
         self._loose = {}
         for id, item in self._written.items():
             if self._dirty.get(id) is item:  # else it was changed once more
@@ -288,7 +305,7 @@ class Transactions:
         self._written = {}
         for id in freed:
             self.forget(id)
-        return freed if done else []
+        return freed if done is not None else []
 
     def writing(self) -> None:
         """Begin the transactions in the database too."""
@@ -381,10 +398,3 @@ class Transactions:
                 self.writing()
                 self._written = dict(self._dirty)
                 self.rows.change_facts(self._written.values())
-
-
-def _take_back(calls: list[Callable[[], object]]) -> None:
-    """Make calls of `Transactions.if_undone`, then what they return."""
-    for again in [call() for call in reversed(calls)]:
-        if callable(again):
-            again()

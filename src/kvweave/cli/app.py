@@ -18,7 +18,7 @@ from importlib import import_module
 from io import TextIOWrapper
 
 from kvweave.cli.parser import COMMANDS, UsageError, parse
-from kvweave.cli.signals import Ended, status_of, taken
+from kvweave.cli.signals import Ended, interrupt_of, status_of, taken
 from kvweave.cli.start import uncollected
 from kvweave.errors import KVWeaveError, StoreError, of_system
 
@@ -46,7 +46,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         _complain({"code": "UsageError", "message": error.message, "hint": error.hint}, as_json)
         return 2
     except KVWeaveError as error:
-        return _fail(error, as_json)
+        failed, signal = _fail(error, as_json), interrupt_of(error)
+        return failed if signal is None else status_of(signal)
     except KeyboardInterrupt as error:
         if not isinstance(error, Ended):
             print(file=sys.stderr)

@@ -12,6 +12,7 @@ from kvweave.cli import stdin
 from kvweave.cli.asking import answer_to
 from kvweave.cli.command import UsageError
 from kvweave.cli.show import Out, aligned
+from kvweave.cli.signals import Ended, interrupt_of
 from kvweave.cli.target import server, target
 from kvweave.cli.text import sampling_of
 from kvweave.cli.values import part_of
@@ -112,6 +113,8 @@ class Chat:
                 else:
                     self.answer(line)
             except KVWeaveError as error:
+                if isinstance(interrupt_of(error), Ended):  # what could not be taken back stays
+                    raise
                 n_failed += 1
                 self.out.error(error)
         return n_failed

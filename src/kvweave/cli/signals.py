@@ -38,6 +38,15 @@ def status_of(error: KeyboardInterrupt) -> int:
     return 128 + (error.number if isinstance(error, Ended) else signal.SIGINT)
 
 
+def interrupt_of(error: BaseException) -> KeyboardInterrupt | None:
+    """Return the signal that was being cleaned up behind as an error came: it is what the command ends of,
+    not that a server, say, has gone too."""
+    found: BaseException | None = error
+    while found is not None and not isinstance(found, KeyboardInterrupt):
+        found = found.__context__
+    return found
+
+
 class _Taken:
     """The handlers, as long as a verb runs."""
 

@@ -30,6 +30,7 @@ from kvweave.serve.reuse.render import Renderer
 
 T = TypeVar("T")
 
+FREED = 256  # chunks that one turn frees at most, some 10 ms; the others follow
 DEGRADED_SECONDS = 60.0  # for so long after the disk refused something
 
 
@@ -42,6 +43,7 @@ class ServerState:
     def __init__(self, driver: Driver, options: Options) -> None:
         engine = driver.engine
         self.driver, self.options = driver, options
+        engine.table.free_slowly(FREED)
         self.metrics, self.history, self.started = Metrics(), History(), time.time()
         self.quota = Quota.of(options)
         self.renderer = Renderer(engine.maker.chat, engine.runner.limit)

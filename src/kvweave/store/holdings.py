@@ -42,7 +42,6 @@ class Holdings:
         self.facts: Callable[[int], Facts] = lambda key: UNKNOWN
         self.session = ""  # whose weave is using chunks now
         self.on_tier: Callable[[int, str, int], None] = lambda key, tier, n_bytes: None
-        self.told: Callable[[], None] = lambda: None  # has the index keep what `on_tier` told it
         self.on_in_context: Callable[[int, Stretches], None] = lambda key, seen: None
         self._in_context: Ram[Exact] = Ram()
         self._charged: dict[str, int] = {}  # context name -> bytes of its rows

@@ -57,6 +57,7 @@ class Mover:
         self.levels, self.about, self.is_pinned = list(levels), about, is_pinned
         self.staging, self.seconds = staging(device or torch.device("cpu")), seconds
         self.on_tier: Callable[[int, str, int], None] = lambda id, tier, n_bytes: None
+        self.told: Callable[[], None] = lambda: None  # has the index keep what `on_tier` told it
         self.counts = {"loads": 0, "late": 0, "lost": 0, "bytes_read": 0, "bytes_written": 0}
         self._behind = WriteBehind(self.levels[0] if self.levels else None, self.counts)
         self._sources: dict[int, Level] = {}  # chunk -> where it was last read from
@@ -183,11 +184,15 @@ class Mover:
             elif outcome.state != "full":
                 log.warning("#%s stays on %s: %s", id, level.name, outcome.why)
                 break
-        level.drop(gone, ends)
-        for id in gone:
-            there = self.level_of(id)
+        for (
+            id
+        ) in gone:  # the index first: who dies in between has no KV that is counted on and gone
+            there = next((x for x in self.levels if x is not level and x.ready(id)), None)
             n = 0 if there is None else there.held[id].n_bytes
             self.on_tier(id, "none" if there is None else there.place, n)
+        if gone:
+            self.told()
+        level.drop(gone, ends)
         return freed > 0
 
     def _sink(self, id: int, level: Level, ends: float) -> Outcome:

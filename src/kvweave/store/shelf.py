@@ -107,7 +107,7 @@ class Shelf(Holdings):
         KV that is counted on and gone."""
         self.on_tier(key, tier, n_bytes)
         if self.mover.level_of(key) is not None:
-            self.told()
+            self.mover.told()
 
     def sink(self, keys: Iterable[int]) -> None:
         """Move what is only in memory below, to the first level that has room.

@@ -32,7 +32,7 @@ class Ties:
         """Have ``shelf`` tell the index, and ask it for facts."""
         self.shelf = shelf
         shelf.facts, shelf.on_tier, shelf.on_in_context = self._facts, self._tier, self._deps
-        shelf.told = self.table.flush
+        shelf.mover.told = self.table.flush
 
     def about(self, id: int) -> Expected:
         """Return what a chunk's record on a tier must be of."""

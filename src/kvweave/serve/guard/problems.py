@@ -131,8 +131,8 @@ def problem_of(error: BaseException, *, stopping: bool = False) -> Problem:
     if isinstance(error, HTTPException):
         hint = NO_ROUTE if error.status_code in (404, 405) else ""
         return make(error.status_code, str(error.detail), hint=hint, headers=error.headers)
-    if isinstance(error, errors.NoSpace):
-        return _full(error)
+    if isinstance(error, errors.NoSpace | errors.HomeMoved):
+        return _of_disk(error)
     known = [status for kind, status in STATUS if isinstance(error, kind)]
     if not isinstance(error, KVWeaveError) or not known or isinstance(error, INTERNAL):
         return _unexpected(error)
@@ -176,10 +176,15 @@ def _unexpected(error: BaseException) -> Problem:
     return make(500, "the server failed", code="internal_error", hint=f"its log has {id}", id=id)
 
 
-def _full(error: errors.NoSpace) -> Problem:
+def _of_disk(error: errors.NoSpace | errors.HomeMoved) -> Problem:
+    """Log where it is, which is not the client's business."""
     log.error("request %s: %s", REQUEST_ID.get() or "-", error)
-    hint = "what is stored is still there; try again when its operator has made room"
-    return make(507, "the server's disk is full", code="no_space", hint=hint)
+    if isinstance(error, errors.NoSpace):
+        hint = "what is stored is still there; try again when its operator has made room"
+        return make(507, "the server's disk is full", code="no_space", hint=hint)
+    hint = "nothing was changed; try again when its operator has put it back"
+    message = "the server's home directory was moved, removed or replaced"
+    return make(503, message, code="home_moved", hint=hint)  # nobody knows when: no Retry-After
 
 
 def install(app: FastAPI) -> None:
@@ -187,7 +192,8 @@ def install(app: FastAPI) -> None:
 
     def answer(request: Request, error: Exception) -> JSONResponse:
         state = getattr(request.app.state, "kvweave", None)
-        if type(error) in (errors.StoreError, errors.NoSpace):  # the system's, and not of one chunk
+        of_system = (errors.StoreError, errors.NoSpace, errors.HomeMoved)  # and not of one chunk
+        if type(error) in of_system:
             request.app.state.kvweave.disk_failed = time.monotonic()
         return problem_of(error, stopping=bool(state and state.driver.stopping)).response
 

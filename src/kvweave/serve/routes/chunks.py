@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query, Response
@@ -11,7 +12,7 @@ from pydantic import BaseModel, Field, FiniteFloat, StrictBool, StringConstraint
 from kvweave.chunk.files import Entry, Files
 from kvweave.chunk.identity import ChunkId, Kind, TierName
 from kvweave.engine import Engine
-from kvweave.errors import InvalidArgument
+from kvweave.errors import InvalidArgument, KVWeaveError
 from kvweave.run.loop import Task
 from kvweave.serve.guard.access import Tenant
 from kvweave.serve.guard.text import tokens_of
@@ -242,8 +243,8 @@ async def cp(
     tenant: Tenant, the: The, pattern: PathPattern, body: Rename, dry: DryQuery = False
 ) -> dict[str, Any]:
     """Give chunks another name; no KV is copied."""
-    return await the.call(
-        tenant, lambda e: _rename(e, the, tenant, pattern, body, is_dry(dry, body), keep=True)
+    return await _freeing(
+        the, tenant, lambda e: _rename(e, the, tenant, pattern, body, is_dry(dry, body), keep=True)
     )
 
 
@@ -252,8 +253,8 @@ async def mv(
     tenant: Tenant, the: The, pattern: PathPattern, body: Rename, dry: DryQuery = False
 ) -> dict[str, Any]:
     """Rename; the KV stays where it is."""
-    return await the.call(
-        tenant, lambda e: _rename(e, the, tenant, pattern, body, is_dry(dry, body), keep=False)
+    return await _freeing(
+        the, tenant, lambda e: _rename(e, the, tenant, pattern, body, is_dry(dry, body), keep=False)
     )
 
 
@@ -266,12 +267,24 @@ def _rename(
     dry: bool,
     *,
     keep: bool,
-) -> dict[str, Any]:
+) -> list[Entry]:
     if not body.to.endswith("/"):
         the.new_name(body.to)
     files = Files(engine.table, tenant)
     verb = files.cp if keep else files.mv
-    return listing(verb(pattern, body.to, body.replace, dry_run=dry))
+    return verb(pattern, body.to, body.replace, dry_run=dry)
+
+
+async def _freeing(
+    the: ServerState, tenant: str, verb: Callable[[Engine], list[Entry]]
+) -> dict[str, Any]:
+    """Do what lets go of chunks, and free them before it is answered, some between two steps. What is
+    left then, since somebody hung up or a disk is full, goes with what is done next."""
+    entries, left = await the.call(tenant, lambda engine: (verb(engine), engine.table.n_behind))
+    with suppress(KVWeaveError):  # the names are gone
+        while left:
+            left = await the.call(tenant, lambda engine: engine.table.free_more())
+    return listing(entries)
 
 
 @router.post(":put", response_model=ChunkList)
@@ -367,8 +380,6 @@ async def rm(
 ) -> dict[str, Any]:  # fmt: skip
     """Remove names and return them as they were; a chunk that nothing else keeps is freed."""
     dry = is_dry(dry, body)
-
-    def work(engine: Engine) -> dict[str, Any]:
-        return listing(Files(engine.table, tenant).rm(pattern, dry_run=dry, force=force))
-
-    return await the.call(tenant, work)
+    return await _freeing(
+        the, tenant, lambda e: Files(e.table, tenant).rm(pattern, dry_run=dry, force=force)
+    )
