@@ -323,50 +323,33 @@ class CorruptChunk(StoreError):
 
 class LoadFailed(StoreError):
     def __init__(self, id: int, reason: str) -> None:
-        super().__init__(
-            f"the KV of #{id} could not be loaded: {reason}",
-            hint="it is computed again when it is asked for",
-            id=id,
-            reason=reason,
-        )
+        why = f"the KV of #{id} could not be loaded: {reason}"
+        hint = "it is computed again when it is asked for"
+        super().__init__(why, hint=hint, id=id, reason=reason)
 
 
 class NoSpace(StoreError):
     def __init__(self, message: str, path: str) -> None:
-        super().__init__(
-            f"{message}: no space left",
-            hint="free some space, or raise the quota, then try again; nothing was changed",
-            path=path,
-        )
+        hint = "free some space, or raise the quota, then try again; nothing was changed"
+        super().__init__(f"{message}: no space left", hint=hint, path=path)
 
 
 class HomeMoved(StoreError):
     def __init__(self, path: str) -> None:
-        super().__init__(
-            f"{path} was moved, removed or replaced meanwhile",
-            hint="nothing was changed; see what is there now, then close the engine and open it again",
-            path=path,
-        )
+        why = f"{path} was moved, removed or replaced meanwhile"
+        hint = "nothing was changed; see what is there now, then close the engine and open it again"
+        super().__init__(why, hint=hint, path=path)
 
 
 class FormatTooNew(StoreError):
     def __init__(self, path: str, found: int, supported: int) -> None:
-        super().__init__(
-            f"{path} has format {found}, this kvweave reads up to {supported}",
-            hint="upgrade kvweave",
-            path=path,
-            found=found,
-            supported=supported,
-        )
+        why = f"{path} has format {found}, this kvweave reads up to {supported}"
+        super().__init__(why, hint="upgrade kvweave", path=path, found=found, supported=supported)
 
 
 class Overloaded(ServerError):
     def __init__(self, retry_after: float, why: str = "too many requests are waiting") -> None:
-        super().__init__(
-            why,
-            hint=f"try again in {retry_after:g} s",
-            retry_after=retry_after,
-        )
+        super().__init__(why, hint=f"try again in {retry_after:g} s", retry_after=retry_after)
 
 
 class OverQuota(ServerError):

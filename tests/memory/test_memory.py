@@ -624,3 +624,17 @@ def test_budgets_and_contexts_that_cannot_be(model) -> None:
     gaps = model.context("gaps", positions="keep")
     with pytest.raises(InvalidArgument, match="positions"):
         Memory(model, gaps)
+
+
+def test_one_memory_over_a_context_at_once(make: Callable[..., Memory]) -> None:
+    """Each would unpin what is anchored in the other, and take away what was told to it in its own step."""
+    first = make()
+    name = first.anchor("rule", "so well")
+    with pytest.raises(NameTaken, match="is open already"):
+        Memory(first._ground.engine, first.context, root="another")
+    first.close()
+    second = make(context=first.context)
+    first.close()
+    with pytest.raises(NameTaken):
+        make(context=first.context)
+    assert second.items_below.get(name).pinned

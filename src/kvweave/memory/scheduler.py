@@ -32,7 +32,8 @@ class Memory(MemorySteps):
         embed: makes vectors to recall by; by default words and pairs of words are compared.
         compress: called with the name of an item before its KV goes down a tier.
 
-    Raises ContextNotFound, InvalidName, InvalidArgument.
+    Raises ContextNotFound, InvalidName, InvalidArgument; NameTaken where another one over this context
+    was not closed.
     """
 
     # ---- reading

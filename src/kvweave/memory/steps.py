@@ -5,10 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
+from weakref import WeakKeyDictionary, ref
 
 from kvweave.chunk.identity import Kind
 from kvweave.engine import Engine
-from kvweave.errors import ContextBusy, InvalidArgument
+from kvweave.errors import ContextBusy, InvalidArgument, NameTaken
 from kvweave.memory.asking import Asking
 from kvweave.memory.dense import Embedder, counted
 from kvweave.memory.ground import Ground
@@ -28,6 +29,7 @@ from kvweave.weave.context import Context
 from kvweave.weave.parts import Part, TextOrTokens
 
 MOST_STEPS = 64  # that can be undone
+_OPEN: WeakKeyDictionary[Context, ref[MemorySteps]] = WeakKeyDictionary()
 
 
 @checked
@@ -50,6 +52,8 @@ class MemorySteps:
         if engine.contexts_of(context.namespace).get(context.name) is not context:
             reason = f"{context.name!r} is closed, or of another engine"
             raise InvalidArgument("context", reason, "open it in this engine")
+        if _open_over(context) is not None:  # each would unpin, and take back, what is the other's
+            raise NameTaken(context.name, 0, "memory of")
         self.context, self.gate, self.budget = context, context.gate, budget or MemoryBudget()
         self.items_below = items = Items(context, engine.table, engine.maker, root)
         self._ground = Ground(engine, context, items, Zones.of_context(context), self.budget)
@@ -62,6 +66,7 @@ class MemorySteps:
         self._depth = 0
         self._streaming = False  # a step is open while somebody reads an answer
         self._adopt()
+        _OPEN[context] = ref(self)
 
     # ---- steps
 
@@ -107,6 +112,8 @@ class MemorySteps:
         """Unpin what was pinned here, let go of what is known to recall by; items and context stay."""
         self.items_below.unpin()
         self._recaller.forget([*self._recaller.ranking.known()])
+        if _open_over(self.context) is self:
+            del _OPEN[self.context]
 
     # ---- as tasks
 
@@ -244,3 +251,9 @@ class MemorySteps:
     def _n_tokens(self, name: str) -> int:
         record = self.items_below.find(name)
         return 0 if record is None else record.n_tokens
+
+
+def _open_over(context: Context) -> MemorySteps | None:
+    """Return the memory that was opened over a context, and neither closed nor let go of."""
+    found = _OPEN.get(context)
+    return None if found is None else found()
