@@ -13,7 +13,7 @@ from probe import synthetic
 
 from kvweave.errors import FormatTooNew, InvalidArgument
 from kvweave.keep.tokens.access import Rule
-from kvweave.probe.trace import ONE, PageTrace, TraceHeader, TraceWriter, joined
+from kvweave.probe.trace import ONE, PageTrace, TraceHeader, TraceWriter, joined, write
 
 
 def some(seed: int = 0, n: int = 21) -> np.ndarray:
@@ -103,6 +103,25 @@ def test_pages_come_as_they_are_written(tmp_path: Path) -> None:
     whole = PageTrace(tmp_path / "a.kvt").whole()
     assert whole.mass.shape == (1, 5, 5) and (whole.mass[0, 2:, :3] == 0).all()
     assert joined([], 2, 3).mass.shape == (2, 3, 0)
+
+
+def test_what_fails_leaves_an_older_trace_as_it_was(tmp_path: Path) -> None:
+    """Where there is none, what was written up to there stays."""
+    header, step = TraceHeader(4, ((0, 0),), 4), synthetic.steps(np.ones((1, 2, 3)) / 2)
+    for name in ("a.kvt", "b.kvt"):
+        before = write(tmp_path / "a.kvt", header, [step, step]).read_bytes()
+        with pytest.raises(KeyboardInterrupt), TraceWriter(tmp_path / name, header) as writer:
+            writer.steps(step)
+            raise KeyboardInterrupt
+        assert (tmp_path / "a.kvt").read_bytes() == before
+    assert PageTrace(tmp_path / "b.kvt").n_steps == 3
+    writer = TraceWriter(tmp_path / "a.kvt", header)
+    assert (tmp_path / "a.kvt").read_bytes() == before
+    writer.steps(step)
+    writer.discard()
+    write(tmp_path / "b.kvt", header, [step, step])
+    assert (tmp_path / "b.kvt").read_bytes() == before
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a.kvt", "b.kvt"]
 
 
 GOLDEN = Path(__file__).parent / "golden.kvt"

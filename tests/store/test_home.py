@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -23,6 +27,18 @@ def test_a_home_is_anyones_until_it_is_claimed(tmp_path: Path) -> None:
     Home(path, mine)
     with pytest.raises(ModelMismatch):
         Home(path, other)
+
+
+def test_what_the_dead_left_half_written_goes_when_a_home_is_opened(tmp_path: Path) -> None:
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait()
+    left, new = tmp_path / f"config.json.{dead.pid}.tmp", tmp_path / f"model.json.{dead.pid}.tmp"
+    stay = [tmp_path / f"config.json.{os.getpid()}.tmp", tmp_path / "my.notes.tmp", new]
+    for path in (left, *stay):
+        path.write_text("{")
+        os.utime(path, (0, time.time() - 3600 * (path != new)))
+    Home(tmp_path, tiny().fingerprint)
+    assert sorted(tmp_path.iterdir()) == sorted(stay)
 
 
 @pytest.mark.parametrize("written", ["", "{", "[1]", "{}", '"text"'])

@@ -6,7 +6,9 @@ import json
 import os
 import sqlite3
 import struct
+import time
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from zlib import crc32
 
@@ -22,6 +24,8 @@ from kvweave.chunk.format import (
     tokens_sum,
 )
 from kvweave.chunk.record import Row, from_row
+
+MOMENT = 60.0  # seconds; no small file takes so long to write
 
 
 def create(db: sqlite3.Connection, uuid: str) -> None:
@@ -152,6 +156,25 @@ def write_whole(path: Path, text: str) -> None:
     except BaseException:  # Ctrl-C too: nobody else removes it
         new.unlink(missing_ok=True)
         raise
+
+
+def clear(directory: Path) -> None:
+    """Remove what `write_json` of processes that died left half written."""
+    for path in directory.glob("*.*.tmp"):
+        with suppress(OSError):  # a process of another container looks as if it had died
+            if time.time() - path.stat().st_mtime > MOMENT and not _lives(path.name.split(".")[-2]):
+                path.unlink()
+
+
+def _lives(pid: str) -> bool:
+    """Tell whether this is a process; what is no number may be anything."""
+    try:
+        os.kill(int(pid), 0)
+    except ProcessLookupError:
+        return False
+    except (ValueError, OverflowError, OSError):
+        pass
+    return True
 
 
 def put_in_place(new: Path, path: Path) -> None:

@@ -18,12 +18,12 @@ A block of steps, unpacked, little-endian, without gaps::
 from __future__ import annotations
 
 import json
+import os
 import struct
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -76,15 +76,19 @@ class TraceSteps:
 
 
 class TraceWriter:
-    """Writes a trace as it comes. What is closed without `close` having been reached is readable up
-    to its last whole block."""
+    """Writes a trace as it comes: what is cut off is readable up to its last whole block. A trace that is
+    there already stays until this one is closed, and where this one fails."""
 
     def __init__(self, path: str | Path, header: TraceHeader) -> None:
         self.path, self.header = Path(path), header
         about = json.dumps({"version": VERSION, **asdict(header)}).encode()
         self._zstd = zstandard.ZstdCompressor(level=3)
         try:
-            self._file: BinaryIO = self.path.open("wb")
+            self._new = self.path
+            if self.path.is_file():
+                at = self.path.resolve()
+                self._new = at.with_name(f"{at.name}.{os.getpid()}.tmp")
+            self._file: BinaryIO = self._new.open("wb")
             self._file.write(MAGIC + b"%d" % VERSION + struct.pack("<I", len(about)) + about)
         except OSError as error:
             raise of_system(error, "write", self.path) from error
@@ -92,8 +96,11 @@ class TraceWriter:
     def __enter__(self) -> TraceWriter:
         return self
 
-    def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None or self._new == self.path:
+            self.close()
+        else:
+            self.discard()
 
     def steps(self, some: TraceSteps) -> None:
         """Write steps; those before them were written. Raises NoSpace."""
@@ -119,8 +126,16 @@ class TraceWriter:
         """Write what is left."""
         try:
             self._file.close()
+            if self._new != self.path:
+                self._new.replace(self.path.resolve())
         except OSError as error:
             raise of_system(error, "write", self.path) from error
+
+    def discard(self) -> None:
+        """Leave nothing of it."""
+        with suppress(OSError):
+            self._file.close()
+        self._new.unlink(missing_ok=True)
 
 
 class PageTrace:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-from functools import partial
 from pathlib import Path
 
 from kvweave.chunk.file import soon
 from kvweave.chunk.guard import as_ours, lost_of
 from kvweave.chunk.identity import ModelFingerprint
-from kvweave.chunk.rebuild import write_json
+from kvweave.chunk.rebuild import clear, write_json
 from kvweave.errors import CorruptChunk, InvalidArgument, of_system
 
 
@@ -27,9 +26,13 @@ class Home:
         self._check()
         self._is_mine = False
         try:  # text can be recovered from what is stored: a new home is its owner's alone
-            soon(partial(path.mkdir, 0o700, parents=True, exist_ok=True), path)
+            soon(self._make, path)
         except OSError as error:
             raise of_system(error, "make", path) from error
+
+    def _make(self) -> None:
+        self.path.mkdir(0o700, parents=True, exist_ok=True)
+        clear(self.path)
 
     def claim(self) -> None:
         """Make it this model's, for good; called before the first chunk. Raises StoreError, and

@@ -124,7 +124,7 @@ class RequestWatch:
             raise InvalidArgument("vllm", reason)
         self.modules = list(modules.values())
         self.infos = [_info(module) for module in self.modules]
-        self.recorder, self.n_prompt, self.path = PageRecorder(self.infos, how), n_prompt, path
+        self.recorder, self.n_prompt = PageRecorder(self.infos, how), n_prompt
         name = f"{type(model).__name__}:{Path(config.model_config.model).name}"
         dtype = str(config.model_config.dtype).removeprefix("torch.")
         about = ModelFingerprint(name, "", "", dtype, "").to_dict()
@@ -240,8 +240,7 @@ class RequestWatch:
                 return None
             except KVWeaveError as error:
                 trouble = str(error)
-        self.writer.close()
-        self.path.unlink(missing_ok=True)
+        self.writer.discard()
         return f"nothing was recorded: {trouble}"
 
 
