@@ -86,7 +86,7 @@ def test_others_go_on_while_chunks_are_moved(serve, monkeypatch, tmp_path):
 def test_an_answer_goes_on_while_chunks_are_freed(serve, monkeypatch, verb):
     """Names go at once, what stood behind them a few in a turn; all of it is gone with the answer."""
     monkeypatch.setattr("kvweave.serve.state.FREED", 4)
-    monkeypatch.setattr("kvweave.serve.driver.thread.CALL_SECONDS", 0.0)
+    monkeypatch.setattr("kvweave.serve.driver.fair.Crowd.between", 0.0)
     served = serve()
     engine, driver, anna, at, turns = served.engine, served.driver, served.anna, [], []
     run_calls, drop = driver._run_calls, engine.shelf.drop
