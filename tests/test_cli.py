@@ -5,6 +5,7 @@ Most tests call `main` in this process with one loaded model; the last three sta
 
 from __future__ import annotations
 
+import argparse
 import io
 import json
 import logging
@@ -425,7 +426,6 @@ def test_a_bound_on_the_drift_is_handed_on_and_kept(stocked):
         (["so {q"], "template: '{' is never closed", "write '{{'"),
         (["so {q}", "--docs", "q=x/*"], "no chunk 'x/*'", ""),
         (["so {q}", "--docs", "q=docs/aa"], "no chunk 'docs/aa'", "did you mean"),
-        (["so", "--temperature", "-1"], "temperature: -1.0", ""),
         (["so", "--max-tokens", "5000"], "maximum context length is 4096 tokens", ""),
     ],
 )
@@ -433,6 +433,26 @@ def test_run_says_what_is_wrong(stocked, words, message, hint):
     assert stocked("run", *words, status=1) == ""
     assert message in stocked.err and hint in stocked.err
     assert "Traceback" not in stocked.err
+
+
+def test_a_number_that_no_option_takes_is_wrong_usage(sh):
+    """Of every command: what is no number, or is out of bounds, is said before anything is opened."""
+    seen, parsers = set(), [parser.command_parser(c) for c in parser.COMMANDS.values()]
+    while parsers:
+        for action in parsers.pop()._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                parsers += action.choices.values()
+            elif action.dest != "at":  # a part may be counted from the end
+                assert action.type not in (int, float), action
+            if getattr(action.type, "__qualname__", "").startswith(("number.", "whole.")):
+                seen.add(action.dest)
+                for text in ("-1", "nan", "inf", "x", "", "1e400", "9" * 5000):
+                    with pytest.raises(argparse.ArgumentTypeError):
+                        action.type(text)
+    assert {"temperature", "top_p", "top_k", "seed", "port", "bound", "latency", "limit"} <= seen
+    for words in ("--temperature=-1", "--top-p=0", "--top-k=-1", "--seed=-1", "--share=2"):
+        sh("run", "so", *words.split("="), status=2)
+        assert "argument --" in sh.err
 
 
 def test_can(sh):

@@ -101,7 +101,7 @@ SCRIPT = [
     (["run", "so {docs/aa}"], 1),
     (["run", "so {q}"], 1),
     (["run", "so {q}", "--docs", "q=x/*"], 1),
-    (["run", "so", "--temperature", "-1"], 1),
+    (["run", "so", "--temperature", "-1"], 2),
     (["check", PROMPT, "--repair", "full"], 0),
     (["chat", "--system", "keep the notes .", "--max-tokens", "3"], 0),
     (["ls"], 0),

@@ -10,13 +10,16 @@ from kvweave.cli.values import (
     CHOICE,
     age,
     fields,
+    from_0,
     given,
     nats,
+    number,
     positive,
     recipe,
     share,
     shares,
     strategy,
+    whole,
     words,
 )
 
@@ -262,14 +265,20 @@ def sampling(p: ArgumentParser) -> None:
     )
     p.add_argument(
         "--temperature",
-        type=float,
+        type=number(0),
         default=0.0,
         metavar="T",
         help="0 takes the likeliest token (0)",
     )
-    p.add_argument("--top-p", type=float, default=1.0, metavar="P", help="draw from this mass (1)")
-    p.add_argument("--top-k", type=int, default=0, metavar="K", help="draw from the K likeliest")
-    p.add_argument("--seed", type=int, metavar="N", help="of the draws")
+    p.add_argument(
+        "--top-p",
+        type=number(0, 1, beyond=True),
+        default=1.0,
+        metavar="P",
+        help="draw from this mass (1)",
+    )
+    p.add_argument("--top-k", type=from_0, default=0, metavar="K", help="draw from the K likeliest")
+    p.add_argument("--seed", type=whole(0, 2**63 - 1), metavar="N", help="of the draws")
 
 
 def run(p: ArgumentParser) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from kvweave.chunk.identity import KINDS
 from kvweave.cli.arguments import repair, sampling
-from kvweave.cli.values import positive
+from kvweave.cli.values import from_0, positive
 
 ROLES = ("system", "user", "assistant", "tool")
 MODES = ("forget", "evict")
@@ -43,14 +43,14 @@ def log(p: ArgumentParser) -> None:
 def diff(p: ArgumentParser) -> None:
     """Add what `kvweave context diff` takes."""
     one(p)
-    p.add_argument("before", metavar="FROM", type=int, help=VERSION)
-    p.add_argument("after", metavar="TO", type=int, nargs="?", help="another (what it is now)")
+    p.add_argument("before", metavar="FROM", type=from_0, help=VERSION)
+    p.add_argument("after", metavar="TO", type=from_0, nargs="?", help="another (what it is now)")
 
 
 def revert(p: ArgumentParser) -> None:
     """Add what `kvweave context revert` takes."""
     one(p)
-    p.add_argument("version", metavar="VERSION", type=int, help=VERSION)
+    p.add_argument("version", metavar="VERSION", type=from_0, help=VERSION)
 
 
 def refine(p: ArgumentParser) -> None:
@@ -114,5 +114,8 @@ def ask(p: ArgumentParser) -> None:
 def version(p: ArgumentParser) -> None:
     """Add the version an edit is for."""
     p.add_argument(
-        "--if-version", type=int, metavar="N", help="only if nobody has edited it since version N"
+        "--if-version",
+        type=from_0,
+        metavar="N",
+        help="only if nobody has edited it since version N",
     )

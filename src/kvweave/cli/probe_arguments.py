@@ -6,7 +6,7 @@ from argparse import ArgumentParser
 
 from kvweave.cli.arguments import sampling
 from kvweave.cli.memory_arguments import Add
-from kvweave.cli.values import fields, positive, share, words
+from kvweave.cli.values import above_0, fields, from_0, positive, seconds, share, words
 
 RANKINGS = (
     "newest", "recent", "cumulative", "ema", "recurrence", "stability", "milestone", "random", "oracle",
@@ -74,12 +74,12 @@ def replay(p: ArgumentParser) -> None:
         "--budget", type=share, default=0.2, metavar="SHARE", help="of pages in the fast tier (0.2)"
     )
     p.add_argument(
-        "--bandwidth", type=float, metavar="N", help="of the slow one, bytes a second (25e9)"
+        "--bandwidth", type=above_0, metavar="N", help="of the slow one, bytes a second (25e9)"
     )
     p.add_argument(
-        "--latency", type=float, metavar="S", help="of it, once a step that fetches (1e-5)"
+        "--latency", type=seconds, metavar="S", help="of it, once a step that fetches (1e-5)"
     )
-    p.add_argument("--each", type=float, metavar="S", help="of it, for each page besides (0)")
+    p.add_argument("--each", type=seconds, metavar="S", help="of it, for each page besides (0)")
     p.add_argument(
         "--tiers",
         type=words,
@@ -94,7 +94,7 @@ def replay(p: ArgumentParser) -> None:
         metavar="LIST",
         help="of a page of one head; one for all, or one for each layer that has pages (8192)",
     )
-    p.add_argument("--decode", type=float, default=0.03, metavar="S", help="a step takes (0.03)")
+    p.add_argument("--decode", type=seconds, default=0.03, metavar="S", help="a step takes (0.03)")
     p.add_argument(
         "--ahead",
         action="store_true",
@@ -102,7 +102,7 @@ def replay(p: ArgumentParser) -> None:
     )
     p.add_argument(
         "--deadline",
-        type=float,
+        type=above_0,
         metavar="S",
         help="bring ahead only the most wanted pages that come within so long",
     )
@@ -133,7 +133,7 @@ def ablate(p: ArgumentParser) -> None:
         default="decoded",
         help="whether pages of the prompt may go too (decoded)",
     )
-    p.add_argument("--seed", type=int, default=0, metavar="N", help="of what is random (0)")
+    p.add_argument("--seed", type=from_0, default=0, metavar="N", help="of what is random (0)")
 
 
 def cost(p: ArgumentParser) -> None:

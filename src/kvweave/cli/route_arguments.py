@@ -5,7 +5,7 @@ from __future__ import annotations
 from argparse import ArgumentParser
 
 from kvweave.cli.simulate_arguments import prefill_costs
-from kvweave.cli.values import positive, seconds, share, size
+from kvweave.cli.values import above_0, number, positive, seconds, share, size, whole
 
 POLICIES = ("chunks", "prefix", "hash", "random")
 
@@ -21,7 +21,7 @@ def route(p: ArgumentParser) -> None:
         help="a kvweave or vLLM server, http://HOST:PORT; once for each",
     )
     add("--host", default="127.0.0.1", metavar="ADDRESS", help="to listen at (127.0.0.1)")
-    add("--port", type=int, default=8800, metavar="N", help="0 takes a free one (8800)")
+    add("--port", type=whole(0, 65535), default=8800, metavar="N", help="0 takes a free one (8800)")
     add(
         "--policy",
         choices=POLICIES,
@@ -42,16 +42,16 @@ def route(p: ArgumentParser) -> None:
         metavar="NAME",
         help="a name to answer under besides --host and local ones; may be given several times",
     )
-    add("--bound", type=float, metavar="X", help="times the mean load a worker may have (1.25)")
+    add("--bound", type=number(1), metavar="X", help="times the mean load a worker may have (1.25)")
     add(
         "--slots",
         type=positive,
         metavar="N",
         help="requests a worker may have whatever the mean is, since it answers them together (8)",
     )
-    add("--probe", type=float, metavar="SECONDS", help="between two looks at a worker (2)")
+    add("--probe", type=above_0, metavar="SECONDS", help="between two looks at a worker (2)")
     add("--failures", type=positive, metavar="N", help="looks in a row until it is down (2)")
-    add("--timeout", type=float, metavar="SECONDS", help="without a byte of an answer (600)")
+    add("--timeout", type=above_0, metavar="SECONDS", help="without a byte of an answer (600)")
     add("--max-body", type=size, metavar="SIZE", help="of a request (8MiB)")
     add(
         "--grace", type=seconds, default=10.0, metavar="SECONDS", help="for answers at the end (10)"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from argparse import ArgumentParser
 
 from kvweave.cli.arguments import repair
-from kvweave.cli.values import age, given, positive, seconds, share, size
+from kvweave.cli.values import age, from_0, given, positive, seconds, share, size, whole
 from kvweave.keep import POLICIES
 
 AUDIT = 0.01
@@ -65,7 +65,7 @@ def serve(p: ArgumentParser) -> None:
         metavar="ADDRESS",
         help="the address to listen at (127.0.0.1)",
     )
-    add("--port", type=int, default=8700, metavar="N", help="0 takes a free one (8700)")
+    add("--port", type=whole(0, 65535), default=8700, metavar="N", help="0 takes a free one (8700)")
     add("--name", metavar="NAME", help="what /v1/models calls it (the end of MODEL)")
     add("--budget", type=size, metavar="SIZE", help="memory for KV (2GiB)")
     add("--policy", choices=POLICIES, help="which chunk leaves memory first (declared)")
@@ -185,7 +185,7 @@ def _limits(p: ArgumentParser) -> None:
     add("--max-active", type=positive, metavar="N", help="answers that run together (16)")
     add("--max-body", type=size, metavar="SIZE", help="of a request (8MiB)")
     add("--max-prompt", type=positive, metavar="N", help="tokens (the model's limit)")
-    add("--max-sessions", type=int, metavar="N", help="idle conversations kept (32)")
+    add("--max-sessions", type=from_0, metavar="N", help="idle conversations kept (32)")
     add("--quota", type=size, metavar="SIZE", help="KV a namespace may store, and hold in contexts")
     add("--quota-chunks", type=positive, metavar="N", help="chunks a namespace may store")
     add("--max-contexts", type=positive, metavar="N", help="open in a namespace (256)")

@@ -6,7 +6,7 @@ from __future__ import annotations
 from argparse import ArgumentParser, ArgumentTypeError
 from collections.abc import Callable
 
-from kvweave.cli.values import positive, share, size, words
+from kvweave.cli.values import from_0, positive, share, size, words
 from kvweave.keep import POLICIES
 
 ROUTERS = ("round_robin", "least_loaded", "rendezvous", "prefix", "chunk_sets")
@@ -104,7 +104,7 @@ def _load(p: ArgumentParser) -> None:
 
 def _generated(p: ArgumentParser) -> None:
     add = p.add_argument_group("generated traces").add_argument
-    add("--seed", type=int, default=0, metavar="N", help="of the trace and of arrivals (0)")
+    add("--seed", type=from_0, default=0, metavar="N", help="of the trace and of arrivals (0)")
     add("--sessions", type=positive, default=400, metavar="N", help="conversations (400)")
     add("--pauses", choices=PAUSES, default="exponential", help="between turns (exponential)")
     add(

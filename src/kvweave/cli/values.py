@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 from argparse import ArgumentTypeError
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,31 +27,39 @@ def given(text: str) -> str:
     return text
 
 
-def positive(text: str) -> int:
-    """Return a whole number from 1 up."""
-    if not text.isdecimal() or int(text) < 1:
-        raise ArgumentTypeError(f"{text!r} is not a whole number from 1 up")
-    return int(text)
+def number(
+    low: float, high: float = math.inf, *, of: str = "", beyond: bool = False
+) -> Callable[[str], float]:
+    """Return what reads a number from ``low`` to ``high``; ``beyond``: above ``low``."""
+    up = " up" if high == math.inf else f" to {high:g}"
+    says = f"is not a number{of} {'above' if beyond else 'from'} {low:g}{up}"
+
+    def read(text: str) -> float:
+        with suppress(ValueError):
+            found = float(text)
+            if low <= found <= high and found < math.inf and not (beyond and found == low):
+                return found
+        raise ArgumentTypeError(f"{text!r} {says}")
+
+    return read
 
 
-def share(text: str) -> float:
-    """Return a number from 0 to 1."""
-    try:
-        if 0 <= float(text) <= 1:
-            return float(text)
-    except ValueError:
-        pass
-    raise ArgumentTypeError(f"{text!r} is not a number from 0 to 1")
+def whole(low: int, high: float = math.inf) -> Callable[[str], int]:
+    """Return what reads a whole number from ``low``, which is not below 0, to ``high``."""
+
+    def read(text: str) -> int:
+        with suppress(ValueError):  # more digits than Python reads
+            if text.isdecimal() and low <= int(text) <= high:
+                return int(text)
+        up = "up" if high == math.inf else f"to {high}"
+        raise ArgumentTypeError(f"{text!r} is not a whole number from {low} {up}")
+
+    return read
 
 
-def nats(text: str) -> float:
-    """Return a number from 0 up."""
-    try:
-        if 0 <= float(text) < float("inf"):
-            return float(text)
-    except ValueError:
-        pass
-    raise ArgumentTypeError(f"{text!r} is not a number of nats from 0 up")
+positive, from_0 = whole(1), whole(0)
+share, nats, seconds = number(0, 1), number(0, of=" of nats"), number(0, of=" of seconds")
+above_0 = number(0, beyond=True)
 
 
 def strategy(text: str) -> str:
@@ -118,16 +129,6 @@ def part_of(word: str) -> str | int:
         return int(word) if word.lstrip("-").isdecimal() else word
     except ValueError:  # --1, or more digits than Python reads
         return word
-
-
-def seconds(text: str) -> float:
-    """Return seconds, 0 or more; for argparse."""
-    try:
-        if 0 <= float(text) < float("inf"):
-            return float(text)
-    except ValueError:
-        pass
-    raise ArgumentTypeError(f"{text!r} is no number of seconds from 0 up")
 
 
 def size(text: str) -> int:
