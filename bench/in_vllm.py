@@ -73,9 +73,11 @@ Times = tuple[float, float]  # seconds of the clock, and of the process's CPUs
 class Conversation:
     """Turns that are edited; each round's prompt, and where its parts stand."""
 
-    def __init__(self, n: int, n_turns: int, vocab: int) -> None:
-        self.vocab, self.rng, self._seed = vocab, np.random.default_rng(0), 1000
+    def __init__(self, n: int, n_turns: int, vocab: int, number: int = 0) -> None:
+        self.vocab, self.rng = vocab, np.random.default_rng(number)
+        self._seed = 1000  # of the system message, the same in all of them
         self.system = self._new(SYSTEM)
+        self._seed += 100_000 * number
         self.turns = [self._new(size) for size in turn_sizes(n - SYSTEM - QUESTION, n_turns)]
         self.question = self._new(QUESTION)
 
@@ -164,34 +166,45 @@ def embedded(engine: Engine, talk: Conversation, ids: dict[tuple[int, ...], str]
 
 
 def edited(llm: LLM, engine: Engine, options: argparse.Namespace, vocab: int) -> dict[str, Any]:
-    """Time all cases behind each kind of edit of one conversation."""
+    """Time all cases behind each kind of edit, each of a conversation of its own.
+
+    At first a case's conversation was computed as it grew: all of it stands in its prefix cache. Its first
+    edit makes the canonical KV of the chunks behind it, and is told apart.
+    """
     kinds = options.kinds.split(",")
-    talk = Conversation(options.context, options.turns, vocab)
-    ids: dict[tuple[int, ...], str] = {}
     times: dict[str, dict[str, list[Times]]] = {k: {case: [] for case in CASES} for k in kinds}
+    first: dict[str, dict[str, float]] = {kind: {} for kind in kinds}
     reports: dict[str, dict[str, Any]] = {kind: {} for kind in kinds}
-    asked = [None, *kinds * options.rounds]  # the first fills what each case keeps
-    with progress("edits", len(asked) * len(CASES)) as step:
-        for i, kind in enumerate(asked):
-            if kind is not None:
-                talk.edit(kind)
-            for case, said in CASES.items():
-                if case.startswith("embedded"):
-                    found, told = embedded(engine, talk, ids), {}
-                elif kind is not None or case != "full":
-                    mine = {"system": SYSTEM, "parts": talk.parts, "namespace": space(case)}
-                    salt = case + (f" {i}" if case == "full" else "")
-                    found, told = first_token(llm, talk.tokens, salt, said and {**said, **mine})
-                if kind is not None:
-                    times[kind][case].append(found)
-                    reports[kind][case] = told
-                step(f"{kind}: {case}")
+    with progress("edits", len(kinds) * ((2 + options.rounds) * len(CASES) - 1)) as step:
+        for n, kind in enumerate(kinds):
+            talk = Conversation(options.context, options.turns, vocab, n)
+            ids: dict[tuple[int, ...], str] = {}
+            for i in range(2 + options.rounds):
+                if i:
+                    talk.edit(kind)
+                for case, said in CASES.items():
+                    if not i and case == "full":
+                        continue
+                    if case.startswith("embedded"):
+                        found, told = embedded(engine, talk, ids), {}
+                    else:
+                        salt = f"{kind} {case}" + (f" {i}" if case == "full" else "")
+                        mine = {"system": SYSTEM, "parts": talk.parts, "namespace": space(case)}
+                        said = {**said, **mine} if said and i else None
+                        found, told = first_token(llm, talk.tokens, salt, said)
+                    if i == 1:
+                        first[kind][case] = round(found[1], 4)
+                    elif i:
+                        times[kind][case].append(found)
+                        reports[kind][case] = told
+                    step(f"{kind}: {case}")
     made: dict[str, Any] = {}
     for kind in kinds:
         cpu = {case: [each[1] for each in found] for case, found in times[kind].items()}
         made[kind] = {
             "seconds": {case: median(each) for case, each in cpu.items()},
             "times": {case: [round(t, 4) for t in each] for case, each in cpu.items()},
+            "first": first[kind],
             "wall": {c: [round(each[0], 4) for each in found] for c, found in times[kind].items()},
             "x_full": {c: compare(cpu["full"], each) for c, each in cpu.items()},
             "x_prefix": {c: compare(cpu["prefix"], each) for c, each in cpu.items()},

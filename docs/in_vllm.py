@@ -32,6 +32,14 @@ def in_vllm(found: dict[str, Any] | None) -> str:
         "Medians, and the range round by round. `embedded`: kvweave without vLLM, in the same process."
     )
     lines = [*table(head, rows, left=2), "", about]
+    firsts = [at["first"] for at in found["edits"].values() if "first" in at]
+    if firsts:
+        over = [f"{first['prefix'] / first['auto 5 %']:.1f}" for first in firsts]
+        lines += [
+            "",
+            "Each kind of edit has a conversation of its own, which was computed as it grew. Its first edit also makes the canonical KV of "
+            f"the chunks behind it: {', '.join(over)} times prefix caching with `auto` 5 %. The table is of those that follow.",
+        ]
     plain = found.get("plain")
     if plain is not None:
         same = "bit-equal" if plain["bit_equal"] else "NOT bit-equal"

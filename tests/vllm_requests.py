@@ -91,22 +91,29 @@ class Case:
             extra_args=extra,
         )  # fmt: skip
 
-    def expected(self, plain, embedded):
-        """Log-probabilities [vocab] of the next token, and the plan of the embedded engine's weave."""
+    def expected(self, plain, embedded, front=0):
+        """Log-probabilities [vocab] of the next token, and the plan of the embedded engine's weave, whose
+        first ``front`` rows were computed before."""
         if self.strategy is None or self.strategy[0] == "full":
             with torch.inference_mode():
                 logits = plain(torch.tensor([self.tokens])).logits[0, -1]
             return logits.log_softmax(-1), {}
         repair, share = self.strategy
         with Engine(embedded, repair=repair, share=share, max_rows=64) as engine:
-            context = engine.context("asked")
+            context, at = engine.context("asked"), 0
+            if front:
+                context.append(self.tokens[:front])
+                context.weave()
             with context.edit():
                 for i, (is_chunk, tokens) in enumerate(self.parts):
+                    gone = min(len(tokens), max(0, front - at))
+                    at += len(tokens)
                     if is_chunk:
                         engine.put(f"c{i}", tokens)
-                        context.append_chunk(f"c{i}")
-                    else:
-                        context.append(tokens)
+                    if is_chunk and gone < len(tokens):
+                        context.append_slice(f"c{i}", gone, len(tokens))
+                    elif gone < len(tokens):
+                        context.append(tokens[gone:])
             answer = context.generate(1, ignore_eos=True, logprobs=10)
         found = torch.full((300,), float("nan"))
         choice = answer.choices[0]

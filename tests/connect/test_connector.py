@@ -11,12 +11,14 @@ import oracle
 import pytest
 import torch
 
+from kvweave import Engine
 from kvweave.connect.vllm.asks import PromptAsk, WeaveLoad, WeaveOffer
 from kvweave.connect.vllm.host import Host
 from kvweave.connect.vllm.scheduling import EXACT, Scheduling
 from kvweave.connect.vllm.spare import HOLDER
 from kvweave.connect.vllm.spec import PartSpec, WeaveSpec, spec_of
 from kvweave.errors import ChunkNotFound, InvalidArgument, ModelMismatch
+from kvweave.run.layers import At
 from kvweave.weave.calibration import Calibration, Curve
 
 SIZE = 4  # tokens of a block
@@ -78,6 +80,14 @@ class Blocks:
                 slot = blocks[row // SIZE] * SIZE + row % SIZE
                 written[slot] = keys[i].clone(), values[i].clone()
 
+    def read(self, rows, blocks, n):
+        rows.expect(np.arange(n), np.arange(n))
+        for layer, written in enumerate(self.slots):
+            found = [written[blocks[row // SIZE] * SIZE + row % SIZE] for row in range(n)]
+            keys, values = (torch.stack(each) for each in zip(*found, strict=True))
+            rows.write(layer, At.of(np.arange(n), rows.device), keys, values, keys)
+        return True
+
 
 @pytest.fixture
 def host(runner):
@@ -100,10 +110,10 @@ def parts_of(sizes, at=0):
     return tuple(found)
 
 
-def woven(host, ask, start=0, blocks=None):
+def woven(host, ask, start=0, blocks=None, exact=0):
     n, offer = len(ask.tokens), host.find(ask)
     blocks = tuple(range(50, 50 + -(-n // SIZE))) if blocks is None else blocks
-    host.load("r", WeaveLoad(ask, blocks, start, offer.covered, offer.digest))
+    host.load("r", WeaveLoad(ask, blocks, start, offer.covered, offer.digest, exact))
     for _ in range(1000):
         over = host.step(idle=False)
         if over:
@@ -177,6 +187,69 @@ def test_a_full_repair_writes_the_rows_of_a_prefill_to_the_blocks(host, runner):
             found = written[blocks[row // SIZE] * SIZE + row % SIZE]
             assert oracle.relative(found[0], keys[row]) < 1e-6
             assert oracle.relative(found[1], values[row]) < 1e-6
+
+
+@pytest.mark.parametrize("front", [12, 16, 24, 32])
+@pytest.mark.parametrize("strategy", ["none", "auto", "query", "full"])
+def test_exact_rows_of_vllm_in_front_are_taken_as_they_are(host, runner, strategy, front):
+    """As in a context that was computed in full before a part was put behind."""
+    tokens, share = ids(70, 1), 0.2
+    sizes, at = [12, 9, 14, 20], 0
+    ask = PromptAsk(tokens, WeaveSpec(parts=parts_of(sizes), repair=strategy, share=share))
+    blocks = tuple(range(50, 50 + -(-len(tokens) // SIZE)))
+    whole, _ = oracle.rows_of(runner, torch.tensor([tokens[:front]]))
+    host.writer.write(whole, blocks, 0, front)
+    before = [dict(written) for written in host.writer.slots]
+    job, _ = woven(host, ask, front, blocks, front)
+    report = job.report()
+    assert report["woven"] and report["rows"][0] == front, report
+    spans = report["spans"]
+    assert sum(s["n_tokens"] for s in spans if s["exact"] and s["position"] < front) == front
+    assert (report["drift"] == 0) == (strategy == "full") and report["reused"] <= 55 - front
+    with Engine(runner, repair=strategy, share=share) as engine:
+        context = engine.context("asked")
+        context.append(tokens[:front])
+        context.weave()
+        with context.edit():
+            for i, n in enumerate(sizes):
+                engine.put(f"c{i}", tokens[at : at + n])
+                if at + n > front:
+                    context.append_slice(f"c{i}", max(front - at, 0), n)
+                at += n
+            context.append(tokens[at:])
+        plan, rows = context.weave(), context.session.state.rows
+        assert (plan.repaired, plan.reused) == (report["repaired"], report["reused"])
+        for layer, written in enumerate(host.writer.slots):
+            keys, values = rows.read(layer)
+            for row in range(job.load.stop):
+                slot = blocks[row // SIZE] * SIZE + row % SIZE
+                if row < front:
+                    assert all(map(torch.equal, written[slot], before[layer][slot]))
+                assert oracle.relative(written[slot][0], keys[row]) < 1e-6
+                assert oracle.relative(written[slot][1], values[row]) < 1e-6
+
+
+def test_rows_in_front_are_read_behind_the_step_in_which_they_may_be_computed(host, runner):
+    tokens = ids(40, 1)
+    ask = PromptAsk(tokens, WeaveSpec(parts=parts_of([12, 9, 14]), repair="none"))
+    blocks, offer = tuple(range(50, 60)), host.find(ask)
+    host.load("r", WeaveLoad(ask, blocks, 16, offer.covered, offer.digest, 16))
+    assert not host.step(idle=False), "its rows are not there yet"
+    whole, _ = oracle.rows_of(runner, torch.tensor([tokens[:16]]))
+    host.writer.write(whole, blocks, 0, 16)
+    while not (over := host.step(idle=False)):
+        pass
+    assert over["r"].plan is not None and over["r"].plan.spans[1].exact
+
+
+def test_a_weave_that_never_began_is_given_up(host):
+    ask = PromptAsk(ids(40, 1), WeaveSpec(parts=parts_of([12, 9, 14]), repair="none"))
+    offer = host.find(ask)
+    host.load("r", WeaveLoad(ask, tuple(range(50, 60)), 16, offer.covered, offer.digest, 16))
+    host.step(idle=False)
+    host.drop(["r"])
+    assert host.over()["r"].plan is None
+    assert not host.step(idle=True) and not host.engine.contexts
 
 
 def test_without_repair_it_is_another(host, runner):

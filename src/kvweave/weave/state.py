@@ -15,7 +15,16 @@ from kvweave.run.base import Ints, Rows
 from kvweave.run.upload import up
 from kvweave.store.kv import KV, joined
 from kvweave.weave.keeping import Keeper
-from kvweave.weave.parts import Available, Part, Placement, Seen, is_only_here, resolve
+from kvweave.weave.parts import (
+    Available,
+    Part,
+    Placement,
+    Seen,
+    Truth,
+    is_only_here,
+    resolve,
+    seen_from,
+)
 from kvweave.weave.plan import Plan
 
 Went = tuple[str, str]  # the codec that KV went through, and what thinned it
@@ -215,6 +224,17 @@ class State:
         if was is None or not p.part.frozen or (p.source, p.seen) != (was.origin, was.seen):
             return None
         return self.kept.redone.get(p.part.uid)
+
+    def filled(self, parts: Sequence[Part]) -> None:
+        """Take note that the rows there are those of ``parts``, from the front on, as a full prefill makes
+        them: somebody else's."""
+        woven: list[Placement] = []
+        for part in parts:
+            at = woven[-1].slots[1] if woven else 0
+            seen = seen_from(woven, at)
+            woven.append(Placement(part, at, at, "kept", part.n, Truth.EXACT, seen, "own"))
+        self.repaired = np.zeros(self.rows.n, bool)
+        self.remember(woven, self.kept.only(()))
 
     def remember(self, woven: list[Placement], kept: KeptRows) -> None:
         """Take what the parts are now and the KV they keep; let go of that of all others."""

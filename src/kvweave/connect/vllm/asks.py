@@ -48,10 +48,12 @@ class WeaveOffer:
 
 @dataclass(frozen=True, slots=True)
 class WeaveLoad:
-    """Weave a prompt, and write rows [start, stop) to these blocks."""
+    """Weave a prompt, and write rows [start, stop) to these blocks; the first ``exact`` that are in them are
+    a prefill's."""
 
     ask: PromptAsk
     blocks: tuple[int, ...]
     start: int
     stop: int
     digest: bytes  # what was offered: it must be the same still
+    exact: int = 0

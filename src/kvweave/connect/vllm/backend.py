@@ -2,8 +2,7 @@
 
 Passes run vLLM's own modules with all positions 0, where rotary embeddings are the identity, so
 that queries and keys arrive unrotated; attention is ours, over rows of our own. What comes of a
-weave is written to vLLM's blocks by the operation of its attention backend (`Paged`), whatever
-layout or precision these have.
+weave is written to vLLM's blocks by `paged.py`.
 """
 
 from __future__ import annotations
@@ -20,9 +19,9 @@ from vllm.forward_context import set_forward_context
 from kvweave.chunk.identity import ModelFingerprint
 from kvweave.connect.vllm.lockstep import Lockstep
 from kvweave.connect.vllm.look import layer_info, why_not
-from kvweave.errors import CannotMove, CannotRun, InvalidArgument
+from kvweave.errors import CannotMove, CannotRun
 from kvweave.run import attention
-from kvweave.run.base import Capability, LayerInfo, Rows, Work
+from kvweave.run.base import Capability, LayerInfo, Work
 from kvweave.run.batch import Batch, StopPass
 from kvweave.run.fingerprint import fingerprint
 from kvweave.run.passing import one_pass
@@ -158,37 +157,6 @@ class _Attend:
         asked = query.view(n, self.heads, self.dim).transpose(0, 1)[None]
         found = attention.attend(self.index, asked, self.scale, self.softcap)
         return found.reshape(n, self.heads * self.v_dim)
-
-
-class Paged:
-    """vLLM's own rows: written by its backend's operation."""
-
-    def __init__(self, backend: VllmBackend, block_size: int) -> None:
-        for name, module in backend.attentions.items():
-            if not hasattr(module.impl, "do_kv_cache_update"):
-                kind = type(module.impl).__name__
-                raise InvalidArgument("vllm", f"{kind} of {name} has no do_kv_cache_update")
-        self.backend, self.block_size = backend, block_size
-
-    def slots(self, blocks: Sequence[int], start: int, stop: int) -> Tensor:
-        """Return where rows [start, stop) of a request stand, int64 [row]."""
-        rows = torch.arange(start, stop)
-        table = torch.as_tensor(blocks, dtype=torch.int64)
-        found = table[rows // self.block_size] * self.block_size + rows % self.block_size
-        return found.to(self.backend.device)
-
-    @torch.inference_mode()
-    def write(self, rows: Rows, blocks: Sequence[int], start: int, stop: int) -> None:
-        """Write rows [start, stop) of a context to the blocks of a request."""
-        assert isinstance(rows, KVRows), "rows of another backend"
-        slots, strided = self.slots(blocks, start, stop), self.backend.device.type == "cpu"
-        rows.settle()
-        for i, module in enumerate(self.backend.attentions.values()):
-            seen = rows.layers[i].seen(slice(start, stop))  # [head, row, dim]
-            both = [each.transpose(0, 1) for each in seen]
-            if not strided:  # kernels of GPUs were not tried with rows that lie apart
-                both = [each.contiguous() for each in both]
-            module.impl.do_kv_cache_update(module, *both, module.kv_cache, slots)
 
 
 class _Described:

@@ -20,10 +20,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorTransferResults,
 )
 
-from kvweave.connect.vllm.backend import Paged, VllmBackend
+from kvweave.connect.vllm.backend import VllmBackend
 from kvweave.connect.vllm.fork import Forker
 from kvweave.connect.vllm.host import Host, WeaveJob
 from kvweave.connect.vllm.lockstep import Lockstep
+from kvweave.connect.vllm.paged import Paged
 from kvweave.connect.vllm.scheduling import Scheduling, of_both
 from kvweave.connect.vllm.selftest import require_equal
 from kvweave.connect.vllm.verbs import Verbs
@@ -120,6 +121,7 @@ class KVWeaveConnector(KVConnectorBase_V1):  # type: ignore[misc]
         paged = Paged(backend, self.block_size)
         backend.require_move()
         require_equal(backend, paged, attn_groups)
+        paged.learn()
         self.host = Host(backend, paged, self.options, backend.lockstep)
         self.verbs = Verbs(self.host)
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -38,6 +38,17 @@ class PromptCut:
     @property
     def is_chunk(self) -> bool:
         return self.digest != NO_DIGEST
+
+    def of(self, tokens: Sequence[int]) -> list[int]:
+        """Return its tokens, of those of the prompt."""
+        return list(tokens[self.start : self.stop])
+
+    def halves(self, at: int) -> tuple[PromptCut, ...]:
+        """Return what of it stands before token ``at`` and what behind."""
+        if not self.start < at < self.stop:
+            return (self,)
+        offset = self.offset + at - self.start
+        return replace(self, stop=at), replace(self, start=at, offset=offset)
 
 
 class PromptCutter:

@@ -9,7 +9,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from hashlib import blake2b
-from itertools import count, takewhile
+from itertools import accumulate, count, takewhile
 from typing import Any, Protocol
 
 import numpy as np
@@ -51,6 +51,7 @@ class WeaveJob:
     error: BaseException | None = None
     plan: Plan | None = None
     seconds: float = 0.0
+    waited: bool = False  # a step has gone by: rows that others had in it are there
 
     def report(self) -> dict[str, Any]:
         """Return what the response says of it, JSON-ready."""
@@ -62,10 +63,15 @@ class WeaveJob:
 
 
 class BlockWriter(Protocol):
-    """Writes rows to a request's blocks."""
+    """Writes rows to a request's blocks, and reads them."""
 
     def write(self, rows: Rows, blocks: Sequence[int], start: int, stop: int) -> None:
         """Write rows [start, stop) of a context to the blocks of a request."""
+        ...
+
+    def read(self, rows: Rows, blocks: Sequence[int], n: int) -> bool:
+        """Have the first ``n`` rows of a request be those of a context without rows, which has reserved
+        them; False, and nothing done, where it is not known how."""
         ...
 
 
@@ -101,6 +107,7 @@ class Host:
         self.names = AutoNames(self.engine.table)
         self.tasks = Tasks(self.engine.loop)
         self._jobs: dict[str, WeaveJob] = {}
+        self._fresh: list[WeaveJob] = []  # of them those that were not begun
         self._offered: OrderedDict[bytes, list[PromptCut]] = OrderedDict()  # pieces, by digest
         self._pace = Pace(self.engine.config.max_rows)
         # when the last step began that others had a part in, and how many rows of ours it had
@@ -171,19 +178,21 @@ class Host:
         job = WeaveJob(load)
         self._jobs[name] = job
         job.task = self._weaving(job)
-        self.tasks.begin(job.task)
+        self._fresh.append(job)
 
     def drop(self, names: Sequence[str]) -> None:
         """Give up these requests' weaves; they are over in the next step."""
         for name in names:
             job = self._jobs.get(name)
             if job is not None and job.task is not None:
+                self._fresh = [fresh for fresh in self._fresh if fresh is not job]
                 self.tasks.cancel(job.task)
                 job.done = True
 
     def step(self, idle: bool) -> dict[str, WeaveJob]:
         """Go on with what is under way: a pass of so many rows that others' steps do not take much
         longer, or for a while where nobody else runs. Return what is over by now."""
+        self._begin(idle)
         start, schedule = time.perf_counter(), self.engine.loop.schedule
         if self._before is not None and not idle:
             before, n_beside = self._before
@@ -205,6 +214,18 @@ class Host:
         schedule.max_rows = self.engine.config.max_rows
         self._before = None if idle else (start, max(0, n_rows))
         return self.over()
+
+    def _begin(self, idle: bool) -> None:
+        """Begin what was loaded. Rows that vLLM has in front may be computed in this very step: they are
+        read behind it."""
+        fresh, self._fresh = self._fresh, []
+        for job in fresh:
+            assert job.task is not None
+            if idle or job.waited or not self._front(job.load):
+                self.tasks.begin(job.task)
+            else:
+                job.waited = True
+                self._fresh.append(job)
 
     def over(self) -> dict[str, WeaveJob]:
         """Return the weaves that ended since the last call, by request id."""
@@ -264,10 +285,32 @@ class Host:
                 context.set_base(base, "system")
                 self._keep(base, space)
             yield from engine.maker.computing(base, space)
-        made = self._append(context, ask, pieces, base)
-        for id in dict.fromkeys(made):
+        made = self._append(context, load, pieces, base)
+        front = self._take(context, load)
+        for id in dict.fromkeys(id for id, _ in made):
             self.cutter.library.note(space, id)
+        for id in dict.fromkeys(id for id, stop in made if stop > front):
             yield from engine.maker.computing(id, space)
+
+    def _front(self, load: WeaveLoad) -> int:
+        """Return how many rows that vLLM has are worth reading: none where they are the base's at most."""
+        chunks = [p for p in self._offered.get(load.digest, ()) if p.is_chunk and not p.is_base]
+        worth = chunks and chunks[0].start < load.exact
+        return min(load.exact, load.stop) if worth else 0
+
+    def _take(self, context: Context, load: WeaveLoad) -> int:
+        """Have the first rows of a context be those that vLLM has; return how many."""
+        state, parts, n = context.session.state, context.snapshot().parts, self._front(load)
+        ends = list(accumulate(part.n for part in parts))
+        if n not in ends or state.rows.lossy or state.keeper is not None:
+            return 0
+        most = len(load.ask.tokens) + self._strategy(load.ask.spec).draft
+        self.engine.shelf.charge(state.name, state.rows.bytes_for(most))
+        state.rows.reserve(most)
+        if not self.writer.read(state.rows, load.blocks, n):
+            return 0
+        state.filled(parts[: ends.index(n) + 1])
+        return n
 
     def _pieces(self, load: WeaveLoad) -> list[PromptCut]:
         """Return the pieces that were offered. Raises what `PromptCutter.cut` does, and InvalidArgument
@@ -288,25 +331,30 @@ class Host:
         return pieces
 
     def _append(
-        self, context: Context, ask: PromptAsk, pieces: Sequence[PromptCut], base: ChunkId | None
-    ) -> list[ChunkId]:
-        """Append the pieces in one edit; return the chunks among them."""
-        engine, space, chunks = self.engine, ask.spec.namespace, []
+        self, context: Context, load: WeaveLoad, pieces: Sequence[PromptCut], base: ChunkId | None
+    ) -> list[tuple[ChunkId, int]]:
+        """Append the pieces in one edit, in two where vLLM has rows of the first half; return the chunks
+        among them, and where they end."""
+        engine, ask, front, chunks = self.engine, load.ask, self._front(load), []
+        space = ask.spec.namespace
         with context.edit():
             for piece in pieces:
-                tokens = list(ask.tokens[piece.start : piece.stop])
                 if not piece.is_chunk:
-                    context.append(tokens, kind="user", label="new")
+                    for half in piece.halves(front):
+                        context.append(half.of(ask.tokens), kind="user", label="new")
                     continue
                 id = piece.id
                 if id is None:
-                    id = engine.maker.add(tokens, base=base, namespace=space)
+                    id = engine.maker.add(piece.of(ask.tokens), base=base, namespace=space)
                 self._keep(id, space)
-                chunks.append(id)
-                if len(tokens) == engine.table.get(id).n_tokens:
-                    context.append_chunk(f"#{id}")
-                else:
-                    context.append_slice(f"#{id}", piece.offset, piece.offset + len(tokens))
+                chunks.append((id, piece.stop))
+                n = engine.table.get(id).n_tokens
+                for half in piece.halves(front):
+                    start, stop = half.offset, half.offset + half.stop - half.start
+                    if (start, stop) == (0, n):
+                        context.append_chunk(f"#{id}")
+                    else:
+                        context.append_slice(f"#{id}", start, stop)
         self.names.trim()
         return chunks
 

@@ -54,6 +54,7 @@ class WovenRequest:
     found: WeaveOffer | None = None  # None: the worker has not answered yet
     point: ForkPoint | None = None
     n_local: int = 0
+    n_exact: int = 0  # of them those that are a prefill's
     block: int = -1  # the first that is written for it
     report: dict[str, Any] | None = None
 
@@ -128,6 +129,7 @@ class Scheduling:
             if woven.ask.spec.ticket:
                 self._reports[woven.ask.spec.ticket] = _report(woven)
             return 0, False
+        woven.n_exact = n_local if point.block is None else min(n_local, point.block * self.size)
         woven.block = block = n_local // self.size
         if point.block is None or block < point.block:
             point.block = block
@@ -143,7 +145,7 @@ class Scheduling:
             stop = woven.n_local + n_external
             assert woven.found is not None
             self._loads[request.request_id] = WeaveLoad(
-                woven.ask, blocks, woven.n_local, stop, woven.found.digest
+                woven.ask, blocks, woven.n_local, stop, woven.found.digest, woven.n_exact
             )
 
     def told(self) -> tuple[dict[str, PromptAsk], dict[str, WeaveLoad]]:

@@ -14,7 +14,8 @@ from torch import Tensor
 from vllm.forward_context import set_forward_context
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
-from kvweave.connect.vllm.backend import Paged, VllmBackend
+from kvweave.connect.vllm.backend import VllmBackend
+from kvweave.connect.vllm.paged import Paged
 from kvweave.errors import CannotMove
 from kvweave.run.base import Work
 
