@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -30,6 +29,7 @@ from kvweave.run.model import Runner
 from kvweave.suite import choose, own, plot, prose, stats
 from kvweave.suite.exam import Exam, outcome
 from kvweave.suite.method import FULL, Method
+from kvweave.suite.spent import PASS
 from kvweave.suite.words import Paper, Question
 from kvweave.weave.calibration import Calibration
 from kvweave.weave.repair import Auto
@@ -37,7 +37,6 @@ from kvweave.weave.repair import Auto
 HERE = Path(__file__).resolve().parent
 FIGURE = HERE.parent / "docs" / "repair.png"
 WEIGHTS, CACHE = HERE / "models" / "weights", HERE / ".cache" / "regret"
-PASS = 0.004  # of the context: a pass of one row took as long as 18 rows more of 4,200 (19 M, CPU)
 NOTES, ASKED = 8, 8
 SINGLE = ("random", "first_k", "deviation:v@1", "query", "rollout:1@0", "boundary")
 OURS = ("auto", "auto:0", "auto hedge 0%", "auto hedge 50%")  # auto: two drafted, a third hedged
@@ -72,23 +71,6 @@ class Cell:
     kl: list[list[float]] = field(default_factory=list)
     right: list[list[float]] = field(default_factory=list)
     cost: list[float] = field(default_factory=list)
-
-
-class Counted:
-    """Stands before a runner's ``forward`` and counts rows, in passes through all layers."""
-
-    def __init__(self, runner: Runner) -> None:
-        self.rows, self.passes = 0.0, 0
-        self._forward, self._layers = runner.forward, len(runner.layers)
-        runner.forward = self  # type: ignore[method-assign, assignment]
-
-    def __call__(self, works: Sequence[Any], *rest: Any, **named: Any) -> Any:
-        """Run a pass."""
-        for work in works:
-            deep = self._layers if work.last is None else work.last
-            self.rows += work.n * deep / self._layers
-            self.passes += 1
-        return self._forward(works, *rest, **named)
 
 
 def kind_of(name: str) -> Kind:
@@ -130,20 +112,18 @@ def measure(name: str, methods: Sequence[Method], n: int, seed: str = "report") 
     known = None
     if any(isinstance(method.strategy, Chosen) for method in methods):
         known = choosing(runner, kind, CHOOSE if seed == "report" else n)
-    counted, exam = Counted(runner), Exam(runner, BOS, evidence=False)
+    exam = Exam(runner, BOS, evidence=False)
     found: dict[str, Cell] = {}
     for paper in papers(kind, exam, n, seed):
         truth = exam.truth(paper)
         list(exam.under(paper, Method("none"), truth))  # stores the notes
         for method in methods:
-            before = counted.rows, counted.passes
             exam.calibration = known if isinstance(method.strategy, Chosen) else None
-            trials = list(exam.under(paper, method, truth))
-            spent = counted.rows - before[0], counted.passes - before[1]
+            trials = exam.under_counted(paper, method, truth)
             cell = found.setdefault(method.label, Cell())
             cell.kl.append([t.kl for t in trials])
             cell.right.append([t.right for t in trials])
-            cell.cost.append(cost(paper, spent, method.is_blind))
+            cell.cost.append(trials[0].cost)
         full = found.setdefault("full prefill", Cell())
         whole = [outcome(paper, i, x, x, method=FULL) for i, x in enumerate(truth)]
         full.right.append([t.right for t in whole])
@@ -170,32 +150,6 @@ def choosing(runner: Runner, kind: Kind, n: int) -> Calibration:
     return Calibration(runner.fingerprint, 0.0, 0, (), recipes=recipes)
 
 
-def cost(paper: Paper, spent: tuple[float, int], blind: bool) -> float:
-    """Return what a weave took beyond the pass of its question, as a share of the context.
-
-    ``spent`` are rows and passes of all questions and of the replies that were forced behind them;
-    a blind method weaves once for all.
-    """
-    n, asked = len(paper.questions), sum(len(q.asked) for q in paper.questions)
-    replies = sum(len(q.expected) for q in paper.questions)
-    rows, passes = spent[0] - asked - replies, spent[1] - n
-    if blind:
-        rows, passes = rows + n, min(passes, 1)
-    else:
-        rows, passes = rows / n, passes / n - 1
-    return max(0.0, rows / sum(len(t) for _, t in paper.notes)) + PASS * max(0, passes)
-
-
-def frontier(points: Sequence[tuple[float, float]], cost: float) -> float:
-    """Return the least KL that one strategy reaches at a cost: ``points`` are its (cost, KL), between
-    two of which the logarithm of the KL is taken to be straight; infinite below the first."""
-    known = sorted(points)
-    if cost < known[0][0]:
-        return math.inf
-    xs, ys = [p[0] for p in known], [math.log(max(p[1], 1e-9)) for p in known]
-    return math.exp(float(np.interp(cost, xs, ys)))
-
-
 def regrets(name: str, cells: dict[str, Cell], strategy: str) -> list[dict[str, Any]]:
     """Return, for each share of a strategy, its KL over that of the best single one at equal cost."""
     single: dict[str, list[tuple[float, float]]] = {}
@@ -207,7 +161,7 @@ def regrets(name: str, cells: dict[str, Cell], strategy: str) -> list[dict[str, 
     for share in SHARES:
         cell = cells[f"{strategy} {share:.0%}"]
         spent, kl = mean(cell.cost), stats.mean(cell.kl)
-        least, best = min((frontier(points, spent), each) for each, points in single.items())
+        least, best = min((choose.reached(points, spent), each) for each, points in single.items())
         made.append({
             "model": name, "strategy": strategy, "share": share, "cost": round(spent, 4),
             "kl": kl.to_list(), "best": best, "best_kl": float(f"{least:.4g}"),

@@ -495,6 +495,7 @@ class Far:
         self, runner: Runner, make: Callable[..., Any], stack: contextlib.ExitStack
     ) -> None:
         self.world = World(runner)
+        self.world.memory.close()  # the server's is over the same context
         server = stack.enter_context(served(self.world.engine))
         client = stack.enter_context(make(server.url))
         self.of = {Client: client, RemoteContext: client.get_context("chat"), RemoteFiles: client.files,

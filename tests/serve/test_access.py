@@ -489,6 +489,7 @@ ERRORS = [
     (errors.Overloaded(2.4), 429, "overloaded", "rate_limit_error"),
     (errors.OverQuota("chunks", 1, 2, 3), 429, "insufficient_quota", "insufficient_quota"),
     (errors.NoSpace("cannot write /secret", "/secret"), 507, "no_space", "server_error"),
+    (errors.HomeMoved("/secret"), 503, "home_moved", "server_error"),
     (errors.CorruptChunk("/secret/17.kv", "x"), 500, "corrupt_chunk", "server_error"),
     (errors.LoadFailed(17, "late: /secret/kv"), 500, "internal_error", "server_error"),
     (errors.FormatTooNew("/secret", 2, 1), 500, "internal_error", "server_error"),

@@ -127,7 +127,8 @@ class Creating(Hooks):
                 puts = [Put(key, [memoryview(content(key, n, version))]) for key in some]
                 assert {o.state for o in tier.put(puts)} <= {"done", "exists"}
                 outcomes = tier.discard(some[:1])
-                assert outcomes[0].ok or "read" in outcomes[0].why, outcomes
+                busy = ("read", "somebody is writing")  # by another thread
+                assert outcomes[0].ok or any(why in outcomes[0].why for why in busy), outcomes
 
         together([*(lambda s=s: change(s) for s in (1, 2)), *(lambda s=s: read(s) for s in (3, 4))])
         assert seen, "nothing was read"

@@ -9,14 +9,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from loaded import bundled_runner
+from loaded import bundled_runner, short_runner
 from serving import BUNDLED
 
 from kvweave import Engine
 from kvweave.cli.app import main
 from kvweave.demo import world
 from kvweave.errors import CorruptChunk
-from kvweave.suite import calibrate, choose
+from kvweave.suite import calibrate, choose, protocols
 from kvweave.suite.calibrate import Observation, gather
 from kvweave.suite.exam import Exam, Trial
 from kvweave.suite.method import Method
@@ -27,8 +27,11 @@ from kvweave.weave.repair import Auto, strategy
 BLIND = "0@3@1"
 
 
-def trial(case: int, recipe: str, kl: float, share: float = 0.05) -> Trial:
-    return Trial("own", case, 0, "prose", "", f"auto:{recipe} {share:.0%}", 0.0, kl, 0.0)
+def trial(
+    case: int, recipe: str, kl: float, share: float = 0.05, cost: float | None = None
+) -> Trial:
+    label, cost = f"auto:{recipe} {share:.0%}", share if cost is None else cost
+    return Trial("own", case, 0, "prose", "", label, 0.0, kl, 0.0, cost=cost)
 
 
 def cases(kl: Callable[[int, str], float], n: int = 12) -> list[Trial]:
@@ -80,6 +83,41 @@ def test_each_share_has_its_own_and_too_few_cases_choose_nothing() -> None:
         choose.choose([t for t in both if t.case < 7], [0.3])
     with pytest.raises(ValueError, match="0 cases are too few"):
         choose.choose([t for t in both if BLIND not in t.method], [0.3])
+
+
+@pytest.mark.parametrize(("dear", "chosen"), [(0.06, "2@2@2"), (0.2, BLIND)])
+def test_what_is_nearest_as_it_computes_most_is_not_chosen(dear: float, chosen: str) -> None:
+    """At 5 % one has .02, at twice the cost of the blind one, which has .01 there."""
+    kl = {0.05: {"2@2@2": 0.02, BLIND: 0.03}, 0.15: {BLIND: 0.01}}
+    found = choose.choose(
+        [
+            trial(i, r, kl[s].get(r, 0.3), s, dear if (r, s) == ("2@2@2", 0.05) else s)
+            for i in range(12)
+            for s in kl
+            for r in choose.RECIPES
+        ],
+        list(kl),
+    )
+    assert [c.recipe for c in found] == [chosen, BLIND]
+
+
+def test_what_is_computed_is_counted() -> None:
+    """Rows and passes of a weave, by hand: 25 notes' first rows, or the question's own pass alone."""
+    runner = short_runner()
+    exam = Exam(runner, None, evidence=False)
+    paper = exam.words.paper(next(protocols.cases("P1", "test")), 0)
+    n, shown = sum(len(tokens) for _, tokens in paper.notes), {}
+    for share in (0.0, 0.1, 0.5):
+        for name in ("none", "first_k", "query"):
+            [*_, last] = exam.sit(paper, [Method(name, share, modes=("forget",))])
+            shown[name, share] = last.cost, last.repaired / n
+    assert "forward" not in vars(runner)
+    exam.close()
+    assert shown["none", 0.0][0] == 0
+    for share in (0.1, 0.5):
+        cost, repaired = shown["first_k", share]
+        assert cost == pytest.approx(repaired, abs=0.01) and repaired > share / 2
+        assert shown["query", share][0] >= shown["query", share][1]
 
 
 def words(n: int, seed: int = 0) -> str:

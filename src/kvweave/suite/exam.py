@@ -30,6 +30,7 @@ from kvweave.engine import Engine
 from kvweave.run.base import Backend, Rows, Work
 from kvweave.suite.method import FULL, Method, Pruning
 from kvweave.suite.reply import Heard, written
+from kvweave.suite.spent import counted
 from kvweave.suite.words import Paper, Question, Words
 from kvweave.weave.calibration import Calibration
 from kvweave.weave.context import Context
@@ -65,6 +66,7 @@ class Trial:
     drift: float | None = None  # what the plan predicted
     evidence: Any = None
     prunes: int = 0  # before this question, of a stream
+    cost: float = 0.0  # what was computed, as a share of the context: see `kvweave.suite.spent`
 
     def to_dict(self) -> dict[str, Any]:
         """Return a JSON-ready description."""
@@ -102,9 +104,20 @@ class Exam:
         for method in methods:
             modes: tuple[Pruning | str, ...] = method.modes if paper.dropped is not None else ("",)
             for mode in modes:
-                found += self.under(paper, method, truth, mode)
+                found += self.under_counted(paper, method, truth, mode)
         self.clear()
         return found
+
+    def under_counted(
+        self, paper: Paper, method: Method, truth: list[Heard], mode: str = ""
+    ) -> list[Trial]:
+        """Return the outcomes under one method, with what it computed."""
+        if method.build().rank == 0 and mode != "evict":
+            self._store(paper, method)  # which is not the method's work
+        with counted(self.runner) as spent:
+            found = list(self.under(paper, method, truth, mode))
+        cost = spent.cost(paper, method.is_blind)
+        return [dataclasses.replace(trial, cost=cost) for trial in found]
 
     def clear(self) -> None:
         """Remove the notes of all papers."""
@@ -202,8 +215,8 @@ class Exam:
         stores = method.build().rank > 0
         if stores:  # patches of one method must not help another
             self.clear()
-        if not evict and engine.table.lookup(paper.notes[0][0]) is None:
-            engine.put_many(dict(paper.notes).items())
+        if not evict:
+            self._store(paper, method)
         if method.before and (method.base, method.before) not in self._seen:
             self._weave_before(engine, method, paper)
         context = self.context(engine, method, evict)
@@ -226,6 +239,11 @@ class Exam:
         engine.close_context(context.name)
         if stores:
             self.clear()
+
+    def _store(self, paper: Paper, method: Method) -> None:
+        engine = self.engine(method.base)
+        if engine.table.lookup(paper.notes[0][0]) is None:
+            engine.put_many(dict(paper.notes).items())
 
     def _weave_before(self, engine: Engine, method: Method, paper: Paper) -> None:
         """Weave the notes once, wholly repaired, and let go of the context."""
