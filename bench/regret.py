@@ -27,9 +27,9 @@ from rich.console import Console
 
 from kvweave.run.model import Runner
 from kvweave.suite import choose, own, plot, prose, stats
+from kvweave.suite.computed import PASS
 from kvweave.suite.exam import Exam, outcome
 from kvweave.suite.method import FULL, Method
-from kvweave.suite.spent import PASS
 from kvweave.suite.words import Paper, Question
 from kvweave.weave.calibration import Calibration
 from kvweave.weave.repair import Auto

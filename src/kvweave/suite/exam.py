@@ -28,9 +28,9 @@ from torch import Tensor
 from kvweave.demo.plain import value_of
 from kvweave.engine import Engine
 from kvweave.run.base import Backend, Rows, Work
+from kvweave.suite.computed import counted
 from kvweave.suite.method import FULL, Method, Pruning
 from kvweave.suite.reply import Heard, written
-from kvweave.suite.spent import counted
 from kvweave.suite.words import Paper, Question, Words
 from kvweave.weave.calibration import Calibration
 from kvweave.weave.context import Context
@@ -66,7 +66,7 @@ class Trial:
     drift: float | None = None  # what the plan predicted
     evidence: Any = None
     prunes: int = 0  # before this question, of a stream
-    cost: float = 0.0  # what was computed, as a share of the context: see `kvweave.suite.spent`
+    cost: float = 0.0  # what was computed, as a share of the context: see `kvweave.suite.computed`
 
     def to_dict(self) -> dict[str, Any]:
         """Return a JSON-ready description."""
@@ -114,9 +114,9 @@ class Exam:
         """Return the outcomes under one method, with what it computed."""
         if method.build().rank == 0 and mode != "evict":
             self._store(paper, method)  # which is not the method's work
-        with counted(self.runner) as spent:
+        with counted(self.runner) as computed:
             found = list(self.under(paper, method, truth, mode))
-        cost = spent.cost(paper, method.is_blind)
+        cost = computed.cost(paper, method.is_blind)
         return [dataclasses.replace(trial, cost=cost) for trial in found]
 
     def clear(self) -> None:

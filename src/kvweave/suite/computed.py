@@ -12,7 +12,7 @@ from kvweave.suite.words import Paper
 PASS = 0.004  # of the context: a pass of one row took as long as 18 rows more of 4,200 (19 M, CPU)
 
 
-class Spent:
+class Computed:
     """Rows, in passes through all layers, and passes."""
 
     def __init__(self) -> None:
@@ -32,20 +32,20 @@ class Spent:
 
 
 @contextmanager
-def counted(backend: Backend) -> Iterator[Spent]:
+def counted(backend: Backend) -> Iterator[Computed]:
     """Count what a backend runs meanwhile."""
-    spent, run, own = Spent(), backend.forward, vars(backend).get("forward")
+    computed, run, own = Computed(), backend.forward, vars(backend).get("forward")
 
     def forward(works: Sequence[Any], *rest: Any, **named: Any) -> Any:
         for work in works:
             deep = len(backend.layers) if work.last is None else work.last
-            spent.rows += work.n * deep / len(backend.layers)
-            spent.passes += 1
+            computed.rows += work.n * deep / len(backend.layers)
+            computed.passes += 1
         return run(works, *rest, **named)
 
     backend.forward = forward  # type: ignore[method-assign]
     try:
-        yield spent
+        yield computed
     finally:
         if own is None:
             del backend.forward
