@@ -175,7 +175,7 @@ class Host:
 
     def load(self, name: str, load: WeaveLoad) -> None:
         """Begin to weave for a request."""
-        job = WeaveJob(load)
+        job = WeaveJob(replace(load, exact=self._front(load)))
         self._jobs[name] = job
         job.task = self._weaving(job)
         self._fresh.append(job)
@@ -221,7 +221,7 @@ class Host:
         fresh, self._fresh = self._fresh, []
         for job in fresh:
             assert job.task is not None
-            if idle or job.waited or not self._front(job.load):
+            if idle or job.waited or not job.load.exact:
                 self.tasks.begin(job.task)
             else:
                 job.waited = True
@@ -300,7 +300,7 @@ class Host:
 
     def _take(self, context: Context, load: WeaveLoad) -> int:
         """Have the first rows of a context be those that vLLM has; return how many."""
-        state, parts, n = context.session.state, context.snapshot().parts, self._front(load)
+        state, parts, n = context.session.state, context.snapshot().parts, load.exact
         ends = list(accumulate(part.n for part in parts))
         if n not in ends or state.rows.lossy or state.keeper is not None:
             return 0
@@ -335,7 +335,7 @@ class Host:
     ) -> list[tuple[ChunkId, int]]:
         """Append the pieces in one edit, in two where vLLM has rows of the first half; return the chunks
         among them, and where they end."""
-        engine, ask, front, chunks = self.engine, load.ask, self._front(load), []
+        engine, ask, front, chunks = self.engine, load.ask, load.exact, []
         space = ask.spec.namespace
         with context.edit():
             for piece in pieces:
