@@ -34,12 +34,13 @@ import torch
 from common import machine, progress, report, table
 from models.worlds import BOS
 from pruning.count import FEW, LEFT, rows_of
-from regret import WEIGHTS, Counted, kind_of, papers
+from regret import WEIGHTS, kind_of, papers
 from rich.table import Table
 
 from kvweave.run.base import Steps
 from kvweave.run.model import Runner
 from kvweave.suite import prose, stats
+from kvweave.suite.computed import Computed, counted
 from kvweave.suite.exam import Exam, judge
 from kvweave.suite.method import Method
 from kvweave.suite.protocols import Size, cases
@@ -182,8 +183,16 @@ def trials(name: str, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     runner = Runner.load(
         str(path), device="cpu", dtype="float32"
     )  # half of it is as coarse as KLs are
-    counted = Counted(runner)
     exam = Exam(runner, None if name == "bundled" else BOS, evidence=False)
+    with counted(runner) as spent:
+        yield from examined(exam, name, options, spent)
+    exam.close()
+
+
+def examined(
+    exam: Exam, name: str, options: argparse.Namespace, spent: Computed
+) -> Iterator[dict[str, Any]]:
+    """Yield what each way did at each question, by an exam whose backend is counted."""
     for paper in world(exam, name, options.n, options.seed, options.longer):
         before = [*exam.words.head, *(t for _, tokens in paper.notes for t in tokens)]
         truth = []
@@ -192,7 +201,7 @@ def trials(name: str, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
             before += [*question.asked, *said(exam, question)]
         exam.engine(True).put_many(dict(paper.notes).items())
         for label, way in ways(options.tried).items():
-            start = counted.rows
+            start = spent.rows
             for turn, (plan, reply) in enumerate(conversation(exam, way, paper)):
                 question, wanted = paper.questions[turn], truth[turn]
                 right, kl, _ = judge(question, wanted, reply)
@@ -202,12 +211,11 @@ def trials(name: str, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
                     "model": name, "protocol": paper.protocol, "case": paper.index, "way": label,
                     "turn": turn + 1, "kl": kl, "right": right, "same": float(same.all()),
                     "full": judge(question, wanted, wanted)[0], "repaired": plan.repaired,
-                    "computed": counted.rows - start - replied - plan.prefilled,
+                    "computed": spent.rows - start - replied - plan.prefilled,
                     "placed": sum(len(t) for _, t in paper.notes[EXACT:]),
                 }  # fmt: skip
-                start = counted.rows
+                start = spent.rows
         exam.clear()
-    exam.close()
 
 
 def summed(found: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

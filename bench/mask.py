@@ -21,7 +21,7 @@ from rich.console import Console
 from torch import Tensor
 
 from kvweave.run.base import Mask
-from kvweave.run.batch import Batch, Part, Piece
+from kvweave.run.batch import Batch, BatchPart, Piece
 from kvweave.run.model import Runner
 from kvweave.suite import report
 from kvweave.suite.method import Method
@@ -35,10 +35,10 @@ SHARES = (0.15, 0.30)
 @contextmanager
 def bottom_right() -> Iterator[None]:
     """Let scattered rows see keys by their rank among the rows of the pass."""
-    right, cut = Batch.bias_of, Part.cut
+    right, cut = Batch.bias_of, BatchPart._cut
 
     def bias_of(
-        batch: Batch, slots: Tensor, part: Part, piece: Piece, mask: Mask, dtype: torch.dtype
+        batch: Batch, slots: Tensor, part: BatchPart, piece: Piece, mask: Mask, dtype: torch.dtype
     ) -> Tensor:
         if part.contiguous:
             return right(batch, slots, part, piece, mask, dtype)
@@ -46,14 +46,15 @@ def bottom_right() -> Iterator[None]:
         bias = torch.zeros(len(last), len(slots), dtype=dtype)
         return bias.masked_fill_(slots > last, float("-inf"))
 
-    def whole(part: Part, mask: Mask, watched: tuple[int, int]) -> list[Piece]:
-        pieces = cut(part, mask, watched)
-        if not part.contiguous:
-            for piece in pieces:  # a row may see keys that come after its own
-                piece.begin, piece.stop = 0, part.rows.n
+    def whole(part: BatchPart, mask: Mask, *watched: int) -> list[Piece]:
+        pieces = cut(part, mask, *watched)
+        if not part.contiguous:  # a row may see keys that come after its own
+            part.stop = part.rows.n
+            for piece in pieces:
+                piece.begin, piece.stop, piece.clear = 0, part.rows.n, 0
         return pieces
 
-    with patch.object(Batch, "bias_of", bias_of), patch.object(Part, "cut", whole):
+    with patch.object(Batch, "bias_of", bias_of), patch.object(BatchPart, "_cut", whole):
         yield
 
 
