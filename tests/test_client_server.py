@@ -22,6 +22,7 @@ from kvweave.client import (
     RemoteFiles,
     RemoteMemory,
 )
+from kvweave.client.edits import EditVerbs
 from kvweave.memory import FirstSentences, MemoryBlocks, MemoryTool
 from kvweave.run.sampling import Sampling
 from kvweave.weave.parts import Part
@@ -420,6 +421,45 @@ def test_no_excuse_is_left_over():
 
 
 # --- what only a server has
+
+
+@pytest.fixture
+def other(server):
+    """Another client of the same server."""
+    with Client(server.url) as other:
+        yield other
+
+
+def test_restoring_a_version_drops_nothing_that_others_added(client, other):
+    ctx = client.context("chat/1", system=SYSTEM)
+    before = ctx.snapshot()
+    with ctx.edit(version=before.version) as edit:
+        edit.append(A)
+    theirs = other.get_context("chat/1").append(B)
+    with pytest.raises(errors.ContextChanged) as caught:
+        ctx.restore(before, version=edit.version)
+    assert (caught.value.wanted, caught.value.found) == (edit.version, ctx.version)
+    assert ctx.parts[-1] == theirs and len(ctx.parts) == 3
+    ctx.restore(before, version=ctx.version)
+    assert ctx.parts == before.parts
+
+
+def test_restoring_goes_by_one_version_whatever_others_do_meanwhile(client, other, monkeypatch):
+    """Somebody drops a part, and adds one, between what is read and what is sent."""
+    ctx = client.context("chat/1", system=SYSTEM)
+    before = ctx.snapshot()
+    first, _, real = ctx.append(A), ctx.append(B), EditVerbs.drop.edit
+
+    def drop(*args, **options):
+        monkeypatch.undo()
+        there = other.get_context("chat/1")
+        there.drop(first)
+        there.append("late rain .")
+        return real(*args, **options)
+
+    monkeypatch.setattr(EditVerbs.drop, "edit", drop)
+    ctx.restore(before)
+    assert ctx.parts == before.parts
 
 
 def test_answers_come_piece_by_piece_and_hanging_up_stops_them(server, client):

@@ -32,7 +32,7 @@ from kvweave.weave.context import Context
 from kvweave.weave.contexts import Contexts, begin_all
 from kvweave.weave.maker import Maker
 from kvweave.weave.parts import TextOrTokens
-from kvweave.weave.putting import NewChunk, putting
+from kvweave.weave.putting import NewChunk, naming, putting
 from kvweave.weave.repair import strategy
 from kvweave.weave.settings import settings_from
 from kvweave.weave.shadow import Audit, Shadow
@@ -177,16 +177,12 @@ class Engine:
     ) -> list[Entry]:
         """Store several chunks; short ones are computed together. All of them or none."""
         self._require_run()
-        items = list(items)
-        made: list[ChunkId] = []
-        with self.table.transaction():
-            for name, text in items:
-                tokens, of = self.maker.tokens(text), {"namespace": namespace, "name": name}
-                id = self.maker.add(tokens, kind=kind, base=self._base, **of)
-                made.append(id)
-                self.table.bind(name, id, namespace=namespace, replace=replace)
+        of = self.maker.tokens
+        new = [NewChunk(name, of(text), kind) for name, text in items]
+        within = self.table.transaction() if self.table.is_changing else contextlib.nullcontext()
+        with within, naming(self.maker, new, self._base, namespace, replace) as made:
             self.maker.canonicalise(made, progress)
-        return [Files(self.table, namespace).stat(name) for name, _ in items]
+        return [Files(self.table, namespace).stat(item.name) for item in new]
 
     def putting(
         self,

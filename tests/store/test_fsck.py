@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import sqlite3
@@ -273,8 +274,9 @@ def test_who_dies_while_kv_is_let_go_of_has_no_chunk_that_is_missing(
     assert main(["fsck", str(died), "--json"]) == 0
 
 
+@pytest.mark.parametrize("verb", ["place", "put_many"])
 def test_who_dies_while_a_full_level_lets_go_has_no_chunk_that_is_missing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verb: str
 ) -> None:
     home, died, real = tmp_path / "home", tmp_path / "died", Level.drop
     gone = list[int]()
@@ -286,16 +288,41 @@ def test_who_dies_while_a_full_level_lets_go_has_no_chunk_that_is_missing(
         shutil.rmtree(died / "kv")
         shutil.copytree(home / "kv", died / "kv")
 
-    with Engine(tiny(), home=home, repair="none", tiers=("disk size=117KiB",)) as engine:
+    options = {"budget": "200KiB", "tiers": ("disk size=117KiB",), "repair": "none"}
+    with Engine(tiny(), home=home, **options) as engine:
         for i, name in enumerate(NAMES):
             engine.put(name, text(20, i))
         engine.place("{a,b}", "disk")
         engine.table.flush()
         monkeypatch.setattr(Level, "drop", drop)
-        engine.place("{c,d}", "disk")
+        if verb == "place":
+            engine.place("{c,d}", "disk")
+        else:
+            engine.put_many([(f"e/{i}", text(20, 10 + i)) for i in range(4)])
         monkeypatch.undo()
         assert gone and [e.tier for e in engine.files.ls()].count("none") == len(gone)
     assert main(["fsck", str(died), "--json"]) == 0
+
+
+@pytest.mark.parametrize("more", ["files", "disk path={}/shared shared=yes"])
+def test_what_is_on_another_level_is_not_missing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], more: str
+) -> None:
+    home, levels = tmp_path / "home", ("disk size=117KiB", more.format(tmp_path))
+    with Engine(tiny(), home=home, tiers=levels, repair="none") as engine:
+        for i, name in enumerate(NAMES):
+            engine.put(name, text(20, i))
+            engine.place(name, "disk")
+        assert [entry.tier for entry in engine.files.ls()] == ["disk"] * 4
+    assert len(list((home / "kv").glob("*.kv"))) < 4
+    command = ["fsck", str(home), "--tier", levels[1], "--json"]
+    assert main(command) == 0
+    for path in [*home.rglob("*.kv"), *tmp_path.glob("shared/*.kv")]:
+        path.unlink()
+    capsys.readouterr()
+    assert main(command) == 1
+    found = json.loads(capsys.readouterr().out)["directories"]
+    assert sum(len(each["missing"]) for each in found) == 4, "each is told once"
 
 
 def test_who_dies_before_all_is_freed_frees_it_when_the_home_is_opened(home: Path) -> None:

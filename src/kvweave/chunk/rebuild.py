@@ -7,8 +7,8 @@ import os
 import sqlite3
 import struct
 import time
-from collections.abc import Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from zlib import crc32
 
@@ -143,17 +143,26 @@ def write_json(path: Path, data: object) -> None:
     write_whole(path, json.dumps(data))
 
 
-def write_whole(path: Path, text: str) -> None:
+def write_whole(path: Path, data: str | bytes) -> None:
     """Write a file anew, whole and for good. Raises OSError; then it is what it was."""
+    with replacing(path) as new:
+        new.write_bytes(data.encode() if isinstance(data, str) else data)
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Yield where to write a file that takes another's place, for good, as the block ends; where that fails,
+    and behind Ctrl-C, the other is what it was, and nothing lies beside it. Raises OSError."""
     if path.exists() and not path.is_file():  # a pipe, a device
-        path.write_text(text)
+        yield path
         return
+    path = path.resolve()  # a link stays one
     new = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
-        new.write_text(text)
+        yield new
         fsync(new)
         put_in_place(new, path)
-    except BaseException:  # Ctrl-C too: nobody else removes it
+    except BaseException:
         new.unlink(missing_ok=True)
         raise
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from kvweave.chunk.rebuild import write_whole
 from kvweave.cli import stdin
 from kvweave.cli.home import model_of, offline_vllm, quieten
 from kvweave.cli.show import Out, size
@@ -110,14 +111,15 @@ def report(args: Namespace) -> None:
 
 
 def _write(path: Path, found: list[Findings], control: Findings | None) -> None:
-    """Write a report, HTML or PDF by the file's name."""
-    try:
-        if path.suffix == ".pdf":
-            from kvweave.probe.paper import pdf
+    """Write a report, HTML or PDF by the file's name: all of it, or nothing."""
+    if path.suffix == ".pdf":
+        from kvweave.probe.paper import pdf
 
-            pdf(path, found, control)
-        else:
-            path.write_text(page(found, control))
+        made: str | bytes = pdf(found, control)
+    else:
+        made = page(found, control)
+    try:
+        write_whole(path, made)
     except OSError as error:
         raise of_system(error, "write", path) from error
 

@@ -11,7 +11,7 @@ from typing import Any
 from kvweave.cli.command import UsageError
 from kvweave.cli.show import Out
 from kvweave.cli.simulate_arguments import GENERATED
-from kvweave.errors import nearest
+from kvweave.errors import nearest, of_system
 from kvweave.simulate import (
     NAMES,
     Arrivals,
@@ -29,7 +29,7 @@ from kvweave.simulate import (
 from kvweave.simulate.bill import Prices
 from kvweave.simulate.calibrate import Fit, fit, read_log
 from kvweave.simulate.cost import size, tiers
-from kvweave.simulate.draw import draw
+from kvweave.simulate.draw import draw, kind_of
 from kvweave.simulate.play import Hits
 from kvweave.simulate.route import ROUTERS
 from kvweave.simulate.sweep import Point, front, sizes_of, sweep, under_load
@@ -51,6 +51,8 @@ def simulate(args: Namespace) -> None:
     policies, routers = _chosen("policy", args.policy, NAMES), _chosen("router", args.router, [*ROUTERS])  # fmt: skip
     if args.plot and not args.sizes:
         raise UsageError("--plot draws what --sizes found", "give --sizes too")
+    if args.plot:
+        kind_of(Path(args.plot))
     loaded = bool(args.load or args.slo)
     if args.arrivals and not loaded:
         raise UsageError("--arrivals need a load", "give --load, or --slo to find the largest")
@@ -68,16 +70,25 @@ def simulate(args: Namespace) -> None:
     if not points:
         raise UsageError(f"no load keeps {args.slo:g} s", "allow more, or give more tiers")
     best = front(points) if sizes else []
-    if args.plot and not draw(points, Path(args.plot)):
-        out.note("no figure: pip install 'kvweave[plot]'")
     if out.as_json:
         found: dict[str, Any] = {"hits": hits, "all_bytes": all_bytes, "chained": trace.chained}
         found |= {"calibration": vars(fitted)} if fitted else {}
         rows = [_json(p, args.slo) | ({"front": p in best} if sizes else {}) for p in points]
         out.data(found | {"results": rows})
-        return
-    head, row = (LOADED, _loaded_row) if loaded else (HEAD, _row)
-    out.table(head, [row(point, point in best) for point in points], 3 if loaded else 2)
+    else:
+        head, row = (LOADED, _loaded_row) if loaded else (HEAD, _row)
+        out.table(head, [row(point, point in best) for point in points], 3 if loaded else 2)
+    if args.plot:
+        _draw(points, Path(args.plot), out)
+
+
+def _draw(points: Sequence[Point], path: Path, out: Out) -> None:
+    """Write the figure, behind what was told: that is not lost where the figure cannot be written."""
+    try:
+        if not draw(points, path):
+            out.note("no figure: pip install 'kvweave[plot]'")
+    except OSError as error:
+        raise of_system(error, "write", path) from error
 
 
 def _run(

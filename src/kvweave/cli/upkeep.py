@@ -62,6 +62,7 @@ def fsck(args: Namespace) -> int:
             out.note(f"reading {directory}")
             checked.append(files.check(directory, known, discard_strays=discard, **how))
         checked += files.check_shared(specs, repair=args.repair)
+        files.compare(checked)
         if discard:
             lost_of(index).unlink(missing_ok=True)
     said["directories"] = [each.to_dict() for each in checked]

@@ -10,7 +10,7 @@ from dataclasses import fields
 from typing import Any, Generic, TypeVar, cast
 
 from kvweave.client import parse
-from kvweave.client.block import OneEdit, require_closed
+from kvweave.client.block import OneEdit, if_match, require_closed
 from kvweave.client.course import Course
 from kvweave.client.edits import AnyPart, AsyncEditBlock, EditBlock, EditVerbs
 from kvweave.client.faces import Awaited, Blocking, Streamed, Told, Verb
@@ -18,7 +18,7 @@ from kvweave.client.peer import part_of_path
 from kvweave.client.settle import settle
 from kvweave.client.turn import AsyncRemoteTurn, RemoteTurn, TurnVerbs
 from kvweave.client.wires import Wire
-from kvweave.errors import ChunkNotFound, InvalidArgument
+from kvweave.errors import ChunkNotFound, ContextChanged, InvalidArgument
 from kvweave.run.sampling import Sampling
 from kvweave.verbs import checked
 from kvweave.weave.answer import Answer, request_from
@@ -29,6 +29,7 @@ from kvweave.weave.parts import Part, Snapshot
 from kvweave.weave.plan import Plan
 
 CONTEXTS = "/v1/contexts"
+RACES = 10  # how often a verb begins anew because somebody else edited meanwhile
 _TurnT = TypeVar("_TurnT", bound=TurnVerbs)
 _ContextT = TypeVar("_ContextT")
 T = TypeVar("T")
@@ -150,22 +151,37 @@ class ContextVerbs(Generic[_TurnT, _ContextT]):
 
     @Verb
     def snapshot(self) -> Course[Snapshot]:
-        """Return the parts as they are, to come back to."""
+        """Return the parts as they are, to come back to, and the version that has them."""
         yield from settle(self._peer, self._path)
-        return Snapshot((yield from self._parts()))
+        told = yield from self._told()
+        return Snapshot(_parts_of(told), version=int(told["version"]))
 
     @Verb
-    def restore(self, snapshot: Snapshot) -> Course[None]:
-        """Drop what was added behind the parts of a snapshot.
+    def restore(self, snapshot: Snapshot, version: int | None = None) -> Course[None]:
+        """Drop all that was added behind the parts of a snapshot, whoever added it.
 
-        Raises InvalidArgument when parts of the snapshot are gone or moved.
+        With ``version`` it is refused (ContextChanged) if the context is another by now: so nothing goes
+        that others added. Raises InvalidArgument when parts of the snapshot are gone or moved.
         """
         yield from settle(self._peer, self._path)
-        now, n = (yield from self._parts()), len(snapshot.parts)
-        if [p.uid for p in now[:n]] != [p.uid for p in snapshot.parts]:
-            raise InvalidArgument("snapshot", "not all of its parts are in the context any more")
-        if now[n:]:
-            yield from self._send(EditVerbs.drop.edit(self, *now[n:], mode="forget"))
+        n = len(snapshot.parts)
+        for left in range(RACES, -1, -1):
+            told = yield from self._told()
+            now, is_at = _parts_of(told), int(told["version"])
+            if version is not None and version != is_at:
+                raise ContextChanged(self.name, version, is_at)
+            if [p.uid for p in now[:n]] != [p.uid for p in snapshot.parts]:
+                raise InvalidArgument(
+                    "snapshot", "not all of its parts are in the context any more"
+                )
+            try:
+                if now[n:]:
+                    gone = EditVerbs.drop.edit(self, *now[n:], mode="forget")
+                    yield from self._send(gone, is_at)
+                return
+            except ContextChanged:  # somebody edited it just now
+                if version is not None or not left:
+                    raise
 
     @Verb
     def fork(self, name: str) -> Course[_ContextT]:
@@ -245,24 +261,32 @@ class ContextVerbs(Generic[_TurnT, _ContextT]):
         return (yield from ContextVerbs.describe.course(self))
 
     def _parts(self) -> Course[tuple[Part, ...]]:
-        return tuple(parse.part(part) for part in (yield from self._told())["parts"])
+        return _parts_of((yield from self._told()))
 
     def _ask(self, verb: str, **params: object) -> Course[Any]:
         return (yield from self._peer.get(f"{self._path}:{verb}", **params))
 
     def _do(self, verb: str, **body: object) -> Course[Any]:
+        return (yield from self._post(verb, body))
+
+    def _post(self, verb: str, body: _Json, version: int | None = None) -> Course[Any]:
         require_closed(self._path)
         yield from settle(self._peer, self._path)
-        return (yield from self._peer.call("POST", f"{self._path}:{verb}", body))
+        path = f"{self._path}:{verb}"
+        return (yield from self._peer.call("POST", path, body, headers=if_match(version)))
 
-    def _send(self, edit: OneEdit[T]) -> Course[T]:
-        return edit.read((yield from self._do(edit.verb, **edit.body)))
+    def _send(self, edit: OneEdit[T], version: int | None = None) -> Course[T]:
+        return edit.read((yield from self._post(edit.verb, edit.body, version)))
 
     def _begin(
         self, sampling: Sampling, max_drift: float | None, verb: str, content: str | None
     ) -> _TurnT:
         body = sent(sampling) | {"max_drift": max_drift, "content": content, "stream": True}
         return self._turn(self._wire, self._path, verb, body)
+
+
+def _parts_of(told: _Json) -> tuple[Part, ...]:
+    return tuple(parse.part(part) for part in told["parts"])
 
 
 def sent(sampling: Sampling) -> dict[str, object]:

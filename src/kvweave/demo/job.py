@@ -25,6 +25,7 @@ from rich.console import Console
 from torch import Tensor
 
 from kvweave import Engine, Runner, Sampling
+from kvweave.chunk.rebuild import write_whole
 from kvweave.demo import plot, world
 from kvweave.demo.baselines import FullPrefill, GreedyReply, PrefixCache
 from kvweave.demo.plain import RULES, plain, value_of
@@ -191,7 +192,7 @@ def run(
     report = measure(model, turns, QUICK if quick else SIZE, repair, console)
     out.mkdir(parents=True, exist_ok=True)
     text = json.dumps(report, indent=1)
-    (out / "demo.json").write_text(text + "\n")
+    write_whole(out / "demo.json", text + "\n")
     console.print(table(report))
     console.print(line(report), soft_wrap=True)
     drawn = plot.draw(report, out / "demo.png")

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from io import BytesIO
 from pathlib import Path
 from typing import Any
+
+from kvweave.chunk.rebuild import write_whole
 
 # Okabe and Ito's palette: told apart by colour-blind eyes, and by their dashes without any colour
 LOOKS = {
@@ -46,7 +49,9 @@ def draw(report: dict[str, Any], path: Path) -> bool:
         axes.axvline(0.5, color="#777777", linewidth=0.9, linestyle=":")
         axes.margins(x=0.01)
     _words(figure, upper, lower, report)
-    figure.savefig(path, dpi=150)
+    drawn = BytesIO()
+    figure.savefig(drawn, dpi=150, format=path.suffix.removeprefix(".") or "png")
+    write_whole(path, drawn.getvalue())
     return True
 
 

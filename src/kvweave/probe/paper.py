@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Sequence
-from pathlib import Path
+from io import BytesIO
 from typing import Any
 
 from kvweave.errors import InvalidArgument
@@ -17,8 +17,8 @@ WIDE = 96  # letters of a line
 CELL = 26  # letters of a cell of a table, at most
 
 
-def pdf(path: Path, found: Sequence[Findings], control: Findings | None = None) -> None:
-    """Write what `page` says. Raises InvalidArgument where matplotlib is not there, OSError."""
+def pdf(found: Sequence[Findings], control: Findings | None = None) -> bytes:
+    """Return what `page` says. Raises InvalidArgument where matplotlib is not there."""
     try:
         from matplotlib.backends.backend_pdf import PdfPages
         from matplotlib.figure import Figure
@@ -26,11 +26,13 @@ def pdf(path: Path, found: Sequence[Findings], control: Findings | None = None) 
         hint = "pip install 'kvweave[plot]', or write .html"
         raise InvalidArgument("out", "a PDF needs matplotlib", hint) from error
     first = Section(TITLE, FOOT, about(found))
-    with PdfPages(path, metadata={"CreationDate": None, "Title": TITLE}) as pages:
+    written = BytesIO()
+    with PdfPages(written, metadata={"CreationDate": None, "Title": TITLE}) as pages:
         for each in (first, *sections(found, control)):
             figure: Any = Figure(layout="constrained")
             _fill(figure, each, found)
             pages.savefig(figure)
+    return written.getvalue()
 
 
 def _fill(figure: Any, what: Section, found: Sequence[Findings]) -> None:

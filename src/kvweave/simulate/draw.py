@@ -3,16 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from io import BytesIO
 from pathlib import Path
 
+from kvweave.chunk.rebuild import write_whole
+from kvweave.errors import InvalidArgument
 from kvweave.simulate.sweep import Point, front
 
 _View = tuple[str, str, Callable[[Point], float], Callable[[Point], float]]
+KINDS = ("png", "svg", "pdf", "jpg", "webp")
 RIGHT = 1000 / 3600  # $ an hour over requests a second to $ per thousand requests
 
 
+def kind_of(path: Path) -> str:
+    """Return what a figure of this name is written as. Raises InvalidArgument for what cannot be written."""
+    kind = path.suffix.removeprefix(".").lower() or "png"
+    if kind not in KINDS:
+        raise InvalidArgument("plot", f"no figure is written as {path.suffix}", " ".join(KINDS))
+    return kind
+
+
 def draw(points: Sequence[Point], path: Path) -> bool:
-    """Write two views of the same points; return False without matplotlib.
+    """Write two views of the same points, whole or not at all; return False without matplotlib. Raises
+    InvalidArgument, OSError.
 
     $ a month against the time to the first token; and requests a second against what a thousand of
     them cost, or under a load the cost of a thousand against the time.
@@ -43,7 +56,9 @@ def draw(points: Sequence[Point], path: Path) -> bool:
         axes.set_axisbelow(True)
     handles, labels = figure.axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside right upper", frameon=False)
-    figure.savefig(path, dpi=150)
+    drawn = BytesIO()
+    figure.savefig(drawn, dpi=150, format=kind_of(path))
+    write_whole(path, drawn.getvalue())
     return True
 
 

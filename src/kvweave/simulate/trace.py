@@ -26,6 +26,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from kvweave.chunk.rebuild import replacing
 from kvweave.errors import InvalidArgument
 
 MOONCAKE, BAILIAN = 512, 16  # tokens of a block
@@ -178,7 +179,7 @@ def write(trace: Trace, path: str | Path) -> None:
     ``read`` returns an equal one, but for the memory of blocks that are not full: of other than 512
     tokens, they then take as much as they have.
     """
-    with open(path, "w", encoding="utf-8") as file:
+    with replacing(Path(path)) as new, new.open("w", encoding="utf-8") as file:
         for row in rows(trace):
             file.write(json.dumps(row) + "\n")
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -51,6 +51,8 @@ class Found:
     owner: str = ""
     """What is wrong with owner.json, if anything is."""
     repaired: list[str] = field(default_factory=list)
+    there: set[str] = field(default_factory=set, repr=False)
+    """Digests of the chunks that have a good record here."""
 
     @property
     def ok(self) -> bool:
@@ -58,7 +60,9 @@ class Found:
 
     def to_dict(self) -> dict[str, object]:
         """Return the fields, JSON-ready."""
-        return asdict(self) | {"ok": self.ok}
+        told = asdict(self) | {"ok": self.ok}
+        del told["there"]
+        return told
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,8 +122,9 @@ def check(
             elif digest_of(key) not in known.chunks:
                 found.strays.append(key)
         found.n_records, found.n_bytes = len(keys), disk.n_bytes
-        there = {digest_of(key) for key in keys if key not in found.spoilt}
-        found.missing = sorted(d for d, (_, on) in known.chunks.items() if on and d not in there)
+        found.there = {digest_of(key) for key in keys if key not in found.spoilt}
+        on_disk = {digest for digest, (_, on) in known.chunks.items() if on}
+        found.missing = sorted(on_disk - found.there)
         old = time.time() - 3600
         for path in directory.iterdir():
             if UNFINISHED.fullmatch(path.name) and path.stat().st_mtime < old:
@@ -216,8 +221,17 @@ def check_shared(specs: Iterable[str], *, repair: bool = False) -> list[Found]:
         keys = [key for key in disk.keys() if digest_of(key)]
         found.n_records, found.n_bytes = len(keys), disk.n_bytes
         found.spoilt = {key: why for key in keys if (why := _fault(disk, key, None, None))}
+        found.there = {digest_of(key) for key in keys if key not in found.spoilt}
         disk.close()
     return checked
+
+
+def compare(checked: Sequence[Found]) -> None:
+    """Have `missing` what none of these directories has, once: a home may have several levels on disk."""
+    known = set[str]().union(*(each.there for each in checked))
+    for found in checked:
+        found.missing = [digest for digest in found.missing if digest not in known]
+        known |= set(found.missing)
 
 
 def _paths(specs: Iterable[str], *, shared: bool) -> set[Path]:

@@ -108,6 +108,7 @@ class Snapshot:
     namespace: str = ""
     owner: object = field(default=None, compare=False, repr=False)  # whose uids the parts have
     digests: tuple[bytes, ...] = field(default=(), compare=False, repr=False)  # of their chunks
+    version: int | None = field(default=None, compare=False)  # of a server's context
 
 
 @dataclass(frozen=True, slots=True)

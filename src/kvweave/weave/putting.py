@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 from kvweave.chunk.files import Entry, Files
@@ -26,18 +26,19 @@ class NewChunk:
     kind: Kind = "document"
 
 
-def putting(
+@contextmanager
+def naming(
     maker: Maker,
     items: Sequence[NewChunk],
     base: ChunkId | None,
     namespace: str = "",
     replace: bool = False,
     then: Callable[[Sequence[ChunkId]], None] = lambda ids: None,
-) -> Task[list[ChunkId]]:
-    """Store chunks with their canonical KV: all of them or none, as a task of the loop.
+) -> Iterator[list[ChunkId]]:
+    """Give chunks ids, and names once the block has computed them: all of them, or none.
 
-    Names are bound when all is computed, and only if ``then``, which is called right before, lets
-    them. Raises as `Engine.put`.
+    The block is in no transaction of this: what it makes room for can be told to the index, and other
+    engines need not wait for it. Names are bound only if ``then``, which is called right before, lets them.
     """
     table = maker.table
 
@@ -57,16 +58,32 @@ def putting(
         with suppress(TriedError), table.transaction():  # what cannot be named is not computed
             bind()
             raise TriedError
-        for id in dict.fromkeys(held):
-            yield from maker.computing(id, namespace)
+        yield held
         with table.transaction():
             then(held)
             bind()
-        return list(held)
     finally:
         with table.transaction():
             for id in held:
                 table.release(id, PUTTING)
+
+
+def putting(
+    maker: Maker,
+    items: Sequence[NewChunk],
+    base: ChunkId | None,
+    namespace: str = "",
+    replace: bool = False,
+    then: Callable[[Sequence[ChunkId]], None] = lambda ids: None,
+) -> Task[list[ChunkId]]:
+    """Store chunks with their canonical KV: all of them or none, as a task of the loop.
+
+    Names are bound as `naming` says. Raises as `Engine.put`.
+    """
+    with naming(maker, items, base, namespace, replace, then) as held:
+        for id in dict.fromkeys(held):
+            yield from maker.computing(id, namespace)
+    return list(held)
 
 
 def compressing(
