@@ -10,15 +10,19 @@ from pathlib import Path
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # of processes that tests start
 
+from kvweave.cli.start import uncollected
+
+with uncollected():  # to go through all that again and again takes a second
+    import torch
+
+    if not torch.cuda.is_available():  # read when Triton is imported, which transformers does
+        os.environ.setdefault("TRITON_INTERPRET", "1")
+
+    import oracle
+
 import certifi
-import torch
-
-if not torch.cuda.is_available():  # read when Triton is imported, which transformers does
-    os.environ.setdefault("TRITON_INTERPRET", "1")
-
 import forking  # noqa: F401  what is on the path now is what other processes get
 import needs
-import oracle
 import pytest
 
 import kvweave

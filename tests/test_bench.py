@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from forking import Instead
 
 BENCH = Path(__file__).resolve().parents[1] / "bench"
 
@@ -27,6 +27,7 @@ def bench() -> Iterator[dict[str, ModuleType]]:
     folders = {name: sys.modules.pop(name, None) for name in names}
     try:
         import audit
+        import beside
         import common
         import decode
         import disk
@@ -40,16 +41,24 @@ def bench() -> Iterator[dict[str, ModuleType]]:
         import remote
         import route
         import serve
+        import soak
         import tiers
 
         yield {
             "audit": audit, "common": common, "decode": decode, "disk": disk, "gpu": gpu, "hit_rate": hit_rate,
             "kv_codecs": kv_codecs, "memory": memory, "prune": prune, "remote": remote, "route": route, "serve": serve,
-            "products": products, "tiers": tiers, "memory_loop": memory_loop,
+            "products": products, "tiers": tiers, "memory_loop": memory_loop, "beside": beside, "soak": soak,
         }  # fmt: skip
     finally:
         sys.path.remove(str(BENCH))
         sys.modules.update({name: folder for name, folder in folders.items() if folder})
+
+
+@pytest.fixture
+def forked(bench: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Servers that benches start are forked: each would import torch anew."""
+    for name in ("serve", "route"):
+        monkeypatch.setattr(bench[name], "subprocess", Instead)
 
 
 @pytest.fixture(scope="module")
@@ -240,6 +249,7 @@ def test_gpu_smoke(bench: dict[str, ModuleType], pair: Any) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked")
 def test_serve(bench: dict[str, ModuleType], tmp_path: Path) -> None:
     """Starts real servers of a tiny model."""
     out = tmp_path / "serve.json"
@@ -271,6 +281,7 @@ def test_serve(bench: dict[str, ModuleType], tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked")
 def test_route(bench: dict[str, ModuleType], tmp_path: Path) -> None:
     """Starts two real servers of the bundled model, and four routers."""
     route, out = bench["route"], tmp_path / "route.json"
@@ -367,7 +378,7 @@ def test_disk(bench: dict[str, ModuleType], tmp_path: Path) -> None:
 def test_remote(bench: dict[str, ModuleType], tmp_path: Path) -> None:
     """Starts real servers where they are installed."""
     out = tmp_path / "remote.json"
-    bench["remote"].main(["--quick", "--json", "--out", str(out)])
+    bench["remote"].main(["--quick", "--threads", "1", "--json", "--out", str(out)])
     found = json.loads(out.read_text())
     check_numbers(found["sizes"])
     for each in found["sizes"]["64 KiB"].values():
@@ -387,7 +398,7 @@ def test_remote(bench: dict[str, ModuleType], tmp_path: Path) -> None:
 def test_tiers(bench: dict[str, ModuleType], tmp_path: Path) -> None:
     """Starts real servers where they are installed."""
     out = tmp_path / "tiers.json"
-    bench["tiers"].main(["--quick", "--json", "--out", str(out)])
+    bench["tiers"].main(["--quick", "--threads", "1", "--json", "--out", str(out)])
     found = json.loads(out.read_text())
     check_numbers({name: found[name] for name in ("seconds", "times_as_fast_as_full", "overlap")})
     assert {"ram", "disk", "files"} <= set(found["overlap"])
@@ -452,18 +463,17 @@ def test_report_writes_and_prints(
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize(
     ("name", "arguments"),
     [("beside", ["--rounds", "1"]), ("soak", ["--seconds", "18", "--turn", "12"])],
 )
-def test_servers_under_load(name: str, arguments: list[str], tmp_path: Path) -> None:
+def test_servers_under_load(
+    name: str, arguments: list[str], bench: dict[str, ModuleType], tmp_path: Path
+) -> None:
     """Nothing is lost to others or wrong; how fast it was says nothing here."""
     out = tmp_path / "found.json"
-    command = [sys.executable, str(BENCH / f"{name}.py"), "--quick", "--threads", "1", *arguments]
-    done = subprocess.run(
-        [*command, "--out", str(out)], capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
+    bench[name].main(["--quick", "--threads", "1", *arguments, "--out", str(out)])
     found = json.loads(out.read_text())
     if name == "beside":
         kinds = {"put", "weave", "check", "compress", "system", "settle", "search"}

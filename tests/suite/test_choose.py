@@ -9,8 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from loaded import bundled_runner, short_runner
-from serving import BUNDLED
+from loaded import bundled_runner, saved_short, short_runner
 
 from kvweave import Engine
 from kvweave.cli.app import main
@@ -132,7 +131,8 @@ def test_the_command_writes_what_auto_takes(
     for i in range(2):
         (tmp_path / f"{i}.txt").write_text(words(700, i))
     file, texts = tmp_path / "mine.json", [str(tmp_path / f"{i}.txt") for i in range(2)]
-    common = ["--model", str(BUNDLED), "--home", str(tmp_path / "home"), "--out", str(file)]
+    model = str(saved_short(tmp_path / "model"))
+    common = ["--model", model, "--home", str(tmp_path / "home"), "--out", str(file)]
     command = ["calibrate", "--text", *texts, *common, "--n"]
     assert main([*command, "8", "--only", "rows", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)["calibration"]
@@ -140,7 +140,7 @@ def test_the_command_writes_what_auto_takes(
     assert made.curves == () and made.strategy == STRATEGY and told["questions"] == 0
     assert made.recipes == tuple((c["share"], c["recipe"]) for c in told["chosen"])
     assert [share for share, _ in made.recipes] == [0.05, 0.15, 0.3]
-    with Engine(bundled_runner(), calibration=str(file), repair="auto", share=0.05) as engine:
+    with Engine(model, calibration=str(file), repair="auto", share=0.05) as engine:
         wish = engine.context("c").session.wish(strategy("auto"), 0.05, None)
         assert (wish.calibration, wish.recipe) == (None, made.recipes[0][1])
     file.unlink()
@@ -178,7 +178,8 @@ def test_bounds_are_of_one_recipe_and_of_cases_that_did_not_choose(
     monkeypatch.setattr(Exam, "sit", sat)
     monkeypatch.setattr(choose, "choose", watched)
     monkeypatch.setattr(calibrate, "gather", gathered)
-    common = ["--model", str(BUNDLED), "--out", str(tmp_path / "c.json"), "--n", "32"]
+    model = saved_short(tmp_path / "model")
+    common = ["--model", str(model), "--out", str(tmp_path / "c.json"), "--n", "32"]
     assert main(["calibrate", "--text", str(tmp_path / "a.txt"), *common]) == 0
     [mine] = chose
     ours, theirs = ({(t.protocol, t.case) for t in found} for found in (mine, bounded))

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from loaded import bundled_runner
+from loaded import bundled_runner, saved_short
 from serving import BUNDLED
 
 from kvweave import Engine
@@ -99,14 +99,15 @@ def test_the_command_writes_what_max_drift_takes(tmp_path: Path, capsys):
         (tmp_path / f"{i}.txt").write_text(words(800, i))
     file = tmp_path / "mine.json"
     texts = [str(tmp_path / f"{i}.txt") for i in range(2)]
-    common = ["--model", str(BUNDLED), "--home", str(tmp_path / "home"), "--json"]
+    model = str(saved_short(tmp_path / "model"))
+    common = ["--model", model, "--home", str(tmp_path / "home"), "--json"]
     command = ["calibrate", "--text", *texts, "--n", "24", "--only", "bounds", "--out", str(file)]
     assert main([*command, *common]) == 0
     told = json.loads(capsys.readouterr().out)["calibration"]
     assert told["questions"] >= 20 and told["file"] == str(file)
     made = Calibration.load(file)
     assert (made.source, made.strategy, made.recipes) == ("text", STRATEGY, ())
-    with Engine(bundled_runner(), calibration=str(file), max_drift=0.5, repair="auto") as engine:
+    with Engine(model, calibration=str(file), max_drift=0.5, repair="auto") as engine:
         for i in range(2):
             engine.put(f"docs/{i}", words(200, 10 + i))
         context = engine.compose("{a}{b}" + words(8, 3), a=["docs/0"], b=["docs/1"])

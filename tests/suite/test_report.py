@@ -9,13 +9,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from loaded import bundled_runner
+from loaded import saved_short
 from needs import need
 
 from kvweave.cli import suite
 from kvweave.cli.app import main
 from kvweave.cli.parser import parse
 from kvweave.cli.show import Out
+from kvweave.run.model import Runner
 from kvweave.suite import calibrate, plot, report
 from kvweave.suite.exam import Trial
 from kvweave.suite.method import FULL, Method
@@ -118,8 +119,9 @@ def test_the_command(capsys):
 @pytest.mark.slow
 def test_the_command_calibrates(capsys, monkeypatch, tmp_path):
     monkeypatch.setattr(calibrate, "BINS", 1)
-    file = tmp_path / "c.json"
+    file, model = tmp_path / "c.json", str(saved_short(tmp_path / "model"))
     words = ["check", "--suite", "--n", "12", "--protocols", "P1,P2", "--strategies", "none", "-q"]
+    words += ["--model", model]
     assert main([*words, "--calibrate", str(file), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert {r["method"] for r in found["rows"]} >= {"none 0%", "auto 5%", "auto 15%", "auto 30%"}
@@ -146,8 +148,10 @@ def test_the_suite_goes_by_what_the_calibration_has_of_auto(capsys, monkeypatch,
 
     monkeypatch.setattr(Auto, "_repair", watched)
     mine, file = ((0.05, "0@2@1"),), tmp_path / FILE
-    Calibration(bundled_runner().fingerprint, 0.0, 0, (), recipes=mine).save(file)
+    model = str(saved_short(tmp_path / "model"))
+    Calibration(Runner.load(model).fingerprint, 0.0, 0, (), recipes=mine).save(file)
     words = ["check", "--suite", "--protocols", "P1", "--home", str(tmp_path), "-q"]
+    words += ["--model", model]
     assert main([*words, "--n", "12", "--strategies", "none", "--calibrate"]) == 0
     made = Calibration.load(file)
     assert woven == {(0, 2, 1)} and made.recipes == mine and made.curves

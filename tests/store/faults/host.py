@@ -13,7 +13,7 @@ from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 from typing import Any, NoReturn
 
-from forking import IMPORTABLE
+from forking import IMPORTABLE, in_huge_pages
 from store.faults.shim import Control
 
 
@@ -101,6 +101,7 @@ def serve(address: str) -> None:
 
     known = {**vars(stories), **vars(roaming), **vars(scripts)}
     scripts.prepare()
+    in_huge_pages()
     link = Client(address, "AF_UNIX")
     while True:
         try:
