@@ -124,6 +124,7 @@ _HINTS = {
     errno.EACCES: _RIGHTS, errno.EPERM: _RIGHTS, errno.EROFS: _RIGHTS,
     errno.ENOENT: "give another path", errno.ENOTDIR: "give another path",
     errno.EISDIR: "give the path of a file",
+    errno.ENOLCK: "its file system keeps no locks, or too many: put it on a local disk; nothing was changed",
 }  # fmt: skip
 
 

@@ -7,7 +7,7 @@ import fcntl
 import os
 import sqlite3
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from kvweave.chunk.format import damaged
@@ -55,18 +55,23 @@ def unsynced(error: Exception, path: Path) -> StoreError:
 
 
 def take_lock(path: Path) -> int:
-    """Return the locked file descriptor; raise InvalidArgument naming the pid that holds it."""
+    """Return the locked file descriptor. Raises InvalidArgument naming the pid that holds it, StoreError
+    where the system gives no lock, OSError."""
     lock = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT, 0o644)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        pid = os.pread(lock, 32, 0).decode(errors="replace").strip() or "unknown"
-        os.close(lock)
-        raise InvalidArgument(
-            "home",
-            f"{path.parent} is open in process {pid}",
-            hint="stop that process, talk to its server, or give another home",
-        ) from error
+    with ExitStack() as failing:
+        failing.callback(os.close, lock)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            pid = os.pread(lock, 32, 0).decode(errors="replace").strip() or "unknown"
+            raise InvalidArgument(
+                "home",
+                f"{path.parent} is open in process {pid}",
+                hint="stop that process, talk to its server, or give another home",
+            ) from error
+        except OSError as error:
+            raise of_system(error, "lock", f"{path}.lock") from error
+        failing.pop_all()
     with suppress(OSError):  # the text is for people; a full disk has no room for it
         os.ftruncate(lock, 0)
         os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
@@ -78,7 +83,8 @@ def give_lock(lock: int) -> None:
     A fork itself only closes its copy."""
     with suppress(OSError):
         if os.pread(lock, 32, 0).strip() == str(os.getpid()).encode():
-            os.ftruncate(lock, 0)
+            with suppress(OSError):
+                os.ftruncate(lock, 0)
             fcntl.flock(lock, fcntl.LOCK_UN)
     os.close(lock)
 

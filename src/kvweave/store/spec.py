@@ -17,6 +17,7 @@ import shlex
 import shutil
 import socket
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
 
@@ -64,10 +65,16 @@ def open_shelf(
     specs = ("disk",) if config.tiers is None and home is not None else config.tiers or ()
     uuid, *was = (None,) if index is None else index
     levels = open_levels(specs, home, digest, policy, uuid, was)
-    mover = Mover(levels, about, is_pinned=is_pinned, device=device, seconds=config.load_seconds)
-    return Shelf(
-        budget, policy(budget), mover, is_pinned, "gpu" if device.type == "cuda" else "ram"
-    )
+    with ExitStack() as failing:
+        for level in levels:
+            failing.callback(level.close)
+        mover = Mover(
+            levels, about, is_pinned=is_pinned, device=device, seconds=config.load_seconds
+        )
+        on = "gpu" if device.type == "cuda" else "ram"
+        shelf = Shelf(budget, policy(budget), mover, is_pinned, on)
+        failing.pop_all()
+    return shelf
 
 
 def open_levels(
@@ -86,12 +93,13 @@ def open_levels(
     """
     mine = None if index is None else (index, f"{socket.gethostname()}:{home}")
     levels: list[Level] = []
-    try:
+    with ExitStack() as failing:
         for spec in specs:
             kind, words = parse(spec)
             size = n_bytes(words.pop("size")) if "size" in words else None
             choice = codec.parse(words.pop("codec", "raw"))
             opened = KINDS[kind](words, Site(size, home, index, was))
+            failing.callback(opened.tier.close)
             budget = opened.budget
             made = policy(budget or HUGE)
             level = Level(
@@ -101,10 +109,7 @@ def open_levels(
             levels.append(level)
             if words:
                 raise InvalidArgument("tier", f"{kind} does not take {', '.join(words)}")
-    except BaseException:
-        for level in levels:
-            level.close()
-        raise
+        failing.pop_all()
     return levels
 
 

@@ -18,7 +18,7 @@ import json
 import os
 import time
 from collections.abc import Collection
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Literal
 
@@ -39,12 +39,13 @@ class Claim:
         self._lock, self._pid = lock, os.getpid()
 
     def close(self) -> None:
-        """Let the directory go; doing it twice does nothing."""
-        if self._lock >= 0:
+        """Let the directory go, whatever the disk says; doing it twice does nothing."""
+        lock, self._lock = self._lock, -1
+        if lock >= 0:
             if os.getpid() == self._pid:  # forks have a copy, which would keep it
-                fcntl.flock(self._lock, fcntl.LOCK_UN)
-            os.close(self._lock)
-            self._lock = -1
+                with suppress(OSError):
+                    fcntl.flock(lock, fcntl.LOCK_UN)
+            os.close(lock)
 
 
 def claim(
@@ -91,8 +92,9 @@ def _claim(
     at: str,
 ) -> Claim:
     """Read again whose it is, now that nobody else can say that it is theirs, and say so."""
-    lock, keeps, here = _locked(directory), False, place_of(directory)
+    lock, keeps = _locked(directory), False
     try:
+        here = place_of(directory)
         said = _read(directory / FILE)
         owner, place = said.get("owner"), str(said.get("place", ""))
         if said.get("shared"):
