@@ -799,3 +799,11 @@ sys.exit(app.main(["ls"]))
 """
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=30)
     assert (ended.returncode, ended.stdout, ended.stderr) == (143, b"", b"")
+
+
+def test_every_group_of_commands_says_what_it_is_for(capsys: pytest.CaptureFixture[str]) -> None:
+    assert parser.GROUPS.keys() == {name.split()[0] for name in parser.COMMANDS if " " in name}
+    for group, says in parser.GROUPS.items():
+        with pytest.raises(SystemExit):
+            app.main([group, "--help"])
+        assert says in capsys.readouterr().out

@@ -77,6 +77,8 @@ class Engine:
         strategy(self.config.repair), Keep.parse(self.config.keep or "full")
         loads = isinstance(model, str | Path)
         self.runner: Backend = Runner.load(str(model), **loading) if loads else model  # type: ignore[arg-type,assignment]
+        if isinstance(self.runner, Runner):
+            self.runner.watch_weights()
         self._home = None if home is None else Home(Path(home), self.runner.fingerprint)
         self.home = None if self._home is None else self._home.path
         where, index = (self._home.path, self._home.index) if self._home else (None, None)

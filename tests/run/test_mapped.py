@@ -5,12 +5,14 @@ from __future__ import annotations
 import gc
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import oracle
 import pytest
 import torch
 
+from kvweave import Engine
 from kvweave.errors import ModelUnusable
 from kvweave.run import mapped
 from kvweave.run.model import Runner
@@ -94,3 +96,67 @@ def test_files_are_let_go_of_with_their_model(saved: Path) -> None:
     del files
     gc.collect()
     assert n_open() == 0
+
+
+def _trained(model: torch.nn.Module) -> None:
+    with torch.enable_grad():
+        loss = model(input_ids=TOKENS[None], labels=TOKENS[None]).loss
+        loss.backward()
+    torch.optim.AdamW(model.parameters(), lr=0.01).step()
+
+
+def _each(change: Callable[[torch.nn.Parameter], object]) -> Callable[[torch.nn.Module], None]:
+    def all_of(model: torch.nn.Module) -> None:
+        with torch.no_grad():
+            for weight in model.parameters():
+                change(weight)
+
+    return all_of
+
+
+CHANGES: dict[str, Callable[[torch.nn.Module], None]] = {
+    "in place": _each(lambda weight: weight.mul_(1.1)),
+    "data": _each(lambda weight: weight.data.mul_(1.1)),
+    "merged": _each(lambda weight: setattr(weight, "data", weight.data.add_(0.1))),
+    "another": _each(lambda weight: setattr(weight, "data", weight.data * 1.1)),
+    "loaded": lambda model: model.load_state_dict(
+        {name: each * 1.1 for name, each in model.state_dict().items()}
+    ),
+    "trained": _trained,
+}
+
+
+@pytest.mark.parametrize("how", CHANGES)
+def test_nothing_is_made_of_weights_that_their_owner_changed(how: str) -> None:
+    """A caller's model is his: what was computed before is of another one then, and so is its fingerprint."""
+    model = oracle.build("qwen3", {}, torch.float64)
+    engine = Engine(Runner(model), repair="none")
+    engine.put("a", TOKENS.tolist())
+    context = engine.compose("{a}")
+    context.append([3, 4, 5])
+    assert context.generate(2).plan.drift == 0
+    CHANGES[how](model)
+    with pytest.raises(ModelUnusable) as failed:
+        context.generate(2)
+    with pytest.raises(ModelUnusable):
+        engine.put("b", [7, 8, 9])
+    assert "changed" in str(failed.value) and [e.name for e in engine.files.ls()] == ["a"]
+    assert Runner(model).fingerprint != engine.runner.fingerprint
+    with pytest.raises(ModelUnusable):
+        Engine(engine.runner)
+    engine.close()
+    with Engine(Runner(model), repair="none") as anew:
+        assert anew.put("b", [7, 8, 9]).n_tokens == 3
+
+
+def test_what_does_not_change_a_weight_is_no_change() -> None:
+    model = oracle.build("qwen3", {}, torch.float64)
+    runner = Runner(model)
+    before = runs(runner)
+    model.train()
+    model.requires_grad_(False)
+    model.state_dict()
+    Runner(model)
+    with torch.inference_mode():
+        model(input_ids=TOKENS[None])
+    assert torch.equal(runs(runner), before)

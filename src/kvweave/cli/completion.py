@@ -9,6 +9,7 @@ import shtab
 
 from kvweave.cli.command import Command, add_common, add_remote
 from kvweave.cli.commands import COMMANDS
+from kvweave.cli.parser import GROUPS
 
 # a process of 0.3 s; more names than that help nobody
 CHUNKS = shtab.cmd("kvweave ls -q --limit 500 2>/dev/null")
@@ -34,8 +35,7 @@ def _whole() -> argparse.ArgumentParser:
     for name, command in COMMANDS.items():
         group, _, verb = name.rpartition(" ")
         if group not in groups:
-            summary = f"The verbs on a server's {group}s."
-            groups[group] = groups[""].add_parser(group, help=summary).add_subparsers()
+            groups[group] = groups[""].add_parser(group, help=GROUPS[group]).add_subparsers()
         parser = groups[group].add_parser(verb, help=command.summary)
         _fill(parser, command, in_context=bool(group))
     return top

@@ -29,7 +29,11 @@ __all__ = [
 ]
 
 
-GROUPS = frozenset(name.split()[0] for name in COMMANDS if " " in name)
+GROUPS = {
+    "context": "The verbs on a server's contexts.",
+    "memory": "The verbs on a server's memories.",
+    "probe": "Record what decoding reads of its KV, and ask the traces.",
+}
 WITH_VALUE = ("--home", "--model", "--url", "--key", "--key-file")
 
 
@@ -88,7 +92,7 @@ def _verb_of(group: str, at: int, words: list[str]) -> tuple[str, list[str]]:
         Parser(
             prog=f"kvweave {group}",
             usage=f"kvweave {group} VERB [ARGUMENTS] [OPTIONS]",
-            description=f"The verbs on a server's {group}s.\n\n" + "\n".join(lines),
+            description=f"{GROUPS[group]}\n\n" + "\n".join(lines),
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
         ).parse_args(words[at:] or ["--help"])

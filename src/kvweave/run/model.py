@@ -10,6 +10,7 @@ another way run with their true positions, and nothing is turned.
 from __future__ import annotations
 
 import inspect
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -33,7 +34,7 @@ from kvweave.run.handing import As
 from kvweave.run.kernel import available
 from kvweave.run.load import load, twin
 from kvweave.run.looking import KeptLayer, Refused, implement
-from kvweave.run.mapped import MappedFiles
+from kvweave.run.mapped import MappedFiles, SharedWeights
 from kvweave.run.narrow import agrees, last_layer, narrowed
 from kvweave.run.narrow import install as install_narrow
 from kvweave.run.passing import one_pass
@@ -129,7 +130,7 @@ class Runner:
         max_positions: int | None = None,
     ) -> None:
         model = twin(model, name)
-        self._files = MappedFiles(model)
+        self._files, self._is_watched = MappedFiles(model), False
         products.install(model)
         self.model: Any = model
         self.tokenizer = tokenizer
@@ -178,6 +179,7 @@ class Runner:
                 self._narrows = False
                 hook.remove()
         self.pools = None  # verification ran in a wider dtype
+        self._weights = SharedWeights(self.model, name)
 
     def _learned(self) -> list[LayerInfo]:
         """Return what layers keep, for attention of the model's own where ours cannot follow it.
@@ -214,6 +216,12 @@ class Runner:
         """Bytes one token's keys and values take in all layers."""
         size = torch.empty(0, dtype=self.dtype).element_size()
         return size * sum(s.width for s in self.shapes)
+
+    def watch_weights(self) -> None:
+        """From now on run with the weights of the fingerprint only. Raises ModelUnusable where they are
+        others: a caller's model may be trained, and its runner goes on, but KV is of one model."""
+        self._weights.check(time.perf_counter())
+        self._is_watched = True
 
     def require_run(self) -> None:
         """Raise CannotRun unless passes of this model can be run."""
@@ -260,9 +268,10 @@ class Runner:
         the dtype that the model gives them in.
 
         Raises ContextTooLong before anything is written, LoadFailed when a chunk did not arrive,
-        ModelUnusable when its weights were written over.
+        ModelUnusable when its weights were written over, or changed (see `watch_weights`).
         """
         self.require_run()
+        begun = time.perf_counter()
         if self._handed and len(works) > 1:
             last = max(int(work.positions[-1]) for work in works)
             if last >= self.limit:
@@ -279,6 +288,8 @@ class Runner:
             works, self.limit, lambda: Batch(works, self.layers, self.device, pools), call
         )
         self._files.check()
+        if self._is_watched:
+            self._weights.check(begun)
         return logits
 
     def _cache(self) -> Cache:
