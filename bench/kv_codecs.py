@@ -326,7 +326,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     found = {"prose": measure_all(runner, prose_cases(runner, n), specs)}
     found["notes"] = measure_all(runner, note_cases(runner, n), specs)
     make_loud(runner)
-    found["loud"] = measure_all(runner, prose_cases(runner, n), specs)
+    loud = Runner(runner.model, runner.tokenizer, name="loud")  # another model, by its weights
+    found["loud"] = measure_all(loud, prose_cases(loud, n), specs)
     ours, theirs = ([s for s in specs if s in all_of] for all_of in (STEPS, ABSMAX))
     result: dict[str, Any] = {
         **found,

@@ -77,7 +77,7 @@ class Engine:
         strategy(self.config.repair), Keep.parse(self.config.keep or "full")
         loads = isinstance(model, str | Path)
         self.runner: Backend = Runner.load(str(model), **loading) if loads else model  # type: ignore[arg-type,assignment]
-        if isinstance(self.runner, Runner):
+        if isinstance(self.runner, Runner) and self.runner.can_run:
             self.runner.watch_weights()
         self._home = None if home is None else Home(Path(home), self.runner.fingerprint)
         self.home = None if self._home is None else self._home.path

@@ -246,7 +246,9 @@ def test_who_goes_or_comes_back_meanwhile_is_not_left_out(
     first = state.workers[0]
     with router.client() as client:
         tenant = state.tenants.of(b"")
-        name = next(n for n in "abcdefgh" if state.owners(tenant, n, state.workers)[0] is first)
+        name = next(
+            n for n in map(str, range(100)) if state.owners(tenant, n, state.workers)[0] is first
+        )
         state.tenants.keep(tenant)
         first.healthy = not is_read
         if how == "PUT":
