@@ -246,7 +246,7 @@ class Maker:
         while (other := self._waits_for(id)) is not None and other.running:
             yield other  # somebody else computes it, or has the room
         try:
-            if not self.is_missing(id):
+            if not self._is_missing(id):
                 return 0
             if (keep := self.thinned_by(id)) is not None:
                 rows, make = self._thinning(id, keep)
@@ -266,12 +266,12 @@ class Maker:
                     del self._computing[id]
         finally:
             self.shelf.charge(f"{COMPUTING}{id}", 0)
-        if not made or not self.is_missing(id):  # cancelled; or somebody else was quicker
+        if not made or not self._is_missing(id):  # cancelled; or somebody else was quicker
             return 0
         self._store([id], made)
         return self.table.get(id).n_tokens
 
-    def is_missing(self, id: ChunkId) -> bool:
+    def _is_missing(self, id: ChunkId) -> bool:
         """Tell whether a chunk is there, and its KV nowhere. Raises ChunkLost if no token made it."""
         try:
             self.table.get(id)
@@ -288,7 +288,7 @@ class Maker:
         While others compute it takes all of its room; alone, what stays of it at least.
         """
         other = self._computing.get(id)
-        if (other is not None and other.running) or not self.is_missing(id):
+        if (other is not None and other.running) or not self._is_missing(id):
             return other
         record, keep = self.table.get(id), self.thinned_by(id)
         n, base = record.n_tokens, record.base
@@ -301,7 +301,7 @@ class Maker:
         for key, each in self._computing.items():
             if each.running:
                 return each
-            n_bytes = self.table.get(key).n_tokens * row if self.is_missing(key) else 0
+            n_bytes = self.table.get(key).n_tokens * row if self._is_missing(key) else 0
             self.shelf.charge(f"{COMPUTING}{key}", n_bytes)  # its rows go when its task goes on
         self.shelf.charge(charge, least * row)
         return None

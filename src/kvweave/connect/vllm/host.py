@@ -63,9 +63,7 @@ class WeaveJob:
 
 
 class BlockWriter(Protocol):
-    """Writes rows to a request's blocks, of ``block_size`` rows, and reads them."""
-
-    block_size: int
+    """Writes rows to a request's blocks, and reads them."""
 
     def write(self, rows: Rows, blocks: Sequence[int], start: int, stop: int) -> None:
         """Write rows [start, stop) of a context to the blocks of a request."""
@@ -323,8 +321,10 @@ class Host:
         # an id is of one content for ever, so what was offered is right as long as all are there
         if kept and all(p.id is None or ((r := known[p.digest]) and r.id == p.id) for p in kept):
             useful = kept[-1].stop
-            behind = [PromptCut(useful, len(ask.tokens))] if useful < len(ask.tokens) else []
-            return [*kept, *behind]
+            return [
+                *kept,
+                *([PromptCut(useful, len(ask.tokens))] if useful < len(ask.tokens) else []),
+            ]
         pieces = self.cutter.cut(ask)
         if self._offer(ask, pieces).digest != load.digest:
             raise InvalidArgument("plan", "the chunks that it was made of are others now")
@@ -339,21 +339,19 @@ class Host:
         space = ask.spec.namespace
         with context.edit():
             for piece in pieces:
-                halves, known, id, n = piece.halves(front), piece.start, piece.id, 0
-                if piece.is_chunk:
-                    if id is None:
-                        id = engine.maker.add(piece.of(ask.tokens), base=base, namespace=space)
-                    self._keep(id, space)
-                    # right behind exact rows, fewer than a block: cheaper than the KV of all of it
-                    is_rest = piece.start < front < piece.stop < front + self.writer.block_size
-                    known = front if is_rest and engine.maker.is_missing(id) else piece.stop
-                    chunks.append((id, known))
-                    n = engine.table.get(id).n_tokens
-                for half in halves:
-                    start, stop = half.offset, half.offset + half.stop - half.start
-                    if half.start >= known:
+                if not piece.is_chunk:
+                    for half in piece.halves(front):
                         context.append(half.of(ask.tokens), kind="user", label="new")
-                    elif (start, stop) == (0, n):
+                    continue
+                id = piece.id
+                if id is None:
+                    id = engine.maker.add(piece.of(ask.tokens), base=base, namespace=space)
+                self._keep(id, space)
+                chunks.append((id, piece.stop))
+                n = engine.table.get(id).n_tokens
+                for half in piece.halves(front):
+                    start, stop = half.offset, half.offset + half.stop - half.start
+                    if (start, stop) == (0, n):
                         context.append_chunk(f"#{id}")
                     else:
                         context.append_slice(f"#{id}", start, stop)
