@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from io import BytesIO
 from pathlib import Path
 from typing import Any
 
-from kvweave.chunk.rebuild import write_whole
+from kvweave.chunk.rebuild import replacing
 
 # Okabe and Ito's palette: told apart by colour-blind eyes, and by their dashes without any colour
 LOOKS = {
@@ -49,9 +48,8 @@ def draw(report: dict[str, Any], path: Path) -> bool:
         axes.axvline(0.5, color="#777777", linewidth=0.9, linestyle=":")
         axes.margins(x=0.01)
     _words(figure, upper, lower, report)
-    drawn = BytesIO()
-    figure.savefig(drawn, dpi=150, format=path.suffix.removeprefix(".") or "png")
-    write_whole(path, drawn.getvalue())
+    with replacing(path) as new:
+        figure.savefig(new, dpi=150, format=path.suffix.removeprefix(".") or "png")
     return True
 
 

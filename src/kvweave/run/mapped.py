@@ -28,10 +28,7 @@ CHANGED = (
     "its weights were changed while an engine had them, so KV that it made is of another model"
 )
 ANEW = "make another Runner and Engine of a model that was trained, or give the engine a copy"
-IDLE, OFTEN = (
-    0.0005,
-    0.02,
-)  # seconds without a pass, and with passes, behind which weights are looked at
+IDLE, OFTEN = 0.0005, 0.02  # seconds without a pass, and with passes, until weights are looked at
 MAPS = Path("/proc/self/maps")  # of Linux; elsewhere nothing tells, and nothing is noticed
 
 

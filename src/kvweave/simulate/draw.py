@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from io import BytesIO
 from pathlib import Path
 
-from kvweave.chunk.rebuild import write_whole
+from kvweave.chunk.rebuild import replacing
 from kvweave.errors import InvalidArgument
 from kvweave.simulate.sweep import Point, front
 
@@ -56,9 +55,8 @@ def draw(points: Sequence[Point], path: Path) -> bool:
         axes.set_axisbelow(True)
     handles, labels = figure.axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside right upper", frameon=False)
-    drawn = BytesIO()
-    figure.savefig(drawn, dpi=150, format=kind_of(path))
-    write_whole(path, drawn.getvalue())
+    with replacing(path) as new:
+        figure.savefig(new, dpi=150, format=kind_of(path))
     return True
 
 

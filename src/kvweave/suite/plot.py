@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from io import BytesIO
 from pathlib import Path
 from typing import Any
 
-from kvweave.chunk.rebuild import write_whole
+from kvweave.chunk.rebuild import replacing
 from kvweave.suite.report import Row, title
 
 # Okabe and Ito's palette, told apart by markers too
@@ -61,9 +60,8 @@ def draw(rows: Sequence[Row], strategies: Sequence[str], path: Path, subtitle: s
     figure.suptitle(f"Quality per repaired token{subtitle}", fontsize=11)
     handles, labels = axes[0][0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=min(10, len(labels) or 1), frameon=False, fontsize=8)  # fmt: skip
-    drawn = BytesIO()
-    figure.savefig(drawn, dpi=130, format=path.suffix.removeprefix(".") or "png")
-    write_whole(path, drawn.getvalue())
+    with replacing(path) as new:
+        figure.savefig(new, dpi=130, format=path.suffix.removeprefix(".") or "png")
     return True
 
 
