@@ -4,8 +4,11 @@ One vLLM, the same prompts: a system message, 24 turns of varied lengths, a ques
 edits the turns in three ways (one goes and one comes, all shuffled, one in the middle replaced) and
 asks after each. Ratios are of CPU seconds of the process, which with one thread (`--threads 1`) are what the work
 takes when nothing else runs; of two, one waits busily for the other. Cases are interleaved, and each has its own salt and namespace, so that none finds another's
-blocks or chunks. New chunks are computed within the request that brings them. `embedded` is kvweave
-without vLLM. A second vLLM, without the connector, says what it costs a plain request.
+blocks or chunks. All requests declare their turns. Between two of them nobody asks for anything, as where
+somebody reads or a tool runs, and vLLM makes the canonical KV of new turns (`ahead`); what that takes is told
+apart, as it is no part of a first token. With `--no-ahead` requests make it themselves, and the first
+ones declare nothing, or they would be woven. `embedded` is kvweave without vLLM, which stores new turns within
+the request that brings them. A second vLLM, without the connector, says what it costs a plain request.
 
     .venv-vllm/bin/python bench/in_vllm.py
 """
@@ -50,6 +53,7 @@ from common import (
 from vllm import LLM, SamplingParams
 
 from kvweave import Engine
+from kvweave.connect.vllm.ahead import DONE, LATER
 
 CONNECTOR = {
     "kv_connector": "KVWeaveConnector",
@@ -116,7 +120,8 @@ def serve(model: str, options: argparse.Namespace, *, weaves: bool) -> LLM:
     more: dict[str, Any] = {}
     if weaves:
         more["worker_cls"] = "kvweave.connect.vllm.worker.KVWeaveWorker"
-        more["kv_transfer_config"] = CONNECTOR | {"kv_connector_extra_config": {"budget": "8GiB"}}
+        ours = {"budget": "8GiB", "ahead": not options.no_ahead}
+        more["kv_transfer_config"] = CONNECTOR | {"kv_connector_extra_config": ours}
     return LLM(
         model, skip_tokenizer_init=True, enforce_eager=True, dtype=options.dtype, block_size=32,
         max_model_len=options.context + 64, max_num_seqs=8, enable_prefix_caching=True, seed=0,
@@ -138,6 +143,14 @@ def first_token(
         told.update((found.kv_transfer_params or {}).get("kvweave", {}))
 
     return took(ask, torch.device("cpu")), told
+
+
+def idle(llm: LLM) -> float:
+    """Let vLLM have nothing to do until nothing is left; return the CPU seconds of it."""
+    start = time.process_time()
+    while (said := llm.collective_rpc("kvweave_ahead")[0]) != DONE:
+        time.sleep(0.1 if said == LATER else 0)
+    return time.process_time() - start
 
 
 def space(case: str) -> str:
@@ -169,12 +182,13 @@ def edited(llm: LLM, engine: Engine, options: argparse.Namespace, vocab: int) ->
     """Time all cases behind each kind of edit, each of a conversation of its own.
 
     At first a case's conversation was computed as it grew: all of it stands in its prefix cache. Its first
-    edit makes the canonical KV of the chunks behind it, and is told apart.
+    edit, which without `ahead` makes the canonical KV of the chunks behind it, is told apart.
     """
     kinds = options.kinds.split(",")
     times: dict[str, dict[str, list[Times]]] = {k: {case: [] for case in CASES} for k in kinds}
     first: dict[str, dict[str, float]] = {kind: {} for kind in kinds}
     reports: dict[str, dict[str, Any]] = {kind: {} for kind in kinds}
+    ahead: dict[str, dict[str, list[float]]] = {k: {case: [] for case in CASES} for k in kinds}
     with progress("edits", len(kinds) * ((2 + options.rounds) * len(CASES) - 1)) as step:
         for n, kind in enumerate(kinds):
             talk = Conversation(options.context, options.turns, vocab, n)
@@ -190,8 +204,9 @@ def edited(llm: LLM, engine: Engine, options: argparse.Namespace, vocab: int) ->
                     else:
                         salt = f"{kind} {case}" + (f" {i}" if case == "full" else "")
                         mine = {"system": SYSTEM, "parts": talk.parts, "namespace": space(case)}
-                        said = {**said, **mine} if said and i else None
+                        said = {**said, **mine} if said and (i or not options.no_ahead) else None
                         found, told = first_token(llm, talk.tokens, salt, said)
+                        ahead[kind][case].append(round(idle(llm), 4))
                     if i == 1:
                         first[kind][case] = round(found[1], 4)
                     elif i:
@@ -205,6 +220,7 @@ def edited(llm: LLM, engine: Engine, options: argparse.Namespace, vocab: int) ->
             "seconds": {case: median(each) for case, each in cpu.items()},
             "times": {case: [round(t, 4) for t in each] for case, each in cpu.items()},
             "first": first[kind],
+            "ahead": {case: each for case, each in ahead[kind].items() if any(each)},
             "wall": {c: [round(each[0], 4) for each in found] for c, found in times[kind].items()},
             "x_full": {c: compare(cpu["full"], each) for c, each in cpu.items()},
             "x_prefix": {c: compare(cpu["prefix"], each) for c, each in cpu.items()},
@@ -234,16 +250,9 @@ def plain(model: str, options: argparse.Namespace, vocab: int) -> dict[str, Any]
     """Compare plain requests with and without the connector, in turns: one vLLM a process."""
     times: dict[bool, list[float]] = {False: [], True: []}
     same = {"said": True, "hits": True}
-    command = [
-        sys.executable,
-        __file__,
-        "--dtype",
-        options.dtype,
-        "--context",
-        str(options.context),
-        "--threads",
-        str(options.threads),
-    ]
+    command = [sys.executable, __file__, *(["--no-ahead"] if options.no_ahead else [])]
+    for name in ("dtype", "context", "threads"):
+        command += [f"--{name}", str(getattr(options, name))]
     servers = {}
     for weaves in (False, True):
         more = ["--plain", model, str(vocab)] + (["--weaves"] if weaves else [])
@@ -280,6 +289,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     made = parser(__doc__, context=4096, rounds=5)
     made.add_argument("--turns", type=int, default=24)
     made.add_argument("--kinds", default="minus 1 plus 1,shuffled,replaced")
+    made.add_argument("--no-ahead", action="store_true", help="requests make the KV of new turns")
     made.add_argument("--no-plain", action="store_true", help="leave out the second vLLM")
     made.add_argument("--quick", action="store_true", help="tiny: does it run?")
     made.add_argument("--plain", nargs=2, help=argparse.SUPPRESS)  # model and words of a child

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import random
 from dataclasses import replace
 from types import SimpleNamespace
 
-import numpy as np
 import oracle
 import pytest
 import torch
+from vllm_blocks import SIZE, Blocks, ids, parts_of, woven
 
 from kvweave import Engine
 from kvweave.connect.vllm.asks import PromptAsk, WeaveLoad, WeaveOffer
@@ -18,11 +17,7 @@ from kvweave.connect.vllm.scheduling import EXACT, Scheduling
 from kvweave.connect.vllm.spare import HOLDER
 from kvweave.connect.vllm.spec import PartSpec, WeaveSpec, spec_of
 from kvweave.errors import ChunkNotFound, InvalidArgument, ModelMismatch
-from kvweave.run.layers import At
 from kvweave.weave.calibration import Calibration, Curve
-
-SIZE = 4  # tokens of a block
-
 
 # ---- what requests say
 
@@ -67,58 +62,12 @@ def test_what_is_wrong_is_refused(wrong):
 # ---- the worker's side
 
 
-class Blocks:
-    """Rows as vLLM would have them: by slot of its blocks, keys as rotated."""
-
-    def __init__(self, n_layers):
-        self.slots = [{} for _ in range(n_layers)]
-
-    def write(self, rows, blocks, start, stop):
-        for layer, written in enumerate(self.slots):
-            keys, values = rows.read(layer, np.arange(start, stop))
-            for i, row in enumerate(range(start, stop)):
-                slot = blocks[row // SIZE] * SIZE + row % SIZE
-                written[slot] = keys[i].clone(), values[i].clone()
-
-    def read(self, rows, blocks, n):
-        rows.expect(np.arange(n), np.arange(n))
-        for layer, written in enumerate(self.slots):
-            found = [written[blocks[row // SIZE] * SIZE + row % SIZE] for row in range(n)]
-            keys, values = (torch.stack(each) for each in zip(*found, strict=True))
-            rows.write(layer, At.of(np.arange(n), rows.device), keys, values, keys)
-        return True
-
-
 @pytest.fixture
 def host(runner):
     made = Host(runner, Blocks(len(runner.layers)), {"budget": "64MiB", "max_rows": 16})
     yield made
     made.engine.check_integrity()
     made.close()
-
-
-def ids(n, seed, n_vocab=90):
-    rng = random.Random(seed)
-    return tuple(rng.randrange(3, n_vocab) for _ in range(n))
-
-
-def parts_of(sizes, at=0):
-    found = []
-    for n in sizes:
-        found.append(PartSpec(at, at + n))
-        at += n
-    return tuple(found)
-
-
-def woven(host, ask, start=0, blocks=None, exact=0):
-    n, offer = len(ask.tokens), host.find(ask)
-    blocks = tuple(range(50, 50 + -(-n // SIZE))) if blocks is None else blocks
-    host.load("r", WeaveLoad(ask, blocks, start, offer.covered, offer.digest, exact))
-    for _ in range(1000):
-        over = host.step(idle=False)
-        if over:
-            return over["r"], blocks
-    raise AssertionError("it never ended")
 
 
 def test_the_same_chunk_twice_is_found_where_its_first_tokens_are_others_the_first_time(host):

@@ -42,9 +42,12 @@ class Checked:
     What says nothing to us goes through as it came.
     """
 
-    def __init__(self, app: ASGIApp, engine_of: Callable[[], Any]) -> None:
-        """``engine_of``: returns vLLM's client of the engine, None where there is none."""
-        self.app, self.engine_of = app, engine_of
+    def __init__(
+        self, app: ASGIApp, engine_of: Callable[[], Any], after: Callable[[], object]
+    ) -> None:
+        """``engine_of``: returns vLLM's client of the engine, None where there is none.
+        ``after``: is called behind each request that says something to us."""
+        self.app, self.engine_of, self.after = app, engine_of, after
         self._turn = asyncio.Lock()  # one text is read at a time, between two of vLLM's steps
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -77,7 +80,10 @@ class Checked:
             others = [(k, v) for k, v in scope["headers"] if k.lower() != b"content-length"]
             length = (b"content-length", str(len(woven.body)).encode())
             scope = {**scope, "headers": [*others, length]}
-        await self.app(scope, again, Telling(send, lambda: self._report(woven.ticket)))
+        try:
+            await self.app(scope, again, Telling(send, lambda: self._report(woven.ticket)))
+        finally:
+            self.after()
 
     async def _check(self, path: str, body: bytes) -> WovenBody | None:
         if not any(each in body for each in (PARAMS.encode(), b'"chunk"', b"\\u")):

@@ -40,7 +40,7 @@ class KVWeaveConnector(KVConnectorBase_V1):  # type: ignore[misc]
     """Weaves declared chunks into the blocks of requests.
 
     Options (``kv_connector_extra_config``): ``match`` (look for known chunks in every prompt),
-    ``home``, ``base``, and the fields of `kvweave.config.Config`.
+    ``ahead`` (chunks are computed while nobody waits, and are new text until then), ``home``, ``base``, and the fields of `kvweave.config.Config`.
     """
 
     def __init__(
@@ -52,10 +52,8 @@ class KVWeaveConnector(KVConnectorBase_V1):  # type: ignore[misc]
         transfer = vllm_config.kv_transfer_config
         assert transfer is not None
         options = dict(transfer.kv_connector_extra_config or {})
-        matches = options.pop("match", False)
-        if not isinstance(matches, bool):
-            raise InvalidArgument("match", f"{matches!r} is neither true nor false")
-        self.options = options
+        matches = _flag(options, "match")
+        self.options, self.ahead = options, _flag(options, "ahead")
         self.host: Host | None = None
         self.verbs: Verbs | None = None
         algorithm = vllm_config.cache_config.prefix_caching_hash_algo
@@ -122,7 +120,7 @@ class KVWeaveConnector(KVConnectorBase_V1):  # type: ignore[misc]
         backend.require_move()
         require_equal(backend, paged, attn_groups)
         paged.learn()
-        self.host = Host(backend, paged, self.options, backend.lockstep)
+        self.host = Host(backend, paged, self.options, backend.lockstep, ahead=self.ahead)
         self.verbs = Verbs(self.host)
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
@@ -182,3 +180,11 @@ class KVWeaveConnector(KVConnectorBase_V1):  # type: ignore[misc]
             self.verbs.close()
             self.host.close()
             self.host = self.verbs = None
+
+
+def _flag(options: dict[str, Any], name: str) -> bool:
+    """Take an option that is true or false. Raises InvalidArgument."""
+    found = options.pop(name, False)
+    if not isinstance(found, bool):
+        raise InvalidArgument(name, f"{found!r} is neither true nor false")
+    return found

@@ -9,16 +9,18 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from hashlib import blake2b
-from itertools import accumulate, count, takewhile
+from itertools import accumulate, count
 from typing import Any, Protocol
 
 import numpy as np
 
 from kvweave.chunk.identity import ChunkId
 from kvweave.config import Config
+from kvweave.connect.vllm.ahead import DONE, Ahead
 from kvweave.connect.vllm.asks import PromptAsk, WeaveLoad, WeaveOffer
 from kvweave.connect.vllm.cut import PromptCut, PromptCutter
 from kvweave.connect.vllm.lockstep import TOLD, Lockstep
+from kvweave.connect.vllm.plans import of_all, of_ours
 from kvweave.connect.vllm.spare import SpareRows
 from kvweave.connect.vllm.spec import WeaveSpec
 from kvweave.connect.vllm.texts import ChunkTexts
@@ -33,7 +35,7 @@ from kvweave.serve.reuse.library import Library
 from kvweave.serve.reuse.names import AutoNames
 from kvweave.weave.calibration import check_bound, fitting
 from kvweave.weave.context import Context
-from kvweave.weave.plan import Plan, Span
+from kvweave.weave.plan import Plan
 from kvweave.weave.repair import Strategy, strategy
 
 log = logging.getLogger("kvweave.vllm")
@@ -83,6 +85,7 @@ class Host:
         writer: of vLLM's blocks.
         lockstep: with the other workers.
         options: ``home`` and ``base`` of `Engine`, and the fields of `Config`.
+        ahead: whether chunks are new text in the first request that names them; see `Ahead`.
 
     Raises InvalidArgument, and what `Engine` raises.
     """
@@ -93,6 +96,8 @@ class Host:
         writer: BlockWriter,
         options: dict[str, Any],
         lockstep: Lockstep | None = None,
+        *,
+        ahead: bool = False,
     ) -> None:
         allowed = [*(field.name for field in fields(Config)), "home", "base"]
         check_options(options, allowed)
@@ -114,10 +119,14 @@ class Host:
         self._before: tuple[float, int] | None = None
         self.cutter = PromptCutter(self.engine, Library(self.engine.table))
         self.texts, self.spare = ChunkTexts(self.engine), SpareRows(self.engine)
+        made = Ahead(self.cutter, self.tasks, self._keep, self.lockstep)
+        self.ahead = made if ahead else None
 
     def close(self) -> None:
         """Give up what is under way, and close the engine."""
         self.drop(list(self._jobs))
+        if self.ahead is not None:
+            self.ahead.pause()
         self.engine.close()
 
     # ---- one step
@@ -129,6 +138,8 @@ class Host:
         try:
             self.lockstep.require_strategy(self._strategy(ask.spec))
             pieces = self.cutter.cut(ask)
+            if self.ahead is not None:
+                pieces = self.ahead.of(ask, pieces)
             offer = self._offer(ask, pieces)
             if offer.covered:
                 self._require_bound(ask.spec)
@@ -175,6 +186,8 @@ class Host:
 
     def load(self, name: str, load: WeaveLoad) -> None:
         """Begin to weave for a request."""
+        if self.ahead is not None:
+            self.ahead.pause()
         job = WeaveJob(replace(load, exact=self._front(load)))
         self._jobs[name] = job
         job.task = self._weaving(job)
@@ -193,6 +206,7 @@ class Host:
         """Go on with what is under way: a pass of so many rows that others' steps do not take much
         longer, or for a while where nobody else runs. Return what is over by now."""
         self._begin(idle)
+        self._runs()
         start, schedule = time.perf_counter(), self.engine.loop.schedule
         if self._before is not None and not idle:
             before, n_beside = self._before
@@ -228,11 +242,20 @@ class Host:
                 self._fresh.append(job)
 
     def over(self) -> dict[str, WeaveJob]:
-        """Return the weaves that ended since the last call, by request id."""
+        """Return the weaves that ended since the last call, by request id: vLLM's step is over."""
+        self._runs()
         found = {name: job for name, job in self._jobs.items() if job.done}
         for name in found:
             del self._jobs[name]
         return found
+
+    def go_ahead(self) -> int:
+        """Make KV that requests may need, for a slice in which vLLM has nothing to do; see `Ahead.step`."""
+        return DONE if self.ahead is None else self.ahead.step(is_free=not self._jobs)
+
+    def _runs(self) -> None:
+        if self.ahead is not None:
+            self.ahead.runs()
 
     # ---- a weave
 
@@ -244,10 +267,10 @@ class Host:
             self.spare.lend(context, len(load.ask.tokens))
             yield from self._fill(context, load)
             plan = yield from context.weaving()
-            plan = _of_ours(plan, load.start, self._max_drift(load.ask.spec))
+            plan = of_ours(plan, load.start, self._max_drift(load.ask.spec))
             rows = context.session.state.rows
             self.writer.write(rows, load.blocks, load.start, load.stop)
-            job.plan = _whole(plan, len(load.ask.tokens))
+            job.plan = of_all(plan, len(load.ask.tokens))
         except Exception as error:  # the request is computed by vLLM then
             if not isinstance(error, KVWeaveError):
                 log.exception("a weave failed")
@@ -355,7 +378,6 @@ class Host:
                         context.append_chunk(f"#{id}")
                     else:
                         context.append_slice(f"#{id}", start, stop)
-        self.names.trim()
         return chunks
 
     def _keep(self, id: ChunkId, namespace: str) -> None:
@@ -363,6 +385,7 @@ class Host:
         if not self.engine.table.names_of(id):
             names = self.names.counter(self._new_name(), namespace)
             self.names.bind(names, id, self.engine.table.get(id).kind, namespace)
+            self.names.trim()
 
     def _settings(self, spec: WeaveSpec) -> tuple[object, ...]:
         config = self.engine.config
@@ -372,27 +395,3 @@ class Host:
             self._max_drift(spec),
             spec.namespace,
         )
-
-
-def _of_ours(plan: Plan, start: int, max_drift: float | None) -> Plan:
-    """Return the plan without its bound, where rows that are not exact in it are vLLM's own up to
-    ``start``: it is of rows of ours, over which all others were computed. Raises KVWeaveError where
-    a bound was asked for."""
-    exact = sum(span.n_tokens for span in takewhile(lambda span: span.exact, plan.spans))
-    if not plan.drift or start <= exact:
-        return plan
-    if max_drift is not None:
-        raise KVWeaveError(
-            f"vLLM has {start} tokens in front, of which {exact} are exact here: no bound is known",
-            hint="leave max_drift out, or chunks in front as they were",
-        )
-    return replace(plan, drift=None, drift_by=None, coverage=None)
-
-
-def _whole(plan: Plan, n: int) -> Plan:
-    """Return the plan of all ``n`` tokens of a prompt, of which vLLM computes the last."""
-    at = plan.n_tokens
-    if at == n:
-        return plan
-    rest = Span("new", 0, n - at, "prefill", "-", 0, at, 0, n_prefilled=n - at)
-    return replace(plan, spans=(*plan.spans, rest))

@@ -6,13 +6,17 @@ vLLM loads it where ``VLLM_PLUGINS`` names it: ``kvweave``.
 from __future__ import annotations
 
 import asyncio
+import logging
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
 
+from kvweave.connect.vllm.ahead import DONE, LATER
 from kvweave.connect.vllm.checked import Checked, refused
 from kvweave.errors import InvalidArgument, Overloaded
 
+log = logging.getLogger("kvweave.vllm")
+SOONEST, LATEST = 0.1, 2.0  # seconds until it is looked again whether vLLM has nothing to do
 MOST_BYTES = 8 << 20  # of the body of a verb: what is more would hold up vLLM while it is read
 PASSED = ("content-type", "if-match", "idempotency-key", "accept")  # headers that verbs read
 VERBS = ["GET", "PUT", "POST", "DELETE", "PATCH", "HEAD"]
@@ -31,11 +35,15 @@ class KVWeavePlugin:
         app.add_api_route("/v1/chunks/{rest:path}", _verb, methods=VERBS, include_in_schema=False)
         app.add_api_route("/v1/placements", _verb, methods=["GET"], include_in_schema=False)
         app.add_api_route("/health/kvweave", _here, methods=["GET"], include_in_schema=False)
-        app.add_middleware(Checked, engine_of=lambda: getattr(app.state, "kvweave_engine", None))
+        engine_of = lambda: getattr(app.state, "kvweave_engine", None)  # noqa: E731
+        app.add_middleware(Checked, engine_of=engine_of, after=lambda: _wake(app.state))
 
     async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
         """The engine is there, None where this process only renders."""
         state.kvweave_engine, state.kvweave_turn = engine_client, asyncio.Lock()
+        state.kvweave_woken = asyncio.Event()
+        if engine_client is not None:
+            state.kvweave_ahead = asyncio.create_task(_go_ahead(state))
 
 
 def make() -> KVWeavePlugin:
@@ -80,3 +88,29 @@ async def _verb(request: Request) -> Response:
                 await engine.collective_rpc("kvweave_cancel", args=(ticket,))
     status, headers, content = reply
     return Response(content, status, dict(headers))
+
+
+def _wake(state: Any) -> None:
+    woken = getattr(state, "kvweave_woken", None)
+    if woken is not None:
+        woken.set()
+
+
+async def _go_ahead(state: Any) -> None:
+    """Have chunks computed that requests have named, while there are none."""
+    engine, woken, pause = state.kvweave_engine, state.kvweave_woken, SOONEST
+    while True:
+        await woken.wait()
+        woken.clear()
+        try:
+            async with state.kvweave_turn:
+                said = LATER
+                if not await engine.is_sleeping():
+                    said = (await engine.collective_rpc("kvweave_ahead"))[0]
+        except Exception as error:  # the engine has gone, or its worker is another
+            log.warning("nothing is computed ahead from now on: %s", error)
+            return
+        if said != DONE:
+            woken.set()
+        await asyncio.sleep(pause if said == LATER else 0)
+        pause = min(2 * pause, LATEST) if said == LATER else SOONEST

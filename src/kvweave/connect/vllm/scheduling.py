@@ -125,6 +125,9 @@ class Scheduling:
         if point is not None and point.block is not None and not woven.found.looks:
             # of chunks woven for another question vLLM computes the last ones, less than a block
             enough = max(1, enough // self.size * self.size)
+        is_ours = point is not None and point.block is not None
+        if not is_ours and 0 < n_local < enough < n_local + self.size:
+            enough = n_local  # less than a block of a prompt that vLLM has: it computes that
         if point is None or n_local >= enough:
             if woven.ask.spec.ticket:
                 self._reports[woven.ask.spec.ticket] = _report(woven)

@@ -14,6 +14,7 @@ else:
     from vllm.v1.worker.gpu_worker import Worker as PlatformWorker
 
 from kvweave.chunk.table import Table
+from kvweave.connect.vllm.ahead import DONE
 from kvweave.connect.vllm.connector import KVWeaveConnector
 from kvweave.connect.vllm.verbs import VerbReply, VerbRequest, Verbs
 from kvweave.errors import KVWeaveError
@@ -60,6 +61,11 @@ class KVWeaveWorker(PlatformWorker):  # type: ignore[misc]
     def kvweave_cancel(self, ticket: int) -> None:
         """Nobody waits for it any more."""
         self._verbs().cancel(ticket)
+
+    def kvweave_ahead(self) -> int:
+        """Make KV that requests may need, for a slice; return `DONE`, `LATER` or `MORE` of `ahead`."""
+        connector = self.kvweave_connector()
+        return DONE if connector is None or connector.host is None else connector.host.go_ahead()
 
     def kvweave_missing(self, names: list[str], namespace: str) -> list[str]:
         """Return which of these name no chunk."""

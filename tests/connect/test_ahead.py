@@ -1,0 +1,250 @@
+"""Chunks that are computed while vLLM has nothing to do, without vLLM."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import oracle
+import pytest
+import torch
+from vllm_blocks import SIZE, Blocks, ids, parts_of, woven
+
+from kvweave import Engine
+from kvweave.connect.vllm import ahead
+from kvweave.connect.vllm.ahead import DONE, LATER, MORE
+from kvweave.connect.vllm.asks import PromptAsk, WeaveLoad, WeaveOffer
+from kvweave.connect.vllm.host import Host
+from kvweave.connect.vllm.scheduling import Scheduling
+from kvweave.connect.vllm.spec import WeaveSpec
+
+A, B, C = ids(12, 1), ids(9, 2), ids(14, 3)
+SPEC = WeaveSpec(repair="none")
+
+
+@pytest.fixture
+def host(runner, monkeypatch):
+    monkeypatch.setattr(ahead, "QUIET_SECONDS", -1.0)
+    made = Host(runner, Blocks(len(runner.layers)), {"budget": "64MiB", "max_rows": 16}, ahead=True)
+    yield made
+    made.engine.check_integrity()
+    made.close()
+
+
+def prompt(*chunks, question=(7, 8, 9), system=(), **said):
+    """Return a request of these chunks, each declared."""
+    tokens = (*system, *(t for chunk in chunks for t in chunk), *question)
+    parts = parts_of([len(chunk) for chunk in chunks], len(system))
+    return PromptAsk(tokens, replace(SPEC, parts=parts, system=len(system), **said))
+
+
+def until_done(host):
+    """Let vLLM have nothing to do until nothing is left."""
+    for _ in range(1000):
+        if (said := host.go_ahead()) != MORE:
+            return said
+    raise AssertionError("it never ended")
+
+
+def n_run(host, work):
+    """Return how many rows the model computed for ``work``."""
+    forward, rows = host.backend.forward, []
+    host.backend.forward = lambda works: (rows.append(sum(w.n for w in works)), forward(works))[1]
+    try:
+        work()
+    finally:
+        host.backend.forward = forward
+    return sum(rows)
+
+
+def chunks_in(ask, job):
+    """Return the chunks, by tokens, that a prompt was woven of."""
+    assert job.plan is not None, job.error
+    spans = [s for s in job.plan.spans if s.part not in ("new", "system")]
+    return {ask.tokens[s.position : s.position + s.n_tokens] for s in spans}
+
+
+def canonical(host):
+    """Return the KV of all chunks that have some, by tokens."""
+    engine = host.engine
+    found = {}
+    for record in engine.table:
+        if engine.shelf.tier(record.id) != "none":
+            found[tuple(engine.table.tokens(record.id).tolist())] = engine.shelf.get(record.id)
+    return found
+
+
+@pytest.mark.parametrize("system", [(), ids(6, 9)])
+def test_chunks_named_once_are_vllms_to_compute_and_are_there_for_the_first_edit(host, system):
+    assert host.find(prompt(A, B, C, system=system)) == WeaveOffer(), "nothing of it is known"
+    assert not len(list(host.engine.table)), "a question stores nothing"
+    n = n_run(host, lambda: until_done(host))
+    assert n == len((*A, *B, *C)) + len(system) and host.go_ahead() == DONE
+    found = canonical(host)
+    assert found.keys() == {A, B, C} | ({system} if system else set())
+    with Engine(host.engine.runner, base=list(system) or None) as engine:
+        for chunk in (A, B, C):
+            engine.put("c", chunk, replace=True)
+            wanted = engine.shelf.get(engine.table.resolve("c").id)
+            for mine, its in zip(
+                (*found[chunk].k, *found[chunk].v), (*wanted.k, *wanted.v), strict=True
+            ):
+                assert oracle.relative(mine, its) < 1e-6
+    edited = prompt(C, A, system=system)
+    job, _ = woven(host, edited)
+    assert chunks_in(edited, job) == {A, C} and host.go_ahead() == DONE
+
+
+def test_an_edit_computes_nothing_of_the_chunks_it_moves(host):
+    host.find(prompt(A, B, C))
+    until_done(host)
+    assert n_run(host, lambda: woven(host, prompt(C, B, A))) == 0
+
+
+def test_a_chunk_that_is_new_among_others_is_new_text_in_its_place(host, runner):
+    host.find(prompt(A, C))
+    until_done(host)
+    ask = prompt(A, B, C, repair="full", share=1.0)
+    job, blocks = woven(host, ask)
+    assert chunks_in(ask, job) == {A, C}
+    wanted, _ = oracle.rows_of(runner, torch.tensor([ask.tokens]))
+    for layer, written in enumerate(host.writer.slots):
+        keys, values = wanted.read(layer)
+        for row in range(job.load.stop):
+            found = written[blocks[row // SIZE] * SIZE + row % SIZE]
+            assert oracle.relative(found[0], keys[row]) < 1e-6
+            assert oracle.relative(found[1], values[row]) < 1e-6
+    until_done(host)
+    assert canonical(host).keys() == {A, B, C}, "and a chunk from then on"
+
+
+def test_where_no_time_came_the_second_request_computes_them(host):
+    host.find(prompt(A, B, C))
+    job, _ = woven(host, prompt(C, A))
+    assert chunks_in(prompt(C, A), job) == {A, C}
+    assert canonical(host).keys() == {A, C}
+    assert n_run(host, lambda: until_done(host)) == len(B), "what is left"
+
+
+def test_nothing_is_computed_while_vllm_runs_or_a_weave_does(host, monkeypatch):
+    host.find(prompt(A, B))
+    monkeypatch.setattr(ahead, "QUIET_SECONDS", 3600.0)
+    host.step(idle=False)
+    assert n_run(host, lambda: host.go_ahead()) == 0 and host.go_ahead() == LATER
+    monkeypatch.setattr(ahead, "QUIET_SECONDS", -1.0)
+    ask = prompt(A, B)
+    offer = host.find(ask)
+    host.load("r", WeaveLoad(ask, tuple(range(50, 60)), 0, offer.covered, offer.digest))
+    assert host.go_ahead() == LATER
+    assert host.step(idle=True)["r"].plan is not None and until_done(host) == DONE
+
+
+def test_a_request_does_not_wait_for_it(host, monkeypatch):
+    """What is under way is given up when a request is woven, and made later."""
+    host.engine.put("a", A)
+    host.engine.put("c", C)
+    long = ids(300, 5)
+    host.find(prompt(long))
+    forward, passes = host.backend.forward, []
+    host.backend.forward = lambda works: (passes.append([w.n for w in works]), forward(works))[1]
+    ticks = iter(range(4))  # of the clock: the slice ends in the middle
+    monkeypatch.setattr(
+        ahead.time, "perf_counter", lambda: 0.0 if next(ticks, None) is not None else 9.9
+    )
+    assert host.go_ahead() == MORE and 0 < sum(map(sum, passes)) < 300
+    monkeypatch.undo()
+    monkeypatch.setattr(ahead, "QUIET_SECONDS", -1.0)
+    del passes[:]
+    job, _ = woven(host, prompt(A, C))
+    assert job.plan is not None and not passes, "no pass of its own, none of the long chunk's"
+    host.backend.forward = forward
+    assert until_done(host) == DONE and long in canonical(host)
+
+
+def test_nothing_goes_for_it(runner, monkeypatch):
+    monkeypatch.setattr(ahead, "QUIET_SECONDS", -1.0)
+    row = runner.row_bytes
+    host = Host(runner, Blocks(len(runner.layers)), {"budget": 150 * row}, ahead=True)
+    for name, n, seed in (("a", 40, 1), ("b", 40, 2), ("c", 30, 3)):
+        host.engine.put(name, ids(n, seed))
+    host.find(prompt(ids(35, 4), ids(15, 5)))
+    assert until_done(host) == DONE
+    assert canonical(host).keys() == {ids(40, 1), ids(40, 2), ids(30, 3), ids(15, 5)}
+    host.close()
+
+
+def test_what_cannot_be_computed_is_let_go_of(host):
+    host.find(prompt(A, B))
+    forward = host.backend.forward
+
+    def fails(works):
+        raise RuntimeError("no such kernel")
+
+    host.backend.forward = fails
+    assert until_done(host) == DONE
+    host.backend.forward = forward
+    assert not canonical(host)
+    host.find(prompt(A, B))
+    until_done(host)
+    assert canonical(host).keys() == {A, B}, "the next request has them tried again"
+
+
+def test_random_prompts_are_woven_of_what_was_named(host, runner):
+    """Whatever is edited and whenever there is time: a full repair is a prefill, rows that are reused were
+    named before, and a prompt whose chunks are all new is left to vLLM."""
+    rng, pool = (
+        random.Random(5),
+        [ids(rng_n, 100 + i) for i, rng_n in enumerate((5, 9, 17, 30, 12, 24))],
+    )
+    named, n_woven, n_left = set(), 0, 0
+    for _ in range(60):
+        chunks = rng.sample(pool, rng.randrange(1, 5))
+        ask = prompt(*chunks, repair="full", share=1.0)
+        offer = host.find(ask)
+        if not offer.covered:
+            assert not named & {*chunks}
+            n_left += 1
+        else:
+            blocks = tuple(range(50, 50 + -(-len(ask.tokens) // SIZE)))
+            host.load("r", WeaveLoad(ask, blocks, 0, offer.covered, offer.digest))
+            while not (over := host.step(idle=False)):
+                pass
+            job = over["r"]
+            wanted, _ = oracle.rows_of(runner, torch.tensor([ask.tokens]))
+            for layer, written in enumerate(host.writer.slots):
+                keys, _ = wanted.read(layer)
+                for at in range(offer.covered):
+                    found = written[blocks[at // SIZE] * SIZE + at % SIZE][0]
+                    assert oracle.relative(found, keys[at]) < 1e-6
+            assert chunks_in(ask, job) == named & {*chunks}
+            n_woven += 1
+        named |= {*chunks}
+        for _ in range(rng.randrange(3)):
+            host.go_ahead()
+    assert n_woven > 30 and n_left > 0
+
+
+# ---- the scheduler's side
+
+
+@pytest.mark.parametrize(("n_local", "rest"), [(0, 35), (28, 7), (32, 0), (36, 0)])
+def test_less_than_a_block_behind_what_vllm_has_is_vllms(n_local, rest):
+    scheduling = Scheduling(lambda request, forks: None, SIZE, False)
+    request = type("Request", (), {})()
+    vars(request).update(
+        request_id="a", prompt_token_ids=list(ids(40, 1)), kv_transfer_params={"kvweave": {}}, mm_features=[],
+        lora_request=None, pooling_params=None, resumable=False, skip_reading_prefix_cache=False,
+        block_hashes=[],
+    )  # fmt: skip
+    scheduling.new(request)
+    scheduling.external(request, n_local)
+    scheduling.told()
+    scheduling.found("a", WeaveOffer(35, 35, b"plan", looks=False))
+    assert scheduling.external(request, n_local) == (rest, bool(rest))
+    if not rest:
+        assert scheduling.finished("a") == {
+            "woven": False,
+            "drift": 0.0,
+            "drift_by": "exact",
+            "local": n_local,
+        }
