@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from itertools import accumulate
 
 os.environ |= {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -83,6 +84,17 @@ class Case:
         repair, share = self.strategy
         return {"parts": found, "repair": repair, "share": share}
 
+    def told(self, spans):
+        """Return it with those parts as text that a weave says were."""
+        new = {s["position"] for s in spans if s["part"] == "new"}
+        ends = list(accumulate(len(tokens) for _, tokens in self.parts))
+        starts = [end - len(tokens) for end, (_, tokens) in zip(ends, self.parts, strict=True)]
+        parts = [
+            (is_chunk and at not in new, tokens)
+            for at, (is_chunk, tokens) in zip(starts, self.parts, strict=True)
+        ]
+        return Case(self.tokens, parts, self.strategy, self.n_new)
+
     @property
     def sampling(self):
         extra = None if self.said is None else {"kv_transfer_params": {"kvweave": self.said}}
@@ -128,8 +140,9 @@ def off(output, expected):
     return max(abs(p.logprob - float(expected[t])) for t, p in found.items() if p.rank <= 5)
 
 
-def run(llm, cases, abort=()):
-    """Run requests together; return their outputs by number. Some are aborted after some steps."""
+def run(llm, cases, abort=(), between=lambda: None):
+    """Run requests together; return their outputs by number. Some are aborted after some steps;
+    ``between`` is called behind each step."""
     engine, outputs = llm.llm_engine, {}
     for i, case in enumerate(cases):
         prompt = {"prompt_token_ids": case.tokens}
@@ -143,4 +156,5 @@ def run(llm, cases, abort=()):
         if gone:
             engine.abort_request([str(i) for i in gone])
         step += 1
+        between()
     return outputs

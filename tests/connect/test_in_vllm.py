@@ -18,6 +18,8 @@ import torch
 from transformers import AutoModelForCausalLM
 from vllm_requests import CLOSE, STRATEGIES, Case, checkpoint_at, core, off, run, vllm_of
 
+from kvweave.connect.vllm import ahead
+from kvweave.connect.vllm.ahead import ChunksAhead
 from kvweave.run.model import Runner
 from kvweave.weave.calibration import Calibration
 
@@ -55,8 +57,26 @@ def n_free(llm):
     return core(llm).scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
 
 
-def test_random_requests_poison_nothing_and_leave_nothing(llm, plain, embedded):
-    rng = random.Random(SEED)
+@pytest.mark.parametrize("goes_ahead", [False, True])
+def test_random_requests_poison_nothing_and_leave_nothing(
+    llm, plain, embedded, goes_ahead, monkeypatch
+):
+    """Also where canonical KV is made between steps, while others run, and new chunks are text."""
+    rng, ours = random.Random(SEED + 1000 * goes_ahead), host(llm)  # chunks of its own
+    if goes_ahead:
+        monkeypatch.setattr(ahead, "QUIET_SECONDS", -1.0)
+        monkeypatch.setattr(
+            ours, "ahead", ChunksAhead(ours.cutter, ours.tasks, ours._keep, ours.lockstep)
+        )
+    n_ahead = 0
+
+    def between():
+        nonlocal n_ahead
+        if goes_ahead and rng.random() < 0.3:
+            n_ahead += len(ours.ahead._waiting)
+            ours.go_ahead()
+            n_ahead -= len(ours.ahead._waiting)
+
     pool = [[rng.randrange(3, 300) for _ in range(rng.randrange(5, 90))] for _ in range(10)]
     recent, done, free, preempted = [], 0, n_free(llm), []
     scheduler = core(llm).scheduler
@@ -85,9 +105,11 @@ def test_random_requests_poison_nothing_and_leave_nothing(llm, plain, embedded):
             cases.append(Case(tokens, parts, strategy, n_new))
         recent = (recent + cases)[-12:]
         abort = [(i, rng.randrange(8)) for i in range(len(cases)) if rng.random() < 0.15]
-        outputs = run(llm, cases, abort)
+        outputs = run(llm, cases, abort, between)
         for i, output in outputs.items():
             case, told = cases[i], (output.kv_transfer_params or {}).get("kvweave")
+            if goes_ahead and told and told["woven"]:
+                case = case.told(told["spans"])
             expected, mine = case.expected(plain, embedded)
             found = off(output, expected)
             note = f"{case.strategy} of {len(case.tokens)} tokens, {told}, seed {SEED} at {done}"
@@ -122,7 +144,10 @@ def test_random_requests_poison_nothing_and_leave_nothing(llm, plain, embedded):
         assert not core(llm).scheduler.connector.scheduling._requests
     host(llm).engine.check_integrity()
     found = f"{done} requests, {woven} woven, {compared} compared, {differ} approximate"
-    found += f", {len(preempted)} preempted, {behind} behind rows of vLLM's own"
+    found += (
+        f", {n_ahead} chunks ahead, {len(preempted)} preempted, {behind} behind rows of vLLM's own"
+    )
+    assert bool(n_ahead) == goes_ahead
     assert preempted and min(woven, 4 * compared, 4 * differ) > N / 10, (
         f"it can see what it looks for: {found}"
     )

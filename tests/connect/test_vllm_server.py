@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+import time
 
 import pytest
 
@@ -24,7 +25,9 @@ PROMPT = f"{B} {A} what about Anna's river"
 
 @pytest.fixture(scope="module")
 def url(tmp_path_factory):
-    with vllm_server(tmp_path_factory.mktemp("log") / "server.log") as found:
+    transfer = TRANSFER.replace('"budget"', '"ahead": true, "budget"')
+    log = tmp_path_factory.mktemp("log") / "server.log"
+    with vllm_server(log, transfer=transfer) as found:
         yield found.url
 
 
@@ -61,9 +64,15 @@ def test_a_named_chunk_is_woven_and_the_response_says_so(url):
     plain = complete(url).json()
     assert reply["choices"][0]["text"] == plain["choices"][0]["text"]
     assert "kvweave" not in (plain.get("kv_transfer_params") or {})
-    told = complete(url, {"parts": parts, "repair": "none"}).json()["kv_transfer_params"]["kvweave"]
-    assert told["woven"] and told["drift"] is None and told["reused"]
-    assert told["reused"] + told["exact"] >= 10, "vLLM has what stands in front by now"
+    said = {"parts": parts, "repair": "none"}
+    told = complete(url, said).json()["kv_transfer_params"]["kvweave"]
+    assert (told["woven"], told["drift"]) == (False, 0.0), (
+        "vLLM has all of it by now but a few rows"
+    )
+    turned = {"parts": parts[::-1], "repair": "none"}
+    told = complete(url, turned, prompt=f"{A} {B} what about it").json()
+    told = told["kv_transfer_params"]["kvweave"]
+    assert told["woven"] and told["drift"] is None and told["reused"] + told["exact"] >= 10
 
 
 @pytest.mark.parametrize(
@@ -82,6 +91,29 @@ def test_what_cannot_be_woven_is_refused_in_vllms_shape_and_others_go_on(url, sa
     assert reply.status_code == error["code"] == 400 and says in error["message"]
     assert error["type"] == "BadRequestError"
     assert complete(url).is_success
+
+
+def test_chunks_that_a_request_named_are_there_for_the_first_edit(url):
+    """Computed by nobody's request: the first is vLLM's own, the next finds them."""
+    chunks = [list(range(5 + 60 * i, 60 + 60 * i)) for i in range(4)]
+
+    def asked(order):
+        tokens, parts = [], []
+        for i in order:
+            parts.append({"tokens": [len(tokens), len(tokens) + len(chunks[i])]})
+            tokens += chunks[i]
+        said = {"parts": parts, "repair": "none"}
+        return complete(url, said, prompt=[*tokens, 7, 8, 9]).json()
+
+    told = asked([0, 1, 2, 3])["kv_transfer_params"]["kvweave"]
+    assert (told["woven"], told["drift"]) == (False, 0.0)
+    until = time.monotonic() + 60
+    with kvweave.Client(url) as client:
+        while sum(e.n_tokens == 55 and e.tier == "ram" for e in client.files.ls()) < 4:
+            assert time.monotonic() < until, "nobody computed them"
+            time.sleep(0.2)
+    told = asked([2, 0, 3])["kv_transfer_params"]["kvweave"]
+    assert told["woven"] and told["prefilled"] == 3 and told["reused"] + told["exact"] == 165
 
 
 def test_a_long_put_that_is_hung_up_on_ends(url):
@@ -133,14 +165,14 @@ def stored(url, *named):
 
 
 CONTENT = [chunk("parts/b"), text(" "), chunk("parts/a"), text(" what about Anna's river")]
-WHOLE_BLOCKS = [*CONTENT[:-1], text(" so well then ." * 12 + " what about Anna's river")]
+LONG = [chunk("parts/a"), text(" "), chunk("parts/long"), text(" so well then ." * 12)]
 
 
 def test_content_parts_name_chunks_as_in_our_own_server(url):
     stored(url, ("parts/a", A), ("parts/b", B))
+    reply = chat(url, CONTENT, {"repair": "full"}).json()
     plain = chat(url, f"{B} {A} what about Anna's river").json()
     assert "kvweave" not in (plain.get("kv_transfer_params") or {}) and "kv" not in plain["usage"]
-    reply = chat(url, CONTENT, {"repair": "full"}).json()
     told = reply["kv_transfer_params"]["kvweave"]
     assert told["woven"] and told["drift"] == 0 and told["repaired"] + told["exact"] >= 10
     assert reply["usage"]["prompt_tokens"] == plain["usage"]["prompt_tokens"]
@@ -156,22 +188,22 @@ def test_content_parts_name_chunks_as_in_our_own_server(url):
 
 @pytest.mark.parametrize("usage", [True, False])
 def test_a_stream_ends_with_the_report_and_is_the_same_answer(url, usage):
-    stored(url, ("parts/a", A), ("parts/b", B))
+    stored(url, ("parts/a", A), ("parts/long", f"{B} " * 5))
     how = {"repair": "first_k", "share": 0.2 + usage / 10}
     options = {"stream": True, "stream_options": {"include_usage": usage}}
-    events = events_of(chat(url, WHOLE_BLOCKS, how, **options))
+    events = events_of(chat(url, LONG, how, **options))
     *others, last = events
     assert not any("kv_transfer_params" in each for each in others)
     told = last["kv_transfer_params"]["kvweave"]
     assert told["woven"] and told["repaired"] > 0 and "local" in told
     if usage:
         assert last["usage"]["kv"]["repaired"] == told["repaired"] and not last["choices"]
-    again = events_of(chat(url, WHOLE_BLOCKS, how, **options))
+    again = events_of(chat(url, LONG, how, **options))
     cached = again[-1]["kv_transfer_params"]["kvweave"]
     assert not cached["woven"] and cached["cached"] and cached["drift"] is None
     if usage:
         assert again[-1]["usage"]["kv"]["reused"] == cached["cached"]
-    whole = chat(url, WHOLE_BLOCKS, how).json()["choices"][0]["message"]["content"]
+    whole = chat(url, LONG, how).json()["choices"][0]["message"]["content"]
     for each in (events, again):
         streamed = [c["delta"].get("content") or "" for e in each for c in e["choices"]]
         assert "".join(streamed) == whole

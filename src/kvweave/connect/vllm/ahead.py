@@ -38,7 +38,7 @@ class AheadChunk:
     base_tokens: tuple[int, ...]
 
 
-class Ahead:
+class ChunksAhead:
     """The chunks that requests have named and that have no KV. Used in the host's thread only."""
 
     def __init__(

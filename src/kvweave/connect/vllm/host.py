@@ -16,7 +16,7 @@ import numpy as np
 
 from kvweave.chunk.identity import ChunkId
 from kvweave.config import Config
-from kvweave.connect.vllm.ahead import DONE, Ahead
+from kvweave.connect.vllm.ahead import DONE, ChunksAhead
 from kvweave.connect.vllm.asks import PromptAsk, WeaveLoad, WeaveOffer
 from kvweave.connect.vllm.cut import PromptCut, PromptCutter
 from kvweave.connect.vllm.lockstep import TOLD, Lockstep
@@ -85,7 +85,7 @@ class Host:
         writer: of vLLM's blocks.
         lockstep: with the other workers.
         options: ``home`` and ``base`` of `Engine`, and the fields of `Config`.
-        ahead: whether chunks are new text in the first request that names them; see `Ahead`.
+        ahead: whether chunks are new text in the first request that names them; see `ChunksAhead`.
 
     Raises InvalidArgument, and what `Engine` raises.
     """
@@ -119,7 +119,7 @@ class Host:
         self._before: tuple[float, int] | None = None
         self.cutter = PromptCutter(self.engine, Library(self.engine.table))
         self.texts, self.spare = ChunkTexts(self.engine), SpareRows(self.engine)
-        made = Ahead(self.cutter, self.tasks, self._keep, self.lockstep)
+        made = ChunksAhead(self.cutter, self.tasks, self._keep, self.lockstep)
         self.ahead = made if ahead else None
 
     def close(self) -> None:
@@ -250,7 +250,7 @@ class Host:
         return found
 
     def go_ahead(self) -> int:
-        """Make KV that requests may need, for a slice in which vLLM has nothing to do; see `Ahead.step`."""
+        """Make KV that requests may need, for a slice in which vLLM has nothing to do; see `ChunksAhead.step`."""
         return DONE if self.ahead is None else self.ahead.step(is_free=not self._jobs)
 
     def _runs(self) -> None:
