@@ -227,20 +227,108 @@ def test_random_prompts_are_woven_of_what_was_named(host, runner):
 # ---- the scheduler's side
 
 
-@pytest.mark.parametrize(("n_local", "rest"), [(0, 35), (28, 7), (32, 0), (36, 0)])
-def test_less_than_a_block_behind_what_vllm_has_is_vllms(n_local, rest):
-    scheduling = Scheduling(lambda request, forks: None, SIZE, False)
-    request = type("Request", (), {})()
-    vars(request).update(
-        request_id="a", prompt_token_ids=list(ids(40, 1)), kv_transfer_params={"kvweave": {}}, mm_features=[],
-        lora_request=None, pooling_params=None, resumable=False, skip_reading_prefix_cache=False,
-        block_hashes=[],
-    )  # fmt: skip
+class Hashed:
+    """A request, and under which keys vLLM would look for its rows."""
+
+    def __init__(self, name, tokens):
+        self.request_id, self.prompt_token_ids = name, list(tokens)
+        self.kv_transfer_params = {"kvweave": {}}
+        self.mm_features, self.block_hashes, self.forks = [], [], ()
+        self.lora_request = self.pooling_params = None
+        self.resumable = self.skip_reading_prefix_cache = False
+
+
+@pytest.fixture
+def scheduling():
+    return Scheduling(lambda request, forks: setattr(request, "forks", forks), SIZE, False)
+
+
+def offered(scheduling, request, offer, n_local, under=None):
+    """Take a request to where vLLM knows how much of it is woven: with the keys of ``under`` it finds
+    ``n_local`` rows, with others 8."""
     scheduling.new(request)
     scheduling.external(request, n_local)
     scheduling.told()
-    scheduling.found("a", WeaveOffer(35, 35, b"plan", looks=False))
-    assert scheduling.external(request, n_local) == (rest, bool(rest))
+    scheduling.found(request.request_id, offer)
+    found = None, False
+    while found == (None, False):  # it looks under other keys
+        n = n_local if under is None or request.forks == under.forks else 8
+        found = scheduling.external(request, n)
+    return found
+
+
+def wove(scheduling, request, drift=None):
+    told = {"drift": drift, "drift_by": "unknown", "strategy": "auto", "approximate": {}}
+    scheduling.wove(request.request_id, {"woven": True, "spans": [], **told})
+
+
+OFFER = WeaveOffer(39, 30, b"plan", looks=False)
+
+
+def conversation(scheduling):
+    """Weave a prompt of 40 tokens; return it."""
+    first = Hashed("a", ids(40, 1))
+    assert offered(scheduling, first, OFFER, 8) == (31, True)
+    wove(scheduling, first)
+    return first
+
+
+def test_a_conversation_goes_on_from_its_weave_when_its_last_turn_has_become_a_chunk(scheduling):
+    first, tokens = conversation(scheduling), ids(40, 1)
+    for i, n_local in enumerate((40, 52, 72)):
+        tokens = (*tokens, *ids(16, 50 + i))
+        turn = Hashed(f"t{i}", tokens)
+        offer = WeaveOffer(len(tokens) - 1, len(tokens) - 18, bytes([i]), looks=False)
+        assert offered(scheduling, turn, offer, n_local, first) == (0, False)
+        assert turn.forks == first.forks
+        told = scheduling.finished(f"t{i}")
+        assert (told["woven"], told["cached"], told["drift"]) == (False, n_local, None)
+
+
+@pytest.mark.parametrize(
+    ("change", "n_local"),
+    [
+        ({}, 24),  # evicted in part
+        ({"useful": 45}, 40),  # a chunk that is known was put behind
+        ({"tokens": (*ids(39, 1), 5)}, 40),  # another prompt
+        ({"repair": "none"}, 40),
+        ({"namespace": "anna"}, 40),
+        ({"bounded": True}, 40),
+        ({"looks": True}, 40),  # rows are repaired for each question
+        ({"forget": True}, 40),
+    ],
+)
+def test_else_it_is_woven(scheduling, change, n_local):
+    first = conversation(scheduling)
+    if change.get("forget"):
+        scheduling.forget()
+    turn = Hashed("t", (*change.get("tokens", ids(40, 1)), *ids(16, 50)))
+    said = {k: v for k, v in change.items() if k in ("repair", "namespace")}
+    turn.kv_transfer_params = {"kvweave": said}
+    offer = WeaveOffer(55, change.get("useful", 38), b"next", bounded=change.get("bounded", False))
+    assert offered(scheduling, turn, offer, n_local, first) == (47, True)
+    assert turn.forks != first.forks
+
+
+def test_nothing_goes_on_from_what_was_not_woven(scheduling):
+    first = Hashed("a", ids(40, 1))
+    offered(scheduling, first, OFFER, 8)
+    before = first.forks
+    scheduling.wove("a", {"woven": False, "failed": "no such kernel"})
+    first.forks = before
+    turn = Hashed("t", (*ids(40, 1), *ids(16, 50)))
+    assert offered(scheduling, turn, WeaveOffer(55, 38, b"next", looks=False), 40, first) == (
+        47,
+        True,
+    )
+
+
+@pytest.mark.parametrize(("n_local", "rest"), [(0, 35), (28, 7), (32, 0), (36, 0)])
+def test_less_than_a_block_behind_what_vllm_has_is_vllms(scheduling, n_local, rest):
+    found = offered(
+        scheduling, Hashed("a", ids(40, 1)), WeaveOffer(35, 35, b"plan", looks=False), n_local
+    )
+    assert found == (rest, bool(rest))
     if not rest:
         assert scheduling.finished("a") == {
             "woven": False,

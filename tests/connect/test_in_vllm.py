@@ -18,6 +18,7 @@ import torch
 from transformers import AutoModelForCausalLM
 from vllm_requests import CLOSE, STRATEGIES, Case, checkpoint_at, core, off, run, vllm_of
 
+from kvweave import Engine
 from kvweave.connect.vllm import ahead
 from kvweave.connect.vllm.ahead import ChunksAhead
 from kvweave.run.model import Runner
@@ -183,6 +184,62 @@ def test_the_same_plan_and_a_turn_behind_it_find_its_blocks(llm, plain, embedded
     output, told = answered(llm, Case(tokens))
     assert told is None and not output.num_cached_tokens
     assert off(output, Case(tokens).expected(plain, embedded)[0]) < CLOSE
+
+
+@pytest.mark.parametrize("strategy", [("none", 0.0), ("first_k", 0.1), ("auto", 0.1)])
+def test_a_conversation_that_grows_behind_an_edit_is_woven_once(
+    llm, plain, embedded, strategy, monkeypatch
+):
+    """As in the embedded engine: what comes behind is computed over the rows that are there, of which a
+    strategy that looks at the question repairs some more."""
+    ours, rng = host(llm), random.Random(f"{SEED} {strategy}")
+    monkeypatch.setattr(ahead, "QUIET_SECONDS", -1.0)
+    made = ChunksAhead(ours.cutter, ours.tasks, ours._keep, ours.lockstep)
+    monkeypatch.setattr(ours, "ahead", made)
+
+    def new(n):
+        return [rng.randrange(3, 300) for _ in range(n)]
+
+    def asked(turns, n_new):
+        """Ask with all turns declared, and let there be time behind it."""
+        parts = [*((True, turn) for turn in turns), (False, end)]
+        case = Case([t for _, part in parts for t in part], parts, strategy, n_new)
+        output, told = answered(llm, case)
+        while ours.go_ahead() == ahead.MORE:
+            pass
+        return case, output, told
+
+    end, turns = new(3), [new(70), new(60), new(50), new(40)]
+    assert asked(turns, 1)[2] == {"woven": False, "drift": 0.0, "drift_by": "exact", "local": 0}
+    turns = [*turns[1:], new(30)]
+    case, output, told = asked(turns, 5)
+    assert told["woven"] and told["prefilled"] >= 33, "the last turn is new text"
+    with Engine(embedded, repair=strategy[0], share=strategy[1], max_rows=64) as engine:
+        context = engine.context("grows")
+        with context.edit():
+            for i, turn in enumerate(turns[:-1]):
+                engine.put(f"c{i}", turn)
+                context.append_chunk(f"c{i}")
+            context.append([*turns[-1], *end])
+        assert context.weave().repaired == told["repaired"]
+        n = len(case.tokens)
+        for i in range(3):
+            turns = [*turns, [*end, *output.outputs[0].token_ids, *new(25 + i)]]
+            case, output, told = asked(turns, 5)
+            if strategy[0] == "auto":
+                assert told["woven"] and told["repaired"]
+                continue
+            assert not told["woven"] and told["cached"] >= n // 32 * 32, told
+            context.append(case.tokens[n:])
+            n = len(case.tokens)
+            choice = context.generate(1, ignore_eos=True, logprobs=10).choices[0]
+            context.drop(
+                len(context.parts) - 1
+            )  # the answer: that of vLLM stands in the next prompt
+            wanted = torch.full((300,), float("nan"))
+            for token, logprob in [(choice.token, choice.logprob), *choice.top]:
+                wanted[token] = logprob
+            assert off(output, wanted) < CLOSE
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

@@ -53,6 +53,7 @@ class WovenRequest:
     asked: bool = False
     found: WeaveOffer | None = None  # None: the worker has not answered yet
     point: ForkPoint | None = None
+    grows: bool = False  # the point is of a request that this one goes on from
     n_local: int = 0
     n_exact: int = 0  # of them those that are a prefill's
     block: int = -1  # the first that is written for it
@@ -79,6 +80,8 @@ class Scheduling:
         self._reports: dict[str, dict[str, Any]] = {}  # by ticket
         self._n_points = 0
         self._plans: OrderedDict[bytes, list[ForkPoint]] = OrderedDict()  # by `WeaveOffer.digest`
+        # prompts whose rows vLLM has under a point, by what they are and how they were asked for
+        self._prompts: OrderedDict[bytes, tuple[int, ForkPoint]] = OrderedDict()
 
     def new(self, request: Any) -> None:
         """A request has come."""
@@ -118,7 +121,13 @@ class Scheduling:
             return None, False
         woven.n_local = n_local
         enough, point = woven.found.useful, woven.point
+        if woven.grows:
+            enough = max(1, enough // self.size * self.size)
         is_whole = n_local >= enough and point is not None and point.report is not None
+        if woven.grows and not is_whole:  # some of it was evicted: all is woven
+            woven.grows = False
+            self._go_by(woven, self._point(woven.ask, woven.found))
+            return None, False
         if point is not None and not is_whole and self._mixes(woven, point):
             self._begin_anew(woven, point)
             return None, False
@@ -131,6 +140,8 @@ class Scheduling:
         if point is None or n_local >= enough:
             if woven.ask.spec.ticket:
                 self._reports[woven.ask.spec.ticket] = _report(woven)
+            if point is not None and is_whole and is_ours:
+                self._note(woven.ask, point)
             return 0, False
         woven.n_exact = n_local if point.block is None else min(n_local, point.block * self.size)
         woven.block = block = n_local // self.size
@@ -171,7 +182,9 @@ class Scheduling:
         if found.error is not None:
             woven.report = {"woven": False, "error": found.error}
         if found.covered:
-            self._go_by(woven, self._point(woven.ask, found))
+            before = self._grown_from(woven.ask, found)
+            woven.grows = before is not None
+            self._go_by(woven, before or self._point(woven.ask, found))
 
     def _go_by(self, woven: WovenRequest, point: ForkPoint) -> None:
         """Have vLLM find what was written for a request at a point."""
@@ -199,6 +212,8 @@ class Scheduling:
         points = self._plans.get(woven.found.digest, [])
         if point in points:
             points.remove(point)
+        for prompt in [key for key, (_, each) in self._prompts.items() if each is point]:
+            del self._prompts[prompt]
         self.fork(woven.request, ())
         self._go_by(woven, self._point(woven.ask, woven.found))
 
@@ -211,6 +226,7 @@ class Scheduling:
                 told = {key: report[key] for key in REMEMBERED}
                 woven.point.report = _worse(woven.point.report, told)
                 self._share(woven, woven.point, report)
+                self._note(woven.ask, woven.point)
             if not report["woven"]:  # vLLM computes it, over none of our rows
                 woven.point = None
                 self.fork(woven.request, ())
@@ -247,6 +263,27 @@ class Scheduling:
     def forget(self) -> None:
         """vLLM has forgotten all blocks."""
         self._plans.clear()
+        self._prompts.clear()
+
+    def _note(self, ask: PromptAsk, point: ForkPoint) -> None:
+        """vLLM has rows of a prompt under a point."""
+        key = _asked(ask)
+        key.update(np.asarray(ask.tokens, np.int64).tobytes())
+        self._prompts[key.digest()] = len(ask.tokens), point
+        self._prompts.move_to_end(key.digest())
+        while len(self._prompts) > MOST_PLANS:
+            self._prompts.popitem(last=False)
+
+    def _grown_from(self, ask: PromptAsk, found: WeaveOffer) -> ForkPoint | None:
+        """Return the point of the longest earlier prompt that has all chunks of this one, behind which it
+        goes on: nothing was edited, so its rows stay what they are. None where they depend on the question,
+        or a bound does."""
+        tokens, key, at, point = np.asarray(ask.tokens, np.int64), _asked(ask), 0, None
+        sizes = {n for n, _ in self._prompts.values() if found.useful <= n < len(tokens)}
+        for n in () if found.bounded or found.looks else sorted(sizes):
+            key.update(tokens[at:n].tobytes())
+            at, (_, point) = n, self._prompts.get(key.copy().digest(), (n, point))
+        return point
 
     def _point(self, ask: PromptAsk, found: WeaveOffer) -> ForkPoint:
         """Return where rows of a plan leave vLLM's keys: the same for a prompt that goes on from
@@ -309,3 +346,10 @@ def _tail(found: WeaveOffer, tokens: tuple[int, ...]) -> bytes:
     """Return what a plan's rows go by: strategies choose them by what stands behind the chunks."""
     tail = np.asarray(tokens[found.useful :], np.int64).tobytes()
     return blake2b(found.digest + tail, digest_size=16).digest()
+
+
+def _asked(ask: PromptAsk) -> Any:
+    """Return a hash of how a prompt is to be woven, for its tokens to come."""
+    spec = ask.spec
+    said = (spec.system, spec.repair, spec.share, spec.max_drift, spec.namespace)
+    return blake2b(repr(said).encode(), digest_size=16)
