@@ -1,8 +1,8 @@
 """Time to first token inside vLLM: full prefill, its prefix caching, and chunks woven by kvweave.
 
 One vLLM, the same prompts: a system message, 24 turns of varied lengths, a question; each round
-edits the turns in three ways (one goes and one comes, all shuffled, one in the middle replaced) and
-asks after each. Ratios are of CPU seconds of the process, which with one thread (`--threads 1`) are what the work
+edits the turns in four ways (one goes and one comes, all shuffled, one in the middle replaced, the
+question and its answer become a turn behind an edit) and asks after each. Ratios are of CPU seconds of the process, which with one thread (`--threads 1`) are what the work
 takes when nothing else runs; of two, one waits busily for the other. Cases are interleaved, and each has its own salt and namespace, so that none finds another's
 blocks or chunks. All requests declare their turns. Between two of them nobody asks for anything, as where
 somebody reads or a tool runs, and vLLM makes the canonical KV of new turns (`ahead`); what that takes is told
@@ -70,7 +70,8 @@ CASES: dict[str, dict[str, Any] | None] = {
     "auto 5 %": {"repair": "auto", "share": 0.05},
     "embedded auto 5 %": None,
 }
-SYSTEM, QUESTION = 64, 32
+SYSTEM, QUESTION, ANSWER = 64, 32, 128
+ROOM = 1024  # tokens by which a conversation may grow
 Times = tuple[float, float]  # seconds of the clock, and of the process's CPUs
 
 
@@ -79,6 +80,7 @@ class Conversation:
 
     def __init__(self, n: int, n_turns: int, vocab: int, number: int = 0) -> None:
         self.vocab, self.rng = vocab, np.random.default_rng(number)
+        self._n_edits = 0
         self._seed = 1000  # of the system message, the same in all of them
         self.system = self._new(SYSTEM)
         self._seed += 100_000 * number
@@ -91,11 +93,16 @@ class Conversation:
 
     def edit(self, kind: str) -> None:
         """Change the turns as ``kind`` says, and ask anew."""
-        turns, self.question = self.turns, self._new(QUESTION)
+        turns, before, self.question = self.turns, self.question, self._new(QUESTION)
         middle = len(turns) // 2
+        self._n_edits += 1
         if kind == "minus 1 plus 1":
             gone = turns.pop(int(self.rng.integers(1, middle)))
             turns.append(self._new(len(gone)))
+        elif kind == "grows" and self._n_edits > 1:
+            turns.append([*before, *self._new(ANSWER)])
+        elif kind == "grows":
+            turns.pop(middle // 2)
         elif kind == "shuffled":
             self.turns = [turns[i] for i in self.rng.permutation(len(turns))]
         else:
@@ -124,7 +131,7 @@ def serve(model: str, options: argparse.Namespace, *, weaves: bool) -> LLM:
         more["kv_transfer_config"] = CONNECTOR | {"kv_connector_extra_config": ours}
     return LLM(
         model, skip_tokenizer_init=True, enforce_eager=True, dtype=options.dtype, block_size=32,
-        max_model_len=options.context + 64, max_num_seqs=8, enable_prefix_caching=True, seed=0,
+        max_model_len=options.context + ROOM, max_num_seqs=8, enable_prefix_caching=True, seed=0,
         max_num_batched_tokens=2048, **more,
     )  # fmt: skip
 
@@ -288,7 +295,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Parse, measure, report."""
     made = parser(__doc__, context=4096, rounds=5)
     made.add_argument("--turns", type=int, default=24)
-    made.add_argument("--kinds", default="minus 1 plus 1,shuffled,replaced")
+    made.add_argument("--kinds", default="minus 1 plus 1,shuffled,replaced,grows")
     made.add_argument("--no-ahead", action="store_true", help="requests make the KV of new turns")
     made.add_argument("--no-plain", action="store_true", help="leave out the second vLLM")
     made.add_argument("--quick", action="store_true", help="tiny: does it run?")
@@ -305,7 +312,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.quick:
         shape = Shape(layers=2, hidden=128, heads=4, kv_heads=2, head_dim=32, ffn=128, vocab=512)
         options.context, options.turns, options.rounds = 512, 6, 1
-    pair = model_pair(shape, options.dtype, "cpu", options.context + 64)
+    pair = model_pair(shape, options.dtype, "cpu", options.context + ROOM)
     with tempfile.TemporaryDirectory() as where:
         pair.plain.save_pretrained(Path(where) / "model")
         model = str(Path(where) / "model")
