@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import random
+import time
 from dataclasses import replace
 
 import oracle
@@ -16,7 +18,8 @@ from kvweave.connect.vllm.ahead import DONE, LATER, MORE
 from kvweave.connect.vllm.asks import PromptAsk, WeaveLoad, WeaveOffer
 from kvweave.connect.vllm.host import Host
 from kvweave.connect.vllm.scheduling import Scheduling
-from kvweave.connect.vllm.spec import WeaveSpec
+from kvweave.connect.vllm.spec import PartSpec, WeaveSpec
+from kvweave.connect.vllm.verbs import VerbRequest, Verbs
 
 A, B, C = ids(12, 1), ids(9, 2), ids(14, 3)
 SPEC = WeaveSpec(repair="none")
@@ -55,6 +58,18 @@ def n_run(host, work):
     finally:
         host.backend.forward = forward
     return sum(rows)
+
+
+def begin_long(host, monkeypatch, *chunks):
+    """Have a slice end in the middle of a long chunk; return it."""
+    long, ticks = ids(300, 5), iter(range(4))  # of the clock
+    host.find(prompt(long, *chunks))
+    with monkeypatch.context() as patch:
+        now = lambda: 0.0 if next(ticks, None) is not None else 9.9  # noqa: E731
+        patch.setattr(ahead.time, "perf_counter", now)
+        assert host.go_ahead() == MORE
+    assert long not in canonical(host)
+    return long
 
 
 def chunks_in(ask, job):
@@ -143,17 +158,10 @@ def test_a_request_does_not_wait_for_it(host, monkeypatch):
     """What is under way is given up when a request is woven, and made later."""
     host.engine.put("a", A)
     host.engine.put("c", C)
-    long = ids(300, 5)
-    host.find(prompt(long))
     forward, passes = host.backend.forward, []
     host.backend.forward = lambda works: (passes.append([w.n for w in works]), forward(works))[1]
-    ticks = iter(range(4))  # of the clock: the slice ends in the middle
-    monkeypatch.setattr(
-        ahead.time, "perf_counter", lambda: 0.0 if next(ticks, None) is not None else 9.9
-    )
-    assert host.go_ahead() == MORE and 0 < sum(map(sum, passes)) < 300
-    monkeypatch.undo()
-    monkeypatch.setattr(ahead, "QUIET_SECONDS", -1.0)
+    long = begin_long(host, monkeypatch)
+    assert 0 < sum(map(sum, passes)) < 300
     del passes[:]
     job, _ = woven(host, prompt(A, C))
     assert job.plan is not None and not passes, "no pass of its own, none of the long chunk's"
@@ -171,6 +179,93 @@ def test_nothing_goes_for_it(runner, monkeypatch):
     assert until_done(host) == DONE
     assert canonical(host).keys() == {ids(40, 1), ids(40, 2), ids(30, 3), ids(15, 5)}
     host.close()
+
+
+def test_nothing_goes_for_it_where_others_take_the_room_meanwhile(runner, monkeypatch):
+    monkeypatch.setattr(ahead, "QUIET_SECONDS", -1.0)
+    host = Host(runner, Blocks(len(runner.layers)), {"budget": 150 * runner.row_bytes}, ahead=True)
+    host.engine.put("a", ids(25, 1))
+    system, chunk = ids(20, 9), ids(35, 4)
+    host.find(prompt(chunk, system=system))
+    step = host.engine.loop.step
+
+    def others():
+        if host.engine.table.lookup("b") is None:
+            host.engine.put("b", ids(50, 2))
+        return step()
+
+    host.engine.loop.step = others
+    assert until_done(host) == DONE
+    assert canonical(host).keys() == {ids(25, 1), ids(50, 2), system}
+    host.engine.files.rm("b")
+    host.engine.loop.step = step
+    assert until_done(host) == DONE and chunk in canonical(host), "it has waited"
+    host.close()
+
+
+def test_a_verb_does_not_wait_for_it(host, monkeypatch):
+    verbs, long, mine = Verbs(host), begin_long(host, monkeypatch), ids(100, 6)
+    forward, passes = host.backend.forward, []
+
+    def slow(works):
+        passes.extend(work.n for work in works)
+        time.sleep(0.03)
+        return forward(works)
+
+    host.backend.forward = slow
+    monkeypatch.setattr("kvweave.connect.vllm.verbs.SLICE_SECONDS", 0.02)  # one pass
+    body = json.dumps({"tokens": list(mine)}).encode()
+    json_body = [("content-type", "application/json")]
+    ticket, reply = verbs.begin(VerbRequest("PUT", "/v1/chunks/mine", json_body, body))
+    assert reply is None
+    while reply is None:
+        assert host.go_ahead() == LATER
+        reply = verbs.go_on(ticket)
+    assert reply.status == 201 and sum(passes) == len(mine), "none of the long chunk's"
+    host.backend.forward = forward
+    assert until_done(host) == DONE and {long, mine} <= canonical(host).keys()
+    verbs.close()
+
+
+def test_what_its_user_removed_does_not_come_back(host, monkeypatch):
+    remove = lambda: [host.engine.files.rm(e.name) for e in host.engine.files.ls()]  # noqa: E731
+    host.engine.put("x", A)
+    host.engine.shelf.drop(host.engine.table.resolve("x").id)
+    named = PromptAsk((*A, 7, 8), replace(SPEC, parts=(PartSpec(chunk="x"),)))
+    assert not host.find(named).covered, "its KV was evicted"
+    remove()
+    assert until_done(host) == DONE and not canonical(host)
+    begin_long(host, monkeypatch)
+    remove()  # while it is under way
+    assert until_done(host) == DONE and not list(host.engine.table)
+    begin_long(host, monkeypatch)
+    host.ahead.pause()
+    remove()  # while it waits to be begun anew
+    assert until_done(host) == DONE and not list(host.engine.table)
+    system = ids(6, 9)
+    host.find(prompt(A, system=system))
+    until_done(host)
+    host.find(prompt(B, system=system))
+    remove()  # what it is computed after
+    assert until_done(host) == DONE and not list(host.engine.table)
+
+
+def test_a_part_that_stands_there_twice_is_new_both_times(host):
+    assert host.find(prompt(A, B, A)) == WeaveOffer()
+    assert until_done(host) == DONE and canonical(host).keys() == {A, B}
+
+
+def test_what_was_offered_as_text_is_text_where_a_chunk_goes_meanwhile(host):
+    host.find(prompt(A))
+    until_done(host)
+    ask = prompt(A, B)
+    offer = host.find(ask)
+    for entry in host.engine.files.ls():
+        host.engine.files.rm(entry.name)
+    host.load("r", WeaveLoad(ask, tuple(range(50, 60)), 0, offer.covered, offer.digest))
+    while not (over := host.step(idle=True)):
+        pass
+    assert chunks_in(ask, over["r"]) == {A}
 
 
 def test_what_cannot_be_computed_is_let_go_of(host):

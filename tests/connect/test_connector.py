@@ -785,3 +785,12 @@ def test_a_request_that_was_preempted_is_told_how_often_it_was_woven(scheduling)
         found = scheduling.finished(request.request_id)
         assert found["local"] == found["rows"][0] == start
         assert found.get("weaves", 1) == n_weaves
+
+
+def test_a_name_that_goes_for_a_new_one_is_of_no_chunk_that_is_about_to_be_woven(host):
+    a, b = ids(12, 1), ids(9, 2)
+    woven(host, PromptAsk((*a, *b, 7), WeaveSpec(parts=parts_of([12, 9]), repair="none")))
+    name, host.names.most = host.engine.files.ls()[0].name, 2
+    tokens, parts = (*ids(6, 9), *a, 7), (PartSpec(chunk=name),)
+    job, _ = woven(host, PromptAsk(tokens, WeaveSpec(system=6, parts=parts, repair="none")))
+    assert job.plan is not None, job.error

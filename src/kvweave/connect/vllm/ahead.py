@@ -30,12 +30,16 @@ MOST_WAITING = 1024  # chunks, the latest
 
 @dataclass(frozen=True, slots=True)
 class AheadChunk:
-    """A chunk to be, and the base that it is computed after, which may be to be as well."""
+    """A chunk to be, and the base that it is computed after, which may be to be as well.
+
+    ``stored``: those of the two, by digest, that are stored. Where one is there no more, somebody removed it.
+    """
 
     namespace: str
     tokens: tuple[int, ...]
-    base: ChunkId | None
+    base: bytes  # its digest
     base_tokens: tuple[int, ...]
+    stored: tuple[bytes, ...]
 
 
 class ChunksAhead:
@@ -52,6 +56,7 @@ class ChunksAhead:
         self.engine, self.cutter, self.tasks = cutter.engine, cutter, tasks
         self.keep, self.lockstep = keep, lockstep
         self._waiting: OrderedDict[bytes, AheadChunk] = OrderedDict()  # by digest of the chunk
+        self.others_wait: Callable[[], bool] = lambda: False  # for verbs, say
         self._task: Task[None] | None = None
         self._last = 0.0  # when vLLM was seen to run
 
@@ -63,14 +68,17 @@ class ChunksAhead:
         """Return the pieces of a prompt, chunks as new text that have no KV and that no request has named
         before; from now on they wait for theirs."""
         base = pieces[0] if pieces and pieces[0].is_base else PromptCut(0, 0)
-        space, found = ask.spec.namespace, []
+        below = base.digest, tuple(base.of(ask.tokens))
+        found, fresh = [], {}  # one that stands there twice is as new the second time
         for piece in pieces:
             lacks = piece.is_chunk and not piece.is_base and self._lacks(piece)
             if lacks and piece.digest not in self._waiting:
-                texts = tuple(piece.of(ask.tokens)), base.id, tuple(base.of(ask.tokens))
-                self._waiting[piece.digest] = AheadChunk(space, *texts)
+                about = ask.spec.namespace, tuple(piece.of(ask.tokens)), *below
+                stored = tuple(p.digest for p in (base, piece) if p.id is not None)
+                fresh[piece.digest] = AheadChunk(*about, stored)
                 piece = replace(piece, id=None, digest=NO_DIGEST)
             found.append(piece)
+        self._waiting |= fresh
         while len(self._waiting) > MOST_WAITING:
             self._waiting.popitem(last=False)
         return found
@@ -95,7 +103,7 @@ class ChunksAhead:
         if not self._waiting:
             return DONE
         quiet = time.perf_counter() - self._last > QUIET_SECONDS
-        said = self.lockstep.decide(MORE if is_free and quiet else LATER)
+        said = self.lockstep.decide(MORE if is_free and quiet and not self.others_wait() else LATER)
         if said != MORE:
             return said
         until, more = time.perf_counter() + SLICE_SECONDS, True
@@ -112,7 +120,8 @@ class ChunksAhead:
         engine = self.engine
         for digest, chunk in list(self._waiting.items()):
             known = engine.table.find_digest(digest)
-            if known is not None and engine.shelf.tier(known.id) != "none":
+            is_there = known is not None and engine.shelf.tier(known.id) != "none"
+            if is_there or any(engine.table.find_digest(each) is None for each in chunk.stored):
                 del self._waiting[digest]
             elif self._needs(chunk) <= engine.shelf.room:
                 self._task = self._making(digest, chunk)
@@ -122,21 +131,38 @@ class ChunksAhead:
 
     def _needs(self, chunk: AheadChunk) -> int:
         """Return the bytes that are taken while it is computed; see `Maker.computing`."""
-        return 2 * (len(chunk.tokens) + len(chunk.base_tokens)) * self.engine.runner.row_bytes
+        engine, n_base = self.engine, len(chunk.base_tokens)
+        base = engine.table.find_digest(chunk.base)
+        if base is None or base.id not in engine.shelf.ram:
+            n_base *= 2
+        return (2 * len(chunk.tokens) + n_base) * engine.runner.row_bytes
 
     def _making(self, digest: bytes, chunk: AheadChunk) -> Task[None]:
-        maker, space, base = self.engine.maker, chunk.namespace, chunk.base
+        maker, space, base = self.engine.maker, chunk.namespace, None
         try:
             if chunk.base_tokens:
-                if base is None:
-                    base = maker.add(chunk.base_tokens, kind="system", namespace=space)
-                    self.keep(base, space)
+                base = self._base(chunk)
                 yield from maker.computing(base, space)
+                if self._needs(chunk) > self.engine.shelf.room:
+                    self._task = None  # others have the room by now: it waits on
+                    return
             id = maker.add(chunk.tokens, base=base, namespace=space)
             self.keep(id, space)
+            if digest in self._waiting:
+                stored = (digest, *([chunk.base] if base is not None else []))
+                self._waiting[digest] = replace(chunk, stored=stored)
             yield from maker.computing(id, space)
             self.cutter.library.note(space, id)
         except Exception as error:  # it is computed when it is needed, or the request says why not
             log.warning("a chunk is not computed ahead: %s", error)
         self._waiting.pop(digest, None)
         self._task = None
+
+    def _base(self, chunk: AheadChunk) -> ChunkId:
+        """Return what a chunk is computed after."""
+        known = self.engine.table.find_digest(chunk.base)
+        if known is not None:
+            return known.id
+        id = self.engine.maker.add(chunk.base_tokens, kind="system", namespace=chunk.namespace)
+        self.keep(id, chunk.namespace)
+        return id

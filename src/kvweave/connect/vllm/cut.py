@@ -147,6 +147,18 @@ class PromptCutter:
             yield PromptCut(at, stop)
 
 
+def as_offered(pieces: Sequence[PromptCut], offered: Sequence[PromptCut]) -> list[PromptCut]:
+    """Return pieces, as new text those that were offered as that, whatever is stored by now."""
+    if not offered:
+        return list(pieces)
+    texts = {(piece.start, piece.stop) for piece in offered if not piece.is_chunk}
+    found, useful = [], offered[-1].stop
+    for piece in pieces:
+        at = piece.start, piece.stop
+        found.append(PromptCut(*at) if at in texts or piece.start >= useful else piece)
+    return found
+
+
 def _index(tokens: Ints, run: Ints) -> int | None:
     """Return where ``run`` stands in ``tokens`` first."""
     starts = np.flatnonzero(tokens[: max(0, len(tokens) - len(run) + 1)] == run[0])

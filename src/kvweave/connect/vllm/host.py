@@ -18,7 +18,7 @@ from kvweave.chunk.identity import ChunkId
 from kvweave.config import Config
 from kvweave.connect.vllm.ahead import DONE, ChunksAhead
 from kvweave.connect.vllm.asks import PromptAsk, WeaveLoad, WeaveOffer
-from kvweave.connect.vllm.cut import PromptCut, PromptCutter
+from kvweave.connect.vllm.cut import PromptCut, PromptCutter, as_offered
 from kvweave.connect.vllm.lockstep import TOLD, Lockstep
 from kvweave.connect.vllm.plans import of_all, of_ours
 from kvweave.connect.vllm.spare import SpareRows
@@ -251,6 +251,7 @@ class Host:
 
     def go_ahead(self) -> int:
         """Make KV that requests may need, for a slice in which vLLM has nothing to do; see `ChunksAhead.step`."""
+        self.names.trim()
         return DONE if self.ahead is None else self.ahead.step(is_free=not self._jobs)
 
     def _runs(self) -> None:
@@ -348,7 +349,7 @@ class Host:
                 *kept,
                 *([PromptCut(useful, len(ask.tokens))] if useful < len(ask.tokens) else []),
             ]
-        pieces = self.cutter.cut(ask)
+        pieces = as_offered(self.cutter.cut(ask), kept or ())
         if self._offer(ask, pieces).digest != load.digest:
             raise InvalidArgument("plan", "the chunks that it was made of are others now")
         return pieces
@@ -378,6 +379,7 @@ class Host:
                         context.append_chunk(f"#{id}")
                     else:
                         context.append_slice(f"#{id}", start, stop)
+        self.names.trim()  # not before: the parts are held now
         return chunks
 
     def _keep(self, id: ChunkId, namespace: str) -> None:
@@ -385,7 +387,6 @@ class Host:
         if not self.engine.table.names_of(id):
             names = self.names.counter(self._new_name(), namespace)
             self.names.bind(names, id, self.engine.table.get(id).kind, namespace)
-            self.names.trim()
 
     def _settings(self, spec: WeaveSpec) -> tuple[object, ...]:
         config = self.engine.config
