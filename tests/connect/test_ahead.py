@@ -255,6 +255,30 @@ def test_a_part_that_stands_there_twice_is_new_both_times(host):
     assert until_done(host) == DONE and canonical(host).keys() == {A, B}
 
 
+def test_what_is_made_is_found_where_nothing_is_declared(host):
+    long = ids(40, 7)
+    host.find(prompt(long))
+    until_done(host)
+    ask = PromptAsk((*ids(5, 8), *long, 7, 8), replace(SPEC, match=True))
+    job, _ = woven(host, ask)
+    assert chunks_in(ask, job) == {long}
+
+
+def test_a_part_of_a_chunk_without_kv_is_computed_with_the_chunk(host):
+    """It is no chunk of its own, and a thinned one would be made whole."""
+    host.engine.put("x", A)
+    host.engine.shelf.drop(host.engine.table.resolve("x").id)
+    ask = PromptAsk((*A[:-1], 91, 7, 8), replace(SPEC, parts=(PartSpec(chunk="x"),)))
+    assert host.find(ask).covered == len(A) - 1 and host.go_ahead() == DONE
+
+
+def test_the_latest_wait(host, monkeypatch):
+    monkeypatch.setattr(ahead, "MOST_WAITING", 2)
+    host.find(prompt(A, B, C))
+    until_done(host)
+    assert canonical(host).keys() == {B, C}
+
+
 def test_what_was_offered_as_text_is_text_where_a_chunk_goes_meanwhile(host):
     host.find(prompt(A))
     until_done(host)
