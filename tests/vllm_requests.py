@@ -53,13 +53,15 @@ def saved(model, where):
     return str(where)
 
 
-def vllm_of(checkpoint, **more):
+def vllm_of(checkpoint, ahead=False, **more):
     """Return a vLLM with few blocks, which weaves."""
+    options = CONNECTOR["kv_connector_extra_config"] | {"ahead": ahead}
+    transfer = CONNECTOR | {"kv_connector_extra_config": options}
     return LLM(
         checkpoint, skip_tokenizer_init=True, enforce_eager=True, dtype="float32", block_size=32,
         max_model_len=512, max_num_seqs=4, max_num_batched_tokens=128, enable_prefix_caching=True,
         num_gpu_blocks_override=BLOCKS, worker_cls="kvweave.connect.vllm.worker.KVWeaveWorker",
-        kv_transfer_config=CONNECTOR, **more,
+        kv_transfer_config=transfer, **more,
     )  # fmt: skip
 
 

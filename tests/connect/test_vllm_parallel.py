@@ -10,11 +10,13 @@ pytest.importorskip("vllm", reason="no vLLM here: make setup-vllm, then make tes
 
 import json
 import random
+import time
 
 import torch
 from transformers import AutoModelForCausalLM
 from vllm_requests import CLOSE, Case, checkpoint_at, core, off, run, vllm_of
 
+from kvweave.connect.vllm.ahead import MORE, QUIET_SECONDS
 from kvweave.run.model import Runner
 
 STRATEGIES = [
@@ -30,7 +32,7 @@ def checkpoint(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def pair(checkpoint):
-    made = vllm_of(checkpoint, tensor_parallel_size=2, distributed_executor_backend="mp")
+    made = vllm_of(checkpoint, True, tensor_parallel_size=2, distributed_executor_backend="mp")
     yield made
     made.llm_engine.engine_core.shutdown()
 
@@ -56,8 +58,25 @@ def verb(pair, method, path, body=b""):
     return [(status, json.loads(content or b"{}")) for status, _, content in replies]
 
 
+def stored(pair):
+    """Return the chunks that both have."""
+    (status, first), (_, second) = verb(pair, "GET", "/v1/chunks?limit=1000")
+    told = [[(e["id"], e["name"], e["tier"]) for e in listed["data"]] for listed in (first, second)]
+    assert status == 200 and told[0] == told[1]
+    return told[0]
+
+
+def ahead(pair):
+    """Have both make KV for a slice; return what they say."""
+    first, second = pair.collective_rpc("kvweave_ahead")
+    assert first == second, "one is further than the other"
+    return first
+
+
 def test_two_workers_weave_what_one_engine_does(pair, plain, embedded):
+    """Also where canonical KV is made between requests, or would be between their steps."""
     rng = random.Random(int(os.environ.get("KVWEAVE_SEED", "1")))
+    n_ahead = 0
     pool = [[rng.randrange(3, 300) for _ in range(rng.randrange(20, 90))] for _ in range(6)]
     woven, compared, differ, asked = 0, 0, 0, [None, *STRATEGIES]
     for i in range(int(os.environ.get("KVWEAVE_VLLM_PAIRS", "12"))):
@@ -71,8 +90,17 @@ def test_two_workers_weave_what_one_engine_does(pair, plain, embedded):
                 Case(tokens, parts, strategy, min(rng.choice([1, 3, 40]), 505 - len(tokens)))
             )
         abort = [(0, rng.randrange(6))] if rng.random() < 0.2 else []
-        for number, output in run(pair, cases, abort).items():
+        outputs = run(pair, cases, abort, lambda: rng.random() < 0.3 and ahead(pair))
+        if rng.random() < 0.7:
+            time.sleep(2 * QUIET_SECONDS)
+            before = len(stored(pair))
+            while ahead(pair) == MORE:
+                pass
+            n_ahead += len(stored(pair)) - before
+        for number, output in outputs.items():
             case, told = cases[number], (output.kv_transfer_params or {}).get("kvweave")
+            if told and told["woven"]:
+                case = case.told(told["spans"])
             expected, mine = case.expected(plain, embedded)
             exact = Case(case.tokens).expected(plain, embedded)[0]
             note = f"{case.strategy} of {len(case.tokens)} tokens: {told}"
@@ -88,10 +116,8 @@ def test_two_workers_weave_what_one_engine_does(pair, plain, embedded):
                 assert off(output, expected) < CLOSE, note
                 compared += 1
             differ += off(output, exact) > 20 * CLOSE
-    assert min(woven, compared, differ) >= 3, (woven, compared, differ)
-    (status, first), (_, second) = verb(pair, "GET", "/v1/chunks?limit=1000")
-    told = [[(e["id"], e["name"]) for e in listed["data"]] for listed in (first, second)]
-    assert status == 200 and told[0] == told[1] and len(told[0]) >= 4
+    assert min(woven, compared, differ) >= 3 and n_ahead, (woven, compared, differ)
+    assert len(stored(pair)) >= 4
     assert not core(pair).scheduler.connector.scheduling._requests
 
 
