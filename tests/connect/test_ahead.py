@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import oracle
 import pytest
@@ -13,10 +15,11 @@ import torch
 from vllm_blocks import SIZE, Blocks, ids, parts_of, woven
 
 from kvweave import Engine
-from kvweave.connect.vllm import ahead
+from kvweave.connect.vllm import ahead, plugin
 from kvweave.connect.vllm.ahead import DONE, LATER, MORE
 from kvweave.connect.vllm.asks import PromptAsk, WeaveLoad, WeaveOffer
 from kvweave.connect.vllm.host import Host
+from kvweave.connect.vllm.plugin import KVWeavePlugin
 from kvweave.connect.vllm.scheduling import Scheduling
 from kvweave.connect.vllm.spec import PartSpec, WeaveSpec
 from kvweave.connect.vllm.verbs import VerbRequest, Verbs
@@ -455,3 +458,52 @@ def test_less_than_a_block_behind_what_vllm_has_is_vllms(scheduling, n_local, re
             "drift_by": "exact",
             "local": n_local,
         }
+
+
+# ---- the server's side
+
+
+class Client:
+    """vLLM's client of an engine that says these, one by one, and counts how often it was asked."""
+
+    def __init__(self, *says, errored=False, asleep=0):
+        self.says, self.errored, self.asleep, self.n = [*says], errored, asleep, 0
+
+    async def is_sleeping(self):
+        self.asleep -= 1
+        return self.asleep >= 0
+
+    async def collective_rpc(self, name):
+        self.n += 1
+        await asyncio.sleep(0)
+        said = self.says.pop(0)
+        if isinstance(said, Exception):
+            raise said
+        return [said]
+
+
+def asked_after(client, n_requests):
+    """Return how often workers were asked behind so many requests, each behind the end of the one before."""
+
+    async def serves():
+        state = SimpleNamespace()
+        await KVWeavePlugin().init_state(client, state, None)
+        for _ in range(n_requests):
+            state.kvweave_woken.set()
+            await asyncio.sleep(0.2)
+        state.kvweave_ahead.cancel()
+
+    asyncio.run(serves())
+    return client.n
+
+
+def test_workers_are_asked_until_nothing_is_left(monkeypatch):
+    monkeypatch.setattr(plugin, "SOONEST", 0.01)
+    assert asked_after(Client(MORE, LATER, MORE, DONE), 1) == 4
+    assert asked_after(Client(DONE, DONE), 2) == 2 and asked_after(Client(), 0) == 0
+    assert asked_after(Client(DONE, asleep=2), 1) == 1, "behind its sleep"
+
+
+def test_a_failure_is_not_the_last_that_is_computed_ahead():
+    assert asked_after(Client(RuntimeError("busy"), MORE, DONE), 2) == 3
+    assert asked_after(Client(RuntimeError("gone"), errored=True), 2) == 1

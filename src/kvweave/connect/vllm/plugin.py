@@ -107,9 +107,11 @@ async def _go_ahead(state: Any) -> None:
                 said = LATER
                 if not await engine.is_sleeping():
                     said = (await engine.collective_rpc("kvweave_ahead"))[0]
-        except Exception as error:  # the engine has gone, or its worker is another
-            log.warning("nothing is computed ahead from now on: %s", error)
-            return
+        except Exception as error:  # tried again behind the next request
+            log.warning("nothing is computed ahead now: %s", error)
+            if engine.errored:
+                return
+            said = DONE
         if said != DONE:
             woken.set()
         await asyncio.sleep(pause if said == LATER else 0)
