@@ -157,6 +157,20 @@ def test_nothing_is_computed_while_vllm_runs_or_a_weave_does(host, monkeypatch):
     assert host.step(idle=True)["r"].plan is not None and until_done(host) == DONE
 
 
+def test_vllm_has_run_until_its_step_is_over(host, monkeypatch):
+    monkeypatch.setattr(ahead, "QUIET_SECONDS", 1.0)
+    host.find(prompt(A))
+    clock = [0.0]
+    monkeypatch.setattr(ahead.time, "perf_counter", lambda: clock[0])
+    host.step(idle=False)
+    clock[0] = 60.0  # a long one
+    host.over()
+    clock[0] += 0.9
+    assert host.go_ahead() == LATER
+    clock[0] += 0.2
+    assert host.go_ahead() == DONE and A in canonical(host)
+
+
 def test_a_request_does_not_wait_for_it(host, monkeypatch):
     """What is under way is given up when a request is woven, and made later."""
     host.engine.put("a", A)
