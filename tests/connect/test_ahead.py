@@ -289,6 +289,13 @@ def test_a_part_of_a_chunk_without_kv_is_computed_with_the_chunk(host):
     assert host.find(ask).covered == len(A) - 1 and host.go_ahead() == DONE
 
 
+def test_names_that_it_gives_are_limited_too(host):
+    host.names.most = 2
+    host.find(prompt(A, B, C))
+    assert until_done(host) == host.go_ahead() == DONE
+    assert len(host.names) == len(host.engine.files.ls()) == 2
+
+
 def test_the_latest_wait(host, monkeypatch):
     monkeypatch.setattr(ahead, "MOST_WAITING", 2)
     host.find(prompt(A, B, C))
