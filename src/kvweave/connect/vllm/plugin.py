@@ -35,8 +35,12 @@ class KVWeavePlugin:
         app.add_api_route("/v1/chunks/{rest:path}", _verb, methods=VERBS, include_in_schema=False)
         app.add_api_route("/v1/placements", _verb, methods=["GET"], include_in_schema=False)
         app.add_api_route("/health/kvweave", _here, methods=["GET"], include_in_schema=False)
-        engine_of = lambda: getattr(app.state, "kvweave_engine", None)  # noqa: E731
-        app.add_middleware(Checked, engine_of=engine_of, after=lambda: _wake(app.state))
+        state = app.state
+        app.add_middleware(
+            Checked,
+            engine_of=lambda: getattr(state, "kvweave_engine", None),
+            after=lambda: _wake(state),
+        )
 
     async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
         """The engine is there, None where this process only renders."""
