@@ -47,7 +47,7 @@ def last_layer(model: nn.Module, infos: Sequence[LayerInfo]) -> nn.Module | None
 def narrowed(batch: Batch) -> Batch | None:
     """Return the batch of those rows of ``batch`` that its last layer has to be computed for; None
     where that is about all of them."""
-    if batch.together is not None or batch.last < len(batch.infos):
+    if batch.together is not None or batch.last < len(batch.infos) or batch.total < FEWER:
         return None
     works, kept = [], []
     for part in batch.parts:
