@@ -1,14 +1,13 @@
 """docs/models.md says what kvweave makes of every causal language model of transformers.
 
 All of it: ``make test-slow PYTEST_ARGS=tests/test_models.py``, a minute; with KVWEAVE_ALIKE=3, three of
-those types whose lines say the same. After a change that is
-meant, or with another transformers: ``make models``, and read the difference.
+those types whose lines say the same, others each day. After a change that is meant, or with another
+transformers: ``make models``, and read the difference.
 """
 
 from __future__ import annotations
 
 import os
-from collections import Counter
 from collections.abc import Sequence
 
 import battery
@@ -18,6 +17,7 @@ import pytest
 import torch
 import transformers
 import zoo
+from days import some
 from test_tracked import ROOT
 
 from kvweave.run.base import Mask, Work
@@ -37,13 +37,11 @@ ALIKE = int(os.environ.get("KVWEAVE_ALIKE", "1000"))
 
 def others() -> list[str]:
     """Return the types that are not in `SAMPLE`, at most ``ALIKE`` of those whose lines say the same."""
-    seen, found = Counter[str](), list[str]()
+    alike: dict[str, list[str]] = {}
     for name in zoo.TYPES:
-        says = LINES.get(name, name).partition("` | ")[2]
-        seen[says] += 1
-        if name not in SAMPLE and seen[says] <= ALIKE:
-            found.append(name)
-    return found
+        if name not in SAMPLE:
+            alike.setdefault(LINES.get(name, name).partition("` | ")[2], []).append(name)
+    return [name for names in alike.values() for name in some(ALIKE, names)]
 
 
 @pytest.fixture(autouse=True)

@@ -7,6 +7,8 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from days import one_in
+from fastapi import FastAPI
 from needs import need
 
 from kvweave import Engine
@@ -18,7 +20,8 @@ from schemathesis.config import SchemathesisConfig  # noqa: E402
 from schemathesis.engine import StopReason, events, from_schema  # noqa: E402
 from schemathesis.python.asgi import shutdown_lifespans  # noqa: E402
 
-EXAMPLES = int(os.environ.get("KVWEAVE_FUZZ", "20"))  # of one operation
+ALL = 20
+EXAMPLES = int(os.environ.get("KVWEAVE_FUZZ", ALL))  # of one operation
 CHECKS = (
     "not_a_server_error",
     "status_code_conformance",
@@ -86,8 +89,8 @@ def test_the_server_answers_as_its_description_says(bundled: Path) -> None:
         for name in ("docs/a", "docs/b"):
             engine.put(name, f"{LINE} {name[-1]}", namespace="anna")
         app = create_app(engine, Options(model_name="demo", max_sessions=4, keys={KEY: "anna"}))
-        config = SchemathesisConfig.from_dict(CONFIG)
-        api = schemathesis.openapi.from_asgi("/openapi.json", app, config=config)
+        config = SchemathesisConfig.from_dict(CONFIG | left_out(app))
+        api = schemathesis.openapi.from_asgi("/openapi.json", app, config=config, timeout=60)
         api.hooks.register_hook_with_name(known_names, "map_path_parameters")
         api.hooks.register_hook_with_name(short_answers, "map_body")
         try:
@@ -100,6 +103,16 @@ def test_the_server_answers_as_its_description_says(bundled: Path) -> None:
     print("\nanswers:", dict(sorted(answered.items())))
     assert not found, "\n\n".join(f"{kind}\n{example}" for kind, example in found.items())
     assert answered[200] > 100 and answered[400] > 100, "it did not get past the door"
+
+
+def left_out(app: FastAPI) -> dict[str, object]:
+    """What is told schemathesis of operations of which not every keyword is tried today, where a run makes
+    fewer examples: that takes longer than all examples do, however few."""
+    names = [f"{verb.upper()} {path}" for path, of in app.openapi()["paths"].items() for verb in of]
+    today = {names[i] for i in one_in(ALL // EXAMPLES, len(names))}
+    others = [name for name in names if name not in today]
+    off = {"include-name": others, "phases": {"coverage": {"enabled": False}}}
+    return {"operations": [off]} if others else {}
 
 
 def run(api: schemathesis.BaseSchema) -> tuple[dict[str, str], Counter[int]]:

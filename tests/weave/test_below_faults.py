@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from days import one_in
 from needs import only_on_cpu
 from run.backend import ids, transformers
 
@@ -102,8 +103,8 @@ def test_wherever_the_device_fails_nothing_is_lost(
         engine.close_context("c")
         assert len(asked) > n_first >= len(runner.layers), "nothing grew in the second turn"
         before, files = held(engine), sheets()
-        first = 1 + CODES.index(code) * STEP // 2  # each code fails other requests, unless all
-        for nth in {*range(first, len(asked) + 1, STEP), len(asked)}:
+        shift = CODES.index(code) * STEP // 2  # each code fails other requests, unless all
+        for nth in {*(1 + i for i in one_in(STEP, len(asked), shift)), len(asked)}:
             context, ask = talk(engine, spec)
             with failing(monkeypatch, nth, code):
                 turn = 0

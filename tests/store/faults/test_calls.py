@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from days import one_in
 from store.faults.conftest import Filled
 from store.faults.host import Died, Host
 from store.faults.scripts import after_write
@@ -80,7 +81,7 @@ OTHERS = [  # where others may use the tier too
 
 def which(n: int, quick: bool) -> range:
     """The numbers of the calls to fail."""
-    return range(n // 2 // QUICK if quick else 0, n, max(1, n // QUICK) if quick else STEP)
+    return range(n // 2 // QUICK, n, max(1, n // QUICK)) if quick else one_in(STEP, n)
 
 
 def afterwards(host: Host, world: Filled, tally: Tally, done: list[str], where: str) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from days import DAY
 from store.faults.conftest import Filled
 from store.faults.host import Died, Host
 from store.faults.tally import Tally
@@ -151,7 +152,7 @@ def damage(
 def _every(original: Filled, step: int) -> list[Damage]:
     """All that may become of a file, or one in ``step`` of it, drawn: whatever it is, of all files."""
     every = [(p, *each) for p in original.files() for each in spoilt(original.root / p)]
-    dice = random.Random(f"{SEED} {original.kind} {original.inside}")
+    dice = random.Random(f"{SEED + DAY} {original.kind} {original.inside}")
     return every if step == 1 else dice.sample(every, len(every) // step)
 
 
@@ -288,7 +289,7 @@ def flips(
     host: Host, fresh: Fresh, original: Filled, tally: Tally, n: int, *, log: bool = False
 ) -> None:
     """Turn one bit at a time; files are drawn alike, and places within them."""
-    rng, files = random.Random(SEED), list(original.files())
+    rng, files = random.Random(SEED + DAY), list(original.files())
     files = [p for p in files if (original.root / p).stat().st_size]
     if log:
         files = [p for p in files if p.name.endswith(("-wal", "-journal"))]
