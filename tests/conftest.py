@@ -40,7 +40,7 @@ else:  # a busy machine is no fault of what is tested
 
 torch.set_num_threads(1)  # tiny tensors: more threads only wait for each other
 
-SOME = 3  # cases of a test that a quick run asks
+SOME = 2  # cases of a test that a quick run asks
 THEIRS = ("HOME", "KEY", "KEYS", "LOG", "METRICS_KEY", "URL")  # what commands and servers heed
 BUNDLED = Path(__file__).parents[1] / "src" / "kvweave" / "demo" / "model"
 
@@ -73,8 +73,8 @@ def pytest_xdist_auto_num_workers() -> int:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of a test's many cases a quick run of the whole asks some, first and last and between; the others
-    are slow."""
+    """Of a test's many cases a quick run of the whole asks some, the first and the last; the others are
+    slow."""
     tests: dict[str, list[pytest.Item]] = {}
     for item in items if os.environ["PYTEST_WHOLE"] else ():
         tests.setdefault(item.nodeid.partition("[")[0], []).append(item)

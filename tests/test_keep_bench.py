@@ -148,10 +148,11 @@ def test_tokens_that_are_given_are_decoded_as_an_engine_decodes_them(
     prompt = [8 + i * i % 200 for i in range(120)]
     names = [n for n in long.NAMED if n != "random"]  # it is drawn from the rows' slots
     with Engine(runner, base="", repair="none", denoise="never") as engine:
-        for name in names:
-            context = engine.context("c", keep=long.spec(name, 40, every))
+        contexts = [engine.context(f"{i}", keep=long.spec(name, 40, every)) for i, name in enumerate(names)]  # fmt: skip
+        for context in contexts:
             context.append(prompt)
-            answer = context.generate(max_tokens=n_new, ignore_eos=True)
+        answers = engine.generate_many(contexts, n_new, ignore_eos=True)
+        for name, context, answer in zip(names, contexts, answers, strict=True):
             tokens = np.array([*prompt, *answer.tokens], np.int64)
             ((keeper, rows),) = long.prefilled(runner, np.array(prompt, np.int64), [(name, 40)])
             (found,) = long.forced(runner, tokens, [(name, 40)], len(prompt))
@@ -168,7 +169,7 @@ def test_tokens_that_are_given_are_decoded_as_an_engine_decodes_them(
                 for a, b in zip(mine.kept(layer), its.kept(layer), strict=True):
                     same, total = same + len(np.intersect1d(a, b)), total + len(b)
             assert same > 0.97 * total, (name, same, total)
-            engine.close_context("c")
+            engine.close_context(context.name)
 
 
 def test_long_decodes_are_told_with_all_that_is_asked(
