@@ -22,6 +22,7 @@ from kvweave.suite.exam import Exam
 from kvweave.suite.method import Method
 from kvweave.suite.protocols import cases
 from kvweave.weave import passes as passing
+from kvweave.weave.parts import Placement
 from kvweave.weave.passes import ASKS, Floats, Look, Passes
 from kvweave.weave.repair import Rollout, Verdict, View, Wish, rollout
 from kvweave.weave.repair.base import SETTLED
@@ -108,6 +109,42 @@ def test_rows_taken_before_count_in_the_budget() -> None:
     mass = np.array([0.0, 0.0, 0.0, 0.9, 0.1, 0.3, 0.0, 0.9])
     found = at_once(none, follow(view(4, {}, []), mass, 1, taken))
     assert found.tolist() == [10, 13, 15, 17]
+
+
+def test_both_copies_of_a_row_are_chosen_where_a_chunk_stands_twice(engines: Make) -> None:
+    """A reader pays each a part of what it would pay one. Halves of one chunk are no copies."""
+    spy = Spy(1, 0)
+    context = chat(engines(), "c", [6, 6], repair=spy, share=0.0)
+    context.append_chunk("c/1")
+    context.append(text(4, 99))
+    context.weave()
+    mass = np.zeros(12)
+    mass[[2, 8, 5]] = [0.3, 0.2, 0.4]  # one row of each copy, and another of the first
+
+    def chosen(spans: Sequence[Placement]) -> list[int]:
+        view = View(spy.passes, spans, np.arange(11, 23), 2, np.random.default_rng(0))
+        return [slot - 11 for slot in followed(view, mass, 1)]
+
+    first, second = spy.passes.placed[2:4]
+    assert (first.part.id, first.slot) == (second.part.id, second.slot - 6)
+    assert chosen([first, second]) == [2, 8]
+    behind = replace(second, part=replace(second.part, start=6))
+    assert chosen([first, behind]) == [2, 5]
+
+
+def test_new_text_is_no_copy_where_a_chunk_stands_twice(engines: Make) -> None:
+    """Rows of it that a look computes early are candidates too, and needed each by itself."""
+    spy = Spy(1, 0)
+    context = chat(engines(), "c", [6, 6], repair=spy, share=0.0)
+    context.append_chunk("c/1")
+    context.append(text(20, 99))
+    context.weave()
+    early, spans = spy.passes.early, spy.passes.placed[2:4]
+    assert early.tolist() == [23, 24, 25, 26]
+    mass = np.zeros(16)
+    mass[[0, 12, 13, 14, 15]] = [0.1, 0.2, 0.2, 0.2, 0.3]
+    seen = View(spy.passes, spans, np.arange(11, 27), 2, np.random.default_rng(0)).pooled(mass)
+    assert seen.tolist() == [*[0.1, 0, 0, 0, 0, 0] * 2, 0.2, 0.2, 0.2, 0.3]
 
 
 def test_one_round_is_the_question_alone() -> None:

@@ -112,6 +112,24 @@ class View:
                 before[p.slot : p.slot + p.ready] = np.arange(p.ready)
         return before[self.candidates]
 
+    def pooled(self, need: Floats) -> Floats:
+        """Return ``need`` [candidate] of which rows of one token of one chunk have as much as all of
+        them together. Where a chunk stands twice a reader finds either and pays each a half, whose
+        squares are half of what it pays one; and a copy left stale says something else. New text
+        that was computed early (`Passes.early`) is no copy of anything.
+        """
+        ids = {id: i for i, id in enumerate({p.part.id for p in self.spans})}
+        if len(ids) == len(self.spans):
+            return need
+        token = -1 - np.arange(self.passes.n)
+        for p in self.spans:
+            first = (ids[p.part.id] << 32) + p.part.start
+            token[p.slot : p.slot + p.ready] = np.arange(first, first + p.ready)
+        _, which = np.unique(token[self.candidates], return_inverse=True)
+        total = np.zeros(len(which))
+        np.add.at(total, which, need)
+        return total[which]
+
     def dependence(self) -> Floats:
         """Return the attention mass each candidate paid to other chunks when it was last computed
         among them (mean over heads and layers), 0 where nothing is recorded. Costs nothing."""

@@ -62,7 +62,7 @@ def follow(
 ) -> Steps[Ints]:
     """Return ``budget`` slots, from those with most ``need`` [candidate], known or not, times change
     on; those of ``taken`` [candidate] are among them."""
-    need, change = need.copy(), view.change()
+    need, change = view.pooled(need).copy(), view.change()
     chosen = np.zeros(len(need), bool) if taken is None else taken.copy()
     budget = min(view.budget, len(need))
     for left in range(rounds, 0, -1):
@@ -75,5 +75,6 @@ def follow(
         new = np.sort(new[need[new] > 0])
         chosen[new] = True
         if len(new) and chosen.sum() < budget:
-            need += HOP * (yield from view.reads(view.candidates[new], need[new]))
+            read = yield from view.reads(view.candidates[new], need[new])
+            need += HOP * view.pooled(read)
     return view.candidates[chosen]
