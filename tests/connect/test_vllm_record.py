@@ -121,7 +121,8 @@ def test_beside_the_connector(checkpoint, tmp_path):
         for _ in range(2):  # its chunk is computed; then placed
             with pytest.raises(InvalidArgument, match="nothing was recorded"):
                 record(made, woven.tokens, path, woven.sampling)
-        assert not path.exists() and record(made, prompt(), path, GREEDY).n_steps == 39
+        assert PageTrace(path).notes["tokens"] == trace.notes["tokens"], "the one before stays"
+        assert record(made, prompt(), path, GREEDY).n_steps == 39
     finally:
         made.llm_engine.engine_core.shutdown()
 
@@ -166,6 +167,7 @@ def test_a_row_that_vllm_begins_behind_the_end_is_left_out(llm, tmp_path):
     path = tmp_path / "a.kvt"
     _, why = watched(llm, path, said=lambda tokens: tokens[:-1])
     assert why is None and PageTrace(path).n_steps == 38
+    path = tmp_path / "b.kvt"
     for n in (30, 0):
         _, why = watched(llm, path, said=lambda tokens, n=n: tokens[:n])
         assert f"39 steps of an answer of {n} tokens" in why and not path.exists()
