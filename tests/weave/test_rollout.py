@@ -111,13 +111,19 @@ def test_rows_taken_before_count_in_the_budget() -> None:
     assert found.tolist() == [10, 13, 15, 17]
 
 
-def test_both_copies_of_a_row_are_chosen_where_a_chunk_stands_twice(engines: Make) -> None:
-    """A reader pays each a part of what it would pay one. Halves of one chunk are no copies."""
+def twice(engines: Make, n: int) -> Spy:
+    """Return a spy that has seen a context in which a chunk stands twice before ``n`` tokens of new text."""
     spy = Spy(1, 0)
     context = chat(engines(), "c", [6, 6], repair=spy, share=0.0)
     context.append_chunk("c/1")
-    context.append(text(4, 99))
+    context.append(text(n, 99))
     context.weave()
+    return spy
+
+
+def test_both_copies_of_a_row_are_chosen_where_a_chunk_stands_twice(engines: Make) -> None:
+    """A reader pays each a part of what it would pay one. Halves of one chunk are no copies."""
+    spy = twice(engines, 4)
     mass = np.zeros(12)
     mass[[2, 8, 5]] = [0.3, 0.2, 0.4]  # one row of each copy, and another of the first
 
@@ -134,11 +140,7 @@ def test_both_copies_of_a_row_are_chosen_where_a_chunk_stands_twice(engines: Mak
 
 def test_new_text_is_no_copy_where_a_chunk_stands_twice(engines: Make) -> None:
     """Rows of it that a look computes early are candidates too, and needed each by itself."""
-    spy = Spy(1, 0)
-    context = chat(engines(), "c", [6, 6], repair=spy, share=0.0)
-    context.append_chunk("c/1")
-    context.append(text(20, 99))
-    context.weave()
+    spy = twice(engines, 20)
     early, spans = spy.passes.early, spy.passes.placed[2:4]
     assert early.tolist() == [23, 24, 25, 26]
     mass = np.zeros(16)

@@ -51,10 +51,12 @@ class ChunksAhead:
         tasks: Tasks,
         keep: Callable[[ChunkId, str], None],
         lockstep: Lockstep,
+        on: bool = True,
     ) -> None:
-        """``keep``: has a chunk outlive the context that made it."""
+        """``keep``: has a chunk outlive the context that made it. ``on``: else chunks stay chunks, and
+        nothing waits."""
         self.engine, self.cutter, self.tasks = cutter.engine, cutter, tasks
-        self.keep, self.lockstep = keep, lockstep
+        self.keep, self.lockstep, self.on = keep, lockstep, on
         self._waiting: OrderedDict[bytes, AheadChunk] = OrderedDict()  # by digest of the chunk
         self.others_wait: Callable[[], bool] = lambda: False  # for verbs, say
         self._task: Task[None] | None = None
@@ -67,6 +69,8 @@ class ChunksAhead:
     def of(self, ask: PromptAsk, pieces: Sequence[PromptCut]) -> list[PromptCut]:
         """Return the pieces of a prompt, chunks as new text that have no KV and that no request has named
         before; from now on they wait for theirs."""
+        if not self.on:
+            return list(pieces)
         base = pieces[0] if pieces and pieces[0].is_base else PromptCut(0, 0)
         below = base.digest, tuple(base.of(ask.tokens))
         found, fresh = [], {}  # one that stands there twice is as new the second time

@@ -40,7 +40,8 @@ class KVWeaveConnector(KVConnectorBase_V1):  # type: ignore[misc]
     """Weaves declared chunks into the blocks of requests.
 
     Options (``kv_connector_extra_config``): ``match`` (look for known chunks in every prompt),
-    ``ahead`` (chunks are computed while nobody waits, and are new text until then), ``home``, ``base``, and the fields of `kvweave.config.Config`.
+    ``ahead`` (chunks are computed while nobody waits, and are new text until then), ``home``,
+    ``base``, and the fields of `kvweave.config.Config`.
     """
 
     def __init__(

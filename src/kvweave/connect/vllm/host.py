@@ -16,7 +16,7 @@ import numpy as np
 
 from kvweave.chunk.identity import ChunkId
 from kvweave.config import Config
-from kvweave.connect.vllm.ahead import DONE, ChunksAhead
+from kvweave.connect.vllm.ahead import ChunksAhead
 from kvweave.connect.vllm.asks import PromptAsk, WeaveLoad, WeaveOffer
 from kvweave.connect.vllm.cut import PromptCut, PromptCutter, as_offered
 from kvweave.connect.vllm.lockstep import TOLD, Lockstep
@@ -119,14 +119,12 @@ class Host:
         self._before: tuple[float, int] | None = None
         self.cutter = PromptCutter(self.engine, Library(self.engine.table))
         self.texts, self.spare = ChunkTexts(self.engine), SpareRows(self.engine)
-        made = ChunksAhead(self.cutter, self.tasks, self._keep, self.lockstep)
-        self.ahead = made if ahead else None
+        self.ahead = ChunksAhead(self.cutter, self.tasks, self._keep, self.lockstep, ahead)
 
     def close(self) -> None:
         """Give up what is under way, and close the engine."""
         self.drop(list(self._jobs))
-        if self.ahead is not None:
-            self.ahead.pause()
+        self.ahead.pause()
         self.engine.close()
 
     # ---- one step
@@ -137,9 +135,7 @@ class Host:
             return WeaveOffer(error={"code": "out_of_step", "message": TOLD})
         try:
             self.lockstep.require_strategy(self._strategy(ask.spec))
-            pieces = self.cutter.cut(ask)
-            if self.ahead is not None:
-                pieces = self.ahead.of(ask, pieces)
+            pieces = self.ahead.of(ask, self.cutter.cut(ask))
             offer = self._offer(ask, pieces)
             if offer.covered:
                 self._require_bound(ask.spec)
@@ -186,8 +182,7 @@ class Host:
 
     def load(self, name: str, load: WeaveLoad) -> None:
         """Begin to weave for a request."""
-        if self.ahead is not None:
-            self.ahead.pause()
+        self.ahead.pause()
         job = WeaveJob(replace(load, exact=self._front(load)))
         self._jobs[name] = job
         job.task = self._weaving(job)
@@ -206,7 +201,6 @@ class Host:
         """Go on with what is under way: a pass of so many rows that others' steps do not take much
         longer, or for a while where nobody else runs. Return what is over by now."""
         self._begin(idle)
-        self._runs()
         start, schedule = time.perf_counter(), self.engine.loop.schedule
         if self._before is not None and not idle:
             before, n_beside = self._before
@@ -242,8 +236,8 @@ class Host:
                 self._fresh.append(job)
 
     def over(self) -> dict[str, WeaveJob]:
-        """Return the weaves that ended since the last call, by request id: vLLM's step is over."""
-        self._runs()
+        """Return the weaves that ended since the last call, by request id: vLLM runs a step."""
+        self.ahead.runs()
         found = {name: job for name, job in self._jobs.items() if job.done}
         for name in found:
             del self._jobs[name]
@@ -252,11 +246,7 @@ class Host:
     def go_ahead(self) -> int:
         """Make KV that requests may need, for a slice in which vLLM has nothing to do; see `ChunksAhead.step`."""
         self.names.trim()
-        return DONE if self.ahead is None else self.ahead.step(is_free=not self._jobs)
-
-    def _runs(self) -> None:
-        if self.ahead is not None:
-            self.ahead.runs()
+        return self.ahead.step(is_free=not self._jobs)
 
     # ---- a weave
 

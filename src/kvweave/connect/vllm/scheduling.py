@@ -131,16 +131,16 @@ class Scheduling:
         if point is not None and not is_whole and self._mixes(woven, point):
             self._begin_anew(woven, point)
             return None, False
-        if point is not None and point.block is not None and not woven.found.looks:
+        is_ours = point is not None and point.block is not None
+        if is_ours and not woven.found.looks:
             # of chunks woven for another question vLLM computes the last ones, less than a block
             enough = max(1, enough // self.size * self.size)
-        is_ours = point is not None and point.block is not None
         if not is_ours and 0 < n_local < enough < n_local + self.size:
             enough = n_local  # less than a block of a prompt that vLLM has: it computes that
         if point is None or n_local >= enough:
             if woven.ask.spec.ticket:
                 self._reports[woven.ask.spec.ticket] = _report(woven)
-            if point is not None and is_whole and is_ours:
+            if point is not None and point.block is not None and is_whole:
                 self._note(woven.ask, point)
             return 0, False
         woven.n_exact = n_local if point.block is None else min(n_local, point.block * self.size)
@@ -278,12 +278,14 @@ class Scheduling:
         """Return the point of the longest earlier prompt that has all chunks of this one, behind which it
         goes on: nothing was edited, so its rows stay what they are. None where they depend on the question,
         or a bound does."""
-        tokens, key, at, point = np.asarray(ask.tokens, np.int64), _asked(ask), 0, None
-        sizes = {n for n, _ in self._prompts.values() if found.useful <= n < len(tokens)}
-        for n in () if found.bounded or found.looks else sorted(sizes):
+        sizes = {n for n, _ in self._prompts.values() if found.useful <= n < len(ask.tokens)}
+        if found.bounded or found.looks or not sizes:
+            return None
+        tokens, key, at, longest = np.asarray(ask.tokens, np.int64), _asked(ask), 0, None
+        for n in sorted(sizes):
             key.update(tokens[at:n].tobytes())
-            at, (_, point) = n, self._prompts.get(key.copy().digest(), (n, point))
-        return point
+            longest, at = self._prompts.get(key.copy().digest(), longest), n
+        return None if longest is None else longest[1]
 
     def _point(self, ask: PromptAsk, found: WeaveOffer) -> ForkPoint:
         """Return where rows of a plan leave vLLM's keys: the same for a prompt that goes on from

@@ -65,8 +65,7 @@ class InlineDriver(Driver):
         if not isinstance(result, Generator):
             return result
         call = DriverCall(work, asyncio.get_running_loop().create_future())
-        if self.host.ahead is not None:
-            self.host.ahead.pause()
+        self.host.ahead.pause()
         try:
             self.host.tasks.begin(result, call)
             found: T = await call.future
@@ -81,8 +80,7 @@ class Verbs:
     def __init__(self, host: Host) -> None:
         self.host, self.loop, self._tickets = host, asyncio.new_event_loop(), count(1)
         self._running: dict[int, asyncio.Task[VerbReply]] = {}
-        if host.ahead is not None:
-            host.ahead.others_wait = lambda: bool(self._running)
+        host.ahead.others_wait = lambda: bool(self._running)
         app = FastAPI(redirect_slashes=False)
         state = ServerState(InlineDriver(host), Options())
         state.library = host.cutter.library  # what is put is found in prompts
