@@ -3,6 +3,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
+import zlib
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -21,6 +22,7 @@ with uncollected():  # to go through all that again and again takes a second
     import oracle
 
 import certifi
+import days
 import forking  # noqa: F401  what is on the path now is what other processes get
 import needs
 import pytest
@@ -41,6 +43,8 @@ else:  # a busy machine is no fault of what is tested
 torch.set_num_threads(1)  # tiny tensors: more threads only wait for each other
 
 SOME = 2  # cases of a test that a quick run asks
+CASES = "KVWEAVE_CASES"  # how many of a test that is marked `sampled`; others each day
+LEFT = pytest.StashKey[list[int]]()  # cases and tests that are left to other days
 THEIRS = ("HOME", "KEY", "KEYS", "LOG", "METRICS_KEY", "URL")  # what commands and servers heed
 BUNDLED = Path(__file__).parents[1] / "src" / "kvweave" / "demo" / "model"
 
@@ -72,17 +76,45 @@ def pytest_xdist_auto_num_workers() -> int:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Of a test's many cases a quick run of the whole asks some, the first and the last; the others are
-    slow."""
+    slow. With ``KVWEAVE_CASES`` it asks so many of one that is marked ``sampled``, or as many as its mark
+    says if that is more, others each day."""
     tests: dict[str, list[pytest.Item]] = {}
     for item in items if os.environ["PYTEST_WHOLE"] else ():
         tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    for cases in tests.values():
+    n_asked = int(os.environ.get(CASES, "0"))
+    left: list[pytest.Item] = []
+    n_sampled = 0
+    for name, cases in tests.items():
         some = {i * (len(cases) - 1) // (SOME - 1) for i in range(SOME)}
         for i, case in enumerate(cases):
             if i not in some:
                 case.add_marker(pytest.mark.slow)
+        mark = cases[0].get_closest_marker("sampled") if n_asked else None
+        if mark is not None and (most := max(n_asked, *mark.args, 1)) < len(cases):
+            today = days.one_in(-(-len(cases) // most), len(cases), zlib.crc32(name.encode()))
+            left += [case for i, case in enumerate(cases) if i not in today]
+            n_sampled += 1
+    if left:
+        config.hook.pytest_deselected(items=left)
+        gone = {*left}
+        items[:] = [item for item in items if item not in gone]
+        config.stash[LEFT] = [len(left), n_sampled]
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """A worker tells who started it."""
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["left"] = session.config.stash.get(LEFT, None)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: object) -> None:
+    """All workers collect the same."""
+    if left := getattr(node, "workeroutput", {}).get("left"):
+        node.config.stash[LEFT] = left  # type: ignore[attr-defined]
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -107,12 +139,17 @@ def pytest_runtest_protocol() -> Iterator[object]:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Say at the end what was skipped, and what would enable it."""
+    """Say at the end what was skipped, and what would enable it, and how much is left to other days."""
     skipped = terminalreporter.stats.get("skipped", [])
     if skipped:
         terminalreporter.section("skipped")
         for line in needs.summary(report.longrepr[2] for report in skipped):
             terminalreporter.line(line)
+    if left := terminalreporter.config.stash.get(LEFT, None):
+        n, tests = left
+        terminalreporter.line(
+            f"{n} cases of {tests} tests are left to other days: make test-slow asks all"
+        )
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -41,6 +41,7 @@ def test_what_cannot_be_imported_is_named() -> None:
 class Reporter(list[str]):
     """Takes what pytest's own would print."""
 
+    config = SimpleNamespace(stash=pytest.Stash())
     stats: ClassVar = {
         "skipped": [SimpleNamespace(longrepr=("test_x.py", 3, "Skipped: needs CUDA"))]
     }

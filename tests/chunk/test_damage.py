@@ -100,6 +100,7 @@ def outcome(home: Path, truth: object, names: Content) -> tuple[str, int]:
         ("killed", "index.sqlite-wal", FLIPS),
     ],
 )
+@pytest.mark.sampled
 def test_a_flipped_bit_costs_at_most_what_it_hit(which, file, n, request, tmp_path):
     source = request.getfixturevalue(which)
     bits = 8 * (source / file).stat().st_size

@@ -110,6 +110,7 @@ def answers(engine: Engine, n: int, **options: Any) -> list[Log]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.sampled
 def test_a_decode_step_costs_what_transformers_does_whoever_decodes(name: str) -> None:
     with engine_on_it(name) as (engine, model):
         for n in (1, 8, 16):
@@ -204,6 +205,7 @@ def first_token(context: Context, **options: Any) -> Log:
 
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 @pytest.mark.parametrize("repair", WISHES)
+@pytest.mark.sampled
 def test_a_weave_and_its_first_token_wait_four_times_at_most(name: str, repair: str) -> None:
     with engine_on_it(name) as (engine, _), counting() as whole:
         context = composed(engine, repair=repair, share=0.2)
@@ -225,6 +227,7 @@ def test_a_weave_and_its_first_token_wait_four_times_at_most(name: str, repair: 
 
 @pytest.mark.parametrize("repair", sorted({*STRATEGIES} - {*WISHES}) + ["auto:evidence"])
 @pytest.mark.parametrize("prune", ["forget", "evict"])
+@pytest.mark.sampled
 def test_so_does_every_other_strategy(repair: str, prune: str) -> None:
     with engine_on_it() as (engine, _), counting() as whole:
         for name in (one := composed(engine, repair="none")).parts[:-1]:

@@ -129,6 +129,7 @@ class Context:
     "spec", ["rkv:40", "rkv:40,alike=0.9", "rkv:40,alike=-0.2", "rkv:0.1,heads=ada", "rkv:9,window=2",
              "rkv:60,heads=ada,layers=pyramid", "rkv:40,mix=0.0"],
 )  # fmt: skip
+@pytest.mark.sampled
 def test_hundreds_of_choices_are_those_of_all_pairs(spec: str) -> None:
     context = Context(Keep.parse(spec), 1)
     context.come(90)

@@ -139,6 +139,7 @@ def test_two_written_out(both: tuple[Runner, list[Heads], float]) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(POLICIES))
+@pytest.mark.sampled
 def test_they_decode_and_stay_within_their_budget(name: str) -> None:
     """Over latents every policy runs: choice after choice, what is counted as it says before, and chunks."""
     with Engine(tiny("deepseek_v3_latent"), base="") as engine:

@@ -79,6 +79,7 @@ def test_every_model_and_group_gets_scores_that_are_the_same_again(name):
 
 @pytest.mark.parametrize("size", [1, 7, 64])
 @pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.sampled
 def test_pieces_of_a_prompt_add_up_to_the_whole(name, size):
     for model in ("llama", "mistral"):
         assert same(seen(name, size, model), seen(name, model=model))

@@ -197,6 +197,7 @@ def engine():
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2, 5, 16, 34])
+@pytest.mark.sampled
 def test_the_memory_does_what_its_twin_does(engine: Engine, seed: int) -> None:
     play = Play(engine, seed)
     for _ in range(150):

@@ -74,6 +74,7 @@ def compare(trace: PageTrace, model: Any, allowed: float) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("size", PROMPTS)
 @pytest.mark.parametrize("page", [1, 5])
+@pytest.mark.sampled
 def test_mass_is_what_attention_pays(
     kind: str, size: str, page: int, files: dict[str, Path], tmp_path: Path
 ) -> None:

@@ -31,6 +31,7 @@ def prompt(n: int = 37) -> list[int]:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("page", [1, 5, 16])
+@pytest.mark.sampled
 def test_mass_is_what_attention_pays(kind: str, page: int, tmp_path: Path) -> None:
     model, engine = made(kind)
     with engine:

@@ -114,6 +114,7 @@ def runner() -> Runner:
 @only_on_cpu("it is about what a CPU rounds")
 @pytest.mark.parametrize("keep", KEEPS)
 @pytest.mark.parametrize("name", ["autocast", "device"])
+@pytest.mark.sampled
 def test_policies_choose_the_same_rows(name: str, keep: str, runner: Runner) -> None:
     if keep not in UNDISTURBED:
         UNDISTURBED[keep] = decoded(runner, keep, nothing, False)
@@ -124,6 +125,7 @@ def test_policies_choose_the_same_rows(name: str, keep: str, runner: Runner) -> 
 @only_on_cpu("it is about what a CPU rounds")
 @pytest.mark.parametrize("name", SETTINGS)
 @pytest.mark.parametrize("strategy", ["patch:4", "auto", "rollout", "deviation"])
+@pytest.mark.sampled
 def test_repairs_and_patches_are_the_same(name: str, strategy: str, runner: Runner) -> None:
     found = []
     for around in (nothing, SETTINGS[name]):

@@ -114,6 +114,7 @@ def test_contexts_of_one_pass_do_not_see_each_other(backend: Backend) -> None:
 
 
 @pytest.mark.parametrize("n", [30, 400])
+@pytest.mark.sampled
 def test_scattered_rows_are_recomputed_exactly(backend: Backend, n: int) -> None:
     """Where rows are wrong, recomputing those gives what a prefill gives, in whatever pieces."""
     wanted, logits = prefill(backend, ids(n))

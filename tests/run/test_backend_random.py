@@ -209,6 +209,7 @@ class Story:
 @pytest.mark.parametrize("moves", [False, True])
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.sampled
 def test_any_works_in_any_order(name: str, seed: int, moves: bool) -> None:
     story = Story([reference(name), transformers(name)], seed, moves)
     verbs = [story.compute] * 4 + [story.place, story.replace, story.put]

@@ -131,6 +131,7 @@ def block(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
 
 @pytest.mark.parametrize("forms", [("k8v4",), ("int8", "k4v2"), ("k8v4", "int4", "k4v2")])
 @pytest.mark.parametrize("dim", [64, 128, 32, 20, 16])
+@pytest.mark.sampled
 def test_it_is_attention_over_what_the_bits_say(
     forms: tuple[str, ...], dim: int, block: int
 ) -> None:

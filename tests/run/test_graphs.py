@@ -99,6 +99,7 @@ def lives(engine: Engine) -> list[Any]:
      *(pytest.param("gpt_oss_sinks", kind, marks=pytest.mark.slow) for kind in KINDS),
      *product(["gemma3", "smollm3_nope", "llama4_chunked"], KINDS[::2])],  # refusing is not theirs
 )  # fmt: skip
+@pytest.mark.sampled
 def test_contexts_live_the_same_life_whoever_launches(name: str, kind: str) -> None:
     wanted = plain_lives(name)
     with engine(name, GRAPHS[kind]) as other:

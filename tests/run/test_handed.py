@@ -162,6 +162,7 @@ def test_rows_are_not_freed_one_by_one(pair: tuple[Runner, Any]) -> None:
 
 
 @pytest.mark.parametrize("repair", ["auto", "query", "deviation", "full"])
+@pytest.mark.sampled
 def test_every_repair_goes_through(pair: tuple[Runner, Any], repair: str) -> None:
     runner, model = pair
     with Engine(runner, repair=repair, share=0.3) as engine:

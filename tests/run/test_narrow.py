@@ -90,6 +90,7 @@ def plans(draw: st.DrawFn, n_layers: int) -> list[dict]:
 @pytest.mark.parametrize("name", NARROWING)
 @settings(max_examples=12, deadline=None)
 @given(data=st.data())
+@pytest.mark.sampled
 def test_few_rows_come_to_the_same_as_all(name, data):
     runner = tiny(name)
     assert runner._narrows

@@ -168,6 +168,7 @@ def same(rows: KVRows, plain: Plain) -> None:
 
 
 @pytest.mark.parametrize("seed", range(16))
+@pytest.mark.sampled
 def test_any_verbs_leave_the_rows_that_a_dict_has(seed: int) -> None:
     """Keep, code, write, place, cut, grow, clone, in any order; copies are not touched."""
     rng = np.random.default_rng(seed)

@@ -56,6 +56,7 @@ def prefill(runner, codec, n, step=None):
 
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.sampled
 def test_every_architecture_stays_near_the_oracle(name, codec):
     runner = tiny(name)
     wanted = oracle.full_prefill(runner, ids(30))

@@ -247,6 +247,7 @@ def test_the_callers_model_stays_as_it_was():
 
 @pytest.mark.parametrize("half", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("model_type", TYPES)
+@pytest.mark.sampled
 def test_half_precision_is_learned_and_off_by_its_rounding_alone(model_type, half):
     narrow = tiny(model_type, half)
     wide = tiny(model_type)

@@ -78,6 +78,7 @@ def works(lot, kind, seed: int) -> list[Work]:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.sampled
 def test_sums_are_those_of_who_is_shown_all(name, kind) -> None:
     runner = Pooled(oracle.build(*oracle.MODELS[name]), name=name)
     runner.new_rows()

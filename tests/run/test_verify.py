@@ -28,6 +28,7 @@ def build(name: str, dtype: torch.dtype, **changes: object) -> Any:
 
 
 @pytest.mark.parametrize("name", sorted(oracle.MODELS))
+@pytest.mark.sampled
 def test_what_is_right_is_accepted_in_half_precision(name: str) -> None:
     """What rounds most is still compared to 1e-3: in float32."""
     runner = Runner(build(name, torch.bfloat16))

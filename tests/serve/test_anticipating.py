@@ -447,6 +447,7 @@ def test_a_namespace_over_its_quota_makes_nothing_ahead(make: Make) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("n_steps", range(6))
+@pytest.mark.sampled
 def test_a_request_that_comes_in_the_middle(make: Make, n_steps: int) -> None:
     agent = Loop(make(), CLEAR)
     agent.run(3)

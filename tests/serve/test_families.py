@@ -45,6 +45,7 @@ def test_every_family_is_here() -> None:
     assert set(CASES) | {"hermes", "think"} == set(FAMILIES)
 
 
+@pytest.mark.sampled
 def test_calls_whole_streamed_and_found_again(talk: tuple[Server, Script, Case]) -> None:
     server, script, case = talk
     wanted = WANTED[: case.n_calls]
@@ -95,6 +96,7 @@ def _prompt(server: Server, reply: Any) -> str:
     return "".join(assembler.text(engine.table.tokens(part.id)) for part in context.parts)
 
 
+@pytest.mark.sampled
 def test_a_call_that_cannot_be_read_is_content(talk: tuple[Server, Script, Case]) -> None:
     server, script, case = talk
     script.say(f"so {case.bad}")

@@ -206,6 +206,7 @@ QUICK = (("chat", "last outputs"), ("responses", "in batches"))
         for rule in RULES
     ],
 )
+@pytest.mark.sampled
 def test_an_edit_that_was_learned_is_a_plain_append(make: Make, api: str, rule: str) -> None:  # noqa: F811
     server, script = make()
     client = Client(server, api, RULES[rule])

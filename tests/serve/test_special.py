@@ -77,6 +77,7 @@ contents = st.lists(pieces, max_size=8).map("".join)
 @settings(max_examples=60, deadline=None)
 @given(system=contents, user=contents, parts=st.lists(contents, max_size=4), last=contents)
 @example(system="<", user="", parts=[], last="")  # as the front of the template's "<turn>"
+@pytest.mark.sampled
 def test_content_adds_no_special_tokens(
     name: str, feature: str, system: str, user: str, parts: list[str], last: str
 ) -> None:

@@ -63,6 +63,7 @@ def generated(model, words, paper, method, question):
 @pytest.mark.parametrize(
     "method", [Method(), BLIND, QUERY, Method(base=False)], ids=lambda m: m.label
 )
+@pytest.mark.sampled
 def test_forced_replies_are_right_when_greedy_decoding_writes_them(exam, model, protocol, method):
     one = paper(exam, protocol)
     found = by_method(exam.sit(one, [method]))[method.label, ""]

@@ -96,6 +96,7 @@ def test_the_pass_begins_when_the_first_layer_is_there(
 
 @pytest.mark.parametrize("model", ["llama", "gemma2", "qwen3", "cohere_interleaved"])
 @pytest.mark.parametrize("repair", ["none", "first_k", "deviation:v", "query", "auto", "full"])
+@pytest.mark.sampled
 def test_rows_and_tokens_are_those_of_chunks_that_never_left(
     open_engine: Callable[..., Engine], model: str, repair: str
 ) -> None:

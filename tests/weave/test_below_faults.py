@@ -90,6 +90,7 @@ def talk(engine: Engine, spec: str) -> tuple[Context, Callable[[int], tuple[int,
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs Linux")
 @pytest.mark.parametrize("code", CODES)
 @pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.sampled
 def test_wherever_the_device_fails_nothing_is_lost(
     spec: str, code: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -154,6 +155,7 @@ def failed(
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="needs Linux")
 @pytest.mark.parametrize("what", [READ, WRITE])
 @pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.sampled
 def test_rows_that_cannot_be_read_back_fail_the_answer_that_wants_them(
     spec: str, what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

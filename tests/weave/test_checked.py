@@ -59,6 +59,7 @@ def disturb(engine: Engine, context: Context, verb: str) -> None:
 
 @pytest.mark.parametrize("verb", VERBS)
 @pytest.mark.parametrize("repair", ["auto", "query", "none"])
+@pytest.mark.sampled
 def test_after_a_weave_it_is_the_audit_or_what_no_answer_has(
     engines: Make, repair: str, verb: str
 ) -> None:

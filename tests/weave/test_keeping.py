@@ -178,6 +178,7 @@ def test_kvzip_reads_what_is_decoded_again(engine: Engine, n_prompt: int) -> Non
 
 
 @pytest.mark.parametrize("name", [name for name in POLICIES if not POLICIES[name].splits])
+@pytest.mark.sampled
 def test_a_budget_that_fits_changes_nothing(engine: Engine, name: str) -> None:
     """All rows stay: the answer is exact, and says so."""
     prompt = ids(40, 5)
@@ -191,6 +192,7 @@ def test_a_budget_that_fits_changes_nothing(engine: Engine, name: str) -> None:
 @pytest.mark.parametrize(
     "name", [n for n, kind in POLICIES.items() if n != "full" and not kind.more]
 )
+@pytest.mark.sampled
 def test_rows_that_go_are_counted_and_their_memory_is_free(engine: Engine, name: str) -> None:
     prompt, keep = ids(120, 6), Keep.parse(f"{name}:24,every={EVERY}")
     answered(engine, keep.text, prompt)
@@ -207,6 +209,7 @@ def test_rows_that_go_are_counted_and_their_memory_is_free(engine: Engine, name:
 
 
 @pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.sampled
 def test_a_conversation_goes_on(engine: Engine, name: str) -> None:
     """Turn after turn, edits between, a fork: rows, parts and index agree; a fork answers the same."""
     context = engine.context("c", keep=f"{name}:30,every={EVERY}")
@@ -260,6 +263,7 @@ def test_memory_is_the_budget_and_a_page(engine: Engine, spec: str) -> None:
     "spec", ["h2o:0.3", "streaming:0.3", "ttkv:16", "diffkv,window=8", "flexicache:16,page=4,overlap=0",
              "h2o:0.2,int8=0.3,layers=pyramid", "kvzip:0.3", "keydiff:0.2,below=rest"],
 )  # fmt: skip
+@pytest.mark.sampled
 def test_what_an_answer_will_take_is_charged_before_it_begins(model: str, spec: str) -> None:
     """Budgets that grow with the answer too: it does not end for want of memory on the way."""
     with Engine(transformers(model), base="") as engine:

@@ -55,6 +55,7 @@ def engine() -> Iterator[Engine]:
 
 @pytest.mark.parametrize("name", POLICIES)
 @pytest.mark.parametrize("more", ["", ",heads=ada,layers=pyramid"])
+@pytest.mark.sampled
 def test_statistics_are_charged_with_the_rows_and_released_with_them(
     engine: Engine, name: str, more: str
 ) -> None:

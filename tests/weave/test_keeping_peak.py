@@ -282,6 +282,7 @@ def test_what_is_there_is_the_budget_and_a_page(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [*QUICK, *MORE])
+@pytest.mark.sampled
 def test_what_is_there_is_the_budget_and_a_page_whatever_is_drawn(name: str) -> None:
     rng = random.Random(name + "1")
     model = runner(name, rng.choice([*DTYPES]))

@@ -18,6 +18,7 @@ ASK = ("kvzip", "flexicache")  # for more than is charged, and do without
 
 
 @pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.sampled
 def test_rows_that_are_there_are_charged_though_more_is_refused(
     spec: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

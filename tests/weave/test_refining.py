@@ -201,6 +201,7 @@ def test_a_fork_has_what_is_done(engines: Make) -> None:
 
 
 @pytest.mark.parametrize("seed", range(24))
+@pytest.mark.sampled
 def test_whatever_is_done_meanwhile(engines: Make, seed: int) -> None:
     """Random verbs while it goes on; what the plan calls exact is, and at last all is."""
     rng = Random(seed)

@@ -76,6 +76,7 @@ def check_shelf(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(oracle.MODELS))
+@pytest.mark.sampled
 def test_full_repair_of_slices_equals_full_prefill(engines: Make, name: str) -> None:
     engine = engines(name)
     chat(engine, "c", [12, 20, 9])

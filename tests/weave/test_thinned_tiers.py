@@ -246,6 +246,7 @@ def test_one_that_is_lost_under_the_pass_is_prefilled_there(
 
 @pytest.mark.parametrize("repair", ["none", "auto", "full"])
 @pytest.mark.parametrize("ends", [True, False])
+@pytest.mark.sampled
 def test_others_go_on_while_one_is_read(
     open_engine: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, repair: str, ends: bool
 ) -> None:
@@ -286,6 +287,7 @@ def test_others_go_on_while_one_is_read(
 
 
 @pytest.mark.parametrize("spec", [*SPECS, "h2o:1", "kvzip:0.01", "knorm:500"])
+@pytest.mark.sampled
 def test_digest_and_tokens_say_how_many_rows_there_are(open_engine: Open, spec: str) -> None:
     """What is expected of a record is what `Thinning` leaves, of chunks of any length."""
     engine = open_engine()

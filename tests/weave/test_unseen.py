@@ -21,6 +21,7 @@ class Pooled(Runner):
 
 @pytest.mark.parametrize("kind", [Runner, Pooled])
 @pytest.mark.parametrize("name", ["gemma2", "gemma3", "llama4_chunked"])
+@pytest.mark.sampled
 def test_what_goes_is_not_missed_and_comes_back_for_an_edit(name: str, kind: Any) -> None:
     runner = kind(oracle.build(*oracle.MODELS[name]), name=name)
     windowed = [info for info in runner.layers if info.mask.first(np.arange(9)) is not None]
@@ -45,6 +46,7 @@ def test_what_goes_is_not_missed_and_comes_back_for_an_edit(name: str, kind: Any
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("name", ["gemma2", "llama4_chunked"])
+@pytest.mark.sampled
 def test_any_verbs_say_the_same_with_and_without(name: str, seed: int) -> None:
     """Parts come and go, at any place, while answers are written."""
     draw = np.random.default_rng(seed)

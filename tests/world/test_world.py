@@ -33,6 +33,7 @@ def many(first_world: int, n_steps: int) -> set[str]:
 
 
 @pytest.mark.parametrize("part", range(8))
+@pytest.mark.sampled
 def test_the_engine_does_what_its_twin_does(part: int) -> None:
     verbs = many(1000 * part, 250)
     assert len(verbs) > 0.7 * len(play.VERBS), f"only {verbs}"
@@ -72,6 +73,7 @@ def test_what_differed_once_does_not_any_more(seed: int, steps: play.Steps) -> N
 
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(PARTS))
+@pytest.mark.sampled(10)
 def test_the_engine_does_what_its_twin_does_for_long(part: int) -> None:
     many(1_000_000 + 1000 * part, LONG // PARTS)
 

@@ -122,11 +122,13 @@ def aimed(way: Aim, ops: int) -> tuple[int, Aim]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", WRITES)
+@pytest.mark.sampled
 def test_writes_that_fail(host: Host, fresh: Fresh, tally: Tally, way: str) -> None:
     writes(host, fresh, tally, way, quick=False)
 
 
 @pytest.mark.parametrize(("kind", "way", "quick"), OTHERS)
+@pytest.mark.sampled
 def test_writes_that_fail_where_others_are(
     host: Host,
     pristine_of: Callable[[str], Filled],
@@ -163,6 +165,7 @@ def writes(host: Host, fresh: Fresh, tally: Tally, way: str, quick: bool) -> Non
 
 
 @slow_too(*READS)
+@pytest.mark.sampled
 def test_reads_that_fail(host: Host, fresh: Fresh, tally: Tally, way: str, quick: bool) -> None:
     """Answers are right or errors meanwhile, and nothing is lost by it, also when it dies then."""
     ops, aim = aimed(READS[way], OPEN | LIST if "EMFILE" in way else READING)
