@@ -96,11 +96,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             today = days.one_in(-(-len(cases) // most), len(cases), zlib.crc32(name.encode()))
             left += [case for i, case in enumerate(cases) if i not in today]
             n_sampled += 1
-    if left:
-        config.hook.pytest_deselected(items=left)
-        gone = {*left}
+    gone = {*left, *(item for item in items if n_asked and item.get_closest_marker("small"))}
+    if gone and os.environ["PYTEST_WHOLE"]:
+        config.hook.pytest_deselected(items=[*gone])
         items[:] = [item for item in items if item not in gone]
-        config.stash[LEFT] = [len(left), n_sampled]
+        if left:
+            config.stash[LEFT] = [len(left), n_sampled]
 
 
 @pytest.hookimpl(trylast=True)

@@ -37,7 +37,8 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Run:
     def collected(day: int) -> tuple[list[str], Any]:
         monkeypatch.setattr(days, "DAY", day)
         tests = (MANY, ("test_plain", 10, None), ("test_few", 3, MANY[2]),
-                 ("test_more", 10, pytest.mark.sampled(5).mark))  # fmt: skip
+                 ("test_more", 10, pytest.mark.sampled(5).mark),
+                 ("test_part", 1, pytest.mark.small.mark))  # fmt: skip
         items: list[Any] = [Case(name, i, mark) for name, n, mark in tests for i in range(n)]
         all_of_them, left = [*items], []
         hook = SimpleNamespace(pytest_deselected=lambda items: left.extend(items))
@@ -59,6 +60,7 @@ def test_each_case_has_its_day(run: Run) -> None:
         assert 2 <= n_of(cases, "test_many") <= 3
         assert n_of(cases, "test_more") == 5, "as many as its mark says"
         assert (n_of(cases, "test_plain"), n_of(cases, "test_few")) == (10, 3)
+        assert n_of(cases, "test_part") == 0, "a slow test asks that"
     assert len({case for cases in asked for case in cases}) == 33
     assert run(0)[0] == asked[0] != asked[1], "the same day, the same cases"
 
@@ -67,10 +69,10 @@ def test_all_are_asked_by_who_names_them_or_sets_nothing(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTEST_WHOLE", "")
-    assert len(run(0)[0]) == 33
+    assert len(run(0)[0]) == 34
     monkeypatch.setenv("PYTEST_WHOLE", "1")
     monkeypatch.delenv(conftest.CASES)
-    assert len(run(0)[0]) == 33
+    assert len(run(0)[0]) == 34
 
 
 def test_a_worker_tells_how_many_are_left_and_the_run_ends_with_it(run: Run) -> None:

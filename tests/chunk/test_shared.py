@@ -301,7 +301,9 @@ for step in range(100_000):
 """
 
 
-@pytest.mark.parametrize("n", [200, pytest.param(3000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "n", [pytest.param(200, marks=pytest.mark.small), pytest.param(3000, marks=pytest.mark.slow)]
+)
 def test_kills_lose_nothing_acknowledged(n, url, tmp_path):
     """Three engines, random verbs, and SIGKILL again and again."""
     dice, expected, n_done = random.Random(5), {}, 0

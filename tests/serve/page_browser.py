@@ -25,7 +25,12 @@ def opening(browser, app: FastAPI) -> Iterator[Callable[..., object]]:
                 wrong.append(f"asked {route.request.url}")
                 route.abort()
 
-        def open_page(width: int = 1440, scheme: str = "light", expect_errors: bool = False):
+        def open_page(
+            width: int = 1440,
+            scheme: str = "light",
+            expect_errors: bool = False,
+            clock: bool = False,
+        ):
             context = browser.new_context(
                 viewport={"width": width, "height": 900}, color_scheme=scheme
             )
@@ -38,6 +43,8 @@ def opening(browser, app: FastAPI) -> Iterator[Callable[..., object]]:
                     "console", lambda m: m.type in ("error", "warning") and wrong.append(m.text)
                 )
             page.on("pageerror", lambda error: wrong.append(str(error)))
+            if clock:  # so that `later` need not wait
+                page.clock.install()
             page.goto(url)
             page.wait_for_selector("#live[data-state='on'], #live[data-state='off']")
             return page
@@ -66,6 +73,12 @@ def until(page, expression: str) -> None:
     raise AssertionError(f"never true: {expression}")
 
 
+def later(page, seconds: float) -> None:
+    """Let so much time pass on a page that was opened with ``clock``, and what it does then happen."""
+    page.clock.fast_forward(int(1000 * seconds))
+    page.wait_for_timeout(300)
+
+
 def say(page, text: str) -> str:
     """Send a message, and return the answer when it is whole."""
     before = page.locator("#log .foot:not(:empty)").count()
@@ -77,9 +90,7 @@ def say(page, text: str) -> str:
 
 
 SLOW = pytest.mark.slow
-SIZES = pytest.mark.parametrize(
-    ("width", "scheme"), [(w, s) for w in (360, 800, 1280) for s in ("light", "dark")]
-)
+WIDTHS = pytest.mark.parametrize("width", [360, 800, 1280])
 
 # Pairs of texts that lie over one another; texts that are cut are as large as they are seen.
 OVERLAPS = """() => {
@@ -133,10 +144,13 @@ BEYOND = """() => [...document.querySelectorAll('.panel, .panel > :not(.sr), .co
 
 
 def check_looks(page) -> None:
-    """Nothing wider than the window, nothing over another, all of it readable."""
+    """Nothing wider than the window, nothing over another, all of it readable, in the light and the dark."""
     inside = page.evaluate("[document.documentElement.scrollWidth, innerWidth]")
-    beyond = page.evaluate(BEYOND)
-    overlaps, unreadable = page.evaluate(OVERLAPS), page.evaluate(UNREADABLE)
+    beyond, overlaps = page.evaluate(BEYOND), page.evaluate(OVERLAPS)
+    unreadable = []
+    for scheme in ("dark", "light"):
+        page.emulate_media(color_scheme=scheme)
+        unreadable += page.evaluate(UNREADABLE)
     wrong = (inside[0] > inside[1], beyond, overlaps, unreadable)
     if any(wrong):
         raise AssertionError(wrong)

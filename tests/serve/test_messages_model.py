@@ -450,7 +450,11 @@ def lives(seed: int, bundled: Path, home: Path, n: int) -> Counter[str]:
 
 @pytest.mark.parametrize(
     ("seed", "n"),
-    [(0, 15), (1, 12), *(pytest.param(n, 40, marks=pytest.mark.slow) for n in range(1, LIVES + 1))],
+    [
+        (0, 15),
+        pytest.param(1, 12, marks=pytest.mark.small),
+        *(pytest.param(n, 40, marks=pytest.mark.slow) for n in range(1, LIVES + 1)),
+    ],
 )
 def test_a_life_is_as_the_plain_model_has_it(
     seed: int, n: int, bundled: Path, tmp_path: Path

@@ -12,7 +12,7 @@ pytest.importorskip("fastapi", reason=lack("fastapi is not installed", PIP, "fas
 
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
-from serve.page_browser import boxes, chunks_of, opening, say, until
+from serve.page_browser import boxes, chunks_of, later, opening, say, until
 from serve.page_server import XSS
 
 from kvweave import Engine
@@ -290,7 +290,7 @@ def test_empty_server_says_what_to_do(visit, fake):
 
 @slow
 def test_asks_again_and_rests_while_hidden(visit, fake):
-    page = visit()
+    page = visit(clock=True)
     chunks_of(page, "chat/42").first.wait_for()
     fake.contexts["late"] = []
     page.locator('article[data-name="late"]').wait_for(timeout=5000)
@@ -299,7 +299,7 @@ def test_asks_again_and_rests_while_hidden(visit, fake):
     page.evaluate(hide % "true")
     page.wait_for_timeout(300)  # what was under way ends
     page.on("request", lambda request: asked.append(request.url))
-    page.wait_for_timeout(2600)
+    later(page, 2.6)
     assert asked == [] and page.locator("#live").inner_text() == "paused"
     page.evaluate(hide % "false")
     page.locator("#live[data-state='on']").wait_for()

@@ -4,7 +4,17 @@ from __future__ import annotations
 
 import time
 
-from serve.page_browser import SIZES, SLOW, boxes, check_looks, chunks_of, opening, say, until
+from serve.page_browser import (
+    SLOW,
+    WIDTHS,
+    boxes,
+    check_looks,
+    chunks_of,
+    later,
+    opening,
+    say,
+    until,
+)  # fmt: skip
 from serve.page_server import answered
 
 from kvweave import Engine
@@ -123,20 +133,22 @@ def gone(what) -> bool:
 
 @SLOW
 def test_removing_waits_longer_while_somebody_is_there(visit, fake):
-    page = visit()
+    page = visit(clock=True)
     row = page.locator("#stored tr").filter(has_text="docs/faq")
     row.get_by_role("button").click()
     page.get_by_role("menuitem", name="Remove").click()
     page.get_by_text("Removing docs/faq.").wait_for()
     until(page, "![...document.querySelectorAll('#stored th')].some(e => e.textContent === 'docs/faq')")  # fmt: skip
     page.locator(".toast").get_by_role("button", name="Undo").focus()
-    page.wait_for_timeout(9000)
+    later(page, 9)
     assert fake.removed == []
     page.keyboard.press("Enter")
     page.get_by_text("docs/faq stays.").wait_for()
     row.get_by_role("button").click()
     page.get_by_role("menuitem", name="Remove").click()
-    page.get_by_text("docs/faq is removed.").wait_for(timeout=15_000)
+    page.get_by_text("Removing docs/faq.").wait_for()
+    later(page, 15)
+    page.get_by_text("docs/faq is removed.").wait_for()
     assert fake.removed == ["docs/faq"]
 
 
@@ -257,9 +269,9 @@ def test_over_the_real_server_edits_are_undone_and_plans_kept(browser, bundled):
 
 
 @SLOW
-@SIZES
-def test_an_amendment_stands_at_the_end_and_is_undone(visit, fake, width, scheme):
-    page, before = visit(width, scheme), ids(fake)
+@WIDTHS
+def test_an_amendment_stands_at_the_end_and_is_undone(visit, fake, width):
+    page, before = visit(width), ids(fake)
     chunks_of(page, "chat/42").nth(3).click()
     page.get_by_role("menuitem", name="Amend").wait_for()
     inside(page, "[role=menu]", width)

@@ -96,7 +96,9 @@ def looked(home: Path, truth: Json) -> str:
     return "aside" if aside else "same" if len(found) == len(truth) and not lapsed else "less"
 
 
-@pytest.mark.parametrize("n", [60, pytest.param(600, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "n", [pytest.param(60, marks=pytest.mark.small), pytest.param(600, marks=pytest.mark.slow)]
+)
 def test_a_flipped_bit_is_never_another_text(
     closed: tuple[Path, Json], tmp_path: Path, n: int, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -313,6 +313,7 @@ def flips(
     tally.settle()
 
 
+@pytest.mark.small
 def test_some_bits(host: Host, fresh: Fresh, pristine: Filled, tally: Tally) -> None:
     flips(host, fresh, pristine, tally, 4)
 

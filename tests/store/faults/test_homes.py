@@ -333,6 +333,7 @@ def campaign(host: Host, root: Path, tally: Tally, n: int, seed: int = SEED) -> 
     tally.settle()
 
 
+@pytest.mark.small
 def test_a_few_homes(host: Host, tmp_path: Path, tally: Tally) -> None:
     campaign(host, tmp_path, tally, 6)
 

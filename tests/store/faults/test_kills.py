@@ -136,6 +136,7 @@ def campaign(host: Host, root: Path, n: int, tally: Tally, *, tier: str = "") ->
     tally.settle()
 
 
+@pytest.mark.small
 def test_a_few_kills(host: Host, tmp_path: Path, tally: Tally) -> None:
     campaign(host, tmp_path, 4, tally)
 
@@ -154,7 +155,10 @@ def test_kills_of_engines_that_share_a_store(
     campaign(host, tmp_path, KILLS // 4, tally, tier=shared_at(tmp_path / "shared", kind))
 
 
-@pytest.mark.parametrize("n", [3, pytest.param(KILLS // 10, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "n",
+    [pytest.param(3, marks=pytest.mark.small), pytest.param(KILLS // 10, marks=pytest.mark.slow)],
+)
 def test_kills_where_files_have_names_at_once(
     host: Host, tmp_path: Path, tally: Tally, n: int
 ) -> None:
@@ -210,7 +214,9 @@ def test_power_cuts(host: Host, tmp_path: Path, tally: Tally) -> None:
     cuts(host, tmp_path, CUTS, tally)
 
 
-@pytest.mark.parametrize("n", [2, pytest.param(CUTS // 4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "n", [pytest.param(2, marks=pytest.mark.small), pytest.param(CUTS // 4, marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("named", [0, 1], ids=["nameless", "named"])
 def test_power_cuts_of_a_shared_directory(
     host: Host, tmp_path: Path, tally: Tally, named: int, n: int

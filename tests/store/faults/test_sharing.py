@@ -91,6 +91,7 @@ def drain_collector(collector: Child, tally: Tally) -> None:
 
 
 @pytest.mark.parametrize("spec", KINDS[:1], indirect=True)
+@pytest.mark.small
 def test_engines_and_a_collector(host: Host, tmp_path: Path, tally: Tally, spec: str) -> None:
     campaign(host, tmp_path, spec, 100, 60, tally)
 
