@@ -165,6 +165,7 @@ def test_facts_that_were_cleared_are_not_counted(bench: Any, exam: Exam) -> None
 
 
 @pytest.mark.parametrize("part", [0, 1])
+@pytest.mark.slow
 def test_wrong_kv_shows(bench: Any, exam: Exam, asked: Any, part: int, monkeypatch: Any) -> None:
     """Keys or values of one message are another's: contexts that are otherwise exact drift."""
     class_of, heard = bench.drift.Living, bench.drift.Living.heard

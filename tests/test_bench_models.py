@@ -56,6 +56,7 @@ def test_every_model_is_there_and_all_are_small(bench: dict[str, ModuleType]) ->
 
 
 @pytest.mark.parametrize("name", KNOWS)
+@pytest.mark.slow
 def test_a_model_knows_what_its_documents_say(bench: dict[str, ModuleType], name: str) -> None:
     regret, worlds = bench["regret"], bench["worlds"]
     folder, kind, size = regret.WEIGHTS / name, regret.kind_of(name), regret.mastered(name)

@@ -23,6 +23,7 @@ def record() -> Iterator[ModuleType]:
         sys.path.remove(str(BENCH))
 
 
+@pytest.mark.slow
 def test_both_ways_are_measured(record: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     common = importlib.import_module("common")
     monkeypatch.setattr(record.torch, "set_num_threads", lambda n: None)

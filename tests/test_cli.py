@@ -730,6 +730,7 @@ def test_file_verbs_load_neither_torch_nor_rich(tmp_path):
     assert found.stdout.splitlines()[-1] == "[]", found.stdout
 
 
+@pytest.mark.slow
 def test_on_a_terminal_tables_are_drawn_and_a_closed_pipe_is_quiet(tmp_path):
     env = {**os.environ, "KVWEAVE_HOME": str(tmp_path / "home"), "COLUMNS": "80"}
     with Table(tmp_path / "home" / "index.sqlite") as table:

@@ -599,6 +599,7 @@ class Dropping(httpx.BaseTransport, httpx.AsyncBaseTransport):
         await self.awaited.aclose()
 
 
+@pytest.mark.slow
 def test_what_changes_something_happens_once_though_its_answer_is_lost(server, make):
     with make(server.url, transport=Dropping()) as client:
         id = client.put("docs/a", A).id

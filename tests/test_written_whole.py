@@ -39,6 +39,7 @@ WRITERS: dict[str, Callable[[Path, Path], int]] = {
 
 
 @pytest.mark.parametrize("name", WRITERS)
+@pytest.mark.slow
 def test_what_was_there_stays_where_there_is_no_room(
     tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -55,6 +55,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return found  # nothing of a server
 
 
+@pytest.mark.slow
 def test_a_list_is_read_in_few_statements(table: Table, asked: list[str]) -> None:
     files = Files(table)
     entries = files.ls("docs/")
@@ -63,6 +64,7 @@ def test_a_list_is_read_in_few_statements(table: Table, asked: list[str]) -> Non
     assert len(asked) <= 2 * (1 + 3 * 4), "one statement for each of many names"
 
 
+@pytest.mark.slow
 def test_a_page_reads_no_more_than_a_page(table: Table) -> None:
     files, read = Files(table), list[int]()
     every = files.ls()
@@ -90,6 +92,7 @@ def test_refs_count_names_contexts_and_what_stands_behind(table: Table) -> None:
     assert set(refs.values()) == {1}
 
 
+@pytest.mark.slow
 def test_many_names_are_moved_copied_pinned_and_removed_or_none_is(table: Table) -> None:
     files = Files(table)
     ids = [e.id for e in files.ls()]
@@ -118,6 +121,7 @@ def test_many_names_are_moved_copied_pinned_and_removed_or_none_is(table: Table)
     assert table.collect([ChunkId(base)]) == [], "a context holds it"
 
 
+@pytest.mark.slow
 def test_a_table_may_free_a_few_at_a_time_and_names_go_at_once(
     table: Table, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -105,6 +105,7 @@ os._exit(0)
 """
 
 
+@pytest.mark.slow
 def test_the_holds_of_a_dead_engine_expire(url):
     with Table(url) as table:
         id = put(table, "x", 1)
@@ -304,6 +305,7 @@ for step in range(100_000):
 @pytest.mark.parametrize(
     "n", [pytest.param(200, marks=pytest.mark.small), pytest.param(3000, marks=pytest.mark.slow)]
 )
+@pytest.mark.slow
 def test_kills_lose_nothing_acknowledged(n, url, tmp_path):
     """Three engines, random verbs, and SIGKILL again and again."""
     dice, expected, n_done = random.Random(5), {}, 0

@@ -227,6 +227,7 @@ class SharedModel(Model):
         return self.server.fresh()
 
 
+@pytest.mark.slow
 def test_shared_model(server):
     SharedModel.server = server
     run_state_machine_as_test(

@@ -332,6 +332,7 @@ def test_what_cannot_be_computed_is_let_go_of(host):
     assert canonical(host).keys() == {A, B}, "the next request has them tried again"
 
 
+@pytest.mark.slow
 def test_random_prompts_are_woven_of_what_was_named(host, runner):
     """Whatever is edited and whenever there is time: a full repair is a prefill, rows that are reused were
     named before, and a prompt whose chunks are all new is left to vLLM."""

@@ -161,6 +161,7 @@ def test_without_matplotlib_there_is_no_figure_and_the_rest_goes_on(quick, monke
     assert not (tmp_path / "x.png").exists()
 
 
+@pytest.mark.slow
 def test_another_model_is_told_the_rules_and_compared_with_its_full_prefill(
     tiny, tmp_path, capsys, monkeypatch
 ):

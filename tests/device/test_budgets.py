@@ -170,6 +170,7 @@ def test_requests_of_every_kind_wait_once_a_step() -> None:
         check_clean(whole)
 
 
+@pytest.mark.slow
 def test_a_seed_costs_its_own_noise(monkeypatch: pytest.MonkeyPatch) -> None:
     made = torch.Generator  # none is there for a device that is not
     monkeypatch.setattr(torch, "Generator", lambda device="cpu": made())
@@ -228,6 +229,7 @@ def test_a_weave_and_its_first_token_wait_four_times_at_most(name: str, repair: 
 @pytest.mark.parametrize("repair", sorted({*STRATEGIES} - {*WISHES}) + ["auto:evidence"])
 @pytest.mark.parametrize("prune", ["forget", "evict"])
 @pytest.mark.sampled
+@pytest.mark.slow
 def test_so_does_every_other_strategy(repair: str, prune: str) -> None:
     with engine_on_it() as (engine, _), counting() as whole:
         for name in (one := composed(engine, repair="none")).parts[:-1]:

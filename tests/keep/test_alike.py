@@ -130,6 +130,7 @@ class Context:
              "rkv:60,heads=ada,layers=pyramid", "rkv:40,mix=0.0"],
 )  # fmt: skip
 @pytest.mark.sampled
+@pytest.mark.slow
 def test_hundreds_of_choices_are_those_of_all_pairs(spec: str) -> None:
     context = Context(Keep.parse(spec), 1)
     context.come(90)

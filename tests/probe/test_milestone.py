@@ -59,6 +59,7 @@ class Both(Observer):
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma3"])
+@pytest.mark.slow
 def test_the_policy_keeps_the_pages_that_the_ranking_puts_first(kind: str, tmp_path: Path) -> None:
     """Choice by choice, of those a head still has; recorded while the policy lets go of them."""
     torch.manual_seed(3)

@@ -149,6 +149,7 @@ def test_a_stranger_costs_one_question(workers, route, method, path, body):
     assert not router.state.tenants.all()
 
 
+@pytest.mark.slow
 def test_workers_are_asked_for_so_many_summaries_and_for_each_once(workers, route):
     both = workers(2, refuses, ours=True)
     router = route(both, probe=30)

@@ -35,6 +35,7 @@ def said(pair: Pair, name: str) -> str | int:
 
 
 @pytest.mark.parametrize("how", ["rm", "place"])
+@pytest.mark.slow
 def test_what_one_worker_refuses_is_done_on_none(pair: Pair, how: str) -> None:
     with pair.client() as client, pair.router.client(ANNA) as http:
         here, _ = put_apart(pair, client)
@@ -52,6 +53,7 @@ def test_what_one_worker_refuses_is_done_on_none(pair: Pair, how: str) -> None:
             assert http.delete("/v1/chunks/docs/**").status_code == 200 and have(pair) == [{}, {}]
 
 
+@pytest.mark.slow
 def test_a_put_that_an_older_chunk_would_undo_is_refused(pair: Pair) -> None:
     with pair.client() as client:
         names = put_apart(pair, client)
@@ -72,6 +74,7 @@ def test_a_put_that_an_older_chunk_would_undo_is_refused(pair: Pair) -> None:
             client.files.rm("new/")
 
 
+@pytest.mark.slow
 def test_a_chunk_that_is_down_is_not_said_to_be_nowhere(pair: Pair) -> None:
     with pair.client() as client, pair.router.client(ANNA) as http:
         name, _ = put_apart(pair, client)
@@ -89,6 +92,7 @@ def test_a_chunk_that_is_down_is_not_said_to_be_nowhere(pair: Pair) -> None:
         assert said(pair, name) == f"{A} {name[5:]}" and said(pair, "nothing") == 404
 
 
+@pytest.mark.slow
 def test_copies_say_what_was_put_last_and_are_pinned_as_it_is(pair: Pair) -> None:
     with pair.client() as client, pair.router.client(ANNA) as http:
         a, b = put_apart(pair, client)
@@ -108,6 +112,7 @@ def test_copies_say_what_was_put_last_and_are_pinned_as_it_is(pair: Pair) -> Non
 
 
 @pytest.mark.parametrize("how", ["cp", "mv", "compress"])
+@pytest.mark.slow
 def test_a_verb_that_comes_again_under_its_key_is_answered_as_before(pair: Pair, how: str) -> None:
     with pair.client() as client:
         here, _ = put_apart(pair, client)

@@ -116,6 +116,7 @@ def test_chunks_are_put_once_and_lent_to_who_needs_them(pair):
 
 
 @pytest.mark.parametrize("other", [False, True])
+@pytest.mark.slow
 def test_a_chunk_is_lent_to_another_base_and_not_to_another_model(monkeypatch, other):
     with ExitStack() as stack:
         both = [
@@ -237,6 +238,7 @@ def test_a_context_without_a_name_is_made_once_under_one_key(pair):
 
 
 @pytest.mark.parametrize("verb", ["fork", "rename"])
+@pytest.mark.slow
 def test_a_context_does_not_get_a_name_that_another_worker_has(pair, verb):
     with pair.client() as client, pair.router.client(ANNA) as http:
         homes = spread(pair, client, at_first=2)
@@ -263,6 +265,7 @@ def test_a_context_does_not_get_a_name_that_another_worker_has(pair, verb):
             assert again.headers["idempotent-replayed"] == "true"
 
 
+@pytest.mark.slow
 def test_of_two_that_want_one_name_at_once_one_gets_it(pair):
     with pair.client() as client:
         homes = spread(pair, client)
@@ -321,6 +324,7 @@ def test_a_memory_is_where_its_context_is(pair):
             memory.close()
 
 
+@pytest.mark.slow
 def test_a_new_router_finds_contexts_and_chunks(pair):
     with pair.client() as client:
         client.context("chat/old", system="keep the notes .")
@@ -339,6 +343,7 @@ def test_a_new_router_finds_contexts_and_chunks(pair):
             assert len(pair.holders(first)) == 1
 
 
+@pytest.mark.slow
 def test_tenants_see_nothing_of_one_another(pair):
     with pair.client() as anna, pair.client(BERTA) as berta:
         anna.put("docs/secret", A)

@@ -86,6 +86,7 @@ def test_a_name_of_another_worker_is_not_given_to_a_second_chunk(
 
 
 @pytest.mark.parametrize("to", [None, "made/new"])
+@pytest.mark.slow
 def test_what_one_worker_would_not_compress_none_does(pair: Pair, to: str | None) -> None:
     name, other = lent(pair)
     [home] = pair.holders(other)
@@ -109,6 +110,7 @@ def test_what_one_worker_would_not_compress_none_does(pair: Pair, to: str | None
 
 
 @pytest.mark.parametrize("how", ["cp", "mv", "compress"])
+@pytest.mark.slow
 def test_every_copy_gets_the_name_and_is_of_the_chunk_that_is_right(pair: Pair, how: str) -> None:
     name, _ = lent(pair)
     done = set()
@@ -145,6 +147,7 @@ def test_what_one_worker_refuses_none_does(pair: Pair) -> None:
     assert len({each["made/new"] for each in have(pair)}) == 1
 
 
+@pytest.mark.slow
 def test_several_chunks_are_not_one_though_they_are_apart(pair: Pair) -> None:
     with pair.client() as client:
         for name in put_apart(pair, client):
@@ -157,6 +160,7 @@ def test_several_chunks_are_not_one_though_they_are_apart(pair: Pair) -> None:
     assert verb(pair, "nothing", "cp", to="x").status_code == 404
 
 
+@pytest.mark.slow
 def test_chunks_that_are_put_together_replace_those_that_are_there(pair: Pair) -> None:
     with pair.client() as client, pair.router.client(ANNA) as http:
         here, there = put_apart(pair, client)

@@ -370,6 +370,7 @@ def lives(seed: int, bundled: Path, home: Path, n: int) -> Counter[str]:
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in (1,))])  # fmt: skip
+@pytest.mark.slow
 def test_a_life_is_as_the_plain_model_has_it(seed: int, bundled: Path, tmp_path: Path) -> None:
     did = lives(seed, bundled, tmp_path / "home", 60)
     print(f"\n{dict(did)}")

@@ -299,6 +299,7 @@ CLEAR = {
 }
 
 
+@pytest.mark.slow
 def test_an_edit_a_turn_reuses_what_a_prefix_cache_computes_again(
     served: tuple[Server, Script], bundled: Path
 ) -> None:

@@ -67,6 +67,7 @@ def played(bench: Any, make: Any, mark: str, role: str, seed: int, n: int = 3) -
     ("mark", "role", "seed"),
     [("[cleared]", "tool", 5), ("({lines} lines of {chars} characters left out)", "user", 6)],
 )
+@pytest.mark.slow
 def test_rules_of_agents_are_learned(bench: Any, mark: str, role: str, seed: int) -> None:
     rules = bench.rules.RULES
     # what goes by number is foreseen from the third edit on, without a wrong guess

@@ -110,6 +110,7 @@ def test_every_item_is_counted_once_and_found_while_it_is_held(
     assert (store.n_bytes, store.said.n_bytes, len(store.kept), len(store.said)) == (0, 0, 0, 0)
 
 
+@pytest.mark.slow
 def test_forgetting_takes_as_long_as_there_is_to_forget() -> None:
     store = NamespaceStore()
     for i in range(2000):

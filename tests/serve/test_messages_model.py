@@ -456,6 +456,7 @@ def lives(seed: int, bundled: Path, home: Path, n: int) -> Counter[str]:
         *(pytest.param(n, 40, marks=pytest.mark.slow) for n in range(1, LIVES + 1)),
     ],
 )
+@pytest.mark.slow
 def test_a_life_is_as_the_plain_model_has_it(
     seed: int, n: int, bundled: Path, tmp_path: Path
 ) -> None:

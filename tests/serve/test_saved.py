@@ -179,6 +179,7 @@ def texts(folder: Path) -> bytes:
     return b"".join(each.read_bytes() for each in sorted(folder.glob(f"{FILE}*")))
 
 
+@pytest.mark.slow
 def test_a_conversation_goes_on_after_a_restart(serve: Any, tmp_path: Path) -> None:
     first = serve(home=tmp_path)
     anna = first.anna

@@ -334,6 +334,7 @@ def test_any_requests_get_what_they_want_and_exact_ones_are_exact(
 
 
 @pytest.mark.parametrize("keep", ["streaming:24,every=1", "h2o:12,every=1"])
+@pytest.mark.slow
 def test_a_base_that_a_token_policy_cut_is_not_taken_for_all_of_it(
     engines: Make, keep: str
 ) -> None:

@@ -154,6 +154,7 @@ def test_what_is_refused(talk: tuple[Server, Script], changes: dict[str, Any], p
     assert len(server.service.driver.engine.table) == n
 
 
+@pytest.mark.slow
 def test_langchain(talk: tuple[Server, Script]) -> None:
     need("langchain_openai")
     from langchain_core.tools import tool

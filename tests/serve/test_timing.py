@@ -158,6 +158,7 @@ def test_nor_do_other_ways_of_reuse_tell(worlds, reuse):
         ("POST", "/v1/contexts/mine:ask", lambda text: {"content": text, "max_tokens": 1}, 1),
     ],
 )
+@pytest.mark.slow
 def test_known_and_unknown_text_of_one_length_take_the_same_rows(world, method, path, body, seed):
     world.ask(BERTA, "")  # what any first request has to do
     rows = []

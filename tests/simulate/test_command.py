@@ -18,6 +18,7 @@ def path(tmp_path: Path) -> str:
     return str(tmp_path / "t.jsonl")
 
 
+@pytest.mark.slow
 def test_json_has_a_result_for_every_policy(path: str, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["simulate", path, "--policy", "all", "--tiers", "ram:5%,disk:20%", "--json"]
     assert main(words) == 0

@@ -38,6 +38,7 @@ class Once:
 
 
 @pytest.mark.parametrize(("module", "name", "code"), [(os, "stat", errno.EIO), (fcntl, "flock", errno.ENOLCK)])  # fmt: skip
+@pytest.mark.slow
 def test_what_fails_keeps_no_lock(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: Any, name: str, code: int
 ) -> None:

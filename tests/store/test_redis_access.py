@@ -114,6 +114,7 @@ def test_tls(tmp_path: Path) -> None:
 
 
 @servers.needs_redis
+@pytest.mark.slow
 def test_a_cluster(tmp_path: Path) -> None:
     options = ["--cluster-enabled", "yes", "--cluster-config-file", str(tmp_path / "nodes")]
     server = servers.redis(tmp_path, *options, "--cluster-port", str(servers.free_port()))

@@ -50,6 +50,7 @@ def told(drifts: np.ndarray, known: AuditedCell) -> tuple[int, int, int]:
 
 @pytest.mark.parametrize("name", STREAMS)
 @pytest.mark.sampled
+@pytest.mark.slow
 def test_of_answers_like_those_before_95_in_100_are_under_the_bound(name: str) -> None:
     found = [told(STREAMS[name](np.random.default_rng(i), 400), AuditedCell()) for i in range(16)]
     kept = [1 - missed / n for n, missed, _ in found]

@@ -87,6 +87,7 @@ def test_room_for_raw_rows_comes_on_top_of_what_policies_count(engine: Engine, s
     turn.finish()
 
 
+@pytest.mark.slow
 def test_rows_come_back_only_where_there_is_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Heads that turn unstable want all rows: more than was charged, or than the budget has."""
     calls = iter(range(10_000))

@@ -247,6 +247,7 @@ def test_one_that_is_lost_under_the_pass_is_prefilled_there(
 @pytest.mark.parametrize("repair", ["none", "auto", "full"])
 @pytest.mark.parametrize("ends", [True, False])
 @pytest.mark.sampled
+@pytest.mark.slow
 def test_others_go_on_while_one_is_read(
     open_engine: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, repair: str, ends: bool
 ) -> None:

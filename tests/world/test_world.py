@@ -39,6 +39,7 @@ def test_the_engine_does_what_its_twin_does(part: int) -> None:
     assert len(verbs) > 0.7 * len(play.VERBS), f"only {verbs}"
 
 
+@pytest.mark.slow
 def test_so_it_does_where_rows_stand_in_pools_and_passes_are_recorded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -189,6 +189,7 @@ def test_reads_that_fail(host: Host, fresh: Fresh, tally: Tally, way: str, quick
 
 
 @slow_too("once", "from then on")
+@pytest.mark.slow
 def test_syncs_that_fail_before_the_power_does(
     host: Host, fresh: Fresh, tally: Tally, way: str, quick: bool
 ) -> None:

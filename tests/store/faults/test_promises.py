@@ -42,6 +42,7 @@ def intact(host: Host, world: Filled, tally: Tally, where: str) -> None:
         tally.fault("lost", f"{where}: {after.refused}")
 
 
+@pytest.mark.slow
 def test_a_slow_disk(host: Host, fresh: Fresh, tally: Tally) -> None:
     world = fresh()
     host.control.aim(READ, world.tier, mode=HANG, seconds=0.6, count=2)
@@ -53,6 +54,7 @@ def test_a_slow_disk(host: Host, fresh: Fresh, tally: Tally) -> None:
     tally.settle()
 
 
+@pytest.mark.slow
 def test_no_mappings_left(host: Host, tmp_path: Path, tally: Tally) -> None:
     told = chunks(12, seed=3)
     world = Filled(tmp_path, told)
@@ -73,6 +75,7 @@ def test_dying_in_the_middle_of_conversations(host: Host, tmp_path: Path, tally:
 
 
 @pytest.mark.parametrize("kind", ["disk", pytest.param("s3", marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_engines_that_share_a_store(host: Host, tmp_path: Path, tally: Tally, kind: str) -> None:
     shared = shared_at(tmp_path / "shared", kind)
     (tmp_path / "shared").mkdir()
@@ -125,6 +128,7 @@ def test_a_user_s_directory_is_none_of_ours(host: Host, tmp_path: Path, tally: T
     tally.settle()
 
 
+@pytest.mark.slow
 def test_removed_while_it_is_written_behind(host: Host, tmp_path: Path, tally: Tally) -> None:
     told = {f"new/{i}": tokens for i, tokens in enumerate(chunks(8, seed=4).values())}
     world = Filled(tmp_path, told)
@@ -152,6 +156,7 @@ def test_a_server_that_says_nothing_any_more(host: Host, tmp_path: Path, tally: 
     tally.settle()
 
 
+@pytest.mark.slow
 def test_more_kv_than_memory(host: Host, tmp_path: Path, tally: Tally) -> None:
     told = {f"docs/{i}": (3 + i, *range(5, 40)) for i in range(25)}
     tiers = (tier_at(tmp_path / "tier"),)
@@ -165,6 +170,7 @@ def test_more_kv_than_memory(host: Host, tmp_path: Path, tally: Tally) -> None:
 
 
 @pytest.mark.parametrize("error", [errno.ENOSPC, errno.EIO])
+@pytest.mark.slow
 def test_closing_on_a_full_disk(host: Host, fresh: Fresh, tally: Tally, error: int) -> None:
     world = fresh()
     args = (world.home, world.tiers, world.root, world.told, WRITING, error)

@@ -21,6 +21,7 @@ PristineOf = Callable[[str], Filled]
 
 
 @pytest.mark.parametrize("kind", ["disk", "s3"])
+@pytest.mark.slow
 def test_some_files_damaged(
     host: Host, pristine_of: PristineOf, tmp_path: Path, tally: Tally, kind: str
 ) -> None:
@@ -77,6 +78,7 @@ def spoilt(client: Any, keys: list[bytes]) -> Iterator[tuple[str, Callable[[], A
 
 @servers.needs_redis
 @pytest.mark.parametrize("quick", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_values_of_a_server(host: Host, tmp_path: Path, tally: Tally, quick: bool) -> None:
     library = pytest.importorskip("redis", reason=lack("redis-py is not installed", PIP, "redis"))
     (tmp_path / "redis").mkdir()

@@ -92,6 +92,7 @@ def drain_collector(collector: Child, tally: Tally) -> None:
 
 @pytest.mark.parametrize("spec", KINDS[:1], indirect=True)
 @pytest.mark.small
+@pytest.mark.slow
 def test_engines_and_a_collector(host: Host, tmp_path: Path, tally: Tally, spec: str) -> None:
     campaign(host, tmp_path, spec, 100, 60, tally)
 
