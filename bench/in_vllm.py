@@ -6,7 +6,7 @@ question and its answer become a turn behind an edit) and asks after each. Ratio
 takes when nothing else runs; of two, one waits busily for the other. Cases are interleaved, and each has its own salt and namespace, so that none finds another's
 blocks or chunks. All requests declare their turns. Between two of them nobody asks for anything, as where
 somebody reads or a tool runs, and vLLM makes the canonical KV of new turns (`ahead`); what that takes is told
-apart, as it is no part of a first token. With `--no-ahead` requests make it themselves, and the first
+apart, as it is no part of a first token; in one case it prefills what was woven, too (`refine`). With `--no-ahead` requests make it themselves, and the first
 ones declare nothing, or they would be woven. `embedded` is kvweave without vLLM, which stores new turns within
 the request that brings them. A second vLLM, without the connector, says what it costs a plain request.
 
@@ -53,7 +53,7 @@ from common import (
 from vllm import LLM, SamplingParams
 
 from kvweave import Engine
-from kvweave.connect.vllm.ahead import DONE, LATER
+from kvweave.connect.vllm.rest import rest
 
 CONNECTOR = {
     "kv_connector": "KVWeaveConnector",
@@ -70,6 +70,8 @@ CASES: dict[str, dict[str, Any] | None] = {
     "auto 5 %": {"repair": "auto", "share": 0.05},
     "embedded auto 5 %": None,
 }
+# where somebody rests, what was woven is prefilled too: told where turns follow that edit nothing
+RESTED = "auto 5 %, refined"
 SYSTEM, QUESTION, ANSWER = 64, 32, 128
 ROOM = 1024  # tokens by which a conversation may grow
 Times = tuple[float, float]  # seconds of the clock, and of the process's CPUs
@@ -127,7 +129,7 @@ def serve(model: str, options: argparse.Namespace, *, weaves: bool) -> LLM:
     more: dict[str, Any] = {}
     if weaves:
         more["worker_cls"] = "kvweave.connect.vllm.worker.KVWeaveWorker"
-        ours = {"budget": "8GiB", "ahead": not options.no_ahead}
+        ours = {"budget": "8GiB", "ahead": not options.no_ahead, "refine": True}
         more["kv_transfer_config"] = CONNECTOR | {"kv_connector_extra_config": ours}
     return LLM(
         model, skip_tokenizer_init=True, enforce_eager=True, dtype=options.dtype, block_size=32,
@@ -155,9 +157,17 @@ def first_token(
 def idle(llm: LLM) -> float:
     """Let vLLM have nothing to do until nothing is left; return the CPU seconds of it."""
     start = time.process_time()
-    while (said := llm.collective_rpc("kvweave_ahead")[0]) != DONE:
-        time.sleep(0.1 if said == LATER else 0)
+    rest(llm)
     return time.process_time() - start
+
+
+def _refines(worker: Any, on: bool) -> None:
+    worker.kvweave_connector().prompts.on = on
+
+
+def cases_of(kind: str) -> dict[str, dict[str, Any] | None]:
+    """Return the cases of a kind of edits."""
+    return CASES | ({RESTED: CASES["auto 5 %"]} if kind == "grows" else {})
 
 
 def space(case: str) -> str:
@@ -192,18 +202,20 @@ def edited(llm: LLM, engine: Engine, options: argparse.Namespace, vocab: int) ->
     edit, which without `ahead` makes the canonical KV of the chunks behind it, is told apart.
     """
     kinds = options.kinds.split(",")
-    times: dict[str, dict[str, list[Times]]] = {k: {case: [] for case in CASES} for k in kinds}
+    cases = {kind: cases_of(kind) for kind in kinds}
+    times: dict[str, dict[str, list[Times]]] = {k: {case: [] for case in cases[k]} for k in kinds}
     first: dict[str, dict[str, float]] = {kind: {} for kind in kinds}
     reports: dict[str, dict[str, Any]] = {kind: {} for kind in kinds}
-    ahead: dict[str, dict[str, list[float]]] = {k: {case: [] for case in CASES} for k in kinds}
-    with progress("edits", len(kinds) * ((2 + options.rounds) * len(CASES) - 1)) as step:
+    ahead: dict[str, dict[str, list[float]]] = {k: {c: [] for c in cases[k]} for k in kinds}
+    n_steps = sum((2 + options.rounds) * len(each) - 1 for each in cases.values())
+    with progress("edits", n_steps) as step:
         for n, kind in enumerate(kinds):
             talk = Conversation(options.context, options.turns, vocab, n)
             ids: dict[tuple[int, ...], str] = {}
             for i in range(2 + options.rounds):
                 if i:
                     talk.edit(kind)
-                for case, said in CASES.items():
+                for case, said in cases[kind].items():
                     if not i and case == "full":
                         continue
                     if case.startswith("embedded"):
@@ -212,6 +224,7 @@ def edited(llm: LLM, engine: Engine, options: argparse.Namespace, vocab: int) ->
                         salt = f"{kind} {case}" + (f" {i}" if case == "full" else "")
                         mine = {"system": SYSTEM, "parts": talk.parts, "namespace": space(case)}
                         said = {**said, **mine} if said and (i or not options.no_ahead) else None
+                        llm.collective_rpc(_refines, args=(case == RESTED,))
                         found, told = first_token(llm, talk.tokens, salt, said)
                         ahead[kind][case].append(round(idle(llm), 4))
                     if i == 1:
@@ -333,7 +346,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             at["x_prefix"][case]["median"],
         ]
         for kind, at in found["edits"].items()
-        for case in CASES
+        for case in at["seconds"]
     ]
     result = {
         "machine": machine(torch.device("cpu")),

@@ -12,6 +12,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from itertools import islice
 from pathlib import Path
 from pydoc_data import topics
 from typing import Any
@@ -104,8 +105,10 @@ def papers(kind: Kind, exam: Exam, n: int, seed: str) -> Iterator[Paper]:
         yield Paper(kind.name, i, tuple(n for n in notes if n[1]), tuple(asked))
 
 
-def measure(name: str, methods: Sequence[Method], n: int, seed: str = "report") -> dict[str, Cell]:
-    """Return a cell for each method, and one for the full prefill."""
+def measure(
+    name: str, methods: Sequence[Method], n: int, seed: str = "report", first: int = 0
+) -> dict[str, Cell]:
+    """Return a cell for each method, and one for the full prefill, of all cases from the ``first`` on."""
     torch.set_num_threads(1)
     kind = kind_of(name)
     runner = Runner.load(str(WEIGHTS / name), device="cpu")
@@ -114,7 +117,7 @@ def measure(name: str, methods: Sequence[Method], n: int, seed: str = "report") 
         known = choosing(runner, kind, CHOOSE if seed == "report" else n)
     exam = Exam(runner, BOS, evidence=False)
     found: dict[str, Cell] = {}
-    for paper in papers(kind, exam, n, seed):
+    for paper in islice(papers(kind, exam, n, seed), first, None):
         truth = exam.truth(paper)
         list(exam.under(paper, Method("none"), truth))  # stores the notes
         for method in methods:
@@ -208,12 +211,28 @@ def cells_of(name: str, n: int, cache: Path, again: str = "") -> dict[str, Cell]
     weights = hashlib.blake2b((WEIGHTS / name / "model.safetensors").read_bytes(), digest_size=8)
     file = cache / f"{name}-{weights.hexdigest()}-{n}.json"
     known: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
+    fewer = _fewer(file, n) if kind_of(name).wording is not None else 0
+    if not known and fewer:  # the first of a world are the same however many there are
+        before = json.loads(file.with_name(file.name.replace(f"-{n}.", f"-{fewer}.")).read_text())
+        more = measure(name, [m for m in methods() if m.label in before], n, first=fewer)
+        known = {label: _joined(before[label], asdict(cell)) for label, cell in more.items()}
     missing = [m for m in methods() if m.label not in known or (again and m.name.startswith(again))]
     if missing:
         known |= {label: asdict(cell) for label, cell in measure(name, missing, n).items()}
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(json.dumps(known))
     return {label: Cell(**cell) for label, cell in known.items()}
+
+
+def _fewer(file: Path, n: int) -> int:
+    """Return how many cases were measured of these weights, at most ``n``."""
+    stem = file.stem.removesuffix(f"-{n}")
+    found = (int(each.stem.rpartition("-")[2]) for each in file.parent.glob(f"{stem}-*.json"))
+    return max((m for m in found if m < n), default=0)
+
+
+def _joined(one: dict[str, list[Any]], other: dict[str, list[Any]]) -> dict[str, list[Any]]:
+    return {name: one[name] + other[name] for name in one}
 
 
 def all_of(

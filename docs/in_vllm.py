@@ -33,7 +33,7 @@ def in_vllm(found: dict[str, Any] | None) -> str:
         "Medians, and the range round by round. `embedded`: kvweave without vLLM, in the same process."
     )
     lines = [*table(head, rows, left=2), "", about]
-    edits = found["edits"].values()
+    edits = list(found["edits"].values())
     over = ", ".join(f"{at['first']['prefix'] / at['first']['auto 5 %']:.1f}" for at in edits)
     lines += ["", _first_edits(edits, over)]
     plain = found.get("plain")
@@ -59,8 +59,15 @@ def _first_edits(edits: Iterable[dict[str, Any]], over: str) -> str:
             "with `auto` 5 %. The table is of those that follow."
         )
     grown, later = [each[0] for each in ahead], [s for each in ahead for s in each[1:]]
+    refined = [at["ahead"].get("auto 5 %, refined", []) for at in edits]
+    rests = [s for each in refined for s in each[1:2]]
+    also = (
+        f" Where it also prefilled what was woven ([refine](#refine)): {max(rests):.1f} behind the edit."
+        if rests
+        else ""
+    )
     return (
         f"{told} While nobody asked, vLLM made canonical KV ([ahead](#ahead)), which is in none of these figures: of a whole conversation in "
         f"{min(grown):.1f} to {max(grown):.1f} CPU seconds, of what an edit brought in {min(later):.1f} to {max(later):.1f}. "
-        f"The first edits, which are not in the table: {over} times prefix caching with `auto` 5 %."
+        f"The first edits, which are not in the table: {over} times prefix caching with `auto` 5 %.{also}"
     )

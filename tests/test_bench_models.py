@@ -16,6 +16,8 @@ import torch
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from kvweave.suite.method import Method
+
 ROOT = Path(__file__).resolve().parents[1]
 LIMIT = 40_000_000  # bytes of all weights together
 KNOWS = {"deepseek-last": 0.5, "qwen3next-one": 0.5}  # of what is recalled
@@ -74,6 +76,24 @@ def test_a_model_knows_what_its_documents_say(bench: dict[str, ModuleType], name
             if about == "recall"
         ]
     assert sum(hits) / len(hits) >= KNOWS[name], f"{sum(hits)} of {len(hits)}"
+
+
+def test_cases_that_were_measured_are_not_measured_again(
+    bench: dict[str, ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    regret = bench["regret"]
+    few = [Method("none", modes=("forget",)), Method("auto", 0.05, modes=("forget",))]
+    monkeypatch.setattr(regret, "methods", lambda: few)
+    at_once = regret.cells_of("llama-one", 2, tmp_path / "b")
+    regret.cells_of("llama-one", 1, tmp_path / "a")
+    truth = regret.Exam.truth
+    asked: list[int] = []
+    monkeypatch.setattr(
+        regret.Exam, "truth", lambda exam, paper: (asked.append(paper.index), truth(exam, paper))[1]
+    )
+    assert regret.cells_of("llama-one", 2, tmp_path / "a") == at_once
+    assert asked == [1]
+    assert len(at_once["auto 5%"].kl) == len(at_once[regret.FULL].right) == 2
 
 
 @pytest.mark.parametrize("name", KNOWS)

@@ -53,9 +53,9 @@ def saved(model, where):
     return str(where)
 
 
-def vllm_of(checkpoint, ahead=False, **more):
+def vllm_of(checkpoint, ahead=False, refine=False, **more):
     """Return a vLLM with few blocks, which weaves."""
-    options = CONNECTOR["kv_connector_extra_config"] | {"ahead": ahead}
+    options = CONNECTOR["kv_connector_extra_config"] | {"ahead": ahead, "refine": refine}
     transfer = CONNECTOR | {"kv_connector_extra_config": options}
     return LLM(
         checkpoint, skip_tokenizer_init=True, enforce_eager=True, dtype="float32", block_size=32,

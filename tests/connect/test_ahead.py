@@ -380,6 +380,7 @@ class Hashed:
         self.mm_features, self.block_hashes, self.forks = [], [], ()
         self.lora_request = self.pooling_params = None
         self.resumable = self.skip_reading_prefix_cache = False
+        self.cache_salt = None
 
 
 @pytest.fixture
@@ -482,20 +483,56 @@ def test_less_than_a_block_behind_what_vllm_has_is_vllms(scheduling, n_local, re
         }
 
 
+@pytest.mark.parametrize(("n_blocks", "exact"), [(9, True), (8, True), (7, False), (0, False)])
+def test_where_vllm_has_rows_of_its_own_of_all_chunks_none_of_a_weave_are_found(
+    scheduling, n_blocks, exact
+):
+    """As where a prompt that was woven was prefilled while nobody asked."""
+    conversation(scheduling)
+    turn = Hashed("t", (*ids(40, 1), *ids(16, 50)))
+    turn.block_hashes = list(range(len(turn.prompt_token_ids) // SIZE))
+    scheduling.is_cached = lambda block: block < n_blocks
+    found = offered(scheduling, turn, WeaveOffer(55, 35, b"next"), n_blocks * SIZE)
+    assert found == ((0, False) if exact else (55 - n_blocks * SIZE, True))
+    told = scheduling.finished("t")
+    assert bool(turn.forks) != exact and (told.get("drift_by") == "exact") == exact
+
+
+def test_a_prompt_is_told_of_that_is_answered_over_approximate_rows_of_before(scheduling):
+    first, said = conversation(scheduling), scheduling.inexact()
+    assert not said, "the worker knows of what it wove"
+    for approximate in ({"position": 9}, {}):
+        first_point = scheduling._plans[b"plan"][0]
+        first_point.report["approximate"] = approximate
+        turn = Hashed("t", ids(40, 1))
+        turn.cache_salt = "salt"
+        assert offered(scheduling, turn, OFFER, 36, first) == (0, False)
+        told = [(ask.tokens, ask.salt, n) for ask, n in scheduling.inexact()]
+        assert told == ([(ids(40, 1), "salt", 8)] if approximate else [])
+        assert scheduling.inexact() == []
+
+
 # ---- the server's side
 
 
 class Client:
-    """vLLM's client of an engine that says these, one by one, and counts how often it was asked."""
+    """vLLM's client of an engine that says these, one by one, and counts how often it was asked; and these
+    when it is asked what to prefill."""
 
-    def __init__(self, *says, errored=False, asleep=0):
+    def __init__(self, *says, errored=False, asleep=0, refine=(), matches=False):
         self.says, self.errored, self.asleep, self.n = [*says], errored, asleep, 0
+        self.refine, self.prefilled, self.took = [*refine], [], []
+        transfer = SimpleNamespace(kv_connector_extra_config={"match": matches})
+        self.vllm_config = SimpleNamespace(kv_transfer_config=transfer)
 
     async def is_sleeping(self):
         self.asleep -= 1
         return self.asleep >= 0
 
-    async def collective_rpc(self, name):
+    async def collective_rpc(self, name, args=()):
+        if name == "kvweave_refine":
+            self.took += args
+            return [self.refine.pop(0) if self.refine else DONE]
         self.n += 1
         await asyncio.sleep(0)
         said = self.says.pop(0)
@@ -524,6 +561,32 @@ def test_workers_are_asked_until_nothing_is_left(monkeypatch):
     assert asked_after(Client(MORE, LATER, MORE, DONE), 1) == 4
     assert asked_after(Client(DONE, DONE), 2) == 2 and asked_after(Client(), 0) == 0
     assert asked_after(Client(DONE, asleep=2), 1) == 1, "behind its sleep"
+
+
+def test_what_is_to_be_prefilled_is_asked_of_vllm(monkeypatch):
+    """And workers are told how long it took, so that the next piece may be another."""
+    client = Client(MORE, DONE, DONE, DONE, DONE, refine=[([1, 2], "s"), LATER, ([1, 2, 3], "s")])
+
+    async def prefilled(engine, tokens, salt):
+        engine.prefilled.append((tokens, salt))
+        return 0.5
+
+    monkeypatch.setattr(plugin, "SOONEST", 0.01)
+    monkeypatch.setattr(plugin, "_prefilled", prefilled)
+    assert asked_after(client, 1) == 5
+    assert client.prefilled == [([1, 2], "s"), ([1, 2, 3], "s")] and client.took == [0, 0.5, 0, 0.5]
+
+
+@pytest.mark.parametrize(("says", "matches"), [(True, False), (False, True), (False, False)])
+def test_workers_are_asked_behind_what_may_have_been_woven(says, matches):
+    async def wakes():
+        state = SimpleNamespace()
+        await KVWeavePlugin().init_state(Client(matches=matches), state, None)
+        state.kvweave_ahead.cancel()
+        plugin._wake(state, says)
+        return state.kvweave_woken.is_set()
+
+    assert asyncio.run(wakes()) == (says or matches)
 
 
 def test_a_failure_is_not_the_last_that_is_computed_ahead():

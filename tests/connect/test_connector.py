@@ -363,7 +363,7 @@ class Chain:
         self.request_id, self.prompt_token_ids, self.kv_transfer_params = name, list(tokens), params
         plain = SimpleNamespace(
             mm_features=[], lora_request=None, pooling_params=None, resumable=False,
-            skip_reading_prefix_cache=False, block_hashes=[],
+            skip_reading_prefix_cache=False, block_hashes=[], cache_salt=None,
         )  # fmt: skip
         vars(self).update({**vars(plain), **fields})
         self.forks, self.chain = [], ()

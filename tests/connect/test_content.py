@@ -228,7 +228,9 @@ def passed(body, path=CHAT, engine=None, root=""):
     headers = [(b"content-length", str(len(raw)).encode())]
     scope = {"type": "http", "path": root + path, "method": "POST", "headers": headers}
     scope["root_path"] = root
-    asyncio.run(Checked(app, lambda: engine or FakeEngine(), lambda: None)(scope, receive, send))
+    asyncio.run(
+        Checked(app, lambda: engine or FakeEngine(), lambda says: None)(scope, receive, send)
+    )
     return (seen[0] if seen else None), out
 
 

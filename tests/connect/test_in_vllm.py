@@ -21,6 +21,7 @@ from vllm_requests import CLOSE, STRATEGIES, Case, checkpoint_at, core, off, run
 from kvweave import Engine
 from kvweave.connect.vllm import ahead
 from kvweave.connect.vllm.ahead import ChunksAhead
+from kvweave.connect.vllm.rest import rest
 from kvweave.run.model import Runner
 from kvweave.weave.calibration import Calibration
 
@@ -62,14 +63,17 @@ def n_free(llm):
 def test_random_requests_poison_nothing_and_leave_nothing(
     llm, plain, embedded, goes_ahead, monkeypatch
 ):
-    """Also where canonical KV is made between steps, while others run, and new chunks are text."""
+    """Also where canonical KV is made between steps, while others run, new chunks are text, and prompts
+    are prefilled between requests."""
     rng, ours = random.Random(SEED + 1000 * goes_ahead), host(llm)  # chunks of its own
     if goes_ahead:
         monkeypatch.setattr(ahead, "QUIET_SECONDS", -1.0)
         monkeypatch.setattr(
             ours, "ahead", ChunksAhead(ours.cutter, ours.tasks, ours._keep, ours.lockstep)
         )
-    n_ahead = 0
+        prompts = core(llm).model_executor.driver_worker.worker.kvweave_connector().prompts
+        monkeypatch.setattr(prompts, "on", True)
+    n_ahead = rested = 0
 
     def between():
         nonlocal n_ahead
@@ -140,15 +144,18 @@ def test_random_requests_poison_nothing_and_leave_nothing(
         done += len(cases)
         if len(outputs) < len(cases):
             run(llm, [Case([5, 6, 7])])  # what was aborted is let go of in the next step
+        if goes_ahead and rng.random() < 0.5:
+            rested += rest(llm, rng.choice([0.05, 5.0]))  # not always to the end
         assert n_free(llm) == free, "blocks did not come back"
         assert not host(llm)._jobs and not host(llm).engine.contexts
         assert not core(llm).scheduler.connector.scheduling._requests
     host(llm).engine.check_integrity()
     found = f"{done} requests, {woven} woven, {compared} compared, {differ} approximate"
+    found += f", {rested} rests"
     found += (
         f", {n_ahead} chunks ahead, {len(preempted)} preempted, {behind} behind rows of vLLM's own"
     )
-    assert bool(n_ahead) == goes_ahead
+    assert bool(n_ahead) == bool(rested) == goes_ahead
     assert preempted and min(woven, 4 * compared, 4 * differ) > N / 10, (
         f"it can see what it looks for: {found}"
     )
@@ -240,6 +247,54 @@ def test_a_conversation_that_grows_behind_an_edit_is_woven_once(
             for token, logprob in [(choice.token, choice.logprob), *choice.top]:
                 wanted[token] = logprob
             assert off(output, wanted) < CLOSE
+
+
+@pytest.mark.parametrize("strategy", [("none", 0.0), ("first_k", 0.1), ("auto", 0.1)])
+def test_behind_a_rest_a_conversation_is_as_one_that_was_never_edited(
+    llm, plain, strategy, monkeypatch
+):
+    """What was woven has been prefilled by then: all that is computed is the new turn, over exact rows."""
+    ours, rng = host(llm), random.Random(f"{SEED} rest {strategy}")
+    prompts = core(llm).model_executor.driver_worker.worker.kvweave_connector().prompts
+    made = ChunksAhead(ours.cutter, ours.tasks, ours._keep, ours.lockstep)
+    monkeypatch.setattr(ahead, "QUIET_SECONDS", 0.001)
+    monkeypatch.setattr(ours, "ahead", made)
+    free, end = n_free(llm), [5, 6, 7]
+
+    def new(n):
+        return [rng.randrange(3, 300) for _ in range(n)]
+
+    def asked(turns):
+        """Ask with all turns declared, and let there be time behind it."""
+        parts = [*((True, turn) for turn in turns), (False, end)]
+        case = Case([t for _, part in parts for t in part], parts, strategy)
+        output, told = answered(llm, case)
+        waits = len(prompts._waiting)
+        assert rest(llm) and not prompts._waiting and n_free(llm) == free
+        if told["drift"] == 0:
+            assert off(output, Case(case.tokens).expected(plain, None)[0]) < CLOSE
+        return case, told, waits
+
+    turns = [new(50), new(60), new(40)]
+    assert asked(turns)[1:] == (
+        {"woven": False, "drift": 0.0, "drift_by": "exact", "local": 0},
+        0,
+    )
+    assert asked([turns[2], turns[0]])[1]["woven"] and not prompts.on
+    monkeypatch.setattr(prompts, "on", True)
+    turns = [turns[1], turns[0], turns[2]]
+    case, told, waits = asked(turns)
+    assert told["woven"] and told["reused"] and waits == 1
+    again = asked(turns)[1]
+    assert (again["woven"], again["drift"], again["local"]) == (False, 0, 128), "of 153 tokens"
+    for n in (20, 30, 25):
+        known = len(case.tokens) // 32 * 32
+        turns = [*turns, [*end, *new(n)]]
+        case, told, waits = asked(turns)
+        assert told == {"woven": False, "drift": 0.0, "drift_by": "exact", "local": known}
+        assert not waits, "it is exact already"
+    case, told, waits = asked([*turns[:1], *turns[2:]])
+    assert told["woven"] and told["local"] == 32 and waits == 1, "of 60 tokens in front"
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

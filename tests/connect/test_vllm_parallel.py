@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 from vllm_requests import CLOSE, Case, checkpoint_at, core, off, run, vllm_of
 
 from kvweave.connect.vllm.ahead import MORE, QUIET_SECONDS
+from kvweave.connect.vllm.rest import prefill
 from kvweave.run.model import Runner
 
 STRATEGIES = [
@@ -32,7 +33,9 @@ def checkpoint(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def pair(checkpoint):
-    made = vllm_of(checkpoint, True, tensor_parallel_size=2, distributed_executor_backend="mp")
+    made = vllm_of(
+        checkpoint, True, True, tensor_parallel_size=2, distributed_executor_backend="mp"
+    )
     yield made
     made.llm_engine.engine_core.shutdown()
 
@@ -73,10 +76,23 @@ def ahead(pair):
     return first
 
 
+def refine(pair):
+    """Have vLLM prefill some of what was woven; return how many pieces it took."""
+    for n in range(4):
+        time.sleep(2 * QUIET_SECONDS)
+        first, second = pair.collective_rpc("kvweave_refine", args=(0.0,))
+        assert first == second, "one would have another prompt prefilled"
+        if isinstance(first, int):
+            return n
+        pair.generate(*prefill(*first), use_tqdm=False)
+    return 4
+
+
 def test_two_workers_weave_what_one_engine_does(pair, plain, embedded):
-    """Also where canonical KV is made between requests, or would be between their steps."""
+    """Also where canonical KV is made between requests, or would be between their steps, and prompts are
+    prefilled between them."""
     rng = random.Random(int(os.environ.get("KVWEAVE_SEED", "1")))
-    n_ahead = 0
+    n_ahead = n_refined = 0
     pool = [[rng.randrange(3, 300) for _ in range(rng.randrange(20, 90))] for _ in range(6)]
     woven, compared, differ, asked = 0, 0, 0, [None, *STRATEGIES]
     for i in range(int(os.environ.get("KVWEAVE_VLLM_PAIRS", "12"))):
@@ -97,6 +113,7 @@ def test_two_workers_weave_what_one_engine_does(pair, plain, embedded):
             while ahead(pair) == MORE:
                 pass
             n_ahead += len(stored(pair)) - before
+            n_refined += refine(pair)
         for number, output in outputs.items():
             case, told = cases[number], (output.kv_transfer_params or {}).get("kvweave")
             if told and told["woven"]:
@@ -117,6 +134,7 @@ def test_two_workers_weave_what_one_engine_does(pair, plain, embedded):
                 compared += 1
             differ += off(output, exact) > 20 * CLOSE
     assert min(woven, compared, differ) >= 3 and n_ahead, (woven, compared, differ)
+    assert n_refined
     assert len(stored(pair)) >= 4
     assert not core(pair).scheduler.connector.scheduling._requests
 

@@ -25,7 +25,7 @@ PROMPT = f"{B} {A} what about Anna's river"
 
 @pytest.fixture(scope="module")
 def url(tmp_path_factory):
-    transfer = TRANSFER.replace('"budget"', '"ahead": true, "budget"')
+    transfer = TRANSFER.replace('"budget"', '"ahead": true, "refine": true, "budget"')
     log = tmp_path_factory.mktemp("log") / "server.log"
     with vllm_server(log, transfer=transfer) as found:
         yield found.url
@@ -94,7 +94,8 @@ def test_what_cannot_be_woven_is_refused_in_vllms_shape_and_others_go_on(url, sa
 
 
 def test_chunks_that_a_request_named_are_there_for_the_first_edit(url):
-    """Computed by nobody's request: the first is vLLM's own, the next finds them."""
+    """Computed by nobody's request: the first is vLLM's own, the next finds them; and so is what that one was
+    told approximately, for whoever goes on from there."""
     chunks = [list(range(5 + 60 * i, 60 + 60 * i)) for i in range(4)]
 
     def asked(order):
@@ -114,6 +115,11 @@ def test_chunks_that_a_request_named_are_there_for_the_first_edit(url):
             time.sleep(0.2)
     told = asked([2, 0, 3])["kv_transfer_params"]["kvweave"]
     assert told["woven"] and told["prefilled"] == 3 and told["reused"] + told["exact"] == 165
+    while told["drift"] != 0:
+        assert time.monotonic() < until, f"nobody prefilled it: {told}"
+        time.sleep(2)
+        told = asked([2, 0, 3])["kv_transfer_params"]["kvweave"]
+    assert not told["woven"] and told["local"] >= 128
 
 
 def test_a_long_put_that_is_hung_up_on_ends(url):

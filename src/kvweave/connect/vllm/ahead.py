@@ -102,13 +102,16 @@ class ChunksAhead:
             self.tasks.cancel(self._task)
             self._task = None
 
+    def says(self, is_free: bool) -> int:
+        """Return MORE where vLLM has nothing to do, no verb waits, and ``is_free``; else LATER."""
+        quiet = time.perf_counter() - self._last > QUIET_SECONDS
+        return self.lockstep.decide(MORE if is_free and quiet and not self.others_wait() else LATER)
+
     def step(self, is_free: bool) -> int:
         """Make KV for a slice, unless vLLM runs or ``is_free`` is false. Return DONE, LATER or MORE."""
         if not self._waiting:
             return DONE
-        quiet = time.perf_counter() - self._last > QUIET_SECONDS
-        said = self.lockstep.decide(MORE if is_free and quiet and not self.others_wait() else LATER)
-        if said != MORE:
+        if (said := self.says(is_free)) != MORE:
             return said
         until, more = time.perf_counter() + SLICE_SECONDS, True
         while more and self.lockstep.goes_on(time.perf_counter() < until):

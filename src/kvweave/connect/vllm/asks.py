@@ -21,10 +21,11 @@ Forks = tuple[tuple[int, bytes], ...]
 
 @dataclass(frozen=True, slots=True)
 class PromptAsk:
-    """A prompt, and what its request says to us."""
+    """A prompt, what its request says to us, and whose blocks it finds."""
 
     tokens: tuple[int, ...]
     spec: WeaveSpec
+    salt: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,10 +43,10 @@ class Checked:
     """
 
     def __init__(
-        self, app: ASGIApp, engine_of: Callable[[], Any], after: Callable[[], object]
+        self, app: ASGIApp, engine_of: Callable[[], Any], after: Callable[[bool], object]
     ) -> None:
         """``engine_of``: returns vLLM's client of the engine, None where there is none.
-        ``after``: is called behind each request that says something to us."""
+        ``after``: is called behind each request, with whether it says something to us."""
         self.app, self.engine_of, self.after = app, engine_of, after
         self._turn = asyncio.Lock()  # one text is read at a time, between two of vLLM's steps
 
@@ -73,7 +73,10 @@ class Checked:
             await refused(error, path)(scope, again, send)
             return
         if woven is None:
-            await self.app(scope, again, send)
+            try:
+                await self.app(scope, again, send)
+            finally:
+                self.after(False)
             return
         if woven.body is not None:
             messages[:] = [{"type": "http.request", "body": woven.body, "more_body": False}]
@@ -83,7 +86,7 @@ class Checked:
         try:
             await self.app(scope, again, Telling(send, lambda: self._report(woven.ticket)))
         finally:
-            self.after()
+            self.after(True)
 
     async def _check(self, path: str, body: bytes) -> WovenBody | None:
         if not any(each in body for each in (PARAMS.encode(), b'"chunk"', b"\\u")):

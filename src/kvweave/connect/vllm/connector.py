@@ -20,11 +20,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorTransferResults,
 )
 
+from kvweave.connect.vllm.ahead import LATER
 from kvweave.connect.vllm.backend import VllmBackend
 from kvweave.connect.vllm.fork import Forker
 from kvweave.connect.vllm.host import Host, WeaveJob
 from kvweave.connect.vllm.lockstep import Lockstep
 from kvweave.connect.vllm.paged import Paged
+from kvweave.connect.vllm.refine import PromptsAhead
 from kvweave.connect.vllm.scheduling import Scheduling, of_both
 from kvweave.connect.vllm.selftest import require_equal
 from kvweave.connect.vllm.verbs import Verbs
@@ -40,8 +42,9 @@ class KVWeaveConnector(KVConnectorBase_V1):  # type: ignore[misc]
     """Weaves declared chunks into the blocks of requests.
 
     Options (``kv_connector_extra_config``): ``match`` (look for known chunks in every prompt),
-    ``ahead`` (chunks are computed while nobody waits, and are new text until then), ``home``,
-    ``base``, and the fields of `kvweave.config.Config`.
+    ``ahead`` (chunks are computed while nobody waits, and are new text until then), ``refine`` (so are
+    prompts that were answered over approximate rows), ``home``, ``base``, and the fields of
+    `kvweave.config.Config`.
     """
 
     def __init__(
@@ -54,9 +57,13 @@ class KVWeaveConnector(KVConnectorBase_V1):  # type: ignore[misc]
         assert transfer is not None
         options = dict(transfer.kv_connector_extra_config or {})
         matches = _flag(options, "match")
-        self.options, self.ahead = options, _flag(options, "ahead")
+        self.ahead, refines = _flag(options, "ahead"), _flag(options, "refine")
+        self.options = options
         self.host: Host | None = None
         self.verbs: Verbs | None = None
+        self.prompts = PromptsAhead(
+            self.block_size, lambda: LATER if self.host is None else self.host.says(), refines
+        )
         algorithm = vllm_config.cache_config.prefix_caching_hash_algo
         fork = Forker(algorithm, self.block_size)
         self.scheduling = Scheduling(fork, self.block_size, matches)
@@ -87,7 +94,8 @@ class KVWeaveConnector(KVConnectorBase_V1):  # type: ignore[misc]
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         """Return what the worker is told in this step."""
         idle = scheduler_output.total_num_scheduled_tokens == 0
-        return StepMeta(*self.scheduling.told(), self.scheduling.reported(), idle)
+        scheduling = self.scheduling
+        return StepMeta(*scheduling.told(), scheduling.reported(), scheduling.inexact(), idle)
 
     def update_connector_output(self, connector_output: Any) -> None:
         """Take what the worker said in this step."""
@@ -137,6 +145,8 @@ class KVWeaveConnector(KVConnectorBase_V1):  # type: ignore[misc]
             )
         for ticket, report in meta.reports.items():
             self._tell(ticket, report)
+        for prompt, n in meta.inexact:
+            self.prompts.note(prompt, n)
         for name, ask in meta.asks.items():
             self._reply.found[name] = host.find(ask)
         for name, load in meta.loads.items():
@@ -160,6 +170,8 @@ class KVWeaveConnector(KVConnectorBase_V1):  # type: ignore[misc]
         for name, job in over.items():
             self._reply.reports[name] = report = job.report()
             self._tell(job.load.ask.spec.ticket, {**report, "local": job.load.start})
+            if job.plan is not None and job.plan.approximate:
+                self.prompts.note(job.load.ask, job.load.exact)
         failed = {name for name, job in over.items() if job.plan is None}
         return KVConnectorTransferResults(finished_recving=set(over), failed_recving=failed)
 

@@ -248,6 +248,10 @@ class Host:
         self.names.trim()
         return self.ahead.step(is_free=not self._jobs)
 
+    def says(self) -> int:
+        """Return MORE of `ahead` where nobody runs, or LATER."""
+        return self.ahead.says(is_free=not self._jobs)
+
     # ---- a weave
 
     def _weaving(self, job: WeaveJob) -> Task[None]:

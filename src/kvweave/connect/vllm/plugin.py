@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
+import time
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
 
-from kvweave.connect.vllm.ahead import DONE, LATER
+from kvweave.connect.vllm.ahead import DONE, LATER, MORE
 from kvweave.connect.vllm.checked import Checked, refused
 from kvweave.errors import InvalidArgument, Overloaded
 
@@ -39,13 +41,14 @@ class KVWeavePlugin:
         app.add_middleware(
             Checked,
             engine_of=lambda: getattr(state, "kvweave_engine", None),
-            after=lambda: _wake(state),
+            after=lambda says: _wake(state, says),
         )
 
     async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
         """The engine is there, None where this process only renders."""
         state.kvweave_engine, state.kvweave_turn = engine_client, asyncio.Lock()
         state.kvweave_woken = asyncio.Event()
+        state.kvweave_matches = engine_client is not None and _matches(engine_client)
         if engine_client is not None:
             state.kvweave_ahead = asyncio.create_task(_go_ahead(state))
 
@@ -94,15 +97,17 @@ async def _verb(request: Request) -> Response:
     return Response(content, status, dict(headers))
 
 
-def _wake(state: Any) -> None:
+def _wake(state: Any, says: bool) -> None:
+    """A request is over; ``says``: it said something to us."""
     woken = getattr(state, "kvweave_woken", None)
-    if woken is not None:
+    if woken is not None and (says or state.kvweave_matches):
         woken.set()
 
 
 async def _go_ahead(state: Any) -> None:
-    """Have chunks computed that requests have named, while there are none."""
-    engine, woken, pause = state.kvweave_engine, state.kvweave_woken, SOONEST
+    """Have chunks computed that requests have named, and prompts whose rows are approximate, while
+    there are no requests."""
+    engine, woken, pause, took = state.kvweave_engine, state.kvweave_woken, SOONEST, 0.0
     while True:
         await woken.wait()
         woken.clear()
@@ -111,6 +116,11 @@ async def _go_ahead(state: Any) -> None:
                 said = LATER
                 if not await engine.is_sleeping():
                     said = (await engine.collective_rpc("kvweave_ahead"))[0]
+                    if said == DONE:
+                        said = (await engine.collective_rpc("kvweave_refine", args=(took,)))[0]
+            took = 0.0
+            if not isinstance(said, int):
+                took, said = await _prefilled(engine, *said), MORE
         except Exception as error:  # tried again behind the next request
             log.warning("nothing is computed ahead now: %s", error)
             if engine.errored:
@@ -120,3 +130,21 @@ async def _go_ahead(state: Any) -> None:
             woken.set()
         await asyncio.sleep(pause if said == LATER else 0)
         pause = min(2 * pause, LATEST) if said == LATER else SOONEST
+
+
+async def _prefilled(engine: Any, tokens: list[int], salt: str | None) -> float:
+    """Have vLLM prefill so much of a prompt, as for any request; return the seconds it took."""
+    from kvweave.connect.vllm.rest import (
+        prefill,
+    )  # needs vLLM, which tests of the loop do not
+
+    start = time.perf_counter()
+    async for _ in engine.generate(*prefill(tokens, salt), f"kvweave-{secrets.token_hex(8)}"):
+        pass
+    return time.perf_counter() - start
+
+
+def _matches(engine: Any) -> bool:
+    """Tell whether every request may be woven, whatever it says."""
+    transfer = engine.vllm_config.kv_transfer_config
+    return bool(transfer and (transfer.kv_connector_extra_config or {}).get("match"))

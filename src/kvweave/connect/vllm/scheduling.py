@@ -78,6 +78,7 @@ class Scheduling:
         self._asks: dict[str, PromptAsk] = {}
         self._loads: dict[str, WeaveLoad] = {}
         self._reports: dict[str, dict[str, Any]] = {}  # by ticket
+        self._inexact: list[tuple[PromptAsk, int]] = []  # answered over such rows of before
         self._n_points = 0
         self._plans: OrderedDict[bytes, list[ForkPoint]] = OrderedDict()  # by `WeaveOffer.digest`
         # prompts whose rows vLLM has under a point, by what they are and how they were asked for
@@ -106,7 +107,8 @@ class Scheduling:
         )
         if spec is None or unfit:
             return
-        self._requests[request.request_id] = WovenRequest(request, PromptAsk(tuple(tokens), spec))
+        ask = PromptAsk(tuple(tokens), spec, request.cache_salt)
+        self._requests[request.request_id] = WovenRequest(request, ask)
 
     def external(self, request: Any, n_local: int) -> tuple[int | None, bool]:
         """Return how many rows behind the ``n_local`` that vLLM has will be woven, and True: beside
@@ -142,6 +144,8 @@ class Scheduling:
                 self._reports[woven.ask.spec.ticket] = _report(woven)
             if point is not None and point.block is not None and is_whole:
                 self._note(woven.ask, point)
+                if point.report is not None and point.report["approximate"]:
+                    self._inexact.append((woven.ask, point.block * self.size))
             return 0, False
         woven.n_exact = n_local if point.block is None else min(n_local, point.block * self.size)
         woven.block = block = n_local // self.size
@@ -181,10 +185,16 @@ class Scheduling:
         woven.found = found
         if found.error is not None:
             woven.report = {"woven": False, "error": found.error}
-        if found.covered:
+        if found.covered and not self._has_all(woven):
             before = self._grown_from(woven.ask, found)
             woven.grows = before is not None
             self._go_by(woven, before or self._point(woven.ask, found))
+
+    def _has_all(self, woven: WovenRequest) -> bool:
+        """Tell whether vLLM has rows of its own of all chunks but less than a block."""
+        assert woven.found is not None
+        n = self._n_cached(woven.request) * self.size
+        return 0 < n and woven.found.useful < n + self.size
 
     def _go_by(self, woven: WovenRequest, point: ForkPoint) -> None:
         """Have vLLM find what was written for a request at a point."""
@@ -252,6 +262,11 @@ class Scheduling:
                 last,
             )
             self.fork(woven.request, point.forks)
+
+    def inexact(self) -> list[tuple[PromptAsk, int]]:
+        """Return prompts that are answered over approximate rows of earlier weaves, and how many are exact."""
+        found, self._inexact = self._inexact, []
+        return found
 
     def finished(self, name: str) -> dict[str, Any] | None:
         """A request has ended; return what its response says of it."""

@@ -16,6 +16,7 @@ else:
 from kvweave.chunk.table import Table
 from kvweave.connect.vllm.ahead import DONE
 from kvweave.connect.vllm.connector import KVWeaveConnector
+from kvweave.connect.vllm.refine import Prefill
 from kvweave.connect.vllm.verbs import VerbReply, VerbRequest, Verbs
 from kvweave.errors import KVWeaveError
 
@@ -66,6 +67,12 @@ class KVWeaveWorker(PlatformWorker):  # type: ignore[misc]
         """Make KV that requests may need, for a slice; return `DONE`, `LATER` or `MORE` of `ahead`."""
         connector = self.kvweave_connector()
         return DONE if connector is None or connector.host is None else connector.host.go_ahead()
+
+    def kvweave_refine(self, seconds: float = 0.0) -> Prefill | int:
+        """Return tokens that vLLM is to prefill while nobody asks, and their salt; or `DONE` or `LATER` of
+        `ahead`. ``seconds``: that the last ones took."""
+        connector = self.kvweave_connector()
+        return DONE if connector is None else connector.prompts.next(seconds)
 
     def kvweave_missing(self, names: list[str], namespace: str) -> list[str]:
         """Return which of these name no chunk."""
