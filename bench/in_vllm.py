@@ -71,7 +71,7 @@ CASES: dict[str, dict[str, Any] | None] = {
     "embedded auto 5 %": None,
 }
 # where somebody rests, what was woven is prefilled too: told where turns follow that edit nothing
-RESTED = "auto 5 %, refined"
+RESTED = "auto 5 % refined"
 SYSTEM, QUESTION, ANSWER = 64, 32, 128
 ROOM = 1024  # tokens by which a conversation may grow
 Times = tuple[float, float]  # seconds of the clock, and of the process's CPUs
@@ -151,7 +151,10 @@ def first_token(
         found = llm.generate([prompt], sampling, use_tqdm=False)[0]
         told.update((found.kv_transfer_params or {}).get("kvweave", {}))
 
-    return took(ask, torch.device("cpu")), told
+    found = took(ask, torch.device("cpu"))
+    if "error" in told:
+        raise ValueError(f"vLLM computed what was to be woven: {told['error']}")
+    return found, told
 
 
 def idle(llm: LLM) -> float:

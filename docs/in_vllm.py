@@ -59,7 +59,7 @@ def _first_edits(edits: Iterable[dict[str, Any]], over: str) -> str:
             "with `auto` 5 %. The table is of those that follow."
         )
     grown, later = [each[0] for each in ahead], [s for each in ahead for s in each[1:]]
-    refined = [at["ahead"].get("auto 5 %, refined", []) for at in edits]
+    refined = [at["ahead"].get("auto 5 % refined", []) for at in edits]
     rests = [s for each in refined for s in each[1:2]]
     also = (
         f" Where it also prefilled what was woven ([refine](#refine)): {max(rests):.1f} behind the edit."

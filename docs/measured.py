@@ -281,7 +281,7 @@ def _again(found: dict[str, Any]) -> Iterator[str]:
     for name, machine in found.get("again", {}).items():
         yield (
             f" `{name}` and its gate, but not on prose, whose text comes with Python, were measured again on {machine['cpu']} "
-            f"({machine['cores']} cores), commit {machine['commit'][:7]}; rows without repair were the same there to six digits."
+            f"({machine['cores']} cores), commit {machine['commit'][:7]}."
         )
 
 

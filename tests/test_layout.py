@@ -81,6 +81,11 @@ EXCUSED: dict[tuple[str, str, str], str] = {
             "_attention_sums_on_cuda",
         )
     },
+    (
+        "local_imports",
+        "connect/vllm/plugin.py",
+        "_prefilled",
+    ): "vLLM is there only where its server is",
     ("inheritance", "run/pool.py", "PooledRows"): "raw rows whose memory is a pool's",
     **{
         (
