@@ -9,6 +9,8 @@ from vllm import SamplingParams
 from vllm.inputs import TokensPrompt
 
 from kvweave.connect.vllm.ahead import DONE, LATER, QUIET_SECONDS
+from kvweave.connect.vllm.content import PARAMS
+from kvweave.connect.vllm.spec import KEY
 
 
 def rest(llm: Any, seconds: float = float("inf")) -> bool:
@@ -33,8 +35,10 @@ def rest(llm: Any, seconds: float = float("inf")) -> bool:
 
 
 def prefill(tokens: list[int], salt: str | None) -> tuple[TokensPrompt, SamplingParams]:
-    """Return a request by which vLLM has the rows of these tokens, and the least that it may be asked for."""
+    """Return a request by which vLLM has the rows of these tokens, woven by nobody, and the least that it
+    may be asked for."""
     prompt = TokensPrompt(prompt_token_ids=tokens)
     if salt is not None:
         prompt["cache_salt"] = salt
-    return prompt, SamplingParams(max_tokens=1, temperature=0, detokenize=False)
+    said = {PARAMS: {KEY: {"match": False}}}
+    return prompt, SamplingParams(max_tokens=1, temperature=0, detokenize=False, extra_args=said)
