@@ -466,7 +466,7 @@ def test_report_writes_and_prints(
 @pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize(
     ("name", "arguments"),
-    [("beside", ["--rounds", "1"]), ("soak", ["--seconds", "18", "--turn", "12"])],
+    [("beside", ["--rounds", "1"]), ("soak", ["--seconds", "12", "--turn", "8"])],
 )
 def test_servers_under_load(
     name: str, arguments: list[str], bench: dict[str, ModuleType], tmp_path: Path

@@ -292,7 +292,7 @@ def test_what_is_counted_is_what_the_engine_does(
 @pytest.mark.slow
 def test_the_bench_runs_on_generated_runs(bench: Any, tmp_path: Path) -> None:
     tiny = "--layers 2 --hidden 32 --heads 4 --kv-heads 2 --head-dim 8 --ffn 64 --vocab 97".split()
-    size = "--limit 12 --context 300 --rounds 1 --runs 1 --steps 6 --json".split()
+    size = "--limit 6 --context 300 --rounds 1 --runs 1 --steps 4 --json".split()
     out = tmp_path / "x.json"
     bench.main.main([*tiny, *size, "--out", str(out)])
     found = json.loads(out.read_text())

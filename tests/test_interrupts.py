@@ -157,6 +157,7 @@ def test_an_engine_whose_opening_was_interrupted_has_let_go_of_its_home(tmp_path
 
 @pytest.mark.slow
 @pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.sampled(6)
 def test_an_interrupt_at_many_lines_leaves_nothing_half_done(verb: str) -> None:
     n = lines(verb)
     for at in Random(1).sample(range(1, n), min(n - 1, LINES)):

@@ -79,6 +79,7 @@ def test_a_line_holds(model_type: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model_type", others())
+@pytest.mark.sampled(20)
 def test_every_line_holds(model_type: str) -> None:
     holds(model_type)
 

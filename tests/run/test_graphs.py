@@ -77,13 +77,13 @@ def lives(engine: Engine) -> list[Any]:
         for part in range(3):
             context.append(text(9 + 5 * i + part, 10 * i + part), name=f"{i}/{part}")
     for repair in ("none", "random", "auto", "query", "none"):
-        for answer in engine.generate_many(contexts, 7, ignore_eos=True):
+        for answer in engine.generate_many(contexts, 4, ignore_eos=True):
             found.append(answer.tokens)
         for context in contexts:
             context.drop(context.oldest())
             context.weave(repair=repair)
             context.append(text(20, len(found)))
-    found.append(contexts[0].generate(9, ignore_eos=True, logprobs=2).tokens)
+    found.append(contexts[0].generate(5, ignore_eos=True, logprobs=2).tokens)
     for context in contexts:
         found.append(context.check().kl)
         mine = rows(context)

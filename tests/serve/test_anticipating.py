@@ -18,6 +18,7 @@ from typing import Any
 
 import httpx
 import pytest
+from days import some
 from scripted import Script, scripted
 from serve.test_context_editing import CALL, CLEAR, prose, wrote
 from serve.test_openai import Server, serving
@@ -262,7 +263,7 @@ class Lives:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("repair", ["full", "none"])
+@pytest.mark.parametrize("repair", some(min(LIVES, 2), ["none", "full"]))
 @pytest.mark.parametrize(
     "seed",
     [0, *(pytest.param(n, marks=pytest.mark.slow) for n in range(1, LIVES))],

@@ -7,7 +7,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from days import one_in
+from days import DAY, one_in
 from fastapi import FastAPI
 from needs import need
 
@@ -37,7 +37,7 @@ CHECKS = (
 KEY = "key-of-anna"
 CONFIG = {
     "headers": {"Authorization": f"Bearer {KEY}"},
-    "seed": int(os.environ.get("KVWEAVE_SEED", "2026")),
+    "seed": int(os.environ.get("KVWEAVE_SEED", 2026 + DAY)),
     "continue-on-failure": True,
     "generation": {"max-examples": EXAMPLES, "database": "none", "no-shrink": True},
     "checks": {"enabled": False} | {name: {"enabled": True} for name in CHECKS},
@@ -102,7 +102,7 @@ def test_the_server_answers_as_its_description_says(bundled: Path) -> None:
         engine.check_integrity()
     print("\nanswers:", dict(sorted(answered.items())))
     assert not found, "\n\n".join(f"{kind}\n{example}" for kind, example in found.items())
-    assert answered[200] > 100 and answered[400] > 100, "it did not get past the door"
+    assert min(answered[200], answered[400]) > 10 * EXAMPLES, "it did not get past the door"
 
 
 def left_out(app: FastAPI) -> dict[str, object]:

@@ -14,6 +14,7 @@ from typing import Any
 
 import httpx
 import pytest
+from days import some
 from scripted import Script
 from serve.test_anticipating import Make, make, rest  # noqa: F401
 from serve.test_context_editing import prose, wrote
@@ -403,7 +404,7 @@ class Lives:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("repair", ["full", "none"])
+@pytest.mark.parametrize("repair", some(min(LIVES, 2), ["full", "none"]))
 @pytest.mark.parametrize("seed", range(LIVES))
 def test_whatever_clients_do_answers_are_as_without(
     make: Make,  # noqa: F811

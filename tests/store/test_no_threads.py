@@ -74,6 +74,7 @@ def live(truth: Oracle, home: Path, tiers: tuple[str, ...]) -> tuple[Verdict, se
     ("kind", "n"),
     [*itertools.product(sorted(KINDS & {"disk", "files", "s3"}), (1, 1000)), ("disk", 3)],
 )
+@pytest.mark.sampled
 def test_each_thread_that_is_not_given(
     truth: Oracle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, n: int
 ) -> None:

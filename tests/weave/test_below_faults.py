@@ -28,7 +28,7 @@ pytestmark = only_on_cpu("of a GPU rows below memory rest in the host's, and not
 N_NEW = 24  # tokens of an answer
 CODES = [errno.ENOSPC, errno.EIO]
 STEP = min(3, int(os.environ.get("KVWEAVE_EVERY", "1")))  # of the slow ones: which requests fail
-MANY = min(1000, int(os.environ.get("KVWEAVE_STEPS", "1000")))  # contexts of the slow one
+MANY = min(1000, int(os.environ.get("KVWEAVE_STEPS", "2000")) // 2)  # contexts of the slow one
 
 
 ROOM, WRITE, READ = "posix_fallocate", "pwrite", "preadv"  # what a device is asked for
