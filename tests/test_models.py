@@ -73,13 +73,14 @@ def holds(model_type: str) -> None:
 
 
 @pytest.mark.parametrize("model_type", SAMPLE)
+@pytest.mark.sampled
 def test_a_line_holds(model_type: str) -> None:
     holds(model_type)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model_type", others())
-@pytest.mark.sampled(20)
+@pytest.mark.sampled(12)
 def test_every_line_holds(model_type: str) -> None:
     holds(model_type)
 

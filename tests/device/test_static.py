@@ -71,6 +71,7 @@ def launched(log: Log) -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "smollm3_nope"])
 @pytest.mark.parametrize("n", [1, 5])
+@pytest.mark.sampled
 def test_steady_passes_launch_the_same_over_the_same_addresses(
     monkeypatch: pytest.MonkeyPatch, name: str, n: int
 ) -> None:

@@ -89,6 +89,7 @@ def theirs(policy: TokenPolicy, runner: Runner, heads: Heads, layer: int) -> Lay
 
 
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.sampled
 def test_rows_are_worth_the_mean_over_heads(
     name: str, both: tuple[Runner, list[Heads], float]
 ) -> None:

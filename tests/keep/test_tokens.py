@@ -72,6 +72,7 @@ def padded(one: LayerView, at: int, n: int) -> LayerView:
 
 
 @pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.sampled
 def test_every_model_and_group_gets_scores_that_are_the_same_again(name):
     for model in MODELS:
         assert torch.equal(seen(name, model=model), seen(name, model=model))

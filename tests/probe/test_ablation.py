@@ -118,6 +118,7 @@ class Twin:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.sampled
 def test_what_is_left_is_what_transformers_says(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -69,6 +69,7 @@ def away(pair: Pair, url: str) -> Iterator[Worker]:
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["cp", "mv", "compress"])
 @pytest.mark.parametrize("replace", [False, True])
+@pytest.mark.sampled
 def test_a_name_of_another_worker_is_not_given_to_a_second_chunk(
     pair: Pair, how: str, replace: bool
 ) -> None:

@@ -67,6 +67,7 @@ def nothing() -> AbstractContextManager[object]:
 
 @only_on_cpu("it is about what a CPU rounds")
 @pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.sampled
 def test_settings_of_the_caller_change_nothing(name: str) -> None:
     setting, wanted = SETTINGS[name], logprobs(nothing, nothing)
     assert wanted[1] < 1e-6

@@ -79,6 +79,7 @@ def test_positions_are_integers_of_the_host(backend: Backend) -> None:
 
 
 @pytest.mark.parametrize("at", [(1,), (29,), (13, 14), (5, 12, 20, 28)])
+@pytest.mark.sampled
 def test_pieces_are_a_whole(backend: Backend, at: tuple[int, ...]) -> None:
     n = 30
     kvs = [backend.new_kv(n) for _ in range(2)]

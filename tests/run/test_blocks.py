@@ -23,6 +23,7 @@ KV_HEADS, KEYS = 3, 70
 
 @pytest.mark.parametrize("group", [1, 2, 3, 4, 6, 8])
 @pytest.mark.parametrize("n", [1, FOLD - 1, FOLD, 48, WIDE // 2, WIDE - 1, WIDE])
+@pytest.mark.sampled
 def test_however_heads_are_folded_rows_see_what_their_mask_says(n: int, group: int) -> None:
     made = torch.Generator().manual_seed(n * group)
     heads = KV_HEADS * group

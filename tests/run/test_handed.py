@@ -48,6 +48,7 @@ def far(a: torch.Tensor, b: torch.Tensor) -> float:
     return float((a - b).abs().max() / b.abs().max())
 
 
+@pytest.mark.sampled
 def test_rows_are_the_model_s_own(pair: tuple[Runner, Any]) -> None:
     """What stands at its position is not turned there and back: attention sees the model's keys."""
     runner, model = pair

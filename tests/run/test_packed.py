@@ -325,6 +325,7 @@ def thinned(backend: Runner, forms: tuple[str, ...], uneven: bool, raw: bool) ->
     "forms", [("int8",), ("k8v4", "k4v2"), ("int8", "int4", "k4v2"), ("below",), ("k8v4", "below")]
 )
 @pytest.mark.parametrize("name", ["llama", "mistral", "ministral", "gemma2_softcap", *BAGGED])
+@pytest.mark.sampled
 def test_attention_reads_what_the_bits_give_back(
     name: str, forms: tuple[str, ...], uneven: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

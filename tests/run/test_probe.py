@@ -43,6 +43,7 @@ def hooked(change: Callable[[Kwargs], None], layer: int = 1) -> Any:
     ],
 )
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.sampled
 def test_layers_are_learned(
     name: str, masks: list[Mask], widths: list[int], dtype: torch.dtype
 ) -> None:

@@ -111,6 +111,7 @@ def test_what_is_kept_of_lengths_is_bounded() -> None:
     ],
 )
 @pytest.mark.parametrize("at_once", [1, 10, 1000])
+@pytest.mark.sampled
 def test_attention_is_what_it_is(
     n: int,
     group: int,

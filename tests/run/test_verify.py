@@ -58,6 +58,7 @@ def scaled(layer: int, factor: float, dtype: torch.dtype) -> Any:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("layer", range(4))
+@pytest.mark.sampled
 def test_one_layer_of_another_scale_is_refused(layer: int, dtype: torch.dtype) -> None:
     runner = Runner(scaled(layer, 1.5, dtype))
     assert not runner.can_move

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import random
 from collections import Counter
 from contextlib import ExitStack
@@ -21,6 +22,7 @@ from typing import Any
 import httpx
 import pytest
 from answering import answering
+from days import some
 from needs import need
 from scripted import TAGS
 
@@ -29,6 +31,7 @@ from kvweave.serve.chat.ask import ChatAsk
 openai = need("openai")
 from serve.test_openai import serving  # noqa: E402
 
+LIVES = int(os.environ.get("KVWEAVE_LIVES", 2))
 Json = dict[str, Any]
 Atom = tuple[str, ...]
 CALL = "<tool_call>\n{}\n</tool_call>"
@@ -369,7 +372,7 @@ def lives(seed: int, bundled: Path, home: Path, n: int) -> Counter[str]:
     return play.did
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in (1,))])  # fmt: skip
+@pytest.mark.parametrize("seed", some(min(LIVES, 2), (0, 1)))
 @pytest.mark.slow
 def test_a_life_is_as_the_plain_model_has_it(seed: int, bundled: Path, tmp_path: Path) -> None:
     did = lives(seed, bundled, tmp_path / "home", 60)

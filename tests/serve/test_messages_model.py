@@ -451,7 +451,7 @@ def lives(seed: int, bundled: Path, home: Path, n: int) -> Counter[str]:
 @pytest.mark.parametrize(
     ("seed", "n"),
     [
-        (0, 15),
+        pytest.param(0, 15, marks=pytest.mark.small),
         pytest.param(1, 12, marks=pytest.mark.small),
         *(pytest.param(n, 40, marks=pytest.mark.slow) for n in range(1, LIVES + 1)),
     ],

@@ -55,6 +55,7 @@ TALKS = {
 
 @pytest.mark.parametrize("talk", TALKS)
 @pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.sampled
 def test_twice_the_messages_are_twice_the_work(
     bundled: Path, monkeypatch: pytest.MonkeyPatch, name: str, talk: str
 ) -> None:

@@ -140,6 +140,7 @@ def test_an_unknown_policy_is_refused() -> None:
 
 @pytest.mark.parametrize("hits", ["chunks", "prefix"])
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.sampled
 def test_nothing_beats_a_cache_for_everything(name: str, hits: str) -> None:
     made = generate(Shape(sessions=12), 1)
     total = made.unique_tokens() * DEFAULT.token_bytes

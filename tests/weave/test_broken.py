@@ -87,6 +87,7 @@ def test_an_interrupt_behind_an_answer_leaves_it_whole(
 @pytest.mark.parametrize("n", range(1, 6))
 @pytest.mark.parametrize("chat", [False, True])
 @pytest.mark.parametrize("method", ["run", "cancel"])
+@pytest.mark.sampled
 def test_an_answer_whose_text_cannot_be_taken_in_has_not_been(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, n: int, chat: bool, method: str
 ) -> None:

@@ -402,6 +402,7 @@ def test_an_answer_of_nothing_closes_up_too(engine: Engine, end: str) -> None:
 
 
 @pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.sampled
 def test_no_more_is_held_than_was_accounted(name: str) -> None:
     """Neither behind a prompt that fits with its answer, nor while many tokens are decoded."""
     model = transformers("llama")

@@ -276,8 +276,9 @@ FOUND = (
 @pytest.mark.parametrize("name", QUICK)
 def test_what_is_there_is_the_budget_and_a_page(name: str) -> None:
     rng, model = random.Random(name), runner(name, "float32")
-    cases = [*FOUND, *(drawn(rng) for _ in range(4))]
-    assert sum(one(draw, model, rng, i == 5) for i, draw in enumerate(cases)) > 3
+    cases = [*FOUND, *(drawn(rng) for _ in range(max(1, min(4, DRAWS // 4))))]
+    found = [one(draw, model, rng, i == min(5, len(cases) - 1)) for i, draw in enumerate(cases)]
+    assert sum(found) > len(cases) // 2
 
 
 @pytest.mark.slow

@@ -52,6 +52,7 @@ CASES = [*((name, "auto") for name in MODELS), ("llama", "query"), ("gemma3", "n
 
 
 @pytest.mark.parametrize(("name", "repair"), CASES)
+@pytest.mark.sampled
 def test_all_of_a_context_becomes_exact(engines: Make, name: str, repair: str) -> None:
     context = chat(engines(name, repair=repair, share=0.1), "c", [40, 70, 30])
     context.append(text(9, 77))

@@ -58,6 +58,7 @@ def test_rows_are_those_of_the_whole_chunk(engine: Engine, spec: str) -> None:
 
 
 @pytest.mark.parametrize("spec", [spec for spec in SPECS if spec.endswith("0.4")])
+@pytest.mark.sampled
 def test_slices_beside_others_leave_the_same_rows(engine: Engine, spec: str) -> None:
     engine.compress("d0", spec, to="small")
     kv = rows_of(engine, "small")

@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from days import some
 from store.faults.host import Died, Host
 from store.faults.shim import (
     EVER,
@@ -22,6 +23,7 @@ from store.faults.tally import Tally
 from store.faults.test_calls import (
     CHANGING,
     NEW,
+    STEP,
     Fresh,
     afterwards,
     judged,
@@ -104,7 +106,7 @@ def hangs(host: Host, fresh: Fresh, tally: Tally, ops: int, only: str, way: str,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ["once", "from then on"])
+@pytest.mark.parametrize("way", some(2 if STEP == 1 else 1, ["once", "from then on"]))
 def test_any_call_of_a_home_that_hangs(host: Host, fresh: Fresh, tally: Tally, way: str) -> None:
     """Each verb returns or says what to do, errors are true, and the engine that was there goes on."""
     world = fresh()
