@@ -219,6 +219,7 @@ def cells_of(name: str, n: int, cache: Path, again: str = "") -> dict[str, Cell]
     missing = [m for m in methods() if m.label not in known or (again and m.name.startswith(again))]
     if missing:
         known |= {label: asdict(cell) for label, cell in measure(name, missing, n).items()}
+    if missing or not file.exists():
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(json.dumps(known))
     return {label: Cell(**cell) for label, cell in known.items()}

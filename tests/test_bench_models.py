@@ -91,8 +91,9 @@ def test_cases_that_were_measured_are_not_measured_again(
     monkeypatch.setattr(
         regret.Exam, "truth", lambda exam, paper: (asked.append(paper.index), truth(exam, paper))[1]
     )
-    assert regret.cells_of("llama-one", 2, tmp_path / "a") == at_once
-    assert asked == [1]
+    for _ in range(2):
+        assert regret.cells_of("llama-one", 2, tmp_path / "a") == at_once
+        assert asked == [1]
     assert len(at_once["auto 5%"].kl) == len(at_once[regret.FULL].right) == 2
 
 
