@@ -64,6 +64,14 @@ def test_nothing_is_handed_out_while_others_run():
     assert prompts.next(0) == LATER and len(prompts.next(0)[0]) == SIZE
 
 
+def test_how_long_a_piece_took_is_heard_right_behind_it_when_vllm_has_just_run():
+    says = [MORE, LATER, MORE, LATER, MORE]
+    prompts = PromptsAhead(SIZE, lambda: says.pop(0))
+    prompts.note(asks(LONG), 0)
+    found = [prompts.next(seconds) for seconds in (0, 1e-9, 0, 1e-9, 0)]
+    assert [said if said == LATER else len(said[0]) for said in found] == [4, LATER, 12, LATER, 28]
+
+
 def test_what_goes_on_from_a_prompt_stands_for_it_and_begins_where_that_was():
     prompts = PromptsAhead(SIZE, lambda: MORE)
     prompts.note(asks(LONG), 0)

@@ -44,7 +44,7 @@ class PromptsAhead:
         self._waiting: list[PromptAhead] = []  # the latest last
 
     def note(self, ask: PromptAsk, n: int) -> None:
-        """A prompt was answered over rows of which the first ``n`` were a prefill's."""
+        """A prompt was answered over rows of which the first ``n`` were vLLM's own."""
         if not self.on:
             return
         new = PromptAhead(ask, n)
@@ -55,13 +55,13 @@ class PromptsAhead:
 
     def next(self, seconds: float) -> Prefill | int:
         """Return what is to be prefilled, or DONE or LATER. ``seconds``: that the last one took, 0 for none."""
+        if seconds:  # whatever is said now: it is told once
+            fit = int(self._rows * min(2.0, SLICE_SECONDS / seconds))
+            self._rows = min(MOST_ROWS, max(self.size, fit // self.size * self.size))
         if not self._waiting:
             return DONE
         if (said := self.says()) != MORE:
             return said
-        if seconds:
-            fit = int(self._rows * min(2.0, SLICE_SECONDS / seconds))
-            self._rows = min(MOST_ROWS, max(self.size, fit // self.size * self.size))
         prompt = self._waiting[-1]
         tokens, start = prompt.ask.tokens, prompt.n // self.size * self.size
         prompt.n = min(len(tokens), start + self._rows)
