@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 from vllm_requests import CLOSE, STRATEGIES, Case, checkpoint_at, core, off, run, vllm_of
 
 from kvweave import Engine
-from kvweave.connect.vllm import ahead
+from kvweave.connect.vllm import ahead, refine
 from kvweave.connect.vllm.ahead import ChunksAhead
 from kvweave.connect.vllm.rest import rest
 from kvweave.run.model import Runner
@@ -297,6 +297,31 @@ def test_behind_a_rest_a_conversation_is_as_one_that_was_never_edited(
         assert not waits, "it is exact already"
     case, told, waits = asked([*turns[:1], *turns[2:]])
     assert told["woven"] and told["local"] == 32 and waits == 1, "of 60 tokens in front"
+
+
+def test_what_is_prefilled_behind_a_weave_is_not_woven_where_every_request_is(
+    llm, plain, monkeypatch
+):
+    """Its pieces say nothing to us: else they were woven for ever."""
+    ours = host(llm)
+    front, chunk, back = (prompt_of(160 + n, (n,))[0] for n in (40, 120, 30))
+    prompts = core(llm).model_executor.driver_worker.worker.kvweave_connector().prompts
+    monkeypatch.setattr(prompts, "on", True)
+    monkeypatch.setattr(prompts, "_rows", 128)
+    monkeypatch.setattr(
+        refine, "SLICE_SECONDS", 1e9
+    )  # pieces of many blocks, in which chunks stand
+    monkeypatch.setattr(ahead, "QUIET_SECONDS", 0.001)
+    monkeypatch.setattr(core(llm).scheduler.connector.scheduling, "matches", True)
+    ours.engine.put("matched", chunk)
+    ours.cutter.library.sync()
+    case = Case([*front, *chunk, *back])
+    _, told = answered(llm, case)
+    assert told["woven"] and told["reused"] and len(prompts._waiting) == 1
+    assert rest(llm, 10.0), "it ends"
+    output, told = answered(llm, case)
+    assert (told["woven"], told["drift"], told["local"]) == (False, 0, 160), told
+    assert off(output, case.expected(plain, None)[0]) < CLOSE
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
