@@ -399,12 +399,19 @@ def offered(scheduling, request, offer, n_local, under=None):
     while found == (None, False):  # it looks under other keys
         n = n_local if under is None or request.forks == under.forks else 8
         found = scheduling.external(request, n)
+    if not found[1]:
+        scheduling.allocated(request, (), 0)
     return found
 
 
-def wove(scheduling, request, drift=None):
-    told = {"drift": drift, "drift_by": "unknown", "strategy": "auto", "approximate": {}}
-    scheduling.wove(request.request_id, {"woven": True, "spans": [], **told})
+def wove(scheduling, request, drift=None, approximate=(), spans=()):
+    told = {
+        "drift": drift,
+        "drift_by": "unknown",
+        "strategy": "auto",
+        "approximate": {*approximate},
+    }
+    scheduling.wove(request.request_id, {"woven": True, "spans": spans, **told})
 
 
 OFFER = WeaveOffer(39, 30, b"plan", looks=False)
@@ -498,9 +505,74 @@ def test_where_vllm_has_rows_of_its_own_of_all_chunks_none_of_a_weave_are_found(
     assert bool(turn.forks) != exact and (told.get("drift_by") == "exact") == exact
 
 
+@pytest.mark.parametrize("n_exact", [0, 16])
+def test_a_prompt_that_is_woven_is_told_of_and_what_of_it_stands_under_vllms_own_keys(
+    scheduling, n_exact
+):
+    """No plain request finds exact rows of ours."""
+    for name, n_local in (("a", 8), ("b", 8 + n_exact)):
+        ask = Hashed(name, (*ids(30, 1), *ids(10, len(name))))
+        assert offered(scheduling, ask, OFFER, n_local) == (30 + 9 - n_local, True)
+        spans = [{"n_tokens": 8 + n_exact, "exact": True}, {"n_tokens": 40, "exact": False}]
+        wove(scheduling, ask, approximate=["position"], spans=spans)
+        assert scheduling.inexact() == [(scheduling._requests[name].ask, 8)]
+    exact = Hashed("c", ids(40, 9))
+    offered(scheduling, exact, WeaveOffer(39, 30, b"other", looks=False), 8)
+    wove(scheduling, exact, 0.0)
+    assert not scheduling.inexact()
+
+
+def test_less_than_a_block_behind_rows_of_a_weave_is_approximate_too(scheduling):
+    first = conversation(scheduling)
+    scheduling._plans[b"plan"][0].report["approximate"] = {"position": 9}
+    other = Hashed("o", (*ids(40, 1)[:30], *ids(9, 3)))
+    assert offered(scheduling, other, OFFER, 28, first) == (0, False)
+    assert [(ask.tokens[:30], n) for ask, n in scheduling.inexact()] == [(ids(40, 1)[:30], 8)]
+
+
+def test_what_was_answered_over_rows_of_a_weave_is_not_exact_where_the_rest_is(scheduling):
+    """It was preempted, its rows were evicted, and vLLM had some of its own by then."""
+    first = conversation(scheduling)
+    turn = Hashed("t", ids(40, 1))
+    assert offered(scheduling, turn, WeaveOffer(39, 30, b"plan"), 36, first) == (0, False)
+    told = dict(scheduling._requests["t"].report)
+    assert (told["cached"], told["drift"]) == (36, None)
+    assert scheduling.external(turn, 12) == (None, False) and not turn.forks
+    assert scheduling.external(turn, 36) == (0, False)
+    scheduling.allocated(turn, (), 0)
+    assert scheduling.finished("t") == told
+    turn = Hashed("u", (*ids(40, 1), 5))
+    conversation(scheduling)
+    assert offered(scheduling, turn, WeaveOffer(40, 30, b"plan"), 36, turn) == (0, False)
+    assert scheduling.external(turn, 12)[0] is None and scheduling.external(turn, 8)[1]
+    wove(scheduling, turn, 0.25)
+    told = scheduling.finished("u")
+    assert told["woven"] and told["drift"] is None, "a bound is of rows of one weave"
+
+
+def test_a_stream_is_told_once_of_rows_that_vllm_found(scheduling):
+    conversation(scheduling)
+    turn = Hashed("t", ids(40, 1))
+    turn.kv_transfer_params = {"kvweave": {"ticket": "me"}}
+    scheduling.new(turn)
+    scheduling.external(turn, 36)
+    scheduling.found("t", OFFER)
+    for n in (36, 32):  # no room yet
+        assert scheduling.external(turn, n) == (0, False) and not scheduling.reported()
+    scheduling.allocated(turn, (), 0)
+    assert scheduling.reported()["me"]["cached"] == 32 and not scheduling.reported()
+    woven = Hashed("w", ids(40, 7))
+    woven.kv_transfer_params = {"kvweave": {"ticket": "it"}}
+    offer = WeaveOffer(39, 30, b"mine", looks=False)
+    assert offered(scheduling, woven, offer, 8) == (31, True)
+    wove(scheduling, woven)
+    assert scheduling.external(woven, 36) == (0, False), "it was preempted"
+    scheduling.allocated(woven, (), 0)
+    assert not scheduling.reported(), "the worker has told of its weave"
+
+
 def test_a_prompt_is_told_of_that_is_answered_over_approximate_rows_of_before(scheduling):
-    first, said = conversation(scheduling), scheduling.inexact()
-    assert not said, "the worker knows of what it wove"
+    first = conversation(scheduling)
     for approximate in ({"position": 9}, {}):
         first_point = scheduling._plans[b"plan"][0]
         first_point.report["approximate"] = approximate

@@ -170,8 +170,6 @@ class KVWeaveConnector(KVConnectorBase_V1):  # type: ignore[misc]
         for name, job in over.items():
             self._reply.reports[name] = report = job.report()
             self._tell(job.load.ask.spec.ticket, {**report, "local": job.load.start})
-            if job.plan is not None and job.plan.approximate:
-                self.prompts.note(job.load.ask, job.load.exact)
         failed = {name for name, job in over.items() if job.plan is None}
         return KVConnectorTransferResults(finished_recving=set(over), failed_recving=failed)
 

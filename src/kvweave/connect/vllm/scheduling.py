@@ -56,6 +56,7 @@ class WovenRequest:
     grows: bool = False  # the point is of a request that this one goes on from
     n_local: int = 0
     n_exact: int = 0  # of them those that are a prefill's
+    goes: bool = False  # as it is, over these rows: once it has its blocks
     block: int = -1  # the first that is written for it
     report: dict[str, Any] | None = None
 
@@ -78,7 +79,7 @@ class Scheduling:
         self._asks: dict[str, PromptAsk] = {}
         self._loads: dict[str, WeaveLoad] = {}
         self._reports: dict[str, dict[str, Any]] = {}  # by ticket
-        self._inexact: list[tuple[PromptAsk, int]] = []  # answered over such rows of before
+        self._inexact: list[tuple[PromptAsk, int]] = []  # answered over such rows
         self._n_points = 0
         self._plans: OrderedDict[bytes, list[ForkPoint]] = OrderedDict()  # by `WeaveOffer.digest`
         # prompts whose rows vLLM has under a point, by what they are and how they were asked for
@@ -121,7 +122,7 @@ class Scheduling:
                 woven.asked = True
                 self._asks[request.request_id] = woven.ask
             return None, False
-        woven.n_local = n_local
+        woven.n_local, woven.goes = n_local, False
         enough, point = woven.found.useful, woven.point
         if woven.grows:
             enough = max(1, enough // self.size * self.size)
@@ -140,12 +141,7 @@ class Scheduling:
         if not is_ours and 0 < n_local < enough < n_local + self.size:
             enough = n_local  # less than a block of a prompt that vLLM has: it computes that
         if point is None or n_local >= enough:
-            if woven.ask.spec.ticket:
-                self._reports[woven.ask.spec.ticket] = _report(woven)
-            if point is not None and point.block is not None and is_whole:
-                self._note(woven.ask, point)
-                if point.report is not None and point.report["approximate"]:
-                    self._inexact.append((woven.ask, point.block * self.size))
+            woven.goes = True
             return 0, False
         woven.n_exact = n_local if point.block is None else min(n_local, point.block * self.size)
         woven.block = block = n_local // self.size
@@ -159,12 +155,33 @@ class Scheduling:
     def allocated(self, request: Any, blocks: tuple[int, ...], n_external: int) -> None:
         """Rows of a request have their blocks."""
         woven = self._requests.get(request.request_id)
-        if woven is not None and n_external > 0:
+        if woven is not None and woven.goes:
+            self._goes(woven)
+        elif woven is not None and n_external > 0:
             stop = woven.n_local + n_external
             assert woven.found is not None
             self._loads[request.request_id] = WeaveLoad(
                 woven.ask, blocks, woven.n_local, stop, woven.found.digest, woven.n_exact
             )
+
+    def _goes(self, woven: WovenRequest) -> None:
+        """A request is answered over rows that vLLM has."""
+        assert woven.found is not None
+        woven.goes, point, report = False, woven.point, _report(woven)
+        if woven.ask.spec.ticket and not report["woven"]:
+            self._reports[woven.ask.spec.ticket] = report
+        if point is None or point.block is None:
+            return
+        if woven.report is None:  # whatever it is answered over later: it is preempted, say
+            woven.report = report
+        if point.report is None or point.report["approximate"]:
+            self._inexact.append((woven.ask, self._n_own(woven, point)))
+        if point.report is not None and (woven.grows or woven.n_local >= woven.found.useful):
+            self._note(woven.ask, point)
+
+    def _n_own(self, woven: WovenRequest, point: ForkPoint) -> int:
+        """Return how many rows of a prompt stand under vLLM's own keys, where any would find them."""
+        return min([woven.n_local, *(block * self.size for block, _ in point.forks[:1])])
 
     def told(self) -> tuple[dict[str, PromptAsk], dict[str, WeaveLoad]]:
         """Return what the worker is told in this step, by request id."""
@@ -237,6 +254,8 @@ class Scheduling:
                 woven.point.report = _worse(woven.point.report, told)
                 self._share(woven, woven.point, report)
                 self._note(woven.ask, woven.point)
+                if report["approximate"]:
+                    self._inexact.append((woven.ask, self._n_own(woven, woven.point)))
             if not report["woven"]:  # vLLM computes it, over none of our rows
                 woven.point = None
                 self.fork(woven.request, ())
@@ -264,7 +283,7 @@ class Scheduling:
             self.fork(woven.request, point.forks)
 
     def inexact(self) -> list[tuple[PromptAsk, int]]:
-        """Return prompts that are answered over approximate rows of earlier weaves, and how many are exact."""
+        """Return prompts that are answered over approximate rows, and how many are vLLM's own in front."""
         found, self._inexact = self._inexact, []
         return found
 
@@ -333,13 +352,14 @@ def _worse(one: dict[str, Any] | None, other: dict[str, Any]) -> dict[str, Any]:
 
 
 def of_both(before: dict[str, Any] | None, report: dict[str, Any]) -> dict[str, Any]:
-    """Return what is told of a request that was woven before too: it was preempted, and has answered a
-    part by then over rows of the first: it has the counts of the second, and how many there were."""
-    if before is None or not before["woven"]:
+    """Return what is told of a request that was woven before too, or found rows of a weave: it was
+    preempted, and has answered a part by then over those: it has the counts of the second, and how many
+    there were."""
+    if before is None or not (before["woven"] or "cached" in before):
         return report
     if not report["woven"]:
         return before
-    one, other = ({key: each[key] for key in REMEMBERED} for each in (before, report))
+    one, other = ({k: each[k] for k in REMEMBERED if k in each} for each in (before, report))
     return report | _worse(one, other) | {"weaves": before.get("weaves", 1) + 1}
 
 
@@ -356,7 +376,8 @@ def _report(woven: WovenRequest) -> dict[str, Any]:
         elif woven.found is not None:
             report |= {"drift": 0.0, "drift_by": "exact"}
     # what vLLM had of a request that was preempted behind its weave is another number
-    return {**report, "local": report["rows"][0] if "rows" in report else woven.n_local}
+    local = report["rows"][0] if "rows" in report else report.get("cached", woven.n_local)
+    return {**report, "local": local}
 
 
 def _tail(found: WeaveOffer, tokens: tuple[int, ...]) -> bytes:

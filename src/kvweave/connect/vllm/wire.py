@@ -18,7 +18,7 @@ DIFFER = {"code": "internal", "message": "the workers of this vLLM know of diffe
 @dataclass
 class StepMeta(KVConnectorMetadata):  # type: ignore[misc]
     """From the scheduler to the worker; by request id, reports by ticket. ``inexact``: prompts that are
-    answered over approximate rows of before, and how many are exact. ``idle``: nobody else runs in this step."""
+    answered over approximate rows, and how many are vLLM's own in front. ``idle``: nobody else runs in this step."""
 
     asks: dict[str, PromptAsk] = field(default_factory=dict)
     loads: dict[str, WeaveLoad] = field(default_factory=dict)
