@@ -171,6 +171,16 @@ def test_vllm_has_run_until_its_step_is_over(host, monkeypatch):
     assert host.go_ahead() == DONE and A in canonical(host)
 
 
+def test_who_is_to_have_vllm_run_is_one(host, monkeypatch):
+    """Of several servers; the other is not handed the next piece before the first one's is there."""
+    monkeypatch.setattr(ahead, "QUIET_SECONDS", 1.0)
+    clock = [60.0]
+    monkeypatch.setattr(ahead.time, "perf_counter", lambda: clock[0])
+    assert (host.says(), host.says()) == (MORE, LATER)
+    clock[0] += 1.1
+    assert host.says() == MORE
+
+
 def test_a_request_does_not_wait_for_it(host, monkeypatch):
     """What is under way is given up when a request is woven, and made later."""
     host.engine.put("a", A)

@@ -12,16 +12,21 @@ import pytest
 
 pytest.importorskip("vllm", reason="no vLLM here: make setup-vllm, then make test-vllm")
 
+import asyncio
 import random
+from types import SimpleNamespace
 
 import torch
 from transformers import AutoModelForCausalLM
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm_requests import CLOSE, STRATEGIES, Case, checkpoint_at, core, off, run, vllm_of
 
 from kvweave import Engine
-from kvweave.connect.vllm import ahead, refine
+from kvweave.connect.vllm import ahead, plugin, refine
 from kvweave.connect.vllm.ahead import ChunksAhead
+from kvweave.connect.vllm.connector import KVWeaveConnector
 from kvweave.connect.vllm.rest import rest
+from kvweave.errors import InvalidArgument
 from kvweave.run.model import Runner
 from kvweave.weave.calibration import Calibration
 
@@ -322,6 +327,30 @@ def test_what_is_prefilled_behind_a_weave_is_not_woven_where_every_request_is(
     output, told = answered(llm, case)
     assert (told["woven"], told["drift"], told["local"]) == (False, 0, 160), told
     assert off(output, case.expected(plain, None)[0]) < CLOSE
+
+
+def test_who_asks_comes_before_what_is_prefilled_while_nobody_does():
+    asked = []
+
+    async def generate(*of, **how):
+        asked.append((of, how))
+        yield None
+
+    asyncio.run(plugin._prefilled(SimpleNamespace(generate=generate), [5, 6], "salt"))
+    (((prompt, sampling, _), how),) = asked
+    assert prompt == {"prompt_token_ids": [5, 6], "cache_salt": "salt"}
+    assert sampling.max_tokens == 1 and how["priority"] > 0
+
+
+def test_where_vllm_caches_no_prefixes_nothing_is_prefilled_for_it(llm, monkeypatch):
+    ours = core(llm).scheduler.connector
+    config, caches = ours._vllm_config, ours._kv_cache_config
+    options = {"refine": True}
+    monkeypatch.setattr(config.kv_transfer_config, "kv_connector_extra_config", options)
+    assert KVWeaveConnector(config, KVConnectorRole.SCHEDULER, caches).prompts.on
+    monkeypatch.setattr(config.cache_config, "enable_prefix_caching", False)
+    with pytest.raises(InvalidArgument, match="refine"):
+        KVWeaveConnector(config, KVConnectorRole.SCHEDULER, caches)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

@@ -58,6 +58,8 @@ class KVWeaveConnector(KVConnectorBase_V1):  # type: ignore[misc]
         options = dict(transfer.kv_connector_extra_config or {})
         matches = _flag(options, "match")
         self.ahead, refines = _flag(options, "ahead"), _flag(options, "refine")
+        if refines and not vllm_config.cache_config.enable_prefix_caching:
+            raise InvalidArgument("refine", "this vLLM caches no prefixes", "leave it out")
         self.options = options
         self.host: Host | None = None
         self.verbs: Verbs | None = None

@@ -16,7 +16,7 @@ import numpy as np
 
 from kvweave.chunk.identity import ChunkId
 from kvweave.config import Config
-from kvweave.connect.vllm.ahead import ChunksAhead
+from kvweave.connect.vllm.ahead import MORE, ChunksAhead
 from kvweave.connect.vllm.asks import PromptAsk, WeaveLoad, WeaveOffer
 from kvweave.connect.vllm.cut import PromptCut, PromptCutter, as_offered
 from kvweave.connect.vllm.lockstep import TOLD, Lockstep
@@ -249,8 +249,11 @@ class Host:
         return self.ahead.step(is_free=not self._jobs)
 
     def says(self) -> int:
-        """Return MORE of `ahead` where nobody runs, or LATER."""
-        return self.ahead.says(is_free=not self._jobs)
+        """Return MORE of `ahead` where nobody runs, or LATER. Who hears MORE has vLLM run: another server
+        that asks before it does is told LATER."""
+        if (said := self.ahead.says(is_free=not self._jobs)) == MORE:
+            self.ahead.runs()
+        return said
 
     # ---- a weave
 

@@ -18,6 +18,7 @@ from kvweave.connect.vllm.checked import Checked, refused
 from kvweave.errors import InvalidArgument, Overloaded
 
 log = logging.getLogger("kvweave.vllm")
+LAST = 1 << 30  # of vLLM's priorities: whoever asks comes first, where these count
 SOONEST, LATEST = 0.1, 2.0  # seconds until it is looked again whether vLLM has nothing to do
 MOST_BYTES = 8 << 20  # of the body of a verb: what is more would hold up vLLM while it is read
 PASSED = ("content-type", "if-match", "idempotency-key", "accept")  # headers that verbs read
@@ -139,7 +140,8 @@ async def _prefilled(engine: Any, tokens: list[int], salt: str | None) -> float:
     )  # needs vLLM, which tests of the loop do not
 
     start = time.perf_counter()
-    async for _ in engine.generate(*prefill(tokens, salt), f"kvweave-{secrets.token_hex(8)}"):
+    name = f"kvweave-{secrets.token_hex(8)}"
+    async for _ in engine.generate(*prefill(tokens, salt), name, priority=LAST):
         pass
     return time.perf_counter() - start
 
