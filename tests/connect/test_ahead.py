@@ -581,6 +581,32 @@ def test_a_stream_is_told_once_of_rows_that_vllm_found(scheduling):
     assert not scheduling.reported(), "the worker has told of its weave"
 
 
+@pytest.mark.parametrize(
+    ("n_own", "n_ours", "exact"), [(11, 14, True), (10, 14, True), (9, 13, False), (9, 8, True)]
+)
+def test_what_was_begun_to_be_prefilled_is_not_computed_by_the_next_turn(
+    scheduling, n_own, n_ours, exact
+):
+    """vLLM has rows of its own of all chunks, and not of all that was said behind them."""
+    first = conversation(scheduling)
+    turn = Hashed("t", (*ids(40, 1), *ids(16, 50)))
+
+    def fork(request, forks):
+        request.forks = forks
+        request.block_hashes = [(i, forks) for i in range(14)]
+
+    fork(turn, ())
+    scheduling.fork = fork
+    scheduling.is_cached = lambda block: block[0] < (n_ours if block[1] else n_own)
+    scheduling.new(turn)
+    scheduling.external(turn, 0)
+    scheduling.found("t", WeaveOffer(30, 30, b"plan", looks=False))
+    assert turn.forks == (() if exact else first.forks)
+    assert scheduling.external(turn, 52 - 12 * exact) == (0, False)
+    scheduling.allocated(turn, (), 0)
+    assert (scheduling.finished("t")["drift"] == 0) == exact
+
+
 def test_a_prompt_is_told_of_that_is_answered_over_approximate_rows_of_before(scheduling):
     first = conversation(scheduling)
     for approximate in ({"position": 9}, {}):

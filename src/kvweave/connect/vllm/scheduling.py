@@ -202,16 +202,18 @@ class Scheduling:
         woven.found = found
         if found.error is not None:
             woven.report = {"woven": False, "error": found.error}
-        if found.covered and not self._has_all(woven):
+        if not found.covered:
+            return
+        n, size = self._n_cached(woven.request), self.size
+        has_all = 0 < n and found.useful < (n + 1) * size  # of chunks, but less than a block
+        # what was answered over rows of ours may be longer: a turn behind it goes on from these
+        if not has_all or self._earlier(woven.ask, (n + 1) * size, len(woven.ask.tokens)):
             before = self._grown_from(woven.ask, found)
             woven.grows = before is not None
             self._go_by(woven, before or self._point(woven.ask, found))
-
-    def _has_all(self, woven: WovenRequest) -> bool:
-        """Tell whether vLLM has rows of its own of all chunks but less than a block."""
-        assert woven.found is not None
-        n = self._n_cached(woven.request) * self.size
-        return 0 < n and woven.found.useful < n + self.size
+        if has_all and self._n_cached(woven.request) <= n:
+            woven.point, woven.grows = None, False
+            self.fork(woven.request, ())
 
     def _go_by(self, woven: WovenRequest, point: ForkPoint) -> None:
         """Have vLLM find what was written for a request at a point."""
@@ -312,9 +314,13 @@ class Scheduling:
         """Return the point of the longest earlier prompt that has all chunks of this one, behind which it
         goes on: nothing was edited, so its rows stay what they are. None where they depend on the question,
         or a bound does."""
-        sizes = {n for n, _ in self._prompts.values() if found.useful <= n < len(ask.tokens)}
-        if found.bounded or found.looks or not sizes:
+        if found.bounded or found.looks:
             return None
+        return self._earlier(ask, found.useful, len(ask.tokens) - 1)
+
+    def _earlier(self, ask: PromptAsk, least: int, most: int) -> ForkPoint | None:
+        """Return the point of the longest earlier prompt of so many tokens that this one begins with."""
+        sizes = {n for n, _ in self._prompts.values() if least <= n <= most}
         tokens, key, at, longest = np.asarray(ask.tokens, np.int64), _asked(ask), 0, None
         for n in sorted(sizes):
             key.update(tokens[at:n].tobytes())
