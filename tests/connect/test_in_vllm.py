@@ -154,6 +154,7 @@ def test_random_requests_poison_nothing_and_leave_nothing(
         assert n_free(llm) == free, "blocks did not come back"
         assert not host(llm)._jobs and not host(llm).engine.contexts
         assert not core(llm).scheduler.connector.scheduling._requests
+    assert not goes_ahead or (rest(llm, 60.0) and not prompts._waiting), "it ends"
     host(llm).engine.check_integrity()
     found = f"{done} requests, {woven} woven, {compared} compared, {differ} approximate"
     found += f", {rested} rests"
