@@ -125,6 +125,22 @@ def test_a_flipped_bit_is_never_another_text(
     assert seen["less"], "no text was hit"
 
 
+def test_what_finds_rows_is_made_again_where_it_is_damaged(
+    closed: tuple[Path, Json], tmp_path: Path
+) -> None:
+    """SQLite's quick look at a file does not see it, and a row that is written by it is not found again."""
+    home = shutil.copytree(closed[0], tmp_path / "home")
+    whole, db = (home / FILE).read_bytes(), sqlite3.connect(home / FILE)
+    [page] = db.execute("SELECT rootpage FROM sqlite_master WHERE type='index'").fetchone()
+    [size] = db.execute("PRAGMA page_size").fetchone()
+    db.close()
+    for at in range(page * size - 40, page * size):  # the entries that came first
+        (home / FILE).write_bytes(whole[:at] + bytes([whole[at] ^ 32]) + whole[at + 1 :])
+        looked(home, closed[1])
+        for path in home.glob(f"{FILE}*"):
+            path.unlink()
+
+
 def test_a_row_that_says_something_else_is_not_read(
     closed: tuple[Path, Json], tmp_path: Path
 ) -> None:

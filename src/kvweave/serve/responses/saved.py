@@ -285,11 +285,24 @@ class SavedResponses:
             if code is not None and int(code[1]) & 0xFF != sqlite3.SQLITE_CORRUPT:
                 raise sqlite3.OperationalError(found)  # it could not be read just now
             raise CorruptChunk(str(self.path), "SQLite finds faults in it")
+        if n_tables and db.execute("PRAGMA integrity_check(1)").fetchone()[0] != "ok":
+            self._index_again(db)
         if not n_tables or version < FORMAT:
             self._make(db, from_older=bool(n_tables))
         tables = db.execute("SELECT sql FROM sqlite_master WHERE sql IS NOT NULL")
         if sorted(row[0] for row in tables) != sorted(SCHEMA):
             raise CorruptChunk(str(self.path), "its tables are not those of such a file")
+
+    def _index_again(self, db: sqlite3.Connection) -> None:
+        """What finds rows is made of them; by one that is damaged a row that is written is not found again."""
+        log.warning("%s: what finds its rows is damaged, and is made again", self.path)
+        try:
+            db.execute("REINDEX")
+            found = db.execute("PRAGMA integrity_check(1)").fetchone()[0]
+        except sqlite3.IntegrityError as error:
+            found = str(error)
+        if found != "ok":
+            raise CorruptChunk(str(self.path), "SQLite finds faults in it")
 
     def _make(self, db: sqlite3.Connection, *, from_older: bool) -> None:
         """Make the tables, with what is in those of format 1."""
