@@ -44,7 +44,7 @@ def test_blocks_that_vllm_would_cache_are_all_it_is_about(size, n_last):
 
 def test_pieces_take_as_long_as_a_slice_may():
     prompts, sizes = PromptsAhead(SIZE, lambda: MORE), []
-    prompts.note(asks(ids(2000, 3)), 0)
+    prompts.note(asks(ids(250, 3)), 0)
     took = [0, SLICE_SECONDS / 9, SLICE_SECONDS / 1.5, SLICE_SECONDS * 3, SLICE_SECONDS * 3, 0]
     before = 0
     for seconds in took:
@@ -52,9 +52,19 @@ def test_pieces_take_as_long_as_a_slice_may():
         sizes.append(n - before)
         before = n
     assert sizes == [4, 8, 12, 4, 4, 4]
-    for _ in range(12):
-        prompts.next(1e-9)
-    assert prompts._rows <= refine.MOST_ROWS
+    prompts.note(asks(ids(30_000, 3)), 0)
+    n = [len(prompts.next(1e-9)[0]) for _ in range(12)]
+    assert max(b - a for a, b in zip(n, n[1:], strict=False)) == refine.MOST_ROWS
+
+
+def test_a_long_prompt_comes_in_no_more_pieces_than_there_may_be():
+    """Though each takes longer than a slice; and what comes then is as short as ever."""
+    prompts = PromptsAhead(SIZE, lambda: MORE)
+    prompts.note(asks(ids(9000, 3)), 0)
+    found = [len(tokens) for tokens, _ in handed(prompts, 1.0)]
+    assert len(found) <= refine.MOST_PIECES + 1 and found[:2] == [140, 280]
+    prompts.note(asks(LONG), 0)
+    assert len(prompts.next(1.0)[0]) == SIZE
 
 
 def test_nothing_is_handed_out_while_others_run():

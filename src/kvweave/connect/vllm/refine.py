@@ -14,7 +14,8 @@ from kvweave.connect.vllm.ahead import DONE, MORE, SLICE_SECONDS
 from kvweave.connect.vllm.asks import PromptAsk
 
 MOST_PROMPTS = 4  # the latest: who does not go on with one soon may have edited it
-MOST_ROWS = 2048  # of a slice
+MOST_ROWS = 2048  # of a piece, by its time
+MOST_PIECES = 64  # of a prompt: with each, vLLM is sent and hashes all of it up to there
 
 # tokens that are to be prefilled, and the salt of their cache
 Prefill = tuple[list[int], str | None]
@@ -40,7 +41,7 @@ class PromptsAhead:
         """``size``: tokens of a block. ``says``: MORE where nobody else runs, or LATER. ``on``: else nothing
         waits."""
         self.size, self.says, self.on = size, says, on
-        self._rows = size  # of a slice
+        self._rows = self._handed = size  # of a piece: as many as take a slice, and the last one's
         self._waiting: list[PromptAhead] = []  # the latest last
 
     def note(self, ask: PromptAsk, n: int) -> None:
@@ -56,7 +57,7 @@ class PromptsAhead:
     def next(self, seconds: float) -> Prefill | int:
         """Return what is to be prefilled, or DONE or LATER. ``seconds``: that the last one took, 0 for none."""
         if seconds:  # whatever is said now: it is told once
-            fit = int(self._rows * min(2.0, SLICE_SECONDS / seconds))
+            fit = int(self._handed * min(2.0, SLICE_SECONDS / seconds))
             self._rows = min(MOST_ROWS, max(self.size, fit // self.size * self.size))
         if not self._waiting:
             return DONE
@@ -64,7 +65,8 @@ class PromptsAhead:
             return said
         prompt = self._waiting[-1]
         tokens, start = prompt.ask.tokens, prompt.n // self.size * self.size
-        prompt.n = min(len(tokens), start + self._rows)
+        self._handed = max(self._rows, len(tokens) // MOST_PIECES // self.size * self.size)
+        prompt.n = min(len(tokens), start + self._handed)
         if len(tokens) - prompt.n < self.size:  # what no whole block is left of is cached by nobody
             self._waiting.pop()
         return list(tokens[: prompt.n]), prompt.ask.salt
