@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from vllm_blocks import SIZE, ids
 
@@ -54,7 +56,7 @@ def test_pieces_take_as_long_as_a_slice_may():
     assert sizes == [4, 8, 12, 4, 4, 4]
     prompts.note(asks(ids(30_000, 3)), 0)
     n = [len(prompts.next(1e-9)[0]) for _ in range(12)]
-    assert max(b - a for a, b in zip(n, n[1:], strict=False)) == refine.MOST_ROWS
+    assert max(b - a for a, b in pairwise(n)) == refine.MOST_ROWS
 
 
 def test_a_long_prompt_comes_in_no_more_pieces_than_there_may_be():
