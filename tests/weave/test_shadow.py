@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -340,6 +341,28 @@ def test_what_audits_found_outlives_the_engine(tmp_path: Path) -> None:
     (tmp_path / "audit.json").write_text("[")
     with Engine(tiny(), home=tmp_path, **AUDITED) as engine:  # type: ignore[arg-type]
         assert not list(engine.shadow.auditor.report()), "they can be made again"
+
+
+def test_audits_that_cannot_be_read_just_now_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def audited() -> None:
+        with Engine(tiny(), home=tmp_path, **AUDITED) as engine:  # type: ignore[arg-type]
+            answered(engine, 2)
+            engine.audit(2)
+
+    audited()
+    read, kept = Path.read_bytes, (tmp_path / "audit.json").read_bytes()
+
+    def refused(path: Path) -> bytes:
+        if path.name == "audit.json":
+            raise OSError(errno.EIO, "Input/output error")
+        return read(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "read_bytes", refused)
+        audited()
+    assert (tmp_path / "audit.json").read_bytes() == kept
 
 
 def test_a_ledger_adds_up_and_tells_edits(engines: Make) -> None:

@@ -16,6 +16,7 @@ from kvweave.chunk.format import (
     row_sum,
     tokens_sum,
 )
+from kvweave.chunk.guard import found_by
 from kvweave.errors import FormatTooNew
 
 _ERRORS = (struct.error, TypeError, ValueError, IndexError, AttributeError, OverflowError)
@@ -66,7 +67,7 @@ def check_schema(db: sqlite3.Connection, path: Path) -> None:
 
 def check_rows(db: sqlite3.Connection, path: Path) -> None:
     """Raise CorruptChunk, or an error of SQLite's, unless all of an open index is as it was written."""
-    found = "; ".join(str(row[0]) for row in db.execute("PRAGMA integrity_check(10)"))
+    found = found_by(db, "integrity_check", 10)
     if found != "ok":
         raise damaged(path, found)
     for row in db.execute("SELECT * FROM chunks"):

@@ -34,7 +34,15 @@ from uuid import uuid4
 from kvweave.chunk.background import UNCHANGED, OneThread, silent, within
 from kvweave.chunk.check import check_rows, check_schema, format_of
 from kvweave.chunk.format import PAGE_BYTES, damaged
-from kvweave.chunk.guard import as_ours, free_name, give_lock, take_lock, unsynced
+from kvweave.chunk.guard import (
+    as_ours,
+    found_by,
+    free_name,
+    give_lock,
+    in_doubt,
+    take_lock,
+    unsynced,
+)
 from kvweave.chunk.log import LIFE, is_there, kept, log_of, look
 from kvweave.chunk.opened import OpenIndex
 from kvweave.chunk.pages import is_whole_log
@@ -92,7 +100,9 @@ class IndexFile(OpenIndex):
         try:
             with as_ours(path):
                 self._own.ask(self._take, PATIENCE, path)
-                self._own.ask(self._open, self._seconds, path)
+                self._own.ask(
+                    lambda: in_doubt(self._anew, self.path, self._wal), self._seconds, path
+                )
         except BaseException:
             self._end(self._leave)
             raise
@@ -117,7 +127,7 @@ class IndexFile(OpenIndex):
             if self._is_warm and not waits and not own.is_late and own.is_here:
                 return call(self.db)
             left = max(0.0, ends - time.monotonic())
-            return own.ask(lambda: call(self._connected()), left, self.path, hint or UNCHANGED)
+            return own.ask(lambda: self._sure(call), left, self.path, hint or UNCHANGED)
         finally:
             self._turn.release()
 
@@ -139,12 +149,17 @@ class IndexFile(OpenIndex):
         if self.path.is_symlink():  # what lies beside it is beside the file, for all who have it
             self.path = self.path.resolve()
             self._wal = log_of(self.path)
-        self._lock = take_lock(self.path)
         self._seal = Seal(self.path)
+        self._lock = take_lock(self.path)
+        self._seal.read()
         for each in (self.path, self._wal, self._seal.path):
             part(each)
         with suppress(FileNotFoundError):
             self._n_bytes = self.path.stat().st_size
+
+    def _anew(self) -> None:
+        self._abandon()
+        self._open()
 
     def _open(self) -> None:
         is_new = not self.path.exists()
@@ -200,12 +215,6 @@ class IndexFile(OpenIndex):
             self._seal.begin(self.uuid, self.n_writes)
             self._seal.synced(self.n_writes)
 
-    def _connected(self) -> sqlite3.Connection:
-        if self._db is None:  # what wrote it anew failed
-            self._connect()
-            self._settings()
-        return self.db
-
     def _prepare(self) -> None:
         """Refuse what is not ours, before a byte of it is changed; make what is not there."""
         db = self.db
@@ -232,7 +241,7 @@ class IndexFile(OpenIndex):
         self._measure()
         try:
             if self._fits:
-                self._fits = self.db.execute("PRAGMA quick_check(1)").fetchone()[0] == "ok"
+                self._fits = found_by(self.db, "quick_check") == "ok"
         except sqlite3.DatabaseError:  # who reads what is damaged is told
             self._fits = False
 
@@ -364,7 +373,7 @@ class IndexFile(OpenIndex):
     def _close_sealed(self) -> None:
         try:
             if self._db is not None and is_still(self.path, self._inode):
-                self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+                self._sure(lambda db: db.execute("PRAGMA wal_checkpoint(TRUNCATE)"))
                 self._abandon()
                 if (self._sealing or not self.is_whole) and not self._wal.exists():
                     self._seal.end(self.uuid, self.n_writes)

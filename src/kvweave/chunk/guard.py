@@ -5,18 +5,23 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import re
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from typing import TypeVar
 
 from kvweave.chunk.format import damaged
-from kvweave.errors import InvalidArgument, NoSpace, StoreError, is_full, of_system
+from kvweave.errors import CorruptChunk, InvalidArgument, NoSpace, StoreError, is_full, of_system
 
 _CORRUPT = (
     sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_FORMAT, sqlite3.SQLITE_TOOBIG,
 )  # fmt: skip
 _BUSY = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
+_PIECE = 1 << 20
+
+T = TypeVar("T")
 
 
 @contextmanager
@@ -28,14 +33,57 @@ def as_ours(path: Path) -> Iterator[None]:
         raise _explain(error, path) from error
 
 
-def _explain(error: Exception, path: Path) -> StoreError:
+def in_doubt(open_: Callable[[], T], *paths: Path) -> T:
+    """Return what ``open_`` returns; where it finds these files damaged, read them and ask it once more:
+    SQLite says that also of a read that was refused (SQLITE_IOERR_CORRUPTFS becomes SQLITE_CORRUPT).
+    Raises OSError where they cannot be read now."""
+    try:
+        return open_()
+    except (sqlite3.DatabaseError, CorruptChunk) as error:
+        if isinstance(error, sqlite3.DatabaseError) and not _is_corrupt(error):
+            raise
+    _read(paths)
+    return open_()
+
+
+def doubt(error: sqlite3.Error, db: sqlite3.Connection | None, *paths: Path) -> None:
+    """Raise OSError where these files, of which SQLite says in ``error`` that they are damaged, cannot be
+    read now, and OperationalError where they are whole when they are read again."""
+    if not _is_corrupt(error):
+        return
+    _read(paths)
+    if db is not None and found_by(db, "integrity_check") == "ok":
+        raise sqlite3.OperationalError("a read was refused, and is not now") from error
+
+
+def _read(paths: Iterable[Path]) -> None:
+    for path in paths:
+        with suppress(FileNotFoundError), path.open("rb", buffering=0) as file:
+            while file.read(_PIECE):
+                pass
+
+
+def found_by(db: sqlite3.Connection, check: str, most: int = 1) -> str:
+    """Return what SQLite's ``check`` finds in a file, "ok" if nothing. Raises OperationalError where it
+    could not be read just now."""
+    found = "; ".join(str(row[0]) for row in db.execute(f"PRAGMA {check}({most})"))
+    code = re.search(r"error code=(\d+)", found)
+    if code is not None and int(code[1]) & 0xFF != sqlite3.SQLITE_CORRUPT:
+        raise sqlite3.OperationalError(found)
+    return found
+
+
+def _is_corrupt(error: Exception) -> bool:
     # the low byte is the error, the rest a refinement of it
-    code = getattr(error, "sqlite_errorcode", 0) & 0xFF
-    if code in _CORRUPT or "decode" in str(error):  # a text that is no UTF-8
+    return getattr(error, "sqlite_errorcode", 0) & 0xFF in _CORRUPT
+
+
+def _explain(error: Exception, path: Path) -> StoreError:
+    if _is_corrupt(error) or "decode" in str(error):  # a text that is no UTF-8
         return damaged(path, str(error))
     if isinstance(error, OSError):
         return of_system(error, "use", path)
-    where = {"path": str(path)}
+    where, code = {"path": str(path)}, getattr(error, "sqlite_errorcode", 0) & 0xFF
     if code in _BUSY:
         hint = "close the program that has it open, then try again; nothing was changed"
         return StoreError(f"{path} is locked by another program", hint=hint, **where)

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import sqlite3
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 from kvweave.chunk.format import damaged, meta_sum
+from kvweave.chunk.guard import doubt
 from kvweave.chunk.log import log_of
 from kvweave.chunk.place import Inode, inode_of, is_still
 from kvweave.errors import HomeMoved, StoreError
 
 CACHE_KIB = 16_384
+
+T = TypeVar("T")
 
 
 class OpenIndex:
@@ -33,6 +38,20 @@ class OpenIndex:
         self._db = sqlite3.connect(
             self.path, timeout=self._busy_timeout, isolation_level=None, check_same_thread=False
         )
+
+    def _connected(self) -> sqlite3.Connection:
+        if self._db is None:  # what wrote it anew failed
+            self._connect()
+            self._settings()
+        return self.db
+
+    def _sure(self, call: Callable[[sqlite3.Connection], T]) -> T:
+        db = self._connected()
+        try:
+            return call(db)
+        except sqlite3.DatabaseError as error:
+            doubt(error, self._db, self.path, self._wal)
+            raise
 
     def _settings(self) -> None:
         """Say how it is written, and remember what is open."""

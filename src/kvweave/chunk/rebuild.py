@@ -23,6 +23,7 @@ from kvweave.chunk.format import (
     row_sum,
     tokens_sum,
 )
+from kvweave.chunk.guard import found_by
 from kvweave.chunk.record import Row, from_row
 
 MOMENT = 60.0  # seconds; no small file takes so long to write
@@ -92,7 +93,7 @@ def write_index(
 
 def upgrade(db: sqlite3.Connection, path: Path, new: Path, uuid: str) -> None:
     """Write the rows of ``db``, an index of format 1, to ``new``. Raises CorruptChunk."""
-    found = db.execute("PRAGMA integrity_check(1)").fetchone()[0]
+    found = found_by(db, "integrity_check")
     if found != "ok":
         raise damaged(path, found)
     spaces, bases, digests = {}, set(), set()

@@ -59,7 +59,7 @@ def salvage(path: Path) -> Salvage:
     when the disk refuses; then nothing was changed. Raises InvalidArgument when it is open elsewhere.
     """
     with as_ours(path), _locked(path):
-        wal, seal, (is_others, _) = log_of(path), Seal(path), look(path)
+        wal, seal, (is_others, _) = log_of(path), Seal(path).read(), look(path)
         log = wal.read_bytes() if wal.exists() and not is_others else b""
         found = _Found(Pages(path.read_bytes(), log))
         if not (found.meta or found.chunks or found.names or seal.said.uuid):

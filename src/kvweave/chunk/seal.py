@@ -16,6 +16,7 @@ import struct
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Self
 from uuid import UUID
 
 from xxhash import xxh3_64, xxh3_64_intdigest
@@ -54,7 +55,7 @@ class Seal:
     def __init__(self, index: Path) -> None:
         self._index = index
         self.path = index.with_name(index.name + ".seal")
-        self.said = self._read()
+        self.said = Sealed()
         self._boot = boot_id()
         self._file = -1
 
@@ -111,10 +112,15 @@ class Seal:
         os.pwrite(self._file, data + _SUM.pack(xxh3_64_intdigest(data)), 0)
         self.said = said
 
+    def read(self) -> Self:
+        """Read what it says. Raises OSError."""
+        self.said = self._read()
+        return self
+
     def _read(self) -> Sealed:
         try:
             data = self.path.read_bytes()
-        except OSError:
+        except FileNotFoundError:
             return Sealed()
         fixed, rest = data[: RECORD.size], data[RECORD.size :]
         if len(rest) != _SUM.size or _SUM.unpack(rest)[0] != xxh3_64_intdigest(fixed):

@@ -68,14 +68,16 @@ def fsck(args: Namespace) -> int:
     said["directories"] = [each.to_dict() for each in checked]
     ok = all(each.ok for each in checked) and said["index"] == "ok" and "model" not in said
     if args.repair:
-        ok = all(not each.owner for each in checked)
+        ok = not any(each.owner or each.unread for each in checked)
     said["ok"] = ok
     if out.as_json:
         out.data(said)
     else:
         print("\n".join([*lines, *(line for each in checked for line in _lines(each))]))
         if not ok and not args.repair:
-            print(f"`kvweave fsck {home} --repair` keeps what verifies and removes the rest")
+            print(
+                f"`kvweave fsck {home} --repair` keeps what verifies and removes the rest; what cannot be read stays"
+            )
     return 0 if ok else 1
 
 
@@ -101,6 +103,10 @@ def _lines(found: files.Found) -> list[str]:
         "that the index does not know"
     ]
     lines += [f"  {Path(key).name}: {why}" for key, why in found.spoilt.items()]
+    lines += [
+        f"  {Path(key).name}: it cannot be read now, and stays: {why}"
+        for key, why in found.unread.items()
+    ]
     lines += [f"  {digest}: not there; it is computed again" for digest in found.missing]
     lines += [f"  {found.owner}"] * bool(found.owner)
     return lines + [f"  {each}" for each in found.repaired]

@@ -6,6 +6,7 @@ Needs neither the model nor an open engine. What it finds:
     strays     whole records of chunks that the index does not know
     missing    chunks that the index says are on disk, and are not
     unfinished files that a crash left half written
+    unread     records that the device refuses to read now: that says nothing of them, and they stay
 
 Records that a later version of kvweave wrote are none of that, and are left alone.
 """
@@ -18,6 +19,7 @@ import time
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import TypeAlias
 
 from kvweave.chunk.guard import lost_of
 from kvweave.chunk.identity import ModelFingerprint
@@ -27,11 +29,12 @@ from kvweave.errors import FormatTooNew, KVWeaveError, StoreError
 from kvweave.store.record.layout import Head
 from kvweave.store.record.transfer import digest_of, verify
 from kvweave.store.spec import parse
-from kvweave.store.tier.base import PAGE
+from kvweave.store.tier.base import PAGE, Outcome
 from kvweave.store.tier.disk import Disk
 from kvweave.store.tier.owner import FILE, claim, disown, owner_of
 
 DIRECTORIES = ("kv", "files")  # of a home: the kinds disk and files without path=
+Chunks: TypeAlias = dict[str, tuple[int, bool]]
 UNFINISHED = re.compile(r"~[0-9a-f]{32}|.+\.\d+\.tmp")
 
 
@@ -44,6 +47,8 @@ class Found:
     n_bytes: int = 0
     spoilt: dict[str, str] = field(default_factory=dict)
     """Key -> what is wrong with it."""
+    unread: dict[str, str] = field(default_factory=dict)
+    """Key -> why it could not be read."""
     strays: list[str] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
     """Digests; their chunks are computed again when they are wanted."""
@@ -52,11 +57,11 @@ class Found:
     """What is wrong with owner.json, if anything is."""
     repaired: list[str] = field(default_factory=list)
     there: set[str] = field(default_factory=set, repr=False)
-    """Digests of the chunks that have a good record here."""
+    """Digests of the chunks that have a good record here, or may have."""
 
     @property
     def ok(self) -> bool:
-        return not (self.spoilt or self.missing or self.owner)
+        return not (self.spoilt or self.unread or self.missing or self.owner)
 
     def to_dict(self) -> dict[str, object]:
         """Return the fields, JSON-ready."""
@@ -71,7 +76,7 @@ class Known:
 
     index: Path
     uuid: str
-    chunks: dict[str, tuple[int, bool]]
+    chunks: Chunks
     """Digest -> tokens, and whether the index says that its KV is on disk."""
     model: str | None = None
     """The fingerprint's digest, hex; None when it cannot be read."""
@@ -115,14 +120,12 @@ def check(
     disk = Disk(directory, shared=True)
     try:
         keys = [key for key in disk.keys() if digest_of(key)]
-        for key in keys:
-            why = _fault(disk, key, known.model, known.chunks.get(digest_of(key)))
-            if why:
-                found.spoilt[key] = why
-            elif digest_of(key) not in known.chunks:
-                found.strays.append(key)
-        found.n_records, found.n_bytes = len(keys), disk.n_bytes
-        found.there = {digest_of(key) for key in keys if key not in found.spoilt}
+        _look_through(found, disk, keys, known.model, known.chunks)
+        found.strays = [
+            key
+            for key in keys
+            if digest_of(key) not in known.chunks and key not in {*found.spoilt, *found.unread}
+        ]
         on_disk = {digest for digest, (_, on) in known.chunks.items() if on}
         found.missing = sorted(on_disk - found.there)
         old = time.time() - 3600
@@ -151,13 +154,26 @@ def _is_to_be_ours(directory: Path, known: Known, take_over: bool) -> bool:
     return owner not in (None, known.uuid, *known.was) and known.has(directory)
 
 
+def _look_through(
+    found: Found, disk: Disk, keys: Sequence[str], model: str | None, chunks: Chunks
+) -> None:
+    for key in keys:
+        try:
+            if why := _fault(disk, key, model, chunks.get(digest_of(key))):
+                found.spoilt[key] = why
+        except OSError as error:
+            found.unread[key] = str(error)
+    found.n_records, found.n_bytes = len(keys), disk.n_bytes
+    found.there = {digest_of(key) for key in keys if key not in found.spoilt}
+
+
 def _fault(disk: Disk, key: str, model: str | None, known: tuple[int, bool] | None) -> str:
-    """Return what is wrong with a record, "" if nothing is."""
+    """Return what is wrong with a record, "" if nothing is. Raises OSError where it cannot be read."""
     try:
         head = _head(disk, key)
     except FormatTooNew:
         return ""
-    except (StoreError, OSError) as error:
+    except StoreError as error:
         return str(error)
     if head.chunk != digest_of(key):
         return f"it is of the chunk {head.chunk[:12]}"
@@ -166,10 +182,14 @@ def _fault(disk: Disk, key: str, model: str | None, known: tuple[int, bool] | No
     if known is not None and head.n_tokens != known[0]:
         return f"it has {head.n_tokens} tokens, the index says {known[0]}"
     size = disk.look([key])[0]
+    if isinstance(size, Outcome):
+        raise OSError(size.why)
     if size != head.n_bytes:
         return f"it is {size} bytes long, not {head.n_bytes}"
     outcome = verify(disk, key, head, None)
-    return "" if outcome.ok else outcome.why
+    if outcome.state in ("done", "wrong"):
+        return outcome.why
+    raise OSError(outcome.why)
 
 
 def _head(disk: Disk, key: str) -> Head:
@@ -179,11 +199,11 @@ def _head(disk: Disk, key: str) -> Head:
 
 
 def model_of(home: Path) -> str | None:
-    """Return the digest of the model a home is of, None when that cannot be read."""
+    """Return the digest of the model a home is of, None where nothing says it. Raises OSError."""
     try:
         said = json.loads((home / "model.json").read_text())
         return ModelFingerprint.from_dict(said).digest().hex()
-    except (OSError, ValueError, TypeError, KeyError, KVWeaveError):
+    except (FileNotFoundError, ValueError, TypeError, KeyError, KVWeaveError):
         return None
 
 
@@ -219,9 +239,7 @@ def check_shared(specs: Iterable[str], *, repair: bool = False) -> list[Found]:
                 found.owner = str(error)
         disk = Disk(directory, shared=True)
         keys = [key for key in disk.keys() if digest_of(key)]
-        found.n_records, found.n_bytes = len(keys), disk.n_bytes
-        found.spoilt = {key: why for key in keys if (why := _fault(disk, key, None, None))}
-        found.there = {digest_of(key) for key in keys if key not in found.spoilt}
+        _look_through(found, disk, keys, None, {})
         disk.close()
     return checked
 

@@ -238,14 +238,14 @@ class Auditor:
         """Read what was saved; of another model nothing is known. Raises CorruptChunk, StoreError."""
         made = cls()
         with as_ours(path):
-            there = path.exists()
-        if not there:
+            text = path.read_bytes() if path.exists() else None
+        if text is None:
             return made
         try:
-            told = json.loads(path.read_text())
+            told = json.loads(text)
             if ModelFingerprint.from_dict(told["fingerprint"]) == model:
                 made._cells = dict(map(_known, filter(_is_of_one_kind, told["cells"])))
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise CorruptChunk(str(path), f"no audits: {error}", hint="remove it") from error
         return made
 

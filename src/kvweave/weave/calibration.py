@@ -119,7 +119,7 @@ class Calibration:
 
     @classmethod
     def load(cls, path: Path) -> Calibration:
-        """Read a saved calibration. Raises CorruptChunk when it is not one."""
+        """Read a saved calibration. Raises CorruptChunk when it is not one, StoreError."""
         try:
             found = json.loads(path.read_text())
             curves = tuple(_curve(c) for c in found.pop("curves"))
@@ -127,7 +127,9 @@ class Calibration:
             how = str(found.get("strategy", "auto")), str(found.get("source", "suite"))
             best = tuple((_share(at), options(name)) for at, name in found.get("recipes", ()))
             return cls(mine, float(found["coverage"]), int(found["n"]), curves, *how, best)
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except OSError as error:
+            raise of_system(error, "read", path) from error
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             hint = "remove it, or calibrate again"
             raise CorruptChunk(str(path), f"not a calibration: {error}", hint=hint) from error
 

@@ -253,6 +253,10 @@ class Shadow:
         except CorruptChunk as error:  # they can be made again
             log.warning("audits begin anew: %s", error)
             return Auditor()
+        except StoreError as error:  # they may well be whole: they stay
+            log.warning("audits begin anew, and are not written down: %s", error)
+            self._file = None
+            return Auditor()
 
     def _charge(self) -> None:
         running = sum(n_bytes for _, n_bytes in self._running.values())

@@ -17,7 +17,6 @@ import json
 import logging
 import os
 import queue
-import re
 import sqlite3
 import time
 import weakref
@@ -30,7 +29,7 @@ from typing import Any, Protocol, TypeAlias
 from zlib import crc32
 
 from kvweave.chunk.background import Background, NoThread, within
-from kvweave.chunk.guard import as_ours, free_name, give_lock, take_lock
+from kvweave.chunk.guard import as_ours, found_by, free_name, give_lock, in_doubt, take_lock
 from kvweave.errors import CorruptChunk, FormatTooNew, StoreError
 
 FILE = "responses.sqlite"
@@ -241,7 +240,8 @@ class SavedResponses:
 
     def _opened(self) -> sqlite3.Connection:
         try:
-            return self._connect()
+            wal = self.path.with_name(self.path.name + "-wal")
+            return in_doubt(self._connect, self.path, wal)
         except (sqlite3.DatabaseError, CorruptChunk) as error:
             if isinstance(error, sqlite3.OperationalError):  # of the machine, not of the file
                 raise
@@ -279,13 +279,7 @@ class SavedResponses:
         db.execute("PRAGMA journal_mode=WAL")
         db.execute("PRAGMA synchronous=NORMAL")
         db.execute("PRAGMA secure_delete=ON")  # what is forgotten is gone from the file too
-        found = str(db.execute("PRAGMA quick_check(1)").fetchone()[0]) if n_tables else "ok"
-        if found != "ok":
-            code = re.search(r"error code=(\d+)", found)
-            if code is not None and int(code[1]) & 0xFF != sqlite3.SQLITE_CORRUPT:
-                raise sqlite3.OperationalError(found)  # it could not be read just now
-            raise CorruptChunk(str(self.path), "SQLite finds faults in it")
-        if n_tables and db.execute("PRAGMA integrity_check(1)").fetchone()[0] != "ok":
+        if n_tables and found_by(db, "integrity_check") != "ok":
             self._index_again(db)
         if not n_tables or version < FORMAT:
             self._make(db, from_older=bool(n_tables))
@@ -295,12 +289,14 @@ class SavedResponses:
 
     def _index_again(self, db: sqlite3.Connection) -> None:
         """What finds rows is made of them; by one that is damaged a row that is written is not found again."""
-        log.warning("%s: what finds its rows is damaged, and is made again", self.path)
-        try:
-            db.execute("REINDEX")
-            found = db.execute("PRAGMA integrity_check(1)").fetchone()[0]
-        except sqlite3.IntegrityError as error:
-            found = str(error)
+        found = found_by(db, "quick_check")
+        if found == "ok":  # the rows are
+            log.warning("%s: what finds its rows is damaged, and is made again", self.path)
+            try:
+                db.execute("REINDEX")
+                found = found_by(db, "integrity_check")
+            except sqlite3.IntegrityError as error:
+                found = str(error)
         if found != "ok":
             raise CorruptChunk(str(self.path), "SQLite finds faults in it")
 
