@@ -29,9 +29,10 @@ def marks(index: str | Path) -> Iterator[bytes]:
             yield from table.digests()
         return
     path = Path(index)
-    if not path.is_file():
-        raise StoreError(f"there is no index {path}", hint="give index.sqlite of a home")
-    if lost_of(path).exists():
+    _require(path)
+    with as_ours(path):
+        is_partial = lost_of(path).exists()
+    if is_partial:
         hint = "`kvweave fsck --repair --discard-strays` accepts that; put back what you can first"
         raise StoreError(f"{path} was salvaged, and what it lost would be swept", hint=hint)
     try:
@@ -42,6 +43,13 @@ def marks(index: str | Path) -> Iterator[bytes]:
     os.close(lock)
     with Table(path) as table:
         yield from table.digests()
+
+
+def _require(path: Path) -> None:
+    with as_ours(path):
+        if path.is_file():
+            return
+    raise StoreError(f"there is no index {path}", hint="give index.sqlite of a home")
 
 
 def _of_open(path: Path) -> Iterator[bytes]:
@@ -70,8 +78,7 @@ def uuid_of(index: str | Path) -> str:
         with Table(index) as table:
             return table.uuid
     path = Path(index)
-    if not path.is_file():
-        raise StoreError(f"there is no index {path}", hint="give index.sqlite of a home")
+    _require(path)
     path = path.resolve()
     with as_ours(path), closing(sqlite3.connect(path, isolation_level=None)) as db:
         db.execute("PRAGMA query_only=1")

@@ -77,12 +77,12 @@ def _use(engine: Engine, name: str, rng: random.Random) -> tuple[int, ...]:
 
 def sweep_once(say: Say, spec: str, homes: list[Path], dead: list[str]) -> tuple[int, str]:
     """Sweep, for indexes of which the ``dead`` are no more; return how many records went, and why none did."""
-    tier = open_shared(spec)
-    for uuid in dead:
-        with suppress(InvalidArgument):  # it was never registered, or is retired
-            retire(tier, uuid)
-    tier.close()
     try:
+        tier = open_shared(spec)
+        for uuid in dead:
+            with suppress(InvalidArgument):  # it was never registered, or is retired
+                retire(tier, uuid)
+        tier.close()
         return len(swept(spec, homes).removed), ""
     except KVWeaveError as error:
         assert error.hint, error

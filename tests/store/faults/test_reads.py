@@ -21,6 +21,7 @@ from store.faults import shim
 from store.faults.conftest import Filled
 from store.faults.host import Host
 from store.faults.shim import EVER, LIST, OPEN, READ, STAT
+from store.faults.verbs import shared_at
 
 N_READS = 6  # that are refused, of all that an opening takes; others each day
 STEP = 20  # of the calls of `fsck`
@@ -154,3 +155,26 @@ def test_fsck_removes_nothing_that_it_could_not_read(
         assert not host.run("look", world.home, world.tiers, world.may).lost, at
     print(told)
     assert told["said"] > 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [1, EVER], ids=["once", "from then on"])
+@pytest.mark.parametrize("kind", ["disk", "s3"])
+def test_a_sweep_that_cannot_read_removes_nothing(
+    host: Host, pristine_of: Callable[[str], Filled], tmp_path: Path, kind: str, count: int
+) -> None:
+    told = Counter[str]()
+    for first in range(days.DAY % STEP, 400, STEP):
+        world = pristine_of(kind).copy(tmp_path / "world")
+        before = {path for path in world.files() if world.in_tier(path) and path.suffix == ".kv"}
+        host.control.aim(OPEN | READ | LIST | STAT, world.root, first=first, count=count)
+        n, why = host.run("sweep_once", shared_at(world.tier, kind), [world.home], [])
+        host.control.off()
+        if not host.control.raw.hits:
+            break
+        at = f"call {first}, {host.control.site}: {why}"
+        assert n == 0 and before and before <= set(world.files()), at
+        assert not host.run("look", world.home, world.tiers, world.may).lost, at
+        told["refused" if why else "swept"] += 1
+    print(told)
+    assert told["refused"] > 1
