@@ -9,12 +9,13 @@ from collections.abc import Callable, Iterator
 from itertools import pairwise
 
 import numpy as np
+import oracle
 import pytest
 import torch
-from run.backend import ids, transformers
+from run.backend import MODELS, ids, transformers
 from weave.twins import EVERY, N_NEW, Twin
 
-from kvweave import Engine
+from kvweave import Engine, Runner
 from kvweave.errors import ContextTooLong, InvalidArgument
 from kvweave.keep.tokens import POLICIES
 from kvweave.keep.tokens.spec import Keep
@@ -75,6 +76,13 @@ def said_again(target: int, sinks: int) -> Callable[[Twin], None]:
 @pytest.fixture
 def engine() -> Iterator[Engine]:
     with Engine(transformers("llama"), base="") as made:
+        yield made
+
+
+@pytest.fixture
+def of_few_positions() -> Iterator[Engine]:
+    """One whose end is soon reached."""
+    with Engine(Runner(oracle.build(*MODELS["llama"]), max_positions=250), base="") as made:
         yield made
 
 
@@ -293,9 +301,9 @@ def test_what_closed_up_is_named_and_said_again(engine: Engine) -> None:
 
 
 @pytest.mark.slow
-def test_a_stream_longer_than_the_model(engine: Engine) -> None:
+def test_a_stream_longer_than_the_model(of_few_positions: Engine) -> None:
     """Positions do not run out, memory does not grow."""
-    limit = engine.runner.limit
+    engine, limit = of_few_positions, of_few_positions.runner.limit
     context = engine.context("c", keep="streaming:64,every=16")
     context.append(ids(30).tolist())
     turn = context.begin(*request_from(limit + 50, {"ignore_eos": True}))
@@ -311,7 +319,8 @@ def test_a_stream_longer_than_the_model(engine: Engine) -> None:
     context.generate(max_tokens=5)
 
 
-def test_other_policies_end_at_the_limit(engine: Engine) -> None:
+def test_other_policies_end_at_the_limit(of_few_positions: Engine) -> None:
+    engine = of_few_positions
     context = engine.context("c", keep="h2o:64")
     context.append(ids(30).tolist())
     with pytest.raises(ContextTooLong):

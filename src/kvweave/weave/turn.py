@@ -310,8 +310,9 @@ class Turn:
         n_rows = len(head) + min(len(tokens), max(0, len(request.out) - 1))
         pieces = self._split(whole, len(head) + len(tokens)) if whole else []
         if moved:  # most of it goes: in pieces that are let go of one by one
-            cuts = [(kind, range(0, len(piece), PIECE), piece) for kind, piece in pieces]
-            pieces = [(kind, piece[i : i + PIECE]) for kind, at, piece in cuts for i in at]
+            most = max(1, min(PIECE, session.weaver.backend.limit // 2))
+            cuts = [(kind, range(0, len(piece), most), piece) for kind, piece in pieces]
+            pieces = [(kind, piece[i : i + most]) for kind, at, piece in cuts for i in at]
         with context.edit("answer"):
             if self._header is not None:
                 context.drop(self._header, mode="forget")
