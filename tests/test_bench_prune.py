@@ -35,6 +35,11 @@ def runs(bench: Any) -> list[Any]:
     return list(bench.trace.generated(6, seed=3))
 
 
+@pytest.fixture(scope="module")
+def foreseen(bench: Any, runs: list[Any]) -> Any:
+    return bench.foresight.learned(runs)
+
+
 # ---- traces
 
 
@@ -201,8 +206,7 @@ def common(a: list[Any], b: list[Any]) -> int:
 
 
 @pytest.mark.slow
-def test_figures_of_a_rule_add_up(bench: Any, runs: list[Any]) -> None:
-    foreseen = bench.foresight.learned(runs)
+def test_figures_of_a_rule_add_up(bench: Any, runs: list[Any], foreseen: Any) -> None:
     found = bench.count.counted(runs, foreseen)
     plain, batched = (
         found["rules"][name] for name in ("no edits", "SWE-agent, last 5, polling 10")
@@ -224,14 +228,14 @@ def test_figures_of_a_rule_add_up(bench: Any, runs: list[Any]) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("front", [0, 100])
 def test_a_foreseen_edit_leaves_what_nobody_could_know_to_compute(
-    bench: Any, runs: list[Any], front: int
+    bench: Any, runs: list[Any], foreseen: Any, front: int
 ) -> None:
     make, n = bench.rules.RULES["SWE-agent, last 5"], 0
-    for run, foreseen in zip(runs, bench.foresight.learned(runs)["SWE-agent, last 5"], strict=True):
-        found = bench.count.replay(run, make(), front, foreseen)
+    for run, guessed in zip(runs, foreseen["SWE-agent, last 5"], strict=True):
+        found = bench.count.replay(run, make(), front, guessed)
         alone = bench.count.replay(run, make(), front)
         before = 0
-        for index, guess, it, as_it_was in zip(run.asked, foreseen, found, alone, strict=True):
+        for index, guess, it, as_it_was in zip(run.asked, guessed, found, alone, strict=True):
             new = sum(m.tokens for m in run.messages[before + 1 : index])
             if guess.right:
                 assert it.edited and it.computed("learned") == new < it.computed("auto")
@@ -246,6 +250,7 @@ def test_a_foreseen_edit_leaves_what_nobody_could_know_to_compute(
 
 
 @pytest.mark.slow
+@pytest.mark.sampled
 @pytest.mark.parametrize("way", ["auto", "rested"])
 @pytest.mark.parametrize(("rule", "n"), [("LastOutputs", 4), ("Forget", 16)])
 def test_what_is_counted_is_what_the_engine_does(

@@ -280,7 +280,7 @@ def test_training_goes_on_where_it_was(
     monkeypatch.setitem(train.TOKENS, "cpu", (400, 400))
     monkeypatch.setattr(train, "POINT", 5)
     ticks = itertools.count()
-    monkeypatch.setattr(train, "time", SimpleNamespace(monotonic=lambda: next(ticks) * 0.2))
+    monkeypatch.setattr(train, "time", SimpleNamespace(monotonic=lambda: next(ticks) * 0.4))
     draws = study["pool"].Draws(folder, cpu)
     run = train.Run("qwen3", tmp_path, cpu)
     before = run.model.state_dict()["model.layers.1.mlp.up_proj.weight"].clone()

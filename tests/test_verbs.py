@@ -56,8 +56,7 @@ def runner():
 def opened(runner: Runner, *texts: str) -> Engine:
     """An engine with two chunks, and a context that has answered."""
     engine = Engine(runner, repair="none")
-    for name, text in zip(("docs/a", "docs/b"), texts, strict=True):
-        engine.put(name, text)
+    engine.put_many(list(zip(("docs/a", "docs/b"), texts, strict=True)))
     chat = engine.context("chat", system="keep the notes .")
     chat.append_chunk("docs/a")
     chat.append("what about Nina's river")
@@ -150,7 +149,7 @@ WRONG: dict[str, Callable[[World], Any]] = {
     "pairs": lambda w: [("x", [5]), ("x",)], "sampling": lambda w: (Sampling(), None), "biases": lambda w: {2**40: 1.0},
 }  # fmt: skip
 
-DAYS = min(2, int(os.environ.get("KVWEAVE_EVERY", "1")))  # in which each of these was each argument
+DAYS = min(3, int(os.environ.get("KVWEAVE_EVERY", "1")))  # in which each of these was each argument
 GOOD: dict[str, Callable[[World], Any]] = {  # where an annotation does not say enough
     "name": lambda w: "new/name", "ref": lambda w: "docs/a", "pattern": lambda w: "docs/*", "src": lambda w: "docs/a",
     "dst": lambda w: "new/b", "to": lambda w: "new/c", "keep": lambda w: "full", "namespace": lambda w: "",
@@ -172,11 +171,14 @@ MADE_INSIDE = {  # verbs that only the engine's own parts call; their arguments 
 }
 
 
-def verbs(cls: type) -> Iterator[tuple[str, inspect.Signature]]:
+@functools.cache  # to read annotations takes as long as a verb
+def verbs(cls: type) -> list[tuple[str, inspect.Signature]]:
     """The public methods of a class."""
-    for name, found in inspect.getmembers(cls, inspect.isfunction):
-        if name[0] != "_" and name not in MADE_INSIDE.get(cls, ()):
-            yield name, inspect.signature(found, eval_str=True)
+    return [
+        (name, inspect.signature(found, eval_str=True))
+        for name, found in inspect.getmembers(cls, inspect.isfunction)
+        if name[0] != "_" and name not in MADE_INSIDE.get(cls, ())
+    ]
 
 
 def fits(value: Any, asked: Any) -> bool:
@@ -237,8 +239,14 @@ def good(world: World, name: str, asked: Any) -> Any:
     raise AssertionError(f"{name}: say in GOOD what it may be")
 
 
+@functools.cache
 def signature_of(cls: type, verb: str) -> inspect.Signature:
     return inspect.signature(inspect.getattr_static(cls, verb), eval_str=True)
+
+
+@functools.cache
+def returns_of(cls: type, verb: str) -> str:
+    return str(inspect.signature(inspect.getattr_static(cls, verb)).return_annotation)
 
 
 def needs(world: World, cls: type, verb: str) -> dict[str, Any]:
@@ -266,8 +274,7 @@ def call(world: World | Far, cls: type, verb: str, given: dict[str, Any]) -> Any
         )
     else:
         found = getattr(world.of[cls], verb)(**options)
-    returns = inspect.signature(inspect.getattr_static(cls, verb)).return_annotation
-    if inspect.isgenerator(found) and "Task" in str(returns):
+    if inspect.isgenerator(found) and "Task" in returns_of(cls, verb):
         found = world.engine.loop.finish(found)
     if isinstance(found, Turn):
         found.cancel()
@@ -509,12 +516,15 @@ class Far:
 NEAR = {Client: Engine, RemoteContext: Context, RemoteFiles: Files, RemoteMemory: Memory}
 
 
-def far_verbs(cls: type) -> Iterator[tuple[str, inspect.Signature]]:
+@functools.cache
+def far_verbs(cls: type) -> list[tuple[str, inspect.Signature]]:
     """The verbs of a client's class."""
-    for name in dir(cls):
-        found = inspect.getattr_static(cls, name)
-        if name[0] != "_" and callable(found) and not isinstance(found, type):
-            yield name, inspect.signature(found, eval_str=True)
+    every = [(name, inspect.getattr_static(cls, name)) for name in dir(cls)]
+    return [
+        (name, inspect.signature(found, eval_str=True))
+        for name, found in every
+        if name[0] != "_" and callable(found) and not isinstance(found, type)
+    ]
 
 
 FAR = [(cls, verb) for cls in NEAR for verb, _ in far_verbs(cls)]

@@ -71,6 +71,7 @@ def answer(engine: Engine, repair: str = "none") -> tuple[int, ...]:
 
 
 @pytest.mark.slow
+@pytest.mark.sampled
 @pytest.mark.parametrize("tier", TIERS)
 def test_what_went_down_and_came_up_answers_as_on_the_host(open_engine: Open, tier: str) -> None:
     found = []

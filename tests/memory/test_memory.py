@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -78,9 +77,9 @@ def fill(memory: Memory) -> None:
 
 
 @contextmanager
-def eight_turns(model: Path) -> Iterator[Memory]:
+def eight_turns() -> Iterator[Memory]:
     """A memory in an engine of its own, which is checked in the end."""
-    with Engine(model) as engine:
+    with Engine(bundled_runner()) as engine:
         made = Memory(
             engine, engine.context("c", system=SYSTEM), budget=SMALL, summarise=keep_facts()
         )

@@ -16,9 +16,9 @@ ASKED = "what about Omar's metal"
 
 
 @pytest.fixture
-def memory(bundled) -> Iterator[Memory]:
+def memory() -> Iterator[Memory]:
     """One whose turns leave when the model has summed them up."""
-    with eight_turns(bundled) as made:
+    with eight_turns() as made:
         made._settling.summarise = AskModel(made._ground.engine, made.context)
         made.tell("so well", "assistant")
         yield made

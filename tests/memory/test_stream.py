@@ -14,8 +14,8 @@ ASKED = "what about Omar's metal"
 
 
 @pytest.fixture
-def memory(bundled) -> Iterator[Memory]:
-    with eight_turns(bundled) as made:
+def memory() -> Iterator[Memory]:
+    with eight_turns() as made:
         yield made
 
 

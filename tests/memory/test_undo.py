@@ -106,6 +106,7 @@ class Play:
             assert below == self.items
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("seed", range(12))
 def test_undo_never_takes_back_what_others_did(seed: int) -> None:
     with Engine(short_runner(), repair="none", denoise="never") as engine:

@@ -197,6 +197,7 @@ def test_an_end_token_ends_it(tmp_path: Path) -> None:
         assert list(on.reference) == said[31:]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kind", ["llama", "gemma3", "deepseek_v3_latent", "gemma4_shared"])
 def test_all_classes_free_the_same_bytes(kind: str, tmp_path: Path) -> None:
     _, engine = made(kind)

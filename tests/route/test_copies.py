@@ -130,6 +130,7 @@ def test_a_verb_that_comes_again_under_its_key_is_answered_as_before(pair: Pair,
 NONSENSE = {"text": "no JSON", "list": [], "number": {"data": 3}, "entries": {"data": [{}, 1]}}
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("nonsense", NONSENSE.values(), ids=NONSENSE)
 @pytest.mark.parametrize(
     ("method", "path"),

@@ -15,6 +15,7 @@ from kvweave.run.embed import Embedding
 KINDS = ("qwen3", "gemma3", "gpt2", "gpt_neox", "deepseek_v3_latent", "gpt_oss_sinks")
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("kind", "make"), [*((kind, Runner) for kind in KINDS), ("qwen3", Pooled), ("gemma3", Pooled)]
 )

@@ -34,6 +34,7 @@ def logits(model: Any) -> torch.Tensor:
     return found
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 @pytest.mark.parametrize("name", ["llama", "gemma3", "phimoe", "ministral3_far", "olmo2", "gpt2"])
 def test_the_callers_model_is_never_changed(name: str, attention: str) -> None:
@@ -100,6 +101,7 @@ def saved(tmp_path: Path) -> Path:
     return tmp_path / "model"
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", WORDLESS)
 def test_a_checkpoint_without_tokenizer_works_with_token_ids(name: str, tmp_path: Path) -> None:
     """Whatever transformers makes of nothing for this kind of model: an error, or a few tokens."""

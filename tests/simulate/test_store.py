@@ -87,6 +87,7 @@ steps = st.lists(
 )  # fmt: skip
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("policy", ["lru", "declared", "s3fifo", "dead_first"])
 @given(steps=steps)
 @settings(max_examples=15, deadline=None)

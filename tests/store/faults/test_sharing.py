@@ -98,6 +98,7 @@ def test_engines_and_a_collector(host: Host, tmp_path: Path, tally: Tally, spec:
 
 
 @pytest.mark.slow
+@pytest.mark.sampled
 @pytest.mark.parametrize("spec", KINDS, indirect=True)
 def test_engines_and_a_collector_for_long(
     host: Host, tmp_path: Path, tally: Tally, spec: str
