@@ -24,6 +24,7 @@ from models.prose import texts
 from models.train import size_of
 from models.worlds import BOS, Size, case
 from models.zoo import ZOO, Kind
+from numpy.typing import NDArray
 from rich.console import Console
 
 from kvweave.run.model import Runner
@@ -41,6 +42,7 @@ WEIGHTS, CACHE = HERE / "models" / "weights", HERE / ".cache" / "regret"
 NOTES, ASKED = 8, 8
 SINGLE = ("random", "first_k", "deviation:v@1", "query", "rollout:1@0", "boundary")
 OURS = ("auto", "auto:0", "auto hedge 0%", "auto hedge 50%")  # auto: two drafted, a third hedged
+Floats = NDArray[np.float64]
 CHOSEN = "auto chosen"  # with options that other documents of the model chose: `kvweave calibrate --only rows`
 CHOOSE = 16  # documents that choose
 FLOOR = 1e-4  # nats: below that all are alike
@@ -154,26 +156,45 @@ def choosing(runner: Runner, kind: Kind, n: int) -> Calibration:
 
 
 def regrets(name: str, cells: dict[str, Cell], strategy: str) -> list[dict[str, Any]]:
-    """Return, for each share of a strategy, its KL over that of the best single one at equal cost."""
+    """Return, for each share of a strategy, its KL over that of the best single one at equal cost; the
+    interval (``between``) is of both over the same documents, drawn anew, the best one of each draw."""
     single: dict[str, list[tuple[float, float]]] = {}
+    drawn: dict[str, list[tuple[float, Floats]]] = {}
     for label, cell in cells.items():
         words = label.split()
         if words[0] in SINGLE and words[0] != strategy:
-            single.setdefault(words[0], []).append((mean(cell.cost), stats.mean(cell.kl).value))
+            spent = mean(cell.cost)
+            single.setdefault(words[0], []).append((spent, stats.mean(cell.kl).value))
+            drawn.setdefault(words[0], []).append((spent, stats.drawn_means(cell.kl)))
     made = []
     for share in SHARES:
         cell = cells[f"{strategy} {share:.0%}"]
         spent, kl = mean(cell.cost), stats.mean(cell.kl)
         least, best = min((choose.reached(points, spent), each) for each, points in single.items())
+        lows = np.min([reached_by(points, spent) for points in drawn.values()], axis=0)
+        regret = (kl.value + FLOOR) / (least + FLOOR)
+        between = stats.interval(regret, (stats.drawn_means(cell.kl) + FLOOR) / (lows + FLOOR))
         made.append({
             "model": name, "strategy": strategy, "share": share, "cost": round(spent, 4),
             "kl": kl.to_list(), "best": best, "best_kl": float(f"{least:.4g}"),
-            "regret": round((kl.value + FLOOR) / (least + FLOOR), 3),
+            "regret": round(regret, 3), "between": [round(between.low, 3), round(between.high, 3)],
             "right": stats.mean(cell.right).to_list(),
             "none_kl": stats.mean(cells["none 0%"].kl).value,
             "full": stats.mean(cells[FULL].right).value,
         })  # fmt: skip
     return made
+
+
+def reached_by(points: Sequence[tuple[float, Floats]], cost: float) -> Floats:
+    """Return `choose.reached` of each draw: ``points`` are (cost, KL [draw])."""
+    known = sorted(points, key=lambda point: point[0])
+    if cost < known[0][0]:
+        return np.full_like(known[0][1], np.inf)
+    above = min(sum(spent <= cost for spent, _ in known), len(known) - 1)
+    (low, before), (high, after) = known[above - 1], known[above]
+    part = min(1.0, (cost - low) / (high - low)) if high > low else 1.0
+    before, after = (np.log(np.maximum(each, 1e-9)) for each in (before, after))
+    return np.asarray(np.exp((1 - part) * before + part * after))
 
 
 def mean(values: Sequence[float]) -> float:

@@ -74,10 +74,13 @@ def worst(rows: Sequence[Row]) -> list[str]:
 
 def itself(rows: Sequence[Row]) -> list[str]:
     """Return the table of regrets of `auto`, and with the options that other documents of a model chose."""
-    at = {(r["model"], r["strategy"], r["share"]): r["regret"] for r in rows}
+    at = {(r["model"], r["strategy"], r["share"]): r for r in rows}
     names = sorted({model for model, strategy, _ in at if strategy == CHOSEN})
     body = [
-        [name, *(f"{at[name, 'auto', s]:.2f}, **{at[name, CHOSEN, s]:.2f}**" for s in WORD)]
+        [
+            name,
+            *(f"{at[name, 'auto', s]['regret']:.2f}, {between(at[name, CHOSEN, s])}" for s in WORD),
+        ]
         for name in names
     ]
     if not body:
@@ -86,13 +89,19 @@ def itself(rows: Sequence[Row]) -> list[str]:
     return [title, "", *table(["model", *WORD.values()], body), ""]
 
 
+def between(row: Row) -> str:
+    """Return a regret and its interval."""
+    low, high = row["between"]
+    return f"**{row['regret']:.2f}** [{low:.2g}, {high:.2g}]"
+
+
 def each(rows: Sequence[Row]) -> list[str]:
     """Return the table of models left out, worst first."""
     body = [
         [
             r["left_out"], f"`{r['chosen']}`", WORD[r["share"]], f"{r['cost']:.1%}", f"{r['none_kl']:.2g}",
             f"{r['kl'][0]:.2g} [{r['kl'][1]:.2g}, {r['kl'][2]:.2g}]", f"{r['best_kl']:.2g}", f"`{r['best']}`",
-            f"{r['regret']:.2f}", f"{r['right'][0]:.2f}", f"{r['full']:.2f}",
+            between(r), f"{r['right'][0]:.2f}", f"{r['full']:.2f}",
         ]
         for r in rows
     ]  # fmt: skip

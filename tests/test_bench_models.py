@@ -11,11 +11,13 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from kvweave.suite import choose
 from kvweave.suite.method import Method
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -95,6 +97,33 @@ def test_cases_that_were_measured_are_not_measured_again(
         assert regret.cells_of("llama-one", 2, tmp_path / "a") == at_once
         assert asked == [1]
     assert len(at_once["auto 5%"].kl) == len(at_once[regret.FULL].right) == 2
+
+
+def test_a_regret_is_drawn_as_it_is_reckoned(bench: dict[str, ModuleType]) -> None:
+    """Of documents that are all alike each draw is the estimate; of others it lies within."""
+    regret, rng = bench["regret"], np.random.default_rng(0)
+    points = [(0.3, 0.02), (0.1, 0.2), (0.5, 0.001)]
+    for cost in (0.05, 0.1, 0.17, 0.3, 0.44, 0.5, 0.9):
+        drawn = regret.reached_by([(spent, np.full(3, kl)) for spent, kl in points], cost)
+        assert np.allclose(drawn, choose.reached(points, cost), rtol=1e-9)
+
+    def cells(noise: float) -> dict[str, object]:
+        labels = [
+            "none",
+            *(f"{each} {s:.0%}" for each in (*regret.SINGLE, "auto") for s in regret.SHARES),
+        ]
+        return {
+            label: regret.Cell(
+                [[0.1 * (1 + i % 5) * (1 + noise * rng.random())] for _ in range(20)], [[1.0]] * 20, [0.02 * i] * 20
+            )
+            for i, label in enumerate(labels, 1)
+        } | {"none 0%": regret.Cell([[1.0]] * 20), regret.FULL: regret.Cell(right=[[1.0]] * 20)}  # fmt: skip
+
+    for row in regret.regrets("x", cells(0.0), "auto"):
+        assert row["between"] == pytest.approx([row["regret"]] * 2, abs=2e-3)
+    for row in regret.regrets("x", cells(1.0), "auto"):
+        low, high = row["between"]
+        assert 0 < low < row["regret"] < high
 
 
 @pytest.mark.parametrize("name", KNOWS)

@@ -57,6 +57,18 @@ def difference(
     return _interval(float(gap.sum() / n.sum()), gap[drawn].sum(1) / n[drawn].sum(1))
 
 
+def drawn_means(cases: Sequence[Sequence[float]], seed: int = 0) -> NDArray[np.float64]:
+    """Return the means of cases that are drawn anew, [draw]: of one seed the same cases for all."""
+    sums, sizes = _sums(cases)
+    drawn = _draws(len(cases), seed)
+    return np.asarray(sums[drawn].sum(1) / sizes[drawn].sum(1))
+
+
+def interval(value: float, drawn: NDArray[np.float64]) -> Interval:
+    """Return an estimate with the bounds of what was ``drawn``, [draw]."""
+    return _interval(value, drawn)
+
+
 def slope(streams: Sequence[Sequence[tuple[float, float]]], seed: int = 0) -> Interval:
     """Return the least-squares slope of (x, y) over all streams, drawn as wholes."""
     moments = np.array([_moments(stream) for stream in streams])
