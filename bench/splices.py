@@ -35,7 +35,7 @@ from kvweave.suite.exam import Exam, judge
 from kvweave.suite.words import Question
 
 MODELS = ("llama-prose", "qwen3-bytes")
-SIZES = {512: 16, 2048: 12, 7808: 4}  # tokens behind the system message -> documents
+SIZES, DOCUMENTS = (512, 2048, 7808), 24  # tokens behind the system message
 CHUNK, SYSTEM, GIVEN, TOLD = 128, 96, 16, 48  # tokens
 METHODS: tuple[tuple[str, float], ...] = (
     ("none", 0.0), ("first_k", 0.05), ("query", 0.05), ("auto", 0.02), ("auto", 0.05), ("auto", 0.1),
@@ -173,13 +173,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--sizes", type=int, nargs="*", default=list(SIZES), help="tokens of a text"
     )
-    parser.add_argument("--n", type=int, help="documents of each size; without it 16, 12 and 4")
+    parser.add_argument("--n", type=int, default=DOCUMENTS, help="documents of each size")
     parser.add_argument("--json", action="store_true", help="print JSON, not a table")
     parser.add_argument("--out", type=Path, help="where to write the result")
     options = parser.parse_args(argv)
     torch.set_num_threads(1)
     started, here = time.perf_counter(), machine(torch.device("cpu"))
-    sizes = {size: options.n or SIZES.get(size, 4) for size in options.sizes}
+    sizes = dict.fromkeys(options.sizes, options.n)
     trials: list[dict[str, Any]] = []
     of_one = len(SPLICES) * len(METHODS)
     with progress("documents", len(options.models) * sum(sizes.values())) as advance:
