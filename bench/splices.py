@@ -15,6 +15,7 @@ Each document is a case; of one the splices and methods are paired.
 from __future__ import annotations
 
 import argparse
+import itertools
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -30,10 +31,11 @@ from rich.table import Table
 
 from kvweave import Context, Engine
 from kvweave.run.model import Runner
-from kvweave.suite import stats
+from kvweave.suite import plot, stats
 from kvweave.suite.exam import Exam, judge
 from kvweave.suite.words import Question
 
+FIGURE = Path(__file__).resolve().parents[1] / "docs" / "splices.png"
 MODELS = ("llama-prose", "qwen3-bytes")
 SIZES, DOCUMENTS = (512, 2048, 7808), 24  # tokens behind the system message
 CHUNK, SYSTEM, GIVEN, TOLD = 128, 96, 16, 48  # tokens
@@ -166,6 +168,35 @@ def tables(rows: Sequence[dict[str, Any]]) -> list[Table]:
     ]  # fmt: skip
 
 
+def draw(rows: Sequence[dict[str, Any]], path: Path) -> bool:
+    """Draw KL against the share, a panel a model and size; return False when matplotlib is not installed."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError:
+        return False
+    models, sizes = (list(dict.fromkeys(r[key] for r in rows)) for key in ("model", "size"))
+    figure = Figure(figsize=(3 * len(sizes) + 1, 2.6 * len(models)), layout="constrained")
+    FigureCanvasAgg(figure)
+    panels = figure.subplots(len(models), len(sizes), squeeze=False, sharex=True)
+    for (i, model), (j, size) in itertools.product(enumerate(models), enumerate(sizes)):
+        axes = panels[i, j]
+        for k, how in enumerate(SPLICES):
+            mine = [r for r in rows if (r["model"], r["size"], r["splice"]) == (model, size, how)]
+            ours = sorted((r["share"], *r["kl"]) for r in mine if r["method"] in ("none", "auto"))
+            share, kl, low, high = (np.array(column) for column in zip(*ours, strict=True))
+            look = {"color": plot.COLOURS[k], "marker": plot.MARKERS[k], "markersize": 3}
+            axes.errorbar(100 * share + 0.3 * (k - 1), kl, [kl - low, high - kl], label=how, capsize=2, linewidth=1, **look)  # fmt: skip
+        axes.set_ylim(bottom=0)
+        axes.set_title(f"{model}, {size:,} tokens", fontsize=9)
+        axes.tick_params(labelsize=7)
+    figure.supxlabel("repaired by auto, of the rows that are not exact (%)", fontsize=9)
+    figure.supylabel("KL to a full prefill (nats)", fontsize=9)
+    figure.legend(*panels.flat[0].get_legend_handles_labels(), loc="outside upper center", ncols=len(SPLICES), fontsize=8)  # fmt: skip
+    figure.savefig(path, dpi=110)
+    return True
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure everything and write the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
@@ -191,6 +222,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     rows = summed(trials)
     result = {"rows": rows, "seconds": round(time.perf_counter() - started, 1), "machine": here}
     report(result, tables(rows), options, "splices")
+    draw(rows, FIGURE if options.out is None else options.out.with_suffix(".png"))
 
 
 if __name__ == "__main__":

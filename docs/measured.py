@@ -1,4 +1,4 @@
-"""Write the measured numbers of README.md and of codecs, fidelity, memory, probe, prune-bench, repair, simulate, study and vllm in docs/ from ``bench/results/*.json``.
+"""Write the measured numbers of README.md and of codecs, fidelity, memory, probe, prune-bench, repair, simulate, splices, study and vllm in docs/ from ``bench/results/*.json``.
 
 ``python docs/measured.py`` rewrites them between their markers; ``--check`` only compares. Of the
 suite's results nothing is written while there are none.
@@ -17,6 +17,7 @@ from on_gpu import on_gpu
 from probed import probed
 from pruned import pruned
 from regrets import regrets
+from splices import spliced
 from remembered import remembered
 from rested import codec_page, rested
 from simulated import simulated
@@ -29,6 +30,7 @@ README, FIDELITY = ROOT / "README.md", ROOT / "docs" / "fidelity.md"
 CODECS = ROOT / "docs" / "codecs.md"
 SIMULATE = ROOT / "docs" / "simulate.md"
 REPAIR = ROOT / "docs" / "repair.md"
+SPLICED = ROOT / "docs" / "splices.md"
 MEMORY = ROOT / "docs" / "memory.md"
 VLLM = ROOT / "docs" / "vllm.md"
 CONCEPTS = ROOT / "docs" / "concepts.md"
@@ -404,6 +406,7 @@ def main() -> int:
         (CODECS, codec_page(find("kv_codecs"))),
         (SIMULATE, simulated(find("policies"))),
         (REPAIR, regrets(find("models"))),
+        (SPLICED, spliced(find("splices"))),
         (MEMORY, remembered(find("memory_loop"))),
         (VLLM, in_vllm(find("vllm"))),
         (CONCEPTS, wasted(find("waste"))),
