@@ -17,10 +17,10 @@ from on_gpu import on_gpu
 from probed import probed
 from pruned import pruned
 from regrets import regrets
-from splices import spliced
 from remembered import remembered
 from rested import codec_page, rested
 from simulated import simulated
+from spliced import spliced
 from studied import studied
 from tables import table
 from wasted import wasted

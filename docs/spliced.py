@@ -17,9 +17,7 @@ def spliced(found: dict[str, Any] | None) -> str:
     """Return what splices of prose cost."""
     if found is None:
         return ""
-    at = {
-        (r["model"], r["size"], r["splice"], r["method"], r["share"]): r for r in found["rows"]
-    }
+    at = {(r["model"], r["size"], r["splice"], r["method"], r["share"]): r for r in found["rows"]}
     body = []
     for model, size, how in dict.fromkeys(key[:3] for key in at):
         none, some = at[model, size, how, "none", 0.0], at[model, size, how, "auto", 0.05]
