@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import Any
 
 import pytest
 import torch
 from store.records import MODEL, about, load
 from store.test_record import make_kv
 
-from kvweave.errors import InvalidArgument
+from kvweave.chunk.seal import boot_id
+from kvweave.errors import InvalidArgument, StoreError
 from kvweave.keep import LRU
 from kvweave.store.codec import parse
-from kvweave.store.collect import register, retire, sweep
+from kvweave.store.collect import REGISTERED, register, retire, sweep
 from kvweave.store.kv import KV
 from kvweave.store.level import Level
 from kvweave.store.mover import Mover
@@ -21,6 +28,7 @@ from kvweave.store.tier.base import Put
 from kvweave.store.tier.memory import Memory
 
 MINE, OTHER = "1" * 32, "2" * 32
+GONE = 2**22 + 1  # no process has such an id
 ROWS = make_kv(20)
 CHUNK = "0c" * 16
 
@@ -212,6 +220,153 @@ def test_an_index_that_was_not_given_stops_it() -> None:
     assert len(list(index.tier.keys())) == 3
     retire(index.tier, OTHER)
     index.sweep()
+    assert list(index.tier.keys()) == [f"index.{MINE}"]
+
+
+def of_another(tier: Shared) -> Level:
+    """Where an index that the sweep was not given has just put the chunk, durably."""
+    level = Level(tier, parse("raw"), MODEL, LRU(), index=(OTHER, "there"))
+    outcome = level.put(1, about(ROWS, CHUNK), ROWS, durable=True)
+    assert outcome.ok, outcome
+    return level
+
+
+@pytest.mark.parametrize("step", range(n_steps(Index.sweep)))
+def test_an_index_that_registers_in_the_middle_of_a_sweep_stops_it(step: int) -> None:
+    """It was not there when the sweep looked, and relies on a record that is there."""
+    index = lying(Shared())
+    made: list[Level] = []
+
+    def between(n: int) -> None:
+        if n == step:
+            made.append(of_another(index.tier))
+
+    index.tier.before = between
+    with suppress(InvalidArgument):
+        index.sweep()
+    index.tier.before = lambda n: None
+    for level in made:
+        index.check(level)
+    marked = [key for key in index.tier.keys() if key.endswith(MARK)]
+    assert not marked or not made, "who was refused leaves no mark"
+
+
+@pytest.mark.parametrize("step", [0, 1])  # he looks, he registers
+def test_who_is_not_known_to_a_tier_any_more_relies_on_nothing_that_is_marked(step: int) -> None:
+    """A server that evicts has forgotten him, and a sweep that went before he registered anew goes on."""
+    index = lying(Shared())
+    level = of_another(index.tier)
+    doomed = level.held[1].key
+    index.tier.discard([REGISTERED + OTHER])
+
+    def between(n: int) -> None:
+        if n == step:
+            index.tier.put([Put(doomed + MARK, [memoryview(b"{}")])], durable=True)
+
+    index.tier.n, index.tier.before = 0, between
+    assert level.put(1, about(ROWS, CHUNK), ROWS, durable=True).ok
+    index.tier.before = lambda n: None
+    assert level.held[1].key == doomed + ".1"
+    assert isinstance(index.tier.look([REGISTERED + OTHER])[0], int)
+
+
+@pytest.mark.parametrize("step", range(n_steps(Index.sweep)))
+@pytest.mark.parametrize("marked", [False, True])
+def test_of_two_sweeps_at_once_one_goes(step: int, marked: bool) -> None:
+    """A mark that one relies on the other would remove; and who puts then sees none."""
+    index = lying(Shared())
+    if marked:  # by one that died
+        index.tier.put([Put(key_of(CHUNK, parse("raw"), False) + MARK, [memoryview(b"{}")])])
+    made: list[Level] = []
+    refused: list[StoreError] = []
+
+    def between(n: int) -> None:
+        if n == step:
+            try:
+                index.sweep()
+            except StoreError as error:
+                refused.append(error)
+            made.append(index.put())
+
+    index.tier.n, index.tier.before = 0, between
+    with suppress(StoreError):
+        index.sweep()
+    index.tier.before = lambda n: None
+    for level in made:
+        index.check(level)
+    for error in refused:
+        assert "another sweep is under way here: sweep." in str(error) and "--retire" in error.hint
+    assert refused or step == 0 or step >= n_steps(Index.sweep) - 1 - marked
+    index.sweep()
+    index.named.clear()
+    index.sweep()
+    assert list(index.tier.keys()) == [f"index.{MINE}"]
+
+
+@pytest.mark.parametrize(
+    ("said", "over"),
+    [
+        ({}, False),
+        ({"pid": 0}, False),  # nobody of ours has it, and it is some process
+        ({"pid": GONE}, True),
+        ({"pid": GONE, "host": "moon"}, False),
+        ({"pid": GONE, "boot": "ab" * 16}, False),
+        ({"host": "moon", "at": -86401}, True),
+        ({"host": "moon", "at": "noon"}, False),
+    ],
+)
+def test_a_sweep_that_died_holds_up_nobody(said: dict[str, Any], over: bool) -> None:
+    """Where that can be known; of elsewhere it takes a day, or somebody who says so."""
+    index = lying(Shared())
+    now = {"host": socket.gethostname(), "boot": boot_id().hex(), "pid": os.getppid(), "at": 0}
+    told = now | said
+    if isinstance(told["at"], int):
+        told["at"] += time.time()
+    index.tier.put([Put(f"index.sweep.{OTHER}", [memoryview(json.dumps(told).encode())])])
+    if not over:
+        with pytest.raises(StoreError, match=r"another sweep .* sweep\.22222222 \(") as caught:
+            index.sweep()
+        assert len(list(index.tier.keys())) == 3 and "--retire sweep.22222222" in caught.value.hint
+        assert sweep(index.tier, index.marks, {MINE}, retired=["sweep.2222"]).removed
+    else:
+        index.sweep()
+    assert list(index.tier.keys()) == [f"index.{MINE}"]
+
+
+@pytest.mark.parametrize("which", [1, 2])
+def test_a_list_that_is_cut_or_older_sweeps_nothing(which: int) -> None:
+    """Some stores end a page where there is more, and do not say how to go on: who else relies on them is
+    not in it."""
+    index = lying(Shared())
+    whole, n = index.tier.keys, 0
+
+    def keys() -> Iterator[str]:
+        nonlocal n
+        n += 1
+        found = sorted(whole())
+        return iter(found[:1] if n == which else found)
+
+    of_another(index.tier)
+    before = set(whole())
+    index.tier.keys = keys  # type: ignore[method-assign]
+    with pytest.raises((StoreError, InvalidArgument)) as caught:
+        sweep(index.tier, index.marks, {MINE} if which == 1 else {MINE, OTHER})
+    assert "lacks what was put just now" in str(caught.value) and caught.value.hint
+    assert set(whole()) == before
+
+
+def test_a_dry_run_and_who_is_refused_retire_nobody() -> None:
+    index = lying(Shared())
+    for uuid in (OTHER, third := "3" * 32):
+        register(index.tier, uuid, "moon:/home", None)
+    with pytest.raises(InvalidArgument, match="33333333"):
+        sweep(index.tier, index.marks, {MINE}, retired=[OTHER])
+    with pytest.raises(InvalidArgument, match="no index"):
+        sweep(index.tier, index.marks, {MINE}, retired=[OTHER, "4"])
+    both = [OTHER, third]
+    assert len(sweep(index.tier, index.marks, {MINE}, dry_run=True, retired=both).removed) == 1
+    assert len(list(index.tier.keys())) == 4
+    assert len(sweep(index.tier, index.marks, {MINE}, retired=both).removed) == 1
     assert list(index.tier.keys()) == [f"index.{MINE}"]
 
 

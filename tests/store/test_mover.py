@@ -169,7 +169,7 @@ def test_what_is_kept_goes_down_durably_and_the_last_budget_is_the_bound() -> No
     mover.close()
 
 
-@pytest.mark.parametrize("how", ["failed", "late"])
+@pytest.mark.parametrize("how", ["failed", "late", "full"])  # full, and not by what was declared
 @pytest.mark.parametrize("keeps", [True, False])
 def test_what_is_kept_stays_where_the_level_below_fails(how: str, keeps: bool) -> None:
     below = Below()
@@ -187,6 +187,41 @@ def test_what_is_kept_stays_where_the_level_below_fails(how: str, keeps: bool) -
     else:
         mover.save(9, kv(20, 9), on=mover.levels[0])
         assert 9 in mover.levels[0].held
+    mover.check_integrity()
+    mover.close()
+
+
+@pytest.mark.parametrize("how", ["failed", "late", "full"])
+def test_what_is_kept_stays_where_a_level_further_below_fails(how: str) -> None:
+    """The one in between is full then, as it may be: that is not what was declared of all three."""
+    last = Below()
+    mover = Mover([kept(Memory(1 << 20), 60_000) for _ in "ab"] + [kept(last, None)], about)
+    for i in range(2, 20):
+        mover.save(i, kv(20, i), durable=True)
+    last.said = Outcome(how, "it is not well")  # type: ignore[arg-type]
+    there = set().union(*(each.held for each in mover.levels))
+    with pytest.raises(OverBudget):
+        for i in range(20, 30):
+            mover.save(i, kv(20, i), on=mover.levels[0], durable=True)
+            there.add(i)
+    assert there == set(range(2, 2 + len(there)))
+    assert there == set().union(*(each.held for each in mover.levels))
+    mover.check_integrity()
+    mover.close()
+
+
+def test_where_all_below_is_pinned_the_budgets_are_the_bound() -> None:
+    mover = Mover([kept(Memory(1 << 20), 60_000), kept(Below(), 60_000)], about)
+    size = mover.save(0, kv(20), durable=True).held[0].n_bytes
+    fit = 60_000 // size
+    for i in range(1, 2 * fit):
+        mover.save(i, kv(20, i), durable=True)
+    pinned = set(mover.levels[1].held)
+    mover.is_pinned = lambda id: id in pinned
+    for i in range(2 * fit, 3 * fit):
+        mover.save(i, kv(20, i), durable=True)
+    assert sorted(mover.levels[0].held) == [*range(2 * fit, 3 * fit)]
+    assert set(mover.levels[1].held) == pinned and len(pinned) == fit
     mover.check_integrity()
     mover.close()
 

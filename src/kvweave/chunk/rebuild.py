@@ -172,11 +172,13 @@ def clear(directory: Path) -> None:
     """Remove what `write_json` of processes that died left half written."""
     for path in directory.glob("*.*.tmp"):
         with suppress(OSError):  # a process of another container looks as if it had died
-            if time.time() - path.stat().st_mtime > MOMENT and not _lives(path.name.split(".")[-2]):
+            if time.time() - path.stat().st_mtime > MOMENT and not is_process(
+                path.name.split(".")[-2]
+            ):
                 path.unlink()
 
 
-def _lives(pid: str) -> bool:
+def is_process(pid: str) -> bool:
     """Tell whether this is a process; what is no number may be anything."""
     try:
         os.kill(int(pid), 0)

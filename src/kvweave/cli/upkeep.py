@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from collections.abc import Sequence
 from pathlib import Path
 
 from kvweave.chunk.guard import free_name, lost_of
@@ -47,28 +48,19 @@ def fsck(args: Namespace) -> int:
                 f"  rebuilt: {report.n_chunks} chunks, {report.n_names} names; {lost} chunks and "
                 f"{len(report.lost_names)} names are lost; the old file is {report.kept_aside}"
             )
-    if of_model := _model(home, args.repair):
-        said["model"] = "damaged"
-        lines += of_model
+    said_of_model = _model(home, args.repair)
     checked = []
     if said["index"] == "ok" or args.repair:
-        with Table(index) as table:
-            chunks = {r.digest.hex(): (r.n_tokens, r.tier == "disk") for r in table}
-            known = files.Known(index, table.uuid, chunks, files.model_of(home), table.was)
-        how = {"repair": args.repair, "take_over": args.take_over}
-        discard = args.repair and args.discard_strays
-        specs = tiers_of(home, args.tier)
-        for directory in files.directories(home, specs):
-            out.note(f"reading {directory}")
-            checked.append(files.check(directory, known, discard_strays=discard, **how))
-        checked += files.check_shared(specs, repair=args.repair)
-        files.compare(checked)
-        if discard:
-            lost_of(index).unlink(missing_ok=True)
+        checked = _directories(args, home, out)
+        said_of_model += _contradicted(home, checked, args.repair)
+    if said_of_model:
+        said["model"] = "damaged"
+        lines += said_of_model
     said["directories"] = [each.to_dict() for each in checked]
     ok = all(each.ok for each in checked) and said["index"] == "ok" and "model" not in said
     if args.repair:
-        ok = not any(each.owner or each.unread for each in checked)
+        mixed = any(each.foreign for each in checked) and any(each.n_ours for each in checked)
+        ok = not mixed and not any(each.owner or each.unread for each in checked)
     said["ok"] = ok
     if out.as_json:
         out.data(said)
@@ -81,19 +73,50 @@ def fsck(args: Namespace) -> int:
     return 0 if ok else 1
 
 
+def _directories(args: Namespace, home: Path, out: Out) -> list[files.Found]:
+    """Look through all directories of a home, and mend them if that is wanted."""
+    index, checked = home / "index.sqlite", []
+    with Table(index) as table:
+        chunks = {r.digest.hex(): (r.n_tokens, r.tier == "disk") for r in table}
+        known = files.Known(index, table.uuid, chunks, files.model_of(home), table.was)
+    how = {"repair": args.repair, "take_over": args.take_over}
+    discard = args.repair and args.discard_strays
+    specs = tiers_of(home, args.tier)
+    for directory in files.directories(home, specs):
+        out.note(f"reading {directory}")
+        checked.append(files.check(directory, known, discard_strays=discard, **how))
+    checked += files.check_shared(specs, repair=args.repair)
+    files.compare(checked)
+    if discard:
+        lost_of(index).unlink(missing_ok=True)
+    return checked
+
+
 def _model(home: Path, repair: bool) -> list[str]:
     """Return what is wrong with ``model.json``, which ``repair`` puts aside."""
     fingerprint = home / "model.json"
     if not fingerprint.exists() or files.model_of(home) is not None:
         return []
-    lines = ["model.json: it is no model's fingerprint"]
-    if repair:
-        kept = free_name(fingerprint)
-        fingerprint.rename(kept)
-        lines.append(
-            f"  put aside as {kept.name}; the next engine that puts a chunk writes it anew"
-        )
-    return lines
+    return ["model.json: it is no model's fingerprint", *_put_aside(fingerprint, repair)]
+
+
+def _contradicted(home: Path, checked: Sequence[files.Found], repair: bool) -> list[str]:
+    """Return what is wrong with ``model.json`` where good records of its chunks are of another model; it is
+    put aside if all are."""
+    n = sum(len(each.foreign) for each in checked)
+    if not n:
+        return []
+    ours = sum(each.n_ours for each in checked)
+    line = f"model.json: {n} of {n + ours} records of its chunks are of another model"
+    return [line, *_put_aside(home / "model.json", repair and not ours)]
+
+
+def _put_aside(file: Path, repair: bool) -> list[str]:
+    if not repair:
+        return []
+    kept = free_name(file)
+    file.rename(kept)
+    return [f"  put aside as {kept.name}; the next engine that puts a chunk writes it anew"]
 
 
 def _lines(found: files.Found) -> list[str]:
@@ -119,14 +142,13 @@ def sweep(args: Namespace) -> int:
         raise InvalidArgument("index", "none is given", "write --index HOME for each that uses it")
     tier = open_shared(args.tier)
     try:
-        for uuid in args.retire:
-            collect.retire(tier, uuid)
         swept = collect.sweep(
             tier,
             lambda: {digest.hex() for index in indexes for digest in marks(index)},
             {uuid_of(index) for index in indexes},
             grace=args.grace,
             dry_run=args.dry_run,
+            retired=args.retire,
         )
     finally:
         tier.close()

@@ -10,8 +10,9 @@
     5  remove what was marked long enough    so: b before 2, then a before 3, and 4 saves KEY;
     6  remove its mark                           b after 2, then KEY is not relied on
 
-That every index which relies on the tier was read is checked too: each registers on it
-(``index.UUID``) before it says that anything is durable there.
+That every index which relies on the tier was read is checked too, before 1 and again behind 3: each
+registers on it (``index.UUID``) before b. A second sweep would remove at 4 or 6 marks that the first one
+relies on, so each registers too (``index.sweep.UUID``), and goes only where no other does.
 """
 
 from __future__ import annotations
@@ -19,19 +20,28 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
+import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from uuid import uuid4
 
-from kvweave.errors import InvalidArgument, StoreError
+from kvweave.chunk.rebuild import is_process
+from kvweave.chunk.seal import boot_id
+from kvweave.errors import InvalidArgument, KVWeaveError, StoreError
 from kvweave.store.record.transfer import MARK, digest_of
 from kvweave.store.tier.base import Get, Outcome, Put, Tier
 from kvweave.store.tier.keys import pages
 
 REGISTERED = "index."
+SWEEPING = "sweep."  # behind it: a sweep
+LONGEST = 86400.0  # seconds; a sweep of elsewhere that is older is over
 TOGETHER = 500  # keys of one request
 SECONDS = 60.0  # of one request
 log = logging.getLogger("kvweave.store")
+_under_way: set[str] = set()  # sweeps of this process
 
 
 @dataclass(slots=True)
@@ -69,12 +79,16 @@ def register(tier: Tier, index: str, where: str, deadline: float | None) -> Outc
 def retire(tier: Tier, index: str) -> None:
     """Say that an index is no more: what only it names may be swept. ``index``: its uuid, or how that
     begins. Raises InvalidArgument when that is of none, or of several; StoreError."""
+    _done(tier.discard([REGISTERED + _registered(tier, index)], deadline=_soon()))
+
+
+def _registered(tier: Tier, index: str) -> str:
     there = [key for key in tier.keys() if index and key.startswith(REGISTERED + index)]
     if len(there) != 1:
         several = ", ".join(key.removeprefix(REGISTERED) for key in there)
         hint = "a sweep that was not given all indexes says which are registered"
         raise InvalidArgument("retire", f"{index!r} is {several or 'no index here'}", hint)
-    _done(tier.discard(there, deadline=_soon()))
+    return there[0].removeprefix(REGISTERED)
 
 
 def sweep(
@@ -84,47 +98,142 @@ def sweep(
     *,
     grace: float = 0.0,
     dry_run: bool = False,
+    retired: Sequence[str] = (),
 ) -> Swept:
     """Remove the records whose chunk no index names, and that have been marked for ``grace`` seconds.
 
-    ``marks`` reads the digests (hex) that the indexes name now, ``indexes`` are their uuids. Raises
-    InvalidArgument, with nothing changed, when another index is registered; StoreError when the
-    tier cannot be read.
+    ``marks`` reads the digests (hex) that the indexes name now, ``indexes`` are their uuids; those that
+    are ``retired`` first are no more (`retire`). Raises InvalidArgument, with nothing changed, when
+    another index is registered; StoreError when another sweep is under way, or the tier cannot be read.
     """
-    keys = list(tier.keys())
-    others = {k.removeprefix(REGISTERED) for k in keys if k.startswith(REGISTERED)} - indexes
+    gone = {REGISTERED + _registered(tier, each) for each in retired}
+    if dry_run:
+        return _would(tier, marks, indexes, gone)
+    with _alone(tier) as mine:
+        keys = [key for key in _listed(tier, mine) if key not in gone]
+        _require_alone(tier, keys, mine)
+        _require_known(tier, keys, indexes)
+        _done(tier.discard(sorted(gone), deadline=_soon()))
+
+        def nobody_came() -> None:
+            _require_known(tier, _listed(tier, mine), indexes)
+
+        return _sweep(tier, marks, nobody_came, keys, grace)
+
+
+def _listed(tier: Tier, mine: str) -> list[str]:
+    """Return all keys. Raises StoreError where the list is older than we are, or was cut: in it indexes
+    stand in front of sweeps."""
+    keys = sorted(set(tier.keys()))
+    if mine not in keys:
+        hint = "nothing was removed; try again, or see whether all of it comes through"
+        raise StoreError("the list of what is there lacks what was put just now", hint=hint)
+    return keys
+
+
+def _would(
+    tier: Tier, marks: Callable[[], set[str]], indexes: set[str], gone: Collection[str]
+) -> Swept:
+    keys = [key for key in tier.keys() if key not in gone]
+    _require_known(tier, keys, indexes)
+    found, unnamed = _unnamed(keys, marks())
+    sizes = [n for batch in pages(unnamed, TOGETHER) for n in tier.look(batch, deadline=_soon())]
+    found.n_bytes = sum(n for n in sizes if isinstance(n, int))
+    found.removed = unnamed
+    return found
+
+
+def _unnamed(keys: Sequence[str], named: set[str]) -> tuple[Swept, list[str]]:
+    records = [key for key in keys if digest_of(key)]
+    unnamed = [key for key in records if digest_of(key) not in named]
+    return Swept(len(records), len(records) - len(unnamed)), unnamed
+
+
+def _sweep(
+    tier: Tier,
+    marks: Callable[[], set[str]],
+    nobody_came: Callable[[], None],
+    keys: Sequence[str],
+    grace: float,
+) -> Swept:
+    found, unnamed = _unnamed(keys, marks())
+    marked = {key.removesuffix(MARK) for key in keys if key.endswith(MARK)}
+    made: list[str] = []
+    for batch in pages([key for key in unnamed if key not in marked], TOGETHER):
+        said = memoryview(json.dumps({"at": time.time()}).encode())
+        puts = [Put(key + MARK, [said]) for key in batch]
+        for key, outcome in zip(batch, tier.put(puts, durable=True, deadline=_soon()), strict=True):
+            made += [key] if outcome.ok else []
+            if outcome.state not in ("done", "exists"):
+                found.fail(key, outcome)
+    named = marks()  # whoever did not see a mark had committed his row before: it is read now
+    gone_before = marked - {
+        key for key in keys if digest_of(key)
+    }  # an earlier sweep ended between 5 and 6
+    alive = {key for key in [*unnamed, *marked] if digest_of(key) in named}
+    doomed = [key for key in unnamed if key not in alive and key not in found.failed]
+    if doomed:
+        try:  # or his index was not registered when we looked
+            nobody_came()
+        except KVWeaveError:
+            _unmark(tier, made, found)
+            raise
+    _unmark(tier, sorted(alive), found)
+    _remove(tier, doomed, marked, grace, found)
+    _unmark(tier, sorted({*found.removed, *(gone_before - alive)}), found)
+    return found
+
+
+@contextmanager
+def _alone(tier: Tier) -> Iterator[str]:
+    """Register as a sweep; yield the key."""
+    where = {"host": socket.gethostname(), "boot": boot_id().hex(), "pid": os.getpid()}
+    said = {"where": f"a sweep, {where['host']}:{where['pid']}", "at": time.time(), **where}
+    key = f"{REGISTERED}{SWEEPING}{uuid4().hex}"
+    _under_way.add(key)
+    try:
+        _done(tier.put([Put(key, [memoryview(json.dumps(said).encode())])], deadline=_soon()))
+        yield key
+    finally:
+        _under_way.discard(key)  # then it is over, also where that cannot be said now
+        (outcome,) = tier.discard([key], deadline=_soon())
+        if not outcome.ok:
+            log.warning("%s stays for now: %s", key, outcome.why or outcome.state)
+
+
+def _require_alone(tier: Tier, keys: Sequence[str], mine: str) -> None:
+    """Raise StoreError while another sweep is under way."""
+    for key in keys:
+        if key == mine or not key.startswith(REGISTERED + SWEEPING):
+            continue
+        name = key.removeprefix(REGISTERED)
+        if not _is_over(key, _read(tier, key)):
+            raise StoreError(
+                f"another sweep is under way here: {name[:14]} ({_where(tier, name)})",
+                hint=f"let it end; if it is no more, give --retire {name[:14]}",
+            )
+        _done(tier.discard([key], deadline=_soon()))
+
+
+def _is_over(key: str, said: dict[str, object]) -> bool:
+    """Tell whether a sweep surely is no more; nothing is known where it cannot be read."""
+    at = said.get("at")
+    if key in _under_way or not isinstance(at, int | float):
+        return False
+    here = socket.gethostname(), boot_id().hex()
+    if (said.get("host"), said.get("boot")) == here and any(boot_id()):
+        return said.get("pid") == os.getpid() or not is_process(str(said.get("pid")))
+    return at < time.time() - LONGEST
+
+
+def _require_known(tier: Tier, keys: Sequence[str], known: set[str]) -> None:
+    """Raise InvalidArgument where an index is registered that is not ``known``."""
+    there = {key.removeprefix(REGISTERED) for key in keys if key.startswith(REGISTERED)}
+    others = {each for each in there - known if not each.startswith(SWEEPING)}
     if others:
         some = ", ".join(f"{uuid[:8]} ({_where(tier, uuid)})" for uuid in sorted(others))
         hint = "give --index for each of them, or --retire UUID for one that is no more"
         raise InvalidArgument("index", f"others keep chunks here too: {some}", hint)
-    found = Swept()
-    records = [key for key in keys if digest_of(key)]
-    marked = {key.removesuffix(MARK) for key in keys if key.endswith(MARK)}
-    named = marks()
-    unnamed = [key for key in records if digest_of(key) not in named]
-    found.n_records, found.n_named = len(records), len(records) - len(unnamed)
-    if dry_run:
-        sizes = [
-            n for batch in pages(unnamed, TOGETHER) for n in tier.look(batch, deadline=_soon())
-        ]
-        found.n_bytes = sum(n for n in sizes if isinstance(n, int))
-        found.removed = unnamed
-        return found
-    fresh = [key for key in unnamed if key not in marked]
-    for batch in pages(fresh, TOGETHER):
-        said = memoryview(json.dumps({"at": time.time()}).encode())
-        puts = [Put(key + MARK, [said]) for key in batch]
-        for key, outcome in zip(batch, tier.put(puts, durable=True, deadline=_soon()), strict=True):
-            if outcome.state not in ("done", "exists"):
-                found.fail(key, outcome)
-    named = marks()  # whoever did not see a mark had committed his row before: it is read now
-    gone_before = marked - set(records)  # an earlier sweep ended between 5 and 6
-    alive = {key for key in [*unnamed, *marked] if digest_of(key) in named}
-    _unmark(tier, sorted(alive), found)
-    doomed = [key for key in unnamed if key not in alive and key not in found.failed]
-    _remove(tier, doomed, marked, grace, found)
-    _unmark(tier, sorted({*found.removed, *(gone_before - alive)}), found)
-    return found
 
 
 def _remove(tier: Tier, doomed: list[str], marked: set[str], grace: float, found: Swept) -> None:

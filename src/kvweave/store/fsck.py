@@ -4,11 +4,14 @@ Needs neither the model nor an open engine. What it finds:
 
     spoilt     a record that does not verify, or is not what its name says
     strays     whole records of chunks that the index does not know
+    foreign    whole records of its chunks that say another model than ``model.json``: one of the two is
+               wrong, and nothing in a record can be, as it has a checksum
     missing    chunks that the index says are on disk, and are not
     unfinished files that a crash left half written
     unread     records that the device refuses to read now: that says nothing of them, and they stay
 
-Records that a later version of kvweave wrote are none of that, and are left alone.
+Records that a later version of kvweave wrote are none of that, and are left alone. In a directory that is
+not this home's alone, whatever was said of it, records stay.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ from kvweave.chunk.identity import ModelFingerprint
 from kvweave.chunk.place import place_of
 from kvweave.chunk.rebuild import write_json
 from kvweave.errors import FormatTooNew, KVWeaveError, StoreError
+from kvweave.store.collect import REGISTERED
 from kvweave.store.record.layout import Head
 from kvweave.store.record.transfer import digest_of, verify
 from kvweave.store.spec import parse
@@ -50,6 +54,9 @@ class Found:
     unread: dict[str, str] = field(default_factory=dict)
     """Key -> why it could not be read."""
     strays: list[str] = field(default_factory=list)
+    foreign: list[str] = field(default_factory=list)
+    n_ours: int = 0
+    """Whole records of the index's chunks that say the model of ``model.json``."""
     missing: list[str] = field(default_factory=list)
     """Digests; their chunks are computed again when they are wanted."""
     unfinished: list[str] = field(default_factory=list)
@@ -61,12 +68,12 @@ class Found:
 
     @property
     def ok(self) -> bool:
-        return not (self.spoilt or self.unread or self.missing or self.owner)
+        return not (self.spoilt or self.unread or self.foreign or self.missing or self.owner)
 
     def to_dict(self) -> dict[str, object]:
         """Return the fields, JSON-ready."""
         told = asdict(self) | {"ok": self.ok}
-        del told["there"]
+        del told["there"], told["n_ours"]
         return told
 
 
@@ -104,15 +111,16 @@ def check(
     its. Then engines keep the strays too. Raises StoreError, OSError.
     """
     found = Found(str(directory))
+    inside = known.has(directory)
     if repair and _is_to_be_ours(directory, known, take_over):
-        if not lost_of(known.index).exists():
-            write_json(lost_of(known.index), {"taken_over": str(directory)})
-        disown(directory)
+        inside = _disown(directory, known)
         found.repaired.append(f"{FILE}: written anew")
+    is_ours = False
     try:
-        inside = known.has(directory) or owner_of(directory) is None
         at = place_of(known.index.parent)
-        claim(directory, known.uuid, shared=False, inside=inside, was=known.was, at=at).close()
+        made = claim(directory, known.uuid, shared=False, inside=inside, was=known.was, at=at)
+        is_ours = made.relation == "mine"
+        made.close()
     except KVWeaveError as error:
         found.owner = str(error)
         if not known.has(directory):
@@ -120,28 +128,28 @@ def check(
     disk = Disk(directory, shared=True)
     try:
         keys = [key for key in disk.keys() if digest_of(key)]
-        _look_through(found, disk, keys, known.model, known.chunks)
-        found.strays = [
-            key
-            for key in keys
-            if digest_of(key) not in known.chunks and key not in {*found.spoilt, *found.unread}
-        ]
+        _look_through(found, disk, keys, known if is_ours or found.owner else None)
         on_disk = {digest for digest, (_, on) in known.chunks.items() if on}
         found.missing = sorted(on_disk - found.there)
-        old = time.time() - 3600
-        for path in directory.iterdir():
-            if UNFINISHED.fullmatch(path.name) and path.stat().st_mtime < old:
-                found.unfinished.append(path.name)
-        if repair:
-            gone = [*found.spoilt, *(found.strays if discard_strays else ())]
-            for key, outcome in zip(gone, disk.discard(gone), strict=True):
-                found.repaired.append(f"{key}: {'removed' if outcome.ok else outcome.why}")
-            for name in found.unfinished:
-                (directory / name).unlink(missing_ok=True)
-                found.repaired.append(f"{name}: removed")
+        if is_ours or found.owner:
+            _tidy(found, disk, repair, discard_strays)
     finally:
         disk.close()
     return found
+
+
+def _tidy(found: Found, disk: Disk, repair: bool, discard_strays: bool) -> None:
+    old = time.time() - 3600
+    for path in disk.directory.iterdir():
+        if UNFINISHED.fullmatch(path.name) and path.stat().st_mtime < old:
+            found.unfinished.append(path.name)
+    if repair:
+        gone = [*found.spoilt, *(found.strays if discard_strays else ())]
+        for key, outcome in zip(gone, disk.discard(gone), strict=True):
+            found.repaired.append(f"{key}: {'removed' if outcome.ok else outcome.why}")
+        for name in found.unfinished:
+            (disk.directory / name).unlink(missing_ok=True)
+            found.repaired.append(f"{name}: removed")
 
 
 def _is_to_be_ours(directory: Path, known: Known, take_over: bool) -> bool:
@@ -154,41 +162,61 @@ def _is_to_be_ours(directory: Path, known: Known, take_over: bool) -> bool:
     return owner not in (None, known.uuid, *known.was) and known.has(directory)
 
 
-def _look_through(
-    found: Found, disk: Disk, keys: Sequence[str], model: str | None, chunks: Chunks
-) -> None:
+def _disown(directory: Path, known: Known) -> bool:
+    """Have ``owner.json`` written anew: as ours, unless indexes are registered there; then it is shared.
+    Return whether it is to be ours."""
+    if not known.has(directory) and any(directory.glob(f"{REGISTERED}*")):
+        disown(directory)
+        claim(directory, None, shared=True, inside=False).close()
+        return False
+    if not lost_of(known.index).exists():
+        write_json(lost_of(known.index), {"taken_over": str(directory)})
+    disown(directory)
+    return True
+
+
+def _look_through(found: Found, disk: Disk, keys: Sequence[str], known: Known | None) -> None:
+    """Read all records; ``known`` is what the home says of them where the directory is its own."""
     for key in keys:
+        about = None if known is None else known.chunks.get(digest_of(key))
         try:
-            if why := _fault(disk, key, model, chunks.get(digest_of(key))):
-                found.spoilt[key] = why
+            head, why = _fault(disk, key, about)
         except OSError as error:
             found.unread[key] = str(error)
+            continue
+        if why:
+            found.spoilt[key] = why
+        elif known is not None and about is None:
+            found.strays.append(key)
+        elif known is not None and head is not None and known.model is not None:
+            is_ours = head.model == known.model
+            found.n_ours += is_ours
+            found.foreign += [] if is_ours else [key]
     found.n_records, found.n_bytes = len(keys), disk.n_bytes
     found.there = {digest_of(key) for key in keys if key not in found.spoilt}
 
 
-def _fault(disk: Disk, key: str, model: str | None, known: tuple[int, bool] | None) -> str:
-    """Return what is wrong with a record, "" if nothing is. Raises OSError where it cannot be read."""
+def _fault(disk: Disk, key: str, about: tuple[int, bool] | None) -> tuple[Head | None, str]:
+    """Return what a record says, None where a later version wrote it, and what is wrong with it, "" if
+    nothing is. Raises OSError where it cannot be read."""
     try:
         head = _head(disk, key)
     except FormatTooNew:
-        return ""
+        return None, ""
     except StoreError as error:
-        return str(error)
+        return None, str(error)
     if head.chunk != digest_of(key):
-        return f"it is of the chunk {head.chunk[:12]}"
-    if model is not None and head.model != model:
-        return f"it is of the model {head.model[:12]}"
-    if known is not None and head.n_tokens != known[0]:
-        return f"it has {head.n_tokens} tokens, the index says {known[0]}"
+        return head, f"it is of the chunk {head.chunk[:12]}"
+    if about is not None and head.n_tokens != about[0]:
+        return head, f"it has {head.n_tokens} tokens, the index says {about[0]}"
     size = disk.look([key])[0]
     if isinstance(size, Outcome):
         raise OSError(size.why)
     if size != head.n_bytes:
-        return f"it is {size} bytes long, not {head.n_bytes}"
+        return head, f"it is {size} bytes long, not {head.n_bytes}"
     outcome = verify(disk, key, head, None)
     if outcome.state in ("done", "wrong"):
-        return outcome.why
+        return head, outcome.why
     raise OSError(outcome.why)
 
 
@@ -239,7 +267,7 @@ def check_shared(specs: Iterable[str], *, repair: bool = False) -> list[Found]:
                 found.owner = str(error)
         disk = Disk(directory, shared=True)
         keys = [key for key in disk.keys() if digest_of(key)]
-        _look_through(found, disk, keys, None, {})
+        _look_through(found, disk, keys, None)
         disk.close()
     return checked
 

@@ -211,9 +211,19 @@ class Mover:
             kv = self._read(id, level, ends)
             if kv is not None:
                 outcome = self._put(below[0], id, self.about(id), kv, ends, durable=level.keeps)
-            if outcome.ok or (level.keeps and (kv is None or outcome.state != "full")):
+            if outcome.ok:
                 return outcome
+            if level.keeps and not (kv is not None and self._is_bound(below[0], outcome, kv)):
+                return Outcome("failed", outcome.why)
         return outcome if self.is_pinned(id) else DONE
+
+    def _is_bound(self, lower: Level, outcome: Outcome, kv: KV) -> bool:
+        """Tell whether a level takes nothing more by its declared budget: not because its device is full,
+        or what it has could not go down in its turn."""
+        n = record_bytes(kv)
+        if outcome.state != "full" or lower.budget is None or lower.has_room(n):
+            return False
+        return n > lower.budget or all(map(self.is_pinned, lower.victims()))
 
     def _read(self, id: int, level: Level, ends: float) -> KV | None:
         found = self.load([id], level, HOST, ends).get(id)

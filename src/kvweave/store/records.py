@@ -65,6 +65,8 @@ class Records:
             self._registered = False
             if (why := self.register(deadline)) is not None:
                 return why
+            # a sweep that did not know us may have marked it before that
+            (marked,) = self.tier.look(keys[:1], deadline=deadline)
         if isinstance(marked, int) or marked.state == "missing":
             return DONE if isinstance(marked, int) else marked
         return self.judge([marked])[0]

@@ -22,6 +22,7 @@ from kvweave.store.tier.slots import Slots
 
 SUFFIX = ".kv"  # no object may be called "..", a key may
 AT_ONCE = 16  # requests of a batch
+TRIES = 3  # of a put that finds a value which is not there
 NO_ROOM = (
     "(os error 28)",
     "(os error 122)",
@@ -29,6 +30,7 @@ NO_ROOM = (
     "InsufficientStorage",
     "status code: 507",  # a port or a duration may be 507 too
 )
+NO_PLACE = ("NoSuchBucket", "ContainerNotFound", "bucket does not exist")  # of no object
 
 _Call = Callable[[], Awaitable[Any]]
 
@@ -70,14 +72,22 @@ class Archive(Remote):
 
     def _put(self, puts: Sequence[Put], limit: Limit) -> list[Outcome]:
         create = partial(self._api.put_async, self._store, mode="create")
-        calls = [partial(create, self.path(put.key), b"".join(put.data)) for put in puts]
-        found = self._do(calls, limit)
-        return [self._created(put.key, each) for put, each in zip(puts, found, strict=True)]
-
-    def _created(self, key: str, result: Any) -> Outcome:
-        if isinstance(result, (self._api.exceptions.AlreadyExistsError, FileExistsError)):
-            return present(key)
-        return _failed(key, result) if isinstance(result, Exception) else DONE
+        taken = (self._api.exceptions.AlreadyExistsError, FileExistsError)
+        outcomes: dict[int, Outcome] = {}
+        left = list(range(len(puts)))
+        for _ in range(TRIES):
+            calls = [partial(create, self.path(puts[i].key), b"".join(puts[i].data)) for i in left]
+            found = dict(zip(left, self._do(calls, limit), strict=True))
+            seen = [i for i in left if isinstance(found[i], taken)]
+            outcomes |= {i: _created(puts[i].key, found[i]) for i in left if i not in seen}
+            left = []
+            # S3 also says so (409) where something else came in between: then it need not be there
+            for i, n in zip(seen, self._look([puts[i].key for i in seen], limit), strict=True):
+                outcomes[i] = present(puts[i].key) if isinstance(n, int) else n
+                if outcomes[i].state == "missing":
+                    outcomes[i] = judged("failed", puts[i].key, _said(found[i]))
+                    left.append(i)
+        return [outcomes[i] for i in range(len(puts))]
 
     def _get(self, gets: Sequence[Get], limit: Limit) -> list[Outcome]:
         groups: dict[str, list[int]] = {}  # key -> which gets
@@ -89,7 +99,7 @@ class Archive(Remote):
         errors: dict[int, Exception] = {}
         for group, found in zip(groups.values(), self._do(calls, limit), strict=True):
             for i, result in zip(group, found, strict=True):
-                if isinstance(result, FileNotFoundError):
+                if _is_absent(result):
                     outcomes[i] = absent(gets[i].key)
                 elif isinstance(result, Exception):
                     errors[i] = result
@@ -122,6 +132,11 @@ class Archive(Remote):
             return []
         head = partial(self._api.head_async, self._store)
         found = self._do([partial(head, self.path(key)) for key in keys], limit)
+        if all(map(_is_absent, found)):  # of that there is no text: it may be the bucket
+            read = partial(self._api.get_range_async, self._store, self.path(keys[0]))
+            (said,) = self._do([partial(read, start=0, length=1)], limit)
+            if isinstance(said, FileNotFoundError) and not _is_absent(said):
+                found = [said] * len(keys)
         return [
             _failed(key, each) if isinstance(each, Exception) else each["size"]
             for key, each in zip(keys, found, strict=True)
@@ -135,9 +150,7 @@ class Archive(Remote):
             return [DONE] * len(keys)
         found = self._do([partial(delete, path) for path in paths], limit)  # who of them it was
         return [
-            _failed(key, each)
-            if isinstance(each, Exception) and not isinstance(each, FileNotFoundError)
-            else DONE
+            _failed(key, each) if isinstance(each, Exception) and not _is_absent(each) else DONE
             for key, each in zip(keys, found, strict=True)
         ]
 
@@ -198,9 +211,22 @@ def _odd(get: Get, size: int, error: Exception | None) -> Outcome:
     return DONE
 
 
+def _created(key: str, result: Any) -> Outcome:
+    if isinstance(result, FileNotFoundError):  # its bucket
+        return judged("failed", key, _said(result))
+    return _failed(key, result) if isinstance(result, Exception) else DONE
+
+
+def _is_absent(result: Any) -> bool:
+    """Tell whether the store said that there is no such object; without its bucket it says nothing."""
+    if not isinstance(result, FileNotFoundError):
+        return False
+    return not any(mark in str(result) for mark in NO_PLACE)
+
+
 def _failed(key: str, error: Exception) -> Outcome:
     """Return what an exception of the store means for a value."""
-    if isinstance(error, FileNotFoundError):
+    if _is_absent(error):
         return absent(key)
     full = any(mark in str(error) for mark in NO_ROOM)
     return judged("full" if full else "failed", key, _said(error))
