@@ -343,8 +343,10 @@ class HomeMoved(StoreError):
 
 
 class FormatTooNew(StoreError):
-    def __init__(self, path: str, found: int, supported: int) -> None:
+    def __init__(self, path: str, found: int, supported: int, unknown: str = "") -> None:
         why = f"{path} has format {found}, this kvweave reads up to {supported}"
+        if unknown:
+            why = f"{path} has {unknown}, which this kvweave does not know"
         super().__init__(why, hint="upgrade kvweave", path=path, found=found, supported=supported)
 
 

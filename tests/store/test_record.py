@@ -250,9 +250,7 @@ def resigned(data, change):
     ("old", "new"),
     [
         (b'"n_tokens":300', b'"n_tokens":900'),
-        (b'"codec":"raw"', b'"codec":"row"'),
-        (b'"dtype":"float32"', b'"dtype":"float31"'),
-        (b'"block":256', b'"block":128'),
+        (b'"codec":"raw"', b'"codex":"raw"'),
         (b'"model"', b'"nodel"'),
         (b"{", b"["),
     ],
@@ -262,6 +260,26 @@ def test_a_head_that_says_what_cannot_be_is_refused(old, new):
     Head.parse(resigned(data, lambda said: said))
     with pytest.raises(CorruptChunk, match="cannot be"):
         Head.parse(resigned(data, lambda said: said.replace(old, new)))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "unknown"),
+    [
+        (b'"codec":"raw"', b'"codec":"row"', "the codec 'row'"),
+        (b'"dtype":"float32"', b'"dtype":"float31"', "float31 rows"),
+        (b'"block":256', b'"block":128', "blocks of 128 tokens"),
+    ],
+)
+def test_what_is_not_known_here_is_no_damage(old, new, unknown):
+    """Another version's codec, or one that is not installed: nobody may remove such a record."""
+    kv, tier = make_kv(300), Held()
+    key = store(tier, kv)
+    data = resigned(bytearray(tier.values[key]), lambda said: said.replace(old, new))
+    with pytest.raises(FormatTooNew, match=f"has {unknown}, which this kvweave does not know"):
+        Head.parse(data)
+    tier.values[key] = bytes(data)
+    (found,) = read_heads(tier, [(key, about(kv))], MODEL, None)
+    assert found.state == "failed" and unknown in found.why
 
 
 def test_long_heads_are_read_in_two_steps():

@@ -47,7 +47,7 @@ from kvweave.chunk.log import LIFE, is_there, kept, log_of, look
 from kvweave.chunk.opened import OpenIndex
 from kvweave.chunk.pages import is_whole_log
 from kvweave.chunk.place import inode_of, is_at, is_still, part, place_of
-from kvweave.chunk.rebuild import create, fsync, put_in_place, set_meta, upgrade
+from kvweave.chunk.rebuild import create, fsync, put_in_place, set_meta, there, upgrade
 from kvweave.chunk.rows import UNSURE
 from kvweave.chunk.seal import Seal
 from kvweave.errors import InvalidArgument, StoreError
@@ -162,9 +162,9 @@ class IndexFile(OpenIndex):
         self._open()
 
     def _open(self) -> None:
-        is_new = not self.path.exists()
+        is_new = not there(self.path)
         self._existed = not is_new
-        if is_new and self._wal.exists():  # SQLite would delete it, as its file was taken away
+        if is_new and there(self._wal):  # SQLite would delete it, as its file was taken away
             self._wal.rename(free_name(self.path, "-wal"))
         is_others, self._lives = look(self.path)
         if is_others:
@@ -259,7 +259,7 @@ class IndexFile(OpenIndex):
         self.db.close()
         self._db = None
         try:
-            if self._wal.exists() and self._wal.stat().st_size:
+            if there(self._wal) and self._wal.stat().st_size:
                 raise StoreError(f"{self.path} is open in another program", hint="close that first")
             put_in_place(new, self.path)
         finally:
@@ -339,14 +339,14 @@ class IndexFile(OpenIndex):
     def _flush(self) -> None:
         with self._flushing:
             self._require_place()
-            if self._wal.exists():  # else SQLite has put all into the file itself, synced
+            if there(self._wal):  # else SQLite has put all into the file itself, synced
                 fsync(self._wal)
             fsync(self.path.parent)  # the file may be new in it
 
     def _rewrite(self, _: object = None) -> None:
         """Write the index to a new file, check that and put it in the place of this one."""
         self._require_place()
-        log = self._wal.read_bytes() if self._wal.exists() else b""
+        log = self._wal.read_bytes() if there(self._wal) else b""
         if log and not is_whole_log(log):
             raise damaged(self.path, "its log was not written as it should be")
         new = self.path.with_name(self.path.name + ".new")
@@ -375,7 +375,7 @@ class IndexFile(OpenIndex):
             if self._db is not None and is_still(self.path, self._inode):
                 self._sure(lambda db: db.execute("PRAGMA wal_checkpoint(TRUNCATE)"))
                 self._abandon()
-                if (self._sealing or not self.is_whole) and not self._wal.exists():
+                if (self._sealing or not self.is_whole) and not there(self._wal):
                     self._seal.end(self.uuid, self.n_writes)
         finally:
             self._leave()

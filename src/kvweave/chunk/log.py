@@ -18,6 +18,7 @@ from urllib.parse import quote
 
 from kvweave.chunk.format import meta_sum
 from kvweave.chunk.pages import is_whole_log
+from kvweave.chunk.rebuild import there
 
 LIFE = "life"
 
@@ -42,7 +43,7 @@ def look(path: Path) -> tuple[bool, list[str]]:
 def is_there(path: Path) -> bool:
     """Tell whether an index has a log with anything in it. Raises OSError."""
     log = log_of(path)
-    return log.exists() and log.stat().st_size > 0
+    return there(log) and log.stat().st_size > 0
 
 
 def said(path: Path, *, alone: bool = False) -> tuple[int, list[str]] | None:
@@ -67,7 +68,7 @@ def said(path: Path, *, alone: bool = False) -> tuple[int, list[str]] | None:
 @contextmanager
 def kept(log: Path, leave: Callable[[], None]) -> Iterator[None]:
     """Put a log back that is not whole if the file is refused: SQLite cuts it off. ``leave`` closes it."""
-    data = log.read_bytes() if log.exists() else b""
+    data = log.read_bytes() if there(log) else b""
     if not data or (is_whole_log(data) and len(data) >= 32):
         yield
         return

@@ -13,6 +13,7 @@ from kvweave.chunk.format import APPLICATION_ID, FORMAT, damaged
 from kvweave.chunk.guard import as_ours, lost_of, take_lock
 from kvweave.chunk.index import is_shared
 from kvweave.chunk.place import is_at, place_of
+from kvweave.chunk.rebuild import there
 from kvweave.chunk.table import Table
 from kvweave.errors import FormatTooNew, InvalidArgument, StoreError
 
@@ -31,7 +32,7 @@ def marks(index: str | Path) -> Iterator[bytes]:
     path = Path(index)
     _require(path)
     with as_ours(path):
-        is_partial = lost_of(path).exists()
+        is_partial = there(lost_of(path))
     if is_partial:
         hint = "`kvweave fsck --repair --discard-strays` accepts that; put back what you can first"
         raise StoreError(f"{path} was salvaged, and what it lost would be swept", hint=hint)

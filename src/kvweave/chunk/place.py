@@ -14,7 +14,7 @@ import shutil
 import struct
 from pathlib import Path
 
-from kvweave.chunk.rebuild import fsync, put_in_place
+from kvweave.chunk.rebuild import fsync, put_in_place, there
 
 _LIBC = ctypes.CDLL(None)
 _HERE, _BORN = -100, 0x800  # AT_FDCWD, STATX_BTIME
@@ -60,7 +60,7 @@ def is_inside(directory: Path, home: Path) -> bool:
 def part(path: Path) -> None:
     """Have a file that has other names too (`cp -al`) be our own: it is going to be changed in place.
     Raises OSError."""
-    if not path.exists() or path.stat().st_nlink == 1:
+    if not there(path) or path.stat().st_nlink == 1:
         return
     new = path.with_name(path.name + ".new")
     new.unlink(missing_ok=True)

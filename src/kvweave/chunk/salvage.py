@@ -5,6 +5,7 @@ If anything was lost the report stays beside the index, ``index.sqlite.lost``: `
 
 from __future__ import annotations
 
+import filecmp
 import os
 import shutil
 import struct
@@ -21,7 +22,7 @@ from kvweave.chunk.guard import as_ours, free_name, give_lock, lost_of, take_loc
 from kvweave.chunk.identity import check_name
 from kvweave.chunk.log import log_of, look
 from kvweave.chunk.pages import Cell, Pages
-from kvweave.chunk.rebuild import fsync, put_in_place, write_index, write_json
+from kvweave.chunk.rebuild import fsync, put_in_place, there, write_index, write_json
 from kvweave.chunk.record import Row, from_row
 from kvweave.chunk.seal import Seal
 from kvweave.errors import CorruptChunk, InvalidName, StoreError
@@ -60,7 +61,9 @@ def salvage(path: Path) -> Salvage:
     """
     with as_ours(path), _locked(path):
         wal, seal, (is_others, _) = log_of(path), Seal(path).read(), look(path)
-        log = wal.read_bytes() if wal.exists() and not is_others else b""
+        log = _left_of(path)
+        if there(wal):
+            log = b"" if is_others else wal.read_bytes()
         found = _Found(Pages(path.read_bytes(), log))
         if not (found.meta or found.chunks or found.names or seal.said.uuid):
             raise CorruptChunk(str(path), "nothing in it is of an index")
@@ -96,7 +99,7 @@ def salvage(path: Path) -> Salvage:
         if missing or report.lost_chunks or report.n_unreadable or not is_told:
             write_json(lost_of(path), report.to_dict())
         _keep(path, aside)
-        if wal.exists():
+        if there(wal):
             wal.rename(aside.with_name(aside.name + "-wal"))
         put_in_place(new, path)
         seal.end(uuid, n + 1)
@@ -230,6 +233,16 @@ def _locked(path: Path) -> Iterator[None]:
         yield
     finally:
         give_lock(lock)
+
+
+def _left_of(path: Path) -> bytes:
+    """Return the log of a salvage that ended between keeping this file aside, with its log, and putting a
+    new one in its place."""
+    for aside in sorted(path.parent.glob(f"{path.name}.damaged-*")):
+        log = aside.with_name(aside.name + "-wal")
+        if there(log) and filecmp.cmp(aside, path, shallow=False):
+            return log.read_bytes()
+    return b""
 
 
 def _keep(path: Path, aside: Path) -> None:

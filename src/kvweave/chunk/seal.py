@@ -22,6 +22,7 @@ from uuid import UUID
 from xxhash import xxh3_64, xxh3_64_intdigest
 
 from kvweave.chunk.log import log_of
+from kvweave.chunk.rebuild import there
 
 MAGIC = b"kvwseal1"
 RECORD = struct.Struct("<8s16s16sqqqQ")
@@ -76,7 +77,7 @@ class Seal:
         said = self.said
         if not said.size or self._index.stat().st_size != said.size:
             return False
-        return (alone or not log_of(self._index).exists()) and _sum_of(self._index) == said.sum
+        return (alone or not there(log_of(self._index))) and _sum_of(self._index) == said.sum
 
     def begin(self, uuid: str, n: int) -> None:
         """Say that an index of ``n`` writes is open, before it is changed."""

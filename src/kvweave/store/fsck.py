@@ -27,7 +27,7 @@ from typing import TypeAlias
 from kvweave.chunk.guard import lost_of
 from kvweave.chunk.identity import ModelFingerprint
 from kvweave.chunk.place import place_of
-from kvweave.chunk.rebuild import write_json
+from kvweave.chunk.rebuild import there, write_json
 from kvweave.errors import FormatTooNew, KVWeaveError, StoreError
 from kvweave.store.collect import REGISTERED
 from kvweave.store.record.layout import Head
@@ -169,7 +169,7 @@ def _disown(directory: Path, known: Known) -> bool:
         disown(directory)
         claim(directory, None, shared=True, inside=False).close()
         return False
-    if not lost_of(known.index).exists():
+    if not there(lost_of(known.index)):
         write_json(lost_of(known.index), {"taken_over": str(directory)})
     disown(directory)
     return True

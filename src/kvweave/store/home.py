@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 
 from kvweave.chunk.file import soon
 from kvweave.chunk.guard import as_ours, lost_of
 from kvweave.chunk.identity import ModelFingerprint
-from kvweave.chunk.rebuild import clear, write_json
+from kvweave.chunk.rebuild import clear, there, write_json
 from kvweave.errors import CorruptChunk, InvalidArgument, of_system
 
 
@@ -44,7 +45,7 @@ class Home:
             raise of_system(error, "write", self._file) from error
 
     def _claim(self) -> None:
-        if not self._file.exists():
+        if not there(self._file):
             write_json(self._file, self.mine.to_dict())
         else:  # another engine's, who came between our look and the lock, or ours
             self._check()
@@ -54,7 +55,7 @@ class Home:
     def is_partial(self) -> bool:
         """Whether its index was salvaged, and chunks were lost: see `kvweave.chunk.salvage`."""
         with as_ours(lost_of(self.index)):
-            return soon(lost_of(self.index).exists, self.path)
+            return soon(partial(there, lost_of(self.index)), self.path)
 
     def _check(self) -> None:
         try:

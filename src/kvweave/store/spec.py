@@ -24,6 +24,7 @@ from typing import NamedTuple
 import torch
 
 from kvweave.chunk.place import is_inside, place_of
+from kvweave.chunk.rebuild import there
 from kvweave.config import Config, n_bytes
 from kvweave.errors import InvalidArgument
 from kvweave.keep import POLICIES
@@ -179,7 +180,7 @@ def _directory(name: str) -> _Open:
         def take() -> Claim:
             home = site.home
             inside = home is not None and is_inside(directory, home)
-            at = "" if home is None or not home.exists() else place_of(home)
+            at = "" if home is None or not there(home) else place_of(home)
             return claim(directory, site.uuid, shared=shared, inside=inside, was=site.was, at=at)
 
         def look() -> tuple[Disk, bool, int]:

@@ -32,7 +32,7 @@ from typing import Any, Literal
 
 from kvweave.chunk.guard import as_ours
 from kvweave.chunk.identity import ModelFingerprint
-from kvweave.chunk.rebuild import write_whole
+from kvweave.chunk.rebuild import there, write_whole
 from kvweave.errors import CorruptChunk
 from kvweave.weave.shift import AIM, FLOOR, LEAST, bound_rank, changed, passes
 
@@ -238,7 +238,7 @@ class Auditor:
         """Read what was saved; of another model nothing is known. Raises CorruptChunk, StoreError."""
         made = cls()
         with as_ours(path):
-            text = path.read_bytes() if path.exists() else None
+            text = path.read_bytes() if there(path) else None
         if text is None:
             return made
         try:

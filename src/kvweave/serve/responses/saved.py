@@ -30,6 +30,7 @@ from zlib import crc32
 
 from kvweave.chunk.background import Background, NoThread, within
 from kvweave.chunk.guard import as_ours, found_by, free_name, give_lock, in_doubt, take_lock
+from kvweave.chunk.rebuild import there
 from kvweave.errors import CorruptChunk, FormatTooNew, StoreError
 
 FILE = "responses.sqlite"
@@ -253,8 +254,8 @@ class SavedResponses:
             return self._connect()
 
     def _connect(self) -> sqlite3.Connection:
-        log_, is_new = self.path.with_name(self.path.name + "-wal"), not self.path.exists()
-        if is_new and log_.exists():  # of a file that somebody took away: SQLite would delete it
+        log_, is_new = self.path.with_name(self.path.name + "-wal"), not there(self.path)
+        if is_new and there(log_):  # of a file that somebody took away: SQLite would delete it
             log_.rename(free_name(self.path, "-wal"))
         os.close(os.open(self.path, os.O_RDWR | os.O_CREAT, 0o600))  # text: its owner's alone
         db = sqlite3.connect(self.path, isolation_level=None, check_same_thread=False)

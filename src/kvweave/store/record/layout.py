@@ -109,7 +109,7 @@ class Head:
 
         Raises:
             CorruptChunk: too short, or a wrong checksum.
-            FormatTooNew: written by a newer kvweave.
+            FormatTooNew: written by a newer kvweave, or with a codec that is not installed here.
         """
         n_head = cls.needs(data, path)
         data = memoryview(data)[:n_head]
@@ -121,15 +121,14 @@ class Head:
         try:
             table = np.frombuffer(data, SECTION, n_sections, table_at(n_json)).copy()
             said = json.loads(bytes(data[START : START + n_json]))
-            if said["block"] != BLOCK:
-                raise ValueError(f"blocks of {said['block']} tokens")
+            dtype, choice = _encoding(said, path, version)
             head = cls(
                 str(said["model"]),
                 str(said["chunk"]) if version > 1 else "",
                 int(said["n_tokens"]),
-                DTYPES[said["dtype"]],
+                dtype,
                 tuple(LayerShape(*(int(n) for n in widths)) for widths in said["layers"]),
-                choice := parse(said["codec"]),
+                choice,
                 n_head,
                 n_bytes,
                 table,
@@ -265,3 +264,19 @@ def _view(data: memoryview, shape: tuple[int, int, int], dtype: torch.dtype) -> 
         raise CorruptChunk("a record", f"{len(data)} bytes for {shape} of {dtype}")
     source = bytearray(data) if data.readonly else data
     return torch.frombuffer(source, dtype=dtype, count=count).view(shape)
+
+
+def _encoding(said: dict[str, Any], path: str, version: int) -> tuple[torch.dtype, CodecSpec]:
+    """Return what the bytes of a head are to be read with; its checksum is right, so what is not known here
+    is known to who wrote it. Raises FormatTooNew, KeyError."""
+    dtype, block, codec = said["dtype"], said["block"], said["codec"]
+    for unknown, is_known in (
+        (f"{dtype} rows", dtype in DTYPES),
+        (f"blocks of {block} tokens", block == BLOCK),
+    ):
+        if not is_known:
+            raise FormatTooNew(path, version, FORMAT, unknown)
+    try:
+        return DTYPES[dtype], parse(codec)
+    except InvalidArgument as error:
+        raise FormatTooNew(path, version, FORMAT, f"the codec {codec!r}") from error

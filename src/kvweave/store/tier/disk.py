@@ -23,7 +23,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from kvweave.chunk.rebuild import fsync
+from kvweave.chunk.rebuild import fsync, there
 from kvweave.errors import StoreError, of_system
 from kvweave.store.tier.base import DONE, LATE, PAGE, Get, Outcome, Put, checked
 from kvweave.store.tier.buffers import Run, runs
@@ -99,7 +99,7 @@ class Disk:
         if why := self._elsewhere():  # another directory is called what this one was: not ours
             return Outcome("failed", why)
         try:
-            if path.exists():
+            if there(path):
                 return self._exists(path, durable)
             if not self._reserve(n):
                 return Outcome("full", f"{put.key}: {n} bytes do not fit into {self.capacity}")

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import xxhash
 
+from kvweave.chunk.rebuild import there
 from kvweave.errors import StoreError
 from kvweave.store.record.encode import renamed
 from kvweave.store.record.layout import Head
@@ -34,7 +35,7 @@ log = logging.getLogger("kvweave.store")
 
 def is_in(directory: Path) -> bool:
     """Tell whether there is a slab in ``directory``. Raises OSError."""
-    return (directory / INDEX).exists()
+    return there(directory / INDEX)
 
 
 def move(directory: Path, to: Tier) -> int:
