@@ -23,8 +23,8 @@ from store.faults.host import Host
 from store.faults.shim import EVER, LIST, OPEN, READ, STAT
 from store.faults.verbs import shared_at
 
-N_READS = 6  # that are refused, of all that an opening takes; others each day
-STEP = 20  # of the calls of `fsck`
+N_READS = 4  # that are refused, of all that an opening takes; others each day
+STEP = 40  # of the calls of `fsck`
 
 FILLS = {
     "index": """
@@ -42,7 +42,8 @@ FILLS = {
     store = kept.of("anna")
     for n in range(400):
         store.keep(response(f"r{n}", [said("once upon a time " * 20, f"m{n}")]))
-        asyncio.run(kept.settled())
+        if n % 50 == 49:
+            asyncio.run(kept.settled())
     return kept
     """,
 }
@@ -154,7 +155,7 @@ def test_fsck_removes_nothing_that_it_could_not_read(
         assert host.run("repair", world.home, world.tiers) == 0, at
         assert not host.run("look", world.home, world.tiers, world.may).lost, at
     print(told)
-    assert told["said"] > 1
+    assert told["said"] > 0
 
 
 @pytest.mark.slow
@@ -177,4 +178,4 @@ def test_a_sweep_that_cannot_read_removes_nothing(
         assert not host.run("look", world.home, world.tiers, world.may).lost, at
         told["refused" if why else "swept"] += 1
     print(told)
-    assert told["refused"] > 1
+    assert told["refused"] > 0
