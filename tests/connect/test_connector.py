@@ -672,7 +672,8 @@ def test_what_a_calibration_chose_is_how_requests_are_woven(runner, tmp_path, re
             assert "no calibration" in offer.error["message"] and not offer.covered
         host.close()
     (n, mine), (n_asked, asked), (_, usual) = found
-    assert n == n_asked and torch.equal(mine, asked) and not torch.allclose(mine, usual, atol=1e-4)
+    assert n == n_asked and torch.allclose(mine, asked, atol=1e-5)  # two hosts: not bit by bit
+    assert not torch.allclose(mine, usual, atol=1e-4)
 
 
 @pytest.mark.parametrize("start", [0, 36, 44])
