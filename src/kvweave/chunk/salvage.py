@@ -61,9 +61,10 @@ def salvage(path: Path) -> Salvage:
     """
     with as_ours(path), _locked(path):
         wal, seal, (is_others, _) = log_of(path), Seal(path).read(), look(path)
-        log = _left_of(path)
         if there(wal):
             log = b"" if is_others else wal.read_bytes()
+        else:
+            log = _left_of(path)
         found = _Found(Pages(path.read_bytes(), log))
         if not (found.meta or found.chunks or found.names or seal.said.uuid):
             raise CorruptChunk(str(path), "nothing in it is of an index")

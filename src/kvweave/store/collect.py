@@ -167,9 +167,8 @@ def _sweep(
             if outcome.state not in ("done", "exists"):
                 found.fail(key, outcome)
     named = marks()  # whoever did not see a mark had committed his row before: it is read now
-    gone_before = marked - {
-        key for key in keys if digest_of(key)
-    }  # an earlier sweep ended between 5 and 6
+    records = {key for key in keys if digest_of(key)}
+    gone_before = marked - records  # an earlier sweep ended between 5 and 6
     alive = {key for key in [*unnamed, *marked] if digest_of(key) in named}
     doomed = [key for key in unnamed if key not in alive and key not in found.failed]
     if doomed:

@@ -33,8 +33,7 @@ class Interval:
 def mean(cases: Sequence[Sequence[float]], seed: int = 0) -> Interval:
     """Return the mean over all values; ``cases`` holds the values of each case."""
     sums, sizes = _sums(cases)
-    drawn = _draws(len(cases), seed)
-    return _interval(float(sums.sum() / sizes.sum()), sums[drawn].sum(1) / sizes[drawn].sum(1))
+    return interval(float(sums.sum() / sizes.sum()), drawn_means(cases, seed))
 
 
 def ratio(
@@ -42,7 +41,7 @@ def ratio(
 ) -> Interval:
     """Return the mean of ``found`` over that of ``full``, of the same cases drawn together."""
     above, below, drawn = _paired(found, full, seed)
-    return _interval(
+    return interval(
         float(_over(above.sum(), below.sum())), _over(above[drawn].sum(1), below[drawn].sum(1))
     )
 
@@ -54,7 +53,7 @@ def difference(
     a, b, drawn = _paired(found, other, seed)
     n = _sums(found)[1]
     gap = a - b
-    return _interval(float(gap.sum() / n.sum()), gap[drawn].sum(1) / n[drawn].sum(1))
+    return interval(float(gap.sum() / n.sum()), gap[drawn].sum(1) / n[drawn].sum(1))
 
 
 def drawn_means(cases: Sequence[Sequence[float]], seed: int = 0) -> NDArray[np.float64]:
@@ -64,16 +63,11 @@ def drawn_means(cases: Sequence[Sequence[float]], seed: int = 0) -> NDArray[np.f
     return np.asarray(sums[drawn].sum(1) / sizes[drawn].sum(1))
 
 
-def interval(value: float, drawn: NDArray[np.float64]) -> Interval:
-    """Return an estimate with the bounds of what was ``drawn``, [draw]."""
-    return _interval(value, drawn)
-
-
 def slope(streams: Sequence[Sequence[tuple[float, float]]], seed: int = 0) -> Interval:
     """Return the least-squares slope of (x, y) over all streams, drawn as wholes."""
     moments = np.array([_moments(stream) for stream in streams])
     drawn = _draws(len(streams), seed)
-    return _interval(float(_slope(moments.sum(0))), _slope(moments[drawn].sum(1)))
+    return interval(float(_slope(moments.sum(0))), _slope(moments[drawn].sum(1)))
 
 
 def quantile(values: Sequence[float], q: float) -> float:
@@ -98,7 +92,8 @@ def _draws(n: int, seed: int) -> NDArray[np.int64]:
     return np.random.default_rng(seed).integers(0, n, (DRAWS, n))
 
 
-def _interval(value: float, drawn: _Floats) -> Interval:
+def interval(value: float, drawn: _Floats) -> Interval:
+    """Return an estimate with the bounds of what was ``drawn``, [draw]."""
     tail = (1 - LEVEL) / 2
     finite = drawn[np.isfinite(drawn)]
     if finite.size == 0:
