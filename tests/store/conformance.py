@@ -125,7 +125,8 @@ class Creating(Hooks):
             for version in range(30):
                 some = rng.sample(keys, 2)
                 puts = [Put(key, [memoryview(content(key, n, version))]) for key in some]
-                assert {o.state for o in tier.put(puts)} <= {"done", "exists"}
+                outcomes = tier.put(puts)
+                assert {o.state for o in outcomes} <= {"done", "exists"}, outcomes
                 outcomes = tier.discard(some[:1])
                 busy = ("read", "somebody is writing")  # by another thread
                 assert outcomes[0].ok or any(why in outcomes[0].why for why in busy), outcomes

@@ -22,7 +22,7 @@ from kvweave.store.tier.slots import Slots
 
 SUFFIX = ".kv"  # no object may be called "..", a key may
 AT_ONCE = 16  # requests of a batch
-TRIES = 3  # of a put that finds a value which is not there
+TRIES = 10  # of a put that finds a value which is not there: others put and discard it in turn
 NO_ROOM = (
     "(os error 28)",
     "(os error 122)",
