@@ -48,8 +48,8 @@ from kvweave.suite.reply import Heard
 from kvweave.suite.words import Paper, Question
 from kvweave.weave.passes import Passes
 from kvweave.weave.plan import Plan
+from kvweave.weave.recipes import THIRDS
 from kvweave.weave.repair import Auto, Strategy, Verdict, Wish, strategy
-from kvweave.weave.repair.auto import THIRDS
 
 BUNDLED = Path(__file__).resolve().parents[1] / "src" / "kvweave" / "demo" / "model"
 MODELS = ("bundled", "llama-one", "qwen3-last", "neox-first", "gemma3-slide", "qwen3moe-chain", "olmo2-path", "deepseek-last", "llama-prose", "qwen3-bytes")  # fmt: skip

@@ -29,11 +29,11 @@ from rich.console import Console
 
 from kvweave.run.model import Runner
 from kvweave.suite import choose, own, plot, prose, stats
-from kvweave.suite.computed import PASS
 from kvweave.suite.exam import Exam, outcome
 from kvweave.suite.method import FULL, Method
 from kvweave.suite.words import Paper, Question
 from kvweave.weave.calibration import Calibration
+from kvweave.weave.recipes import PASS, reached
 from kvweave.weave.repair import Auto
 
 HERE = Path(__file__).resolve().parent
@@ -170,7 +170,7 @@ def regrets(name: str, cells: dict[str, Cell], strategy: str) -> list[dict[str, 
     for share in SHARES:
         cell = cells[f"{strategy} {share:.0%}"]
         spent, kl = mean(cell.cost), stats.mean(cell.kl)
-        least, best = min((choose.reached(points, spent), each) for each, points in single.items())
+        least, best = min((reached(points, spent), each) for each, points in single.items())
         lows = np.min([reached_by(points, spent) for points in drawn.values()], axis=0)
         regret = (kl.value + FLOOR) / (least + FLOOR)
         between = stats.interval(regret, (stats.drawn_means(cell.kl) + FLOOR) / (lows + FLOOR))
@@ -186,7 +186,7 @@ def regrets(name: str, cells: dict[str, Cell], strategy: str) -> list[dict[str, 
 
 
 def reached_by(points: Sequence[tuple[float, Floats]], cost: float) -> Floats:
-    """Return `choose.reached` of each draw: ``points`` are (cost, KL [draw])."""
+    """Return `reached` of each draw: ``points`` are (cost, KL [draw])."""
     known = sorted(points, key=lambda point: point[0])
     if cost < known[0][0]:
         return np.full_like(known[0][1], np.inf)

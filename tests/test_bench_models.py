@@ -17,8 +17,8 @@ import torch
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from kvweave.suite import choose
 from kvweave.suite.method import Method
+from kvweave.weave.recipes import reached
 
 ROOT = Path(__file__).resolve().parents[1]
 LIMIT = 40_000_000  # bytes of all weights together
@@ -105,7 +105,7 @@ def test_a_regret_is_drawn_as_it_is_reckoned(bench: dict[str, ModuleType]) -> No
     points = [(0.3, 0.02), (0.1, 0.2), (0.5, 0.001)]
     for cost in (0.05, 0.1, 0.17, 0.3, 0.44, 0.5, 0.9):
         drawn = regret.reached_by([(spent, np.full(3, kl)) for spent, kl in points], cost)
-        assert np.allclose(drawn, choose.reached(points, cost), rtol=1e-9)
+        assert np.allclose(drawn, reached(points, cost), rtol=1e-9)
 
     def cells(noise: float) -> dict[str, object]:
         labels = [

@@ -11,7 +11,7 @@ from serving import run
 from weaving import text
 
 from kvweave import Sampling
-from kvweave.weave.shadow import SLICE
+from kvweave.weave.passes import SLICE
 
 OPTIONS = {"repair": "none", "audit": 1.0}
 

@@ -8,7 +8,7 @@ from serve.test_audits import read, reusing
 from serving import run
 
 from kvweave import Sampling
-from kvweave.weave.shadow import SLICE
+from kvweave.weave.passes import SLICE
 
 OPTIONS = {"repair": "none", "refine": "all"}
 

@@ -154,7 +154,7 @@ def test_bounds_are_of_one_recipe_and_of_cases_that_did_not_choose(
 ) -> None:
     (tmp_path / "a.txt").write_text(words(1200))
     monkeypatch.setattr(choose, "RECIPES", (choose.USUAL, BLIND))
-    monkeypatch.setattr(choose, "BETTER", 1e9)  # whatever is not worse
+    monkeypatch.setattr("kvweave.weave.recipes.BETTER", 1e9)  # whatever is not worse
     real, chose, bounded = choose.choose, list[tuple[Trial, ...]](), list[Trial]()
 
     def watched(

@@ -12,10 +12,10 @@ from weaving import again, chat, flat, passes_of, text
 
 from kvweave import Context, Engine
 from kvweave.errors import InvalidArgument
-from kvweave.suite.choose import RECIPES, USUAL
 from kvweave.weave.approximate import cell_of
 from kvweave.weave.calibration import Calibration
 from kvweave.weave.plan import Plan
+from kvweave.weave.recipes import RECIPES, USUAL
 
 Make = Callable[..., Engine]
 

@@ -15,7 +15,7 @@ from kvweave import Context, Engine, Sampling
 from kvweave.errors import ChunkNotFound, InvalidArgument
 from kvweave.run.model import Runner
 from kvweave.serve.driver.tasks import Tasks
-from kvweave.weave.shadow import SLICE
+from kvweave.weave.passes import SLICE
 
 Make = Callable[..., Engine]
 MODELS = ["llama", "gemma3", "deepseek_v3_latent", "deepseek_v32_indexed", "qwen3_moe", "gpt2"]

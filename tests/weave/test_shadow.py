@@ -23,7 +23,8 @@ from kvweave.run.base import Work
 from kvweave.run.loop import Request, new_key
 from kvweave.weave.calibration import Calibration, Curve
 from kvweave.weave.oracle import forced
-from kvweave.weave.shadow import AUDITS, MOST, SLICE, drift_of
+from kvweave.weave.passes import SLICE
+from kvweave.weave.shadow import AUDITS, MOST, drift_of
 from kvweave.weave.shift import LEAST
 
 Make = Callable[..., Engine]

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 
 from kvweave.errors import InvalidArgument
 from kvweave.keep.base import UNKNOWN, Facts, Policy
+from kvweave.store.arriving import Arriving
 from kvweave.store.kv import KV
 from kvweave.store.level import Level
 from kvweave.store.mover import Mover
@@ -73,6 +74,11 @@ class Holdings:
             return self.memory
         level = self.mover.level_of(key)
         return "none" if level is None else level.place
+
+    def at_hand(self, key: int) -> KV | None:
+        """Return the canonical KV that is in memory, all of it; nobody counts it as used."""
+        kv = self.ram.get(key)
+        return None if isinstance(kv, Arriving) else kv
 
     def is_lossy(self, key: int) -> bool:
         """Tell whether the canonical KV that there is went through a codec that loses something."""

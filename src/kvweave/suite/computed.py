@@ -8,8 +8,7 @@ from typing import Any
 
 from kvweave.run.base import Backend
 from kvweave.suite.words import Paper
-
-PASS = 0.004  # of the context: a pass of one row took as long as 18 rows more of 4,200 (19 M, CPU)
+from kvweave.weave.recipes import PASS
 
 
 class Computed:

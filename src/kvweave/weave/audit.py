@@ -34,6 +34,7 @@ from kvweave.chunk.guard import as_ours
 from kvweave.chunk.identity import ModelFingerprint
 from kvweave.chunk.rebuild import there, write_whole
 from kvweave.errors import CorruptChunk
+from kvweave.weave.learning import Learner
 from kvweave.weave.shift import AIM, FLOOR, LEAST, bound_rank, changed, passes
 
 PROMISED = 0.95  # part of the answers whose drift is at most the bound
@@ -172,6 +173,7 @@ class Auditor:
 
     def __init__(self) -> None:
         self._cells: dict[AuditCell, AuditedCell] = {}
+        self.learner = Learner()
         self.n_failed = 0  # audits that came to nothing
 
     def __len__(self) -> int:
@@ -230,7 +232,8 @@ class Auditor:
             for cell, known in self._cells.items()
             if not (cell.bounded and known.alarm)  # it ends with another calibration
         ]
-        told = {"fingerprint": model.to_dict(), "cells": cells}
+        tried = self.learner.report()
+        told = {"fingerprint": model.to_dict(), "cells": cells, "tried": tried}
         write_whole(path, json.dumps(told, indent=1) + "\n")
 
     @classmethod
@@ -245,6 +248,7 @@ class Auditor:
             told = json.loads(text)
             if ModelFingerprint.from_dict(told["fingerprint"]) == model:
                 made._cells = dict(map(_known, filter(_is_of_one_kind, told["cells"])))
+                made.learner = Learner.of(told.get("tried", []))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise CorruptChunk(str(path), f"no audits: {error}", hint="remove it") from error
         return made

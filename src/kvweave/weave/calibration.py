@@ -187,10 +187,12 @@ def fitting(known: Calibration | None, measured_as: str) -> Calibration | None:
 
 
 def measured(
-    known: Calibration | None, measured_as: str, share: float
+    known: Calibration | None, measured_as: str, share: float, learned: str | None = None
 ) -> tuple[Calibration | None, str | None]:
-    """Return what bounds this strategy, and the options of `auto` that this model was best with: None where
-    others were asked for, or nobody measured."""
+    """Return what bounds this strategy, and the options of `auto` that this model was best with: those that
+    were ``learned`` where there is no calibration; None where others were asked for, or nobody measured."""
+    if known is None and measured_as == STRATEGY:
+        return None, learned
     if known is None or known.strategy != measured_as:
         return None, None
     return fitting(known, measured_as), known.recipe(share)

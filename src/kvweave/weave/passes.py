@@ -22,6 +22,7 @@ from kvweave.weave.keeping import Keeper
 from kvweave.weave.parts import Placement
 
 QUESTION = 16  # rows whose attention tells what a question needs; it stands at the end
+SLICE = 64  # rows of a pass that nobody waits for: what a request may have to wait for it
 SURE = 0.1  # a reply whose first token is less likely than that is not drafted
 ASKS = 0.2  # what a row of the question counts beside its last one, which predicts
 

@@ -22,10 +22,9 @@ from kvweave.errors import InvalidArgument
 from kvweave.run.base import Backend, Ints, Steps, Work
 from kvweave.run.loop import Loop, Request, Task, new_key
 from kvweave.weave.parts import Part, Placement, Truth, exact_prefix
-from kvweave.weave.passes import replays
+from kvweave.weave.passes import SLICE, replays
 from kvweave.weave.plan import Plan
 from kvweave.weave.repair import NoRepair, Strategy, Wish
-from kvweave.weave.shadow import SLICE
 from kvweave.weave.state import State
 from kvweave.weave.weaver import Weaver
 

@@ -5,6 +5,7 @@
     answer      its tokens, and what was predicted when they were chosen, are put aside   (`take`)
     time        a full prefill of the same tokens at the same positions                   (`audit`)
     then        true drift -> its cell's bound, its line in the ledger                    (`Auditor`)
+    more time   the same answer, woven in other ways (`kvweave.weave.trying`)             (`Learner`)
 
 An audit is a request in the background, in short pieces: whatever else is asked for runs first. What
 is put aside lies in memory only, and is charged there: it takes room that nothing has, and is let
@@ -21,6 +22,7 @@ from dataclasses import dataclass
 from functools import partial
 from math import isfinite
 from pathlib import Path
+from typing import TypeVar
 from weakref import WeakSet
 
 import numpy as np
@@ -34,15 +36,19 @@ from kvweave.run.base import Backend, Ints, Rows, Steps, Work
 from kvweave.run.loop import Loop, Request, Task, new_key
 from kvweave.store.shelf import Shelf
 from kvweave.weave.audit import AUDIT_FILE, AuditCell, Auditor
+from kvweave.weave.calibration import DRAFT
 from kvweave.weave.check import COMPARED
 from kvweave.weave.costs import AnswerCost
+from kvweave.weave.passes import SLICE
+from kvweave.weave.recipes import RECIPES
 from kvweave.weave.shift import passes
+from kvweave.weave.trying import Again
 
 AUDITS = "||audit"  # of no namespace: whose memory it is
 MOST = 8  # answers that wait for their audit
 MOST_BYTES = 64 << 20  # of the predictions of these
-SLICE = 64  # rows of a pass: what a request may have to wait for
 UNDER_ALARM = 4  # times the share of time, until there is a new bound
+T = TypeVar("T")
 log = logging.getLogger("kvweave.weave")
 
 
@@ -57,6 +63,7 @@ class Sample:
     positions: Ints
     logits: Tensor
     cost: AnswerCost | None = None
+    again: Again | None = None  # what it takes to weave it in other ways
 
     @property
     def n_bytes(self) -> int:
@@ -154,14 +161,14 @@ class Shadow:
         cell: AuditCell,
         promised: float | None,
         given: tuple[Ints, Ints],
-        cost: AnswerCost,
+        about: tuple[AnswerCost, Again | None],
     ) -> None:
         """Put an answer aside; ``given`` are tokens and positions up to its last prediction. One of
         those that wait goes where there are too many."""
         self.leave(watch)
         if not watch.kept:
             return
-        made = Sample(cell, promised, *given, torch.stack(list(watch.kept)), cost)
+        made = Sample(cell, promised, *given, torch.stack(list(watch.kept)), *about)
         if made.n_bytes > self.shelf.room:
             return
         self._waiting.append(made)
@@ -193,32 +200,65 @@ class Shadow:
         if not self._waiting:
             return None
         sample, rows = self._waiting.pop(0), self.backend.new_rows()
-        n_bytes = rows.bytes_for(len(sample.tokens)) + sample.n_bytes
-        found: list[float] = []
-
-        def steps() -> Steps[None]:
-            found.append((yield from drifting(rows, sample)))
-
-        key = new_key()
+        n = len(sample.tokens) + DRAFT
+        n_bytes = rows.bytes_for(n) + sample.n_bytes * (1 if sample.again is None else 2)
+        drift: float | None = None
         try:
-            if n_bytes <= self.shelf.room:
-                self._running[key] = loop, n_bytes
-            self._charge()
-            if key not in self._running:
+            if n_bytes > self.shelf.room:
+                self._charge()
                 raise OverBudget(n_bytes, self.shelf.budget, 0)
-            rows.reserve(len(sample.tokens))
-            yield Request(key, rows, steps(), None, background="audit")
+            rows.reserve(n)
+            truth = yield from self._aside(loop, rows, n_bytes, truth_of(rows, sample))
+            if truth is not None:
+                drift = drift_of(truth, sample.logits)
+                yield from self._learn(loop, rows, n_bytes, (sample, truth))
         except Exception as error:
             known = isinstance(error, KVWeaveError)
             log.log(logging.INFO if known else logging.ERROR, "an audit came to nothing: %s", error)
         finally:
+            self._charge()
+        if drift is None:
+            self.auditor.n_failed += 1
+            return None
+        return self._found(sample, drift)
+
+    def _aside(self, loop: Loop, rows: Rows, n_bytes: int, steps: Steps[T]) -> Task[T | None]:
+        """Run steps in the background, with ``n_bytes`` charged; None where that was called off."""
+        found: list[T] = []
+
+        def kept() -> Steps[None]:
+            found.append((yield from steps))
+
+        key = new_key()
+        try:
+            self._running[key] = loop, n_bytes
+            self._charge()
+            yield Request(key, rows, kept(), None, background="audit")
+        finally:
             loop.cancel(key)
             self._running.pop(key, None)
             self._charge()
-        if not found:
-            self.auditor.n_failed += 1
-            return None
-        return self._found(sample, found[0])
+        return found[0] if found else None
+
+    def _learn(
+        self, loop: Loop, rows: Rows, n_bytes: int, about: tuple[Sample, Tensor]
+    ) -> Task[None]:
+        """Weave an answer in all ways there are, where that is wanted, and note how near each came."""
+        (sample, truth), learner = about, self.auditor.learner
+        again, tenant = sample.again, sample.cell.tenant
+        if again is None or again.placed() is None or not learner.wants(tenant, again.share):
+            return
+        found: dict[str, tuple[float, float]] = {}
+        for recipe in RECIPES:
+            woven = yield from self._aside(
+                loop, rows, n_bytes, again.weaving(rows, sample.tokens, recipe)
+            )
+            if woven is None:
+                return
+            found[recipe] = drift_of(truth, woven[0][-len(truth) :]), woven[1]
+        best = learner.saw(tenant, again.share, found)
+        if best is not None:
+            log.info("auto repairs as %s at a share of %g from here on", best, again.share)
 
     def _found(self, sample: Sample, drift: float) -> Audit:
         if sample.cost is not None:
@@ -264,18 +304,15 @@ class Shadow:
         self.shelf.charge(AUDITS, running + seen + sum(s.n_bytes for s in self._waiting))
 
 
-def drifting(rows: Rows, sample: Sample) -> Steps[float]:
-    """Return the mean KL (nats) of an answer's predictions to those of a full prefill in ``rows``.
-
-    Raises ArithmeticError when that predicts nothing.
-    """
-    n, n_found = len(sample.tokens), len(sample.logits)
-    found, kept = [], n - n_found
+def truth_of(rows: Rows, sample: Sample) -> Steps[Tensor]:
+    """Return the logits [prediction, vocab] that a full prefill in ``rows`` has for an answer's predictions."""
+    n = len(sample.tokens)
+    found, kept = [], n - len(sample.logits)
     for at in range(0, n, SLICE):
         slots = np.arange(at, min(n, at + SLICE))
         want = np.flatnonzero(slots >= kept)
         found.append((yield Work(rows, sample.tokens[slots], slots, sample.positions[slots], want)))
-    return drift_of(torch.cat(found), sample.logits)
+    return torch.cat(found)
 
 
 def drift_of(wanted: Tensor, found: Tensor) -> float:

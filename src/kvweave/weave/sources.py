@@ -91,6 +91,21 @@ class Sources:
         lossy = canonical is not None and canonical.altered
         return self._found(part, asked, canonical is not None, False, lossy)
 
+    def at_hand(self, part: Part, seen: Seen, asked: Sought, loaded: dict[int, KV]) -> Available:
+        """As `load`, of what lies in memory; nobody counts it as used. Raises ChunkNotFound."""
+        exact = self._exact(part, seen)
+        if exact is not None:
+            loaded[part.uid] = exact.rows(part.start, part.stop)
+            return Available(False, (), True, moves=self.moves)
+        kv = (
+            self.shelf.at_hand(asked.stands.kv(part))
+            if self._may_reuse(part, seen, asked)
+            else None
+        )
+        if kv is not None:
+            loaded[part.uid] = kv.rows(part.start, part.stop)
+        return self._found(part, asked, kv is not None, False, kv is not None and kv.altered)
+
     def rows_of(self, part: Part) -> KV:
         """Return the rows of a virtual part, which no token made. Raises ChunkLost."""
         kv = self.shelf.get(part.id)

@@ -25,6 +25,7 @@ from kvweave.weave.repair import Wish
 from kvweave.weave.session import NO_ANSWER, Session
 from kvweave.weave.shadow import given_of
 from kvweave.weave.sources import tokens_of
+from kvweave.weave.trying import again_of
 
 PIECE = 512  # tokens of a chunk of an answer of which a token policy lets most go
 
@@ -261,7 +262,8 @@ class Turn:
         cost = self.context.answered(plan, len(self._weaving.request.out))
         if given is not None and self._watch is not None and cell is not None:
             try:
-                shadow.take(self._watch, cell, plan.drift, given, cost)
+                about = cost, again_of(self._session.weaver, self._weaving)
+                shadow.take(self._watch, cell, plan.drift, given, about)
             except Exception:  # the answer is given
                 log.exception("an answer was not put aside for an audit")
         shadow.leave(self._watch)

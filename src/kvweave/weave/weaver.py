@@ -68,7 +68,8 @@ class Weaver:
 
     def wish(self, state: State, strategy: Strategy, share: float, max_drift: float | None) -> Wish:
         """Return what a weave is asked for. Raises InvalidArgument if nothing can keep the bound."""
-        fit, recipe = measured(self.calibration, strategy.measured_as, share)
+        learned = self.shadow.auditor.learner.recipe(state.tenant, share)
+        fit, recipe = measured(self.calibration, strategy.measured_as, share, learned)
         check_bound(max_drift, fit, strategy.name, share)
         if max_drift is not None and state.keeps:
             raise InvalidArgument("max_drift", "evict keeps what pruned chunks left", "use forget")

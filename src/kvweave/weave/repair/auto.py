@@ -24,13 +24,12 @@ from kvweave.run.base import Ints, Steps
 from kvweave.weave.calibration import CHOICE, Evidence
 from kvweave.weave.parts import Placement
 from kvweave.weave.passes import Passes, union
+from kvweave.weave.recipes import ROUNDS, THIRDS
 from kvweave.weave.repair.base import Strategy, Verdict, View, Wish, best
 from kvweave.weave.repair.first_k import firsts
 from kvweave.weave.repair.options import made
 from kvweave.weave.repair.rollout import LOOKAHEAD, ROUND, follow
 
-THIRDS = 1  # of the budget, for first rows of chunks whatever a look says
-ROUNDS = 2
 PROBES = 2  # of the rows repaired, drawn at random: an unbiased sample of how stale the rest is
 
 

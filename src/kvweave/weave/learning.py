@@ -1,0 +1,115 @@
+"""Which options of `auto` suit a model, learned while there is time: an answer that is audited is woven again
+in each way, and what the ways differ by adds up. No torch.
+
+::
+
+    audit     of each way: KL (nats) to a full prefill, and what it computed    (`Learner.saw`)
+    again     each `EVERY` answers: the best of them from here on               (`Learner.recipe`)
+
+Each tenant's answers choose for that tenant, and each share has its own. What is long ago counts less.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from math import exp, isfinite, log
+from typing import Any
+
+from kvweave.weave.recipes import NATS, RECIPES, USUAL, best
+
+LEAST = 16  # answers, below which chance chooses
+EVERY = 8  # from one choice to the next
+MOST = 64  # answers; what is known counts for half as many then
+SELDOM = 4  # once so many are known, one audit in so many adds to them
+MOST_KINDS = 64  # tenants and shares; of whom least is known is forgotten first
+
+Found = Mapping[str, tuple[float, float]]  # recipe -> KL (nats), cost (of the context)
+
+
+@dataclass(slots=True)
+class Tally:
+    """What the ways came to in ``n`` answers: sums of the logarithm of the KL, and of the cost."""
+
+    n: int = 0
+    recipe: str = USUAL
+    logs: dict[str, float] = field(default_factory=lambda: dict.fromkeys(RECIPES, 0.0))
+    costs: dict[str, float] = field(default_factory=lambda: dict.fromkeys(RECIPES, 0.0))
+
+    def saw(self, found: Found) -> bool:
+        """Take in an answer; return whether another recipe is best now."""
+        for recipe, (kl, cost) in found.items():
+            self.logs[recipe] += log(kl + NATS)
+            self.costs[recipe] += cost
+        self.n += 1
+        if self.n < LEAST or self.n % EVERY:
+            return False
+        kls = {(r, 0.0): exp(total / self.n) for r, total in self.logs.items()}
+        costs = {(r, 0.0): total / self.n for r, total in self.costs.items()}
+        was, self.recipe = self.recipe, best(kls, costs, [0.0], self.recipe)
+        if self.n >= MOST:
+            self.n //= 2
+            for sums in (self.logs, self.costs):
+                sums.update({recipe: total / 2 for recipe, total in sums.items()})
+        return was != self.recipe
+
+
+class Learner:
+    """What was learned of one model, by tenant and share."""
+
+    def __init__(self) -> None:
+        self._tallies: dict[tuple[str, float], Tally] = {}
+        self._n_asked = 0
+
+    def __len__(self) -> int:
+        """Of how many tenants and shares something is known."""
+        return len(self._tallies)
+
+    def recipe(self, tenant: str, share: float) -> str | None:
+        """Return the options that are best for this tenant at this share; None: the usual ones, or nobody
+        knows."""
+        known = self._tallies.get((tenant, round(share, 3)))
+        return None if known is None or known.recipe == USUAL else known.recipe
+
+    def wants(self, tenant: str, share: float) -> bool:
+        """Tell whether an answer is to be woven in all ways; of those of whom enough is known, now and then."""
+        known = self._tallies.get((tenant, round(share, 3)))
+        self._n_asked += 1
+        return known is None or known.n < MOST // 2 or self._n_asked % SELDOM == 0
+
+    def saw(self, tenant: str, share: float, found: Found) -> str | None:
+        """Take in what all ways came to in an answer; return the recipe that is best, if that is another
+        one now. What is no number teaches nothing."""
+        if found.keys() != set(RECIPES) or not all(
+            isfinite(x) for each in found.values() for x in each
+        ):
+            return None
+        at = tenant, round(share, 3)
+        if at not in self._tallies:
+            while len(self._tallies) >= MOST_KINDS:
+                del self._tallies[min(self._tallies, key=lambda each: self._tallies[each].n)]
+            self._tallies[at] = Tally()
+        return self._tallies[at].recipe if self._tallies[at].saw(found) else None
+
+    def report(self) -> list[dict[str, Any]]:
+        """Return what is known, for a page or a file: numbers, nothing of any text."""
+        found = sorted(self._tallies.items())
+        return [{"tenant": t, "share": share, **asdict(known)} for (t, share), known in found]
+
+    @classmethod
+    def of(cls, told: list[Mapping[str, Any]]) -> Learner:
+        """Return one of a report; what another version counted is left out. Raises ValueError, KeyError,
+        TypeError, AttributeError for what is none."""
+        made, mine = cls(), set(RECIPES)
+        for each in told[:MOST_KINDS]:
+            logs, costs = (
+                {str(r): float(x) for r, x in each[k].items()} for k in ("logs", "costs")
+            )
+            n, recipe, share = int(each["n"]), str(each["recipe"]), float(each["share"])
+            if not 0 <= n <= MOST or not all(
+                map(isfinite, (*logs.values(), *costs.values(), share))
+            ):
+                raise ValueError(f"{n} answers, {share}: no numbers that were learned")
+            if logs.keys() == costs.keys() == mine and recipe in mine:
+                made._tallies[str(each["tenant"]), share] = Tally(n, recipe, logs, costs)
+        return made

@@ -1,0 +1,63 @@
+"""Which options of `auto` suit a model: of those that nothing beats at their own cost, the nearest. No torch.
+
+No single set is right for all models. One looks up what it says in the first rows of chunks, another
+finds it wherever the question points; what was best on the models that this repository trains is up
+to four times as far off as it might be on one that is left out (docs/repair.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import exp, inf, log
+from statistics import fmean
+
+import numpy as np
+
+from kvweave.weave.calibration import DRAFT
+
+THIRDS = 1  # of the budget, for first rows of chunks whatever a look says
+ROUNDS = 2
+USUAL = f"{DRAFT}@{THIRDS}@{ROUNDS}"  # what `auto` does where nobody asked
+LOOKING = [f"{n}@{thirds}@{rounds}" for thirds in (0, 1, 2) for rounds in (1, 2) for n in (2, 0)]
+RECIPES = (USUAL, *(r for r in LOOKING if r != USUAL), "0@3@1")  # the last: first rows, and no look
+NEAR = 1.05  # of the least KL that anything reaches at a recipe's own cost, or it is not considered
+BETTER = 0.9  # of the KL of the one that stays otherwise, at least
+NATS = 1e-4  # below that all are alike
+PASS = 0.004  # of the context: a pass of one row took as long as 18 rows more of 4,200 (19 M, CPU)
+
+At = tuple[str, float]  # a recipe at a share
+
+
+def best(
+    kl: Mapping[At, float], cost: Mapping[At, float], shares: Sequence[float], stays: str = USUAL
+) -> str:
+    """Return the recipe of the least KL over the ``shares``, among those than which nothing is much nearer at
+    their own cost: at a share some compute more than others. That which ``stays`` does unless another
+    is better by more than chance would have it.
+
+    ``kl`` (nats, the geometric mean over cases, since one case may be most of a sum) and ``cost`` (of the
+    context, the mean) are of all recipes, also at other shares, between which they are reached.
+    """
+    curves: dict[str, list[tuple[float, float]]] = {}
+    for at in kl:
+        curves.setdefault(at[0], []).append((cost[at], kl[at]))
+
+    def over(at: At) -> float:
+        return kl[at] / min(reached(curve, cost[at]) for curve in curves.values())
+
+    mean = {r: fmean(log(kl[r, share]) for share in shares) for r in curves}
+    beaten = {r: fmean(log(over((r, share))) for share in shares) for r in curves}
+    least = min(beaten.values())
+    found = min((r for r in curves if beaten[r] <= least + log(NEAR)), key=mean.__getitem__)
+    gain = max(beaten[stays] - least, mean[stays] - mean[found])
+    return stays if gain <= -log(BETTER) else found
+
+
+def reached(points: Sequence[tuple[float, float]], cost: float) -> float:
+    """Return the least KL that is reached at a cost: ``points`` are (cost, KL) of one method, between two
+    of which the logarithm of the KL is taken to be straight; infinite below the first."""
+    known = sorted(points)
+    if cost < known[0][0]:
+        return inf
+    xs, ys = [p[0] for p in known], [log(max(p[1], 1e-9)) for p in known]
+    return exp(float(np.interp(cost, xs, ys)))

@@ -1,0 +1,143 @@
+"""An answer's context woven again in another way, to see how near that would have come: while nobody waits.
+
+::
+
+    audit    a full prefill of the answer                                   truth
+    again    [base][chunk][chunk] | question, placed anew, one way to repair, the answer forced behind it
+             its predictions against the truth's                            KL, and what it computed
+
+It uses what lies in memory and leaves no trace: no policy counts it as a use, nothing is brought up
+from below, nothing is kept. Where something is gone since, nothing is tried.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvweave.errors import ChunkNotFound, LoadFailed
+from kvweave.run.base import Ints, Rows, Steps, Work
+from kvweave.store.kv import KV
+from kvweave.weave.audit import AuditCell
+from kvweave.weave.calibration import STRATEGY
+from kvweave.weave.parts import Available, Part, Placement, Seen, positions_of, resolve
+from kvweave.weave.passes import SLICE, Passes, replays, union
+from kvweave.weave.recipes import PASS
+from kvweave.weave.repair import Auto, Wish
+from kvweave.weave.sources import Sought, runs
+
+if TYPE_CHECKING:
+    from kvweave.weave.weaver import Weaver
+    from kvweave.weave.weaving import Weaving
+
+PLAIN = AuditCell("", 0.0)  # nothing but reuse
+NOTHING = Available(False, (), False)
+
+
+@dataclass(frozen=True, slots=True)
+class Again:
+    """What an answer's context was woven of: ``parts``, those with rows of their own in ``had``, ``share``
+    of these to repair."""
+
+    weaver: Weaver
+    parts: tuple[Part, ...]
+    had: frozenset[int]  # uids
+    share: float
+
+    def placed(self) -> tuple[list[Placement], dict[int, KV]] | None:
+        """Return where all would be placed now, and its KV by uid; None where it is not what it was."""
+        sources, asked, loaded = self.weaver.sources, Sought(self.had), dict[int, KV]()
+
+        def find(part: Part, seen: Seen) -> Available:
+            known = part.uid in self.had  # else it was computed there
+            return sources.at_hand(part, seen, asked, loaded) if known else NOTHING
+
+        try:
+            placed = resolve(self.parts, [], find)
+        except ChunkNotFound:
+            return None
+        return (placed, loaded) if self.had == {p.part.uid for p in placed if p.ready} else None
+
+    def weaving(self, rows: Rows, tokens: Ints, recipe: str) -> Steps[tuple[Tensor, float]]:
+        """Return the logits [prediction, vocab] of the last row and of all ``tokens`` behind the parts, and what
+        the repair computed, of the context. ``rows`` are written anew. Raises LoadFailed."""
+        weaver, found, computed = self.weaver, self.placed(), Computed()
+        if found is None:
+            raise LoadFailed(self.parts[0].id, "missing: what the context was made of has changed")
+        placed, loaded = found
+        n = placed[-1].slots[1]
+        rows.truncate(0)
+        if moving := [p for p in placed if p.ready]:
+            exact = next((p.slot for p in moving if not p.exact), None)
+            rows.place(runs(moving, {}, loaded), positions_of(placed), exact)
+        missing = np.concatenate([np.arange(p.slot + p.ready, p.slots[1]) for p in placed])
+        passes = Passes(
+            weaver.backend, rows, tokens[:n], positions_of(placed), missing, placed,
+            weaver.dependence, np.zeros(n, bool),
+        )  # fmt: skip
+        end = yield from computed.counting(
+            self._repairing(passes, recipe), len(weaver.backend.layers)
+        )
+        behind = np.arange(n, len(tokens))
+        positions = passes.positions[-1] + 1 + np.arange(len(behind))
+        work = Work(rows, tokens[behind], behind, positions, np.arange(len(behind)))
+        more = []
+        for part in sliced(work):
+            more.append((yield part))
+        rows_more, passes_more = computed.rows - len(missing), computed.passes - 1
+        return torch.cat([end, *more]), max(0.0, rows_more / n) + PASS * max(0, passes_more)
+
+    def _repairing(self, passes: Passes, recipe: str) -> Steps[Tensor]:
+        """Repair, compute the rest and return the logits [1, vocab] of the last row."""
+        verdict = yield from Auto().repair(passes, Wish(self.share, recipe=recipe))
+        chosen = union(np.setdiff1d(verdict.chosen, passes.left), np.array([passes.n - 1]))
+        rest = union(chosen, passes.left)
+        return (yield passes.work(rest, want=np.array([len(rest) - 1])))
+
+
+class Computed:
+    """Rows, in passes through all layers, and passes."""
+
+    def __init__(self) -> None:
+        self.rows, self.passes = 0.0, 0
+
+    def counting(self, steps: Steps[Tensor], n_layers: int) -> Steps[Tensor]:
+        """Run steps in slices, and count what they compute."""
+        go: Callable[[], Work] = partial(next, steps)
+        while True:
+            try:
+                work = go()
+            except StopIteration as done:
+                return done.value  # type: ignore[no-any-return]
+            self.rows += work.n * (1.0 if work.last is None else work.last / n_layers)
+            self.passes += 1
+            found = []
+            for part in sliced(work):
+                found.append((yield part))
+            go = partial(steps.send, torch.cat(found))
+
+
+def sliced(work: Work) -> list[Work]:
+    """Return a work in pieces that nobody waits long for."""
+    return [work.part(at, min(work.n, at + SLICE)) for at in range(0, work.n, SLICE)]
+
+
+def again_of(weaver: Weaver, weaving: Weaving) -> Again | None:
+    """Return what it takes to weave an answer's context in other ways; None where that would teach nothing:
+    somebody chose the way, or more than reuse is approximate."""
+    cell = weaving.cell
+    if weaver.calibration is not None or weaving.strategy.measured_as != STRATEGY or cell is None:
+        return None
+    parts = tuple(p.part for p in weaving.placed)
+    odd = weaving.alarm or any(part.frozen or part.virtual for part in parts)
+    plain = replace(cell, repair="", share=0.0, tenant="") == PLAIN
+    if odd or not plain or replays(weaver.backend):
+        return None
+    had = frozenset(p.part.uid for p in weaving.placed if p.ready)
+    return Again(weaver, parts, had, weaving.wish.share)
