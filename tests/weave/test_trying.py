@@ -18,8 +18,8 @@ from weaving import chat, flat, text
 from kvweave import Context, Engine
 from kvweave.run.base import Work
 from kvweave.weave.calibration import Calibration
-from kvweave.weave.learning import EVERY, LEAST, MOST, SELDOM, Learner
-from kvweave.weave.recipes import RECIPES, USUAL
+from kvweave.weave.learning import EVERY, LEAST, MOST, SELDOM, WAYS, Learner
+from kvweave.weave.recipes import NONE, RECIPES, USUAL
 from kvweave.weave.shadow import AUDITS
 from kvweave.weave.trying import Again
 
@@ -53,7 +53,7 @@ def woven_again(engine: Engine, sample: Any, recipe: str) -> tuple[torch.Tensor,
 
 
 def teaching(told: dict[str, float]) -> dict[str, tuple[float, float]]:
-    return {r: (told.get(r, 0.1), 0.05) for r in RECIPES}
+    return {way: (told.get(way, 0.1), 0.05) for way in WAYS}
 
 
 def taught(
@@ -129,13 +129,13 @@ def test_the_way_that_came_nearest_is_taken(engines: Make, monkeypatch: pytest.M
     """Planted: how near each way came. From then on rows are those of that way, and their audits a cell of
     their own."""
     engine = engines(**AUTO)
-    names = iter(RECIPES * 99)
+    names = iter(WAYS * 99)
     made = Again.weaving
 
-    def planted(self: Again, rows: Any, tokens: Any, recipe: str) -> Any:
-        assert recipe == next(names)
-        found, _ = yield from made(self, rows, tokens, recipe)
-        return found + (0 if recipe == BLIND else 1e3 * torch.eye(*found.shape)), 0.05
+    def planted(self: Again, rows: Any, tokens: Any, way: str) -> Any:
+        assert way == next(names)
+        found, _ = yield from made(self, rows, tokens, way)
+        return found + (0 if way == BLIND else 1e3 * torch.eye(*found.shape)), 0.05
 
     monkeypatch.setattr(Again, "weaving", planted)
     monkeypatch.setattr("kvweave.weave.learning.LEAST", 4)
@@ -298,7 +298,7 @@ def test_it_is_kept_with_the_audits(tmp_path: Path) -> None:
         assert engine.shadow.auditor.learner.recipe("a", 0.25) == BLIND
     file = tmp_path / "audit.json"
     whole = json.loads(file.read_text())
-    assert whole["tried"][1]["tenant"] == "a" and len(whole["tried"][1]["logs"]) == len(RECIPES)
+    assert whole["tried"][1]["tenant"] == "a" and len(whole["tried"][1]["logs"]) == len(WAYS)
     of_others = [{**whole["tried"][0], "logs": {"9@9@9": 1.0}, "costs": {"9@9@9": 1.0}}]
     for tried in ({}, {"tried": of_others}):  # an older one's, and of other ways
         file.write_text(json.dumps({k: v for k, v in whole.items() if k != "tried"} | tried))
@@ -323,3 +323,25 @@ def test_a_choice_is_made_every_few_answers() -> None:
     taught(learner, LEAST + 1, **dict.fromkeys(RECIPES, 0.1))
     assert taught(learner, EVERY - 2, **{BLIND: 1e-6}) == []
     assert taught(learner, 1, **{BLIND: 1e-6}) == [BLIND]
+
+
+def test_what_computes_less_is_compared_at_what_the_usual_way_computes() -> None:
+    """Half as near by half the work is no reason to change; as near by half the work is one."""
+    learner, told = Learner(), dict.fromkeys(WAYS, (0.01, 0.2)) | {NONE: (1.0, 0.0)}
+    told[BLIND] = (0.1, 0.1)
+    assert [learner.saw("a", 0.1, told) for _ in range(LEAST)] == [None] * LEAST
+    told[BLIND] = (0.05, 0.1)
+    assert [learner.saw("b", 0.1, told) for _ in range(LEAST)][-1] == BLIND
+    told |= {BLIND: (0.99, 1e-6)}  # next to nothing, for next to nothing
+    assert [learner.saw("c", 0.1, told) for _ in range(LEAST)] == [None] * LEAST
+
+
+def test_without_a_repair_is_what_no_strategy_makes(engines: Make) -> None:
+    engine = engines(**AUTO)
+    asked(engine, "c").generate(5, ignore_eos=True)
+    sample = waiting(engine)
+    found, cost = woven_again(engine, sample, NONE)
+    with Engine(tiny(), repair="none", audit=1.0) as other:
+        asked(other, "c").generate(5, ignore_eos=True)
+        first = waiting(other).logits[0]
+    assert torch.allclose(found[0], first, rtol=1e-9, atol=1e-9) and cost == 0

@@ -13,28 +13,30 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from math import exp, isfinite, log
+from math import isfinite, log
 from typing import Any
 
-from kvweave.weave.recipes import NATS, RECIPES, USUAL, best
+from kvweave.weave.recipes import NATS, NONE, RECIPES, USUAL, nearest
 
 LEAST = 16  # answers, below which chance chooses
 EVERY = 8  # from one choice to the next
 MOST = 64  # answers; what is known counts for half as many then
 SELDOM = 4  # once so many are known, one audit in so many adds to them
+WAYS = (NONE, *RECIPES)  # that are tried
 MOST_KINDS = 64  # tenants and shares; of whom least is known is forgotten first
 
-Found = Mapping[str, tuple[float, float]]  # recipe -> KL (nats), cost (of the context)
+Found = Mapping[str, tuple[float, float]]  # way -> KL (nats), cost (of the context)
 
 
 @dataclass(slots=True)
 class Tally:
-    """What the ways came to in ``n`` answers: sums of the logarithm of the KL, and of the cost."""
+    """What the ways came to in ``n`` answers, one without a repair among them: sums of the logarithm of the
+    KL, and of the cost."""
 
     n: int = 0
     recipe: str = USUAL
-    logs: dict[str, float] = field(default_factory=lambda: dict.fromkeys(RECIPES, 0.0))
-    costs: dict[str, float] = field(default_factory=lambda: dict.fromkeys(RECIPES, 0.0))
+    logs: dict[str, float] = field(default_factory=lambda: dict.fromkeys(WAYS, 0.0))
+    costs: dict[str, float] = field(default_factory=lambda: dict.fromkeys(WAYS, 0.0))
 
     def saw(self, found: Found) -> bool:
         """Take in an answer; return whether another recipe is best now."""
@@ -44,9 +46,9 @@ class Tally:
         self.n += 1
         if self.n < LEAST or self.n % EVERY:
             return False
-        kls = {(r, 0.0): exp(total / self.n) for r, total in self.logs.items()}
-        costs = {(r, 0.0): total / self.n for r, total in self.costs.items()}
-        was, self.recipe = self.recipe, best(kls, costs, [0.0], self.recipe)
+        logs = {way: total / self.n for way, total in self.logs.items()}
+        costs = {recipe: self.costs[recipe] / self.n for recipe in RECIPES}
+        was, self.recipe = self.recipe, nearest(logs, costs, self.recipe)
         if self.n >= MOST:
             self.n //= 2
             for sums in (self.logs, self.costs):
@@ -80,7 +82,7 @@ class Learner:
     def saw(self, tenant: str, share: float, found: Found) -> str | None:
         """Take in what all ways came to in an answer; return the recipe that is best, if that is another
         one now. What is no number teaches nothing."""
-        if found.keys() != set(RECIPES) or not all(
+        if found.keys() != set(WAYS) or not all(
             isfinite(x) for each in found.values() for x in each
         ):
             return None
@@ -100,7 +102,7 @@ class Learner:
     def of(cls, told: list[Mapping[str, Any]]) -> Learner:
         """Return one of a report; what another version counted is left out. Raises ValueError, KeyError,
         TypeError, AttributeError for what is none."""
-        made, mine = cls(), set(RECIPES)
+        made, mine = cls(), set(WAYS)
         for each in told[:MOST_KINDS]:
             logs, costs = (
                 {str(r): float(x) for r, x in each[k].items()} for k in ("logs", "costs")
@@ -110,6 +112,6 @@ class Learner:
                 map(isfinite, (*logs.values(), *costs.values(), share))
             ):
                 raise ValueError(f"{n} answers, {share}: no numbers that were learned")
-            if logs.keys() == costs.keys() == mine and recipe in mine:
+            if logs.keys() == costs.keys() == mine and recipe in RECIPES:
                 made._tallies[str(each["tenant"]), share] = Tally(n, recipe, logs, costs)
         return made

@@ -22,6 +22,8 @@ LOOKING = [f"{n}@{thirds}@{rounds}" for thirds in (0, 1, 2) for rounds in (1, 2)
 RECIPES = (USUAL, *(r for r in LOOKING if r != USUAL), "0@3@1")  # the last: first rows, and no look
 NEAR = 1.05  # of the least KL that anything reaches at a recipe's own cost, or it is not considered
 BETTER = 0.9  # of the KL of the one that stays otherwise, at least
+NONE = "none"  # not a recipe: nothing is repaired
+FURTHER = 4  # times as much: as far as a cost is taken to go on in proportion
 NATS = 1e-4  # below that all are alike
 PASS = 0.004  # of the context: a pass of one row took as long as 18 rows more of 4,200 (19 M, CPU)
 
@@ -51,6 +53,22 @@ def best(
     found = min((r for r in curves if beaten[r] <= least + log(NEAR)), key=mean.__getitem__)
     gain = max(beaten[stays] - least, mean[stays] - mean[found])
     return stays if gain <= -log(BETTER) else found
+
+
+def nearest(logs: Mapping[str, float], costs: Mapping[str, float], stays: str = USUAL) -> str:
+    """Return the recipe that comes nearest for what it computes, where all are known at one share only.
+
+    ``logs`` are means of log(KL) of each recipe and of `NONE`, without a repair, from which the logarithm is
+    taken to fall in proportion to the ``costs``: so all are compared at the cost of the one that
+    ``stays``, unless another is better by more than chance would have it.
+    """
+    none, mine = logs[NONE], costs[stays]
+
+    def there(recipe: str) -> float:
+        return (logs[recipe] - none) * mine / max(costs[recipe], mine / FURTHER, 1e-9)
+
+    found = min(costs, key=there)
+    return found if there(found) - there(stays) < log(BETTER) else stays
 
 
 def reached(points: Sequence[tuple[float, float]], cost: float) -> float:

@@ -39,8 +39,8 @@ from kvweave.weave.audit import AUDIT_FILE, AuditCell, Auditor
 from kvweave.weave.calibration import DRAFT
 from kvweave.weave.check import COMPARED
 from kvweave.weave.costs import AnswerCost
+from kvweave.weave.learning import WAYS
 from kvweave.weave.passes import SLICE
-from kvweave.weave.recipes import RECIPES
 from kvweave.weave.shift import passes
 from kvweave.weave.trying import Again
 
@@ -249,13 +249,13 @@ class Shadow:
         if again is None or again.placed() is None or not learner.wants(tenant, again.share):
             return
         found: dict[str, tuple[float, float]] = {}
-        for recipe in RECIPES:
+        for way in WAYS:
             woven = yield from self._aside(
-                loop, rows, n_bytes, again.weaving(rows, sample.tokens, recipe)
+                loop, rows, n_bytes, again.weaving(rows, sample.tokens, way)
             )
             if woven is None:
                 return
-            found[recipe] = drift_of(truth, woven[0][-len(truth) :]), woven[1]
+            found[way] = drift_of(truth, woven[0][-len(truth) :]), woven[1]
         best = learner.saw(tenant, again.share, found)
         if best is not None:
             log.info("auto repairs as %s at a share of %g from here on", best, again.share)

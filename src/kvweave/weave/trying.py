@@ -28,8 +28,8 @@ from kvweave.weave.audit import AuditCell
 from kvweave.weave.calibration import STRATEGY
 from kvweave.weave.parts import Available, Part, Placement, Seen, positions_of, resolve
 from kvweave.weave.passes import SLICE, Passes, replays, union
-from kvweave.weave.recipes import PASS
-from kvweave.weave.repair import Auto, Wish
+from kvweave.weave.recipes import NONE, PASS
+from kvweave.weave.repair import Auto, NoRepair, Wish
 from kvweave.weave.sources import Sought, runs
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class Again:
             return None
         return (placed, loaded) if self.had == {p.part.uid for p in placed if p.ready} else None
 
-    def weaving(self, rows: Rows, tokens: Ints, recipe: str) -> Steps[tuple[Tensor, float]]:
+    def weaving(self, rows: Rows, tokens: Ints, way: str) -> Steps[tuple[Tensor, float]]:
         """Return the logits [prediction, vocab] of the last row and of all ``tokens`` behind the parts, and what
         the repair computed, of the context. ``rows`` are written anew. Raises LoadFailed."""
         weaver, found, computed = self.weaver, self.placed(), Computed()
@@ -81,9 +81,7 @@ class Again:
             weaver.backend, rows, tokens[:n], positions_of(placed), missing, placed,
             weaver.dependence, np.zeros(n, bool),
         )  # fmt: skip
-        end = yield from computed.counting(
-            self._repairing(passes, recipe), len(weaver.backend.layers)
-        )
+        end = yield from computed.counting(self._repairing(passes, way), len(weaver.backend.layers))
         behind = np.arange(n, len(tokens))
         positions = passes.positions[-1] + 1 + np.arange(len(behind))
         work = Work(rows, tokens[behind], behind, positions, np.arange(len(behind)))
@@ -93,9 +91,10 @@ class Again:
         rows_more, passes_more = computed.rows - len(missing), computed.passes - 1
         return torch.cat([end, *more]), max(0.0, rows_more / n) + PASS * max(0, passes_more)
 
-    def _repairing(self, passes: Passes, recipe: str) -> Steps[Tensor]:
+    def _repairing(self, passes: Passes, way: str) -> Steps[Tensor]:
         """Repair, compute the rest and return the logits [1, vocab] of the last row."""
-        verdict = yield from Auto().repair(passes, Wish(self.share, recipe=recipe))
+        strategy = NoRepair() if way == NONE else Auto()
+        verdict = yield from strategy.repair(passes, Wish(self.share, recipe=way))
         chosen = union(np.setdiff1d(verdict.chosen, passes.left), np.array([passes.n - 1]))
         rest = union(chosen, passes.left)
         return (yield passes.work(rest, want=np.array([len(rest) - 1])))
