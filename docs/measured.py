@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from at_rest import learned
 from in_vllm import in_vllm
 from on_gpu import on_gpu
 from probed import probed
@@ -405,7 +406,7 @@ def main() -> int:
         (FIDELITY, page()),
         (CODECS, codec_page(find("kv_codecs"))),
         (SIMULATE, simulated(find("policies"))),
-        (REPAIR, regrets(find("models"))),
+        (REPAIR, regrets(find("models")) + learned(find("learned"))),
         (SPLICED, spliced(find("splices"))),
         (MEMORY, remembered(find("memory_loop"))),
         (VLLM, in_vllm(find("vllm"))),

@@ -157,6 +157,15 @@ def test_a_ledger_is_told_to_whom_it_belongs_and_metrics_name_no_one(served):
     assert not [key for key in found if "anna" in str(key)]
 
 
+def test_what_is_learned_of_it_is_told_without_names(serve):
+    served = serve(engine_options={"audit": 1.0, "repair": "auto", "share": 0.2})
+    asked(served.anna, "c")
+    until, mine = time.monotonic() + 20, ("kvweave_audits_tried", "0.2", "2@1@2")
+    while mine not in (found := scrape(served)) and time.monotonic() < until:
+        time.sleep(0.02)
+    assert found[mine] == 1 and not [key for key in found if "anna" in str(key)]
+
+
 def test_a_plain_client_is_told_what_its_conversation_cost(served):
     said = [{"role": "user", "content": "so well ."}]
     for n in (1, 2):

@@ -298,8 +298,8 @@ def test_it_is_kept_with_the_audits(tmp_path: Path) -> None:
         assert engine.shadow.auditor.learner.recipe("a", 0.25) == BLIND
     file = tmp_path / "audit.json"
     whole = json.loads(file.read_text())
-    assert whole["tried"][1]["tenant"] == "a" and len(whole["tried"][1]["logs"]) == len(WAYS)
-    of_others = [{**whole["tried"][0], "logs": {"9@9@9": 1.0}, "costs": {"9@9@9": 1.0}}]
+    assert whole["tried"][1]["tenant"] == "a" and len(whole["tried"][1]["roots"]) == len(WAYS)
+    of_others = [{**whole["tried"][0], "roots": {"9@9@9": 1.0}, "costs": {"9@9@9": 1.0}}]
     for tried in ({}, {"tried": of_others}):  # an older one's, and of other ways
         file.write_text(json.dumps({k: v for k, v in whole.items() if k != "tried"} | tried))
         with reopened() as engine:
@@ -307,7 +307,7 @@ def test_it_is_kept_with_the_audits(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "change", [{"n": -1}, {"n": 1e9}, {"share": float("nan")}, {"logs": 3}, {"n": None}, {"logs": {"2@1@2": "x"}}],
+    "change", [{"n": -1}, {"n": 1e9}, {"share": float("nan")}, {"roots": 3}, {"n": None}, {"roots": {"2@1@2": "x"}}],
     ids=str,
 )  # fmt: skip
 def test_what_was_never_learned_is_refused(change: dict[str, Any]) -> None:

@@ -48,6 +48,9 @@ class EngineSnapshot:
     n_contexts: int
     audits: tuple[CellReport, ...] = ()
     n_audits_failed: int = 0
+    learned: tuple[
+        tuple[str, str, int], ...
+    ] = ()  # share, options of `auto`, answers woven in all ways
     seconds: float = 0.0  # in model passes
     audit_seconds: float = 0.0  # of these
     refine_seconds: float = 0.0  # of these, too
@@ -65,7 +68,7 @@ class EngineSnapshot:
         auditor, seconds = engine.shadow.auditor, engine.loop.seconds
         return cls(
             held, shelf.budget, len(engine.table), n_contexts,
-            tuple(auditor.report()), auditor.n_failed, sum(seconds.values()), seconds["audit"], seconds["refine"],
+            tuple(auditor.report()), auditor.n_failed, auditor.learner.totals(), sum(seconds.values()), seconds["audit"], seconds["refine"],
             sum(n for holder, n in shelf.charged() if holds_vectors(holder)),
         )  # fmt: skip
 
@@ -83,6 +86,9 @@ class AuditGauges:
         self.alarms = gauge("audit_alarms", "Times that bounds were not kept", *by)
         self.alarm = gauge("audit_alarm", "Cells that have no new bound since", *by)
         self.failed = gauge("audits_failed", "Audits that came to nothing")
+        self.tried = gauge(
+            "audits_tried", "Answers woven in all ways, by the one chosen", "share", "options"
+        )
         self.seconds = gauge("pass_seconds", "Spent in model passes since the start")
         self.own = gauge("audit_seconds", "Of these, on audits")
         self.refined = gauge("refine_seconds", "Of these, on rows made exact while nobody asked")
@@ -103,6 +109,9 @@ class AuditGauges:
             bounds = [r.bound for r in found if r.bound is not None]
             self.bound.labels(*key).set(max(bounds, default=float("nan")))
         self.failed.set(held.n_audits_failed)
+        self.tried.clear()
+        for share, options, n in held.learned:
+            self.tried.labels(share, options).set(n)
         self.seconds.set(held.seconds)
         self.own.set(held.audit_seconds)
         self.refined.set(held.refine_seconds)

@@ -11,9 +11,10 @@ Each tenant's answers choose for that tenant, and each share has its own. What i
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from math import isfinite, log
+from math import isfinite, log, sqrt
 from typing import Any
 
 from kvweave.weave.recipes import NATS, NONE, RECIPES, USUAL, nearest
@@ -30,28 +31,29 @@ Found = Mapping[str, tuple[float, float]]  # way -> KL (nats), cost (of the cont
 
 @dataclass(slots=True)
 class Tally:
-    """What the ways came to in ``n`` answers, one without a repair among them: sums of the logarithm of the
-    KL, and of the cost."""
+    """What the ways came to in ``n`` answers, one without a repair among them: sums of the square root of the
+    KL, and of the cost. A KL grows with the square of what is wrong; of roots, one answer is not all
+    there is of a sum, and small ones do not count as much as large ones."""
 
     n: int = 0
     recipe: str = USUAL
-    logs: dict[str, float] = field(default_factory=lambda: dict.fromkeys(WAYS, 0.0))
+    roots: dict[str, float] = field(default_factory=lambda: dict.fromkeys(WAYS, 0.0))
     costs: dict[str, float] = field(default_factory=lambda: dict.fromkeys(WAYS, 0.0))
 
     def saw(self, found: Found) -> bool:
         """Take in an answer; return whether another recipe is best now."""
         for recipe, (kl, cost) in found.items():
-            self.logs[recipe] += log(kl + NATS)
+            self.roots[recipe] += sqrt(kl + NATS)
             self.costs[recipe] += cost
         self.n += 1
         if self.n < LEAST or self.n % EVERY:
             return False
-        logs = {way: total / self.n for way, total in self.logs.items()}
+        logs = {way: 2 * log(max(total, 1e-9) / self.n) for way, total in self.roots.items()}
         costs = {recipe: self.costs[recipe] / self.n for recipe in RECIPES}
         was, self.recipe = self.recipe, nearest(logs, costs, self.recipe)
         if self.n >= MOST:
             self.n //= 2
-            for sums in (self.logs, self.costs):
+            for sums in (self.roots, self.costs):
                 sums.update({recipe: total / 2 for recipe, total in sums.items()})
         return was != self.recipe
 
@@ -66,6 +68,11 @@ class Learner:
     def __len__(self) -> int:
         """Of how many tenants and shares something is known."""
         return len(self._tallies)
+
+    @property
+    def is_young(self) -> bool:
+        """Whether somebody has begun to learn and does not know enough to choose."""
+        return any(known.n < LEAST for known in self._tallies.values())
 
     def recipe(self, tenant: str, share: float) -> str | None:
         """Return the options that are best for this tenant at this share; None: the usual ones, or nobody
@@ -98,20 +105,27 @@ class Learner:
         found = sorted(self._tallies.items())
         return [{"tenant": t, "share": share, **asdict(known)} for (t, share), known in found]
 
+    def totals(self) -> tuple[tuple[str, str, int], ...]:
+        """Return share, recipe and answers, all tenants together."""
+        found: Counter[tuple[str, str]] = Counter()
+        for (_, share), known in self._tallies.items():
+            found[f"{share:g}", known.recipe] += known.n
+        return tuple((*at, n) for at, n in sorted(found.items()))
+
     @classmethod
     def of(cls, told: list[Mapping[str, Any]]) -> Learner:
         """Return one of a report; what another version counted is left out. Raises ValueError, KeyError,
         TypeError, AttributeError for what is none."""
         made, mine = cls(), set(WAYS)
         for each in told[:MOST_KINDS]:
-            logs, costs = (
-                {str(r): float(x) for r, x in each[k].items()} for k in ("logs", "costs")
+            roots, costs = (
+                {str(r): float(x) for r, x in each[k].items()} for k in ("roots", "costs")
             )
             n, recipe, share = int(each["n"]), str(each["recipe"]), float(each["share"])
             if not 0 <= n <= MOST or not all(
-                map(isfinite, (*logs.values(), *costs.values(), share))
+                map(isfinite, (*roots.values(), *costs.values(), share))
             ):
                 raise ValueError(f"{n} answers, {share}: no numbers that were learned")
-            if logs.keys() == costs.keys() == mine and recipe in RECIPES:
-                made._tallies[str(each["tenant"]), share] = Tally(n, recipe, logs, costs)
+            if roots.keys() == costs.keys() == mine and recipe in RECIPES:
+                made._tallies[str(each["tenant"]), share] = Tally(n, recipe, roots, costs)
         return made

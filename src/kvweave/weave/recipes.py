@@ -58,7 +58,7 @@ def best(
 def nearest(logs: Mapping[str, float], costs: Mapping[str, float], stays: str = USUAL) -> str:
     """Return the recipe that comes nearest for what it computes, where all are known at one share only.
 
-    ``logs`` are means of log(KL) of each recipe and of `NONE`, without a repair, from which the logarithm is
+    ``logs`` are those of the mean KL of each recipe and of `NONE`, without a repair, from which the logarithm is
     taken to fall in proportion to the ``costs``: so all are compared at the cost of the one that
     ``stays``, unless another is better by more than chance would have it.
     """
