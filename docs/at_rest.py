@@ -43,9 +43,7 @@ def learned(found: dict[str, Any] | None) -> str:
         "",
         *table(["model", *(f"{100 * s:.0f} %" for s in shares)], body),
         "",
-        *table(
-            ["answers", "above 1.2", "nine of ten draws, too", "worst", "geometric mean"], sums
-        ),
+        *table(["answers", "above 1.2", "nine of ten draws, too", "worst", "geometric mean"], sums),
         "",
     ]
     return "\n".join(lines)

@@ -10,13 +10,13 @@ from statistics import fmean
 
 from kvweave.suite.exam import Trial
 from kvweave.suite.method import Method
-from kvweave.weave.recipes import NATS, RECIPES, USUAL, At, best
+from kvweave.weave.recipes import NATS, RECIPES, USUAL, WayAt, best
 
 LEAST = 8  # cases, below which chance chooses
 
 _Case = tuple[str, int]
 _Told = dict[_Case, tuple[float, float]]  # of each case KL and cost
-_Cells = dict[At, _Told]
+_Cells = dict[WayAt, _Told]
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,11 +26,11 @@ SELDOM = 4  # once so many are known, one audit in so many adds to them
 WAYS = (NONE, *RECIPES)  # that are tried
 MOST_KINDS = 64  # tenants and shares; of whom least is known is forgotten first
 
-Found = Mapping[str, tuple[float, float]]  # way -> KL (nats), cost (of the context)
+Tried = Mapping[str, tuple[float, float]]  # way -> KL (nats), cost (of the context)
 
 
 @dataclass(slots=True)
-class Tally:
+class Learned:
     """What the ways came to in ``n`` answers, one without a repair among them: sums of the square root of the
     KL, and of the cost. A KL grows with the square of what is wrong; of roots, one answer is not all
     there is of a sum, and small ones do not count as much as large ones."""
@@ -40,7 +40,7 @@ class Tally:
     roots: dict[str, float] = field(default_factory=lambda: dict.fromkeys(WAYS, 0.0))
     costs: dict[str, float] = field(default_factory=lambda: dict.fromkeys(WAYS, 0.0))
 
-    def saw(self, found: Found) -> bool:
+    def saw(self, found: Tried) -> bool:
         """Take in an answer; return whether another recipe is best now."""
         for recipe, (kl, cost) in found.items():
             self.roots[recipe] += sqrt(kl + NATS)
@@ -62,7 +62,7 @@ class Learner:
     """What was learned of one model, by tenant and share."""
 
     def __init__(self) -> None:
-        self._tallies: dict[tuple[str, float], Tally] = {}
+        self._tallies: dict[tuple[str, float], Learned] = {}
         self._n_asked = 0
 
     def __len__(self) -> int:
@@ -86,7 +86,7 @@ class Learner:
         self._n_asked += 1
         return known is None or known.n < MOST // 2 or self._n_asked % SELDOM == 0
 
-    def saw(self, tenant: str, share: float, found: Found) -> str | None:
+    def saw(self, tenant: str, share: float, found: Tried) -> str | None:
         """Take in what all ways came to in an answer; return the recipe that is best, if that is another
         one now. What is no number teaches nothing."""
         if found.keys() != set(WAYS) or not all(
@@ -97,7 +97,7 @@ class Learner:
         if at not in self._tallies:
             while len(self._tallies) >= MOST_KINDS:
                 del self._tallies[min(self._tallies, key=lambda each: self._tallies[each].n)]
-            self._tallies[at] = Tally()
+            self._tallies[at] = Learned()
         return self._tallies[at].recipe if self._tallies[at].saw(found) else None
 
     def report(self) -> list[dict[str, Any]]:
@@ -127,5 +127,5 @@ class Learner:
             ):
                 raise ValueError(f"{n} answers, {share}: no numbers that were learned")
             if roots.keys() == costs.keys() == mine and recipe in RECIPES:
-                made._tallies[str(each["tenant"]), share] = Tally(n, recipe, roots, costs)
+                made._tallies[str(each["tenant"]), share] = Learned(n, recipe, roots, costs)
         return made

@@ -27,11 +27,14 @@ FURTHER = 4  # times as much: as far as a cost is taken to go on in proportion
 NATS = 1e-4  # below that all are alike
 PASS = 0.004  # of the context: a pass of one row took as long as 18 rows more of 4,200 (19 M, CPU)
 
-At = tuple[str, float]  # a recipe at a share
+WayAt = tuple[str, float]  # a recipe at a share
 
 
 def best(
-    kl: Mapping[At, float], cost: Mapping[At, float], shares: Sequence[float], stays: str = USUAL
+    kl: Mapping[WayAt, float],
+    cost: Mapping[WayAt, float],
+    shares: Sequence[float],
+    stays: str = USUAL,
 ) -> str:
     """Return the recipe of the least KL over the ``shares``, among those than which nothing is much nearer at
     their own cost: at a share some compute more than others. That which ``stays`` does unless another
@@ -44,7 +47,7 @@ def best(
     for at in kl:
         curves.setdefault(at[0], []).append((cost[at], kl[at]))
 
-    def over(at: At) -> float:
+    def over(at: WayAt) -> float:
         return kl[at] / min(reached(curve, cost[at]) for curve in curves.values())
 
     mean = {r: fmean(log(kl[r, share]) for share in shares) for r in curves}

@@ -15,26 +15,23 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from kvweave.errors import ChunkNotFound, LoadFailed
-from kvweave.run.base import Ints, Rows, Steps, Work
+from kvweave.run.base import Backend, Ints, Rows, Steps, Work
 from kvweave.store.kv import KV
 from kvweave.weave.audit import AuditCell
 from kvweave.weave.calibration import STRATEGY
+from kvweave.weave.deps import Dependence
 from kvweave.weave.parts import Available, Part, Placement, Seen, positions_of, resolve
 from kvweave.weave.passes import SLICE, Passes, replays, union
 from kvweave.weave.recipes import NONE, PASS
 from kvweave.weave.repair import Auto, NoRepair, Wish
-from kvweave.weave.sources import Sought, runs
-
-if TYPE_CHECKING:
-    from kvweave.weave.weaver import Weaver
-    from kvweave.weave.weaving import Weaving
+from kvweave.weave.sources import Sought, Sources, runs
+from kvweave.weave.weaving import Weaving
 
 PLAIN = AuditCell("", 0.0)  # nothing but reuse
 NOTHING = Available(False, (), False)
@@ -45,18 +42,20 @@ class Again:
     """What an answer's context was woven of: ``parts``, those with rows of their own in ``had``, ``share``
     of these to repair."""
 
-    weaver: Weaver
+    backend: Backend
+    sources: Sources
+    dependence: Dependence
     parts: tuple[Part, ...]
     had: frozenset[int]  # uids
     share: float
 
     def placed(self) -> tuple[list[Placement], dict[int, KV]] | None:
         """Return where all would be placed now, and its KV by uid; None where it is not what it was."""
-        sources, asked, loaded = self.weaver.sources, Sought(self.had), dict[int, KV]()
+        asked, loaded = Sought(self.had), dict[int, KV]()
 
         def find(part: Part, seen: Seen) -> Available:
             known = part.uid in self.had  # else it was computed there
-            return sources.at_hand(part, seen, asked, loaded) if known else NOTHING
+            return self.sources.at_hand(part, seen, asked, loaded) if known else NOTHING
 
         try:
             placed = resolve(self.parts, [], find)
@@ -67,7 +66,7 @@ class Again:
     def weaving(self, rows: Rows, tokens: Ints, way: str) -> Steps[tuple[Tensor, float]]:
         """Return the logits [prediction, vocab] of the last row and of all ``tokens`` behind the parts, and what
         the repair computed, of the context. ``rows`` are written anew. Raises LoadFailed."""
-        weaver, found, computed = self.weaver, self.placed(), Computed()
+        found, computed = self.placed(), Effort()
         if found is None:
             raise LoadFailed(self.parts[0].id, "missing: what the context was made of has changed")
         placed, loaded = found
@@ -78,10 +77,10 @@ class Again:
             rows.place(runs(moving, {}, loaded), positions_of(placed), exact)
         missing = np.concatenate([np.arange(p.slot + p.ready, p.slots[1]) for p in placed])
         passes = Passes(
-            weaver.backend, rows, tokens[:n], positions_of(placed), missing, placed,
-            weaver.dependence, np.zeros(n, bool),
+            self.backend, rows, tokens[:n], positions_of(placed), missing, placed,
+            self.dependence, np.zeros(n, bool),
         )  # fmt: skip
-        end = yield from computed.counting(self._repairing(passes, way), len(weaver.backend.layers))
+        end = yield from computed.counting(self._repairing(passes, way), len(self.backend.layers))
         behind = np.arange(n, len(tokens))
         positions = passes.positions[-1] + 1 + np.arange(len(behind))
         work = Work(rows, tokens[behind], behind, positions, np.arange(len(behind)))
@@ -100,7 +99,7 @@ class Again:
         return (yield passes.work(rest, want=np.array([len(rest) - 1])))
 
 
-class Computed:
+class Effort:
     """Rows, in passes through all layers, and passes."""
 
     def __init__(self) -> None:
@@ -127,16 +126,16 @@ def sliced(work: Work) -> list[Work]:
     return [work.part(at, min(work.n, at + SLICE)) for at in range(0, work.n, SLICE)]
 
 
-def again_of(weaver: Weaver, weaving: Weaving) -> Again | None:
+def again_of(
+    weaving: Weaving, backend: Backend, sources: Sources, dependence: Dependence
+) -> Again | None:
     """Return what it takes to weave an answer's context in other ways; None where that would teach nothing:
     somebody chose the way, or more than reuse is approximate."""
-    cell = weaving.cell
-    if weaver.calibration is not None or weaving.strategy.measured_as != STRATEGY or cell is None:
+    cell, parts = weaving.cell, tuple(p.part for p in weaving.placed)
+    if cell is None or weaving.alarm or weaving.strategy.measured_as != STRATEGY:
         return None
-    parts = tuple(p.part for p in weaving.placed)
-    odd = weaving.alarm or any(part.frozen or part.virtual for part in parts)
     plain = replace(cell, repair="", share=0.0, tenant="") == PLAIN
-    if odd or not plain or replays(weaver.backend):
+    if not plain or replays(backend) or any(part.frozen or part.virtual for part in parts):
         return None
     had = frozenset(p.part.uid for p in weaving.placed if p.ready)
-    return Again(weaver, parts, had, weaving.wish.share)
+    return Again(backend, sources, dependence, parts, had, weaving.wish.share)

@@ -25,7 +25,7 @@ from kvweave.weave.repair import Wish
 from kvweave.weave.session import NO_ANSWER, Session
 from kvweave.weave.shadow import given_of
 from kvweave.weave.sources import tokens_of
-from kvweave.weave.trying import again_of
+from kvweave.weave.trying import Again, again_of
 
 PIECE = 512  # tokens of a chunk of an answer of which a token policy lets most go
 
@@ -262,11 +262,17 @@ class Turn:
         cost = self.context.answered(plan, len(self._weaving.request.out))
         if given is not None and self._watch is not None and cell is not None:
             try:
-                about = cost, again_of(self._session.weaver, self._weaving)
-                shadow.take(self._watch, cell, plan.drift, given, about)
+                shadow.take(self._watch, cell, plan.drift, given, (cost, self._again()))
             except Exception:  # the answer is given
                 log.exception("an answer was not put aside for an audit")
         shadow.leave(self._watch)
+
+    def _again(self) -> Again | None:
+        """Return what it takes to weave this context in other ways; None where a calibration has chosen."""
+        weaver = self._session.weaver
+        if weaver.calibration is not None:
+            return None
+        return again_of(self._weaving, weaver.backend, weaver.sources, weaver.dependence)
 
     def _denoise(self) -> None:
         """Compute canonical KV of this turn; what fails there is not the answer's fault, and the next

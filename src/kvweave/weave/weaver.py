@@ -68,8 +68,8 @@ class Weaver:
 
     def wish(self, state: State, strategy: Strategy, share: float, max_drift: float | None) -> Wish:
         """Return what a weave is asked for. Raises InvalidArgument if nothing can keep the bound."""
-        learned = self.shadow.auditor.learner.recipe(state.tenant, share)
-        fit, recipe = measured(self.calibration, strategy.measured_as, share, learned)
+        mine = self.shadow.auditor.learner.recipe(state.tenant, share)
+        fit, recipe = measured(self.calibration, strategy.measured_as, share, mine)
         check_bound(max_drift, fit, strategy.name, share)
         if max_drift is not None and state.keeps:
             raise InvalidArgument("max_drift", "evict keeps what pruned chunks left", "use forget")
@@ -389,8 +389,7 @@ class Weaver:
         self.shelf.charge(state.name, state.n_bytes)
 
     def _remember(self, state: State, kept: KeptRows, kv: KV, p: Placement) -> None:
-        """Keep the raw KV of a part's last rows, computed in this context, where someone may ask for
-        it."""
+        """Keep the raw KV of a part's last rows, computed here, where someone may ask for it."""
         if state.keeps:
             n = p.part.n - kv.n_tokens
             before = kept.own.get(p.part.uid) if n else None
