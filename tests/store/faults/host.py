@@ -71,7 +71,7 @@ class Host:
         self.link = self.listener.accept()
 
     def start(self, script: str, *args: Any) -> Child:
-        """Fork, and run a function of `store.faults.scripts` or `stories` there."""
+        """Fork, and run a function of `store.faults.scripts`, `stories`, `roaming` or `refusing` there."""
         self.link.send(("fork", script, args))
         return Child(self, self.link.recv(), self.listener.accept())
 
@@ -97,9 +97,9 @@ class Host:
 
 def serve(address: str) -> None:
     """Fork when told to, until nobody tells any more."""
-    from store.faults import roaming, scripts, stories
+    from store.faults import refusing, roaming, scripts, stories
 
-    known = {**vars(stories), **vars(roaming), **vars(scripts)}
+    known = {**vars(refusing), **vars(stories), **vars(roaming), **vars(scripts)}
     scripts.prepare()
     in_huge_pages()
     link = Client(address, "AF_UNIX")
