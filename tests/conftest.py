@@ -202,6 +202,12 @@ def tiny(name: str = "llama", dtype: torch.dtype = torch.float64) -> Runner:
 
 
 @pytest.fixture
+def looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`auto` looks at contexts so small that it would rather repair all of them: quick tests of how it looks."""
+    monkeypatch.setattr("kvweave.weave.repair.auto.Auto.weighs", False)
+
+
+@pytest.fixture
 def runner() -> Runner:
     return tiny()
 

@@ -13,6 +13,7 @@ from kvweave.weave.check import Check
 from kvweave.weave.session import NO_ANSWER
 
 Make = Callable[..., Engine]
+pytestmark = pytest.mark.usefixtures("looks")
 
 
 def answered(engine: Engine, seed: int, **options: object) -> Context:

@@ -17,6 +17,7 @@ from kvweave.weave.calibration import Calibration, Curve, Evidence
 from kvweave.weave.repair.auto import PROBES
 
 Make = Callable[..., Engine]
+pytestmark = pytest.mark.usefixtures("looks")
 SEEN = Evidence(0.25, 0.1, 0.2, 0.3, 0.4, 0.5)
 
 

@@ -18,6 +18,7 @@ from kvweave.weave.plan import Plan
 from kvweave.weave.recipes import RECIPES, USUAL
 
 Make = Callable[..., Engine]
+pytestmark = pytest.mark.usefixtures("looks")
 
 
 def told(recipe: str, **bounds: float) -> Calibration:

@@ -18,6 +18,7 @@ from kvweave.serve.driver.tasks import Tasks
 from kvweave.weave.passes import SLICE
 
 Make = Callable[..., Engine]
+pytestmark = pytest.mark.usefixtures("looks")
 MODELS = ["llama", "gemma3", "deepseek_v3_latent", "deepseek_v32_indexed", "qwen3_moe", "gpt2"]
 
 

@@ -28,6 +28,7 @@ from kvweave.weave.shadow import AUDITS, MOST, drift_of
 from kvweave.weave.shift import LEAST
 
 Make = Callable[..., Engine]
+pytestmark = pytest.mark.usefixtures("looks")
 AUDITED: dict[str, object] = {"repair": "query", "share": 0.2, "audit": 1.0}
 
 

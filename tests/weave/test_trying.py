@@ -24,6 +24,7 @@ from kvweave.weave.shadow import AUDITS
 from kvweave.weave.trying import Again
 
 Make = Callable[..., Engine]
+pytestmark = pytest.mark.usefixtures("looks")
 AUTO: dict[str, object] = {"repair": "auto", "share": 0.25, "audit": 1.0}
 BLIND = "0@3@1"
 LIKE = ("llama", "qwen3", "gemma3", "gpt_neox", "mixtral")

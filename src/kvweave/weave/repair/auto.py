@@ -21,7 +21,7 @@ import torch
 
 from kvweave.errors import InvalidArgument
 from kvweave.run.base import Ints, Steps
-from kvweave.weave.calibration import CHOICE, Evidence
+from kvweave.weave.calibration import CHOICE, STRATEGY, Evidence
 from kvweave.weave.parts import Placement
 from kvweave.weave.passes import Passes, union
 from kvweave.weave.recipes import ROUNDS, THIRDS
@@ -30,6 +30,7 @@ from kvweave.weave.repair.first_k import firsts
 from kvweave.weave.repair.options import made
 from kvweave.weave.repair.rollout import LOOKAHEAD, ROUND, follow
 
+ROWS_A_PASS = 17  # more, for which one row alone takes as long (19 M, 4,200 rows, CPU): see `PASS`
 PROBES = 2  # of the rows repaired, drawn at random: an unbiased sample of how stale the rest is
 
 
@@ -49,6 +50,7 @@ class Auto(Strategy):
 
     name = "auto"
     looks = True
+    weighs = True  # whether looking is worth it: a bench of the choice asks for it all the same
     hedge, rounds = THIRDS / 3, ROUNDS
 
     def __init__(
@@ -119,6 +121,8 @@ class Auto(Strategy):
             return (yield from self._everything(passes, stale, None))
         if len(passes.slots(stale)) <= len(passes.unready):
             return Verdict(passes.slots(stale), 0.0)
+        if self.weighs and self._is_dear(passes, len(candidates), wish.share):
+            return Verdict(passes.slots(stale), 0.0)
         known = None if passes.lossy else wish.calibration
         passes.compares = bool(known or self.evidence or wish.max_drift is not None)
         budget = round(wish.share * len(candidates))
@@ -146,6 +150,13 @@ class Auto(Strategy):
                     end = _last(passes, (yield from passes.recompute(chosen)))
                 return Verdict(chosen, bound, evidence, True, end)
         return (yield from self._everything(passes, stale, evidence))
+
+    def _is_dear(self, passes: Passes, n: int, share: float) -> bool:
+        """Tell whether to look, draft and follow takes as long as to repair all ``n`` rows, which is exact."""
+        if self.measured_as != STRATEGY or self.evidence:  # somebody asks for just this way
+            return False
+        more = len(passes.question) + LOOKAHEAD + ROUND + ROWS_A_PASS * (LOOKAHEAD + ROUNDS)
+        return n <= round(share * n) + more
 
     def _everything(
         self, passes: Passes, stale: Sequence[Placement], evidence: Evidence | None
