@@ -69,11 +69,6 @@ class Learner:
         """Of how many tenants and shares something is known."""
         return len(self._tallies)
 
-    @property
-    def is_young(self) -> bool:
-        """Whether somebody has begun to learn and does not know enough to choose."""
-        return any(known.n < LEAST for known in self._tallies.values())
-
     def recipe(self, tenant: str, share: float) -> str | None:
         """Return the options that are best for this tenant at this share; None: the usual ones, or nobody
         knows."""

@@ -47,7 +47,7 @@ from kvweave.weave.trying import Again
 AUDITS = "||audit"  # of no namespace: whose memory it is
 MOST = 8  # answers that wait for their audit
 MOST_BYTES = 64 << 20  # of the predictions of these
-MORE = 4  # times the share of time, under an alarm and until enough is learned to choose
+UNDER_ALARM = 4  # times the share of time, until there is a new bound
 T = TypeVar("T")
 log = logging.getLogger("kvweave.weave")
 
@@ -191,8 +191,7 @@ class Shadow:
 
     def is_due(self, loop: Loop) -> bool:
         """Tell whether there is an answer to audit, and time was put by for it."""
-        hurries = self.auditor.alarmed or self.auditor.learner.is_young
-        share = self.share * (MORE if hurries else 1)
+        share = self.share * (UNDER_ALARM if self.auditor.alarmed else 1)
         return bool(self._waiting) and loop.seconds["audit"] <= share * loop.seconds[""]
 
     def audit(self, loop: Loop) -> Task[Audit | None]:
