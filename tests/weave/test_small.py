@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import oracle
 import pytest
@@ -65,6 +66,19 @@ def test_it_computes_no_more_rows_and_passes_than_looking_would(engines: Make) -
         counted.append(sum(map(len, seen)) + ROWS_A_PASS * len(seen))
         assert (len(seen) == 1) == (i == 0)
     assert counted[0] <= counted[1] * 1.1
+
+
+@pytest.mark.parametrize("recipe", ["0@3@1", "2@2@1", "0@0@1"])
+def test_another_way_that_was_learned_or_calibrated_changes_nothing(
+    engines: Make, recipe: str
+) -> None:
+    engine = engines(repair="auto", share=0.15)
+    engine.weaver.calibration = replace(flat(), recipes=((0.15, recipe),))
+    assert asked(engine, 40).weave().drift == 0
+    other = engines(repair="auto", share=0.15, audit=1.0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(other.shadow.auditor.learner, "recipe", lambda *_: recipe)
+        assert asked(other, 40).weave().drift == 0
 
 
 def test_who_asks_for_just_that_gets_it(engines: Make) -> None:

@@ -46,7 +46,7 @@ def woven_again(engine: Engine, sample: Any, recipe: str) -> tuple[torch.Tensor,
     rows = engine.runner.new_rows()
     rows.reserve(len(sample.tokens) + 2)
     steps = engine.shadow._aside(
-        engine.loop, rows, 0, sample.again.weaving(rows, sample.tokens, recipe)
+        engine.loop, rows, 0, sample.again.weaving(rows, sample.tokens, len(sample.logits), recipe)
     )
     found = engine.loop.finish(steps)
     assert found is not None
@@ -133,9 +133,9 @@ def test_the_way_that_came_nearest_is_taken(engines: Make, monkeypatch: pytest.M
     names = iter(WAYS * 99)
     made = Again.weaving
 
-    def planted(self: Again, rows: Any, tokens: Any, way: str) -> Any:
+    def planted(self: Again, rows: Any, tokens: Any, n_last: int, way: str) -> Any:
         assert way == next(names)
-        found, _ = yield from made(self, rows, tokens, way)
+        found, _ = yield from made(self, rows, tokens, n_last, way)
         return found + (0 if way == BLIND else 1e3 * torch.eye(*found.shape)), 0.05
 
     monkeypatch.setattr(Again, "weaving", planted)

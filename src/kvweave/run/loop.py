@@ -149,7 +149,7 @@ class Loop:
             request.sampler = Sampler(asked, self.backend.device, *about)
             if (decode := self.decode(asked.shown)) is not None:
                 request.detokenizer, request.scanner = Detokenizer(decode), StopScanner(asked.stop)
-        self.requests[request.key] = request
+        self.requests[request.key], started = request, time.perf_counter()
         try:
             if asked is not None and asked.stop and request.detokenizer is None:
                 reason = "this model came without a tokenizer, so nothing it writes is text"
@@ -159,6 +159,9 @@ class Loop:
             self._fail(request, error)
             if not isinstance(error, Exception):
                 raise
+        finally:
+            if request.background:  # what is placed first takes its time too
+                self.seconds[request.background] += time.perf_counter() - started
         if request.n_pending:
             n_left = request.sampling.max_tokens if request.sampling is not None else 0
             who = request.tenant, False, bool(request.background), request.urgent
@@ -391,10 +394,7 @@ class Loop:
 
 
 def goes_on(task: Task[T], request: Request) -> Request:
-    """Go on with a task whose request is over; return what it waits for then.
-
-    Raises StopIteration at its end, and what it ends in.
-    """
+    """Return what a task waits for next, whose request is over. Raises StopIteration at its end, or its error."""
     if request.error is not None:
         return task.throw(request.error)
     return next(task)

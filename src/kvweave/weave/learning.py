@@ -24,7 +24,7 @@ EVERY = 8  # from one choice to the next
 MOST = 64  # answers; what is known counts for half as many then
 SELDOM = 4  # once so many are known, one audit in so many adds to them
 WAYS = (NONE, *RECIPES)  # that are tried
-MOST_KINDS = 64  # tenants and shares; of whom least is known is forgotten first
+MOST_KINDS = 64  # tenants and shares; of who has most, what is known least is forgotten first
 
 Tried = Mapping[str, tuple[float, float]]  # way -> KL (nats), cost (of the context)
 
@@ -37,6 +37,7 @@ class Learned:
 
     n: int = 0
     recipe: str = USUAL
+    n_asked: int = field(default=0, compare=False)  # whether to try one, since the start
     roots: dict[str, float] = field(default_factory=lambda: dict.fromkeys(WAYS, 0.0))
     costs: dict[str, float] = field(default_factory=lambda: dict.fromkeys(WAYS, 0.0))
 
@@ -63,7 +64,6 @@ class Learner:
 
     def __init__(self) -> None:
         self._tallies: dict[tuple[str, float], Learned] = {}
-        self._n_asked = 0
 
     def __len__(self) -> int:
         """Of how many tenants and shares something is known."""
@@ -78,8 +78,10 @@ class Learner:
     def wants(self, tenant: str, share: float) -> bool:
         """Tell whether an answer is to be woven in all ways; of those of whom enough is known, now and then."""
         known = self._tallies.get((tenant, round(share, 3)))
-        self._n_asked += 1
-        return known is None or known.n < MOST // 2 or self._n_asked % SELDOM == 0
+        if known is None:
+            return True
+        known.n_asked += 1
+        return known.n < MOST // 2 or known.n_asked % SELDOM == 0
 
     def saw(self, tenant: str, share: float, found: Tried) -> str | None:
         """Take in what all ways came to in an answer; return the recipe that is best, if that is another
@@ -91,14 +93,23 @@ class Learner:
         at = tenant, round(share, 3)
         if at not in self._tallies:
             while len(self._tallies) >= MOST_KINDS:
-                del self._tallies[min(self._tallies, key=lambda each: self._tallies[each].n)]
+                self._forget()
             self._tallies[at] = Learned()
         return self._tallies[at].recipe if self._tallies[at].saw(found) else None
 
+    def _forget(self) -> None:
+        """Forget that of which least is known, of who has most."""
+        had = Counter(tenant for tenant, _ in self._tallies)
+        most = [at for at in self._tallies if had[at[0]] == max(had.values())]
+        del self._tallies[min(most, key=lambda at: self._tallies[at].n)]
+
     def report(self) -> list[dict[str, Any]]:
         """Return what is known, for a page or a file: numbers, nothing of any text."""
-        found = sorted(self._tallies.items())
-        return [{"tenant": t, "share": share, **asdict(known)} for (t, share), known in found]
+        told = [
+            {"tenant": t, "share": share, **asdict(known)}
+            for (t, share), known in sorted(self._tallies.items(), key=lambda each: each[0])
+        ]
+        return [{key: x for key, x in each.items() if key != "n_asked"} for each in told]
 
     def totals(self) -> tuple[tuple[str, str, int], ...]:
         """Return share, recipe and answers, all tenants together."""
@@ -122,5 +133,5 @@ class Learner:
             ):
                 raise ValueError(f"{n} answers, {share}: no numbers that were learned")
             if roots.keys() == costs.keys() == mine and recipe in RECIPES:
-                made._tallies[str(each["tenant"]), share] = Learned(n, recipe, roots, costs)
+                made._tallies[str(each["tenant"]), share] = Learned(n, recipe, 0, roots, costs)
         return made

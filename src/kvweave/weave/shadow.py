@@ -42,11 +42,12 @@ from kvweave.weave.costs import AnswerCost
 from kvweave.weave.learning import WAYS
 from kvweave.weave.passes import SLICE
 from kvweave.weave.shift import passes
-from kvweave.weave.trying import Again
+from kvweave.weave.trying import Again, Woven
 
 AUDITS = "||audit"  # of no namespace: whose memory it is
 MOST = 8  # answers that wait for their audit
 MOST_BYTES = 64 << 20  # of the predictions of these
+HELD = 4  # times its predictions: a full prefill's, and another way's, in pieces too
 UNDER_ALARM = 4  # times the share of time, until there is a new bound
 T = TypeVar("T")
 log = logging.getLogger("kvweave.weave")
@@ -191,7 +192,8 @@ class Shadow:
 
     def is_due(self, loop: Loop) -> bool:
         """Tell whether there is an answer to audit, and time was put by for it."""
-        share = self.share * (UNDER_ALARM if self.auditor.alarmed else 1)
+        alarmed = any(self.auditor.promise(sample.cell).alarm for sample in self._waiting)
+        share = self.share * (UNDER_ALARM if alarmed else 1)  # nobody hurries for who is gone
         return bool(self._waiting) and loop.seconds["audit"] <= share * loop.seconds[""]
 
     def audit(self, loop: Loop) -> Task[Audit | None]:
@@ -201,26 +203,24 @@ class Shadow:
             return None
         sample, rows = self._waiting.pop(0), self.backend.new_rows()
         n = len(sample.tokens) + DRAFT
-        n_bytes = rows.bytes_for(n) + sample.n_bytes * (1 if sample.again is None else 2)
-        drift: float | None = None
+        n_bytes = rows.bytes_for(n) + sample.n_bytes * (1 if sample.again is None else HELD)
+        audit: Audit | None = None
         try:
             if n_bytes > self.shelf.room:
                 self._charge()
                 raise OverBudget(n_bytes, self.shelf.budget, 0)
             rows.reserve(n)
-            truth = yield from self._aside(loop, rows, n_bytes, truth_of(rows, sample))
-            if truth is not None:
-                drift = drift_of(truth, sample.logits)
-                yield from self._learn(loop, rows, n_bytes, (sample, truth))
+            found = yield from self._aside(loop, rows, n_bytes, drifting(rows, sample))
+            if found is not None:
+                audit = self._found(sample, found[1])
+                yield from self._learn(loop, rows, n_bytes, (sample, found[0]))
         except Exception as error:
             known = isinstance(error, KVWeaveError)
             log.log(logging.INFO if known else logging.ERROR, "an audit came to nothing: %s", error)
         finally:
             self._charge()
-        if drift is None:
-            self.auditor.n_failed += 1
-            return None
-        return self._found(sample, drift)
+        self.auditor.n_failed += audit is None
+        return audit
 
     def _aside(self, loop: Loop, rows: Rows, n_bytes: int, steps: Steps[T]) -> Task[T | None]:
         """Run steps in the background, with ``n_bytes`` charged; None where that was called off."""
@@ -243,19 +243,22 @@ class Shadow:
     def _learn(
         self, loop: Loop, rows: Rows, n_bytes: int, about: tuple[Sample, Tensor]
     ) -> Task[None]:
-        """Weave an answer in all ways there are, where that is wanted, and note how near each came."""
-        (sample, truth), learner = about, self.auditor.learner
-        again, tenant = sample.again, sample.cell.tenant
-        if again is None or again.placed() is None or not learner.wants(tenant, again.share):
+        """Weave an answer in all ways there are, where that is wanted, and note how near each came. Under
+        an alarm time is for audits, and the way stays whose bound they make."""
+        (sample, truth), auditor = about, self.auditor
+        again, tenant, learner = sample.again, sample.cell.tenant, auditor.learner
+        if again is None or auditor.promise(sample.cell).alarm:
             return
+        stood = again.stands() if learner.wants(tenant, again.share) else None
         found: dict[str, tuple[float, float]] = {}
-        for way in WAYS:
-            woven = yield from self._aside(
-                loop, rows, n_bytes, again.weaving(rows, sample.tokens, way)
-            )
-            if woven is None:
+        for way in WAYS if stood is not None else ():
+            if n_bytes > self.shelf.room or again.stands() != stood:  # given back; or others' rows
                 return
-            found[way] = drift_of(truth, woven[0][-len(truth) :]), woven[1]
+            steps = again.weaving(rows, sample.tokens, len(truth), way)
+            near = yield from self._aside(loop, rows, n_bytes, nearness(steps, truth))
+            if near is None:
+                return
+            found[way] = near
         best = learner.saw(tenant, again.share, found)
         if best is not None:
             log.info("auto repairs as %s at a share of %g from here on", best, again.share)
@@ -304,15 +307,23 @@ class Shadow:
         self.shelf.charge(AUDITS, running + seen + sum(s.n_bytes for s in self._waiting))
 
 
-def truth_of(rows: Rows, sample: Sample) -> Steps[Tensor]:
-    """Return the logits [prediction, vocab] that a full prefill in ``rows`` has for an answer's predictions."""
+def drifting(rows: Rows, sample: Sample) -> Steps[tuple[Tensor, float]]:
+    """Return the logits [prediction, vocab] that a full prefill in ``rows`` has for an answer's predictions,
+    and the mean KL (nats) of these to them. Raises ArithmeticError when that predicts nothing."""
     n = len(sample.tokens)
     found, kept = [], n - len(sample.logits)
     for at in range(0, n, SLICE):
         slots = np.arange(at, min(n, at + SLICE))
         want = np.flatnonzero(slots >= kept)
         found.append((yield Work(rows, sample.tokens[slots], slots, sample.positions[slots], want)))
-    return torch.cat(found)
+    truth = torch.cat(found)
+    return truth, drift_of(truth, sample.logits)
+
+
+def nearness(weaving: Steps[Woven], truth: Tensor) -> Steps[tuple[float, float]]:
+    """Return the mean KL (nats) of what another way predicts to the truth, and its cost."""
+    found, cost = yield from weaving
+    return drift_of(truth, found), cost
 
 
 def drift_of(wanted: Tensor, found: Tensor) -> float:

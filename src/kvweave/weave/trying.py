@@ -26,7 +26,16 @@ from kvweave.store.kv import KV
 from kvweave.weave.audit import AuditCell
 from kvweave.weave.calibration import STRATEGY
 from kvweave.weave.deps import Dependence
-from kvweave.weave.parts import Available, Part, Placement, Seen, positions_of, resolve
+from kvweave.weave.parts import (
+    Available,
+    Part,
+    Placement,
+    Seen,
+    Source,
+    Truth,
+    positions_of,
+    resolve,
+)
 from kvweave.weave.passes import SLICE, Passes, replays, union
 from kvweave.weave.recipes import NONE, PASS
 from kvweave.weave.repair import Auto, NoRepair, Wish
@@ -35,6 +44,7 @@ from kvweave.weave.weaving import Weaving
 
 PLAIN = AuditCell("", 0.0)  # nothing but reuse
 NOTHING = Available(False, (), False)
+Woven = tuple[Tensor, float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,20 +71,20 @@ class Again:
             placed = resolve(self.parts, [], find)
         except ChunkNotFound:
             return None
-        return (placed, loaded) if self.had == {p.part.uid for p in placed if p.ready} else None
+        same = self.had == {p.part.uid for p in placed if p.ready}
+        return None if not same or any(kv.altered for kv in loaded.values()) else (placed, loaded)
 
-    def weaving(self, rows: Rows, tokens: Ints, way: str) -> Steps[tuple[Tensor, float]]:
-        """Return the logits [prediction, vocab] of the last row and of all ``tokens`` behind the parts, and what
-        the repair computed, of the context. ``rows`` are written anew. Raises LoadFailed."""
-        found, computed = self.placed(), Effort()
-        if found is None:
-            raise LoadFailed(self.parts[0].id, "missing: what the context was made of has changed")
-        placed, loaded = found
+    def stands(self) -> list[tuple[Source, Truth]] | None:
+        """Return what the rows of each part would be now: ways over others are not compared."""
+        found = self.placed()
+        return None if found is None else [(p.source, p.truth) for p in found[0]]
+
+    def weaving(self, rows: Rows, tokens: Ints, n_last: int, way: str) -> Steps[Woven]:
+        """Return the logits [prediction, vocab] of the last ``n_last`` of the context's last row and all
+        ``tokens`` behind the parts, and what the repair computed, of the context. ``rows`` are written
+        anew. Raises LoadFailed."""
+        placed, computed = self._placing(rows), Effort()
         n = placed[-1].slots[1]
-        rows.truncate(0)
-        if moving := [p for p in placed if p.ready]:
-            exact = next((p.slot for p in moving if not p.exact), None)
-            rows.place(runs(moving, {}, loaded), positions_of(placed), exact)
         missing = np.concatenate([np.arange(p.slot + p.ready, p.slots[1]) for p in placed])
         passes = Passes(
             self.backend, rows, tokens[:n], positions_of(placed), missing, placed,
@@ -83,12 +93,25 @@ class Again:
         end = yield from computed.counting(self._repairing(passes, way), len(self.backend.layers))
         behind = np.arange(n, len(tokens))
         positions = passes.positions[-1] + 1 + np.arange(len(behind))
-        work = Work(rows, tokens[behind], behind, positions, np.arange(len(behind)))
+        want = np.arange(max(0, len(behind) - n_last), len(behind))
         more = []
-        for part in sliced(work):
+        for part in sliced(Work(rows, tokens[behind], behind, positions, want)):
             more.append((yield part))
         rows_more, passes_more = computed.rows - len(missing), computed.passes - 1
-        return torch.cat([end, *more]), max(0.0, rows_more / n) + PASS * max(0, passes_more)
+        cost = max(0.0, rows_more / n) + PASS * max(0, passes_more)
+        return torch.cat([end, *more])[-n_last:], cost
+
+    def _placing(self, rows: Rows) -> list[Placement]:
+        """Write what is placed, and keep nothing of it: the shelf may let it go. Raises LoadFailed."""
+        found = self.placed()
+        if found is None:
+            raise LoadFailed(self.parts[0].id, "missing: what the context was made of has changed")
+        placed, loaded = found
+        rows.truncate(0)
+        if moving := [p for p in placed if p.ready]:
+            exact = next((p.slot for p in moving if not p.exact), None)
+            rows.place(runs(moving, {}, loaded), positions_of(placed), exact)
+        return placed
 
     def _repairing(self, passes: Passes, way: str) -> Steps[Tensor]:
         """Repair, compute the rest and return the logits [1, vocab] of the last row."""
@@ -131,8 +154,9 @@ def again_of(
 ) -> Again | None:
     """Return what it takes to weave an answer's context in other ways; None where that would teach nothing:
     somebody chose the way, or more than reuse is approximate."""
-    cell, parts = weaving.cell, tuple(p.part for p in weaving.placed)
-    if cell is None or weaving.alarm or weaving.strategy.measured_as != STRATEGY:
+    cell, parts, auto = weaving.cell, tuple(p.part for p in weaving.placed), weaving.strategy
+    usual = isinstance(auto, Auto) and auto.measured_as == STRATEGY and not auto.evidence
+    if cell is None or weaving.alarm or not usual or sources.bases.foreign(parts):
         return None
     plain = replace(cell, repair="", share=0.0, tenant="") == PLAIN
     if not plain or replays(backend) or any(part.frozen or part.virtual for part in parts):

@@ -121,7 +121,7 @@ class Auto(Strategy):
             return (yield from self._everything(passes, stale, None))
         if len(passes.slots(stale)) <= len(passes.unready):
             return Verdict(passes.slots(stale), 0.0)
-        if self.weighs and self._is_dear(passes, len(candidates), wish.share):
+        if self.weighs and self._is_dear(passes, len(candidates), wish):
             return Verdict(passes.slots(stale), 0.0)
         known = None if passes.lossy else wish.calibration
         passes.compares = bool(known or self.evidence or wish.max_drift is not None)
@@ -151,12 +151,13 @@ class Auto(Strategy):
                 return Verdict(chosen, bound, evidence, True, end)
         return (yield from self._everything(passes, stale, evidence))
 
-    def _is_dear(self, passes: Passes, n: int, share: float) -> bool:
+    def _is_dear(self, passes: Passes, n: int, wish: Wish) -> bool:
         """Tell whether to look, draft and follow takes as long as to repair all ``n`` rows, which is exact."""
-        if self.measured_as != STRATEGY or self.evidence:  # somebody asks for just this way
+        named = wish.recipe is None and self.measured_as != STRATEGY
+        if named or self.evidence:  # somebody asks for just this way
             return False
         more = len(passes.question) + LOOKAHEAD + ROUND + ROWS_A_PASS * (LOOKAHEAD + ROUNDS)
-        return n <= round(share * n) + more
+        return n <= round(wish.share * n) + more
 
     def _everything(
         self, passes: Passes, stale: Sequence[Placement], evidence: Evidence | None
