@@ -12,7 +12,7 @@ from weakref import ref
 import pytest
 import torch
 from weave.test_trying import AUTO, asked, taught, waiting, woven_again
-from weaving import text
+from weaving import chat, text
 
 from kvweave import Context, Engine
 from kvweave.weave.check import COMPARED
@@ -23,6 +23,7 @@ from kvweave.weave.shadow import UNDER_ALARM, drift_of
 from kvweave.weave.trying import Again
 
 Make = Callable[..., Engine]
+pytestmark = pytest.mark.usefixtures("looks")
 
 
 class Trial:
@@ -91,14 +92,15 @@ def test_of_a_long_answer_no_more_is_predicted_than_was_kept(
         wanted.append(sum(len(work.want) for work in works))
         return forward(works)
 
-    monkeypatch.setattr(engine.runner, "forward", counting)
-    trial.run(1)
-    assert sum(wanted) == COMPARED
-    for _ in range(3):
-        wanted.clear()
-        assert trial.go_on()
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.runner, "forward", counting)
         trial.run(1)
-        assert COMPARED <= sum(wanted) <= COMPARED + 3, "and what a look predicts"
+        assert sum(wanted) == COMPARED
+        for _ in range(3):
+            wanted.clear()
+            assert trial.go_on()
+            trial.run(1)
+            assert COMPARED <= sum(wanted) <= COMPARED + 3, "and what a look predicts"
 
 
 def test_kv_that_goes_is_not_held_by_what_was_placed_of_it(engines: Make) -> None:
@@ -150,6 +152,7 @@ def test_rows_that_went_through_a_codec_since_are_not_tried(
 def test_memory_that_was_given_back_is_not_taken_again(engines: Make) -> None:
     """Between the end of one way and the next it is let go of, and somebody takes it."""
     engine = engines(**AUTO)
+    chat(engine, "others", [200, 200], first=70)
     asked(engine, "c").generate(3, ignore_eos=True)
     trial, shelf = Trial(engine).run(4), engine.shelf
     held = set(shelf.ram)
