@@ -37,6 +37,7 @@ def learned(found: dict[str, Any] | None) -> str:
             f"{worst['regret']:.2f}, {worst['model']} {100 * worst['share']:.0f} %", f"{mean:.2f}",
         ])  # fmt: skip
     lines = [
+        "",
         "Learned while nobody asks: regret of `auto` after no answer, after "
         f"{counts[1]}, and **after {last}**, geometric means of {setup['draws']} draws (in brackets what nine of ten draws are "
         f"between); on {machine['cpu']}, commit {machine['commit'][:7]} ([bench/learned.py](../bench/learned.py)).",

@@ -23,6 +23,7 @@ def splices() -> ModuleType:
         sys.path.remove(str(BENCH))
 
 
+@pytest.mark.usefixtures("looks")
 def test_what_is_lost_is_told_by_splice_and_method(
     splices: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:  # fmt: skip

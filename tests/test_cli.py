@@ -382,6 +382,7 @@ def test_run_needs_no_home_and_claims_none(sh):
     assert not sh.home.exists()
 
 
+@pytest.mark.usefixtures("looks")
 def test_run_fills_holes(stocked):
     words = ["run", "{docs} {q}", "--docs", "docs=docs/*,#1", "--set", "q=a=b", "--max-tokens", "1"]
     spans = stocked.json(*words)["plan"]["spans"]
@@ -397,6 +398,7 @@ def test_full_repair_equals_the_oracle(stocked):
     assert "vs full prefill of" in stocked(*words, "--share", "0.5")
 
 
+@pytest.mark.usefixtures("looks")
 def test_a_bound_on_the_drift_is_handed_on_and_kept(stocked):
     shares = (0.05, 0.15)
     wide = ((-9.0,) * 5, (9.0,) * 5)

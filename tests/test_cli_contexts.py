@@ -141,10 +141,10 @@ def test_history_is_shown(there):
 
 def test_what_answers_cost_is_told(there):
     assert "0 nats in 0 answers" in there("context", "ledger", "chat/42")
-    there("context", "ask", "chat/42", "so well .", "--max-tokens", "2")
+    there("context", "ask", "chat/42", "so well .", "--max-tokens", "1")
     told = there.json("context", "ledger", "chat/42")
-    assert told["answers"] == 1 and told["data"][0]["n_tokens"] == 2
-    assert re.search(r"^ *\d+ +2 +\S+ +- ", there("context", "ledger", "chat/42"), re.M)
+    assert told["answers"] == 1 and told["data"][0]["n_tokens"] == 1
+    assert re.search(r"^ *\d+ +1 +\S+ +- ", there("context", "ledger", "chat/42"), re.M)
 
 
 def test_without_a_server_it_says_that_contexts_do_not_last(sh):

@@ -19,6 +19,8 @@ from kvweave.connect.vllm.spec import PartSpec, WeaveSpec, spec_of
 from kvweave.errors import ChunkNotFound, InvalidArgument, ModelMismatch
 from kvweave.weave.calibration import Calibration, Curve
 
+pytestmark = pytest.mark.usefixtures("looks")
+
 # ---- what requests say
 
 

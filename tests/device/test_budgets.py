@@ -251,6 +251,7 @@ def test_contexts_that_are_woven_together_wait_no_more_than_one() -> None:
         assert sum(log.count("sync") for log in logs) <= 8 * (WEAVE_SYNCS - 1) + len(logs)
 
 
+@pytest.mark.usefixtures("looks")
 def test_a_bound_that_takes_a_second_repair_waits_once_more() -> None:
     def curve(share: float, bound: float) -> Curve:
         return Curve(0.2, share, (0.0,) * 6, (0.0,), (bound,), (-9.0,) * 5, (9.0,) * 5)

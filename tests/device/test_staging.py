@@ -87,6 +87,7 @@ def test_what_went_down_and_came_up_answers_as_on_the_host(open_engine: Open, ti
         assert not log.count(kind), log.lines(kind)
 
 
+@pytest.mark.usefixtures("looks")
 @pytest.mark.parametrize("repair", ["none", "auto", "deviation"])
 def test_a_pass_waits_for_a_layer_when_it_comes_to_it(
     open_engine: Open, monkeypatch: pytest.MonkeyPatch, repair: str

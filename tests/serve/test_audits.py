@@ -157,6 +157,7 @@ def test_a_ledger_is_told_to_whom_it_belongs_and_metrics_name_no_one(served):
     assert not [key for key in found if "anna" in str(key)]
 
 
+@pytest.mark.usefixtures("looks")
 def test_what_is_learned_of_it_is_told_without_names(serve):
     served = serve(engine_options={"audit": 1.0, "repair": "auto", "share": 0.2})
     asked(served.anna, "c")

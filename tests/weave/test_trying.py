@@ -138,17 +138,17 @@ def test_the_way_that_came_nearest_is_taken(engines: Make, monkeypatch: pytest.M
         found, _ = yield from made(self, rows, tokens, n_last, way)
         return found + (0 if way == BLIND else 1e3 * torch.eye(*found.shape)), 0.05
 
-    monkeypatch.setattr(Again, "weaving", planted)
-    monkeypatch.setattr("kvweave.weave.learning.LEAST", 4)
-    monkeypatch.setattr("kvweave.weave.learning.EVERY", 4)
-    answers(engine, 3)
     learner = engine.shadow.auditor.learner
-    assert learner.recipe("", 0.25) is None
-    answers(engine, 1, 3)
-    assert learner.recipe("", 0.25) == BLIND and learner.recipe("", 0.3) is None
-    answers(engine, 1, 50)
-    assert f"auto:{BLIND}" in {r.cell.repair for r in engine.shadow.auditor.report()}
-    monkeypatch.undo()
+    with monkeypatch.context() as patch:
+        patch.setattr(Again, "weaving", planted)
+        patch.setattr("kvweave.weave.learning.LEAST", 4)
+        patch.setattr("kvweave.weave.learning.EVERY", 4)
+        answers(engine, 3)
+        assert learner.recipe("", 0.25) is None
+        answers(engine, 1, 3)
+        assert learner.recipe("", 0.25) == BLIND and learner.recipe("", 0.3) is None
+        answers(engine, 1, 50)
+        assert f"auto:{BLIND}" in {r.cell.repair for r in engine.shadow.auditor.report()}
     asked(engine, "d", 51).generate(3, ignore_eos=True)
     found, _ = woven_again(engine, waiting(engine), BLIND)
     assert torch.allclose(found, waiting(engine).logits, atol=1e-9)

@@ -16,7 +16,7 @@ from weaving import chat, text
 
 from kvweave import Context, Engine
 from kvweave.weave.check import COMPARED
-from kvweave.weave.learning import LEAST, MOST, MOST_KINDS, SELDOM, WAYS, Learner
+from kvweave.weave.learning import MOST, MOST_KINDS, SELDOM, WAYS, Learner
 from kvweave.weave.parts import seen_from
 from kvweave.weave.recipes import RECIPES
 from kvweave.weave.shadow import UNDER_ALARM, drift_of
