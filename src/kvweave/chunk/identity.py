@@ -12,7 +12,7 @@ from typing import Annotated, Literal, NewType, get_args
 
 import numpy as np
 
-from kvweave.errors import InvalidArgument, InvalidName, ModelMismatch
+from kvweave.errors import FormatTooNew, InvalidArgument, InvalidName, ModelMismatch
 
 ChunkId = NewType("ChunkId", int)
 Kind = Literal["system", "user", "assistant", "tool", "document", "memory", "thinking", "summary"]
@@ -176,8 +176,11 @@ class ModelFingerprint:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, str]) -> ModelFingerprint:
-        """Return the fingerprint ``to_dict`` was called on; raise InvalidArgument on other keys."""
+        """Return the fingerprint ``to_dict`` was called on; raise InvalidArgument on other keys,
+        FormatTooNew where there are more."""
         names = {field.name for field in fields(cls)}
+        if more := sorted({*data} - names) if names < {*data} else ():
+            raise FormatTooNew("the model's fingerprint", 2, 1, f"the field {', '.join(more)}")
         wrong = sorted(names.symmetric_difference(data) - {"adapter", "config"})
         if wrong:
             raise InvalidArgument("fingerprint", f"missing or unknown: {', '.join(wrong)}")

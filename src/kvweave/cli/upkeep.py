@@ -9,6 +9,7 @@ from pathlib import Path
 from kvweave.chunk.guard import free_name, lost_of
 from kvweave.chunk.index import is_shared
 from kvweave.chunk.marks import marks, uuid_of
+from kvweave.chunk.rebuild import there
 from kvweave.chunk.salvage import salvage
 from kvweave.chunk.table import Table
 from kvweave.cli.home import has_index, home_of, private, tiers_of
@@ -32,6 +33,7 @@ def fsck(args: Namespace) -> int:
     begun = (args.repair and (home / "kv").is_dir()) or has_index(home)
     if not begun:
         raise StoreError(f"there is no home {home}", hint="give another --home", path=str(home))
+    files.model_of(home)  # one of a later version is refused before anything is touched
     said: dict[str, object] = {"home": str(home), "index": "ok", "directories": []}
     lines = []
     try:
@@ -95,7 +97,7 @@ def _directories(args: Namespace, home: Path, out: Out) -> list[files.Found]:
 def _model(home: Path, repair: bool) -> list[str]:
     """Return what is wrong with ``model.json``, which ``repair`` puts aside."""
     fingerprint = home / "model.json"
-    if not fingerprint.exists() or files.model_of(home) is not None:
+    if files.model_of(home) is not None or not there(fingerprint):
         return []
     return ["model.json: it is no model's fingerprint", *_put_aside(fingerprint, repair)]
 

@@ -34,6 +34,7 @@ from kvweave.serve.openai import routes as openai
 from kvweave.serve.options import Options
 from kvweave.serve.responses import conversations
 from kvweave.serve.responses import routes as responses
+from kvweave.serve.responses.used import before
 from kvweave.serve.routes import (
     asked,
     chunks,
@@ -77,7 +78,7 @@ def create_app(engine: Engine, options: Options | None = None) -> FastAPI:
 
     @asynccontextmanager
     async def life(app: FastAPI) -> AsyncGenerator[None, None]:
-        state.responses.expire(time.time() - options.retain)
+        state.responses.expire(before(options.retain))
         driver.start()
         expiring = asyncio.create_task(_expire(state, options.retain))
         try:
@@ -143,7 +144,7 @@ async def _expire(state: ServerState, seconds: float) -> None:
     """Forget again and again what was kept for so long without a use."""
     while True:
         await asyncio.sleep(min(max(seconds / 10, 0.1), 600.0))
-        state.responses.expire(time.time() - seconds)
+        state.responses.expire(before(seconds))
         try:
             await state.call(OURS, lambda engine: state.expire(time.time() - seconds))
         except KVWeaveError as error:  # busy, or a disk that is full: another time

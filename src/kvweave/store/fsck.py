@@ -28,7 +28,7 @@ from kvweave.chunk.guard import lost_of
 from kvweave.chunk.identity import ModelFingerprint
 from kvweave.chunk.place import place_of
 from kvweave.chunk.rebuild import there, write_json
-from kvweave.errors import FormatTooNew, KVWeaveError, StoreError
+from kvweave.errors import FormatTooNew, InvalidArgument, KVWeaveError, StoreError
 from kvweave.store.collect import REGISTERED
 from kvweave.store.record.layout import Head
 from kvweave.store.record.transfer import digest_of, verify
@@ -155,8 +155,8 @@ def _tidy(found: Found, disk: Disk, repair: bool, discard_strays: bool) -> None:
 def _is_to_be_ours(directory: Path, known: Known, take_over: bool) -> bool:
     try:
         owner = owner_of(directory)
-    except StoreError:
-        return True
+    except StoreError as error:  # a later kvweave's is another home's, unless it is in ours
+        return not isinstance(error, FormatTooNew) or known.has(directory)
     if owner in known.was and take_over:
         return True
     return owner not in (None, known.uuid, *known.was) and known.has(directory)
@@ -227,11 +227,11 @@ def _head(disk: Disk, key: str) -> Head:
 
 
 def model_of(home: Path) -> str | None:
-    """Return the digest of the model a home is of, None where nothing says it. Raises OSError."""
+    """Return the digest of the model a home is of, None where nothing says it. Raises FormatTooNew, OSError."""
     try:
         said = json.loads((home / "model.json").read_text())
         return ModelFingerprint.from_dict(said).digest().hex()
-    except (FileNotFoundError, ValueError, TypeError, KeyError, KVWeaveError):
+    except (FileNotFoundError, ValueError, TypeError, InvalidArgument):
         return None
 
 
@@ -259,7 +259,7 @@ def check_shared(specs: Iterable[str], *, repair: bool = False) -> list[Found]:
         try:
             owner_of(directory)
         except StoreError as error:
-            if repair:
+            if repair and not isinstance(error, FormatTooNew):
                 disown(directory)
                 claim(directory, None, shared=True, inside=False).close()
                 found.repaired.append(f"{FILE}: written anew")

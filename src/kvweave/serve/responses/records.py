@@ -14,6 +14,7 @@ from typing import Any, Literal
 from kvweave.errors import ContextBusy, NotStored
 from kvweave.serve.responses.held import HeldItems
 from kvweave.serve.responses.items import ResponseItem, fresh
+from kvweave.serve.responses.used import now
 
 
 @dataclass(slots=True)
@@ -22,7 +23,7 @@ class StoredResponse:
 
     body: dict[str, Any]
     items: tuple[ResponseItem, ...]
-    used: float = field(default_factory=time.time)
+    used: float = field(default_factory=now)
     n_own: int = 0  # bytes besides those of items
 
     @property
@@ -61,7 +62,7 @@ class Compaction:
     n_written: int
     of: Literal["items", "messages"] = "items"  # of which API what it stands for is
     undone: bool = False
-    used: float = field(default_factory=time.time)
+    used: float = field(default_factory=now)
     n_own: int = 0  # bytes besides those of items
     n_bytes: int = 0  # with those of items, whoever holds them too
 
@@ -97,7 +98,7 @@ class LapsedSummary:
     """What is left of a summary that was taken back, once what it stands for is forgotten."""
 
     id: str
-    used: float = field(default_factory=time.time)
+    used: float = field(default_factory=now)
     items: tuple[ResponseItem, ...] = ()
 
     def told(self) -> dict[str, Any]:
@@ -119,7 +120,7 @@ class StoredConversation:
     changed: Callable[[StoredConversation], None]  # called when there is something to write down
     by_id: dict[str, ResponseItem] = field(default_factory=dict)  # in order
     created: int = field(default_factory=lambda: int(time.time()))
-    used: float = field(default_factory=time.time)
+    used: float = field(default_factory=now)
     context: str | None = None  # where its last answer came to be
     busy: bool = False
 
@@ -152,7 +153,7 @@ class StoredConversation:
         more = fresh(self.by_id, items)
         self.held.hold(more)
         self.by_id.update((item["id"], item) for item in more)
-        self.used = time.time()
+        self.used = now()
         self.changed(self)
         return more
 

@@ -18,7 +18,6 @@ import logging
 import os
 import queue
 import sqlite3
-import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
@@ -32,6 +31,7 @@ from kvweave.chunk.background import Background, NoThread, within
 from kvweave.chunk.guard import as_ours, found_by, free_name, give_lock, in_doubt, take_lock
 from kvweave.chunk.rebuild import there
 from kvweave.errors import CorruptChunk, FormatTooNew, StoreError
+from kvweave.serve.responses.used import now, written
 
 FILE = "responses.sqlite"
 FORMAT, APPLICATION_ID = 2, 0x6B767772  # "kvwr"
@@ -119,9 +119,9 @@ class SavedResponses:
             if own is None or not all(n in items for n in own):
                 log.warning("%s: %s %s is not whole, and is not read", self.path, kind, id)
                 self.write((f"DELETE FROM kept WHERE {WHERE}", (space, kind, id)))
-                yield SavedRecord(space, kind, id, time.time(), None, (), ())
+                yield SavedRecord(space, kind, id, now(), None, (), ())
                 continue
-            held, used = tuple(items[n] for n in own), used if isinstance(used, float) else 0.0
+            held, used = tuple(items[n] for n in own), used if isinstance(used, float) else now()
             yield SavedRecord(space, kind, id, used, json.loads(told), tuple(own), held)
 
     def _rows(self) -> tuple[dict[int, str], list[Any], list[list[int] | None]]:
@@ -211,8 +211,8 @@ class SavedResponses:
                 self._transact([each for each in statements if each is not WIPE])
                 if WIPE in statements:
                     self._db.execute(*WIPE)
-            except (sqlite3.Error, ValueError) as error:
-                self._fell_behind(str(error))
+            except Exception as error:  # memory too: nobody else writes
+                self._fell_behind(str(error) or repr(error))
             for _, done in together:
                 if done is not None and done.set_running_or_notify_cancel():
                     done.set_result(None)
@@ -371,14 +371,14 @@ class NamespaceFile:
 
     def use_record(self, kind: str, record: KeptRecord) -> None:
         """Note when a record was used."""
-        given = (record.used, self._namespace, kind, record.id)
+        given = (written(record.used), self._namespace, kind, record.id)
         self._write(f"UPDATE kept SET used=? WHERE {WHERE}", *given)
 
     def row(self, kind: str, record: KeptRecord, items: Sequence[int]) -> Statement:
         """Return what writes a record."""
         told, numbers = json.dumps(record.saved()), json.dumps(list(items))
         named = (self._namespace, kind, record.id)
-        given = (*named, record.used, told, numbers, row_sum(*named, told, numbers))
+        given = (*named, written(record.used), told, numbers, row_sum(*named, told, numbers))
         return "INSERT OR REPLACE INTO kept VALUES(?,?,?,?,?,?,?)", given
 
     def _write(self, sql: str, *given: Any) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import time
 import uuid
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
@@ -40,6 +39,7 @@ from kvweave.serve.responses.saved import (
     Statement,
     item_row,
 )
+from kvweave.serve.responses.used import Noted, now
 
 MOST_RESPONSES = 4096  # of a namespace; the one that was used least recently goes first
 MOST_BYTES = 64 << 20  # of text of a namespace: of responses and compactions, and of conversations
@@ -67,7 +67,7 @@ class RecentlyUsed(OrderedDict[str, _T]):
         found = super().get(id)
         if found is None:
             return default
-        found.used = time.time()
+        found.used = now()
         self.move_to_end(id)
         return found
 
@@ -333,7 +333,7 @@ class ResponseStore:
         """Read what is kept in a home. Raises InvalidArgument when another process has it, StoreError."""
         self._of: dict[str, NamespaceStore] = {}
         self._saved = None if home is None else SavedResponses(home / FILE)
-        self._noted = time.time()
+        self._noted = Noted()
         records = [] if self._saved is None else list(self._saved.load())
         spaces = {record.namespace for record in records if record.told is not None}
         for record in records:  # whose a hurt row was nobody knows
@@ -375,7 +375,7 @@ class ResponseStore:
             return
         if self._saved.is_behind:
             self._saved.rewrite([row for each in self._of.values() for row in each.rows()])
-        since, self._noted = self._noted, time.time()
+        since = self._noted.again()
         for each in self._of.values():
             each.note_uses(since)
 

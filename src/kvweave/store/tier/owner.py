@@ -24,10 +24,11 @@ from typing import Literal
 
 from kvweave.chunk.place import is_at, place_of
 from kvweave.chunk.rebuild import write_json
-from kvweave.errors import InvalidArgument, StoreError, of_system
+from kvweave.errors import FormatTooNew, InvalidArgument, StoreError, of_system
 
 Relation = Literal["mine", "cache", "shared"]
 FILE = "owner.json"
+FORMAT = 1
 PATIENCE = 0.3  # seconds that another may take to say whose a directory is
 
 
@@ -100,7 +101,7 @@ def _claim(
         if said.get("shared"):
             return Claim("shared")
         if owner is None and shared:
-            write_json(directory / FILE, {"format": 1, "owner": None, "shared": True})
+            write_json(directory / FILE, {"format": FORMAT, "owner": None, "shared": True})
             return Claim("shared")
         home = str(said.get("home", ""))
         is_copied = not is_at(place, here) if place else inside
@@ -110,7 +111,7 @@ def _claim(
         if owner is None and not _may_own(directory, index, inside):
             return Claim("cache")
         if (owner, place, home) != (index, here, at):
-            mine = {"format": 1, "owner": index, "shared": False, "place": here, "home": at}
+            mine = {"format": FORMAT, "owner": index, "shared": False, "place": here, "home": at}
             write_json(directory / FILE, mine)
         keeps = True
         return Claim("mine", lock)
@@ -157,7 +158,7 @@ def _anothers(directory: Path, is_original: bool) -> InvalidArgument:
 def owner_of(directory: Path) -> str | None:
     """Return the uuid that a directory's ``owner.json`` says, None when it says none.
 
-    Raises StoreError when it cannot be understood, OSError.
+    Raises StoreError when it cannot be understood, FormatTooNew, OSError.
     """
     owner = _read(directory / FILE).get("owner")
     return None if owner is None else str(owner)
@@ -177,7 +178,12 @@ def _read(file: Path) -> dict[str, object]:
         return {}
     except ValueError:
         said = None
-    if not isinstance(said, dict) or said.get("format") != 1:
+    found = said.get("format") if isinstance(said, dict) else None
+    if isinstance(found, int) and found > FORMAT:
+        error = FormatTooNew(str(file), found, FORMAT)
+        error.hint += "; in a home that no later one has used, `kvweave fsck --repair` writes it anew"
+        raise error
+    if not isinstance(said, dict) or found != FORMAT:
         raise StoreError(
             f"{file} does not say whose directory this is",
             hint="`kvweave fsck --repair` writes it anew; until then nothing here is touched",
