@@ -70,7 +70,9 @@ def test_a_clock_that_is_behind_and_right_again(tmp_path: Path, clock: Any) -> N
     assert ids(tmp_path) >= {"r0", "r2"}
 
 
-@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("no such thing"), OverflowError("large")])
+@pytest.mark.parametrize(
+    "error", [MemoryError(), RuntimeError("no such thing"), OverflowError("large")]
+)
 def test_who_writes_them_down_outlives_what_nobody_foresaw(
     tmp_path: Path, error: Exception, caplog: pytest.LogCaptureFixture
 ) -> None:

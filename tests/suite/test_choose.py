@@ -198,6 +198,6 @@ def test_what_auto_does_not_take_is_no_calibration(tmp_path: Path, recipes: obje
     file = tmp_path / "calibration.json"
     Calibration(bundled_runner().fingerprint, 0.0, 0, (), recipes=((0.05, BLIND),)).save(file)
     assert Calibration.load(file).recipes == ((0.05, BLIND),)
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"recipes": recipes}))
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"recipes": recipes, "sum": None}))
     with pytest.raises(CorruptChunk, match="not a calibration"):
         Calibration.load(file)

@@ -22,18 +22,18 @@ repaired wholly meanwhile. No torch.
 
 from __future__ import annotations
 
-import json
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
-from math import isfinite
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, fields
+from math import fsum, isfinite, isnan
 from pathlib import Path
 from typing import Any, Literal
 
 from kvweave.chunk.guard import as_ours
 from kvweave.chunk.identity import ModelFingerprint
-from kvweave.chunk.rebuild import there, write_whole
-from kvweave.errors import CorruptChunk
+from kvweave.chunk.rebuild import there
+from kvweave.errors import CorruptChunk, FormatTooNew
+from kvweave.weave.learned import WRONG, parsed, write_learned
 from kvweave.weave.learning import Learner
 from kvweave.weave.shift import AIM, FLOOR, LEAST, bound_rank, changed, passes
 
@@ -168,6 +168,9 @@ class AuditedCell:
             self.fortune = max(1.0, self.fortune) * pay
 
 
+_FIELDS = {"cell"} | {each.name for kind in (AuditCell, AuditedCell) for each in fields(kind)}
+
+
 class Auditor:
     """The audits of one model, by cell."""
 
@@ -233,23 +236,26 @@ class Auditor:
             if not (cell.bounded and known.alarm)  # it ends with another calibration
         ]
         tried = self.learner.report()
-        told = {"fingerprint": model.to_dict(), "cells": cells, "tried": tried}
-        write_whole(path, json.dumps(told, indent=1) + "\n")
+        write_learned(path, {"fingerprint": model.to_dict(), "cells": cells, "tried": tried})
 
     @classmethod
     def load(cls, path: Path, model: ModelFingerprint) -> Auditor:
-        """Read what was saved; of another model nothing is known. Raises CorruptChunk, StoreError."""
+        """Read what was saved; of another model nothing is known. Raises CorruptChunk, FormatTooNew,
+        StoreError."""
         made = cls()
         with as_ours(path):
             text = path.read_bytes() if there(path) else None
         if text is None:
             return made
         try:
-            told = json.loads(text)
+            told = parsed(text)
+            if more := {*_fields(told["cells"])} - _FIELDS:
+                unknown = f"the field {', '.join(sorted(more))}"
+                raise FormatTooNew(str(path), 2, 1, unknown)
             if ModelFingerprint.from_dict(told["fingerprint"]) == model:
                 made._cells = dict(map(_known, filter(_is_of_one_kind, told["cells"])))
                 made.learner = Learner.of(told.get("tried", []))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except WRONG as error:
             raise CorruptChunk(str(path), f"no audits: {error}", hint="remove it") from error
         return made
 
@@ -260,7 +266,25 @@ def _is_of_one_kind(told: Mapping[str, Any]) -> bool:
     return "thinned" in told["cell"] or told["cell"].get("policy", "forget") == "forget"
 
 
+def _fields(cells: Iterable[Mapping[str, Any]]) -> Iterator[str]:
+    for told in cells:
+        yield from told
+        yield from told["cell"]
+
+
 def _known(told: Mapping[str, Any]) -> tuple[AuditCell, AuditedCell]:
     rest = {key: value for key, value in told.items() if key not in ("cell", "window")}
     window = deque((float(x) for x in told["window"]), maxlen=WINDOW)
-    return AuditCell(**told["cell"]), AuditedCell(window, **rest)
+    made = AuditCell(**told["cell"]), AuditedCell(window, **rest)
+    wanted = asdict(AuditCell("", 0.0)) | asdict(AuditedCell())
+    found = asdict(made[0]) | asdict(made[1])
+    if any(not _is_like(found[name], value) for name, value in wanted.items()):
+        raise TypeError("a cell that is none")
+    if isnan(fsum(abs(x) for x in (*window, made[1].aim, made[1].fortune))):
+        raise ValueError("what is no number")
+    return made
+
+
+def _is_like(found: object, wanted: object) -> bool:
+    kind = type(wanted)
+    return isinstance(found, (kind, int) if kind is float else kind)

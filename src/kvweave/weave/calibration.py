@@ -8,23 +8,24 @@ says nothing of contexts whose rows, or whose chunks, went through something los
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from math import inf, log10
+from math import fsum, inf, isnan, log10
 from pathlib import Path
 
 from kvweave.chunk.file import soon
 from kvweave.chunk.guard import as_ours
 from kvweave.chunk.identity import ModelFingerprint
-from kvweave.chunk.rebuild import write_whole
 from kvweave.errors import CorruptChunk, InvalidArgument, of_system
+from kvweave.weave.learned import WRONG, parsed, write_learned
 
 CHOICE = 3  # how the gate chooses rows: bounds of another choice are not its own
 DRAFT = 2  # tokens of a reply that the gate drafts, at most
 STRATEGY = f"auto:{DRAFT}:{CHOICE}"
 FILE = "calibration.json"  # in a home or beside a checkpoint
+
+N_FEATURES = 5  # of evidence
 
 Recipes = tuple[tuple[float, str], ...]  # share, options of `auto`
 
@@ -113,7 +114,7 @@ class Calibration:
     def save(self, path: Path) -> None:
         """Write it as JSON: all of it, or nothing. Raises StoreError, NoSpace."""
         try:
-            write_whole(path, json.dumps(asdict(self), indent=1) + "\n")
+            write_learned(path, asdict(self))
         except OSError as error:
             raise of_system(error, "write", path) from error
 
@@ -121,7 +122,7 @@ class Calibration:
     def load(cls, path: Path) -> Calibration:
         """Read a saved calibration. Raises CorruptChunk when it is not one, StoreError."""
         try:
-            found = json.loads(path.read_text())
+            found = parsed(path.read_bytes())
             curves = tuple(_curve(c) for c in found.pop("curves"))
             mine = ModelFingerprint.from_dict(found.pop("fingerprint"))
             how = str(found.get("strategy", "auto")), str(found.get("source", "suite"))
@@ -129,7 +130,7 @@ class Calibration:
             return cls(mine, float(found["coverage"]), int(found["n"]), curves, *how, best)
         except OSError as error:
             raise of_system(error, "read", path) from error
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except WRONG as error:
             hint = "remove it, or calibrate again"
             raise CorruptChunk(str(path), f"not a calibration: {error}", hint=hint) from error
 
@@ -137,6 +138,9 @@ class Calibration:
 def _curve(data: Mapping[str, object]) -> Curve:
     names = ("weights", "edges", "bounds", "low", "high")
     lists = {k: tuple(map(float, data[k])) for k in names}  # type: ignore[call-overload]
+    wanted = (N_FEATURES + 1, len(lists["edges"]), len(lists["edges"]), N_FEATURES, N_FEATURES)
+    if tuple(map(len, lists.values())) != wanted or isnan(sum(map(fsum, lists.values()))):
+        raise ValueError("a curve that is none")
     return Curve(float(data["start"]), float(data["share"]), **lists)  # type: ignore[arg-type]
 
 

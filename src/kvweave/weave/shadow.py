@@ -18,6 +18,7 @@ import logging
 import random
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from math import isfinite
@@ -31,6 +32,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvweave.chunk.file import soon
+from kvweave.chunk.guard import free_name
 from kvweave.errors import CorruptChunk, KVWeaveError, OverBudget, StoreError
 from kvweave.run.base import Backend, Ints, Rows, Steps, Work
 from kvweave.run.loop import Loop, Request, Task, new_key
@@ -289,12 +291,14 @@ class Shadow:
             log.warning("what audits have found is lost: %s", error)
 
     def _load(self) -> Auditor:
-        if self._file is None:
+        if (file := self._file) is None:
             return Auditor()
         try:
-            return soon(partial(Auditor.load, self._file, self.backend.fingerprint), self._file)
+            return soon(partial(Auditor.load, file, self.backend.fingerprint), file)
         except CorruptChunk as error:  # they can be made again
             log.warning("audits begin anew: %s", error)
+            with suppress(OSError, StoreError):
+                soon(lambda: file.rename(free_name(file)), file)
             return Auditor()
         except StoreError as error:  # they may well be whole: they stay
             log.warning("audits begin anew, and are not written down: %s", error)

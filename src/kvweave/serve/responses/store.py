@@ -39,7 +39,7 @@ from kvweave.serve.responses.saved import (
     Statement,
     item_row,
 )
-from kvweave.serve.responses.used import Noted, now
+from kvweave.serve.responses.used import NotedUses, now
 
 MOST_RESPONSES = 4096  # of a namespace; the one that was used least recently goes first
 MOST_BYTES = 64 << 20  # of text of a namespace: of responses and compactions, and of conversations
@@ -333,7 +333,7 @@ class ResponseStore:
         """Read what is kept in a home. Raises InvalidArgument when another process has it, StoreError."""
         self._of: dict[str, NamespaceStore] = {}
         self._saved = None if home is None else SavedResponses(home / FILE)
-        self._noted = Noted()
+        self._noted = NotedUses()
         records = [] if self._saved is None else list(self._saved.load())
         spaces = {record.namespace for record in records if record.told is not None}
         for record in records:  # whose a hurt row was nobody knows

@@ -10,7 +10,9 @@ from __future__ import annotations
 import time
 
 MOVED = 60.0  # seconds from which on a clock was set, not slewed
-_CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)  # the first counts also while a machine sleeps
+_CLOCK = getattr(
+    time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC
+)  # the first counts also while a machine sleeps
 
 
 def _counted() -> float:
@@ -42,7 +44,7 @@ def written(used: float) -> float:
     return used + moved() if BEGAN <= used <= now() else used
 
 
-class Noted:
+class NotedUses:
     """Which uses were written down."""
 
     def __init__(self) -> None:

@@ -181,7 +181,9 @@ def _read(file: Path) -> dict[str, object]:
     found = said.get("format") if isinstance(said, dict) else None
     if isinstance(found, int) and found > FORMAT:
         error = FormatTooNew(str(file), found, FORMAT)
-        error.hint += "; in a home that no later one has used, `kvweave fsck --repair` writes it anew"
+        error.hint += (
+            "; in a home that no later one has used, `kvweave fsck --repair` writes it anew"
+        )
         raise error
     if not isinstance(said, dict) or found != FORMAT:
         raise StoreError(
