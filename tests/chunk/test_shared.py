@@ -221,6 +221,21 @@ def test_an_engine_that_was_taken_for_dead_holds_again(pair):
     wait(lambda: b.contexts_of(id) == ("chat",))
 
 
+@pytest.mark.parametrize("said", ["hello", "x:1", "1:x,2", ":"])
+def test_an_engine_is_heard_of_though_somebody_says_what_none_says(pair, said):
+    """Its lease ended, as the thread that says it lives had died, and others freed what it held."""
+    a, b = pair
+    id = put(a, "x", 1)
+    a.hold(id, "chat")
+    b._rows._run("SELECT pg_notify(%s, %s)", f"kvweave_{a.uuid}", said)
+    seen = "SELECT seen FROM kvweave_engines WHERE id=%s"
+    time.sleep(0.3)
+    first = b._rows._one(seen, a._rows._engine)
+    wait(lambda: b._rows._one(seen, a._rows._engine) > first)
+    b.unbind("x")
+    assert a.get(id).id == id
+
+
 def test_tokens_that_were_changed_are_refused(pair):
     a, b = pair
     id = put(a, "x", 1, 2)

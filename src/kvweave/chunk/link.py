@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from threading import Event, Thread
+from threading import Event
 from typing import Any
 from uuid import uuid4
 
 import psycopg
 from psycopg import errors
 
-from kvweave.chunk.background import within
+from kvweave.chunk.background import Background, within
 from kvweave.chunk.identity import ChunkId
 from kvweave.chunk.levels import Holders
 from kvweave.chunk.rows import ALL, UNSURE
@@ -51,6 +52,7 @@ CREATE TABLE IF NOT EXISTS kvweave_holds(
     id BIGINT REFERENCES kvweave_chunks(id), context TEXT, PRIMARY KEY(engine, id, context));
 CREATE INDEX IF NOT EXISTS kvweave_holds_id ON kvweave_holds(id);
 """
+log = logging.getLogger("kvweave.chunk")
 UNKNOWN = f"{UNSURE} until the server answers again; look then"
 ALIVE = "e.seen > clock_timestamp() - make_interval(secs => %(lease)s)"
 
@@ -96,8 +98,7 @@ class Link:
         self.uuid = self._prepare()
         self._engine = int(self._one("INSERT INTO kvweave_engines DEFAULT VALUES RETURNING id")[0])
         self._stop = Event()
-        self._thread = Thread(target=self._listen, name="kvweave-index", daemon=True)
-        self._thread.start()
+        self._thread = Background(self._listen, "kvweave-index")
 
     def _connect(self) -> _Timed:
         again = time.monotonic() - self._failed < LEASE_SECONDS
@@ -269,13 +270,18 @@ class Link:
                                 self._hear(notice.payload)
                             if self._stop.is_set():
                                 break
-            except psycopg.Error:
+            except Exception as error:  # who is not heard of is taken for dead, and its chunks go
+                if not isinstance(error, psycopg.Error):
+                    log.warning("%s: listening begins anew: %r", self.where, error)
                 self._stop.wait(0.5)
 
     def _hear(self, said: str) -> None:
         engine, _, ids = said.partition(":")
-        if int(engine) != self._engine or self._unsure.is_set():
-            self._inbox.extend(ChunkId(int(id)) for id in ids.split(",") if id)
+        if engine != str(self._engine) or self._unsure.is_set():
+            try:
+                self._inbox.extend([ChunkId(int(id)) for id in ids.split(",") if id])
+            except ValueError:  # no engine's words
+                self._inbox.append(ALL)
 
     def _hold_again(self, db: psycopg.Connection[Any]) -> None:
         """Hold again what is still there: others took this engine for dead, or a release may have come

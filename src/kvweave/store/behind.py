@@ -6,7 +6,8 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from kvweave.chunk.background import Background, NoThread
@@ -100,17 +101,24 @@ class WriteBehind:
     def _run(self) -> None:
         while (id := self._waiting.get()) is not None:
             chunk = self._chunks[id]
-            try:
+            with self._logged(id):
                 self._write(id, chunk)
-            except Exception:
-                log.exception("#%s could not be written", id)
             with self._changed:
                 del self._chunks[id]
                 self._changed.notify_all()
             if not chunk.wanted and self.level is not None:  # dropped meanwhile
-                self.level.drop([id], time.monotonic() + PATIENCE)
+                with self._logged(id):
+                    self.level.drop([id], time.monotonic() + PATIENCE)
             self._waiting.task_done()
         self._waiting.task_done()
+
+    @contextmanager
+    def _logged(self, id: int) -> Iterator[None]:
+        """Go on behind what nobody foresaw: there is no other thread that writes."""
+        try:
+            yield
+        except Exception:
+            log.exception("#%s could not be written, or dropped", id)
 
     def _write(self, id: int, chunk: ToWrite) -> None:
         with self._changed:
