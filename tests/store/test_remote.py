@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from itertools import pairwise
@@ -12,8 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from store.values import aligned, content, filled
 
+from kvweave.errors import StoreError
 from kvweave.store.tier.base import PAGE, Get, Put
 from kvweave.store.tier.limit import PAUSES, SLOWEST, Absence, Limit, TimeUp
+from kvweave.store.tier.mooncake import Mooncake
+from kvweave.store.tier.mooncake_cluster import Cluster
 from kvweave.store.tier.ranges import GAP, ranges
 from kvweave.store.tier.remote import Lost, RemoteCalls
 from kvweave.store.tier.slots import ALIGN, KEPT, TOGETHER, Slot, Slots, batches, layout
@@ -259,3 +263,25 @@ def test_neighbours_are_one_range() -> None:
         ("b", 15, 20),
     ]
     assert GAP == PAGE and ranges([Get("a", -5, [aligned(10)]), Get("a", 0, [])]) == []
+
+
+@pytest.mark.parametrize(
+    "answer", [b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\nk.a\nk.b", b"no HTTP\r\n\r\n", b""]
+)
+def test_a_list_of_mooncakes_master_that_is_cut_is_none(answer: bytes) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def once() -> None:
+            caller, _ = server.accept()
+            with caller:
+                caller.recv(1 << 16)
+                caller.sendall(answer)
+
+        threading.Thread(target=once, daemon=True).start()
+        tier = object.__new__(Mooncake)
+        tier.cluster = Cluster("127.0.0.1:1", listing=f"127.0.0.1:{server.getsockname()[1]}")
+        tier._prefix, tier._timeout = "k.", 5.0
+        tier._link = RemoteCalls("Mooncake", Slots(1), lambda: None)
+        with pytest.raises(StoreError) as caught:
+            list(tier.keys())
+        assert "try again" in caught.value.hint

@@ -98,7 +98,12 @@ def within(
             undo(made)
 
     Background(serve)
-    wait([future], seconds)
+    try:
+        wait([future], seconds)
+    except BaseException:  # Ctrl-C: nobody takes what it returns
+        if not future.cancel() and future.exception() is None:
+            undo(future.result())
+        raise
     if future.cancel():
         raise silent(what, hint)
     return future.result()

@@ -21,6 +21,7 @@ from kvweave.chunk.pages import is_whole_log
 from kvweave.chunk.rebuild import there
 
 LIFE = "life"
+_REFUSED = sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN
 
 
 def log_of(path: Path) -> Path:
@@ -30,7 +31,7 @@ def log_of(path: Path) -> Path:
 
 def look(path: Path) -> tuple[bool, list[str]]:
     """Return whether the log beside an index is surely not of it, and of which openings pages may be in
-    both. Nothing may have the index open in this process. Raises OSError."""
+    both. Nothing may have the index open in this process. Raises OSError, OperationalError."""
     if not is_there(path):
         return False, [""]
     alone, both = said(path, alone=True), said(path)
@@ -48,7 +49,7 @@ def is_there(path: Path) -> bool:
 
 def said(path: Path, *, alone: bool = False) -> tuple[int, list[str]] | None:
     """Return how often an index was written and the lives of it, with its log or without; None if that
-    cannot be read. Nothing is changed.
+    is of no index. Nothing is changed. Raises OperationalError where the system refuses.
 
     To close what was opened ``alone`` lets go of the locks that this process has on the file.
     """
@@ -57,7 +58,9 @@ def said(path: Path, *, alone: bool = False) -> tuple[int, list[str]] | None:
         where = f"file:{quote(str(path))}?{how}"
         with closing(sqlite3.connect(where, uri=True, isolation_level=None)) as db:
             rows = db.execute("SELECT key, value, sum FROM meta").fetchall()
-    except (sqlite3.Error, UnicodeDecodeError):
+    except (sqlite3.Error, UnicodeDecodeError) as error:
+        if getattr(error, "sqlite_errorcode", 0) & 0xFF in _REFUSED:
+            raise  # whose the log is would be asked by nobody any more
         return None
     meta = {key: value for key, value, wanted in rows if meta_sum(key, value) == wanted}
     if "n_writes" not in meta or len(meta) < len(rows):

@@ -18,6 +18,7 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from http.client import HTTPException
 from typing import Any
 
 from kvweave.errors import StoreError
@@ -221,7 +222,7 @@ class Mooncake(Remote):
             url = f"http://{self.cluster.listing}/get_all_keys"
             with urllib.request.urlopen(url, timeout=self._timeout) as answer:
                 names = answer.read().decode(errors="replace").split()
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, HTTPException) as error:
             raise Lost(f"no list from {self.cluster.listing}: {error}") from error
         keys = [name.removeprefix(self._prefix) for name in names if name.startswith(self._prefix)]
         for start in range(0, len(keys), KEYS):
