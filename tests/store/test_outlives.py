@@ -37,5 +37,5 @@ def test_a_write_behind_one_that_failed(
     assert mover.clean(2, kv(10, 2))
     tier.open.set()
     assert mover._behind.over(2, time.monotonic() + 5) and failed
-    assert list(tier.keys()) == [key(2)] or verb == "discard" and key(2) in set(tier.keys())
+    assert list(tier.keys()) == [key(2)] or (verb == "discard" and key(2) in set(tier.keys()))
     mover.close()
