@@ -25,7 +25,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
-from math import fsum, isfinite, isnan
+from math import isfinite, isnan
 from pathlib import Path
 from typing import Any, Literal
 
@@ -280,7 +280,7 @@ def _known(told: Mapping[str, Any]) -> tuple[AuditCell, AuditedCell]:
     found = asdict(made[0]) | asdict(made[1])
     if any(not _is_like(found[name], value) for name, value in wanted.items()):
         raise TypeError("a cell that is none")
-    if isnan(fsum(abs(x) for x in (*window, made[1].aim, made[1].fortune))):
+    if any(map(isnan, (*window, made[1].aim, made[1].fortune))):
         raise ValueError("what is no number")
     return made
 

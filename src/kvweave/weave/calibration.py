@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from math import fsum, inf, isnan, log10
+from itertools import chain
+from math import inf, isnan, log10
 from pathlib import Path
 
 from kvweave.chunk.file import soon
@@ -139,7 +140,7 @@ def _curve(data: Mapping[str, object]) -> Curve:
     names = ("weights", "edges", "bounds", "low", "high")
     lists = {k: tuple(map(float, data[k])) for k in names}  # type: ignore[call-overload]
     wanted = (N_FEATURES + 1, len(lists["edges"]), len(lists["edges"]), N_FEATURES, N_FEATURES)
-    if tuple(map(len, lists.values())) != wanted or isnan(sum(map(fsum, lists.values()))):
+    if tuple(map(len, lists.values())) != wanted or any(map(isnan, chain(*lists.values()))):
         raise ValueError("a curve that is none")
     return Curve(float(data["start"]), float(data["share"]), **lists)  # type: ignore[arg-type]
 

@@ -10,9 +10,8 @@ from __future__ import annotations
 import time
 
 MOVED = 60.0  # seconds from which on a clock was set, not slewed
-_CLOCK = getattr(
-    time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC
-)  # the first counts also while a machine sleeps
+# which counts while a machine sleeps, too
+_CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 
 
 def _counted() -> float:
