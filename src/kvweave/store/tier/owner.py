@@ -75,6 +75,10 @@ def claim(
         if not shared and owner is None and not _may_own(directory, index, inside):
             return Claim("cache")
         return _claim(directory, index, shared, inside, was, at)
+    except FormatTooNew as error:
+        if inside:  # a home: its index would say so too
+            error.hint += ", or, if no later one was here, `kvweave fsck --repair` writes it anew"
+        raise
     except OSError as error:
         raise of_system(error, "claim", directory) from error
 
@@ -180,11 +184,7 @@ def _read(file: Path) -> dict[str, object]:
         said = None
     found = said.get("format") if isinstance(said, dict) else None
     if isinstance(found, int) and found > FORMAT:
-        error = FormatTooNew(str(file), found, FORMAT)
-        error.hint += (
-            "; in a home that no later one has used, `kvweave fsck --repair` writes it anew"
-        )
-        raise error
+        raise FormatTooNew(str(file), found, FORMAT)
     if not isinstance(said, dict) or found != FORMAT:
         raise StoreError(
             f"{file} does not say whose directory this is",
