@@ -221,8 +221,10 @@ def _wider(kind: type) -> type:
     nor how that turns keys names another dtype.
 
     A norm has the names exchanged, which gives the same bits: a mode looks at every operation, and
-    most of what a tiny model does are norms.
+    most of what a tiny model does are norms. A rotary module has nothing that is float64.
     """
+    if "Rotary" in kind.__name__:
+        return kind
     forward = kind.forward  # type: ignore[attr-defined]
     plain = inspect.unwrap(forward)
     turns = [name for name in plain.__code__.co_names if name.startswith("apply_rotary")]

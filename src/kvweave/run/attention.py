@@ -114,21 +114,23 @@ def _part(
     if isinstance(rows, ThinnedRows):
         return [_thinned(batch, part, piece, layer, query, how) for piece in pieces]
     begin, outs = pieces[0].begin, []
-    keys, values = rows.seen(slice(begin, part.stop))
+    every = rows.seen(slice(begin, part.stop))
     expanded: tuple[Tensor, Tensor] | None = None
     for piece in pieces:
-        q = query[piece.first : piece.last]
         span = slice(piece.begin - begin, piece.stop - begin)
+        q, (keys, values) = query, every
+        if len(pieces) > 1:
+            q, keys, values = q[piece.first : piece.last], keys[:, span], values[:, span]
         many = latent is not None and not piece.watched and len(q) >= latent.pays
         causal = piece.causal and how.softcap is None and (latent is None or many)
         bias = None if causal else batch.bias(part, piece, mask, q.dtype)
         if latent is not None and many:
-            expanded = expanded or latent.expanded(keys, values)
+            expanded = expanded or latent.expanded(*every)
             seen = VisibleKV(expanded[0][:, span], expanded[1][:, span], bias, causal)
             outs.append(_attention(q, seen, how, False)[0])
             continue
         show = _adding_up(part, piece, layer) if piece.watched else None
-        seen = VisibleKV(keys[:, span], values[:, span], bias, causal, piece, show)
+        seen = VisibleKV(keys, values, bias, causal, piece, show)
         out, weights = _latently(q, seen, how, piece.watched, latent)
         outs.append(out)
         if weights is not None:
@@ -326,17 +328,26 @@ def _fused(query: Tensor, seen: VisibleKV, how: Scaling) -> Tensor:
     blocks = heads // kv_heads // folded
     if v_dim < dim and (n >= FOLD or seen.causal):  # kernels want keys and values as wide
         values = F.pad(values, (0, dim - v_dim))
-    asked = query.view(n, kv_heads, blocks, folded, dim).permute(1, 2, 3, 0, 4)
+    asked = query.view(n, kv_heads, blocks, folded, dim)
+    if n > 1:
+        asked = asked.permute(1, 2, 3, 0, 4)
+    keys, values = keys[:, None], values[:, None]
+    if blocks > 1:
+        keys = keys.expand(kv_heads, blocks, n_keys, dim)
+        values = values.expand(kv_heads, blocks, n_keys, values.shape[3])
     out = F.scaled_dot_product_attention(
         asked.reshape(kv_heads, blocks, -1, dim),
-        keys[:, None].expand(kv_heads, blocks, n_keys, dim),
-        values[:, None].expand(kv_heads, blocks, n_keys, values.shape[2]),
+        keys,
+        values,
         attn_mask=seen.repeated(folded),
         is_causal=seen.causal,
         scale=how.scale,
     )
-    out = out[..., :v_dim].reshape(*asked.shape[:-1], v_dim)
-    return out.permute(3, 0, 1, 2, 4).reshape(n, heads, v_dim)
+    if v_dim < out.shape[3]:
+        out = out[..., :v_dim]
+    if n > 1:
+        out = out.view(kv_heads, blocks, folded, n, v_dim).permute(3, 0, 1, 2, 4)
+    return out.reshape(n, heads, v_dim)
 
 
 def _fold(n: int, group: int, cpu: bool) -> int:

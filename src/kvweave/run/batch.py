@@ -18,7 +18,7 @@ from kvweave.run.graphs import Form
 from kvweave.run.layers import At, span_of
 from kvweave.run.part import BatchPart, Piece
 from kvweave.run.pool import Pools
-from kvweave.run.rotary import Angles, Rotation
+from kvweave.run.rotary import Angles, Rotation, Spread
 from kvweave.run.sums import power_of_two
 from kvweave.run.together import FEW, SHAPED, Beside, Together, filled, pooled
 from kvweave.run.upload import Upload, up
@@ -66,6 +66,7 @@ class Batch:
                 self._bounded.setdefault(info.mask, 3 + len(self._bounded))
         self._upload()
         self._angles: dict[int, Angles] = {}  # by id of a rotation
+        self._spread: dict[tuple[int, torch.dtype], Spread] = {}
         self._stacks: dict[int, Tensor] = {}
         self._offsets: Tensor | None = None
         self._seen: Tensor | None = None
@@ -131,7 +132,8 @@ class Batch:
 
     def forget(self) -> None:
         """Forget what the pass has computed so far."""
-        self._angles, self._stacks, self._offsets, self.beside = {}, {}, None, Beside()
+        self._angles, self._spread, self._stacks = {}, {}, {}
+        self._offsets, self.beside = None, Beside()
 
     def begin(self) -> None:
         """The pass begins: its rows are there, their positions known."""
@@ -185,12 +187,17 @@ class Batch:
 
     def turned(self, layer: int, rows: Tensor) -> Tensor:
         """Return rows [total, head, dim] of a layer turned to their positions."""
-        return self.infos[layer].rotation.apply(rows, self.angles(layer))
+        return self._turned(rows, self.infos[layer].rotation)
 
     def turned_queries(self, layer: int, queries: Tensor) -> Tensor:
         """Return queries [total, head, dim] of a layer turned to their positions."""
-        rotation = self.infos[layer].query or self.infos[layer].rotation
-        return rotation.apply(queries, self._angles_of(rotation))
+        return self._turned(queries, self.infos[layer].query or self.infos[layer].rotation)
+
+    def _turned(self, rows: Tensor, rotation: Rotation) -> Tensor:
+        key = id(rotation), rows.dtype
+        if key not in self._spread:
+            self._spread[key] = rotation.spread(self._angles_of(rotation), rows.dtype)
+        return rotation.turn(rows, self._spread[key])
 
     def write(self, layer: int, keys: Tensor, values: Tensor) -> None:
         """Store a layer's rows; ``keys`` and ``values`` are [total, head, dim], unrotated.
@@ -210,9 +217,11 @@ class Batch:
         else:
             turned = self.turned(layer, keys)
             for part in writing:
-                span = part.span
-                part.rows.write(layer, part.at, turned[span], values[span], keys[span])
-                part.keep_raw(layer, keys[part.span], values[part.span])
+                k, v, plain = turned, values, keys
+                if len(self.parts) > 1:
+                    k, v, plain = k[part.span], v[part.span], plain[part.span]
+                part.rows.write(layer, part.at, k, v, plain)
+                part.keep_raw(layer, plain, v)
         if layer == self.last:
             raise StopPass
         if self.narrow is not None and layer == len(self.infos) - 1:

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 Angles = tuple[Tensor, Tensor]
+# cos, and sin of the first and of the second dims, [token, 1, dim]
+Spread = tuple[Tensor, Tensor, Tensor]
 TINY = 1e-6  # a ratio below which a pair has lost a dim
 
 
@@ -82,30 +84,41 @@ class Rotation:
 
         Half-precision rows are turned in float32 and rounded once. ``out`` must not overlap ``x``.
         """
+        return self.turn(x, self.spread(angles, x.dtype), out)
+
+    def spread(self, angles: Angles, dtype: torch.dtype) -> Spread:
+        """Return ``angles`` as `turn` takes them for rows of ``dtype``: of all layers that turn alike."""
+        wide = dtype if dtype in (torch.float32, torch.float64) else torch.float32
+        cos, sin = (each[:, None].to(wide) for each in angles)
+        if self.interleaved:
+            return cos, sin, sin
+        return cos, sin[..., : self.width // 2], sin[..., self.width // 2 :]
+
+    def turn(self, x: Tensor, spread: Spread, out: Tensor | None = None) -> Tensor:
+        """Turn ``x`` as `apply` does, by what `spread` made for its dtype."""
         if out is None:
             out = torch.empty_like(x)
         if self.width == 0:
             return out.copy_(x)
-        wide = x.dtype if x.dtype in (torch.float32, torch.float64) else torch.float32
-        cos, sin = (a[:, None].to(wide) for a in angles)  # [token, 1, width]
-        turning = x[..., : self.width].to(wide)
-        turned = out[..., : self.width]
-        if wide == x.dtype:
-            self._add_partners(torch.mul(turning, cos, out=turned), turning, sin)
+        whole, cos = self.width == x.shape[-1], spread[0]
+        turning = (x if whole else x[..., : self.width]).to(cos.dtype)
+        turned = out if whole else out[..., : self.width]
+        if cos.dtype == x.dtype:
+            self._add_partners(torch.mul(turning, cos, out=turned), turning, spread)
         else:
-            turned.copy_(self._add_partners(turning * cos, turning, sin))
-        if self.width < x.shape[-1]:
+            turned.copy_(self._add_partners(turning * cos, turning, spread))
+        if not whole:
             out[..., self.width :] = x[..., self.width :]
         return out
 
-    def _add_partners(self, turned: Tensor, x: Tensor, sin: Tensor) -> Tensor:
-        """Add each dim's other half of its pair, times ``sin``, to ``turned``; return that."""
+    def _add_partners(self, turned: Tensor, x: Tensor, spread: Spread) -> Tensor:
+        """Add each dim's other half of its pair, times its sine, to ``turned``; return that."""
+        _, first, second = spread
         if self.interleaved:
-            partners = x.view(*x.shape[:-1], -1, 2).flip(-1).flatten(-2)
-            return turned.addcmul_(partners, sin)
+            return turned.addcmul_(x.view(*x.shape[:-1], -1, 2).flip(-1).flatten(-2), first)
         half = self.width // 2  # by halves: a roll of the whole would be a copy
-        turned[..., :half].addcmul_(x[..., half:], sin[..., :half])
-        turned[..., half:].addcmul_(x[..., :half], sin[..., half:])
+        turned[..., :half].addcmul_(x[..., half:], first)
+        turned[..., half:].addcmul_(x[..., :half], second)
         return turned
 
 
