@@ -17,7 +17,7 @@ from in_vllm import in_vllm
 from on_gpu import on_gpu
 from probed import probed
 from pruned import pruned
-from regrets import regrets
+from regrets import equal, regrets
 from remembered import remembered
 from rested import codec_page, rested
 from simulated import simulated
@@ -398,6 +398,11 @@ def masks(found: dict[str, Any]) -> list[str]:
     return ["## The wrong mask", "", about, "", *table(head, body, 2), ""]
 
 
+def repair_page() -> str:
+    """Return the numbers of docs/repair.md."""
+    return regrets(find("models")) + learned(find("learned")) + equal(find("equal"))
+
+
 def main() -> int:
     """Rewrite or check; return the exit status."""
     status = 0
@@ -406,7 +411,7 @@ def main() -> int:
         (FIDELITY, page()),
         (CODECS, codec_page(find("kv_codecs"))),
         (SIMULATE, simulated(find("policies"))),
-        (REPAIR, regrets(find("models")) + learned(find("learned"))),
+        (REPAIR, repair_page()),
         (SPLICED, spliced(find("splices"))),
         (MEMORY, remembered(find("memory_loop"))),
         (VLLM, in_vllm(find("vllm"))),

@@ -108,3 +108,32 @@ def each(rows: Sequence[Row]) -> list[str]:
     head = ("model left out", "chosen", "share", "cost", "KL unrepaired", "KL", "KL of the best", "the best",
             "regret", "right", "full prefill right")  # fmt: skip
     return [*table(head, body, 2), ""]
+
+
+def equal(found: dict[str, Any] | None) -> str:
+    """Return what a first token takes where `auto` and `query` come as near."""
+    if found is None:
+        return ""
+    machine, shares = found["machine"], found["shares"]
+    near = ", ".join(
+        f"`{model}` {'beyond 30' if share is None else round(100 * share)} %"
+        for model, share in shares.items()
+    )
+    cases = list(found["sizes"][0]["cpu"])
+    body = [
+        [
+            f"{each['size']:,}",
+            *(f"{each['cpu'][case]:.1f} ({each['cpu'][case] / each['cpu']['auto 5%']:.2f})" for case in cases),
+        ]
+        for each in found["sizes"]
+    ]  # fmt: skip
+    lines = [
+        "",
+        f"As near as `auto` at 5 % is `query` at: {near}. What a first token takes then, in CPU seconds (and over `auto` 5 %), "
+        f"one turn of 24 gone and a new message behind them, 0.2 B, {found['setup']['dtype']}, medians of {found['setup']['rounds']} rounds; on "
+        f"{machine['cpu']}, commit {machine['commit'][:7]} ([bench/equal.py](../bench/equal.py)).",
+        "",
+        *table(["tokens", *(case.replace("%", " %") for case in cases)], body),
+        "",
+    ]
+    return "\n".join(lines)

@@ -23,8 +23,7 @@ def test_the_documents_have_the_measured_numbers():
         "docs/fidelity": MEASURED["page"](),
         "docs/codecs": codecs,
         "docs/simulate": MEASURED["simulated"](MEASURED["find"]("policies")),
-        "docs/repair": MEASURED["regrets"](MEASURED["find"]("models"))
-        + MEASURED["learned"](MEASURED["find"]("learned")),
+        "docs/repair": MEASURED["repair_page"](),
         "docs/memory": MEASURED["remembered"](MEASURED["find"]("memory_loop")),
         "docs/vllm": MEASURED["in_vllm"](MEASURED["find"]("vllm")),
         "docs/concepts": MEASURED["wasted"](MEASURED["find"]("waste")),
