@@ -11,7 +11,9 @@ from langchain_openai import ChatOpenAI
 URL = os.environ.get("KVWEAVE_URL", "http://127.0.0.1:8700/v1")
 KEY = os.environ.get("KVWEAVE_KEY", "none")
 MODEL = os.environ.get("KVWEAVE_MODEL", "demo")  # the bundled one; /v1/models says the name
-FILLER = "so well then we saw it was a day of rain and some more light on way there"
+FILLER = " ".join(
+    ["so well then we saw it was a day of rain and some more light on way there"] * 4
+)  # a context of a hundred tokens is quicker computed than looked at
 FACTS = [
     "Anna's river is cold",
     "Omar's metal is hot",

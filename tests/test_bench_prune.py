@@ -251,6 +251,7 @@ def test_a_foreseen_edit_leaves_what_nobody_could_know_to_compute(
 
 @pytest.mark.slow
 @pytest.mark.sampled
+@pytest.mark.usefixtures("looks")
 @pytest.mark.parametrize("way", ["auto", "rested"])
 @pytest.mark.parametrize(("rule", "n"), [("LastOutputs", 4), ("Forget", 16)])
 def test_what_is_counted_is_what_the_engine_does(

@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+from threading import Timer
 
 import pytest
 from loaded import short_runner
@@ -16,7 +17,7 @@ from served import served
 
 from kvweave import Client, Engine
 from kvweave.cli import app, chat, parser
-from kvweave.cli.signals import Ended
+from kvweave.cli.signals import Ended, taken
 from kvweave.client.turn import RemoteTurn
 from kvweave.client.wires import BlockingWire, Send
 from kvweave.errors import Unreachable
@@ -302,6 +303,22 @@ def test_an_ended_run_frees_its_context(server, verb, sig, n, heeded):
         assert client.contexts == {}
         server.settle()
         assert client.files.ls() == []
+
+
+def test_a_second_kill_while_the_first_is_taken(monkeypatch):
+    """`timeout` sends two at once: the second may come where the first one starts what ends all at last."""
+    with taken():
+        end, start = signal.getsignal(signal.SIGTERM), Timer.start
+        if end in (signal.SIG_DFL, signal.SIG_IGN):
+            pytest.skip("somebody else takes the signals here")
+
+        def starting(self):
+            start(self)
+            end(signal.SIGTERM, None)
+
+        monkeypatch.setattr(Timer, "start", starting)
+        with pytest.raises(Ended):
+            end(signal.SIGTERM, None)
 
 
 @pytest.mark.parametrize("words", [["run", "so well"], ["context", "ask", "c", "so"], ["chat"]])

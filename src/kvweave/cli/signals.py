@@ -76,9 +76,9 @@ class _Taken:
         if sig != signal.SIGTERM and callable(servers) and servers != self.end:
             servers(signal.SIGTERM, frame)
         elif callable(mine):
-            if self._ended is None:
+            first, self._ended = self._ended is None, sig
+            if first:  # another may come while it starts
                 self._late.start()
-            self._ended = sig
             mine(signal.SIGINT, frame)
 
     def _again(self) -> None:
