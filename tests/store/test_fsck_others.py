@@ -51,6 +51,23 @@ def test_records_of_others_stay_where_the_spec_does_not_say_that_it_is_shared(
     assert "0 spoilt, 0 missing, 0 of chunks" in capsys.readouterr().out
 
 
+def test_a_directory_whose_owner_is_damaged_is_not_emptied_by_who_takes_it_over(
+    tmp_path: Path,
+) -> None:
+    """A home gives the tier of another one by mistake: what lies there is strays to it."""
+    there, spec = tmp_path / "there", f"disk path={tmp_path / 'there'}"
+    put(tmp_path / "one", spec)
+    put(tmp_path / "two", seed=7)
+    (there / "owner.json").write_text("{")
+    before = {name for name in names(there) if name.endswith(".kv")}
+    assert len(before) == 3
+    command = ["fsck", str(tmp_path / "two"), "--tier", spec, "--repair", "--discard-strays"]
+    main(command)
+    assert before <= names(there), "it was taken over, and emptied, in one run"
+    main(command)
+    assert not before & names(there), "asked for again, of what is this home's now"
+
+
 def test_a_cache_of_engines_without_a_home_stays_nobodys(tmp_path: Path) -> None:
     there, spec = tmp_path / "there", f"disk path={tmp_path / 'there'}"
     put(None, spec)

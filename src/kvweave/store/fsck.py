@@ -108,11 +108,13 @@ def check(
     With ``repair`` spoilt records and what is unfinished are removed; strays are kept unless
     ``discard_strays`` says otherwise. An ``owner.json`` that is damaged, or in the home of another
     index, is written anew; so is that of the home that this one is a copy of, to ``take_over`` what is
-    its. Then engines keep the strays too. Raises StoreError, OSError.
+    its. Then engines keep the strays too, and so does this run, of a directory elsewhere. Raises
+    StoreError, OSError.
     """
     found = Found(str(directory))
     inside = known.has(directory)
     if repair and _is_to_be_ours(directory, known, take_over):
+        discard_strays &= inside  # what of others is here, whoever it was asks for a second time
         inside = _disown(directory, known)
         found.repaired.append(f"{FILE}: written anew")
     is_ours = False
