@@ -32,6 +32,7 @@ from kvweave.weave.calibration import Calibration
 
 N = int(os.environ.get("KVWEAVE_VLLM_REQUESTS", "150"))
 SEED = int(os.environ.get("KVWEAVE_SEED", "1"))
+pytestmark = pytest.mark.usefixtures("looks")  # at contexts that it would rather repair whole
 
 
 @pytest.fixture(scope="module")

@@ -34,7 +34,10 @@ N = int(os.environ.get("KVWEAVE_VLLM_BOUNDS", "60"))
 SEED = int(os.environ.get("KVWEAVE_SEED", "1"))
 BOS, REPLY = 1, 16
 ROUNDING = 2e-6  # nats: of two kernels that are both exact
-pytestmark = pytest.mark.skipif(not PROSE.exists(), reason="only a checkout has the models")
+pytestmark = [
+    pytest.mark.skipif(not PROSE.exists(), reason="only a checkout has the models"),
+    pytest.mark.usefixtures("looks"),  # at contexts that it would rather repair whole
+]
 
 
 @pytest.fixture(scope="module")

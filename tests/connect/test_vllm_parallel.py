@@ -24,6 +24,7 @@ STRATEGIES = [
     ("none", 0.0), ("full", 1.0), ("first_k", 0.1), ("query", 0.1), ("rollout", 0.1), ("auto", 0.1),
     ("auto:0@3@1", 0.1), ("auto:2@0@1", 0.1),
 ]  # fmt: skip
+pytestmark = pytest.mark.usefixtures("looks")  # at contexts that it would rather repair whole
 
 
 @pytest.fixture(scope="module")

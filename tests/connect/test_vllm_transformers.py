@@ -29,6 +29,7 @@ COMMON = {
     "vocab_size": 300, "hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 3,
     "num_attention_heads": 4, "max_position_embeddings": 1024, "bos_token_id": None, "eos_token_id": None,
 }  # fmt: skip
+pytestmark = pytest.mark.usefixtures("looks")  # at contexts that it would rather repair whole
 
 
 def neox():
