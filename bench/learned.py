@@ -12,7 +12,6 @@ as `auto` does.
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import random
 from collections import Counter
@@ -26,7 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 from common import RESULTS, machine, progress, table
-from regret import CACHE, FLOOR, SHARES, SINGLE, WEIGHTS, Cell, cells_of, measure
+from regret import CACHE, FLOOR, SHARES, SINGLE, Cell, cache_file, cells_of, measure
 from rich.console import Console
 
 from kvweave.suite import choose
@@ -40,8 +39,7 @@ DRAWS = 100
 def ways_of(name: str, n: int, cache: Path) -> dict[str, Cell]:
     """Return the cells of all ways, and of single strategies; what was measured of these weights before is read."""
     known = cells_of(name, n, cache)
-    weights = hashlib.blake2b((WEIGHTS / name / "model.safetensors").read_bytes(), digest_size=8)
-    file = cache / f"ways-{name}-{weights.hexdigest()}-{n}.json"
+    file = cache_file(name, n, cache, "ways-")
     if not file.exists():
         wanted = [m for m in choose.methods(SHARES) if m.name != f"auto:{USUAL}"]
         told = {label: asdict(cell) for label, cell in measure(name, wanted, n).items()}

@@ -108,19 +108,13 @@ def papers(kind: Kind, exam: Exam, n: int, seed: str) -> Iterator[Paper]:
         yield Paper(kind.name, i, tuple(n for n in notes if n[1]), tuple(asked))
 
 
+@mock.patch.object(Auto, "weighs", False)
 def measure(
     name: str, methods: Sequence[Method], n: int, seed: str = "report", first: int = 0
 ) -> dict[str, Cell]:
     """Return a cell for each method, and one for the full prefill, of all cases from the ``first`` on. How rows
     are chosen is what is asked, so `auto` looks also where it would rather repair all."""
     torch.set_num_threads(1)
-    with mock.patch.object(Auto, "weighs", False):
-        return _measured(name, methods, n, seed, first)
-
-
-def _measured(
-    name: str, methods: Sequence[Method], n: int, seed: str, first: int
-) -> dict[str, Cell]:
     kind = kind_of(name)
     runner = Runner.load(str(WEIGHTS / name), device="cpu")
     known = None
@@ -236,10 +230,15 @@ def methods() -> list[Method]:
     return made + [Method(Chosen(), share, modes=("forget",)) for share in SHARES]
 
 
+def cache_file(name: str, n: int, cache: Path, what: str = "") -> Path:
+    """Return where what was measured of a model's weights is kept."""
+    weights = hashlib.blake2b((WEIGHTS / name / "model.safetensors").read_bytes(), digest_size=8)
+    return cache / f"{what}{name}-{weights.hexdigest()}-{n}.json"
+
+
 def cells_of(name: str, n: int, cache: Path, again: str = "") -> dict[str, Cell]:
     """Return the cells of a model; what was measured of these weights before is read."""
-    weights = hashlib.blake2b((WEIGHTS / name / "model.safetensors").read_bytes(), digest_size=8)
-    file = cache / f"{name}-{weights.hexdigest()}-{n}.json"
+    file = cache_file(name, n, cache)
     known: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
     fewer = _fewer(file, n) if kind_of(name).wording is not None else 0
     if not known and fewer:  # the first of a world are the same however many there are

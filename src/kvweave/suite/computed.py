@@ -9,13 +9,11 @@ from typing import Any
 from kvweave.run.base import Backend
 from kvweave.suite.words import Paper
 from kvweave.weave.recipes import PASS
+from kvweave.weave.trying import Effort
 
 
-class Computed:
-    """Rows, in passes through all layers, and passes."""
-
-    def __init__(self) -> None:
-        self.rows, self.passes = 0.0, 0
+class Computed(Effort):
+    """What was computed of a paper."""
 
     def cost(self, paper: Paper, blind: bool) -> float:
         """Return what a weave took beyond the pass of its question, as a share of the context, if this is of
@@ -37,9 +35,7 @@ def counted(backend: Backend) -> Iterator[Computed]:
 
     def forward(works: Sequence[Any], *rest: Any, **named: Any) -> Any:
         for work in works:
-            deep = len(backend.layers) if work.last is None else work.last
-            computed.rows += work.n * deep / len(backend.layers)
-            computed.passes += 1
+            computed.add(work, len(backend.layers))
         return run(works, *rest, **named)
 
     backend.forward = forward  # type: ignore[method-assign]

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from math import isfinite, log, sqrt
 from typing import Any
 
@@ -105,11 +105,11 @@ class Learner:
 
     def report(self) -> list[dict[str, Any]]:
         """Return what is known, for a page or a file: numbers, nothing of any text."""
-        told = [
-            {"tenant": t, "share": share, **asdict(known)}
-            for (t, share), known in sorted(self._tallies.items(), key=lambda each: each[0])
-        ]
-        return [{key: x for key, x in each.items() if key != "n_asked"} for each in told]
+        return [
+            {"tenant": tenant, "share": share, "n": known.n, "recipe": known.recipe,
+             "roots": dict(known.roots), "costs": dict(known.costs)}
+            for (tenant, share), known in sorted(self._tallies.items(), key=lambda each: each[0])
+        ]  # fmt: skip
 
     def totals(self) -> tuple[tuple[str, str, int], ...]:
         """Return share, recipe and answers, all tenants together."""

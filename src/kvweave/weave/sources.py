@@ -3,8 +3,9 @@ And what of it is placed together."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -77,12 +78,27 @@ class Sources:
         if part.virtual:
             kv = loaded[part.uid] = self.rows_of(part)
             return Available(True, (), False, kv.altered)
+        get = partial(self.shelf.get, wait=False)
+        return self._loaded(part, seen, asked, loaded, get)
+
+    def at_hand(self, part: Part, seen: Seen, asked: Sought, loaded: dict[int, KV]) -> Available:
+        """As `load`, of what lies in memory; nobody counts it as used. Raises ChunkNotFound, CorruptChunk."""
+        return self._loaded(part, seen, asked, loaded, self.shelf.at_hand)
+
+    def _loaded(
+        self,
+        part: Part,
+        seen: Seen,
+        asked: Sought,
+        loaded: dict[int, KV],
+        get: Callable[[int], KV | None],
+    ) -> Available:
         exact = self._exact(part, seen)
         if exact is not None:
             loaded[part.uid] = exact.rows(part.start, part.stop)
             return Available(False, (), True, moves=self.moves)
         may = self._may_reuse(part, seen, asked)
-        canonical = self.shelf.get(asked.stands.kv(part), wait=False) if may else None
+        canonical = get(asked.stands.kv(part)) if may else None
         if canonical is not None:
             wanted = self.table.get(part.id).n_tokens
             if canonical.n_tokens != wanted:
@@ -90,21 +106,6 @@ class Sources:
             loaded[part.uid] = canonical.rows(part.start, part.stop)
         lossy = canonical is not None and canonical.altered
         return self._found(part, asked, canonical is not None, False, lossy)
-
-    def at_hand(self, part: Part, seen: Seen, asked: Sought, loaded: dict[int, KV]) -> Available:
-        """As `load`, of what lies in memory; nobody counts it as used. Raises ChunkNotFound."""
-        exact = self._exact(part, seen)
-        if exact is not None:
-            loaded[part.uid] = exact.rows(part.start, part.stop)
-            return Available(False, (), True, moves=self.moves)
-        kv = (
-            self.shelf.at_hand(asked.stands.kv(part))
-            if self._may_reuse(part, seen, asked)
-            else None
-        )
-        if kv is not None:
-            loaded[part.uid] = kv.rows(part.start, part.stop)
-        return self._found(part, asked, kv is not None, False, kv is not None and kv.altered)
 
     def rows_of(self, part: Part) -> KV:
         """Return the rows of a virtual part, which no token made. Raises ChunkLost."""

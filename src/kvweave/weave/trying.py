@@ -128,6 +128,12 @@ class Effort:
     def __init__(self) -> None:
         self.rows, self.passes = 0.0, 0
 
+    def add(self, work: Work, n_layers: int) -> None:
+        """Count a pass."""
+        deep = n_layers if work.last is None else work.last
+        self.rows += work.n * deep / n_layers
+        self.passes += 1
+
     def counting(self, steps: Steps[Tensor], n_layers: int) -> Steps[Tensor]:
         """Run steps in slices, and count what they compute."""
         go: Callable[[], Work] = partial(next, steps)
@@ -136,8 +142,7 @@ class Effort:
                 work = go()
             except StopIteration as done:
                 return done.value  # type: ignore[no-any-return]
-            self.rows += work.n * (1.0 if work.last is None else work.last / n_layers)
-            self.passes += 1
+            self.add(work, n_layers)
             found = []
             for part in sliced(work):
                 found.append((yield part))
