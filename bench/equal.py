@@ -21,18 +21,15 @@ from common import (
     compare,
     full_prefill,
     machine,
-    make_engine,
     model_pair,
     parser,
     progress,
-    random_ids,
     report,
     shape_of,
     table,
     took,
-    turn_sizes,
 )
-from prune import N_BASE, N_TURNS, World, first_token
+from prune import N_TURNS, World, first_token, of_turns, stocked
 
 CASES = (("none", 0.0), ("auto", 0.05), ("query", 0.05), ("query", 0.15), ("query", 0.3))
 SIZES = (4096, 16384)
@@ -61,15 +58,9 @@ def equal_shares(rows: Sequence[dict[str, Any]], share: float = 0.05) -> dict[st
 def make_world(options: Namespace, size: int) -> World:
     """Put 24 turns, and weave a context for each case."""
     pair = model_pair(shape_of(options), options.dtype, options.device, size + 2048)
-    base = random_ids(N_BASE, pair.shape.vocab, 99)
-    world = World(pair, make_engine(pair, base), base)
-    for i, n in enumerate(turn_sizes(size - N_BASE, N_TURNS)):
-        world.put(f"turn/{i}", n)
+    world = stocked(pair, size)
     for name, share in CASES:
-        context = world.engine.context(f"{name}-{share:g}", repair=name, share=share, denoise=False)
-        with context.edit():
-            for i in range(N_TURNS):
-                context.append_chunk(f"turn/{i}")
+        context = of_turns(world, f"{name}-{share:g}", name, share)
         world.contexts[f"{name} {share:.0%}"] = context
         first_token(world, context, lambda c: None, world.suffix())  # rows get their memory
     return world

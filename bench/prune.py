@@ -116,22 +116,32 @@ class World:
         return torch.tensor([whole], device=self.pair.device)
 
 
-def make_world(pair: Pair, n_context: int) -> World:
-    """Put 24 turns and one to spare, and weave a context of each kind."""
+def stocked(pair: Pair, n_context: int) -> World:
+    """Put a base and 24 turns of so many tokens."""
     base = random_ids(N_BASE, pair.shape.vocab, 99)
     world = World(pair, make_engine(pair, base), base)
     for i, n in enumerate(turn_sizes(n_context - N_BASE, N_TURNS)):
         world.put(f"turn/{i}", n)
+    return world
+
+
+def of_turns(world: World, name: str, repair: str | Strategy, share: float) -> Context:
+    """Return a new context of all turns."""
+    context = world.engine.context(name, repair=repair, share=share, denoise=False)
+    with context.edit():
+        for i in range(N_TURNS):
+            context.append_chunk(f"turn/{i}")
+    return context
+
+
+def make_world(pair: Pair, n_context: int) -> World:
+    """Put 24 turns and one to spare, and weave a context of each kind."""
+    world = stocked(pair, n_context)
     world.put("other", len(world.turns["turn/12"]))
     shown = Shown()
     mine: dict[str, Strategy] = {"auto": shown, "own": Own(shown)}
     for name, share in REPAIRS:
-        repair = mine.get(name, name)
-        context = world.engine.context(name, repair=repair, share=share, denoise=False)
-        with context.edit():
-            for i in range(N_TURNS):
-                context.append_chunk(f"turn/{i}")
-        world.contexts[name] = context
+        world.contexts[name] = of_turns(world, name, mine.get(name, name), share)
     world.contexts["edits"] = world.engine.fork(world.contexts["none"], "edits")
     for context in world.contexts.values():  # rows get their memory before anything is timed
         first_token(world, context, lambda c: None, world.suffix())
