@@ -238,7 +238,10 @@ def test_what_is_placed_and_compared_is_part_of_the_time(
     assert engine.loop.seconds["audit"] == 100 * n + 1000 * (n + 1)
 
 
-def test_an_alarm_that_nobody_answers_under_takes_no_more_time(engines: Make) -> None:
+def test_an_alarm_that_nobody_answers_under_takes_no_more_time(
+    engines: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvweave.weave.shadow.EARLY", 0)
     engine = engines(**(AUTO | {"audit": 0.2}))
     shadow, auditor = engine.shadow, engine.shadow.auditor
     shadow._random.random = lambda: 0.0  # type: ignore[method-assign]

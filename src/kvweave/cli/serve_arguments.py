@@ -89,8 +89,8 @@ def serve(p: ArgumentParser) -> None:
         type=share,
         default=AUDIT,
         metavar="X",
-        help="part of the computing time, 0..1, in which answers are held against a full prefill "
-        f"while nothing else is there to do; 0 is never ({AUDIT})",
+        help="part of the time, 0..1, in which answers are held against a full prefill while nothing "
+        f"else is there to do; a few of what is new are beside it; 0 is never ({AUDIT})",
     )
     add(
         "--refine",

@@ -75,6 +75,11 @@ class Learner:
         known = self._tallies.get((tenant, round(share, 3)))
         return None if known is None or known.recipe == USUAL else known.recipe
 
+    def knows_little(self, tenant: str, share: float) -> bool:
+        """Tell whether no choice was made yet for this tenant at this share."""
+        known = self._tallies.get((tenant, round(share, 3)))
+        return known is None or known.n < LEAST
+
     def wants(self, tenant: str, share: float) -> bool:
         """Tell whether an answer is to be woven in all ways; of those of whom enough is known, now and then."""
         known = self._tallies.get((tenant, round(share, 3)))

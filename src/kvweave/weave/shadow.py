@@ -51,6 +51,7 @@ MOST = 8  # answers that wait for their audit
 MOST_BYTES = 64 << 20  # of the predictions of these
 HELD = 4  # times its predictions: a full prefill's, and another way's, in pieces too
 UNDER_ALARM = 4  # times the share of time, until there is a new bound
+EARLY = 64  # answers, since the start, that need no time put by for them: of their like nothing is known
 T = TypeVar("T")
 log = logging.getLogger("kvweave.weave")
 
@@ -125,6 +126,7 @@ class Shadow:
         self._waiting: list[Sample] = []
         self._watching: WeakSet[Watch] = WeakSet()  # of answers under way
         self._running: dict[int, tuple[Loop, int]] = {}  # audits under way: bytes of their rows
+        self._n_early, self._ahead = 0, 0.0  # answers audited early, and the seconds it took
         shelf.spare = self.spare
 
     def __len__(self) -> int:
@@ -193,17 +195,37 @@ class Shadow:
     # ---- audits
 
     def is_due(self, loop: Loop) -> bool:
-        """Tell whether there is an answer to audit, and time was put by for it."""
+        """Tell whether there is an answer to audit, and time was put by for it, or it needs none."""
+        return bool(self._waiting) and (self._affords(loop) or self._early() is not None)
+
+    def _affords(self, loop: Loop) -> bool:
         alarmed = any(self.auditor.promise(sample.cell).alarm for sample in self._waiting)
         share = self.share * (UNDER_ALARM if alarmed else 1)  # nobody hurries for who is gone
-        return bool(self._waiting) and loop.seconds["audit"] <= share * loop.seconds[""]
+        return loop.seconds["audit"] - self._ahead <= share * loop.seconds[""]
+
+    def _early(self) -> int | None:
+        """Return which answer that waits is the first of whose like too little is known to promise a drift,
+        or to choose a way; None where all are, or so many were that it has to wait like others."""
+        new = (i for i, sample in enumerate(self._waiting) if self._is_new(sample))
+        return next(new, None) if self._n_early < EARLY else None
+
+    def _is_new(self, sample: Sample) -> bool:
+        known, again = self.auditor.promise(sample.cell), sample.again
+        if known.alarm:
+            return False
+        unlearned = again is not None and self.auditor.learner.knows_little(
+            sample.cell.tenant, again.share
+        )
+        return unlearned or (sample.promised is None and known.bound is None)
 
     def audit(self, loop: Loop) -> Task[Audit | None]:
-        """Audit the answer that waits longest, as a task of ``loop``; None when that came to nothing,
-        which is counted and hurts nobody."""
+        """Audit the answer that waits longest, or the first that needs no time put by where there is none, as
+        a task of ``loop``; None when that came to nothing, which is counted and hurts nobody."""
         if not self._waiting:
             return None
-        sample, rows = self._waiting.pop(0), self.backend.new_rows()
+        early = None if self._affords(loop) else self._early()
+        sample, rows = self._waiting.pop(early or 0), self.backend.new_rows()
+        spent, self._n_early = loop.seconds["audit"], self._n_early + (early is not None)
         n = len(sample.tokens) + DRAFT
         n_bytes = rows.bytes_for(n) + sample.n_bytes * (1 if sample.again is None else HELD)
         audit: Audit | None = None
@@ -221,6 +243,8 @@ class Shadow:
             log.log(logging.INFO if known else logging.ERROR, "an audit came to nothing: %s", error)
         finally:
             self._charge()
+            if early is not None:
+                self._ahead += loop.seconds["audit"] - spent
         self.auditor.n_failed += audit is None
         return audit
 
