@@ -6,7 +6,7 @@
                  the other half           the regret of what was learned, at its own cost (bench/regret.py)
 
 Each draw is another half, and another order of answers. A model that has learned nothing yet repairs
-as `auto` does.
+as `auto` does. The documents are others than those of bench/regret.py, but for the models of prose.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 from common import RESULTS, machine, progress, table
-from regret import CACHE, FLOOR, SHARES, SINGLE, Cell, cache_file, cells_of, measure
+from regret import CACHE, FLOOR, SHARES, SINGLE, Cell, cache_file, measure, methods
 from rich.console import Console
 
 from kvweave.suite import choose
@@ -34,17 +34,21 @@ from kvweave.weave.recipes import NONE, RECIPES, USUAL, reached
 
 ANSWERS = (0, 16, 32, 64)
 DRAWS = 100
+SEED = "learned"
 
 
 def ways_of(name: str, n: int, cache: Path) -> dict[str, Cell]:
     """Return the cells of all ways, and of single strategies; what was measured of these weights before is read."""
-    known = cells_of(name, n, cache)
-    file = cache_file(name, n, cache, "ways-")
-    if not file.exists():
-        wanted = [m for m in choose.methods(SHARES) if m.name != f"auto:{USUAL}"]
-        told = {label: asdict(cell) for label, cell in measure(name, wanted, n).items()}
+    file = cache_file(name, n, cache, "learned-")
+    told: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
+    single = [m for m in methods() if m.name in (NONE, "auto", *SINGLE)]
+    ways = [m for m in choose.methods(SHARES) if m.name != f"auto:{USUAL}"]
+    if missing := [m for m in (*single, *ways) if m.label not in told]:
+        found = measure(name, missing, n, SEED)
+        told |= {label: asdict(cell) for label, cell in found.items()}
+        file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(json.dumps(told))
-    known |= {label: Cell(**cell) for label, cell in json.loads(file.read_text()).items()}
+    known = {label: Cell(**cell) for label, cell in told.items()}
     return known | {f"auto:{USUAL} {share:.0%}": known[f"auto {share:.0%}"] for share in SHARES}
 
 
@@ -103,7 +107,7 @@ def rows_of(name: str, cells: dict[str, Cell], draws: int) -> list[dict[str, Any
             (recipe, times), *_ = Counter(each[2] for each in told).most_common()
             ratios = sorted(each[0] for each in told)
             made.append({
-                "model": name, "share": share, "answers": n,
+                "model": name, "documents": len(usual.kl), "share": share, "answers": n,
                 "regret": round(exp(fmean(map(log, ratios))), 3),
                 "between": [round(float(np.quantile(ratios, at)), 3) for at in (0.05, 0.95)],
                 "over_usual": round(exp(fmean(log(each[1]) for each in told)), 3),
@@ -145,7 +149,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         for name in options.names:
             rows += rows_of(name, ways_of(name, options.n, options.cache), options.draws)
             step(name)
-    setup = {"n": options.n, "draws": options.draws, "answers": ANSWERS}
+    setup = {"draws": options.draws, "answers": ANSWERS}
     told = {"machine": machine(torch.device("cpu")), "setup": setup, "rows": rows}
     options.out.write_text(json.dumps(told, indent=1) + "\n")
     show(rows)

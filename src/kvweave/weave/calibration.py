@@ -155,7 +155,7 @@ def _share(at: object) -> float:
 def options(words: object) -> str:
     """Return what `auto` takes behind its name: tokens drafted, thirds hedged, rounds. Raises ValueError."""
     draft, thirds, rounds = map(int, str(words).split("@"))
-    if not (0 <= draft <= DRAFT and 0 <= thirds <= 3 and rounds >= 1):
+    if not (0 <= draft <= DRAFT and 0 <= thirds <= 3 and rounds >= (thirds < 3)):
         raise ValueError(f"{words!r} are no options of auto")
     return f"{draft}@{thirds}@{rounds}"
 

@@ -43,7 +43,8 @@ class Auto(Strategy):
     repair may choose them like placed ones.
 
     ``lookahead`` tokens are drafted, ``thirds`` of the budget hedged, in ``rounds`` of `rollout`. With all
-    three thirds nobody looks, unless evidence is taken: what a look would compute goes to first rows too.
+    three thirds nobody looks, unless evidence is taken: what a look would compute goes to first rows too,
+    but in 0 rounds.
     Without options a model takes those that it was measured with (`kvweave calibrate`): no single
     set is right for all.
     """
@@ -64,8 +65,8 @@ class Auto(Strategy):
             raise InvalidArgument("lookahead", f"{lookahead} is below 0")
         if thirds is not None and not 0 <= thirds <= 3:
             raise InvalidArgument("thirds", f"{thirds} is not from 0 to 3")
-        if rounds is not None and rounds < 1:
-            raise InvalidArgument("rounds", f"{rounds} is below 1")
+        if rounds is not None and rounds < (thirds != 3):
+            raise InvalidArgument("rounds", f"{rounds} is below {int(thirds != 3)}")
         self.draft, self.evidence = lookahead, evidence
         if thirds is not None:
             self.hedge = thirds / 3
@@ -85,7 +86,7 @@ class Auto(Strategy):
             ahead = np.isin(view.candidates, passes.ahead)
             hedged = ahead | firsts(view, round(self.hedge * view.budget))
             # a round costs a replay of all states, and does not pay (docs/LOG.md, 2026-11-24)
-            rounds = 1 if passes.replays else self.rounds
+            rounds = 1 if passes.replays else max(1, self.rounds)
             chosen = yield from follow(view, need, rounds, hedged)
             return np.setdiff1d(chosen, passes.ahead)
         read = view.dependence()
@@ -127,7 +128,8 @@ class Auto(Strategy):
         passes.compares = bool(known or self.evidence or wish.max_drift is not None)
         budget = round(wish.share * len(candidates))
         if self.hedge == 1 and not passes.compares:
-            share = min(1.0, (budget + len(passes.question) + LOOKAHEAD + ROUND) / len(candidates))
+            more = len(passes.question) + LOOKAHEAD + ROUND if self.rounds else 0
+            share = min(1.0, (budget + more) / len(candidates))
             return Verdict((yield from self.select(passes, spans, candidates, share)))
         if passes.compares or budget < len(candidates):  # what is repaired whole needs no look
             if not (passes.again or passes.replays):
