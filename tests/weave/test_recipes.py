@@ -13,9 +13,10 @@ from weaving import again, chat, flat, passes_of, text
 from kvweave import Context, Engine
 from kvweave.errors import InvalidArgument
 from kvweave.weave.approximate import cell_of
-from kvweave.weave.calibration import Calibration
+from kvweave.weave.calibration import Calibration, options
 from kvweave.weave.plan import Plan
 from kvweave.weave.recipes import RECIPES, USUAL
+from kvweave.weave.repair import strategy
 
 Make = Callable[..., Engine]
 pytestmark = pytest.mark.usefixtures("looks")
@@ -72,19 +73,22 @@ def test_a_round_more_is_a_pass_more(engines: Make, monkeypatch: pytest.MonkeyPa
     assert n_passes == [2, 3, 4]
 
 
-def test_three_thirds_are_first_rows_and_nobody_looks(
-    engines: Make, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("rounds, each", [(0, 5), (1, 11)])  # the four of the question, two drafted
+def test_three_thirds_are_first_rows_and_nobody_looks(  # and six of a round are twelve more
+    engines: Make, monkeypatch: pytest.MonkeyPatch, rounds: int, each: int
 ) -> None:
     engine = engines(share=0.25)
-    context = chat(engine, "c", [20, 20, 20], repair="auto:0@3@1")
+    context = chat(engine, "c", [20, 20, 20], repair=f"auto:0@3@{rounds}")
     context.append(text(4, 99))
     with passes_of(engine, monkeypatch) as seen:
         plan = context.weave()
-    first = [
-        *range(25, 36),
-        *range(45, 56),
-    ]  # ten, the four of the question, two drafted, six of a round
-    assert plan.repaired == 22 and seen == [[*first, 65, 66, 67, 68]]
+    first = [*range(25, 25 + each), *range(45, 45 + each)]
+    assert plan.repaired == 2 * each and seen == [[*first, 65, 66, 67, 68]]
+
+
+def test_three_thirds_of_a_wide_share_are_all_rows(engines: Make) -> None:
+    engine = engines(share=0.25)
+    context = chat(engine, "c", [20, 20, 20])
     whole = again(engine, "whole", context, repair="auto:0@3@1", share=0.9)
     whole.append(text(4, 98))
     assert whole.weave().repaired == 40 and whole.check().kl < 1e-12
@@ -103,6 +107,15 @@ def test_a_bound_takes_no_more_rows_than_the_share(engines: Make, recipe: str) -
     engine.weaver.calibration = told(recipe)  # without bounds nothing can be promised
     with pytest.raises(InvalidArgument, match="no calibration"):
         again(engine, "twin", context, repair="auto", max_drift=0.5).weave()
+
+
+def test_no_round_is_for_who_does_not_look() -> None:
+    assert options("0@3@0") == "0@3@0" and strategy("auto:0@3@0").measured_as == ""
+    with pytest.raises(ValueError, match="no options of auto"):
+        options("2@2@0")
+    for recipe in ("2@2@0", "2@0@0"):
+        with pytest.raises(InvalidArgument, match="0 is below 1"):
+            strategy(f"auto:{recipe}")
 
 
 def test_rows_that_stood_among_others_come_after_those_that_did_not(engines: Make) -> None:

@@ -13,6 +13,7 @@
 That every index which relies on the tier was read is checked too, before 1 and again behind 3: each
 registers on it (``index.UUID``) before b. A second sweep would remove at 4 or 6 marks that the first one
 relies on, so each registers too (``index.sweep.UUID``), and goes only where no other does.
+A sweep writes before it removes: for a tier that is full whoever registers leaves it room (`SPARE`).
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from kvweave.store.tier.keys import pages
 
 REGISTERED = "index."
 SWEEPING = "sweep."  # behind it: a sweep
+SPARE, ROOM = "spare", 1 << 16  # bytes that a sweep may take where there is no other room
 LONGEST = 86400.0  # seconds; a sweep of elsewhere that is older is over
 TOGETHER = 500  # keys of one request
 SECONDS = 60.0  # of one request
@@ -70,10 +72,30 @@ class Swept:
 
 def register(tier: Tier, index: str, where: str, deadline: float | None) -> Outcome:
     """Say on a tier that an index relies on it; doing it again changes nothing."""
-    said = json.dumps({"where": where}).encode()
-    return tier.put([Put(REGISTERED + index, [memoryview(said)])], durable=True, deadline=deadline)[
-        0
-    ]
+    said = memoryview(json.dumps({"where": where}).encode())
+    (outcome,) = tier.put([Put(REGISTERED + index, [said])], durable=True, deadline=deadline)
+    if outcome.state in ("done", "exists"):
+        _spare(tier, deadline)
+    return outcome
+
+
+def _spare(tier: Tier, deadline: float | None) -> None:
+    """Keep some room for sweeps, if there is any; where that fails there is none."""
+    (there,) = tier.look([SPARE], deadline=deadline)
+    if isinstance(there, Outcome) and there.state == "missing":
+        tier.put([Put(SPARE, [memoryview(bytes(ROOM))])], deadline=deadline)
+
+
+def _written(tier: Tier, puts: Sequence[Put], *, durable: bool = False) -> list[Outcome]:
+    """Create what a sweep has to say, on a full tier in the room that is kept for it."""
+    outcomes = tier.put(puts, durable=durable, deadline=_soon())
+    left = [i for i, outcome in enumerate(outcomes) if outcome.state == "full"]
+    if left:
+        tier.discard([SPARE], deadline=_soon())
+        again = tier.put([puts[i] for i in left], durable=durable, deadline=_soon())
+        for i, outcome in zip(left, again, strict=True):
+            outcomes[i] = outcome
+    return outcomes
 
 
 def retire(tier: Tier, index: str) -> None:
@@ -162,7 +184,7 @@ def _sweep(
     for batch in pages([key for key in unnamed if key not in marked], TOGETHER):
         said = memoryview(json.dumps({"at": time.time()}).encode())
         puts = [Put(key + MARK, [said]) for key in batch]
-        for key, outcome in zip(batch, tier.put(puts, durable=True, deadline=_soon()), strict=True):
+        for key, outcome in zip(batch, _written(tier, puts, durable=True), strict=True):
             made += [key] if outcome.ok else []
             if outcome.state not in ("done", "exists"):
                 found.fail(key, outcome)
@@ -191,13 +213,14 @@ def _alone(tier: Tier) -> Iterator[str]:
     key = f"{REGISTERED}{SWEEPING}{uuid4().hex}"
     _under_way.add(key)
     try:
-        _done(tier.put([Put(key, [memoryview(json.dumps(said).encode())])], deadline=_soon()))
+        _done(_written(tier, [Put(key, [memoryview(json.dumps(said).encode())])]))
         yield key
     finally:
         _under_way.discard(key)  # then it is over, also where that cannot be said now
         (outcome,) = tier.discard([key], deadline=_soon())
         if not outcome.ok:
             log.warning("%s stays for now: %s", key, outcome.why or outcome.state)
+        _spare(tier, _soon())
 
 
 def _require_alone(tier: Tier, keys: Sequence[str], mine: str) -> None:
@@ -287,7 +310,9 @@ def _where(tier: Tier, uuid: str) -> str:
 def _done(outcomes: Sequence[Outcome]) -> None:
     for outcome in outcomes:
         if not outcome.ok:
-            raise StoreError(outcome.why, hint="nothing was removed; try again")
+            full = outcome.state == "full"
+            hint = "a sweep writes first: free a page there" if full else "nothing was removed"
+            raise StoreError(outcome.why, hint=f"{hint}; try again")
 
 
 def _soon() -> float:

@@ -128,8 +128,8 @@ class Auto(Strategy):
         passes.compares = bool(known or self.evidence or wish.max_drift is not None)
         budget = round(wish.share * len(candidates))
         if self.hedge == 1 and not passes.compares:
-            more = len(passes.question) + LOOKAHEAD + ROUND if self.rounds else 0
-            share = min(1.0, (budget + more) / len(candidates))
+            saved = len(passes.question) + LOOKAHEAD + ROUND if self.rounds else 0
+            share = min(1.0, (budget + saved) / len(candidates))
             return Verdict((yield from self.select(passes, spans, candidates, share)))
         if passes.compares or budget < len(candidates):  # what is repaired whole needs no look
             if not (passes.again or passes.replays):
