@@ -29,12 +29,14 @@ from regret import CACHE, FLOOR, SHARES, SINGLE, Cell, cache_file, measure, meth
 from rich.console import Console
 
 from kvweave.suite import choose
+from kvweave.suite.method import Method
 from kvweave.weave.learning import Learner
 from kvweave.weave.recipes import NONE, RECIPES, USUAL, reached
 
 ANSWERS = (0, 16, 32, 64)
 DRAWS = 100
 SEED = "learned"
+FINER = (0.2, 0.4)  # of single strategies: what they reach in between is no guess then
 
 
 def ways_of(name: str, n: int, cache: Path) -> dict[str, Cell]:
@@ -42,6 +44,7 @@ def ways_of(name: str, n: int, cache: Path) -> dict[str, Cell]:
     file = cache_file(name, n, cache, "learned-")
     told: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
     single = [m for m in methods() if m.name in (NONE, "auto", *SINGLE)]
+    single += [Method(each, share, modes=("forget",)) for each in SINGLE for share in FINER]
     ways = [m for m in choose.methods(SHARES) if m.name != f"auto:{USUAL}"]
     if missing := [m for m in (*single, *ways) if m.label not in told]:
         found = measure(name, missing, n, SEED)

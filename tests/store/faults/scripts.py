@@ -31,7 +31,7 @@ from kvweave.chunk import file
 from kvweave.chunk.marks import marks, uuid_of
 from kvweave.cli import main
 from kvweave.errors import KVWeaveError
-from kvweave.store.collect import REGISTERED, Swept, sweep
+from kvweave.store.collect import REGISTERED, SPARE, Swept, sweep
 from kvweave.store.record.transfer import digest_of
 from kvweave.store.spec import open_shared
 
@@ -343,7 +343,9 @@ def keys_after(
     tier = open_shared(spec)
     try:
         return [
-            k for k in tier.keys() if not k.startswith(REGISTERED) and digest_of(k) not in named
+            k
+            for k in tier.keys()
+            if not k.startswith((REGISTERED, SPARE)) and digest_of(k) not in named
         ]
     finally:
         tier.close()
