@@ -141,7 +141,7 @@ def show(rows: Sequence[dict[str, Any]]) -> None:
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure, write, print."""
     made = argparse.ArgumentParser(description=__doc__)
-    made.add_argument("names", nargs="+", help="models of bench/models")
+    made.add_argument("names", nargs="+", help="models of bench/models, NAME or NAME:DOCUMENTS")
     made.add_argument("--n", type=int, default=32, help="documents a model")
     made.add_argument("--draws", type=int, default=DRAWS)
     made.add_argument("--cache", type=Path, default=CACHE)
@@ -149,8 +149,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = made.parse_args(argv)
     rows: list[dict[str, Any]] = []
     with progress("models", len(options.names)) as step:
-        for name in options.names:
-            rows += rows_of(name, ways_of(name, options.n, options.cache), options.draws)
+        for each in options.names:
+            name, _, n = each.partition(":")
+            rows += rows_of(name, ways_of(name, int(n or options.n), options.cache), options.draws)
             step(name)
     setup = {"draws": options.draws, "answers": ANSWERS}
     told = {"machine": machine(torch.device("cpu")), "setup": setup, "rows": rows}
