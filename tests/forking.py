@@ -23,12 +23,18 @@ TESTS = Path(__file__).parent
 # What can be imported in processes of their own. Read before any test: some have `bench` there while they run,
 # and its `serve.py` would be found for the tests' folder.
 IMPORTABLE = os.pathsep.join([str(TESTS), *filter(None, sys.path)])
-IMPORTED = "from kvweave.cli import main; import kvweave.serve.app, kvweave.engine"
 COMMAND = [sys.executable, "-m", "kvweave.cli"]
 MAIN = "import sys; from kvweave.cli import main; sys.exit(main())"
-HOST = (
-    f"import sys; sys.path.insert(0, {str(TESTS)!r}); {IMPORTED}; import forking; forking.serve()"
-)
+HOST = f"""
+import sys
+sys.path.insert(0, {str(TESTS)!r})
+from kvweave.cli.start import uncollected
+with uncollected():
+    from kvweave.cli import main
+    import kvweave.serve.app, kvweave.engine
+import forking
+forking.serve()
+"""
 LARGEST = 1 << 18  # bytes of one request
 MADV_HUGEPAGE, MADV_COLLAPSE = 14, 25  # of Linux; the second since 6.1
 

@@ -7,6 +7,7 @@ an excuse that nothing needs any more is a failure too.
 from __future__ import annotations
 
 import ast
+import gc
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -173,9 +174,14 @@ for _file in FILES.values():
 
 @pytest.fixture(scope="module", autouse=True)
 def trees_go() -> Iterator[None]:
-    yield
-    for file in FILES.values():
-        file.forget()
+    """And nobody goes through them again and again meanwhile."""
+    gc.disable()
+    try:
+        yield
+        for file in FILES.values():
+            file.forget()
+    finally:
+        gc.enable()
 
 
 def imports(file: File) -> Iterator[tuple[str, ast.stmt]]:

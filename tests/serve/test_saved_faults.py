@@ -231,7 +231,9 @@ LIVES = """
 import asyncio, json, os, shutil, sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
-from serve.test_kept_items import response, said
+from kvweave.cli.start import uncollected
+with uncollected():
+    from serve.test_kept_items import response, said
 from kvweave.errors import KVWeaveError
 from kvweave.serve.responses.store import ResponseStore
 from store.faults.shim import MAKE, OPEN, READ, RENAME, SIZE, SYNC, WRITE, Control

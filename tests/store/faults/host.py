@@ -16,6 +16,8 @@ from typing import Any, NoReturn
 from forking import IMPORTABLE, in_huge_pages
 from store.faults.shim import Control
 
+from kvweave.cli.start import uncollected
+
 
 class Died(Exception):
     """The process ended without a result, or was given up (``hung``)."""
@@ -97,7 +99,8 @@ class Host:
 
 def serve(address: str) -> None:
     """Fork when told to, until nobody tells any more."""
-    from store.faults import refusing, roaming, scripts, stories
+    with uncollected():
+        from store.faults import refusing, roaming, scripts, stories
 
     known = {**vars(refusing), **vars(stories), **vars(roaming), **vars(scripts)}
     scripts.prepare()
