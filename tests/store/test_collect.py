@@ -310,7 +310,10 @@ def test_of_two_sweeps_at_once_one_goes(step: int, marked: bool) -> None:
         ({"pid": GONE}, True),
         ({"pid": GONE, "host": "moon"}, False),
         ({"pid": GONE, "boot": "ab" * 16}, False),
-        ({"pid": GONE, "pids": "pid:[1]"}, False),  # another container of this machine, and its name
+        (
+            {"pid": GONE, "pids": "pid:[1]"},
+            False,
+        ),  # another container of this machine, and its name
         ({"pid": os.getpid(), "pids": "pid:[1]"}, False),
         ({"pid": GONE, "pids": None}, False),  # of a kvweave that did not say
         ({"host": "moon", "at": -86401}, True),
