@@ -15,6 +15,7 @@ import pytest
 from indexes import ENVIRONMENT, digest_of, put
 
 from kvweave.chunk.marks import marks
+from kvweave.chunk.rows import ALL
 from kvweave.chunk.table import Table
 from kvweave.errors import ChunkNotFound, InvalidArgument, ModelMismatch, NameTaken, StoreError
 
@@ -236,6 +237,71 @@ def test_an_engine_is_heard_of_though_somebody_says_what_none_says(pair, said):
     assert a.get(id).id == id
 
 
+PUT_BACK = """
+DELETE FROM kvweave_names WHERE id>1; DELETE FROM kvweave_holds WHERE id>1;
+DELETE FROM kvweave_chunks WHERE id>1; SELECT setval('kvweave_chunks_id_seq', 1);
+SELECT pg_terminate_backend(pid) FROM pg_stat_activity
+    WHERE pid<>pg_backend_pid() AND backend_type='client backend';
+"""
+
+
+def put_back(url: str) -> None:
+    """As behind a restore of a dump, or a failover to a server that lacks the newest commits."""
+    import psycopg
+
+    with psycopg.connect(url, autocommit=True) as db:
+        db.execute(PUT_BACK)
+
+
+@pytest.mark.parametrize("n_anew", [0, 1, 9])
+def test_an_index_that_was_put_back_is_not_gone_on_with(url, n_anew):
+    """It gives ids again: an engine answered over the KV and the tokens that it had under the same
+    number, another text and perhaps another tenant's, and said that this was exact."""
+    with Table(url) as table:
+        put(table, "first", 1)
+    table = Table(url)
+    freed = []
+    table.on_free = freed.append
+    id = put(table, "mine", 5, 6, 7)
+    table.hold(id, "chat")
+    table.touch([id])
+    put_back(url)
+    with Table(url) as anew:
+        for i in range(n_anew):
+            put(anew, f"theirs/{i}", 10 + i, 11)
+        if n_anew:
+            assert anew.get(id).names == ("theirs/0",)
+        for verb in (
+            lambda: table.lookup("theirs/0"),
+            lambda: table.tokens(table.resolve("theirs/0").id),
+            lambda: put(table, "other", 3),
+            lambda: table.bind("other", id),
+        ):
+            with pytest.raises(StoreError, match="was put back to an earlier time") as caught:
+                verb()
+            assert "start it anew" in caught.value.hint
+        with pytest.raises(StoreError, match="was put back"):
+            table.close()
+        assert freed == [] and anew.lookup("mine") is None
+        assert len(anew) == 1 + n_anew
+
+
+def test_an_engine_goes_on_with_an_index_that_lost_nothing(url):
+    """Connections break for other reasons; what was removed regularly is no sign either."""
+    with Table(url) as table, Table(url) as other:
+        put(table, "first", 1)
+        gone = put(table, "gone", 2)
+        put(other, "last", 3)
+        table.lookup("last")
+        table.unbind("gone")
+        import psycopg
+
+        with psycopg.connect(url, autocommit=True) as db:
+            db.execute(PUT_BACK[PUT_BACK.index("SELECT pg_terminate") :])
+        assert table.resolve("last").id == gone + 1
+        assert put(other, "next", 4) == gone + 2
+
+
 def test_tokens_that_were_changed_are_refused(pair):
     a, b = pair
     id = put(a, "x", 1, 2)
@@ -267,6 +333,33 @@ def test_engines_share_names_and_tokens(url, engines):
     two.close_context("chat")
     wait(lambda: one.table.lookup(f"#{entry.id}") is None)
     assert set(marks(url)) == set(two.table.digests())
+
+
+def test_contexts_whose_chunks_others_removed_can_be_closed(url, engines):
+    """An engine that was stopped for longer than its lease: no chunk of its contexts was there any more,
+    and closing one failed, so its name was taken for good and what it held beside stayed held."""
+    one, two = engines(index=url), engines(index=url)
+    kept = two.put("docs/kept", [5, 6, 7, 8])
+    chat, other = one.context("chat"), one.context("other")
+    for context in (chat, other):
+        context.append([1, 2, 3])
+        context.append_chunk("docs/kept")
+        context.weave()
+    with two.table.transaction():  # so that it is not heard of meanwhile
+        two.table._tx.writing()
+        two.table._rows._run("DELETE FROM kvweave_engines WHERE id=%s", one.table._rows._engine)
+        assert len(two.table.collect()) == 1
+    alive = "SELECT 1 FROM kvweave_engines WHERE id=%s"
+    wait(lambda: two.table._rows._one(alive, one.table._rows._engine))
+    one.table._rows._inbox.append(ALL)
+    with pytest.raises(ChunkNotFound):
+        other.weave()
+    other.drop(0)
+    assert [part.name for part in other.parts] == ["docs/kept"] and other.weave().drift == 0
+    other.close()
+    one.close_context("chat")
+    assert one.table.contexts_of(kept.id) == ()
+    one.context("chat").append([4, 5])
 
 
 WORKER = """

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -16,9 +15,9 @@ import torch
 from store.records import MODEL, about, load
 from store.test_record import make_kv
 
-from kvweave.chunk.seal import boot_id
 from kvweave.errors import InvalidArgument, StoreError
 from kvweave.keep import LRU
+from kvweave.store import collect
 from kvweave.store.codec import parse
 from kvweave.store.collect import REGISTERED, ROOM, SPARE, register, retire, sweep
 from kvweave.store.kv import KV
@@ -316,6 +315,12 @@ def test_of_two_sweeps_at_once_one_goes(step: int, marked: bool) -> None:
         ({"pid": GONE}, True),
         ({"pid": GONE, "host": "moon"}, False),
         ({"pid": GONE, "boot": "ab" * 16}, False),
+        (
+            {"pid": GONE, "pids": "pid:[1]"},
+            False,
+        ),  # another container of this machine, and its name
+        ({"pid": os.getpid(), "pids": "pid:[1]"}, False),
+        ({"pid": GONE, "pids": None}, False),  # of a kvweave that did not say
         ({"host": "moon", "at": -86401}, True),
         ({"host": "moon", "at": "noon"}, False),
     ],
@@ -323,8 +328,7 @@ def test_of_two_sweeps_at_once_one_goes(step: int, marked: bool) -> None:
 def test_a_sweep_that_died_holds_up_nobody(said: dict[str, Any], over: bool) -> None:
     """Where that can be known; of elsewhere it takes a day, or somebody who says so."""
     index = lying(Shared())
-    now = {"host": socket.gethostname(), "boot": boot_id().hex(), "pid": os.getppid(), "at": 0}
-    told = now | said
+    told = {**collect._here(), "pid": os.getppid(), "at": 0} | said
     if isinstance(told["at"], int):
         told["at"] += time.time()
     index.tier.put([Put(f"index.sweep.{OTHER}", [memoryview(json.dumps(told).encode())])])

@@ -30,6 +30,7 @@ AGAIN_SECONDS = 0.5
 ANSWER_SECONDS = 10.0
 """How long an answer may take, and as long again for each `_SLOWLY` rows of it."""
 _SLOWLY = 100_000
+_TOGETHER = 2000  # chunks asked for in one query
 _MOST_TOLD = 7000  # bytes of a NOTIFY; 8000 are allowed
 _MODEL = "model TEXT NOT NULL DEFAULT ''"  # of an engine; indexes of before have no such column
 
@@ -89,15 +90,18 @@ class Link:
         self.where = re.sub(r"//([^:@/]*):[^@]*@", r"//\1:***@", url)
         self._level, self._model = 0, ""
         self._changed: set[ChunkId] = set()
+        self.met: dict[ChunkId, bytes] = {}  # digests of chunks that something is remembered of
+        self._highest = ChunkId(0)  # of all that were met
+        self._went_back = False  # whether the server is at an earlier time than we know of
         self._inbox: deque[ChunkId] = deque()
         self.held: Holders = {}
         self._db: _Timed | None = None
         self._failed = -LEASE_SECONDS  # when it was asked in vain last
+        self._stop = Event()
         self._unsure = Event()  # whether a commit was that nobody knows of
         self._db = self._connect()
         self.uuid = self._prepare()
         self._engine = int(self._one("INSERT INTO kvweave_engines DEFAULT VALUES RETURNING id")[0])
-        self._stop = Event()
         self._thread = Background(self._listen, "kvweave-index")
 
     def _connect(self) -> _Timed:
@@ -122,6 +126,44 @@ class Link:
         for name, value in (("idle", 10), ("interval", 5), ("count", 3)):
             db.execute(f"SET tcp_keepalives_{name} = {value}")
         return db
+
+    def _connected_again(self) -> _Timed:
+        """Connect to what is still the same index. Raises StoreError, from then on each time where it
+        was put back: it gives ids a second time, and all that is known here goes by ids."""
+        db = self._connect()
+        try:
+            if self._is_same(db):
+                return db
+        except psycopg.Error as error:
+            db.close()
+            raise self._lost(error) from error
+        db.close()
+        raise self._put_back()
+
+    def _is_same(self, db: _Timed) -> bool:
+        """Tell whether no chunk that was met is another one now, or will be."""
+        db.ends = time.monotonic() + ANSWER_SECONDS
+        highest = db.execute("SELECT last_value FROM kvweave_chunks_id_seq").fetchone()
+        if highest is None or highest[0] < self._highest:
+            return False
+        query, ids = "SELECT id, digest FROM kvweave_chunks WHERE id=ANY(%s)", list(self.met)
+        for start in range(0, len(ids), _TOGETHER):
+            db.ends = time.monotonic() + ANSWER_SECONDS
+            for id, digest in db.execute(query, (ids[start : start + _TOGETHER],)):
+                if self.met.get(id, digest) != digest:
+                    return False
+        return True
+
+    def meet(self, id: ChunkId, digest: bytes) -> None:
+        """Note whose id this is, as long as something is remembered of it. Raises StoreError."""
+        if self.met.setdefault(id, digest) != digest:
+            raise self._put_back()
+        self._highest = max(self._highest, id)
+
+    def forget(self, id: ChunkId) -> None:
+        """As `IndexRows.forget`."""
+        if id not in self.held:
+            self.met.pop(id, None)
 
     def _prepare(self) -> str:
         if self._one("SELECT to_regclass('kvweave_meta')")[0] is None:
@@ -310,12 +352,14 @@ class Link:
         return self._execute(query, values or None, chunk)
 
     def _execute(self, query: str, values: Any, chunk: int | None, n_rows: int = 0) -> Any:
+        if self._went_back:
+            raise self._put_back()
         ends = time.monotonic() + ANSWER_SECONDS * (1 + n_rows / _SLOWLY)
         for again in (True, False):
             if self._db is None or self._db.closed:
                 if self._level:
                     raise self._lost(None)
-                self._db = self._connect()
+                self._db = self._connected_again()
             self._db.ends = ends
             try:
                 return self._db.execute(query, values)
@@ -337,3 +381,9 @@ class Link:
         reason = " ".join(str(error or "the connection was lost").split())
         hint = "is the server running, and the address right? nothing was changed; try again then"
         return StoreError(f"the index {self.where} does not answer: {reason}", hint=hint)
+
+    def _put_back(self) -> StoreError:
+        self._went_back = True
+        self._stop.set()  # the number of this engine may be another's by now
+        hint = "nothing was changed; close this engine and start it anew"
+        return StoreError(f"the index {self.where} was put back to an earlier time", hint=hint)

@@ -171,6 +171,7 @@ class PostgresRows(Link):
         if row is None:
             return None
         record.id = ChunkId(row[0])
+        self.meet(record.id, record.digest)
         self._facts[record.id] = (record.tier, record.n_bytes, record.deps)
         self._changed.add(record.id)
         return record.id
@@ -227,6 +228,10 @@ class PostgresRows(Link):
             query = "DELETE FROM kvweave_holds WHERE engine=%s AND id=%s AND context=%s"
             self._run(query, self._engine, id, context)
 
+    def forget(self, id: ChunkId) -> None:
+        super().forget(id)
+        self._facts.pop(id, None)
+
     def sync(self) -> None:
         """Do nothing: the server syncs what it commits."""
 
@@ -242,6 +247,7 @@ class PostgresRows(Link):
 
     def _record(self, row: tuple[Any, ...]) -> Record:
         id, digest, n_tokens, kind, namespace, base, pinned, created, last_used, n_uses, names = row
+        self.meet(id, bytes(digest))
         tier, n_bytes, deps = self._facts.get(id, (TIERS[-1], 0, ()))
         return Record(
             id, bytes(digest), n_tokens, KINDS[kind], namespace, base, deps, tier, n_bytes, pinned,

@@ -148,6 +148,9 @@ class IndexRows(Protocol):
     def change_facts(self, records: Iterable[tuple[Record, int]]) -> None:
         """Write tier, size, deps and uses, of which so many are new."""
 
+    def forget(self, id: ChunkId) -> None:
+        """Note that nothing is remembered of a chunk any more, but by a context that holds it."""
+
     def drop(self, id: ChunkId) -> bool:
         """Remove a chunk; False when somebody else keeps it."""
 

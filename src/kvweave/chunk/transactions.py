@@ -44,8 +44,7 @@ class Transactions:
         self._dirty: dict[ChunkId, tuple[Record, int]] = {}
         """Whose tier, size, deps or uses the database does not know yet, and how many uses."""
         self._tokens: OrderedDict[ChunkId, bytes] = OrderedDict()
-        self._n_cached = 0
-        self._closed = False
+        self._n_cached, self._closed = 0, False
         self._news: set[ChunkId] = set()  # changed by others, or perhaps by us
         rows.held = self.holders
 
@@ -119,6 +118,7 @@ class Transactions:
             self.live.pop(id, None)
             self._dirty.pop(id, None)
             self._n_cached -= len(self._tokens.pop(id, b"")) // 4
+        self.rows.forget(id)
 
     def token_bytes(self, record: Record) -> bytes:
         """Return a chunk's tokens. Raises CorruptChunk."""

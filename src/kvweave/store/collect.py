@@ -208,8 +208,8 @@ def _sweep(
 @contextmanager
 def _alone(tier: Tier) -> Iterator[str]:
     """Register as a sweep; yield the key."""
-    where = {"host": socket.gethostname(), "boot": boot_id().hex(), "pid": os.getpid()}
-    said = {"where": f"a sweep, {where['host']}:{where['pid']}", "at": time.time(), **where}
+    where = f"a sweep, {socket.gethostname()}:{os.getpid()}"
+    said = {"where": where, "at": time.time(), "pid": os.getpid(), **_here()}
     key = f"{REGISTERED}{SWEEPING}{uuid4().hex}"
     _under_way.add(key)
     try:
@@ -237,13 +237,22 @@ def _require_alone(tier: Tier, keys: Sequence[str], mine: str) -> None:
         _done(tier.discard([key], deadline=_soon()))
 
 
+def _here() -> dict[str, str]:
+    """Return where the number of a process means that process: in another container it is another's."""
+    try:
+        pids = os.readlink("/proc/self/ns/pid")
+    except OSError:
+        pids = ""
+    return {"host": socket.gethostname(), "boot": boot_id().hex(), "pids": pids}
+
+
 def _is_over(key: str, said: dict[str, object]) -> bool:
     """Tell whether a sweep surely is no more; nothing is known where it cannot be read."""
     at = said.get("at")
     if key in _under_way or not isinstance(at, int | float):
         return False
-    here = socket.gethostname(), boot_id().hex()
-    if (said.get("host"), said.get("boot")) == here and any(boot_id()):
+    here = _here()
+    if all(said.get(name) == value for name, value in here.items()) and any(boot_id()):
         return said.get("pid") == os.getpid() or not is_process(str(said.get("pid")))
     return at < time.time() - LONGEST
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Self
@@ -273,7 +273,12 @@ class EditedParts:
         for id in (new - old).elements():
             self._table.hold(id, self._key)
         for id in (old - new).elements():
-            record = self._table.get(id)
-            if not self.closed and not record.names and not self._table.is_virtual(id):
-                self.history.keep(id, FreedChunk(record.kind, self._table.tokens(id), record.base))
+            with suppress(ChunkNotFound):  # others removed it while this engine was taken for dead
+                self._keep_past(id)
             self._table.release(id, self._key)
+
+    def _keep_past(self, id: ChunkId) -> None:
+        """Remember a chunk that may go with this context's hold, to come back to."""
+        record = self._table.get(id)
+        if not self.closed and not record.names and not self._table.is_virtual(id):
+            self.history.keep(id, FreedChunk(record.kind, self._table.tokens(id), record.base))

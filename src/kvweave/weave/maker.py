@@ -75,17 +75,17 @@ class Maker:
         return [token for run in self.special.runs(text, spans) for token in self.tokens(run)]
 
     def _encode(self, text: str, **options: bool) -> list[int]:
-        ids = self.backend.tokenizer.encode(str(text), add_special_tokens=False, **options)
-        return [int(t) for t in ids]
+        halves = str(text).encode(errors="backslashreplace")  # of surrogate pairs, out of JSON
+        encode = self.backend.tokenizer.encode
+        return [int(t) for t in encode(halves.decode(), add_special_tokens=False, **options)]
 
     def bos(self) -> list[int]:
         """Return the tokens the tokenizer puts before every text; [] when there are none."""
         tokenizer = self.backend.tokenizer
         if tokenizer is None:
             return []
-        bos = tokenizer.bos_token_id
-        found = [] if bos is None else [int(bos)]
-        return found if found and tokenizer.encode("a")[:1] == found else []
+        bos = [] if tokenizer.bos_token_id is None else [int(tokenizer.bos_token_id)]
+        return bos if bos and tokenizer.encode("a")[:1] == bos else []
 
     def base(self, text: TextOrTokens | None) -> ChunkId | None:
         """Make what all chunks are computed after: BOS and ``text``; None if that is nothing, or

@@ -286,7 +286,16 @@ def _call_of(value: Any) -> tuple[str, str] | None:
     name = function["name"].strip()
     if not isinstance(given, dict) or not name:
         return None
-    return name, json.dumps(given, ensure_ascii=False)
+    try:
+        arguments = json.dumps(given, ensure_ascii=False, allow_nan=False)
+    except ValueError:  # a number that JSON has not: nobody could be sent it
+        return None
+    return _of_characters(name), _of_characters(arguments)
+
+
+def _of_characters(text: str) -> str:
+    """Return text with U+FFFD for each half of a surrogate pair, which an escape of JSON may be."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def _joined(pieces: list[Written]) -> list[Written]:
