@@ -42,7 +42,7 @@ def test_the_usual_options_are_those_that_auto_has() -> None:
     assert isinstance(mine, Auto) and mine.measured_as == "" and usual.measured_as == STRATEGY
     assert (mine.draft, mine.hedge, mine.rounds) == (usual.draft, usual.hedge, usual.rounds)
     made = [strategy(f"auto:{r}") for r in choose.RECIPES]
-    assert len({(m.draft, m.hedge, m.rounds) for m in made if isinstance(m, Auto)}) == 13
+    assert len({(m.draft, m.hedge, m.rounds) for m in made if isinstance(m, Auto)}) == 14
 
 
 def test_the_best_is_chosen_and_told_of_by_cases_that_did_not_choose() -> None:
