@@ -218,9 +218,10 @@ def _alone(tier: Tier) -> Iterator[str]:
     finally:
         _under_way.discard(key)  # then it is over, also where that cannot be said now
         (outcome,) = tier.discard([key], deadline=_soon())
-        if not outcome.ok:
+        if outcome.ok:
+            _spare(tier, _soon())
+        else:
             log.warning("%s stays for now: %s", key, outcome.why or outcome.state)
-        _spare(tier, _soon())
 
 
 def _require_alone(tier: Tier, keys: Sequence[str], mine: str) -> None:

@@ -15,8 +15,8 @@ from kvweave.store.staging import Staging
 from kvweave.store.tier.base import Get, Outcome
 
 TOGETHER = 1 << 20  # bytes of one request to a tier; layers of small chunks are read together
-APART = 1 << 19  # bytes of one chunk in a request: smaller reads cost more than they are worth
-ROUNDS = 4  # that a load has for it, at least: the first layers are wanted while others are read
+A_READ = 1 << 19  # bytes of one chunk in a request: smaller reads cost more than they are worth
+REQUESTS = 4  # of a load for whose sake they are larger, at least: the first layers are wanted while others are read
 log = logging.getLogger("kvweave.store")
 
 
@@ -48,7 +48,7 @@ class Reader:
             if wanted:
                 n_layers = max(len(each.about.shapes) for each in wanted)
                 per_layer = sum(each.about.n_bytes for each in wanted) // n_layers + 1
-                more = min(n_layers // ROUNDS, APART * len(wanted) // per_layer)
+                more = min(n_layers // REQUESTS, A_READ * len(wanted) // per_layer)
                 step = max(1, TOGETHER // per_layer, more)
                 for start in range(0, n_layers, step):
                     self._layers(start, min(start + step, n_layers))
