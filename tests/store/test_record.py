@@ -17,7 +17,7 @@ from kvweave.store.codec import parse
 from kvweave.store.kv import KV, LayerShape
 from kvweave.store.record.encode import encode
 from kvweave.store.record.layout import FIXED, START, Head
-from kvweave.store.record.transfer import fault, key_of, read_heads
+from kvweave.store.record.transfer import digest_of, fault, is_lossy, key_of, losses, read_heads
 from kvweave.store.tier.base import PAGE, Outcome, checked
 
 PLAIN = (LayerShape(2, 8, 2, 8),) * 3
@@ -224,7 +224,11 @@ def test_keys_tell_records_apart_that_may_differ():
     made = {
         key_of(CHUNK, parse(spec), lossy, g) for spec in specs for lossy in (0, 1) for g in (0, 1)
     }
-    assert len(made) == 2 * (2 + 2 + 5), "what is coded with loss is lossy, whatever it was before"
+    assert len(made) == 2 * 2 * len(specs), "what was lost before a codec is lost behind it too"
+    for key in made:
+        assert digest_of(key) == CHUNK and is_lossy(key) == (losses(key) > 0)
+    once = {key_of(CHUNK, parse(spec), False) for spec in specs[2:]}
+    assert {losses(key) for key in once} == {1} and {losses(key) for key in made} == {0, 1, 2}
 
 
 def test_a_newer_format_is_told_apart():

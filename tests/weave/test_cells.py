@@ -12,6 +12,7 @@ from conftest import tiny
 from weaving import chat, text
 
 from kvweave import Context, Engine
+from kvweave.chunk.identity import ChunkId
 from kvweave.weave.audit import AuditCell, Auditor
 from kvweave.weave.settings import Settings
 from kvweave.weave.shift import LEAST
@@ -46,7 +47,15 @@ def compressed(keep: str) -> Verb:
 
 
 def coded(codec: str) -> Verb:
-    return lambda engine, context, name: engine.place(f"{name}/0", "disk", codec=codec)
+    """Have a chunk lie in a codec, of rows that went through no other one."""
+
+    def verb(engine: Engine, context: Context, name: str) -> None:
+        id = engine.table.resolve(f"{name}/0").id
+        engine.shelf.drop(int(id))
+        engine.maker.canonicalise([id])
+        engine.place(f"{name}/0", "disk", codec=codec)
+
+    return verb
 
 
 # options of a context and a verb on it, and the same two of one whose answers drift otherwise
@@ -139,6 +148,37 @@ def test_nothing_is_promised_of_rows_of_which_nobody_knows_what_they_went_throug
     answer = context.generate(2, ignore_eos=True)
     assert answer.plan.approximate["codec:lossy"] and answer.plan.drift is None
     assert not engine.audit()
+
+
+@pytest.mark.parametrize("last", ["int8", "raw", "raw+zstd", "raw/raw+zstd", "0-1:int8,2-:int4"])
+@pytest.mark.parametrize("over", ["ram", "disk"])
+def test_what_went_through_two_codecs_is_not_of_the_last_ones_cell(
+    tmp_path: Path, last: str, over: str
+) -> None:
+    """It has lost what the first one loses: its drifts would make the bound of those that have not."""
+    home = tmp_path / "home"
+
+    def told(engine: Engine, name: str) -> dict[str, int]:
+        context = chat(engine, name, [20, 20])
+        context.append(text(4, 6))
+        return context.generate(2, ignore_eos=True).plan.approximate
+
+    with Engine(tiny(), home=home, audit=1.0, repair="none") as engine:
+        chat(engine, "c", [20, 20])
+        engine.place("c/1", "disk", codec="int4")
+        engine.place("c/1", over)
+        engine.place("c/1", "disk", codec=last)
+        assert told(engine, "d")["codec:lossy"] == 20 and not engine.audit()
+        engine.check_integrity()
+    with Engine(tiny(), home=home, audit=1.0, repair="none") as again:
+        mine = {"codec:lossy"} if over == "ram" else {"codec:lossy", "codec:int4"}  # both are there
+        assert mine.intersection(told(again, "e"))
+        again.audit()
+        id = int(again.table.lookup("c/1").id)
+        again.shelf.drop(id)
+        again.maker.canonicalise([ChunkId(id)])
+        again.place("c/1", "disk", codec="int8")
+        assert told(again, "f")["codec:int8"] == 20 and len(again.audit()) == 1
 
 
 def test_an_alarm_of_answers_over_thinned_chunks_is_heeded(engines: Make) -> None:

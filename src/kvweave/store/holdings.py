@@ -12,7 +12,7 @@ from kvweave.store.level import Level
 from kvweave.store.mover import Mover
 from kvweave.store.patches import Patches
 from kvweave.store.ram import Exact, Ram, Stretches
-from kvweave.store.record.transfer import Expected, codec_of
+from kvweave.store.record.transfer import Expected, codec_of, losses
 
 PATCHES = 8  # the part of the budget that patches may take is one in so many
 
@@ -94,13 +94,13 @@ class Holdings:
         return self.mover.about(key).n_rows is not None if kv is None else kv.kept is not None
 
     def codec(self, key: int) -> str:
-        """Return what the canonical KV that there is went through: raw, a codec's name, or lossy
-        where its record is gone."""
+        """Return what the canonical KV that there is went through: raw, a codec's name, or lossy where its
+        record is gone, or something was lost before it went through that."""
         if not self.is_lossy(key):
             return "raw"
         level = self.mover.level_of(key)
-        found = "raw" if level is None else codec_of(level.held[key].key)
-        return "lossy" if found == "raw" else found
+        record = "" if level is None else level.held[key].key
+        return codec_of(record) if record and losses(record) == 1 else "lossy"
 
     def durable_level(self) -> Level | None:
         """Return the first level that keeps what it has for us, None if none does."""

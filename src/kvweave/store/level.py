@@ -22,7 +22,7 @@ from kvweave.store.codec import CodecSpec
 from kvweave.store.kv import KV
 from kvweave.store.record.encode import encode
 from kvweave.store.record.layout import Head
-from kvweave.store.record.transfer import GENERATIONS, Expected, digest_of, is_lossy, key_of
+from kvweave.store.record.transfer import GENERATIONS, Expected, digest_of, key_of, losses
 from kvweave.store.records import Records
 from kvweave.store.tier.base import LATE, Get, Outcome, Tier
 from kvweave.store.tier.guarded import QUIET, listed
@@ -97,7 +97,7 @@ class Level:
 
     def lossy(self, id: int) -> bool:
         """Tell whether a chunk's rows here went through a codec that loses something."""
-        return is_lossy(self.held[id].key)
+        return losses(self.held[id].key) > 0
 
     def adopt(self, known: Mapping[str, int], *, keep: bool = False) -> None:
         """At a start: remember the records of chunks with these digests, and what else lies here.
@@ -109,7 +109,7 @@ class Level:
             if isinstance(n, Outcome) or not digest_of(key):
                 continue
             id = known.get(digest_of(key))
-            if id is not None and (id not in self.held or not is_lossy(key)):
+            if id is not None and (id not in self.held or not losses(key)):
                 self._note(id, key, n)
             else:
                 self.book.stray(key, n)
@@ -140,7 +140,7 @@ class Level:
                 self._note(id, key, n)
 
     def _names(self, digest: str) -> list[str]:
-        lossy = (True,) if self.choice.lossy else (False, True)
+        lossy = (False, True)  # before this codec
         return [key_of(digest, self.choice, x, g) for x in lossy for g in range(GENERATIONS)]
 
     def has_room(self, n_bytes: int) -> bool:
@@ -311,5 +311,5 @@ class Level:
         self.records.discard(keys, self.book.users.__contains__, deadline)
 
 
-def _lossy_last(item: tuple[str, int]) -> bool:
-    return is_lossy(item[0])
+def _lossy_last(item: tuple[str, int]) -> int:
+    return losses(item[0])

@@ -18,6 +18,7 @@ from kvweave.store.tier.base import DONE, PAGE, Get, Outcome, Tier
 
 FIRST = 4 * PAGE  # bytes read at first: the head of 2,000 tokens and 32 layers
 GENERATIONS = 3  # names tried for a record, where others of its chunk are doomed or spoilt
+LOSS, WHOLE = "-l", ("raw", "raw-zstd")
 MARK = ".doomed"  # behind the key of what the collector is about to remove
 _DIGEST = re.compile(r"[0-9a-f]{32,128}")
 
@@ -43,7 +44,8 @@ class Expected(NamedTuple):
 
 
 def key_of(digest: str, choice: CodecSpec, lossy: bool, generation: int = 0) -> str:
-    """Return a record's key: its chunk, its codec, and whether its rows are still what was computed.
+    """Return a record's key: its chunk, its codec, and whether its rows are still what was computed: `-l` where
+    something was lost, twice where that was before this codec, and the codec's name does not say so.
 
     Equal key, equal meaning: whoever creates it first, the others can use it.
     """
@@ -51,7 +53,8 @@ def key_of(digest: str, choice: CodecSpec, lossy: bool, generation: int = 0) -> 
     if re.fullmatch(r"[a-z0-9-]{1,24}", name) is None:
         name = f"x{xxhash.xxh3_64_hexdigest(choice.spec.encode())}"
     behind = f".{generation}" if generation else ""
-    return f"{digest}.{name}{'-l' if lossy or choice.lossy else ''}{behind}"
+    n_lost = 2 if lossy and name not in WHOLE else int(lossy or choice.lossy)
+    return f"{digest}.{name}{LOSS * n_lost}{behind}"
 
 
 def digest_of(key: str) -> str:
@@ -62,12 +65,19 @@ def digest_of(key: str) -> str:
 
 def codec_of(key: str) -> str:
     """Return what a record's key says of its codec."""
-    return key.split(".")[1].removesuffix("-l")
+    return key.split(".")[1].removesuffix(LOSS).removesuffix(LOSS)
+
+
+def losses(key: str) -> int:
+    """Return what a record's key says its rows have lost: 0 nothing, 1 what its codec does, 2 nobody knows what."""
+    name = key.split(".")[1]
+    found = name.endswith(LOSS) + name.endswith(2 * LOSS)
+    return 2 if found and codec_of(key) in WHOLE else found
 
 
 def is_lossy(key: str) -> bool:
     """Tell what a record's key says of its rows."""
-    return key.split(".")[1].endswith("-l")
+    return losses(key) > 0
 
 
 def fault(head: Head, key: str, model: str, wanted: Expected) -> str:

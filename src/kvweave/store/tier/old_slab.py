@@ -72,7 +72,7 @@ def _move(directory: Path, index: Path, to: Tier) -> tuple[int, int]:
                 continue
             head = Head.parse(data, key)
             pieces = renamed(head, data, key)
-            name = key_of(key, head.choice, head.lossy)
+            name = key_of(key, head.choice, head.lossy and not head.choice.lossy)
             (outcome,) = to.put([Put(name, pieces)], durable=True)
             if outcome.state not in ("done", "exists"):
                 raise StoreError(
