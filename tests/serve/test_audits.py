@@ -11,6 +11,8 @@ from serving import run
 from weaving import text
 
 from kvweave import Sampling
+from kvweave.serve.metrics import EngineSnapshot, Metrics
+from kvweave.weave.audit import AuditCell, Auditor
 from kvweave.weave.passes import SLICE
 
 OPTIONS = {"repair": "none", "audit": 1.0}
@@ -175,3 +177,28 @@ def test_a_plain_client_is_told_what_its_conversation_cost(served):
         ledger = found["kvweave"]["ledger"]
         assert ledger["answers"] == n and ledger["nats"] >= 0
         said += [found["choices"][0]["message"], {"role": "user", "content": "so well ."}]
+
+
+def test_cells_that_are_forgotten_are_not_told_any_more():
+    """A client names token policies as he likes; none of them stays in the metrics for ever, nor does an alarm."""
+    auditor, metrics = Auditor(), Metrics()
+
+    def told():
+        held = EngineSnapshot({}, 0, 0, 0, tuple(auditor.report()))
+        metrics.text(dict.fromkeys(("waiting", "active", "later", "steps", "cancelled"), 0), held)
+        gauges = ("audits", "audits_missed", "audits_promised", "audit_bound_nats", "audit_alarm", "audit_alarms")  # fmt: skip
+        return {
+            name: [sample for metric in metrics.registry.collect() for sample in metric.samples
+                   if sample.name == f"kvweave_{name}"]
+            for name in gauges
+        }  # fmt: skip
+
+    for i in range(3):
+        for _ in range(6):
+            auditor.saw(AuditCell("none", 0.0, policy=f"streaming:{i + 9}"), 1.0, 0.1)
+        assert {len(samples) for samples in told().values()} == {i + 1}
+    assert sum(sample.value for sample in told()["audit_alarm"]) == 3
+    auditor._cells.clear()
+    auditor.saw(AuditCell("none", 0.0), 1.0, None)
+    assert {len(samples) for samples in told().values()} == {1}
+    assert sum(sample.value for sample in told()["audit_alarm"]) == 0

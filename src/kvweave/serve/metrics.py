@@ -100,6 +100,8 @@ class AuditGauges:
             cell = report.cell
             labels = (cell.strategy, cell.codec, cell.rows, cell.policy)
             groups.setdefault(labels, []).append(report)
+        for each in (self.n, self.promised, self.missed, self.bound, self.alarms, self.alarm):
+            each.clear()  # clients name policies; a cell that is forgotten has no alarm any more
         for key, found in groups.items():
             self.n.labels(*key).set(sum(r.n_audits for r in found))
             self.promised.labels(*key).set(sum(r.n_promised for r in found))
