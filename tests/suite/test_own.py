@@ -14,6 +14,8 @@ from serving import BUNDLED
 
 from kvweave import Engine
 from kvweave.cli.app import main
+from kvweave.cli.calibrate import _as_it_is
+from kvweave.cli.command import UsageError
 from kvweave.demo import world
 from kvweave.errors import InvalidArgument
 from kvweave.suite import own
@@ -116,6 +118,25 @@ def test_the_command_writes_what_max_drift_takes(tmp_path: Path, capsys):
         assert plan.drift_by in ("calibration", "exact")
     assert main(["calibrate", *common]) != 0
     assert main(["calibrate", "--text", texts[0], "--prompts", texts[1], *common]) != 0
+
+
+def test_bounds_alone_are_of_auto_as_it_is_and_it_stays(tmp_path: Path) -> None:
+    """What `--only rows` had chosen was written over, and bounds were those of another way."""
+    mine, file = bundled_runner().fingerprint, tmp_path / "mine.json"
+    one, several = ((0.05, "0@3@1"), (0.3, "0@3@1")), ((0.05, "0@3@1"), (0.3, "2@0@1"))
+    assert _as_it_is(file, mine) == ()
+    for known, found in (
+        (Calibration(mine, 0.0, 0, (), recipes=one), one),
+        (Calibration(mine, 0.0, 0, (), "auto:2:1", recipes=one), ()),
+        (Calibration(replace(mine, weights="other"), 0.0, 0, (), recipes=one), ()),
+    ):
+        known.save(file)
+        assert _as_it_is(file, mine) == found
+    Calibration(mine, 0.0, 0, (), recipes=several).save(file)
+    with pytest.raises(UsageError, match="at each share"):
+        _as_it_is(file, mine)
+    file.write_text("{")
+    assert _as_it_is(file, mine) == ()
 
 
 @pytest.mark.parametrize(

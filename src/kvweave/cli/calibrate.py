@@ -11,12 +11,13 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from kvweave.chunk.identity import ModelFingerprint
 from kvweave.cli.command import UsageError
 from kvweave.cli.home import model_of, offline_vllm, quieten
 from kvweave.cli.show import Out
 from kvweave.cli.suite import BOUNDS, check_home, file_of, print_calibration
 from kvweave.cli.values import path_of
-from kvweave.errors import InvalidArgument, of_system
+from kvweave.errors import CorruptChunk, InvalidArgument, of_system
 from kvweave.run.base import Backend
 from kvweave.run.model import Runner
 from kvweave.suite import calibrate as fits
@@ -24,7 +25,7 @@ from kvweave.suite import choose, own
 from kvweave.suite.exam import Exam, Trial
 from kvweave.suite.method import Method
 from kvweave.suite.words import Paper
-from kvweave.weave.calibration import Calibration
+from kvweave.weave.calibration import STRATEGY, Calibration, Recipes
 
 CASES = 100  # that choose, at most
 SHARES = fits.SHARES
@@ -69,6 +70,7 @@ def _measured(
 ) -> dict[str, Any]:
     """Measure, write, and return what is told of it."""
     bos = str(getattr(runner.tokenizer, "bos_token", None) or "")
+    recipes = _as_it_is(file, runner.fingerprint) if args.only == "bounds" else ()
     exam = Exam(runner, bos, evidence=args.only != "rows")
     try:
         maker, n = exam.words.maker, args.n
@@ -82,7 +84,7 @@ def _measured(
         if asked:
             trials = _sit(exam, asked, choose.methods(SHARES), out)
             chosen = choose.choose(trials, SHARES, together=args.only is None)
-        recipes = tuple((c.share, c.recipe) for c in chosen)
+            recipes = tuple((c.share, c.recipe) for c in chosen)
         exam.calibration = Calibration(runner.fingerprint, 0.0, 0, (), recipes=recipes)
         made, told = exam.calibration, {"questions": 0, "held_out": None}
         if args.only != "rows":
@@ -92,6 +94,21 @@ def _measured(
     replace(made, source="text" if texts else "prompts", recipes=recipes).save(file)
     found = {"file": str(file), "cases": len(papers), "chosen": [asdict(c) for c in chosen], **told}
     return {"model": runner.fingerprint.to_dict(), "calibration": found}
+
+
+def _as_it_is(file: Path, mine: ModelFingerprint) -> Recipes:
+    """Return how `auto` chooses rows by what is to be written over: bounds are measured so, and it stays.
+    Raises UsageError where bounds would be of several ways."""
+    try:
+        known = Calibration.load(file) if file.is_file() else None
+    except CorruptChunk:
+        known = None
+    if known is None or (known.fingerprint, known.strategy) != (mine, STRATEGY):
+        return ()
+    if len({way for _, way in known.recipes}) > 1:
+        hint = "leave out --only, which chooses one for all"
+        raise UsageError("this model has other options of auto at each share", hint)
+    return known.recipes
 
 
 def _show(found: dict[str, Any], out: Out) -> None:
