@@ -16,7 +16,7 @@ from kvweave.weave.approximate import cell_of
 from kvweave.weave.calibration import Calibration, options
 from kvweave.weave.plan import Plan
 from kvweave.weave.recipes import RECIPES, USUAL
-from kvweave.weave.repair import strategy
+from kvweave.weave.repair import Auto, strategy
 
 Make = Callable[..., Engine]
 pytestmark = pytest.mark.usefixtures("looks")
@@ -107,6 +107,22 @@ def test_a_bound_takes_no_more_rows_than_the_share(engines: Make, recipe: str) -
     engine.weaver.calibration = told(recipe)  # without bounds nothing can be promised
     with pytest.raises(InvalidArgument, match="no calibration"):
         again(engine, "twin", context, repair="auto", max_drift=0.5).weave()
+
+
+@pytest.mark.parametrize("recipe", [None, USUAL, "0@3@1", "0@0@1"])
+@pytest.mark.parametrize("sizes, n", [([20, 20, 20], 4), ([20, 20, 20], 50), ([90, 90, 90], 4)])
+def test_who_wants_nothing_repaired_pays_for_nothing(
+    engines: Make, monkeypatch: pytest.MonkeyPatch, recipe: str | None, sizes: list[int], n: int
+) -> None:
+    """It looked all the same; what that would have computed went to first rows; few rows were repaired whole."""
+    engine = engines(repair="auto", share=0.0)
+    engine.weaver.calibration = None if recipe is None else told(recipe)
+    monkeypatch.setattr(Auto, "weighs", True)
+    context = chat(engine, "c", sizes)
+    context.append(text(n, 99))
+    with passes_of(engine, monkeypatch) as seen:
+        plan = context.weave()
+    assert plan.repaired == 0 and [len(slots) for slots in seen] == [n] and plan.drift is None
 
 
 def test_no_round_is_for_who_does_not_look() -> None:

@@ -163,6 +163,8 @@ def again_of(
     usual = isinstance(auto, Auto) and auto.measured_as == STRATEGY and not auto.evidence
     if cell is None or weaving.alarm or not usual or sources.bases.foreign(parts):
         return None
+    if not weaving.wish.share:  # all ways are the same
+        return None
     plain = replace(cell, repair="", share=0.0, tenant="") == PLAIN
     if not plain or replays(backend) or any(part.frozen or part.virtual for part in parts):
         return None

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from kvweave.errors import InvalidArgument
-from kvweave.run.base import Ints, Steps
+from kvweave.run.base import NO_SLOTS, Ints, Steps
 from kvweave.weave.calibration import CHOICE, STRATEGY, Evidence
 from kvweave.weave.parts import Placement
 from kvweave.weave.passes import Passes, union
@@ -120,6 +120,8 @@ class Auto(Strategy):
                     (yield from self.select(passes, new, passes.candidates(new), wish.share))
                 )
             return (yield from self._everything(passes, stale, None))
+        if not (wish.share or self.evidence or wish.max_drift is not None):  # nothing is wanted
+            return Verdict(NO_SLOTS)
         if len(passes.slots(stale)) <= len(passes.unready):
             return Verdict(passes.slots(stale), 0.0)
         if self.weighs and self._is_dear(passes, len(candidates), wish):
