@@ -89,7 +89,8 @@ class Engine:
             places = [where, Path(str(model)) if loads else None]
             found = calibration_of(self.runner.fingerprint, self.config.calibration, places)
             check_bound(self.config.max_drift, found, self.config.repair, self.config.share)
-            self.shadow = Shadow(self.runner, self.shelf, self.config.audit, where)
+            promises = "" if found is None else found.digest
+            self.shadow = Shadow(self.runner, self.shelf, self.config.audit, where, promises)
             self.weaver = Weaver(
                 self.runner, self.shelf, self.table, found, self.config.rows, self.shadow
             )

@@ -17,6 +17,7 @@ All of them count in one budget: the drift is that of the answer, whatever it co
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import accumulate
 from typing import TYPE_CHECKING
@@ -75,11 +76,9 @@ def cell_of(plan: Plan, strategy: Strategy, wish: Wish, state: State) -> AuditCe
     if LOST in codecs:
         return None
     share = 0.0 if strategy.name in ("none", "full") else round(wish.share, 3)
-    pruned = "evict" if state.keeps else "forget"
-    ends = accumulate((span.n_tokens for span in plan.spans), initial=0)
-    gaps = any(span.position != end for span, end in zip(plan.spans, ends, strict=False))
+    pruned, recipe = "evict" if state.keeps else "forget", suited(wish, state, lambda: plan).recipe
     return AuditCell(
-        _spec(strategy) if wish.recipe is None else f"{strategy.name}:{wish.recipe}",
+        _spec(strategy) if recipe is None else f"{strategy.name}:{recipe}{_evident(strategy)}",
         share,
         bounded=wish.max_drift is not None,
         codec="+".join(codecs) or "raw",
@@ -88,8 +87,32 @@ def cell_of(plan: Plan, strategy: Strategy, wish: Wish, state: State) -> AuditCe
         tenant=state.tenant,
         bases="others" if "base" in plan.approximate else "own",
         thinned="+".join(thinned),
-        positions="keep" if gaps else "compact",
+        positions="keep" if _has_gaps(plan) else "compact",
     )
+
+
+def suited(wish: Wish, state: State, bare: Callable[[], Plan]) -> Wish:
+    """Return a wish without options of `auto` that were measured elsewhere: on rows as they are computed, of
+    which none is gone, behind their own base and without gaps. Those that a bound was measured with stay
+    as long as that says something. ``bare`` is asked for the plan before any repair."""
+    if wish.recipe is None:
+        return wish
+    plan, known = bare(), wish.calibration is not None
+    usual = {"reuse", "turn", "base"} if known else {"reuse", "turn"}
+    fits = usual.issuperset(plan.approximate) and (known or not _has_gaps(plan))
+    fits = fits and not state.keeps and state.keeper is None
+    return wish if fits else replace(wish, recipe=None)
+
+
+def _has_gaps(plan: Plan) -> bool:
+    """Tell whether parts stand elsewhere than one right behind the other."""
+    ends = accumulate((span.n_tokens for span in plan.spans), initial=0)
+    return any(span.position != end for span, end in zip(plan.spans, ends, strict=False))
+
+
+def _evident(strategy: Strategy) -> str:
+    """Return what says that rows are repaired at random, too, to see how far they change."""
+    return "@evidence" if getattr(strategy, "evidence", False) else ""
 
 
 def _named(plan: Plan, kind: str) -> list[str]:
@@ -101,7 +124,7 @@ def promised(plan: Plan, promise: Promised) -> Plan:
     """Return the plan with what audits say of its drift, where nothing else does."""
     if plan.drift == 0:
         return plan
-    if plan.drift is not None and not promise.alarm:
+    if plan.drift is not None and not (promise.alarm or promise.belied):
         return replace(plan, drift_by="calibration", coverage=promise.coverage)
     if promise.bound is None:
         return replace(plan, drift=None)

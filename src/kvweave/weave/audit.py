@@ -15,7 +15,8 @@ An alarm is raised where the last few audits pass the bound of those before them
 chance would have it: a bound that takes in each audit soon fits again, and would hide it. Also
 where the usual ones are larger, whether or not they pass it (`kvweave.weave.shift`).
 A bound that comes from elsewhere, a calibration, is bet against: each audit pays, misses much,
-and a fortune means that more than one answer in twenty misses. With an alarm all that was known of
+and a fortune means that more than one answer in twenty misses; from then on nothing is promised in
+the cell by this calibration, whatever becomes of the alarm. With an alarm all that was known of
 the cell is forgotten, until audits have made a new bound; where the promise broke, its answers are
 repaired wholly meanwhile. No torch.
 """
@@ -81,11 +82,12 @@ class AuditCell:
 @dataclass(frozen=True, slots=True)
 class Promised:
     """A bound (nats) and how often bounds of its cell were kept; None where that is unknown. Under an
-    ``alarm`` no other bound holds either."""
+    ``alarm``, or where a calibration was ``belied``, no other bound holds either."""
 
     bound: float | None
     coverage: float | None
     alarm: bool = False
+    belied: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +124,7 @@ class AuditedCell:
     fortune: float = 1.0
     alarm: bool = False
     breach: bool = False  # it was raised since the promise was not kept
+    belied: bool = False  # the calibration's promise was not kept: it is not made any more
     n_audits: int = 0
     n_promised: int = 0
     n_missed: int = 0
@@ -148,9 +151,11 @@ class AuditedCell:
             self._bet(missed)
         self.window.append(drift)
         breach, news = changed(self.window)
-        breach |= self.fortune >= FORTUNE
+        lost = self.fortune >= FORTUNE
+        breach |= lost
         raised = not self.alarm and (breach or news)
         if raised:
+            self.belied |= lost
             self.breach = breach
             self.window.clear()
             self.alarm, self.n_alarms, self.n_answers = True, self.n_alarms + 1, 0
@@ -178,6 +183,7 @@ class Auditor:
         self._cells: dict[AuditCell, AuditedCell] = {}
         self.learner = Learner()
         self.n_failed = 0  # audits that came to nothing
+        self.calibration = ""  # whose promises were bet against; "": there is none
 
     def __len__(self) -> int:
         """How many cells something is known of."""
@@ -195,7 +201,7 @@ class Auditor:
             return Promised(None, None)
         kept = known.n_promised - known.n_missed
         coverage = kept / known.n_promised if known.n_promised else None
-        return Promised(known.bound(), coverage, known.alarm)
+        return Promised(known.bound(), coverage, known.alarm, known.belied)
 
     def way(self, cell: AuditCell) -> Way:
         """Return how the next answer of this cell is woven: as ``asked``; where the promise broke ``full``ly
@@ -228,21 +234,27 @@ class Auditor:
 
     # ---- between runs
 
-    def save(self, path: Path, model: ModelFingerprint) -> None:
-        """Write what is known as JSON; numbers only, nothing of any text."""
+    def told(self, model: ModelFingerprint) -> dict[str, Any]:
+        """Return what is known, for a file: numbers only, nothing of any text."""
+        names = [each.name for each in fields(AuditedCell) if each.name != "window"]
         cells = [
-            {"cell": asdict(cell), **asdict(known), "window": list(known.window)}
+            {"cell": asdict(cell), "window": list(known.window)}
+            | {name: getattr(known, name) for name in names}
             for cell, known in self._cells.items()
-            if not (cell.bounded and known.alarm)  # it ends with another calibration
         ]
-        tried = self.learner.report()
-        write_learned(path, {"fingerprint": model.to_dict(), "cells": cells, "tried": tried})
+        told = {"fingerprint": model.to_dict(), "calibration": self.calibration, "cells": cells}
+        return told | {"tried": self.learner.report()}
+
+    def save(self, path: Path, model: ModelFingerprint) -> None:
+        """Write that as JSON."""
+        write_learned(path, self.told(model))
 
     @classmethod
-    def load(cls, path: Path, model: ModelFingerprint) -> Auditor:
-        """Read what was saved; of another model nothing is known. Raises CorruptChunk, FormatTooNew,
-        StoreError."""
+    def load(cls, path: Path, model: ModelFingerprint, calibration: str = "") -> Auditor:
+        """Read what was saved; of another model nothing is known, and against another ``calibration``
+        nothing. Raises CorruptChunk, FormatTooNew, StoreError."""
         made = cls()
+        made.calibration = calibration
         with as_ours(path):
             text = path.read_bytes() if there(path) else None
         if text is None:
@@ -255,9 +267,18 @@ class Auditor:
             if ModelFingerprint.from_dict(told["fingerprint"]) == model:
                 made._cells = dict(map(_known, filter(_is_of_one_kind, told["cells"])))
                 made.learner = Learner.of(told.get("tried", []))
+                if told.get("calibration", "") != calibration:
+                    made._calibrated_anew()
         except WRONG as error:
             raise CorruptChunk(str(path), f"no audits: {error}", hint="remove it") from error
         return made
+
+    def _calibrated_anew(self) -> None:
+        """Forget what was found against promises of a calibration that is not there any more."""
+        for cell, known in list(self._cells.items()):
+            known.belied, known.fortune = False, 1.0
+            if cell.bounded and known.alarm:  # all its answers are repaired: no audit would end it
+                del self._cells[cell]
 
 
 def _is_of_one_kind(told: Mapping[str, Any]) -> bool:

@@ -19,7 +19,7 @@ from kvweave.chunk.file import soon
 from kvweave.chunk.guard import as_ours
 from kvweave.chunk.identity import ModelFingerprint
 from kvweave.errors import CorruptChunk, InvalidArgument, of_system
-from kvweave.weave.learned import WRONG, parsed, write_learned
+from kvweave.weave.learned import WRONG, parsed, sum_of, write_learned
 
 CHOICE = 3  # how the gate chooses rows: bounds of another choice are not its own
 DRAFT = 2  # tokens of a reply that the gate drafts, at most
@@ -97,6 +97,11 @@ class Calibration:
     strategy: str = STRATEGY  # whose evidence and repair it is of
     source: str = "suite"  # or text, prompts: what it was measured on
     recipes: Recipes = ()  # share -> options of `auto` that were best here
+
+    @property
+    def digest(self) -> str:
+        """What tells it from others."""
+        return sum_of(asdict(self))
 
     def starts(self) -> list[float]:
         """Return the shares a repair may begin with."""

@@ -17,6 +17,7 @@ from kvweave.weave.plan import How, Plan, Span
 from kvweave.weave.repair import Verdict
 from kvweave.weave.state import State, Went
 from kvweave.weave.thinning import said_by
+from kvweave.weave.weaving import Weaving
 
 
 class Explainer:
@@ -79,6 +80,11 @@ class Explainer:
         said = None if found.evidence is None else asdict(found.evidence)
         named = tuple(spans) if exact else _named(spans)
         return Plan(named, strategy, found.drift or None, said).settled(exact)
+
+    def bare(self, state: State, weaving: Weaving) -> Plan:
+        """Return the plan of what a weave placed, before any repair."""
+        how = weaving.strategy.name, weaving.tiers
+        return self.plan(state, weaving.placed, [0] * len(weaving.placed), how)
 
     def went(self, id: ChunkId) -> Went:
         """Return what the canonical KV of a chunk went through, as it is now."""

@@ -6,11 +6,16 @@ One digit of a bound is a promise that nobody made. A file of before has none, a
 from __future__ import annotations
 
 import json
+import logging
+import threading
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
+from kvweave.chunk.background import Background, NoThread
 from kvweave.chunk.rebuild import write_whole
+
+log = logging.getLogger("kvweave.weave")
 
 WRONG = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError)
 """What reading a file raises that is not of its kind."""
@@ -18,17 +23,50 @@ WRONG = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, Re
 
 def write_learned(path: Path, told: dict[str, Any]) -> None:
     """Write it as JSON: all of it, or nothing. Raises OSError."""
-    write_whole(path, json.dumps(told | {"sum": _sum_of(told)}, indent=1) + "\n")
+    write_whole(path, json.dumps(told | {"sum": sum_of(told)}, indent=1) + "\n")
 
 
 def parsed(text: bytes) -> dict[str, Any]:
     """Return what was written. Raises ValueError, or another of `WRONG`, where this is not what was."""
     told: dict[str, Any] = json.loads(text)
     wanted = told.pop("sum", None)
-    if wanted is not None and wanted != _sum_of(told):
+    if wanted is not None and wanted != sum_of(told):
         raise ValueError("its checksum differs")
     return told
 
 
-def _sum_of(told: dict[str, Any]) -> str:
+def sum_of(told: dict[str, Any]) -> str:
+    """Return what tells it from what says something else."""
     return blake2b(json.dumps(told, sort_keys=True).encode(), digest_size=8).hexdigest()
+
+
+class LearnedFile:
+    """A file that is written again when there is news, while nobody waits for it, and at the end."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._writing = threading.Lock()
+        self._news: dict[str, Any] | None = None  # what no thread has taken
+
+    def later(self, told: dict[str, Any]) -> None:
+        """Have it written; nothing may change ``told`` from here on. Where that fails it stays what it was."""
+        self._news = told
+        try:
+            Background(self._write_news)
+        except NoThread as error:
+            log.warning("%s is not written now: %s", self.path, error)
+
+    def now(self, told: dict[str, Any]) -> None:
+        """Write it, behind what is being written. Raises OSError."""
+        self._news = None
+        with self._writing:
+            write_learned(self.path, told)
+
+    def _write_news(self) -> None:
+        with self._writing:
+            told, self._news = self._news, None
+            try:
+                if told is not None:
+                    write_learned(self.path, told)
+            except OSError as error:
+                log.warning("%s is not written now: %s", self.path, error)

@@ -126,7 +126,10 @@ class Session:
         promised of such answers is not kept. Then all that is not exact is placed anew."""
         shadow, state = self.weaver.shadow, self.state
         way: Way = "asked"
-        if shadow.share and shadow.auditor.alarmed:
+        ends = (
+            shadow.share or wish.max_drift is not None
+        )  # the latter by a calibration, not by audits
+        if ends and shadow.auditor.alarmed:
             plan = self.weaver.plan(state, parts, self.strategy, 0.0)
             if plan.drift != 0:
                 cell = cell_of(plan, self.strategy, wish, state)

@@ -41,6 +41,7 @@ from kvweave.weave.audit import AUDIT_FILE, AuditCell, Auditor
 from kvweave.weave.calibration import DRAFT
 from kvweave.weave.check import COMPARED
 from kvweave.weave.costs import AnswerCost
+from kvweave.weave.learned import LearnedFile
 from kvweave.weave.learning import WAYS
 from kvweave.weave.passes import SLICE
 from kvweave.weave.shift import passes
@@ -117,11 +118,16 @@ class Shadow:
     """
 
     def __init__(
-        self, backend: Backend, shelf: Shelf, share: float = 0.0, home: Path | None = None
+        self,
+        backend: Backend,
+        shelf: Shelf,
+        share: float = 0.0,
+        home: Path | None = None,
+        calibration: str = "",
     ) -> None:
         self.backend, self.shelf, self.share = backend, shelf, share
-        self._file = None if home is None else home / AUDIT_FILE
-        self.auditor = self._load()
+        self._file = None if home is None else LearnedFile(home / AUDIT_FILE)
+        self.auditor = self._load(calibration)
         self._random = random.Random()
         self._waiting: list[Sample] = []
         self._watching: WeakSet[Watch] = WeakSet()  # of answers under way
@@ -288,11 +294,15 @@ class Shadow:
         best = learner.saw(tenant, again.share, found)
         if best is not None:
             log.info("auto repairs as %s at a share of %g from here on", best, again.share)
+            self._tell()
 
     def _found(self, sample: Sample, drift: float) -> Audit:
         if sample.cost is not None:
             sample.cost.measured = drift if isfinite(drift) else None
+        was = self.auditor.promise(sample.cell).alarm
         raised = self.auditor.saw(sample.cell, drift, sample.promised)
+        if raised or was != self.auditor.promise(sample.cell).alarm:
+            self._tell()  # an engine that dies would promise again what was not kept
         if raised:
             log.warning(
                 "an alarm: drifts of answers like %s are not what they were; until audits have made a "
@@ -307,27 +317,35 @@ class Shadow:
         self._running.clear()
         self._watching.clear()
         self._charge()
-        if self._file is None or not len(self.auditor):
+        if (file := self._file) is None or not len(self.auditor):
             return
         try:
-            soon(partial(self.auditor.save, self._file, self.backend.fingerprint), self._file)
+            soon(partial(file.now, self.auditor.told(self.backend.fingerprint)), file.path)
         except (OSError, StoreError) as error:
             log.warning("what audits have found is lost: %s", error)
 
-    def _load(self) -> Auditor:
-        if (file := self._file) is None:
+    def _tell(self) -> None:
+        """Have it written down what audits have found, while nobody waits."""
+        if self._file is not None:
+            self._file.later(self.auditor.told(self.backend.fingerprint))
+
+    def _load(self, calibration: str) -> Auditor:
+        if self._file is None:
             return Auditor()
+        file = self._file.path
         try:
-            return soon(partial(Auditor.load, file, self.backend.fingerprint), file)
+            read = partial(Auditor.load, file, self.backend.fingerprint, calibration)
+            return soon(read, file)
         except CorruptChunk as error:  # they can be made again
             log.warning("audits begin anew: %s", error)
             with suppress(OSError, StoreError):
                 soon(lambda: file.rename(free_name(file)), file)
-            return Auditor()
         except StoreError as error:  # they may well be whole: they stay
             log.warning("audits begin anew, and are not written down: %s", error)
             self._file = None
-            return Auditor()
+        made = Auditor()
+        made.calibration = calibration
+        return made
 
     def _charge(self) -> None:
         running = sum(n_bytes for _, n_bytes in self._running.values())

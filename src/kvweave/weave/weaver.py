@@ -20,7 +20,7 @@ from kvweave.run.sampling import Sampling
 from kvweave.store.kv import KV, joined
 from kvweave.store.shelf import Shelf
 from kvweave.weave.account import Account, charged
-from kvweave.weave.approximate import cell_of, promised
+from kvweave.weave.approximate import cell_of, promised, suited
 from kvweave.weave.calibration import Calibration, check_bound, measured
 from kvweave.weave.deps import Dependence, Reads
 from kvweave.weave.explaining import Explainer
@@ -226,7 +226,8 @@ class Weaver:
             again=state.keeps or strategy.records or strategy.rank > 0,
             lossy=bool(weaving.kept.lossy) or state.thinned, keeper=state.keeper,
         )  # fmt: skip
-        verdict = yield from strategy.repair(passes, weaving.wish)
+        wish = suited(weaving.wish, state, lambda: self.explainer.bare(state, weaving))
+        verdict = yield from strategy.repair(passes, wish)
         chosen = np.setdiff1d(verdict.chosen, passes.left)
         end = np.array([n - 1])
         if sampling is not None and n - 1 not in passes.left:  # its logits are wanted
@@ -288,8 +289,7 @@ class Weaver:
         """Return the plan with what audits have found of such answers."""
         weaving.cell = None
         if plan.drift != 0 and self.shadow.in_use:  # else nobody asks for it
-            nothing, how = [0] * len(weaving.placed), (plan.strategy, weaving.tiers)
-            bare = self.explainer.plan(state, weaving.placed, nothing, how)  # as `repairing` has it
+            bare = self.explainer.bare(state, weaving)  # as `repairing` has it
             weaving.cell = cell_of(bare, weaving.strategy, weaving.wish, state)
         promise = self.shadow.auditor.promise(weaving.cell)
         return replace(promised(plan, promise), alarm=weaving.alarm)
