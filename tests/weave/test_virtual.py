@@ -97,6 +97,27 @@ def test_they_move_rest_on_disk_and_come_back(runner, tmp_path):
             engine.place("learned", "disk", codec="raw")
 
 
+def test_rows_are_written_again_where_others_removed_their_record(runner, tmp_path):
+    """As a server that evicts does, or one that was begun anew: the verb that says where they are let go of
+    the last ones there were, in memory."""
+    shared = f"files path={tmp_path / 'shared'} shared=yes"
+    with Engine(runner, base="", home=tmp_path / "home", tiers=[shared]) as engine:
+        engine.put_rows("learned", some_rows(engine))
+        engine.place("learned", "disk", codec="raw")
+        for _ in range(2):
+            context = engine.compose("{learned}", name="c")
+            context.append(text(3, 1))
+            context.weave()
+            context.close()
+            assert engine.files.stat("learned").tier == "ram"
+            gone = list((tmp_path / "shared").rglob("*.raw.kv"))
+            assert len(gone) == 1
+            gone[0].unlink()
+            engine.place("learned", "disk")
+            assert engine.files.stat("learned").tier == "disk"
+        assert engine.shelf.get(engine.files.stat("learned").id) is not None
+
+
 def test_lost_rows_are_missed_not_made_up(engines):
     engine = engines(base="")
     engine.put_rows("learned", some_rows(engine))

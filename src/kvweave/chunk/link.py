@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from threading import Event
 from typing import Any
 from uuid import uuid4
@@ -17,8 +18,10 @@ from psycopg import errors
 
 from kvweave.chunk.background import Background, within
 from kvweave.chunk.identity import ChunkId
+from kvweave.chunk.lease import Lease
 from kvweave.chunk.levels import Holders
 from kvweave.chunk.rows import ALL, UNSURE
+from kvweave.chunk.timed import TimedConnection
 from kvweave.errors import ChunkNotFound, FormatTooNew, ModelMismatch, StoreError
 
 FORMAT = 1
@@ -58,26 +61,6 @@ UNKNOWN = f"{UNSURE} until the server answers again; look then"
 ALIVE = "e.seen > clock_timestamp() - make_interval(secs => %(lease)s)"
 
 
-class _Timed(psycopg.Connection[Any]):
-    """A connection that is closed when an answer has not come by ``ends``, whatever the server does."""
-
-    ends = float("inf")
-
-    def wait(self, gen: Any, *args: Any, **words: Any) -> Any:
-        return super().wait(self._ending(gen), *args, **words)
-
-    def _ending(self, gen: Any) -> Any:
-        try:
-            ready = yield next(gen)
-            while True:
-                if not ready and time.monotonic() > self.ends:
-                    self.pgconn.finish()
-                    raise psycopg.OperationalError("no answer in time")
-                ready = yield gen.send(ready)
-        except StopIteration as end:
-            return end.value
-
-
 class Link:
     """One connection for statements, and one, in a thread, that hears and is heard of."""
 
@@ -95,28 +78,40 @@ class Link:
         self._went_back = False  # whether the server is at an earlier time than we know of
         self._inbox: deque[ChunkId] = deque()
         self.held: Holders = {}
-        self._db: _Timed | None = None
+        self._db: TimedConnection | None = None
         self._failed = -LEASE_SECONDS  # when it was asked in vain last
+        self._lease: Lease | None = None
         self._stop = Event()
         self._unsure = Event()  # whether a commit was that nobody knows of
         self._db = self._connect()
         self.uuid = self._prepare()
-        self._engine = int(self._one("INSERT INTO kvweave_engines DEFAULT VALUES RETURNING id")[0])
-        self._thread = Background(self._listen, "kvweave-index")
+        self._lease = self._leased()
+        self._thread = Background(partial(self._listen, self._lease), "kvweave-index")
 
-    def _connect(self) -> _Timed:
+    def _leased(self) -> Lease:
+        assert self._db is not None
+        try:
+            return Lease(self._db)
+        except psycopg.Error as error:
+            raise self._lost(error) from error
+
+    @property
+    def _engine(self) -> int:
+        return 0 if self._lease is None else self._lease.number
+
+    def _connect(self) -> TimedConnection:
         again = time.monotonic() - self._failed < LEASE_SECONDS
         seconds = AGAIN_SECONDS if again else CONNECT_SECONDS
         try:  # looking up a host name has no deadline of its own
-            db = within(seconds, self._connected, self.where, _Timed.close)
+            db = within(seconds, self._connected, self.where, TimedConnection.close)
         except (psycopg.Error, StoreError) as error:
             self._failed = time.monotonic()
             raise self._lost(error) from error
         self._failed = -LEASE_SECONDS
         return db
 
-    def _connected(self) -> _Timed:
-        db = _Timed.connect(
+    def _connected(self) -> TimedConnection:
+        db = TimedConnection.connect(
             self._url, autocommit=True, connect_timeout=max(2, int(CONNECT_SECONDS))
         )
         db.ends = time.monotonic() + ANSWER_SECONDS
@@ -127,7 +122,7 @@ class Link:
             db.execute(f"SET tcp_keepalives_{name} = {value}")
         return db
 
-    def _connected_again(self) -> _Timed:
+    def _connected_again(self) -> TimedConnection:
         """Connect to what is still the same index. Raises StoreError, from then on each time where it
         was put back: it gives ids a second time, and all that is known here goes by ids."""
         db = self._connect()
@@ -140,25 +135,38 @@ class Link:
         db.close()
         raise self._put_back()
 
-    def _is_same(self, db: _Timed) -> bool:
+    def _is_same(self, db: TimedConnection) -> bool:
         """Tell whether no chunk that was met is another one now, or will be."""
+        highest, met = self._highest, dict(self.met)  # first: more may be added meanwhile
         db.ends = time.monotonic() + ANSWER_SECONDS
-        highest = db.execute("SELECT last_value FROM kvweave_chunks_id_seq").fetchone()
-        if highest is None or highest[0] < self._highest:
+        query = "SELECT c.last_value, e.last_value FROM kvweave_chunks_id_seq c, kvweave_engines_id_seq e"
+        last = db.execute(query).fetchone()
+        if last is None or last[0] < highest or last[1] < self._engine:
             return False
-        query, ids = "SELECT id, digest FROM kvweave_chunks WHERE id=ANY(%s)", list(self.met)
+        query, ids = "SELECT id, digest FROM kvweave_chunks WHERE id=ANY(%s)", list(met)
         for start in range(0, len(ids), _TOGETHER):
             db.ends = time.monotonic() + ANSWER_SECONDS
             for id, digest in db.execute(query, (ids[start : start + _TOGETHER],)):
-                if self.met.get(id, digest) != digest:
+                if met.get(id, digest) != digest:
                     return False
         return True
 
     def meet(self, id: ChunkId, digest: bytes) -> None:
         """Note whose id this is, as long as something is remembered of it. Raises StoreError."""
-        if self.met.setdefault(id, digest) != digest:
-            raise self._put_back()
+        self.met[self.still(id, digest)] = digest
         self._highest = max(self._highest, id)
+
+    def still(self, id: ChunkId, digest: bytes) -> ChunkId:
+        """Return an id that was read with this digest. Raises StoreError where it was another's."""
+        if self.met.get(id, digest) != digest:
+            raise self._put_back()
+        return id
+
+    def later(self, id: ChunkId) -> ChunkId:
+        """Return an id that was given just now. Raises StoreError where it, or a later one, was before."""
+        if id <= self._highest:
+            raise self._put_back()
+        return id
 
     def forget(self, id: ChunkId) -> None:
         """As `IndexRows.forget`."""
@@ -286,9 +294,8 @@ class Link:
 
     # --- how ---
 
-    def _listen(self) -> None:
+    def _listen(self, lease: Lease) -> None:
         """Hear what others change, and have them know that this engine lives."""
-        beat = "UPDATE kvweave_engines SET seen=clock_timestamp() WHERE id=%s RETURNING id"
         while not self._stop.is_set():
             try:
                 with self._connected() as db:
@@ -296,13 +303,11 @@ class Link:
                     self._inbox.append(ALL)  # what was said meanwhile, nobody heard
                     while not self._stop.is_set():
                         db.ends = time.monotonic() + ANSWER_SECONDS
-                        if db.execute(beat, (self._engine,)).fetchone() is None:
-                            db.execute(
-                                "INSERT INTO kvweave_engines(id) VALUES(%s)", (self._engine,)
-                            )
-                            if self._model:
-                                again = "UPDATE kvweave_engines SET model=%s WHERE id=%s"
-                                db.execute(again, (self._model, self._engine))
+                        renewed = lease.renew(db, self._model, partial(self._is_same, db))
+                        if renewed == "lost":  # whoever asks next is told
+                            self._went_back = True
+                            return
+                        if renewed == "anew":
                             self._unsure.set()
                         if self._unsure.is_set():
                             self._hold_again(db)
@@ -385,5 +390,7 @@ class Link:
     def _put_back(self) -> StoreError:
         self._went_back = True
         self._stop.set()  # the number of this engine may be another's by now
+        if self._db is not None:
+            self._db.close()  # nothing of what was begun stays, nor its locks
         hint = "nothing was changed; close this engine and start it anew"
         return StoreError(f"the index {self.where} was put back to an earlier time", hint=hint)

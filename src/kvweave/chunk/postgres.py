@@ -64,29 +64,35 @@ class PostgresRows(Link):
         row = self._one(f"{_CHUNK}=%s FOR NO KEY UPDATE OF c", record.id)
         if row is None:
             return False
+        self.still(record.id, bytes(row[1]))
         record.pinned, record.names = row[6], tuple(row[10])
         return True
 
     def share(self, id: ChunkId) -> bool:
-        query = "SELECT 1 FROM kvweave_chunks WHERE id=%s FOR KEY SHARE"
-        return bool(self._one(query, id))
+        row = self._one("SELECT digest FROM kvweave_chunks WHERE id=%s FOR KEY SHARE", id)
+        return row is not None and self.still(id, bytes(row[0])) == id
 
     def by_digest(self, digest: bytes) -> ChunkId | None:
         row = self._one("SELECT id FROM kvweave_chunks WHERE digest=%s", digest)
-        return None if row is None else row[0]
+        return None if row is None else self.still(row[0], digest)
 
     def records(self, ids: Sequence[ChunkId]) -> Iterator[Record]:
         return map(self._record, self._all(f"{_CHUNK}=ANY(%s)", list(ids)))
 
     def named(self, namespace: str, names: Sequence[str]) -> dict[str, ChunkId]:
-        query = "SELECT name, id FROM kvweave_names WHERE namespace=%s AND name=ANY(%s)"
-        return dict(self._all(query, namespace, list(names)))
+        query = (
+            "SELECT n.name, n.id, c.digest FROM kvweave_names n JOIN kvweave_chunks c ON c.id=n.id"
+            " WHERE n.namespace=%s AND n.name=ANY(%s)"
+        )
+        found = self._all(query, namespace, list(names))
+        return {name: self.still(id, bytes(digest)) for name, id, digest in found}
 
     def tokens(self, id: ChunkId, n_tokens: int) -> bytes:
         row = self._one("SELECT digest, sum, tokens FROM kvweave_chunks WHERE id=%s", id)
         if row is None:
             raise ChunkNotFound(f"#{id}")
         data = bytes(row[2])
+        self.still(id, bytes(row[0]))
         if len(data) != 4 * n_tokens or tokens_sum(bytes(row[0]), data) != row[1]:
             raise CorruptChunk(self.where, f"the checksum of the tokens of #{id} differs")
         return data
@@ -115,7 +121,8 @@ class PostgresRows(Link):
 
     def known(self, digests: Sequence[bytes]) -> dict[bytes, ChunkId]:
         query = "SELECT digest, id FROM kvweave_chunks WHERE digest=ANY(%s)"
-        return {bytes(digest): id for digest, id in self._all(query, list(digests))}
+        found = [(bytes(digest), id) for digest, id in self._all(query, list(digests))]
+        return {digest: self.still(id, digest) for digest, id in found}
 
     def names(self, namespace: str, prefix: str) -> list[str]:
         query = (
@@ -170,7 +177,7 @@ class PostgresRows(Link):
         )  # fmt: skip
         if row is None:
             return None
-        record.id = ChunkId(row[0])
+        record.id = self.later(ChunkId(row[0]))
         self.meet(record.id, record.digest)
         self._facts[record.id] = (record.tier, record.n_bytes, record.deps)
         self._changed.add(record.id)
@@ -197,7 +204,8 @@ class PostgresRows(Link):
                 f" WHERE h.id=%(id)s AND e.id=h.engine AND NOT {ALIVE}",
                 id=id,
             )
-            n = self._run("DELETE FROM kvweave_chunks WHERE id=%s AND NOT pinned", id).rowcount
+            query = "DELETE FROM kvweave_chunks WHERE id=%s AND NOT pinned AND digest=coalesce(%s, digest)"
+            n = self._run(query, id, self.met.get(id)).rowcount
         except ChunkNotFound:  # something refers to it since
             n = 0
             self._run("ROLLBACK TO SAVEPOINT drop")

@@ -139,6 +139,14 @@ class Level:
             if isinstance(n, int) and id not in self.held and key not in self.records.spoilt:
                 self._note(id, key, n)
 
+    def confirm(self, id: int, deadline: float | None) -> None:
+        """Forget a chunk's record where others may remove it, and it is not there any more."""
+        held = self.held.get(id)
+        if held is not None and not self.owned and not self.records.absence.left():
+            (n,) = self.records.judge(self.tier.look([held.key], deadline=deadline))
+            if isinstance(n, Outcome) and n.state == "missing":
+                self.forget(id)
+
     def _names(self, digest: str) -> list[str]:
         lossy = (False, True)  # before this codec
         return [key_of(digest, self.choice, x, g) for x in lossy for g in range(GENERATIONS)]

@@ -11,6 +11,7 @@ would go first are written behind, so that letting go of them is free.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterable
 
 from kvweave.errors import InvalidArgument, LoadFailed, OverBudget, StoreError
@@ -99,6 +100,7 @@ class Shelf(Holdings):
             self._goes(key, self.memory, kv.n_bytes)
             self.mover.drop(key)
             return kv.n_bytes
+        level.confirm(key, time.monotonic() + self.mover.seconds)  # what is in memory goes
         self.mover.save(key, kv, on=level, choice=choice)
         return self._leave(key, level)
 

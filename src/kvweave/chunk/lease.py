@@ -1,0 +1,50 @@
+"""The number by which an engine is known in a shared index, and until when what it holds counts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import datetime
+from typing import Any, Literal
+
+import psycopg
+
+Renewal = Literal["kept", "anew", "lost"]
+
+
+class Lease:
+    """``number`` is this engine's as long as its row says what we wrote there, or something older.
+
+    An index that was put back may have given the number to somebody else; the row is newer then.
+    """
+
+    def __init__(self, db: psycopg.Connection[Any]) -> None:
+        query = "INSERT INTO kvweave_engines DEFAULT VALUES RETURNING id, seen"
+        row = db.execute(query).fetchone()
+        assert row is not None
+        self.number: int = row[0]
+        self._seen: datetime | None = row[1]  # None: what was written last is not known
+
+    def renew(
+        self, db: psycopg.Connection[Any], model: str, is_same: Callable[[], bool]
+    ) -> Renewal:
+        """Say that the engine lives. ``anew``: others took it for dead; ``lost``: the index was put back,
+        as ``is_same`` tells too, which is asked where the row is not as it was left."""
+        row = db.execute("SELECT seen FROM kvweave_engines WHERE id=%s", (self.number,)).fetchone()
+        known, self._seen = self._seen, None
+        if row is not None and known is not None and row[0] > known:
+            return "lost"
+        if (row is None or row[0] != known) and not is_same():
+            return "lost"
+        self._seen = self._written(db, model, fresh=row is None)
+        return "anew" if row is None else "kept"
+
+    def _written(self, db: psycopg.Connection[Any], model: str, *, fresh: bool) -> datetime | None:
+        query = "UPDATE kvweave_engines SET seen=clock_timestamp() WHERE id=%s RETURNING seen"
+        values: tuple[object, ...] = (self.number,)
+        if fresh and model:
+            query = "INSERT INTO kvweave_engines(id, model) VALUES(%s, %s) RETURNING seen"
+            values = self.number, model
+        elif fresh:
+            query = "INSERT INTO kvweave_engines(id) VALUES(%s) RETURNING seen"
+        row = db.execute(query, values).fetchone()
+        return None if row is None else row[0]
