@@ -100,27 +100,24 @@ def fault(head: Head, key: str, model: str, wanted: Expected) -> str:
 def read_heads(
     tier: Tier, wants: Sequence[tuple[str, Expected]], model: str, deadline: float | None
 ) -> list[Head | Outcome]:
-    """Read what records hold, verified, in one request for all (two where heads are long)."""
-    sizes = [FIRST] * len(wants)
+    """Read what records hold, verified, in one request for all (two where heads are long, or records
+    shorter than a first read)."""
+    left = dict.fromkeys(range(len(wants)), FIRST)  # which, and the bytes to read of it
     found: list[Head | Outcome] = [Outcome("wrong", "its head does not end")] * len(wants)
-    asked = list(range(len(wants)))
-    for _ in range(2):
-        gets = [Get(wants[i][0], 0, [buffer(sizes[i])]) for i in asked]
-        again = []
-        for i, get, outcome in zip(asked, gets, tier.get(gets, deadline=deadline), strict=True):
+    for _ in range(3):
+        asked, left = left, {}
+        gets = [Get(wants[i][0], 0, [buffer(n)]) for i, n in asked.items()]
+        outcomes = tier.get(gets, deadline=deadline) if gets else []
+        for (i, n), get, outcome in zip(asked.items(), gets, outcomes, strict=True):
             said: Head | Outcome | int = outcome
-            if outcome.state == "wrong":  # shorter than a first read
-                said = _short(tier, wants[i], model, deadline)
+            if outcome.state == "wrong" and n == FIRST:  # perhaps it is shorter
+                said = PAGE
             elif outcome.ok:
                 said = _parse(get.into[0], *wants[i], model)
             if isinstance(said, int):
-                sizes[i] = said
-                again.append(i)
+                left[i] = said
             else:
                 found[i] = said
-        asked = again
-        if not asked:
-            break
     return found
 
 
@@ -137,21 +134,6 @@ def _parse(data: memoryview, key: str, wanted: Expected, model: str) -> Head | O
         return Outcome("wrong", str(error))
     why = fault(head, key, model, wanted)
     return Outcome("wrong", f"{key}: {why}") if why else head
-
-
-def _short(
-    tier: Tier, want: tuple[str, Expected], model: str, deadline: float | None
-) -> Head | Outcome | int:
-    """Read the head of a record that is shorter than a first read."""
-    key, wanted = want
-    n = tier.look([key], deadline=deadline)[0]
-    if isinstance(n, Outcome):
-        return n
-    if n >= FIRST or n < PAGE:
-        return Outcome("wrong", f"{key}: {n} bytes are no record")
-    data = buffer(n)
-    outcome = tier.get([Get(key, 0, [data])], deadline=deadline)[0]
-    return _parse(data, key, wanted, model) if outcome.ok else outcome
 
 
 def verify(tier: Tier, key: str, head: Head, deadline: float | None) -> Outcome:

@@ -17,15 +17,17 @@ from __future__ import annotations
 import time
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 from http.client import HTTPException
 from typing import Any
 
+from kvweave.chunk.background import within
 from kvweave.errors import StoreError
 from kvweave.store.tier.base import DONE, Get, Outcome, OutcomeState, Put, checked
 from kvweave.store.tier.buffers import copy_in, copy_out, flat
 from kvweave.store.tier.keys import absent, n_bytes_of, outside, present
-from kvweave.store.tier.limit import Limit, TimeUp
+from kvweave.store.tier.limit import Limit
 from kvweave.store.tier.mooncake_cluster import Cluster, join
 from kvweave.store.tier.remote import KEYS, Lost, Remote, RemoteCalls, judged
 from kvweave.store.tier.slots import Slot, Slots, layout
@@ -71,12 +73,8 @@ class Mooncake(Remote):
     def close(self) -> None:
         """Leave the cluster; with a master that is lost that takes up to 15 s."""
         if not self._link.is_closed and self._link.close(Limit(None, LEAVING)):
-            slot = Slot()  # nothing uses the store any more
-            try:
-                slot.run(Limit(None, LEAVING), self._store.close)
-            except TimeUp:
-                pass
-            slot.stop()
+            with suppress(StoreError):  # nothing uses the store any more
+                within(LEAVING, self._store.close, self._link.name)
 
     def _put(self, puts: Sequence[Put], limit: Limit) -> list[Outcome]:
         first = {put.key: i for i, put in reversed([*enumerate(puts)])}

@@ -6,10 +6,9 @@ import socket
 from dataclasses import dataclass
 from typing import Any
 
+from kvweave.chunk.background import within
 from kvweave.errors import StoreError
-from kvweave.store.tier.limit import Limit, TimeUp
 from kvweave.store.tier.remote import library
-from kvweave.store.tier.slots import Slot
 
 JOINING = 10.0  # seconds a master may take to let us in
 
@@ -44,7 +43,7 @@ def join(cluster: Cluster) -> tuple[Any, Any]:
     store, config = found.MooncakeDistributedStore(), found.ReplicateConfig()
     config.replica_num = cluster.replicas
     c = cluster
-    slot, host, port = Slot(), *c.master.rpartition(":")[::2]
+    host, _, port = c.master.rpartition(":")
 
     def enter() -> Any:
         # The store itself tries for a minute and a half.
@@ -53,10 +52,9 @@ def join(cluster: Cluster) -> tuple[Any, Any]:
         return store.setup(*words)
 
     try:
-        why = slot.run(Limit(None, JOINING), enter)
-    except (OSError, ValueError, TimeUp) as error:
-        why = str(error) or f"no answer within {JOINING:g} s"
-    slot.stop()
+        why = within(JOINING, enter, "it", lambda why: store.close())
+    except (OSError, ValueError, StoreError) as error:
+        why = str(error)
     if why:
         hint = "is mooncake_master running there, and are protocol and devices right?"
         raise StoreError(f"no way into Mooncake at {c.master}: {why}", hint=hint)

@@ -17,13 +17,12 @@ from typing import Any
 from kvweave.errors import InvalidArgument, StoreError
 from kvweave.store.tier.base import DONE, Get, Outcome, Put, checked
 from kvweave.store.tier.buffers import copy_in, flat
-from kvweave.store.tier.keys import absent, check_key, n_bytes_of, outside, present
+from kvweave.store.tier.keys import absent, is_key, n_bytes_of, outside, present
 from kvweave.store.tier.limit import SLOWEST, Limit, TimeUp
-from kvweave.store.tier.ranges import PIECE, Range, ranges
+from kvweave.store.tier.ranges import PIECE, ranges
 from kvweave.store.tier.remote import KEYS, Lost, Remote, RemoteCalls, judged, library
-from kvweave.store.tier.slots import Slot, Slots, layout
+from kvweave.store.tier.slots import Slot, Slots, batches, layout
 
-WINDOW = 64  # requests on the way at a time
 HINT = "use redis://host:6379/0, rediss://host (TLS), unix:///socket?db=0 or redis+cluster://host"
 
 _Words = tuple[object, ...]
@@ -103,7 +102,11 @@ class Redis(Remote):
     def _get(self, gets: Sequence[Get], limit: Limit) -> list[Outcome]:
         wanted = ranges(gets)
         with self._link.take(limit) as slot:
-            replies = self._talk(slot, limit, self._windows(wanted))
+            requests = [
+                ("GETRANGE", self._name(each.key), each.start, each.end - 1) for each in wanted
+            ]
+            sizes = [each.end - each.start for each in wanted]
+            replies = self._talk(slot, limit, batches(requests, sizes, PIECE))
         outcomes: dict[int, Outcome] = {}
         unclear = {i for i, get in enumerate(gets) if get.offset < 0 or not n_bytes_of(get.into)}
         for each, reply in zip(wanted, replies, strict=True):
@@ -116,18 +119,6 @@ class Redis(Remote):
         for i, n in zip(asked, self._look([gets[i].key for i in asked], limit), strict=True):
             outcomes.setdefault(i, n if isinstance(n, Outcome) else _short(gets[i], n))
         return [outcomes.get(i) or checked(get) for i, get in enumerate(gets)]
-
-    def _windows(self, wanted: Sequence[Range]) -> Iterator[list[_Words]]:
-        window: list[_Words] = []
-        n_bytes = 0
-        for each in wanted:
-            n = each.end - each.start
-            if window and (len(window) == WINDOW or n_bytes + n > PIECE):
-                yield window
-                window, n_bytes = [], 0
-            window.append(("GETRANGE", self._name(each.key), each.start, each.end - 1))
-            n_bytes += n
-        yield window
 
     def _look(self, keys: Sequence[str], limit: Limit) -> list[int | Outcome]:
         replies = self._each_key("STRLEN", keys, limit)
@@ -154,7 +145,7 @@ class Redis(Remote):
             while page := list(islice(names, KEYS)):
                 keys = {name[len(self._prefix) :].decode("latin-1") for name in page} - seen
                 seen |= keys
-                yield {key: None for key in keys if _is_key(key)}
+                yield {key: None for key in keys if is_key(key)}
 
     def _name(self, key: str) -> bytes:
         return self._prefix + key.encode()
@@ -249,11 +240,3 @@ def _refused(key: str, reply: object) -> Outcome:
     if isinstance(reply, Exception):
         return judged("wrong" if str(reply).startswith("WRONGTYPE") else "failed", key, reply)
     return judged("failed", key, "the server answers with something else")
-
-
-def _is_key(text: str) -> bool:
-    try:
-        check_key(text)
-    except InvalidArgument:
-        return False
-    return True

@@ -21,7 +21,7 @@ from kvweave.store.tier.limit import Limit, TimeUp
 T = TypeVar("T")
 SMALLEST = 1 << 20  # bytes of a slot's memory
 KEPT = 64 << 20  # bytes of memory that a slot keeps between calls
-TOGETHER = 64, 16 << 20  # values and bytes in one call
+TOGETHER = 64, 16 << 20  # values, and bytes, in one call
 ALIGN = 64  # bytes: where values begin in a slot's memory
 
 
@@ -127,12 +127,14 @@ class Slots:
 _Item = TypeVar("_Item")
 
 
-def batches(items: Sequence[_Item], sizes: Iterable[int]) -> Iterator[list[_Item]]:
-    """Yield neighbours that go together; what is larger than a batch goes alone."""
+def batches(
+    items: Sequence[_Item], sizes: Iterable[int], most: int = TOGETHER[1]
+) -> Iterator[list[_Item]]:
+    """Yield neighbours that go together, up to ``most`` bytes; what is larger goes alone."""
     batch: list[_Item] = []
     n_bytes = 0
     for item, n in zip(items, sizes, strict=True):
-        if batch and (len(batch) == TOGETHER[0] or n_bytes + n > TOGETHER[1]):
+        if batch and (len(batch) == TOGETHER[0] or n_bytes + n > most):
             yield batch
             batch, n_bytes = [], 0
         batch.append(item)
