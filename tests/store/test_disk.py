@@ -33,14 +33,32 @@ def bare(tier: Tier) -> Disk:
     return made
 
 
+def limited(patch: pytest.MonkeyPatch, directory: Path, capacity: int) -> None:
+    """Have the device of a directory take no more than so many bytes."""
+    pwrite = os.pwrite
+
+    def write(file: int, data: memoryview, at: int) -> int:
+        used = sum(path.stat().st_size for path in directory.glob("*.kv"))
+        if used + at + len(data) > capacity:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return pwrite(file, data, at)
+
+    patch.setattr(module.os, "pwrite", write)
+
+
 class TestDisk(Conformance):
     """As engines have it."""
 
     gives_back = False
 
     @pytest.fixture
-    def make(self, tmp_path: Path) -> Make:
-        return lambda capacity=None: Guarded(Disk(tmp_path / "it", capacity))
+    def make(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
+        def make(capacity: int | None = None) -> Guarded:
+            if capacity is not None:
+                limited(monkeypatch, tmp_path / "it", capacity)
+            return Guarded(Disk(tmp_path / "it"))
+
+        return make
 
     def taken(self, n: int) -> int:
         return -(-n // PAGE) * PAGE
@@ -102,7 +120,7 @@ class TestDisk(Conformance):
         return Guarded(Disk(bare(tier).directory))
 
     def beside(self, tier: Tier) -> Tier:
-        bare(tier).shared = True  # its own count does not see what the other does
+        bare(tier).shared = True
         return Guarded(Disk(bare(tier).directory, shared=True))
 
 
@@ -112,7 +130,13 @@ class TestThroughTheCache(TestDisk):
     @pytest.fixture
     def make(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
         monkeypatch.setattr(files, "O_TMPFILE", 0)
-        return lambda capacity=None: Guarded(Disk(tmp_path / "it", capacity, direct=False))
+
+        def make(capacity: int | None = None) -> Guarded:
+            if capacity is not None:
+                limited(monkeypatch, tmp_path / "it", capacity)
+            return Guarded(Disk(tmp_path / "it", direct=False))
+
+        return make
 
 
 def test_a_directory_that_is_not_mounted_says_nothing_about_values(tmp_path: Path) -> None:
@@ -147,11 +171,10 @@ def test_what_cannot_be_written_leaves_nothing(
     assert_holds(tier, "a", content("a", 9001))
 
 
-@pytest.mark.parametrize("capacity", [None, 1 << 20])
 def test_a_disk_that_cannot_be_asked_fails_puts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capacity: int | None
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tier = Disk(tmp_path, capacity)
+    tier = Disk(tmp_path)
     store(tier, "before", content("before", 9000))
     with monkeypatch.context() as patch:
 

@@ -38,14 +38,13 @@ CLOSED = Outcome("failed", "the tier is closed")
 
 
 class Disk:
-    """Values as files of one directory, up to ``capacity`` bytes."""
+    """Values as files of one directory."""
 
     name = "disk"
 
     def __init__(
         self,
         directory: Path,
-        capacity: int | None = None,
         *,
         shared: bool = False,
         direct: bool = True,
@@ -56,12 +55,11 @@ class Disk:
         ``direct``: go past the page cache where that can be done. Raises StoreError.
         """
         self._claim = claimed
-        self.directory, self.capacity, self.shared = directory, capacity, shared
+        self.directory, self.shared = directory, shared
         self._direct = direct
         self._prefix = os.path.join(directory, "")
         self._lock = threading.Lock()
         self._open: OrderedDict[str, OpenFile] = OrderedDict()
-        self._n_writing = 0  # bytes of what is being written, where there is a capacity
         self._closed = False
         try:
             directory.mkdir(parents=True, exist_ok=True)
@@ -93,19 +91,14 @@ class Disk:
         return outcomes
 
     def _put(self, put: Put, durable: bool, deadline: float | None) -> Outcome:
-        n, path = n_bytes_of(put.data), self.path(put.key)
-        if n == 0:
+        path = self.path(put.key)
+        if not n_bytes_of(put.data):
             return Outcome("failed", f"{put.key}: nothing is no value")
         if why := self._elsewhere():  # another directory is called what this one was: not ours
             return Outcome("failed", why)
         try:
             if there(path):
                 return self._exists(path, durable)
-            if not self._reserve(n):
-                return Outcome("full", f"{put.key}: {n} bytes do not fit into {self.capacity}")
-        except (OSError, StoreError) as error:
-            return Outcome("failed", f"{put.key}: {error}")
-        try:
             with NewFile(self.directory, self._direct) as file:
                 file.write(runs(put.data), deadline)
                 if durable:
@@ -115,8 +108,6 @@ class Disk:
             return LATE
         except OSError as error:
             return Outcome("full" if error.errno in NO_ROOM else "failed", f"{put.key}: {error}")
-        finally:
-            self._release(n)
         return DONE if done else self._exists(path, durable)
 
     def _exists(self, path: Path, durable: bool) -> Outcome:
@@ -273,21 +264,6 @@ class Disk:
     @property
     def n_bytes(self) -> int:
         return sum(taken(n) for _, n in self.sizes())
-
-    def _reserve(self, n: int) -> bool:
-        """Say whether a value of ``n`` bytes fits beside what is there and what is being written."""
-        if self.capacity is None:
-            return True
-        with self._lock:
-            if self.n_bytes + self._n_writing + taken(n) > self.capacity:
-                return False
-            self._n_writing += taken(n)
-            return True
-
-    def _release(self, n: int) -> None:
-        if self.capacity is not None:
-            with self._lock:
-                self._n_writing -= taken(n)
 
     def _refused(self, deadline: float | None) -> Outcome | None:
         if self._closed:

@@ -28,7 +28,7 @@ class Memory:
         self.capacity = capacity
         self._lock = threading.Lock()
         self._values: dict[str, Bytes] = {}
-        self._n_bytes = 0  # of the values, and of those that are being copied
+        self._n_bytes = 0  # of the values
         self._closed = False
 
     def put(
@@ -90,16 +90,10 @@ class Memory:
             free = self.capacity - self._n_bytes
             if n > free:
                 return Outcome("full", f"{put.key}: {n} bytes, {free} of {self.capacity} are free")
-            self._n_bytes += n
-        value = np.empty(n, np.uint8)
-        copy_in(put.data, value)
-        with self._lock:
-            if self._closed:
-                return CLOSED
-            if put.key in self._values:  # somebody was faster
-                self._n_bytes -= n
-                return present(put.key)
+            value = np.empty(n, np.uint8)
+            copy_in(put.data, value)
             self._values[put.key] = value
+            self._n_bytes += n
         return DONE
 
     def _get(self, get: Get) -> Outcome:
