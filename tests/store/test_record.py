@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from store.records import CHUNK, MODEL, about, load, store
 
 from kvweave.errors import CorruptChunk, FormatTooNew, InvalidArgument
-from kvweave.store.codec import parse
+from kvweave.store.codec import CODECS, parse
 from kvweave.store.kv import KV, LayerShape
 from kvweave.store.record.encode import encode
 from kvweave.store.record.layout import FIXED, START, Head
@@ -99,6 +99,21 @@ def test_the_layout_is_what_the_docstring_says():
     assert sums == tuple(
         xxhash.xxh3_64_intdigest(bytes(data[a:b])) for a, b in zip(offsets, ends, strict=True)
     )
+
+
+@pytest.mark.parametrize("shape", [LayerShape(2, 8, 2, 0), LayerShape(2, 0, 2, 8)])
+@pytest.mark.parametrize("spec", [*CODECS, "cachegen:absmax:anchor:64", "step:2"])
+def test_what_has_no_width_takes_no_bytes_whatever_the_codec(spec, shape):
+    kv = make_kv(300, (shape,))
+    data = record(kv, spec)
+    head = Head.parse(data)
+    back = head.decode(body(data))
+    empty, full = (1, 0) if shape.v_dim == 0 else (0, 1)
+    lengths = head.table["length"].reshape(2, 2)
+    assert not lengths[empty].any() and lengths[full].all()
+    assert [t.shape for t in (back.k[0], back.v[0])] == [kv.k[0].shape, kv.v[0].shape]
+    x, y = ((pair.k[0], pair.v[0])[full] for pair in (kv, back))
+    assert (x - y).abs().max() <= 2.2 * x.abs().max()
 
 
 @pytest.mark.parametrize("shapes", [PLAIN, LATENT, (LayerShape(1, 4, 1, 0),)])

@@ -53,13 +53,13 @@ def test_bytes_of_a_value(spec, part):
     assert 0.78 * BYTES[spec] < sum(map(len, pieces)) / (256 * 4 * 64) <= BYTES[spec]
 
 
-@pytest.mark.parametrize("shape", [(1, 1, 1), (1, 2, 8), (7, 3, 5), (256, 1, 3), (9, 2, 0)])
+@pytest.mark.parametrize("shape", [(1, 1, 1), (1, 2, 8), (7, 3, 5), (256, 1, 3)])
 @pytest.mark.parametrize("part", PARTS)
 @pytest.mark.parametrize("spec", SPECS)
 def test_any_shape(spec, part, shape):
     x = gaussian(*shape)
     y = through(spec, x, part)
-    assert y.shape == x.shape and (not x.numel() or (x - y).abs().max() <= 2.2 * x.abs().max())
+    assert y.shape == x.shape and (x - y).abs().max() <= 2.2 * x.abs().max()
     assert torch.isfinite(y).all()
 
 

@@ -2,20 +2,33 @@
 
 from __future__ import annotations
 
-from kvweave.errors import InvalidArgument, nearest
+from collections.abc import Callable, Sequence
+
+from kvweave.errors import InvalidArgument, check_options, nearest
 from kvweave.store.codec.base import BLOCK, Codec, KeyOrValue, Make, Place
 from kvweave.store.codec.cachegen import cachegen
 from kvweave.store.codec.choice import CodecSpec, Layers, Named, split
-from kvweave.store.codec.fp8 import fp8
+from kvweave.store.codec.fp8 import FP8
 from kvweave.store.codec.integer import integer
-from kvweave.store.codec.raw import packed, raw
+from kvweave.store.codec.raw import Packed, Raw
 from kvweave.store.codec.step import step
 
+
+def _plain(make: Callable[[Place], Codec]) -> Make:
+    """Return what makes a codec that has no options."""
+
+    def made(place: Place, options: Sequence[str]) -> Codec:
+        check_options(options, ())
+        return make(place)
+
+    return made
+
+
 CODECS: dict[str, Make] = {
-    "raw": raw,
-    "raw+zstd": packed,
-    "fp8": fp8(entropy=False),
-    "fp8+zstd": fp8(entropy=True),
+    "raw": _plain(lambda place: Raw()),
+    "raw+zstd": _plain(lambda place: Packed()),
+    "fp8": _plain(lambda place: FP8(place.part == "k")),
+    "fp8+zstd": _plain(lambda place: FP8(place.part == "k", entropy=True)),
     "int8": integer(8, entropy=False),
     "int8+zstd": integer(8, entropy=True),
     "int5": integer(5, entropy=False),

@@ -1,6 +1,6 @@
 """The contract of a codec: one block of one layer's keys or values, as bytes and back.
 
-A block is [token, head, dim], at most `BLOCK` tokens, keys unrotated. What a codec needs to decode
+A block is [token, head, dim], at most `BLOCK` tokens, at least one value, keys unrotated. What a codec needs to decode
 is in its bytes, except the shape, which the record knows. Add a codec in its own file, enter it in
 ``CODECS`` of the package, and give it to ``tests/store/codec``.
 """

@@ -5,15 +5,13 @@ Scaled so that the largest value of a key's channel, or of a value's token, is t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from kvweave.errors import check_options
 from kvweave.store.codec import grid
-from kvweave.store.codec.base import Place, bytes_of
+from kvweave.store.codec.base import bytes_of
 
 LARGEST = torch.finfo(torch.float8_e4m3fn).max  # 448
 
@@ -28,8 +26,6 @@ class FP8:
     def encode(self, block: Tensor) -> list[memoryview]:
         """Return scales and bytes. Raises CorruptChunk for values that are not finite."""
         x = grid.plain(block)
-        if not x.numel():
-            return []
         over = (0,) if self.per_channel else (1, 2)
         scale = grid.rounded_up(x.abs().amax(over, keepdim=True) / LARGEST)
         q = (x / scale.float()).to(torch.float8_e4m3fn).view(torch.uint8)
@@ -37,8 +33,6 @@ class FP8:
 
     def decode(self, data: memoryview, out: Tensor) -> None:
         """Fill ``out``."""
-        if not out.numel():
-            return
         n, heads, dim = out.shape
         fields = grid.Fields(data)
         shape = (1, heads, dim) if self.per_channel else (n, 1, 1)
@@ -54,13 +48,3 @@ def values_of(q: Tensor) -> Tensor:
     """
     bits = q.to(torch.int16)
     return (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).view(torch.float16).float() * 256
-
-
-def fp8(entropy: bool) -> Callable[[Place, Sequence[str]], FP8]:
-    """Return what makes the codec."""
-
-    def make(place: Place, options: Sequence[str]) -> FP8:
-        check_options(options, ())
-        return FP8(place.part == "k", entropy)
-
-    return make

@@ -7,6 +7,8 @@ no value falls off the grid.
 
 from __future__ import annotations
 
+import math
+
 import torch
 import zstandard
 from torch import Tensor
@@ -125,9 +127,7 @@ class Fields:
 
     def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Return the next tensor. Raises CorruptChunk when there is less than that left."""
-        n = dtype.itemsize
-        for size in shape:
-            n *= size
+        n = dtype.itemsize * math.prod(shape)
         if len(self.rest) < n:
             raise wrong(f"{len(self.rest)} bytes left of {n}")
         made, self.rest = as_tensor(self.rest[:n], dtype), self.rest[n:]
@@ -135,9 +135,7 @@ class Fields:
 
     def symbols(self, shape: tuple[int, ...], bits: int, entropy: bool) -> Tensor:
         """Return all that is left as symbols of ``shape``. Raises CorruptChunk."""
-        n = 1
-        for size in shape:
-            n *= size
+        n = math.prod(shape)
         size = packed_size(n, bits)
         if entropy:
             data = unsqueeze(self.rest, size)

@@ -13,7 +13,7 @@ likeliest symbol.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from kvweave.errors import check_options
 from kvweave.store.codec import grid
-from kvweave.store.codec.base import Place, bytes_of
+from kvweave.store.codec.base import Make, Place, bytes_of
 
 Axis = Literal["channel", "token"]
 QUIETER = 7  # eighths of a head's channels; the rest may be outliers
@@ -39,8 +39,6 @@ class Integer:
     def encode(self, block: Tensor) -> list[memoryview]:
         """Return scales, middles, symbols. Raises CorruptChunk for values that are not finite."""
         x = grid.plain(block)
-        if not x.numel():
-            return []
         over = (0,) if self.axis == "channel" else (1, 2)
         low, high = x.amin(over, keepdim=True), x.amax(over, keepdim=True)
         middle = None if self._centred else (low / 2 + high / 2).to(torch.bfloat16)
@@ -59,8 +57,6 @@ class Integer:
 
     def decode(self, data: memoryview, out: Tensor) -> None:
         """Fill ``out`` with grid points."""
-        if not out.numel():
-            return
         n, heads, dim = out.shape
         shape = (1, heads, dim) if self.axis == "channel" else (n, 1, 1)
         fields = grid.Fields(data)
@@ -82,7 +78,7 @@ class Integer:
         return 8 if self.entropy and self.bits == 5 else self.bits
 
 
-def integer(bits: int, entropy: bool) -> Callable[[Place, Sequence[str]], Integer]:
+def integer(bits: int, entropy: bool) -> Make:
     """Return what makes the codec of so many bits: 8, 5 or 4."""
 
     def make(place: Place, options: Sequence[str]) -> Integer:

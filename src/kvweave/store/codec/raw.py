@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
-from kvweave.errors import check_options
-from kvweave.store.codec.base import Place, bytes_of, wrong
+from kvweave.store.codec.base import bytes_of, wrong
 from kvweave.store.codec.grid import Fields, squeeze, unsqueeze
 
 
@@ -31,27 +28,11 @@ class Packed:
 
     def encode(self, block: Tensor) -> list[memoryview]:
         """Return one zstd frame."""
-        planes = torch.frombuffer(bytes_of(block), dtype=torch.uint8) if block.numel() else None
-        if planes is None:
-            return []
+        planes = torch.frombuffer(bytes_of(block), dtype=torch.uint8)
         return [squeeze(planes.view(-1, block.element_size()).t().contiguous())]
 
     def decode(self, data: memoryview, out: Tensor) -> None:
         """Fill ``out``, which has the dtype that was encoded."""
-        if not out.numel():
-            return
         size = out.element_size()
         planes = unsqueeze(data, out.numel() * size).view(size, -1)
         out.copy_(planes.t().flatten().view(out.dtype).view(out.shape))
-
-
-def raw(place: Place, options: Sequence[str]) -> Raw:
-    """Make the codec. Raises InvalidArgument: it has no options."""
-    check_options(options, ())
-    return Raw()
-
-
-def packed(place: Place, options: Sequence[str]) -> Packed:
-    """Make the codec. Raises InvalidArgument: it has no options."""
-    check_options(options, ())
-    return Packed()

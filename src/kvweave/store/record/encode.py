@@ -134,4 +134,5 @@ def _sections(kv: KV, choice: CodecSpec) -> Iterator[tuple[Sequence[memoryview],
             there = tensor.cpu()
             for row in range(0, len(tensor), BLOCK):
                 last = part == "v" and row + BLOCK >= len(tensor)
-                yield codec.encode(there[row : row + BLOCK]), PAGE if last else ALIGN
+                block = there[row : row + BLOCK]
+                yield codec.encode(block) if block.numel() else [], PAGE if last else ALIGN

@@ -202,8 +202,10 @@ class Head:
         if self.choice.is_raw(layer, part):
             return _view(data, shape, self.dtype)
         out = torch.empty(shape, dtype=self.dtype)
+        if not out.numel():
+            return out
         codec = self.choice.codec(layer, self.n_layers, part)
-        begin = int(self.table["offset"][index]) if shape[0] else 0
+        begin = int(self.table["offset"][index])
         for i, row in enumerate(range(0, shape[0], BLOCK)):
             offset, length, _ = self.table[index + i].tolist()
             codec.decode(data[offset - begin :][:length], out[row : row + BLOCK])
