@@ -240,7 +240,7 @@ class Engine:
         ``codec`` (`kvweave.store.codec`) instead of the tier's own. Raises InvalidArgument.
         """
         choice = None if codec is None else parse(codec)
-        self.shelf.require_tier(tier)
+        self.shelf.level(tier)
 
         def move(record: Record, where: TierName) -> int:
             if where != "none":

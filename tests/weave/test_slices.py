@@ -49,7 +49,7 @@ def errors_by_part(context: Context) -> list[float]:
 def check_shelf(engine: Engine) -> None:
     """All KV on the shelf is that of its whole chunk behind what it says it saw."""
     table, runner = engine.table, engine.runner
-    exact = [(id, seen, kv) for id, (seen, kv) in engine.shelf._in_context.items()]
+    exact = [(id, seen, kv) for id, (seen, kv) in engine.shelf._in_context._held.items()]
     for record in table:
         kv = engine.shelf.ram.get(record.id)
         if kv is not None:

@@ -80,7 +80,6 @@ class Load:
                 self._arrived.wait_for(lambda: layer < len(self.kv.v) or self._failed, left)
                 if layer >= len(self.kv.v):
                     self._failed = self._failed or "late: nothing came by the deadline"
-                if layer >= len(self.kv.v):
                     raise LoadFailed(self.key, self._failed)
         self._fences[layer]()
         return self.kv.k[layer], self.kv.v[layer]

@@ -36,7 +36,7 @@ class Holdings:
         self.policy = policy
         self.mover = Mover((), _nothing) if mover is None else mover
         self.mover.on_tier = self._sunk
-        self.ram: Ram[KV] = Ram()
+        self.ram: Ram[int, KV] = Ram()
         self.patches = Patches(budget // PATCHES)
         self.is_pinned = is_pinned
         self.memory = memory  # "gpu" where the model's device is one
@@ -44,7 +44,7 @@ class Holdings:
         self.session = ""  # whose weave is using chunks now
         self.on_tier: Callable[[int, str, int], None] = lambda key, tier, n_bytes: None
         self.on_in_context: Callable[[int, Stretches], None] = lambda key, seen: None
-        self._in_context: Ram[Exact] = Ram()
+        self._in_context: Ram[int, Exact] = Ram()
         self._charged: dict[str, int] = {}  # context name -> bytes of its rows
         self.may_charge: Callable[[str, int], None] = lambda context, n_bytes: None
         self._n_charged = 0  # of all
@@ -106,12 +106,9 @@ class Holdings:
         """Return the first level that keeps what it has for us, None if none does."""
         return next((level for level in self.mover.levels if level.keeps), None)
 
-    def require_tier(self, tier: str) -> None:
-        """Raise InvalidArgument for a place that this engine has not."""
-        self._level(tier)
-
-    def _level(self, tier: str) -> Level | None:
-        """Return the level of a place, None for memory and for none."""
+    def level(self, tier: str) -> Level | None:
+        """Return the level of a place, None for memory and for none. Raises InvalidArgument for a place
+        that this engine has not."""
         if tier in (self.memory, "none"):
             return None
         places = {level.place: level for level in reversed(self.mover.levels)}

@@ -129,7 +129,7 @@ class Level:
                 continue
             strays = self.book.strays.get(expected.digest)
             if strays:
-                self._note(id, *min(strays.items(), key=_lossy_last))
+                self._note(id, *min(strays.items(), key=lambda item: losses(item[0])))
             elif not self.owned:
                 asked += [(id, key) for key in self._names(expected.digest)]
         if not asked or self.records.absence.left():
@@ -317,7 +317,3 @@ class Level:
     def _discard(self, keys: Iterable[str], deadline: float | None) -> None:
         """Remove records that no chunk uses; those that stay are tried again."""
         self.records.discard(keys, self.book.users.__contains__, deadline)
-
-
-def _lossy_last(item: tuple[str, int]) -> int:
-    return losses(item[0])

@@ -184,9 +184,8 @@ class Mover:
             elif outcome.state != "full":
                 log.warning("#%s stays on %s: %s", id, level.name, outcome.why)
                 break
-        for (
-            id
-        ) in gone:  # the index first: who dies in between has no KV that is counted on and gone
+        # the index first: who dies in between has no KV that is counted on and gone
+        for id in gone:
             there = next((x for x in self.levels if x is not level and x.ready(id)), None)
             n = 0 if there is None else there.held[id].n_bytes
             self.on_tier(id, "none" if there is None else there.place, n)

@@ -7,13 +7,13 @@ canonical rows when the same chunks stand before it again.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from kvweave.store.kv import KV
+from kvweave.store.ram import Ram
 
 # All that stands before: (digest, position minus ours, first token of its chunk, tokens)
 Neighbours = tuple[tuple[bytes, int, int, int], ...]
@@ -63,56 +63,42 @@ def _added(canonical: Tensor, factors: Factors) -> Tensor:
     return (canonical.to(wide) + difference.view(canonical.shape)).to(canonical.dtype)
 
 
-class Patches:
+class Patches(Ram[PatchKey, Patch]):
     """Patches within ``limit`` bytes; the least recently used go first."""
 
     def __init__(self, limit: int) -> None:
+        super().__init__()
         self.limit = limit
-        self.n_bytes = 0
-        self._patches: OrderedDict[PatchKey, Patch] = OrderedDict()
-
-    def __len__(self) -> int:
-        return len(self._patches)
-
-    def __contains__(self, key: object) -> bool:
-        return key in self._patches
 
     def get(self, key: PatchKey) -> Patch | None:
         """Return a patch and count it as used."""
-        found = self._patches.get(key)
+        found = self._held.pop(key, None)
         if found is not None:
-            self._patches.move_to_end(key)
+            self._held[key] = found
         return found
 
-    def put(self, key: PatchKey, patch: Patch, room: int) -> None:
+    def put(self, key: PatchKey, patch: Patch, room: int = 0) -> None:
         """Keep a patch; skipped when it is over the limit, or ``room`` bytes and what older patches
         leave do not suffice."""
         if patch.n_bytes > min(self.limit, room + self.n_bytes):
             return
-        room += self._remove(key)
+        room += self.pop(key)
         self.shrink(patch.n_bytes - min(room, self.limit - self.n_bytes))
-        self._patches[key] = patch
-        self.n_bytes += patch.n_bytes
+        super().put(key, patch)
 
     def drop(self, id: int) -> None:
         """Let go of all patches of a chunk."""
-        for key in [k for k in self._patches if k[0] == id]:
-            self._remove(key)
+        for key in [k for k in self if k[0] == id]:
+            self.pop(key)
 
     def shrink(self, n_bytes: int) -> int:
         """Let go of the oldest until ``n_bytes`` are free, or all; return the bytes freed."""
         freed = 0
-        while freed < n_bytes and self._patches:
-            freed += self._remove(next(iter(self._patches)))
+        while freed < n_bytes and len(self):
+            freed += self.pop(next(iter(self)))
         return freed
-
-    def _remove(self, key: PatchKey) -> int:
-        patch = self._patches.pop(key, None)
-        n_bytes = 0 if patch is None else patch.n_bytes
-        self.n_bytes -= n_bytes
-        return n_bytes
 
     def check_integrity(self) -> None:
         """Raise AssertionError when accounting and content differ."""
-        assert self.n_bytes == sum(p.n_bytes for p in self._patches.values())
+        super().check_integrity()
         assert self.n_bytes <= self.limit, f"{self.n_bytes} bytes of patches over {self.limit}"

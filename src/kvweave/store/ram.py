@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import ItemsView, Iterator
+from collections.abc import Iterator
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from kvweave.store.kv import KV
@@ -31,16 +31,15 @@ class Exact(NamedTuple):
         return self.kv.n_bytes
 
 
+K = TypeVar("K")
 T = TypeVar("T", bound=Sized)
 
 
-class Ram(Generic[T]):
+class Ram(Generic[K, T]):
     """What is kept of each chunk, by key; tensors are shared, not copied."""
 
-    name = "ram"
-
     def __init__(self) -> None:
-        self._held: dict[int, T] = {}
+        self._held: dict[K, T] = {}
         self.n_bytes = 0
 
     def __len__(self) -> int:
@@ -49,24 +48,20 @@ class Ram(Generic[T]):
     def __contains__(self, key: object) -> bool:
         return key in self._held
 
-    def __iter__(self) -> Iterator[int]:
+    def __iter__(self) -> Iterator[K]:
         return iter(self._held)
 
-    def items(self) -> ItemsView[int, T]:
-        """Return keys with what is kept under them, the oldest key first."""
-        return self._held.items()
-
-    def get(self, key: int) -> T | None:
+    def get(self, key: K) -> T | None:
         """Return what is kept under ``key``."""
         return self._held.get(key)
 
-    def put(self, key: int, value: T) -> None:
+    def put(self, key: K, value: T) -> None:
         """Keep ``value`` under ``key``, in its old place in the order if it has one."""
         old = self._held.get(key)
         self._held[key] = value
         self.n_bytes += value.n_bytes - (0 if old is None else old.n_bytes)
 
-    def pop(self, key: int) -> int:
+    def pop(self, key: K) -> int:
         """Let go of ``key``, if it is here, and return the bytes freed."""
         found = self._held.pop(key, None)
         freed = 0 if found is None else found.n_bytes

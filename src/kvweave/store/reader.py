@@ -31,6 +31,12 @@ class ToRead:
     head: Head | None = None
     memory: memoryview | None = None  # of all its layers
 
+    def part(self, start: int, stop: int) -> memoryview:
+        """Return the memory of layers ``[start, stop)``."""
+        assert self.head is not None and self.memory is not None
+        span = self.head.layers(start, stop)
+        return self.memory[span.offset - self.head.n_head :][: span.n_bytes]
+
 
 class Reader:
     """Fills the loads of ``wanted`` by ``ends``; ``counts`` are the mover's."""
@@ -114,10 +120,8 @@ class Reader:
                     each.load.fail(f"{outcome.state}: {outcome.why}")
 
     def _get(self, each: ToRead, key: str, start: int, stop: int) -> Get:
-        assert each.head is not None and each.memory is not None
-        span = each.head.layers(start, stop)
-        at = span.offset - each.head.n_head
-        return span.get(key, each.memory[at : at + span.n_bytes])
+        assert each.head is not None
+        return each.head.layers(start, stop).get(key, each.part(start, stop))
 
     def _reread(self, each: ToRead, start: int, stop: int) -> Outcome:
         """Read a span a second time, by a head that is read anew; ``wrong`` now is verified."""
@@ -130,12 +134,11 @@ class Reader:
         return each.level.get([self._get(each, held.key, start, stop)], self.ends)[0]
 
     def _arrived(self, each: ToRead, start: int, stop: int) -> None:
-        assert each.head is not None and each.memory is not None
-        span = each.head.layers(start, stop)
-        at = span.offset - each.head.n_head
-        self.counts["bytes_read"] += span.n_bytes
+        assert each.head is not None
+        data = each.part(start, stop)
+        self.counts["bytes_read"] += len(data)
         try:
-            kv = each.head.decode(each.memory[at : at + span.n_bytes], start, stop)
+            kv = each.head.decode(data, start, stop)
         except StoreError as error:
             each.load.fail(f"wrong: {error}")
             return

@@ -88,7 +88,7 @@ class Shelf(Holdings):
 
         ``choice`` codes it otherwise than the level does. Raises InvalidArgument, OverBudget, StoreError.
         """
-        level = self._level(tier)
+        level = self.level(tier)
         if tier == "none":
             self._goes(key, "none", 0)
             self.drop(key)

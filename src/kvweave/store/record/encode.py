@@ -13,22 +13,8 @@ import xxhash
 from kvweave.errors import InvalidArgument
 from kvweave.store.codec import BLOCK, Codec, CodecSpec
 from kvweave.store.kv import KV
-from kvweave.store.record.layout import (
-    ALIGN,
-    DTYPES,
-    FIXED,
-    MAGIC,
-    PARTS,
-    SECTION,
-    START,
-    SUM,
-    THINNED,
-    WHOLE,
-    Head,
-    head_sum,
-    table_at,
-    up,
-)  # fmt: skip
+from kvweave.store.record import layout
+from kvweave.store.record.layout import ALIGN, PARTS, Head, up
 from kvweave.store.record.offsets import mask_bytes, masked
 from kvweave.store.tier.base import PAGE
 
@@ -41,14 +27,14 @@ def encode(kv: KV, choice: CodecSpec, model: str, chunk: str) -> list[memoryview
     whose offsets make no sense, CorruptChunk for values that are not finite, unless they are raw.
     """
     dtypes = {str(t.dtype).removeprefix("torch.") for t in (*kv.k, *kv.v)}
-    if len(dtypes) != 1 or not dtypes <= DTYPES.keys():
+    if len(dtypes) != 1 or not dtypes <= layout.DTYPES.keys():
         found = ", ".join(sorted(dtypes))
-        raise InvalidArgument("kv", f"{found} in one record", f"one of {', '.join(DTYPES)}")
+        raise InvalidArgument("kv", f"{found} in one record", f"one of {', '.join(layout.DTYPES)}")
     shapes = [(*k.shape[1:], *v.shape[1:]) for k, v in zip(kv.k, kv.v, strict=True)]
-    dtype = DTYPES[dtypes.pop()]
+    dtype = layout.DTYPES[dtypes.pop()]
     text = _said(model, chunk, _sizes(kv, shapes), dtype, shapes, choice, kv.lossy)
     n_sections = len(shapes) * ((kv.kept is not None) + 2 * -(-kv.k[0].shape[0] // BLOCK))
-    n_head = up(table_at(len(text)) + n_sections * SECTION.itemsize, PAGE)
+    n_head = up(layout.table_at(len(text)) + n_sections * layout.SECTION.itemsize, PAGE)
     sections: list[tuple[int, int, int]] = []
     pieces: list[memoryview] = []
     at = n_head
@@ -62,8 +48,8 @@ def encode(kv: KV, choice: CodecSpec, model: str, chunk: str) -> list[memoryview
         sections.append((at, length, state.intdigest()))
         pieces += section
         at += length + len(padding)
-    version = WHOLE if kv.kept is None else THINNED
-    return [_head(text, np.array(sections, SECTION), n_head, at, version), *pieces]
+    version = layout.WHOLE if kv.kept is None else layout.THINNED
+    return [_head(text, np.array(sections, layout.SECTION), n_head, at, version), *pieces]
 
 
 def renamed(head: Head, data: memoryview, chunk: str) -> list[memoryview]:
@@ -73,9 +59,9 @@ def renamed(head: Head, data: memoryview, chunk: str) -> list[memoryview]:
     shapes = [(s.k_heads, s.k_dim, s.v_heads, s.v_dim) for s in head.shapes]
     sizes = {"n_tokens": head.n_tokens}
     text = _said(head.model, chunk, sizes, head.dtype, shapes, head.choice, head.lossy)
-    n_head = up(table_at(len(text)) + table.nbytes, PAGE)
+    n_head = up(layout.table_at(len(text)) + table.nbytes, PAGE)
     table["offset"] += n_head - head.n_head
-    made = _head(text, table, n_head, head.n_bytes - head.n_head + n_head, WHOLE)
+    made = _head(text, table, n_head, head.n_bytes - head.n_head + n_head, layout.WHOLE)
     return [made, data[head.n_head :]]
 
 
@@ -110,11 +96,11 @@ def _head(
     text: bytes, table: np.ndarray[Any, Any], n_head: int, n_bytes: int, version: int
 ) -> memoryview:
     head = bytearray(n_head)
-    FIXED.pack_into(head, 0, MAGIC, version, n_head, len(text), len(table), n_bytes)
-    head[START : START + len(text)] = text
-    at = table_at(len(text))
+    layout.FIXED.pack_into(head, 0, layout.MAGIC, version, n_head, len(text), len(table), n_bytes)
+    head[layout.START : layout.START + len(text)] = text
+    at = layout.table_at(len(text))
     head[at : at + table.nbytes] = table.tobytes()
-    SUM.pack_into(head, FIXED.size, head_sum(memoryview(head)))
+    layout.SUM.pack_into(head, layout.FIXED.size, layout.head_sum(memoryview(head)))
     return memoryview(head)
 
 
