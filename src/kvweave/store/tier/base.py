@@ -22,6 +22,7 @@ device or the server does.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple, Protocol
 
@@ -118,6 +119,13 @@ class Tier(Protocol):
     def close(self) -> None:
         """Let go of files and connections; doing it twice does nothing."""
         ...
+
+
+def refused(is_closed: bool, deadline: float | None) -> Outcome | None:
+    """Return why nothing is begun: the tier is closed, or the deadline has passed."""
+    if is_closed:
+        return Outcome("failed", "the tier is closed")
+    return LATE if deadline is not None and time.monotonic() >= deadline else None
 
 
 def checked(get: Get) -> Outcome:

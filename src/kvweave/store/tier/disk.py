@@ -25,7 +25,7 @@ from pathlib import Path
 
 from kvweave.chunk.rebuild import fsync, there
 from kvweave.errors import StoreError, of_system
-from kvweave.store.tier.base import DONE, LATE, PAGE, Get, Outcome, Put, checked
+from kvweave.store.tier.base import DONE, LATE, PAGE, Get, Outcome, Put, checked, refused
 from kvweave.store.tier.buffers import Run, runs
 from kvweave.store.tier.files import PIECE, NewFile, OpenFile, taken
 from kvweave.store.tier.keys import absent, check_keys, is_key, n_bytes_of, outside, present
@@ -34,7 +34,6 @@ from kvweave.store.tier.owner import Claim
 SUFFIX = ".kv"
 OPEN = 128  # files kept open for reading
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-CLOSED = Outcome("failed", "the tier is closed")
 
 
 class Disk:
@@ -79,7 +78,9 @@ class Disk:
         self, puts: Sequence[Put], *, durable: bool = False, deadline: float | None = None
     ) -> list[Outcome]:
         check_keys(put.key for put in puts)
-        outcomes = [self._refused(deadline) or self._put(put, durable, deadline) for put in puts]
+        outcomes = [
+            refused(self._closed, deadline) or self._put(put, durable, deadline) for put in puts
+        ]
         if durable and any(o.state in ("done", "exists") for o in outcomes):
             why = self._sync_directory()
             if why:  # a name that may not be on the disk is taken back: nobody relies on it
@@ -131,7 +132,7 @@ class Disk:
 
     def get(self, gets: Sequence[Get], *, deadline: float | None = None) -> list[Outcome]:
         check_keys(get.key for get in gets)
-        return [self._refused(deadline) or self._get(get, deadline) for get in gets]
+        return [refused(self._closed, deadline) or self._get(get, deadline) for get in gets]
 
     def _get(self, get: Get, deadline: float | None) -> Outcome:
         try:
@@ -142,7 +143,7 @@ class Disk:
             at = get.offset
             for run in runs(get.into):
                 for start in range(0, run.n, PIECE):
-                    if _is_over(deadline):
+                    if deadline is not None and time.monotonic() >= deadline:
                         return LATE
                     self._read(file, run, start, at + start)
                 at += run.n
@@ -185,7 +186,7 @@ class Disk:
 
     def look(self, keys: Sequence[str], *, deadline: float | None = None) -> list[int | Outcome]:
         check_keys(keys)
-        return [self._refused(deadline) or self._look(key) for key in keys]
+        return [refused(self._closed, deadline) or self._look(key) for key in keys]
 
     def _look(self, key: str) -> int | Outcome:
         try:
@@ -214,7 +215,7 @@ class Disk:
 
     def discard(self, keys: Sequence[str], *, deadline: float | None = None) -> list[Outcome]:
         check_keys(keys)
-        return [self._refused(deadline) or self._remove(key) for key in keys]
+        return [refused(self._closed, deadline) or self._remove(key) for key in keys]
 
     def _remove(self, key: str) -> Outcome:
         self._forget(key)
@@ -265,11 +266,6 @@ class Disk:
     def n_bytes(self) -> int:
         return sum(taken(n) for _, n in self.sizes())
 
-    def _refused(self, deadline: float | None) -> Outcome | None:
-        if self._closed:
-            return CLOSED
-        return LATE if _is_over(deadline) else None
-
     def check_integrity(self) -> None:
         """Do nothing: no accounts are kept that could differ from the files."""
 
@@ -279,10 +275,6 @@ class Disk:
             self._open.clear()
         if self._claim is not None:
             self._claim.close()
-
-
-def _is_over(deadline: float | None) -> bool:
-    return deadline is not None and time.monotonic() >= deadline
 
 
 def _identity(directory: Path) -> tuple[int, int]:

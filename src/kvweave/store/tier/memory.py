@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 from kvweave.errors import InvalidArgument, StoreError
-from kvweave.store.tier.base import DONE, LATE, Get, Outcome, Put, checked
+from kvweave.store.tier.base import DONE, Get, Outcome, Put, checked, refused
 from kvweave.store.tier.buffers import Bytes, copy_in, copy_out
 from kvweave.store.tier.keys import absent, check_keys, n_bytes_of, outside, present
-
-CLOSED = Outcome("failed", "the tier is closed")
 
 
 class Memory:
@@ -36,22 +33,20 @@ class Memory:
     ) -> list[Outcome]:
         """Create values; ``durable`` changes nothing: they go with the process."""
         check_keys(put.key for put in puts)
-        return [self._refused(deadline) or self._put(put) for put in puts]
+        return [refused(self._closed, deadline) or self._put(put) for put in puts]
 
     def get(self, gets: Sequence[Get], *, deadline: float | None = None) -> list[Outcome]:
-        """Fill the callers' buffers."""
         check_keys(get.key for get in gets)
-        return [self._refused(deadline) or self._get(get) for get in gets]
+        return [refused(self._closed, deadline) or self._get(get) for get in gets]
 
     def look(self, keys: Sequence[str], *, deadline: float | None = None) -> list[int | Outcome]:
-        """Return the bytes of each value, or why that cannot be told."""
         check_keys(keys)
-        return [self._refused(deadline) or self._look(key) for key in keys]
+        return [refused(self._closed, deadline) or self._look(key) for key in keys]
 
     def discard(self, keys: Sequence[str], *, deadline: float | None = None) -> list[Outcome]:
         """Remove values; memory that a reader copies from goes when it is done."""
         check_keys(keys)
-        return [self._refused(deadline) or self._discard(key) for key in keys]
+        return [refused(self._closed, deadline) or self._discard(key) for key in keys]
 
     def keys(self) -> Iterator[str]:
         """Yield the keys of all values. Raises StoreError when closed."""
@@ -116,11 +111,6 @@ class Memory:
             if value is not None:
                 self._n_bytes -= value.size
         return DONE
-
-    def _refused(self, deadline: float | None) -> Outcome | None:
-        if self._closed:
-            return CLOSED
-        return LATE if deadline is not None and time.monotonic() >= deadline else None
 
     def _must_be_open(self) -> None:
         if self._closed:

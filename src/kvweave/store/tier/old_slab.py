@@ -15,6 +15,7 @@ from __future__ import annotations
 import logging
 import sqlite3
 import struct
+from contextlib import closing
 from pathlib import Path
 
 import xxhash
@@ -38,71 +39,57 @@ def is_in(directory: Path) -> bool:
     return there(directory / INDEX)
 
 
-def move(directory: Path, to: Tier) -> int:
-    """Put the values of a slab in ``directory`` into ``to``, durably; return how many.
+def move(directory: Path, to: Tier) -> None:
+    """Put the values of the slab in ``directory`` into ``to``, durably; it goes if that was all of them.
 
-    Raises StoreError when there is a slab that cannot be read, or no room; then it stays.
+    Raises StoreError when there is no room; then it stays, as one does that cannot be read.
     """
-    if not is_in(directory):
-        return 0
     index = directory / INDEX
     try:
-        moved, left = _move(directory, index, to)
+        if left := _move(directory, index, to):
+            log.warning("%s values of %s do not verify, and stay there", left, index)
+            return
+        for path in [*directory.glob("seg-*.slab"), *directory.glob("slab.*")]:
+            path.unlink()
     except (sqlite3.Error, OSError) as error:
         hint = "its values are computed again; move the slab's files away to be rid of this"
         log.warning("%s cannot be read: %s (%s)", index, error, hint)
-        return 0
-    if left:
-        log.warning("%s values of %s do not verify, and stay there", left, index)
-        return moved
-    for path in [*directory.glob("seg-*.slab"), *directory.glob("slab.*")]:
-        path.unlink()
-    return moved
 
 
-def _move(directory: Path, index: Path, to: Tier) -> tuple[int, int]:
-    db = sqlite3.connect(index)
-    try:
-        rows = db.execute("SELECT key, segment, page, n FROM slots ORDER BY segment, page")
-        moved = left = 0
-        for key, segment, page, n in rows.fetchall():
-            data = _value(directory / f"seg-{segment:06d}.slab", str(key), page, n)
-            if data is None:
-                left += 1
-                continue
-            head = Head.parse(data, key)
-            pieces = renamed(head, data, key)
-            name = key_of(key, head.choice, head.lossy and not head.choice.lossy)
-            (outcome,) = to.put([Put(name, pieces)], durable=True)
-            if outcome.state not in ("done", "exists"):
-                raise StoreError(
-                    f"{index}: its values cannot be moved: {outcome.why}",
-                    hint="make room on this disk, then open the home again; nothing was lost",
-                )
-            moved += 1
-        return moved, left
-    finally:
-        db.close()
+def _move(directory: Path, index: Path, to: Tier) -> int:
+    """Return how many values do not verify."""
+    with closing(sqlite3.connect(index)) as db:
+        rows = db.execute(
+            "SELECT key, segment, page, n FROM slots ORDER BY segment, page"
+        ).fetchall()
+    left = 0
+    for key, segment, page, n in rows:
+        found = _value(directory / f"seg-{segment:06d}.slab", str(key), page, n)
+        if found is None:
+            left += 1
+            continue
+        head, data = found
+        put = Put(key_of(key, head.choice, head.lossy and not head.choice.lossy), renamed(head, data, key))
+        (outcome,) = to.put([put], durable=True)
+        if outcome.state not in ("done", "exists"):
+            raise StoreError(
+                f"{index}: its values cannot be moved: {outcome.why}",
+                hint="make room on this disk, then open the home again; nothing was lost",
+            )
+    return left
 
 
-def _value(path: Path, key: str, page: int, n: int) -> memoryview | None:
-    """Return a value whose header and checksum are right and whose record verifies."""
+def _value(path: Path, key: str, page: int, n: int) -> tuple[Head, memoryview] | None:
+    """Return a value whose header and checksum are right and whose record verifies, and its head."""
     try:
         with path.open("rb") as file:
             file.seek(page * PAGE)
             header, data = file.read(PAGE), file.read(n)
-    except OSError:
+        magic, _, n_key, _, _, said, payload = _HEADER.unpack_from(header)
+        name = header[_HEADER.size : _HEADER.size + n_key]
+        there = magic, name, said, payload
+        if there != (b"kvwslab1", key.encode(), n, xxhash.xxh3_64_intdigest(data)):
+            return None
+        return Head.parse(data, key), memoryview(data)
+    except (OSError, StoreError, struct.error):
         return None
-    if len(header) < PAGE or len(data) < n:
-        return None
-    magic, _, n_key, _, _, said, payload = _HEADER.unpack_from(header)
-    name = header[_HEADER.size : _HEADER.size + n_key]
-    if (magic, name, said) != (b"kvwslab1", key.encode(), n):
-        return None
-    if xxhash.xxh3_64_intdigest(data) != payload:
-        return None
-    try:
-        Head.parse(data, key)
-    except StoreError:
-        return None
-    return memoryview(data)

@@ -144,14 +144,12 @@ class Remote:
         return outcomes
 
     def get(self, gets: Sequence[Get], *, deadline: float | None = None) -> list[Outcome]:
-        """Fill the callers' buffers."""
         check_keys(get.key for get in gets)
         sizes = [n_bytes_of(get.into) for get in gets]
         limit = Limit(deadline, self._timeout, sum(sizes))
         return self._each(batches(gets, sizes), self._get, limit)
 
     def look(self, keys: Sequence[str], *, deadline: float | None = None) -> list[int | Outcome]:
-        """Return the bytes of each value, or why that cannot be told."""
         check_keys(keys)
         return self._each(pages(keys, KEYS), self._look, Limit(deadline, self._timeout))
 
