@@ -19,7 +19,7 @@ from kvweave.errors import InvalidArgument, StoreError
 from kvweave.keep import LRU
 from kvweave.store import collect
 from kvweave.store.codec import parse
-from kvweave.store.collect import REGISTERED, ROOM, SPARE, register, retire, sweep
+from kvweave.store.collect import REGISTERED, ROOM, SPARE, register, sweep
 from kvweave.store.kv import KV
 from kvweave.store.level import Level
 from kvweave.store.mover import Mover
@@ -88,7 +88,7 @@ class Index:
         assert outcome.ok, outcome
         return level
 
-    def sweep(self, **how: float) -> None:
+    def sweep(self, **how: object) -> None:
         sweep(self.tier, self.marks, {MINE}, **how)  # type: ignore[arg-type]
 
     def check(self, level: Level) -> None:
@@ -222,8 +222,7 @@ def test_an_index_that_was_not_given_stops_it() -> None:
     with pytest.raises(InvalidArgument, match=r"22222222 \(moon:/home"):
         index.sweep()
     assert len(list(index.tier.keys())) == 3
-    retire(index.tier, OTHER)
-    index.sweep()
+    index.sweep(retired=[OTHER])
     assert list(index.tier.keys()) == [f"index.{MINE}"]
 
 

@@ -20,7 +20,7 @@ from kvweave.chunk.marks import marks, uuid_of
 from kvweave.chunk.table import Table
 from kvweave.cli.app import main
 from kvweave.errors import InvalidArgument, KVWeaveError, ModelMismatch, StoreError
-from kvweave.store.collect import REGISTERED, Swept, retire, sweep
+from kvweave.store.collect import REGISTERED, Swept, sweep
 from kvweave.store.home import Home
 from kvweave.store.spec import open_shared
 from kvweave.store.tier import owner
@@ -182,8 +182,8 @@ def test_who_is_no_more_is_told_by_how_it_begins(tmp_path: Path) -> None:
     tier, uuid = open_shared(spec), uuid_of(tmp_path / "a/index.sqlite")
     for wrong in ("", "no"):
         with pytest.raises(InvalidArgument, match="no index"):
-            retire(tier, wrong)
-    retire(tier, uuid[:8])
+            sweep(tier, set, set(), retired=[wrong])
+    sweep(tier, set, set(), retired=[uuid[:8]])
     assert not [key for key in tier.keys() if key.startswith(REGISTERED)]
     tier.close()
 

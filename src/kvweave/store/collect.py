@@ -98,19 +98,14 @@ def _written(tier: Tier, puts: Sequence[Put], *, durable: bool = False) -> list[
     return outcomes
 
 
-def retire(tier: Tier, index: str) -> None:
-    """Say that an index is no more: what only it names may be swept. ``index``: its uuid, or how that
-    begins. Raises InvalidArgument when that is of none, or of several; StoreError."""
-    _done(tier.discard([REGISTERED + _registered(tier, index)], deadline=_soon()))
-
-
 def _registered(tier: Tier, index: str) -> str:
+    """Return the key of an index. Raises InvalidArgument for what begins none, or several."""
     there = [key for key in tier.keys() if index and key.startswith(REGISTERED + index)]
     if len(there) != 1:
         several = ", ".join(key.removeprefix(REGISTERED) for key in there)
         hint = "a sweep that was not given all indexes says which are registered"
         raise InvalidArgument("retire", f"{index!r} is {several or 'no index here'}", hint)
-    return there[0].removeprefix(REGISTERED)
+    return there[0]
 
 
 def sweep(
@@ -125,10 +120,11 @@ def sweep(
     """Remove the records whose chunk no index names, and that have been marked for ``grace`` seconds.
 
     ``marks`` reads the digests (hex) that the indexes name now, ``indexes`` are their uuids; those that
-    are ``retired`` first are no more (`retire`). Raises InvalidArgument, with nothing changed, when
-    another index is registered; StoreError when another sweep is under way, or the tier cannot be read.
+    are ``retired`` first, each by its uuid or how that begins, are no more. Raises InvalidArgument, with
+    nothing changed, when that is of none or several, or another index is registered; StoreError when another
+    sweep is under way, or the tier cannot be read.
     """
-    gone = {REGISTERED + _registered(tier, each) for each in retired}
+    gone = {_registered(tier, each) for each in retired}
     if dry_run:
         return _would(tier, marks, indexes, gone)
     with _alone(tier) as mine:
@@ -136,11 +132,9 @@ def sweep(
         _require_alone(tier, keys, mine)
         _require_known(tier, keys, indexes)
         _done(tier.discard(sorted(gone), deadline=_soon()))
-
-        def nobody_came() -> None:
-            _require_known(tier, _listed(tier, mine), indexes)
-
-        return _sweep(tier, marks, nobody_came, keys, grace)
+        return _sweep(
+            tier, marks, lambda: _require_known(tier, _listed(tier, mine), indexes), keys, grace
+        )
 
 
 def _listed(tier: Tier, mine: str) -> list[str]:
@@ -208,8 +202,8 @@ def _sweep(
 @contextmanager
 def _alone(tier: Tier) -> Iterator[str]:
     """Register as a sweep; yield the key."""
-    where = f"a sweep, {socket.gethostname()}:{os.getpid()}"
-    said = {"where": where, "at": time.time(), "pid": os.getpid(), **_here()}
+    said = {"at": time.time(), "pid": os.getpid(), **_here()}
+    said["where"] = f"a sweep, {said['host']}:{said['pid']}"
     key = f"{REGISTERED}{SWEEPING}{uuid4().hex}"
     _under_way.add(key)
     try:
@@ -226,9 +220,7 @@ def _alone(tier: Tier) -> Iterator[str]:
 
 def _require_alone(tier: Tier, keys: Sequence[str], mine: str) -> None:
     """Raise StoreError while another sweep is under way."""
-    for key in keys:
-        if key == mine or not key.startswith(REGISTERED + SWEEPING):
-            continue
+    for key in (key for key in keys if key != mine and key.startswith(REGISTERED + SWEEPING)):
         name = key.removeprefix(REGISTERED)
         if not _is_over(key, _read(tier, key)):
             raise StoreError(
@@ -252,8 +244,7 @@ def _is_over(key: str, said: dict[str, object]) -> bool:
     at = said.get("at")
     if key in _under_way or not isinstance(at, int | float):
         return False
-    here = _here()
-    if all(said.get(name) == value for name, value in here.items()) and any(boot_id()):
+    if all(said.get(name) == value for name, value in _here().items()) and any(boot_id()):
         return said.get("pid") == os.getpid() or not is_process(str(said.get("pid")))
     return at < time.time() - LONGEST
 

@@ -129,8 +129,7 @@ def check(
             return found  # another home's, as far as anybody knows
     disk = Disk(directory, shared=True)
     try:
-        keys = [key for key in disk.keys() if digest_of(key)]
-        _look_through(found, disk, keys, known if is_ours or found.owner else None)
+        _look_through(found, disk, known if is_ours or found.owner else None)
         on_disk = {digest for digest, (_, on) in known.chunks.items() if on}
         found.missing = sorted(on_disk - found.there)
         if is_ours or found.owner:
@@ -177,8 +176,9 @@ def _disown(directory: Path, known: Known) -> bool:
     return True
 
 
-def _look_through(found: Found, disk: Disk, keys: Sequence[str], known: Known | None) -> None:
+def _look_through(found: Found, disk: Disk, known: Known | None) -> None:
     """Read all records; ``known`` is what the home says of them where the directory is its own."""
+    keys = [key for key in disk.keys() if digest_of(key)]
     for key in keys:
         about = None if known is None else known.chunks.get(digest_of(key))
         try:
@@ -268,8 +268,7 @@ def check_shared(specs: Iterable[str], *, repair: bool = False) -> list[Found]:
             else:
                 found.owner = str(error)
         disk = Disk(directory, shared=True)
-        keys = [key for key in disk.keys() if digest_of(key)]
-        _look_through(found, disk, keys, None)
+        _look_through(found, disk, None)
         disk.close()
     return checked
 

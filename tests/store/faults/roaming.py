@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +12,7 @@ from store.faults.scripts import TEXTS, control, swept, told_put
 from store.faults.verbs import ANSWER, ask, open_engine
 
 from kvweave import Engine
-from kvweave.errors import InvalidArgument, KVWeaveError
-from kvweave.store.collect import retire
-from kvweave.store.spec import open_shared
+from kvweave.errors import KVWeaveError
 
 Say = Callable[[Any], None]
 SKEWS = (0, 0, -86400, 86400, 4e8, -1e9)
@@ -78,12 +75,7 @@ def _use(engine: Engine, name: str, rng: random.Random) -> tuple[int, ...]:
 def sweep_once(say: Say, spec: str, homes: list[Path], dead: list[str]) -> tuple[int, str]:
     """Sweep, for indexes of which the ``dead`` are no more; return how many records went, and why none did."""
     try:
-        tier = open_shared(spec)
-        for uuid in dead:
-            with suppress(InvalidArgument):  # it was never registered, or is retired
-                retire(tier, uuid)
-        tier.close()
-        return len(swept(spec, homes).removed), ""
+        return len(swept(spec, homes, dead).removed), ""
     except KVWeaveError as error:
         assert error.hint, error
         return 0, str(error)

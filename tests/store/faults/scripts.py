@@ -299,8 +299,8 @@ def live(
             say(("said", name, tokens, ask(engine, name) == TRUTH.answer(tokens)))
 
 
-def swept(spec: str, homes: Iterable[Path]) -> Swept:
-    """What `kvweave sweep` does."""
+def swept(spec: str, homes: Iterable[Path], dead: Iterable[str] = ()) -> Swept:
+    """What `kvweave sweep` does; of the ``dead`` some were never registered, or are retired."""
     indexes = [home / "index.sqlite" for home in homes]
     tier = open_shared(spec)
     try:
@@ -308,6 +308,7 @@ def swept(spec: str, homes: Iterable[Path]) -> Swept:
             tier,
             lambda: {digest.hex() for index in indexes for digest in marks(index)},
             {uuid_of(index) for index in indexes},
+            retired=[uuid for uuid in dead if REGISTERED + uuid in {*tier.keys()}],
         )
     finally:
         tier.close()
