@@ -14,6 +14,7 @@ import pytest
 import torch
 from store.records import MODEL, about, load
 from store.test_record import make_kv
+from store.values import small_device
 
 from kvweave.errors import InvalidArgument, StoreError
 from kvweave.keep import LRU
@@ -417,9 +418,12 @@ def full_of_nobodys(tier: Memory | Disk) -> list[str]:
 
 
 @pytest.mark.parametrize("kind", ["memory", "disk"])
-def test_a_full_tier_is_swept_in_the_room_that_is_kept_for_it(kind: str, tmp_path: Path) -> None:
+def test_a_full_tier_is_swept_in_the_room_that_is_kept_for_it(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     n = 64 * PAGE
-    tier = Memory(n) if kind == "memory" else Disk(tmp_path / "t", n, shared=True)
+    tier = Memory(n) if kind == "memory" else Disk(tmp_path / "t", shared=True)
+    small_device(monkeypatch, tmp_path / "t", n)
     made, removed = full_of_nobodys(tier), list[str]()
     assert len(made) > 16 and SPARE in set(tier.keys())
     for _ in range(len(made)):  # as many marks as there is room for, each time

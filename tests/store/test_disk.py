@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from store.conformance import Conformance, Make
-from store.values import assert_holds, content, put_one, store
+from store.values import assert_holds, content, put_one, small_device, store
 
 from kvweave.errors import InvalidArgument, StoreError
 from kvweave.keep import LRU
@@ -33,19 +33,6 @@ def bare(tier: Tier) -> Disk:
     return made
 
 
-def limited(patch: pytest.MonkeyPatch, directory: Path, capacity: int) -> None:
-    """Have the device of a directory take no more than so many bytes."""
-    pwrite = os.pwrite
-
-    def write(file: int, data: memoryview, at: int) -> int:
-        used = sum(path.stat().st_size for path in directory.glob("*.kv"))
-        if used + at + len(data) > capacity:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return pwrite(file, data, at)
-
-    patch.setattr(module.os, "pwrite", write)
-
-
 class TestDisk(Conformance):
     """As engines have it."""
 
@@ -55,7 +42,7 @@ class TestDisk(Conformance):
     def make(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
         def make(capacity: int | None = None) -> Guarded:
             if capacity is not None:
-                limited(monkeypatch, tmp_path / "it", capacity)
+                small_device(monkeypatch, tmp_path / "it", capacity)
             return Guarded(Disk(tmp_path / "it"))
 
         return make
@@ -133,7 +120,7 @@ class TestThroughTheCache(TestDisk):
 
         def make(capacity: int | None = None) -> Guarded:
             if capacity is not None:
-                limited(monkeypatch, tmp_path / "it", capacity)
+                small_device(monkeypatch, tmp_path / "it", capacity)
             return Guarded(Disk(tmp_path / "it", direct=False))
 
         return make

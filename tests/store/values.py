@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import itertools
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 import numpy as np
+import pytest
 import xxhash
 
 from kvweave.store.tier.base import PAGE, Get, Outcome, Put, Tier
@@ -129,3 +133,16 @@ def assert_untouched(gets: Sequence[Get], seconds: float = 0.8) -> None:
     before = [filled(get) for get in gets]
     time.sleep(seconds)
     assert [filled(get) for get in gets] == before, "written after the call returned"
+
+
+def small_device(patch: pytest.MonkeyPatch, directory: Path, capacity: int) -> None:
+    """Have the device of a directory of values take no more than so many bytes, in pages."""
+    pwrite = os.pwrite
+
+    def write(file: int, data: memoryview, at: int) -> int:
+        sizes = [path.stat().st_size for path in directory.glob("*.kv")]
+        if sum(-(-n // PAGE) * PAGE for n in [*sizes, at + len(data)]) > capacity:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return pwrite(file, data, at)
+
+    patch.setattr(os, "pwrite", write)
