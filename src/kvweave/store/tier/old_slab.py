@@ -69,7 +69,9 @@ def _move(directory: Path, index: Path, to: Tier) -> int:
             left += 1
             continue
         head, data = found
-        put = Put(key_of(key, head.choice, head.lossy and not head.choice.lossy), renamed(head, data, key))
+        put = Put(
+            key_of(key, head.choice, head.lossy and not head.choice.lossy), renamed(head, data, key)
+        )
         (outcome,) = to.put([put], durable=True)
         if outcome.state not in ("done", "exists"):
             raise StoreError(
