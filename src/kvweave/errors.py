@@ -117,13 +117,17 @@ def is_full(error: Exception) -> bool:
     return getattr(error, "errno", None) in full or code in ours or code & 0xFF in ours
 
 
-_MANY = "too many files are open: raise the limit (`ulimit -n`), or close some"
+_TOO_MANY = "too many files are open: raise the limit (`ulimit -n`), or close some"
+MANY_OPEN = {errno.EMFILE: _TOO_MANY, errno.ENFILE: _TOO_MANY}
 _RIGHTS = "give another path, or the right to use this one"
 _HINTS = {
-    errno.EMFILE: _MANY, errno.ENFILE: _MANY,
+    **MANY_OPEN,
     errno.EACCES: _RIGHTS, errno.EPERM: _RIGHTS, errno.EROFS: _RIGHTS,
     errno.ENOENT: "give another path", errno.ENOTDIR: "give another path",
     errno.EISDIR: "give the path of a file",
+    errno.ENAMETOOLONG: "give a shorter path",
+    errno.ELOOP: "its links lead in a circle: mend them, or give another path",
+    errno.EEXIST: "something else has that name: move it away, or give another path",
     errno.ENOLCK: "its file system keeps no locks, or too many: put it on a local disk; nothing was changed",
 }  # fmt: skip
 
@@ -139,7 +143,7 @@ def check_options(options: Iterable[str], known: Iterable[str]) -> None:
     for option in options:
         if option not in known:
             near = nearest(option, known)
-            hint = f"did you mean {near[0]}?" if near else ""
+            hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(known)}"
             raise InvalidArgument(option, "no such option", hint)
 
 
@@ -253,7 +257,9 @@ class ContextTooLong(WeaveError):
 
 class ContextNotFound(WeaveError):
     def __init__(self, name: str, did_you_mean: tuple[str, ...] = ()) -> None:
-        hint = f"did you mean {' or '.join(map(repr, did_you_mean))}?" if did_you_mean else ""
+        hint = "`kvweave contexts` lists those of a server; open it first if it is new"
+        if did_you_mean:
+            hint = f"did you mean {' or '.join(map(repr, did_you_mean))}?"
         super().__init__(f"no context {name!r}", hint=hint, name=name, did_you_mean=did_you_mean)
 
 

@@ -127,6 +127,9 @@ def checking(function: FunctionT) -> FunctionT:
     return cast(FunctionT, verb)
 
 
+HALF = "half of a surrogate pair is no character"
+
+
 class _WrongError(Exception):
     """What is wrong with a value; ``near``: only with something in it."""
 
@@ -178,7 +181,14 @@ def _taken(name: str, kind: _Kind, value: Any, gate: Gate | None) -> Any:
     try:
         taken = kind.take(value)
     except _WrongError as error:
-        raise InvalidArgument(name, error.reason, f"give {kind.says}") from None
+        hint = f"give {kind.says}"
+        if error.reason == HALF:
+            hint = (
+                "give a path that is no UTF-8 as a Path"
+                if "Path" in kind.says
+                else "decode it as UTF-8 first"
+            )
+        raise InvalidArgument(name, error.reason, hint) from None
     return gate.outside(taken) if gate is not None and kind is FUNCTION else taken
 
 
@@ -198,7 +208,7 @@ def _text(value: Any) -> str:
     try:
         str.encode(value)
     except UnicodeEncodeError:
-        raise _WrongError("half of a surrogate pair is no character", near=True) from None
+        raise _WrongError(HALF, near=True) from None
     own = (
         getattr(type(value), m) is not getattr(str, m) for m in ("__str__", "__eq__", "__hash__")
     )

@@ -29,6 +29,9 @@ class Cutter(Protocol):
     def __call__(self, tokens: Sequence[int]) -> list[TokenRange]: ...
 
 
+SPANS = "its spans must follow each other, none empty, and cover every token"
+
+
 def cut(tokens: Sequence[int], cutter: Cutter) -> list[list[int]]:
     """Return the pieces; raise InvalidArgument when the cutter loses or repeats a token."""
     pieces: list[list[int]] = []
@@ -36,12 +39,14 @@ def cut(tokens: Sequence[int], cutter: Cutter) -> list[list[int]]:
     for start, stop in cutter(tokens):
         if start != at or stop <= start or stop > len(tokens):
             raise InvalidArgument(
-                "cutter", f"span {start}:{stop} after token {at} of {len(tokens)} loses tokens"
+                "cutter",
+                f"span {start}:{stop} after token {at} of {len(tokens)} loses tokens",
+                SPANS,
             )
         pieces.append([int(token) for token in tokens[start:stop]])
         at = stop
     if at != len(tokens):
-        raise InvalidArgument("cutter", f"tokens {at}:{len(tokens)} are in no span")
+        raise InvalidArgument("cutter", f"tokens {at}:{len(tokens)} are in no span", SPANS)
     return pieces
 
 

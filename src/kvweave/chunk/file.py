@@ -144,7 +144,11 @@ class IndexFile(OpenIndex):
 
     def _take(self) -> None:
         if self.path.is_dir():
-            raise InvalidArgument("path", f"{self.path} is a directory, wanted a file in it")
+            raise InvalidArgument(
+                "path",
+                f"{self.path} is a directory, wanted a file in it",
+                "move it away, or give another home",
+            )
         self.path.parent.mkdir(parents=True, exist_ok=True)
         if self.path.is_symlink():  # what lies beside it is beside the file, for all who have it
             self.path = self.path.resolve()

@@ -376,7 +376,7 @@ class Files:
                 raise InvalidArgument("src", f"{src} has several names, say which: {names}")
             found = found[:1]
             if into and found[0][0].startswith("#"):
-                raise InvalidArgument("dst", f"{src} has no name to put below {dst!r}")
+                raise InvalidArgument("dst", f"{src} has no name to put below {dst!r}", "write one")
         several = has_glob(src) or src.endswith("/") or not src
         if several and not into:
             raise InvalidArgument("dst", f"{dst!r} must end in '/' to take all of {src!r}")

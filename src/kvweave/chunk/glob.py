@@ -30,7 +30,7 @@ def matcher(pattern: str) -> Callable[[str], object]:
         found.Add(text)
         found.Compile()
     except re2.error as error:
-        raise InvalidArgument("pattern", "it is too long") from error
+        raise InvalidArgument("pattern", "it is too long", "write ** for a part of it") from error
     match: Callable[[str], object] = found.Match
     return match
 

@@ -91,7 +91,10 @@ def _explain(error: Exception, path: Path) -> StoreError:
         return NoSpace(f"cannot write {path}", str(path))
     if code == sqlite3.SQLITE_READONLY:
         return of_system(PermissionError(errno.EACCES, "it may only be read"), "write", path)
-    return StoreError(f"cannot use {path}: {error}", hint="nothing was changed", **where)
+    hint = "look at the device, then try again; nothing was changed"
+    if code == sqlite3.SQLITE_CANTOPEN:
+        hint = "see its path and its rights, and whether too many files are open (`ulimit -n`)"
+    return StoreError(f"cannot use {path}: {error}", hint=hint, **where)
 
 
 def unsynced(error: Exception, path: Path) -> StoreError:

@@ -171,4 +171,4 @@ def _read(name: str) -> str:
     except OSError as error:
         raise of_system(error, "read", name) from error
     except UnicodeDecodeError as error:
-        raise InvalidArgument("text", f"{name} is no text") from error
+        raise InvalidArgument("text", f"{name} is no text", "give a file of UTF-8 text") from error

@@ -61,4 +61,8 @@ def _read(file: str) -> str:
         with open(file, "rb") as opened:
             return stdin.all_of(opened, file).decode()
     except UnicodeDecodeError as error:
-        raise InvalidArgument(file, f"it is not UTF-8 text: {error.reason}") from error
+        raise InvalidArgument(
+            file,
+            f"it is not UTF-8 text: {error.reason}",
+            "convert it first, for example with `iconv -t UTF-8`",
+        ) from error

@@ -243,7 +243,7 @@ class ClientVerbs(Generic[_ContextT, _MemoryT]):
         When one fails, the others are stopped.
         """
         if len({context.name for context in contexts}) < len(contexts):
-            raise InvalidArgument("contexts", "one of them is there twice")
+            raise InvalidArgument("contexts", "one of them is there twice", "name each once")
         generate = ContextVerbs.generate.course
         several = [Journey(generate(context, max_tokens, **options)) for context in contexts]
         return list((yield AtOnce(several)))

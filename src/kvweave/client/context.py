@@ -172,7 +172,9 @@ class ContextVerbs(Generic[_TurnT, _ContextT]):
                 raise ContextChanged(self.name, version, is_at)
             if [p.uid for p in now[:n]] != [p.uid for p in snapshot.parts]:
                 raise InvalidArgument(
-                    "snapshot", "not all of its parts are in the context any more"
+                    "snapshot",
+                    "not all of its parts are in the context any more",
+                    "take a snapshot now; what was dropped is put in again by its name",
                 )
             try:
                 if now[n:]:

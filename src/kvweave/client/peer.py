@@ -51,7 +51,11 @@ class Peer:
         self.headers = {"accept": "application/json"}
         if key:
             if not (key.isascii() and key.isprintable()):
-                raise InvalidArgument("key", "it has characters no API key has")
+                raise InvalidArgument(
+                    "key",
+                    "it has characters no API key has",
+                    "give it as the server has it: ASCII, no line break behind it",
+                )
             self.headers["authorization"] = f"Bearer {key}"
 
     def get(self, path: str, **params: object) -> Course[Any]:

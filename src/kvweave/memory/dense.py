@@ -49,7 +49,11 @@ class DenseRanking:
         vector = np.asarray(self.embed(tokens), np.float32)
         first = next(iter(self._vectors.values()), vector)
         if vector.ndim != 1 or vector.shape != first.shape or not np.isfinite(vector).all():
-            raise InvalidArgument("embed", f"it gave {vector.shape} values, or some not finite")
+            raise InvalidArgument(
+                "embed",
+                f"it gave {vector.shape} values, or some not finite",
+                "have embed() return one vector of finite numbers, always as long",
+            )
         self.charge(self._bytes(len(self._vectors.keys() | {name}), vector))
         self._known[name], self._vectors[name], self._matrix = id, vector, None
 
@@ -113,7 +117,7 @@ class MeanRows:
         self.engine, self.context = engine, context
         self.layer = n // 2 if layer is None else layer
         if not 0 <= self.layer < n:
-            raise InvalidArgument("layer", f"{layer} of {n}")
+            raise InvalidArgument("layer", f"{layer} of {n}", f"give 0 to {n - 1}")
 
     def __call__(self, tokens: Sequence[int]) -> Vector:
         """Return the mean [heads x dim]. Raises OverBudget."""
@@ -124,7 +128,9 @@ class MeanRows:
             maker.canonicalise([id])
             kv = self.engine.shelf.get(id)
             if kv is None:
-                raise InvalidArgument("embed", f"#{id} has no rows in memory")
+                raise InvalidArgument(
+                    "embed", f"#{id} has no rows in memory", "raise budget=, then try again"
+                )
             mean = kv.v[self.layer].float().mean(0).flatten()
             return np.array(mean.cpu().numpy(), np.float32)
         finally:

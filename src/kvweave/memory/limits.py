@@ -33,11 +33,15 @@ class MemoryBudget:
     def __post_init__(self) -> None:
         for name in ("window", "summary", "summaries"):
             if getattr(self, name) < 1:
-                raise InvalidArgument(name, f"{getattr(self, name)} tokens")
+                raise InvalidArgument(name, f"{getattr(self, name)} tokens", "give 1 or more")
         if self.recalled < 0 or self.warm < 0:
-            raise InvalidArgument("recalled" if self.recalled < 0 else "warm", "it is negative")
+            raise InvalidArgument(
+                "recalled" if self.recalled < 0 else "warm", "it is negative", "give 0 or more"
+            )
         if self.turns is not None and self.turns < 1:
-            raise InvalidArgument("turns", f"{self.turns} turns")
+            raise InvalidArgument(
+                "turns", f"{self.turns} turns", "give 1 or more, or None for any number"
+            )
         if not 0 <= self.keep <= 1:
             raise InvalidArgument("keep", f"{self.keep} is not between 0 and 1")
         if 2 * self.summary > self.summaries:

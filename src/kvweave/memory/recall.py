@@ -73,7 +73,7 @@ class Recaller:
             raise InvalidArgument("by", f"{by!r} is none of {', '.join(WAYS)}")
         if by == "name":
             if not isinstance(question, str):
-                raise InvalidArgument("question", "names are text")
+                raise InvalidArgument("question", "names are text", "give a name or a glob")
             return [(name, 1.0) for name in self._usable(self.ground.items.names(question))]
         tokens = self.ground.items.encode(question, "user")
         self.sync()

@@ -80,7 +80,7 @@ class FirstSentences:
 
     def __init__(self, n: int | None = 1, pattern: str | None = None) -> None:
         if n is not None and n < 1:
-            raise InvalidArgument("n", f"{n} sentences")
+            raise InvalidArgument("n", f"{n} sentences", "give 1 or more, or None for all")
         self.n, self.pattern = n, None if pattern is None else re.compile(pattern)
 
     def __call__(self, segment: Segment) -> str:

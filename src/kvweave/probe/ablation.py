@@ -231,7 +231,11 @@ def _orders(
         try:
             orders[name] = CLASSES[name](case)
             if not most(orders[name], case.groups):
-                raise InvalidArgument("classes", f"too few of {len(case.pages)} pages")
+                raise InvalidArgument(
+                    "classes",
+                    f"too few of {len(case.pages)} pages",
+                    "record more steps, with smaller pages, or leave it out",
+                )
         except InvalidArgument as error:
             if names is not None:
                 raise InvalidArgument("classes", f"{name}: {error.reason}", error.hint) from None

@@ -75,7 +75,11 @@ class EvictionCase:
         found = [(header.prompt + step) // header.page for step in marks]
         marked: Ints = np.intersect1d(self.pages, np.array(found, np.int64))
         if not len(marked):
-            raise InvalidArgument("classes", "no milestone is on a page that may go")
+            raise InvalidArgument(
+                "classes",
+                "no milestone is on a page that may go",
+                "name steps whose pages are neither the first nor the newest",
+            )
         return marked
 
     def shuffled(self, pages: Ints) -> Ints:
@@ -96,7 +100,11 @@ class EvictionCase:
         others; of an odd number the one in the middle is in both halves. Raises InvalidArgument where
         no group has two heads."""
         if max(map(len, self.groups)) == 1:
-            raise InvalidArgument("classes", "no two heads have rows of one size: there is no half")
+            raise InvalidArgument(
+                "classes",
+                "no two heads have rows of one size: there is no half",
+                "ask for no halves",
+            )
         orders = self.scattered()
         for group in self.groups:
             ranked = group[np.argsort(-values[group], kind="stable")]

@@ -16,7 +16,9 @@ def stability(some: TraceSteps, first: int = 0, last: int | None = None) -> Numb
     index, the mean over steps ``[first, last)`` (FlexiCache, arXiv 2511.00868, asks it of top-k pages)."""
     access = some.access[..., first:last]
     if access.shape[-1] < 2:
-        raise InvalidArgument("steps", f"{access.shape[-1]} steps have no next one")
+        raise InvalidArgument(
+            "steps", f"{access.shape[-1]} steps have no next one", "give two or more"
+        )
     both = (access[..., 1:] & access[..., :-1]).sum(1)
     either = (access[..., 1:] | access[..., :-1]).sum(1)
     alike: Numbers = np.where(either > 0, both / np.maximum(either, 1), 1.0).mean(-1)
@@ -67,7 +69,11 @@ def milestone_overlap(
     wanted = sorted({(prompt + step) // page - first for step in milestones})
     wanted = [at for at in wanted if 0 <= at < n]
     if not wanted:
-        raise InvalidArgument("milestones", "none is on a page that is old enough to count")
+        raise InvalidArgument(
+            "milestones",
+            "none is on a page that is old enough to count",
+            "name earlier steps, or record more behind them",
+        )
     total, seen = np.zeros(n), np.zeros(n)
     for mass, _ in trace.each():
         old = mass.shape[1] - after - first

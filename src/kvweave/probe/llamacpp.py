@@ -60,7 +60,9 @@ class GGUF:
         if kv not in KV_TYPES:
             raise InvalidArgument("kv", f"{kv!r}", f"one of {', '.join(KV_TYPES)}")
         if not Path(path).is_file():
-            raise InvalidArgument("gguf", f"there is no file {str(path)!r}")
+            raise InvalidArgument(
+                "gguf", f"there is no file {str(path)!r}", "give the path of a .gguf file"
+            )
         self.path, self.kv, self._the = Path(path), kv, library()
         self.by = self._the.by
         self._context: Any = None

@@ -41,7 +41,9 @@ def _spans(path: str | Path, n: int, what: str) -> list[tuple[str | None, int, i
     try:
         said = json.loads(Path(path).read_text())
     except FileNotFoundError:
-        raise InvalidArgument(what, f"there is no file {str(path)!r}") from None
+        raise InvalidArgument(
+            what, f"there is no file {str(path)!r}", "give another path"
+        ) from None
     except OSError as error:
         raise of_system(error, "read", path) from error
     except ValueError as error:

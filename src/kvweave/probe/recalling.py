@@ -144,7 +144,11 @@ def inflection(values: Numbers) -> tuple[int, float]:
     """
     at = np.flatnonzero(~np.isnan(values))
     if len(at) < 6:
-        raise InvalidArgument("values", f"{len(at)} numbers are too few for two lines")
+        raise InvalidArgument(
+            "values",
+            f"{len(at)} numbers are too few for two lines",
+            "record more steps: at least six must count",
+        )
     x, y = at.astype(np.float64), values[at]
     best, found = np.inf, (0, 0.0)
     for cut in range(3, len(x) - 2):

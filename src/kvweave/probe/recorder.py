@@ -208,7 +208,7 @@ def tokens_of(backend: Decoder, prompt: str | Sequence[int]) -> Ints:
         prompt = backend.tokenizer(prompt)["input_ids"]
     tokens = np.asarray(prompt, np.int64)
     if not len(tokens):
-        raise InvalidArgument("prompt", "it is empty")
+        raise InvalidArgument("prompt", "it is empty", "give some text, or token ids")
     if tokens.min() < 0 or tokens.max() >= backend.n_vocab:
         raise InvalidArgument("prompt", f"a token is not in 0..{backend.n_vocab - 1}")
     return tokens

@@ -43,7 +43,9 @@ class SlowTier:
     def __post_init__(self) -> None:
         if not (self.bandwidth > 0 and self.latency >= 0 and self.each >= 0):
             raise InvalidArgument(
-                "tier", f"{self.name}: {self.bandwidth:g} B/s, {self.latency:g} s, {self.each:g} s"
+                "tier",
+                f"{self.name}: {self.bandwidth:g} B/s, {self.latency:g} s, {self.each:g} s",
+                "give a bandwidth over 0, and latency= and each= from 0 up",
             )
         if not 0 < self.share <= 1:
             reason = f"{self.name} has room for {self.share:g} of the pages"
@@ -132,7 +134,11 @@ class Residence:
         self.ranking, self.how = each, setting
         self.tiers = (tiers,) if isinstance(tiers, SlowTier) else tuple(tiers)
         if len({tier.name for tier in self.tiers}) < max(1, len(self.tiers)):
-            raise InvalidArgument("tiers", "there is none, or two have one name")
+            raise InvalidArgument(
+                "tiers",
+                "there is none, or two have one name",
+                "give one or more, each with a name of its own",
+            )
         self.places = places or Places(setting.budget, n_heads)
         self.sizes = np.broadcast_to(np.asarray(setting.page_bytes, np.float64), n_heads)
         self.there = np.zeros((n_heads, n_pages), bool)

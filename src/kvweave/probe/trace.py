@@ -186,7 +186,9 @@ class PageTrace:
         try:
             return self.path.open("rb")
         except FileNotFoundError:
-            raise InvalidArgument("trace", f"there is no file {str(self.path)!r}") from None
+            raise InvalidArgument(
+                "trace", f"there is no file {str(self.path)!r}", "give another path"
+            ) from None
         except OSError as error:
             raise of_system(error, "read", self.path) from error
 

@@ -143,10 +143,18 @@ class Grammars:
         except (ImportError, ValueError, TypeError, RecursionError) as error:
             wrong = str(error)
         if wrong:
-            raise InvalidArgument(asked.argument, f"no grammar: {wrong.splitlines()[0]}")
+            raise InvalidArgument(
+                asked.argument,
+                f"no grammar: {wrong.splitlines()[0]}",
+                "mend it, or ask for text without a format",
+            )
         matcher = LLMatcher(tokens, text, log_level=0)
         if matcher.is_error():
-            raise InvalidArgument(asked.argument, f"no grammar: {matcher.get_error()[:200]}")
+            raise InvalidArgument(
+                asked.argument,
+                f"no grammar: {matcher.get_error()[:200]}",
+                "mend it, or ask for text without a format",
+            )
         return Grammar(matcher, (tokens.vocab_size + 31) // 32, self.ends)
 
     def _ready(self, argument: str) -> Any:
@@ -157,7 +165,11 @@ class Grammars:
             hint = "pip install 'kvweave[structured]'"
             raise InvalidArgument(argument, "llguidance is not installed", hint) from error
         if self.tokenizer is None:
-            raise InvalidArgument(argument, "this model came without a tokenizer")
+            raise InvalidArgument(
+                argument,
+                "this model came without a tokenizer",
+                "leave it out, or load a model that has one",
+            )
         with self._lock:
             if self._tokens is None:
                 n_vocab = max(self.n_vocab, len(self.tokenizer))

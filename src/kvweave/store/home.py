@@ -66,9 +66,8 @@ class Home:
         except OSError as error:
             raise of_system(error, "read", self._file) from error
         except (ValueError, TypeError, InvalidArgument) as error:
-            raise CorruptChunk(
-                str(self._file),
-                f"not a model's fingerprint: {error}",
-                hint=f"`kvweave fsck {self.path} --repair` puts it aside",
-            ) from error
+            hint = f"`kvweave fsck {self.path} --repair` puts it aside"
+            hint = "no path has a NUL in it: give another home" if "\0" in str(self.path) else hint
+            why = f"not a model's fingerprint: {error}"
+            raise CorruptChunk(str(self._file), why, hint) from error
         self.mine.require(theirs)

@@ -109,7 +109,9 @@ def open_levels(
             level.name = kind
             levels.append(level)
             if words:
-                raise InvalidArgument("tier", f"{kind} does not take {', '.join(words)}")
+                raise InvalidArgument(
+                    "tier", f"{kind} does not take {', '.join(words)}", "leave that out"
+                )
         failing.pop_all()
     return levels
 

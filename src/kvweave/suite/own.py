@@ -112,7 +112,11 @@ def _messages(line: str, number: int) -> list[_Said]:
         messages = told["messages"] if isinstance(told, dict) else told
         return [{"role": str(m["role"]), "content": _text(m["content"])} for m in messages]
     except (ValueError, KeyError, TypeError) as error:
-        raise InvalidArgument("prompts", f"line {number} has no messages: {error!r}") from error
+        raise InvalidArgument(
+            "prompts",
+            f"line {number} has no messages: {error!r}",
+            """write {"messages": [{"role": "user", "content": "..."}]} in it""",
+        ) from error
 
 
 def _text(content: Any) -> str:

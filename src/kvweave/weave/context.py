@@ -143,7 +143,7 @@ class Context(EditedParts):
         """Begin an empty context with the base other chunks were computed after."""
         with self.edit("open"):
             if self._parts:
-                raise InvalidArgument("base", "the context already has parts")
+                raise InvalidArgument("base", "the context already has parts", "open another one")
             record = self._table.get(id)
             if record.namespace not in ("", self.namespace):  # an engine's base carries all of them
                 raise ChunkNotFound(f"#{id}")
@@ -180,7 +180,9 @@ class Context(EditedParts):
         ends = [n for each in ranges for n in each]
         widths = [last - first for first, last in ranges]
         if not ranges or sorted(ends) != ends or ends[0] < 0 or min(widths) < 1:
-            raise InvalidArgument("leave", f"{ranges} are no increasing ranges")
+            raise InvalidArgument(
+                "leave", f"{ranges} are no increasing ranges", "put them in order"
+            )
         if ends[-1] > self.n_tokens:
             raise InvalidArgument("leave", f"there are {self.n_tokens} tokens")
         with self.edit("leave"):
@@ -243,7 +245,7 @@ class Context(EditedParts):
             indices = [self.index(r) for r in order]
             self._parts = reordered(self._parts, indices)
             if self._base is not None and indices[0] != 0:
-                raise InvalidArgument("order", "the base stays in front")
+                raise InvalidArgument("order", "the base stays in front", "name it first")
 
     def fork(self, name: str, key: str = "") -> Context:
         """Return a new context with the same parts and rows, and apart from this. Raises OverBudget."""

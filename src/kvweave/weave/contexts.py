@@ -144,7 +144,7 @@ def begin_all(
 ) -> list[Turn]:
     """Queue an answer of each, or of none. Raises InvalidArgument for one that is there twice."""
     if len({id(context) for context in contexts}) < len(contexts):
-        raise InvalidArgument("contexts", "one of them is there twice")
+        raise InvalidArgument("contexts", "one of them is there twice", "name each once")
     turns: list[Turn] = []
     try:
         for context in contexts:

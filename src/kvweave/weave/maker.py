@@ -52,12 +52,12 @@ class Maker:
         self._computing: dict[ChunkId, Request] = {}
 
     def tokens(self, text: TextOrTokens) -> list[int]:
-        """Return token ids without special tokens added; of `PlainText` text none is a special one.
-        Raises InvalidArgument."""
+        """Return token ids without special tokens added; of `PlainText` none is one. Raises InvalidArgument."""
         if not isinstance(text, str):
             ids = token_ids(text)
             if any(not 0 <= t < self.backend.n_vocab for t in ids):
-                raise InvalidArgument("tokens", "an id is outside the model's vocabulary")
+                hint = f"give ids in 0..{self.backend.n_vocab - 1}"
+                raise InvalidArgument("tokens", "an id is outside the model's vocabulary", hint)
             return ids
         if self.backend.tokenizer is None:
             raise InvalidArgument("text", "this model came without a tokenizer", "pass token ids")
@@ -117,15 +117,14 @@ class Maker:
         return self.table.add(tokens, digest=digest, kind=kind, namespace=namespace, base=base)[0]
 
     def add_rows(self, kv: KV, *, kind: Kind, namespace: str = "") -> ChunkId:
-        """Give rows that no token made an id, and keep them as they are. Raises InvalidArgument,
-        CannotMove."""
+        """Give rows that no token made an id, and keep them as they are. Raises InvalidArgument, CannotMove."""
         self.backend.require_move()
         shapes = [(k.shape[1:], v.shape[1:]) for k, v in zip(kv.k, kv.v, strict=True)]
         wanted = [layer.shape for layer in self.backend.layers]
         if shapes != [((s.k_heads, s.k_dim), (s.v_heads, s.v_dim)) for s in wanted]:
-            raise InvalidArgument("kv", "its layers or heads are not the model's")
+            raise InvalidArgument("kv", "its layers or heads are not the model's", "put its text")
         if {t.dtype for t in (*kv.k, *kv.v)} != {self.backend.dtype}:
-            raise InvalidArgument("kv", f"its values are not {self.backend.dtype}")
+            raise InvalidArgument("kv", f"its values are not {self.backend.dtype}", "convert it")
         if kv.kept is not None:
             raise InvalidArgument("kv", "it is of a thinned chunk", "take the whole chunk's")
         if not 0 < kv.n_tokens <= self.backend.limit or not kv.is_finite():

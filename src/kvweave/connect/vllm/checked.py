@@ -169,7 +169,9 @@ def _written(said: dict[str, Any]) -> bytes:
     try:
         return json.dumps(said).encode()
     except RecursionError:
-        raise InvalidArgument("body", "it is nested too deep") from None
+        raise InvalidArgument(
+            "body", "it is nested too deep", "send it less deeply nested"
+        ) from None
 
 
 def _depth(value: Any) -> int:

@@ -66,7 +66,7 @@ def filled(body: Mapping[str, Any], texts: Mapping[str, str], path: str = CHAT) 
     """
     params = body.get(PARAMS)
     if params is not None and not isinstance(params, Mapping):
-        raise InvalidArgument(PARAMS, "it is no object")
+        raise InvalidArgument(PARAMS, "it is no object", "send an object, or leave it out")
     said = params.get(KEY) if params is not None else None
     if isinstance(said, Mapping) and said.get("parts"):
         hint = "name chunks in the messages or in kv_transfer_params, not in both"

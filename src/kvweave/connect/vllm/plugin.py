@@ -74,7 +74,11 @@ async def _verb(request: Request) -> Response:
     async for piece in request.stream():
         body += piece
         if len(body) > MOST_BYTES:
-            return refused(InvalidArgument("body", f"it has more than {MOST_BYTES} bytes"))
+            return refused(
+                InvalidArgument(
+                    "body", f"it has more than {MOST_BYTES} bytes", "send less of it in one request"
+                )
+            )
     path = request.scope.get("raw_path", request.url.path.encode()).decode("latin-1")
     path = path.split("?", 1)[0] + (f"?{request.url.query}" if request.url.query else "")
     headers = [(k, v) for k, v in request.headers.items() if k in PASSED]

@@ -60,7 +60,7 @@ def record(
         raise InvalidArgument("llm", "it was made without this extension", hint)
     tokens = llm.get_tokenizer().encode(prompt) if isinstance(prompt, str) else list(prompt)
     if not tokens:
-        raise InvalidArgument("prompt", "it is empty")
+        raise InvalidArgument("prompt", "it is empty", "give some text, or token ids")
     if not llm.reset_prefix_cache():
         raise InvalidArgument("llm", "requests run in it", "record when none does")
     where, rule = str(Path(path).absolute()), (how.rule.kind, how.rule.amount)

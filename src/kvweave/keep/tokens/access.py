@@ -28,7 +28,11 @@ class Rule:
             raise InvalidArgument("rule", f"no rule {self.kind!r}", hint)
         whole = self.kind != "top" or (self.amount >= 1 and self.amount == int(self.amount))
         if not whole or not 0 < self.amount or (self.kind != "top" and self.amount > 1):
-            raise InvalidArgument("rule", f"{self.kind}:{self.amount:g} is no share or number")
+            raise InvalidArgument(
+                "rule",
+                f"{self.kind}:{self.amount:g} is no share or number",
+                "give top a number of pages from 1 up, cover and over a share up to 1",
+            )
 
     @staticmethod
     def parse(text: str) -> Rule:

@@ -126,7 +126,11 @@ class Keep:
         more = _more(POLICIES[name], options)
         policy = made(POLICIES[name], options)
         if policy.moves and (own["heads"], own["layers"], more) != ("uniform", "uniform", ()):
-            raise InvalidArgument("keep", f"{name} keeps the same rows everywhere, as they are")
+            raise InvalidArgument(
+                "keep",
+                f"{name} keeps the same rows everywhere, as they are",
+                "leave out heads=, layers= and what else changes that",
+            )
         how = int(every), own["heads"], own["layers"]
         return cls(text, policy, Amount.parse(size), *how, more)
 

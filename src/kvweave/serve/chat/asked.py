@@ -189,7 +189,7 @@ class Asked:
         n = (n_base if wanted.base is None else wanted.base.n) + len(wanted.tokens())
         n += 0 if self.warms else len(header)
         if n == 0:
-            raise InvalidArgument("prompt", "it is empty")
+            raise InvalidArgument("prompt", "it is empty", "send some text")
         n_new = max(1, self._n_new(n))
         sampling = replace(
             self.sampling, max_tokens=n_new, min_tokens=min(n_new, self.sampling.min_tokens)

@@ -25,9 +25,13 @@ def grammar_of(ask: ChatAsk, form: ResponseForm | None, grammars: Grammars) -> G
         name = ask.tool_choice.removeprefix("tool:")
         tools = [tool for tool in tools if tool["function"]["name"] == name]
         if not tools:
-            raise InvalidArgument("tool_choice", f"no tool {name!r} is given")
+            raise InvalidArgument(
+                "tool_choice", f"no tool {name!r} is given", "name one of tools, or say auto"
+            )
     if not tools:
-        raise InvalidArgument("tool_choice", "no tools are given")
+        raise InvalidArgument(
+            "tool_choice", "no tools are given", "send them in tools, or leave tool_choice out"
+        )
     call = form.family.call if form is not None and form.family is not None else None
     if call is None:
         name = "text" if form is None else form.name

@@ -63,7 +63,9 @@ def joined(pairs: Iterable[tuple[str, str]], source: str = "keys") -> dict[str, 
     keys: dict[str, str] = {}
     for key, namespace in pairs:
         if keys.setdefault(key, namespace) != namespace:
-            raise InvalidArgument(source, "one key is given for two namespaces")
+            raise InvalidArgument(
+                source, "one key is given for two namespaces", "make another key for one of them"
+            )
     return keys
 
 

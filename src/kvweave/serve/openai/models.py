@@ -127,7 +127,9 @@ def _page(
     """Return so many of the names, and whether there are more that way. Raises InvalidArgument."""
     for argument, name in (("after_id", after), ("before_id", before)):
         if name is not None and name not in names:
-            raise InvalidArgument(argument, f"no model {name!r} is listed")
+            raise InvalidArgument(
+                argument, f"no model {name!r} is listed", "GET /v1/models lists them"
+            )
     if after is not None:
         names = names[names.index(after) + 1 :]
     if before is not None and after is None:

@@ -208,7 +208,9 @@ class GenerationRequest(BaseModel):
         if (more := self.formatted()) is not None:
             asked.append(more)
         if len(asked) > 1:
-            raise InvalidArgument(asked[1].argument, f"there is {asked[0].argument} too")
+            raise InvalidArgument(
+                asked[1].argument, f"there is {asked[0].argument} too", "leave one of them out"
+            )
         return asked[0] if asked else None
 
     def formatted(self) -> GrammarText | None:
@@ -267,7 +269,9 @@ class ChatRequest(GenerationRequest):
         if self.top_logprobs and not self.logprobs:
             raise InvalidArgument("top_logprobs", "it needs logprobs", "set logprobs to true")
         if self.continue_final_message and self.messages[-1].role != "assistant":
-            raise InvalidArgument("continue_final_message", "the last message is no assistant's")
+            raise InvalidArgument(
+                "continue_final_message", "the last message is no assistant's", "set it to false"
+            )
 
     @property
     def limit(self) -> int | None:
@@ -358,7 +362,9 @@ class CompletionRequest(GenerationRequest):
         """Raise InvalidArgument for what this server cannot do."""
         GenerationRequest.check(self)
         if self.suffix:
-            raise InvalidArgument("suffix", "text cannot be put in before other text")
+            raise InvalidArgument(
+                "suffix", "text cannot be put in before other text", "leave it out"
+            )
         if self.best_of is not None and self.best_of != self.n_choices:
             raise InvalidArgument("best_of", "it must be n", "leave it out")
         if self.echo and self.logprobs is not None:
@@ -373,7 +379,9 @@ class CompletionRequest(GenerationRequest):
             return [[token for token in given if isinstance(token, int)]]
         made = [prompt for prompt in given if not isinstance(prompt, int)]
         if not made:
-            raise InvalidArgument("prompt", "there is none")
+            raise InvalidArgument("prompt", "there is none", "send some text, or token ids")
         if len(made) * self.n_choices > MAX_ANSWERS:
-            raise InvalidArgument("prompt", f"more than {MAX_ANSWERS} answers are asked for")
+            raise InvalidArgument(
+                "prompt", f"more than {MAX_ANSWERS} answers are asked for", "send several requests"
+            )
         return made

@@ -114,11 +114,17 @@ async def detokenize(
     def work(engine: Engine) -> dict[str, str]:
         tokenizer: Any = engine.runner.tokenizer
         if tokenizer is None:
-            raise InvalidArgument("tokens", "this model came without a tokenizer")
+            raise InvalidArgument(
+                "tokens", "this model came without a tokenizer", "serve a model that has one"
+            )
         if len(body.tokens) > the.limit:
             raise ContextTooLong(len(body.tokens), the.limit)
         if body.tokens and max(body.tokens) >= engine.runner.n_vocab:
-            raise InvalidArgument("tokens", f"{max(body.tokens)} is no token of this model")
+            raise InvalidArgument(
+                "tokens",
+                f"{max(body.tokens)} is no token of this model",
+                f"ids are in 0..{engine.runner.n_vocab - 1}",
+            )
         return {"prompt": tokenizer.decode(body.tokens, clean_up_tokenization_spaces=False)}
 
     return await the.call(tenant, work)
@@ -144,7 +150,9 @@ def _of_messages(the: ServerState, tenant: str, body: TokenizeRequest) -> list[i
         raise InvalidArgument("add_generation_prompt", reason, "set it to false")
     messages, _ = plain_messages(body.messages or [], the.renderer.template)
     if continues and messages[-1]["role"] != "assistant":
-        raise InvalidArgument("continue_final_message", "the last message is no assistant's")
+        raise InvalidArgument(
+            "continue_final_message", "the last message is no assistant's", "set it to false"
+        )
     tools, _ = plain_tools(body.tools or [], the.renderer.template)
     variables, _ = the.renderer.template.variables(body.chat_template_kwargs or {})
     prompt = the.renderer.render(messages, tools or None, variables, continues=continues)

@@ -55,7 +55,7 @@ class EmbeddingRequest(BaseModel):
         if given and isinstance(given[0], int):
             return [[token for token in given if isinstance(token, int)]]
         if not given:
-            raise InvalidArgument("input", "it is empty")
+            raise InvalidArgument("input", "it is empty", "send some text, or token ids")
         return [each for each in given if not isinstance(each, int)]
 
 
@@ -94,7 +94,7 @@ def _tokens(the: ServerState, given: str | list[int], n_front: int, engine: Engi
     text = PlainText(given) if isinstance(given, str) else given
     tokens = tokens_of(engine, text)
     if not tokens:
-        raise InvalidArgument("input", "one of them is empty")
+        raise InvalidArgument("input", "one of them is empty", "leave it out, or send some text")
     if n_front + len(tokens) > the.longest:
         raise ContextTooLong(n_front + len(tokens), the.longest)
     return tokens

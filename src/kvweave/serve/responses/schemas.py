@@ -111,7 +111,9 @@ class ResponsesRequest(GenerationRequest):
         if self.n_choices != 1:
             raise InvalidArgument("n", "a response is one answer", "ask several times")
         if self.previous_response_id is not None and self.conversation is not None:
-            raise InvalidArgument("conversation", "there is previous_response_id too")
+            raise InvalidArgument(
+                "conversation", "there is previous_response_id too", "leave one of them out"
+            )
         if self.conversation is not None and self.store is False:
             reason = "a conversation keeps what is said in it"
             raise InvalidArgument("store", reason, "send the items instead")

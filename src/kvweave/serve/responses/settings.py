@@ -71,7 +71,9 @@ def read_update(given: Mapping[str, Any], where: str) -> _Json:
             raise InvalidArgument(place, f"it should be an object, not {shown(value)}")
         only(value, (inner,), place)
         if inner not in value:
-            raise InvalidArgument(f"{place}.{inner}", "it is missing")
+            raise InvalidArgument(
+                f"{place}.{inner}", "it is missing", f"say it, or leave {name} out"
+            )
         made[name] = {inner: value[inner]}
     if not made:
         raise InvalidArgument(where, "it changes nothing", "say reasoning, text or both")

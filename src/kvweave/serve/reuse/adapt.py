@@ -138,7 +138,9 @@ def text_of_content(content: Any, mark: Callable[[str], str]) -> str:
             pieces.append(part["refusal"])
         else:
             raise InvalidArgument(
-                "messages", f"a part {part['type']!r} is no text; this model reads text"
+                "messages",
+                f"a part {part['type']!r} is no text; this model reads text",
+                "send its text, or leave it out",
             )
     return "".join(pieces)
 

@@ -104,7 +104,7 @@ class Renderer:
         more of them, or more chunks, than a context has tokens. Takes time linear in their length.
         """
         if not messages:
-            raise InvalidArgument("messages", "there are none")
+            raise InvalidArgument("messages", "there are none", "send one or more")
         self._check_number(len(messages))
         refs: dict[str, str] = {}  # mark in the text -> chunk it stands for
         plain = [self._plain(message, refs) for message in messages]
@@ -115,7 +115,11 @@ class Renderer:
         asked = Dialogue(plain, tools, dict(variables or {}), continues)
         if not self.chat.has_template:
             if tools:
-                raise InvalidArgument("tools", "this model came without a chat template")
+                raise InvalidArgument(
+                    "tools",
+                    "this model came without a chat template",
+                    "leave them out, or serve a model that has one",
+                )
             whole = "".join("".join(self._expected(m)[:1]) for m in plain)
             whole += "" if continues else self.chat.header()
         else:
@@ -179,7 +183,9 @@ class Renderer:
         try:
             return masked(value)
         except RecursionError as error:
-            raise InvalidArgument("messages", "they are nested too deep") from error
+            raise InvalidArgument(
+                "messages", "they are nested too deep", "send them less deeply nested"
+            ) from error
 
     def _expected(self, message: Mapping[str, Any]) -> list[str]:
         """Return what a message may look like if it is rendered like any of its role.
@@ -215,7 +221,11 @@ class Renderer:
         try:
             text = self.chat.tokenizer.apply_chat_template(messages, tokenize=False, **options)
         except Exception as error:  # whatever a template raises
-            raise InvalidArgument("messages", f"the model's chat template: {error}") from error
+            raise InvalidArgument(
+                "messages",
+                f"the model's chat template: {error}",
+                "send roles, and in an order, that it takes",
+            ) from error
         return str(text)
 
     def _header(self, whole: str, asked: Dialogue) -> str:

@@ -292,7 +292,7 @@ async def put_many(tenant: Tenant, the: The, body: PutMany) -> dict[str, Any]:
     """Store several chunks: all of them, or none."""
     names = [the.new_name(item.name) for item in body.items]
     if len(set(names)) < len(names):
-        raise InvalidArgument("items", "a name is there twice")
+        raise InvalidArgument("items", "a name is there twice", "give each a name of its own")
 
     def work(engine: Engine) -> Task[dict[str, Any]]:
         named = list(zip(names, body.items, strict=True))

@@ -24,7 +24,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from kvweave.chunk.rebuild import fsync, there
-from kvweave.errors import StoreError, of_system
+from kvweave.errors import MANY_OPEN, StoreError, of_system
 from kvweave.store.tier.base import DONE, LATE, PAGE, Get, Outcome, Put, checked, refused
 from kvweave.store.tier.buffers import Run, runs
 from kvweave.store.tier.files import PIECE, NewFile, OpenFile, taken
@@ -260,6 +260,7 @@ class Disk:
 
     def _unlisted(self, error: OSError) -> StoreError:
         hint = "see whether the disk is there and mounted; nothing was changed"
+        hint = MANY_OPEN.get(error.errno or 0, hint)
         return StoreError(f"cannot list {self.directory}: {error}", hint=hint)
 
     @property

@@ -21,7 +21,7 @@ class Memory:
 
     def __init__(self, capacity: int) -> None:
         if capacity < 1:
-            raise InvalidArgument("capacity", f"{capacity} bytes")
+            raise InvalidArgument("capacity", f"{capacity} bytes", "give 1 or more")
         self.capacity = capacity
         self._lock = threading.Lock()
         self._values: dict[str, Bytes] = {}

@@ -63,7 +63,11 @@ class Archive(Remote):
         try:
             store = api.store.from_url(url)
         except (ValueError, api.exceptions.BaseError) as error:
-            raise InvalidArgument("tier", f"{url}: {str(error).splitlines()[0]}") from error
+            raise InvalidArgument(
+                "tier",
+                f"{url}: {str(error).splitlines()[0]}",
+                "write s3://BUCKET or file:///DIRECTORY",
+            ) from error
         return cls(store, prefix=prefix)
 
     def path(self, key: str) -> str:
