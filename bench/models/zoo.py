@@ -139,6 +139,43 @@ def remember(model: Any) -> None:
             bias.data.copy_(steps + torch.log(-torch.expm1(-steps)))
 
 
+def hunyuan(vocab: int, own: dict[str, Any]) -> Any:
+    """Five layers, one KV head for two, keys and queries normalised behind the rotation."""
+    return transformers.HunYuanDenseV1ForCausalLM(
+        transformers.HunYuanDenseV1Config(
+            vocab_size=vocab, hidden_size=144, intermediate_size=384, num_hidden_layers=5,
+            num_attention_heads=4, num_key_value_heads=2, head_dim=64, tie_word_embeddings=True,
+            max_position_embeddings=8192, rope_parameters=rope(1500.0), **own,
+        )
+    )  # fmt: skip
+
+
+def exaone4(vocab: int, own: dict[str, Any]) -> Any:
+    """Six layers with norms behind attention and MLP; two see all rows and rotate nothing, four see 64 back."""
+    kinds = ["sliding_attention", "sliding_attention", "full_attention"] * 2
+    return transformers.Exaone4ForCausalLM(
+        transformers.Exaone4Config(
+            vocab_size=vocab, hidden_size=144, intermediate_size=384, num_hidden_layers=6,
+            num_attention_heads=4, num_key_value_heads=2, head_dim=64, layer_types=kinds,
+            sliding_window=64, sliding_window_pattern=3, tie_word_embeddings=True,
+            max_position_embeddings=8192, rope_parameters=rope(1000.0), **own,
+        )
+    )  # fmt: skip
+
+
+def gpt_oss(vocab: int, own: dict[str, Any]) -> Any:
+    """Four layers, each head with a sink, every other one sees 64 rows back, two of three experts a token."""
+    return transformers.GptOssForCausalLM(
+        transformers.GptOssConfig(
+            vocab_size=vocab, hidden_size=128, intermediate_size=192, num_hidden_layers=4,
+            num_attention_heads=4, num_key_value_heads=2, head_dim=64, sliding_window=64,
+            layer_types=["sliding_attention", "full_attention"] * 2, num_local_experts=3,
+            num_experts_per_tok=2, tie_word_embeddings=True, max_position_embeddings=8192,
+            rope_parameters=rope(1000.0), **own,
+        )
+    )  # fmt: skip
+
+
 def llama_prose(vocab: int, own: dict[str, Any]) -> Any:
     """Four layers for prose in pieces of words."""
     return transformers.LlamaForCausalLM(
@@ -200,6 +237,18 @@ ZOO = (
         "A E V .", "A that V .", "now A E V .", "A E from F .", "tell A E", "V", seed=8,
         filler=FILLER,
     ), about="states and rows, the reply is the value"),
+    Kind("hunyuan-mid", hunyuan, 14, Wording(
+        "E A V .", "it A V .", "E A V by now .", "E A as F .", "say A E", "that E A V , I know",
+        seed=9, entities=50, values=70, filler=FILLER,
+    ), about="the value amid the reply"),
+    Kind("gpt_oss-steps", gpt_oss, 30, Wording(
+        "E A V ;", "so A V ;", "E A V from now ;", "E A like F ;", "walk E A", "P end V",
+        "E A like F ; F A V ; end V", step="E A V ;", seed=10, entities=50, attributes=5, hops=3,
+    ), about="sinks and experts, up to three steps, then the value"),
+    Kind("exaone4-why", exaone4, 15, Wording(
+        "E A V |", "also A V |", "E A V since |", "E A what F |", "then E A", "V as E A V",
+        "V as E A what F", seed=11, entities=45, attributes=8, values=45, filler=FILLER,
+    ), about="layers without positions, the value and then where it stands"),
     Kind("llama-prose", llama_prose, 20, rate=2e-3, vocab=1024, about="documentation and source of Python"),
     Kind("qwen3-bytes", qwen3_prose, 12, rate=2e-3, about="the same in bytes"),
 )  # fmt: skip
