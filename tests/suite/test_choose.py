@@ -42,7 +42,10 @@ def test_the_usual_options_are_those_that_auto_has() -> None:
     assert isinstance(mine, Auto) and mine.measured_as == "" and usual.measured_as == STRATEGY
     assert (mine.draft, mine.hedge, mine.rounds) == (usual.draft, usual.hedge, usual.rounds)
     made = [strategy(f"auto:{r}") for r in choose.RECIPES]
-    assert len({(m.draft, m.hedge, m.rounds) for m in made if isinstance(m, Auto)}) == 14
+    assert (
+        len({(m.draft, m.hedge, m.rounds, type(m.ranking)) for m in made if isinstance(m, Auto)})
+        == 16
+    )
 
 
 def test_the_best_is_chosen_and_told_of_by_cases_that_did_not_choose() -> None:
@@ -191,7 +194,7 @@ def test_bounds_are_of_one_recipe_and_of_cases_that_did_not_choose(
 
 @pytest.mark.parametrize(
     "recipes",
-    ["0@3@1", [0.05], [[0.05, "query"]], [[0.05, "0@4@1"]], [[0.05, "3@1@1"]], [[0.05, "0@1@0"]],
+    ["0@3@1", [0.05], [[0.05, "rollout"]], [[0.05, "0@4@1"]], [[0.05, "3@1@1"]], [[0.05, "0@1@0"]],
      [[0.05, "0@1"]], [[0.0, "0@1@1"]], [[2, "0@1@1"]], [["x", "0@1@1"]], [[0.05, None]], 7],
 )  # fmt: skip
 def test_what_auto_does_not_take_is_no_calibration(tmp_path: Path, recipes: object) -> None:

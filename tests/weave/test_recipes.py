@@ -13,7 +13,7 @@ from weaving import again, chat, flat, passes_of, text
 from kvweave import Context, Engine
 from kvweave.errors import InvalidArgument
 from kvweave.weave.approximate import cell_of
-from kvweave.weave.calibration import Calibration, options
+from kvweave.weave.calibration import RANKED, Calibration, options
 from kvweave.weave.plan import Plan
 from kvweave.weave.recipes import RECIPES, USUAL
 from kvweave.weave.repair import Auto, strategy
@@ -123,6 +123,26 @@ def test_who_wants_nothing_repaired_pays_for_nothing(
     with passes_of(engine, monkeypatch) as seen:
         plan = context.weave()
     assert plan.repaired == 0 and [len(slots) for slots in seen] == [n] and plan.drift is None
+
+
+@pytest.mark.parametrize("name", RANKED)
+def test_a_way_that_is_a_strategy_chooses_and_computes_as_it(
+    engines: Make, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    seen = []
+    for repair, known in ((name, None), (f"auto:{name}", None), ("auto", told(name))):
+        engine = engines(share=0.25)
+        engine.weaver.calibration = known
+        context = chat(engine, "c", [20, 20, 20], repair=repair)
+        context.append(text(4, 99))
+        with passes_of(engine, monkeypatch) as passes:
+            context.weave()
+        seen.append(passes)
+    assert seen[0] == seen[1] == seen[2] and sum(map(len, seen[0])) > 4
+    assert options(name) == name and strategy(f"auto:{name}").measured_as == ""
+    for wrong in ("auto:rollout", f"auto:2@1@2@{name}", f"auto:{name}@1@1@1"):
+        with pytest.raises(InvalidArgument, match="thirds or rounds"):
+            strategy(wrong)
 
 
 def test_no_round_is_for_who_does_not_look() -> None:

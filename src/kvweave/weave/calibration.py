@@ -24,6 +24,7 @@ from kvweave.weave.learned import WRONG, parsed, sum_of, write_learned
 CHOICE = 3  # how the gate chooses rows: bounds of another choice are not its own
 DRAFT = 2  # tokens of a reply that the gate drafts, at most
 STRATEGY = f"auto:{DRAFT}:{CHOICE}"
+RANKED = ("query", "boundary")  # strategies by which the gate may choose instead
 FILE = "calibration.json"  # in a home or beside a checkpoint
 
 N_FEATURES = 5  # of evidence
@@ -158,7 +159,10 @@ def _share(at: object) -> float:
 
 
 def options(words: object) -> str:
-    """Return what `auto` takes behind its name: tokens drafted, thirds hedged, rounds. Raises ValueError."""
+    """Return what `auto` takes behind its name: tokens drafted, thirds hedged, rounds, or one of `RANKED`.
+    Raises ValueError."""
+    if words in RANKED:
+        return str(words)
     draft, thirds, rounds = map(int, str(words).split("@"))
     if not (0 <= draft <= DRAFT and 0 <= thirds <= 3 and rounds >= (thirds < 3)):
         raise ValueError(f"{words!r} are no options of auto")

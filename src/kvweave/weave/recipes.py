@@ -13,14 +13,14 @@ from statistics import fmean
 
 import numpy as np
 
-from kvweave.weave.calibration import DRAFT
+from kvweave.weave.calibration import DRAFT, RANKED
 
 THIRDS = 1  # of the budget, for first rows of chunks whatever a look says
 ROUNDS = 2
 USUAL = f"{DRAFT}@{THIRDS}@{ROUNDS}"  # what `auto` does where nobody asked
 LOOKING = [f"{n}@{thirds}@{rounds}" for thirds in (0, 1, 2) for rounds in (1, 2) for n in (2, 0)]
-# the last two: first rows without a look; as many more as that would compute, or none more
-RECIPES = (USUAL, *(r for r in LOOKING if r != USUAL), "0@3@1", "0@3@0")
+FIRST_ROWS = ("0@3@1", "0@3@0")  # without a look: as many more as that would compute, or none more
+RECIPES = (USUAL, *(r for r in LOOKING if r != USUAL), *FIRST_ROWS, *RANKED)
 NEAR = 1.05  # of the least KL that anything reaches at a recipe's own cost, or it is not considered
 BETTER = 0.9  # of the KL of the one that stays otherwise, at least
 NONE = "none"  # not a recipe: nothing is repaired

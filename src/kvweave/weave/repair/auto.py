@@ -13,7 +13,7 @@ Evidence is taken where something is made of it: a calibration, or who asks for 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Generator, Sequence
 from math import inf
 
 import numpy as np
@@ -21,16 +21,19 @@ import torch
 
 from kvweave.errors import InvalidArgument
 from kvweave.run.base import NO_SLOTS, Ints, Steps
-from kvweave.weave.calibration import CHOICE, STRATEGY, Evidence
+from kvweave.weave.calibration import CHOICE, RANKED, STRATEGY, Evidence
 from kvweave.weave.parts import Placement
 from kvweave.weave.passes import Passes, union
 from kvweave.weave.recipes import ROUNDS, THIRDS
 from kvweave.weave.repair.base import Strategy, Verdict, View, Wish, best
+from kvweave.weave.repair.boundary import Boundary
 from kvweave.weave.repair.first_k import firsts
 from kvweave.weave.repair.options import made
+from kvweave.weave.repair.query import Query
 from kvweave.weave.repair.rollout import LOOKAHEAD, ROUND, follow
 
 ROWS_A_PASS = 17  # more, for which one row alone takes as long (19 M, 4,200 rows, CPU): see `PASS`
+RANKINGS: dict[str, Callable[[], Strategy]] = dict(zip(RANKED, (Query, Boundary), strict=True))
 PROBES = 2  # of the rows repaired, drawn at random: an unbiased sample of how stale the rest is
 
 
@@ -44,7 +47,8 @@ class Auto(Strategy):
 
     ``lookahead`` tokens are drafted, ``thirds`` of the budget hedged, in ``rounds`` of `rollout`. With all
     three thirds nobody looks, unless evidence is taken: what a look would compute goes to first rows too,
-    but in 0 rounds.
+    but in 0 rounds. ``ranked`` as "query" or "boundary": rows are chosen as that strategy does, where there is
+    a question.
     Without options a model takes those that it was measured with (`kvweave calibrate`): no single
     set is right for all.
     """
@@ -60,7 +64,12 @@ class Auto(Strategy):
         thirds: int | None = None,
         rounds: int | None = None,
         evidence: bool = False,
+        ranked: str = "",
     ) -> None:
+        if ranked and (ranked not in RANKINGS or (thirds, rounds) != (None, None)):
+            raise InvalidArgument(
+                "ranked", f"{ranked!r} is none of {', '.join(RANKINGS)}, or has thirds or rounds"
+            )
         if lookahead < 0:
             raise InvalidArgument("lookahead", f"{lookahead} is below 0")
         if thirds is not None and not 0 <= thirds <= 3:
@@ -72,6 +81,9 @@ class Auto(Strategy):
             self.hedge = thirds / 3
         if rounds is not None:
             self.rounds = rounds
+        self.ranking = RANKINGS[ranked]() if ranked else None
+        if ranked:
+            self.hedge = 0.0
 
     @property
     def measured_as(self) -> str:
@@ -81,6 +93,9 @@ class Auto(Strategy):
     def choose(self, view: View) -> Steps[Ints]:
         """Return ``budget`` rows."""
         passes = view.passes
+        if self.ranking is not None and len(passes.unready):
+            found = self.ranking.choose(view)
+            return (yield from found) if isinstance(found, Generator) else found
         if passes.looked is not None and passes.looked.mass[view.candidates].any():
             need = passes.looked.mass[view.candidates]
             ahead = np.isin(view.candidates, passes.ahead)
@@ -133,6 +148,8 @@ class Auto(Strategy):
             saved = len(passes.question) + LOOKAHEAD + ROUND if self.rounds else 0
             share = min(1.0, (budget + saved) / len(candidates))
             return Verdict((yield from self.select(passes, spans, candidates, share)))
+        if self.ranking is not None and not passes.compares:
+            return Verdict((yield from self.select(passes, spans, candidates, wish.share)))
         if passes.compares or budget < len(candidates):  # what is repaired whole needs no look
             if not (passes.again or passes.replays):
                 view = View(passes, spans, candidates, budget, np.random.default_rng(0))
