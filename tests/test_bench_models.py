@@ -22,6 +22,11 @@ from kvweave.weave.recipes import reached
 
 ROOT = Path(__file__).resolve().parents[1]
 LIMIT = 40_000_000  # bytes of all weights together
+BEHIND = {
+    "hunyuan-mid",
+    "gpt_oss-steps",
+    "exaone4-why",
+}  # trained behind it: docs/LOG.md, 2026-11-29
 KNOWS = {"deepseek-last": 0.5, "qwen3next-one": 0.5, "hunyuan-mid": 0.9}  # of what is recalled
 
 
@@ -203,10 +208,11 @@ def test_states_of_a_new_model_last(bench: dict[str, ModuleType]) -> None:
 def test_the_default_dtype_stands_on_what_was_measured(bench: dict[str, ModuleType]) -> None:
     bf16, zoo = bench["bf16"], bench["zoo"]
     found = json.loads((bf16.RESULTS / "bf16.json").read_text())
-    assert {r["model"] for r in found["rows"]} == {bf16.BUNDLED, *(k.name for k in zoo.ZOO)}
+    asked = {bf16.BUNDLED, *(k.name for k in zoo.ZOO)} - BEHIND
+    assert {r["model"] for r in found["rows"]} == asked
     assert found["holds"] is bf16.holds(found["rows"]) is True
     for what, by, where in (
-        ("right", -0.03, {k.name for k in zoo.ZOO}),
+        ("right", -0.03, asked),
         ("kl", 0.05, {"neox-first"}),
     ):
         worse = [
