@@ -143,7 +143,8 @@ def check_options(options: Iterable[str], known: Iterable[str]) -> None:
     for option in options:
         if option not in known:
             near = nearest(option, known)
-            hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(known)}"
+            hint = f"known are {', '.join(known)}" if known else "it takes none"
+            hint = f"did you mean {near[0]}?" if near else hint
             raise InvalidArgument(option, "no such option", hint)
 
 
