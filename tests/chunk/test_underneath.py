@@ -20,6 +20,7 @@ if postgres.LACKING:
     pytest.skip(postgres.LACKING, allow_module_level=True)
 
 from kvweave.chunk import link
+from kvweave.chunk.lease import Lease
 
 PUT_BACK = """
 DELETE FROM kvweave_names WHERE id>1; DELETE FROM kvweave_holds WHERE id>1;
@@ -126,6 +127,26 @@ def test_a_number_that_another_engine_has_now_is_let_go_of(url: str) -> None:
         with Table(url) as third:
             third.unbind("first")
             assert third.get(id).id == id, "it is held"
+
+
+@pytest.mark.parametrize("stood", ["", "INSERT INTO kvweave_engines(seen) VALUES('2020-01-01');"])
+def test_a_number_that_is_taken_while_it_is_renewed_is_another_engines(
+    url: str, stood: str
+) -> None:
+    """Whoever looked before it was taken wrote behind that, and the other one gave up its own."""
+    import psycopg
+
+    with Table(url), psycopg.connect(url, autocommit=True) as db:
+        lease = Lease(db)
+        taken = ENGINES.replace("1, false", f"{lease.number}, false")
+        run(url, taken + stood)
+
+        def is_same() -> bool:
+            run(url, taken + "INSERT INTO kvweave_engines DEFAULT VALUES;")
+            return True
+
+        assert lease.renew(db, "", is_same) == "lost"
+        assert len(db.execute("SELECT 1 FROM kvweave_engines").fetchall()) == 1
 
 
 @pytest.mark.parametrize("done", ["DELETE FROM kvweave_engines", "an older beat"])

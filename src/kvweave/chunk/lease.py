@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import psycopg
 
+TRIES = 3  # to write where nobody else writes in between
 Renewal = Literal["kept", "anew", "lost"]
 
 
@@ -29,22 +30,33 @@ class Lease:
     ) -> Renewal:
         """Say that the engine lives. ``anew``: others took it for dead; ``lost``: the index was put back,
         as ``is_same`` tells too, which is asked where the row is not as it was left."""
-        row = db.execute("SELECT seen FROM kvweave_engines WHERE id=%s", (self.number,)).fetchone()
-        known, self._seen = self._seen, None
-        if row is not None and known is not None and row[0] > known:
-            return "lost"
-        if (row is None or row[0] != known) and not is_same():
-            return "lost"
-        self._seen = self._written(db, model, fresh=row is None)
-        return "anew" if row is None else "kept"
+        for _ in range(TRIES):
+            row = db.execute(
+                "SELECT seen FROM kvweave_engines WHERE id=%s", (self.number,)
+            ).fetchone()
+            known = self._seen
+            if row is not None and known is not None and row[0] > known:
+                return "lost"
+            if (row is None or row[0] != known) and not is_same():
+                return "lost"
+            self._seen = None
+            written = self._written(db, model, None if row is None else row[0])
+            if written is not None:
+                self._seen = written
+                return "anew" if row is None else "kept"
+            self._seen = known  # somebody else wrote meanwhile
+        return "lost"
 
-    def _written(self, db: psycopg.Connection[Any], model: str, *, fresh: bool) -> datetime | None:
-        query = "UPDATE kvweave_engines SET seen=clock_timestamp() WHERE id=%s RETURNING seen"
-        values: tuple[object, ...] = (self.number,)
-        if fresh and model:
-            query = "INSERT INTO kvweave_engines(id, model) VALUES(%s, %s) RETURNING seen"
-            values = self.number, model
-        elif fresh:
-            query = "INSERT INTO kvweave_engines(id) VALUES(%s) RETURNING seen"
+    def _written(
+        self, db: psycopg.Connection[Any], model: str, stood: datetime | None
+    ) -> datetime | None:
+        """Write that the engine lives, where there stands what ``stood`` there; return what was written."""
+        query = "UPDATE kvweave_engines SET seen=clock_timestamp() WHERE id=%s AND seen=%s RETURNING seen"
+        values: tuple[object, ...] = self.number, stood
+        if stood is None:
+            columns, values = (
+                ("(id, model)", (self.number, model)) if model else ("(id)", (self.number,))
+            )
+            query = f"INSERT INTO kvweave_engines{columns} VALUES(%s{', %s' if model else ''}) ON CONFLICT DO NOTHING RETURNING seen"
         row = db.execute(query, values).fetchone()
         return None if row is None else row[0]
