@@ -24,6 +24,7 @@ from kvweave.weave.audit import (
     AuditedCell,
     Auditor,
 )
+from kvweave.weave.learned import write_learned
 from kvweave.weave.shift import FLOOR, LEAST, RECENT, broken, chance, worse
 
 CELL = AuditCell("query", 0.05)
@@ -253,7 +254,7 @@ def test_what_was_saved_goes_on_where_it_was(steps: list[tuple[float, bool]]) ->
     model = tiny().fingerprint
     with TemporaryDirectory() as folder:
         path = Path(folder) / "audit.json"
-        one.save(path, model)
+        write_learned(path, one.told(model))
         two = Auditor.load(path, model)
     assert list(one.report()) == list(two.report())
     assert one.saw(CELL, 2.0, 1.0) == two.saw(CELL, 2.0, 1.0)
@@ -263,7 +264,7 @@ def test_what_was_saved_goes_on_where_it_was(steps: list[tuple[float, bool]]) ->
 def test_audits_of_another_model_say_nothing(tmp_path: Path) -> None:
     auditor, file = alarmed(), tmp_path / "audit.json"
     assert not list(Auditor.load(file, tiny().fingerprint).report()), "there is none yet"
-    auditor.save(file, tiny().fingerprint)
+    write_learned(file, auditor.told(tiny().fingerprint))
     other = tiny("qwen3").fingerprint
     assert list(Auditor.load(file, tiny().fingerprint).report())
     assert not list(Auditor.load(file, other).report())

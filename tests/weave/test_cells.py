@@ -14,6 +14,7 @@ from weaving import chat, text
 from kvweave import Context, Engine
 from kvweave.chunk.identity import ChunkId
 from kvweave.weave.audit import AuditCell, Auditor
+from kvweave.weave.learned import write_learned
 from kvweave.weave.settings import Settings
 from kvweave.weave.shift import LEAST
 
@@ -204,7 +205,7 @@ def test_what_an_earlier_version_found_is_read_and_where_it_mixed_not_believed(
     for each in cells:
         for _ in range(LEAST):
             auditor.saw(each, 0.1, None)
-    auditor.save(file, tiny().fingerprint)
+    write_learned(file, auditor.told(tiny().fingerprint))
     assert len(Auditor.load(file, tiny().fingerprint)) == len(cells)
     told = json.loads(file.read_text())
     del told["sum"]

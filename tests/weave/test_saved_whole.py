@@ -18,6 +18,7 @@ from weaving import flat
 from kvweave.errors import CorruptChunk, NoSpace
 from kvweave.weave.audit import AuditCell, Auditor
 from kvweave.weave.calibration import Calibration
+from kvweave.weave.learned import write_learned
 
 CELL = AuditCell("none", 0.0, False, "raw", "raw", "forget")
 
@@ -43,7 +44,7 @@ def test_what_was_there_stays_where_there_is_no_room(tmp_path: Path, what: str) 
     def save() -> Any:
         if what == "calibration":
             return calibration.save(file)
-        return auditor.save(file, calibration.fingerprint)
+        return write_learned(file, auditor.told(calibration.fingerprint))
 
     def read() -> object:
         if what == "calibration":

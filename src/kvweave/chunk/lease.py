@@ -19,9 +19,12 @@ class Lease:
     """
 
     def __init__(self, db: psycopg.Connection[Any]) -> None:
-        query = "INSERT INTO kvweave_engines DEFAULT VALUES RETURNING id, seen"
-        row = db.execute(query).fetchone()
-        assert row is not None
+        query = (
+            "INSERT INTO kvweave_engines DEFAULT VALUES ON CONFLICT DO NOTHING RETURNING id, seen"
+        )
+        row = None
+        while row is None:  # numbers that live on behind an index that was put back are passed over
+            row = db.execute(query).fetchone()
         self.number: int = row[0]
         self._seen: datetime | None = row[1]  # None: what was written last is not known
 
@@ -51,12 +54,13 @@ class Lease:
         self, db: psycopg.Connection[Any], model: str, stood: datetime | None
     ) -> datetime | None:
         """Write that the engine lives, where there stands what ``stood`` there; return what was written."""
-        query = "UPDATE kvweave_engines SET seen=clock_timestamp() WHERE id=%s AND seen=%s RETURNING seen"
+        query = "UPDATE kvweave_engines SET seen=clock_timestamp() WHERE id=%s AND seen=%s"
         values: tuple[object, ...] = self.number, stood
-        if stood is None:
-            columns, values = (
-                ("(id, model)", (self.number, model)) if model else ("(id)", (self.number,))
-            )
-            query = f"INSERT INTO kvweave_engines{columns} VALUES(%s{', %s' if model else ''}) ON CONFLICT DO NOTHING RETURNING seen"
-        row = db.execute(query, values).fetchone()
+        if stood is None and model:
+            query = "INSERT INTO kvweave_engines(id, model) VALUES(%s, %s) ON CONFLICT DO NOTHING"
+            values = self.number, model
+        elif stood is None:
+            query = "INSERT INTO kvweave_engines(id) VALUES(%s) ON CONFLICT DO NOTHING"
+            values = (self.number,)
+        row = db.execute(f"{query} RETURNING seen", values).fetchone()
         return None if row is None else row[0]

@@ -93,6 +93,7 @@ class Link:
         try:
             return Lease(self._db)
         except psycopg.Error as error:
+            self._db.close()
             raise self._lost(error) from error
 
     @property

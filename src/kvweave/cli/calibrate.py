@@ -15,7 +15,7 @@ from kvweave.chunk.identity import ModelFingerprint
 from kvweave.cli.command import UsageError
 from kvweave.cli.home import model_of, offline_vllm, quieten
 from kvweave.cli.show import Out
-from kvweave.cli.suite import BOUNDS, check_home, file_of, print_calibration
+from kvweave.cli.suite import BOUNDS, check_home, file_of, one_way, print_calibration
 from kvweave.cli.values import path_of
 from kvweave.errors import CorruptChunk, InvalidArgument, of_system
 from kvweave.run.base import Backend
@@ -105,10 +105,7 @@ def _as_it_is(file: Path, mine: ModelFingerprint) -> Recipes:
         known = None
     if known is None or (known.fingerprint, known.strategy) != (mine, STRATEGY):
         return ()
-    if len({way for _, way in known.recipes}) > 1:
-        hint = "leave out --only, which chooses one for all"
-        raise UsageError("this model has other options of auto at each share", hint)
-    return known.recipes
+    return one_way(known.recipes, "leave out --only, which chooses one for all")
 
 
 def _show(found: dict[str, Any], out: Out) -> None:

@@ -111,9 +111,14 @@ def _recipes(args: Namespace, model: str, mine: ModelFingerprint) -> Recipes:
         return tuple((share, args.auto) for share in calibrate.SHARES)
     known = calibration_of(mine, None, [home_of(args), Path(model)])
     found = () if known is None else known.recipes
-    if args.calibrate is not None and len({way for _, way in found}) > 1:
-        raise UsageError("this model has other options of auto at each share", "give --auto one")
-    return found
+    return found if args.calibrate is None else one_way(found, "give --auto one")
+
+
+def one_way(recipes: Recipes, hint: str) -> Recipes:
+    """Return how `auto` chooses rows where that is alike at all shares. Raises UsageError."""
+    if len({way for _, way in recipes}) > 1:
+        raise UsageError("this model has other options of auto at each share", hint)
+    return recipes
 
 
 def _calibrate(

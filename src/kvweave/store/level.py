@@ -148,8 +148,8 @@ class Level:
                 self.forget(id)
 
     def _names(self, digest: str) -> list[str]:
-        lossy = (False, True)  # before this codec
-        return [key_of(digest, self.choice, x, g) for x in lossy for g in range(GENERATIONS)]
+        before = (False, True)  # whether something was lost before this codec
+        return [key_of(digest, self.choice, x, g) for x in before for g in range(GENERATIONS)]
 
     def has_room(self, n_bytes: int) -> bool:
         """Tell whether so much fits beside what is there."""

@@ -34,7 +34,7 @@ from kvweave.chunk.guard import as_ours
 from kvweave.chunk.identity import ModelFingerprint
 from kvweave.chunk.rebuild import there
 from kvweave.errors import CorruptChunk, FormatTooNew
-from kvweave.weave.learned import WRONG, parsed, write_learned
+from kvweave.weave.learned import WRONG, parsed
 from kvweave.weave.learning import Learner
 from kvweave.weave.shift import AIM, FLOOR, LEAST, bound_rank, changed, passes
 
@@ -244,10 +244,6 @@ class Auditor:
         ]
         told = {"fingerprint": model.to_dict(), "calibration": self.calibration, "cells": cells}
         return told | {"tried": self.learner.report()}
-
-    def save(self, path: Path, model: ModelFingerprint) -> None:
-        """Write that as JSON."""
-        write_learned(path, self.told(model))
 
     @classmethod
     def load(cls, path: Path, model: ModelFingerprint, calibration: str = "") -> Auditor:

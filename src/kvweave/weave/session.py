@@ -126,9 +126,8 @@ class Session:
         promised of such answers is not kept. Then all that is not exact is placed anew."""
         shadow, state = self.weaver.shadow, self.state
         way: Way = "asked"
-        ends = (
-            shadow.share or wish.max_drift is not None
-        )  # the latter by a calibration, not by audits
+        # an alarm ends by audits; against a bound by another calibration
+        ends = shadow.share or wish.max_drift is not None
         if ends and shadow.auditor.alarmed:
             plan = self.weaver.plan(state, parts, self.strategy, 0.0)
             if plan.drift != 0:

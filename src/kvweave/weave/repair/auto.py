@@ -13,7 +13,7 @@ Evidence is taken where something is made of it: a calibration, or who asks for 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from math import inf
 
 import numpy as np
@@ -93,9 +93,6 @@ class Auto(Strategy):
     def choose(self, view: View) -> Steps[Ints]:
         """Return ``budget`` rows."""
         passes = view.passes
-        if self.ranking is not None and len(passes.unready):
-            found = self.ranking.choose(view)
-            return (yield from found) if isinstance(found, Generator) else found
         if passes.looked is not None and passes.looked.mass[view.candidates].any():
             need = passes.looked.mass[view.candidates]
             ahead = np.isin(view.candidates, passes.ahead)
@@ -110,6 +107,13 @@ class Auto(Strategy):
                 view, np.where(view.depth() < inf, 1 / (1 + view.depth()), read - view.passes.n)
             )
         return best(view, read if read.any() else -view.depth())
+
+    def select(
+        self, passes: Passes, spans: Sequence[Placement], candidates: Ints, share: float
+    ) -> Steps[Ints]:
+        """As the strategy by which rows are ranked, if there is one and a question."""
+        chooses = self.ranking.select if self.ranking and len(passes.unready) else super().select
+        return (yield from chooses(passes, spans, candidates, share))
 
     def repair(self, passes: Passes, wish: Wish) -> Steps[Verdict]:
         """Repair ``wish.share`` of the rows that are not exact, or as many as a bound takes.
@@ -148,9 +152,10 @@ class Auto(Strategy):
             saved = len(passes.question) + LOOKAHEAD + ROUND if self.rounds else 0
             share = min(1.0, (budget + saved) / len(candidates))
             return Verdict((yield from self.select(passes, spans, candidates, share)))
-        if self.ranking is not None and not passes.compares:
-            return Verdict((yield from self.select(passes, spans, candidates, wish.share)))
-        if passes.compares or budget < len(candidates):  # what is repaired whole needs no look
+        looks = self.ranking is None and budget < len(
+            candidates
+        )  # what is repaired whole needs none
+        if passes.compares or looks:
             if not (passes.again or passes.replays):
                 view = View(passes, spans, candidates, budget, np.random.default_rng(0))
                 passes.ahead = candidates[firsts(view, round(self.hedge * budget))]
