@@ -5,8 +5,8 @@
     documents    half of them, drawn      answers of these teach (`kvweave.weave.learning`)
                  the other half           the regret of what was learned, at its own cost (bench/regret.py)
 
-Each draw is another half, and another order of answers. A model that has learned nothing yet repairs
-as `auto` does. The documents are others than those of bench/regret.py, but for the models of prose.
+Each draw is another half, and another order of answers, which come again where there are no more. A
+model that has learned nothing yet repairs as `auto` does. The documents are others than those of bench/regret.py, but for the models of prose.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from kvweave.suite.method import Method
 from kvweave.weave.learning import Learner
 from kvweave.weave.recipes import NONE, RECIPES, USUAL, reached
 
-ANSWERS = (0, 16, 32, 64)
+ANSWERS = (0, 16, 64, 256, 1024)
 DRAWS = 100
 SEED = "learned"
 FINER = (0.2, 0.4)  # of single strategies: what they reach in between is no guess then
@@ -55,20 +55,29 @@ def ways_of(name: str, n: int, cache: Path) -> dict[str, Cell]:
     return known | {f"auto:{USUAL} {share:.0%}": known[f"auto {share:.0%}"] for share in SHARES}
 
 
-def taught(cells: dict[str, Cell], share: float, teachers: Sequence[tuple[int, int]]) -> str:
-    """Return what an engine has learned after these answers: (document, question)."""
-    learner = Learner()
+def taught(
+    cells: dict[str, Cell], share: float, teachers: Sequence[tuple[int, int]], counts: Sequence[int]
+) -> list[str]:
+    """Return what an engine has learned after so many answers: of (document, question), again where they end."""
+    learner, chosen = Learner(), []
     mine = {
         way: cells[f"{way} 0%" if way == NONE else f"auto:{way} {share:.0%}"]
         for way in (NONE, *RECIPES)
     }
-    for document, question in teachers:
-        found = {
+    known = [
+        {
             way: (c.kl[document][question], 0.0 if way == NONE else c.cost[document])
             for way, c in mine.items()
         }
-        learner.saw("", share, found)
-    return learner.recipe("", share) or USUAL
+        for document, question in teachers
+    ]
+    before = 0
+    for n in counts:
+        for i in range(before, n):
+            learner.saw("", share, known[i % len(known)])
+        before = n
+        chosen.append(learner.recipe("", share) or USUAL)
+    return chosen
 
 
 def regret_of(
@@ -103,8 +112,7 @@ def rows_of(name: str, cells: dict[str, Cell], draws: int) -> list[dict[str, Any
             half = len(documents) // 2
             teachers = [(d, q) for d in documents[:half] for q in range(len(usual.kl[d]))]
             chance.shuffle(teachers)
-            for n in ANSWERS:
-                recipe = taught(cells, share, teachers[:n])
+            for n, recipe in zip(ANSWERS, taught(cells, share, teachers, ANSWERS), strict=True):
                 found[n].append((*regret_of(cells, share, recipe, documents[half:]), recipe))
         for n, told in found.items():
             (recipe, times), *_ = Counter(each[2] for each in told).most_common()
