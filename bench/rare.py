@@ -38,7 +38,9 @@ PLAIN, REFERENCES = ("P1", "P3", "P4", "P8"), ("P2", "P7")
 OFTEN = (0.0, 0.005, 0.02, 0.1)  # of answers
 ANSWERS, STREAMS, SEED = 400, 40, "rare"
 
-Asked = tuple[Tried, dict[str, float]]  # of a question: what its answer teaches, and where it is right
+Asked = tuple[
+    Tried, dict[str, float]
+]  # of a question: what its answer teaches, and where it is right
 
 
 def measured(n: int, share: float, model: Path = MODEL) -> dict[str, list[Asked]]:

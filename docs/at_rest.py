@@ -1,4 +1,4 @@
-"""The table of docs/repair.md on what is learned while nobody asks."""
+"""The tables of docs/repair.md on what is learned while nobody asks."""
 
 from __future__ import annotations
 
@@ -48,3 +48,28 @@ def learned(found: dict[str, Any] | None) -> str:
         "",
     ]
     return "\n".join(lines)
+
+
+def rare(found: dict[str, Any] | None) -> str:
+    """Return what learning costs questions that are seldom asked."""
+    if found is None:
+        return ""
+    machine, setup = found["machine"], found["setup"]
+    at = {(r["references"], r["earned"] is None): r for r in found["rows"]}
+    body = []
+    for often in dict.fromkeys(r["references"] for r in found["rows"]):
+        told = [at[often, False], at[often, True]]
+        right = ["-" if r["right"] is None else f"{r['right']:.2f}" for r in told]
+        times = [f"{r['kl'] / r['usual_kl']:.2g}" for r in told]
+        body.append([f"{100 * often:g} %", right[0], times[0], right[1], times[1]])
+    head = ["references", "right, ways earned", "KL over the usual way's", "right, nearest taken", "KL over the usual way's"]  # fmt: skip
+    usual, once = (
+        fmean(found["right"][name][way] for name in ("P2", "P7")) for way in ("2@1@2", "2@1@1")
+    )
+    about = (
+        "What learning costs questions that are seldom asked: the bundled model without its calibration, at "
+        f"{100 * setup['share']:g} %, {setup['streams']} streams of {setup['answers']} audited answers, of which some are references (of these the usual way "
+        f"has {usual:.2f} right, one round of it {once:.2f}), where a way has to earn it and where it is taken as soon "
+        f"as it comes nearer; on {machine['cpu']}, commit {machine['commit'][:7]} ([bench/rare.py](../bench/rare.py))."
+    )
+    return "\n".join(["", about, "", *table(head, body), ""])

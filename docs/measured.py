@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from at_rest import learned
+from at_rest import learned, rare
 from in_vllm import in_vllm
 from on_gpu import on_gpu
 from probed import probed
@@ -400,7 +400,8 @@ def masks(found: dict[str, Any]) -> list[str]:
 
 def repair_page() -> str:
     """Return the numbers of docs/repair.md."""
-    return regrets(find("models")) + learned(find("learned")) + equal(find("equal"))
+    at_rest = learned(find("learned")) + rare(find("rare"))
+    return regrets(find("models")) + at_rest + equal(find("equal"))
 
 
 def main() -> int:

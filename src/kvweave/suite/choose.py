@@ -71,6 +71,14 @@ def choose(
 
 
 def _best(cells: _Cells, group: Sequence[float], cases: Sequence[_Case]) -> str:
-    kl = {at: exp(fmean(log(told[c][0] + NATS) for c in cases)) for at, told in cells.items()}
-    cost = {at: fmean(told[c][1] for c in cases) for at, told in cells.items()}
+    """A geometric mean does not see the few cases in which a way is lost, so the plain one of what is chosen
+    is no more than the usual way's."""
+
+    def plain(recipe: str) -> float:
+        return sum(cells[recipe, share][case][0] for share in group for case in cases)
+
+    sound = {r for r in RECIPES if plain(r) <= plain(USUAL)}
+    mine = {at: told for at, told in cells.items() if at[0] in sound}
+    kl = {at: exp(fmean(log(told[c][0] + NATS) for c in cases)) for at, told in mine.items()}
+    cost = {at: fmean(told[c][1] for c in cases) for at, told in mine.items()}
     return best(kl, cost, group)

@@ -48,7 +48,9 @@ class Learned:
     n_asked: int = field(default=0, compare=False)  # whether to try one, since the start
     roots: dict[str, float] = field(default_factory=lambda: dict.fromkeys(WAYS, 0.0))
     costs: dict[str, float] = field(default_factory=lambda: dict.fromkeys(WAYS, 0.0))
-    gains: dict[str, float] = field(default_factory=lambda: dict.fromkeys(WAYS, 0.0))  # nats, over the usual way
+    gains: dict[str, float] = field(
+        default_factory=lambda: dict.fromkeys(WAYS, 0.0)
+    )  # nats, over the usual way
 
     def saw(self, found: Tried) -> bool:
         """Take in an answer; return whether another recipe is best now."""
