@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from multiprocessing import get_context
@@ -265,7 +265,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
     parser.add_argument("traces", nargs="*", type=Path, help="JSONL files (../shared/data/traces)")
     parser.add_argument("--seeds", type=int, default=6, help="generated traces; half to plan")
-    parser.add_argument("--jobs", type=int, default=2, help="processes")
+    parser.add_argument("--jobs", type=int, default=2, help="processes; 1: none but this")
     parser.add_argument("--quick", action="store_true", help="small, to see that it runs")
     parser.add_argument("--json", action="store_true", help="print JSON, not tables")
     parser.add_argument("--out", type=Path, help="where to write the result")
@@ -276,7 +276,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     n = 1 if quick else options.seeds
     result: Found = {"setup": {"sessions": shape.sessions, "seeds": n, "slo_s": SLO}}
     result["calibration"] = calibrated(10 if quick else 80)
-    with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:
+    apart = partial(ProcessPoolExecutor, mp_context=get_context("spawn"))
+    with (apart if options.jobs > 1 else ThreadPoolExecutor)(options.jobs) as pool:
 
         def each(run: Callable[[Shape, int], Found], shape: Shape, seeds: int) -> Any:
             return summed(list(pool.map(partial(run, shape), range(seeds))))

@@ -13,19 +13,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from benches import on_path
 from forking import Instead
-
-BENCH = Path(__file__).resolve().parents[1] / "bench"
 
 
 @pytest.fixture(scope="module")
 def bench() -> Iterator[dict[str, ModuleType]]:
     """The benches as modules; they import each other as scripts do."""
-    sys.path.insert(0, str(BENCH))
     # pytest calls tests/serve, tests/memory and tests/route so
     names = [folder.name for folder in Path(__file__).parent.iterdir() if folder.is_dir()]
     folders = {name: sys.modules.pop(name, None) for name in names}
-    try:
+    with on_path():
         import audit
         import beside
         import common
@@ -49,9 +47,7 @@ def bench() -> Iterator[dict[str, ModuleType]]:
             "kv_codecs": kv_codecs, "memory": memory, "prune": prune, "remote": remote, "route": route, "serve": serve,
             "products": products, "tiers": tiers, "memory_loop": memory_loop, "beside": beside, "soak": soak,
         }  # fmt: skip
-    finally:
-        sys.path.remove(str(BENCH))
-        sys.modules.update({name: folder for name, folder in folders.items() if folder})
+    sys.modules.update({name: folder for name, folder in folders.items() if folder})
 
 
 @pytest.fixture

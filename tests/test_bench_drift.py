@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,11 +12,11 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from benches import on_path
 
 from kvweave.run.model import Runner
 from kvweave.suite.exam import Exam
 
-BENCH = Path(__file__).resolve().parents[1] / "bench"
 EXACT, WAYS = 1e-9, {"none": ("none", 0.0), "full": ("full", 1.0)}
 NONE = {"none": WAYS["none"]}
 WORDS = "the file has a test that reads each line and returns what it found in there".split()
@@ -25,13 +24,10 @@ WORDS = "the file has a test that reads each line and returns what it found in t
 
 @pytest.fixture(scope="module")
 def bench() -> Iterator[SimpleNamespace]:
-    sys.path.insert(0, str(BENCH))
-    try:
+    with on_path():
         from pruning import drift, rules, tokens, trace
 
         yield SimpleNamespace(drift=drift, rules=rules, tokens=tokens, trace=trace)
-    finally:
-        sys.path.remove(str(BENCH))
 
 
 @pytest.fixture(scope="module")

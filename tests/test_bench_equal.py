@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
 import pytest
-
-BENCH = Path(__file__).parents[1] / "bench"
+from benches import on_path
 
 
 @pytest.fixture(scope="module")
 def equal() -> Iterator[ModuleType]:
-    sys.path.insert(0, str(BENCH))
-    try:
+    with on_path():
         import equal
 
         yield equal
-    finally:
-        sys.path.remove(str(BENCH))
 
 
 def row(model: str, strategy: str, share: float, kl: float) -> dict[str, object]:

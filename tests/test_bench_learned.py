@@ -4,26 +4,22 @@ from __future__ import annotations
 
 import json
 import random
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+from benches import on_path
 
-BENCH = Path(__file__).parents[1] / "bench"
 BLIND = "0@3@1"
 
 
 @pytest.fixture(scope="module")
 def learned() -> Iterator[ModuleType]:
-    sys.path.insert(0, str(BENCH))
-    try:
+    with on_path():
         import learned
 
         yield learned
-    finally:
-        sys.path.remove(str(BENCH))
 
 
 def cells(learned: ModuleType, best: str) -> dict[str, object]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import runpy
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -14,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from benches import on_path
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -33,15 +33,12 @@ KNOWS = {"deepseek-last": 0.5, "qwen3next-one": 0.5, "hunyuan-mid": 0.9}  # of w
 @pytest.fixture(scope="module")
 def bench() -> Iterator[dict[str, ModuleType]]:
     """The bench of models as modules; they import each other as scripts do."""
-    sys.path.insert(0, str(ROOT / "bench"))
-    try:
+    with on_path():
         import bf16
         import regret
         from models import train, worlds, zoo
 
         yield {"bf16": bf16, "regret": regret, "train": train, "worlds": worlds, "zoo": zoo}
-    finally:
-        sys.path.remove(str(ROOT / "bench"))
 
 
 def test_every_model_is_there_and_all_are_small(bench: dict[str, ModuleType]) -> None:

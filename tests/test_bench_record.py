@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 import importlib
-import sys
 from collections.abc import Iterator
 from dataclasses import asdict
-from pathlib import Path
 from types import ModuleType
 
 import pytest
-
-BENCH = Path(__file__).resolve().parents[1] / "bench"
+from benches import on_path
 
 
 @pytest.fixture(scope="module")
 def record() -> Iterator[ModuleType]:
-    sys.path.insert(0, str(BENCH))
-    try:
+    with on_path():
         yield importlib.import_module("record")
-    finally:
-        sys.path.remove(str(BENCH))
 
 
 @pytest.mark.slow

@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
-
-BENCH = Path(__file__).resolve().parents[1] / "bench"
+from benches import on_path
 
 
 @pytest.fixture(scope="module")
 def splices() -> ModuleType:
-    sys.path.insert(0, str(BENCH))
-    try:
+    with on_path():
         import splices
 
         return splices
-    finally:
-        sys.path.remove(str(BENCH))
 
 
 @pytest.mark.usefixtures("looks")

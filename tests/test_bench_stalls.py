@@ -3,28 +3,23 @@
 from __future__ import annotations
 
 import importlib
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 
 import numpy as np
 import pytest
+from benches import on_path
 from probe import synthetic
 
 from kvweave.probe.recalling import PageBudget
 from kvweave.probe.tiers import Setting, SlowTier, play
 
-BENCH = Path(__file__).resolve().parents[1] / "bench"
-
 
 @pytest.fixture(scope="module")
 def stalls() -> Iterator[ModuleType]:
-    sys.path.insert(0, str(BENCH))
-    try:
+    with on_path():
         yield importlib.import_module("stalls")
-    finally:
-        sys.path.remove(str(BENCH))
 
 
 @pytest.mark.parametrize(

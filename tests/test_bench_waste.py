@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+from benches import BENCH, on_path
 from forking import fork
 
-BENCH = Path(__file__).resolve().parents[1] / "bench"
 SCRIPT = str(BENCH / "waste.py")
 COMMAND = f"""
 import runpy, sys
@@ -23,13 +22,10 @@ runpy.run_path({SCRIPT!r}, run_name="__main__")
 
 @pytest.fixture(scope="module")
 def waste() -> Iterator[ModuleType]:
-    sys.path.insert(0, str(BENCH))
-    try:
+    with on_path():
         import waste
 
         yield waste
-    finally:
-        sys.path.remove(str(BENCH))
 
 
 def test_one_context_by_hand(waste: ModuleType) -> None:

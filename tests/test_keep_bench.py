@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from benches import on_path
 
 from kvweave import Engine
 from kvweave.run.model import Runner
@@ -23,8 +24,7 @@ ROOT = Path(__file__).resolve().parents[1]
 @pytest.fixture(scope="module")
 def bench() -> Iterator[dict[str, ModuleType]]:
     """The benches as modules; they import each other as scripts do."""
-    sys.path.insert(0, str(ROOT / "bench"))
-    try:
+    with on_path():
         import common
         import long_decode
         import policies_tokens
@@ -34,8 +34,6 @@ def bench() -> Iterator[dict[str, ModuleType]]:
             "common": common, "policies_tokens": policies_tokens, "streaming": streaming,
             "long_decode": long_decode,
         }  # fmt: skip
-    finally:
-        sys.path.remove(str(ROOT / "bench"))
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,6 @@ import importlib
 import itertools
 import json
 import random
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -14,11 +13,11 @@ from types import ModuleType, SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from benches import BENCH, on_path
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kvweave.keep.tokens.signals import PageSignals, apply
 
-BENCH = Path(__file__).parents[1] / "bench"
 WEIGHTS = BENCH / "study" / "weights"
 MODELS = ("gemma3", "olmo2", "qwen3")
 FLOOR = 0.995  # of words, the worst family of the worst model
@@ -27,14 +26,11 @@ NOISE = 0.42  # of what weights scatter, for a model that errs: soon, later and 
 
 @pytest.fixture(scope="module")
 def study() -> Iterator[dict[str, ModuleType]]:
-    sys.path.insert(0, str(BENCH))
-    try:
+    with on_path():
         yield {
             n: importlib.import_module(f"study.{n}")
             for n in ("attention", "free", "pool", "tasks", "train", "score", "record", "learn")
         }
-    finally:
-        sys.path.remove(str(BENCH))
 
 
 def thought(words: list[str]) -> list[str]:

@@ -6,31 +6,26 @@ from __future__ import annotations
 
 import gc
 import random
-import sys
 from collections import Counter, deque
 from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from benches import on_path
 
 from kvweave.serve.reuse.habits import Habits
 from kvweave.serve.reuse.rules import BeforeEdit, EditEvidence, EditItem, Mark, Selector, infer
 
-BENCH = Path(__file__).resolve().parents[2] / "bench"
 Json = dict[str, Any]
 
 
 @pytest.fixture(scope="module")
 def bench() -> Iterator[SimpleNamespace]:
-    sys.path.insert(0, str(BENCH))
-    try:
+    with on_path():
         from pruning import foresight, rules, trace
 
         yield SimpleNamespace(foresight=foresight, rules=rules, trace=trace)
-    finally:
-        sys.path.remove(str(BENCH))
 
 
 def play(bench: Any, habits: Habits, agent: Any, did: Counter[str]) -> None:

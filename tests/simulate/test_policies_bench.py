@@ -7,16 +7,15 @@ import sys
 from pathlib import Path
 
 import pytest
-
-BENCH = Path(__file__).resolve().parents[2] / "bench"
+from benches import on_path
 
 
 @pytest.mark.slow
-def test_quick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(BENCH))
-    import policies
+def test_quick(tmp_path: Path) -> None:
+    with on_path():
+        import policies
 
-    policies.main(["--quick", "--json", "--jobs", "1", "--out", str(tmp_path / "p.json")])
+        policies.main(["--quick", "--json", "--jobs", "1", "--out", str(tmp_path / "p.json")])
     found = json.loads((tmp_path / "p.json").read_text())
     assert list(found["generated"]) == ["1%", "3%", "10%"]
     at = found["generated"]["10%"]

@@ -6,9 +6,9 @@ import importlib.util
 import json
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
+from benches import on_path
 from loaded import saved_short
 from needs import need
 
@@ -23,7 +23,6 @@ from kvweave.suite.method import FULL, Method
 from kvweave.weave.calibration import FILE, Calibration
 from kvweave.weave.repair import Auto
 
-BENCH = Path(__file__).parents[2] / "bench"
 NONE, QUERY = Method(), Method("query", 0.15)
 
 
@@ -214,24 +213,15 @@ def test_an_unknown_strategy_is_refused_before_the_model_loads(capsys):
 
 @pytest.mark.slow
 def test_the_bench_resumes(tmp_path, monkeypatch, capsys):
-    monkeypatch.syspath_prepend(str(BENCH))
-    import fidelity
-
-    words = [
-        "fidelity",
-        "--quick",
-        "--workers",
-        "1",
-        "--protocols",
-        "P1,P6",
-        "--cache",
-        str(tmp_path),
-    ]
+    words = ["--quick", "--workers", "1", "--protocols", "P1,P6", "--cache", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", ["fidelity", *words, "--out", str(tmp_path / "x.json")])
     results = []
-    for _ in range(2):
-        monkeypatch.setattr(sys, "argv", [*words, "--out", str(tmp_path / "x.json")])
-        fidelity.main()
-        results.append(json.loads((tmp_path / "x.json").read_text()))
+    with on_path():
+        import fidelity
+
+        for _ in range(2):
+            fidelity.main()
+            results.append(json.loads((tmp_path / "x.json").read_text()))
     first, second = results
     assert first["rows"] == second["rows"] and "commit" in first["machine"]
     assert len(first["taken"]) == 4 and second["taken"] == []
