@@ -12,8 +12,9 @@ in the largest drifts only, or in the usual ones while the largest stay what the
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from math import ceil, comb
 
@@ -65,22 +66,18 @@ def changed(drifts: Sequence[float]) -> tuple[bool, bool]:
 
 
 def _broken(recent: _Recent) -> bool:
-    missed = recent.above(recent.ranks)
-    if _unlikely(recent, missed, recent.n[:, None] - recent.ranks, CHANCE):
-        return True
-    twice = np.flatnonzero(missed[:, 0] > 1)
-    if not len(twice):
-        return False
-    ranks = np.maximum(1, (recent.n[twice, None] * LOW).astype(int))
-    fallen = replace(
-        recent, n=recent.n[twice], known=recent.known[twice], up_to=recent.up_to[twice]
+    bound, _, low = recent.levels
+    missed = recent.above(bound.ranks)
+    twice = missed[:, 0] > 1
+    return bool(
+        (missed >= bound.enough).any()
+        or (twice.any() and (recent.below(low.ranks) >= low.enough)[twice].any())
     )
-    return _unlikely(fallen, fallen.below(ranks), ranks - 1, BESIDE)
 
 
 def _worse(recent: _Recent) -> bool:
-    ranks = np.ceil(recent.n[:, None] * LEVELS).astype(int)
-    return _unlikely(recent, recent.above(ranks), recent.n[:, None] - ranks, CHANCE)
+    usual = recent.levels[1]
+    return bool((recent.above(usual.ranks) >= usual.enough).any())
 
 
 @lru_cache(maxsize=1 << 16)
@@ -91,19 +88,21 @@ def chance(n: int, k: int, x: int, drawn: int) -> float:
 
 
 @dataclass(frozen=True, slots=True)
+class _Levels:
+    """For each k which of the drifts before are levels, and how many of the last k beyond one are hardly ever."""
+
+    ranks: NDArray[np.int64]  # [k, level]
+    enough: NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
 class _Recent:
     """For each k (a row) and each of the last drifts: how many of those before the last k are
     smaller, ``known``, or no larger, ``up_to``. What is not of the last k has -1 there."""
 
-    n: NDArray[np.int64]  # [k] how many were before
-    ranks: NDArray[np.int64]  # [k, 1] which of them is the bound
+    levels: tuple[_Levels, _Levels, _Levels]  # the bound, what is usual, what is low
     known: NDArray[np.int64]  # [k, drift]
     up_to: NDArray[np.int64]
-
-    @property
-    def k(self) -> NDArray[np.int64]:
-        found: NDArray[np.int64] = (self.known >= 0).sum(1)
-        return found
 
     def above(self, ranks: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return how many of the last k are above the drift of each rank [k, level] before them."""
@@ -122,7 +121,7 @@ def _recent(drifts: Sequence[float]) -> _Recent | None:
     found = np.maximum(np.array(drifts, float), FLOOR)
     if (cuts := _cuts(len(found))) is None:
         return None
-    n, ranks, mine, before = cuts
+    levels, mine, before = cuts
     m = mine.shape[1]
     first, last = np.sort(found[:-m]), found[-m:]
     smaller = np.searchsorted(first, last / (1 + ROUNDING), side="left")
@@ -130,35 +129,38 @@ def _recent(drifts: Sequence[float]) -> _Recent | None:
     among = before @ (last[:, None] < last[None, :] / (1 + ROUNDING))
     beside = before @ (last[:, None] <= last[None, :] * (1 + ROUNDING))
     known, up_to = (np.where(mine, x, -1) for x in (smaller + among, no_larger + beside))
-    return _Recent(n, ranks, known, up_to)
+    return _Recent(levels, known, up_to)
 
 
 @lru_cache(maxsize=1 << 10)
 def _cuts(
     size: int,
-) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_], NDArray[np.int64]] | None:
-    """Return for each k how many of ``size`` drifts are before the last k, which of those is the
-    bound, and which of the last ones (of the largest k) are of the last k or are before them."""
+) -> tuple[tuple[_Levels, _Levels, _Levels], NDArray[np.bool_], NDArray[np.int64]] | None:
+    """Return the levels of ``size`` drifts for each k, and which of the last ones (of the largest k) are of
+    the last k or are before them."""
     ks = np.array([k for k in RECENT if size - k >= LEAST], int)
     if not len(ks):
         return None
-    m = int(ks[-1])
+    m, n = int(ks[-1]), (size - ks)[:, None]
     at = m - ks  # of the last m, those in front of the last k are before, too
-    ranks = np.array([[bound_rank(int(n), AIM)] for n in size - ks])
+    bound = np.array([[bound_rank(int(x), AIM)] for x in size - ks])
+    usual, low = np.ceil(n * LEVELS).astype(int), np.maximum(1, (n * LOW).astype(int))
+    levels = (
+        _Levels(bound, _enough(n, ks[:, None], n - bound, CHANCE)),
+        _Levels(usual, _enough(n, ks[:, None], n - usual, CHANCE)),
+        _Levels(low, _enough(n, ks[:, None], low - 1, BESIDE)),
+    )
     mine = np.arange(m)[None, :] >= at[:, None]
     before = np.tri(m + 1, m, -1, dtype=int)[at]  # [k, drift] 1 for those
-    return size - ks, ranks, mine, before
+    return levels, mine, before
 
 
-def _unlikely(
-    recent: _Recent, counts: NDArray[np.int64], others: NDArray[np.int64], least: float
-) -> bool:
-    """Tell whether so many of the last k are hardly ever beyond a level that ``others`` of those
-    before are beyond, for some k and level."""
-    n, k = recent.n[:, None], recent.k[:, None]
-    more = counts * n > k * (others + 1)
-    for i, j in np.argwhere(more) if more.any() else ():
-        x = int(counts[i, j])
-        if chance(int(n[i, 0]), int(k[i, 0]), x, x + int(others[i, j])) <= least:
-            return True
-    return False
+@np.vectorize
+def _enough(n: int, k: int, others: int, least: float) -> int:
+    """Return how many of the last ``k`` are hardly ever beyond a level that ``others`` of the ``n`` before are
+    beyond; one more than there are where no number is."""
+
+    def unlikely(x: int) -> bool:
+        return x * n > k * (others + 1) and chance(n, k, x, x + others) <= least
+
+    return bisect_left(range(k + 1), True, key=unlikely)
