@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import sys
 import zlib
@@ -56,6 +57,10 @@ def pytest_collection() -> Iterator[object]:
     try:
         return (yield)
     finally:
+        # pytest hangs itself into each logger that does not propagate, six times a test: torch has 57
+        for logger in logging.root.manager.loggerDict.values():
+            if isinstance(logger, logging.Logger):
+                logger.propagate = True
         gc.collect()
         gc.freeze()
         gc.enable()

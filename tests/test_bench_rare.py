@@ -3,26 +3,21 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
-
-BENCH = Path(__file__).parents[1] / "bench"
+from benches import on_path
 
 
 @pytest.fixture(scope="module")
 def rare() -> Iterator[ModuleType]:
-    sys.path.insert(0, str(BENCH))
-    try:
+    with on_path():
         import rare
 
         yield rare
-    finally:
-        sys.path.remove(str(BENCH))
 
 
 def planted(rare: ModuleType, lost: float) -> dict[str, list[Any]]:

@@ -28,6 +28,7 @@ from serve.test_openai import Server, serving  # noqa: E402
 
 pytestmark = pytest.mark.slow
 KEY = "key-of-anna"
+ABSENT = 77  # what code ends with where its package is not there
 CALL = '<tool_call>\n{{"name": "{}", "arguments": {}}}\n</tool_call>'
 # as grammars want JSON: nothing else may be written where a call must come
 CITY, AMOUNT, ANSWER = '{"city": "Oslo"}', '{"amount": 3}', '{"answer": "It rains ."}'
@@ -71,13 +72,13 @@ def run(file: Path, module: str, package: str, code: str) -> Any:
         "HTTPS_PROXY": "http://127.0.0.1:9",
         "LANGSMITH_TRACING": "false",
     }
-    there = subprocess.run([python, "-c", f"import {module}"], env=env, capture_output=True)
-    if there.returncode:
+    guard = f"try:\n    import {module}\nexcept ImportError:\n    raise SystemExit({ABSENT})\n"
+    file.write_text(guard + code)
+    done = subprocess.run([python, str(file)], env=env, capture_output=True, text=True, timeout=240)
+    if done.returncode == ABSENT:
         pytest.skip(
             f"{python} has no {package}: install it there, or name another in KVWEAVE_FRAMEWORKS"
         )
-    file.write_text(code)
-    done = subprocess.run([python, str(file)], env=env, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, f"{code}\n{done.stdout}\n{done.stderr}"
     return json.loads(done.stdout.splitlines()[-1])
 
