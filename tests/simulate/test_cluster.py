@@ -180,7 +180,7 @@ def test_rendezvous_stays_with_the_heaviest_set_within_its_bound() -> None:
 
 @pytest.mark.slow
 def test_nodes_share_the_load_and_declarations_reach_all() -> None:
-    trace = generate(Shape(sessions=10), 2)
+    trace = generate(Shape(sessions=5), 2)
     total = trace.unique_tokens() * Cost().token_bytes
     tiers = [
         Tier("ram", total // 20, 20e9, 3.0),

@@ -14,7 +14,7 @@ from kvweave.simulate.generate import Shape
 
 @pytest.fixture
 def path(tmp_path: Path) -> str:
-    write(generate(Shape(sessions=8), 1), tmp_path / "t.jsonl")
+    write(generate(Shape(sessions=4), 1), tmp_path / "t.jsonl")
     return str(tmp_path / "t.jsonl")
 
 
