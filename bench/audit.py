@@ -277,7 +277,7 @@ def run(n: int, workers: Sequence[tuple[tuple[str, float], str, str]]) -> dict[s
                 "prose to world": shift(other, usual),
                 "another revision": shift(usual, changed),
             },
-            "cost": cost(runner, exam, runs),
+            "cost": cost(runner, exam, world(exam, 3 * n)),
         }
         advance("")
     exam.close()
