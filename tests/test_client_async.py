@@ -8,9 +8,11 @@ from __future__ import annotations
 import asyncio
 import inspect
 from contextlib import aclosing
+from functools import partial
 
 import httpx
 import pytest
+from httpcore._async.http11 import AsyncHTTP11Connection
 from loaded import short_runner
 from served import served
 from test_client import END, PART, URL, VIEW, Fake, Lines, event
@@ -215,3 +217,28 @@ def test_classes_show_their_verbs():
     well = {"status": "ok", "uptime": 1.0}
     with Client(URL, transport=httpx.MockTransport(Fake(httpx.Response(200, json=well)))) as client:
         assert Client.health(client) == well
+
+
+def test_a_cancellation_while_a_connection_is_given_back(server, monkeypatch):
+    """A hundred connections that the pool has for ever, and nobody is answered any more."""
+    asking = []
+    closed = AsyncHTTP11Connection._response_closed
+
+    async def cancelled_then(connection):
+        if asking:
+            asking[0].cancel()
+        await closed(connection)
+
+    monkeypatch.setattr(AsyncHTTP11Connection, "_response_closed", cancelled_then)
+
+    async def main():
+        async with AsyncClient(server.url, timeout=5.0) as client:
+            context = await client.compose(TEXT)
+            for verb in (client.health, context.preview, partial(context.generate, 2)) * 40:
+                asking[:] = [asyncio.create_task(verb())]
+                with pytest.raises(asyncio.CancelledError):
+                    await asking[0]
+                asking.clear()
+            await context.append("so well .")
+
+    run(main)

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 import socket
 import threading
 
 import httpx
 import pytest
+from httpcore._async.http11 import AsyncHTTP11Connection
 from routing import CHAT, DIE, DONE, FakeWorker, Reply, answered, event, streamed, until
+
+from kvweave.route.forward import whole
+from kvweave.route.relay import Passing
 
 
 def first_asked(workers, router, text="hi"):
@@ -250,6 +256,35 @@ def test_drained_workers_get_nothing_new_until_they_are_undrained(workers, route
         assert router.ask().status_code == 200 and len(first.asked(CHAT)) == 1
         for wrong in ("nobody:1:drain", f"{first.name}:melt", first.name):
             assert client.post(f"/v1/workers/{wrong}").status_code == 404
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_hang_up_while_a_connection_is_given_back(workers, route, stream, monkeypatch):
+    """Its pool would keep it, and a file open, for ever."""
+    closed, forward, asking = AsyncHTTP11Connection._response_closed, Passing.__call__, []
+
+    async def cancelled_then(connection):
+        asking.pop().cancel()  # as the guard does that watches who asks
+        await closed(connection)
+
+    async def call(self, *asgi):
+        asking.append(asyncio.current_task())
+        await forward(self, *asgi)
+
+    async def body(response):
+        asking.append(asyncio.current_task())
+        return await whole(response)
+
+    [worker] = workers(1, lambda seen: streamed(event("x"), DONE) if stream else answered())
+    router = route([worker], probe=30)
+    monkeypatch.setattr(AsyncHTTP11Connection, "_response_closed", cancelled_then)
+    monkeypatch.setattr(Passing, "__call__", call)
+    monkeypatch.setattr("kvweave.route.completions.whole", body)
+    for _ in range(3):
+        with contextlib.suppress(httpx.TransportError):
+            router.ask(stream=stream)
+    assert len(worker.asked(CHAT)) == 3 and not asking
+    until(lambda: not router.state.forwarder._fresh._pool.connections)
 
 
 def test_a_router_that_stops_lets_answers_end(workers, route):

@@ -5,8 +5,9 @@ from __future__ import annotations
 import ssl
 import time
 import weakref
-from collections.abc import AsyncGenerator, Generator, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
 
@@ -165,13 +166,13 @@ class AwaitedWire:
             running.close()
             if running.response is not None:
                 with anyio.CancelScope(shield=True):
-                    await running.response.aclose()
+                    await aside(running.response.aclose)
 
     async def _unless_stopped(self, order: Order, running: Journey[Any]) -> object:
         """Do a order, and break it off where another task stops the running."""
         with anyio.CancelScope() as running.scope:
             try:
-                return await self._do(order, running)
+                return await aside(partial(self._do, order, running))
             finally:
                 running.scope = None  # one that was left must not be cancelled
         return None
@@ -220,6 +221,36 @@ class AwaitedWire:
 
 
 Wire = BlockingWire | AwaitedWire
+
+
+async def aside(
+    call: Callable[[], Awaitable[T]], undo: Callable[[T], Awaitable[None]] | None = None
+) -> T:
+    """Await a call of httpx, in a task of its own: where asyncio cancels who waits, a scope of anyio's tells
+    it, which lets a connection be given back; cancelled in the middle of that, its pool has it for ever.
+
+    What came when nobody waited any more is given to ``undo``.
+    """
+    made: list[T] = []
+    failed: list[Exception] = []
+
+    async def run() -> None:
+        try:
+            made.append(await call())
+        except Exception as error:
+            failed.append(error)
+
+    try:
+        async with anyio.create_task_group() as group:
+            group.start_soon(run)
+    except BaseException:
+        with anyio.CancelScope(shield=True):
+            if undo is not None and made:
+                await undo(made[0])
+        raise
+    if failed:
+        raise failed.pop()  # in a list of this frame it would be a circle
+    return made[0]
 
 
 def require_httpx() -> None:

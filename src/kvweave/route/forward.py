@@ -7,14 +7,16 @@ over a connection of its own: on a kept one nobody can tell whether a worker tha
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import httpx
 from starlette.requests import Request
 from starlette.types import Scope
 
+from kvweave.client.wires import aside
 from kvweave.route.options import RouteOptions
 from kvweave.route.worker import Worker
 from kvweave.serve.guard.access_log import HEADER as REQUEST_ID_HEADER
@@ -133,7 +135,11 @@ class Forwarder:
         )
         transport = self._kept if call.method in ("GET", "HEAD") else self._fresh
         try:
-            return await transport.handle_async_request(request)
+            sending = partial(transport.handle_async_request, request)
+            response = await aside(sending, httpx.Response.aclose)
+            assert isinstance(response.stream, httpx.AsyncByteStream)
+            response.stream = _Body(response.stream)
+            return response
         except (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout) as error:
             raise WorkerFailed(_says(error), sent=False) from error
         except httpx.ReadTimeout as error:
@@ -162,6 +168,19 @@ async def whole(response: httpx.Response) -> bytes:
         raise WorkerFailed(_says(error), sent=True) from error
     finally:
         await response.aclose()
+
+
+class _Body(httpx.AsyncByteStream):
+    """The body of an answer, whose connection is given back whoever hangs up meanwhile."""
+
+    def __init__(self, pieces: httpx.AsyncByteStream) -> None:
+        self._pieces = pieces
+
+    def __aiter__(self) -> AsyncIterator[bytes]:
+        return aiter(self._pieces)
+
+    async def aclose(self) -> None:
+        await aside(self._pieces.aclose)
 
 
 def headers_of(response: httpx.Response) -> Headers:
