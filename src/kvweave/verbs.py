@@ -14,6 +14,7 @@ A verb that is added is held to its annotations; nothing has to be said of it he
 
 from __future__ import annotations
 
+import os
 from collections import abc, deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -24,6 +25,7 @@ from numbers import Integral, Real
 from threading import RLock
 from types import FunctionType, NoneType, UnionType
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar, Union, cast, get_args, get_origin
+from weakref import WeakSet
 
 from kvweave.errors import InvalidArgument
 from kvweave.interrupts import HELD
@@ -46,7 +48,9 @@ class Gate:
         self.lock, self.around = RLock(), around
         self._is_mine: Callable[[], bool] = self.lock._is_owned  # type: ignore[attr-defined]
         self._n_calling = 0
+        self._is_half_done = False
         self.later: deque[Callable[[], object]] = deque()
+        _GATES.add(self)
 
     @property
     def calls_back(self) -> bool:
@@ -71,6 +75,9 @@ class Gate:
 
     def require(self, verb: str, closed: bool) -> None:
         """Raise InvalidArgument for a verb of what is closed, and for one within a callback."""
+        if self._is_half_done:
+            reason = "another thread was in the middle of a verb when this process was forked"
+            raise InvalidArgument(verb, reason, "open it in this process")
         if closed and verb not in STILL:
             raise InvalidArgument(verb, "it is closed", "open another")
         if self._n_calling:
@@ -93,6 +100,27 @@ class Gate:
                 self._n_calling -= 1
 
         return calling
+
+    def forked(self) -> None:
+        """In a fork no other thread is left, to leave the gate."""
+        if self._is_mine():
+            return
+        if self.lock.acquire(blocking=False):
+            self.lock.release()
+            return
+        self.lock, self._is_half_done = RLock(), True
+        self._is_mine = self.lock._is_owned  # type: ignore[attr-defined]
+
+
+_GATES: WeakSet[Gate] = WeakSet()
+
+
+def _forked() -> None:
+    for gate in _GATES:
+        gate.forked()
+
+
+os.register_at_fork(after_in_child=_forked)
 
 
 def checked(cls: type[T]) -> type[T]:

@@ -109,6 +109,22 @@ def within(
     return future.result()
 
 
+class Here:
+    """The process that opened something; a fork of that shares its connections, and has none of its threads."""
+
+    def __init__(self) -> None:
+        self._pid = os.getpid()
+
+    def __bool__(self) -> bool:
+        return os.getpid() == self._pid
+
+    def require(self, what: object) -> None:
+        """Raise StoreError in a fork."""
+        if not self:
+            hint = "open it in this process, after the other one has closed it"
+            raise StoreError(f"{what} was opened in process {self._pid}", hint=hint)
+
+
 class OneThread:
     """Makes calls in a thread of its own, one after the other; who asks waits for so long only.
 
@@ -117,22 +133,15 @@ class OneThread:
     """
 
     def __init__(self, back: Callable[[], object]) -> None:
-        self._back, self._lock, self._pid = back, threading.Lock(), os.getpid()
+        self._back, self._lock, self.here = back, threading.Lock(), Here()
         self._calls: Calls = queue.SimpleQueue()
         self.is_late = False
         Background(lambda: answer(self._calls, self._done), "kvweave-index")
 
-    @property
-    def is_here(self) -> bool:
-        """Whether this is the process that made it, not a fork of that."""
-        return os.getpid() == self._pid
-
     def ask(self, call: Callable[[], T], seconds: float, what: object, hint: str = UNCHANGED) -> T:
         """Return what ``call`` returns, or raise what it raises. Raises StoreError when ``what`` is
         silent for so long, with a ``hint`` if the call has begun; or in a fork, which has no thread."""
-        if not self.is_here:
-            where = "open it in this process, after the other one has closed it"
-            raise StoreError(f"{what} was opened in process {self._pid}", hint=where)
+        self.here.require(what)
         if self.is_late:
             raise silent(what)
         future: Future[T] = Future()

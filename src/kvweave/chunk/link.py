@@ -16,7 +16,7 @@ from uuid import uuid4
 import psycopg
 from psycopg import errors
 
-from kvweave.chunk.background import Background, within
+from kvweave.chunk.background import Background, Here, within
 from kvweave.chunk.identity import ChunkId
 from kvweave.chunk.lease import Lease
 from kvweave.chunk.levels import Holders
@@ -69,7 +69,7 @@ class Link:
 
     def __init__(self, url: str, *, lock_timeout: float = 5.0) -> None:
         """Raises StoreError when the server does not answer, FormatTooNew."""
-        self._url, self._lock_timeout = url, lock_timeout
+        self._url, self._lock_timeout, self._here = url, lock_timeout, Here()
         self.where = re.sub(r"//([^:@/]*):[^@]*@", r"//\1:***@", url)
         self._level, self._model = 0, ""
         self._changed: set[ChunkId] = set()
@@ -286,6 +286,8 @@ class Link:
         return ids
 
     def close(self) -> None:
+        if not self._here:
+            return
         self._stop.set()
         self._thread.join(2 * AGAIN_SECONDS)
         with suppress(StoreError):  # else its lease ends by itself
@@ -358,6 +360,7 @@ class Link:
         return self._execute(query, values or None, chunk)
 
     def _execute(self, query: str, values: Any, chunk: int | None, n_rows: int = 0) -> Any:
+        self._here.require(self.where)
         if self._went_back:
             raise self._put_back()
         ends = time.monotonic() + ANSWER_SECONDS * (1 + n_rows / _SLOWLY)
