@@ -13,12 +13,15 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
+import numpy as np
 import postgres
 import pytest
+import torch
 from indexes import put
 
 from kvweave import Engine
 from kvweave.chunk.table import Table
+from kvweave.run.spill import SpillFile
 
 PATIENCE = 20.0  # seconds
 
@@ -89,3 +92,24 @@ def test_a_fork_neither_uses_the_connection_nor_ends_the_lease(url: str) -> None
     table.release(mine, "chat")
     table.close()
     assert time.monotonic() - began < PATIENCE / 2
+
+
+def test_a_fork_writes_to_a_file_of_rows_of_its_own() -> None:
+    """It is the same file: what the fork put below memory was read here as rows of this process."""
+    file, slots = SpillFile.of(), np.arange(4)
+
+    def taken() -> list[int]:
+        of = SpillFile.of()
+        [rows] = of.rows([(1, 4, 2)], torch.float32)
+        rows.write(0, slots, torch.full((4, 2), 2.0))
+        return [int(of is file), *map(int, rows.read(0, slots).unique())]
+
+    [rows] = file.rows([(1, 4, 2)], torch.float32)
+    rows.write(0, slots, torch.full((4, 2), 1.0))
+    for verb in (
+        lambda: rows.write(0, slots, torch.full((4, 2), 3.0)),
+        lambda: rows.read(0, slots).tolist(),
+    ):
+        assert "was opened in process" in forked(verb)
+    assert forked(taken) == "[0, 2]"
+    assert rows.read(0, slots).eq(1).all()

@@ -140,3 +140,9 @@ def test_offline_is_what_the_error_says(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(ModelUnusable, match=r"no such directory.*offline mode.*downloaded"):
         Runner.load("owner/nope")
+
+
+@pytest.mark.parametrize("path", ["y" * 300, "a/" * 3000])
+def test_a_path_that_the_system_refuses(path: str) -> None:
+    with pytest.raises(ModelUnusable, match="name too long"):
+        Runner.load(path)

@@ -94,3 +94,29 @@ def test_closing_lays_down_all_that_there_is_room_for(tmp_path: Path) -> None:
         with Engine(tiny(), home=tmp_path / str(len(tiers)), tiers=tiers) as engine:
             found = [(e.n_tokens, e.tier) for e in engine.files.ls("**")]
         assert [n if tier != "none" else 0 for n, tier in found] == there
+
+
+@pytest.mark.parametrize("tiers", [None, ("disk path=values",)])
+def test_who_goes_elsewhere_takes_a_relative_path_along(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiers: tuple[str, ...] | None
+) -> None:
+    """What is called so there is another one, or none."""
+    there = tmp_path / "there"
+    for at in (there, tmp_path):
+        at.mkdir(exist_ok=True)
+        monkeypatch.chdir(at)
+        engine = Engine(tiny(), home="home" if tiers is None else at / "home", tiers=tiers)
+        engine.put("docs/a", range(3, 15))
+        engine.place("docs/a", "disk")
+        if at == there:
+            engine.close()
+    monkeypatch.chdir(there)
+    kept = sorted(path for path in there.rglob("*.raw*"))
+    assert kept
+    engine.put("docs/b", range(3, 18))
+    engine.place("docs/b", "disk")
+    assert engine.shelf.get(int(engine.files.stat("docs/a").id)) is not None
+    engine.files.rm("docs/*")
+    engine.check_integrity()
+    engine.close()
+    assert sorted(path for path in there.rglob("*.raw*")) == kept

@@ -33,10 +33,14 @@ class Checkpoint:
 def find(path: str) -> Checkpoint:
     """Return where the model of this directory or hub id is. Raises ModelUnusable."""
     where = Path(path)
-    if where.exists():
-        return _in(where)
+    try:
+        if where.exists():
+            return _in(where)
+        is_beside = where.parent.is_dir()  # then what is meant is a directory
+    except OSError as error:
+        raise ModelUnusable(path, said(error)) from error
     reason = "there is no such directory"
-    if ON_HUB.fullmatch(path) and not where.parent.is_dir():  # else what is meant is a directory
+    if ON_HUB.fullmatch(path) and not is_beside:
         told = _ask(path)
         if not isinstance(told, str):
             return Checkpoint(path, told)

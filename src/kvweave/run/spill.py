@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvweave.chunk.background import Here
 from kvweave.errors import NoSpace, StoreError, of_system
 from kvweave.run.base import Ints
 
@@ -64,8 +65,9 @@ class SpillFile:
     _open: weakref.ref[SpillFile] | None = None  # the one that takes more sheets
 
     def __init__(self) -> None:
-        self.directory = Path(tempfile.gettempdir())
+        self.directory, self.here = Path("TMPDIR"), Here()
         try:
+            self.directory = Path(tempfile.gettempdir())
             self.number, name = tempfile.mkstemp(prefix="kvweave-below-")
             weakref.finalize(self, os.close, self.number)
             os.unlink(name)
@@ -77,10 +79,14 @@ class SpillFile:
     def of(cls) -> SpillFile:
         """Return a file that takes more sheets. Raises NoSpace, StoreError."""
         known = None if cls._open is None else cls._open()
-        if known is None or known._n_sheets >= SHARED:
+        if known is None or not known.here or known._n_sheets >= SHARED:
             known = cls()
             cls._open = weakref.ref(known)
         return known
+
+    def require(self) -> None:
+        """Raise StoreError in a fork: what one of both writes, the other one would read."""
+        self.here.require("the file of rows below memory")
 
     def rows(self, shapes: Sequence[tuple[int, int, int]], dtype: torch.dtype) -> list[SpilledRows]:
         """Take room for tensors of these shapes. Raises NoSpace, StoreError."""
@@ -149,6 +155,7 @@ class SpilledRows:
 
     def _read(self, at: int, n: int) -> bytearray:
         data, done = bytearray(n), 0
+        self.file.require()
         try:
             while done < n:
                 got = os.preadv(self.file.number, [memoryview(data)[done:]], at + done)
@@ -164,6 +171,7 @@ class SpilledRows:
 
     def _write(self, at: int, data: memoryview) -> None:
         done = 0
+        self.file.require()
         try:
             while done < len(data):
                 done += os.pwrite(self.file.number, data[done:], at + done)

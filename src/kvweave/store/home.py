@@ -21,7 +21,11 @@ class Home:
     """
 
     def __init__(self, path: Path, mine: ModelFingerprint) -> None:
-        self.path, self.mine = path, mine
+        try:  # of where it is opened: a program may go elsewhere
+            self.path = path = path.absolute()
+        except OSError as error:
+            raise of_system(error, "find", path) from error
+        self.mine = mine
         self.index = path / "index.sqlite"
         self._file = path / "model.json"
         self._check()

@@ -178,6 +178,7 @@ def _directory(name: str) -> _Open:
                 "tier", f"{name} has no directory", "pass home=, or path=DIR here"
             )
         directory = Path(path) if path is not None else Path(str(site.home)) / name
+        directory = in_time(directory.absolute, directory, bool)  # a program may go elsewhere
 
         def take() -> Claim:
             home = site.home
