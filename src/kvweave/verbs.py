@@ -73,6 +73,14 @@ class Gate:
                 finally:
                     self.lock.release()
 
+    def first(self) -> None:
+        """Make them before a verb of this thread, unless it is in one: it may ask again for what it let go
+        of, and who held the gate then need not be the next to look."""
+        if self.later and not self._is_mine():
+            with self.lock, HELD:
+                while self.later:
+                    self.later.popleft()()
+
     def require(self, verb: str, closed: bool) -> None:
         """Raise InvalidArgument for a verb of what is closed, and for one within a callback."""
         if self._is_half_done:
@@ -144,6 +152,7 @@ def checking(function: FunctionT) -> FunctionT:
         args, options = asked[0].take(args, options, gate)
         if gate is None:
             return function(self, *args, **options)
+        gate.first()
         try:
             with gate.lock, HELD, gate.around():
                 gate.require(function.__name__, self.closed)

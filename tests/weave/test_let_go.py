@@ -131,6 +131,35 @@ def test_another_thread_does_not_wait_to_let_go_of_one(engine: Engine, context: 
     assert not context.session.busy and context.parts[-1].n == 1
 
 
+@pytest.mark.parametrize("verb", ["answer", "edit"])
+def test_who_let_go_of_one_asks_again_before_who_left_the_gate_looks(
+    engine: Engine, context: Context, verb: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its own answer was still under way, while others used the engine."""
+    stream = context.stream(**ASKED)
+    next(stream)
+    held, inside, leaves = [stream], Event(), Event()
+    del stream
+
+    def other() -> None:
+        with engine.context("d").edit():
+            inside.set()
+            leaves.wait(30)
+
+    thread = Thread(target=other, daemon=True)
+    thread.start()
+    assert inside.wait(30)
+    held.clear()
+    monkeypatch.setattr(engine.gate, "catch_up", lambda: None)  # whoever waits was faster
+    leaves.set()
+    if verb == "edit":
+        with context.edit():
+            context.append([42])
+    else:
+        assert len(context.generate(2, ignore_eos=True).tokens) == 2
+    thread.join(30)
+
+
 @pytest.mark.parametrize("how", ["thrown", "closed", "dropped", "read"])
 def test_an_answer_of_a_memory_ends_its_step(engine: Engine, how: str) -> None:
     memory = Memory(engine, "c")

@@ -109,7 +109,7 @@ def within(
     return future.result()
 
 
-class Here:
+class Opener:
     """The process that opened something; a fork of that shares its connections, and has none of its threads."""
 
     def __init__(self) -> None:
@@ -133,7 +133,7 @@ class OneThread:
     """
 
     def __init__(self, back: Callable[[], object]) -> None:
-        self._back, self._lock, self.here = back, threading.Lock(), Here()
+        self._back, self._lock, self.opener = back, threading.Lock(), Opener()
         self._calls: Calls = queue.SimpleQueue()
         self.is_late = False
         Background(lambda: answer(self._calls, self._done), "kvweave-index")
@@ -141,7 +141,7 @@ class OneThread:
     def ask(self, call: Callable[[], T], seconds: float, what: object, hint: str = UNCHANGED) -> T:
         """Return what ``call`` returns, or raise what it raises. Raises StoreError when ``what`` is
         silent for so long, with a ``hint`` if the call has begun; or in a fork, which has no thread."""
-        self.here.require(what)
+        self.opener.require(what)
         if self.is_late:
             raise silent(what)
         future: Future[T] = Future()

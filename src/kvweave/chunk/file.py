@@ -124,7 +124,7 @@ class IndexFile(OpenIndex):
         if own.is_late or not self._turn.acquire(timeout=self._seconds):
             raise silent(self.path)
         try:
-            if self._is_warm and not waits and not own.is_late and own.here:
+            if self._is_warm and not waits and not own.is_late and own.opener:
                 return call(self.db)
             left = max(0.0, ends - time.monotonic())
             return own.ask(lambda: self._sure(call), left, self.path, hint or UNCHANGED)
@@ -371,7 +371,7 @@ class IndexFile(OpenIndex):
 
     def _end(self, call: Callable[[], None]) -> None:
         own, self._own = self._own, None
-        if own is not None and own.here:
+        if own is not None and own.opener:
             own.end(call, self._seconds, self.path)
 
     def _close_sealed(self) -> None:

@@ -16,7 +16,7 @@ from uuid import uuid4
 import psycopg
 from psycopg import errors
 
-from kvweave.chunk.background import Background, Here, within
+from kvweave.chunk.background import Background, Opener, within
 from kvweave.chunk.identity import ChunkId
 from kvweave.chunk.lease import Lease
 from kvweave.chunk.levels import Holders
@@ -69,7 +69,7 @@ class Link:
 
     def __init__(self, url: str, *, lock_timeout: float = 5.0) -> None:
         """Raises StoreError when the server does not answer, FormatTooNew."""
-        self._url, self._lock_timeout, self._here = url, lock_timeout, Here()
+        self._url, self._lock_timeout, self._opener = url, lock_timeout, Opener()
         self.where = re.sub(r"//([^:@/]*):[^@]*@", r"//\1:***@", url)
         self._level, self._model = 0, ""
         self._changed: set[ChunkId] = set()
@@ -286,7 +286,7 @@ class Link:
         return ids
 
     def close(self) -> None:
-        if not self._here:
+        if not self._opener:
             return
         self._stop.set()
         self._thread.join(2 * AGAIN_SECONDS)
@@ -360,7 +360,7 @@ class Link:
         return self._execute(query, values or None, chunk)
 
     def _execute(self, query: str, values: Any, chunk: int | None, n_rows: int = 0) -> Any:
-        self._here.require(self.where)
+        self._opener.require(self.where)
         if self._went_back:
             raise self._put_back()
         ends = time.monotonic() + ANSWER_SECONDS * (1 + n_rows / _SLOWLY)

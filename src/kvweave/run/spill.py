@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvweave.chunk.background import Here
+from kvweave.chunk.background import Opener
 from kvweave.errors import NoSpace, StoreError, of_system
 from kvweave.run.base import Ints
 
@@ -65,7 +65,7 @@ class SpillFile:
     _open: weakref.ref[SpillFile] | None = None  # the one that takes more sheets
 
     def __init__(self) -> None:
-        self.directory, self.here = Path("TMPDIR"), Here()
+        self.directory, self.opener = Path("TMPDIR"), Opener()
         try:
             self.directory = Path(tempfile.gettempdir())
             self.number, name = tempfile.mkstemp(prefix="kvweave-below-")
@@ -79,14 +79,14 @@ class SpillFile:
     def of(cls) -> SpillFile:
         """Return a file that takes more sheets. Raises NoSpace, StoreError."""
         known = None if cls._open is None else cls._open()
-        if known is None or not known.here or known._n_sheets >= SHARED:
+        if known is None or not known.opener or known._n_sheets >= SHARED:
             known = cls()
             cls._open = weakref.ref(known)
         return known
 
     def require(self) -> None:
         """Raise StoreError in a fork: what one of both writes, the other one would read."""
-        self.here.require("the file of rows below memory")
+        self.opener.require("the file of rows below memory")
 
     def rows(self, shapes: Sequence[tuple[int, int, int]], dtype: torch.dtype) -> list[SpilledRows]:
         """Take room for tensors of these shapes. Raises NoSpace, StoreError."""

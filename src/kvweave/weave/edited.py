@@ -84,6 +84,7 @@ class EditedParts:
         other contexts, chunks that were stored, contexts that were opened. What was closed stays so.
         """
         mine = HELD.depth == 0
+        self.gate.first()
         lock, outside = self.gate.lock, HELD.outside() if mine else nullcontext()
         try:
             with lock, HELD, self._editing(verb), outside:
