@@ -160,6 +160,15 @@ def test_an_engine_that_comes_back_still_says_its_model(pair, url):
     wait(lambda: a._rows._all(mine, a._rows._engine) == [("a",)])
 
 
+def test_an_engine_that_came_back_while_it_claimed_says_its_model(pair, url):
+    """It says that it lives at the same time, and knew no model yet when it began to."""
+    a, _ = pair
+    a.claim("a")
+    a._rows._run("UPDATE kvweave_engines SET model='' WHERE id=%s", a._rows._engine)
+    mine = "SELECT model FROM kvweave_engines WHERE id=%s"
+    wait(lambda: a._rows._all(mine, a._rows._engine) == [("a",)])
+
+
 def test_one_of_two_gets_a_name(url):
     tables = [Table(url) for _ in range(4)]
     for i in range(20):

@@ -54,13 +54,12 @@ class Lease:
         self, db: psycopg.Connection[Any], model: str, stood: datetime | None
     ) -> datetime | None:
         """Write that the engine lives, where there stands what ``stood`` there; return what was written."""
-        query = "UPDATE kvweave_engines SET seen=clock_timestamp() WHERE id=%s AND seen=%s"
-        values: tuple[object, ...] = self.number, stood
-        if stood is None and model:
-            query = "INSERT INTO kvweave_engines(id, model) VALUES(%s, %s) ON CONFLICT DO NOTHING"
-            values = self.number, model
-        elif stood is None:
-            query = "INSERT INTO kvweave_engines(id) VALUES(%s) ON CONFLICT DO NOTHING"
-            values = (self.number,)
-        row = db.execute(f"{query} RETURNING seen", values).fetchone()
+        said = {"id": self.number, "model": model, "stood": stood}
+        if stood is None:
+            names, values = ("id, model", "%(id)s, %(model)s") if model else ("id", "%(id)s")
+            query = f"INSERT INTO kvweave_engines({names}) VALUES({values}) ON CONFLICT DO NOTHING"
+        else:  # the model too: it may have been claimed while this came back without one
+            also = ", model=%(model)s" if model else ""
+            query = f"UPDATE kvweave_engines SET seen=clock_timestamp(){also} WHERE id=%(id)s AND seen=%(stood)s"
+        row = db.execute(f"{query} RETURNING seen", said).fetchone()
         return None if row is None else row[0]
