@@ -152,19 +152,14 @@ def test_two_models_never_share_an_index(url):
         table.close()
 
 
-def test_an_engine_that_comes_back_still_says_its_model(pair, url):
+@pytest.mark.parametrize(
+    "gone",  # the second: it said that it lives while it claimed, and knew no model yet when it began to
+    ["DELETE FROM kvweave_engines", "UPDATE kvweave_engines SET model=''"],
+)
+def test_an_engine_that_comes_back_still_says_its_model(pair, url, gone):
     a, _ = pair
     a.claim("a")
-    a._rows._run("DELETE FROM kvweave_engines WHERE id=%s", a._rows._engine)
-    mine = "SELECT model FROM kvweave_engines WHERE id=%s"
-    wait(lambda: a._rows._all(mine, a._rows._engine) == [("a",)])
-
-
-def test_an_engine_that_came_back_while_it_claimed_says_its_model(pair, url):
-    """It says that it lives at the same time, and knew no model yet when it began to."""
-    a, _ = pair
-    a.claim("a")
-    a._rows._run("UPDATE kvweave_engines SET model='' WHERE id=%s", a._rows._engine)
+    a._rows._run(f"{gone} WHERE id=%s", a._rows._engine)
     mine = "SELECT model FROM kvweave_engines WHERE id=%s"
     wait(lambda: a._rows._all(mine, a._rows._engine) == [("a",)])
 
