@@ -74,7 +74,7 @@ def reads(directory: Path, block: int, total: int, rounds: int) -> dict[str, Any
     """Read values of one size: bare, one a call, and in batches, every checksum compared."""
     n = max(BATCH, total // block)
     disk = Disk(directory / str(block))
-    tier = Guarded(disk)
+    tier = Guarded(disk, disk.apart)
     value = buffer(block)
     value[:] = os.urandom(block)
     total_sum = xxhash.xxh3_64_intdigest(value)
@@ -160,7 +160,7 @@ def about(n: int) -> Callable[[int], Expected]:
 def loads(directory: Path, n_tokens: int, n: int, rounds: int) -> dict[str, Any]:
     """Load chunks as an engine does, heads, checksums and all, against bare reads of their files."""
     disk = Disk(directory / f"l{n_tokens}")
-    level = Level(Guarded(disk), parse("raw"), "model", POLICIES["lru"](1 << 40))
+    level = Level(Guarded(disk, disk.apart), parse("raw"), "model", POLICIES["lru"](1 << 40))
     mover = Mover([level], about(n_tokens))
     kv = rows(n_tokens)
     for id in range(n):

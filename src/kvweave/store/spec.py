@@ -196,7 +196,7 @@ def _directory(name: str) -> _Open:
             disk, has_slab, free = in_time(look, directory, lambda made: made[0].close())
             if has_slab and relation == "mine":
                 old_slab.move(directory, disk)
-            guarded = Guarded(disk)
+            guarded = Guarded(disk, disk.apart)
             size = site.size
             if size is None:
                 size = (free + sum(taken(n) for _, n in listed(guarded) if isinstance(n, int))) // 2

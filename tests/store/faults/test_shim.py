@@ -141,3 +141,42 @@ def test_a_fork_dies_and_says_how(host: Host, tmp_path: Path) -> None:
     child = host.start("live", None, (), 1, "x")
     assert child.hear(60) == ("open",)
     assert child.kill() == 9
+
+
+TOGETHER = f"""
+import sys
+sys.path[:] = {sys.path!r}
+from pathlib import Path
+from kvweave.store.pages import buffer
+from kvweave.store.tier import aio
+from kvweave.store.tier.base import Get, Put
+from kvweave.store.tier.disk import Disk
+disk = Disk(Path.cwd())
+for i in range(6):
+    disk.put([Put(f"v{{i}}", [memoryview(bytes([i]) * 8192)])])
+into = [buffer(8192) for _ in range(6)]
+begun = time.monotonic()
+found = disk.get([Get(f"v{{i}}", 0, [to]) for i, to in enumerate(into)])
+print("".join(str(int(o.ok and into[i] == bytes([i]) * 8192)) for i, o in enumerate(found)), aio.works())
+print(time.monotonic() - begun, *{{o.why for o in found}})
+"""
+
+
+@pytest.mark.parametrize("mode", ["fails", "is short", "hangs"])
+def test_reads_that_are_under_way_together_are_hit_too(
+    under,
+    control: Control,
+    tmp_path: Path,
+    mode: str,
+) -> None:
+    how = {"fails": {"error": errno.EIO}, "is short": {"mode": SHORT}, "hangs": {"mode": HANG}}[
+        mode
+    ]
+    control.aim(READ, tmp_path / "d", first=2, count=1, seconds=0.3, only=".kv", **how)
+    said = under(TOGETHER).split("\n")
+    if "True" not in said[0]:
+        pytest.skip("no asynchronous reads here")
+    assert control.raw.hits == 1
+    assert said[0].split()[0] == ("110111" if mode == "fails" else "111111")
+    assert ("Input/output error" in said[1]) == (mode == "fails")
+    assert (float(said[1].split()[0]) > 0.3) == (mode == "hangs")

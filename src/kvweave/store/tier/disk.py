@@ -18,21 +18,25 @@ from __future__ import annotations
 import errno
 import os
 import threading
-import time
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from kvweave.chunk.rebuild import fsync, there
 from kvweave.errors import MANY_OPEN, StoreError, of_system
-from kvweave.store.tier.base import DONE, LATE, PAGE, Get, Outcome, Put, checked, refused
-from kvweave.store.tier.buffers import Run, runs
-from kvweave.store.tier.files import PIECE, NewFile, OpenFile, taken
+from kvweave.store.tier import aio, guarded
+from kvweave.store.tier.base import DONE, LATE, Get, Outcome, Put, checked, refused
+from kvweave.store.tier.buffers import runs
+from kvweave.store.tier.files import FileRange, NewFile, OpenFile, Pending, taken
 from kvweave.store.tier.keys import absent, check_keys, is_key, n_bytes_of, outside, present
 from kvweave.store.tier.owner import Claim
 
 SUFFIX = ".kv"
 OPEN = 128  # files kept open for reading
+REQUEST = 1 << 20  # bytes of one read, between two looks at the clock
+TOGETHER = (
+    1 << 22
+)  # bytes of reads that are under way together, whose checksums are worth another thread
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -67,6 +71,11 @@ class Disk:
             self._identity = _identity(directory)
         except OSError as error:
             raise of_system(error, "open", directory) from error
+
+    @property
+    def apart(self) -> int:
+        """Bytes of a batch that are worth a thread of their own (`kvweave.store.tier.guarded`)."""
+        return TOGETHER if self._direct and aio.works() else guarded.APART
 
     def path(self, key: str) -> Path:
         """Return the file of a value."""
@@ -132,40 +141,58 @@ class Disk:
 
     def get(self, gets: Sequence[Get], *, deadline: float | None = None) -> list[Outcome]:
         check_keys(get.key for get in gets)
-        return [refused(self._closed, deadline) or self._get(get, deadline) for get in gets]
+        wanted = [Pending(get) for get in gets]
+        for piece, n in aio.read(self._pieces(wanted, deadline)):
+            self._came(piece, n)
+        return [each.outcome or checked(each.get) for each in wanted]
 
-    def _get(self, get: Get, deadline: float | None) -> Outcome:
+    def _pieces(self, wanted: Sequence[Pending], deadline: float | None) -> Iterator[FileRange]:
+        """Open files, and yield what to read of them."""
+        for each in wanted:
+            each.outcome = refused(self._closed, deadline)
+            pieces = self._begin(each) if each.outcome is None else []
+            each.left = len(pieces)
+            for piece in pieces:
+                each.outcome = each.outcome or refused(False, deadline)
+                if each.outcome is not None:
+                    break
+                yield piece
+
+    def _begin(self, wanted: Pending) -> list[FileRange]:
+        """Return what to read; nothing where there is an outcome already."""
+        get, found = wanted.get, list[FileRange]()
         try:
             file = self._opened(get.key)
-            bad = outside(get, file.n)
-            if bad is not None:
-                return bad
+        except FileNotFoundError:
+            wanted.outcome = self._missing(get.key)
+            return []
+        except OSError as error:
+            wanted.outcome = Outcome("failed", f"{get.key}: {error}")
+            return []
+        wanted.outcome = outside(get, file.n)
+        if wanted.outcome is None:
             at = get.offset
             for run in runs(get.into):
-                for start in range(0, run.n, PIECE):
-                    if deadline is not None and time.monotonic() >= deadline:
-                        return LATE
-                    self._read(file, run, start, at + start)
+                for start in range(0, run.n, REQUEST):
+                    n = min(REQUEST, run.n - start)
+                    found.append(FileRange(wanted, file, run, start, n, at + start))
                 at += run.n
-        except FileNotFoundError:
-            return self._missing(get.key)
-        except OSError as error:
-            self._forget(get.key)
-            return Outcome("failed", f"{get.key}: {error}")
-        return checked(get)
+        return found
 
-    def _read(self, file: OpenFile, run: Run, start: int, position: int) -> None:
-        """Fill one piece of a run. Raises OSError; a file that ends is EIO."""
-        part = run.array(start, min(PIECE, run.n - start))
-        aligned = not (run.address + start | position | part.size) % PAGE
-        fd, done = file.fds[0] if aligned else file.cached(), 0
-        while done < part.size:
-            n = os.preadv(fd, [part[done:].data], position + done)
-            if n == 0:
-                raise OSError(errno.EIO, "the file is shorter than it was")
-            done += n
-            if done % PAGE:
-                fd = file.cached()
+    def _came(self, piece: FileRange, n: int) -> None:
+        """Read what is left of a piece, and compare the checksums of what is whole then."""
+        each = piece.of
+        try:
+            if n < 0:
+                raise OSError(-n, os.strerror(-n))
+            if n < piece.n:
+                piece.read(n)
+        except OSError as error:
+            self._forget(each.get.key)
+            each.outcome = each.outcome or Outcome("failed", f"{each.get.key}: {error}")
+        each.left -= 1
+        if not each.left:
+            each.outcome = each.outcome or checked(each.get)
 
     def _opened(self, key: str) -> OpenFile:
         with self._lock:

@@ -7,13 +7,14 @@ import fcntl
 import os
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from uuid import uuid4
 
 import numpy as np
 
 from kvweave.store.pages import buffer
-from kvweave.store.tier.base import PAGE
+from kvweave.store.tier.base import PAGE, Get, Outcome
 from kvweave.store.tier.buffers import Bytes, Run, copy_in
 
 PIECE = 4 << 20  # bytes of one system call, between two looks at the clock
@@ -51,6 +52,39 @@ class OpenFile:
     def __del__(self) -> None:
         for fd in self.fds:
             os.close(fd)
+
+
+@dataclass(slots=True, eq=False)
+class Pending:
+    """A read of a batch: its outcome once there is one, and of how many pieces it still waits."""
+
+    get: Get
+    outcome: Outcome | None = None
+    left: int = 0
+
+
+class FileRange:
+    """A part of a run to be read by one request, as `kvweave.store.tier.aio` wants it."""
+
+    def __init__(
+        self, of: Pending, file: OpenFile, run: Run, start: int, n: int, position: int
+    ) -> None:
+        self.of, self.file, self.run, self.start, self.n = of, file, run, start, n
+        self.position = position
+        aligned = not (run.address + start | position | n) % PAGE
+        self.fd = file.fds[0] if aligned and file.direct else -1
+
+    def read(self, done: int) -> None:
+        """Read from ``done`` on. Raises OSError; a file that ends is EIO."""
+        part = self.run.array(self.start, self.n)
+        fd = self.file.cached() if self.fd < 0 or done % PAGE else self.fd
+        while done < part.size:
+            n = os.preadv(fd, [part[done:].data], self.position + done)
+            if n == 0:
+                raise OSError(errno.EIO, "the file is shorter than it was")
+            done += n
+            if done % PAGE:
+                fd = self.file.cached()
 
 
 class NewFile:

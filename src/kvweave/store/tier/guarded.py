@@ -29,7 +29,7 @@ from kvweave.store.tier.keys import n_bytes_of
 from kvweave.store.tier.limit import Limit
 
 THREADS = 8
-APART = 1 << 18  # bytes of reads that are worth a thread of their own
+APART = 1 << 18  # bytes of reads that are worth a thread, where one is made after the other
 AT_ONCE = 4  # threads that one batch is divided among
 QUIET = 4.0  # seconds without a sign of life after which nothing is opened
 LISTED = 1024  # keys listed at a time
@@ -38,10 +38,10 @@ T = TypeVar("T")
 
 
 class Guarded:
-    """``tier`` behind threads; closed with it."""
+    """``tier`` behind threads; closed with it. ``apart``: bytes of reads worth a thread of their own."""
 
-    def __init__(self, tier: Tier) -> None:
-        self.tier, self.name, self.shared = tier, tier.name, tier.shared
+    def __init__(self, tier: Tier, apart: int = APART) -> None:
+        self.tier, self.name, self.shared, self._apart = tier, tier.name, tier.shared, apart
         self._calls: Calls = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._n_threads = self._n_busy = 0
@@ -56,7 +56,7 @@ class Guarded:
     def get(self, gets: Sequence[Get], *, deadline: float | None = None) -> list[Outcome]:
         sizes = [n_bytes_of(get.into) for get in gets]
         limit = Limit(deadline, PATIENCE, sum(sizes))
-        groups = list(_groups(gets, sizes))
+        groups = list(_groups(gets, sizes, self._apart))
         call = partial(self.tier.get, deadline=limit.ends)
         begun = [self._begin(partial(call, group)) for group in groups]
         return [
@@ -153,9 +153,9 @@ def listed(tier: Tier) -> Iterator[tuple[str, int | Outcome]]:
         yield from zip(some, sizes, strict=True)
 
 
-def _groups(gets: Sequence[Get], sizes: Sequence[int]) -> Iterator[Sequence[Get]]:
+def _groups(gets: Sequence[Get], sizes: Sequence[int], apart: int) -> Iterator[Sequence[Get]]:
     """Divide a batch into at most `AT_ONCE` runs of about as many bytes."""
-    most = max(APART, -(-sum(sizes) // AT_ONCE))
+    most = max(apart, -(-sum(sizes) // AT_ONCE))
     start, n = 0, 0
     for i, size in enumerate(sizes):
         if n and n + size > most:
