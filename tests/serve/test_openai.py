@@ -52,8 +52,9 @@ class Server:
 
     def settle(self) -> None:
         """Wait until the idle work is done."""
-        driver = self.service.driver
+        driver, until = self.service.driver, time.monotonic() + 120
         while driver.stats()["later"] or driver.stats()["active"]:
+            assert time.monotonic() < until, f"never idle: {driver.stats()}"
             time.sleep(0.01)
         asyncio.run(driver.call(lambda engine: None))
 
