@@ -593,7 +593,9 @@ def test_a_context_that_somebody_edited_is_left_as_it_is(make: Make) -> None:
     name = agent.step()["kvweave"]["context"]
     agent.server.on_engine(lambda e: e.contexts_of("anna")[name].append([5, 6, 7]))
     held = False
-    agent.server.service.driver.later(())  # which sleeps, perhaps, and hears of this by nothing else
+    agent.server.service.driver.later(
+        ()
+    )  # which sleeps, perhaps, and hears of this by nothing else
     rest(agent.server)
     assert agent.ahead.n_made == 0 and not due()
     agent.give()
