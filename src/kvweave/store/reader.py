@@ -1,10 +1,14 @@
-"""One load: heads, then layer 0 of every chunk, then layer 1, ..., in a thread of its own."""
+"""One load: heads, then layer 0 of every chunk, then layer 1, ..., in a thread of its own; what was read is
+decoded in another one meanwhile."""
 
 from __future__ import annotations
 
 import logging
+import queue
+from collections.abc import Iterator
 from dataclasses import dataclass
 
+from kvweave.chunk.background import Background, NoThread
 from kvweave.errors import StoreError
 from kvweave.store.arriving import Load
 from kvweave.store.kv import KV
@@ -56,8 +60,10 @@ class Reader:
                 per_layer = sum(each.about.n_bytes for each in wanted) // n_layers + 1
                 more = min(n_layers // REQUESTS, A_READ * len(wanted) // per_layer)
                 step = max(1, TOGETHER // per_layer, more)
-                for start in range(0, n_layers, step):
-                    self._layers(start, min(start + step, n_layers))
+                spans = [(at, min(at + step, n_layers)) for at in range(0, n_layers, step)]
+                for start, stop, each, outcome in self._ahead(spans):
+                    if not each.load.ended:
+                        self._layers(start, stop, each, outcome)
         except Exception as error:
             log.exception("loading failed")
             for each in self.wanted:
@@ -101,23 +107,47 @@ class Reader:
         each.level.find(wanted, self.ends)
         return each.level.heads(wanted, self.ends)[each.load.key]
 
-    def _layers(self, start: int, stop: int) -> None:
+    def _ahead(self, spans: list[tuple[int, int]]) -> Iterator[tuple[int, int, ToRead, Outcome]]:
+        """Yield what came of each span of layers, while those behind it are read already."""
+        came: queue.SimpleQueue[list[tuple[int, int, ToRead, Outcome]] | Exception]
+        came = queue.SimpleQueue()
+
+        def read() -> None:
+            try:
+                for start, stop in spans:
+                    came.put([(start, stop, *one) for one in self._read(start, stop)])
+            except Exception as error:  # is raised where it is waited for
+                came.put(error)
+
+        try:
+            Background(read)
+        except NoThread:
+            read()
+        for _ in spans:
+            some = came.get()
+            if isinstance(some, Exception):
+                raise some
+            yield from some
+
+    def _read(self, start: int, stop: int) -> list[tuple[ToRead, Outcome]]:
+        """Fill the memory of layers ``[start, stop)`` of what has not failed."""
+        found: list[tuple[ToRead, Outcome]] = []
         for level, mine in self._by_level():
-            gets, memory = [], []
-            for each in mine:
-                held = level.held.get(each.load.key)
-                if held is None:
-                    each.load.fail("missing: it was dropped")
-                    continue
-                gets.append(self._get(each, held.key, start, stop))
-                memory.append(each)
-            for each, outcome in zip(memory, level.get(gets, self.ends), strict=True):
-                if outcome.state == "wrong":
-                    outcome = self._reread(each, start, stop)
-                if outcome.ok:
-                    self._arrived(each, start, stop)
-                else:
-                    each.load.fail(f"{outcome.state}: {outcome.why}")
+            held = {each: level.held.get(each.load.key) for each in mine}
+            there = {each: at.key for each, at in held.items() if at is not None}
+            gets = [self._get(each, key, start, stop) for each, key in there.items()]
+            found += zip(there, level.get(gets, self.ends), strict=True)
+            dropped = Outcome("missing", "it was dropped")
+            found += [(each, dropped) for each in mine if each not in there]
+        return found
+
+    def _layers(self, start: int, stop: int, each: ToRead, outcome: Outcome) -> None:
+        if outcome.state == "wrong":
+            outcome = self._reread(each, start, stop)
+        if outcome.ok:
+            self._arrived(each, start, stop)
+        else:
+            each.load.fail(f"{outcome.state}: {outcome.why}")
 
     def _get(self, each: ToRead, key: str, start: int, stop: int) -> Get:
         assert each.head is not None
