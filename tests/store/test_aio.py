@@ -86,7 +86,7 @@ def refuses(rng: random.Random) -> Call:
     def call(number: int, *values: int) -> int:
         if number == aio._SUBMIT and rng.random() < 0.5:
             if rng.random() < 0.5:
-                raise OSError(errno.EAGAIN, "busy")
+                return -errno.EAGAIN
             return real(number, values[0], rng.randint(1, values[1]), values[2])
         return real(number, *values)
 
@@ -137,6 +137,7 @@ def test_an_error_of_one_read_is_not_the_others(
     )
     failed = disk.get(gets[:3])
     assert {o.state for o in failed} == {"failed"} and "Input/output" in failed[0].why
+    aio._idle.clear()  # the system would tell the next reads what it was not asked here
 
 
 def test_memory_outlives_whoever_is_interrupted(values: tuple[Disk, dict[str, bytes]]) -> None:
@@ -171,6 +172,92 @@ def test_memory_outlives_whoever_is_interrupted(values: tuple[Disk, dict[str, by
         assert ended and not aio._idle, "a queue with reads under way is for nobody else"
     key = next(key for key, value in content.items() if len(value) == 700 * PAGE)
     assert disk.get([Get(key, 0, [buffer(len(content[key]))])])[0].ok
+
+
+def after(call: int, do: Callable[[], object]) -> Callable[..., int]:
+    """Return the system's calls, with ``do`` called once behind one of ``call``."""
+    real, left = aio._libc.syscall, [do]
+
+    def syscall(number: int, *values: object) -> int:
+        result = int(real(number, *values))
+        if number == call and left:
+            left.pop()()
+        return result
+
+    return syscall
+
+
+def raises(error: type[BaseException]) -> Callable[[], None]:
+    def handler() -> None:
+        raise error("a signal's handler")
+
+    return handler
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, TimeoutError, MemoryError])
+@pytest.mark.parametrize("call", [aio._SETUP, aio._SUBMIT, aio._WAIT])
+def test_when_an_error_is_heard_of_no_read_is_under_way(
+    values: tuple[Disk, dict[str, bytes]],
+    monkeypatch: pytest.MonkeyPatch,
+    call: int,
+    error: type[BaseException],
+) -> None:
+    """TimeoutError, which many a handler raises, is an OSError; it is not the system's refusal."""
+    disk, content = values
+    aio._idle.clear()
+    monkeypatch.setattr(aio._libc, "syscall", after(call, raises(error)))
+    made: list[aio._Queue] = []
+    real = aio._Queue.read
+    monkeypatch.setattr(
+        aio._Queue, "read", lambda self, pieces: (made.append(self), real(self, pieces))[1]
+    )
+    with pytest.raises(error, match="handler"):
+        disk.get([Get(key, 0, [buffer(len(value))]) for key, value in content.items()])
+    assert not aio._held and not aio._idle and not any(queue.is_open for queue in made)
+
+
+def test_who_is_interrupted_twice_lets_go_of_what_has_ended_only(
+    values: tuple[Disk, dict[str, bytes]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the second, while the first has the reads under way waited for."""
+    disk, content = values
+    aio._idle.clear()
+    destroyed = after(aio._DESTROY, raises(KeyboardInterrupt))
+    monkeypatch.setattr(aio._libc, "syscall", destroyed)
+    monkeypatch.setattr(aio._libc, "syscall", after(aio._SUBMIT, raises(KeyboardInterrupt)))
+    gets = [Get(key, 0, [buffer(len(value))]) for key, value in content.items()]
+    with pytest.raises(KeyboardInterrupt):
+        disk.get(gets)
+    assert aio._held, "nobody knows that they have ended: their memory is for nobody"
+    aio._held.clear()
+    assert all(o.ok for o in disk.get(gets))
+
+
+def test_where_the_system_does_not_say_they_are_read_again(
+    values: tuple[Disk, dict[str, bytes]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk, content = values
+    aio._idle.clear()
+    real = aio._call
+    monkeypatch.setattr(
+        aio, "_call", lambda n, *v: -errno.EINVAL if n == aio._WAIT else real(n, *v)
+    )
+    gets = [Get(key, 0, [buffer(len(value))]) for key, value in content.items()]
+    assert all(o.ok for o in disk.get(gets)) and not aio._idle and not aio._held
+    assert [bytes(get.into[0]) for get in gets] == list(content.values())
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_what_is_read_only_is_not_written_to(values: tuple[Disk, dict[str, bytes]], n: int) -> None:
+    disk, content = values
+    key = next(key for key, value in content.items() if len(value) == PAGE)
+    into = buffer(PAGE)
+    into[:] = bytes(PAGE)
+    with pytest.raises(BufferError, match="read-only"):
+        disk.get([Get(key, 0, [into.toreadonly()])] * n)
+    with pytest.raises(BufferError, match="read-only"):
+        disk.get([Get(key, 0, [into.toreadonly()[:10], into.toreadonly()[10:]])] * n)
+    assert into == bytes(PAGE)
 
 
 def test_signals_break_no_read_off(values: tuple[Disk, dict[str, bytes]]) -> None:
@@ -234,6 +321,19 @@ if not child:
     os._exit(0 if good() else 1)
 assert os.waitpid(child, 0)[1] == 0
 assert good()
+real, forked = aio._libc.syscall, []
+
+def syscall(number, *values):
+    result = real(number, *values)
+    if number == aio._SUBMIT and not forked:
+        forked.append(os.fork())
+    return result
+
+aio._libc.syscall = syscall  # a signal's handler forks while reads are under way
+is_good = good()
+if not forked[0]:
+    os._exit(0 if is_good else 1)
+assert is_good and os.waitpid(forked[0], 0)[1] == 0
 """
 
 

@@ -180,3 +180,30 @@ def test_reads_that_are_under_way_together_are_hit_too(
     assert said[0].split()[0] == ("110111" if mode == "fails" else "111111")
     assert ("Input/output error" in said[1]) == (mode == "fails")
     assert (float(said[1].split()[0]) > 0.3) == (mode == "hangs")
+
+
+BROKEN_OFF = TOGETHER.replace(
+    "begun = time.monotonic()",
+    """
+begun = time.monotonic()
+real = aio._libc.syscall
+def syscall(number, *values):
+    result = real(number, *values)
+    if number == aio._SUBMIT:
+        aio._libc.syscall = real
+        raise KeyboardInterrupt
+    return result
+aio._libc.syscall = syscall
+try: disk.get([Get(f"v{i}", 0, [to]) for i, to in enumerate(into)])
+except KeyboardInterrupt: pass
+""",
+)
+
+
+def test_what_was_broken_off_is_told_to_nobody(under, control: Control, tmp_path: Path) -> None:
+    """A context that comes next may well have the number of the one that ended."""
+    control.aim(READ, tmp_path / "d", count=6, only=".kv", error=errno.EIO)
+    said = under(BROKEN_OFF).split("\n")
+    if "True" not in said[0]:
+        pytest.skip("no asynchronous reads here")
+    assert control.raw.hits == 6 and said[0].split()[0] == "111111"

@@ -35,7 +35,7 @@ def read(pieces: Iterable[FileRange]) -> Iterator[tuple[FileRange, int]]:
     """Yield pieces in any order with how many of their bytes were read, or an error's number below 0.
 
     With fewer than all the caller goes on itself, as with those whose ``fd`` is -1. Nothing is taken from
-    ``pieces`` before it can be begun. Raises OSError where the system does not say what became of them.
+    ``pieces`` before it can be begun. Whatever is raised, no read is under way any more when it is heard of.
     """
     rest = iter(pieces)
     first = list(islice(rest, 2))
@@ -43,24 +43,41 @@ def read(pieces: Iterable[FileRange]) -> Iterator[tuple[FileRange, int]]:
     if queue is None:
         yield from ((piece, 0) for piece in chain(first, rest))
         return
-    yield from queue.read(chain(first, rest))
-    _give_back(queue)  # what is raised before this lets go of it, and it ends
+    try:
+        yield from queue.read(chain(first, rest))
+    except BaseException:
+        queue.end()
+        raise
+    if queue.is_open:
+        _give_back(queue)
 
 
 class _Queue:
     """A context of the system, and what is under way there, whose memory lives until it has ended."""
 
     def __init__(self) -> None:
-        """Raises OSError."""
         self._asked, self._ended = bytearray(DEPTH * _IOCB.size), bytearray(DEPTH * _EVENT.size)
         start, self._events = _address(self._asked), _address(self._ended)
         self._iocbs = [start + i * _IOCB.size for i in range(DEPTH)]
         self._free, self._begun = list(range(DEPTH)), dict[int, FileRange]()  # slots
         made = ctypes.c_ulong(0)
+        self._ends = weakref.finalize(self, _end, made)
+        self._ends.atexit = False
         _call(_SETUP, DEPTH, ctypes.addressof(made))
         self._context = made.value
-        ends = weakref.finalize(self, _libc.syscall, _DESTROY, made)  # waits for what is under way
-        ends.atexit = False
+        if self.is_open:
+            _held[self._context] = self._begun
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it can read: not where the system has refused it, nor when it has ended."""
+        return self._context != 0
+
+    def end(self) -> None:
+        """Wait for what is under way, and give the context back to the system."""
+        if self._ends.detach():
+            _end(ctypes.c_ulong(self._context))
+        self._context = 0
 
     def read(self, pieces: Iterator[FileRange]) -> Iterator[tuple[FileRange, int]]:
         """As the function."""
@@ -89,18 +106,23 @@ class _Queue:
             _IOCB.pack_into(self._asked, slot * _IOCB.size, *what)
         pointers = (ctypes.c_void_p * len(slots))(*(self._iocbs[slot] for slot in slots))
         n = 0
-        try:
-            while n < len(slots):
-                at = ctypes.addressof(pointers) + n * ctypes.sizeof(ctypes.c_void_p)
-                n += _call(_SUBMIT, self._context, len(slots) - n, at)
-        except OSError:
-            for slot in slots[n:]:
-                self._done(slot)
+        while self.is_open and n < len(slots):
+            at = ctypes.addressof(pointers) + n * ctypes.sizeof(ctypes.c_void_p)
+            took = _call(_SUBMIT, self._context, len(slots) - n, at)
+            if took <= 0:
+                break
+            n += took
+        for slot in slots[n:]:
+            self._done(slot)
         return n
 
     def _wait(self) -> Iterator[tuple[FileRange, int]]:
         """Yield pieces that have ended, one at least."""
         n = _call(_WAIT, self._context, 1, len(self._begun), self._events, 0)
+        if n < 0:  # a fork has no part in what its parent began
+            self.end()
+            yield from [(self._done(slot), 0) for slot in list(self._begun)]
+            return
         ended = [_EVENT.unpack_from(self._ended, i * _EVENT.size) for i in range(n)]
         yield from [(self._done(slot), result) for slot, _, result, _ in ended]
 
@@ -110,19 +132,16 @@ class _Queue:
 
 
 def works() -> bool:
-    """Tell whether reads can be under way together here."""
-    queue = _taken()
-    if queue is not None:
-        _give_back(queue)
-    return queue is not None
+    """Tell whether reads can be under way together here. No context is made: one costs 30 ms when it ends."""
+    none = ctypes.c_ulong(0)
+    return _IS_THERE and _call(_SETUP, 0, ctypes.addressof(none)) == -errno.EINVAL
 
 
 def _taken() -> _Queue | None:
     with suppress(IndexError):
         return _idle.pop()
-    with suppress(OSError):  # forbidden, or too many in this system (fs.aio-max-nr)
-        return _Queue() if _IS_THERE else None
-    return None
+    queue = _Queue() if _IS_THERE else None  # forbidden, or too many in this system (fs.aio-max-nr)
+    return queue if queue is not None and queue.is_open else None
 
 
 def _give_back(queue: _Queue) -> None:
@@ -134,18 +153,33 @@ def _address(memory: bytearray) -> int:
     return ctypes.addressof(ctypes.c_char.from_buffer(memory))
 
 
+def _end(context: ctypes.c_ulong) -> None:
+    """Wait for what is under way, then let go of its memory: never before, whoever is interrupted."""
+    ended: list[int] = []
+    try:
+        # no line between the call and the note that it was made: a signal's handler raises there
+        ended.extend(map(_libc.syscall, (_DESTROY,), (context,)))
+    finally:
+        if ended:
+            _held.pop(context.value, None)
+
+
 def _call(number: int, *values: int) -> int:
-    """Make a system call, again where a signal came. Raises OSError."""
+    """Make a system call, again where a signal came; return what it does, or -errno.
+
+    Nothing is raised but by a signal's handler, which may well be an OSError: TimeoutError is one.
+    """
     while True:
         result: int = _libc.syscall(number, *map(ctypes.c_ulong, values))
         if result >= 0:
             return result
         error = ctypes.get_errno()
         if error != errno.EINTR:
-            raise OSError(error, os.strerror(error))
+            return -(error or errno.EIO)
 
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.syscall.restype = ctypes.c_long
 _idle: list[_Queue] = []
+_held: dict[int, dict[int, FileRange]] = {}  # what is under way, by context
 os.register_at_fork(after_in_child=_idle.clear)  # they are the parent's

@@ -38,6 +38,10 @@ class Run(NamedTuple):
     n: int
     owners: tuple[Bytes, ...]
 
+    @property
+    def is_writable(self) -> bool:
+        return all(owner.flags.writeable for owner in self.owners)
+
     def array(self, start: int, n: int) -> Bytes:
         """Return ``n`` bytes from ``start`` on; valid as long as this run."""
         if len(self.owners) == 1:

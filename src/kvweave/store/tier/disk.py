@@ -173,6 +173,10 @@ class Disk:
         if wanted.outcome is None:
             at = get.offset
             for run in runs(get.into):
+                if (
+                    not run.is_writable
+                ):  # the system is told an address, and writes whatever is there
+                    raise BufferError(f"{get.key}: a buffer to read into is read-only")
                 for start in range(0, run.n, REQUEST):
                     n = min(REQUEST, run.n - start)
                     found.append(FileRange(wanted, file, run, start, n, at + start))
