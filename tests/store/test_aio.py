@@ -339,3 +339,34 @@ assert is_good and os.waitpid(forked[0], 0)[1] == 0
 
 def test_a_fork_reads_by_queues_of_its_own(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", FORKED, tmp_path], check=True, timeout=60)
+
+
+FEW = """
+import os, resource, sys
+from pathlib import Path
+from kvweave.store.pages import buffer
+from kvweave.store.tier.base import Get, Put
+from kvweave.store.tier.disk import Disk
+
+disk, n = Disk(Path(sys.argv[1])), 200
+values = [bytes([i]) * (8192 if i % 3 else 9000) for i in range(n)]
+for i in range(n):
+    disk.put([Put(f"v{i}", [memoryview(values[i])])])
+assert all(o.ok for o in disk.get([Get(f"v{i}", 0, [buffer(len(values[i]))]) for i in range(n)]))
+limit = int(sys.argv[2])
+resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
+assert disk.put([Put("new", [memoryview(values[1])])])[0].ok
+for _ in range(3):
+    into = [buffer(len(value)) for value in values]
+    found = disk.get([Get(f"v{i}", 0, [to]) for i, to in enumerate(into)])
+    assert all(o.ok for o in found) and into == values, next(o.why for o in found if not o.ok)
+"""
+
+
+@pytest.mark.parametrize(
+    "limit", ["100", "20"]
+)  # files: some more than are read at once, and fewer
+def test_files_that_nobody_reads_are_closed_for_those_that_are_wanted(
+    tmp_path: Path, limit: str
+) -> None:
+    subprocess.run([sys.executable, "-c", FEW, tmp_path, limit], check=True, timeout=60)

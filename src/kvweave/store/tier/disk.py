@@ -19,8 +19,10 @@ import errno
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from kvweave.chunk.rebuild import fsync, there
 from kvweave.errors import MANY_OPEN, StoreError, of_system
@@ -37,6 +39,7 @@ REQUEST = 1 << 20  # bytes of one read, between two looks at the clock
 TOGETHER = (
     1 << 22
 )  # bytes of reads that are under way together, whose checksums are worth another thread
+T = TypeVar("T")
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -109,7 +112,7 @@ class Disk:
         try:
             if there(path):
                 return self._exists(path, durable)
-            with NewFile(self.directory, self._direct) as file:
+            with self._spared(partial(NewFile, self.directory, self._direct)) as file:
                 file.write(runs(put.data), deadline)
                 if durable:
                     os.fsync(file.fd)
@@ -142,9 +145,15 @@ class Disk:
     def get(self, gets: Sequence[Get], *, deadline: float | None = None) -> list[Outcome]:
         check_keys(get.key for get in gets)
         wanted = [Pending(get) for get in gets]
+        self._read(wanted, deadline)
+        for each in wanted:
+            if each.is_starved:  # the files of the others are closed by now, or can be
+                self._read([each], deadline)
+        return [each.outcome or checked(each.get) for each in wanted]
+
+    def _read(self, wanted: Sequence[Pending], deadline: float | None) -> None:
         for piece, n in aio.read(self._pieces(wanted, deadline)):
             self._came(piece, n)
-        return [each.outcome or checked(each.get) for each in wanted]
 
     def _pieces(self, wanted: Sequence[Pending], deadline: float | None) -> Iterator[FileRange]:
         """Open files, and yield what to read of them."""
@@ -167,7 +176,7 @@ class Disk:
             wanted.outcome = self._missing(get.key)
             return []
         except OSError as error:
-            wanted.outcome = Outcome("failed", f"{get.key}: {error}")
+            wanted.fail(error)
             return []
         wanted.outcome = outside(get, file.n)
         if wanted.outcome is None:
@@ -190,10 +199,10 @@ class Disk:
             if n < 0:
                 raise OSError(-n, os.strerror(-n))
             if n < piece.n:
-                piece.read(n)
+                self._spared(partial(piece.read, n))
         except OSError as error:
             self._forget(each.get.key)
-            each.outcome = each.outcome or Outcome("failed", f"{each.get.key}: {error}")
+            each.fail(error)
         each.left -= 1
         if not each.left:
             each.outcome = each.outcome or checked(each.get)
@@ -204,12 +213,23 @@ class Disk:
             if found is not None:
                 self._open.move_to_end(key)
                 return found
-        made = OpenFile(f"{self._prefix}{key}{SUFFIX}", self._direct)
+        made = self._spared(partial(OpenFile, f"{self._prefix}{key}{SUFFIX}", self._direct))
         with self._lock:
             self._open[key] = made
             while len(self._open) > OPEN:
                 self._open.popitem(last=False)
         return made
+
+    def _spared(self, opens: Callable[[], T]) -> T:
+        """Make a call that opens a file; again without those that nobody reads, where there are too many."""
+        try:
+            return opens()
+        except OSError as error:
+            if error.errno not in MANY_OPEN:
+                raise
+        with self._lock:
+            self._open.clear()
+        return opens()
 
     def _forget(self, key: str) -> None:
         with self._lock:

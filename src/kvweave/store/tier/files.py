@@ -13,6 +13,7 @@ from uuid import uuid4
 
 import numpy as np
 
+from kvweave.errors import MANY_OPEN
 from kvweave.store.pages import buffer
 from kvweave.store.tier.base import PAGE, Get, Outcome
 from kvweave.store.tier.buffers import Bytes, Run, copy_in
@@ -61,6 +62,14 @@ class Pending:
     get: Get
     outcome: Outcome | None = None
     left: int = 0
+    is_starved: bool = False
+    """It failed as too many files were open."""
+
+    def fail(self, error: OSError) -> None:
+        """Note why, unless there is an outcome already."""
+        if self.outcome is None:
+            self.outcome = Outcome("failed", f"{self.get.key}: {error}")
+            self.is_starved = error.errno in MANY_OPEN
 
 
 class FileRange:
