@@ -21,7 +21,7 @@ from kvweave.store.tier.files import FileRange
 
 DEPTH = 32  # reads under way
 GROUP = 8  # reads that the system is asked for at once
-KEPT = 8  # queues for those who read next
+KEPT = 32  # queues for those who read next: ending one takes 30 ms
 # number, key and flags, 0: read, priority, file, address, bytes, position, and what is not used
 _IOCB = struct.Struct("<QQHhIQQqQII")
 _EVENT = struct.Struct("<QQqq")  # number, iocb, bytes or -errno, not used
