@@ -272,10 +272,10 @@ def test_a_store_that_refuses_to_be_asked() -> None:
         def __getattr__(self, name: str) -> Any:
             return getattr(obstore, name)
 
-        async def head_async(self, *args: Any) -> None:
+        async def get_async(self, *args: Any, **options: Any) -> None:
             raise OSError("403 Forbidden")
 
-        delete_async = get_ranges_async = head_async
+        delete_async = get_ranges_async = get_async
 
     tier._api = Refusing()
     (found,) = tier.look(["a"])

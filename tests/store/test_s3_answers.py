@@ -17,7 +17,7 @@ from kvweave.store.tier.s3 import Archive
 
 pytest.importorskip("obstore", reason=lack("obstore is not installed", PIP, "obstore"))
 stores = pytest.importorskip("obstore.store")
-Answer = tuple[int, str]  # status, code; 200: it worked
+Answer = tuple[int, str]  # status, code; 200: it worked, and what there is, or its length
 Ask = Callable[[str], Answer]  # of a method
 
 
@@ -33,9 +33,9 @@ class _Handler(BaseHTTPRequestHandler):
         self.server.asked.append(self.command)
         status, code = self.server.answer(self.command)
         said = f"<Error><Code>{code}</Code><Message>no</Message></Error>".encode()
-        body = b"rows" if status == 200 else said
+        body = said if status != 200 else code.encode() if code.startswith("<") else b"rows"
         self.send_response(status)
-        self.send_header("Content-Length", str(len(body)))
+        self.send_header("Content-Length", code if code.isdigit() else str(len(body)))
         self.send_header("ETag", '"1"')
         self.send_header("Last-Modified", "Wed, 21 Oct 2015 07:28:00 GMT")
         self.end_headers()
@@ -75,7 +75,7 @@ def at(request: pytest.FixtureRequest) -> Iterator[Callable[[Ask], tuple[Tier, l
 
 REFUSED = [
     (404, "NoSuchBucket"), (403, "AccessDenied"), (301, "PermanentRedirect"), (400, "RequestTimeTooSkewed"),
-    (405, "MethodNotAllowed"), (501, "NotImplemented"), (503, "SlowDown"),
+    (405, "MethodNotAllowed"), (501, "NotImplemented"), (503, "SlowDown"), (404, "default backend"),
 ]  # fmt: skip
 
 
@@ -96,7 +96,7 @@ def test_a_refusal_says_nothing_of_a_value(
 def test_what_is_not_there_is_missing(at: Callable[[Ask], tuple[Tier, list[str]]]) -> None:
     tier, asked = at(lambda method: (404, "NoSuchKey"))
     assert [o.state for o in tier.look(["a", "b"])] == ["missing"] * 2  # type: ignore[union-attr]
-    assert asked == ["HEAD", "HEAD", "GET"], "whether the bucket is there is asked once"
+    assert asked == ["GET", "GET"], "an answer to HEAD would not say what it is that is not there"
     assert tier.get([Get("a", 0, [aligned(4)])])[0].state == "missing"
     assert tier.discard(["a"])[0].ok
 
@@ -118,3 +118,49 @@ def test_a_create_that_was_in_anothers_way_is_no_value(
     outcome = put_one(tier, "a", b"rows")
     assert outcome.state == ("exists" if there else "done" if n < 10 else "failed"), outcome
     assert asked.count("PUT") == (1 if there else min(n + 1, 10))
+
+
+def test_a_page_of_something_else_is_no_verdict(
+    at: Callable[[Ask], tuple[Tier, list[str]]],
+) -> None:
+    """A login page, or what has no ranges: its length is not the value's."""
+    tier, _ = at(lambda method: (200, ""))
+    (outcome,) = tier.get([Get("a", 0, [aligned(100)])])
+    assert outcome.state == "failed" and "non-partial" in outcome.why
+
+
+def test_a_length_that_no_index_takes_is_none(
+    at: Callable[[Ask], tuple[Tier, list[str]]],
+) -> None:
+    tier, _ = at(lambda method: (200, str(2**64 - 1) if method == "HEAD" else ""))
+    (found,) = tier.look(["a"])
+    assert isinstance(found, Outcome) and found.state == "failed" and str(2**64 - 1) in found.why
+
+
+def _page(names: list[str], token: str = "") -> Answer:
+    when = "<LastModified>2026-11-29T00:00:00.000Z</LastModified>"
+    each = "".join(f"<Contents><Key>{n}</Key>{when}<Size>7</Size></Contents>" for n in names)
+    more = f"<NextContinuationToken>{token}</NextContinuationToken>" if token else ""
+    return 200, f"<ListBucketResult>{each}{more}</ListBucketResult>"
+
+
+def test_a_list_that_never_ends_is_left(at: Callable[[Ask], tuple[Tier, list[str]]]) -> None:
+    tier, asked = at(lambda method: _page([f"kvweave/k{i}.kv" for i in range(400)], "again"))
+    for ask in (lambda: list(tier.keys()), lambda: tier.n_bytes):
+        with pytest.raises(StoreError, match="circles") as caught:
+            ask()
+        assert caught.value.hint
+    assert len(asked) < 30
+
+
+def test_a_list_may_tell_twice_and_of_others(at: Callable[[Ask], tuple[Tier, list[str]]]) -> None:
+    others = ["kvweave/A B.kv", f"kvweave/{'x' * 201}.kv", "kvweave/.kv", "kvweave/", "kvweave/a/b.kv"]  # fmt: skip
+    tier, _ = at(lambda method: _page(["kvweave/a.kv", *others, "kvweave/b.kv", "kvweave/a.kv"]))
+    assert sorted(tier.keys()) == ["a", "b"] and tier.n_bytes == 14
+
+
+def test_an_object_that_hides_others_is_named(at: Callable[[Ask], tuple[Tier, list[str]]]) -> None:
+    tier, _ = at(lambda method: _page(["kvweave/a.kv", "kvweave//b.kv"]))
+    with pytest.raises(StoreError, match=r"kvweave//b\.kv") as caught:
+        list(tier.keys())
+    assert "remove it" in caught.value.hint

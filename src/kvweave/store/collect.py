@@ -34,7 +34,7 @@ from kvweave.chunk.seal import boot_id
 from kvweave.errors import InvalidArgument, KVWeaveError, StoreError
 from kvweave.store.record.transfer import MARK, digest_of
 from kvweave.store.tier.base import Get, Outcome, Put, Tier
-from kvweave.store.tier.keys import pages
+from kvweave.store.tier.keys import is_key, pages
 
 REGISTERED = "index."
 SWEEPING = "sweep."  # behind it: a sweep
@@ -160,7 +160,7 @@ def _would(
 
 
 def _unnamed(keys: Sequence[str], named: set[str]) -> tuple[Swept, list[str]]:
-    records = [key for key in keys if digest_of(key)]
+    records = [key for key in keys if digest_of(key) and is_key(key + MARK)]
     unnamed = [key for key in records if digest_of(key) not in named]
     return Swept(len(records), len(records) - len(unnamed)), unnamed
 
@@ -288,20 +288,23 @@ def _unmark(tier: Tier, keys: Sequence[str], found: Swept) -> None:
 
 def _read(tier: Tier, key: str) -> dict[str, object]:
     n = tier.look([key], deadline=_soon())[0]
-    if isinstance(n, Outcome):
+    if isinstance(n, Outcome) or n > ROOM:  # larger than anything that is said here
         return {}
     data = bytearray(n)
     _done(tier.get([Get(key, 0, [memoryview(data)])], deadline=_soon()))
     try:
         said = json.loads(data)
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     return said if isinstance(said, dict) else {}
 
 
 def _marked_at(tier: Tier, key: str) -> float:
     at = _read(tier, key + MARK).get("at")
-    return float(at) if isinstance(at, int | float) and math.isfinite(at) else math.inf
+    try:
+        return float(at) if isinstance(at, int | float) and math.isfinite(at) else math.inf
+    except OverflowError:
+        return math.inf
 
 
 def _where(tier: Tier, uuid: str) -> str:

@@ -12,16 +12,17 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
-from kvweave.errors import InvalidArgument
+from kvweave.errors import InvalidArgument, StoreError
 from kvweave.store.tier.base import DONE, Get, Outcome, Put, checked
 from kvweave.store.tier.buffers import copy_out, flat
-from kvweave.store.tier.keys import absent, n_bytes_of, outside, present
+from kvweave.store.tier.keys import absent, is_key, n_bytes_of, outside, present
 from kvweave.store.tier.limit import Limit, TimeUp
 from kvweave.store.tier.remote import KEYS, Lost, Remote, RemoteCalls, judged, library
 from kvweave.store.tier.slots import Slots
 
 SUFFIX = ".kv"  # no object may be called "..", a key may
 AT_ONCE = 16  # requests of a batch
+HUGE = 1 << 50  # bytes that no store has in an object: the index would not take them
 TRIES = 10  # of a put that finds a value which is not there: others put and discard it in turn
 NO_ROOM = (
     "(os error 28)",
@@ -31,6 +32,9 @@ NO_ROOM = (
     "status code: 507",  # a port or a duration may be 507 too
 )
 NO_PLACE = ("NoSuchBucket", "ContainerNotFound", "bucket does not exist")  # of no object
+NO_OBJECT = ("NoSuchKey", "BlobNotFound", "PathNotFound", "No such object")  # of an object
+WHOLE = "non-partial response"  # what has no ranges, or none of an object without bytes
+NO_RANGE = ("status code: 416", "Requested range was invalid", "Invalid range:")  # it is shorter
 
 _Call = Callable[[], Awaitable[Any]]
 
@@ -134,17 +138,26 @@ class Archive(Remote):
     def _look(self, keys: Sequence[str], limit: Limit) -> list[int | Outcome]:
         if not keys:
             return []
-        head = partial(self._api.head_async, self._store)
-        found = self._do([partial(head, self.path(key)) for key in keys], limit)
-        if all(map(_is_absent, found)):  # of that there is no text: it may be the bucket
-            read = partial(self._api.get_range_async, self._store, self.path(keys[0]))
-            (said,) = self._do([partial(read, start=0, length=1)], limit)
-            if isinstance(said, FileNotFoundError) and not _is_absent(said):
-                found = [said] * len(keys)
+        found = self._do([partial(self._size, self.path(key)) for key in keys], limit)
         return [
-            _failed(key, each) if isinstance(each, Exception) else each["size"]
+            _failed(key, each) if isinstance(each, Exception) else each
             for key, each in zip(keys, found, strict=True)
         ]
+
+    async def _size(self, path: str) -> int:
+        """Return the bytes of an object by reading its first one: answers to HEAD have no text, so nobody
+        knows what it is that is not there."""
+        try:
+            found = await self._api.get_async(self._store, path, options={"range": (0, 1)})
+            await found.bytes_async()  # or the connection is not used again
+            size = int(found.meta["size"])
+        except Exception as error:
+            if not (_is_shorter(error) or WHOLE in str(error)):
+                raise
+            size = int((await self._api.head_async(self._store, path))["size"])
+        if size > HUGE:
+            raise ValueError(f"it is said to have {size} bytes")
+        return size
 
     def _discard(self, keys: Sequence[str], limit: Limit) -> list[Outcome]:
         delete = partial(self._api.delete_async, self._store)
@@ -159,14 +172,27 @@ class Archive(Remote):
         ]
 
     def _list(self) -> Iterator[dict[str, int | None]]:
+        seen: set[str] = set()  # a list may tell an object twice, or begin anew and never end
         try:
             for page in self._api.list(self._store, self._prefix or None, chunk_size=KEYS):
-                places = [(meta["path"].rpartition("/"), meta["size"]) for meta in page]
+                new = {meta["path"]: meta["size"] for meta in page if meta["path"] not in seen}
+                if page and not new:
+                    hint = (
+                        "nothing was changed; does what is in front of the store pass on its pages?"
+                    )
+                    raise StoreError(f"the list of {self._link.name} goes in circles", hint=hint)
+                seen |= new.keys()
+                places = [(path.rpartition("/"), size) for path, size in new.items()]
                 yield {
-                    name.removesuffix(SUFFIX): size
+                    key: size
                     for (folder, _, name), size in places
-                    if folder == self._prefix and name.endswith(SUFFIX)
+                    if folder == self._prefix
+                    and name.endswith(SUFFIX)
+                    and is_key(key := name.removesuffix(SUFFIX))
                 }
+        except self._api.exceptions.InvalidPathError as error:
+            hint = "such an object hides those behind it: remove it, or take another prefix="
+            raise StoreError(f"{self._link.name}: {_said(error)}", hint=hint) from error
         except (OSError, self._api.exceptions.BaseError) as error:
             raise Lost(_said(error)) from error
 
@@ -206,6 +232,8 @@ async def _together(calls: Sequence[_Call], limit: Limit) -> list[Any]:
 
 def _odd(get: Get, size: int, error: Exception | None) -> Outcome:
     """Say why a get went wrong of a value that has ``size`` bytes, or that it has no bytes to read."""
+    if error is not None and not _is_shorter(error):
+        return _failed(get.key, error)
     if bad := outside(get, size):
         return bad
     if error is not None:
@@ -222,10 +250,19 @@ def _created(key: str, result: Any) -> Outcome:
 
 
 def _is_absent(result: Any) -> bool:
-    """Tell whether the store said that there is no such object; without its bucket it says nothing."""
+    """Tell whether the store said that there is no such object. Without its bucket it says nothing; what
+    stands in front of it, and is not well, may say 404 to everything."""
     if not isinstance(result, FileNotFoundError):
         return False
-    return not any(mark in str(result) for mark in NO_PLACE)
+    said = str(result)
+    if "status code: 404" in said and not any(mark in said for mark in NO_OBJECT):
+        return False
+    return not any(mark in said for mark in NO_PLACE)
+
+
+def _is_shorter(error: Exception) -> bool:
+    """Tell whether the store said that an object does not go as far as was asked."""
+    return any(mark in str(error) for mark in NO_RANGE)
 
 
 def _failed(key: str, error: Exception) -> Outcome:
