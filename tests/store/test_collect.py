@@ -200,7 +200,10 @@ def test_what_was_marked_a_while_ago_goes(monkeypatch: pytest.MonkeyPatch) -> No
     assert list(index.tier.keys()) == [f"index.{MINE}"]
 
 
-@pytest.mark.parametrize("said", [b'{"at": 4e9}', b'{"at": "noon"}', b"{", b"[]", b'{"at": NaN}'])
+@pytest.mark.parametrize(
+    "said",
+    [b'{"at": 4e9}', b'{"at": "noon"}', b"{", b"[]", b'{"at": NaN}', b'{"at": 1%s}' % (b"0" * 400)],
+)
 def test_a_mark_without_a_sensible_time_is_made_anew(
     said: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:

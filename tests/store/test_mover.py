@@ -533,6 +533,18 @@ def test_a_spoilt_record_where_others_are_is_passed_over() -> None:
     assert same(shelf.get(1), kv(10, 1)), "the good one is found"
 
 
+def test_what_was_spoilt_on_the_way_is_not_condemned_for_ever() -> None:
+    """A proxy that garbles for a while, as often as there are names."""
+    tier = Shared(1 << 20)
+    one = level(tier)
+    for name in (key(1), f"{key(1)}.1", f"{key(1)}.2"):
+        assert one.put(1, about(1), kv(10, 1), durable=True).ok and one.held[1].key == name
+        one.failed(1, Outcome("wrong", "garbled"))
+    tier._values[key(1)][-5] ^= 1
+    assert one.put(1, about(1), kv(10, 1)).ok and one.held[1].key == f"{key(1)}.1"
+    assert one.records.spoilt == {key(1), f"{key(1)}.2"}
+
+
 def test_what_turns_out_to_be_lossy_is_not_used_as_exact(monkeypatch: pytest.MonkeyPatch) -> None:
     """After a restart a shared record is believed to be there, and not to have lost anything."""
     tier, one = Shared(1 << 20), kv(10, 1)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from needs import PIP, lack
 
-from kvweave.errors import InvalidArgument
+from kvweave.errors import InvalidArgument, StoreError
 from kvweave.store.collect import ROOM, sweep
 from kvweave.store.tier.s3 import Archive
 
@@ -43,8 +45,20 @@ def test_an_index_as_large_as_no_memory(monkeypatch: pytest.MonkeyPatch) -> None
         sweep(tier, set, set())
 
 
-def test_a_mark_of_no_time() -> None:
-    mark = b'{"at": 1%s}' % (b"0" * 400)
-    tier = _with(**{f"{DIGEST}.raw.doomed": mark, f"{DIGEST}.raw": b"y"})
-    found = sweep(tier, set, set(), grace=5.0)
-    assert found.waiting == [f"{DIGEST}.raw"] and sorted(tier.keys()) == [f"{DIGEST}.raw", "spare"]
+def test_a_sweep_that_fails_leaves_though_the_server_is_left_alone() -> None:
+    tier = _with(**{f"{DIGEST}.raw": b"y"})
+
+    class Failing:
+        exceptions = obstore.exceptions
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(obstore, name)
+
+        def list(self, *args: Any, **options: Any) -> Any:
+            raise OSError("500 InternalError")
+
+    tier._api = Failing()
+    with pytest.raises(StoreError, match="500"):
+        sweep(tier, set, set())
+    left = {meta["path"] for page in obstore.list(tier._store) for meta in page}
+    assert left == {f"p/{DIGEST}.raw.kv", "p/spare.kv"}

@@ -42,6 +42,9 @@ SPARE, ROOM = "spare", 1 << 16  # bytes that a sweep may take where there is no 
 LONGEST = 86400.0  # seconds; a sweep of elsewhere that is older is over
 TOGETHER = 500  # keys of one request
 SECONDS = 60.0  # of one request
+LEAVING = (
+    2.0  # seconds: a server that failed is left alone first, and what stays holds up other machines
+)
 log = logging.getLogger("kvweave.store")
 _under_way: set[str] = set()  # sweeps of this process
 
@@ -211,7 +214,11 @@ def _alone(tier: Tier) -> Iterator[str]:
         yield key
     finally:
         _under_way.discard(key)  # then it is over, also where that cannot be said now
-        (outcome,) = tier.discard([key], deadline=_soon())
+        ends = time.monotonic() + LEAVING
+        while not (outcome := tier.discard([key], deadline=_soon())[0]).ok:
+            if time.monotonic() >= ends:
+                break
+            time.sleep(LEAVING / 20)
         if outcome.ok:
             _spare(tier, _soon())
         else:

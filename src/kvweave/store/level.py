@@ -170,7 +170,9 @@ class Level:
         """Have a chunk's record here, coded as this level does it, or as ``choice`` says.
 
         A record of its key that is there already is used, after it was verified: its head, and for
-        a ``durable`` one all of it. One that is spoilt, or about to be collected, is passed over.
+        a ``durable`` one all of it. One that is spoilt, or about to be collected, is passed over; those
+        that were condemned are looked at again, whole, when no other name is left: it may have been
+        the way.
         """
         if left := self.records.absence.wait(deadline):
             return Outcome("failed", f"{self.name} is left alone for {left:.2f} s")
@@ -179,10 +181,8 @@ class Level:
         choice = self.choice if choice is None else choice
         data: list[memoryview] = []
         outcome = Outcome("failed", "no name is free")
-        for generation in range(GENERATIONS):
-            key = key_of(expected.digest, choice, kv.lossy, generation)
-            if key in self.records.spoilt:
-                continue
+        keys = [key_of(expected.digest, choice, kv.lossy, g) for g in range(GENERATIONS)]
+        for key in sorted(keys, key=self.records.spoilt.__contains__):
             with self.records.turns.alone(key, deadline) as alone:
                 if not alone:
                     return LATE
@@ -196,8 +196,10 @@ class Level:
                 n = n_bytes_of(data)
                 if not self._fits(id, key, n):
                     return Outcome("full", f"{n} bytes are more than there is room for")
-                outcome = self.records.create(key, data, expected, durable, self.owned, deadline)
+                whole = durable or key in self.records.spoilt
+                outcome = self.records.create(key, data, expected, whole, self.owned, deadline)
                 if outcome.ok:
+                    self.records.spoilt.discard(key)
                     self._note(id, key, n)
                 if outcome.state != "exists":
                     return outcome
