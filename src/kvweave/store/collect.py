@@ -24,7 +24,7 @@ import math
 import os
 import socket
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from uuid import uuid4
@@ -42,9 +42,7 @@ SPARE, ROOM = "spare", 1 << 16  # bytes that a sweep may take where there is no 
 LONGEST = 86400.0  # seconds; a sweep of elsewhere that is older is over
 TOGETHER = 500  # keys of one request
 SECONDS = 60.0  # of one request
-LEAVING = (
-    2.0  # seconds: a server that failed is left alone first, and what stays holds up other machines
-)
+LEAVING = 2.0  # seconds: a server that failed is left alone, and what stays holds up other machines
 log = logging.getLogger("kvweave.store")
 _under_way: set[str] = set()  # sweeps of this process
 
@@ -141,8 +139,7 @@ def sweep(
 
 
 def _listed(tier: Tier, mine: str) -> list[str]:
-    """Return all keys. Raises StoreError where the list is older than we are, or was cut: in it indexes
-    stand in front of sweeps."""
+    """Return all keys. Raises StoreError where the list is older than we are, or was cut before sweeps."""
     keys = sorted(set(tier.keys()))
     if mine not in keys:
         hint = "nothing was removed; try again, or see whether all of it comes through"
@@ -150,15 +147,12 @@ def _listed(tier: Tier, mine: str) -> list[str]:
     return keys
 
 
-def _would(
-    tier: Tier, marks: Callable[[], set[str]], indexes: set[str], gone: Collection[str]
-) -> Swept:
+def _would(tier: Tier, marks: Callable[[], set[str]], indexes: set[str], gone: set[str]) -> Swept:
     keys = [key for key in tier.keys() if key not in gone]
     _require_known(tier, keys, indexes)
     found, unnamed = _unnamed(keys, marks())
     sizes = [n for batch in pages(unnamed, TOGETHER) for n in tier.look(batch, deadline=_soon())]
-    found.n_bytes = sum(n for n in sizes if isinstance(n, int))
-    found.removed = unnamed
+    found.n_bytes, found.removed = sum(n for n in sizes if isinstance(n, int)), unnamed
     return found
 
 
@@ -215,14 +209,12 @@ def _alone(tier: Tier) -> Iterator[str]:
     finally:
         _under_way.discard(key)  # then it is over, also where that cannot be said now
         ends = time.monotonic() + LEAVING
-        while not (outcome := tier.discard([key], deadline=_soon())[0]).ok:
-            if time.monotonic() >= ends:
-                break
+        while not (gone := tier.discard([key], deadline=_soon())[0]).ok and time.monotonic() < ends:
             time.sleep(LEAVING / 20)
-        if outcome.ok:
+        if gone.ok:
             _spare(tier, _soon())
         else:
-            log.warning("%s stays for now: %s", key, outcome.why or outcome.state)
+            log.warning("%s stays for now: %s", key, gone.why or gone.state)
 
 
 def _require_alone(tier: Tier, keys: Sequence[str], mine: str) -> None:
@@ -308,10 +300,7 @@ def _read(tier: Tier, key: str) -> dict[str, object]:
 
 def _marked_at(tier: Tier, key: str) -> float:
     at = _read(tier, key + MARK).get("at")
-    try:
-        return float(at) if isinstance(at, int | float) and math.isfinite(at) else math.inf
-    except OverflowError:
-        return math.inf
+    return float(at) if isinstance(at, int | float) and abs(at) < 1e15 else math.inf
 
 
 def _where(tier: Tier, uuid: str) -> str:

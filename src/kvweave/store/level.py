@@ -170,9 +170,8 @@ class Level:
         """Have a chunk's record here, coded as this level does it, or as ``choice`` says.
 
         A record of its key that is there already is used, after it was verified: its head, and for
-        a ``durable`` one all of it. One that is spoilt, or about to be collected, is passed over; those
-        that were condemned are looked at again, whole, when no other name is left: it may have been
-        the way.
+        a ``durable`` one all of it. One that is spoilt, or about to be collected, is passed over; condemned
+        ones are looked at again, whole, when no other name is left: it may have been the way.
         """
         if left := self.records.absence.wait(deadline):
             return Outcome("failed", f"{self.name} is left alone for {left:.2f} s")

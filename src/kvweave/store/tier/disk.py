@@ -35,10 +35,7 @@ from kvweave.store.tier.owner import Claim
 
 SUFFIX = ".kv"
 OPEN = 128  # files kept open for reading
-REQUEST = 1 << 20  # bytes of one read, between two looks at the clock
-TOGETHER = (
-    1 << 22
-)  # bytes of reads that are under way together, whose checksums are worth another thread
+TOGETHER = 1 << 22  # bytes of reads under way together whose checksums are worth another thread
 T = TypeVar("T")
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -169,7 +166,7 @@ class Disk:
 
     def _begin(self, wanted: Pending) -> list[FileRange]:
         """Return what to read; nothing where there is an outcome already."""
-        get, found = wanted.get, list[FileRange]()
+        get = wanted.get
         try:
             file = self._opened(get.key)
         except FileNotFoundError:
@@ -179,18 +176,7 @@ class Disk:
             wanted.fail(error)
             return []
         wanted.outcome = outside(get, file.n)
-        if wanted.outcome is None:
-            at = get.offset
-            for run in runs(get.into):
-                if (
-                    not run.is_writable
-                ):  # the system is told an address, and writes whatever is there
-                    raise BufferError(f"{get.key}: a buffer to read into is read-only")
-                for start in range(0, run.n, REQUEST):
-                    n = min(REQUEST, run.n - start)
-                    found.append(FileRange(wanted, file, run, start, n, at + start))
-                at += run.n
-        return found
+        return [] if wanted.outcome is not None else wanted.ranges(file)
 
     def _came(self, piece: FileRange, n: int) -> None:
         """Read what is left of a piece, and compare the checksums of what is whole then."""

@@ -16,9 +16,10 @@ import numpy as np
 from kvweave.errors import MANY_OPEN
 from kvweave.store.pages import buffer
 from kvweave.store.tier.base import PAGE, Get, Outcome
-from kvweave.store.tier.buffers import Bytes, Run, copy_in
+from kvweave.store.tier.buffers import Bytes, Run, copy_in, runs
 
-PIECE = 4 << 20  # bytes of one system call, between two looks at the clock
+PIECE = 4 << 20  # bytes of one write, between two looks at the clock
+REQUEST = 1 << 20  # bytes of one read, likewise
 O_DIRECT = getattr(os, "O_DIRECT", 0)
 O_TMPFILE = getattr(os, "O_TMPFILE", 0)
 NO_TMPFILE = (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL)
@@ -70,6 +71,19 @@ class Pending:
         if self.outcome is None:
             self.outcome = Outcome("failed", f"{self.get.key}: {error}")
             self.is_starved = error.errno in MANY_OPEN
+
+    def ranges(self, file: OpenFile) -> list[FileRange]:
+        """Return what to read of its file. Raises BufferError."""
+        found, at = list[FileRange](), self.get.offset
+        for run in runs(self.get.into):
+            if not run.is_writable:  # the system is told an address, and writes whatever is there
+                raise BufferError(f"{self.get.key}: a buffer to read into is read-only")
+            for start in range(0, run.n, REQUEST):
+                found.append(
+                    FileRange(self, file, run, start, min(REQUEST, run.n - start), at + start)
+                )
+            at += run.n
+        return found
 
 
 class FileRange:
