@@ -309,3 +309,27 @@ def test_a_directory_that_hangs_is_not_opened(
                 time.sleep(0.05)
         else:
             pytest.fail(f"{name} keeps its lock")
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_bit_of_whose_it_is_makes_it_nobody_else_s(tmp_path: Path, shared: bool) -> None:
+    """Of the directory of a home that was copied, too: one bit of a name in it said that it was not."""
+    original, copied, mine = tmp_path / "it", tmp_path / "copy", "1" * 32
+    claim(original, mine, shared=shared, inside=False, at="5:6").close()
+    shutil.copytree(original, copied)
+    file, seen = copied / owner.FILE, set()
+    whole = file.read_bytes()
+    for bit in range(0, 8 * len(whole), 5):
+        data = bytearray(whole)
+        data[bit // 8] ^= 1 << bit % 8
+        file.write_bytes(data)
+        try:
+            made = claim(copied, "2" * 32, shared=shared, inside=False, was={mine}, at="7:8")
+        except StoreError as error:  # FormatTooNew is one; InvalidArgument is none
+            assert error.hint
+            seen.add(type(error).__name__)
+        else:
+            made.close()
+            assert made.relation == ("shared" if shared else "mine"), data
+            seen.add(made.relation)
+    assert seen == {"StoreError", "FormatTooNew", "shared" if shared else "mine"}

@@ -9,7 +9,9 @@ import struct
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from hashlib import blake2b
 from pathlib import Path
+from typing import Any
 from zlib import crc32
 
 from kvweave.chunk.format import (
@@ -142,6 +144,17 @@ def fsync(path: Path) -> None:
 def write_json(path: Path, data: object) -> None:
     """Write a file of JSON, as `write_whole` does."""
     write_whole(path, json.dumps(data))
+
+
+def sum_of(told: dict[str, Any]) -> str:
+    """Return what tells numbers and words from those that say something else."""
+    return blake2b(json.dumps(told, sort_keys=True).encode(), digest_size=8).hexdigest()
+
+
+def has_its_sum(told: dict[str, Any]) -> bool:
+    """Tell whether what was read is what was written, by its ``sum``; a file of before has none."""
+    wanted = told.get("sum")
+    return wanted is None or wanted == sum_of({k: v for k, v in told.items() if k != "sum"})
 
 
 def there(path: Path) -> bool:

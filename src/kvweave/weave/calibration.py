@@ -18,8 +18,9 @@ from pathlib import Path
 from kvweave.chunk.file import soon
 from kvweave.chunk.guard import as_ours
 from kvweave.chunk.identity import ModelFingerprint
+from kvweave.chunk.rebuild import sum_of
 from kvweave.errors import CorruptChunk, InvalidArgument, of_system
-from kvweave.weave.learned import WRONG, parsed, sum_of, write_learned
+from kvweave.weave.learned import WRONG, parsed, write_learned
 
 CHOICE = 3  # how the gate chooses rows: bounds of another choice are not its own
 DRAFT = 2  # tokens of a reply that the gate drafts, at most

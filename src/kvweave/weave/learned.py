@@ -8,12 +8,11 @@ from __future__ import annotations
 import json
 import logging
 import threading
-from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
 from kvweave.chunk.background import Background, NoThread
-from kvweave.chunk.rebuild import write_whole
+from kvweave.chunk.rebuild import has_its_sum, sum_of, write_whole
 
 log = logging.getLogger("kvweave.weave")
 
@@ -29,15 +28,10 @@ def write_learned(path: Path, told: dict[str, Any]) -> None:
 def parsed(text: bytes) -> dict[str, Any]:
     """Return what was written. Raises ValueError, or another of `WRONG`, where this is not what was."""
     told: dict[str, Any] = json.loads(text)
-    wanted = told.pop("sum", None)
-    if wanted is not None and wanted != sum_of(told):
+    if not has_its_sum(told):
         raise ValueError("its checksum differs")
+    told.pop("sum", None)
     return told
-
-
-def sum_of(told: dict[str, Any]) -> str:
-    """Return what tells it from what says something else."""
-    return blake2b(json.dumps(told, sort_keys=True).encode(), digest_size=8).hexdigest()
 
 
 class LearnedFile:

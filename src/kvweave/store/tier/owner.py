@@ -2,7 +2,7 @@
 
 ::
 
-    owner.json   {"format": 1, "owner": "3f9c...", "shared": false, "place": "17:1795...", "home": ...}
+    owner.json   {"format": 1, "owner": "3f9c...", "shared": false, "place": "17:1795...", "home": ..., "sum": ...}
                  the uuid of an index, and where the directory and its home were (`kvweave.chunk.place`)
 
     mine     the index that has this uuid has it open: what it does not know is left of it
@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Literal
 
 from kvweave.chunk.place import is_at, place_of
-from kvweave.chunk.rebuild import write_json
+from kvweave.chunk.rebuild import has_its_sum, sum_of, write_json
 from kvweave.errors import FormatTooNew, InvalidArgument, StoreError, of_system
 
 Relation = Literal["mine", "cache", "shared"]
@@ -105,7 +105,7 @@ def _claim(
         if said.get("shared"):
             return Claim("shared")
         if owner is None and shared:
-            write_json(directory / FILE, {"format": FORMAT, "owner": None, "shared": True})
+            _write(directory, {"owner": None, "shared": True})
             return Claim("shared")
         home = str(said.get("home", ""))
         is_copied = not is_at(place, here) if place else inside
@@ -115,8 +115,7 @@ def _claim(
         if owner is None and not _may_own(directory, index, inside):
             return Claim("cache")
         if (owner, place, home) != (index, here, at):
-            mine = {"format": FORMAT, "owner": index, "shared": False, "place": here, "home": at}
-            write_json(directory / FILE, mine)
+            _write(directory, {"owner": index, "shared": False, "place": here, "home": at})
         keeps = True
         return Claim("mine", lock)
     finally:
@@ -175,6 +174,11 @@ def disown(directory: Path) -> None:
         (directory / FILE).unlink(missing_ok=True)
 
 
+def _write(directory: Path, said: dict[str, object]) -> None:
+    said = {"format": FORMAT, **said}
+    write_json(directory / FILE, said | {"sum": sum_of(said)})
+
+
 def _read(file: Path) -> dict[str, object]:
     try:
         said = json.loads(file.read_bytes())
@@ -185,7 +189,7 @@ def _read(file: Path) -> dict[str, object]:
     found = said.get("format") if isinstance(said, dict) else None
     if isinstance(found, int) and found > FORMAT:
         raise FormatTooNew(str(file), found, FORMAT)
-    if not isinstance(said, dict) or found != FORMAT:
+    if not isinstance(said, dict) or found != FORMAT or not has_its_sum(said):
         raise StoreError(
             f"{file} does not say whose directory this is",
             hint="`kvweave fsck --repair` writes it anew; until then nothing here is touched",
