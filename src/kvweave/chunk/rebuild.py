@@ -151,6 +151,11 @@ def sum_of(told: dict[str, Any]) -> str:
     return blake2b(json.dumps(told, sort_keys=True).encode(), digest_size=8).hexdigest()
 
 
+def with_sum(told: dict[str, Any]) -> dict[str, Any]:
+    """Return it with its ``sum``, by which `has_its_sum` knows it again."""
+    return told | {"sum": sum_of(told)}
+
+
 def has_its_sum(told: dict[str, Any]) -> bool:
     """Tell whether what was read is what was written, by its ``sum``; a file of before has none."""
     wanted = told.get("sum")

@@ -63,7 +63,7 @@ class Reader:
                 spans = [(at, min(at + step, n_layers)) for at in range(0, n_layers, step)]
                 for start, stop, each, outcome in self._ahead(spans):
                     if not each.load.ended:
-                        self._layers(start, stop, each, outcome)
+                        self._take(start, stop, each, outcome)
         except Exception as error:
             log.exception("loading failed")
             for each in self.wanted:
@@ -120,7 +120,10 @@ class Reader:
                 came.put(error)
 
         try:
-            Background(read)
+            if len(spans) > 1:
+                Background(read)
+            else:  # there is nothing to go ahead to
+                read()
         except NoThread:
             read()
         for _ in spans:
@@ -141,7 +144,8 @@ class Reader:
             found += [(each, dropped) for each in mine if each not in there]
         return found
 
-    def _layers(self, start: int, stop: int, each: ToRead, outcome: Outcome) -> None:
+    def _take(self, start: int, stop: int, each: ToRead, outcome: Outcome) -> None:
+        """Hand over layers of one chunk, or read them again where they are wrong."""
         if outcome.state == "wrong":
             outcome = self._reread(each, start, stop)
         if outcome.ok:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from kvweave.chunk.background import Background, NoThread
-from kvweave.chunk.rebuild import has_its_sum, sum_of, write_whole
+from kvweave.chunk.rebuild import has_its_sum, with_sum, write_whole
 
 log = logging.getLogger("kvweave.weave")
 
@@ -22,7 +22,7 @@ WRONG = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, Re
 
 def write_learned(path: Path, told: dict[str, Any]) -> None:
     """Write it as JSON: all of it, or nothing. Raises OSError."""
-    write_whole(path, json.dumps(told | {"sum": sum_of(told)}, indent=1) + "\n")
+    write_whole(path, json.dumps(with_sum(told), indent=1) + "\n")
 
 
 def parsed(text: bytes) -> dict[str, Any]:

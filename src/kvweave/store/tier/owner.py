@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Literal
 
 from kvweave.chunk.place import is_at, place_of
-from kvweave.chunk.rebuild import has_its_sum, sum_of, write_json
+from kvweave.chunk.rebuild import has_its_sum, with_sum, write_json
 from kvweave.errors import FormatTooNew, InvalidArgument, StoreError, of_system
 
 Relation = Literal["mine", "cache", "shared"]
@@ -175,8 +175,7 @@ def disown(directory: Path) -> None:
 
 
 def _write(directory: Path, said: dict[str, object]) -> None:
-    said = {"format": FORMAT, **said}
-    write_json(directory / FILE, said | {"sum": sum_of(said)})
+    write_json(directory / FILE, with_sum({"format": FORMAT, **said}))
 
 
 def _read(file: Path) -> dict[str, object]:
